@@ -21,7 +21,7 @@ from replicas import Fleet, Replica, State
 from replicas.launch import profile as profiles
 
 from . import datapath
-from .config import ConfigError, Settings, kept_replicas, known_urls, read_token
+from .config import ConfigError, Settings, kept_replicas, known_urls, read_engine_key, read_token
 from .http.server import Server
 from .lifetime import cannot_listen, greeting, run
 from .model import launch_profile, model_and_name
@@ -36,13 +36,14 @@ from .proxy.backend import Backend
 from .proxy.decisions import Decisions
 from .proxy.retries import UNCONFIRMED
 from .spaces import ModelSpace
+from .tenants.keys import CLIENT_KEYS, Keys
 
 if TYPE_CHECKING:
     from cachemap.cluster import SharedIntake, SharedMap
 
 log = logging.getLogger("hitherto")
 
-CARE = "care for replicas"  # of background work
+CARE, FOLLOW_KEYS = "care for replicas", "API keys"  # of background work
 
 
 class Gateway:
@@ -64,7 +65,12 @@ class Gateway:
             drain_timeout=settings.drain_timeout_s,
             model=settings.served_model_name,
             authorities=settings.replica_ca,
+            engine_key=read_engine_key(settings),
         )
+        self.keys = Keys(settings.api_keys) if settings.api_keys is not None else None
+        # With keys of its own on either side, the gateway passes no client's key on, unless it is told to.
+        keeps_keys = settings.forward_api_keys or (settings.api_keys is None and settings.engine_api_key is None)
+        self._hidden = frozenset() if keeps_keys else CLIENT_KEYS
         self.metrics = Metrics({"replica": self.fleet.replicas, "policy": settings.shadow})
         self.fleet.on_change.append(self._replica_changed)
         self.kept = kept_replicas(settings)
@@ -87,6 +93,7 @@ class Gateway:
             replicas=self.fleet.replicas,
             on_traffic=self.traffic,
             ask_models=self.fleet.ask_models,
+            keys=self.keys,
         )
         self.server = Server(self.proxy, datapath.limits(settings, self.models.pipelines))
         self.decisions = Decisions(self.proxy, decision_prefix)
@@ -95,6 +102,7 @@ class Gateway:
         self.view.shared = self.shared
         self.view.models = self.models
         self.view.background = self.background
+        self.view.keys = self.keys
         self.shared_ledger = datapath.shared_ledger(settings, self.metrics, self.ledger, self.background)
         self.proxy.placing.shared = self.view.shared_ledger = self.shared_ledger
         if self.shared_ledger is not None:
@@ -107,6 +115,7 @@ class Gateway:
         self.admin = Admin(self, Guard((settings.admin_host, *settings.admin_allow_host), read_token(settings)))
         self.port = self.admin_port = 0
         self._caring: asyncio.Task[None] | None = None
+        self._following_keys: asyncio.Task[None] | None = None
 
     # --- start and stop
 
@@ -141,6 +150,8 @@ class Gateway:
         if settings.launch:
             await self.fleet.launch(settings.launch, self.profile, self.model_dir, self.served_name)
         self._caring = self.background.spawn(CARE, self._care)
+        if self.keys is not None:
+            self._following_keys = self.background.spawn(FOLLOW_KEYS, self.keys.follow)
         if self.receiver is not None:
             log.info("traces go to %s", self.receiver)
 
@@ -159,8 +170,9 @@ class Gateway:
         cut = await self.server.drain(seconds)
         if cut:
             log.warning("%d requests were still running after %g s and were cut", cut, seconds)
-        if self._caring is not None:
-            self._caring.cancel()
+        for task in (self._caring, self._following_keys):
+            if task is not None:
+                task.cancel()
         self.models.stop()
         for backend in list(self.proxy.backends.values()):
             backend.stop()
@@ -216,7 +228,9 @@ class Gateway:
         if backend is None:
             observed = replica.events is not None
             slot = self.slots[replica.id] = self.map.attach(replica.id, replica.num_blocks, observed)
-            backend = Backend(replica, self.proxy.router.add(replica.id, slot, replica.rank_paths), self.fleet.prove)
+            backend = Backend(
+                replica, self.proxy.router.add(replica.id, slot, replica.rank_paths), self.fleet.prove, self._hidden
+            )
             self.proxy.add(backend)
         else:  # another process behind the same address: its cache is empty
             self.map.clear(backend.slot)

@@ -1,4 +1,4 @@
-"""`hitherto serve | config | replica | calibrate | explain | plan | doctor`: flags in, exit code out.
+"""`hitherto serve | config | key | replica | calibrate | explain | plan | doctor`: flags in, exit code out.
 
 Flags are made from the schema in `gateway.config`, so that a setting has one name, one help text
 and one check whether it comes from a file, the environment or the command line. Verbs import
@@ -21,7 +21,13 @@ from gateway import __version__
 from gateway.config import ALIASES, SIZES, Config, ConfigError, Settings, flag, load, show_bytes, suggest
 
 USAGE_ERROR = 2
-METAVARS = {"admin_token": "@FILE", "redis_url": "URL", "allow_path": "PATH,...", "admin_allow_host": "NAME,..."}
+METAVARS = {
+    "admin_token": "@FILE",
+    "engine_api_key": "@FILE",
+    "redis_url": "URL",
+    "allow_path": "PATH,...",
+    "admin_allow_host": "NAME,...",
+}
 
 
 class Parser(argparse.ArgumentParser):
@@ -103,6 +109,7 @@ def build_parser() -> Parser:
                                "Exit code 1 if something is.")  # fmt: skip
     for verb in (serve, config, explain, doctor):
         add_settings(verb)
+    verbs.add_parser("key", help="make an API key for a client", add_help=False)
     verbs.add_parser("replica", help="run one simulated engine", add_help=False)
     verbs.add_parser("calibrate", help="measure an engine, for simulated ones as fast as it", add_help=False)
     verbs.add_parser("plan", help="what a model's KV cache holds, and the replicas that a load needs", add_help=False)
@@ -194,7 +201,15 @@ def doctor(args: argparse.Namespace) -> int:
     return room.run(config)
 
 
-WITH_FLAGS_OF_THEIR_OWN = {"replica": replica, "calibrate": calibrate, "plan": plan}
+def key(argv: Sequence[str]) -> int:
+    from gateway.tenants import verb
+
+    parser = Parser(prog="hitherto key", description=verb.ABOUT)
+    verb.add_arguments(parser)
+    return verb.run(parser.parse_args(argv))
+
+
+WITH_FLAGS_OF_THEIR_OWN = {"key": key, "replica": replica, "calibrate": calibrate, "plan": plan}
 VERBS = {"serve": serve, "config": show_config, "explain": explain, "doctor": doctor}
 
 

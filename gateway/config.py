@@ -26,14 +26,16 @@ from replicas.kept import KeptReplicas
 from replicas.launch import profile
 from replicas.replica import parse_url
 
+from . import credentials
+from .credentials import MAKE_TOKEN
 from .proxy.paths import check_allowed
+from .tenants.key_file import KeyFileError
+from .tenants.key_file import read as read_keys
 
 ENV_PREFIX = "HITHERTO_"
-TOKEN = re.compile(r"[!-~]{16,1024}")
-HIDDEN = "********"  # shown in place of a token
-MAKE_TOKEN = "`openssl rand -hex 32` makes one"
 DEFAULT_FILE = "hitherto.yaml"
 SIZES = ("cache_budget", "max_body_bytes", "request_budget")  # fields that are bytes and read best with a unit
+SECRETS = ("admin_token", "engine_api_key")
 ALIASES = {"replica_url": ("--worker-urls", "--backend-url")}
 
 MOST_BYTES = 2**50
@@ -93,16 +95,6 @@ def _check_paths(paths: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(map(check_allowed, paths))
 
 
-def _check_token(token: str) -> str:
-    if token == HIDDEN:
-        raise ValueError("the token is hidden here, as `hitherto config` prints it; write the real one, or @FILE")
-    if os.path.isfile(token):
-        raise ValueError(f"{token} is a file: write @{token} for the token in it")
-    if not token.startswith("@") and not TOKEN.fullmatch(token):
-        raise ValueError(f"it must have at least 16 characters, no spaces and none outside ASCII. {MAKE_TOKEN}")
-    return token
-
-
 def _check_names(names: tuple[str, ...]) -> tuple[str, ...]:
     for name in names:
         if not re.fullmatch(r"[\w.-]{1,253}", name, re.ASCII):
@@ -122,7 +114,8 @@ Port = Annotated[int, Field(ge=0, le=65535)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Urls = Annotated[tuple[str, ...], BeforeValidator(_split_urls), AfterValidator(_check_urls)]
 HostNames = Annotated[tuple[str, ...], BeforeValidator(_split_names), AfterValidator(_check_names)]
-Token = Annotated[str, AfterValidator(_check_token)]
+Token = Annotated[str, AfterValidator(credentials.check_token)]
+EngineKey = Annotated[str, AfterValidator(credentials.check_engine_key)]
 Paths = Annotated[tuple[str, ...], BeforeValidator(_split_names), AfterValidator(_check_paths)]
 RedisUrl = Annotated[str, AfterValidator(_check_redis)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
@@ -159,6 +152,19 @@ class Settings(BaseModel):
         ge=1,
         le=64,
         description="gateways that share the port, one a core, and a Redis: the one of --redis-url, or a redis-server of their own",
+    )
+
+    api_keys: Path | None = Field(
+        None,
+        description="file of clients' API keys, as hashes, read again when it changes: requests need one then; `hitherto key new` makes them",
+    )
+    forward_api_keys: bool = Field(
+        False, description="with --api-keys: pass clients' keys on to the engines all the same"
+    )
+    engine_api_key: EngineKey | None = Field(
+        None,
+        repr=False,
+        description="@FILE that holds the API key which the engines ask for; the environment and the configuration file may also have the key itself",
     )
 
     model: str | None = Field(
@@ -258,8 +264,8 @@ class Config:
     def plain(self) -> dict[str, Any]:
         """Values as a person would write them: sizes with units, paths as text."""
         values = self.settings.model_dump(mode="json")
-        if (token := values["admin_token"]) and not token.startswith("@"):
-            values["admin_token"] = HIDDEN
+        for name in SECRETS:
+            values[name] = credentials.shown(values[name])
         if values["redis_url"]:
             from cachemap.cluster import without_password
 
@@ -379,18 +385,22 @@ def suggest(name: str, known: Sequence[str] | Mapping[str, Any]) -> str:
 
 def read_token(settings: Settings) -> str | None:
     """The token that the admin side asks for; None if it asks for none. Raises ConfigError for a file without one."""
-    given = settings.admin_token
-    if given is None or not given.startswith("@"):
-        return given
     try:
-        token = Path(given[1:]).read_text(encoding="ascii").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not ASCII text"
-        raise ConfigError(f"admin_token: cannot read the token from {given[1:]}: {reason}. {MAKE_TOKEN}") from None
-    if not TOKEN.fullmatch(token):
-        what = "holds no token: that is 16 characters or more in one line, without spaces"
-        raise ConfigError(f"admin_token: {given[1:]} {what}. {MAKE_TOKEN}")
-    return token
+        return credentials.read(
+            settings.admin_token, credentials.TOKEN, "16 characters or more in one line, without spaces"
+        )
+    except ValueError as error:
+        raise ConfigError(f"admin_token: {error}. {MAKE_TOKEN}") from None
+
+
+def read_engine_key(settings: Settings) -> str | None:
+    """The key that engines ask for; None if they ask for none. Raises ConfigError for a file without one."""
+    try:
+        return credentials.read(settings.engine_api_key, credentials.ENGINE_KEY, "the key in one line, without spaces")
+    except ValueError as error:
+        raise ConfigError(
+            f"engine_api_key: {error}. Write there what the engines were started with, or leave the setting out"
+        ) from None
 
 
 def _is_loopback(host: str) -> bool:
@@ -452,13 +462,14 @@ def _explain(item: Any, sources: Mapping[str, str]) -> str:
         near = difflib.get_close_matches(str(item["input"]), choices.split(", "), 1)
         return f"{place}: {item['input']!r} is none of {choices}" + (f". Did you mean {near[0]!r}?" if near else "")
     what = item["msg"][0].lower() + item["msg"][1:]
-    given = "what it is set to" if name == "admin_token" else repr(item["input"])
+    given = "what it is set to" if name in SECRETS else repr(item["input"])
     return f"{place}: {given} is not valid: {what}. {flag(name)} is the {Settings.model_fields[name].description}"
 
 
 def _check_together(settings: Settings, sources: Mapping[str, str]) -> None:
     """What no field can judge alone."""
     _check_admin(settings, sources)
+    _check_keys(settings, sources)
     if settings.workers > 1 and sys.platform != "linux":
         raise ConfigError(
             f"{sources['workers']}: workers: several share a port as only Linux spreads connections over processes (SO_REUSEPORT). Leave it at 1"
@@ -478,16 +489,35 @@ def _check_admin(settings: Settings, sources: Mapping[str, str]) -> None:
             f"{sources[winner]}: {winner}: clients and the admin side cannot share port {settings.port}. "
             f"Give --admin-port another one, like {settings.port + 1}"
         )
-    if sources["admin_token"].startswith("flag ") and not settings.admin_token.startswith("@"):
-        raise ConfigError(
-            "flag --admin-token: admin_token: everybody on this machine can read a command line. "
-            "Write the token to a file and give --admin-token @FILE, or set HITHERTO_ADMIN_TOKEN"
-        )
+    _check_not_on_command_line("admin_token", settings.admin_token, sources)
     if read_token(settings) is None and not _is_loopback(settings.admin_host):
         raise ConfigError(
             f"{sources['admin_host']}: admin_host: {settings.admin_host or 'every address'} can be reached from other "
             "machines, and whoever reaches the admin side can add a replica and so receive prompts. Give --admin-token "
             f"@FILE or HITHERTO_ADMIN_TOKEN, or leave --admin-host at 127.0.0.1. {MAKE_TOKEN}"
+        )
+
+
+def _check_not_on_command_line(name: str, given: str | None, sources: Mapping[str, str]) -> None:
+    if given is not None and sources[name].startswith("flag ") and not given.startswith("@"):
+        raise ConfigError(
+            f"flag {flag(name)}: {name}: everybody on this machine can read a command line. "
+            f"Write it to a file and give {flag(name)} @FILE, or set {ENV_PREFIX}{name.upper()}"
+        )
+
+
+def _check_keys(settings: Settings, sources: Mapping[str, str]) -> None:
+    _check_not_on_command_line("engine_api_key", settings.engine_api_key, sources)
+    read_engine_key(settings)
+    if settings.api_keys is not None:
+        try:
+            read_keys(settings.api_keys)
+        except KeyFileError as error:
+            raise ConfigError(f"{sources['api_keys']}: api_keys: {error}") from None
+    elif settings.forward_api_keys:
+        raise ConfigError(
+            f"{sources['forward_api_keys']}: forward_api_keys: clients' keys are passed on anyway while this gateway asks for none. "
+            "Leave it out, or name a file of keys with --api-keys"
         )
 
 

@@ -5,6 +5,7 @@ OpenAI's error object, Anthropic's on /v1/messages, and both as stream events.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import orjson
@@ -14,6 +15,8 @@ JSON = [(b"content-type", b"application/json")]
 # status -> (OpenAI type, default code, Anthropic type)
 KINDS: dict[int, tuple[str, str, str]] = {
     400: ("invalid_request_error", "bad_request", "invalid_request_error"),
+    401: ("invalid_request_error", "invalid_api_key", "authentication_error"),
+    403: ("invalid_request_error", "permission_denied", "permission_error"),
     404: ("invalid_request_error", "not_found", "not_found_error"),
     405: ("invalid_request_error", "method_not_allowed", "invalid_request_error"),
     408: ("invalid_request_error", "request_timeout", "invalid_request_error"),
@@ -30,8 +33,9 @@ KINDS: dict[int, tuple[str, str, str]] = {
 
 class ApiError(Exception):
     """Why a request is answered with an error of ours. `status` is HTTP's; `type`, `param` and `code` are fields of the
-    error object, where None says that the status decides. `allow`: for a 405. `again`: False tells clients that repeat
-    a request by themselves after a 5xx (OpenAI's and Anthropic's do) not to."""
+    error object, where None says that the status decides. `headers`: of the answer, besides those that every error
+    has. `again`: False tells clients that repeat a request by themselves after a 429 or 5xx (OpenAI's and Anthropic's
+    do) not to."""
 
     def __init__(
         self,
@@ -41,13 +45,13 @@ class ApiError(Exception):
         param: str | None = None,
         code: str | None = None,
         *,
-        allow: bytes = b"",
+        headers: Sequence[tuple[bytes, bytes]] = (),
         again: bool = True,
     ):
         super().__init__(message)
         self.status, self.message = status, message
         self.type, self.param, self.code = type, param, code
-        self.allow, self.again = allow, again
+        self.headers, self.again = headers, again
 
     def object(self, path: str) -> dict[str, Any]:
         return error_object(path, self.status, self.message, type=self.type, param=self.param, code=self.code)

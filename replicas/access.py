@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import ssl
+from collections.abc import Mapping
 from typing import Any
 
 import aiohttp
@@ -20,9 +21,17 @@ from replicas.problems import Problem
 class Access:
     """`find` looks for the engine; then `address` is where it answered last and `session` goes there."""
 
-    def __init__(self, url: str, host: str, tls: ssl.SSLContext | None = None, events: EventSource | None = None):
-        """`events`: where it publishes, as the operator wrote it."""
+    def __init__(
+        self,
+        url: str,
+        host: str,
+        tls: ssl.SSLContext | None = None,
+        events: EventSource | None = None,
+        headers: Mapping[str, str] | None = None,
+    ):
+        """`events`: where it publishes, as the operator wrote it. `headers`: what each request to it carries."""
         self.url, self._name, self._tls, self._events = url, HostName(host), tls, events
+        self._headers = dict(headers or {})
         self._publishers = {one: HostName(one) for one in (events.hosts if events else ()) if one != host}
         self._session: aiohttp.ClientSession | None = None
 
@@ -36,7 +45,7 @@ class Access:
         if not self.address:
             raise ConnectionError(f"{self._name.host} has not been found yet")
         if self._session is None:
-            self._session = session_to(self.address, self._tls)
+            self._session = session_to(self.address, self._tls, headers=self._headers)
         return self._session
 
     @property
@@ -57,7 +66,7 @@ class Access:
         fault = await self._look_up(deadline)
         tried: dict[str, Facts] = {}
         for address in self._name.to_try(in_use):
-            session = self.session if address == self.address else session_to(address, self._tls)
+            session = self.session if address == self.address else session_to(address, self._tls, headers=self._headers)
             try:
                 facts = tried[address] = await probe(self.url, session, deadline, address)
                 found = facts.alive and (address == self.address or not in_use or bool(facts.models) or facts.locked)

@@ -64,16 +64,17 @@ class Fleet:
         limits: Limits = Limits(),
         model: str | None = None,
         authorities: Path | None = None,
+        engine_key: str | None = None,
     ):
         """`inflight(id)`: the gateway's open requests to a replica; `waited(id)`: for how long the oldest of its
         prompts there has had no answer; `hear(id)` calls `succeeded` for those of its requests that were answered and
         not told of yet. `model`: the name that adopted engines have to serve. `authorities`: as of `tls.context`.
-        Times in seconds."""
+        `engine_key`: the API key that adopted engines ask for. Times in seconds."""
         self.replicas: dict[str, Replica] = {}
         self.on_change: list[Change] = []
         self._inflight, self._waited, self._hear, self._interval = inflight, waited, hear, interval
         self._drain_timeout, self._limits, self._model = drain_timeout, limits, model
-        self._authorities = authorities
+        self._authorities, self._engine_key = authorities, engine_key
         self.engines: dict[str, Engine] = {}  # by "host:port"; `replicas` are theirs
         self._drains: dict[str, asyncio.Task] = {}  # of single ranks
         self._launching = asyncio.Lock()
@@ -103,7 +104,7 @@ class Fleet:
                 self.resume(replica.id)
             return known.replicas[0]
         replica = Replica(address.id, address.url, address.host, address.port, since=monotonic(), role=address.role)
-        replica.tls = tls.context_for(address.url, self._authorities)
+        replica.tls, replica.key = tls.context_for(address.url, self._authorities), self._engine_key
         self._follow(replica, given=address.source, model=address.model or self._model)
         return replica
 
@@ -135,6 +136,7 @@ class Fleet:
         name = f"{HOST}:{ports.http}"
         replica = Replica(name, f"http://{name}", HOST, ports.http, managed=True, since=monotonic())
         replica.reason, replica.dialect = "its process is being started", by_id(profile.engine)
+        replica.key = self._engine_key
 
         def started(pid: int) -> None:
             replica.restarts += replica.state is State.FAILED

@@ -60,6 +60,7 @@ class Replica:
     # the one that `host` leads to for this incarnation: everybody connects there; "" until it is known
     address: str = ""
     tls: ssl.SSLContext | None = None  # for connections to it, where its URL is https
+    key: str | None = field(default=None, repr=False)  # the API key that its engine asks for
     # A connection to the process that was looked at last: while it stands, that process is there. None: whether it is
     # cannot be told in this way.
     proof: asyncio.BaseTransport | None = None
@@ -84,6 +85,11 @@ class Replica:
     def headers(self) -> dict[str, str]:
         """What a request needs for being computed here."""
         return {} if self.rank is None else {self.dialect.rank_header: str(self.rank)}
+
+    @property
+    def credentials(self) -> dict[str, str]:
+        """What its engine asks for, as a header."""
+        return bearer(self.key)
 
     @property
     def is_proven(self) -> bool:
@@ -126,6 +132,7 @@ class Replica:
             since=now,
             address=self.address,
             tls=self.tls,
+            key=self.key,
             role=self.role,
         )
 
@@ -170,6 +177,11 @@ class Replica:
 
 
 MAX_URL = 2048
+
+
+def bearer(key: str | None) -> dict[str, str]:
+    """The header that carries an engine's API key; none without one."""
+    return {"authorization": f"Bearer {key}"} if key else {}
 
 
 def parse_url(text: str) -> Address:

@@ -64,7 +64,7 @@ class Watch:
         `given`: the event source as the operator or the profile knows it, instead of asking.
         `model`: the served name that must be listed. The last two for replicas of our own."""
         self.replica, self.tell, self.changed, self.looked = replica, tell, changed, looked
-        self.access = Access(replica.url, replica.host, replica.tls, given)
+        self.access = Access(replica.url, replica.host, replica.tls, given, replica.credentials)
         self.busy, self.waited, self.hear, self.interval, self.limits = busy, waited, hear, interval, limits
         self.given, self.model = given, model
         self.supervisor, self.start_timeout = supervisor, start_timeout

@@ -52,7 +52,7 @@ async def engine_answers(session: aiohttp.ClientSession, url: str, model: str | 
         ):
             if response.status in (401, 403):
                 raise Unanswered(
-                    "/tokenize wants an API key, and the gateway has none of its own: let it be asked without one",
+                    "/tokenize wants an API key, and not the one that the gateway has: give it with --engine-api-key @FILE",
                     final=True,
                 )
             if response.status != 200:
@@ -188,7 +188,7 @@ class TokenizerComparison:
 
     async def _answers(self, replica: Replica, texts: list[str]) -> list[Answer]:
         model = next(iter(base_names(replica.models)), None)
-        async with session_to(replica.address, replica.tls) as session:
+        async with session_to(replica.address, replica.tls, headers=replica.credentials) as session:
             for pause in PAUSES:
                 try:
                     return await engine_answers(session, replica.url, model, texts)

@@ -21,7 +21,7 @@ from typing import Any
 
 import aiohttp
 
-from gateway.config import Config, Settings, known_urls
+from gateway.config import Config, Settings, known_urls, read_engine_key
 from gateway.ops.checks import (
     PROBE_SECONDS,
     Refused,
@@ -53,7 +53,7 @@ from gateway.ops.trial import Finding, Trial, trials
 from gateway.prompt.pipeline import Pipeline
 from replicas.access import Access
 from replicas.adopt import Facts, described
-from replicas.replica import Address, parse_url
+from replicas.replica import Address, bearer, parse_url
 from replicas.tls import context_for
 
 
@@ -139,7 +139,8 @@ class Examination(contextlib.AsyncExitStack):
             yield check_no_replicas(self._settings)
 
     async def _engine(self, address: Address) -> AsyncIterator[Finding]:
-        way = Access(address.url, address.host, context_for(address.url, self._settings.replica_ca), address.source)
+        tls = context_for(address.url, self._settings.replica_ca)
+        way = Access(address.url, address.host, tls, address.source, bearer(read_engine_key(self._settings)))
         self.push_async_callback(way.close)
         facts = await way.find(PROBE_SECONDS)
         yield check_reached(address, facts)

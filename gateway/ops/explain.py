@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gateway.config import Config, ConfigError, Settings, admin_headers, admin_url, known_urls
+from gateway.config import Config, ConfigError, Settings, admin_headers, admin_url, known_urls, read_engine_key
 from gateway.errors import ApiError
 from gateway.model import model_dir
 from gateway.prompt import Prompt
@@ -241,11 +241,12 @@ async def _serving(settings: Settings) -> list[Replica]:
     """The replicas that answer. Raises ConfigError where there are none."""
     from replicas.access import Access
     from replicas.adopt import described
-    from replicas.replica import parse_url
+    from replicas.replica import bearer, parse_url
     from replicas.tls import context_for
 
     addresses = [parse_url(url) for url in known_urls(settings)]
-    ways = [Access(one.url, one.host, context_for(one.url, settings.replica_ca), one.source) for one in addresses]
+    key = bearer(read_engine_key(settings))
+    ways = [Access(one.url, one.host, context_for(one.url, settings.replica_ca), one.source, key) for one in addresses]
     facts = await asyncio.gather(*(way.find(PROBE_SECONDS) for way in ways))
     await asyncio.gather(*(way.close() for way in ways))
     for address, fact in zip(addresses, facts, strict=True):

@@ -16,6 +16,7 @@ from gateway.models import Models
 from gateway.ops.metrics import Metrics, Reading
 from gateway.proxy.shadow import told
 from gateway.spaces import ModelSpace
+from gateway.tenants.keys import Keys
 from policies import Ledger, Load
 from replicas.lifecycle import ENGINE_THERE, TAKES_TRAFFIC, State
 from replicas.problems import NO_CACHED_TOKENS, Problem
@@ -58,6 +59,7 @@ class View:
         self.models: Models | None = None  # what is known of each model
         self.shared_ledger: Any = None  # SharedLedger, with Redis
         self.background: Any = None  # Background, whose failures are shown
+        self.keys: Keys | None = None  # with --api-keys
         self.shared: Any = None  # SharedMap, where several gateways share one map
 
     def why_not_ready(self) -> str | None:
@@ -94,6 +96,7 @@ class View:
                 "evicted": stats["evicted"],
                 **self._sharing(),
             },
+            "api_keys": self.keys.status() if self.keys else None,
             "background_failures": self.background.recent() if self.background else {},
             "replicas": replicas,
         }

@@ -58,6 +58,7 @@ class Backend:
         "intake",
         "listening",
         "adapter_roots",
+        "hidden",
         "host_line",
         "not_forwarded",
         "incarnation",
@@ -65,9 +66,15 @@ class Backend:
         "event_block_size",
     )
 
-    def __init__(self, replica: Replica, candidate: Candidate, prove: Prove = taken_at_its_word):
+    def __init__(
+        self,
+        replica: Replica,
+        candidate: Candidate,
+        prove: Prove = taken_at_its_word,
+        hidden: frozenset[bytes] = frozenset(),
+    ):
         """`candidate`: as the router knows the replica. `prove(id)`: have its watcher look who is there, now; whether
-        an engine answered."""
+        an engine answered. `hidden`: the names of clients' headers that it does not get."""
         self.replica = replica
         self.id = replica.id
         self.slot = candidate.slot
@@ -84,6 +91,7 @@ class Backend:
         self.intake: EventIntake | None = None
         self.listening: asyncio.Task[None] | None = None  # runs `intake`, or one before it that has not ended yet
         self.adapter_roots: dict[str, str] = {}  # where each adapter was loaded from, as last told
+        self.hidden = hidden
         self.host_line, self.not_forwarded = self._head_parts()
         self.incarnation: str | None = None
         self.event_block_size: int | None = None  # what `intake` takes its blocks to have
@@ -113,9 +121,12 @@ class Backend:
 
     def _head_parts(self) -> tuple[bytes, frozenset[bytes]]:
         """The header lines that every request to it has, and the names of those that only the gateway may write."""
-        chosen = {name.lower().encode(): value.encode() for name, value in self.replica.headers.items()}
+        ours = {**self.replica.headers, **self.replica.credentials}
+        chosen = {name.lower().encode(): value.encode() for name, value in ours.items()}
         lines = b"".join(b"%b: %b\r\n" % header for header in chosen.items())
-        return b"host: %b\r\n%b" % (self.replica.url.partition("://")[2].encode(), lines), NOT_FORWARDED.union(chosen)
+        return b"host: %b\r\n%b" % (self.replica.url.partition("://")[2].encode(), lines), NOT_FORWARDED.union(
+            chosen, self.hidden
+        )
 
     def follow_incarnation(self) -> None:
         """The replica is another process than before, maybe at another address: what the last one taught is void."""

@@ -476,11 +476,9 @@ class Conductor:
         self.settling.close_unattributed(exchange)
         exchange.forget_body()
         exchange.status, exchange.error = error.status, error
-        headers = [*JSON, (b"x-request-id", exchange.id)]
+        headers = [*JSON, (b"x-request-id", exchange.id), *error.headers]
         if error.status == 503:
             headers.append((b"retry-after", b"1"))
-        elif error.status == 405:
-            headers.append((b"allow", error.allow))
         if not error.again:
             headers.append(NO_RETRY)
         exchange.client.reply(error.status, error.body(exchange.request.path), headers)

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from replicas.engines.dialect import Transfer
 
     from ..prompt import Prompt
+    from ..tenants.tenant import Tenant
     from .answers import Usage
     from .backend import Backend
 
@@ -193,6 +194,8 @@ class Exchange:
     __slots__ = (
         # given
         "conductor", "client", "request", "id", "label",
+        # whose API key it brought; None without --api-keys
+        "tenant",
         # found out: its prompt, or the model that a request without one names; the stored response it is about, if any,
         # which only one replica has
         "state", "prompt", "model", "response",
@@ -215,6 +218,7 @@ class Exchange:
         self.request = request
         self.id = request_id
         self.label = label
+        self.tenant: Tenant | None = None
         self.state = PREPARING
         self.prompt: Prompt | None = None
         self.model: str | None = None

@@ -102,8 +102,9 @@ class TokenIdForwarding:
             known = self._known(backend)
             kind = known.kinds.get((prompt.path, prompt.kind))
             if kind is not None and self._wants_check(backend, known, kind, prompt):
-                given = request.header(b"authorization")
-                headers = {**backend.replica.headers, **({"authorization": given} if given else {})}
+                given = None if b"authorization" in backend.hidden else request.header(b"authorization")
+                ours = {**backend.replica.headers, **backend.replica.credentials}
+                headers = {**({"authorization": given} if given else {}), **ours}
                 known.checking = asyncio.create_task(self._check(backend, prompt, request.body, headers))
 
     def _miscounted(self, backend: Backend, prompt: Prompt, counted: int) -> None:

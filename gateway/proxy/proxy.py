@@ -46,6 +46,8 @@ if TYPE_CHECKING:
 
     from ..models import Models
     from ..ops.metrics import Metrics
+    from ..tenants.keys import Keys
+    from ..tenants.tenant import Tenant
     from .traces import Traces
 
 log = logging.getLogger("hitherto.proxy")
@@ -78,7 +80,7 @@ class Preparation:
         request = exchange.request
         if request.method != "POST" or exchange.response is not None:
             exchange.prepared(None)
-        elif len(request.body) <= OFFLOAD_BYTES or not self._models.routes.several:
+        elif len(request.body) <= OFFLOAD_BYTES or not self._reads_model(exchange):
             self._named(exchange, self._model_of(exchange))
         else:
             self._in_thread(exchange, self._model_of, self._named)
@@ -88,13 +90,21 @@ class Preparation:
         where all of them serve the same; what is wrong with the name is for the engine to say then."""
         return named_model(content_type, body) if self._models.routes.several else None
 
+    def _reads_model(self, exchange: Exchange) -> bool:
+        """Whether the name of its model decides anything: which replicas it may get, or whether its tenant may."""
+        return self._models.routes.several or (exchange.tenant is not None and exchange.tenant.models is not None)
+
     def _model_of(self, exchange: Exchange) -> str | None:
         request = exchange.request
-        return self._model(request.header(b"content-type") or "", request.body)
+        if not self._reads_model(exchange):
+            return None
+        return named_model(request.header(b"content-type") or "", request.body)
 
     def _named(self, exchange: Exchange, model: str | None) -> None:
         exchange.model = model
-        if model is not None and self._eligible.is_unknown(model):
+        if exchange.tenant is not None and (error := exchange.tenant.refusal(model)) is not None:
+            exchange.refused(error)
+        elif model is not None and self._eligible.is_unknown(model):
             self._ask_anew(self._passed_on(exchange))
         else:
             exchange.prepared(None)
@@ -201,6 +211,9 @@ class Preparation:
             self.begin_other(exchange)
             return
         exchange.stages.append((stage, seconds))
+        if exchange.tenant is not None and (error := exchange.tenant.refusal(prompt.model)) is not None:
+            exchange.refused(error)
+            return
         if not prompt.kind:  # too short to be forwarded as ids
             prompt.token_ids = b""
             if prompt.also is not None:
@@ -241,6 +254,7 @@ class Proxy:
         cached_tokens_header: bool = False,
         allow_paths: Sequence[str] = (),
         traces: Traces | None = None,
+        keys: Keys | None = None,
     ):
         self.models, self.router, self.metrics = models, router, metrics
         self.allowed_paths = AllowedPaths(allow_paths)
@@ -250,6 +264,7 @@ class Proxy:
         self.placing = Placing(
             self.eligible, router, responses, metrics, Shadows(shadows, metrics) if shadows else None
         )
+        self.keys = keys
         self.newcomers = Newcomers(ask_models)
         self.preparation = Preparation(self.eligible, self.placing, self.newcomers, metrics)
         self.forwarding = TokenIdForwarding(metrics, tokenize_once, self.backends, models.made_by)
@@ -311,8 +326,13 @@ class Proxy:
         path = request.path
         label = PROMPT_PATHS.get(path)
         has_prompt = label is not None and request.method == "POST"
-        if not has_prompt and (answer := self._own_answer(request)) is not None:
-            answer(client, request)
+        tenant = None if self.keys is None else self.keys.authenticate(request)
+        if (
+            not has_prompt
+            and not isinstance(tenant, ApiError)
+            and (answer := self._own_answer(request, tenant)) is not None
+        ):
+            answer(client, request, tenant)
             return
         given = request.header(b"x-request-id")
         id = given.encode("latin-1") if given else next(self._ids).encode()
@@ -320,6 +340,10 @@ class Proxy:
         if path.startswith(RESPONSES):
             exchange.response = referred_to(request)
         self.conductor.begin(exchange)
+        if isinstance(tenant, ApiError):
+            exchange.refused(tenant)
+            return
+        exchange.tenant = tenant
         if has_prompt and not self.conductor.draining:
             self.preparation.begin(exchange)
         elif (error := self.refusal(path, request.method)) is not None:
@@ -327,11 +351,14 @@ class Proxy:
         else:
             self.preparation.begin_other(exchange)
 
-    def _own_answer(self, request: Request) -> Callable[[Downstream, Request], None] | None:
+    def _own_answer(
+        self, request: Request, tenant: Tenant | None
+    ) -> Callable[[Downstream, Request, Tenant | None], None] | None:
         """What answers the request here; None if nothing does."""
         if request.method not in ("GET", "HEAD"):
             return None
-        if model_in(request.path) in self.eligible.names:
+        name = model_in(request.path)
+        if name is not None and (name in self.eligible.names or not (tenant is None or tenant.may_use(name))):
             return self._tell_model
         answer = self._local.get(request.path)
         return answer if self.eligible.names or answer != self._list_models else None
@@ -341,16 +368,18 @@ class Proxy:
         if self.draining:
             return ApiError(503, "the gateway is shutting down; ask another one", code="shutting_down")
         if path in self._local and method not in ("GET", "HEAD"):
-            return ApiError(405, f"{method} is not supported for {path}", allow=b"GET, HEAD")
+            return ApiError(405, f"{method} is not supported for {path}", headers=[(b"allow", b"GET, HEAD")])
         if path in PROMPT_PATHS:
             if method not in ("POST", "OPTIONS"):
-                return ApiError(405, f"{method} is not supported for {path}", allow=b"POST, OPTIONS")
+                return ApiError(405, f"{method} is not supported for {path}", headers=[(b"allow", b"POST, OPTIONS")])
         elif path not in self.allowed_paths:
             if (model := model_in(path)) is not None:
                 return self._no_model(model, method)
             return ApiError(404, refusal(path), code="path_not_allowed")
         if method not in METHODS:
-            return ApiError(405, f"{method} is not supported", allow=", ".join(sorted(METHODS)).encode())
+            return ApiError(
+                405, f"{method} is not supported", headers=[(b"allow", ", ".join(sorted(METHODS)).encode())]
+            )
         return None
 
     def refuse(self, status: int, message: str, target: bytes) -> tuple[Headers, bytes]:
@@ -374,15 +403,21 @@ class Proxy:
 
     # --- answers of the gateway's own
 
-    def _list_models(self, client: Downstream, request: Request) -> None:
+    def _list_models(self, client: Downstream, request: Request, tenant: Tenant | None) -> None:
         """Only where some name is known: an empty list would be taken for an answer. Until a replica is ready it is
         503, as for prompts; one that tells the gateway no names (it wants an API key) is asked with what the client
         brought."""
-        data = [self._described(name) for name in sorted(self.eligible.names)]
+        names = [name for name in sorted(self.eligible.names) if tenant is None or tenant.may_use(name)]
+        data = [self._described(name) for name in names]
         client.reply(200, orjson.dumps({"object": "list", "data": data}), JSON)
 
-    def _tell_model(self, client: Downstream, request: Request) -> None:
-        client.reply(200, orjson.dumps(self._described(model_in(request.path) or "")), JSON)
+    def _tell_model(self, client: Downstream, request: Request, tenant: Tenant | None) -> None:
+        name = model_in(request.path) or ""
+        if tenant is not None and (error := tenant.refusal(name)) is not None:
+            self.settling.turned_away(error)
+            client.reply(error.status, error.body(request.path), JSON)
+        else:
+            client.reply(200, orjson.dumps(self._described(name)), JSON)
 
     def _described(self, name: str) -> dict[str, Any]:
         """A served model or adapter, as OpenAI's API tells it."""
@@ -395,7 +430,7 @@ class Proxy:
     def _no_model(self, name: str, method: str) -> ApiError:
         """Why a model is not told of."""
         if method not in ("GET", "HEAD"):
-            return ApiError(405, f"{method} is not supported for {MODELS}/NAME", allow=b"GET, HEAD")
+            return ApiError(405, f"{method} is not supported for {MODELS}/NAME", headers=[(b"allow", b"GET, HEAD")])
         if self.eligible.names or not self.eligible.ready_for(None):
             return self.eligible.no_replica_error(name)
         return ApiError(
@@ -405,7 +440,7 @@ class Proxy:
             code="model_not_found",
         )
 
-    def _health(self, client: Downstream, request: Request) -> None:
+    def _health(self, client: Downstream, request: Request, tenant: Tenant | None) -> None:
         ready = bool(self.eligible.ready_for(None)) and not self.draining
         client.reply(
             200 if ready else 503, b"" if ready else error_body("", 503, "no replica is ready"), [] if ready else JSON

@@ -70,6 +70,7 @@ def statuses(
         "why_not": why_not,
         **counted(metrics, shadows, replicas),
         "map": _map([status["map"] for status in each]),
+        "api_keys": _keys([status["api_keys"] for status in each]),
         "background_failures": _failures(status["background_failures"] for status in each),
         "replicas": replicas,
         **own,
@@ -108,6 +109,12 @@ def _map(each: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "evicted": sum(one["evicted"] for one in each),
         "redis": shared,
     }
+
+
+def _keys(each: Sequence[Mapping[str, Any] | None]) -> Mapping[str, Any] | None:
+    """Each worker follows the file by itself: what is wrong for one of them is told, and the oldest reading."""
+    known = [one for one in each if one is not None]
+    return max(known, key=lambda one: (one["problem"], one["loaded_seconds_ago"]), default=None)
 
 
 def _failures(each: Iterable[Mapping[str, Mapping[str, Any]]]) -> dict[str, dict[str, Any]]:

@@ -26,7 +26,7 @@ from replicas import Fleet
 from replicas.launch import profile as profiles
 from replicas.replica import parse_url, url_of
 
-from ..config import ConfigError, Settings, admin_headers, kept_replicas, known_urls, read_token
+from ..config import ConfigError, Settings, admin_headers, kept_replicas, known_urls, read_engine_key, read_token
 from ..lifetime import cannot_listen, greeting, run
 from ..model import launch_profile, model_and_name
 from ..ops import traces
@@ -71,6 +71,7 @@ class Workers:
             drain_timeout=settings.drain_timeout_s,
             model=settings.served_model_name,
             authorities=settings.replica_ca,
+            engine_key=read_engine_key(settings),
         )
         self.admin = WorkersAdmin(self, Guard((settings.admin_host, *settings.admin_allow_host), read_token(settings)))
         self.beginning = asyncio.Lock()

@@ -77,6 +77,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--kv-connector", action="store_true", help="pass prompts' caches on to other engines, as vLLM with NIXL does"
     )
+    parser.add_argument(
+        "--api-key", metavar="KEY", help="asked for on all paths but /health; vLLM asks for it below /v1 alone"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the replies' text and of the block keys")
 
 
@@ -196,6 +199,7 @@ async def _listen(args: argparse.Namespace, profile, model_dir: Path, publisher)
         args.lora,
         not args.no_cached_tokens,
         Transfers() if args.kv_connector else None,
+        args.api_key,
     )
     http = web.AppRunner(
         server.app(), handler_cancellation=True, keepalive_timeout=KEEP_ALIVE, access_log=None, shutdown_timeout=1.0

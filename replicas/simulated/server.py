@@ -56,11 +56,13 @@ class Server:
         adapters: list[str] = (),
         show_cached: bool = True,
         transfers: Transfers | None = None,
+        api_key: str | None = None,
     ):
         self.runner, self.tokens, self.replies, self.metrics = runner, tokens, replies, metrics
         # -> path
         self.publisher, self.model, self.root, self.adapters = publisher, model, root, {name: name for name in adapters}
         self.show_cached, self.transfers = show_cached, transfers
+        self.authorization = f"Bearer {api_key}" if api_key else None
         self.faults = Faults(runner, publisher)
         self.context_length = runner.engine.profile.context_length
         self._load = 0
@@ -97,6 +99,8 @@ class Server:
     async def _guard(self, request: web.Request, handler) -> web.StreamResponse:
         if request.path != "/faults":
             await self.faults.hang()
+        if self.authorization not in (None, request.headers.get("Authorization")) and request.path != "/health":
+            return reply_json({"error": "Unauthorized"}, 401)
         try:
             return await handler(request)
         except RequestError as error:

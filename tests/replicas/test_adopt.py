@@ -104,7 +104,7 @@ async def test_version_may_be_missing(serve, session):
 async def test_an_api_key_hides_the_models_only(serve, session):
     facts = await probe(await serve(pages({**VLLM, "/v1/models": 401})), session)
     said = facts.problems["models"]
-    assert facts.serving and "API key" in said.what and "--api-key" in said.remedy and len(facts.problems) == 1
+    assert facts.serving and "API key" in said.what and "--engine-api-key" in said.remedy and len(facts.problems) == 1
 
 
 async def test_an_engine_without_health_is_judged_by_its_models(serve, session):

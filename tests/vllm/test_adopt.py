@@ -284,7 +284,7 @@ async def test_the_doctor_tries_each_rank(ranks, model, monkeypatch, tmp_path):
 
 async def test_the_doctor_names_what_an_engine_does_not_tell(mute, model, monkeypatch, tmp_path):
     found = await examined(mute, model, monkeypatch, tmp_path)
-    assert "--api-key" in found["model names"].remedy and "--disable-log-stats" in found["metrics"].remedy
+    assert "--engine-api-key" in found["model names"].remedy and "--disable-log-stats" in found["metrics"].remedy
     assert "API key" in found["trial"].text and found["block size"].remedy.startswith("give --block-size")
     assert not [one for one in found.values() if one.level == "fail"], found
 

@@ -13,7 +13,7 @@ from replicas.launch.command import LaunchProfile
 from replicas.problems import EVENTS_BY_HAND, Remedies
 
 REMEDIES = Remedies(
-    models="start vLLM without --api-key (and VLLM_API_KEY) where only the gateway reaches it; clients' keys are passed on",
+    models="give the gateway the key with --engine-api-key @FILE (HITHERTO_ENGINE_API_KEY); without it clients' keys are passed on",
     figures="start vLLM without --disable-log-stats, or set block_size in the gateway's config",
     names="a vLLM that names them differently needs a newer Hitherto",
     caching="start vLLM without --no-enable-prefix-caching",

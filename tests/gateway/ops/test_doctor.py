@@ -287,7 +287,7 @@ TRIED = {**ENGINE, "/v1/completions": COMPLETION}
             "lacks vllm:num_requests_waiting",
         ),
         ({"/metrics": METRICS.replace("True", "False")}, "caching", "fail", "--no-enable-prefix-caching"),
-        ({"/v1/models": 401, "/v1/completions": 401, "/tokenize": 401}, "model names", "warn", "--api-key"),
+        ({"/v1/models": 401, "/v1/completions": 401, "/tokenize": 401}, "model names", "warn", "--engine-api-key"),
         ({"/v1/models": 401, "/v1/completions": 401, "/tokenize": 401}, "trial", "warn", "clients' keys are passed on"),
         ({"/v1/completions": 500}, "trial", "fail", "the engine's own log says more"),
         ({"/v1/completions": {"usage": {"prompt_tokens": 60}}}, "cache", "warn", "--enable-prompt-tokens-details"),

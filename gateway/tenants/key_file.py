@@ -1,0 +1,213 @@
+"""The file of API keys: what stands in it, and how a line of it is made.
+
+A YAML list with one mapping for each tenant, or the same mappings as JSON, one a line:
+
+    - {name: team-a, sha256: 9f86d081..., models: [qwen3-8b], class: premium}
+
+It holds SHA-256 hashes and never a key. A slow hash (bcrypt, Argon2) protects passwords, which can be guessed; a key
+made here has 256 random bits, which nobody can guess at any speed, and its hash is computed for every request.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+import re
+import secrets
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import yaml
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from replicas import yaml_text
+
+from .tenant import Tenant
+
+PREFIX = "sk-hitherto-"  # of keys that are made here, so that scanners of source code recognise a leaked one
+KEY_BYTES = 32  # random ones in a key
+MOST_BYTES = 16 * 2**20  # of a key file: 50,000 tenants
+REMEDY = "`hitherto key new NAME` makes a key and prints its line"
+NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
+CLASS = re.compile(r"[A-Za-z0-9._-]{1,64}")
+
+
+class KeyFileError(ValueError):
+    """A key file cannot be used. The text says where, why, and what would be right."""
+
+
+def new_key() -> str:
+    """A key that nobody can guess."""
+    return PREFIX + secrets.token_urlsafe(KEY_BYTES)
+
+
+def digest(key: str) -> bytes:
+    """What is known of a key."""
+    return hashlib.sha256(key.encode("latin-1", "replace")).digest()
+
+
+def _as_list(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+def _check_hashes(values: tuple[str, ...]) -> tuple[str, ...]:
+    for value in values:
+        if not re.fullmatch(r"[0-9a-fA-F]{64}", value):
+            # A key that was written here by mistake is not repeated: this message goes to logs.
+            raise ValueError(
+                f"a SHA-256 hash has 64 hexadecimal digits, and this has {len(value)} characters. {REMEDY}"
+            )
+    return values
+
+
+def _check_names(values: tuple[str, ...]) -> tuple[str, ...]:
+    if not all(values):
+        raise ValueError("a model's name is empty; leave `models` out to allow all")
+    return values
+
+
+def _check_name(value: str) -> str:
+    if not NAME.fullmatch(value):
+        raise ValueError(f"{value[:100]!r} is no name: it has 1 to 64 letters, digits, '.', '_' and '-'")
+    return value
+
+
+Names = Annotated[
+    tuple[str, ...], BeforeValidator(_as_list), Field(min_length=1, max_length=1000), AfterValidator(_check_names)
+]
+Name = Annotated[str, AfterValidator(_check_name)]
+
+
+class Entry(BaseModel):
+    """One tenant as the file has it."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=False)
+
+    name: Name
+    sha256: Annotated[
+        tuple[str, ...], BeforeValidator(_as_list), Field(min_length=1, max_length=16), AfterValidator(_check_hashes)
+    ]
+    models: Names | None = None
+    qos_class: Name | None = Field(None, alias="class")
+
+    def tenant(self) -> Tenant:
+        return Tenant(self.name, self.qos_class, frozenset(self.models) if self.models is not None else None)
+
+    def plain(self) -> dict[str, Any]:
+        plain = self.model_dump(mode="json", by_alias=True, exclude_none=True)
+        plain["sha256"] = plain["sha256"][0] if len(plain["sha256"]) == 1 else plain["sha256"]
+        return plain
+
+    def line(self) -> str:
+        """What `read` reads back."""
+        return "- " + yaml.safe_dump(self.plain(), default_flow_style=True, sort_keys=False, width=10_000).strip()
+
+
+FIELDS = [field.alias or name for name, field in Entry.model_fields.items()]
+
+
+def read(path: Path) -> dict[bytes, Tenant]:
+    """The tenant of each key's hash. Raises KeyFileError."""
+    try:
+        with open(path, "rb") as file:
+            data = file.read(MOST_BYTES + 1)
+        if len(data) > MOST_BYTES:
+            raise KeyFileError(f"{path} has more than {MOST_BYTES >> 20} MiB, so it is taken for another file")
+        text = data.decode("utf-8-sig")
+    except OSError as error:
+        raise KeyFileError(f"{path} cannot be read: {error.strerror or error}. {REMEDY}") from None
+    except UnicodeDecodeError:
+        raise KeyFileError(f"{path} cannot be read: it is not UTF-8 text. {REMEDY}") from None
+    found: dict[bytes, Tenant] = {}
+    lines: dict[str | bytes, int] = {}  # where each name and each hash stands
+    for line, given in _entries(path, text):
+        entry = _entry(path, line, given)
+        hashes = [bytes.fromhex(one) for one in entry.sha256]
+        for what, known in ((f"the name {entry.name!r}", entry.name), *(("this hash", one) for one in hashes)):
+            if known in lines:
+                raise KeyFileError(
+                    f"{path}:{line}: {what} stands on line {lines[known]} already. "
+                    "A tenant has one entry; several keys of it are a list: sha256: [HASH, HASH]"
+                )
+            lines[known] = line
+        found.update(dict.fromkeys(hashes, entry.tenant()))
+    if not found:
+        raise KeyFileError(f"{path} holds no key, so nobody could ask anything. {REMEDY}")
+    return found
+
+
+def add(path: Path, entry: Entry) -> None:
+    """Add a tenant to the file at `path`, which need not be there yet: whole, and by renaming, so that a gateway that
+    follows it never reads a part. Raises KeyFileError, also where the file would not be one any more."""
+    try:
+        before = path.read_text(encoding="utf-8-sig") if path.exists() else ""
+        new = path.with_name(path.name + ".new")
+        new.touch(mode=0o600)
+        if path.exists():
+            shutil.copymode(path, new)
+        as_json = before.lstrip().startswith("{")
+        line = json.dumps(entry.plain()) if as_json else entry.line()
+        new.write_text(before + "\n" * (before[-1:] not in ("", "\n")) + line + "\n", encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = (error.strerror or error) if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise KeyFileError(f"{path} cannot be added to: {reason}. Give a file that may be written") from None
+    try:
+        read(new)
+        new.replace(path)
+    except KeyFileError as error:
+        new.unlink()
+        raise KeyFileError(str(error).replace(str(new), str(path))) from None
+
+
+def _entries(path: Path, text: str) -> Iterator[tuple[int, Any]]:
+    """Each tenant's mapping with its line, from 1."""
+    if text.lstrip().startswith("{"):
+        for line, one in enumerate(text.splitlines(), 1):
+            if one.strip():
+                try:
+                    yield line, json.loads(one)
+                except (ValueError, RecursionError) as error:
+                    raise KeyFileError(f"{path}:{line}: not JSON: {error}. Each line is one tenant's object") from None
+        return
+    try:
+        with yaml_text.reading(text) as loader:
+            root = loader.get_single_node()
+            if root is None:
+                return
+            if not isinstance(root, yaml.SequenceNode):
+                raise KeyFileError(
+                    f"{path}:{root.start_mark.line + 1}: expected a list of tenants, found a {root.id}. {REMEDY}"
+                )
+            for node in root.value:
+                yield node.start_mark.line + 1, loader.construct_object(node, deep=True)
+    except yaml_text.NotYaml as error:
+        raise KeyFileError(f"{path}:{error.line}: not YAML: {error.reason}. {REMEDY}") from None
+
+
+def _entry(path: Path, line: int, given: Any) -> Entry:
+    if not isinstance(given, dict):
+        raise KeyFileError(f"{path}:{line}: expected a mapping like {{name: ..., sha256: ...}}. {REMEDY}")
+    try:
+        return Entry.model_validate(given)
+    except ValidationError as error:
+        item = error.errors()[0]
+        name = str(item["loc"][0])
+        raise KeyFileError(f"{path}:{line}: {name}: {what_is_wrong(name, item)}") from None
+
+
+def what_is_wrong(name: str, item: Any) -> str:
+    """What is wrong with a field, without what it was set to where that may be a key."""
+    if item["type"] == "extra_forbidden":
+        if name in ("key", "api_key", "token", "secret"):
+            return f"no key stands here, only its hash as sha256. {REMEDY}; whoever read this file knows this one"
+        near = difflib.get_close_matches(name, FIELDS, 1, 0.6)
+        return f"unknown field. Did you mean {near[0]!r}?" if near else f"unknown field. Known: {', '.join(FIELDS)}"
+    if item["type"] == "missing":
+        return f"is missing. {REMEDY}"
+    if item["type"] == "value_error":
+        return str(item["ctx"]["error"])
+    what = item["msg"][0].lower() + item["msg"][1:]
+    return what if name == "sha256" else f"{str(item['input'])[:100]!r} is not valid: {what}"

@@ -1,0 +1,120 @@
+"""Whose key a request brings. The file is read again when it changes; a broken one changes nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ..errors import ApiError
+from ..http.messages import Request
+from .key_file import KeyFileError, digest, read
+from .tenant import Tenant
+
+log = logging.getLogger("hitherto")
+
+LOOK_SECONDS = 0.5  # between two looks at the file
+OPEN_PATHS = frozenset(("/health",))
+# What browsers ask before they send a key; engines compute nothing for it.
+OPEN_METHODS = frozenset(("OPTIONS",))
+CLIENT_KEYS = frozenset((b"authorization", b"x-api-key"))  # the headers in which a client's key may be
+CHALLENGE = ((b"www-authenticate", b"Bearer"),)
+# What tells one state of a file from another.
+Signature = tuple[int, int, int, int]
+
+
+class Keys:
+    """Those of one file. Raises KeyFileError where that cannot be used."""
+
+    def __init__(self, path: Path):
+        self._path = path
+        self._signature = _signature(path)
+        self._keys = _by_hash(read(path))
+        self._loaded = time.time()
+        self._problem = ""
+        self.on_change: list[Callable[[], None]] = []  # called when the tenants are others than before
+
+    @property
+    def tenants(self) -> dict[str, Tenant]:
+        """By name."""
+        return {one.name: one for _, one in self._keys.values()}
+
+    def authenticate(self, request: Request) -> Tenant | ApiError | None:
+        """Who asks; why the request is refused; or None for what is open to everybody."""
+        key = _key(request)
+        if key:
+            known = digest(key)
+            found = self._keys.get(known)
+            # Nothing here takes a time that tells of the keys: what is looked up and compared are hashes, of which
+            # nobody can choose the first bytes, and the comparison takes the same time whatever differs.
+            if found is not None and hmac.compare_digest(known, found[0]):
+                return found[1]
+        if request.path in OPEN_PATHS or request.method in OPEN_METHODS:
+            return None
+        what = "this API key is not known here" if key else "an API key is needed"
+        return ApiError(
+            401,
+            f"{what}: send `Authorization: Bearer KEY` or `x-api-key: KEY` with the one that you were given",
+            code="invalid_api_key",
+            headers=CHALLENGE,
+        )
+
+    def status(self) -> dict[str, Any]:
+        return {
+            "file": str(self._path),
+            "tenants": len(self.tenants),
+            "keys": len(self._keys),
+            "loaded_seconds_ago": round(time.time() - self._loaded, 3),
+            "problem": self._problem,
+        }
+
+    async def follow(self) -> None:
+        """Read the file again whenever it has changed, until cancelled."""
+        seen = self._signature
+        while True:
+            await asyncio.sleep(LOOK_SECONDS)
+            signature = await asyncio.to_thread(_signature, self._path)
+            # A file is read once it has stayed the same for a while: it may be written in several steps.
+            if signature == seen and signature != self._signature:
+                await self._reload(signature)
+            seen = signature
+
+    async def _reload(self, signature: Signature | None) -> None:
+        self._signature = signature
+        try:
+            tenants = await asyncio.to_thread(read, self._path)
+        except KeyFileError as error:
+            self._problem = str(error)
+            log.error("API keys: the file cannot be used, the keys known so far stay: %s", error)
+            return
+        self._keys, self._loaded, self._problem = _by_hash(tenants), time.time(), ""
+        log.info("API keys: %d keys of %d tenants were read from %s", len(tenants), len(self.tenants), self._path)
+        for changed in self.on_change:
+            changed()
+
+
+def _by_hash(tenants: dict[bytes, Tenant]) -> dict[bytes, tuple[bytes, Tenant]]:
+    return {known: (known, tenant) for known, tenant in tenants.items()}
+
+
+def _signature(path: Path) -> Signature | None:
+    """None where there is no file."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_size, found.st_ino, found.st_dev
+
+
+def _key(request: Request) -> str | None:
+    """The key that a request brings, as clients of OpenAI or of Anthropic send it."""
+    given = request.header(b"authorization")
+    if given is None:
+        return request.header(b"x-api-key")
+    scheme, _, key = given.partition(" ")
+    return key.strip() if scheme.lower() == "bearer" else None

@@ -1,0 +1,51 @@
+"""`hitherto key new NAME`: a new API key, and the line that the key file needs."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from ..config import ConfigError
+from .key_file import Entry, KeyFileError, add, digest, new_key, what_is_wrong
+
+ABOUT = "API keys of clients, for the file of --api-keys."
+DESCRIPTION = """Make an API key for a tenant. The key is printed once, to standard output, and kept nowhere;
+the line for the file of --api-keys, which holds only its hash, follows, or is added to --file."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    verbs = parser.add_subparsers(dest="action", metavar="ACTION", required=True, parser_class=type(parser))
+    new = verbs.add_parser("new", help="make a key", description=DESCRIPTION)
+    new.add_argument("name", metavar="NAME", help="the tenant's name, as logs and metrics show it")
+    new.add_argument(
+        "--file", type=Path, metavar="FILE", help="add the line to this file of --api-keys, in place of printing it"
+    )
+    new.add_argument("--models", metavar="NAME,...", help="the served models it may use (default: all)")
+    new.add_argument("--class", dest="class", metavar="NAME", help="the class of its requests")
+
+
+def run(args: argparse.Namespace) -> int:
+    key = new_key()
+    fields = {"name": args.name, "sha256": digest(key).hex()}
+    for name, value in vars(args).items():
+        if value is not None and name not in ("action", "name", "file"):
+            fields[name] = [one for one in value.split(",") if one] if name == "models" else value
+    try:
+        entry = Entry.model_validate(fields)
+    except ValidationError as error:
+        item = error.errors()[0]
+        raise ConfigError(f"{item['loc'][0]}: {what_is_wrong(str(item['loc'][0]), item)}") from None
+    if args.file is not None:
+        try:
+            add(args.file, entry)
+        except KeyFileError as error:
+            raise ConfigError(f"--file: {error}") from None
+    print("The key, which is shown now and never again:\n", file=sys.stderr)
+    print(key, flush=True)
+    if args.file is None:
+        print("\nThe line for the file of --api-keys, which is read again when it changes:\n", file=sys.stderr)
+        print(entry.line())
+    return 0

@@ -1,0 +1,201 @@
+"""Who is let in, what those see who are not, and what the engines get of the keys."""
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import logging
+import os
+
+import pytest
+
+from gateway.tenants.keys import CLIENT_KEYS, Keys
+
+from ..proxy.replies import BODY, answers, post
+from ..proxy.stack import stack
+
+KEYS = {"one": "sk-one-0123456789", "two": "sk-two-0123456789"}
+
+
+def entry(name: str, **fields) -> str:
+    return "- " + json.dumps({"name": name, "sha256": hashlib.sha256(KEYS[name].encode()).hexdigest(), **fields})
+
+
+@pytest.fixture
+def file(tmp_path):
+    file = tmp_path / "keys.yaml"
+    file.write_text("\n".join([entry("one"), entry("two", models=["m2"], **{"class": "free"})]))
+    return file
+
+
+def bearer(name: str) -> bytes:
+    return b"Authorization: Bearer %b\r\n" % KEYS[name].encode()
+
+
+async def ask(s, raw: bytes):
+    talk = await s.talk()
+    await talk.say(raw)
+    return await talk.response()
+
+
+def get(path: bytes, extra=b"") -> bytes:
+    return b"GET %b HTTP/1.1\r\nHost: client.example\r\n%b\r\n" % (path, extra)
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        bearer("one"),
+        b"authorization: bearer %b\r\n" % KEYS["one"].encode(),
+        b"X-Api-Key: %b\r\n" % KEYS["one"].encode(),
+    ],
+)
+async def test_who_brings_a_key_is_answered(file, header):
+    seen = []
+    async with stack(answers(seen=seen), keys=Keys(file)) as s:
+        assert (await ask(s, post(extra=header)))[0] == 200
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        b"",
+        b"Authorization: Bearer sk-one-012345678\r\n",
+        b"Authorization: Bearer \r\n",
+        b"Authorization: %b\r\n" % KEYS["one"].encode(),
+        b"Authorization: Basic %b\r\n" % KEYS["one"].encode(),
+        b"x-api-key: \xff\xfe\r\n",
+        # the first one counts, as it does at an engine
+        b"Authorization: Bearer wrong\r\nx-api-key: %b\r\n" % KEYS["one"].encode(),
+        b"x-api-key: %b\r\n" % hashlib.sha256(KEYS["one"].encode()).hexdigest().encode(),
+    ],
+)
+async def test_who_brings_none_is_told_so_in_the_format_of_its_api(file, header, caplog):
+    seen = []
+    async with stack(answers(seen=seen), keys=Keys(file)) as s:
+        for raw in (post(extra=header), get(b"/v1/models", header), get(b"/version", header)):
+            status, headers, body = await ask(s, raw)
+            assert (status, headers["www-authenticate"]) == (401, "Bearer")
+            error = json.loads(body)["error"]
+            assert (error["type"], error["code"]) == ("invalid_request_error", "invalid_api_key")
+        status, _, body = await ask(s, post(path=b"/v1/messages", extra=header))
+        assert status == 401
+        assert json.loads(body)["error"]["type"] == "authentication_error" and json.loads(body)["type"] == "error"
+        assert s.metrics.rejections.values["401",] == 4
+        assert seen == [] and s.idle()
+        assert KEYS["one"][:12] not in caplog.text
+
+
+async def test_health_and_what_browsers_ask_first_need_no_key(file):
+    async with stack(answers(), keys=Keys(file)) as s:
+        assert (await ask(s, get(b"/health")))[0] == 200
+        options = b"OPTIONS /v1/chat/completions HTTP/1.1\r\nHost: h\r\nOrigin: http://page\r\n\r\n"
+        assert (await ask(s, options))[0] == 200
+
+
+async def test_keys_differ_in_what_they_may_use(file):
+    seen = []
+    async with stack(answers(seen=seen), keys=Keys(file)) as s:
+        for backend in s.proxy.backends.values():
+            backend.replica.models = {"m": None, "m2": None}
+            s.proxy.changed()
+        asked = {model: json.dumps({"model": model, "prompt": "x"}).encode() for model in ("m", "m2", "m3")}
+        for path in (b"/v1/completions", b"/v1/rerank"):
+            assert (await ask(s, post(asked["m"], path, bearer("one"))))[0] == 200
+            assert (await ask(s, post(asked["m2"], path, bearer("two"))))[0] == 200
+            for model in ("m", "m3"):
+                status, _, body = await ask(s, post(asked[model], path, bearer("two")))
+                error = json.loads(body)["error"]
+                assert (status, error["code"], error["param"]) == (403, "model_not_allowed", "model")
+                assert "m2" in error["message"]
+            assert (await ask(s, post(b'{"prompt": "x"}', path, bearer("two"))))[0] == 403
+        chat = json.dumps({"model": "m", "max_tokens": 1, "messages": [{"role": "user", "content": "x"}]}).encode()
+        status, _, body = await ask(s, post(chat, b"/v1/messages", bearer("two")))
+        assert status == 403 and json.loads(body)["error"]["type"] == "permission_error"
+        listed = {name: json.loads((await ask(s, get(b"/v1/models", bearer(name))))[2])["data"] for name in KEYS}
+        assert [one["id"] for one in listed["one"]] == ["m", "m2"]
+        assert [one["id"] for one in listed["two"]] == ["m2"]
+        assert [(await ask(s, get(b"/v1/models/" + name, bearer("two"))))[0] for name in (b"m2", b"m", b"no")] == [
+            200,
+            403,
+            403,
+        ]
+        assert s.metrics.rejections.values["403",] == 9
+        assert len(seen) == 4 and s.idle()
+
+
+async def test_a_request_knows_whose_it_is(file):
+    known = []
+
+    def note(exchange, outcome, usage):
+        known.append(exchange.tenant and (exchange.tenant.name, exchange.tenant.qos_class))
+
+    async with stack(answers(), keys=Keys(file), on_end=(note,)) as s:
+        body = BODY.replace(b'"m"', b'"m2"')
+        for backend in s.proxy.backends.values():
+            backend.replica.models = {"m2": None}
+            s.proxy.changed()
+        for header in (bearer("one"), bearer("two"), b""):
+            await ask(s, post(body, extra=header))
+    assert known == [("one", None), ("two", "free"), None]
+
+
+@pytest.mark.parametrize("engine_key", [None, "the-engines-own"])
+async def test_engines_get_their_own_key_and_never_a_clients(file, engine_key):
+    seen = []
+    async with stack(answers(seen=seen), keys=Keys(file)) as s:
+        for backend in s.proxy.backends.values():
+            backend.replica.key, backend.hidden = engine_key, CLIENT_KEYS
+            backend.follow_incarnation()
+        both = bearer("one") + b"x-api-key: %b\r\n" % KEYS["one"].encode()
+        assert (await ask(s, post(extra=both)))[0] == 200
+    head = seen[0][0].lower()
+    assert KEYS["one"].encode() not in head and b"x-api-key" not in head
+    assert (b"authorization: bearer the-engines-own" in head) == (engine_key is not None)
+    assert head.count(b"authorization:") == (engine_key is not None)
+
+
+async def followed(keys: Keys, seconds=5.0):
+    """Until the next reading of the file, whatever came of it."""
+    before = keys.status()
+
+    async def look():
+        while (now := keys.status())["problem"] == before["problem"] and now["loaded_seconds_ago"] >= before[
+            "loaded_seconds_ago"
+        ]:
+            await asyncio.sleep(0.02)
+
+    await asyncio.wait_for(look(), seconds)
+
+
+async def test_the_file_is_read_again_when_it_changes_and_a_broken_one_changes_nothing(file, caplog):
+    keys = Keys(file)
+    following = asyncio.create_task(keys.follow())
+    try:
+        async with stack(answers(), keys=keys) as s:
+            talk = await s.talk()
+
+            async def status(name):
+                await talk.say(post(extra=bearer(name)))
+                return (await talk.response())[0]
+
+            assert await status("one") == 200
+            with caplog.at_level(logging.ERROR):
+                file.write_text(entry("two") + "\n- {name: broken")
+                await followed(keys)
+            assert await status("one") == 200  # on the same connection, whose head is remembered
+            assert ":2: not YAML" in keys.status()["problem"] and "the keys known so far stay" in caplog.text
+            file.unlink()
+            await followed(keys)
+            assert await status("one") == 200 and "No such file" in keys.status()["problem"]
+            new = file.with_suffix(".new")
+            new.write_text(entry("two"))
+            os.replace(new, file)  # as editors and Kubernetes do
+            await followed(keys)
+            assert keys.status()["problem"] == "" and keys.status()["tenants"] == 1
+            assert await status("one") == 401
+            assert await status("two") == 200
+    finally:
+        following.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await following

@@ -1,0 +1,102 @@
+"""API keys in whole gateways: engines that ask for a key of their own, workers, and settings that cannot be."""
+
+import asyncio
+import hashlib
+import json
+import re
+
+import pytest
+
+from gateway.cli import main
+
+from .running import running
+
+KEYS = {"one": "sk-one-0123456789", "two": "sk-two-0123456789"}
+ENGINE_KEY = "the-engines-own-key"
+CHAT = {"model": "sim", "max_tokens": 4, "messages": [{"role": "user", "content": "hello"}]}
+MESSAGES = {"model": "sim", "max_tokens": 4, "messages": [{"role": "user", "content": "hello"}]}
+
+
+def line(name: str, **fields) -> str:
+    return "- " + json.dumps({"name": name, "sha256": hashlib.sha256(KEYS[name].encode()).hexdigest(), **fields})
+
+
+def bearer(name: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {KEYS[name]}"}
+
+
+@pytest.fixture
+def file(tmp_path):
+    file = tmp_path / "keys.yaml"
+    file.write_text("\n".join([line("one"), line("two", models=["another"])]))
+    return file
+
+
+@pytest.fixture(scope="module")
+def engine(start_engine):
+    return start_engine("--api-key", ENGINE_KEY)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+async def test_keys_in_front_and_the_engines_own_behind(file, engine, workers):
+    url, secret = engine.wait().url if workers == 1 else engine.url, {"HITHERTO_ENGINE_API_KEY": ENGINE_KEY}
+    arguments = ("--api-keys", str(file), "--replica-url", url, "--workers", str(workers), "--access-log")
+    async with running(*arguments, env=secret) as gateway:
+        status = await gateway.ready(1)
+        # asked with the key, the engine told all of itself
+        replica = status["replicas"][0]
+        assert (replica["models"], replica["problems"]) == (["sim"], [])
+        await gateway.until(lambda status: status["replicas"][0]["running"] is not None)  # so did its metrics
+        assert (status["api_keys"]["tenants"], status["api_keys"]["problem"]) == (2, "")
+        post = gateway.client.post
+        for headers in (bearer("one"), {"x-api-key": KEYS["one"]}):
+            for path in ("/v1/chat/completions", "/v1/messages"):
+                assert (await post(path, json=CHAT, headers=headers)).status_code == 200
+        assert (await post("/v1/chat/completions", json=CHAT)).status_code == 401
+        assert (await post("/v1/messages", json=MESSAGES, headers={"x-api-key": "wrong"})).json() == {
+            "type": "error",
+            "error": {
+                "type": "authentication_error",
+                "message": "this API key is not known here: send `Authorization: Bearer KEY` or `x-api-key: KEY` with the one that you were given",
+            },
+        }
+        assert (await post("/v1/chat/completions", json=CHAT, headers=bearer("two"))).status_code == 403
+        assert (await gateway.client.get("/health")).status_code == 200
+        file.write_text(line("two"))  # in all workers, though nobody tells them
+
+        async def both_changed():
+            while any([(await post("/v1/chat/completions", json=CHAT, headers=bearer("one"))).status_code == 200 for _ in range(8)]):  # fmt: skip
+                await asyncio.sleep(0.05)
+
+        await asyncio.wait_for(both_changed(), 20)
+        assert (await post("/v1/chat/completions", json=CHAT, headers=bearer("two"))).status_code == 200
+        told = json.dumps(await gateway.status()) + (await gateway.admin.get("/metrics")).text
+        said = b"".join(gateway.log).decode() + told
+    for key in (*KEYS.values(), ENGINE_KEY):
+        assert key not in said
+
+
+def test_what_is_wrong_with_the_settings_is_said_with_a_remedy(capsys, tmp_path, file, monkeypatch):
+    def told(*argv: str) -> str:
+        assert main(["serve", "--replica-url", "http://127.0.0.1:1", *argv]) == 2
+        return capsys.readouterr().err
+
+    assert re.search(
+        r"flag --api-keys: api_keys: \S*/none cannot be read: No such file.*key new",
+        told("--api-keys", str(tmp_path / "none")),
+    )
+    file.write_text("- {name: a}")
+    assert re.search(r"api_keys: \S*keys.yaml:1: sha256: is missing", told("--api-keys", str(file)))
+    said = told("--engine-api-key", ENGINE_KEY)
+    assert "everybody on this machine can read a command line" in said and ENGINE_KEY not in said
+    assert "No such file" in told("--engine-api-key", f"@{tmp_path / 'none'}")
+    assert "forward_api_keys: clients' keys are passed on anyway" in told("--forward-api-keys")
+    monkeypatch.setenv("HITHERTO_ENGINE_API_KEY", "two words")
+    said = told()
+    assert "no spaces" in said and "two words" not in said
+
+
+def test_the_engines_key_is_not_shown(capsys, monkeypatch):
+    monkeypatch.setenv("HITHERTO_ENGINE_API_KEY", ENGINE_KEY)
+    assert main(["config"]) == 0
+    assert ENGINE_KEY not in capsys.readouterr().out

@@ -12,14 +12,15 @@ differ: short and long answers are met in proportion to how long they take. So t
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from .vocabulary import Demand
 
 FIRST = 200.0  # tokens, until an answer has ended
 _PRIOR = 4.0  # answers that a wider kind's mean counts as
 _WINDOWS = (256.0, 64.0, 16.0)  # answers over which each kind's means run
-_KINDS = 4096  # that are kept of each, those least recently heard of are forgotten first
+_KINDS = 4096  # that are kept of each
+_CHANCES = 8
 
 
 class Expected(NamedTuple):
@@ -30,49 +31,74 @@ class Expected(NamedTuple):
 
 
 class _Kind:
-    __slots__ = ("count", "mean", "square")
+    __slots__ = ("count", "mean", "square", "heard")
 
     def __init__(self) -> None:
         self.count = self.mean = self.square = 0.0
+        self.heard = False  # since it was last looked at whether to forget it
 
     def learn(self, tokens: float, window: float) -> None:
-        self.count = min(self.count + 1.0, window)
-        self.mean += (tokens - self.mean) / self.count
-        self.square += (tokens * tokens - self.square) / self.count
+        count = self.count
+        if count < window:
+            count = self.count = count + 1.0
+        self.mean += (tokens - self.mean) / count
+        self.square += (tokens * tokens - self.square) / count
+        self.heard = True
 
 
 class Outputs:
     """`expected` reads, `learn` is told of each complete answer."""
 
     def __init__(self) -> None:
-        self._kinds: tuple[dict[object, _Kind], ...] = ({}, {}, {})
+        self._spaces: dict[int, _Kind] = {}
+        self._roots: dict[int, _Kind] = {}  # by the first block's hash, which covers the model
+        self._sessions: dict[tuple[int, str], _Kind] = {}  # by space
 
     def expected(self, demand: Demand) -> Expected:
         mean, square = FIRST, 2 * FIRST * FIRST
-        for kinds, key in zip(self._kinds, _keys(demand)):
-            kind = kinds.get(key)
+        session = demand.session
+        for kind in (
+            self._spaces.get(demand.space),
+            self._roots.get(demand.root),
+            self._sessions.get((demand.space, session)) if session is not None else None,
+        ):
             if kind is not None:
                 trust = kind.count / (kind.count + _PRIOR)
                 mean += trust * (kind.mean - mean)
                 square += trust * (kind.square - square)
         most = demand.max_tokens
         if most is not None:
-            most = max(1, most)  # of a prompt alone (`echo` with `max_tokens: 0`) an engine still makes one token
-            mean = min(mean, float(most))
-        residual = max(1, round(square / (2.0 * mean)))
+            if most < 1:  # of a prompt alone (`echo` with `max_tokens: 0`) an engine still makes one token
+                most = 1
+            if mean > most:
+                mean = float(most)
+        residual = round(square / (2.0 * mean)) or 1
         return Expected(mean, residual if most is None or residual < most else most)
 
     def learn(self, demand: Demand, tokens: int) -> None:
-        for kinds, key, window in zip(self._kinds, _keys(demand), _WINDOWS):
-            if key is None:
-                continue
-            kind = kinds.pop(key, None) or _Kind()
-            kind.learn(max(1, tokens), window)
-            kinds[key] = kind  # at the end: the least recently heard of is forgotten first
-            if len(kinds) > _KINDS:
-                del kinds[next(iter(kinds))]
+        tokens = tokens or 1
+        _of(self._spaces, demand.space).learn(tokens, _WINDOWS[0])
+        if demand.root:
+            _of(self._roots, demand.root).learn(tokens, _WINDOWS[1])
+        if demand.session is not None:
+            _of(self._sessions, (demand.space, demand.session)).learn(tokens, _WINDOWS[2])
 
 
-def _keys(demand: Demand) -> tuple[object, object, object]:
-    space, root, session = demand.space, demand.root, demand.session
-    return space, (space, root) if root else None, (space, session) if session is not None else None
+Key = TypeVar("Key")
+
+
+def _of(kinds: dict[Key, _Kind], key: Key) -> _Kind:
+    """The kind of this key, a new one if there is none yet. The oldest that has not been heard of of late is forgotten
+    then, or the one after _CHANCES that have been: a busy kind stays, and none is moved at each answer."""
+    kind = kinds.get(key)
+    if kind is None:
+        if len(kinds) >= _KINDS:
+            for _ in range(_CHANCES):
+                oldest = next(iter(kinds))
+                if not kinds[oldest].heard:
+                    break
+                kinds[oldest] = kept = kinds.pop(oldest)
+                kept.heard = False
+            del kinds[next(iter(kinds))]
+        kind = kinds[key] = _Kind()
+    return kind

@@ -66,5 +66,5 @@ def test_memory_is_bounded(monkeypatch):
     made = Outputs()
     for number in range(100):
         made.learn(Demand(100, root=number + 1, session=f"{number}"), 50)
-    assert [len(kinds) for kinds in made._kinds] == [1, 10, 10]
+    assert [*map(len, (made._spaces, made._roots, made._sessions))] == [1, 10, 10]
     assert made.expected(Demand(100, root=100)).mean < made.expected(Demand(100, root=1)).mean, "the oldest are gone"

@@ -18,6 +18,10 @@ Message = dict[str, Any]
 _UNTOUCHED = Transformers(below=(5, 20))
 
 
+class Refused(Exception):
+    """A conversation that the engine refuses, or of which the rules are not certain."""
+
+
 @dataclass(frozen=True, slots=True)
 class Program:
     """The rules of one family.
@@ -29,7 +33,7 @@ class Program:
 
     family: str
     prints: str
-    takes_parts: bool
+    takes_parts: Callable[[VersionQuirks], bool]
     write: Callable[[list[Message], list[Message] | None, Mapping[str, Any], VersionQuirks], str]
 
 
@@ -41,7 +45,7 @@ class ProgramTemplate:
 
     def __init__(self, program: Program, quirks: VersionQuirks = NEWEST) -> None:
         self.program = program
-        self.source, self.takes_parts = program.prints, program.takes_parts
+        self.source, self.takes_parts = program.prints, program.takes_parts(quirks)
         self.special_tokens: dict[str, str] = {}
         self.quirks = replace(quirks, transformers=_UNTOUCHED)
         self.not_compiled = f"the engine writes {program.family}'s conversations by rules of its own"

@@ -23,8 +23,7 @@ _FILES = """
 # rules are not known here (`render.programs` has the others).
 _WRITTEN_BY_PROGRAM = frozenset(
     """
-    GptOssForCausalLM DeepseekV4ForCausalLM DeepseekV4ForConditionalGeneration
-    DeepseekV41ForCausalLM KimiK3ForConditionalGeneration MoonshotKimiaForCausalLM InklingForCausalLM
+    GptOssForCausalLM DeepseekV41ForCausalLM KimiK3ForConditionalGeneration MoonshotKimiaForCausalLM InklingForCausalLM
     InklingForConditionalGeneration
     """.split()
 )

@@ -22,6 +22,7 @@ def version_quirks(version: str | None) -> dict[str, Any]:
         "looks_into_macros": number >= (0, 30),
         "asks_template": number >= (0, 31),
         "drops_attribution": number >= (0, 32),
+        "deepseek_v4": True if number >= (0, 32) else False if number < (0, 29) else None,
         "truncates_to_output": number < (0, 32),
         "forwards_past_media": number < (0, 32),
         "transformers": _transformers(number),

@@ -51,21 +51,25 @@ def _folder(folder: Path, config: dict, special: tuple[str, ...]) -> Path:
     return folder
 
 
+_DEEPSEEK_TOKENS = (
+    *(deepseek.BEGIN, deepseek.END, deepseek.USER, deepseek.ASSISTANT),
+    *(deepseek.THINK, deepseek.NO_THINK, deepseek.DSML),
+)
+
+
 def _deepseek_v32(folder: Path) -> Path:
-    special = (
-        deepseek.BEGIN,
-        deepseek.END,
-        deepseek.USER,
-        deepseek.ASSISTANT,
-        deepseek.THINK,
-        deepseek.NO_THINK,
-        deepseek.DSML,
-    )
     config = {"architectures": ["DeepseekV32ForCausalLM"], "model_type": "deepseek_v32", **_DEEPSEEK}
-    return _folder(folder, config, special)
+    return _folder(folder, config, _DEEPSEEK_TOKENS)
 
 
-FAMILIES: dict[str, Callable[[Path], Path]] = {"DeepSeek-V3.2": _deepseek_v32}
+def _deepseek_v4(folder: Path) -> Path:
+    special = (*_DEEPSEEK_TOKENS, "<\uff5clatest_reminder\uff5c>", "<\uff5caction\uff5c>", "<\uff5ctitle\uff5c>")
+    return _folder(
+        folder, {"architectures": ["DeepseekV4ForCausalLM"], "model_type": "deepseek_v4", **_DEEPSEEK}, special
+    )
+
+
+FAMILIES: dict[str, Callable[[Path], Path]] = {"DeepSeek-V3.2": _deepseek_v32, "DeepSeek-V4": _deepseek_v4}
 
 
 def digest(ids: Iterable[int]) -> str:

@@ -2,6 +2,9 @@
 
 import pytest
 
+from gateway.prompt.pipeline import Pipeline
+from replicas.engines.vllm.versions import version_quirks
+
 from .families import FAMILIES, compare, recordings
 
 RECORDINGS = recordings()
@@ -16,3 +19,18 @@ def test_the_ids_are_vllms_or_the_gateway_declines(one, tmp_path):
 
 def test_each_family_was_recorded():
     assert {one.family for one in RECORDINGS} == set(FAMILIES)
+
+
+@pytest.mark.parametrize("version", ["0.29.0", "0.30.1", "0.31.0"])
+def test_rules_that_are_not_known_of_a_version_are_not_guessed(version, tmp_path):
+    pipeline = Pipeline(FAMILIES["DeepSeek-V4"](tmp_path / "model"), "m", 16)
+    pipeline.follow(version_quirks(version))
+    prompt = pipeline.prepare("/v1/chat/completions", b'{"messages": [{"role": "user", "content": "hi"}]}')
+    assert prompt.mode == "load" and "this release" in prompt.note and not prompt.hashes
+    assert pipeline.prepare("/v1/completions", b'{"prompt": "hi"}').mode == "exact"
+
+
+def test_what_a_variable_would_do_to_the_engines_tokenizer_is_not_guessed(tmp_path):
+    pipeline = Pipeline(FAMILIES["DeepSeek-V3.2"](tmp_path / "model"), "m", 16)
+    body = b'{"messages": [{"role": "user", "content": "hi"}], "chat_template_kwargs": {"tokenize": true}}'
+    assert pipeline.prepare("/v1/chat/completions", body).mode == "load"

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...quirks import VersionQuirks
-from ..program import Message, Program
+from ..program import Message, Program, Refused
 from .deepseek import ASSISTANT, BEGIN, DSML, END, NO_THINK, THINK, USER, calls, last_said_by_user, schemas
 
 # What the model was trained to be told of its tools: part of the format.
@@ -34,10 +34,6 @@ If the thinking_mode is enabled, then after function results you should strongly
 Here are the functions available in JSONSchema format:
 <functions>
 """  # noqa: E501
-
-
-class Refused(Exception):
-    """A conversation that the engine refuses."""
 
 
 def write(talk: list[Message], tools: list[Message] | None, variables: Mapping[str, Any], quirks: VersionQuirks) -> str:
@@ -107,4 +103,6 @@ def _result(talk: Sequence[Message], i: int, last: int, thinks: bool) -> str:
     return f"{text}\n</function_results>\n\n{THINK if thinks and i >= last else NO_THINK}"
 
 
-PROGRAM = Program("DeepSeek-V3.2", BEGIN + END + USER + ASSISTANT + THINK + NO_THINK, takes_parts=False, write=write)
+PROGRAM = Program(
+    "DeepSeek-V3.2", BEGIN + END + USER + ASSISTANT + THINK + NO_THINK, takes_parts=lambda quirks: False, write=write
+)

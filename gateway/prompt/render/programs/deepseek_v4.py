@@ -1,0 +1,189 @@
+"""DeepSeek-V4: the rules of its encoder, as vLLM 0.28 and 0.32 apply them. Of those between the two it is not known
+what they do, so there nothing is written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ...quirks import VersionQuirks
+from ..program import Message, Program, Refused
+from .deepseek import ASSISTANT, BEGIN, DSML, END, NO_THINK, THINK, USER, calls, last_said_by_user, schemas
+
+_REMINDER = "<\uff5clatest_reminder\uff5c>"
+_TASKS = {name: f"<\uff5c{name}\uff5c>" for name in ("action", "query", "authority", "domain", "title", "read_url")}
+# What the model was trained to be told of its tools, and of how hard to think: part of the format.
+_TOOLS = f"""## Tools
+
+You have access to a set of tools to help answer the user's question. You can invoke tools by writing a "<{DSML}tool_calls>" block like the following:
+
+<{DSML}tool_calls>
+<{DSML}invoke name="$TOOL_NAME">
+<{DSML}parameter name="$PARAMETER_NAME" string="true|false">$PARAMETER_VALUE</{DSML}parameter>
+...
+</{DSML}invoke>
+<{DSML}invoke name="$TOOL_NAME2">
+...
+</{DSML}invoke>
+</{DSML}tool_calls>
+
+String parameters should be specified as is and set `string="true"`. For all other types (numbers, booleans, arrays, objects), pass the value in JSON format and set `string="false"`.
+
+If thinking_mode is enabled (triggered by {THINK}), you MUST output your complete reasoning inside {THINK}...{NO_THINK} BEFORE any tool calls or final response.
+
+Otherwise, output directly after {NO_THINK} with tool calls or final response.
+
+### Available Tool Schemas
+
+"""  # noqa: E501
+_TOOLS_END = "\n\nYou MUST strictly follow the above defined tool name and parameter schemas to invoke tool calls.\n"
+_EFFORT = {
+    "low": "",
+    "high": "Reasoning Effort: Absolute maximum with no shortcuts permitted.\n"
+    "You MUST be very thorough in your thinking and comprehensively decompose the problem to resolve the root cause, rigorously stress-testing your logic against all potential paths, edge cases, and adversarial scenarios.\n"  # noqa: E501
+    "Explicitly write out your entire deliberation process, documenting every intermediate step, considered alternative, and rejected hypothesis to ensure absolutely no assumption is left unchecked.\n\n",  # noqa: E501
+    "max": "Reasoning Effort: Beyond maximum \u2014 exhaustive, relentless, and uncompromising.\n"
+    "You MUST reason with the utmost depth and rigor, leaving absolutely nothing to chance: exhaustively decompose the problem into its most fundamental components, trace every causal chain to its root, and resolve the underlying cause rather than any surface symptom.\n"  # noqa: E501
+    "Do not stop reasoning until you have independently verified the solution from multiple angles and are certain that no assumption remains unchecked and no error remains undiscovered.\n\n",  # noqa: E501
+}
+_KEPT = frozenset(("user", "system", "tool", "latest_reminder", "direct_search_results"))
+
+
+def write(talk: list[Message], tools: list[Message] | None, variables: Mapping[str, Any], quirks: VersionQuirks) -> str:
+    if quirks.deepseek_v4 is None:
+        raise Refused("this release may write DeepSeek-V4's conversations in another way")
+    newer = quirks.deepseek_v4
+    thinks = bool(variables.get("thinking") or variables.get("enable_thinking"))
+    if "thinking" not in variables and "enable_thinking" not in variables:
+        thinks = True
+    effort = variables.get("reasoning_effort")
+    if effort == "none":
+        thinks = False
+    talk = _with_results_of_tools(
+        [{**one, "content": _flat(one.get("content"))} for one in _with_tools(talk, tools, newer)]
+    )
+    drops = bool(variables.get("drop_thinking", True)) and not any(one.get("tools") for one in talk)
+    if thinks and drops:
+        talk = _without_old_reasoning(talk)
+    last = last_said_by_user(talk)
+    text = "".join(_message(talk, i, last, thinks, drops, newer) for i in range(len(talk)))
+    return BEGIN + (_EFFORT[_level(effort)] if thinks and talk else "") + text
+
+
+def _level(effort: Any) -> str:
+    if effort == "max":
+        return "max"
+    return "low" if effort in ("low", "minimal", "medium") else "high"
+
+
+def _with_tools(talk: list[Message], tools: list[Message] | None, newer: bool) -> list[Message]:
+    """Tools have a system message of their own; now only if there is no other."""
+    if not tools:
+        return talk
+    first = next((i for i, one in enumerate(talk) if one["role"] == "system"), None)
+    if first is None or not newer:
+        return [{"role": "system", "tools": tools}, *talk]
+    return [*talk[:first], {**talk[first], "tools": tools}, *talk[first + 1 :]]
+
+
+def _flat(content: Any) -> Any:
+    if not isinstance(content, list):
+        return content
+    if any(part["type"] != "text" for part in content):
+        raise Refused("a part that is no text")
+    return "\n\n".join(part["text"] for part in content)
+
+
+def _with_results_of_tools(talk: list[Message]) -> list[Message]:
+    """Consecutive messages of users and tools as one message of a user, with `parts` (what was said) in order, but
+    results in the order in which they were asked for."""
+    merged: list[Message] = []
+    for message in talk:
+        role, last = message["role"], merged[-1] if merged else {}
+        if role == "tool":
+            part = (message.get("tool_call_id", ""), f"<tool_result>{message.get('content', '')}</tool_result>")
+        elif role == "user":
+            part = (None, message["content"])
+        else:
+            merged.append(message)
+            continue
+        if "parts" in last and (role == "tool" or last.get("task") is None):
+            last["parts"].append(part)
+        else:
+            task = {"task": message["task"]} if role == "user" and "task" in message else {}
+            merged.append({"role": "user", "parts": [part], **task})
+    _sort_results(merged)
+    return merged
+
+
+def _sort_results(talk: list[Message]) -> None:
+    order: dict[Any, int] = {}
+    for message in talk:
+        if message["role"] == "assistant" and message.get("tool_calls"):
+            asked = enumerate(message["tool_calls"])
+            order = {id: i for i, call in asked if (id := call.get("id") or call["function"].get("id", ""))}
+        elif "parts" in message and order:
+            results = iter(
+                sorted((one for one in message["parts"] if one[0] is not None), key=lambda one: order.get(one[0], 0))
+            )
+            message["parts"] = [next(results) if one[0] is not None else one for one in message["parts"]]
+
+
+def _without_old_reasoning(talk: list[Message]) -> list[Message]:
+    last = last_said_by_user(talk)
+    kept = []
+    for i, message in enumerate(talk):
+        if i >= last or message["role"] in _KEPT:
+            kept.append(message)
+        elif message["role"] == "assistant":
+            kept.append({key: value for key, value in message.items() if key != "reasoning"})
+    return kept
+
+
+def _message(talk: Sequence[Message], i: int, last: int, thinks: bool, drops: bool, newer: bool) -> str:
+    text = _said(talk, i, last, thinks, drops)
+    following = talk[i + 1]["role"] if i + 1 < len(talk) else None
+    if following not in (None, "assistant", "latest_reminder"):
+        return text
+    role, task = talk[i]["role"], talk[i].get("task")
+    if task is not None:
+        if task not in _TASKS:
+            raise Refused(f"there is no task {task}")
+        return text + (f"{ASSISTANT}{THINK if thinks else NO_THINK}" if task == "action" else "") + _TASKS[task]
+    if role in ("user", "developer") or (newer and role == "system" and following != "latest_reminder"):
+        return f"{text}{ASSISTANT}{THINK if thinks and (not drops or i >= last) else NO_THINK}"
+    return text
+
+
+def _said(talk: Sequence[Message], i: int, last: int, thinks: bool, drops: bool) -> str:
+    message = talk[i]
+    role, content = message["role"], message.get("content")
+    if role == "system":
+        return (content or "") + _told_tools(message)
+    if role == "developer":
+        if not content:
+            raise Refused("a developer's message is empty")
+        return USER + content + _told_tools(message)
+    if role == "user":
+        return USER + "\n\n".join(part for _, part in message["parts"])
+    if role == "latest_reminder":
+        return f"{_REMINDER}{content}"
+    if role != "assistant":
+        raise Refused(f"there is no role {role}")
+    asked = message.get("tool_calls")
+    thought = thinks and not (i and talk[i - 1].get("task") is not None) and (not drops or i > last)
+    before = f"{message.get('reasoning') or ''}{NO_THINK}" if thought else ""
+    return f"{before}{content or ''}{calls(asked, 'tool_calls') if asked else ''}{END}"
+
+
+def _told_tools(message: Message) -> str:
+    tools = message.get("tools")
+    return f"\n\n{_TOOLS}{schemas(tools)}{_TOOLS_END}" if tools else ""
+
+
+PROGRAM = Program(
+    "DeepSeek-V4",
+    "".join((BEGIN, END, USER, ASSISTANT, THINK, NO_THINK, _REMINDER, *_TASKS.values())),
+    takes_parts=lambda quirks: quirks.deepseek_v4 is True,
+    write=write,
+)

@@ -37,6 +37,7 @@ from .proxy.decisions import Decisions
 from .proxy.retries import UNCONFIRMED
 from .spaces import ModelSpace
 from .tenants.keys import CLIENT_KEYS, Keys
+from .tenants.metering import Metering
 
 if TYPE_CHECKING:
     from cachemap.cluster import SharedIntake, SharedMap
@@ -68,6 +69,7 @@ class Gateway:
             engine_key=read_engine_key(settings),
         )
         self.keys = Keys(settings.api_keys) if settings.api_keys is not None else None
+        self.metering = Metering() if self.keys is not None else None
         # With keys of its own on either side, the gateway passes no client's key on, unless it is told to.
         keeps_keys = settings.forward_api_keys or (settings.api_keys is None and settings.engine_api_key is None)
         self._hidden = frozenset() if keeps_keys else CLIENT_KEYS
@@ -94,6 +96,7 @@ class Gateway:
             on_traffic=self.traffic,
             ask_models=self.fleet.ask_models,
             keys=self.keys,
+            metering=self.metering,
         )
         self.server = Server(self.proxy, datapath.limits(settings, self.models.pipelines))
         self.decisions = Decisions(self.proxy, decision_prefix)
@@ -102,8 +105,10 @@ class Gateway:
         self.view.shared = self.shared
         self.view.models = self.models
         self.view.background = self.background
-        self.view.keys = self.keys
+        self.view.keys, self.view.metering = self.keys, self.metering
         self.shared_ledger = datapath.shared_ledger(settings, self.metrics, self.ledger, self.background)
+        if self.metering is not None:
+            self.metering.shared = datapath.shared_counts(settings, self.metering, self.background)
         self.proxy.placing.shared = self.view.shared_ledger = self.shared_ledger
         if self.shared_ledger is not None:
             self.shared_ledger.begin_answers, self.shared_ledger.end_answers = (
@@ -145,6 +150,8 @@ class Gateway:
             self.shared.start()
         if self.shared_ledger is not None:
             self.shared_ledger.start()
+        if self.metering is not None and self.metering.shared is not None:
+            self.metering.shared.start()
         for url in urls:
             self.fleet.add(url)
         if settings.launch:
@@ -180,6 +187,8 @@ class Gateway:
             await self.shared.stop()
         if self.shared_ledger is not None:
             await self.shared_ledger.stop()
+        if self.metering is not None and self.metering.shared is not None:
+            await self.metering.shared.stop()
         await self.fleet.stop()
         await self.admin.stop()
         if self.spans is not None:

@@ -19,6 +19,9 @@ from .prompt.pipeline import SWITCH_SECONDS, Pipeline
 from .proxy.answers import Usage
 from .proxy.exchange import Exchange
 from .proxy.proxy import Proxy
+from .proxy.settling import OnEnd
+from .tenants.ending import Settled
+from .tenants.metering import Metering
 
 if TYPE_CHECKING:
     from cachemap import CacheMap
@@ -26,6 +29,7 @@ if TYPE_CHECKING:
 
     from .ops.spans import Spans
     from .proxy.shared import SharedLedger
+    from .tenants.shared import SharedCounts
 
 log = logging.getLogger("hitherto")
 
@@ -42,6 +46,9 @@ def proxy(
         from .proxy.traces import Traces
 
         rooms["traces"] = Traces(spans, settings.policy)
+    on_end: list[OnEnd] = [_access] if settings.access_log else []
+    if (metering := rooms.get("metering")) is not None:
+        on_end.append(Settled(metering))
     return Proxy(
         router=Router(make(settings.policy), cachemap, ledger, costs),
         retries=settings.retries,
@@ -50,7 +57,7 @@ def proxy(
         response_headers=settings.response_headers,
         cached_tokens_header=settings.cached_tokens_header,
         allow_paths=settings.allow_path,
-        on_end=(_access,) if settings.access_log else (),
+        on_end=on_end,
         tokenize_once=settings.tokenize_once == "auto",
         shadows=settings.shadow,
         **rooms,
@@ -104,6 +111,17 @@ def shared_ledger(
         observe=observe,
         background=background,
     )
+
+
+def shared_counts(settings: Settings, metering: Metering, background: Background) -> SharedCounts | None:
+    """Where what tenants of all gateways have had of their limits is counted; none without Redis."""
+    if settings.redis_url is None:
+        return None
+    from cachemap.cluster import Ways, parse
+
+    from .tenants.shared import SharedCounts
+
+    return SharedCounts(Ways(parse(settings.redis_url)), settings.deployment, metering.accounts, background)
 
 
 def started() -> None:

@@ -275,7 +275,7 @@ class Metrics:
     upstream_errors = Counter("Failures of replicas", replica=REPLICA,
         kind=(*CONNECTION_FAULTS, *STATUS_FAULTS, *ANSWER_FAULTS, "status 5xx", "timeout", "stalled", "request"))
     rejections = Counter("Requests refused without asking a replica",
-        reason=("400", "401", "403", "405", "408", "413", "417", "431", "500", "501", "503", "505",
+        reason=("400", "401", "403", "405", "408", "413", "417", "429", "431", "500", "501", "503", "505",
             "path_not_allowed", "model_not_found", "no_replica_ready", "shutting_down"))
     # fmt: on
 

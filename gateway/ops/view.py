@@ -17,6 +17,7 @@ from gateway.ops.metrics import Metrics, Reading
 from gateway.proxy.shadow import told
 from gateway.spaces import ModelSpace
 from gateway.tenants.keys import Keys
+from gateway.tenants.metering import Metering
 from policies import Ledger, Load
 from replicas.lifecycle import ENGINE_THERE, TAKES_TRAFFIC, State
 from replicas.problems import NO_CACHED_TOKENS, Problem
@@ -60,6 +61,7 @@ class View:
         self.shared_ledger: Any = None  # SharedLedger, with Redis
         self.background: Any = None  # Background, whose failures are shown
         self.keys: Keys | None = None  # with --api-keys
+        self.metering: Metering | None = None  # with these
         self.shared: Any = None  # SharedMap, where several gateways share one map
 
     def why_not_ready(self) -> str | None:
@@ -96,7 +98,7 @@ class View:
                 "evicted": stats["evicted"],
                 **self._sharing(),
             },
-            "api_keys": self.keys.status() if self.keys else None,
+            "api_keys": self._keys(),
             "background_failures": self.background.recent() if self.background else {},
             "replicas": replicas,
         }
@@ -174,6 +176,11 @@ class View:
         for name, attribute in _EVENT_COUNTS.items():
             reading[name] = {id: getattr(self.intakes.get(id), attribute, 0) for id in ids}
         return reading
+
+    def _keys(self) -> dict[str, Any] | None:
+        if self.keys is None or self.metering is None:
+            return None
+        return {**self.keys.status(), "limits": self.metering.status()}
 
     def _sharing(self) -> dict[str, Any]:
         shared, ledger = self.shared, self.shared_ledger

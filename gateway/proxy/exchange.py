@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from replicas.engines.dialect import Transfer
 
     from ..prompt import Prompt
+    from ..tenants.metering import Charge
     from ..tenants.tenant import Tenant
     from .answers import Usage
     from .backend import Backend
@@ -160,6 +161,21 @@ class Attempt:
         self.conductor.lost(self, error)
 
 
+class MeteredAttempt(Attempt):
+    """One of a tenant's: its pieces are the stream's events, each a token or a few, however many of them a read has.
+    Not all clients ask for usage, and one that leaves gets none."""
+
+    __slots__ = ()
+
+    def data(self, data: bytes) -> None:
+        if self.state is ANSWERING:
+            self.tail.append(data)
+            self.pieces += max(1, data.count(b"\ndata:"))
+            self.client.transport.write(data)
+        else:
+            self.conductor.on_body(self, data)
+
+
 class Legs:
     """What an exchange in two legs has besides its attempts: `placement` is the second leg's reservation until that leg
     is sent. `parameters`: what the first leg's answer says, good until `until`, in monotonic seconds. `cached`: prompt
@@ -194,8 +210,8 @@ class Exchange:
     __slots__ = (
         # given
         "conductor", "client", "request", "id", "label",
-        # whose API key it brought; None without --api-keys
-        "tenant",
+        # whose API key it brought, and what it claims of that tenant's limits; None without --api-keys, or limits
+        "tenant", "charge",
         # found out: its prompt, or the model that a request without one names; the stored response it is about, if any,
         # which only one replica has
         "state", "prompt", "model", "response",
@@ -219,6 +235,7 @@ class Exchange:
         self.id = request_id
         self.label = label
         self.tenant: Tenant | None = None
+        self.charge: Charge | None = None
         self.state = PREPARING
         self.prompt: Prompt | None = None
         self.model: str | None = None
@@ -310,6 +327,8 @@ class Exchange:
     def add_attempt(self, attempt: Attempt) -> None:
         """Go on with this attempt: a replica is found, and the request is counted there."""
         attempt.exchange, attempt.client, attempt.conductor = self, self.client, self.conductor
+        if self.tenant is not None:
+            attempt.__class__ = MeteredAttempt
         if attempt.leg is PREFILL:
             attempt.conductor = self.conductor.first_legs
         self.prompt = attempt.prompt
@@ -379,6 +398,8 @@ class Added:
         if self._cached_tokens and attempt.prompt is not None:
             held = attempt.placement.cached if exchange.legs is None else exchange.legs.cached
             lines += b"x-hitherto-cached-tokens: %d\r\n" % held
+        if exchange.charge is not None:
+            lines += exchange.charge.header_lines()
         if last or attempt.response_head.until_close or not exchange.request.keep_alive:
             lines += b"connection: close\r\n"
         return lines

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from ..models import Models
     from ..ops.metrics import Metrics
     from ..tenants.keys import Keys
+    from ..tenants.metering import Metering
     from ..tenants.tenant import Tenant
     from .traces import Traces
 
@@ -61,7 +62,15 @@ METHODS = frozenset(("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 class Preparation:
     """A request becomes a prompt: short ones together at the end of the loop's iteration, a long one in a thread."""
 
-    def __init__(self, eligible: Eligibility, placing: Placing, newcomers: Newcomers, metrics: Metrics):
+    def __init__(
+        self,
+        eligible: Eligibility,
+        placing: Placing,
+        newcomers: Newcomers,
+        metrics: Metrics,
+        metering: Metering | None = None,
+    ):
+        self._metering = metering
         self._eligible, self._placing, self._newcomers, self._metrics = eligible, placing, newcomers, metrics
         self._models = eligible.models
         self.long = LongPrompts()
@@ -79,7 +88,7 @@ class Preparation:
         """A request that is passed on without a look at its prompt, to replicas that serve its model."""
         request = exchange.request
         if request.method != "POST" or exchange.response is not None:
-            exchange.prepared(None)
+            self._ready(exchange, None)
         elif len(request.body) <= OFFLOAD_BYTES or not self._reads_model(exchange):
             self._named(exchange, self._model_of(exchange))
         else:
@@ -107,11 +116,29 @@ class Preparation:
         elif model is not None and self._eligible.is_unknown(model):
             self._ask_anew(self._passed_on(exchange))
         else:
-            exchange.prepared(None)
+            self._ready(exchange, None)
 
     async def _passed_on(self, exchange: Exchange) -> None:
         await self._newcomers.asked()
-        exchange.run_isolated(exchange.prepared, None)
+        exchange.run_isolated(self._ready, exchange, None)
+
+    def _ready(self, exchange: Exchange, prompt: Prompt | None) -> None:
+        """All is known of it that is asked about: it goes on once its tenant's limits allow it."""
+        charge = None
+        if exchange.tenant is not None and self._metering is not None:
+            tokens = prompt.tokens if prompt is not None else 0
+            charge = exchange.charge = self._metering.charge(exchange.tenant, tokens)
+        if charge is None or self._metering is None:
+            exchange.prepared(prompt)
+            return
+
+        def decided(error: ApiError | None) -> None:
+            if error is None:
+                exchange.run_isolated(exchange.prepared, prompt)
+            else:
+                exchange.run_isolated(exchange.refused, error)
+
+        self._metering.claim(charge, decided)
 
     def _ask_anew(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.ensure_future(work)
@@ -223,13 +250,16 @@ class Preparation:
             return
         if prompt.mode == "load" and prompt.path not in NO_PREFILL:
             metrics.prompt_failures.inc(prompt.path)
-        exchange.prepared(prompt)
+        if exchange.tenant is not None:
+            self._ready(exchange, prompt)
+        else:
+            exchange.prepared(prompt)
 
     async def _anew(self, exchange: Exchange, prompt: Prompt) -> None:
         """Perhaps its model was loaded just now; if so, as an adapter, whose blocks are its own."""
         await self._newcomers.asked()
         if self._eligible.is_unknown(prompt.model):
-            exchange.run_isolated(exchange.prepared, prompt)
+            exchange.run_isolated(self._ready, exchange, prompt)
         else:
             self._beside(exchange)
 
@@ -255,6 +285,7 @@ class Proxy:
         allow_paths: Sequence[str] = (),
         traces: Traces | None = None,
         keys: Keys | None = None,
+        metering: Metering | None = None,
     ):
         self.models, self.router, self.metrics = models, router, metrics
         self.allowed_paths = AllowedPaths(allow_paths)
@@ -264,9 +295,9 @@ class Proxy:
         self.placing = Placing(
             self.eligible, router, responses, metrics, Shadows(shadows, metrics) if shadows else None
         )
-        self.keys = keys
+        self.keys, self.metering = keys, metering
         self.newcomers = Newcomers(ask_models)
-        self.preparation = Preparation(self.eligible, self.placing, self.newcomers, metrics)
+        self.preparation = Preparation(self.eligible, self.placing, self.newcomers, metrics, metering)
         self.forwarding = TokenIdForwarding(metrics, tokenize_once, self.backends, models.made_by)
         ended = on_end if traces is None else (traces.end, *on_end)
         self.settling = Settling(self.backends, router, metrics, self.forwarding, on_traffic, ended)
@@ -340,16 +371,22 @@ class Proxy:
         if path.startswith(RESPONSES):
             exchange.response = referred_to(request)
         self.conductor.begin(exchange)
-        if isinstance(tenant, ApiError):
-            exchange.refused(tenant)
+        if tenant is not None and (refused := self._turned_down(exchange, tenant)) is not None:
+            exchange.refused(refused)
             return
-        exchange.tenant = tenant
         if has_prompt and not self.conductor.draining:
             self.preparation.begin(exchange)
         elif (error := self.refusal(path, request.method)) is not None:
             exchange.refused(error)
         else:
             self.preparation.begin_other(exchange)
+
+    def _turned_down(self, exchange: Exchange, tenant: Tenant | ApiError) -> ApiError | None:
+        """Why a request is refused for its key alone."""
+        if isinstance(tenant, ApiError):
+            return tenant
+        exchange.tenant = tenant
+        return self.metering.refusal(tenant) if self.metering is not None else None
 
     def _own_answer(
         self, request: Request, tenant: Tenant | None

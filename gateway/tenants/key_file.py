@@ -25,6 +25,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from replicas import yaml_text
 
+from .limits import Limits
 from .tenant import Tenant
 
 PREFIX = "sk-hitherto-"  # of keys that are made here, so that scanners of source code recognise a leaked one
@@ -79,6 +80,7 @@ Names = Annotated[
     tuple[str, ...], BeforeValidator(_as_list), Field(min_length=1, max_length=1000), AfterValidator(_check_names)
 ]
 Name = Annotated[str, AfterValidator(_check_name)]
+Count = Annotated[int, Field(strict=True, ge=1, le=10**14)]
 
 
 class Entry(BaseModel):
@@ -93,8 +95,21 @@ class Entry(BaseModel):
     models: Names | None = None
     qos_class: Name | None = Field(None, alias="class")
 
+    concurrent_requests: Count | None = None
+    requests_per_minute: Count | None = None
+    input_tokens_per_minute: Count | None = None
+    output_tokens_per_minute: Count | None = None
+    tokens_per_day: Count | None = None
+    tokens_per_month: Count | None = None
+
     def tenant(self) -> Tenant:
-        return Tenant(self.name, self.qos_class, frozenset(self.models) if self.models is not None else None)
+        limits = Limits(*(getattr(self, name) for name in Limits._fields))
+        return Tenant(
+            self.name,
+            self.qos_class,
+            frozenset(self.models) if self.models is not None else None,
+            limits if any(limits) else None,
+        )
 
     def plain(self) -> dict[str, Any]:
         plain = self.model_dump(mode="json", by_alias=True, exclude_none=True)

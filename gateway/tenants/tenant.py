@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..errors import ApiError
+from .limits import Limits
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,6 +15,7 @@ class Tenant:
     name: str
     qos_class: str | None = None  # the class of its requests; None: as for requests without a key
     models: frozenset[str] | None = None  # the served names it may use; None: all
+    limits: Limits | None = None  # None: none at all
 
     def may_use(self, model: str) -> bool:
         return self.models is None or model in self.models

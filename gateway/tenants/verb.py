@@ -10,6 +10,7 @@ from pydantic import ValidationError
 
 from ..config import ConfigError
 from .key_file import Entry, KeyFileError, add, digest, new_key, what_is_wrong
+from .limits import KINDS, WORDS, Limits
 
 ABOUT = "API keys of clients, for the file of --api-keys."
 DESCRIPTION = """Make an API key for a tenant. The key is printed once, to standard output, and kept nowhere;
@@ -24,6 +25,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--file", type=Path, metavar="FILE", help="add the line to this file of --api-keys, in place of printing it"
     )
     new.add_argument("--models", metavar="NAME,...", help="the served models it may use (default: all)")
+    for name in Limits._fields:
+        what = f"limit: {WORDS[KINDS[name]]}"
+        new.add_argument("--" + name.replace("_", "-"), type=int, metavar="N", help=what)
     new.add_argument("--class", dest="class", metavar="NAME", help="the class of its requests")
 
 

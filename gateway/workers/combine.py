@@ -114,7 +114,10 @@ def _map(each: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def _keys(each: Sequence[Mapping[str, Any] | None]) -> Mapping[str, Any] | None:
     """Each worker follows the file by itself: what is wrong for one of them is told, and the oldest reading."""
     known = [one for one in each if one is not None]
-    return max(known, key=lambda one: (one["problem"], one["loaded_seconds_ago"]), default=None)
+    if not known:
+        return None
+    worst = max(known, key=lambda one: (one["problem"], one["loaded_seconds_ago"]))
+    return {**worst, "limits": min((one["limits"] for one in known), key=lambda limits: bool(limits["joined"]))}
 
 
 def _failures(each: Iterable[Mapping[str, Mapping[str, Any]]]) -> dict[str, dict[str, Any]]:

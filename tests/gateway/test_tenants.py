@@ -4,7 +4,10 @@ import asyncio
 import hashlib
 import json
 import re
+import time
+from contextlib import AsyncExitStack
 
+import httpx
 import pytest
 
 from gateway.cli import main
@@ -13,6 +16,7 @@ from .running import running
 
 KEYS = {"one": "sk-one-0123456789", "two": "sk-two-0123456789"}
 ENGINE_KEY = "the-engines-own-key"
+SECRET = {"HITHERTO_ENGINE_API_KEY": ENGINE_KEY}
 CHAT = {"model": "sim", "max_tokens": 4, "messages": [{"role": "user", "content": "hello"}]}
 MESSAGES = {"model": "sim", "max_tokens": 4, "messages": [{"role": "user", "content": "hello"}]}
 
@@ -34,14 +38,13 @@ def file(tmp_path):
 
 @pytest.fixture(scope="module")
 def engine(start_engine):
-    return start_engine("--api-key", ENGINE_KEY)
+    return start_engine("--api-key", ENGINE_KEY).wait()
 
 
 @pytest.mark.parametrize("workers", [1, 2])
 async def test_keys_in_front_and_the_engines_own_behind(file, engine, workers):
-    url, secret = engine.wait().url if workers == 1 else engine.url, {"HITHERTO_ENGINE_API_KEY": ENGINE_KEY}
-    arguments = ("--api-keys", str(file), "--replica-url", url, "--workers", str(workers), "--access-log")
-    async with running(*arguments, env=secret) as gateway:
+    arguments = ("--api-keys", str(file), "--replica-url", engine.url, "--workers", str(workers), "--access-log")
+    async with running(*arguments, env=SECRET) as gateway:
         status = await gateway.ready(1)
         # asked with the key, the engine told all of itself
         replica = status["replicas"][0]
@@ -74,6 +77,42 @@ async def test_keys_in_front_and_the_engines_own_behind(file, engine, workers):
         said = b"".join(gateway.log).decode() + told
     for key in (*KEYS.values(), ENGINE_KEY):
         assert key not in said
+
+
+async def at_the_beginning_of_a_minute():
+    """Of the clock, so that what follows is in one window of the limits."""
+    if (left := 60 - time.time() % 60) < 15:
+        await asyncio.sleep(left + 0.1)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+async def test_limits_are_of_all_gateways_and_workers_together(file, engine, workers, start_redis):
+    file.write_text("\n".join([line("one", requests_per_minute=20, concurrent_requests=50), line("two")]))
+    arguments = ["--api-keys", str(file), "--replica-url", engine.url]
+    async with AsyncExitStack() as stack:
+        if workers == 1:
+            arguments += ["--redis-url", start_redis().url]
+            gateways = [await stack.enter_async_context(running(*arguments, env=SECRET)) for _ in range(2)]
+        else:
+            gateways = [await stack.enter_async_context(running(*arguments, "--workers", "2", env=SECRET))]
+        for gateway in gateways:
+            await gateway.ready(1)
+            await gateway.until(lambda status: status["api_keys"]["limits"]["joined"])
+        await at_the_beginning_of_a_minute()
+        clients = [
+            await stack.enter_async_context(httpx.AsyncClient(base_url=gateway.url, timeout=30))
+            for gateway in gateways
+            for _ in range(4)  # each has a connection of its own, and workers share them
+        ]
+        statuses = []
+        for client in clients * (32 // len(clients)):
+            answer = await client.post("/v1/chat/completions", json=CHAT, headers=bearer("one"))
+            statuses.append(answer.status_code)
+            assert answer.headers["x-ratelimit-limit-requests"] == "20"
+        assert {*statuses} <= {200, 429}
+        # One that Redis decides too late is decided by what it told last.
+        assert 20 <= statuses.count(200) <= 22
+        assert (await clients[0].post("/v1/chat/completions", json=CHAT, headers=bearer("two"))).status_code == 200
 
 
 def test_what_is_wrong_with_the_settings_is_said_with_a_remedy(capsys, tmp_path, file, monkeypatch):

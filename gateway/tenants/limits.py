@@ -1,0 +1,177 @@
+"""What a tenant may have in a window of time, and what it has had. Pure: the time comes in as an argument.
+
+A limit is a number for each window of the clock: a minute, a day or a month of UTC. One rule holds for all of them,
+here and in `shared.lua`: a request is refused where the count and its cost, but at least 1, are more than the limit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from typing import NamedTuple
+
+from ..errors import ApiError
+
+RUNNING, REQUESTS, INPUT, OUTPUT, DAY, MONTH = "running", "requests", "input", "output", "day", "month"
+# What each kind of count is of, in words; and its name in `x-ratelimit-*`, for those that are told.
+WORDS = {
+    RUNNING: "concurrent requests",
+    REQUESTS: "requests per minute",
+    INPUT: "input tokens per minute",
+    OUTPUT: "output tokens per minute",
+    DAY: "tokens per day",
+    MONTH: "tokens per month",
+}
+TOLD = {REQUESTS: b"requests", INPUT: b"input-tokens", OUTPUT: b"output-tokens"}
+BUDGETS = frozenset((DAY, MONTH))
+MINUTE_SECONDS, DAY_SECONDS = 60, 86_400
+
+
+class Limits(NamedTuple):
+    """Of one tenant; None: no limit. Named as in the key file."""
+
+    concurrent_requests: int | None = None
+    requests_per_minute: int | None = None
+    input_tokens_per_minute: int | None = None
+    output_tokens_per_minute: int | None = None
+    tokens_per_day: int | None = None
+    tokens_per_month: int | None = None
+
+
+KINDS = dict(zip(Limits._fields, WORDS))  # field -> kind
+
+
+class Claim(NamedTuple):
+    """What a request wants of one limit."""
+
+    kind: str
+    window: int
+    limit: int
+    cost: int
+
+
+def window(kind: str, now: float) -> int:
+    """The number of the window that `now` lies in; `now` in seconds since 1970."""
+    if kind == MONTH:
+        at = datetime.fromtimestamp(now, UTC)
+        return 12 * at.year + at.month - 1
+    return 0 if kind == RUNNING else int(now // (DAY_SECONDS if kind == DAY else MINUTE_SECONDS))
+
+
+def seconds_left(kind: str, now: float) -> float:
+    """Until its window ends; of what runs, a second."""
+    if kind == RUNNING:
+        return 1.0
+    number = window(kind, now) + 1
+    if kind == MONTH:
+        return datetime(number // 12, number % 12 + 1, 1, tzinfo=UTC).timestamp() - now
+    return number * (DAY_SECONDS if kind == DAY else MINUTE_SECONDS) - now
+
+
+def claims(limits: Limits, tokens: int, now: float) -> list[Claim]:
+    """What a request with so many prompt tokens wants."""
+    costs = {RUNNING: 1, REQUESTS: 1, INPUT: tokens, OUTPUT: 0, DAY: tokens, MONTH: tokens}
+    return [
+        Claim(kind, window(kind, now), limit, costs[kind]) for kind, limit in zip(costs, limits) if limit is not None
+    ]
+
+
+def refused(wanted: Sequence[Claim], count: Callable[[Claim], int], share: int = 1) -> Claim | None:
+    """The first claim that cannot be granted. `count`: of a claim's window so far. `share`: the part of each limit that
+    is to be had here is one of so many."""
+    for claim in wanted:
+        if count(claim) + max(claim.cost, 1) > max(1, claim.limit // share):
+            return claim
+    return None
+
+
+class Counts:
+    """By kind, of the newest window that was counted in."""
+
+    __slots__ = ("_by_kind",)
+
+    def __init__(self) -> None:
+        self._by_kind: dict[str, tuple[int, int]] = {}
+
+    def get(self, kind: str, window: int) -> int:
+        at, count = self._by_kind.get(kind, (window, 0))
+        return count if at >= window else 0
+
+    def add(self, kind: str, window: int, by: int) -> None:
+        """What belongs to an older window is over."""
+        at, count = self._by_kind.get(kind, (window, 0))
+        if at <= window:
+            self._by_kind[kind] = window, max(0, by + (count if at == window else 0))
+
+    def put(self, kind: str, window: int, count: int) -> None:
+        if self._by_kind.get(kind, (window, 0))[0] <= window:
+            self._by_kind[kind] = window, count
+
+    def items(self) -> list[tuple[str, int, int]]:
+        return [(kind, window, count) for kind, (window, count) in self._by_kind.items()]
+
+
+class Account:
+    """What one gateway knows of one tenant."""
+
+    __slots__ = ("name", "own", "seen", "running", "others_running")
+
+    def __init__(self, name: str):
+        self.name = name
+        self.own = Counts()  # admitted here
+        self.seen = Counts()  # by all gateways, as last told, and here since
+        self.running = 0  # here
+        self.others_running = 0  # elsewhere, as last told
+
+    def count_here(self, claim: Claim) -> int:
+        return self.running if claim.kind == RUNNING else self.own.get(claim.kind, claim.window)
+
+    def count_seen(self, claim: Claim) -> int:
+        if claim.kind == RUNNING:
+            return self.running + self.others_running
+        return self.seen.get(claim.kind, claim.window)
+
+    def add(self, kind: str, window: int, by: int) -> None:
+        self.own.add(kind, window, by)
+        self.seen.add(kind, window, by)
+
+    def take(self, wanted: Sequence[Claim]) -> None:
+        """A request is admitted by what is known here."""
+        self.running += 1
+        for claim in wanted:
+            if claim.kind != RUNNING:
+                self.add(claim.kind, claim.window, claim.cost)
+
+
+def headers(limits: Limits, account: Account, now: float) -> list[tuple[bytes, bytes]]:
+    """What clients are told of their limits."""
+    lines = []
+    for claim in claims(limits, 0, now):
+        if (name := TOLD.get(claim.kind)) is not None:
+            left = max(0, claim.limit - account.count_seen(claim))
+            lines += [
+                (b"x-ratelimit-limit-" + name, b"%d" % claim.limit),
+                (b"x-ratelimit-remaining-" + name, b"%d" % left),
+                (b"x-ratelimit-reset-" + name, b"%ds" % -(-seconds_left(claim.kind, now) // 1)),
+            ]
+    return lines
+
+
+def error(claim: Claim, limits: Limits, account: Account, now: float) -> ApiError:
+    """What is answered to a request that a limit refuses."""
+    told = headers(limits, account, now)
+    what = f"{WORDS[claim.kind]} of this API key"
+    if claim.cost > claim.limit:
+        message = f"the prompt has {claim.cost} tokens, and the limit is {claim.limit} {what}: shorten it"
+        return ApiError(429, message, code="request_too_large", headers=told, again=False)
+    seconds = max(1, int(-(-seconds_left(claim.kind, now) // 1)))
+    message = f"the limit of {claim.limit} {what} is reached; try again in {seconds} s"
+    budget = claim.kind in BUDGETS
+    return ApiError(
+        429,
+        message,
+        type="insufficient_quota" if budget else None,
+        code="insufficient_quota" if budget else "rate_limit_exceeded",
+        headers=[(b"retry-after", b"%d" % seconds), *told],
+        again=not budget,
+    )

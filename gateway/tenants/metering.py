@@ -1,0 +1,134 @@
+"""Admits tenants' requests by their limits, and counts what those cost, whichever way they end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ..errors import ApiError
+from . import limits as rules
+from .limits import DAY, INPUT, MONTH, OUTPUT, REQUESTS, Account, Claim, Limits
+from .tenant import Tenant
+
+if TYPE_CHECKING:
+    from .shared import Pending, SharedCounts
+
+# Counts that only grow within their window: once they are at their limit, nobody has to be asked.
+ONLY_GROW = frozenset((REQUESTS, OUTPUT))
+
+Decided = Callable[[ApiError | None], None]
+
+
+class Charge:
+    """What one request has claimed. `granted`: None until it is decided."""
+
+    __slots__ = ("account", "limits", "wanted", "granted", "ended", "_clock")
+
+    def __init__(self, account: Account, limits: Limits, wanted: Sequence[Claim], clock: Callable[[], float]):
+        self.account, self.limits, self.wanted, self._clock = account, limits, wanted, clock
+        self.granted: bool | None = None
+        self.ended = False
+
+    def header_lines(self) -> bytes:
+        """What its client is told."""
+        told = rules.headers(self.limits, self.account, self._clock())
+        return b"".join([b"%b: %b\r\n" % header for header in told])
+
+
+class Metering:
+    """Of all tenants, in this gateway."""
+
+    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+        """`clock`: seconds since 1970."""
+        self._clock = clock
+        self.shared: SharedCounts | None = None  # with Redis
+        self._accounts: dict[str, Account] = {}
+
+    def status(self) -> dict[str, Any]:
+        if self.shared is None:
+            return {"joined": None, "reason": "counted by this gateway alone", "gateways": 1}
+        return {"joined": self.shared.joined, "reason": self.shared.reason, "gateways": self.shared.gateways}
+
+    def accounts(self) -> Collection[Account]:
+        return self._accounts.values()
+
+    def account(self, name: str) -> Account:
+        found = self._accounts.get(name)
+        if found is None:
+            found = self._accounts[name] = Account(name)
+        return found
+
+    def refusal(self, tenant: Tenant) -> ApiError | None:
+        """Why a request need not even be read: a limit is reached for as long as its window lasts."""
+        limits, now = tenant.limits, self._clock()
+        if limits is None:
+            return None
+        account = self.account(tenant.name)
+        wanted = [claim for claim in rules.claims(limits, 0, now) if claim.kind in ONLY_GROW]
+        over = rules.refused(wanted, account.count_seen)
+        return None if over is None else rules.error(over, limits, account, now)
+
+    def charge(self, tenant: Tenant, tokens: int) -> Charge | None:
+        """What a request with so many prompt tokens is to claim; None: its tenant has no limits."""
+        limits = tenant.limits
+        if limits is None:
+            return None
+        return Charge(self.account(tenant.name), limits, rules.claims(limits, tokens, self._clock()), self._clock)
+
+    def claim(self, charge: Charge, then: Decided) -> None:
+        """`then` is called with why the request is refused, or None, once that is decided; perhaps at once, and never
+        once the request has ended."""
+
+        def decided(over: Claim | None) -> None:
+            charge.granted = over is None
+            if charge.ended:
+                self.settle(charge, 0, 0)
+            else:
+                then(None if over is None else rules.error(over, charge.limits, charge.account, self._clock()))
+
+        def decide(pending: Pending, by_redis: bool) -> None:
+            if by_redis:
+                decided(pending.over)
+            else:
+                over = self._decide(charge)
+                pending.granted = over is None
+                decided(over)
+
+        if self.shared is None:
+            decided(self._decide(charge))
+        else:
+            self.shared.claim(charge.account, charge.wanted, decide)
+
+    def _decide(self, charge: Charge) -> Claim | None:
+        """By what is known here: the claim that is refused, or None, and the request is counted."""
+        account, shared = charge.account, self.shared
+        if shared is None or not shared.joined:
+            share = 1 if shared is None else shared.gateways
+            over = rules.refused(charge.wanted, account.count_here, share)
+        else:
+            over = rules.refused(charge.wanted, account.count_seen)
+        if over is None:
+            account.take(charge.wanted)
+        return over
+
+    def settle(self, charge: Charge, input: int, output: int) -> None:
+        """A request has ended, and cost so many tokens in fact."""
+        charge.ended = True
+        if not charge.granted:
+            return  # or it is not decided yet, and this is called again
+        account, now = charge.account, self._clock()
+        account.running -= 1
+        for claim in charge.wanted:
+            if claim.kind in (INPUT, DAY, MONTH):
+                self._add(account, claim.kind, claim.window, input - claim.cost)
+            if claim.kind in (OUTPUT, DAY, MONTH):
+                self._add(account, claim.kind, rules.window(claim.kind, now), output)
+        if self.shared is not None and charge.limits.concurrent_requests is not None:
+            self.shared.ran(account)
+
+    def _add(self, account: Account, kind: str, window: int, by: int) -> None:
+        if by:
+            account.add(kind, window, by)
+            if self.shared is not None:
+                self.shared.charge(account.name, kind, window, by)

@@ -1,0 +1,270 @@
+"""What tenants have had of their limits in all gateways of a deployment, in Redis.
+
+A claim is one call of a script, which decides and counts in one step; the claims of one event-loop iteration go
+together. Nothing waits for Redis longer than 2 ms and three event-loop iterations: then the request is decided by what
+Redis last told. While Redis is away each gateway decides by its own counts and its share of each limit, and tells Redis
+afterwards what it has admitted. Redis that comes back empty is told all that the gateways there are have counted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+from time import monotonic
+from typing import TYPE_CHECKING, Any
+
+from cachemap.background import Background
+from cachemap.cluster.connect import FAILURES, Line, Script, describe
+from cachemap.cluster.keys import SCHEMA
+
+from .limits import RUNNING, Account, Claim
+
+if TYPE_CHECKING:
+    from cachemap.cluster.connect import Ways
+
+log = logging.getLogger("hitherto")
+
+_SCRIPT = Path(__file__).with_name("shared.lua").read_text()
+DEADLINE = 0.002  # seconds that a request may wait; Redis takes 0.2 ms on one machine
+TURNS = 3  # of the event loop after that: it may have been busy with something else while the reply came
+BEAT, LEASE = 1.0, 3.0  # seconds between two signs of life, and after which a gateway runs nothing any more
+PATIENCE = 1.0  # seconds to wait for Redis before it counts as away
+LOG_SECONDS = 10.0  # between two lines that say the same
+MOST_TOGETHER = 64  # claims in one batch
+WORK = "tenants' limits"  # kind of background work
+
+# Told whether Redis has decided, as `pending.over` says then. If it has not, in time or at all, who is told decides
+# and says in `pending.granted` how.
+Decide = Callable[["Pending", bool], None]
+
+
+class Pending:
+    """A claim on its way. `over`: the part of it that Redis refused, if it did; `granted`: how it was decided."""
+
+    __slots__ = ("account", "wanted", "decide", "over", "granted", "answered")
+
+    def __init__(self, account: Account, wanted: Sequence[Claim], decide: Decide):
+        self.account, self.wanted, self.decide = account, wanted, decide
+        self.over: Claim | None = None
+        self.granted = self.answered = False
+
+
+class SharedCounts:
+    """This gateway's part in it, from `start` to `stop`."""
+
+    def __init__(
+        self,
+        ways: Ways,
+        deployment: str,
+        accounts: Callable[[], Collection[Account]],
+        background: Background,
+        deadline: float = DEADLINE,
+    ):
+        """`accounts`: all that this gateway has."""
+        self._accounts, self._background, self._deadline, self._ways = accounts, background, deadline, ways
+        self._key = f"hitherto:{SCHEMA}:{deployment}:{{limits}}:"
+        self._line, self._script = Line(ways, self._key), Script(_SCRIPT)
+        self._token, self._epoch = os.urandom(8).hex(), ""
+        self._queue: list[Pending] = []
+        self._changed: dict[str, Account] = {}  # of which others have to know what runs here
+        self._unsent: dict[str, dict[tuple[str, int], int]] = {}  # by tenant: what was counted here and not there
+        self._pump: asyncio.Task[None] | None = None
+        self._beating: asyncio.Task[None] | None = None
+        self._logged_at = float("-inf")
+        self._stopped = False
+        self.joined, self.reason = False, "not connected yet"
+        self.gateways = 1  # there are
+
+    def start(self) -> None:
+        self._beating = self._background.spawn(WORK, self._keep)
+
+    async def stop(self) -> None:
+        """What runs here is taken out of the sums by the end of its lease; what was counted and not told is told."""
+        with contextlib.suppress(*FAILURES):
+            async with asyncio.timeout(PATIENCE):
+                self._start_pump()
+                if self._pump is not None:
+                    await self._pump
+        self._stopped, self.joined = True, False
+        if self._beating is not None:
+            self._beating.cancel()
+        with contextlib.suppress(*FAILURES):
+            await self._ways.aclose()
+
+    # --- what a gateway asks and tells
+
+    def claim(self, account: Account, wanted: Sequence[Claim], decide: Decide) -> None:
+        """`decide` is called once, perhaps before this returns."""
+        pending = Pending(account, wanted, decide)
+        if not self.joined:
+            self._decide_unsent(pending)
+            return
+        self._queue.append(pending)
+        asyncio.get_running_loop().call_later(self._deadline, self._late, pending, TURNS)
+        self._start_pump()
+
+    def ran(self, account: Account) -> None:
+        """Another number of its requests runs here."""
+        self._changed[account.name] = account
+        self._start_pump()
+
+    def charge(self, name: str, kind: str, window: int, by: int) -> None:
+        """It was counted here."""
+        unsent = self._unsent.setdefault(name, {})
+        unsent[kind, window] = unsent.get((kind, window), 0) + by
+        if len(unsent) > 64:  # of windows that are long over, while Redis was away
+            newest = dict(sorted(unsent))
+            self._unsent[name] = {key: by for key, by in unsent.items() if newest[key[0]] == key[1]}
+        self._start_pump()
+
+    # --- decisions
+
+    def _late(self, pending: Pending, turns: int) -> None:
+        if pending.answered:
+            return
+        if turns:
+            asyncio.get_running_loop().call_soon(self._late, pending, turns - 1)
+        else:
+            self._answer(pending, False)
+
+    def _answer(self, pending: Pending, by_redis: bool) -> None:
+        pending.answered = True
+        try:
+            pending.decide(pending, by_redis)
+        except Exception as error:
+            self._background.failed(WORK, error)
+
+    def _decide_unsent(self, pending: Pending) -> None:
+        """Redis does not know of it."""
+        if not pending.answered:
+            self._answer(pending, False)
+        if pending.granted:
+            self._correct(pending, 1)
+
+    def _correct(self, pending: Pending, sign: int) -> None:
+        for claim in pending.wanted:
+            if claim.kind == RUNNING:
+                self.ran(pending.account)
+            elif claim.cost:
+                self.charge(pending.account.name, claim.kind, claim.window, sign * claim.cost)
+
+    def _replied(self, pending: Pending, reply: Sequence[int]) -> None:
+        """Redis has decided; perhaps after the request went on without it."""
+        account, counts = pending.account, [claim for claim in pending.wanted if claim.kind != RUNNING]
+        denied, account.others_running = reply[0], reply[1]
+        for claim, window, count in zip(counts, reply[2::2], reply[3::2], strict=True):
+            account.seen.put(claim.kind, window, count)
+        if not pending.answered:
+            pending.granted = denied == 0
+            if pending.granted:
+                account.running += 1
+                for claim in counts:
+                    account.own.add(claim.kind, claim.window, claim.cost)
+            else:
+                running = [claim for claim in pending.wanted if claim.kind == RUNNING]
+                pending.over = running[0] if denied == 1 else counts[denied - 2]
+            self._answer(pending, True)
+        elif pending.granted != (denied == 0):
+            self._correct(pending, 1 if pending.granted else -1)
+
+    # --- what goes there
+
+    def _start_pump(self) -> None:
+        if self.joined and (self._pump is None or self._pump.done()):
+            self._pump = asyncio.get_running_loop().create_task(self._send_all())
+
+    async def _send_all(self) -> None:
+        while self.joined and (self._queue or self._changed or self._unsent):
+            batch, self._queue = self._queue[:MOST_TOGETHER], self._queue[MOST_TOGETHER:]
+            changed, self._changed = self._changed, {}
+            unsent, self._unsent = self._unsent, {}
+            sent, replies = False, []
+            try:
+                commands = self._commands(batch, changed, unsent)
+                sent = True
+                async with asyncio.timeout(PATIENCE):
+                    replies = (await self._line.ask(commands))[len(commands) - len(batch) :]
+            except FAILURES as error:
+                self._lost(describe(error))
+            except Exception as error:
+                self._background.failed(WORK, error)
+                self._lost(f"{type(error).__name__}: {error}")
+            finally:
+                for pending, reply in zip(batch, replies):
+                    self._replied(pending, reply)
+                for pending in batch[len(replies) :]:
+                    # What was sent may have been counted, so it is not told again.
+                    if not sent:
+                        self._decide_unsent(pending)
+                    elif not pending.answered:
+                        self._answer(pending, False)
+
+    def _commands(
+        self, batch: Sequence[Pending], changed: dict[str, Account], unsent: dict[str, dict[tuple[str, int], int]]
+    ) -> list[tuple[Any, ...]]:
+        begin = ("EVALSHA", self._script.sha, 1, self._key)
+        known = (self._token, int(1000 * LEASE))
+        commands: list[tuple[Any, ...]] = [
+            (
+                *begin,
+                "charge",
+                *known,
+                name,
+                *[part for (kind, window), by in counts.items() for part in (kind, window, by)],
+            )
+            for name, counts in unsent.items()
+        ]
+        commands += [(*begin, "state", *known, name, account.running) for name, account in changed.items()]
+        stated = set(changed)
+        for pending in batch:
+            name, most, numbers = pending.account.name, -1, []
+            for claim in pending.wanted:
+                if claim.kind == RUNNING:
+                    most = claim.limit
+                else:
+                    numbers += [*claim]
+            running = -1 if name in stated else pending.account.running
+            stated.add(name)
+            commands.append((*begin, "claim", *known, name, most, running, *numbers))
+        return commands
+
+    # --- being there
+
+    async def _keep(self) -> None:
+        while not self._stopped:
+            try:
+                async with asyncio.timeout(2 * PATIENCE):
+                    await self._beat()
+            except FAILURES as error:
+                self._lost(describe(error))
+            await asyncio.sleep(BEAT)
+
+    async def _beat(self) -> None:
+        arguments = ["beat", self._token, int(1000 * LEASE), os.urandom(8).hex()]
+        told = await self._script(await self._ways.to(self._key), [self._key], arguments)
+        self.gateways, epoch = max(1, int(told[0])), bytes(told[1]).decode()
+        if epoch != self._epoch:
+            if self._epoch:  # Redis has lost what it had: begin with what is known here
+                self._unsent = {
+                    account.name: {(kind, window): count for kind, window, count in account.own.items() if count}
+                    for account in self._accounts()
+                }
+            self._epoch = epoch
+        self._changed.update({one.name: one for one in self._accounts() if one.running})  # renews its lease
+        if not self.joined:
+            self.joined, self.reason = True, "joined"
+            log.info("tenants' limits are counted in Redis, for %d gateways", self.gateways)
+        self._start_pump()
+
+    def _lost(self, why: str) -> None:
+        if self.joined or (monotonic() - self._logged_at > LOG_SECONDS and why != self.reason):
+            self._logged_at = monotonic()
+            log.warning("tenants' limits are counted here alone, each gateway's share of them: %s", why)
+        self.joined, self.reason = False, why
+        queue, self._queue = self._queue, []
+        for pending in queue:
+            self._decide_unsent(pending)

@@ -1,0 +1,204 @@
+"""What tenants may have: refused beyond it, in their client's format, and given back on every end of a request."""
+
+import asyncio
+import hashlib
+import json
+from contextlib import asynccontextmanager
+from datetime import UTC, datetime
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.prompt.pipeline import Pipeline
+from gateway.tenants import limits as rules
+from gateway.tenants.ending import Settled
+from gateway.tenants.keys import Keys
+from gateway.tenants.metering import Metering
+from replicas.simulated.model import sim_model_dir
+
+from ..http.talk import eventually, read_request
+from ..proxy.replies import BODY, EVENT, SSE_HEAD, answers, chunk, post, silent, streams
+from ..proxy.stack import stack
+
+TEN_TO_THE_MINUTE = datetime(2026, 11, 30, 23, 59, 50, tzinfo=UTC).timestamp()
+
+
+def answer(prompt=20, completion=5) -> bytes:
+    usage = {"prompt_tokens": prompt, "completion_tokens": completion}
+    return json.dumps({"choices": [{"index": 0, "message": {"content": "hi"}}], "usage": usage}).encode()
+
+
+class Clock:
+    now = TEN_TO_THE_MINUTE
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Tenants:
+    """A proxy whose tenants have these limits; `ask` as one of them."""
+
+    def __init__(self, s, metering, clock):
+        self.stack, self.metering, self.clock = s, metering, clock
+
+    def account(self, name="a"):
+        return self.metering.account(name)
+
+    async def begin(self, name="a", body=BODY, path=b"/v1/chat/completions"):
+        talk = await self.stack.talk()
+        await talk.say(post(body, path, b"Authorization: Bearer %b\r\n" % name.encode()))
+        return talk
+
+    async def ask(self, *args, **options):
+        return await (await self.begin(*args, **options)).response()
+
+
+@asynccontextmanager
+async def tenants(tmp_path, *scripts, a=None, b=None, **options):
+    file = tmp_path / "keys.yaml"
+    entries = [{"name": name, "sha256": hashlib.sha256(name.encode()).hexdigest(), **(fields or {})} for name, fields in (("a", a), ("b", b))]  # fmt: skip
+    file.write_text("\n".join(map(json.dumps, entries)))
+    clock = Clock()
+    metering = Metering(clock)
+    async with stack(*scripts, keys=Keys(file), metering=metering, on_end=(Settled(metering),), **options) as s:
+        yield Tenants(s, metering, clock)
+        await eventually(s.idle)
+        assert all(account.running == 0 for account in metering.accounts())
+
+
+async def test_requests_per_minute_and_what_the_client_is_told(tmp_path):
+    async with tenants(tmp_path, answers(), a={"requests_per_minute": 3}, b={"requests_per_minute": 1}) as t:
+        left = [(await t.ask())[1]["x-ratelimit-remaining-requests"] for _ in range(3)]
+        assert left == ["2", "1", "0"]
+        status, headers, body = await t.ask()
+        assert (status, headers["retry-after"]) == (429, "10")
+        assert headers["x-ratelimit-limit-requests"] == "3" and headers["x-ratelimit-remaining-requests"] == "0"
+        assert headers["x-ratelimit-reset-requests"] == "10s"
+        error = json.loads(body)["error"]
+        assert (error["type"], error["code"]) == ("rate_limit_error", "rate_limit_exceeded")
+        assert "3 requests per minute" in error["message"]
+        assert (await t.ask("b"))[0] == 200  # another's count is another's
+        status, headers, body = await t.ask("b", path=b"/v1/messages")
+        assert (status, json.loads(body)["error"]["type"]) == (429, "rate_limit_error") and "retry-after" in headers
+        assert t.stack.metrics.rejections.values["429",] == 2
+        t.clock.now += 10
+        assert (await t.ask())[0] == 200
+
+
+async def test_a_tenant_without_limits_is_told_of_none(tmp_path):
+    async with tenants(tmp_path, answers(), a={"requests_per_minute": 1}) as t:
+        status, headers, _ = await t.ask("b")
+        assert status == 200 and not [name for name in headers if name.startswith("x-ratelimit")]
+
+
+async def test_input_tokens_are_claimed_before_and_counted_as_the_engine_counts_them(tmp_path):
+    pipeline = Pipeline(sim_model_dir(), "m", 16)
+    tokens = pipeline.prepare("/v1/chat/completions", BODY).tokens
+    async with tenants(tmp_path, answers(answer(tokens + 7)), pipeline=pipeline, a={"input_tokens_per_minute": 3 * tokens + 7}) as t:  # fmt: skip
+        assert (await t.ask())[0] == 200
+        await eventually(lambda: t.account().own.get("input", rules.window("input", t.clock.now)) == tokens + 7)
+        status, headers, _ = await t.ask()
+        assert status == 200 and headers["x-ratelimit-remaining-input-tokens"] == f"{tokens}"
+        await eventually(lambda: t.account().running == 0)
+        status, headers, body = await t.ask()  # 2 x 7 more than was claimed
+        assert status == 429 and "input tokens per minute" in json.loads(body)["error"]["message"]
+    async with tenants(tmp_path, answers(), pipeline=pipeline, a={"input_tokens_per_minute": tokens - 1}) as t:
+        status, headers, body = await t.ask()
+        assert (status, json.loads(body)["error"]["code"]) == (429, "request_too_large")
+        assert "retry-after" not in headers and headers["x-should-retry"] == "false"
+
+
+async def test_output_tokens_count_when_they_are_there(tmp_path):
+    async with tenants(tmp_path, answers(answer(completion=8)), a={"output_tokens_per_minute": 10}) as t:
+        for remaining in ("10", "2"):
+            status, headers, _ = await t.ask()
+            assert (status, headers["x-ratelimit-remaining-output-tokens"]) == (200, remaining)
+            await eventually(lambda: t.account().running == 0)
+        assert (await t.ask())[0] == 429
+        t.clock.now += 10
+        assert (await t.ask())[0] == 200
+
+
+async def test_a_client_that_leaves_pays_for_what_it_saw_without_usage(tmp_path):
+    gate = asyncio.Event()
+    script = streams(chunk(EVENT) + chunk(EVENT), chunk(3 * EVENT), pause=gate.wait)
+    async with tenants(tmp_path, script, a={"output_tokens_per_minute": 100}) as t:
+        talk = await t.begin(body=BODY.replace(b"{", b'{"stream": true,', 1))
+        await talk.until(EVENT)
+        await talk.close()
+        await eventually(lambda: t.account().running == 0)
+        gate.set()
+        assert t.account().own.get("output", rules.window("output", t.clock.now)) >= 1
+
+
+@pytest.mark.parametrize(("field", "window"), [("tokens_per_day", "day"), ("tokens_per_month", "month")])
+async def test_a_budget_is_of_input_and_output_together_and_ends_with_its_window(tmp_path, field, window):
+    async with tenants(tmp_path, answers(answer(20, 5)), a={field: 50}) as t:
+        for _ in range(2):
+            assert (await t.ask())[0] == 200
+            await eventually(lambda: t.account().running == 0)
+        status, headers, body = await t.ask()
+        error = json.loads(body)["error"]
+        assert (status, error["type"], error["code"]) == (429, "insufficient_quota", "insufficient_quota")
+        assert headers["retry-after"] == "10" and headers["x-should-retry"] == "false"
+        t.clock.now += 10  # it is the last day of a month
+        assert (await t.ask())[0] == 200
+
+
+async def broken(reader, writer):
+    await read_request(reader)
+
+
+async def cut(reader, writer):
+    await read_request(reader)
+    writer.write(SSE_HEAD + chunk(EVENT))
+    await writer.drain()
+
+
+@pytest.mark.parametrize(
+    "name, scripts, status",
+    [
+        ("complete", [answers(answer())], 200),
+        ("retried", [broken, broken], 502),
+        ("retried with success", [broken, answers(answer())], 200),
+        ("refused by the engine", [answers(b'{"error": {"message": "no"}}', b"400 Bad Request")], 400),
+        ("failed", [answers(b"{}", b"500 Internal Server Error")], 500),
+        ("no answer in time", [silent], 504),
+        ("cut in mid-stream", [cut], 200),
+        ("nobody there", [], 503),
+    ],
+)
+async def test_what_runs_is_given_back_however_it_ends(tmp_path, name, scripts, status):
+    async with tenants(
+        tmp_path, *scripts, a={"concurrent_requests": 1, "tokens_per_day": 10**6}, request_timeout=0.5
+    ) as t:
+        body = BODY.replace(b"{", b'{"stream": true,', 1) if name.startswith("cut") else BODY
+        for _ in range(2):
+            talk = await t.begin(body=body)
+            head = await talk.until(b"\r\n\r\n")
+            assert int(head.split()[1]) == status
+            await eventually(lambda: t.account().running == 0)
+        spent = t.account().own.get("day", rules.window("day", t.clock.now))
+        assert (spent > 0) == (status == 200)
+
+
+async def test_concurrent_requests_are_bounded_and_one_whose_client_leaves_makes_room(tmp_path):
+    async with tenants(tmp_path, silent, answers(answer()), a={"concurrent_requests": 1}, policy="round_robin") as t:
+        first = await t.begin()
+        await eventually(lambda: t.account().running == 1)
+        status, headers, body = await t.ask()
+        assert (status, headers["retry-after"]) == (429, "1") and "1 concurrent requests" in json.loads(body)["error"][
+            "message"
+        ]
+        assert t.account().running == 1
+        await first.close()
+        await eventually(lambda: t.account().running == 0)
+        assert (await t.ask())[0] == 200
+
+
+@given(st.floats(0, 4e9), st.sampled_from([rules.REQUESTS, rules.DAY, rules.MONTH]))
+def test_windows_follow_each_other_without_a_gap(now, kind):
+    left = rules.seconds_left(kind, now)
+    assert 0 < left <= {rules.REQUESTS: 60, rules.DAY: 86_400, rules.MONTH: 31 * 86_400}[kind]
+    assert rules.window(kind, now + left + 0.001) == rules.window(kind, now) + 1

@@ -1,0 +1,176 @@
+"""Limits over several gateways: exact with one real Redis, each gateway's share without it."""
+
+import asyncio
+from contextlib import AsyncExitStack, asynccontextmanager
+
+import pytest
+
+from cachemap.background import Background
+from cachemap.cluster.connect import Ways, parse
+from gateway.tenants.limits import Limits
+from gateway.tenants.metering import Metering
+from gateway.tenants.shared import LEASE, SharedCounts
+from gateway.tenants.tenant import Tenant
+from tests.redis_server import Cluster, running
+
+from ..http.talk import eventually
+
+NOW = 1_800_000_000.0  # by all gateways' clocks, which stand still
+
+
+class Gateway:
+    """One gateway's counts of tenants."""
+
+    def __init__(self, url, deadline=5.0):
+        self.now = NOW
+        self.metering = Metering(lambda: self.now)
+        self.background = Background()
+        self.shared = self.metering.shared = SharedCounts(
+            Ways(parse(url)), "test", self.metering.accounts, self.background, deadline
+        )
+
+    async def ask(self, tenant, tokens=0):
+        """The charge of a request that is admitted; why it is not."""
+        charge, decided = self.metering.charge(tenant, tokens), asyncio.get_running_loop().create_future()
+        self.metering.claim(charge, decided.set_result)
+        error = await asyncio.wait_for(decided, 10)
+        return charge if error is None else error
+
+    async def admitted(self, tenant, count, tokens=0):
+        """How many of so many requests at once are; all of them have ended then."""
+        found = await asyncio.gather(*(self.ask(tenant, tokens) for _ in range(count)))
+        charges = [one for one in found if not isinstance(one, Exception)]
+        for charge in charges:
+            self.metering.settle(charge, tokens, 0)
+        return len(charges)
+
+    def die(self):
+        """As a process that is killed: not a word more."""
+        self.shared._beating.cancel()
+        self.shared.joined = False
+
+
+@asynccontextmanager
+async def gateways(url, count, **options):
+    async with AsyncExitStack() as stack:
+        found = [Gateway(url, **options) for _ in range(count)]
+        for one in found:
+            one.shared.start()
+            stack.push_async_callback(one.shared.stop)
+        await eventually(lambda: all(one.shared.joined for one in found))
+        await eventually(lambda: all(one.shared.gateways == count for one in found), LEASE + 2)
+        yield found
+        assert not any(one.background.failures["tenants' limits"].count for one in found)
+
+
+async def until_admitted(gateway, tenant, seconds=5.0):
+    """What ended elsewhere is told with the next message, or with the end of a lease."""
+    end = asyncio.get_running_loop().time() + seconds
+    while isinstance(await gateway.ask(tenant), Exception):
+        assert asyncio.get_running_loop().time() < end, "it is still refused"
+
+
+@pytest.mark.parametrize(
+    "limits, tokens, granted",
+    [
+        (Limits(requests_per_minute=50), 0, 50),
+        (Limits(input_tokens_per_minute=1000), 30, 33),
+        (Limits(tokens_per_month=1000, requests_per_minute=1000), 40, 25),
+    ],
+)
+async def test_no_request_more_is_admitted_and_none_less(redis_server, limits, tokens, granted):
+    tenant = Tenant("a", limits=limits)
+    async with gateways(redis_server.url, 3) as all_of:
+        assert sum(await asyncio.gather(*(one.admitted(tenant, 60, tokens) for one in all_of))) == granted
+        for one in all_of:
+            one.now += 60 if limits.tokens_per_month is None else 31 * 86_400
+        assert await all_of[0].admitted(tenant, 1, tokens) == 1
+
+
+async def test_what_runs_is_bounded_over_all_and_tenants_are_apart(redis_server):
+    tenant, other = Tenant("a", limits=Limits(concurrent_requests=5)), Tenant("b", limits=Limits(concurrent_requests=1))
+    async with gateways(redis_server.url, 2) as (one, two):
+        found = await asyncio.gather(*(gateway.ask(tenant) for gateway in (one, two) * 10))
+        charges = [(i % 2, charge) for i, charge in enumerate(found) if not isinstance(charge, Exception)]
+        assert len(charges) == 5
+        assert not isinstance(await two.ask(other), Exception)
+        which, charge = charges.pop()
+        (one, two)[which].metering.settle(charge, 0, 0)
+        await until_admitted(two, tenant)
+        assert isinstance(await one.ask(tenant), Exception)
+
+
+async def test_output_that_one_gateway_counted_is_known_to_the_other(redis_server):
+    tenant = Tenant("a", limits=Limits(output_tokens_per_minute=100))
+    async with gateways(redis_server.url, 2) as (one, two):
+        one.metering.settle(await one.ask(tenant), 0, 100)
+
+        async def refused():
+            while not isinstance(found := await two.ask(tenant), Exception):
+                two.metering.settle(found, 0, 0)
+            return found
+
+        error = await asyncio.wait_for(refused(), 5)
+        assert dict(error.headers)[b"x-ratelimit-remaining-output-tokens"] == b"0"
+        assert two.metering.refusal(tenant) is not None  # from now on without a question
+
+
+async def test_a_gateway_that_dies_runs_nothing_any_more(redis_server):
+    tenant = Tenant("a", limits=Limits(concurrent_requests=1))
+    async with gateways(redis_server.url, 2) as (one, two):
+        assert not isinstance(await one.ask(tenant), Exception)
+        assert isinstance(await two.ask(tenant), Exception)
+        one.die()
+        await until_admitted(two, tenant, 2 * LEASE)
+        await eventually(lambda: two.shared.gateways == 1)
+
+
+async def test_without_redis_each_has_its_share_and_tells_of_it_afterwards(redis_server):
+    tenant = Tenant("a", limits=Limits(requests_per_minute=40, concurrent_requests=40))
+    async with gateways(redis_server.url, 2) as (one, two):
+        assert await one.admitted(tenant, 5) == 5
+        redis_server.kill()
+        await one.ask(tenant)  # finds out
+        await eventually(lambda: not one.shared.joined and not two.shared.joined, 10)
+        admitted = await one.admitted(tenant, 60) + await two.admitted(tenant, 60)
+        assert 34 - 1 <= admitted <= 35  # 20 each, of which one has had 6; the question that was on its way may count
+        redis_server.start()
+        await eventually(lambda: one.shared.joined and two.shared.joined, 10)
+        await eventually(lambda: not one.shared._unsent and not two.shared._unsent)
+        # Redis came back empty, and knows all that they have admitted
+        assert await one.admitted(tenant, 30) + await two.admitted(tenant, 30) <= 1
+
+
+async def test_a_redis_that_hangs_holds_nobody_up_and_what_was_sent_counts_once(redis_server):
+    tenant = Tenant("a", limits=Limits(requests_per_minute=10))
+    async with gateways(redis_server.url, 1, deadline=0.002) as (one,):
+        await one.ask(tenant)
+        redis_server.freeze()
+        try:
+            begun = asyncio.get_running_loop().time()
+            assert [isinstance(await one.ask(tenant), Exception) for _ in range(4)] == [False] * 4
+            assert asyncio.get_running_loop().time() - begun < 1.0
+        finally:
+            redis_server.thaw()
+        await eventually(lambda: one.shared.joined and not one.shared._queue and not one.shared._unsent, 10)
+        assert await one.admitted(tenant, 20) in (5, 6)  # the batch that hung was not told again
+
+
+async def test_on_a_cluster(tmp_path):
+    with running(Cluster(tmp_path)) as cluster:
+        async with gateways(cluster.url, 2) as all_of:
+            tenant = Tenant("a", limits=Limits(requests_per_minute=7, concurrent_requests=100))
+            assert sum(await asyncio.gather(*(one.admitted(tenant, 10) for one in all_of))) == 7
+
+
+async def test_what_another_program_left_there_is_nothing(redis_server):
+    tenant = Tenant("a", limits=Limits(requests_per_minute=3, concurrent_requests=3))
+    with redis_server.client() as client:
+        client.set("hitherto:1:test:{limits}:of:a", "x" * 10_000)
+        client.hset("hitherto:1:test:{limits}:running:a", mapping={"x": "y", "z": "9" * 1000})
+        client.lpush("hitherto:1:test:{limits}:gateways", "x")
+        client.lpush("hitherto:1:test:{limits}:epoch", "x")
+        async with gateways(redis_server.url, 1) as (one,):
+            assert await one.admitted(tenant, 9) == 3
+            client.hset("hitherto:1:test:{limits}:of:a", mapping={"requests": "-7", "requests@": "nan"})
+            assert await one.admitted(tenant, 9) == 3

@@ -24,7 +24,7 @@ from . import datapath
 from .config import ConfigError, Settings, kept_replicas, known_urls, read_engine_key, read_token
 from .http.server import Server
 from .lifetime import cannot_listen, greeting, run
-from .model import launch_profile, model_and_name
+from .model import launches, main_model
 from .model_files import HASHED_AS
 from .models import Models
 from .ops import traces
@@ -79,8 +79,8 @@ class Gateway:
         self.slots: dict[str, int] = {}
         self.intakes: dict[str, EventIntake | SharedIntake] = {}
         self.shared = _shared_map(settings, self.map, self.background)
-        self.profile = launch_profile(settings)
-        self.model_dir, self.served_name = model_and_name(settings, self.profile)
+        self.launches = launches(settings)
+        self.model_dir, self.served_name = main_model(settings, self.launches)
         self.models = Models(settings, self.model_dir, self.served_name, self.costs)
         self.receiver = traces.receiver()
         self.spans = traces.start()
@@ -132,7 +132,7 @@ class Gateway:
         except BaseException as error:
             await self.stop(0)
             if isinstance(error, profiles.ProfileError):
-                raise ConfigError(f"--profile {error}") from None
+                raise ConfigError(f"launching: {error}") from None
             raise
 
     async def listen(self, shared_port: bool = False) -> None:
@@ -145,7 +145,6 @@ class Gateway:
 
     async def begin(self, urls: Iterable[str]) -> None:
         """Start whatever works in the background, and follow these replicas, besides those that are launched."""
-        settings = self.settings
         if self.shared is not None:
             self.shared.start()
         if self.shared_ledger is not None:
@@ -154,8 +153,8 @@ class Gateway:
             self.metering.shared.start()
         for url in urls:
             self.fleet.add(url)
-        if settings.launch:
-            await self.fleet.launch(settings.launch, self.profile, self.model_dir, self.served_name)
+        for launch in self.launches:
+            await self.fleet.launch(*launch)
         self._caring = self.background.spawn(CARE, self._care)
         if self.keys is not None:
             self._following_keys = self.background.spawn(FOLLOW_KEYS, self.keys.follow)

@@ -25,6 +25,7 @@ METAVARS = {
     "admin_token": "@FILE",
     "engine_api_key": "@FILE",
     "redis_url": "URL",
+    "pools": "{NAME: {...}}",
     "allow_path": "PATH,...",
     "admin_allow_host": "NAME,...",
 }
@@ -57,7 +58,7 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
 
 def _help(name: str, field: Any) -> str:
     text = field.description.replace("%", "%%")
-    if field.default in (None, ()):
+    if field.default in (None, (), {}):
         return text
     if field.annotation is bool:
         return f"{text} (default: {'on' if field.default else 'off'})"
@@ -89,7 +90,7 @@ def build_parser() -> Parser:
     serve = verbs.add_parser(
         "serve",
         help="run the gateway",
-        description="Run the gateway, in front of engines that run already (--replica-url) or that it starts itself (--launch).",
+        description="Run the gateway, in front of engines that run already (--replica-url) or that it starts itself (--launch, --pools).",
     )
     config = verbs.add_parser("config", help="print the effective settings and where each came from",
                               description="Print the effective settings and where each came from. "
@@ -134,7 +135,7 @@ def load_config(args: argparse.Namespace) -> Config:
 
 def serve(args: argparse.Namespace) -> int:
     settings = load_config(args).settings
-    if not settings.replica_url and not settings.launch and not settings.replica_file:
+    if not settings.replica_url and not settings.launches and not settings.replica_file:
         raise ConfigError("there is no replica to send requests to. Give --replica-url http://HOST:PORT for engines "
                           "that run already, --launch 2 to start simulated ones, or --replica-file FILE to add them by POST /replicas")  # fmt: skip
     if settings.workers > 1:

@@ -28,6 +28,7 @@ from replicas.replica import parse_url
 
 from . import credentials
 from .credentials import MAKE_TOKEN
+from .pools import Pool
 from .proxy.paths import check_allowed
 from .tenants.key_file import KeyFileError
 from .tenants.key_file import read as read_keys
@@ -95,6 +96,11 @@ def _check_paths(paths: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(map(check_allowed, paths))
 
 
+def _read_mapping(value: Any) -> Any:
+    """A flag and the environment say in one line of YAML what a file says in several."""
+    return yaml_text.load(value) if isinstance(value, str) else value
+
+
 def _check_names(names: tuple[str, ...]) -> tuple[str, ...]:
     for name in names:
         if not re.fullmatch(r"[\w.-]{1,253}", name, re.ASCII):
@@ -119,6 +125,7 @@ EngineKey = Annotated[str, AfterValidator(credentials.check_engine_key)]
 Paths = Annotated[tuple[str, ...], BeforeValidator(_split_names), AfterValidator(_check_paths)]
 RedisUrl = Annotated[str, AfterValidator(_check_redis)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
+Pools = Annotated[dict[Name, Pool], BeforeValidator(_read_mapping)]
 PolicyName = Literal[
     "least_time", "overlap_cost", "prefix_affinity", "consistent_hash",
     "least_load", "power_of_two", "round_robin", "random",
@@ -191,6 +198,10 @@ class Settings(BaseModel):
     )
     launch: int = Field(0, ge=0, le=256, description="number of engines to start and look after")
     profile: str = Field("sim", description="how to start them: a profile's name or file")
+    pools: Pools = Field(
+        {},
+        description="kinds of engines to start, NAME: {profile: NAME|FILE, launch: N}; a pool may have a role, model and served_model_name of its own",
+    )
 
     policy: PolicyName = Field("least_time", description="how a replica is chosen")
     shadow: Policies = Field(
@@ -244,6 +255,10 @@ class Settings(BaseModel):
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least severity that is logged")
     access_log: bool = Field(False, description="log one line per request")
 
+    @property
+    def launches(self) -> bool:
+        return bool(self.launch or self.pools)
+
 
 @dataclass(frozen=True)
 class Config:
@@ -264,6 +279,7 @@ class Config:
     def plain(self) -> dict[str, Any]:
         """Values as a person would write them: sizes with units, paths as text."""
         values = self.settings.model_dump(mode="json")
+        values["pools"] = {name: pool.model_dump(exclude_none=True) for name, pool in self.settings.pools.items()}
         for name in SECRETS:
             values[name] = credentials.shown(values[name])
         if values["redis_url"]:
@@ -278,7 +294,9 @@ class Config:
 def _yaml_value(value: Any) -> str:
     """One value on one line (PyYAML ends a bare scalar's document with '...')."""
     return (
-        yaml.safe_dump(value, default_flow_style=True, width=10_000, allow_unicode=True).removesuffix("...\n").rstrip()
+        yaml.safe_dump(value, default_flow_style=True, width=10_000, allow_unicode=True, sort_keys=False)
+        .removesuffix("...\n")
+        .rstrip()
     )
 
 
@@ -452,11 +470,16 @@ def admin_headers(settings: Settings) -> dict[str, str]:
 def _explain(item: Any, sources: Mapping[str, str]) -> str:
     """One pydantic error as: place: what is wrong; what would be right."""
     name = str(item["loc"][0])
-    place = f"{sources.get(name, 'flag ' + flag(name))}: {name}"
+    place = (
+        f"{sources.get(name, 'flag ' + flag(name))}: {'.'.join(part for part in item['loc'] if isinstance(part, str))}"
+    )
     if item["type"] == "value_error":
         return f"{place}: {item['ctx']['error']}"
     if item["type"] == "extra_forbidden":
-        return f"{place}: unknown setting. {suggest(name, Settings.model_fields)}"
+        inside = len(item["loc"]) > 1
+        return f"{place}: unknown setting. {suggest(item['loc'][-1], (Pool if inside else Settings).model_fields)}"
+    if item["type"] == "missing":
+        return f"{place}: it is missing. {flag(name)} is the {Settings.model_fields[name].description}"
     if item["type"] == "literal_error":
         choices = item["ctx"]["expected"].replace(" or ", ", ").replace("'", "")
         near = difflib.get_close_matches(str(item["input"]), choices.split(", "), 1)
@@ -528,6 +551,11 @@ def _check_files(settings: Settings, sources: Mapping[str, str]) -> None:
             profile.load(settings.profile)
         except ValueError as error:
             raise ConfigError(f"{sources['profile']}: profile: {error}") from None
+    for name, pool in settings.pools.items():
+        try:
+            profile.load(pool.profile)
+        except ValueError as error:
+            raise ConfigError(f"{sources['pools']}: pools.{name}.profile: {error}") from None
     if settings.replica_ca:
         try:
             tls.context(settings.replica_ca)

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
-from gateway.config import ConfigError, Settings
+from gateway.config import ConfigError, Settings, known_urls
+from gateway.pools import Kind, complaints
 from replicas.launch import profile as profiles
 from replicas.launch.command import LaunchProfile
+from replicas.replica import parse_url
 
 SIM = "sim"  # what the simulated engine calls the model that comes with it
 
@@ -47,19 +51,55 @@ def folder_here(root: str | None) -> Path | None:
     )
 
 
-def launch_profile(settings: Settings) -> LaunchProfile | None:
-    """How engines are launched; None where none are."""
-    if not settings.launch:
-        return None
+def main_model(settings: Settings, launched: Sequence[Launch]) -> tuple[Path | None, str]:
+    """The folder and name of the model that settings are about: the one they name, else the first that is launched."""
+    if settings.model or not launched:
+        return model_and_name(settings, launched[0].profile if launched else None)
+    return launched[0].directory, launched[0].served_name
+
+
+class Launch(NamedTuple):
+    """Engines that are launched alike, as `Fleet.launch` takes them."""
+
+    count: int
+    profile: LaunchProfile
+    directory: Path | None  # None: it is learned from the replicas
+    served_name: str
+    role: str
+
+
+def launches(settings: Settings) -> list[Launch]:
+    """What is launched: the engines of --launch, then each pool's. Raises ConfigError for pools that cannot work
+    together."""
+    found: dict[str, Launch] = {}
+    if settings.launch:
+        profile = _loaded("--profile", settings.profile)
+        found["--launch"] = Launch(settings.launch, profile, *model_and_name(settings, profile), profile.role)
+    for name, pool in settings.pools.items():
+        profile = _loaded(f"pools.{name}.profile", pool.profile)
+        model = {"model": pool.model or settings.model, "served_model_name": pool.served_model_name}
+        if pool.model in (None, settings.model):
+            model["served_model_name"] = pool.served_model_name or settings.served_model_name
+        where = model_and_name(settings.model_copy(update=model), profile)
+        found[f"pools.{name}"] = Launch(pool.launch, profile, *where, pool.role_of(profile))
+    kinds: dict[str, list[Kind]] = {}
+    for place, one in found.items():
+        kinds.setdefault(one.served_name, []).append((place, one.role, one.profile))
+    if wrong := complaints(kinds, (parse_url(url).role for url in known_urls(settings))):
+        raise ConfigError("\n".join(wrong))
+    return [*found.values()]
+
+
+def _loaded(place: str, name: str) -> LaunchProfile:
     try:
-        return profiles.load(settings.profile)
+        return profiles.load(name)
     except profiles.ProfileError as error:
-        raise ConfigError(f"--profile {error}") from None
+        raise ConfigError(f"{place}: {error}") from None
 
 
 def model_and_name(settings: Settings, profile: LaunchProfile | None) -> tuple[Path | None, str]:
-    """The folder of the model (None: it is learned from the replicas) and the name that launched engines serve it
-    by."""
+    """The folder of the model (None: it is learned from the replicas) and the name that engines of this profile serve
+    it by."""
     name = settings.model or (profile.own_model if profile is not None else None)
     if name is None:
         return None, settings.served_model_name or "model"

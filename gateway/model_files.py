@@ -132,7 +132,7 @@ class ModelFiles:
                 self._owner = set()
                 self._last.clear()
             self._owner_is_certain = True
-        if certain or self._owner & names or not (self._owner or self._settings.launch):
+        if certain or self._owner & names or not (self._owner or self._settings.launches):
             self._owner |= names
             return True
         return False

@@ -114,9 +114,11 @@ class Fleet:
         profile: str | LaunchProfile = "sim",
         model_dir: Path | None = None,
         served_name: str | None = None,
+        role: str | None = None,
     ) -> list[Replica]:
-        """Start `count` engines; returns their replicas STARTING. Raises ProfileError (also for too few devices), and
-        OSError when no ports are free."""
+        """Start `count` engines; returns their replicas STARTING. `role`: theirs; None: the profile's.
+
+        Raises ProfileError (also for too few devices), and OSError when no ports are free."""
         if isinstance(profile, str):
             profile = profiles.load(profile)
         async with self._launching:
@@ -127,16 +129,16 @@ class Fleet:
             firsts = pick(count, HOST, taken, run=Ports.width(profile.ranks))
             model = Model(Path(model_dir) if model_dir else None, served_name)
             engines = [
-                self._launch(profile, Ports.run(first, profile.ranks), model, place)
+                self._launch(profile, Ports.run(first, profile.ranks), model, place, role or profile.role)
                 for first, place in zip(firsts, places)
             ]
         return [replica for engine in engines for replica in engine.replicas]
 
-    def _launch(self, profile: LaunchProfile, ports: Ports, model: Model, place: dict[str, str]) -> Engine:
+    def _launch(self, profile: LaunchProfile, ports: Ports, model: Model, place: dict[str, str], role: str) -> Engine:
         name = f"{HOST}:{ports.http}"
         replica = Replica(name, f"http://{name}", HOST, ports.http, managed=True, since=monotonic())
         replica.reason, replica.dialect = "its process is being started", by_id(profile.engine)
-        replica.key = self._engine_key
+        replica.key, replica.role = self._engine_key, role
 
         def started(pid: int) -> None:
             replica.restarts += replica.state is State.FAILED

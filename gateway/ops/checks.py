@@ -150,12 +150,11 @@ def _taken(host: str, port: int) -> str | None:
 
 
 def check_no_replicas(settings: Settings) -> Finding:
-    if settings.launch:
-        return Finding(
-            "ok",
-            "replicas",
-            f"{settings.launch} would be launched with profile {settings.profile}; run the doctor again when they run",
-        )
+    if settings.launches:
+        alone = [(settings.launch, settings.profile)] if settings.launch else []
+        kinds = alone + [(pool.launch, pool.profile) for pool in settings.pools.values()]
+        what = ", ".join(f"{count} would be launched with profile {profile}" for count, profile in kinds)
+        return Finding("ok", "replicas", f"{what}; run the doctor again when they run")
     return Finding(
         "fail", "replicas", "there is none to send requests to", "give --replica-url http://HOST:PORT, or --launch N"
     )
@@ -198,7 +197,8 @@ def check_model(
         # as the gateway does with models that --model is not for
         settings = settings.model_copy(update={"model": here})
     names = [name for one in facts for name in base_names(one.models)]
-    simulated = settings.launch and settings.profile == "sim"
+    launched = [settings.profile] if settings.launch else [pool.profile for pool in settings.pools.values()]
+    simulated = launched[:1] == ["sim"]
     wanted = settings.model or (names[0] if names else "sim" if simulated else None)
     served = settings.served_model_name or (names[0] if names else wanted and Path(wanted).name) or "model"
     roots = () if settings.model else (one.root for one in facts)

@@ -155,7 +155,7 @@ class Examination(contextlib.AsyncExitStack):
     async def models(self) -> AsyncIterator[Finding]:
         groups = by_model(self._replicas)
         # Where no replica answers and no setting names a model, there is none to check.
-        if not groups and (self._settings.model or self._settings.launch):
+        if not groups and (self._settings.model or self._settings.launches):
             groups = [[]]
         if self._replicas:
             yield check_models(self._replicas)

@@ -28,7 +28,7 @@ from replicas.replica import parse_url, url_of
 
 from ..config import ConfigError, Settings, admin_headers, kept_replicas, known_urls, read_engine_key, read_token
 from ..lifetime import cannot_listen, greeting, run
-from ..model import launch_profile, model_and_name
+from ..model import launches, main_model
 from ..ops import traces
 from ..ops.guard import Guard
 from ..ops.metrics import lines
@@ -60,7 +60,7 @@ class Workers:
         traces.receiver()  # what is wrong with it is said before anything is started
         self.admin_headers = {**admin_headers(settings), "Host": "localhost"}
         self.kept = kept_replicas(settings)
-        self.profile = launch_profile(settings)
+        self.launches = launches(settings)
         self.urls: dict[str, str] = {}  # of the replicas there are, by id
         self.drained: set[str] = set()  # by an operator
         self.members: dict[int, Member] = {}
@@ -113,7 +113,7 @@ class Workers:
         except BaseException as error:
             await self.stop(0)
             if isinstance(error, profiles.ProfileError):
-                raise ConfigError(f"--profile {error}") from None
+                raise ConfigError(f"launching: {error}") from None
             raise
 
     async def _start(self) -> None:
@@ -131,10 +131,10 @@ class Workers:
             redis_url = self._redis.url
         for url in known_urls(settings):
             self.urls[parse_url(url).id] = url
-        directory, name = model_and_name(settings, self.profile)
+        directory, _ = main_model(settings, self.launches)
         count, loop = settings.workers, asyncio.get_running_loop()
         each = settings.model_copy(update={
-            "port": self.port, "workers": 1, "launch": 0, "replica_url": (), "replica_file": None, "redis_url": redis_url,
+            "port": self.port, "workers": 1, "launch": 0, "pools": {}, "replica_url": (), "replica_file": None, "redis_url": redis_url,
             "model": settings.model or (str(directory) if directory else None),
             "cache_budget": max(LEAST_BUDGET, settings.cache_budget // count), "request_budget": settings.request_budget // count or 1,
         })  # fmt: skip
@@ -145,8 +145,8 @@ class Workers:
             for index in range(count)
         ]
         await all_of(self._made)
-        if settings.launch:
-            for replica in await self.fleet.launch(settings.launch, self.profile, directory, name):
+        for launch in self.launches:
+            for replica in await self.fleet.launch(*launch):
                 engine = self.fleet.engines[replica.engine]
                 self.urls[replica.engine] = url_of(
                     engine.lead.url, engine.watch.given, engine.watch.model, engine.lead.role

@@ -49,6 +49,7 @@ class LaunchProfile(Protocol):
 
     engine: str  # the dialect's id
     own_model: str | None  # the model that it serves when it is given none
+    role: str  # of `replicas.roles`: which part of a request its engines are for
     start_timeout_s: float
 
     @property
@@ -58,6 +59,14 @@ class LaunchProfile(Protocol):
     def place(self, count: int, used: Sequence[str] = ()) -> tuple[Self, list[dict[str, str]]]:
         """The profile as this machine can run it, and each replica's own environment; `used`: devices that others have
         already. Raises ProfileError."""
+
+    @property
+    def no_transfer(self) -> str:
+        """Why its engines pass no prompt's cache on, and what would be right; "" if they do."""
+
+    def unlike(self, decoder: Self) -> list[str]:
+        """What keeps engines of `decoder` from fetching a cache from those of this one, which is of the same kind and
+        passes caches on; [] if nothing does."""
 
     def command(self, host: str, ports: Ports, model: Model) -> Command:
         """Raises ProfileError."""

@@ -14,6 +14,7 @@ import httpx
 import pytest
 
 from replicas.launch import ports
+from replicas.launch.profile import SHIPPED
 
 from ..gateway.running import counted
 from .engines import Engine, folder, gateway, version
@@ -202,3 +203,23 @@ async def test_how_long_the_legs_take(trio):
         )
     print(f"first token: two legs {1e3 * median(apart):.0f} ms, one engine {1e3 * median(whole):.0f} ms; "
           f"of that the transfer {1e3 * moved:.0f} ms")  # fmt: skip
+
+
+async def test_pools_are_launched_with_all_that_a_transfer_needs(model, tmp_path):
+    """From the shipped profile alone: side channels, host buffers, roles."""
+    if version()[:2] != (0, 32) or not list(folder().glob("lib/python3*/site-packages/nixl")):
+        pytest.skip("needs vLLM 0.32 with nixl in its environment: tests/vllm/install.sh")
+    profile = tmp_path / "pd.yaml"
+    shipped = (SHIPPED / "pd-cpu.yaml").read_text()
+    profile.write_text(shipped + f"executable: {folder()}/bin/vllm\n")
+    pools = f"{{prefill: {{profile: {profile}, launch: 1, role: prefill}}, decode: {{profile: {profile}, launch: 1, role: decode}}}}"
+    async with gateway(pools=pools, model=model, policy="round_robin", ready=False) as hitherto:
+        await hitherto.until(lambda status: [one["state"] for one in status["replicas"]] == ["ready"] * 2, 180)
+        for text in prompts(3, 5):
+            path, body = asked("chat", text, False)
+            answer = await hitherto.client.post(path, json=body | {"model": model.name}, timeout=120)
+            assert answer.status_code == 200, answer.text
+        page = (await hitherto.admin.get("/metrics")).text
+        assert counted(page, "hitherto_legs_total", leg="prefill", outcome="complete") == 3
+        assert counted(page, "hitherto_legs_total", leg="decode", outcome="complete") == 3
+        assert counted(page, "hitherto_predictions_total", outcome="over") == 0

@@ -25,6 +25,8 @@ class SimProfile(BaseModel):
     block_size: int | None = Field(None, gt=0)
     kv_events: bool = True
     cached_tokens: bool = True
+    role: Literal["prefill", "decode", "both"] = "both"
+    kv_connector: bool = Field(False, description="pass prompts' caches on to other simulated engines")
     lora: list[str] = []
     seed: int | None = None
     extra_args: list[str] = []
@@ -38,6 +40,14 @@ class SimProfile(BaseModel):
     @property
     def ranks(self) -> int:
         return 1
+
+    @property
+    def no_transfer(self) -> str:
+        connects = self.kv_connector or "--kv-connector" in self.extra_args
+        return "" if connects else "its engines pass no cache on: add `kv_connector: true` to the profile"
+
+    def unlike(self, decoder: Self) -> list[str]:
+        return []  # what is moved is told in tokens
 
     def place(self, count: int, used: Sequence[str] = ()) -> tuple[Self, list[dict[str, str]]]:
         """The profile as this machine can run it, and each replica's own environment."""
@@ -64,6 +74,8 @@ class SimProfile(BaseModel):
             argv += ["--no-events"]
         if not self.cached_tokens:
             argv += ["--no-cached-tokens"]
+        if self.kv_connector:
+            argv += ["--kv-connector"]
         for name in self.lora:
             argv += ["--lora", name]
         return Command(argv + self.extra_args, _with_import_path(self.env))

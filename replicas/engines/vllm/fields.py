@@ -133,6 +133,7 @@ class Fields(Flags):
     device: Literal["auto", "cuda", "cpu"] = Field(
         "auto", description="auto: GPUs if there are any, else `cpu.yaml`'s fields"
     )
+    role: Literal["prefill", "decode", "both"] = Field("both", description="which part of a request it is for")
     kv_events: bool = True
     env: dict[str, str] = {}
     extra_args: list[str] = []

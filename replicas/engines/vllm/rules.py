@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from replicas.engines.vllm.fields import ATTENTION_BACKENDS, Fields
+from replicas.roles import DECODE
 
 Rule = tuple[object, str]  # (true if broken, reason)
 
@@ -38,7 +39,7 @@ OURS = {
 
 def contradictions(profile: Fields) -> list[str]:
     """Every reason against the profile, [] if there is none."""
-    rules = (_parallel, _attention, _memory, _scheduling, _execution, _speculation, _adapters, _events, _on_cpu)
+    rules = (_parallel, _attention, _memory, _scheduling, _legs, _execution, _speculation, _adapters, _events, _on_cpu)
     found = [reason for rule in rules for broken, reason in rule(profile) if broken]
     return found + list(_extra(profile))
 
@@ -139,6 +140,15 @@ def _scheduling(p: Fields) -> Iterator[Rule]:
     yield (
         p.long_prefill_token_threshold and longest and p.long_prefill_token_threshold > longest,
         f"long_prefill_token_threshold {p.long_prefill_token_threshold} is above max_model_len {longest}",
+    )
+
+
+def _legs(p: Fields) -> Iterator[Rule]:
+    connector = p.kv_transfer_config.kv_connector if p.kv_transfer_config else ""
+    yield (
+        p.role == DECODE and connector and p.pipeline_parallel_size > 1,
+        f"role {DECODE}: {connector} moves caches to engines of one pipeline stage only, and pipeline_parallel_size is "
+        f"{p.pipeline_parallel_size}: use tensor_parallel_size in its place",
     )
 
 

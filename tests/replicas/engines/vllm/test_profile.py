@@ -118,7 +118,10 @@ def test_each_rank_has_ports_of_its_own():
 
 def test_engines_that_hand_over_kv_meet_on_ports_of_their_own():
     nixl = parse("kv_transfer_config: {kv_connector: NixlConnector}")
-    assert nixl.command("127.0.0.1", PORTS, MODEL).env == {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(PORTS.side)}
+    assert nixl.command("127.0.0.1", PORTS, MODEL).env == {
+        "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
+        "VLLM_NIXL_SIDE_CHANNEL_PORT": str(PORTS.side),
+    }
 
 
 def test_an_engine_that_offloads_tells_of_whole_blocks():
@@ -303,7 +306,8 @@ def test_the_executable_is_found_as_the_shell_would_or_beside_our_python(tmp_pat
 
 
 def test_an_example_for_every_kind_of_machine():
-    assert set(EXAMPLES) == {"vllm", "cpu", "small-gpu", "8-gpu", "moe-expert-parallel", "mla", "long-context"}
+    kinds = {"vllm", "cpu", "small-gpu", "8-gpu", "moe-expert-parallel", "mla", "long-context"}
+    assert set(EXAMPLES) == kinds | {"pd-prefill", "pd-decode", "pd-cpu"}
     worlds = {name: profile.load(name).world for name in EXAMPLES}
     assert worlds == {
         "vllm": 1,
@@ -313,4 +317,7 @@ def test_an_example_for_every_kind_of_machine():
         "moe-expert-parallel": 8,
         "mla": 8,
         "long-context": 4,
+        "pd-prefill": 4,
+        "pd-decode": 1,
+        "pd-cpu": 1,
     }

@@ -1,0 +1,166 @@
+"""Several kinds of engine that one gateway launches: what is refused before anything starts, and what then runs."""
+
+import os
+import signal
+
+import pytest
+
+from gateway.config import ConfigError, load
+from gateway.model import launches
+
+from .running import counted, running
+from .test_models import compared, held, other_model
+
+TEXT = "Down the rabbit hole, and what Alice found there: a table, a key and a very small door. "
+
+
+@pytest.fixture
+def connected(tmp_path):
+    """A profile of simulated engines that pass caches on."""
+    path = tmp_path / "connected.yaml"
+    path.write_text("engine: sim\nkv_connector: true\nspeedup: 50\n")
+    return str(path)
+
+
+def planned(tmp_path, pools: str, **settings):
+    """What a gateway with these pools would launch."""
+    file = tmp_path / "hitherto.yaml"
+    file.write_text("pools:\n" + "\n".join(f"  {line}" for line in pools.splitlines()))
+    return launches(load(flags=settings, environ={}, file=file).settings)
+
+
+def refused(tmp_path, pools: str, **settings) -> str:
+    with pytest.raises(ConfigError) as caught:
+        planned(tmp_path, pools, **settings)
+    return str(caught.value)
+
+
+def test_each_pool_has_a_profile_a_count_and_a_role(tmp_path, connected):
+    text = f"prefill: {{profile: {connected}, launch: 2, role: prefill}}\ndecode: {{profile: {connected}, launch: 3, role: decode}}"
+    assert [(one.count, one.role, one.served_name) for one in planned(tmp_path, text)] == [
+        (2, "prefill", "sim"),
+        (3, "decode", "sim"),
+    ]
+
+
+def test_a_role_may_stand_in_the_profile_and_the_pool_has_the_last_word(tmp_path):
+    profile = tmp_path / "prompts.yaml"
+    profile.write_text("engine: sim\nkv_connector: true\nrole: prefill\n")
+    first, second = planned(
+        tmp_path, f"a: {{profile: {profile}, launch: 1}}\nb: {{profile: {profile}, launch: 1, role: both}}"
+    )
+    assert (first.role, second.role) == ("prefill", "both")
+
+
+def test_launch_and_pools_stand_beside_each_other(tmp_path):
+    found = planned(tmp_path, "more: {profile: sim, launch: 1, served_model_name: other}", launch=2)
+    assert [(one.count, one.served_name) for one in found] == [(2, "sim"), (1, "other")]
+
+
+@pytest.mark.parametrize(
+    "pools, said",
+    [
+        ("a: {profile: sim, lunch: 2}", "pools.a.lunch: unknown setting. Did you mean 'launch'?"),
+        ("a: {profile: sim}", "pools.a.launch: it is missing"),
+        ("a: {profile: sim, launch: yes}", "pools.a.launch: True is not valid"),
+        ("a: {profile: sim, launch: 0}", "pools.a.launch: 0 is not valid"),
+        ("a: {profile: smi, launch: 1}", "pools.a.profile: profile 'smi'"),
+        ("a: {profile: sim, launch: 1, role: prefil}", "Did you mean 'prefill'?"),
+        ("a: 2", "pools.a: a pool is a mapping like {profile: sim, launch: 2}, not 2"),
+        ("'a b': {profile: sim, launch: 1}", "pools.a b"),
+    ],
+)
+def test_what_is_no_pool_is_refused_by_its_place(tmp_path, pools, said):
+    assert said in refused(tmp_path, pools)
+
+
+def test_a_flag_says_in_one_line_what_a_file_says_in_several(connected):
+    text = f"{{p: {{profile: {connected}, launch: 1, role: prefill}}, d: {{profile: {connected}, launch: 1, role: decode}}}}"
+    given = load(flags={"pools": text}, environ={}).settings
+    assert [one.role for one in launches(given)] == ["prefill", "decode"]
+    assert load(flags={}, environ={"HITHERTO_POOLS": text}).settings.pools == given.pools
+    with pytest.raises(ConfigError, match="flag --pools: pools: line 1 is not YAML"):
+        load(flags={"pools": "{p: {"}, environ={})
+
+
+def test_a_role_needs_a_counterpart_of_the_same_model(tmp_path, connected):
+    alone = f"p: {{profile: {connected}, launch: 1, role: prefill}}"
+    assert "pools.p: a replica has role=prefill and none has role=decode" in refused(tmp_path, alone)
+    other = f"\nd: {{profile: {connected}, launch: 1, role: decode, served_model_name: other}}"
+    said = refused(tmp_path, alone + other)
+    assert "pools.p: " in said and "pools.d: " in said and "of the same model" in said
+    assert planned(tmp_path, alone, replica_url="http://gpu1:8000#role=decode"), "it is adopted"
+
+
+def test_engines_that_pass_no_cache_on_have_no_roles(tmp_path, connected):
+    pools = f"p: {{profile: sim, launch: 1, role: prefill}}\nd: {{profile: {connected}, launch: 1, role: decode}}"
+    assert refused(tmp_path, pools) == (
+        "pools.p: its engines pass no cache on: add `kv_connector: true` to the profile"
+    )
+    assert planned(tmp_path, f"a: {{profile: sim, launch: 1}}\nb: {{profile: {connected}, launch: 1}}"), "without roles"
+
+
+def test_engines_of_two_kinds_pass_nothing_to_each_other(tmp_path, connected):
+    pools = f"p: {{profile: pd-cpu, launch: 1, role: prefill}}\nd: {{profile: {connected}, launch: 1, role: decode}}"
+    assert "their engines are vllm and sim" in refused(tmp_path, pools, model="sim")
+
+
+def test_what_vllm_would_refuse_at_the_first_transfer_is_refused_here(tmp_path):
+    other = tmp_path / "fp8.yaml"
+    other.write_text(
+        "engine: vllm\nrole: decode\nkv_cache_dtype: fp8\nkv_transfer_config: {kv_connector: NixlConnector}\n"
+    )
+    said = refused(tmp_path, f"p: {{profile: pd-prefill, launch: 1}}\nd: {{profile: {other}, launch: 1}}", model="sim")
+    assert "pools.p and pools.d: kv_cache_dtype is auto in one and fp8 in the other" in said
+    pair = "p: {profile: pd-prefill, launch: 1}\nd: {profile: pd-decode, launch: 4}"
+    assert [one.role for one in planned(tmp_path, pair, model="sim")] == ["prefill", "decode"]
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+async def test_prompts_are_computed_in_one_pool_and_answered_by_the_other(tmp_path, connected, workers):
+    config = tmp_path / "hitherto.yaml"
+    config.write_text(
+        f"workers: {workers}\npolicy: round_robin\npools:\n"
+        f"  prefill: {{profile: {connected}, launch: 1, role: prefill}}\n"
+        f"  decode: {{profile: {connected}, launch: 2, role: decode}}\n"
+        "  other: {profile: sim, launch: 1, served_model_name: other}\n"
+    )
+    async with running("--config", str(config)) as gateway:
+        replicas = (await gateway.ready(4))["replicas"]
+        roles = {one["id"]: one["role"] for one in replicas}
+        assert sorted(roles.values()) == ["both", "decode", "decode", "prefill"]
+        assert {one["id"] for one in (await gateway.client.get("/v1/models")).json()["data"]} == {"sim", "other"}
+        for number in range(4):
+            answer = await gateway.chat([{"role": "user", "content": f"{number}. " + TEXT * 40}])
+            assert answer.status_code == 200 and roles[answer.headers["x-hitherto-replica"]] == "decode"
+        whole = await gateway.chat([{"role": "user", "content": TEXT * 40}], model="other")
+        assert whole.status_code == 200 and roles[whole.headers["x-hitherto-replica"]] == "both"
+        page = (await gateway.admin.get("/metrics")).text
+        assert counted(page, "hitherto_legs_total", leg="prefill", outcome="complete") == 4
+        assert counted(page, "hitherto_legs_total", leg="decode", outcome="complete") == 4
+
+        [prefiller] = [one for one in replicas if one["role"] == "prefill"]
+        os.kill(prefiller["pid"], signal.SIGKILL)
+        answer = await gateway.chat([{"role": "user", "content": "after that. " + TEXT * 40}])
+        assert answer.status_code == 200, "a decoder computes the prompt itself while there is no prefiller"
+        back = await gateway.ready(4)
+        assert {one["id"]: one["role"] for one in back["replicas"]} == roles, "it has its role again"
+
+
+async def test_pools_of_two_models_are_each_exact(tmp_path):
+    other = other_model(tmp_path / "another")
+    odd = tmp_path / "odd.yaml"
+    odd.write_text("engine: sim\nspeedup: 50\nblock_size: 32\n")
+    pools = f"{{a: {{profile: sim, launch: 1}}, b: {{profile: {odd}, launch: 1, model: {other}}}}}"
+    for flags in ((), ("--model", "sim"), ("--model", other)):
+        async with running(
+            "--pools", pools if flags[1:] != (other,) else pools.replace(f", model: {other}", ""), *flags
+        ) as gateway:
+            await compared(gateway, 2)
+            names = sorted(one["id"] for one in (await gateway.client.get("/v1/models")).json()["data"])
+            if flags[1:] == (other,):
+                assert names == ["another"], "--model is every pool's that has none of its own"
+            else:
+                assert names == ["another", "sim"]
+                assert await held(gateway, "sim", TEXT * 20) % 16 == 0
+            assert await held(gateway, "another", TEXT * 20) > 0

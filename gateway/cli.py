@@ -18,7 +18,8 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from gateway import __version__
-from gateway.config import ALIASES, SIZES, Config, ConfigError, Settings, flag, load, show_bytes, suggest
+from gateway.config import ALIASES, SIZES, Config, ConfigError, Settings, flag, load, suggest
+from gateway.sizes import show_bytes
 
 USAGE_ERROR = 2
 METAVARS = {
@@ -28,6 +29,10 @@ METAVARS = {
     "pools": "{NAME: {...}}",
     "allow_path": "PATH,...",
     "admin_allow_host": "NAME,...",
+    "slo": "LIMITS",
+    "scheduler": "YAML",
+    "request_router": "YAML",
+    "admission": "YAML",
 }
 
 

@@ -28,8 +28,10 @@ from replicas.replica import parse_url
 
 from . import credentials
 from .credentials import MAKE_TOKEN
+from .overload_fields import Admission, Routes, Scheduler, Slo, check_routes
 from .pools import Pool
 from .proxy.paths import check_allowed
+from .sizes import Bytes, show_bytes
 from .tenants.key_file import KeyFileError
 from .tenants.key_file import read as read_keys
 
@@ -39,33 +41,9 @@ SIZES = ("cache_budget", "max_body_bytes", "request_budget")  # fields that are 
 SECRETS = ("admin_token", "engine_api_key")
 ALIASES = {"replica_url": ("--worker-urls", "--backend-url")}
 
-MOST_BYTES = 2**50
-_UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
-
 
 class ConfigError(Exception):
     """A setting is wrong. The text says what, where and what would be right; exit code 2."""
-
-
-def parse_bytes(value: Any) -> Any:
-    """`64MiB`, `1.5 GB`, `65536` -> bytes (int). Anything else is left to pydantic to refuse."""
-    if not isinstance(value, str):
-        return value
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", value)
-    if not found or found[2].lower() not in _UNITS:
-        raise ValueError(f"{value!r} is not a size; write a number of bytes, or one with KiB, MiB or GiB, like 512MiB")
-    size = float(found[1]) * _UNITS[found[2].lower()]
-    if size > MOST_BYTES:
-        raise ValueError(f"{value[:40]!r} is more than any machine has; write a size like 512MiB")
-    return int(size)
-
-
-def show_bytes(count: int) -> str:
-    """The shortest exact way to write a size: 67108864 -> '64MiB'."""
-    for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
-        if count and count % unit == 0:
-            return f"{count // unit}{name}"
-    return str(count)
 
 
 def _split_urls(value: Any) -> Any:
@@ -115,7 +93,6 @@ def _check_redis(url: str) -> str:
     return url
 
 
-Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(ge=1, le=MOST_BYTES)]
 Port = Annotated[int, Field(ge=0, le=65535)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Urls = Annotated[tuple[str, ...], BeforeValidator(_split_urls), AfterValidator(_check_urls)]
@@ -213,6 +190,22 @@ class Settings(BaseModel):
         "auto", description="send engines the token ids of long prompts, where they are shown to take them, or never"
     )
     retries: int = Field(2, ge=0, le=10, description="further replicas to try before the first byte of an answer")
+
+    slo: Slo | None = Field(
+        None,
+        description="limits that requests are to be answered within, like ttft=2s,tpot=50ms: one that no replica can keep is queued or gets 429",
+    )
+    scheduler: Scheduler | None = Field(
+        None, description="classes of service, {qos_classes: [{name, reserved_fraction, priority, slo}, ...]}"
+    )
+    request_router: Routes | None = Field(
+        None,
+        description="which class a request is of, {routes: [{match: {header, model, path}, qos}, ...]}: the first that matches",
+    )
+    admission: Admission | None = Field(
+        None,
+        description="what happens while all replicas are full, {when_full: wait|reject|observe, engine_wait, max_wait, max_requests, max_bytes, tenant_header}",
+    )
 
     redis_url: RedisUrl | None = Field(
         None,
@@ -502,6 +495,10 @@ def _check_together(settings: Settings, sources: Mapping[str, str]) -> None:
         raise ConfigError(
             f"{place}: shadow: {settings.policy} is the policy that acts, and has nothing to be compared with. Name others with --shadow, or another --policy"
         )
+    try:
+        check_routes(settings.request_router, settings.scheduler)
+    except ValueError as error:
+        raise ConfigError(f"{sources['request_router']}: request_router: {error}") from None
     _check_files(settings, sources)
 
 

@@ -15,6 +15,7 @@ from .config import Settings
 from .http.messages import Limits
 from .ops import log as lines
 from .ops.metrics import Metrics
+from .overload import overload
 from .prompt.pipeline import SWITCH_SECONDS, Pipeline
 from .proxy.answers import Usage
 from .proxy.exchange import Exchange
@@ -60,8 +61,15 @@ def proxy(
         on_end=on_end,
         tokenize_once=settings.tokenize_once == "auto",
         shadows=settings.shadow,
+        overload=overload(settings.slo, settings.scheduler, settings.request_router, settings.admission),
         **rooms,
     )
+
+
+def class_names(settings: Settings) -> list[str]:
+    """Classes that requests may be of; none where there are neither classes nor limits."""
+    found = overload(settings.slo, settings.scheduler, settings.request_router, settings.admission)
+    return [one.name for one in found.classes.all] if found is not None else []
 
 
 def largest_body(settings: Settings, pipelines: Iterable[Pipeline]) -> int:

@@ -5,8 +5,12 @@ keeps the load they see, `CostGroup` and `Costs` turn it into predicted seconds.
 """
 
 from . import legs
+from .admission import Admission, Rules, Verdict
+from .classes import Classes, QosClass, Rule, Slo
 from .costs import CostGroup, Costs, Lower
 from .ledger import UNTIMED, Ledger, Load, Reservation
+from .lines import Ticket
+from .quotes import Quote
 from .roster import Roster
 from .router import Decision, Evaluation, Placement, PrefixMap, Router, Targets, behind, hittable
 from .rules.consistent_hash import ConsistentHash
@@ -40,8 +44,10 @@ __all__ = [
     "DEFAULT",
     "NAMES",
     "UNTIMED",
+    "Admission",
     "Candidate",
     "Choice",
+    "Classes",
     "Cost",
     "CostGroup",
     "Costs",
@@ -54,10 +60,17 @@ __all__ = [
     "Placement",
     "Policy",
     "PrefixMap",
+    "QosClass",
+    "Quote",
     "Reservation",
     "Roster",
     "Router",
+    "Rule",
+    "Rules",
+    "Slo",
     "Targets",
+    "Ticket",
+    "Verdict",
     "behind",
     "hittable",
     "legs",

@@ -317,9 +317,13 @@ class Costs:
 
     def ttft_seconds(self, load: Load, uncached: int, context: int, now: float = UNTIMED) -> float:
         """Time to the first token for a request that meets `load`, at `now`."""
-        return sum(
-            ttft_terms(self._features(load, uncached, context, now), self.ttft.value, self.group.ttft.coefficients)
-        )
+        return sum(self.ttft_parts(load, uncached, context, now))
+
+    def ttft_parts(
+        self, load: Load, uncached: int, context: int, now: float = UNTIMED
+    ) -> tuple[float, float, float, float]:
+        """The same in the parts that `ttft_terms` names."""
+        return ttft_terms(self._features(load, uncached, context, now), self.ttft.value, self.group.ttft.coefficients)
 
     def answer_seconds(self, load: Load, uncached: int, context: int, output: float, now: float = UNTIMED) -> float:
         """Time to the last of `output` tokens, with the streams that are there now."""
@@ -327,10 +331,12 @@ class Costs:
 
     def decode_seconds(self, load: Load, tokens: int, output: float) -> float:
         """From the first of `output` tokens after a prompt of `tokens` to the last, with the streams there now."""
+        return max(0.0, output - 1) * self.stream_step(load.decoding + 1, load.context_tokens + tokens + 0.5 * output)
+
+    def stream_step(self, streams: float, context: float) -> float:
+        """One decode step of so many streams, at least one, with so many tokens of context in all."""
         base, per_stream, per_token = self.group.step.coefficients
-        streams, held = load.decoding + 1, load.context_tokens + tokens + 0.5 * output
-        step = self.step.value * (base + per_stream * streams + per_token * held)
-        return max(0.0, output - 1) * step
+        return self.step.value * (base + per_stream * streams + per_token * context)
 
     def observe_ttft(
         self, seconds: float, uncached: int, cached: int, before: Load, at: float = UNTIMED, lower: Lower = ()

@@ -12,16 +12,19 @@ rule behaves the same in each. No I/O and no clock: `now` is in seconds of the c
 from __future__ import annotations
 
 from array import array
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from . import legs
+from .admission import ADMITTED, OBSERVED, Admission, Verdict
 from .costs import CostGroup, Costs, Lower
 from .ledger import UNTIMED, Ledger, Reservation
+from .lines import Ticket
 from .outputs import Outputs
+from .quotes import Quote, quote
 from .roster import Roster
 from .vocabulary import Candidate, Choice, Demand, Policy
 
@@ -206,6 +209,20 @@ class Router:
         self._used: dict[str, tuple[float, float]] = {}
         self._decayed_at = 0.0
 
+    def on_room(self, tell: Callable[[], None]) -> None:
+        """Have this called whenever a request was placed, its prompt is computed or it has ended: what is ahead of
+        others has changed."""
+
+        def also(told: Callable[..., None] | None) -> Callable[..., None]:
+            def both(*given: object) -> None:
+                if told is not None:
+                    told(*given)
+                tell()
+
+            return both
+
+        self._placed, self._first, self._ended = also(self._placed), also(self._first), also(self._ended)
+
     # --- replicas
 
     def add(self, replica: str, slot: int, rank_paths: Collection[str] | None = None) -> Candidate:
@@ -276,6 +293,27 @@ class Router:
         choice = self.policy.choose(demand, candidates, explain)
         chosen = candidates[choice.index]
         return Evaluation(demand, candidates, choice, chosen.overlap, spaces, chosen.lower)
+
+    def quotes(self, evaluation: Evaluation) -> list[Quote]:
+        """What each candidate would give the request, right after `evaluate`."""
+        return [quote(candidate, evaluation.demand) for candidate in evaluation.candidates]
+
+    def admit(
+        self, admission: Admission, ticket: Ticket, evaluation: Evaluation, now: float
+    ) -> tuple[Verdict, Evaluation]:
+        """Ask whether to send a request, right after `evaluate`; where not all candidates are good for it, evaluate it
+        among those that are. One that is admitted is to be committed at once."""
+        demand, candidates, choice = evaluation.demand, evaluation.candidates, evaluation.choice
+        quotes = self.quotes(evaluation)
+        verdict = admission.ask(ticket, demand.tokens - candidates[choice.index].cached, quotes, now)
+        if verdict.among and choice.index not in verdict.among:
+            evaluation = self.evaluate(demand, Targets([candidates[index] for index in verdict.among]), now)
+            quotes = [quotes[index] for index in verdict.among]
+        if verdict.decision in (ADMITTED, OBSERVED):
+            index = evaluation.choice.index
+            costs = evaluation.candidates[index].costs
+            admission.sent(ticket, quotes[index], costs, demand.tokens + demand.output, now)
+        return verdict, evaluation
 
     def commit(self, evaluation: Evaluation, now: float, decision: Decision | None = None) -> Placement:
         """Do it: count the load, expect the blocks, and tell the policy, once per placement. `decision`: where that was

@@ -30,6 +30,8 @@ from time import perf_counter
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, GCCollector, ProcessCollector, generate_latest
 
+from policies.admission import DECISIONS, REASONS
+
 from ..prompt.prompt import PROMPT_PATHS
 
 # Seconds. TTFT and whole requests: from a cached prompt on a fast GPU to a queue that lasts minutes.
@@ -50,6 +52,7 @@ CONNECTION_FAULTS = ("connect", "closed", "protocol", "hung", "aborted")
 ANSWER_FAULTS = ("error answer", "foreign answer")  # an error behind a status 200; what no engine wrote
 REPLICA: Collection[str] = ()  # known to the process, as they come and go
 POLICY: Collection[str] = ()
+QOS: Collection[str] = ()
 
 # Read at scrape: name -> (kind, help, labels). The reader returns {name: number} for those without labels,
 # {name: {value: number}} for one label and {name: {(value, value): number}} for two.
@@ -63,6 +66,8 @@ READ = {
     "replica_running_requests": ("gauge", "Requests the engine itself reports as running", ("replica",)),
     "replica_kv_usage_ratio": ("gauge", "Share of the KV cache in use, as the engine reports it", ("replica",)),
     "replica_restarts": ("counter", "Restarts of a replica the gateway looks after", ("replica",)),
+    "queued_requests": ("gauge", "Requests that wait in the gateway's queue", ("class",)),
+    "queued_bytes": ("gauge", "Bytes of requests that wait in the gateway's queue", ()),
     "map_blocks": ("gauge", "Distinct blocks in the map of who holds what", ()),
     "map_bytes": ("gauge", "Memory the map takes", ()),
     "map_budget_bytes": ("gauge", "Memory the map may take", ()),
@@ -265,6 +270,15 @@ class Metrics:
         effect=("saved", "cost"))
     shadow_answer_seconds = Counter("Predicted time to the last token that its other choices would have saved, or cost", policy=POLICY,
         effect=("saved", "cost"))
+    # admission, where requests have classes or limits
+    admission = Counter("Requests judged before they were sent: admitted, queued, refused, sent though `reject` would have refused them (observed), "
+        "or left by their clients while they waited",
+        **{"decision": DECISIONS, "class": QOS, "reason": REASONS})
+    slo_requests = Counter("Streamed answers to requests that were admitted with limits, by whether they kept them",
+        **{"class": QOS, "outcome": ("met", "missed")})
+    predicted_ttft_seconds = Counter("Sum of the times to the first token that were predicted when those were admitted", **{"class": QOS})
+    delivered_ttft_seconds = Counter("Sum of the times to the first token that they had", **{"class": QOS})
+    queue_seconds = Histogram("Time that requests which were sent had waited in the gateway's queue", "class", LATENCY_BUCKETS)
     # retries, legs and failures
     retries = Counter("Requests sent to another replica before their first byte, or once more to the same one",
         reason=(*CONNECTION_FAULTS, *STATUS_FAULTS, *ANSWER_FAULTS, "removed", "replaced", "elsewhere", "ids", "reconnect", "not kept", "leg refused"))
@@ -280,7 +294,7 @@ class Metrics:
     # fmt: on
 
     def __init__(self, known: Mapping[str, Collection[str]] = {}) -> None:
-        """`known`: label -> values it has at the time of a scrape, for the labels `replica` and `policy`."""
+        """`known`: label -> values it has at the time of a scrape, for the labels `replica`, `policy` and `class`."""
         self._known = known
         for name, metric in vars(Metrics).items():
             if isinstance(metric, Counter | Histogram):

@@ -19,6 +19,7 @@ from gateway.spaces import ModelSpace
 from gateway.tenants.keys import Keys
 from gateway.tenants.metering import Metering
 from policies import Ledger, Load
+from policies.admission import DECISIONS, REFUSED
 from replicas.lifecycle import ENGINE_THERE, TAKES_TRAFFIC, State
 from replicas.problems import NO_CACHED_TOKENS, Problem
 from replicas.replica import Replica
@@ -276,7 +277,31 @@ def counted(metrics: Metrics, shadows: Sequence[str], replicas: Sequence[Mapping
             "p99": metrics.request_seconds.quantile(0.99),
         },
         "shadow": told(metrics, shadows),
+        "admission": _admission(metrics),
     }
+
+
+def _admission(metrics: Metrics) -> list[dict[str, Any]]:
+    """By class: what was decided, why requests were refused, and what was predicted against what came of it."""
+    found: dict[str, dict[str, Any]] = {}
+    for (decision, name, reason), number in metrics.admission.values.items():
+        one = found.setdefault(name, {"class": name, **dict.fromkeys(DECISIONS, 0), "refused_for": {}})
+        one[decision] += number
+        if decision == REFUSED:
+            one["refused_for"][reason] = number
+    for name, one in found.items():
+        met, missed = (metrics.slo_requests.total(**{"class": name, "outcome": what}) for what in ("met", "missed"))
+        predicted, delivered = (
+            one.total(**{"class": name}) for one in (metrics.predicted_ttft_seconds, metrics.delivered_ttft_seconds)
+        )
+        one |= {
+            "met": met,
+            "missed": missed,
+            "predicted_ttft_seconds": predicted / (met + missed) if met + missed else None,
+            "ttft_seconds": delivered / (met + missed) if met + missed else None,
+            "queue_p99_seconds": metrics.queue_seconds.quantile(0.99, name),
+        }
+    return [*found.values()]
 
 
 def counted_of(metrics: Metrics, replicas: Iterable[str]) -> dict[str, dict[str, Any]]:

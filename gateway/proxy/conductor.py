@@ -332,6 +332,9 @@ class Conductor:
             exchange.prepared_at = monotonic()
         self.placing.place(exchange)
 
+    def _hold(self, exchange: Exchange, _: Any) -> None:
+        """It waits in the queue, which has it already."""
+
     def _try(self, exchange: Exchange, _: Any) -> None:
         attempt = exchange.attempts[-1]
         if self._traces is not None:
@@ -506,6 +509,7 @@ class Conductor:
 
 ACTIONS: dict[Action, Callable[[Conductor, Exchange, Any], None]] = {
     Action.PLACE: Conductor._place,
+    Action.HOLD: Conductor._hold,
     Action.TRY: Conductor._try,
     Action.RETRY: Conductor._retry,
     Action.HAND_OVER: Conductor._hand_over,

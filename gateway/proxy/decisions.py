@@ -38,17 +38,19 @@ MOST_CANDIDATES = 8  # named; nobody tries more, and each costs a choice
 class Leased:
     """A request that is answered elsewhere: its one attempt, and how long nothing may be heard of it."""
 
-    __slots__ = ("id", "prompt", "tried", "attempt", "stages", "seconds", "found", "timer", "size")
+    __slots__ = ("id", "prompt", "tried", "attempt", "stages", "seconds", "found", "timer", "size", "headers")
 
     response: str | None = None  # no answer passes here, so nobody knows who made one
     model: str | None = None
+    tenant = None  # its caller asks clients for their keys
 
-    def __init__(self, id: str, prompt: Prompt, tried: tuple[Backend, ...], seconds: float):
+    def __init__(self, id: str, prompt: Prompt, tried: tuple[Backend, ...], seconds: float, headers: Mapping[str, str]):
         self.id, self.prompt, self.tried, self.seconds = id, prompt, tried, seconds
         self.attempt: Attempt = None  # type: ignore[assignment]  # until a replica is found
         self.stages: list[tuple[str, float]] = []
         self.found: asyncio.Future[Attempt] = asyncio.get_running_loop().create_future()
         self.timer: asyncio.TimerHandle | None = None
+        self.headers = headers  # until it is placed
         self.size = 2000 + 8 * len(prompt.hashes) + 4 * len(prompt.model)  # bytes, roughly
 
     # --- as an `Asker`
@@ -61,7 +63,17 @@ class Leased:
         self.attempt, self.prompt = attempt, attempt.prompt or self.prompt
         attempt.status, attempt.sent_at = 200, attempt.begun_at  # what goes wrong is the caller's to see
 
+    def header(self, name: bytes) -> str | None:
+        return self.headers.get(name.decode("latin-1"))
+
+    def held(self) -> None:
+        pass
+
+    def called(self, place: Callable[[Leased], None]) -> None:
+        place(self)
+
     def placed(self) -> None:
+        self.headers = {}
         if not self.found.done():  # else the caller has left
             self.found.set_result(self.attempt)
 
@@ -105,13 +117,15 @@ class Decisions:
         finally:
             self._bytes -= len(body)
         prompt.token_ids = b""  # nothing is sent from here
-        leased = Leased(next(self._ids), prompt, tried, lease)
+        leased = Leased(next(self._ids), prompt, tried, lease, headers)
         self._placing.place(leased)
         try:
             attempt = await leased.found
         except BaseException:  # an answer of the shared ledger that comes after a cancellation is taken back there
             if leased.attempt is not None:  # it has answered in the same turn
                 self._router.abandon(leased.attempt.placement)
+            elif self._placing.queue is not None:
+                self._placing.queue.forget(leased)
             del leased  # what is raised is held by it, and holds this frame
             raise
         for stage, seconds in leased.stages:

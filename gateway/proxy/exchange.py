@@ -337,6 +337,22 @@ class Exchange:
     def placed(self) -> None:
         self.conductor.dispatch(self, PLACED)
 
+    def held(self) -> None:
+        """It waits in the queue."""
+        self.conductor.dispatch(self, ExchangeEvent.HELD)
+
+    def called(self, place: Callable[[Any], None]) -> None:
+        """It is its turn, perhaps. `place`: what its own step to placing calls as well."""
+        self.conductor.dispatch(self, ExchangeEvent.CALLED)
+
+    @property
+    def size(self) -> int:
+        """Bytes that it holds while it waits."""
+        return len(self.request.body)
+
+    def header(self, name: bytes) -> str | None:
+        return self.request.header(name)
+
     def unplaced(self, error: ApiError) -> None:
         """Nobody can take it."""
         error.__traceback__ = None  # it has this request in its frames, and a trace keeps the error: a cycle

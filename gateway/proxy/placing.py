@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from ..models import Models
     from ..ops.metrics import Metrics
     from ..prompt import Prompt
+    from ..tenants.tenant import Tenant
     from .shared import SharedLedger
 
 
@@ -197,10 +198,40 @@ class Asker(Protocol):
     def placed(self) -> None:
         """Go on with what it has."""
 
+    @property
+    def tenant(self) -> Tenant | None:
+        """Whose API key it brought."""
+
+    @property
+    def size(self) -> int:
+        """Bytes that it holds while it waits."""
+
+    def held(self) -> None:
+        """There is no room for it now: it waits in the queue."""
+
+    def called(self, place: Callable[[Asker], None]) -> None:
+        """It is its turn, perhaps: have it placed."""
+
+    def header(self, name: bytes) -> str | None:
+        """The value of a header of the request."""
+
     def unplaced(self, error: ApiError) -> None: ...
 
     def run_isolated(self, step: Callable[..., None], *given: object) -> None:
         """Call `step`; an exception in it, a bug of ours, ends this request alone."""
+
+
+class Gate(Protocol):
+    """Who says whether a request is placed now, see `queue.Queue`."""
+
+    def admit(self, asker: Asker, evaluation: Evaluation, now: float) -> Evaluation | None:
+        """Return what it is placed by; None: it was held, or refused."""
+
+    def look(self) -> None:
+        """There may be room for those that wait, or nobody left to wait for."""
+
+    def forget(self, asker: Asker) -> None:
+        """It wants no replica any more."""
 
 
 class Placing:
@@ -216,6 +247,7 @@ class Placing:
         self._metrics, self.shadows = metrics, shadows
         self.legs = LegPlacing(eligible, router, metrics)
         self.shared: SharedLedger | None = None  # with Redis
+        self.queue: Gate | None = None  # where requests are admitted by class or limit
         self._found: list[Asker] | None = None  # while they are held back
 
     def begin_batch(self) -> None:
@@ -248,6 +280,11 @@ class Placing:
             targets = targets.only(maker) or targets
         demand = self.demand(prompt, now)
         evaluation = self.router.evaluate(demand, targets, now)
+        if self.queue is not None:
+            admitted = self.queue.admit(asker, evaluation, now)
+            if admitted is None:
+                return
+            evaluation = admitted
         if self.eligible.roles.any and isinstance(asker, Exchange) and self.legs.take(asker, evaluation, now):
             self._metrics.stage_seconds.observe("choose", perf_counter() - begun)
             self._go_on(asker)

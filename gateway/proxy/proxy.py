@@ -22,6 +22,7 @@ from policies import Router
 from ..errors import JSON, ApiError, error_body
 from ..http.downstream import Downstream
 from ..http.messages import Headers, Request
+from ..overload import Overload
 from ..prompt import Prompt
 from ..prompt.api.named import named_model
 from ..prompt.long import LongPrompts
@@ -35,6 +36,7 @@ from .forwarding import TokenIdForwarding
 from .newcomers import Newcomers
 from .paths import MODELS, AllowedPaths, model_in, refusal
 from .placing import Eligibility, Placing
+from .queue import Queue
 from .responses import PATH as RESPONSES
 from .responses import Responses, referred_to
 from .settling import OnEnd, OnTraffic, Settling
@@ -286,6 +288,7 @@ class Proxy:
         traces: Traces | None = None,
         keys: Keys | None = None,
         metering: Metering | None = None,
+        overload: Overload | None = None,
     ):
         self.models, self.router, self.metrics = models, router, metrics
         self.allowed_paths = AllowedPaths(allow_paths)
@@ -296,6 +299,9 @@ class Proxy:
             self.eligible, router, responses, metrics, Shadows(shadows, metrics) if shadows else None
         )
         self.keys, self.metering = keys, metering
+        if overload is not None:
+            self.placing.queue = Queue(overload, self.placing, metrics)
+            on_end = (self.placing.queue.ended, *on_end)
         self.newcomers = Newcomers(ask_models)
         self.preparation = Preparation(self.eligible, self.placing, self.newcomers, metrics, metering)
         self.forwarding = TokenIdForwarding(metrics, tokenize_once, self.backends, models.made_by)
@@ -337,6 +343,8 @@ class Proxy:
         """Some replica's state, models or space changed."""
         self.eligible.changed()
         self.forwarding.look()
+        if self.placing.queue is not None:
+            self.placing.queue.look()
 
     def waited(self, replica: str, now: float) -> float:
         """Seconds since the oldest prompt there that has no answer was sent."""

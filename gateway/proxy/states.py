@@ -8,6 +8,9 @@ An exchange is what a client asked for; an attempt is one leg of it, to one repl
         |               | +-- failed ---+                    +--failed, timed out--> ENDED (cut)
         +-refused-> ENDED <- refused, exhausted, timed out
 
+Where requests are admitted by class or limit, one for which there is no room goes from PLACING to QUEUED (`held`), and
+back when it is its turn (`called`), to be placed by what is true then.
+
     CONNECTING --connected--> AWAITING --answered--> ANSWERING --finished--> ENDED
 
 Where a prompt is computed on one replica and its answer written by another, an exchange has two legs, each an attempt.
@@ -42,6 +45,7 @@ class ExchangeState(Enum):
 
     PREPARING = "preparing"  # tokens are being made
     PLACING = "placing"  # a replica is being chosen; takes no time unless the ledger is shared
+    QUEUED = "queued"  # it waits until there is room
     TRYING = "trying"  # an attempt is under way, nothing of an answer has gone to the client
     ANSWERING = "answering"  # the client has the first byte
     ENDED = "ended"
@@ -54,6 +58,8 @@ class ExchangeEvent(Enum):
 
     PREPARED = "prepared"
     REFUSED = "refused"  # the request can't be served as it is: the client's fault, or no replica
+    HELD = "held"  # no replica has room for it now
+    CALLED = "called"  # one may have room for it
     PLACED = "placed"
     ANSWERED = "answered"
     HANDED_OVER = "handed over"  # the first leg is complete: another replica can fetch the prompt's cache
@@ -70,6 +76,7 @@ class Action(Enum):
     """What follows in an exchange."""
 
     PLACE = "choose a replica and reserve"
+    HOLD = "let it wait"
     TRY = "take or open a connection to it, and send"
     RETRY = "try the same replica again, or another one"
     HAND_OVER = "settle the first leg, send the second one"
@@ -89,6 +96,11 @@ TRANSITIONS: dict[tuple[ExchangeState, ExchangeEvent], tuple[ExchangeState, Acti
     (S.PREPARING, E.REFUSED): (S.ENDED, A.TURN_AWAY),
     (S.PREPARING, E.TIMED_OUT): (S.ENDED, A.REPORT),
     (S.PREPARING, E.GONE): (S.ENDED, A.ABANDON),
+    (S.PLACING, E.HELD): (S.QUEUED, A.HOLD),
+    (S.QUEUED, E.CALLED): (S.PLACING, A.PLACE),
+    (S.QUEUED, E.REFUSED): (S.ENDED, A.TURN_AWAY),
+    (S.QUEUED, E.TIMED_OUT): (S.ENDED, A.REPORT),
+    (S.QUEUED, E.GONE): (S.ENDED, A.ABANDON),
     (S.PLACING, E.PLACED): (S.TRYING, A.TRY),
     (S.PLACING, E.REFUSED): (S.ENDED, A.TURN_AWAY),
     (S.PLACING, E.EXHAUSTED): (S.ENDED, A.REPORT),

@@ -18,11 +18,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
 
-from policies import Ledger, Placement
+from policies import Admission, Ledger, Placement, Ticket
 from replicas.simulated.engine import EngineRequest, Output
 from replicas.simulated.profile import Profile
 
 from .field import make
+from .gate import Gate
 from .gateway import Gateway, Wire
 from .replica import Replica
 from .truth import Truth
@@ -41,11 +42,19 @@ class _Live:
     session: str | None
     on_end: Callable[[], None] | None
     placement: Placement | None = None
+    gate: Gate | None = None  # of its gateway
+    id: int = 0
+    ticket: Ticket | None = None  # where it was asked whether it may go
+
+    @property
+    def turn(self) -> Turn:
+        return self.record.turn
 
 
 class Fleet:
     """One simulated run. `profiles`: one per replica, all of the same block size; `policy`: a name that
-    `loadgen.simulate.field.make` knows; `keep`: keep the records of requests that ended, with their hashes."""
+    `loadgen.simulate.field.make` knows; `keep`: keep the records of requests that ended, with their hashes;
+    `admission`: makes what says for a gateway when its requests are sent."""
 
     def __init__(
         self,
@@ -60,6 +69,7 @@ class Fleet:
         gateways: int = 1,
         shared_ledger: bool = True,
         keep: bool = True,
+        admission: Callable[[Gateway], Admission] | None = None,
     ) -> None:
         self.now = 0.0
         self.replicas = [Replica(profile) for profile in profiles]
@@ -78,6 +88,9 @@ class Fleet:
                 seed + number,
             )
             for number in range(gateways)
+        ]
+        self.gates = [
+            Gate(one, admission(one), self._admitted, self._refused, self.at) for one in self.gateways if admission
         ]
         self._tells = event_delay is not None
         self._random = random.Random(seed).random
@@ -109,21 +122,40 @@ class Fleet:
         if self.now >= self._scrape_at:
             self._scrape()
         gateways = self.gateways
-        gateway = gateways[int(self._random() * len(gateways))] if len(gateways) > 1 else gateways[0]
+        number = int(self._random() * len(gateways)) if len(gateways) > 1 else 0
         record = Record(turn, self.now)
         if self._keep:
             self.result.records.append(record)
-        self._dispatch(next(self._ids), _Live(record, gateway, session, on_end))
+        live = _Live(record, gateways[number], session, on_end, id=next(self._ids))
+        if self.gates:
+            live.gate = self.gates[number]
+            live.ticket = live.gate.ask(live, self.now)
+        else:
+            self._dispatch(live)
         return record
+
+    def _admitted(self, live: _Live, placement: Placement | None) -> None:
+        self._sent(live, placement)
+
+    def _refused(self, live: _Live, reason: str) -> None:
+        self.at(self.now, self._ended, live, "http_429", reason)
+
+    def _drain(self) -> None:
+        """There may be room again."""
+        for gate in self.gates:
+            gate.drain(self.now)
 
     def session_finished(self, session: str) -> None:
         """A client will not ask in this session again, and tells all gateways so."""
         for gateway in self.gateways:
             gateway.session_finished(session)
 
-    def _dispatch(self, request: int, live: _Live) -> None:
-        record, turn = live.record, live.record.turn
-        placement = live.placement = live.gateway.place(turn, live.session, self.now, record.tried)
+    def _dispatch(self, live: _Live) -> None:
+        self._sent(live, live.gateway.place(live.turn, live.session, self.now, live.record.tried))
+
+    def _sent(self, live: _Live, placement: Placement | None) -> None:
+        record, turn, request = live.record, live.record.turn, live.id
+        live.placement = placement
         if placement is None:
             answered = (
                 ("http_502", "no replica is left to try") if record.tried else ("http_503", "no replica is ready")
@@ -185,6 +217,8 @@ class Fleet:
         if step is not None:
             for output in step.outputs:
                 self._output(index, output)
+            if step.outputs and self.gates:
+                self._drain()
         self._go_on(index, replica)
 
     def _output(self, index: int, output: Output) -> None:
@@ -193,9 +227,13 @@ class Fleet:
         if output.first:
             record.first, record.cached = self.now, output.cached_tokens
             live.gateway.first(live.placement, self.now)
+            if live.gate is not None:
+                live.gate.first(live.ticket, self.now)
         if output.finished:
             del self._live[index][output.id]
             live.gateway.complete(live.placement, self.now - record.first, record.output, record.cached)
+            if live.gate is not None:
+                live.gate.complete(live.ticket, record.first, self.now, record.output)
             self._ended(live, None)
 
     def _scrape(self) -> None:
@@ -217,7 +255,7 @@ class Fleet:
         for gateway in self.gateways:
             gateway.lost(index)
         lives, self._live[index] = self._live[index], {}
-        for request, live in lives.items():
+        for live in lives.values():
             live.gateway.abandon(live.placement)
             record = live.record
             record.tried += (index,)
@@ -226,7 +264,8 @@ class Fleet:
             elif len(record.tried) > RETRIES:
                 self._ended(live, "http_502", f"no replica answered after {len(record.tried)} attempts")
             else:
-                self._dispatch(request, live)
+                self._dispatch(live)
+        self._drain()
 
     def restore(self, index: int) -> None:
         """It is back, with an empty cache."""
@@ -235,3 +274,4 @@ class Fleet:
             replica.start()
             for gateway in self.gateways:
                 gateway.back(index)
+            self._drain()

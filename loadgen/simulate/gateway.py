@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
 
-from policies import CostGroup, Demand, Ledger, Placement, Policy, Router, Targets
+from policies import CostGroup, Demand, Evaluation, Ledger, Placement, Policy, Router, Targets
 from replicas.simulated.engine import Cleared, Removed, Stored
 from replicas.simulated.profile import Profile
 
@@ -22,7 +22,7 @@ from .holders import Holders
 from .truth import Truth
 from .turns import Turn
 
-_LEAST_OUTPUT = 8  # tokens; costs learn from streams that are longer than this
+LEAST_OUTPUT = 8  # tokens; costs learn from streams that are longer than this
 Events = list[Stored | Removed | Cleared]
 
 
@@ -61,7 +61,12 @@ class Gateway:
         self._last = [0.0] * len(names)  # when the latest batch of each arrives: they keep their order
         self._be_up(list(range(len(names))))
 
-    def place(self, turn: Turn, session: str | None, now: float, tried: tuple[int, ...]) -> Placement | None:
+    def place(self, turn: Turn, session: str | None, now: float, tried: tuple[int, ...] = ()) -> Placement | None:
+        """None if no replica is left to try."""
+        evaluation = self.evaluate(turn, session, now, tried)
+        return None if evaluation is None else self.router.commit(evaluation, now)
+
+    def evaluate(self, turn: Turn, session: str | None, now: float, tried: tuple[int, ...] = ()) -> Evaluation | None:
         """None if no replica is left to try."""
         self._catch_up(now)
         up, targets = self._up, self._targets
@@ -72,7 +77,7 @@ class Gateway:
             return None
         self.truth.among, self.truth.output = up, turn.output
         root = turn.hashes[0] if turn.hashes else 0
-        return self.router.place(
+        return self.router.evaluate(
             Demand(turn.tokens, self._size, root, session, turn.max_tokens, now, turn.hashes, self._draw()),
             targets,
             now,
@@ -83,7 +88,7 @@ class Gateway:
 
     def complete(self, placement: Placement, seconds: float, output: int, cached: int) -> None:
         """All of the reply is out, `seconds` after its first token; the engine reports how much was `cached`."""
-        self.router.finish(placement, cached, seconds / (output - 1) if output > _LEAST_OUTPUT else None, output)
+        self.router.finish(placement, cached, seconds / (output - 1) if output > LEAST_OUTPUT else None, output)
 
     def abandon(self, placement: Placement, computed: bool = True) -> None:
         self.router.abandon(placement, computed)

@@ -16,6 +16,8 @@ class Turn:
     think: float = 0.0  # seconds between the reply before and this request
     text: bool = False  # the prompt comes as text: an engine with a profile of that takes longer to read it
     max_tokens: int | None = None  # what the client sends as such, all that a gateway knows of `output`; None: nothing
+    qos: str = ""  # its class's name, where requests are admitted by class
+    tenant: str = ""
 
 
 @dataclass(slots=True)

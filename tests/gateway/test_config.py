@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import policies
-from gateway.config import Config, ConfigError, Settings, load, parse_bytes, read_token, show_bytes
+from gateway.config import Config, ConfigError, Settings, load, read_token
+from gateway.sizes import parse_bytes, show_bytes
 
 
 @pytest.fixture(autouse=True)

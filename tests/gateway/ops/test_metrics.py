@@ -95,7 +95,7 @@ def test_what_can_be_counted_is_there_at_zero_before_it_happens():
     empty = [
         metric.name
         for metric in metrics.all()
-        if len(list(metric.lines({"replica": replicas, "policy": ("random",)}))) < 2
+        if len(list(metric.lines({"replica": replicas, "policy": ("random",), "class": ("free",)}))) < 2
     ]
     assert empty == []
     replicas["r2"] = replicas.pop("r1")

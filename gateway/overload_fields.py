@@ -1,0 +1,61 @@
+"""Limits, classes and the queue as fields of the settings' schema: read as mappings, and checked by `overload`.
+
+A flag and the environment have them as text, one line of YAML. `overload` imports the policies, which take a fifth of a
+second: it is imported for those who use it.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator
+
+from replicas import yaml_text
+
+from .sizes import parse_bytes
+
+
+def _read_mapping(value: Any) -> Any:
+    return yaml_text.load(value) if isinstance(value, str) else value
+
+
+def _check_slo(value: Any) -> Any:
+    from . import overload
+
+    limits = overload.parse_slo(value)
+    if isinstance(value, dict):
+        return value
+    return {name: f"{1e3 * one:g}ms" for name, one in limits._asdict().items() if one is not None}
+
+
+def _check_scheduler(value: Any) -> Any:
+    from . import overload
+
+    overload.parse_scheduler(value)
+    return value
+
+
+def _check_admission(value: Any) -> Any:
+    from . import overload
+
+    if isinstance(value, dict) and "max_bytes" in value:
+        value = {**value, "max_bytes": parse_bytes(value["max_bytes"])}
+    overload.parse_admission(value)
+    return value
+
+
+def check_routes(routes: Any, scheduler: Any) -> None:
+    """Raises ValueError if the routes are wrong, or lead to classes that are not there."""
+    if routes is None:
+        return
+    if scheduler is None:
+        raise ValueError("its routes lead to classes, and there are none; name them under scheduler.qos_classes")
+    from . import overload
+
+    overload.parse_routes(routes, overload.parse_scheduler(scheduler))
+
+
+Slo = Annotated[dict[str, Any], BeforeValidator(_check_slo)]
+Scheduler = Annotated[dict[str, Any], BeforeValidator(_check_scheduler), BeforeValidator(_read_mapping)]
+Routes = Annotated[dict[str, Any], BeforeValidator(_read_mapping)]
+Admission = Annotated[dict[str, Any], BeforeValidator(_check_admission), BeforeValidator(_read_mapping)]

@@ -1,0 +1,197 @@
+"""The queue in front of the replicas: requests go on where there is room, wait, or are refused with a time.
+
+`policies.Admission` decides, one for each model's replicas; here are the clock, the requests and what is counted. A
+request that waits has no attempt, so it costs no load, and is placed by what is true when it leaves. Retries do not
+wait again. Without classes and limits there is no queue, and `Placing.queue` is None.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from math import ceil
+from time import monotonic
+from typing import TYPE_CHECKING, Any
+
+from policies import Admission, Evaluation, Slo, Ticket, Verdict
+from policies.admission import ADMITTED, LEFT, OBSERVED, QUEUED, REFUSED, Space
+
+from ..errors import ApiError, bad
+from ..overload import Overload, parse_slo
+from ..prompt.prompt import NO_PREFILL
+from .answers import Usage
+from .exchange import Exchange
+from .placing import Asker, Placing
+
+if TYPE_CHECKING:
+    from ..ops.metrics import Metrics
+    from ..prompt import Prompt
+
+SLO_HEADER = b"x-hitherto-slo"
+LOOK_SECONDS = 0.05  # between two looks, while somebody waits: times pass, and other gateways' load ends
+LEAST_OUTPUT = 8  # tokens; of a shorter answer nobody knows the time from one to the next
+MOST_RETRY_AFTER = 600  # seconds
+WHY = {
+    "ttft": "its first token would come too late, after the {limit:g} s that it may take",
+    "tpot": "its tokens would come too slowly, and so would those of the answers under way",
+    "full": "all replicas are full",
+    "queue_full": "all replicas are full, and so is the queue",
+    "shed": "all replicas are full, and a request of a higher class took its place in the queue",
+    "deadline": "it has waited in the queue as long as it may, and all replicas are still full",
+}
+
+
+class Queue:
+    def __init__(self, overload: Overload, placing: Placing, metrics: Metrics):
+        self._classes, self._rules, self._tenant_header = overload
+        self._placing, self._metrics = placing, metrics
+        self._space = Space()
+        self._fleets: dict[int, Admission] = {}  # by the space of their prompts
+        self._tickets: dict[Asker, tuple[Admission, Ticket]] = {}
+        self._looks = False  # soon
+        self._timer: asyncio.TimerHandle | None = None
+        placing.router.on_room(self.look)
+        metrics.read_from(self.reading)
+
+    # --- a request asks, for the first time or because it may be its turn
+
+    def admit(self, asker: Asker, evaluation: Evaluation, now: float) -> Evaluation | None:
+        """Return what it is placed by; None: it was held, or refused."""
+        known, prompt = self._tickets.get(asker), asker.prompt
+        if known is None:
+            if prompt is None or prompt.path in NO_PREFILL or asker.tried or self._placing.eligible.roles.any:
+                return evaluation
+            try:
+                known = self._tickets[asker] = self._ticket(asker, prompt, now)
+            except ApiError as error:
+                asker.unplaced(error)
+                return None
+        elif not known[1].waits:
+            return evaluation  # it was admitted, and has to be placed again
+        return self._judge(asker, *known, evaluation, now)
+
+    def _judge(
+        self, asker: Asker, fleet: Admission, ticket: Ticket, evaluation: Evaluation, now: float
+    ) -> Evaluation | None:
+        waited = ticket.waits
+        verdict, evaluation = self._placing.router.admit(fleet, ticket, evaluation, now)
+        if not (waited and verdict.decision == QUEUED):
+            self._metrics.admission.inc(verdict.decision, ticket.qos.name, verdict.reason)
+        if verdict.decision in (ADMITTED, OBSERVED):
+            if waited:
+                self._metrics.queue_seconds.observe(ticket.qos.name, now - ticket.since)
+            if not isinstance(asker, Exchange):
+                del self._tickets[asker]  # nobody tells how it fares
+            return evaluation
+        if verdict.decision == QUEUED:
+            asker.held()
+        else:
+            self._turn_away(asker, ticket, verdict)
+        self.look()
+        return None
+
+    def _ticket(self, asker: Asker, prompt: Prompt, now: float) -> tuple[Admission, Ticket]:
+        key = asker.tenant
+        qos = self._classes.of(
+            asker.header, prompt.path, prompt.model, key.name if key else None, key.qos_class if key else None
+        )
+        slo, given = qos.slo, asker.header(SLO_HEADER)
+        if given is not None:
+            slo = _of_request(given).over(slo)
+        name = key.name if key is not None else None
+        tenant = asker.header(self._tenant_header) if self._tenant_header is not None else name
+        since = asker.begun if isinstance(asker, Exchange) else now
+        return self._fleet(prompt.space), Ticket(qos, slo, since, tenant or "", asker.size, asker)
+
+    def _fleet(self, space: int) -> Admission:
+        fleet = self._fleets.get(space)
+        if fleet is None:
+            fleet = self._fleets[space] = Admission(self._classes, self._rules, self._space)
+        return fleet
+
+    def _turn_away(self, asker: Asker, ticket: Ticket, verdict: Verdict) -> None:
+        self._tickets.pop(asker, None)
+        seconds = min(MOST_RETRY_AFTER, max(1, ceil(verdict.retry_after)))
+        why = WHY[verdict.reason].format(limit=ticket.slo.ttft or 0.0)
+        error = ApiError(
+            429,
+            f"{why}; ask again in {seconds} s",
+            code="overloaded",
+            headers=[(b"retry-after", b"%d" % seconds)],
+        )
+        asker.run_isolated(asker.unplaced, error)
+
+    # --- those that wait
+
+    def look(self) -> None:
+        """There may be room, or nobody left to wait for: see to it soon."""
+        if not self._looks and self._space.requests:
+            self._looks = True
+            asyncio.get_running_loop().call_soon(self._look)
+
+    def _look(self) -> None:
+        self._looks = False
+        now = monotonic()
+        for fleet in [*self._fleets.values()]:
+            for ticket, verdict in fleet.turned_out(now):
+                if ticket.payload not in self._tickets:
+                    continue  # its client has left meanwhile
+                self._metrics.admission.inc(REFUSED, ticket.qos.name, verdict.reason)
+                self._turn_away(ticket.payload, ticket, verdict)
+            self._call(fleet, now)
+        if self._space.requests and self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(LOOK_SECONDS, self._look_again)
+
+    def _look_again(self) -> None:
+        self._timer = None
+        self.look()
+
+    def _call(self, fleet: Admission, now: float) -> None:
+        shared = self._placing.shared
+        while (ticket := fleet.head(now)) is not None:
+            asker: Asker = ticket.payload
+            asker.run_isolated(asker.called, self._placing.place)
+            if ticket.waits or (shared is not None and shared.joined):
+                break  # there is no room; or its load is counted when Redis has answered, and then this is called again
+
+    # --- those that leave
+
+    def forget(self, asker: Asker) -> None:
+        """It wants no replica any more."""
+        fleet, ticket = self._tickets.pop(asker, (None, None))
+        if fleet is not None and ticket is not None and ticket.waits:
+            fleet.leave(ticket, monotonic())
+            self._metrics.admission.inc(LEFT, ticket.qos.name, "client")
+
+    def ended(self, exchange: Exchange, outcome: str, usage: Usage | None) -> None:
+        """Compare what was predicted with what was delivered."""
+        known = self._tickets.get(exchange)
+        if known is None:
+            return
+        self.forget(exchange)
+        fleet, ticket = known
+        attempt, name = exchange.attempt, ticket.qos.name
+        if outcome != "complete" or attempt is None or not attempt.streams or not attempt.first_at:
+            return
+        ttft, tokens = attempt.first_at - ticket.since, usage.completion if usage is not None else None
+        tpot = (attempt.ended_at - attempt.first_at) / (tokens - 1) if tokens and tokens > LEAST_OUTPUT else None
+        fleet.first_token(ticket, ttft)
+        met = fleet.ended(ticket, ttft, tpot)
+        if met is not None:
+            self._metrics.slo_requests.inc(name, "met" if met else "missed")
+            self._metrics.predicted_ttft_seconds.inc(name, by=ticket.ttft)
+            self._metrics.delivered_ttft_seconds.inc(name, by=ttft)
+
+    def reading(self) -> dict[str, Any]:
+        """For `Metrics.read_from`."""
+        waiting = {one.name: 0 for one in self._classes.all}
+        for fleet in self._fleets.values():
+            for name, line in fleet.lines.items():
+                waiting[name] += line.count
+        return {"queued_requests": waiting, "queued_bytes": self._space.bytes}
+
+
+def _of_request(given: str) -> Slo:
+    try:
+        return parse_slo(given)
+    except ValueError as error:
+        raise bad(f"the header {SLO_HEADER.decode()}: {error}") from None

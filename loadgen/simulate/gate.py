@@ -1,0 +1,75 @@
+"""Admission in virtual time: what the gateway's own queue does with sockets, a simulated one does with records."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from policies import Admission, Placement, Ticket
+
+from .gateway import LEAST_OUTPUT, Gateway
+from .turns import Turn
+
+# What is done with a request: it goes with this placement (None: nobody can take it), or is refused for a reason.
+Send = Callable[[Any, Placement | None], None]
+Refuse = Callable[[Any, str], None]
+
+
+class Asking(Protocol):
+    """A request as a gate sees it."""
+
+    @property
+    def turn(self) -> Turn: ...
+
+    @property
+    def session(self) -> str | None: ...
+
+
+class Gate:
+    """One gateway's admission. `at`: call something at a time of the virtual clock."""
+
+    def __init__(
+        self, gateway: Gateway, admission: Admission, send: Send, refuse: Refuse, at: Callable[..., None]
+    ) -> None:
+        self.admission, self._gateway = admission, gateway
+        self._send, self._refuse, self._at = send, refuse, at
+        self._classes = {one.name: one for one in admission.classes.all}
+
+    def ask(self, request: Asking, now: float) -> Ticket:
+        turn = request.turn
+        qos = self._classes.get(turn.qos) or self.admission.classes.last
+        ticket = Ticket(qos, qos.slo, now, turn.tenant, payload=request)
+        self._judge(ticket, now)
+        if ticket.waits:
+            self._at(ticket.deadline, self.drain, ticket.deadline)
+        return ticket
+
+    def drain(self, now: float) -> None:
+        """Send those whose turn it is, as far as there is room."""
+        admission = self.admission
+        for ticket, verdict in admission.turned_out(now):
+            self._refuse(ticket.payload, verdict.reason)
+        while (ticket := admission.head(now)) is not None:
+            self._judge(ticket, now)
+            if ticket.waits:
+                break
+
+    def _judge(self, ticket: Ticket, now: float) -> None:
+        request, gateway = ticket.payload, self._gateway
+        evaluation = gateway.evaluate(request.turn, request.session, now)
+        if evaluation is None:
+            self.admission.leave(ticket, now)
+            self._send(request, None)
+            return
+        verdict, evaluation = gateway.router.admit(self.admission, ticket, evaluation, now)
+        if verdict.decision == "refused":
+            self._refuse(request, verdict.reason)
+        elif not ticket.waits:
+            self._send(request, gateway.router.commit(evaluation, now))
+
+    def first(self, ticket: Ticket, now: float) -> None:
+        self.admission.first_token(ticket, now - ticket.since)
+
+    def complete(self, ticket: Ticket, first: float, now: float, output: int) -> None:
+        tpot = (now - first) / (output - 1) if output > LEAST_OUTPUT else None
+        self.admission.ended(ticket, first - ticket.since, tpot)

@@ -1,0 +1,337 @@
+"""Admission: whether a request is sent now, waits in front of the fleet, or is told to come back, and when.
+
+A candidate has *room* for a request if it is idle, or if what waits there is no longer than `engine_wait` seconds and
+its streams stay within the strictest limit of all classes. It *meets* a request's limits if the predicted seconds to
+its first token, with those that it has waited already, and those from one token to the next are within them. With
+`when_full`:
+
+    wait      sent where there is room, and nobody goes before it; else it waits, unless it is predicted to wait longer
+              than its limit allows: then it is refused at once, and whoever waits too long all the same is refused then
+    reject    sent where there is room or its limits are met, else refused; nobody waits
+    observe   always sent; what `reject` would have refused is counted
+
+Whose turn it is: classes that have had less than their reserved fraction go before those that have had it, the higher
+priority first in each; in a class `lines` has the rule. What a class has had is its share of the prefill seconds or of
+the cache's token-seconds that were admitted lately, whichever is more (dominant resource fairness: Ghodsi et al., NSDI
+2011). Where a queue is full, the lowest class gives way.
+
+Predictions are checked: of those that came near a limit, the ratio of what was met to what was predicted has a running
+quantile, and a prediction counts that much longer. No I/O, no clock: `now` is in seconds of the caller's.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Iterator, Sequence
+from itertools import count
+from math import ceil, exp, inf, log
+from typing import NamedTuple
+
+from .classes import Classes, QosClass
+from .costs import Costs
+from .lines import Line, Ticket
+from .quotes import Quote
+
+ADMITTED, QUEUED, REFUSED, OBSERVED = "admitted", "queued", "refused", "observed"
+LEFT = "left"  # their clients, while they waited
+DECISIONS = (ADMITTED, QUEUED, REFUSED, OBSERVED, LEFT)
+# Why: there was room; limits are met without; its turn has come; or the limit that nobody can meet, no space in the
+# queue, a higher class in its place, waited too long; or the client left
+REASONS = ("room", "met", "turn", "ttft", "tpot", "full", "queue_full", "shed", "deadline", "client")
+_USED_SECONDS = 10.0  # over which a class's share is taken
+_GUESS = 0.5  # seconds of prefill that a replica does in a second, until a line's pace is known
+_QUANTILE, _GAIN = 0.9, 0.01  # of the ratios, and how far one moves it, as a logarithm
+_MOST = log(1.5)  # that a margin gets: answers come late, so a crowd of bad ones says more than it should
+_NEAR = 0.25  # share of a limit from which a prediction says something of that limit
+
+
+class Rules(NamedTuple):
+    """Seconds and bytes. `max_wait`: where no limit says how long a request may wait."""
+
+    when_full: str = "wait"
+    engine_wait: float = 0.1
+    max_wait: float = 30.0
+    max_requests: int = 10_000
+    max_bytes: int = 256 * 2**20
+
+
+class Verdict(NamedTuple):
+    """`among`: the indices of the candidates that it may be sent to, empty where it is not; `retry_after`: seconds
+    after which a refused one is predicted to be taken."""
+
+    decision: str
+    reason: str
+    among: Sequence[int] = ()
+    retry_after: float = 0.0
+
+
+class Margin:
+    """By how much what was met exceeds what was predicted, in all but one of ten cases: a running quantile, by
+    stochastic approximation (Robbins and Monro, 1951)."""
+
+    __slots__ = ("_log",)
+
+    def __init__(self) -> None:
+        self._log = 0.0
+
+    @property
+    def factor(self) -> float:
+        return exp(self._log)
+
+    def learn(self, predicted: float, met: float, limit: float) -> None:
+        if predicted >= _NEAR * limit and met > 0.0:
+            over = log(met / predicted) > self._log
+            self._log = min(_MOST, max(0.0, self._log + _GAIN * (_QUANTILE if over else _QUANTILE - 1.0)))
+
+
+class Space:
+    """What waits in all lines together, within its bounds."""
+
+    __slots__ = ("requests", "bytes")
+
+    def __init__(self) -> None:
+        self.requests = self.bytes = 0
+
+
+class Admission:
+    """Of one fleet. `space`: shared with other fleets of the same process."""
+
+    def __init__(self, classes: Classes, rules: Rules, space: Space | None = None) -> None:
+        self.classes, self.rules, self.space = classes, rules, space or Space()
+        self.lines: dict[str, Line] = {}
+        self.ttft_margin, self.tpot_margin = Margin(), Margin()
+        self._tpot = min([one.slo.tpot for one in classes.all if one.slo.tpot is not None], default=inf)
+        self._used = {one.name: [0.0, 0.0] for one in classes.all}  # prefill seconds, token-seconds
+        self._used_at = 0.0
+        self._asked: dict[str, float] = {}  # when each class was asked for last
+        self._deadlines: list[tuple[float, int, Ticket]] = []
+        self._number = count()
+        self._gave_way: deque[Ticket] = deque()
+
+    @property
+    def waiting(self) -> bool:
+        return any(line.count for line in self.lines.values())
+
+    # --- a request asks
+
+    def ask(self, ticket: Ticket, tokens: int, quotes: Sequence[Quote], now: float) -> Verdict:
+        """Judge a request that has just come, or that is the `head` of those that wait. `tokens`: those that must be
+        computed where it would go; `quotes`: of each candidate."""
+        best = min(quotes)
+        if not ticket.waits:
+            ticket.tokens, ticket.own = tokens, best.own
+        self._asked[ticket.qos.name] = now
+        mode, room = self.rules.when_full, self._room(ticket, quotes, now)
+        if mode == "wait":
+            return self._wait(ticket, quotes, best, room, now)
+        verdict = self._at_once(ticket, quotes, best, room, now)
+        if verdict.decision == REFUSED and mode == "observe":
+            return verdict._replace(decision=OBSERVED)
+        return verdict
+
+    def _at_once(self, ticket: Ticket, quotes: Sequence[Quote], best: Quote, room: list[int], now: float) -> Verdict:
+        waited = now - ticket.since
+        meets = [i for i, one in enumerate(quotes) if self._too_much(one, ticket, waited) is None]
+        if among := meets or room:
+            return Verdict(ADMITTED, "met" if meets else "room", among)
+        return self._refused(ticket, best, self._too_much(best, ticket, waited) or "full", waited + best.ttft)
+
+    def _wait(self, ticket: Ticket, quotes: Sequence[Quote], best: Quote, room: list[int], now: float) -> Verdict:
+        if ticket.waits:
+            if not room:
+                return Verdict(QUEUED, "full")
+            self._left(ticket)
+            self.lines[ticket.qos.name].take(ticket, now)
+            return Verdict(ADMITTED, "turn", room)
+        if not self.lines:
+            for one in self.classes.all:
+                self.lines[one.name] = Line(one, _GUESS * len(quotes))
+        ahead = self._before(ticket, now)
+        if room and not ahead:
+            return Verdict(ADMITTED, "room", room)
+        line = self.lines[ticket.qos.name]
+        line.pace.passed(now, line.count > 0)
+        waits = sum([one.work for one in ahead if one is not line]) + line.ahead(ticket.tenant)
+        ttft = now - ticket.since + waits / max(line.pace.value, 1e-6) + best.ttft
+        limit = ticket.slo.ttft
+        if limit is not None and ttft * self.ttft_margin.factor > limit and ttft > now - ticket.since + best.own:
+            return self._refused(ticket, best, "ttft", ttft)
+        return self._queue(ticket, best, ttft, now)
+
+    def _queue(self, ticket: Ticket, best: Quote, ttft: float, now: float) -> Verdict:
+        rules, space = self.rules, self.space
+        while space.requests >= rules.max_requests or space.bytes + ticket.size > rules.max_bytes:
+            if not self._shed(ticket, now):
+                return self._refused(ticket, best, "queue_full", ttft)
+        limit = ticket.slo.ttft
+        ticket.deadline = ticket.since + rules.max_wait if limit is None else max(now, ticket.since + limit - best.own)
+        self.lines[ticket.qos.name].add(ticket, now)
+        space.requests += 1
+        space.bytes += ticket.size
+        heapq.heappush(self._deadlines, (ticket.deadline, next(self._number), ticket))
+        return Verdict(QUEUED, "full")
+
+    def _refused(self, ticket: Ticket, best: Quote, reason: str, ttft: float) -> Verdict:
+        limit = ticket.slo.tpot if reason == "tpot" else ticket.slo.ttft
+        if reason == "tpot" and limit is not None:  # streams end, and those that are left are quicker
+            return Verdict(REFUSED, reason, (), best.left * max(0.0, 1.0 - limit / best.tpot))
+        return Verdict(REFUSED, reason, (), ttft - (limit if limit is not None else 0.0))
+
+    def sent(self, ticket: Ticket, quote: Quote, costs: Costs, tokens: float, now: float) -> None:
+        """It goes where this was quoted by these costs, and holds so many tokens of cache there."""
+        ticket.ttft, ticket.costs = now - ticket.since + quote.ttft, costs
+        ticket.streams, ticket.context = quote.streams, quote.context
+        self._decay(now)
+        used = self._used[ticket.qos.name]
+        used[0] += quote.own
+        used[1] += tokens * quote.tpot
+
+    # --- what a candidate gives it
+
+    def _room(self, ticket: Ticket, quotes: Sequence[Quote], now: float) -> list[int]:
+        """Return the candidates with room for it, besides what is kept for classes above its own."""
+        qos = ticket.qos
+        kept = self._kept_for_others(qos, now)
+        share = inf if self._others_yield(qos, now) else 1.0 - kept
+        clear = sum([not one.computing for one in quotes]) - min(ceil(kept * len(quotes)), len(quotes) - 1)
+        return [
+            index
+            for index, one in enumerate(quotes)
+            if clear >= (not one.computing) and self._has_room(one, ticket, share)
+        ]
+
+    def _has_room(self, quote: Quote, ticket: Ticket, share: float) -> bool:
+        if not quote.there:
+            return True
+        limit = self._tpot if ticket.slo.tpot is None else min(self._tpot, ticket.slo.tpot)
+        return (
+            quote.wait <= self.rules.engine_wait
+            and quote.tpot * self.tpot_margin.factor <= share * limit
+            and quote.full <= share
+        )
+
+    def _kept_for_others(self, qos: QosClass, now: float) -> float:
+        """Return the share of the fleet that classes above this one have reserved and not used lately, if they asked
+        for anything."""
+        kept = 0.0
+        for one in self.classes.all:
+            if one.priority > qos.priority and self._is_active(one, now):
+                kept += max(0.0, one.reserved_fraction - self._share(one))
+        return kept
+
+    def _others_yield(self, qos: QosClass, now: float) -> bool:
+        """Whether it is within its reserve while a lower class asks: then it is that one which is held back where
+        streams are many."""
+        if self._share(qos) >= qos.reserved_fraction:
+            return False
+        return any(one.priority < qos.priority and self._is_active(one, now) for one in self.classes.all)
+
+    def _is_active(self, qos: QosClass, now: float) -> bool:
+        return now - self._asked.get(qos.name, -inf) < _USED_SECONDS
+
+    def _too_much(self, quote: Quote, ticket: Ticket, waited: float) -> str | None:
+        """Return which of its limits it does not meet."""
+        ttft, tpot = ticket.slo
+        if ttft is not None and waited + quote.ttft * self.ttft_margin.factor > ttft:
+            return "ttft"
+        limit = self._tpot if tpot is None else min(self._tpot, tpot)
+        return "tpot" if quote.tpot * self.tpot_margin.factor > limit else None
+
+    # --- whose turn it is
+
+    def head(self, now: float) -> Ticket | None:
+        """Who is to be asked about next, of those that wait."""
+        for line in self._in_order(now):
+            if line.count:
+                return line.head()
+        return None
+
+    def _in_order(self, now: float) -> list[Line]:
+        self._decay(now)
+        return sorted(self.lines.values(), key=self._rank)
+
+    def _before(self, ticket: Ticket, now: float) -> list[Line]:
+        """Return the lines with somebody who goes before a newcomer: its own, and those that are before that."""
+        found = []
+        for line in self._in_order(now):
+            if line.count:
+                found.append(line)
+            if line.qos is ticket.qos:
+                break
+        return found
+
+    def _rank(self, line: Line) -> tuple[bool, int]:
+        return self._share(line.qos) >= line.qos.reserved_fraction, -line.qos.priority
+
+    def _share(self, qos: QosClass) -> float:
+        """Return what the class has had lately, of the resource of which it had more."""
+        sums = [sum(column) for column in zip(*self._used.values())]
+        return max([used / total if total else 0.0 for used, total in zip(self._used[qos.name], sums)])
+
+    def _decay(self, now: float) -> None:
+        if now > self._used_at:
+            kept = exp((self._used_at - now) / _USED_SECONDS)
+            for used in self._used.values():
+                used[0] *= kept
+                used[1] *= kept
+        self._used_at = now
+
+    # --- who leaves unsent
+
+    def leave(self, ticket: Ticket, now: float) -> None:
+        """Its client has left, or nobody can take it any more. Nothing happens if it does not wait."""
+        if ticket.waits:
+            self._left(ticket)
+            self.lines[ticket.qos.name].drop(ticket, now)
+
+    def _left(self, ticket: Ticket) -> None:
+        self.space.requests -= 1
+        self.space.bytes -= ticket.size
+
+    def turned_out(self, now: float) -> Iterator[tuple[Ticket, Verdict]]:
+        """Take out those for whom it is too late, and tell of those that had to give way since the last call."""
+        while self._gave_way:
+            ticket = self._gave_way.popleft()
+            yield ticket, Verdict(REFUSED, "shed", (), self._drain(ticket.qos))
+        while self._deadlines and (self._deadlines[0][0] <= now or not self._deadlines[0][2].waits):
+            ticket = heapq.heappop(self._deadlines)[2]
+            if ticket.waits:
+                self.leave(ticket, now)
+                yield ticket, Verdict(REFUSED, "deadline", (), self._drain(ticket.qos))
+
+    def _drain(self, qos: QosClass) -> float:
+        """Seconds until all that waits in its line now is sent, at its pace."""
+        line = self.lines[qos.name]
+        return line.work / max(line.pace.value, 1e-6)
+
+    def _shed(self, ticket: Ticket, now: float) -> bool:
+        """Take out one of the lowest class below this one; whether there was any."""
+        for line in reversed(self._in_order(now)):
+            if line.qos is ticket.qos:
+                return False
+            if (last := line.last()) is not None:
+                self.leave(last, now)
+                self._gave_way.append(last)
+                return True
+        return False
+
+    # --- what became of it
+
+    def first_token(self, ticket: Ticket, seconds: float) -> None:
+        """It came so many `seconds` after its client began to wait."""
+        if ticket.slo.ttft is not None:
+            self.ttft_margin.learn(ticket.ttft, seconds, ticket.slo.ttft)
+
+    def ended(self, ticket: Ticket, ttft: float, tpot: float | None) -> bool | None:
+        """Its answer is complete: return whether it was within its limits, None if it had none. `tpot`: None where it
+        is too short to tell."""
+        limits = ticket.slo
+        if tpot is not None and limits.tpot is not None and ticket.costs is not None:
+            # By what is known now: what the costs have learned since needs no margin besides.
+            self.tpot_margin.learn(ticket.costs.stream_step(ticket.streams, ticket.context), tpot, limits.tpot)
+        if limits.ttft is None and limits.tpot is None:
+            return None
+        return (limits.ttft is None or ttft <= limits.ttft) and (
+            limits.tpot is None or tpot is None or tpot <= limits.tpot
+        )

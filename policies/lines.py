@@ -1,0 +1,168 @@
+"""Who waits in front of a fleet, and who is next: a line for each class, and in it deficit round robin over tenants.
+
+Deficit round robin is Shreedhar's and Varghese's ("Efficient fair queuing using deficit round robin", IEEE/ACM
+Transactions on Networking 4(3), 1996): each tenant in turn may send QUANTUM uncached tokens, and saves up for a prompt
+of more. A prompt of less counts as that many: it takes its place in a step. No I/O, no clock: `now` is in seconds of
+the caller's.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from math import exp
+from typing import Any
+
+from .classes import QosClass, Slo
+from .costs import Costs
+
+QUANTUM = 512  # uncached tokens a turn
+_WINDOW = 5.0  # seconds of waiting over which a line's pace is taken
+_PRIOR = 1.0  # and that its first guess counts as
+
+
+class Ticket:
+    """A request that wants to be sent. `since`: when its client began to wait; `size`: bytes that it holds; `payload`:
+    the caller's. The rest is the `Admission`'s."""
+
+    __slots__ = (
+        "qos", "tenant", "slo", "since", "size", "payload",
+        # uncached tokens and seconds of its prefill, as last quoted; when it is too late for it; whether it waits
+        "tokens", "own", "deadline", "waits",
+        # what was predicted when it was admitted: seconds from `since` to its first token; where its costs are, and
+        # among how many streams with how much context it will decode there
+        "ttft", "costs", "streams", "context",
+    )  # fmt: skip
+
+    def __init__(self, qos: QosClass, slo: Slo, since: float, tenant: str = "", size: int = 0, payload: Any = None):
+        self.qos, self.slo, self.since = qos, slo, since
+        self.tenant, self.size, self.payload = tenant, size, payload
+        self.tokens, self.own, self.deadline, self.waits = 0, 0.0, 0.0, False
+        self.ttft, self.streams, self.context = 0.0, 1.0, 0.0
+        self.costs: Costs | None = None
+
+
+class Pace:
+    """Seconds of prefill that leave a line in a second in which somebody waits in it."""
+
+    __slots__ = ("_work", "_seconds", "_at")
+
+    def __init__(self, guess: float) -> None:
+        self._work, self._seconds, self._at = guess * _PRIOR, _PRIOR, 0.0
+
+    @property
+    def value(self) -> float:
+        return self._work / self._seconds
+
+    def passed(self, now: float, waiting: bool) -> None:
+        """It is `now`; since the last call somebody was `waiting`, or nobody."""
+        if waiting and now > self._at:
+            kept = exp((self._at - now) / _WINDOW)
+            self._work *= kept
+            self._seconds = self._seconds * kept + _WINDOW * (1.0 - kept)
+        self._at = now
+
+    def left(self, work: float) -> None:
+        self._work += work
+
+
+class _Tenant:
+    """Those of one tenant in a line. `deficit`: tokens that it may send before its turn is over; `work`: seconds of
+    their prefill; `queue` has tickets that have left as well."""
+
+    __slots__ = ("queue", "deficit", "work", "count")
+
+    def __init__(self) -> None:
+        self.queue: deque[Ticket] = deque()
+        self.deficit = self.work = 0.0
+        self.count = 0
+
+
+class Line:
+    """Those of one class that wait. `work`: seconds of their prefill; `count`: how many they are."""
+
+    def __init__(self, qos: QosClass, guess: float) -> None:
+        self.qos, self.pace = qos, Pace(guess)
+        self.work, self.count = 0.0, 0
+        self._tenants: dict[str, _Tenant] = {}
+        self._turns: deque[str] = deque()  # their names, whose turn it is first
+        self._gone = 0  # of the tickets in the queues, those that have left
+
+    def add(self, ticket: Ticket, now: float) -> None:
+        self.pace.passed(now, self.count > 0)
+        tenant = self._tenants.get(ticket.tenant)
+        if tenant is None:
+            tenant = self._tenants[ticket.tenant] = _Tenant()
+            self._turns.append(ticket.tenant)
+        tenant.queue.append(ticket)
+        tenant.work += ticket.own
+        tenant.count += 1
+        self.work += ticket.own
+        self.count += 1
+        ticket.waits = True
+
+    def head(self) -> Ticket | None:
+        """Who is next."""
+        turns = self._turns
+        while turns:
+            tenant = self._tenants[turns[0]]
+            queue = tenant.queue
+            while queue and not queue[0].waits:
+                queue.popleft()
+                self._gone -= 1
+            if not queue:
+                del self._tenants[turns.popleft()]
+            elif len(turns) == 1 or tenant.deficit >= max(QUANTUM, queue[0].tokens):
+                return queue[0]
+            else:
+                tenant.deficit += QUANTUM
+                turns.rotate(-1)
+        return None
+
+    def take(self, ticket: Ticket, now: float) -> None:
+        """It is sent: its tenant pays for it."""
+        self.pace.passed(now, True)
+        self.pace.left(ticket.own)
+        tenant = self._tenants[ticket.tenant]
+        tenant.deficit = max(0.0, tenant.deficit - max(QUANTUM, ticket.tokens))
+        self._leave(ticket)
+
+    def drop(self, ticket: Ticket, now: float) -> None:
+        """It leaves without being sent."""
+        self.pace.passed(now, True)
+        self._leave(ticket)
+
+    def _leave(self, ticket: Ticket) -> None:
+        ticket.waits = False
+        tenant = self._tenants[ticket.tenant]
+        tenant.count -= 1
+        tenant.work = tenant.work - ticket.own if tenant.count else 0.0
+        self.count -= 1
+        self.work = self.work - ticket.own if self.count else 0.0
+        self._gone += 1
+        if self._gone > 64 + self.count:
+            self._sweep()
+
+    def _sweep(self) -> None:
+        """Forget those that have left, wherever they stood."""
+        for name, tenant in [*self._tenants.items()]:
+            tenant.queue = deque([one for one in tenant.queue if one.waits])
+            if not tenant.queue:
+                del self._tenants[name]
+                self._turns.remove(name)
+        self._gone = 0
+
+    def last(self) -> Ticket | None:
+        """Who is to go if somebody must: the latest of the tenant that has most in line."""
+        if not self.count:
+            return None
+        queue = max(self._tenants.values(), key=lambda one: one.work).queue
+        return next((one for one in reversed(queue) if one.waits), None)
+
+    def ahead(self, name: str) -> float:
+        """Seconds of prefill that go before a newcomer of this tenant: as much of each other tenant as it has itself
+        in line, and one request more, or all that waits if that is less."""
+        tenant = self._tenants.get(name)
+        own = tenant.work if tenant is not None else 0.0
+        others = len(self._tenants) - (tenant is not None)
+        mean = self.work / self.count if self.count else 0.0
+        return min(self.work, own * (others + 1) + others * mean)

@@ -1,0 +1,315 @@
+"""The queue between real sockets: who waits, who goes first, who leaves, and what those are told who are refused."""
+
+import asyncio
+import hashlib
+import json
+from contextlib import asynccontextmanager
+
+import pytest
+
+from gateway.errors import ApiError
+from gateway.overload import Overload
+from gateway.proxy.decisions import Decisions
+from gateway.tenants.keys import Keys
+from policies import Classes, QosClass, Rule, Rules, Slo
+
+from ..http.talk import eventually, read_request
+from .replies import EVENT, SSE_HEAD, chunk, post
+from .stack import stack
+
+PREMIUM, FREE = QosClass("premium", 0.1, 100), QosClass("free", 0.6, 10)
+ROUTES = (Rule(PREMIUM, ("x-tier", "premium")), Rule(FREE))
+# A replica with a prompt under way has no room.
+ONE_BY_ONE = Rules(engine_wait=0.0)
+USAGE = b'data: {"choices":[],"usage":{"prompt_tokens":9,"completion_tokens":20,"prompt_tokens_details":{"cached_tokens":0}}}\n\n'
+
+
+def overload(slo=Slo(), rules=ONE_BY_ONE, tenant=None):
+    classes = [QosClass(one.name, one.reserved_fraction, one.priority, slo) for one in (PREMIUM, FREE)]
+    return Overload(Classes(classes, [rule._replace(qos=one) for rule, one in zip(ROUTES, classes)]), rules, tenant)
+
+
+def ask(name, *headers, path=b"/v1/chat/completions"):
+    body = {"model": "m", "messages": [{"role": "user", "content": name}], "stream": True, "max_tokens": 20}
+    return post(json.dumps(body).encode(), path, b"".join([header + b"\r\n" for header in headers]))
+
+
+class Engine:
+    """Answers in the order in which it is told to, and notes whom it was sent."""
+
+    def __init__(self):
+        self.seen, self._go, self.connections = [], {}, []
+
+    async def __call__(self, reader, writer):
+        self.connections.append(writer)
+        while True:
+            _, body = await read_request(reader)
+            name = json.loads(body)["messages"][0]["content"]
+            self.seen.append(name)
+            await self._event(name).wait()
+            writer.write(SSE_HEAD + chunk(EVENT) + chunk(USAGE) + chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n")
+
+    def _event(self, name):
+        return self._go.setdefault(name, asyncio.Event())
+
+    def answer(self, name):
+        self._event(name).set()
+
+
+@asynccontextmanager
+async def queued(*engines, keys=None, **given):
+    async with stack(*engines, overload=overload(**given), keys=keys) as s:
+        yield s, s.proxy.placing.queue
+        await eventually(s.idle)
+        assert not s.proxy.placing.queue._tickets and s.proxy.placing.queue._space.requests == 0
+
+
+async def send(s, *args, **kwargs):
+    talker = await s.talk()
+    await talker.say(ask(*args, **kwargs))
+    return talker
+
+
+def waiting(queue):
+    return queue.reading()["queued_requests"]
+
+
+async def test_who_finds_room_is_sent_at_once():
+    engine = Engine()
+    async with queued(engine) as (s, queue):
+        talker = await send(s, "a")
+        await eventually(lambda: engine.seen == ["a"])
+        engine.answer("a")
+        assert (await talker.response())[0] == 200
+        assert s.metrics.admission.values == {("admitted", "free", "room"): 1}
+
+
+async def test_it_waits_until_the_replica_has_room_and_goes_then():
+    engine = Engine()
+    async with queued(engine) as (s, queue):
+        first = await send(s, "a")
+        await eventually(lambda: engine.seen == ["a"])
+        second = await send(s, "b")
+        await eventually(lambda: waiting(queue)["free"] == 1)
+        assert engine.seen == ["a"] and queue.reading()["queued_bytes"] > 0
+        engine.answer("a")
+        await eventually(lambda: engine.seen == ["a", "b"])
+        engine.answer("b")
+        assert (await first.response())[0] == (await second.response())[0] == 200
+        assert s.metrics.admission.total(decision="queued") == 1
+        assert s.metrics.queue_seconds.count("free") == 1
+
+
+async def test_the_higher_class_goes_first_and_tenants_take_turns():
+    engine = Engine()
+    async with queued(engine, tenant=b"x-team") as (s, queue):
+        talkers = [await send(s, "a", b"x-team: big")]
+        await eventually(lambda: engine.seen == ["a"])
+        for count, (name, *headers) in enumerate(
+            [
+                ("big 1", b"x-team: big"),
+                ("big 2", b"x-team: big"),
+                ("big 3", b"x-team: big"),
+                ("small", b"x-team: small"),
+                ("first", b"x-tier: premium"),
+            ]
+        ):
+            talkers.append(await send(s, name, *headers))
+            await eventually(lambda: sum(waiting(queue).values()) == count + 1)
+        for number in range(1, 6):
+            engine.answer(engine.seen[-1])
+            await eventually(lambda: len(engine.seen) == number + 1)
+        engine.answer(engine.seen[-1])
+        assert engine.seen[1] == "first"
+        assert engine.seen.index("small") <= 3, "one team's crowd does not make the other wait for all of it"
+        for talker in talkers:
+            assert (await talker.response())[0] == 200
+
+
+async def test_a_client_that_leaves_is_out_of_the_queue():
+    engine = Engine()
+    async with queued(engine) as (s, queue):
+        first = await send(s, "a")
+        await eventually(lambda: engine.seen == ["a"])
+        gone, stays = await send(s, "gone"), None
+        await eventually(lambda: waiting(queue)["free"] == 1)
+        stays = await send(s, "stays")
+        await eventually(lambda: waiting(queue)["free"] == 2)
+        await gone.close()
+        await eventually(lambda: waiting(queue)["free"] == 1)
+        engine.answer("a")
+        engine.answer("stays")
+        assert (await stays.response())[0] == (await first.response())[0] == 200
+        assert engine.seen == ["a", "stays"]
+        assert s.metrics.admission.total(decision="left") == 1
+
+
+@pytest.mark.parametrize(
+    "path, type_of",
+    [
+        (b"/v1/chat/completions", lambda body: (body["error"]["type"], body["error"]["code"])),
+        (b"/v1/messages", lambda body: (body["type"], body["error"]["type"])),
+    ],
+)
+async def test_who_waits_too_long_is_told_in_its_own_words_when_to_come_back(path, type_of):
+    engine = Engine()
+    async with queued(engine, rules=ONE_BY_ONE._replace(max_wait=0.1)) as (s, queue):
+        first = await send(s, "a")
+        await eventually(lambda: engine.seen == ["a"])
+        late = await send(s, "b", path=path)
+        status, headers, body = await late.response()
+        assert status == 429 and 1 <= int(headers["retry-after"]) <= 600
+        assert type_of(json.loads(body)) in (("rate_limit_error", "overloaded"), ("error", "rate_limit_error"))
+        engine.answer("a")
+        assert (await first.response())[0] == 200
+        assert s.metrics.admission.total(decision="refused", reason="deadline") == 1
+        assert s.metrics.rejections.total() == 1
+
+
+async def test_who_cannot_be_answered_in_time_is_refused_at_once():
+    engine = Engine()
+    rules = Rules("reject", engine_wait=0.0)
+    async with queued(engine, slo=Slo(ttft=0.001), rules=rules) as (s, queue):
+        first = await send(s, "a")
+        await eventually(lambda: engine.seen == ["a"])
+        status, headers, _ = await (await send(s, "b")).response()
+        assert status == 429 and "retry-after" in headers and engine.seen == ["a"]
+        engine.answer("a")
+        assert (await first.response())[0] == 200
+
+
+async def test_observe_sends_all_and_counts_who_would_have_been_refused():
+    engine = Engine()
+    async with queued(engine, slo=Slo(ttft=0.001), rules=Rules("observe", engine_wait=0.0)) as (s, queue):
+        talkers = [await send(s, name) for name in ("a", "b")]
+        await eventually(lambda: len(engine.seen) == 2)
+        for name, talker in zip(("a", "b"), talkers):
+            engine.answer(name)
+            assert (await talker.response())[0] == 200
+        assert s.metrics.admission.total(decision="observed", reason="ttft") == 1
+
+
+async def test_a_request_may_bring_limits_of_its_own():
+    engine = Engine()
+    async with queued(engine) as (s, queue):
+        first = await send(s, "a", b"x-hitherto-slo: ttft=30s")
+        await eventually(lambda: engine.seen == ["a"])
+        status, _, body = await (await send(s, "b", b"x-hitherto-slo: ttft=2")).response()
+        assert status == 400 and b"like 2s or 50ms" in body and b"x-hitherto-slo" in body
+        assert (await (await send(s, "c", b"x-hitherto-slo: ttft=1ms")).response())[0] == 429
+        engine.answer("a")
+        assert (await first.response())[0] == 200
+        await eventually(s.idle)
+        assert s.metrics.slo_requests.values == {("free", "met"): 1}
+        assert s.metrics.predicted_ttft_seconds.total() > 0 and s.metrics.delivered_ttft_seconds.total() > 0
+
+
+async def test_a_full_queue_sheds_the_lower_class():
+    engine = Engine()
+    async with queued(engine, rules=ONE_BY_ONE._replace(max_requests=1)) as (s, queue):
+        talkers = [await send(s, "a")]
+        await eventually(lambda: engine.seen == ["a"])
+        lower = await send(s, "b")
+        await eventually(lambda: waiting(queue)["free"] == 1)
+        full = await send(s, "c")
+        assert (await full.response())[0] == 429
+        talkers.append(await send(s, "d", b"x-tier: premium"))
+        assert (await lower.response())[0] == 429
+        for name in ("a", "d"):
+            engine.answer(name)
+        for talker in talkers:
+            assert (await talker.response())[0] == 200
+        reasons = s.metrics.admission
+        assert reasons.total(reason="queue_full") == reasons.total(reason="shed") == 1
+
+
+async def test_a_replica_that_dies_while_others_wait_takes_nobody_with_it():
+    """What was sent there is tried elsewhere without waiting again, who waits is placed among those that are left."""
+    dying, living = Engine(), Engine()
+    async with queued(dying, living) as (s, queue):
+        talkers = [await send(s, name) for name in ("a", "b")]
+        await eventually(lambda: len(dying.seen) + len(living.seen) == 2)
+        talkers += [await send(s, name) for name in ("c", "d")]
+        await eventually(lambda: waiting(queue)["free"] == 2)
+        for writer in dying.connections:
+            writer.transport.abort()
+        s.proxy.remove(next(iter(s.proxy.backends)))
+        for name in "abcd":
+            living.answer(name)
+        for talker in talkers:
+            assert (await talker.response())[0] == 200
+        assert sorted(living.seen) == list("abcd")
+
+
+async def test_when_no_replica_is_left_those_who_wait_are_told():
+    engine = Engine()
+    async with queued(engine) as (s, queue):
+        first = await send(s, "a")
+        await eventually(lambda: engine.seen == ["a"])
+        second = await send(s, "b")
+        await eventually(lambda: waiting(queue)["free"] == 1)
+        s.proxy.remove(next(iter(s.proxy.backends)))
+        assert (await second.response())[0] == 503
+        engine.answer("a")
+        await first.response()
+
+
+async def test_a_decision_for_another_proxy_waits_as_well_and_leaves_with_its_caller():
+    engine = Engine()
+    body = json.dumps({"model": "m", "messages": [{"role": "user", "content": "x"}], "stream": True}).encode()
+    async with queued(engine) as (s, queue):
+        decisions = Decisions(s.proxy)
+        first = await decisions.decide("/v1/chat/completions", body, {})
+        second = asyncio.ensure_future(decisions.decide("/v1/chat/completions", body, {"x-tier": "premium"}))
+        await eventually(lambda: waiting(queue)["premium"] == 1)
+        gone = asyncio.ensure_future(decisions.decide("/v1/chat/completions", body, {}))
+        await eventually(lambda: waiting(queue)["free"] == 1)
+        gone.cancel()
+        await eventually(lambda: waiting(queue)["free"] == 0)
+        await decisions.first_byte(first["id"])
+        other = await second
+        for one in (first, other):
+            await decisions.done(one["id"], b"")
+
+
+async def test_a_decision_that_is_refused_says_so():
+    body = json.dumps({"model": "m", "messages": [{"role": "user", "content": "x"}]}).encode()
+    async with queued(Engine(), slo=Slo(ttft=0.001), rules=Rules("reject", engine_wait=0.0)) as (s, queue):
+        decisions = Decisions(s.proxy)
+        first = await decisions.decide("/v1/chat/completions", body, {})
+        with pytest.raises(ApiError) as caught:
+            await decisions.decide("/v1/chat/completions", body, {})
+        assert caught.value.status == 429
+        await decisions.done(first["id"], b"")
+
+
+async def test_without_classes_and_limits_there_is_no_queue():
+    engine = Engine()
+    async with stack(engine) as s:
+        assert s.proxy.placing.queue is None
+        talkers = [await send(s, name) for name in "ab"]
+        await eventually(lambda: len(engine.seen) == 2)
+        for name, talker in zip("ab", talkers):
+            engine.answer(name)
+            assert (await talker.response())[0] == 200
+        assert not s.metrics.admission.values
+
+
+async def test_a_key_of_a_class_overtakes_a_key_of_a_lower_one(tmp_path):
+    engine, file = Engine(), tmp_path / "keys.yaml"
+    digests = {name: hashlib.sha256(f"hth-{name}".encode()).hexdigest() for name in ("low", "high")}
+    classes = {"low": "free", "high": "premium"}
+    file.write_text(
+        "".join([f"- {{name: {name}, sha256: {digests[name]}, class: {classes[name]}}}\n" for name in digests])
+    )
+    async with queued(engine, keys=Keys(file)) as (s, queue):
+        talkers = []
+        for count, name in enumerate(("low", "low", "high")):
+            talkers.append(await send(s, f"{name} {count}", f"authorization: Bearer hth-{name}".encode()))
+            await eventually(lambda: len(engine.seen) + sum(waiting(queue).values()) == count + 1)
+        for number in range(3):
+            await eventually(lambda: len(engine.seen) == number + 1)
+            engine.answer(engine.seen[-1])
+        assert engine.seen == ["low 0", "high 2", "low 1"]
+        for talker in talkers:
+            assert (await talker.response())[0] == 200

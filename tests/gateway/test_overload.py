@@ -1,0 +1,135 @@
+"""Classes, limits and the queue as operators write them: they are read, and what is wrong is said with its place."""
+
+import pytest
+
+from gateway import cli
+from gateway.config import ConfigError, load
+from gateway.overload import overload, parse_seconds
+from policies import QosClass, Rule, Slo
+
+# As the issue and the book have it.
+FILE = """
+scheduler:
+  qos_classes:
+    - {name: premium,  reserved_fraction: 0.10, priority: 100}
+    - {name: standard, reserved_fraction: 0.30, priority: 50}
+    - {name: free,     reserved_fraction: 0.60, priority: 10}
+request_router:
+  routes:
+    - match: {header: "x-customer-tier: premium"}
+      qos: premium
+    - match:            # last, without a condition: the default
+      qos: free
+"""
+
+
+@pytest.fixture(autouse=True)
+def empty_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def read(text, **flags):
+    with open("hitherto.yaml", "w") as file:
+        file.write(text)
+    settings = load(flags, environ={}).settings
+    return overload(settings.slo, settings.scheduler, settings.request_router, settings.admission)
+
+
+def test_the_file_is_read_as_it_stands():
+    found = read(FILE)
+    premium, standard, free = found.classes.all
+    assert premium == QosClass("premium", 0.1, 100) and standard == QosClass("standard", 0.3, 50)
+    assert free == QosClass("free", 0.6, 10)
+    assert found.classes._rules == (Rule(premium, ("x-customer-tier", "premium")), Rule(free))
+
+
+def test_limits_are_of_all_unless_a_class_has_its_own():
+    found = read(FILE.replace("priority: 100}", "priority: 100, slo: {ttft: 500ms}}") + "slo: {ttft: 2s, tpot: 50ms}")
+    assert [one.slo for one in found.classes.all] == [Slo(0.5, 0.05), Slo(2.0, 0.05), Slo(2.0, 0.05)]
+
+
+def test_limits_alone_need_no_classes():
+    found = read("", slo="ttft=2s,tpot=50ms")
+    assert [(one.name, one.slo) for one in found.classes.all] == [("default", Slo(2.0, 0.05))]
+
+
+def test_the_queue_is_as_it_is_set():
+    found = read("admission: {when_full: reject, engine_wait: 50ms, max_bytes: 64MiB, tenant_header: X-Team}")
+    assert (found.rules.when_full, found.rules.engine_wait, found.rules.max_bytes) == ("reject", 0.05, 64 * 2**20)
+    assert found.tenant_header == b"x-team"
+
+
+def test_without_any_of_it_there_is_nothing():
+    assert read("") is None
+
+
+def test_what_config_prints_reads_back(capsys, empty_folder):
+    (empty_folder / "hitherto.yaml").write_text(FILE + "slo: {ttft: 2s}\nadmission: {max_bytes: 64MiB}\n")
+    assert cli.main(["config"]) == 0
+    (empty_folder / "again.yaml").write_text(capsys.readouterr().out)
+    assert load(environ={}, file="again.yaml").settings == load(environ={}).settings
+
+
+@pytest.mark.parametrize("text, seconds", [("2s", 2.0), ("50ms", 0.05), ("1.5 m", 90.0)])
+def test_times_have_units(text, seconds):
+    assert parse_seconds(text) == pytest.approx(seconds)
+
+
+CLASS = "{name: free, reserved_fraction: 0.6, priority: 10}"
+
+
+def classes(*entries):
+    return "scheduler: {qos_classes: [" + ", ".join(entries) + "]}\n"
+
+
+@pytest.mark.parametrize(
+    "text, place, remedy",
+    [
+        ("slo: {ttft: 2}", "hitherto.yaml:1: slo: ttft: 2 has no unit", "like 2s or 50ms"),
+        ("slo: {ttft: fast}", "slo: ttft: 'fast' is not a time", "like 2s or 50ms"),
+        ("slo: {ttft: 0s}", "slo: ttft: '0s' is out of range", "above 0"),
+        ("slo: {itl: 2s}", "slo: 'itl' is unknown", "ttft, tpot"),
+        ("slo: {}", "slo: it has no limit", "ttft: 2s"),
+        (classes("{name: a, reserved_fraction: 1.2}"), "qos_classes[0].reserved_fraction: 1.2", "from 0 to 1"),
+        (classes("{name: a, reserved_fraction: 0.7}", CLASS), "add up to 1.3", "make them smaller"),
+        (classes(CLASS, CLASS), "'free' is there twice", "a name of its own"),
+        (classes("{priority: 1}"), "qos_classes[0].name: None", "letters"),
+        (classes("{name: a, priority: high}"), "qos_classes[0].priority: 'high'", "whole number"),
+        (classes("{name: a, slo: {tpot: 50}}"), "qos_classes[0].slo.tpot: 50 has no unit", "50ms"),
+        (classes("{name: a, weight: 1}"), "'weight' is unknown", "reserved_fraction"),
+        ("scheduler: {qos_classes: []}", "qos_classes: it must be a list", "one entry or more"),
+        (classes(CLASS) + "request_router: {routes: [{qos: gold}]}", "routes[0].qos: there is no class 'gold'", "free"),
+        (
+            classes(CLASS) + "request_router: {routes: [{qos: free}, {match: {model: m}, qos: free}]}",
+            "hitherto.yaml:2: request_router: routes[0]: it has no condition",
+            "put it last",
+        ),
+        (
+            classes(CLASS) + "request_router: {routes: [{match: {user: x}, qos: free}]}",
+            "routes[0].match: 'user' is unknown",
+            "header, model, path, key",
+        ),
+        (
+            classes(CLASS) + 'request_router: {routes: [{match: {header: "a b: c"}, qos: free}]}',
+            "routes[0].match.header: 'a b' is not a header",
+            "colon",
+        ),
+        (
+            "request_router: {routes: [{qos: free}]}",
+            "request_router: its routes lead to classes",
+            "scheduler.qos_classes",
+        ),
+        ("admission: {when_full: shed}", "admission: when_full: 'shed' is none of wait", "reject"),
+        ("admission: {max_wait: 30}", "admission: max_wait: 30 has no unit", "2s"),
+        ("admission: {max_requests: 0}", "admission: max_requests: 0", "above 0"),
+        ("admission: {max_bytes: lots}", "admission: 'lots' is not a size", "512MiB"),
+        ("scheduler: 3", "scheduler: 3 is no mapping", "qos_classes"),
+    ],
+)
+def test_what_is_wrong_is_said_with_its_place_and_the_remedy(text, place, remedy, capsys, empty_folder):
+    with pytest.raises(ConfigError) as caught:
+        read(text)
+    assert place in str(caught.value) and remedy in str(caught.value)
+    assert cli.main(["config"]) == 2
+    assert place in capsys.readouterr().err

@@ -1,0 +1,92 @@
+"""Admission in virtual time: the gateway's own queue, asked by simulated clients."""
+
+import random
+
+import pytest
+
+from loadgen.simulate import Fleet, Turn
+from policies import Admission, Classes, QosClass, Rules, Slo
+from replicas.simulated.profile import load_profile
+
+SLO = Slo(2.0, 0.05)
+PREMIUM, FREE = QosClass("premium", 0.1, 100, SLO), QosClass("free", 0.6, 10, SLO)
+
+
+def fleet(mode, replicas=2, seed=1, **given):
+    def admission(gateway):
+        return Admission(Classes((PREMIUM, FREE)), Rules(mode))
+
+    return Fleet([load_profile("gpu-8b")] * replicas, "least_time", seed, admission=admission, **given)
+
+
+def load(fleet, rate, seconds, qos="free", begin=0.0, tokens=2000, output=150):
+    chance, when = random.Random(f"{qos} {begin}"), begin
+    for number in range(10**6):
+        when += chance.expovariate(rate)
+        if when > seconds:
+            return
+        first = (len(qos) << 40) + (int(begin) << 34) + (number << 12)
+        blocks = list(range(first, first + (tokens + output) // 16))
+        turn = Turn(blocks[: tokens // 16], tokens, output, blocks, qos=qos, tenant=f"t{number % 5}")
+        fleet.at(when, fleet.send, turn)
+
+
+def good(records, since=20.0):
+    late = [one for one in records if one.sent >= since]
+    kept = [
+        one
+        for one in late
+        if not one.error and one.first - one.sent <= SLO.ttft and one.end - one.first <= SLO.tpot * (one.output - 1)
+    ]
+    return len(kept), len(late)
+
+
+@pytest.mark.parametrize("mode", ["wait", "reject"])
+def test_under_twice_what_it_can_do_a_fleet_still_does_what_it_can(mode):
+    """Without admission nobody is answered in time then."""
+    known = {}
+    for rate in (20.0, 45.0):
+        one = fleet(mode)
+        load(one, 14.0, 15.0)  # costs are learned by then
+        load(one, rate, 50.0, begin=15.0)
+        known[rate] = good(one.run().records)
+    assert known[45.0][0] >= 0.95 * known[20.0][0]
+    assert known[20.0][0] >= 0.85 * known[20.0][1]
+
+
+def test_every_request_ends_and_nothing_is_left():
+    one = fleet("wait", gateways=2)
+    load(one, 45.0, 20.0)
+    one.at(8.0, one.lose, 0)
+    one.at(14.0, one.restore, 0)
+    records = one.run().records
+    assert all(record.end for record in records)
+    assert {record.error for record in records} <= {None, "http_429", "http_502", "stream_error"}
+    assert {record.error for record in records if not record.first} <= {"http_429"}
+    for gate in one.gates:
+        assert not gate.admission.waiting and gate.admission.space.requests == 0
+    assert one.gateways[0].router.ledger.total().requests == 0
+
+
+def test_a_flood_of_the_lowest_class_does_not_reach_the_highest():
+    """Premium, which asks for less than it has reserved, is answered, all of it, and quickly."""
+    seconds = {}
+    for flood in (12.0, 200.0):
+        one = fleet("wait", replicas=4)
+        load(one, 2.0, 45.0, "premium")
+        load(one, 12.0, 15.0, "free")
+        load(one, flood, 45.0, "free", begin=15.0)
+        mine = [record for record in one.run().records if record.turn.qos == "premium" and record.sent > 20]
+        assert not [record for record in mine if record.error]
+        seconds[flood] = sum(record.first - record.sent for record in mine) / len(mine)
+    assert seconds[200.0] < 2 * seconds[12.0]
+
+
+def test_who_waits_for_nobody_is_answered_as_without_a_queue():
+    """While there is room the queue is not there."""
+    plain = Fleet([load_profile("gpu-8b")] * 2, "least_time", 1)
+    asked = fleet("wait")
+    for one in (plain, asked):
+        load(one, 4.0, 20.0)
+        one.run()
+    assert [record.first for record in plain.result.records] == [record.first for record in asked.result.records]

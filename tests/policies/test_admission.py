@@ -1,0 +1,331 @@
+"""Who is sent, who waits and who is refused: the state machine without clocks and sockets."""
+
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from policies import Admission, Classes, CostGroup, Demand, Ledger, QosClass, Quote, Rule, Rules, Slo, Ticket
+from policies.admission import Margin, Space
+from policies.lines import QUANTUM, Line
+from policies.quotes import quote
+from policies.vocabulary import Candidate
+
+PREMIUM, STANDARD, FREE = (
+    QosClass(name, fraction, priority, Slo(2.0, 0.05))
+    for name, fraction, priority in (("premium", 0.1, 100), ("standard", 0.3, 50), ("free", 0.6, 10))
+)
+CLASSES = Classes((PREMIUM, STANDARD, FREE))
+ROOM = Quote(0.05, 0.0, 0.02, 1.0, there=2)
+FULL = Quote(0.45, 0.4, 0.02, 1.0, there=9, computing=2)
+SLOW = Quote(0.05, 0.0, 0.08, 4.0, there=40)
+LATE = Quote(2.5, 2.4, 0.02, 1.0, there=9, computing=2)
+
+
+COSTS = CostGroup().add("r")
+
+
+def ticket(qos=FREE, now=0.0, tenant="", size=1000, slo=None):
+    return Ticket(qos, slo or qos.slo, now, tenant, size)
+
+
+def ask(admission, one, *quotes, now=0.0, tokens=1000):
+    verdict = admission.ask(one, tokens, quotes, now)
+    if verdict.decision == "admitted":
+        admission.sent(one, quotes[verdict.among[0]], COSTS, 2000, now)
+    return verdict
+
+
+def filled(count=3, rules=Rules(), qos=FREE, **given):
+    """One with so many of a class in line."""
+    admission = Admission(CLASSES, rules)
+    waiting = [ticket(qos, **given) for _ in range(count)]
+    for one in waiting:
+        assert ask(admission, one, FULL).decision == "queued"
+    return admission, waiting
+
+
+# --- at once
+
+
+@pytest.mark.parametrize("mode", ["wait", "reject", "observe"])
+def test_who_finds_room_goes_at_once(mode):
+    admission = Admission(CLASSES, Rules(mode))
+    assert ask(admission, ticket(), FULL, ROOM).decision == "admitted"
+    assert not admission.waiting
+
+
+def test_it_goes_only_where_there_is_room():
+    assert Admission(CLASSES, Rules()).ask(ticket(), 1000, [FULL, ROOM, SLOW, ROOM], 0.0).among == [1, 3]
+
+
+def test_an_idle_replica_has_room_however_slow_it_is():
+    """A limit that no replica can ever keep would else be a door that never opens."""
+    idle = Quote(9.0, 0.0, 0.5)
+    for mode in ("wait", "reject"):
+        assert ask(Admission(CLASSES, Rules(mode)), ticket(), idle).decision == "admitted"
+
+
+def test_reject_sends_who_will_be_in_time_and_refuses_the_others():
+    admission = Admission(CLASSES, Rules("reject"))
+    assert ask(admission, ticket(), FULL)[:2] == ("admitted", "met")
+    late, slow = ask(admission, ticket(), LATE), ask(admission, ticket(), SLOW)
+    assert late[:2] == ("refused", "ttft") and late.retry_after == pytest.approx(0.5)
+    assert slow[:2] == ("refused", "tpot") and slow.retry_after == pytest.approx(4.0 * (1 - 50 / 80))
+
+
+def test_observe_sends_all_and_says_who_would_have_been_refused():
+    admission = Admission(CLASSES, Rules("observe"))
+    assert ask(admission, ticket(), LATE)[:2] == ("observed", "ttft")
+
+
+def test_a_request_without_limits_is_refused_only_where_nobody_has_room():
+    free = QosClass("free")
+    admission = Admission(Classes((free,)), Rules("reject"))
+    assert ask(admission, ticket(free), LATE).decision == "admitted"
+
+
+# --- in line
+
+
+def test_who_finds_no_room_waits_and_goes_when_there_is_some():
+    admission, (first, second) = filled(2)
+    assert admission.head(0.1) is first
+    assert ask(admission, first, FULL, now=0.1).decision == "queued"
+    assert ask(admission, first, ROOM, now=0.2)[:2] == ("admitted", "turn")
+    assert admission.head(0.2) is second and admission.space.requests == 1
+
+
+def test_a_newcomer_does_not_overtake_its_own_class():
+    admission, _ = filled(1)
+    assert ask(admission, ticket(), ROOM, now=0.1).decision == "queued"
+
+
+def test_a_higher_class_overtakes_a_lower_one():
+    admission, _ = filled(1)
+    assert ask(admission, ticket(PREMIUM), ROOM, now=0.1).decision == "admitted"
+    admission, _ = filled(1)
+    waiting = ticket(PREMIUM)
+    ask(admission, waiting, FULL)
+    assert admission.head(0.1) is waiting
+
+
+def test_a_class_that_had_its_reserve_lets_go_before_it_those_that_had_not():
+    admission = Admission(CLASSES, Rules())
+    for _ in range(20):
+        ask(admission, ticket(PREMIUM), ROOM)
+    free, premium = ticket(FREE), ticket(PREMIUM)
+    ask(admission, premium, FULL)
+    ask(admission, free, FULL)
+    assert admission.head(0.0) is free
+    assert admission.head(60.0) is not None
+
+
+def test_the_lowest_class_may_use_all_while_it_is_alone_and_leaves_room_while_others_ask():
+    nearly = ROOM._replace(tpot=0.045, computing=1)
+    admission = Admission(CLASSES, Rules())
+    assert ask(admission, ticket(), nearly).decision == "admitted"
+    ask(admission, ticket(PREMIUM), ROOM, now=1.0)
+    ask(admission, ticket(STANDARD), ROOM, now=1.0)
+    for _ in range(40):
+        ask(admission, ticket(), ROOM, now=1.0)
+    assert ask(admission, ticket(), nearly, now=1.0).decision == "queued"
+    assert ask(admission, ticket(PREMIUM), nearly, now=1.0).decision == "admitted"
+    later = Admission(CLASSES, Rules())
+    ask(later, ticket(PREMIUM), ROOM, now=1.0)
+    assert ask(later, ticket(), nearly, now=60.0).decision == "admitted"
+
+
+def test_who_is_predicted_to_wait_too_long_is_refused_at_once_and_told_when_to_come_back():
+    admission, _ = filled(8)
+    verdict = ask(admission, ticket(), FULL._replace(ttft=1.9, wait=1.85), now=0.0)
+    assert verdict[:2] == ("refused", "ttft") and verdict.retry_after > 0
+
+
+def test_who_has_waited_too_long_leaves_in_time_to_be_told():
+    admission, waiting = filled(3)
+    assert not [*admission.turned_out(1.0)]
+    out = [*admission.turned_out(2.0)]
+    assert [one for one, _ in out] == waiting
+    assert {verdict[:2] for _, verdict in out} == {("refused", "deadline")}
+    assert admission.head(2.0) is None and admission.space.requests == admission.space.bytes == 0
+
+
+def test_without_a_limit_the_longest_wait_counts():
+    free = QosClass("free")
+    admission = Admission(Classes((free,)), Rules(max_wait=5.0))
+    ask(admission, ticket(free), FULL)
+    assert not [*admission.turned_out(4.9)] and len([*admission.turned_out(5.1)]) == 1
+
+
+@pytest.mark.parametrize("rules", [Rules(max_requests=3), Rules(max_bytes=3000)])
+def test_a_full_queue_sheds_its_lowest_class_for_a_higher_one(rules):
+    admission, waiting = filled(3, rules)
+    assert ask(admission, ticket(), FULL)[:2] == ("refused", "queue_full")
+    assert ask(admission, ticket(STANDARD), FULL).decision == "queued"
+    assert [(one, verdict.reason) for one, verdict in admission.turned_out(0.0)] == [(waiting[-1], "shed")]
+    assert admission.space.requests == 3 and admission.space.bytes == 3000
+
+
+def test_who_leaves_is_no_more_in_line():
+    admission, (first, second) = filled(2)
+    admission.leave(first, 0.1)
+    admission.leave(first, 0.1)
+    assert admission.head(0.1) is second and admission.space.requests == 1
+
+
+steps = st.lists(
+    st.tuples(
+        st.sampled_from(["ask", "turn", "leave", "out"]),
+        st.sampled_from([PREMIUM, STANDARD, FREE]),
+        st.sampled_from(["a", "b", "c"]),
+        st.sampled_from([ROOM, FULL, SLOW, LATE]),
+        st.floats(0, 0.5),
+    ),
+    max_size=60,
+)
+
+
+@given(steps)
+def test_its_counts_are_those_of_who_waits_whatever_happens(steps):
+    """Nobody is lost, nobody is there twice, and nothing is counted for who has left."""
+    admission, waiting, now = Admission(CLASSES, Rules(max_requests=8)), set(), 0.0
+    for what, qos, tenant, offer, seconds in steps:
+        now += seconds
+        if what == "ask":
+            one = ticket(qos, now, tenant)
+            if ask(admission, one, offer, now=now).decision == "queued":
+                waiting.add(one)
+        elif what == "turn" and (head := admission.head(now)) is not None:
+            assert head in waiting
+            if ask(admission, head, offer, now=now).decision == "admitted":
+                waiting.remove(head)
+        elif what == "leave" and waiting:
+            admission.leave(waiting.pop(), now)
+        for one, _ in admission.turned_out(now):
+            waiting.remove(one)
+        assert admission.space.requests == len(waiting) == sum(line.count for line in admission.lines.values())
+        assert admission.space.bytes == 1000 * len(waiting)
+        assert {one for one in waiting if not one.waits} == set()
+        for line in admission.lines.values():
+            assert line.work == pytest.approx(sum(one.own for one in waiting if one.qos is line.qos))
+
+
+# --- tenants
+
+
+def test_tenants_of_a_class_take_turns_by_the_tokens_of_their_prompts():
+    """One that asks ten times as much gets as many tokens, not ten times as many."""
+    line, sent = Line(FREE, 1.0), Counter()
+    for _ in range(400):
+        for tenant, tokens in (("greedy", 4096), ("greedy", 4096), ("small", 512)):
+            one = Ticket(FREE, FREE.slo, 0.0, tenant)
+            one.tokens, one.own = tokens, tokens * 1e-5
+            line.add(one, 0.0)
+    for _ in range(300):
+        head = line.head()
+        sent[head.tenant] += head.tokens
+        line.take(head, 0.0)
+    assert abs(sent["greedy"] - sent["small"]) <= 2 * max(QUANTUM, 4096)
+
+
+def test_tenants_that_left_leave_nothing_behind():
+    line = Line(FREE, 1.0)
+    for number in range(1000):
+        one = Ticket(FREE, FREE.slo, 0.0, f"t{number}")
+        line.add(one, 0.0)
+        line.drop(one, 0.0)
+    assert line.count == 0 and len(line._tenants) < 100 and line.head() is None and not line._tenants
+
+
+# --- quotes and their margin
+
+
+def candidate(**load):
+    ledger = Ledger()
+    found = Candidate("r", 0, ledger.add("r"), CostGroup().add("r"))
+    for name, value in load.items():
+        setattr(found.load, name, value)
+    return found
+
+
+def demand(tokens=1000, output=100.0):
+    return Demand(tokens, output=output)
+
+
+def test_a_quote_is_what_the_costs_predict():
+    one = candidate(requests=3, prefilling=1, prefill_tokens=900, decoding=2, context_tokens=3000, output_tokens=300)
+    assert quote(one, demand()).ttft == pytest.approx(one.costs.ttft_seconds(one.load, 1000, 0))
+    assert quote(candidate(), demand()).own == pytest.approx(quote(candidate(), demand()).ttft)
+
+
+def test_prompts_ahead_are_streams_by_then_and_streams_end_meanwhile():
+    streams = {"requests": 20, "decoding": 20, "context_tokens": 40_000}
+    lasting, ending = candidate(output_tokens=20_000, **streams), candidate(output_tokens=20, **streams)
+    assert quote(ending, demand()).tpot < quote(lasting, demand()).tpot
+    ahead = candidate(
+        requests=25, prefilling=5, prefill_tokens=5000, decoding=20, context_tokens=40_000, output_tokens=25_000
+    )
+    assert quote(ahead, demand()).tpot > quote(lasting, demand()).tpot
+
+
+def test_a_full_cache_makes_it_wait_for_streams_to_end():
+    load = {"requests": 20, "decoding": 20, "context_tokens": 40_000, "output_tokens": 4000}
+    with_room, full = candidate(**load), candidate(capacity_tokens=40_000, **load)
+    assert quote(full, demand()).wait > quote(with_room, demand()).wait
+    assert quote(full, demand()).full > 1.0 and quote(with_room, demand()).full == 0.0
+
+
+def test_the_margin_grows_to_what_nine_in_ten_keep():
+    margin = Margin()
+    for number in range(2000):
+        margin.learn(1.0, 1.5 if number % 5 == 0 else 1.0, 2.0)
+    assert 1.3 < margin.factor < 1.7
+    for _ in range(2000):
+        margin.learn(0.01, 5.0, 2.0)  # far from the limit: it says nothing
+    assert margin.factor < 1.7
+
+
+def test_space_is_shared_by_the_fleets_of_a_process():
+    space = Space()
+    one, other = (Admission(CLASSES, Rules(max_requests=1), space) for _ in range(2))
+    assert ask(one, ticket(), FULL).decision == "queued"
+    assert ask(other, ticket(), FULL)[:2] == ("refused", "queue_full")
+
+
+# --- classes
+
+
+def test_the_first_rule_whose_conditions_hold_says_the_class():
+    classes = Classes(
+        (PREMIUM, STANDARD, FREE),
+        (
+            Rule(PREMIUM, ("x-customer-tier", "premium")),
+            Rule(STANDARD, None, "big*", "/v1/chat/*"),
+            Rule(STANDARD, ("x-internal", None)),
+            Rule(FREE),
+        ),
+    )
+
+    def of(path="/v1/completions", model="m", **headers):
+        return classes.of(lambda name: headers.get(name.decode().replace("-", "_")), path, model).name
+
+    assert of(x_customer_tier=" premium ") == "premium" and of(x_customer_tier="gold") == "free"
+    assert of("/v1/chat/completions", "big-1") == "standard" and of("/v1/completions", "big-1") == "free"
+    assert of(x_internal="") == "standard" and of() == "free"
+
+
+def test_where_no_rule_holds_it_is_of_the_lowest_priority():
+    assert CLASSES.of(lambda name: None, "/", "") is FREE
+
+
+def test_an_api_key_says_the_class_itself_or_by_its_name():
+    classes = Classes((PREMIUM, STANDARD, FREE), (Rule(STANDARD, key="team-*"), Rule(FREE)))
+
+    def of(**key):
+        return classes.of(lambda name: None, "/", "m", **key).name
+
+    assert of(key="team-a") == "standard" and of(key="other") == of() == "free"
+    assert of(key="other", named="premium") == "premium"
+    assert of(key="team-a", named="gone since the file was written") == "standard"

@@ -37,7 +37,6 @@ from .proxy.decisions import Decisions
 from .proxy.retries import UNCONFIRMED
 from .spaces import ModelSpace
 from .tenants.keys import CLIENT_KEYS, Keys
-from .tenants.metering import Metering
 
 if TYPE_CHECKING:
     from cachemap.cluster import SharedIntake, SharedMap
@@ -68,14 +67,17 @@ class Gateway:
             authorities=settings.replica_ca,
             engine_key=read_engine_key(settings),
         )
-        self.keys = Keys(settings.api_keys) if settings.api_keys is not None else None
-        self.metering = Metering() if self.keys is not None else None
         # With keys of its own on either side, the gateway passes no client's key on, unless it is told to.
         keeps_keys = settings.forward_api_keys or (settings.api_keys is None and settings.engine_api_key is None)
         self._hidden = frozenset() if keeps_keys else CLIENT_KEYS
+        self.keys = Keys(settings.api_keys) if settings.api_keys is not None else None
+        names = self.keys.names if self.keys is not None else ()
+        classes = datapath.class_names(settings)
         self.metrics = Metrics(
-            {"replica": self.fleet.replicas, "policy": settings.shadow, "class": datapath.class_names(settings)}
+            {"replica": self.fleet.replicas, "policy": settings.shadow, "class": classes, "tenant": names}
         )
+        self.metering = datapath.metering(settings, self.keys, self.metrics, self.background)
+        self.usage_log = datapath.usage_log(settings, self.metrics)
         self.fleet.on_change.append(self._replica_changed)
         self.kept = kept_replicas(settings)
         self.slots: dict[str, int] = {}
@@ -99,6 +101,7 @@ class Gateway:
             ask_models=self.fleet.ask_models,
             keys=self.keys,
             metering=self.metering,
+            usage_log=self.usage_log,
         )
         self.server = Server(self.proxy, datapath.limits(settings, self.models.pipelines))
         self.decisions = Decisions(self.proxy, decision_prefix)
@@ -109,8 +112,6 @@ class Gateway:
         self.view.background = self.background
         self.view.keys, self.view.metering = self.keys, self.metering
         self.shared_ledger = datapath.shared_ledger(settings, self.metrics, self.ledger, self.background)
-        if self.metering is not None:
-            self.metering.shared = datapath.shared_counts(settings, self.metering, self.background)
         self.proxy.placing.shared = self.view.shared_ledger = self.shared_ledger
         if self.shared_ledger is not None:
             self.shared_ledger.begin_answers, self.shared_ledger.end_answers = (
@@ -192,6 +193,8 @@ class Gateway:
             await self.metering.shared.stop()
         await self.fleet.stop()
         await self.admin.stop()
+        if self.usage_log is not None:
+            await asyncio.to_thread(self.usage_log.close)
         if self.spans is not None:
             await asyncio.to_thread(self.spans.close)
 
@@ -345,7 +348,9 @@ class Gateway:
         upstream = {
             b.id: len(b.pool.idle) + self.ledger.own(b.id)[0] - elsewhere[b.id] for b in self.proxy.backends.values()
         }
+        running = {"tenant_running_requests": self.metering.running()} if self.metering is not None else {}
         return {
+            **running,
             "client_connections": len(self.server.connections),
             "upstream_connections": upstream,
             "request_bytes": self.server.held,

@@ -151,6 +151,11 @@ class Settings(BaseModel):
         description="@FILE that holds the API key which the engines ask for; the environment and the configuration file may also have the key itself",
     )
 
+    usage_log: Path | None = Field(
+        None,
+        description="file that gets one line of JSON for each request: tokens, status, seconds, and whose key it came with",
+    )
+
     model: str | None = Field(
         None, description="model name or folder, for its tokenizer and chat template (default: what the replicas serve)"
     )
@@ -553,6 +558,14 @@ def _check_files(settings: Settings, sources: Mapping[str, str]) -> None:
             profile.load(pool.profile)
         except ValueError as error:
             raise ConfigError(f"{sources['pools']}: pools.{name}.profile: {error}") from None
+    if settings.usage_log:
+        try:
+            settings.usage_log.open("ab").close()
+        except OSError as error:
+            raise ConfigError(
+                f"{sources['usage_log']}: usage_log: {settings.usage_log} cannot be written: {error.strerror or error}. "
+                "Its folder must exist, and the gateway may write there"
+            ) from None
     if settings.replica_ca:
         try:
             tls.context(settings.replica_ca)

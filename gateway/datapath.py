@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from policies import CostGroup, Ledger, Router, make
 
-from .config import Settings
+from .config import ConfigError, Settings
 from .http.messages import Limits
 from .ops import log as lines
 from .ops.metrics import Metrics
@@ -22,7 +22,9 @@ from .proxy.exchange import Exchange
 from .proxy.proxy import Proxy
 from .proxy.settling import OnEnd
 from .tenants.ending import Settled
+from .tenants.keys import Keys
 from .tenants.metering import Metering
+from .tenants.usage_log import UsageLog
 
 if TYPE_CHECKING:
     from cachemap import CacheMap
@@ -30,7 +32,6 @@ if TYPE_CHECKING:
 
     from .ops.spans import Spans
     from .proxy.shared import SharedLedger
-    from .tenants.shared import SharedCounts
 
 log = logging.getLogger("hitherto")
 
@@ -48,8 +49,10 @@ def proxy(
 
         rooms["traces"] = Traces(spans, settings.policy)
     on_end: list[OnEnd] = [_access] if settings.access_log else []
-    if (metering := rooms.get("metering")) is not None:
-        on_end.append(Settled(metering))
+    if (keys := rooms.get("keys")) is not None:
+        on_end.append(Settled(rooms["metering"], rooms["metrics"], keys.names))
+    if (usage_log := rooms.pop("usage_log", None)) is not None:
+        on_end.append(usage_log)
     return Proxy(
         router=Router(make(settings.policy), cachemap, ledger, costs),
         retries=settings.retries,
@@ -121,15 +124,37 @@ def shared_ledger(
     )
 
 
-def shared_counts(settings: Settings, metering: Metering, background: Background) -> SharedCounts | None:
-    """Where what tenants of all gateways have had of their limits is counted; none without Redis."""
-    if settings.redis_url is None:
+def metering(settings: Settings, keys: Keys | None, metrics: Metrics, background: Background) -> Metering | None:
+    """What counts tenants' limits, with Redis those of all gateways; none without keys."""
+    if keys is None:
         return None
-    from cachemap.cluster import Ways, parse
+    made = Metering(refused=metrics.tenant_refusals.inc)
 
-    from .tenants.shared import SharedCounts
+    def forget(name: str) -> None:
+        metrics.forget(name, "tenant")
+        made.forget(name)
 
-    return SharedCounts(Ways(parse(settings.redis_url)), settings.deployment, metering.accounts, background)
+    keys.on_gone.append(forget)
+    if settings.redis_url is not None:
+        from cachemap.cluster import Ways, parse
+
+        from .tenants.shared import SharedCounts
+
+        ways = Ways(parse(settings.redis_url))
+        made.shared = SharedCounts(
+            ways, settings.deployment, made.accounts, background, observe=metrics.limit_decisions.inc
+        )
+    return made
+
+
+def usage_log(settings: Settings, metrics: Metrics) -> UsageLog | None:
+    """Raises ConfigError."""
+    if settings.usage_log is None:
+        return None
+    try:
+        return UsageLog(settings.usage_log, lambda lines: metrics.usage_lines_dropped.inc(by=lines))
+    except OSError as error:
+        raise ConfigError(f"usage_log: {settings.usage_log} cannot be written: {error.strerror or error}") from None
 
 
 def started() -> None:

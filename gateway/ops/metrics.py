@@ -51,12 +51,14 @@ STATUS_FAULTS = tuple(f"status {code}" for code in (401, 403, 404, 429, 500, 502
 CONNECTION_FAULTS = ("connect", "closed", "protocol", "hung", "aborted")
 ANSWER_FAULTS = ("error answer", "foreign answer")  # an error behind a status 200; what no engine wrote
 REPLICA: Collection[str] = ()  # known to the process, as they come and go
+TENANT: Collection[str] = ()  # as well
 POLICY: Collection[str] = ()
 QOS: Collection[str] = ()
 
 # Read at scrape: name -> (kind, help, labels). The reader returns {name: number} for those without labels,
 # {name: {value: number}} for one label and {name: {(value, value): number}} for two.
 READ = {
+    "tenant_running_requests": ("gauge", "Requests of a tenant with limits that have not ended", ("tenant",)),
     "inflight_requests": ("gauge", "Requests sent to a replica and not finished", ("replica",)),
     "reservations": ("gauge", "Reservations in the load ledger; zero when the gateway is idle", ()),
     "reserved_prefill_tokens": ("gauge", "Uncached prompt tokens on their way to a first byte", ("replica",)),
@@ -279,6 +281,14 @@ class Metrics:
     predicted_ttft_seconds = Counter("Sum of the times to the first token that were predicted when those were admitted", **{"class": QOS})
     delivered_ttft_seconds = Counter("Sum of the times to the first token that they had", **{"class": QOS})
     queue_seconds = Histogram("Time that requests which were sent had waited in the gateway's queue", "class", LATENCY_BUCKETS)
+    # tenants, with --api-keys
+    tenant_requests = Counter("Requests of a tenant, by how they were answered", tenant=TENANT, status=STATUSES)
+    tenant_tokens = Counter("Tokens of a tenant's requests; cached ones are part of the input", tenant=TENANT, kind=("input", "cached", "output"))
+    tenant_refusals = Counter("Requests of a tenant that one of its limits refused", tenant=TENANT,
+        limit=("running", "requests", "input", "output", "day", "month"))
+    limit_decisions = Counter("With Redis: claims of tenants' limits that were decided there, by what it told last because that came too late, or "
+        "by this gateway's share because Redis is away", outcome=("shared", "late", "away"))
+    usage_lines_dropped = Counter("Lines of the usage log that could not be written, or not fast enough")
     # retries, legs and failures
     retries = Counter("Requests sent to another replica before their first byte, or once more to the same one",
         reason=(*CONNECTION_FAULTS, *STATUS_FAULTS, *ANSWER_FAULTS, "removed", "replaced", "elsewhere", "ids", "reconnect", "not kept", "leg refused"))
@@ -295,6 +305,7 @@ class Metrics:
 
     def __init__(self, known: Mapping[str, Collection[str]] = {}) -> None:
         """`known`: label -> values it has at the time of a scrape, for the labels `replica`, `policy` and `class`."""
+        """`known`: label -> values it has at the time of a scrape, for the labels `replica`, `policy` and `tenant`."""
         self._known = known
         for name, metric in vars(Metrics).items():
             if isinstance(metric, Counter | Histogram):
@@ -311,10 +322,10 @@ class Metrics:
         """Ask `reader` at each scrape; the names it returns must be in READ."""
         self._readers.append(reader)
 
-    def forget(self, replica: str) -> None:
-        """Drop the series of a replica that was removed, so that labels stay bounded."""
+    def forget(self, value: str, label: str = "replica") -> None:
+        """Drop the series of a replica (or of another label's value) that was removed, so that labels stay bounded."""
         for metric in self.all():
-            metric.forget("replica", replica)
+            metric.forget(label, value)
 
     def counts(self) -> dict[str, list]:
         """What was counted so far, as `add` takes it in another process: labels with their numbers."""

@@ -161,6 +161,12 @@ class Attempt:
         self.conductor.lost(self, error)
 
 
+def events_in(data: bytes) -> int:
+    """How many events of a stream a read has, at least one. In generated text a line end is escaped, and the size of a
+    chunk ends a line before the first."""
+    return max(1, data.count(b"\ndata:"))
+
+
 class MeteredAttempt(Attempt):
     """One of a tenant's: its pieces are the stream's events, each a token or a few, however many of them a read has.
     Not all clients ask for usage, and one that leaves gets none."""
@@ -170,7 +176,7 @@ class MeteredAttempt(Attempt):
     def data(self, data: bytes) -> None:
         if self.state is ANSWERING:
             self.tail.append(data)
-            self.pieces += max(1, data.count(b"\ndata:"))
+            self.pieces += events_in(data)
             self.client.transport.write(data)
         else:
             self.conductor.on_body(self, data)

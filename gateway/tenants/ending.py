@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..prompt.prompt import NO_PREFILL
 from .metering import Metering
 
 if TYPE_CHECKING:
+    from ..ops.metrics import Metrics
     from ..proxy.answers import Usage
     from ..proxy.exchange import Exchange
 
@@ -20,6 +22,8 @@ class Cost(NamedTuple):
     output: int
 
 
+BROKEN_OFF = frozenset(("aborted", "cut"))  # outcomes that stand in place of a status
+TOKENS = ("input", "cached", "output")  # as in `Cost`
 NOTHING = Cost(0, 0, 0)
 
 
@@ -40,12 +44,22 @@ def cost(exchange: Exchange, usage: Usage | None) -> Cost:
 
 
 class Settled:
-    """An `on_end`: takes what a request has claimed for what it has cost."""
+    """An `on_end`: takes what a tenant's request has claimed for what it has cost, and counts it."""
 
-    def __init__(self, metering: Metering):
-        self._metering = metering
+    def __init__(self, metering: Metering, metrics: Metrics, names: Container[str]):
+        """`names`: of the tenants there are. Others are not counted any more, so that labels stay bounded."""
+        self._metering, self._metrics, self._names = metering, metrics, names
 
     def __call__(self, exchange: Exchange, outcome: str, usage: Usage | None) -> None:
+        tenant = exchange.tenant
+        if tenant is None:
+            return
+        found = cost(exchange, usage)
         if exchange.charge is not None:
-            found = cost(exchange, usage)
             self._metering.settle(exchange.charge, found.input, found.output)
+        if tenant.name in self._names:
+            answered = exchange.fault or exchange.answered_with
+            status = outcome if outcome in BROKEN_OFF else f"{answered // 100}xx"
+            self._metrics.tenant_requests.inc(tenant.name, status)
+            for kind, tokens in zip(TOKENS, found):
+                self._metrics.tenant_tokens.inc(tenant.name, kind, by=tokens)

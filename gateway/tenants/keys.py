@@ -35,14 +35,11 @@ class Keys:
         self._path = path
         self._signature = _signature(path)
         self._keys = _by_hash(read(path))
+        self.names: dict[str, None] = {}  # of the tenants there are; the same object for good
+        self._name_all()
         self._loaded = time.time()
         self._problem = ""
-        self.on_change: list[Callable[[], None]] = []  # called when the tenants are others than before
-
-    @property
-    def tenants(self) -> dict[str, Tenant]:
-        """By name."""
-        return {one.name: one for _, one in self._keys.values()}
+        self.on_gone: list[Callable[[str], None]] = []  # called with the name of each tenant that is no more
 
     def authenticate(self, request: Request) -> Tenant | ApiError | None:
         """Who asks; why the request is refused; or None for what is open to everybody."""
@@ -67,7 +64,7 @@ class Keys:
     def status(self) -> dict[str, Any]:
         return {
             "file": str(self._path),
-            "tenants": len(self.tenants),
+            "tenants": len(self.names),
             "keys": len(self._keys),
             "loaded_seconds_ago": round(time.time() - self._loaded, 3),
             "problem": self._problem,
@@ -93,9 +90,20 @@ class Keys:
             log.error("API keys: the file cannot be used, the keys known so far stay: %s", error)
             return
         self._keys, self._loaded, self._problem = _by_hash(tenants), time.time(), ""
-        log.info("API keys: %d keys of %d tenants were read from %s", len(tenants), len(self.tenants), self._path)
-        for changed in self.on_change:
-            changed()
+        gone = self._name_all()
+        log.info("API keys: %d keys of %d tenants were read from %s", len(tenants), len(self.names), self._path)
+        for told in self.on_gone:
+            for name in gone:
+                told(name)
+
+    def _name_all(self) -> list[str]:
+        """Returns the names that are gone."""
+        now = {tenant.name for _, tenant in self._keys.values()}
+        gone = [name for name in self.names if name not in now]
+        for name in gone:
+            del self.names[name]
+        self.names.update(dict.fromkeys(sorted(now)))
+        return gone
 
 
 def _by_hash(tenants: dict[bytes, Tenant]) -> dict[bytes, tuple[bytes, Tenant]]:

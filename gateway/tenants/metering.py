@@ -39,9 +39,13 @@ class Charge:
 class Metering:
     """Of all tenants, in this gateway."""
 
-    def __init__(self, clock: Callable[[], float] = time.time) -> None:
-        """`clock`: seconds since 1970."""
-        self._clock = clock
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.time,
+        refused: Callable[[str, str], None] = lambda tenant, limit: None,
+    ) -> None:
+        """`clock`: seconds since 1970. `refused` hears a tenant's name and the kind of limit that it has reached."""
+        self._clock, self._refused = clock, refused
         self.shared: SharedCounts | None = None  # with Redis
         self._accounts: dict[str, Account] = {}
 
@@ -49,6 +53,14 @@ class Metering:
         if self.shared is None:
             return {"joined": None, "reason": "counted by this gateway alone", "gateways": 1}
         return {"joined": self.shared.joined, "reason": self.shared.reason, "gateways": self.shared.gateways}
+
+    def running(self) -> dict[str, int]:
+        """How many requests of each tenant run in this gateway."""
+        return {name: account.running for name, account in self._accounts.items()}
+
+    def forget(self, name: str) -> None:
+        """The tenant is no more. Its requests that run keep what they have of it."""
+        self._accounts.pop(name, None)
 
     def accounts(self) -> Collection[Account]:
         return self._accounts.values()
@@ -67,7 +79,10 @@ class Metering:
         account = self.account(tenant.name)
         wanted = [claim for claim in rules.claims(limits, 0, now) if claim.kind in ONLY_GROW]
         over = rules.refused(wanted, account.count_seen)
-        return None if over is None else rules.error(over, limits, account, now)
+        if over is None:
+            return None
+        self._refused(account.name, over.kind)
+        return rules.error(over, limits, account, now)
 
     def charge(self, tenant: Tenant, tokens: int) -> Charge | None:
         """What a request with so many prompt tokens is to claim; None: its tenant has no limits."""
@@ -82,6 +97,8 @@ class Metering:
 
         def decided(over: Claim | None) -> None:
             charge.granted = over is None
+            if over is not None:
+                self._refused(charge.account.name, over.kind)
             if charge.ended:
                 self.settle(charge, 0, 0)
             else:

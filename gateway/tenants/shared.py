@@ -63,8 +63,10 @@ class SharedCounts:
         accounts: Callable[[], Collection[Account]],
         background: Background,
         deadline: float = DEADLINE,
+        observe: Callable[[str], None] = lambda outcome: None,
     ):
-        """`accounts`: all that this gateway has."""
+        """`accounts`: all that this gateway has. `observe` hears how each claim was decided: shared, late or away."""
+        self._observe = observe
         self._accounts, self._background, self._deadline, self._ways = accounts, background, deadline, ways
         self._key = f"hitherto:{SCHEMA}:{deployment}:{{limits}}:"
         self._line, self._script = Line(ways, self._key), Script(_SCRIPT)
@@ -133,6 +135,7 @@ class SharedCounts:
 
     def _answer(self, pending: Pending, by_redis: bool) -> None:
         pending.answered = True
+        self._observe("shared" if by_redis else "late" if self.joined else "away")
         try:
             pending.decide(pending, by_redis)
         except Exception as error:

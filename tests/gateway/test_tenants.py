@@ -5,6 +5,7 @@ import hashlib
 import json
 import re
 import time
+from collections import Counter
 from contextlib import AsyncExitStack
 
 import httpx
@@ -44,6 +45,7 @@ def engine(start_engine):
 @pytest.mark.parametrize("workers", [1, 2])
 async def test_keys_in_front_and_the_engines_own_behind(file, engine, workers):
     arguments = ("--api-keys", str(file), "--replica-url", engine.url, "--workers", str(workers), "--access-log")
+    arguments += ("--usage-log", str(usage := file.with_name("usage")))
     async with running(*arguments, env=SECRET) as gateway:
         status = await gateway.ready(1)
         # asked with the key, the engine told all of itself
@@ -65,6 +67,8 @@ async def test_keys_in_front_and_the_engines_own_behind(file, engine, workers):
         }
         assert (await post("/v1/chat/completions", json=CHAT, headers=bearer("two"))).status_code == 403
         assert (await gateway.client.get("/health")).status_code == 200
+        assert await gateway.counted("hitherto_tenant_requests_total", tenant="one", status="2xx") == 4
+        assert await gateway.counted("hitherto_tenant_tokens_total", tenant="one", kind="output") == 16
         file.write_text(line("two"))  # in all workers, though nobody tells them
 
         async def both_changed():
@@ -75,8 +79,11 @@ async def test_keys_in_front_and_the_engines_own_behind(file, engine, workers):
         assert (await post("/v1/chat/completions", json=CHAT, headers=bearer("two"))).status_code == 200
         told = json.dumps(await gateway.status()) + (await gateway.admin.get("/metrics")).text
         said = b"".join(gateway.log).decode() + told
+    lines = [json.loads(line) for line in usage.read_text().splitlines()]
+    counted = Counter((one["key"], one["status"], one["output_tokens"]) for one in lines)
+    assert counted["one", 200, 4] >= 4 and counted["two", 403, 0] == 1 and counted[None, 401, 0] >= 2
     for key in (*KEYS.values(), ENGINE_KEY):
-        assert key not in said
+        assert key not in said + usage.read_text()
 
 
 async def at_the_beginning_of_a_minute():
@@ -126,6 +133,7 @@ def test_what_is_wrong_with_the_settings_is_said_with_a_remedy(capsys, tmp_path,
     )
     file.write_text("- {name: a}")
     assert re.search(r"api_keys: \S*keys.yaml:1: sha256: is missing", told("--api-keys", str(file)))
+    assert "usage_log: /nowhere/x cannot be written" in told("--usage-log", "/nowhere/x")
     said = told("--engine-api-key", ENGINE_KEY)
     assert "everybody on this machine can read a command line" in said and ENGINE_KEY not in said
     assert "No such file" in told("--engine-api-key", f"@{tmp_path / 'none'}")

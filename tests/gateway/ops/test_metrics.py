@@ -80,7 +80,7 @@ def test_quantile_without_data_is_none_and_beyond_the_last_bucket_is_its_bound()
 def test_what_can_be_counted_is_there_at_zero_before_it_happens():
     """rate() sees no counter that appears with 1: the first failure of its kind would raise no alarm."""
     replicas = {"r1": object()}
-    metrics = Metrics({"replica": replicas, "policy": ("random",)})
+    metrics = Metrics({"replica": replicas, "policy": ("random",), "tenant": ("a",)})
     page = scrape(metrics)
     assert set(page.values()) >= {0} and not [
         key for key, number in page.items() if key[0].startswith("hitherto_") and number
@@ -95,7 +95,8 @@ def test_what_can_be_counted_is_there_at_zero_before_it_happens():
     empty = [
         metric.name
         for metric in metrics.all()
-        if len(list(metric.lines({"replica": replicas, "policy": ("random",), "class": ("free",)}))) < 2
+        if len(list(metric.lines({"replica": replicas, "policy": ("random",), "class": ("free",), "tenant": ("a",)})))
+        < 2
     ]
     assert empty == []
     replicas["r2"] = replicas.pop("r1")

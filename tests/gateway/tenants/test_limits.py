@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gateway.ops.metrics import Metrics
 from gateway.prompt.pipeline import Pipeline
 from gateway.tenants import limits as rules
 from gateway.tenants.ending import Settled
@@ -60,8 +61,10 @@ async def tenants(tmp_path, *scripts, a=None, b=None, **options):
     entries = [{"name": name, "sha256": hashlib.sha256(name.encode()).hexdigest(), **(fields or {})} for name, fields in (("a", a), ("b", b))]  # fmt: skip
     file.write_text("\n".join(map(json.dumps, entries)))
     clock = Clock()
-    metering = Metering(clock)
-    async with stack(*scripts, keys=Keys(file), metering=metering, on_end=(Settled(metering),), **options) as s:
+    metrics, keys = Metrics(), Keys(file)
+    metering = Metering(clock, metrics.tenant_refusals.inc)
+    ended = Settled(metering, metrics, keys.names)
+    async with stack(*scripts, keys=keys, metering=metering, on_end=(ended,), metrics=metrics, **options) as s:
         yield Tenants(s, metering, clock)
         await eventually(s.idle)
         assert all(account.running == 0 for account in metering.accounts())
@@ -81,7 +84,11 @@ async def test_requests_per_minute_and_what_the_client_is_told(tmp_path):
         assert (await t.ask("b"))[0] == 200  # another's count is another's
         status, headers, body = await t.ask("b", path=b"/v1/messages")
         assert (status, json.loads(body)["error"]["type"]) == (429, "rate_limit_error") and "retry-after" in headers
-        assert t.stack.metrics.rejections.values["429",] == 2
+        metrics = t.stack.metrics
+        assert metrics.rejections.values["429",] == 2
+        assert metrics.tenant_refusals.values == {("a", "requests"): 1, ("b", "requests"): 1}
+        await eventually(lambda: metrics.tenant_requests.values["b", "2xx"] == 1)
+        assert metrics.tenant_requests.values == {("a", "2xx"): 3, ("a", "4xx"): 1, ("b", "2xx"): 1, ("b", "4xx"): 1}
         t.clock.now += 10
         assert (await t.ask())[0] == 200
 

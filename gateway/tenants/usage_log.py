@@ -1,0 +1,120 @@
+"""One line of JSON for each request, in a file: what it cost, and whose it was.
+
+Lines are made where a request ends (3 us) and written by a thread, so that a slow disk holds up nobody. The file is
+opened again when it was renamed or removed, as logrotate does, and each batch of lines is one write at the file's end,
+so that several workers may write to one file.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import threading
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from time import monotonic
+from typing import TYPE_CHECKING
+
+import orjson
+
+from .ending import cost
+
+if TYPE_CHECKING:
+    from ..proxy.answers import Usage
+    from ..proxy.exchange import Exchange
+
+log = logging.getLogger("hitherto")
+
+MOST_PENDING = 64 * 2**20  # bytes that wait for a slow disk: some 250,000 lines
+LONGEST_NAME = 200  # characters of a model's name and of a request's id, which are the client's
+
+
+class UsageLog:
+    """An `on_end`. Raises OSError where the file cannot be written."""
+
+    def __init__(self, path: Path, dropped: Callable[[int], None] = lambda lines: None):
+        """`dropped(lines)` hears of lines that could not be written. It is called in the event loop's thread."""
+        self._path, self._dropped = path, dropped
+        self._file = _open(path)
+        self._lines: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._put = self._written = 0  # bytes; each has one writer
+        self._lost = 0  # lines that the disk did not take
+        self._told = 0
+        self._thread = threading.Thread(target=self._write, name="usage log", daemon=True)
+        self._thread.start()
+
+    def __call__(self, exchange: Exchange, outcome: str, usage: Usage | None) -> None:
+        if (lost := self._lost) != self._told:
+            self._dropped(lost - self._told)
+            self._told = lost
+        if self._put - self._written > MOST_PENDING:
+            self._dropped(1)
+            return
+        line = _line(exchange, outcome, usage)
+        self._put += len(line)
+        self._lines.put(line)
+
+    def close(self) -> None:
+        """Write what is pending, but do not wait for ever for a disk."""
+        self._lines.put(None)
+        self._thread.join(timeout=5)
+
+    def _write(self) -> None:
+        ended = False
+        while not ended:
+            batch = [self._lines.get()]
+            while not self._lines.empty():
+                batch.append(self._lines.get())
+            ended = None in batch
+            lines = [line for line in batch if line is not None]
+            data = b"".join(lines)
+            self._written += len(data)
+            try:
+                self._follow()
+                while data:
+                    data = data[os.write(self._file, data) :]
+            except OSError as error:
+                self._lost += len(lines)
+                log.error("usage log: %d lines were not written to %s: %s", len(lines), self._path, error.strerror)
+        os.close(self._file)
+
+    def _follow(self) -> None:
+        """Where another file has that name now, or none: go on with that."""
+        try:
+            now, then = os.stat(self._path), os.fstat(self._file)
+            if (now.st_ino, now.st_dev) == (then.st_ino, then.st_dev):
+                return
+        except FileNotFoundError:
+            pass
+        opened = _open(self._path)
+        os.close(self._file)
+        self._file = opened
+
+
+def _open(path: Path) -> int:
+    return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o640)
+
+
+def _line(exchange: Exchange, outcome: str, usage: Usage | None) -> bytes:
+    prompt, tenant = exchange.prompt, exchange.tenant
+    model = prompt.model if prompt is not None else exchange.model
+    found = cost(exchange, usage)
+    return orjson.dumps(
+        {
+            "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
+            "id": exchange.id.decode("latin-1")[:LONGEST_NAME],
+            "key": tenant.name if tenant is not None else None,
+            "model": model[:LONGEST_NAME] if model else None,
+            "path": exchange.request.path[:LONGEST_NAME],
+            "input_tokens": found.input,
+            "cached_tokens": found.cached,
+            "output_tokens": found.output,
+            "counted_by": "engine" if usage is not None and usage.prompt is not None else "gateway",
+            "status": exchange.fault or exchange.answered_with,
+            "outcome": outcome,
+            "seconds": round(monotonic() - exchange.begun, 6),
+        },
+        option=orjson.OPT_APPEND_NEWLINE,
+    )

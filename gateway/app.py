@@ -36,7 +36,7 @@ from .proxy.backend import Backend
 from .proxy.decisions import Decisions
 from .proxy.retries import UNCONFIRMED
 from .spaces import ModelSpace
-from .tenants.keys import CLIENT_KEYS, Keys
+from .tenants.keys import CLIENT_KEYS
 
 if TYPE_CHECKING:
     from cachemap.cluster import SharedIntake, SharedMap
@@ -70,9 +70,9 @@ class Gateway:
         # With keys of its own on either side, the gateway passes no client's key on, unless it is told to.
         keeps_keys = settings.forward_api_keys or (settings.api_keys is None and settings.engine_api_key is None)
         self._hidden = frozenset() if keeps_keys else CLIENT_KEYS
-        self.keys = Keys(settings.api_keys) if settings.api_keys is not None else None
-        names = self.keys.names if self.keys is not None else ()
         classes = datapath.class_names(settings)
+        self.keys = datapath.keys(settings)
+        names = self.keys.names if self.keys is not None else ()
         self.metrics = Metrics(
             {"replica": self.fleet.replicas, "policy": settings.shadow, "class": classes, "tenant": names}
         )

@@ -536,7 +536,7 @@ def _check_keys(settings: Settings, sources: Mapping[str, str]) -> None:
     read_engine_key(settings)
     if settings.api_keys is not None:
         try:
-            read_keys(settings.api_keys)
+            read_keys(settings.api_keys, _class_names(settings))
         except KeyFileError as error:
             raise ConfigError(f"{sources['api_keys']}: api_keys: {error}") from None
     elif settings.forward_api_keys:
@@ -544,6 +544,14 @@ def _check_keys(settings: Settings, sources: Mapping[str, str]) -> None:
             f"{sources['forward_api_keys']}: forward_api_keys: clients' keys are passed on anyway while this gateway asks for none. "
             "Leave it out, or name a file of keys with --api-keys"
         )
+
+
+def _class_names(settings: Settings) -> list[str]:
+    if settings.scheduler is None:
+        return []
+    from . import overload
+
+    return [one.name for one in overload.parse_scheduler(settings.scheduler)]
 
 
 def _check_files(settings: Settings, sources: Mapping[str, str]) -> None:

@@ -22,6 +22,7 @@ from .proxy.exchange import Exchange
 from .proxy.proxy import Proxy
 from .proxy.settling import OnEnd
 from .tenants.ending import Settled
+from .tenants.key_file import KeyFileError
 from .tenants.keys import Keys
 from .tenants.metering import Metering
 from .tenants.usage_log import UsageLog
@@ -122,6 +123,16 @@ def shared_ledger(
         observe=observe,
         background=background,
     )
+
+
+def keys(settings: Settings) -> Keys | None:
+    """Of clients; None where they need none. Raises ConfigError."""
+    if settings.api_keys is None:
+        return None
+    try:
+        return Keys(settings.api_keys, class_names(settings) if settings.scheduler else ())
+    except KeyFileError as error:
+        raise ConfigError(f"api_keys: {error}") from None
 
 
 def metering(settings: Settings, keys: Keys | None, metrics: Metrics, background: Background) -> Metering | None:

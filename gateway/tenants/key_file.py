@@ -16,7 +16,7 @@ import json
 import re
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -124,8 +124,9 @@ class Entry(BaseModel):
 FIELDS = [field.alias or name for name, field in Entry.model_fields.items()]
 
 
-def read(path: Path) -> dict[bytes, Tenant]:
-    """The tenant of each key's hash. Raises KeyFileError."""
+def read(path: Path, classes: Collection[str] = ()) -> dict[bytes, Tenant]:
+    """The tenant of each key's hash. `classes`: those that there are; without any, which a tenant is of says nothing.
+    Raises KeyFileError."""
     try:
         with open(path, "rb") as file:
             data = file.read(MOST_BYTES + 1)
@@ -140,6 +141,10 @@ def read(path: Path) -> dict[bytes, Tenant]:
     lines: dict[str | bytes, int] = {}  # where each name and each hash stands
     for line, given in _entries(path, text):
         entry = _entry(path, line, given)
+        if classes and entry.qos_class not in (None, *classes):
+            raise KeyFileError(
+                f"{path}:{line}: class: there is no class {entry.qos_class!r} in scheduler.qos_classes. Known: {', '.join(classes)}"
+            )
         hashes = [bytes.fromhex(one) for one in entry.sha256]
         for what, known in ((f"the name {entry.name!r}", entry.name), *(("this hash", one) for one in hashes)):
             if known in lines:

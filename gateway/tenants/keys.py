@@ -7,7 +7,7 @@ import hmac
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +29,12 @@ Signature = tuple[int, int, int, int]
 
 
 class Keys:
-    """Those of one file. Raises KeyFileError where that cannot be used."""
+    """Those of one file. Raises KeyFileError where that cannot be used. `classes`: that tenants may be of."""
 
-    def __init__(self, path: Path):
-        self._path = path
+    def __init__(self, path: Path, classes: Collection[str] = ()):
+        self._path, self._classes = path, classes
         self._signature = _signature(path)
-        self._keys = _by_hash(read(path))
+        self._keys = _by_hash(read(path, classes))
         self.names: dict[str, None] = {}  # of the tenants there are; the same object for good
         self._name_all()
         self._loaded = time.time()
@@ -84,7 +84,7 @@ class Keys:
     async def _reload(self, signature: Signature | None) -> None:
         self._signature = signature
         try:
-            tenants = await asyncio.to_thread(read, self._path)
+            tenants = await asyncio.to_thread(read, self._path, self._classes)
         except KeyFileError as error:
             self._problem = str(error)
             log.error("API keys: the file cannot be used, the keys known so far stay: %s", error)

@@ -133,6 +133,10 @@ def test_what_is_wrong_with_the_settings_is_said_with_a_remedy(capsys, tmp_path,
     )
     file.write_text("- {name: a}")
     assert re.search(r"api_keys: \S*keys.yaml:1: sha256: is missing", told("--api-keys", str(file)))
+    file.write_text(line("one", **{"class": "premum"}))
+    scheduler = "{qos_classes: [{name: premium, reserved_fraction: 0.1, priority: 100}]}"
+    said = told("--api-keys", str(file), "--scheduler", scheduler)
+    assert "keys.yaml:1: class: there is no class 'premum' in scheduler.qos_classes. Known: premium" in said
     assert "usage_log: /nowhere/x cannot be written" in told("--usage-log", "/nowhere/x")
     said = told("--engine-api-key", ENGINE_KEY)
     assert "everybody on this machine can read a command line" in said and ENGINE_KEY not in said

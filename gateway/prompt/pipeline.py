@@ -22,6 +22,7 @@ from cachemap import chain_seed, hash_blocks
 from ..errors import ApiError, bad
 from .api.anthropic import Habits, from_messages, habits
 from .api.conversation import Multimodal, Rounded, Unroutable, has_media, refuse_deep_arguments
+from .api.items import from_items
 from .api.openai import (
     Chat,
     boolean,
@@ -129,6 +130,7 @@ class Pipeline:
         self._files: LoadedModel | None = None
         self._cuts: frozenset[str] = frozenset()
         self._template_given = chat_template is not None
+        self._as_received = False  # messages are written as they were received
         self._lead: bytes | None = None  # special tokens before a text, if there are none behind it
         self.made_by = 0  # another number whenever ids may be made in another way than before
         self.space = 0  # the number of those replicas whose tokens and blocks are these
@@ -137,6 +139,7 @@ class Pipeline:
 
     def _load(self, model_dir: Path, chat_template: str | Path | None) -> None:
         self._files = files = load_model(model_dir, chat_template)
+        self._as_received = files.program is not None and files.program.as_received
         if files.no_tokenizer:
             self.template_error = files.no_template
             return
@@ -386,17 +389,23 @@ class Pipeline:
 
     def _conversation(self, prompt: Prompt, request: dict[str, Any], body: bytes, seed: int) -> tuple[str, ...] | None:
         """Returns the roles, where messages have nothing else but a text each."""
-        ids = _forwarded_ids(request, self._quirks.forwards_past_media) if "kv_transfer_params" in request else None
+        ids, as_received = None, self._as_received
+        if "kv_transfer_params" in request and not (as_received and prompt.path == RESPONSES):
+            ids = _forwarded_ids(request, self._quirks.forwards_past_media)
         chat = None
         if ids is None:
             if self._differs or self._doubt:
                 self._must_be_exact(prompt)
-            chat = from_chat(request) if prompt.path == CHAT else self._chat(prompt.path, request)
+            if as_received:
+                chat = self._chat_as_received(prompt.path, request)
+            else:
+                chat = from_chat(request) if prompt.path == CHAT else self._chat(prompt.path, request)
             chat.body = body
             prompt.token_ids, prompt.hashes, prompt.rendered_chars = self._render(chat, seed)
         else:
             prompt.token_ids, prompt.hashes = ids, self._hashed(ids, seed)
-        if chat is not None and ("truncate_prompt_tokens" in request or "truncation" in request):
+        cuts = "truncate_prompt_tokens" in request or "truncation" in request
+        if chat is not None and cuts and not (as_received and prompt.path != RESPONSES):
             keep = request.get("truncate_prompt_tokens") if prompt.path != MESSAGES else None
             if prompt.path == RESPONSES:
                 keep = None if request.get("truncation", "disabled") == "disabled" else -1
@@ -406,6 +415,19 @@ class Pipeline:
                     prompt.token_ids, prompt.hashes = cut, self._hashed(cut, seed)
         prompt.tokens = len(prompt.token_ids) // 4
         return chat.roles if chat is not None else None
+
+    def _chat_as_received(self, path: str, request: dict[str, Any]) -> Chat:
+        """Where the engine hands messages to its rules as they are, and reads few other fields."""
+        if path == RESPONSES:
+            return from_items(request)
+        if path == EMBEDDINGS:
+            raise Unroutable("embeddings of a conversation that is written by rules")
+        own = request.get("chat_template_kwargs")
+        if isinstance(own, dict) and ("reasoning_effort" in own or "tools" in own):
+            raise Unroutable("the engine does not read these template variables for this model")
+        chat = from_chat(request) if path == CHAT else self._chat(path, request)
+        chat.special = False
+        return chat
 
     def _chat(self, path: str, request: dict[str, Any]) -> Chat:
         if path == RESPONSES:

@@ -23,7 +23,7 @@ _TOOL = {
         "parameters": {"type": "object", "properties": {"word": {"type": "string"}}},
     },
 }
-_CALL = {"id": "call00001", "function": {"arguments": {"word": "hitherto"}, "name": "look_up"}, "type": "function"}
+_CALL = {"id": "call00001", "function": {"arguments": '{"word": "hitherto"}', "name": "look_up"}, "type": "function"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ def template_report(pipeline: Pipeline) -> TemplateReport:
         turns.append(Turn(what, _common(before, after), len(before) // 4))
     return TemplateReport(
         turns,
-        "strftime_now" in renderer.template.source,
+        renderer.template.prints_date,
         refused,
         renderer.compiled.why_not,
         len(pipeline.tokenizer.safe_cuts()),

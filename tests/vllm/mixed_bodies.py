@@ -154,6 +154,61 @@ class Mixer:
             body["tools"] = [{"name": "get_weather", "description": "d", "input_schema": {"properties": {}}}]
         return MESSAGES, body
 
+    def asked_with_tools(self) -> tuple[str, Body]:
+        """A question with tools whose schemas have whatever schemas may have."""
+        tools = []
+        for i in range(self._random.randrange(1, 4)):
+            function: Body = {"name": self._one(["look_up", "\u00e9", "a.b-c"]) + str(i)}
+            if self._chance(0.8):
+                function["description"] = self._one(
+                    ["", "Look it up.", "two\nlines", "ends\n", "a\r\nb\n\n", self.text()]
+                )
+            if self._chance(0.9):
+                function["parameters"] = self._one(
+                    [self._object(0), self._object(0), self._object(0), {}, self._schema(0)]
+                )
+            tools.append({"type": "function", "function": function})
+        return CHAT, {"messages": [user("Which one?")], "tools": tools}
+
+    def _object(self, depth: int) -> Body:
+        names = self._random.sample(["city", "n", "\u00e9", "<b>", "a b", "x"], self._random.randrange(5))
+        schema: Body = {"type": "object", "properties": {name: self._schema(depth + 1) for name in names}}
+        if self._chance(0.6):
+            schema["required"] = self._random.sample([*names, "other"], self._random.randrange(len(names) + 1))
+        if self._chance(0.1):
+            del schema["properties"]
+        return schema
+
+    def _schema(self, depth: int) -> Body:
+        kinds = ["string", "integer", "number", "boolean", "null", ["string", "null"], ["integer", "boolean"], None]
+        kind = self._one([*kinds, *(["object", "array", "object", "array"] if depth < 4 else [])])
+        schema: Body = self._object(depth) if kind == "object" else {} if kind is None else {"type": kind}
+        if kind == "array" and self._chance(0.8):
+            schema["items"] = self._schema(depth + 1)
+        values = ["x", 'y"z', "", 1, 2.5, 1e22, -0.0, None, True, ["a", 1], {"k": "\u00e9\n"}, 12345678901234567890]
+        fields = {
+            "description": self._one(["said", "", "multi\nline", self.text()]),
+            "enum": self._one([["a"], ["a", 'b"c', "\u00e9"], [], ["a", 1, None], [1, 2]]),
+            "default": self._one(values),
+            "nullable": self._chance(0.7),
+            "title": self._one(["A title", "", "two\nlines", 3]),
+            "examples": self._one([["e", 1, None, 'y"z'], [], [1]]),
+            "minimum": 3,
+            "format": "date",
+            "oneOf": [{"type": "string"}],
+            "anyOf": [{"type": "string"}, {"type": "null"}],
+            "const": "a",
+            "$ref": "#/x",
+            "additionalProperties": False,
+        }
+        rare = ("oneOf", "const", "$ref")
+        return schema | {key: one for key, one in fields.items() if self._chance(0.02 if key in rare else 0.15)}
+
+
+def random_tools(seed: int, count: int) -> list[tuple[str, Body]]:
+    mixer = Mixer(seed)
+    return [mixer.asked_with_tools() for _ in range(count)]
+
 
 def random_bodies(seed: int, count: int) -> list[tuple[str, Body]]:
     mixer = Mixer(seed)

@@ -14,7 +14,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from ..gateway.prompt.families import FAMILIES, RECORDED, bodies, digest, digest_of_body
+from ..gateway.prompt.families import FAMILIES, RECORDED, TODAY, bodies, digest, digest_of_body, harmony_vocabulary
 from .engines import ENVIRONMENT, folder, version
 
 RENDERING = Path(__file__).with_name("rendering.py")
@@ -26,10 +26,13 @@ def ask(names: list[str], store: Path) -> dict[str, dict[str, str | None]]:
     jobs.write_text("".join(json.dumps({
         "folder": str(FAMILIES[name](store / name)), "chat_template": None, "bodies": list(asked.values()),
     }) + "\n" for name in names))  # fmt: skip
+    more = {"VLLM_SYSTEM_START_DATE": TODAY}
+    if "gpt-oss" in names:
+        more["TIKTOKEN_ENCODINGS_BASE"] = str(harmony_vocabulary(store / "harmony"))
     with (store / "log").open("w") as log:
         done = subprocess.run(
             [folder() / "bin" / "python", RENDERING, jobs, results], stdout=log, stderr=log,
-            env={**os.environ, **ENVIRONMENT}, timeout=600, check=False,
+            env={**os.environ, **ENVIRONMENT, **more}, timeout=600, check=False,
         )  # fmt: skip
     if done.returncode:
         raise RuntimeError((store / "log").read_text()[-3000:])

@@ -45,7 +45,7 @@ class Serving:
             chat_template=template,
             chat_template_content_format="auto",
             enable_auto_tools=True,
-            tool_parser="hermes",
+            tool_parser="openai" if config.hf_config.model_type == "gpt_oss" else "hermes",
         )
         self._render = ServingRender(
             OpenAIModelRegistry(config, [BaseModelPath(name=NAME, model_path=folder)]), self._online

@@ -86,6 +86,16 @@ def has_media(messages: Any) -> bool:
     )
 
 
+def messages_of(given: Any) -> list[dict[str, Any]]:
+    """The messages of a chat request as they are. Raises ApiError where they are no conversation."""
+    if not isinstance(given, list) or not given:
+        raise bad("'messages' must be a non-empty list", "messages")
+    for i, message in enumerate(given):
+        if not isinstance(message, dict):
+            raise bad(f"messages[{i}] must be an object", f"messages[{i}]")
+    return given
+
+
 def conversation(
     messages: Any,
     as_parts: bool,

@@ -16,9 +16,7 @@ def from_responses(request: dict[str, Any]) -> Chat:
     vLLM adds the tokenizer's special tokens to what the template gives here (for many models a
     second BOS), unlike in chat completions.
     """
-    for key in ("previous_response_id", "conversation", "prompt", "previous_input_messages"):
-        if request.get(key):
-            raise Unroutable(f"the conversation is kept by the engine ({key})")
+    refuse_kept_conversations(request)
     given = request.get("input")
     messages: list[dict[str, Any]] = []
     instructions = request.get("instructions")
@@ -44,11 +42,17 @@ def from_responses(request: dict[str, Any]) -> Chat:
     effort = reasoning.get("effort") if isinstance(reasoning, dict) else None
     return Chat(
         messages,
-        _responses_tools(request.get("tools")),
+        responses_tools(request.get("tools")),
         template_variables(request, not unfinished, unfinished, effort),
         special=True,
         by_schema=False,
     )
+
+
+def refuse_kept_conversations(request: dict[str, Any]) -> None:
+    for key in ("previous_response_id", "conversation", "prompt", "previous_input_messages"):
+        if request.get(key):
+            raise Unroutable(f"the conversation is kept by the engine ({key})")
 
 
 def _add_item(messages: list[dict[str, Any]], item: dict[str, Any]) -> None:
@@ -102,7 +106,7 @@ def _first_text(content: Any) -> str | None:
     return content if isinstance(content, str) else None
 
 
-def _responses_tools(tools: Any) -> list[dict[str, Any]] | None:
+def responses_tools(tools: Any) -> list[dict[str, Any]] | None:
     if not tools:
         return None
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):

@@ -18,6 +18,10 @@ Message = dict[str, Any]
 _UNTOUCHED = Transformers(below=(5, 20))
 
 
+# What a program puts between texts that the engine turns into tokens one by one, though no special token parts them.
+BOUNDARY = "\ufdd0"
+
+
 class Refused(Exception):
     """A conversation that the engine refuses, or of which the rules are not certain."""
 
@@ -28,13 +32,16 @@ class Program:
 
     `write` turns a conversation, its tools and the template variables into text, as an engine with these quirks does;
     it raises whatever it likes where the engine refuses. `prints` holds all special tokens that it may print.
-    `takes_parts`: texts come to it as lists of parts.
+    `takes_parts`: texts come to it as lists of parts. `as_received`: it gets a request's messages as they are, and what
+    a request says of template variables, special tokens or truncation is not for it.
     """
 
     family: str
     prints: str
     takes_parts: Callable[[VersionQuirks], bool]
     write: Callable[[list[Message], list[Message] | None, Mapping[str, Any], VersionQuirks], str]
+    as_received: bool = False
+    prints_date: bool = False
 
 
 class ProgramTemplate:
@@ -46,6 +53,7 @@ class ProgramTemplate:
     def __init__(self, program: Program, quirks: VersionQuirks = NEWEST) -> None:
         self.program = program
         self.source, self.takes_parts = program.prints, program.takes_parts(quirks)
+        self.as_received, self.prints_date = program.as_received, program.prints_date
         self.special_tokens: dict[str, str] = {}
         self.quirks = replace(quirks, transformers=_UNTOUCHED)
         self.not_compiled = f"the engine writes {program.family}'s conversations by rules of its own"

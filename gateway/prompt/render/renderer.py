@@ -18,14 +18,14 @@ from typing import Any
 
 import orjson
 
-from ..api.conversation import PLAIN_ROLES, conversation, is_plain, require_exact
+from ..api.conversation import PLAIN_ROLES, conversation, is_plain, messages_of, require_exact
 from ..api.openai import Chat
 from ..api.structure import more_values
 from ..offload import TakesLong, event_loop
 from ..tokens.prefixes import Found, Generations, Mismatch, Plan, Prefixes, bare, bytes_of, fits
 from ..tokens.tokenizer import Tokenizer
 from .compiler import Compiler
-from .program import ProgramTemplate
+from .program import BOUNDARY, ProgramTemplate
 from .shape import describe
 from .template import ChatTemplate
 
@@ -112,6 +112,8 @@ class Renderer:
 
     def _conversation(self, chat: Chat) -> list[dict[str, Any]]:
         template = self.template
+        if template.as_received:
+            return messages_of(chat.messages)
         return conversation(
             chat.messages,
             template.takes_parts,
@@ -148,7 +150,13 @@ class Renderer:
         return self._prefixes.tokens(seed, bare(1), [text], lead)
 
     def _pieces(self, text: str) -> list[str]:
-        """Rendered text -> segments, cut before each occurrence of the token that occurs most."""
+        """Rendered text -> segments, cut before each occurrence of the token that occurs most, and where a program says
+        that the engine cuts."""
+        if self.template.as_received and BOUNDARY in text:
+            return [piece for part in text.split(BOUNDARY) for piece in self._cut(part)]
+        return self._cut(text)
+
+    def _cut(self, text: str) -> list[str]:
         cut = self._text_cut
         if not cut:
             if not self._cuts:

@@ -100,12 +100,14 @@ class ChatTemplate:
     """One Jinja chat template with the special tokens of its tokenizer."""
 
     not_compiled = ""  # why it cannot be, see `render.compiler`
+    as_received = False
 
     def __init__(self, source: str, special_tokens: Mapping[str, str], quirks: VersionQuirks = NEWEST) -> None:
         """Raises TemplateError when `source` is not Jinja."""
         self.source = source
         self.quirks = quirks
         self.special_tokens = dict(special_tokens)
+        self.prints_date = "strftime_now" in source
         # vLLM looks for the quoted word, too; without it developer messages become system messages
         self.knows_developer = '"developer"' in source or "'developer'" in source
         self.reads_thinking = bool(_THINKING.search(source))

@@ -23,7 +23,7 @@ _FILES = """
 # rules are not known here (`render.programs` has the others).
 _WRITTEN_BY_PROGRAM = frozenset(
     """
-    GptOssForCausalLM DeepseekV41ForCausalLM KimiK3ForConditionalGeneration MoonshotKimiaForCausalLM InklingForCausalLM
+    DeepseekV41ForCausalLM KimiK3ForConditionalGeneration MoonshotKimiaForCausalLM InklingForCausalLM
     InklingForConditionalGeneration
     """.split()
 )

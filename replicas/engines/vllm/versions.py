@@ -17,12 +17,14 @@ def version_quirks(version: str | None) -> dict[str, Any]:
     number = (int(match[1]), int(match[2])) if match else (0, 0)
     if number <= (0, 1):
         return {}
+    as_now = True if number >= (0, 32) else False if number < (0, 29) else None
     return {
         "arguments_are_objects": number >= (0, 29),
         "looks_into_macros": number >= (0, 30),
         "asks_template": number >= (0, 31),
         "drops_attribution": number >= (0, 32),
-        "deepseek_v4": True if number >= (0, 32) else False if number < (0, 29) else None,
+        "harmony_recipient_last": as_now,
+        "deepseek_v4": as_now,
         "truncates_to_output": number < (0, 32),
         "forwards_past_media": number < (0, 32),
         "transformers": _transformers(number),

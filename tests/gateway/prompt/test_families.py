@@ -1,8 +1,11 @@
 """For each family that engines read in a way of their own, the ids are those of vLLM, or the gateway declines."""
 
+import json
+
 import pytest
 
 from gateway.prompt.pipeline import Pipeline
+from gateway.prompt.report import template_report
 from replicas.engines.vllm.versions import version_quirks
 
 from .families import FAMILIES, compare, recordings
@@ -34,3 +37,23 @@ def test_what_a_variable_would_do_to_the_engines_tokenizer_is_not_guessed(tmp_pa
     pipeline = Pipeline(FAMILIES["DeepSeek-V3.2"](tmp_path / "model"), "m", 16)
     body = b'{"messages": [{"role": "user", "content": "hi"}], "chat_template_kwargs": {"tokenize": true}}'
     assert pipeline.prepare("/v1/chat/completions", body).mode == "load"
+
+
+def test_tools_results_of_gpt_oss_are_not_guessed_where_their_header_is_not_known(tmp_path):
+    pipeline = Pipeline(FAMILIES["gpt-oss"](tmp_path / "model"), "m", 16)
+    pipeline.follow(version_quirks("0.30.0"))
+    asked = {"role": "user", "content": "hi"}
+    called = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    talk = [
+        asked,
+        {"role": "assistant", "tool_calls": [called]},
+        {"role": "tool", "tool_call_id": "c1", "content": "x"},
+    ]
+    for messages, mode in (([asked], "exact"), (talk[:2], "exact"), (talk, "load")):
+        body = json.dumps({"messages": messages}).encode()
+        assert pipeline.prepare("/v1/chat/completions", body).mode == mode
+
+
+def test_the_date_in_the_prompt_of_gpt_oss_is_reported(tmp_path):
+    report = template_report(Pipeline(FAMILIES["gpt-oss"](tmp_path / "model"), "m", 16))
+    assert report.prints_date and not report.refused and {turn.what for turn in report.turns} >= {"plain", "with tools"}

@@ -190,7 +190,6 @@ def test_report_on_a_template_that_fails(tmp_path, template, refused):
     [
         ({}, "exact", "exact"),
         ({"config_json": {"architectures": ["LlamaForCausalLM"]}}, "exact", "exact"),
-        ({"config_json": {"architectures": ["GptOssForCausalLM"]}}, "load", "exact"),
         ({"config_json": {"architectures": ["DeepseekV32ForCausalLM"]}}, "exact", "exact"),
         ({"config_json": {"architectures": ["InklingForCausalLM"]}}, "load", "exact"),
         ({"consolidated.safetensors": "", "tekken.json": ""}, "load", "load"),

@@ -1,0 +1,68 @@
+"""OpenAI's /v1/responses as chat messages, item by item: as vLLM translates it for gpt-oss, whose format has a message
+for each item."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .conversation import Unroutable
+from .openai import Chat
+from .responses import refuse_kept_conversations, responses_tools
+
+_TEXTS = frozenset(("text", "input_text", "output_text"))
+
+
+def from_items(request: dict[str, Any]) -> Chat:
+    """`/v1/responses`, as far as the request itself holds the conversation."""
+    refuse_kept_conversations(request)
+    given, instructions = request.get("input"), request.get("instructions")
+    items = [{"role": "user", "content": given}] if isinstance(given, str) else given
+    if not isinstance(items, list) or not all(isinstance(item, dict) for item in items):
+        raise Unroutable("an input that is neither a text nor a list of items")
+    messages: list[dict[str, Any]] = []
+    called: dict[Any, Any] = {}
+    for item in items:
+        _add(messages, called, item, first=instructions is None and not messages)
+    if instructions is not None:
+        messages.insert(0, {"role": "system", "content": instructions})
+    if not messages:
+        raise Unroutable("an input without items")
+    reasoning = request.get("reasoning")
+    effort = reasoning.get("effort") if isinstance(reasoning, dict) else None
+    return Chat(messages, responses_tools(request.get("tools")), {"reasoning_effort": effort} if effort else None)
+
+
+def _add(messages: list[dict[str, Any]], called: dict[Any, Any], item: dict[str, Any], first: bool) -> None:
+    """`called`: the names of the functions called so far, by the call's id."""
+    kind, call = item.get("type", "message"), item.get("call_id")
+    if kind == "message":
+        message = {"role": item.get("role"), "content": _content(item.get("content"))}
+        if not any(part["text"] for part in message["content"]):
+            if message["role"] == "assistant":
+                raise Unroutable("an empty answer")
+            if message["role"] in ("system", "developer") and not first:
+                return
+        messages.append(message)
+    elif kind == "function_call":
+        name = item.get("name")
+        if called.setdefault(call, name) != name:
+            raise Unroutable("two calls of one id")
+        messages.append({"role": "assistant", "tool_calls": [{"id": call, "function": item}]})
+    elif kind == "function_call_output":
+        if call not in called or not isinstance(item.get("output"), str):
+            raise Unroutable("an output that is no text, or of no call")
+        messages.append({"role": "tool", "tool_call_id": call, "content": item["output"]})
+    elif kind == "reasoning":
+        if item.get("encrypted_content"):
+            raise Unroutable("encrypted reasoning")
+        if content := item.get("content"):
+            messages.append({"role": "assistant", "reasoning": "\n".join(part["text"] for part in content)})
+    else:
+        raise Unroutable(f"input item of type {kind}")
+
+
+def _content(content: Any) -> list[dict[str, Any]]:
+    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    if not isinstance(parts, list) or not all(isinstance(p, dict) and p.get("type") in _TEXTS for p in parts):
+        raise Unroutable("a part that is no text")
+    return [{"type": "text", "text": part.get("text", "")} for part in parts]

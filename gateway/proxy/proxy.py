@@ -29,6 +29,7 @@ from ..prompt.long import LongPrompts
 from ..prompt.offload import LOOP_SECONDS, TakesLong, event_loop
 from ..prompt.pipeline import OFFLOAD_BYTES
 from ..prompt.prompt import NO_PREFILL, PROMPT_PATHS, unread
+from ..tenants.salting import salt_request
 from .backend import Backend
 from .conductor import Conductor, Judge
 from .exchange import Added, Batcher, Exchange
@@ -390,11 +391,13 @@ class Proxy:
             self.preparation.begin_other(exchange)
 
     def _turned_down(self, exchange: Exchange, tenant: Tenant | ApiError) -> ApiError | None:
-        """Why a request is refused for its key alone."""
+        """Why a request is refused for its key alone; else it is its tenant's from now on."""
         if isinstance(tenant, ApiError):
             return tenant
         exchange.tenant = tenant
-        return self.metering.refusal(tenant) if self.metering is not None else None
+        if self.metering is not None and (over := self.metering.refusal(tenant)) is not None:
+            return over
+        return salt_request(exchange.request, tenant.cache_salt) if tenant.cache_salt is not None else None
 
     def _own_answer(
         self, request: Request, tenant: Tenant | None

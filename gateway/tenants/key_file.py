@@ -29,11 +29,11 @@ from .limits import Limits
 from .tenant import Tenant
 
 PREFIX = "sk-hitherto-"  # of keys that are made here, so that scanners of source code recognise a leaked one
-KEY_BYTES = 32  # random ones in a key
+KEY_BYTES, SALT_BYTES = 32, 24  # random ones in a key, and in a salt
 MOST_BYTES = 16 * 2**20  # of a key file: 50,000 tenants
 REMEDY = "`hitherto key new NAME` makes a key and prints its line"
 NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
-CLASS = re.compile(r"[A-Za-z0-9._-]{1,64}")
+SALT = re.compile(r"[A-Za-z0-9_-]{16,128}")
 
 
 class KeyFileError(ValueError):
@@ -43,6 +43,11 @@ class KeyFileError(ValueError):
 def new_key() -> str:
     """A key that nobody can guess."""
     return PREFIX + secrets.token_urlsafe(KEY_BYTES)
+
+
+def new_salt() -> str:
+    """A `cache_salt` that nobody can guess."""
+    return secrets.token_urlsafe(SALT_BYTES)
 
 
 def digest(key: str) -> bytes:
@@ -76,10 +81,19 @@ def _check_name(value: str) -> str:
     return value
 
 
+def _check_salt(value: str) -> str:
+    if not SALT.fullmatch(value):
+        raise ValueError(
+            "a salt has 16 to 128 letters, digits, '_' and '-', which nobody can guess: `hitherto key new NAME --own-cache` makes one"
+        )
+    return value
+
+
 Names = Annotated[
     tuple[str, ...], BeforeValidator(_as_list), Field(min_length=1, max_length=1000), AfterValidator(_check_names)
 ]
 Name = Annotated[str, AfterValidator(_check_name)]
+Salt = Annotated[str, AfterValidator(_check_salt)]
 Count = Annotated[int, Field(strict=True, ge=1, le=10**14)]
 
 
@@ -95,6 +109,7 @@ class Entry(BaseModel):
     models: Names | None = None
     qos_class: Name | None = Field(None, alias="class")
 
+    cache_salt: Salt | None = None
     concurrent_requests: Count | None = None
     requests_per_minute: Count | None = None
     input_tokens_per_minute: Count | None = None
@@ -109,6 +124,7 @@ class Entry(BaseModel):
             self.qos_class,
             frozenset(self.models) if self.models is not None else None,
             limits if any(limits) else None,
+            self.cache_salt,
         )
 
     def plain(self) -> dict[str, Any]:
@@ -230,4 +246,4 @@ def what_is_wrong(name: str, item: Any) -> str:
     if item["type"] == "value_error":
         return str(item["ctx"]["error"])
     what = item["msg"][0].lower() + item["msg"][1:]
-    return what if name == "sha256" else f"{str(item['input'])[:100]!r} is not valid: {what}"
+    return what if name in ("sha256", "cache_salt") else f"{str(item['input'])[:100]!r} is not valid: {what}"

@@ -16,6 +16,7 @@ class Tenant:
     qos_class: str | None = None  # the class of its requests; None: as for requests without a key
     models: frozenset[str] | None = None  # the served names it may use; None: all
     limits: Limits | None = None  # None: none at all
+    cache_salt: str | None = None  # of all its requests; None: as they say themselves
 
     def may_use(self, model: str) -> bool:
         return self.models is None or model in self.models

@@ -9,7 +9,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from ..config import ConfigError
-from .key_file import Entry, KeyFileError, add, digest, new_key, what_is_wrong
+from .key_file import Entry, KeyFileError, add, digest, new_key, new_salt, what_is_wrong
 from .limits import KINDS, WORDS, Limits
 
 ABOUT = "API keys of clients, for the file of --api-keys."
@@ -25,6 +25,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--file", type=Path, metavar="FILE", help="add the line to this file of --api-keys, in place of printing it"
     )
     new.add_argument("--models", metavar="NAME,...", help="the served models it may use (default: all)")
+    new.add_argument(
+        "--own-cache", action="store_true", help="a cache_salt of its own: nobody else finds what its requests cached"
+    )
     for name in Limits._fields:
         what = f"limit: {WORDS[KINDS[name]]}"
         new.add_argument("--" + name.replace("_", "-"), type=int, metavar="N", help=what)
@@ -35,8 +38,10 @@ def run(args: argparse.Namespace) -> int:
     key = new_key()
     fields = {"name": args.name, "sha256": digest(key).hex()}
     for name, value in vars(args).items():
-        if value is not None and name not in ("action", "name", "file"):
+        if value is not None and name not in ("action", "name", "file", "own_cache"):
             fields[name] = [one for one in value.split(",") if one] if name == "models" else value
+    if args.own_cache:
+        fields["cache_salt"] = new_salt()
     try:
         entry = Entry.model_validate(fields)
     except ValidationError as error:

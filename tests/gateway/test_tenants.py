@@ -122,6 +122,46 @@ async def test_limits_are_of_all_gateways_and_workers_together(file, engine, wor
         assert (await clients[0].post("/v1/chat/completions", json=CHAT, headers=bearer("two"))).status_code == 200
 
 
+PROMPT = "The quality of mercy is not strained; it droppeth as the gentle rain from heaven. " * 40
+ASKED = {
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": 2},
+    "/v1/completions": {"prompt": PROMPT, "max_tokens": 2},
+    "/v1/responses": {"input": PROMPT, "max_output_tokens": 16},
+    "/v1/messages": {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": 2},
+}
+
+
+def cached(usage: dict) -> int:
+    details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details")
+    return usage["cache_read_input_tokens"] if details is None else details["cached_tokens"]
+
+
+@pytest.mark.parametrize("path", ASKED)
+async def test_tenants_with_a_cache_of_their_own_find_nothing_of_others_as_predicted(file, engine, path):
+    """Two keys of one salt share what they cached, another salt shares nothing, whatever it says its salt is."""
+    salts = {name: f"{name}-0123456789-{len(path)}" for name in KEYS}
+    file.write_text("\n".join(line(name, cache_salt=salt) for name, salt in salts.items()))
+    async with running("--api-keys", str(file), "--replica-url", engine.url, env=SECRET) as gateway:
+        await gateway.until(lambda status: status["replicas"][0]["tokenizer"].startswith("the gateway's"))
+
+        async def ask(name: str, **more) -> tuple[int, int]:
+            """Tokens that were predicted to be cached, and that were."""
+            body = {"model": "sim", **ASKED[path], **more}
+            answer = await gateway.client.post(path, json=body, headers=bearer(name))
+            assert answer.status_code == 200, answer.text
+            return int(answer.headers["x-hitherto-cached-tokens"]), cached(answer.json()["usage"])
+
+        found = [await ask(name) for name in ("one", "two", "one", "two")]
+        assert found[:2] == [(0, 0), (0, 0)]
+        assert found[2] == found[3] and found[2][0] == found[2][1] > 400
+        assert await ask("two", cache_salt=salts["one"]) == (0, 0)
+        assert await ask("two", cache_salt=salts["one"]) == found[2]
+        assert await gateway.counted("hitherto_predictions_total", outcome="over") == 0
+        assert await gateway.counted("hitherto_predictions_total", outcome="under") == 0
+        refused = await gateway.client.post(path, content=b"[]", headers=bearer("one"))
+        assert refused.status_code == 400 and "JSON object" in refused.text
+
+
 def test_what_is_wrong_with_the_settings_is_said_with_a_remedy(capsys, tmp_path, file, monkeypatch):
     def told(*argv: str) -> str:
         assert main(["serve", "--replica-url", "http://127.0.0.1:1", *argv]) == 2

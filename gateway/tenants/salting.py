@@ -1,0 +1,55 @@
+"""A tenant's own `cache_salt`: what its requests leave in an engine's cache only its requests find.
+
+It is written into the body before anything reads that, so that the gateway's block hashes and the engine's have the
+same salt. It goes to the end of the object: of two members with one name JSON readers take the last, however the first
+is spelled, so a client cannot choose a salt. One that it sends divides the tenant's own cache further.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+
+from ..errors import ApiError, bad
+from ..http.messages import Request
+from ..prompt.prompt import NO_PREFILL
+
+# Forms in place of JSON, for models without a prefix cache.
+_FORMS = frozenset(("/v1/audio/transcriptions", "/v1/audio/translations"))
+_UNSALTED = NO_PREFILL | _FORMS
+_SPACE = b" \t\r\n"
+_MARK = b"\xef\xbb\xbf"  # of UTF-8, which Python passes over
+_NAMED = b'"cache_salt"'
+_GIVEN = re.compile(rb'"cache_salt"[ \t\r\n]*:[ \t\r\n]*"([^"\\]*)"')
+
+
+def salt_request(request: Request, salt: str) -> ApiError | None:
+    """Write the salt into a request's body, or tell why the request is refused."""
+    if request.method != "POST" or not request.body or request.path in _UNSALTED:
+        return None
+    salted = with_salt(request.body, salt)
+    if salted is None:
+        return bad(
+            "the body must be a JSON object in UTF-8: this API key has a cache of its own, and that is where its salt goes"
+        )
+    request.body = salted
+    return None
+
+
+def with_salt(body: bytes, salt: str) -> bytes | None:
+    """The body of a JSON object with this salt; None for what cannot be one. What is no JSON does not become any: what
+    is added ends a string that is open, where no name may stand."""
+    whole = body.rstrip(_SPACE)
+    if not whole.endswith(b"}") or not body.removeprefix(_MARK).lstrip(_SPACE).startswith(b"{"):
+        return None
+    if body.find(_NAMED) >= 0 and (given := _GIVEN.findall(body)):
+        salt = _derived(salt, given[-1])
+    members = whole[:-1].rstrip(_SPACE)
+    comma = b"" if members.endswith(b"{") else b","
+    return b'%b%b"cache_salt":"%b"}' % (members, comma, salt.encode())
+
+
+def _derived(salt: str, given: bytes) -> str:
+    """Another one for each that a client gives, and for no two tenants the same."""
+    return base64.urlsafe_b64encode(hashlib.sha256(b"%b\n%b" % (salt.encode(), given)).digest()[:24]).decode()

@@ -43,6 +43,7 @@ class Generation:
         "request",
         "reads_cache",
         "received",
+        "cached_there",
         "_all",
     )
 
@@ -70,6 +71,7 @@ class Generation:
         self.text = text  # a prompt that came as text takes longer to get to the scheduler
         self.reads_cache = reads_cache
         self.received = 0  # prompt tokens that another engine has computed
+        self.cached_there: int | None = None  # how many of them it had found cached, which counts as this one's find
         self.begun = self.last = 0.0
         self.request: EngineRequest | None = None
         self._all: array | None = None
@@ -230,7 +232,8 @@ class Runner:
             if generation is None:
                 continue
             if output.first:
-                generation.cached = output.cached_tokens
+                there = generation.cached_there
+                generation.cached = output.cached_tokens if there is None else there
                 generation.begun = now
                 self.metrics.first_token(generation, now)
             else:

@@ -150,6 +150,7 @@ class Server:
         try:
             for generation in generations:
                 generation.received = await self.transfers.fetch(parameters)
+                generation.cached_there = parameters.get("remote_prefill_cached_tokens")
         except NotThere:
             raise RequestError("Internal server error", 500, "InternalServerError") from None
 
@@ -158,7 +159,8 @@ class Server:
             return None
         tokens = len(generations[0].prompt)
         blocks = -(-tokens // self.runner.engine.profile.block_size)
-        return self.transfers.keep(tokens, blocks, request.transport.get_extra_info("sockname")[:2])
+        address = request.transport.get_extra_info("sockname")[:2]
+        return self.transfers.keep(tokens, blocks, address, generations[0].cached)
 
     async def _hand_over(self, request: web.Request) -> web.Response:
         tokens = self.transfers.hand_over(request.match_info["name"])

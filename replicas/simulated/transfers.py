@@ -28,8 +28,9 @@ class Transfers:
         self._kept: dict[str, tuple[int, float]] = {}
         self._engine = uuid.uuid4().hex
 
-    def keep(self, tokens: int, blocks: int, address: tuple[str, int]) -> dict[str, Any]:
-        """Keep a prompt that was computed; returns what its first leg's answer says of that."""
+    def keep(self, tokens: int, blocks: int, address: tuple[str, int], cached: int) -> dict[str, Any]:
+        """Keep a prompt that was computed, but for what was `cached`; returns what its first leg's answer says of
+        that."""
         now = time.monotonic()
         for name in [name for name, (_, due) in self._kept.items() if due < now]:
             del self._kept[name]
@@ -45,6 +46,7 @@ class Transfers:
             "remote_port": address[1],
             "tp_size": 1,
             "remote_num_tokens": tokens,
+            "remote_prefill_cached_tokens": cached,
             "transfer_mode": "pull",
         }
 

@@ -1,5 +1,7 @@
 """Prompts computed by one simulated engine and answered by another, through a gateway process."""
 
+import re
+
 import httpx
 import pytest
 
@@ -58,6 +60,26 @@ async def test_two_legs_say_what_one_engine_says(trio, way):
         assert counted(page, "hitherto_legs_total", leg="decode", outcome="complete") == 5
         assert counted(page, "hitherto_predictions_total", outcome="equal") == 5
         assert counted(page, "hitherto_reservations") == 0
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("way", ["chat", "completions", "responses"])
+async def test_usage_has_the_tokens_that_the_prefiller_found_cached(trio, way, stream):
+    prefiller, decoder, _ = trio
+    async with running(
+        "--replica-url", f"{prefiller.url}#role=prefill", f"{decoder.url}#role=decode", "--policy", "round_robin"
+    ) as gateway:
+        await gateway.ready(2)
+        path, body = asked(way, f"{way}, {stream}: known to one. " + TEXT * 20, stream)
+        if stream and way != "responses":
+            body["stream_options"] = {"include_usage": True}
+        async with httpx.AsyncClient(base_url=prefiller.url) as alone:
+            await alone.post(path, json=body)
+        answer = await gateway.client.post(path, json=body)
+        assert answer.status_code == 200 and answer.headers["x-hitherto-replica"] == f"127.0.0.1:{decoder.port}"
+        [told] = {int(number) for number in re.findall(r'"cached_tokens":\s*(\d+)', answer.text)}
+        found = await gateway.counted("hitherto_reported_cached_tokens_total", replica=f"127.0.0.1:{prefiller.port}")
+        assert told == found > 300
 
 
 async def test_no_counterpart_is_missed_that_has_not_been_heard_yet_or_has_stopped(trio):

@@ -291,7 +291,8 @@ class Metrics:
     usage_lines_dropped = Counter("Lines of the usage log that could not be written, or not fast enough")
     # retries, legs and failures
     retries = Counter("Requests sent to another replica before their first byte, or once more to the same one",
-        reason=(*CONNECTION_FAULTS, *STATUS_FAULTS, *ANSWER_FAULTS, "removed", "replaced", "elsewhere", "ids", "reconnect", "not kept", "leg refused"))
+        reason=(*CONNECTION_FAULTS, *STATUS_FAULTS, *ANSWER_FAULTS, "removed", "replaced", "elsewhere", "ids", "reconnect", "not kept", "leg refused",
+                "transfer stalled"))
     leg_choices = Counter("Requests that could have been computed on two replicas, by whether they were", choice=("apart", "whole"))
     legs = Counter("Legs of requests that were computed on two replicas, by how each ended", leg=("prefill", "decode"),
         outcome=("complete", "failed", "not kept", "abandoned"))

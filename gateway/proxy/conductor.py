@@ -46,6 +46,7 @@ from .retries import (
     STALLED,
     TIMEOUT,
     TRANSFER_FAILED,
+    TRANSFER_STALLED,
     Failed,
     Next,
     after,
@@ -295,6 +296,10 @@ class Conductor:
                     HUNG, f"is {attempt.backend.replica.state} and sent no byte for {now - attempt.sent_at:.0f} s"
                 ),
             )
+        elif attempt.leg is Leg.DECODE and now - attempt.sent_at > (
+            limit := self.placing.legs.patience(exchange, attempt)
+        ):
+            self.failed(attempt, UpstreamError(TRANSFER_STALLED, f"sent no byte of a second leg for {limit:.0f} s"))
         elif not attempt.streams and not first_leg:
             self.settling.assume_prefilled(attempt, now)
 

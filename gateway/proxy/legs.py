@@ -47,6 +47,9 @@ MOST_BYTES = 2 * 2**20
 MOST_KEPT = 4 * 2**20  # bytes of a first leg's answer: of a million tokens it names 65,536 blocks
 # Seconds before the end of a lease from which it is taken to be over: the engine has to begin to read before that.
 MARGIN = 10.0
+# A second leg without a byte is given up after so many times what was predicted, and these seconds on top of that: an
+# engine gives a transfer up by itself after minutes, if at all.
+STALLS_TIMES, STALLS_SECONDS = 10.0, 10.0
 CHUNK = re.compile(rb"([0-9A-Fa-f]{1,8})[^\r\n]*\r\n")
 
 
@@ -142,6 +145,13 @@ class LegPlacing:
         prefillers = [one.candidate for one in sides.prefillers if one not in tried and self._may_prefill(one, prompt)]
         decoders = [one.candidate for one in sides.decoders if one not in tried and self._may_decode(one, prompt)]
         return self._router.choose_legs(evaluation, prefillers, decoders, now)
+
+    def patience(self, exchange: Exchange, second: Attempt) -> float:
+        """Seconds from the sending of a second leg after which its transfer is taken to have stalled."""
+        held = exchange.legs
+        assert held is not None
+        moving = self._router.transfers.seconds(held.prefiller.id, held.decoder.id, held.moved)
+        return STALLS_SECONDS + STALLS_TIMES * (moving + second.placement.ttft)
 
     def next_decoder(self, exchange: Exchange, demand: Demand, now: float) -> bool:
         """Give the exchange a second leg on another decoder, with the parameters that it has."""

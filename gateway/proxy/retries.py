@@ -8,7 +8,8 @@ A first leg that fails is placed anew without that replica. Where its answer sho
 others, or that it does not take the leg's body, the request stays whole. A second leg that was not sent goes to another
 decoder, with the same parameters while they are good: an engine that was sent it may have fetched the cache, or had it
 freed. After that the prompt is computed again, by a replica that most likely still has it in its own cache. An error
-that an engine answers to a second leg is what a failed transfer looks like, so from then on the request stays whole.
+that an engine answers to a second leg is what a failed transfer looks like, and no answer for many times as long as
+predicted what a stalled one does, so from then on the request stays whole.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ HUNG, STALLED, TIMEOUT = "hung", "stalled", "timeout"
 # ids, and that the stored response which is asked for is another replica's.
 ERROR_ANSWER, FOREIGN_ANSWER, ABORTED, IDS, ELSEWHERE = "error answer", "foreign answer", "aborted", "ids", "elsewhere"
 # Of legs: the first one's replica kept no cache for the second; the body that a leg has instead of the client's was
-# refused.
-NOT_KEPT, LEG_REFUSED = "not kept", "leg refused"
+# refused; the second one's replica waits for a cache that does not come.
+NOT_KEPT, LEG_REFUSED, TRANSFER_STALLED = "not kept", "leg refused", "transfer stalled"
 # Statuses after which another replica is asked, whatever the request. 501 means the engine can't do it at all, and
 # neither can its siblings.
 RETRYABLE = frozenset((500, 502, 503, 504))
@@ -65,13 +66,14 @@ KINDS: dict[str, FailureKind] = {
     ELSEWHERE: FailureKind(computed=False, blamed=False, counts=False),
     NOT_KEPT: FailureKind(computed=True, blamed=False, counts=False),
     LEG_REFUSED: FailureKind(computed=False, blamed=False, counts=False),
+    TRANSFER_STALLED: FailureKind(computed=False, blamed=False),
     **{of_status(status): FailureKind(computed=False, blamed=False) for status in (401, 403, 404, 429, 503)},
     **{of_status(status): FailureKind(computed=True, blamed=False) for status in (500, 502, 504)},
 }
 
 
-# What engines answer to a second leg whose cache did not come.
-TRANSFER_FAILED = frozenset((ERROR_ANSWER, *(of_status(status) for status in (500, 502, 504))))
+# How a second leg ends whose cache did not come: what engines answer then, or no answer.
+TRANSFER_FAILED = frozenset((TRANSFER_STALLED, ERROR_ANSWER, *(of_status(status) for status in (500, 502, 504))))
 
 
 class Next(Enum):

@@ -42,17 +42,17 @@ def trio(start_engine) -> list[Engine]:
     made.append(start_engine())
     for engine in made:
         engine.wait()
-        spread(engine)
+        spread(engine.pid)
     return made
 
 
-def spread(engine: Engine) -> None:
+def spread(pid: int) -> None:
     """Let it run on any CPU. vLLM binds the core of each engine to one CPU; a prefiller whose cache was not fetched yet
     polls without a pause, and requests to a decoder that is bound to the same CPU were seen to wait for 30 s, until the
     lease was over."""
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
-            if os.getpgid(int(process.name)) == engine.pid:
+            if os.getpgid(int(process.name)) == pid:
                 for thread in (process / "task").iterdir():
                     os.sched_setaffinity(int(thread.name), range(os.cpu_count() or 1))
 

@@ -382,6 +382,25 @@ async def test_a_prefiller_that_hangs_is_left():
         await eventually(s.idle)
 
 
+@pytest.mark.parametrize(
+    "said", [b"", b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n"], ids=["silent", "half a head"]
+)
+async def test_a_transfer_that_stalls_is_given_up_long_before_the_request_is(said, monkeypatch):
+    monkeypatch.setattr(legs, "STALLS_SECONDS", 0.3)
+    monkeypatch.setattr(legs, "STALLS_TIMES", 1.0)
+    prefilled, answered = [], []
+    async with disaggregated(
+        answers(HANDED, seen=prefilled), says(said), answers(seen=answered),
+        roles=("prefill", "decode", "decode"), request_timeout=60.0,
+    ) as s:  # fmt: skip
+        prefiller, stalled, _ = s.proxy.backends
+        assert (await asks(s))[0::2] == (200, ANSWER)
+        assert (legs_of(prefilled), legs_of(answered)) == (["prefill"], ["whole"])
+        assert s.metrics.retries.total(reason="transfer stalled") == 1
+        assert s.proxy.router.transfers.paused(prefiller, stalled, 0.0), "this pair is left out for a while"
+        await eventually(s.idle)
+
+
 @pytest.mark.parametrize("seed", range(6))
 async def test_whatever_happens_nothing_stays_reserved(seed):
     """Sixty requests of random lives: replicas that fail at random at every step, clients that leave at random."""

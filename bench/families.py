@@ -42,7 +42,8 @@ def of_cache(family: str, equal: Sequence[bool]) -> Row:
 
 
 def recorded() -> list[Row]:
-    return [*(_real(model, name) for model, name in REAL.items() if _is_here(model)), *map(_family, known.recordings())]
+    families = [one for one in known.recordings() if one.family != "gpt-oss" or _is_here("gptoss")]
+    return [*(_real(model, name) for model, name in REAL.items() if _is_here(model)), *map(_family, families)]
 
 
 def _row(family: str, engine: str, requests: int, equal: int, why: dict[str, int]) -> Row:

@@ -223,7 +223,7 @@ def check_prompts(
             Finding("fail", "tokenizer", str(error), "give --model a folder that holds the model's tokenizer.json")
         ]
     pipeline.follow(next((one.dialect.version_quirks(one.version) for one in facts if one.version), {}))
-    return pipeline, [_tokenizer(pipeline), *_template(pipeline)]
+    return pipeline, [_tokenizer(pipeline), *_files(pipeline), *_template(pipeline)]
 
 
 def _tokenizer(pipeline: Pipeline) -> Finding:
@@ -238,6 +238,21 @@ def _tokenizer(pipeline: Pipeline) -> Finding:
         return Finding("ok", "tokenizer", f"fastokens, {took}")
     return Finding("warn", "tokenizer", f"{pipeline.tokenizer.backend}, {took}: fastokens cannot load this one",
                    "it works, at about 40 times the cost for each prompt")  # fmt: skip
+
+
+def _files(pipeline: Pipeline) -> Iterator[Finding]:
+    """What the model's files say of prompts that may not be exact."""
+    reading = pipeline.reading
+    if reading is not None and (doubt := pipeline.inexact()):
+        yield Finding("warn", "tokenizer files", f"{doubt}: prompts are matched as text unless the engine's own tokens decide it",
+                      "let the gateway ask the engine's /tokenize; the replica's line below says what it answered")  # fmt: skip
+    elif reading is not None and reading.rebuilt:
+        yield Finding(
+            "ok", "tokenizer files", f"transformers does not use tokenizer.json as it is: it is {reading.how}, here too"
+        )
+    if pipeline.takes_media:
+        yield Finding("warn", "media", "the model takes more than text: prompts with media are routed by load, all others exactly",
+                      "nothing to mend; send what has media to replicas of its own if it is most of the traffic")  # fmt: skip
 
 
 def _template(pipeline: Pipeline) -> list[Finding]:
@@ -385,6 +400,17 @@ def check_block_size(settings: Settings, replicas: list[tuple[Address, Facts]]) 
         "no replica tells it, so the usual 16 is assumed",
         "give --block-size as the engines were started with",
     )
+
+
+def check_hash_seeds(replicas: list[tuple[Address, Facts]]) -> Finding | None:
+    """Whether engines that look for blocks in slower tiers, which they may share, name a block alike."""
+    tiered = [(address.id, facts) for address, facts in replicas if facts.scrape and facts.scrape.external_queries]
+    random = [id for id, facts in tiered if facts.dialect.has_random_hash_seed(facts.version)]
+    if len(tiered) < 2 or not random:
+        return None
+    return Finding("warn", "hash seeds", f"this release names blocks by a seed that is random in each process: what {', '.join(random)} put into "
+                   "a tier that replicas share, no other finds",
+                   "start all with the same PYTHONHASHSEED, or a newer release; nothing to mend if each has a tier of its own")  # fmt: skip
 
 
 def check_context(replicas: list[tuple[Address, Facts]]) -> Finding:

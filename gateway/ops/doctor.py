@@ -31,6 +31,7 @@ from gateway.ops.checks import (
     check_clock,
     check_context,
     check_gateway,
+    check_hash_seeds,
     check_kept_out,
     check_model,
     check_models,
@@ -182,6 +183,8 @@ class Examination(contextlib.AsyncExitStack):
             prompts |= {address.id: (pipeline, served) for address, _ in variant}
         if group:
             yield check_block_size(settings, group)
+            if (finding := check_hash_seeds(group)) is not None:
+                yield finding
             yield check_context(group)
             if (finding := check_roles([address.role for address, _ in group])) is not None:
                 yield finding

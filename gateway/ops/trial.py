@@ -184,12 +184,23 @@ async def _same_tokenizer(trial: Trial) -> Finding:
     return Finding("ok", subject, f"makes the same tokens of {len(answers)} texts: {verdict.how}")
 
 
+async def _engine_tokens(trial: Trial, messages: list[dict[str, str]]) -> Any:
+    """What the engine makes of a conversation. Where it does not fill a template, /tokenize may show what the template
+    would be, so there an answer of one token tells its prompt's."""
+    asked: dict[str, Any] = {"model": trial.model, "messages": messages}
+    if not trial.pipeline.writes_as_received:
+        return (await trial.post("/tokenize", asked)).get("tokens")
+    return (await trial.post("/v1/chat/completions", asked | {"max_tokens": 1, "return_token_ids": True})).get(
+        "prompt_token_ids"
+    )
+
+
 async def _same_tokens(trial: Trial) -> Finding:
     """The engine's own count of a conversation against ours."""
     subject, messages = f"tokens {trial.id}", turns(2)
     ours = chat(trial.pipeline, messages)
     try:
-        theirs = (await trial.post("/tokenize", {"model": trial.model, "messages": messages})).get("tokens")
+        theirs = await _engine_tokens(trial, messages)
     except Refused as error:
         return Finding(
             "warn", subject, f"cannot be compared with the engine's: {error}", "the engine should serve /tokenize"

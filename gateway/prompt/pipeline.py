@@ -266,6 +266,11 @@ class Pipeline:
             self.prefixes.bound(budget_bytes)
 
     @property
+    def writes_as_received(self) -> bool:
+        """Whether conversations are written by rules that get them as they are, see `Program.as_received`."""
+        return self._as_received
+
+    @property
     def takes_media(self) -> bool:
         """Whether prompts may hold more than text, as far as is known."""
         return self._files is None or self._files.takes_media

@@ -91,6 +91,9 @@ class EngineDialect(Protocol):
         """In what this version makes a prompt otherwise than the newest: fields of
         `gateway.prompt.quirks.VersionQuirks`."""
 
+    def has_random_hash_seed(self, version: str | None) -> bool:
+        """Whether this version's processes call the same block by different hashes, unless they are told a seed."""
+
     def launch_profile(self) -> type[LaunchProfile]:
         """The class of the profiles that start it. Imported when it is asked for: those who only adopt need not pay for
         it."""

@@ -68,6 +68,9 @@ class ToyDialect:
 
         return decode
 
+    def has_random_hash_seed(self, version):
+        return False
+
     def version_quirks(self, version):
         """As the other engines' here, so that one way of making prompts does for all."""
         return version_quirks("0.33.0")

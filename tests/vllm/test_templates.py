@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -29,6 +30,7 @@ from .engines import ENVIRONMENT, version
 pytestmark = [pytest.mark.exact, pytest.mark.timeout(900)]
 
 RENDERING = Path(__file__).with_name("rendering.py")
+SUMMARY = Path(__file__).with_name("templates.json")
 LLAMA_CPP, XINFERENCE = PACKAGES
 # Of the second package: what the first has not, by what is particular to it.
 FROM_XINFERENCE = (
@@ -180,7 +182,10 @@ def judge(case: Case, name: str, rounds: list) -> None:
 
 @pytest.fixture(scope="module")
 def compared(vllm_python, tmp_path_factory) -> dict[str, Case]:
-    store = tmp_path_factory.mktemp("templates")
+    return compare_all(vllm_python, tmp_path_factory.mktemp("templates"))
+
+
+def compare_all(vllm_python: Path, store: Path) -> dict[str, Case]:
     began = time.monotonic()
     made = cases(store)
     jobs, results = store / "jobs", store / "results"
@@ -211,6 +216,11 @@ def compared(vllm_python, tmp_path_factory) -> dict[str, Case]:
     return {case.name: case for case in made}
 
 
+def summary(case: Case) -> dict[str, Any]:
+    """How many of the bodies that vLLM takes are equal, and why the others are declined."""
+    return {"equal": len(case.equal), "declined": dict(Counter(case.declined.values())), "wrong": len(case.different)}
+
+
 def show(made: list[Case]) -> None:
     """Shown by `pytest -s` or -rP."""
     declined = Counter(why[:100] for case in made for why in case.declined.values())
@@ -232,6 +242,14 @@ def test_the_ids_are_vllms_or_the_gateway_declines(compared):
     taken = [name for case in compared.values() for name, one in case.theirs.items() if "ids" in one]
     equal = sum(len(case.equal) for case in compared.values())
     assert len(taken) > 80 * len(compared) and equal >= 0.9 * len(taken)
+
+
+def test_the_page_of_exactness_says_what_was_found(compared):
+    """`python -m tests.vllm.record_templates` writes it down."""
+    told = json.loads(SUMMARY.read_text())["templates"]
+    assert told.keys() == compared.keys()
+    if version() == tuple(json.loads(SUMMARY.read_text())["vllm"]):
+        assert {name: summary(case) for name, case in compared.items()} == told
 
 
 def test_no_template_is_beyond_compiling(compared):

@@ -21,7 +21,7 @@ _FILES = """
 """.split()
 # Architectures whose conversations vLLM writes by rules of its own, whatever template the model has, and of which the
 # rules are not known here (`render.programs` has the others).
-_WRITTEN_BY_PROGRAM = frozenset(
+WRITTEN_BY_UNKNOWN_RULES = frozenset(
     """
     DeepseekV41ForCausalLM KimiK3ForConditionalGeneration MoonshotKimiaForCausalLM InklingForCausalLM
     InklingForConditionalGeneration
@@ -119,7 +119,7 @@ def load_model(directory: Path, chat_template: str | Path | None = None) -> Load
         no_template = no_tokenizer
     architectures = [one for one in settings.get("architectures") or () if isinstance(one, str)]
     program = program_for(architectures) if not no_tokenizer else None
-    if program is None and not no_tokenizer and not _WRITTEN_BY_PROGRAM.isdisjoint(architectures):
+    if program is None and not no_tokenizer and not WRITTEN_BY_UNKNOWN_RULES.isdisjoint(architectures):
         no_template = "the engine writes this model's conversations without its chat template"
     if not (directory / "tokenizer.json").is_file() and not no_tokenizer:
         if not config and not settings:

@@ -8,7 +8,7 @@ from replicas.engines.dialect import EventRecords, Sources
 from replicas.engines.vllm import aborts, log, metrics, sources
 from replicas.engines.vllm.events import Decoder
 from replicas.engines.vllm.transfer import Nixl
-from replicas.engines.vllm.versions import version_quirks
+from replicas.engines.vllm.versions import has_random_hash_seed, version_quirks
 from replicas.launch.command import LaunchProfile
 from replicas.problems import EVENTS_BY_HAND, Remedies
 
@@ -60,6 +60,9 @@ class Vllm:
 
     def version_quirks(self, version: str | None) -> dict[str, Any]:
         return version_quirks(version)
+
+    def has_random_hash_seed(self, version: str | None) -> bool:
+        return has_random_hash_seed(version)
 
     def launch_profile(self) -> type[LaunchProfile]:
         from replicas.engines.vllm.profile import VllmProfile

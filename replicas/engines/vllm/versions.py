@@ -31,6 +31,13 @@ def version_quirks(version: str | None) -> dict[str, Any]:
     }
 
 
+def has_random_hash_seed(version: str | None) -> bool:
+    """0.28 hashes blocks with a seed of its process unless PYTHONHASHSEED is set, 0.32 with a fixed one (with the
+    default algorithm). Of those between it is not known, so they are not blamed."""
+    match = _NUMBER.match(version or "")
+    return match is not None and (0, 1) < (int(match[1]), int(match[2])) < (0, 29)
+
+
 def _transformers(number: tuple[int, int]) -> tuple[tuple[int, int], tuple[int, int]]:
     """The oldest release, and the one before which it has to be."""
     if number < (0, 29):

@@ -18,6 +18,8 @@ from gateway.ops.trial import Finding
 from gateway.prompt.pipeline import Pipeline
 from replicas.simulated.model import sim_model_dir
 
+from ..prompt.families import FAMILIES
+
 
 def told_by(url: str) -> dict:
     with urllib.request.urlopen(url) as answer:
@@ -324,6 +326,63 @@ def test_a_rank_that_may_be_on_another_node_is_said_not_to_be_supported(capsys, 
     first, second = re.findall(r"fail  events .*-dp\d +silent: .*\n +-> (.*)", capsys.readouterr().out)
     assert "another node" in second and "--data-parallel-external-lb" in second
     assert "another node" not in first  # it is where the server is
+
+
+TIERED = METRICS + 'vllm:external_prefix_cache_queries_total{engine="0"} 5.0\n'
+
+
+@pytest.mark.parametrize(
+    "metrics, version, warned", [(TIERED, "0.28.1", True), (TIERED, "0.32.0", False), (METRICS, "0.28.1", False)]
+)
+def test_engines_with_slower_tiers_whose_blocks_no_other_finds(capsys, fake, metrics, version, warned):
+    """Two replicas; of one nobody else could want the blocks."""
+    pages = {**TRIED, "/metrics": metrics, "/version": {"version": version}}
+    urls = [fake(pages), fake(pages)]
+    _, found = examine(capsys, "--replica-url", urls[0], "--replica-url", urls[1])
+    assert ("hash seeds" in found) == warned
+    if warned:
+        assert found["hash seeds"][0] == "warn" and "PYTHONHASHSEED" in found["hash seeds"][1]
+    _, found = examine(capsys, "--replica-url", urls[0])
+    assert "hash seeds" not in found
+
+
+def model_folder(tmp_path, **files):
+    folder = shutil.copytree(sim_model_dir(), tmp_path / "model")
+    for name, content in files.items():
+        (folder / f"{name}.json").write_text(json.dumps(content))
+    return folder
+
+
+def test_a_model_that_takes_media(capsys, fake, tmp_path):
+    _, found = examine(capsys, "--replica-url", fake(TRIED), "--model", str(model_folder(tmp_path)))
+    assert "media" not in found
+    (tmp_path / "model" / "preprocessor_config.json").write_text("{}")
+    once_read.cache_clear()
+    _, found = examine(capsys, "--replica-url", fake(TRIED), "--model", str(tmp_path / "model"))
+    assert found["media"][0] == "warn" and "routed by load" in found["media"][1]
+
+
+def test_tokenizer_files_that_transformers_rebuilds_or_that_bring_code(capsys, fake, tmp_path):
+    config = json.loads((sim_model_dir() / "tokenizer_config.json").read_text())
+    folder = model_folder(tmp_path, tokenizer_config={**config, "tokenizer_class": "GPT2Tokenizer"})
+    _, found = examine(capsys, "--replica-url", fake(TRIED), "--model", str(folder))
+    assert found["tokenizer files"][0] == "ok" and "rebuilt as GPT2Tokenizer" in found["tokenizer files"][1]
+    shutil.rmtree(folder)
+    model_folder(tmp_path, tokenizer_config={**config, "auto_map": {"AutoTokenizer": ["own.Tokenizer", None]}})
+    once_read.cache_clear()
+    _, found = examine(capsys, "--replica-url", fake(TRIED), "--model", str(folder))
+    assert found["tokenizer files"][0] == "warn" and "code of its own" in found["tokenizer files"][1]
+    assert "/tokenize" in found["tokenizer files"][1]
+
+
+def test_a_conversation_that_is_written_by_rules_is_compared_with_an_answers_prompt(capsys, fake, tmp_path):
+    """The engine's /tokenize shows its template, which is not what it computes."""
+    folder = FAMILIES["gpt-oss"](tmp_path / "model")
+    ids = [*memoryview(trial.chat(once_read(folder, "sim", 16), trial.turns(2))).cast("I")]
+    for answer, level in ((ids, "ok"), (ids[:-1], "fail")):
+        pages = {**TRIED, "/tokenize": {"tokens": [1]}, "/v1/chat/completions": {"prompt_token_ids": answer}}
+        _, found = examine(capsys, "--replica-url", fake(pages), "--model", str(folder))
+        assert found["tokens"][0] == level and str(len(answer)) in found["tokens"][1]
 
 
 def test_replicas_that_serve_different_models(capsys, fake):

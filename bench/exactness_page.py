@@ -1,0 +1,139 @@
+"""Write `docs/exactness.md` from what was recorded:
+
+    python -m bench.exactness_page [--check]
+
+`--check` writes nothing, and fails where the page is not what it would be.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+from bench.families import Row, recorded
+from gateway.prompt.tokens.model import WRITTEN_BY_UNKNOWN_RULES, load_model
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "exactness.md"
+TEMPLATES = ROOT / "tests" / "vllm" / "templates.json"
+
+HEAD = """\
+<!-- Written by `python -m bench.exactness_page`; tests/bench/test_exactness_page.py holds it to that. -->
+# Which prompts are exact
+
+A prompt is *exact* if the gateway makes the very token ids that the engine makes, so that it knows which of its blocks each
+replica holds. Where it cannot be sure it says so and *declines*: the request is routed by load (or by the text of the prompt), and
+`hitherto explain`, `hitherto_prompts_total{mode}` and `hitherto doctor` tell why. A *wrong* prompt, one that is called exact and is
+not, must not happen: tests fail on the first.
+
+Each row below was counted against the ids that vLLM's own renderers made of request bodies: chat, Responses, Messages and
+completions with tools, tool calls, reasoning, parts, template variables, truncation, and texts that look like special tokens.
+`make test-vllm ARGS="-m exact"` asks an installed vLLM again, and `python -m bench.exactness` prints this table with the hits
+of simulated engines. Bodies that vLLM refuses are not counted. What tokens an engine makes of a text is asked of each engine when
+it is adopted, whatever its model (`docs/vllm.md`, Tokenizers).
+
+## Families with rules or files of their own
+
+| family | shown with | bodies | equal | declined | wrong | so it is |
+|---|---|---|---|---|---|---|
+"""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true")
+    check = parser.parse_args().check
+    written = page()
+    if check:
+        return PAGE.read_text() != written
+    PAGE.write_text(written)
+    return 0
+
+
+def page() -> str:
+    rows = recorded()
+    parts = [HEAD + "".join(map(_row, rows)), _declined(rows), _by_load(), _templates(), CACHES]
+    return "\n".join(parts)
+
+
+def _row(row: Row) -> str:
+    verdict = "exact" if not row["declined"] else "exact, but for what is below"
+    return (f"| {row['family']} | {row['engine']} | {row['requests']} | {row['equal']} | {row['declined']} "
+            f"| {row['wrong']} | {verdict} |\n")  # fmt: skip
+
+
+def _declined(rows: list[Row]) -> str:
+    lines = [
+        f"- {row['family']}, {row['engine']}: {why.removeprefix('Refused: ')} ({count})\n"
+        for row in rows
+        for why, count in row["why"].items()
+    ]
+    return "Declined:\n\n" + "".join(lines)
+
+
+def _by_load() -> str:
+    """Models of which the gateway's own files say that it cannot be exact."""
+    lines = []
+    for name, config, files in BY_LOAD:
+        with tempfile.TemporaryDirectory() as store:
+            folder = Path(store)
+            for file in ("config.json", *files):
+                (folder / file).write_text(json.dumps(config) if file == "config.json" else "{}")
+            found = load_model(folder)
+        why = (found.no_template or found.no_tokenizer).replace(store, "the folder")
+        assert why, name
+        lines.append(f"| {name} | {why} |\n")
+    others = "".join(f"- `{one}`\n" for one in sorted(WRITTEN_BY_UNKNOWN_RULES))
+    return (
+        "## Models that are routed by load\n\n| model | why |\n|---|---|\n"
+        + "".join(lines)
+        + "\nEngines write the conversations of these architectures by rules that the gateway does not have; their completions are\n"
+        "exact:\n\n" + others
+    )
+
+
+BY_LOAD = (
+    ("Kimi K2", {"model_type": "kimi_k2"}, ("tiktoken.model", "tokenizer_config.json")),
+    ("Mistral's own format (tekken)", {}, ("params.json", "tekken.json")),
+    ("DeepSeek-V4.1", {"architectures": ["DeepseekV41ForCausalLM"]}, ("tokenizer.json",)),
+    ("Kimi K3", {"architectures": ["KimiK3ForConditionalGeneration"]}, ("tokenizer.json",)),
+)
+
+
+def _templates() -> str:
+    told = json.loads(TEMPLATES.read_text())
+    exact = [name for name, one in told["templates"].items() if not one["declined"] and not one["wrong"]]
+    partly = {name: one for name, one in told["templates"].items() if one["declined"]}
+    equal = sum(one["equal"] for one in told["templates"].values())
+    declined = sum(sum(one["declined"].values()) for one in told["templates"].values())
+    wrong = sum(one["wrong"] for one in told["templates"].values())
+    version = ".".join(map(str, told["vllm"]))
+    return (
+        "## Chat templates\n\n"
+        f"Held to the renderer of vLLM {version} by `tests/vllm/test_templates.py`, chat and Messages, each template with a small\n"
+        f"tokenizer that has its special tokens: {equal:,} bodies equal, {declined:,} declined, {wrong} wrong. All bodies of these\n"
+        "are exact, unless it says otherwise:\n\n"
+        + "".join(f"- {name}\n" for name in exact)
+        + "".join(
+            f"- {name}: {count} declined, {why}\n"
+            for name, one in partly.items()
+            for why, count in one["declined"].items()
+        )
+    )
+
+
+CACHES = """\
+## From tokens to hits
+
+Exact tokens are half of a prediction; the other half is which blocks a replica holds. `python -m bench.exactness` counts predicted
+against delivered hits for full attention, for caches with slower tiers and for hybrid caches (windows beside full attention), and
+`docs/operations.md` says of which models the hits cannot be known (groups with blocks of unlike sizes, as in DeepSeek-V4; chunked
+local attention): there prompts are exact, and hits are guessed from traffic.
+"""
+
+
+if __name__ == "__main__":
+    sys.exit(main())

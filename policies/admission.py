@@ -190,11 +190,14 @@ class Admission:
     # --- what a candidate gives it
 
     def _room(self, ticket: Ticket, quotes: Sequence[Quote], now: float) -> list[int]:
-        """Return the candidates with room for it, besides what is kept for classes above its own."""
+        """Return the candidates with room for it, besides what is kept for classes above its own. A prompt that has
+        begun cannot be interrupted, so the whole of their fractions is kept from computing lower ones' at a time; of
+        streams and cache, what they have not used of it lately."""
         qos = ticket.qos
-        kept = self._kept_for_others(qos, now)
-        share = inf if self._others_yield(qos, now) else 1.0 - kept
-        clear = sum([not one.computing for one in quotes]) - min(ceil(kept * len(quotes)), len(quotes) - 1)
+        above = [one for one in self.classes.all if one.priority > qos.priority and self._is_within(one, now)]
+        share = inf if self._others_yield(qos, now) else 1.0 - sum([self._unused(one) for one in above])
+        kept = ceil(sum([one.reserved_fraction for one in above]) * len(quotes) - 1e-9)
+        clear = sum([not one.computing for one in quotes]) - min(kept, len(quotes) - 1)
         return [
             index
             for index, one in enumerate(quotes)
@@ -211,24 +214,23 @@ class Admission:
             and quote.full <= share
         )
 
-    def _kept_for_others(self, qos: QosClass, now: float) -> float:
-        """Return the share of the fleet that classes above this one have reserved and not used lately, if they asked
-        for anything."""
-        kept = 0.0
-        for one in self.classes.all:
-            if one.priority > qos.priority and self._is_active(one, now):
-                kept += max(0.0, one.reserved_fraction - self._share(one))
-        return kept
-
     def _others_yield(self, qos: QosClass, now: float) -> bool:
         """Whether it is within its reserve while a lower class asks: then it is that one which is held back where
         streams are many."""
-        if self._share(qos) >= qos.reserved_fraction:
-            return False
-        return any(one.priority < qos.priority and self._is_active(one, now) for one in self.classes.all)
+        return self._unused(qos) > 0.0 and any(
+            one.priority < qos.priority and self._is_active(one, now) for one in self.classes.all
+        )
+
+    def _is_within(self, qos: QosClass, now: float) -> bool:
+        """Whether the class asks, and has not had its reserve."""
+        return self._is_active(qos, now) and self._unused(qos) > 0.0
 
     def _is_active(self, qos: QosClass, now: float) -> bool:
         return now - self._asked.get(qos.name, -inf) < _USED_SECONDS
+
+    def _unused(self, qos: QosClass) -> float:
+        """Return what it has reserved and not used lately."""
+        return max(0.0, qos.reserved_fraction - self._share(qos))
 
     def _too_much(self, quote: Quote, ticket: Ticket, waited: float) -> str | None:
         """Return which of its limits it does not meet."""
@@ -262,7 +264,7 @@ class Admission:
         return found
 
     def _rank(self, line: Line) -> tuple[bool, int]:
-        return self._share(line.qos) >= line.qos.reserved_fraction, -line.qos.priority
+        return not self._unused(line.qos), -line.qos.priority
 
     def _share(self, qos: QosClass) -> float:
         """Return what the class has had lately, of the resource of which it had more."""

@@ -1,0 +1,280 @@
+"""What admission is worth when more is asked for than a fleet can answer, in virtual time.
+
+    python -m bench.overload [--quick] [--json FILE] [--seed N]
+
+Four simulated engines (gpu-8b), requests that come at random: prompts of 1,700 tokens on average, a third of them a
+tenant's own instructions, answers of 150. Saturation is what the fleet answers while more is always waiting. Goodput is
+requests a second that were answered within TTFT 2 s and TPOT 50 ms. Each load begins with 15 s at half of saturation.
+
+Beside the two modes of the gateway: no admission; a limit on the engines' waiting requests, as last scraped; a limit on
+requests on a replica; and early rejection by the load that is there now, without a look at what the prompts ahead make
+of it (the naive form in Mooncake's paper, section 7.3). `uneven`: how much the first tokens of one second differ from
+those of another, as a share of their mean; `kept`: the share of the admitted that was answered within the limits.
+
+Then classes: premium (6 % of saturation), standard (16 %) and free, once with free at 46 %, so that the fleet has four
+fifths of what it can answer within the limits, and once with free at ten times saturation. `premium_p99_change`
+compares premium's p99 TTFT in the two.
+
+`goodput_share_at_200`: the gateway's goodput (`wait`) at twice saturation, by the highest of any rule at any load.
+`calibration`: of the requests that it admitted there, the share that was answered within the limits as predicted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import sys
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from math import log
+from pathlib import Path
+from typing import Any
+
+from loadgen.simulate import Fleet, Record, Turn
+from loadgen.simulate.gateway import Gateway
+from policies import Admission, Candidate, Classes, QosClass, Quote, Rules, Slo, Ticket, Verdict
+from replicas.simulated.profile import load_profile
+
+REPLICAS, BLOCK = 4, 16
+SLO = Slo(2.0, 0.05)
+WARM, SETTLE = 15.0, 10.0  # seconds at half of saturation, and of the load before what is counted
+CLASSES = tuple(
+    QosClass(name, fraction, priority, SLO)
+    for name, fraction, priority in (("premium", 0.1, 100), ("standard", 0.3, 50), ("free", 0.6, 10))
+)
+ORDINARY = {"premium": 0.06, "standard": 0.16, "free": 0.46}  # of saturation
+FLOOD = {**ORDINARY, "free": 10.0}
+WAITING, CONCURRENT = (2, 8), (48, 64)  # limits that are tried
+
+
+# --- other rules, in the place of the gateway's
+
+
+class Limit(Admission):
+    """Sends a request to the candidates that `takes` it, and refuses it where there are none."""
+
+    def __init__(self, candidates: Sequence[Candidate], takes: Callable[[Candidate, Quote], bool]) -> None:
+        super().__init__(Classes((QosClass("default", slo=SLO),)), Rules())
+        self._candidates, self._takes = candidates, takes
+
+    def ask(self, ticket: Ticket, tokens: int, quotes: Sequence[Quote], now: float) -> Verdict:
+        pairs = enumerate(zip(self._candidates, quotes, strict=True))
+        if among := [index for index, (one, quote) in pairs if self._takes(one, quote)]:
+            return Verdict("admitted", "room", among)
+        return Verdict("refused", "full")
+
+
+def queue_length(most: int, candidate: Candidate, quote: Quote) -> bool:
+    return candidate.load.waiting <= most
+
+
+def concurrency(most: int, candidate: Candidate, quote: Quote) -> bool:
+    return candidate.load.requests < most
+
+
+def early_rejection(candidate: Candidate, quote: Quote) -> bool:
+    """By the queue and the streams that are there now."""
+    return quote.ttft <= SLO.ttft and candidate.costs.step_seconds(candidate.load) <= SLO.tpot
+
+
+def rule(name: str, limit: int, gateway: Gateway) -> Admission:
+    if name in ("wait", "reject"):
+        return Admission(Classes((QosClass("default", slo=SLO),)), Rules(name))
+    if name == "classes":
+        return Admission(Classes(CLASSES), Rules("wait"))
+    takes = {"queue length": partial(queue_length, limit), "concurrency": partial(concurrency, limit)}
+    return Limit(gateway.candidates, takes.get(name, early_rejection))
+
+
+# --- load
+
+
+def turns(rate: float, begin: float, end: float, kind: int, seed: int, qos: str = "") -> list[tuple[float, Turn]]:
+    """Requests of one kind and when they come; `kind` tells their blocks from those of others."""
+    chance, when, found = random.Random(f"{kind} {seed}"), begin, []
+    while rate and (when := when + chance.expovariate(rate)) < end:
+        tenant = chance.randrange(16)
+        tokens = int(min(12_000, max(64, chance.lognormvariate(log(850), 0.8)))) + 512
+        output = int(min(1500, max(8, chance.lognormvariate(log(120), 0.7))))
+        first = (kind << 48) + (len(found) << 12)
+        blocks = [(1 << 60) + (tenant << 12) + index for index in range(512 // BLOCK)]
+        blocks += [first + index for index in range((tokens + output) // BLOCK - len(blocks))]
+        found.append((when, Turn(blocks[: tokens // BLOCK], tokens, output, blocks, qos=qos, tenant=f"t{tenant}")))
+    return found
+
+
+def played(
+    load: Sequence[tuple[float, Turn]], name: str, limit: int, seed: int, gateways: int = 1, until: float = float("inf")
+) -> list[Record]:
+    admission = partial(rule, name, limit) if name != "none" else None
+    fleet = Fleet([load_profile("gpu-8b")] * REPLICAS, "least_time", seed, admission=admission, gateways=gateways)
+    for when, turn in load:
+        fleet.at(when, fleet.send, turn)
+    return fleet.run(until).records
+
+
+def met(record: Record) -> bool:
+    answered = record.error is None and record.end > 0.0
+    return (
+        answered
+        and record.first - record.sent <= SLO.ttft
+        and record.end - record.first <= SLO.tpot * max(1, record.output - 1)
+    )
+
+
+def saturation(seed: int) -> float:
+    """Requests a second that are answered while more is always waiting."""
+    end = 60.0
+    records = played(turns(30.0 * REPLICAS, 0.0, end, 1, seed), "none", 0, seed, until=end)
+    return sum([0.5 * end <= record.end for record in records]) / (0.5 * end)
+
+
+def goodput(job: tuple[str, int, float], full: float, seconds: float, seed: int, gateways: int = 1) -> dict[str, Any]:
+    """One rule under one load, as a share of saturation."""
+    name, limit, share = job
+    end = WARM + SETTLE + seconds
+    load = turns(0.5 * full, 0.0, WARM, 2, seed) + turns(share * full, WARM, end, 3, seed)
+    counted = [one for one in played(load, name, limit, seed, gateways) if WARM + SETTLE <= one.sent < end]
+    admitted = [one for one in counted if one.error is None]
+    each = Counter(int(one.first) for one in admitted)
+    starts = [each[second] for second in range(int(WARM + SETTLE), int(end))]
+    return {
+        "rule": name,
+        "limit": limit,
+        "load": share,
+        "goodput": sum(map(met, counted)) / seconds,
+        "admitted": len(admitted) / seconds,
+        "kept": sum(map(met, admitted)) / max(1, len(admitted)),
+        "ttft_p99": quantile([one.first - one.sent for one in admitted], 0.99),
+        "tpot_p99": quantile([(one.end - one.first) / max(1, one.output - 1) for one in admitted], 0.99),
+        "uneven": statistics.pstdev(starts) / max(1e-9, statistics.mean(starts)),
+    }
+
+
+def classes(free: str, full: float, seconds: float, seed: int) -> dict[str, Any]:
+    """TTFT by class. The load of the classes above free is the same whatever free asks for."""
+    end, shares, load = WARM + SETTLE + seconds, {"ordinary": ORDINARY, "flood": FLOOD}.get(free, {}), []
+    for kind, one in enumerate(CLASSES, 4):
+        name = one.name
+        if free == "alone":  # free has nobody above it
+            load += turns(10.0 * full, WARM, end, kind, seed, name) if name == "free" else []
+        elif free == "without":
+            load += turns(ORDINARY[name] * full, 0.0, end, kind, seed, name) if name != "free" else []
+        elif name == "free":
+            load += turns(ORDINARY[name] * full, 0.0, WARM, kind, seed, name)
+            load += turns(shares[name] * full, WARM, end, kind + 10, seed, name)
+        else:
+            load += turns(shares[name] * full, 0.0, end, kind, seed, name)
+    counted = [one for one in played(load, "classes", 0, seed) if WARM + SETTLE <= one.sent < end]
+    found: dict[str, Any] = {"free": free}
+    for one in CLASSES:
+        mine = [record for record in counted if record.turn.qos == one.name]
+        ttfts = [record.first - record.sent for record in mine if record.error is None]
+        found[one.name] = {
+            "asked": len(mine) / seconds,
+            "good": sum(map(met, mine)) / seconds,
+            "refused": sum([record.error is not None for record in mine]) / max(1, len(mine)),
+            "ttfts": ttfts,
+        }
+    return found
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    return sorted(values)[int(share * (len(values) - 1))] if values else 0.0
+
+
+# --- all together
+
+
+def jobs(quick: bool) -> list[tuple[str, int, float]]:
+    loads = (0.8, 1.0, 2.0) if quick else (0.6, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 1.75, 2.0)
+    few = (1.0, 2.0) if quick else loads
+    found = [("wait", 0, load) for load in loads] + [("reject", 0, load) for load in few]
+    found += [("none", 0, load) for load in (0.6, 1.0, 2.0)] + [("early rejection", 0, load) for load in few]
+    found += [("queue length", limit, load) for limit in WAITING for load in few]
+    return found + [("concurrency", limit, load) for limit in CONCURRENT for load in few]
+
+
+def measure(quick: bool, seed: int, processes: int) -> dict[str, Any]:
+    seconds, kinds = (30.0, ("ordinary", "flood")) if quick else (120.0, ("without", "ordinary", "flood", "alone"))
+    seeds = range(seed, seed + (2 if quick else 4))
+    full = saturation(seed)
+    with ProcessPoolExecutor(processes) as pool:
+        by_class = {
+            kind: [pool.submit(classes, kind, full, 1.5 * seconds, one) for one in seeds] for kind in reversed(kinds)
+        }
+        cells = [pool.submit(goodput, job, full, seconds, seed) for job in jobs(quick)]
+        shared = pool.submit(goodput, ("wait", 0, 2.0), full, seconds, seed, 2)
+        told = {kind: _merged([one.result() for one in by_class[kind]]) for kind in kinds}
+        found = [one.result() for one in cells]
+        two = shared.result()
+    ours = next(one for one in found if (one["rule"], one["load"]) == ("wait", 2.0))
+    peak = max(one["goodput"] for one in found)
+    return {
+        "goodput_share_at_200": ours["goodput"] / peak,
+        "premium_p99_change": told["flood"]["premium"]["ttft_p99"] / told["ordinary"]["premium"]["ttft_p99"] - 1.0,
+        "calibration": ours["kept"],
+        "two_gateways_share_at_200": two["goodput"] / peak,
+        "saturation": full,
+        "goodput": found,
+        "classes": told,
+    }
+
+
+def _merged(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Of several seeds: means, and quantiles of all requests together."""
+    found: dict[str, Any] = {}
+    for one in CLASSES:
+        ttfts = [value for run in runs for value in run[one.name]["ttfts"]]
+        found[one.name] = {
+            **{name: statistics.mean([run[one.name][name] for run in runs]) for name in ("asked", "good", "refused")},
+            "ttft_p50": quantile(ttfts, 0.5),
+            "ttft_p99": quantile(ttfts, 0.99),
+            "requests": len(ttfts),
+        }
+    return found
+
+
+def tables(found: dict[str, Any]) -> str:
+    lines = [f"saturation: {found['saturation']:.1f} requests/s on {REPLICAS} engines", ""]
+    lines += [
+        f"{'rule':<18}{'load':>6}{'goodput':>9}{'admitted':>10}{'kept':>7}{'TTFT p99':>10}{'TPOT p99':>10}{'uneven':>8}"
+    ]
+    for one in found["goodput"]:
+        name = one["rule"] + (f" {one['limit']}" if one["limit"] else "")
+        lines.append(
+            f"{name:<18}{one['load']:>5.0%}{one['goodput']:>10.1f}{one['admitted']:>10.1f}{one['kept']:>7.0%}"
+            f"{one['ttft_p99']:>9.2f}s{1e3 * one['tpot_p99']:>8.0f}ms{one['uneven']:>8.2f}"
+        )
+    lines += ["", f"{'free':<10}{'class':<10}{'asked/s':>9}{'good/s':>8}{'refused':>9}{'TTFT p50':>10}{'p99':>8}"]
+    for kind, by_class in found["classes"].items():
+        for name, one in by_class.items():
+            if one["asked"]:
+                lines.append(
+                    f"{kind:<10}{name:<10}{one['asked']:>9.1f}{one['good']:>8.1f}{one['refused']:>9.0%}"
+                    f"{1e3 * one['ttft_p50']:>8.0f}ms{1e3 * one['ttft_p99']:>6.0f}ms"
+                )
+    keys = ("goodput_share_at_200", "two_gateways_share_at_200", "premium_p99_change", "calibration")
+    return "\n".join([*lines, "", *[f"{key}: {found[key]:.3f}" for key in keys]])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="fewer loads and seeds, within 50 s")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--processes", type=int, default=2)
+    args = parser.parse_args()
+    found = measure(args.quick, args.seed, args.processes)
+    print(tables(found))
+    if args.json:
+        args.json.write_text(json.dumps(found, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,157 @@
+"""Classes and the queue with real processes: gateways, simulated engines, and more clients than they can answer."""
+
+import asyncio
+import json
+import random
+import re
+import signal
+import subprocess
+import sys
+from collections import Counter
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+
+from .running import running
+
+SETTINGS = """
+slo: {ttft: 2s}
+scheduler:
+  qos_classes:
+    - {name: premium,  reserved_fraction: 0.10, priority: 100}
+    - {name: standard, reserved_fraction: 0.30, priority: 50}
+    - {name: free,     reserved_fraction: 0.60, priority: 10}
+request_router:
+  routes:
+    - match: {header: "x-customer-tier: premium"}
+      qos: premium
+    - match:            # last, without a condition: the default
+      qos: free
+"""
+
+
+@contextmanager
+def engines(count):
+    """So many simulated engines, each a process: an eighth as fast as a GPU, so that few clients are many."""
+    processes, urls = [], []
+    try:
+        for _ in range(count):
+            processes.append(
+                subprocess.Popen(
+                    [sys.executable, "-m", "replicas.simulated", "--port", "0", "--speedup", "0.125"],
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    text=True,
+                )
+            )
+        for one in processes:
+            found = None
+            while found is None:
+                line = one.stdout.readline()
+                assert line, "the simulated engine ended"
+                found = re.search(r"http://127\.0\.0\.1:\d+", line)
+            urls.append(found[0])
+        yield urls, processes
+    finally:
+        for one in processes:
+            one.kill()
+            one.wait()
+            one.stdout.close()
+
+
+@asynccontextmanager
+async def gateway(tmp_path, urls, *flags):
+    (tmp_path / "hitherto.yaml").write_text(SETTINGS)
+    async with running("--config", str(tmp_path / "hitherto.yaml"), "--replica-url", *urls, *flags) as one:
+        await one.ready(len(urls))
+        yield one
+
+
+def body(tokens=16):
+    """A prompt of some 300 tokens that nobody asked before."""
+    words = " ".join(random.choices(["quality", "mercy", "strained", "droppeth", "gentle", "rain", "heaven"], k=200))
+    return {"model": "sim", "messages": [{"role": "user", "content": words}], "max_tokens": tokens, "stream": True}
+
+
+async def ask(one, tier="", leave_after=None):
+    """The status, the Retry-After that came with it, and whether a stream ended as it should."""
+    headers = {"x-customer-tier": tier} if tier else {}
+    try:
+        async with asyncio.timeout(leave_after):
+            async with one.client.stream("POST", "/v1/chat/completions", json=body(), headers=headers) as answer:
+                data = await answer.aread()
+    except TimeoutError:
+        return "left", None, True
+    whole = data.rstrip().endswith(b"[DONE]") if answer.status_code == 200 else json.loads(data)["error"]["code"]
+    return answer.status_code, answer.headers.get("retry-after"), whole
+
+
+async def flood(one, clients, seconds, **given):
+    """Clients that ask again as soon as they are answered; a refused one waits a little."""
+    end, found = asyncio.get_running_loop().time() + seconds, []
+
+    async def client():
+        while asyncio.get_running_loop().time() < end:
+            found.append(await ask(one, **given))
+            if found[-1][0] != 200:
+                await asyncio.sleep(0.1)
+
+    await asyncio.gather(*[client() for _ in range(clients)])
+    return found
+
+
+async def nothing_left(one):
+    await one.until(lambda status: status["totals"]["inflight"] == 0)
+    assert await one.counted("hitherto_reservations") == 0
+    assert await one.counted("hitherto_queued_requests") == 0
+    assert await one.counted("hitherto_queued_bytes") == 0
+
+
+async def test_a_flood_waits_or_is_told_when_to_come_back_and_premium_passes_it(tmp_path):
+    with engines(2) as (urls, _):
+        async with gateway(tmp_path, urls) as one:
+            free = asyncio.ensure_future(flood(one, 60, 6.0))
+            await one.until(lambda status: any(each["queued"] for each in status["admission"]))
+            premium = await flood(one, 1, 4.0, tier="premium")
+            leaving = await asyncio.gather(*[ask(one, leave_after=0.3) for _ in range(10)])
+            free = await free
+            assert {status for status, _, whole in premium if whole} == {200}
+            assert {status for status, *_ in free} == {200, 429}
+            assert all(
+                retry and int(retry) >= 1 and code == "overloaded" for status, retry, code in free if status == 429
+            )
+            assert all(whole for status, _, whole in free if status == 200)
+            assert {status for status, *_ in leaving} <= {"left", 429}
+            await nothing_left(one)
+            told = {each["class"]: each for each in (await one.status())["admission"]}
+            refused = Counter(status for status, *_ in free + leaving)[429]
+            assert told["premium"]["refused"] == 0 and refused <= told["free"]["refused"] <= refused + len(leaving)
+            assert told["free"]["met"] > 0 and told["free"]["ttft_seconds"] > 0
+
+
+async def test_an_engine_that_is_killed_while_others_wait_takes_only_what_it_had_begun(tmp_path):
+    with engines(2) as (urls, processes):
+        async with gateway(tmp_path, urls) as one:
+            free = asyncio.ensure_future(flood(one, 40, 5.0))
+            await one.until(lambda status: any(each["queued"] for each in status["admission"]))
+            processes[0].send_signal(signal.SIGKILL)
+            found = await free
+            assert {status for status, *_ in found} <= {200, 429}, "nobody who had no byte was failed"
+            await nothing_left(one)
+            after = await ask(one, "premium")
+            assert after[0] == 200 and after[2]
+
+
+async def test_two_gateways_on_one_redis_admit_by_the_load_of_both(tmp_path, redis_server):
+    with engines(2) as (urls, _):
+        async with AsyncExitStack() as stack:
+            gateways = [
+                await stack.enter_async_context(gateway(tmp_path, urls, "--redis-url", redis_server.url))
+                for _ in range(2)
+            ]
+            for one in gateways:
+                await one.until(lambda status: status["map"]["redis"]["ledger_joined"])
+            floods = await asyncio.gather(*[flood(one, 25, 5.0) for one in gateways])
+            for one, found in zip(gateways, floods):
+                statuses = Counter(status for status, *_ in found)
+                assert set(statuses) <= {200, 429} and statuses[200] > 0
+                assert sum(each["queued"] for each in (await one.status())["admission"]) > 0
+                await nothing_left(one)

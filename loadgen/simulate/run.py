@@ -10,9 +10,12 @@ from dataclasses import dataclass, field
 from loadgen.drive import records
 from loadgen.workload import synthetic
 from loadgen.workload.conversations import Conversation, Workload
+from policies import Admission, Classes, QosClass, Rules, Slo
+from policies.classes import NO_LIMITS
 from replicas.simulated.profile import Profile
 
 from .fleet import Fleet
+from .gateway import Gateway
 from .prompts import Prompts, Said
 from .turns import Record
 
@@ -45,6 +48,16 @@ class Setting:
     users: int | None = None  # closed loop
     max_concurrency: int | None = None
     tiers_known: bool = True  # engines tell of what they hold in slower tiers
+    admission: str | None = None  # what happens while all engines are full, as the gateway's `when_full`; None: nothing
+    slo: Slo = NO_LIMITS  # that requests are admitted by
+
+    @property
+    def admitting(self) -> Callable[[Gateway], Admission] | None:
+        """Makes what says for a gateway when its requests are sent."""
+        if self.admission is None:
+            return None
+        classes, rules = Classes((QosClass("default", slo=self.slo),)), Rules(self.admission)
+        return lambda gateway: Admission(classes, rules)
 
 
 @dataclass
@@ -83,6 +96,7 @@ def simulate(workload: Workload, setting: Setting) -> Outcome:
         gateways=setting.gateways,
         shared_ledger=setting.shared_ledger,
         keep=False,
+        admission=setting.admitting,
     )
     for outage in setting.outages:
         fleet.at(outage.at, fleet.lose, outage.replica)

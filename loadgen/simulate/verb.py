@@ -19,6 +19,8 @@ from loadgen.report import comparison, files, show
 from loadgen.report.summary import setting, summarise
 from loadgen.workload import datasets, limits
 from loadgen.workload.conversations import Workload
+from policies import Slo
+from policies.classes import NO_LIMITS
 from replicas.simulated.profile import Profile, load_profile
 
 from .field import NAMES
@@ -59,6 +61,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--own-ledgers", action="store_true", help="gateways do not know of each other's load (default: as with Redis)"
+    )
+    group.add_argument(
+        "--admission",
+        choices=("wait", "reject"),
+        help="what gateways do with requests that no engine has room for: let them wait, or refuse them; by the limits "
+        "of --goodput (default: they send all at once)",
     )
     events = group.add_mutually_exclusive_group()
     events.add_argument(
@@ -142,8 +150,20 @@ def settings(args: argparse.Namespace) -> dict[str, Setting]:
         args.users,
         args.max_concurrency,
         not args.tiers_unseen,
+        args.admission,
+        _limits(args),
     )
     return {policy: replace(made, policy=policy) for policy in args.policies}
+
+
+def _limits(args: argparse.Namespace) -> Slo:
+    """What requests are admitted by. Raises BadOption."""
+    if args.admission is None:
+        return NO_LIMITS
+    given = files.slo(args)
+    if given is None or not given.keys() <= {"ttft", "tpot"}:
+        raise options.BadOption("--admission needs limits to admit by, like --goodput ttft:2s,tpot:50ms")
+    return Slo(*[given[name] / 1e3 if name in given else None for name in ("ttft", "tpot")])
 
 
 async def simulate_verb(args: argparse.Namespace, console: Console) -> int:
@@ -212,6 +232,7 @@ def described(args: argparse.Namespace, fleet: Setting) -> dict[str, object]:
         **({} if fleet.tiers_known else {"tiers_known": False}),
         "speeds": args.speeds,
         "gateways": fleet.gateways,
+        **({"admission": fleet.admission} if fleet.admission else {}),
         "shared_ledger": fleet.shared_ledger,
         "event_delay_s": fleet.event_delay,
         "event_loss": fleet.event_loss,

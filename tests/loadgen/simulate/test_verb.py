@@ -206,3 +206,17 @@ def test_policies_that_answered_different_requests_are_not_compared_in_silence(t
 
 def test_the_same_work_is_compared_without_a_word(figures, capsys):
     assert json.loads(figures(*SMALL))["void"] is None and "void" not in capsys.readouterr().out
+
+
+def test_admission_by_the_limits_of_goodput_refuses_who_cannot_be_in_time(figures, capsys):
+    crowd = ["simulate", "--dataset-name", "random", "--suffix-len", "3000", "--output-len", "100", "--num-prompts",
+             "300", "--request-rate", "15", "--replicas", "1", "--goodput", "ttft:1s"]  # fmt: skip
+    sent = json.loads(figures(*crowd))["targets"]["least_time"]
+    for mode in ("wait", "reject"):
+        report = json.loads(figures(*crowd, "--admission", mode))
+        one = report["targets"]["least_time"]
+        assert report["fleet"]["admission"] == mode
+        assert one["failed"] > 0 and one["completed"] + one["failed"] == 300
+        assert one["goodput"]["share"] > sent["goodput"]["share"]
+    assert main([*crowd[:-2], "--admission", "wait"]) == 2
+    assert "--goodput ttft:2s" in capsys.readouterr().err

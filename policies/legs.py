@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import exp, log
-from typing import NamedTuple, cast
+from typing import NamedTuple, Protocol, cast
 
 from .rules.least_cost import Cost
 from .vocabulary import Candidate, Choice, Demand, Policy, pick
@@ -100,6 +100,22 @@ class LegChoice(NamedTuple):
     whole_seconds: float | None
 
 
+class LegRule(Protocol):
+    """A pure choice of legs; None: the request stays whole. All candidates have been weighed for this demand."""
+
+    def __call__(
+        self,
+        policy: Policy,
+        demand: Demand,
+        whole: Candidate,
+        choice: Choice,
+        prefillers: Sequence[Candidate],
+        decoders: Sequence[Candidate],
+        transfers: Transfers,
+        now: float,
+    ) -> LegChoice | None: ...
+
+
 def of_policy(policy: Policy) -> Cost | None:
     """The policy's cost, if that is in seconds."""
     return cast("Cost", policy.cost) if getattr(policy, "in_seconds", False) else None  # type: ignore[attr-defined]
@@ -115,12 +131,27 @@ def choose(
     transfers: Transfers,
     now: float,
 ) -> LegChoice | None:
-    """Return the legs that cost least, if they cost less than the `whole` request by `choice`; None: it stays whole.
-
-    All candidates must have been weighed for this demand."""
+    """Return the legs that cost least, if they cost less than the `whole` request by `choice`: the gateway's rule."""
     cost = of_policy(policy)
     if cost is None:
-        return _by_preference(policy, demand, prefillers, decoders, transfers, now)
+        return by_preference(policy, demand, prefillers, decoders, transfers, now)
+    apart = cheapest(cost, demand, whole, choice, prefillers, decoders, transfers, now)
+    if apart is None or apart.seconds is None or apart.whole_seconds is None:
+        return None
+    return apart if apart.seconds * _SLACK[0] + _SLACK[1] < apart.whole_seconds else None
+
+
+def cheapest(
+    cost: Cost,
+    demand: Demand,
+    whole: Candidate,
+    choice: Choice,
+    prefillers: Sequence[Candidate],
+    decoders: Sequence[Candidate],
+    transfers: Transfers,
+    now: float,
+) -> LegChoice | None:
+    """Return the legs that cost least, whatever the whole request costs; None: no two replicas can be paired."""
     asked = replace(demand, output=0.0, residual=0)
     computed = [sum(terms) for terms in cost.of_all(asked, prefillers, choice.future, choice.after)]
     written = _written(cost, demand, decoders, choice.future, choice.after)
@@ -134,12 +165,10 @@ def choose(
     if not priced:
         return None
     least = min(price for price, _, _ in priced)
-    alone = sum(cost.of_all(demand, (whole,), choice.future, choice.after)[0])
-    if least * _SLACK[0] + _SLACK[1] >= alone:
-        return None
     equal = [number for number, (price, _, _) in enumerate(priced) if price <= least * _SLACK[0] + _SLACK[1]]
-    price, first, second = priced[pick(equal, demand.draw)]
-    return LegChoice(first, second, demand.tokens - second.overlap, price, alone)
+    _, first, second = priced[pick(equal, demand.draw)]
+    alone = sum(cost.of_all(demand, (whole,), choice.future, choice.after)[0])
+    return LegChoice(first, second, demand.tokens - second.overlap, least, alone)
 
 
 def decoder(policy: Policy, demand: Demand, decoders: Sequence[Candidate]) -> Candidate:
@@ -159,7 +188,7 @@ def _written(
     return [sum(terms) for terms in cost.of_all(demand, decoders, future, after, held)]
 
 
-def _by_preference(
+def by_preference(
     policy: Policy,
     demand: Demand,
     prefillers: Sequence[Candidate],
@@ -167,6 +196,7 @@ def _by_preference(
     transfers: Transfers,
     now: float,
 ) -> LegChoice | None:
+    """Return the legs that a policy without seconds prefers, if more than one block is to be computed."""
     second = decoders[policy.choose(demand, decoders).index]
     if demand.tokens - second.overlap <= demand.block_size:
         return None

@@ -195,7 +195,15 @@ class Placement:
 
 
 class Router:
-    def __init__(self, policy: Policy, prefixes: PrefixMap, ledger: Ledger, costs: CostGroup) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        prefixes: PrefixMap,
+        ledger: Ledger,
+        costs: CostGroup,
+        leg_rule: legs.LegRule = legs.choose,
+    ) -> None:
+        self._leg_rule = leg_rule
         self.policy, self.map, self.ledger, self.costs = policy, prefixes, ledger, costs
         self.outputs = Outputs()
         self.transfers = legs.Transfers()
@@ -351,8 +359,8 @@ class Router:
     def choose_legs(
         self, whole: Evaluation, prefillers: Sequence[Candidate], decoders: Sequence[Candidate], now: float
     ) -> legs.LegChoice | None:
-        """Return who computes its prompt and who writes its answer, if that costs less than the `whole` request where
-        it would go; else None. Nothing is done yet."""
+        """Return who computes its prompt and who writes its answer, if the rule has two do it rather than the one where
+        the `whole` request would go; else None. Nothing is done yet."""
         demand, space = whole.demand, whole.demand.space
         if whole.spaces is not None or not demand.reads_cache or not demand.tokens:
             return None
@@ -362,7 +370,7 @@ class Router:
             return None
         best = whole.candidates[whole.choice.index]
         self.weighed(demand, Targets([*prefillers, *decoders, best]), now)
-        return legs.choose(self.policy, demand, best, whole.choice, prefillers, decoders, self.transfers, now)
+        return self._leg_rule(self.policy, demand, best, whole.choice, prefillers, decoders, self.transfers, now)
 
     def commit_legs(self, whole: Evaluation, chosen: legs.LegChoice, now: float) -> tuple[Placement, Placement]:
         """Count both legs' load in one step, right after `choose_legs`. The policy is told of one request, as it would
@@ -404,6 +412,12 @@ class Router:
             self.abandon(placement)
             raise
         return placement
+
+    def moving_seconds(self, second: Placement, seconds: float) -> float:
+        """Return what the transfer took of the `seconds` from sending the second leg to its first token: what its
+        decoder does not take itself."""
+        costs, tokens = second.candidate.costs, second.demand.tokens
+        return seconds - costs.ttft_seconds(second.reservation.before, 1, tokens - 1)
 
     def _expect(self, placement: Placement) -> None:
         candidate, demand = placement.candidate, placement.demand

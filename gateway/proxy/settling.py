@@ -166,8 +166,7 @@ class Settling:
         legs, placement, seconds = second.exchange.legs, second.placement, second.first_at - second.sent_at
         if legs is None or second.status != 200 or second.fault or not second.streams or second.backend.gone:
             return
-        tokens = placement.demand.tokens
-        moving = seconds - placement.candidate.costs.ttft_seconds(placement.reservation.before, 1, tokens - 1)
+        moving = self._router.moving_seconds(placement, seconds)
         self.metrics.transfer_seconds.observe(second.backend.id, max(0.0, moving))
         if learns:
             self._router.transfers.observe(legs.prefiller.id, legs.decoder.id, legs.moved, moving)

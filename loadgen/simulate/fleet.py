@@ -5,9 +5,11 @@ the ones behind `hitherto replica`. Time is a heap of events, so a minute of fle
 cost to compute, and the same seed gives the same result.
 
 Per request: match -> choose -> reserve -> engine, then first token -> ledger and TTFT learned, end -> release and the
-conversation's next turn after its think time. A replica that is lost takes its cache with it and cuts the streams it
-has begun; what it had not answered is sent elsewhere, as the gateway does, which notices at once since every connection
-breaks.
+conversation's next turn after its think time. Where replicas have roles a request may have two legs, as in the proxy:
+one replica computes the prompt and a token, keeps the cache for as long as a lease, and another fetches what it lacks
+and writes the answer, with the first token that the client sees. A replica that is lost takes its cache with it and
+cuts the streams it has begun; what it had not answered is sent elsewhere, as the gateway does, which notices at once
+since every connection breaks.
 """
 
 from __future__ import annotations
@@ -23,8 +25,10 @@ from replicas.simulated.engine import EngineRequest, Output
 from replicas.simulated.profile import Profile
 
 from .field import make
+from .field.legs import make_leg_rule
 from .gate import Gate
-from .gateway import Gateway, Wire
+from .gateway import Gateway, Legs, Wire
+from .links import Links, Network
 from .replica import Replica
 from .truth import Truth
 from .turns import Record, Result, Turn
@@ -41,7 +45,9 @@ class _Live:
     gateway: Gateway
     session: str | None
     on_end: Callable[[], None] | None
-    placement: Placement | None = None
+    placement: Placement | None = None  # of the leg that is under way
+    legs: Legs | None = None
+    stays_whole: bool = False  # a transfer failed
     gate: Gate | None = None  # of its gateway
     id: int = 0
     ticket: Ticket | None = None  # where it was asked whether it may go
@@ -53,8 +59,9 @@ class _Live:
 
 class Fleet:
     """One simulated run. `profiles`: one per replica, all of the same block size; `policy`: a name that
-    `loadgen.simulate.field.make` knows; `keep`: keep the records of requests that ended, with their hashes;
-    `admission`: makes what says for a gateway when its requests are sent."""
+    `loadgen.simulate.field.make` knows; `roles`: one per replica (None: nobody has one); `legs`: a name that
+    `field.legs.make_leg_rule` knows; `timed`: keep the times between tokens; `keep`: keep the records of requests that
+    ended, with their hashes; `admission`: makes what says for a gateway when its requests are sent."""
 
     def __init__(
         self,
@@ -68,11 +75,16 @@ class Fleet:
         tiers_known: bool = True,
         gateways: int = 1,
         shared_ledger: bool = True,
+        roles: Sequence[str] | None = None,
+        legs: str = "seconds",
+        network: Network | None = None,
+        timed: bool = False,
         keep: bool = True,
         admission: Callable[[Gateway], Admission] | None = None,
     ) -> None:
         self.now = 0.0
-        self.replicas = [Replica(profile) for profile in profiles]
+        self.replicas = [Replica(profile, timed) for profile in profiles]
+        self.links = Links(network or Network())
         self.names = [f"r{index}" for index in range(len(profiles))]
         ledger = Ledger()
         truth = Truth(self.replicas, lambda: self.now)
@@ -86,11 +98,13 @@ class Fleet:
                 wire,
                 truth,
                 seed + number,
+                roles or ["both"] * len(profiles),
+                make_leg_rule(legs),
             )
             for number in range(gateways)
         ]
         self.gates = [
-            Gate(one, admission(one), self._admitted, self._refused, self.at) for one in self.gateways if admission
+            Gate(one, admission(one), self._sent, self._refused, self.at) for one in self.gateways if admission
         ]
         self._tells = event_delay is not None
         self._random = random.Random(seed).random
@@ -134,9 +148,6 @@ class Fleet:
             self._dispatch(live)
         return record
 
-    def _admitted(self, live: _Live, placement: Placement | None) -> None:
-        self._sent(live, placement)
-
     def _refused(self, live: _Live, reason: str) -> None:
         self.at(self.now, self._ended, live, "http_429", reason)
 
@@ -151,27 +162,40 @@ class Fleet:
             gateway.session_finished(session)
 
     def _dispatch(self, live: _Live) -> None:
-        self._sent(live, live.gateway.place(live.turn, live.session, self.now, live.record.tried))
+        self._sent(live, live.gateway.place(live.turn, live.session, self.now, live.record.tried, live.stays_whole))
 
-    def _sent(self, live: _Live, placement: Placement | None) -> None:
-        record, turn, request = live.record, live.record.turn, live.id
-        live.placement = placement
-        if placement is None:
+    def _again(self, live: _Live, stays_whole: bool = False) -> None:
+        """Send it once more, with an id that no engine knows."""
+        live.id, live.stays_whole = next(self._ids), live.stays_whole or stays_whole
+        self._dispatch(live)
+
+    def _sent(self, live: _Live, placed: Placement | Legs | None) -> None:
+        record, turn, request = live.record, live.turn, live.id
+        if placed is None:
             answered = (
                 ("http_502", "no replica is left to try") if record.tried else ("http_503", "no replica is ready")
             )
             self.at(self.now, self._ended, live, *answered)
             return
+        legs = live.legs = placed if isinstance(placed, Legs) else None
+        placement = live.placement = placed if legs is None else legs.first
         index = record.replica = placement.candidate.slot
         record.predicted, record.expected_ttft = placement.cached, placement.ttft
+        record.prefilled_by = -1
         self._live[index][request] = live
-        replica = self.replicas[index]
         asked = EngineRequest(request, turn.hashes, turn.tokens, turn.output, turn.all_hashes.__getitem__)
+        if legs is not None:
+            asked.max_tokens, asked.keeps = 1, True
+        self._when_read(index, turn, self._arrived, index, self.replicas[index].incarnation, asked)
+
+    def _when_read(self, index: int, turn: Turn, action: Callable, *args) -> None:
+        """Go on once the engine's front end has read the request."""
+        replica = self.replicas[index]
         reaches = replica.front.reaches_engine(self.now, turn.tokens, turn.text, replica.engine.running > 0)
         if reaches > self.now:
-            self.at(reaches, self._arrived, index, replica.incarnation, asked)
+            self.at(reaches, action, *args)
         else:
-            self._arrived(index, replica.incarnation, asked)
+            action(*args)
 
     def _arrived(self, index: int, incarnation: int, asked: EngineRequest) -> None:
         replica = self.replicas[index]
@@ -182,13 +206,23 @@ class Fleet:
             begins = replica.add(asked, self.now)
         except ValueError as error:  # too long for it: as the engine's answer of 400, which is not tried again
             live = self._live[index].pop(asked.id)
-            live.gateway.abandon(live.placement, computed=False)
-            self.at(self.now, self._ended, live, "http_400", str(error))
+            self._abandon(live, computed=False)
+            if asked.keeps:
+                self.at(self.now, self._again, live, True)  # the refusal is to be of the client's own request
+            else:
+                self.at(self.now, self._ended, live, "http_400", str(error))
             begins = False  # the others there are woken at the end of the step under way, as after any arrival
         if begins:
             self._go_on(index, replica)
         elif replica.turn != planned:
             self._plan(index, replica)
+
+    def _abandon(self, live: _Live, computed: bool = True) -> None:
+        """Its leg under way comes to nothing, and so does the one that was to follow."""
+        legs = live.legs
+        live.gateway.abandon(live.placement, computed)
+        if legs is not None and legs.kept_at is None:
+            live.gateway.abandon(legs.second, computed=False)
 
     def _ended(self, live: _Live, error: str | None, detail: str = "") -> None:
         record = live.record
@@ -223,18 +257,104 @@ class Fleet:
 
     def _output(self, index: int, output: Output) -> None:
         live = self._live[index][output.id]
-        record = live.record
+        record, legs = live.record, live.legs
+        if legs is not None and legs.kept_at is None:
+            del self._live[index][output.id]
+            record.cached, record.prefilled_by = output.cached_tokens, index
+            live.gateway.handed_over(legs, self.now, output.cached_tokens)
+            self._second_leg(output.id, live, legs)
+            return
         if output.first:
-            record.first, record.cached = self.now, output.cached_tokens
+            record.first = self.now
             live.gateway.first(live.placement, self.now)
             if live.gate is not None:
                 live.gate.first(live.ticket, self.now)
+            if legs is None:
+                record.cached = output.cached_tokens
+            else:
+                live.gateway.transferred(legs, self.now)
         if output.finished:
             del self._live[index][output.id]
-            live.gateway.complete(live.placement, self.now - record.first, record.output, record.cached)
+            cached = record.cached if legs is None else None
+            live.gateway.complete(live.placement, self.now - record.first, record.output, cached)
             if live.gate is not None:
                 live.gate.complete(live.ticket, record.first, self.now, record.output)
+            record.gaps = self.replicas[index].gaps(record.first, self.now)
             self._ended(live, None)
+
+    # --- the second leg
+
+    def _second_leg(self, request: int, live: _Live, legs: Legs) -> None:
+        """Send it where it is reserved, or to another decoder if that one is gone."""
+        gateway, record = live.gateway, live.record
+        prefiller = self.replicas[legs.first.candidate.slot].incarnation
+        if not self.replicas[legs.second.candidate.slot].up:
+            gateway.abandon(legs.second, computed=False)
+            if not gateway.next_decoder(legs, record.turn, self.now, record.tried):
+                self._keep_until_the_lease_ends(request, legs, prefiller)
+                live.legs = None
+                self._again(live, stays_whole=True)
+                return
+        live.placement, legs.sent_at = legs.second, self.now
+        index = record.replica = legs.second.candidate.slot
+        self._live[index][request] = live
+        self._when_read(
+            index, record.turn, self._fetch, request, live, legs, prefiller, self.replicas[index].incarnation
+        )
+
+    def _fetch(self, request: int, live: _Live, legs: Legs, prefiller: int, decoder: int) -> None:
+        """The decoder begins to read what it lacks."""
+        first, second, turn = legs.first.candidate.slot, legs.second.candidate.slot, live.record.turn
+        engine = self.replicas[second].engine
+        if self.replicas[second].incarnation != decoder:
+            self._keep_until_the_lease_ends(request, legs, prefiller)
+            return  # it was lost, and the request has been sent elsewhere
+        there = None
+        if self.replicas[first].incarnation == prefiller:
+            profile = engine.profile
+            tokens = turn.tokens - engine.cached(turn.hashes, turn.tokens) * profile.block_size
+            there = self.links.begin(first, second, tokens, profile.kv_bytes_per_token, self.now, legs.kept_at)
+        ends = max(self.now, legs.kept_at + self.links.network.lease) if there is None else there
+        self.at(ends, self._fetched, request, live, legs, prefiller, decoder, there is not None)
+
+    def _fetched(self, request: int, live: _Live, legs: Legs, prefiller: int, decoder: int, began: bool) -> None:
+        """The transfer is over, or it never `began`."""
+        first, second, turn = legs.first.candidate.slot, legs.second.candidate.slot, live.record.turn
+        if self.replicas[second].incarnation != decoder:
+            self._keep_until_the_lease_ends(request, legs, prefiller)
+            return
+        there = began and self.replicas[first].incarnation == prefiller
+        self._let_go(request, first, prefiller)
+        if there:
+            asked = EngineRequest(request, turn.hashes, turn.tokens, turn.output, turn.all_hashes.__getitem__)
+            asked.received = turn.tokens
+            self._arrived(second, decoder, asked)
+        else:
+            self._transfer_failed(request, live, legs)
+
+    def _keep_until_the_lease_ends(self, request: int, legs: Legs, prefiller: int) -> None:
+        """Nobody is going to read what the prefiller keeps."""
+        until = legs.kept_at + self.links.network.lease
+        self.at(max(self.now, until), self._let_go, request, legs.first.candidate.slot, prefiller)
+
+    def _let_go(self, request: int, index: int, incarnation: int) -> None:
+        """What a prefiller kept is read, or its lease is over."""
+        replica = self.replicas[index]
+        if replica.incarnation != incarnation:
+            return
+        planned = replica.turn
+        if replica.let_go(request, self.now):
+            self._go_on(index, replica)
+        elif replica.turn != planned:
+            self._plan(index, replica)
+
+    def _transfer_failed(self, request: int, live: _Live, legs: Legs) -> None:
+        """As an engine's 500: the request is sent whole, and the pair left out for a while."""
+        del self._live[legs.second.candidate.slot][request]
+        live.gateway.transfer_failed(legs, self.now)
+        live.gateway.abandon(legs.second, computed=False)
+        live.legs = None
+        self._again(live, stays_whole=True)
 
     def _scrape(self) -> None:
         """What gateways read off /metrics, as old as it would be."""
@@ -256,7 +376,7 @@ class Fleet:
             gateway.lost(index)
         lives, self._live[index] = self._live[index], {}
         for live in lives.values():
-            live.gateway.abandon(live.placement)
+            self._abandon(live)
             record = live.record
             record.tried += (index,)
             if record.first:
@@ -264,7 +384,7 @@ class Fleet:
             elif len(record.tried) > RETRIES:
                 self._ended(live, "http_502", f"no replica answered after {len(record.tried)} attempts")
             else:
-                self._dispatch(live)
+                self._again(live)
         self._drain()
 
     def restore(self, index: int) -> None:

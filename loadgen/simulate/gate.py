@@ -7,11 +7,11 @@ from typing import Any, Protocol
 
 from policies import Admission, Placement, Ticket
 
-from .gateway import LEAST_OUTPUT, Gateway
+from .gateway import LEAST_OUTPUT, Gateway, Legs
 from .turns import Turn
 
 # What is done with a request: it goes with this placement (None: nobody can take it), or is refused for a reason.
-Send = Callable[[Any, Placement | None], None]
+Send = Callable[[Any, Placement | Legs | None], None]
 Refuse = Callable[[Any, str], None]
 
 
@@ -65,7 +65,7 @@ class Gate:
         if verdict.decision == "refused":
             self._refuse(request, verdict.reason)
         elif not ticket.waits:
-            self._send(request, gateway.router.commit(evaluation, now))
+            self._send(request, gateway.commit(evaluation, request.turn, now))
 
     def first(self, ticket: Ticket, now: float) -> None:
         self.admission.first_token(ticket, now - ticket.since)

@@ -1,9 +1,9 @@
 """One gateway of a simulated fleet: its map, its policy, its learned costs, and the load it knows of.
 
-Requests are placed by the Router that the gateway has. Each gateway gets the engines' events on its
-own connections, so each may miss others. What a lost batch held comes with the next one (its number shows the gap, and
-the gateway asks for a replay), or never, if losses go unseen. The gateway's rule for healing a map that is wrong is not
-here.
+Requests are placed by the Router that the gateway has, whole or in two legs. Each gateway gets the engines' events on
+its own connections, so each may miss others. What a lost batch held comes with the next one (its number shows the gap,
+and the gateway asks for a replay), or never, if losses go unseen. The gateway's rule for healing a map that is wrong is
+not here.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
 
-from policies import CostGroup, Demand, Evaluation, Ledger, Placement, Policy, Router, Targets
+from policies import Candidate, CostGroup, Demand, Evaluation, Ledger, Placement, Policy, Router, Targets
+from policies.legs import LegRule
 from replicas.simulated.engine import Cleared, Removed, Stored
+from replicas.simulated.pools import sides, takes_whole
 from replicas.simulated.profile import Profile
 
 from .holders import Holders
@@ -24,6 +26,17 @@ from .turns import Turn
 
 LEAST_OUTPUT = 8  # tokens; costs learn from streams that are longer than this
 Events = list[Stored | Removed | Cleared]
+
+
+@dataclass(slots=True)
+class Legs:
+    """A request in two legs. `moved`: prompt tokens whose cache the decoder was taken to lack."""
+
+    first: Placement
+    second: Placement
+    moved: int
+    kept_at: float | None = None  # when its prompt was computed; None: it is being computed
+    sent_at: float = 0.0  # when the second leg was sent
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +61,12 @@ class Gateway:
         wire: Wire,
         truth: Truth,
         seed: int,
+        roles: Sequence[str],
+        leg_rule: LegRule,
     ) -> None:
         self.holders = Holders([profile.num_blocks for profile in profiles], wire.delay is not None)
-        self.router = Router(policy, self.holders, ledger, CostGroup())
+        self.router = Router(policy, self.holders, ledger, CostGroup(), leg_rule)
+        self._roles, self._contexts = roles, [profile.context_length for profile in profiles]
         self.candidates = [self.router.add(name, index) for index, name in enumerate(names)]
         self.truth, self._size = truth, profiles[0].block_size
         self._wire, self._random, self._order = wire, random.Random(f"events {seed}").random, count()
@@ -61,33 +77,74 @@ class Gateway:
         self._last = [0.0] * len(names)  # when the latest batch of each arrives: they keep their order
         self._be_up(list(range(len(names))))
 
-    def place(self, turn: Turn, session: str | None, now: float, tried: tuple[int, ...] = ()) -> Placement | None:
+    def place(
+        self, turn: Turn, session: str | None, now: float, tried: tuple[int, ...] = (), stays_whole: bool = False
+    ) -> Placement | Legs | None:
         """None if no replica is left to try."""
         evaluation = self.evaluate(turn, session, now, tried)
-        return None if evaluation is None else self.router.commit(evaluation, now)
+        return None if evaluation is None else self.commit(evaluation, turn, now, tried, stays_whole)
 
     def evaluate(self, turn: Turn, session: str | None, now: float, tried: tuple[int, ...] = ()) -> Evaluation | None:
         """None if no replica is left to try."""
         self._catch_up(now)
-        up, targets = self._up, self._targets
+        taking, targets = self._taking, self._targets
         if tried:
-            up = [index for index in up if index not in tried]
-            targets = Targets([self.candidates[index] for index in up])
-        if not up:
+            taking = takes_whole(self._roles, [index for index in self._up if index not in tried])
+            targets = Targets([self.candidates[index] for index in taking])
+        if not taking:
             return None
-        self.truth.among, self.truth.output = up, turn.output
+        self.truth.among, self.truth.output = taking, turn.output
         root = turn.hashes[0] if turn.hashes else 0
-        return self.router.evaluate(
-            Demand(turn.tokens, self._size, root, session, turn.max_tokens, now, turn.hashes, self._draw()),
-            targets,
-            now,
-        )
+        demand = Demand(turn.tokens, self._size, root, session, turn.max_tokens, now, turn.hashes, self._draw())
+        return self.router.evaluate(demand, targets, now)
+
+    def commit(
+        self, evaluation: Evaluation, turn: Turn, now: float, tried: tuple[int, ...] = (), stays_whole: bool = False
+    ) -> Placement | Legs:
+        """Place it as evaluated, or in two legs if they are better."""
+        if self._prefillers and not stays_whole:
+            prefillers, decoders = self._able(self._prefillers, turn, tried), self._able(self._decoders, turn, tried)
+            chosen = self.router.choose_legs(evaluation, prefillers, decoders, now)
+            if chosen is not None:
+                return Legs(*self.router.commit_legs(evaluation, chosen, now), chosen.moved)
+        return self.router.commit(evaluation, now)
+
+    def _able(self, side: Sequence[int], turn: Turn, tried: tuple[int, ...]) -> list[Candidate]:
+        """Those of a side that were not tried and have room for a prompt and its answer."""
+        needed = turn.tokens + (turn.max_tokens or 1)
+        return [self.candidates[one] for one in side if one not in tried and self._contexts[one] >= needed]
+
+    def handed_over(self, legs: Legs, now: float, cached: int) -> None:
+        """The prompt is computed, and kept for the decoder; the engine had found `cached` tokens of it."""
+        legs.kept_at = now
+        self.first(legs.first, now)
+        self.router.finish(legs.first, cached)
+
+    def next_decoder(self, legs: Legs, turn: Turn, now: float, tried: tuple[int, ...]) -> bool:
+        """Have another one write the answer; False: nobody is left."""
+        able = [one for one in self._able(self._decoders, turn, tried) if one is not legs.first.candidate]
+        candidate = self.router.weigh_decoder(legs.first.demand, able, now)
+        if candidate is None:
+            return False
+        legs.moved = legs.first.demand.tokens - candidate.overlap
+        legs.second = self.router.commit_decoder(legs.first.demand, candidate, now)
+        return True
+
+    def transferred(self, legs: Legs, now: float) -> None:
+        """The second leg has its first token."""
+        pair = legs.first.candidate.replica, legs.second.candidate.replica
+        moving = self.router.moving_seconds(legs.second, now - legs.sent_at)
+        self.router.transfers.observe(*pair, legs.moved, moving)
+
+    def transfer_failed(self, legs: Legs, now: float) -> None:
+        self.router.transfers.failed(legs.first.candidate.replica, legs.second.candidate.replica, now)
 
     def first(self, placement: Placement, now: float) -> None:
         self.router.first_token(placement, now, now - placement.at)
 
-    def complete(self, placement: Placement, seconds: float, output: int, cached: int) -> None:
-        """All of the reply is out, `seconds` after its first token; the engine reports how much was `cached`."""
+    def complete(self, placement: Placement, seconds: float, output: int, cached: int | None) -> None:
+        """All of the reply is out, `seconds` after its first token; the engine reports how much was `cached`. None:
+        nothing was predicted of that."""
         self.router.finish(placement, cached, seconds / (output - 1) if output > LEAST_OUTPUT else None, output)
 
     def abandon(self, placement: Placement, computed: bool = True) -> None:
@@ -113,7 +170,9 @@ class Gateway:
         self._be_up(sorted((*self._up, index)))
 
     def _be_up(self, up: list[int]) -> None:
-        self._up, self._targets = up, Targets([self.candidates[index] for index in up])
+        self._up, self._taking = up, takes_whole(self._roles, up)
+        self._targets = Targets([self.candidates[index] for index in self._taking])
+        self._prefillers, self._decoders = sides(self._roles, up)
 
     # --- their events
 

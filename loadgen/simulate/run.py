@@ -16,6 +16,7 @@ from replicas.simulated.profile import Profile
 
 from .fleet import Fleet
 from .gateway import Gateway
+from .links import Network, Transfer
 from .prompts import Prompts, Said
 from .turns import Record
 
@@ -50,6 +51,10 @@ class Setting:
     tiers_known: bool = True  # engines tell of what they hold in slower tiers
     admission: str | None = None  # what happens while all engines are full, as the gateway's `when_full`; None: nothing
     slo: Slo = NO_LIMITS  # that requests are admitted by
+    roles: Sequence[str] | None = None  # one a replica; None: nobody has one
+    legs: str = "seconds"  # the rule for two legs, of those in `field.legs`
+    network: Network = field(default_factory=Network)
+    timed: bool = False  # keep the times between tokens
 
     @property
     def admitting(self) -> Callable[[Gateway], Admission] | None:
@@ -77,6 +82,7 @@ class Outcome:
     connections: int = 0
     cpu_seconds: float = 0.0
     busiest_second: float = 0.0
+    transfers: Sequence[Transfer] = ()
 
     @property
     def not_sent(self) -> int:
@@ -95,6 +101,10 @@ def simulate(workload: Workload, setting: Setting) -> Outcome:
         tiers_known=setting.tiers_known,
         gateways=setting.gateways,
         shared_ledger=setting.shared_ledger,
+        roles=setting.roles,
+        legs=setting.legs,
+        network=setting.network,
+        timed=setting.timed,
         keep=False,
         admission=setting.admitting,
     )
@@ -140,6 +150,7 @@ class _Player:
             for conversation, start in zip(self.workload.conversations, self.workload.starts, strict=True):
                 self.fleet.at(start, self._converse, conversation, 0, Said(), None)
         self.fleet.run()
+        self.outcome.transfers = self.fleet.links.transfers
         self.outcome.ended = max((record.last for record in self.outcome.done), default=0.0)
         return self.outcome
 
@@ -214,4 +225,5 @@ def _told(record: Record, conversation: str, number: int, due: float, fleet: Fle
         cached_tokens=record.cached if answered else None,
         predicted_tokens=record.predicted if answered else None,
         replica=fleet.names[record.replica] if record.replica >= 0 else None,
+        gaps=record.gaps,
     )

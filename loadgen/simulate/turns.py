@@ -35,6 +35,8 @@ class Record:
     error: str | None = None  # named as `loadgen.drive.records` names it
     detail: str = ""
     tried: tuple[int, ...] = ()  # replicas that were lost before they answered
+    prefilled_by: int = -1  # the replica that computed the prompt for another; `cached` is what that one found
+    gaps: list[float] = field(default_factory=list)  # seconds between tokens, where the fleet keeps them
 
     @property
     def tokens(self) -> int:

@@ -16,16 +16,19 @@ from rich.console import Console
 import policies
 from loadgen import options
 from loadgen.report import comparison, files, show
-from loadgen.report.summary import setting, summarise
+from loadgen.report.summary import setting, spread, summarise
 from loadgen.workload import datasets, limits
 from loadgen.workload.conversations import Workload
 from policies import Slo
 from policies.classes import NO_LIMITS
+from replicas.simulated.pools import read_pools
 from replicas.simulated.profile import Profile, load_profile
 
-from .field import NAMES
+from .field import NAMES, legs
+from .links import Network
 from .run import Outage, Outcome, Setting, simulate
 
+_REPLICAS = 8
 _WRITTEN = ("--json", "--result-filename", "--html", "--png", "--csv")
 
 
@@ -36,12 +39,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         group,
         ("--policies", partial(options.names, known=(*policies.NAMES, *NAMES)), "A,B", [policies.DEFAULT],
          f"any of {', '.join(policies.NAMES)}; of the field, {', '.join(NAMES)} (default {policies.DEFAULT})"),
-        ("--replicas", options.whole, "N", 8, "simulated engines (default %(default)s)"),
+        ("--replicas", options.whole, "N", None, f"simulated engines (default {_REPLICAS})"),
         ("--profile", str, "NAME|FILE", "gpu-8b", "how fast and how large an engine is: gpu-8b, cpu-tiny or a YAML file (default %(default)s)"),
         ("--num-blocks", options.whole, "N", None, "KV blocks of an engine (default: the profile's)"),
         ("--cpu-blocks", options.whole, "N", None, "KV blocks that an engine keeps in host memory (default: 0)"),
         ("--disk-blocks", options.whole, "N", None, "KV blocks that it keeps on a disk behind that (default: 0)"),
-        ("--speeds", _speeds, "X,X", [1.0], "engines run so many times as fast as the profile says, in turn: 1,0.5 makes every other one half as fast"),
+        ("--speeds", _speeds, "X,X", None, "engines run so many times as fast as the profile says, in turn: 1,0.5 makes every other one half as fast"),
     )  # fmt: skip
     group.add_argument(
         "--outage",
@@ -51,6 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="REPLICA:FROM[:TO]",
         help="lose a replica (from 0) at a second of the run, and have it back, empty, at another; may be repeated",
     )
+    _add_legs(parser.add_argument_group("two legs (the prompt computed by one engine, the answer written by another)"))
     group = parser.add_argument_group("gateways")
     group.add_argument(
         "--gateways",
@@ -97,6 +101,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     files.add_report(parser)
 
 
+def _add_legs(group: argparse._ArgumentGroup) -> None:
+    default = Network()
+    options.flags(
+        group,
+        ("--pools", str, "YAML", None, "kinds of engine, not --replicas: {NAME: {launch: N, role: prefill|decode|both, profile: NAME|FILE, speed: X}}"),
+        ("--legs", str, "RULE", "seconds", f"when a request has two: {', '.join(legs.NAMES)} (default %(default)s, the gateway's)"),
+        ("--link-gbit-per-s", options.positive, "X", default.gbit_per_s, "bandwidth of an engine's network card, each way (default %(default)g)"),
+        ("--transfer-latency", options.seconds, "S", default.fixed, "what each transfer takes beside its bytes (default %(default)g)"),
+        ("--kv-lease", options.positive, "S", default.lease, "how long a computed prompt is kept for another engine (default %(default)g)"),
+    )  # fmt: skip
+    group.add_argument("--itl", action="store_true", help="keep the times between tokens, of all streams")
+
+
 def _speeds(text: str) -> list[float]:
     return [options.positive(part) for part in text.split(",")]
 
@@ -111,32 +128,54 @@ def _outage(text: str) -> Outage:
     return outage
 
 
-def profiles(args: argparse.Namespace) -> list[Profile]:
-    """One a replica. Raises BadOption."""
-    try:
-        profile = load_profile(
-            args.profile, num_blocks=args.num_blocks, cpu_blocks=args.cpu_blocks, disk_blocks=args.disk_blocks
-        )
-    except ValueError as error:
-        raise options.BadOption(f"--profile {error}") from None
-    if profile.windows:
-        raise options.BadOption(
-            f"--profile {args.profile}: engines with windows are not simulated, drive a real gateway"
-        )
-    kinds = [replace(profile, speedup=profile.speedup * speed) for speed in args.speeds]
-    return [kinds[index % len(kinds)] for index in range(args.replicas)]
+def fleet_of(args: argparse.Namespace) -> tuple[list[Profile], list[str] | None]:
+    """The engines' profiles, and their roles if there are pools. Raises BadOption."""
+    changes = {"num_blocks": args.num_blocks, "cpu_blocks": args.cpu_blocks, "disk_blocks": args.disk_blocks}
+    if args.pools is not None:
+        if args.replicas is not None or args.speeds is not None:
+            raise options.BadOption(
+                "--pools says how many engines there are and how fast: leave --replicas and --speeds out"
+            )
+        try:
+            pools = read_pools(args.pools, args.profile, changes)
+        except ValueError as error:
+            raise options.BadOption(f"--pools: {error}") from None
+        found = [pool.profile for pool in pools for _ in range(pool.launch)]
+        roles = [pool.role for pool in pools for _ in range(pool.launch)]
+    else:
+        try:
+            profile = load_profile(args.profile, **changes)
+        except ValueError as error:
+            raise options.BadOption(f"--profile {error}") from None
+        kinds = [replace(profile, speedup=profile.speedup * speed) for speed in args.speeds or [1.0]]
+        found, roles = [kinds[index % len(kinds)] for index in range(args.replicas or _REPLICAS)], None
+    for profile in found:
+        if profile.windows:
+            raise options.BadOption(
+                f"--profile {profile.name}: engines with windows are not simulated, drive a real gateway"
+            )
+    return found, roles
 
 
 def settings(args: argparse.Namespace) -> dict[str, Setting]:
     """By policy. Raises BadOption."""
+    engines, roles = fleet_of(args)
     for outage in args.outage:
-        if outage.replica >= args.replicas:
-            raise options.BadOption(f"--outage {outage.replica}: there are replicas 0 to {args.replicas - 1}")
+        if outage.replica >= len(engines):
+            raise options.BadOption(f"--outage {outage.replica}: there are replicas 0 to {len(engines) - 1}")
     if args.losses_unseen and not args.event_loss:
         raise options.BadOption("--losses-unseen needs --event-loss")
+    try:
+        legs.make_leg_rule(args.legs)
+    except ValueError as error:
+        raise options.BadOption(f"--legs {error}") from None
+    if roles is not None and (oracles := [name for name in args.policies if name.startswith("oracle")]):
+        raise options.BadOption(
+            f"--policies {oracles[0]}: an oracle knows nothing of legs, leave --pools or the oracle out"
+        )
     made = Setting(
         "",
-        profiles(args),
+        engines,
         args.seed,
         args.gateways,
         not args.own_ledgers,
@@ -152,6 +191,10 @@ def settings(args: argparse.Namespace) -> dict[str, Setting]:
         not args.tiers_unseen,
         args.admission,
         _limits(args),
+        roles,
+        args.legs,
+        Network(args.link_gbit_per_s, args.transfer_latency, args.kv_lease),
+        args.itl,
     )
     return {policy: replace(made, policy=policy) for policy in args.policies}
 
@@ -178,9 +221,10 @@ async def simulate_verb(args: argparse.Namespace, console: Console) -> int:
     began = perf_counter()
     for policy, outcome in zip(fleets, played(work, list(fleets.values()), args.processes)):
         reports[policy] = {
-            "target": f"{args.replicas} simulated engines",
+            "target": f"{len(fleets[policy].profiles)} simulated engines",
             "model": args.profile,
             **summarise(outcome, slo),
+            **({"legs": legs_of(outcome)} if fleets[policy].roles is not None else {}),
         }
         records[policy] = outcome.done
         console.print(
@@ -196,6 +240,18 @@ async def simulate_verb(args: argparse.Namespace, console: Console) -> int:
     }
     files.write(args, {"targets": reports, **about}, reports, records, console, about)
     return 0 if all(report["completed"] for report in reports.values()) else 1
+
+
+def legs_of(outcome: Outcome) -> dict[str, object]:
+    """How many requests had two legs, and what their transfers took."""
+    moved = outcome.transfers
+    return {
+        "requests": len(moved),
+        "share": round(len(moved) / max(1, len(outcome.done)), 4),
+        "tokens_moved": sum(one.tokens for one in moved),
+        "transfer_ms": spread(one.waited + one.seconds for one in moved),
+        "waited_ms": spread(one.waited for one in moved),
+    }
 
 
 def played(work: Workload, fleets: Sequence[Setting], processes: int):
@@ -230,7 +286,8 @@ def described(args: argparse.Namespace, fleet: Setting) -> dict[str, object]:
         "block_size": profile.block_size,
         **({"cpu_blocks": profile.cpu_blocks, "disk_blocks": profile.disk_blocks} if profile.cpu_blocks else {}),
         **({} if fleet.tiers_known else {"tiers_known": False}),
-        "speeds": args.speeds,
+        "speeds": args.speeds or [1.0],
+        **({} if fleet.roles is None else {"pools": args.pools, "legs": fleet.legs, "network": asdict(fleet.network)}),
         "gateways": fleet.gateways,
         **({"admission": fleet.admission} if fleet.admission else {}),
         "shared_ledger": fleet.shared_ledger,

@@ -59,6 +59,7 @@ class Engine:
         self._fetching: list[Sequence] = []
         self._elapsed = 0.0  # seconds of the steps that were taken one by one: what a fetch is timed by
         self._all: dict[Hashable, Sequence] = {}
+        self._kept: dict[Hashable, Sequence] = {}  # ended, with blocks that another engine is to fetch
         self._waiting: deque[Sequence] = deque()
         self._partial: Sequence | None = None  # its prompt is partly done; admitted last
         self._batch = Batch(self._size)  # those whose prompt is done
@@ -156,6 +157,15 @@ class Engine:
         self._release(sequence)
         return True
 
+    def let_go(self, id: Hashable) -> bool:
+        """Free what an ended request keeps for another engine; False if it keeps nothing."""
+        sequence = self._kept.pop(id, None)
+        if sequence is None:
+            return False
+        self._settled = False
+        self._release(sequence)
+        return True
+
     def reset_prefix_cache(self) -> bool:
         """Forget every cached block; False while requests hold blocks. Told with the next step, as vLLM does."""
         if not self._pool.clear():
@@ -164,7 +174,7 @@ class Engine:
         return True
 
     def step(self) -> Step | None:
-        """Schedule and do one step; None when there is nothing to do."""
+        """Schedule and do one step; None when there is nothing to do before something else happens."""
         if not self._all:
             return None
         batch = self._batch
@@ -182,6 +192,8 @@ class Engine:
             self._end_fetches(step)
         if self._waiting or self._partial is not None:
             pairs = self._prefill(step, self.profile.max_num_batched_tokens - decoding, ended)
+        if self._kept and not (decoding or step.prefill_tokens or self._fetching or step.events):
+            return None  # all that is here waits for blocks that are kept
         step.seconds = self.durations.seconds(step.prefill_tokens, pairs, decoding, batch.context)
         self.durations.taken(1)
         if self._fetching:
@@ -463,7 +475,10 @@ class Engine:
 
     def _finish(self, sequence: Sequence, step: Step) -> None:
         self._settled = self._settled and not self._waiting  # what it leaves may be what someone waits for
-        self._release(sequence)
+        if sequence.request.keeps:
+            self._kept[sequence.request.id] = sequence
+        else:
+            self._release(sequence)
         del self._all[sequence.request.id]
         step.outputs.append(
             Output(

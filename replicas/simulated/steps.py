@@ -15,7 +15,8 @@ class EngineRequest:
     filled it; without it, blocks filled by output are never hits and raise no events. `stop_tokens`:
     after how many tokens the model ends by itself (None: never); the output is cut at `max_tokens` and at the
     engine's context length. `reads_cache`: False computes the whole prompt, and stores it. `received`: prompt tokens
-    whose key/value another engine has computed; they are there at once, and are no hits."""
+    whose key/value another engine has computed; they are there at once, and are no hits. `keeps`: at the end of the
+    request its blocks stay in use until `Engine.let_go`, for another engine to fetch them."""
 
     id: Hashable
     blocks: list[Key]
@@ -25,6 +26,7 @@ class EngineRequest:
     stop_tokens: int | None = None
     reads_cache: bool = True
     received: int = 0
+    keeps: bool = False
     owner: object = None  # the caller's own; the engine never looks at it
 
 

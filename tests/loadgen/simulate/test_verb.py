@@ -22,6 +22,8 @@ SMALL = [
     "round_robin,least_time",
 ]
 
+POOLS = "{p: {launch: 1, role: prefill}, d: {launch: 2, role: decode}}"
+
 
 @pytest.fixture
 def figures(tmp_path, monkeypatch):
@@ -156,6 +158,19 @@ def test_no_more_than_the_bound_are_in_flight():
     )
 
 
+def test_pools_have_roles_and_speeds_and_the_report_says_what_was_moved(figures):
+    asked = ("simulate", "--dataset-name", "chat", "--requests", "60", "--legs", "always", "--itl", "--pools")
+    report = json.loads(figures(*asked, POOLS))
+    (told,) = report["targets"].values()
+    assert told["legs"]["requests"] == told["completed"] == 60 and told["legs"]["share"] == 1.0
+    assert told["legs"]["tokens_moved"] > 0 and told["legs"]["transfer_ms"]["p50"] >= 10.0 and told["itl_ms"]["p50"] > 0
+    fleet = report["fleet"]
+    assert (fleet["replicas"], fleet["legs"], fleet["pools"]) == (3, "always", POOLS)
+    assert fleet["network"] == {"gbit_per_s": 100.0, "fixed": 0.01, "lease": 30.0}
+    quick = json.loads(figures(*asked, POOLS.replace("launch: 1,", "launch: 1, speed: 2,")))
+    assert quick["targets"]["least_time"]["ttft_ms"]["mean"] < told["ttft_ms"]["mean"]
+
+
 @pytest.mark.parametrize(
     "args, complaint",
     [
@@ -165,6 +180,19 @@ def test_no_more_than_the_bound_are_in_flight():
         (["--outage", "8:1"], "there are replicas 0 to 7"),
         (["--outage", "1:5:4"], "it can't be back before it is lost"),
         (["--losses-unseen"], "--losses-unseen needs --event-loss"),
+        (["--pools", "4"], "expected NAME: {launch: N"),
+        (["--pools", "{p: {launch: 0}}"], "p: launch must be a whole number from 1"),
+        (["--pools", "{p: {launch: yes}}"], "p: launch must be a whole number from 1"),
+        (["--pools", "{p: {launch: 1, role: prefil}}"], "p: role must be prefill, decode, both"),
+        (["--pools", "{p: {launch: 1, sped: 2}}"], "p: unknown field 'sped'; known are profile, launch, role, speed"),
+        (["--pools", "{p: {launch: 1, speed: 0}}"], "p: speed must be a number above 0"),
+        (["--pools", "{p: {launch: 1, profile: gpu-9000}}"], "p: no profile 'gpu-9000'"),
+        (["--pools", "{p: {launch: 2, role: prefill}}"], "none has role=decode or role=both"),
+        (["--pools", "{p: {launch: 2"], "--pools: line 1 is not YAML"),
+        (["--pools", "{p: {launch: 2}}", "--replicas", "2"], "leave --replicas and --speeds out"),
+        (["--pools", POOLS, "--policies", "oracle"], "an oracle knows nothing of legs"),
+        (["--pools", POOLS, "--outage", "3:1"], "there are replicas 0 to 2"),
+        (["--legs", "over"], "'over' is no rule for legs; there are seconds, always, over:N, llmd:N, never"),
         (["--trace", "/nowhere/trace.jsonl"], "/nowhere/trace.jsonl"),
     ],
 )

@@ -261,3 +261,15 @@ def test_what_was_received_may_be_less_than_is_held():
     finish(engine)
     engine.add(request("b", 21, received=9))
     assert engine.step().outputs[0].cached_tokens == 20
+
+
+def test_what_a_request_keeps_is_in_use_until_it_is_let_go():
+    engine = make(num_blocks=11)
+    engine.add(request("p", 32, 1, keeps=True))
+    finish(engine)
+    assert engine.kv_usage == 0.8 and engine.step() is None
+    engine.add(request("q", 16, 1, text="b"))
+    assert engine.step() is None and engine.waiting == 1  # it needs four blocks of the two that are free
+    assert engine.let_go("p") and not engine.let_go("p")
+    assert [step.prefill_tokens for step in finish(engine)] == [16] and engine.kv_usage == 0
+    assert engine.cached([("a", i) for i in range(4)], 17) == 4  # they stay in the prefix cache as any

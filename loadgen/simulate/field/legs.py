@@ -1,0 +1,76 @@
+"""When the field computes a prompt on another replica than writes its answer: rules to set beside the gateway's own.
+
+`seconds`   the gateway's rule (`policies.legs.choose`): two legs where they cost less than one.
+`always`    every request that some pair of replicas can take, as vllm-router and sglang-router do in their P/D modes.
+`over:N`    where the whole request would find N tokens or more uncached; the pair is the one that costs least.
+`llmd:N`    llm-d's `prefix-based-pd-decider` with `nonCachedTokens: N` (its README's example: 100): the policy chooses
+            among the decoders first, and if N prompt tokens or more are not cached there, among the prefillers for
+            that decoder. N = 0 never disaggregates. `--policies llmd_weights` chooses both as llm-d does. It estimates
+            tokens as a quarter of the characters; here they are exact.
+`never`     roles alone: prefillers compute nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+from policies import Candidate, Choice, Demand, Policy, legs
+
+NAMES = ("seconds", "always", "over:N", "llmd:N", "never")
+
+
+def make_leg_rule(text: str) -> legs.LegRule:
+    """The rule of this name. ValueError where there is none."""
+    name, _, threshold = text.partition(":")
+    if name in _PLAIN and not threshold and text == name:
+        return _PLAIN[name]
+    if name in _THRESHOLDS and threshold.isascii() and threshold.isdigit():
+        return partial(_THRESHOLDS[name], int(threshold))
+    raise ValueError(f"{text!r} is no rule for legs; there are {', '.join(NAMES)}")
+
+
+def _always(
+    policy: Policy,
+    demand: Demand,
+    whole: Candidate,
+    choice: Choice,
+    prefillers: Sequence[Candidate],
+    decoders: Sequence[Candidate],
+    transfers: legs.Transfers,
+    now: float,
+) -> legs.LegChoice | None:
+    cost = legs.of_policy(policy)
+    if cost is None:
+        return legs.by_preference(policy, demand, prefillers, decoders, transfers, now)
+    return legs.cheapest(cost, demand, whole, choice, prefillers, decoders, transfers, now)
+
+
+def _never(*_: object) -> None:
+    return None
+
+
+def _over(least: int, policy: Policy, demand: Demand, whole: Candidate, *rest: object) -> legs.LegChoice | None:
+    return _always(policy, demand, whole, *rest) if demand.tokens - whole.cached >= least else None  # type: ignore[arg-type]
+
+
+def _llmd(
+    least: int,
+    policy: Policy,
+    demand: Demand,
+    whole: Candidate,
+    choice: Choice,
+    prefillers: Sequence[Candidate],
+    decoders: Sequence[Candidate],
+    transfers: legs.Transfers,
+    now: float,
+) -> legs.LegChoice | None:
+    others = [one for one in prefillers if one is not whole]
+    if not least or not others or whole not in decoders or demand.tokens - whole.cached < least:
+        return None
+    first = others[policy.choose(demand, others).index]
+    return legs.LegChoice(first, whole, demand.tokens - whole.overlap, None, None)
+
+
+_PLAIN = {"seconds": legs.choose, "always": _always, "never": _never}
+_THRESHOLDS = {"over": _over, "llmd": _llmd}

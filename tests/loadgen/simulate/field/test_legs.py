@@ -1,0 +1,40 @@
+"""The field's rules for two legs, on candidates whose load and caches are given."""
+
+import pytest
+
+from loadgen.simulate.field import make
+from loadgen.simulate.field.legs import make_leg_rule
+from policies import CostGroup, Demand, Ledger, Router
+from tests.policies.test_router import Prefixes
+
+
+def chosen(rule, held=(0, 0, 0), tokens=16_001, policy="least_time"):
+    """What the rule makes of a prompt that nobody else disturbs, with a prefiller and two decoders."""
+    router = Router(make(policy), Prefixes(*held), Ledger(), CostGroup(), make_leg_rule(rule))
+    prefiller, *decoders = [router.add(name, slot) for slot, name in enumerate(("p", "d", "e"))]
+    asked = Demand(tokens, 16, 1, hashes=range(1, tokens // 16 + 1), now=1.0)
+    whole = router.evaluate(asked, router.targets(decoders), 1.0)
+    return router.choose_legs(whole, [prefiller], decoders, 1.0)
+
+
+def test_always_takes_legs_where_the_gateway_would_not():
+    assert chosen("seconds") is None and chosen("never") is None
+    assert chosen("always").prefiller.replica == "p"
+
+
+@pytest.mark.parametrize("rule", ["over", "llmd"])
+def test_a_threshold_counts_what_is_not_cached_where_the_whole_request_would_go(rule):
+    assert chosen(f"{rule}:16001") is not None and chosen(f"{rule}:16002") is None
+    assert chosen(f"{rule}:2000", held=(0, 900, 0)) is None and chosen(f"{rule}:1000", held=(0, 900, 0)) is not None
+
+
+def test_llmd_keeps_the_decoder_that_the_policy_chose_and_zero_means_never():
+    apart = chosen("llmd:16", held=(0, 0, 500), policy="llmd_weights")
+    assert (apart.prefiller.replica, apart.decoder.replica, apart.moved) == ("p", "e", 16_001 - 8_000)
+    assert chosen("llmd:0") is None
+
+
+@pytest.mark.parametrize("text", ["", "over", "over:", "over:-1", "over:x", "always:3", "llmd", "dynamo"])
+def test_another_rule_is_refused(text):
+    with pytest.raises(ValueError, match="no rule for legs"):
+        make_leg_rule(text)

@@ -43,7 +43,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("hitherto")
 
-CARE, FOLLOW_KEYS = "care for replicas", "API keys"  # of background work
+# Kinds of background work
+CARE, FOLLOW_KEYS, FOLLOW_CERTIFICATE = "care for replicas", "API keys", "TLS certificate"
 
 
 class Gateway:
@@ -77,6 +78,7 @@ class Gateway:
             {"replica": self.fleet.replicas, "policy": settings.shadow, "class": classes, "tenant": names}
         )
         self.metering = datapath.metering(settings, self.keys, self.metrics, self.background)
+        self.certificate = datapath.certificate(settings)
         self.usage_log = datapath.usage_log(settings, self.metrics)
         self.fleet.on_change.append(self._replica_changed)
         self.kept = kept_replicas(settings)
@@ -111,6 +113,7 @@ class Gateway:
         self.view.models = self.models
         self.view.background = self.background
         self.view.keys, self.view.metering = self.keys, self.metering
+        self.view.certificate = self.certificate
         self.shared_ledger = datapath.shared_ledger(settings, self.metrics, self.ledger, self.background)
         self.proxy.placing.shared = self.view.shared_ledger = self.shared_ledger
         if self.shared_ledger is not None:
@@ -123,7 +126,7 @@ class Gateway:
         self.admin = Admin(self, Guard((settings.admin_host, *settings.admin_allow_host), read_token(settings)))
         self.port = self.admin_port = 0
         self._caring: asyncio.Task[None] | None = None
-        self._following_keys: asyncio.Task[None] | None = None
+        self._following: list[asyncio.Task[None]] = []
 
     # --- start and stop
 
@@ -141,8 +144,9 @@ class Gateway:
     async def listen(self, shared_port: bool = False) -> None:
         """Take clients' connections. `shared_port`: beside other processes that listen on the same one."""
         settings = self.settings
+        tls = self.certificate.context if self.certificate is not None else None
         try:
-            self.port = await self.server.start(settings.host, settings.port, shared_port)
+            self.port = await self.server.start(settings.host, settings.port, shared_port, tls)
         except OSError as error:
             raise cannot_listen(settings, error) from None
 
@@ -160,7 +164,9 @@ class Gateway:
             await self.fleet.launch(*launch)
         self._caring = self.background.spawn(CARE, self._care)
         if self.keys is not None:
-            self._following_keys = self.background.spawn(FOLLOW_KEYS, self.keys.follow)
+            self._following.append(self.background.spawn(FOLLOW_KEYS, self.keys.follow))
+        if self.certificate is not None:
+            self._following.append(self.background.spawn(FOLLOW_CERTIFICATE, self.certificate.follow))
         if self.receiver is not None:
             log.info("traces go to %s", self.receiver)
 
@@ -179,7 +185,7 @@ class Gateway:
         cut = await self.server.drain(seconds)
         if cut:
             log.warning("%d requests were still running after %g s and were cut", cut, seconds)
-        for task in (self._caring, self._following_keys):
+        for task in (self._caring, *self._following):
             if task is not None:
                 task.cancel()
         self.models.stop()

@@ -26,14 +26,12 @@ from replicas.kept import KeptReplicas
 from replicas.launch import profile
 from replicas.replica import parse_url
 
-from . import credentials
+from . import access, credentials
 from .credentials import MAKE_TOKEN
 from .overload_fields import Admission, Routes, Scheduler, Slo, check_routes
 from .pools import Pool
 from .proxy.paths import check_allowed
 from .sizes import Bytes, show_bytes
-from .tenants.key_file import KeyFileError
-from .tenants.key_file import read as read_keys
 
 ENV_PREFIX = "HITHERTO_"
 DEFAULT_FILE = "hitherto.yaml"
@@ -136,6 +134,14 @@ class Settings(BaseModel):
         ge=1,
         le=64,
         description="gateways that share the port, one a core, and a Redis: the one of --redis-url, or a redis-server of their own",
+    )
+
+    tls_cert: Path | None = Field(
+        None, description="PEM file with the gateway's certificate, read again when it is renewed: clients speak https"
+    )
+    tls_key: Path | None = Field(None, description="PEM file with its private key (default: in the same file)")
+    tls_client_ca: Path | None = Field(
+        None, description="PEM file with the authorities that sign clients' certificates: clients need one then"
     )
 
     api_keys: Path | None = Field(
@@ -490,7 +496,7 @@ def _explain(item: Any, sources: Mapping[str, str]) -> str:
 def _check_together(settings: Settings, sources: Mapping[str, str]) -> None:
     """What no field can judge alone."""
     _check_admin(settings, sources)
-    _check_keys(settings, sources)
+    _check_access(settings, sources)
     if settings.workers > 1 and sys.platform != "linux":
         raise ConfigError(
             f"{sources['workers']}: workers: several share a port as only Linux spreads connections over processes (SO_REUSEPORT). Leave it at 1"
@@ -531,19 +537,14 @@ def _check_not_on_command_line(name: str, given: str | None, sources: Mapping[st
         )
 
 
-def _check_keys(settings: Settings, sources: Mapping[str, str]) -> None:
+def _check_access(settings: Settings, sources: Mapping[str, str]) -> None:
     _check_not_on_command_line("engine_api_key", settings.engine_api_key, sources)
     read_engine_key(settings)
-    if settings.api_keys is not None:
-        try:
-            read_keys(settings.api_keys, _class_names(settings))
-        except KeyFileError as error:
-            raise ConfigError(f"{sources['api_keys']}: api_keys: {error}") from None
-    elif settings.forward_api_keys:
-        raise ConfigError(
-            f"{sources['forward_api_keys']}: forward_api_keys: clients' keys are passed on anyway while this gateway asks for none. "
-            "Leave it out, or name a file of keys with --api-keys"
-        )
+    try:
+        access.check_keys(settings.api_keys, _class_names(settings), settings.forward_api_keys)
+        access.check_tls(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
+    except access.Unusable as error:
+        raise ConfigError(f"{sources[error.setting]}: {error.setting}: {error}") from None
 
 
 def _class_names(settings: Settings) -> list[str]:

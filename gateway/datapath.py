@@ -26,6 +26,7 @@ from .tenants.key_file import KeyFileError
 from .tenants.keys import Keys
 from .tenants.metering import Metering
 from .tenants.usage_log import UsageLog
+from .tls import Certificate, CertificateError
 
 if TYPE_CHECKING:
     from cachemap import CacheMap
@@ -156,6 +157,16 @@ def metering(settings: Settings, keys: Keys | None, metrics: Metrics, background
             ways, settings.deployment, made.accounts, background, observe=metrics.limit_decisions.inc
         )
     return made
+
+
+def certificate(settings: Settings) -> Certificate | None:
+    """Of the gateway; None where clients speak plain HTTP. Raises ConfigError."""
+    if settings.tls_cert is None:
+        return None
+    try:
+        return Certificate(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
+    except CertificateError as error:
+        raise ConfigError(f"{error.setting}: {error}") from None
 
 
 def usage_log(settings: Settings, metrics: Metrics) -> UsageLog | None:

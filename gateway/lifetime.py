@@ -78,7 +78,8 @@ def on_signal(loop: asyncio.AbstractEventLoop, then: Callable[[], object]) -> No
 
 
 def greeting(settings: Settings, port: int, admin_port: int) -> str:
-    return (f"hitherto {__version__} serves http://{bracketed(settings.host)}:{port}, policy {settings.policy}; "
+    scheme = "https" if settings.tls_cert else "http"
+    return (f"hitherto {__version__} serves {scheme}://{bracketed(settings.host)}:{port}, policy {settings.policy}; "
             f"admin side http://{bracketed(settings.admin_host)}:{admin_port}")  # fmt: skip
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import resource
+import ssl
 from time import monotonic
+from typing import Any
 
 from .downstream import Clients, Downstream, Handler
 from .messages import Limits
@@ -18,6 +20,8 @@ SWEEP_SECONDS = 0.25
 SWEEPS_TO_SEE_ALL, SEEN_AT_LEAST = 16, 64
 # A sweep later than this shows that the event loop was held up: what came meanwhile has not been read.
 LATE_SECONDS = 0.5
+FLUSH_SECONDS = 2.0  # for the last bytes of TLS connections, when the server is drained
+SHUTDOWN_SECONDS = 3600.0  # of a TLS connection, to send what is left and to hear that it is taken
 
 
 def allow_many_connections() -> None:
@@ -33,6 +37,7 @@ class Server:
         self._unseen: list[Downstream] = []  # in this round of sweeps
         self._part = 0
         self._listener: asyncio.Server | None = None
+        self._encrypted = False
         self._sweeper: asyncio.TimerHandle | None = None
         self._due = 0.0  # when the next sweep is to be
         self._was_late = False
@@ -50,12 +55,18 @@ class Server:
     def draining(self) -> bool:
         return self.clients.draining
 
-    async def start(self, host: str, port: int, shared: bool = False) -> int:
+    async def start(self, host: str, port: int, shared: bool = False, tls: ssl.SSLContext | None = None) -> int:
         """Listen; returns the port (0 asks for a free one). OSError if it is taken. `shared`: other processes listen on
-        it as well, and the kernel spreads connections over all of them."""
+        it as well, and the kernel spreads connections over all of them. `tls`: clients speak it."""
         loop = asyncio.get_running_loop()
+        self._encrypted = tls is not None
+        encrypted: dict[str, Any] = {}
+        if tls is not None:
+            # How long a close may take is for the sweep to say, which sees whether a slow client still takes bytes.
+            seconds = self.clients.limits.head_seconds
+            encrypted = {"ssl": tls, "ssl_handshake_timeout": seconds, "ssl_shutdown_timeout": SHUTDOWN_SECONDS}
         self._listener = await loop.create_server(
-            lambda: Downstream(self.clients), host, port, backlog=4096, reuse_port=shared
+            lambda: Downstream(self.clients), host, port, backlog=4096, reuse_port=shared, **encrypted
         )
         self._sweep()
         bound: int = self._listener.sockets[0].getsockname()[1]
@@ -101,8 +112,19 @@ class Server:
         while self.busy and monotonic() < deadline:
             await asyncio.sleep(0.02)
         cut = self.busy
+        if self._encrypted:
+            await self._flush(min(deadline, monotonic() + FLUSH_SECONDS))
         await self.close()
         return cut
+
+    async def _flush(self, deadline: float) -> None:
+        """What a TLS connection has taken may wait in the transport below it, which nothing tells of: an orderly close
+        sends it, and ends when the client has answered."""
+        for connection in list(self.connections):
+            if not connection.busy:
+                connection.transport.close()
+        while not all(connection.busy for connection in self.connections) and monotonic() < deadline:
+            await asyncio.sleep(0.02)
 
     async def close(self) -> None:
         """Cut every connection and stop listening."""

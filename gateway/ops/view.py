@@ -18,6 +18,7 @@ from gateway.proxy.shadow import told
 from gateway.spaces import ModelSpace
 from gateway.tenants.keys import Keys
 from gateway.tenants.metering import Metering
+from gateway.tls import Certificate
 from policies import Ledger, Load
 from policies.admission import DECISIONS, REFUSED
 from replicas.lifecycle import ENGINE_THERE, TAKES_TRAFFIC, State
@@ -63,6 +64,7 @@ class View:
         self.background: Any = None  # Background, whose failures are shown
         self.keys: Keys | None = None  # with --api-keys
         self.metering: Metering | None = None  # with these
+        self.certificate: Certificate | None = None  # with TLS
         self.shared: Any = None  # SharedMap, where several gateways share one map
 
     def why_not_ready(self) -> str | None:
@@ -100,6 +102,7 @@ class View:
                 **self._sharing(),
             },
             "api_keys": self._keys(),
+            "tls": self.certificate.status() if self.certificate is not None else None,
             "background_failures": self.background.recent() if self.background else {},
             "replicas": replicas,
         }

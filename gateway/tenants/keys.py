@@ -5,27 +5,24 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
-import os
 import time
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
 from ..errors import ApiError
+from ..files import Followed
 from ..http.messages import Request
 from .key_file import KeyFileError, digest, read
 from .tenant import Tenant
 
 log = logging.getLogger("hitherto")
 
-LOOK_SECONDS = 0.5  # between two looks at the file
 OPEN_PATHS = frozenset(("/health",))
 # What browsers ask before they send a key; engines compute nothing for it.
 OPEN_METHODS = frozenset(("OPTIONS",))
 CLIENT_KEYS = frozenset((b"authorization", b"x-api-key"))  # the headers in which a client's key may be
 CHALLENGE = ((b"www-authenticate", b"Bearer"),)
-# What tells one state of a file from another.
-Signature = tuple[int, int, int, int]
 
 
 class Keys:
@@ -33,7 +30,7 @@ class Keys:
 
     def __init__(self, path: Path, classes: Collection[str] = ()):
         self._path, self._classes = path, classes
-        self._signature = _signature(path)
+        self._files = Followed([path])
         self._keys = _by_hash(read(path, classes))
         self.names: dict[str, None] = {}  # of the tenants there are; the same object for good
         self._name_all()
@@ -72,17 +69,9 @@ class Keys:
 
     async def follow(self) -> None:
         """Read the file again whenever it has changed, until cancelled."""
-        seen = self._signature
-        while True:
-            await asyncio.sleep(LOOK_SECONDS)
-            signature = await asyncio.to_thread(_signature, self._path)
-            # A file is read once it has stayed the same for a while: it may be written in several steps.
-            if signature == seen and signature != self._signature:
-                await self._reload(signature)
-            seen = signature
+        await self._files.run(self._reload)
 
-    async def _reload(self, signature: Signature | None) -> None:
-        self._signature = signature
+    async def _reload(self) -> None:
         try:
             tenants = await asyncio.to_thread(read, self._path, self._classes)
         except KeyFileError as error:
@@ -108,15 +97,6 @@ class Keys:
 
 def _by_hash(tenants: dict[bytes, Tenant]) -> dict[bytes, tuple[bytes, Tenant]]:
     return {known: (known, tenant) for known, tenant in tenants.items()}
-
-
-def _signature(path: Path) -> Signature | None:
-    """None where there is no file."""
-    try:
-        found = os.stat(path)
-    except OSError:
-        return None
-    return found.st_mtime_ns, found.st_size, found.st_ino, found.st_dev
 
 
 def _key(request: Request) -> str | None:

@@ -70,6 +70,7 @@ def statuses(
         "why_not": why_not,
         **counted(metrics, shadows, replicas),
         "map": _map([status["map"] for status in each]),
+        "tls": max((status["tls"] for status in each), key=lambda tls: tls["problem"] if tls else "", default=None),
         "api_keys": _keys([status["api_keys"] for status in each]),
         "background_failures": _failures(status["background_failures"] for status in each),
         "replicas": replicas,

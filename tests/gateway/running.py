@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-SERVES = re.compile(rb"serves http://[^:]+:(\d+), .* admin side http://[^:]+:(\d+)")
+SERVES = re.compile(rb"serves https?://[^:]+:(\d+), .* admin side http://[^:]+:(\d+)")
 
 
 def counted(page: str, name: str, **labels: str) -> float:

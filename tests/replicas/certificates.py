@@ -1,4 +1,4 @@
-"""Certificates for tests, made by openssl: an authority and a server that it vouches for."""
+"""Certificates for tests, made by openssl: an authority, and whom it vouches for."""
 
 import shutil
 import ssl
@@ -6,35 +6,32 @@ import subprocess
 
 import pytest
 
+KEY = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
+
+
+def _openssl(folder, *arguments: str) -> None:
+    if shutil.which("openssl") is None:
+        pytest.skip("there is no openssl to make certificates with")
+    subprocess.run(["openssl", *arguments], cwd=folder, check=True, capture_output=True)
+
+
+def authority(folder, name: str = "ca") -> None:
+    """Its certificate is in `folder`/NAME.pem."""
+    _openssl(folder, "req", "-x509", *KEY, "-keyout", f"{name}.key", "-out", f"{name}.pem", "-subj", f"/CN={name} of tests", "-days", "2")  # fmt: skip
+
+
+def issue(folder, name: str, names: str, ca: str = "ca") -> None:
+    """A certificate for these (`DNS:...,IP:...`) in `folder`/NAME.pem, its key in NAME.key."""
+    _openssl(folder, "req", *KEY, "-keyout", f"{name}.key", "-out", f"{name}.csr", "-subj", f"/CN={name}")
+    (folder / f"{name}.names").write_text(f"subjectAltName={names}\n")
+    _openssl(folder, "x509", "-req", "-in", f"{name}.csr", "-CA", f"{ca}.pem", "-CAkey", f"{ca}.key", "-CAcreateserial", "-out", f"{name}.pem",
+             "-days", "2", "-extfile", f"{name}.names")  # fmt: skip
+
 
 def server_context(folder, host: str) -> ssl.SSLContext:
     """What a server that is `host` uses; the authority's certificate is in `folder`/ca.pem."""
-    if shutil.which("openssl") is None:
-        pytest.skip("there is no openssl to make certificates with")
-
-    def openssl(*arguments: str) -> None:
-        subprocess.run(["openssl", *arguments], cwd=folder, check=True, capture_output=True)
-
-    key = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
-    openssl("req", "-x509", *key, "-keyout", "ca.key", "-out", "ca.pem", "-subj", "/CN=tests' authority", "-days", "2")
-    openssl("req", *key, "-keyout", "server.key", "-out", "server.csr", "-subj", "/CN=engine")
-    (folder / "names").write_text(f"subjectAltName=DNS:{host}\n")
-    openssl(
-        "x509",
-        "-req",
-        "-in",
-        "server.csr",
-        "-CA",
-        "ca.pem",
-        "-CAkey",
-        "ca.key",
-        "-out",
-        "server.pem",
-        "-days",
-        "2",
-        "-extfile",
-        "names",
-    )
+    authority(folder)
+    issue(folder, "server", f"DNS:{host}")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(folder / "server.pem", folder / "server.key")
     return context

@@ -4,6 +4,8 @@ The engines' caches are a third of what the talks need, so blocks are evicted al
 """
 
 import asyncio
+import json
+from hashlib import sha256
 
 import pytest
 
@@ -82,6 +84,39 @@ async def test_tenants_and_adapters_share_nothing(engine):
             )
     full = (usage["prompt_tokens"] - 1) // engine.block_size * engine.block_size
     assert told == [(0, 0)] * len(combinations) + [(full, full)] * len(combinations)
+
+
+ESSAY = "one prompt for all tenants " * 20
+ASKED = {
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": ESSAY}], "max_tokens": 1},
+    "/v1/completions": {"prompt": ESSAY, "max_tokens": 1},
+    "/v1/responses": {"input": ESSAY, "max_output_tokens": 1},
+    "/v1/messages": {"messages": [{"role": "user", "content": ESSAY}], "max_tokens": 1},
+}
+
+
+@pytest.mark.exact
+@pytest.mark.parametrize("path", ASKED)
+async def test_keys_with_a_salt_share_nothing(engine, tmp_path, path):
+    """The gateway writes the salt: the engine keeps tenants apart, and each finds what was predicted, in every API."""
+    salts = {"a": f"a-0123456789abcd-{len(path)}", "b": f"b-0123456789abcd-{len(path)}"}
+    keys = tmp_path / "keys.jsonl"
+    known = [
+        {"name": name, "sha256": sha256(name.encode()).hexdigest(), "cache_salt": salt} for name, salt in salts.items()
+    ]
+    keys.write_text("\n".join(map(json.dumps, known)))
+    async with gateway(engine, api_keys=keys) as process:
+        told = []
+        for name, given in (("a", None), ("b", None), ("a", None), ("b", salts["a"]), ("b", None)):
+            body = {"model": "tiny", **ASKED[path], **({"cache_salt": given} if given else {})}
+            answer = await process.client.post(path, json=body, headers={"x-api-key": name})
+            assert answer.status_code == 200, answer.text
+            usage = answer.json()["usage"]
+            details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details")
+            cached = usage["cache_read_input_tokens"] if details is None else details["cached_tokens"]
+            told.append((int(answer.headers["x-hitherto-cached-tokens"]), cached))
+    full = told[2]
+    assert told == [(0, 0), (0, 0), full, (0, 0), full] and full[0] == full[1] > 0
 
 
 @pytest.mark.parametrize("way", WAYS)

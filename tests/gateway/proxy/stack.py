@@ -78,6 +78,7 @@ async def stack(
     idle_timeout=5.0,
     pipeline=None,
     limits=Limits(),
+    tls=None,
     **options,
 ):
     """One replica per script, plus replicas at `ports` (where perhaps nobody listens)."""
@@ -100,7 +101,7 @@ async def stack(
         for script in scripts:
             backend_for(proxy, await resources.enter_async_context(scripted(script)))
         server = Server(proxy, limits)
-        port = await server.start("127.0.0.1", 0)
+        port = await server.start("127.0.0.1", 0, tls=tls)
         made = Stack(proxy, server, port, faults, unconfirmed)
         try:
             yield made

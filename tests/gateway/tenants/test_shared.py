@@ -152,7 +152,8 @@ async def test_a_redis_that_hangs_holds_nobody_up_and_what_was_sent_counts_once(
             assert asyncio.get_running_loop().time() - begun < 1.0
         finally:
             redis_server.thaw()
-        await eventually(lambda: one.shared.joined and not one.shared._queue and not one.shared._unsent, 10)
+        one.shared._deadline = 5.0
+        await eventually(lambda: one.shared.joined and one.shared._pump.done() and not one.shared._unsent, 10)
         assert await one.admitted(tenant, 20) in (5, 6)  # the batch that hung was not told again
 
 

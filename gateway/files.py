@@ -1,0 +1,44 @@
+"""Files that are read again when they change."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+
+LOOK_SECONDS = 0.5  # between two looks
+
+# What tells one state of a file from another; None where there is no file.
+Signature = tuple[int, int, int, int] | None
+
+
+class Followed:
+    """Some files, as they are now."""
+
+    def __init__(self, paths: Sequence[Path]):
+        self._paths = paths
+        self._known = self._signatures()
+
+    async def run(self, changed: Callable[[], Awaitable[None]]) -> None:
+        """Call `changed` after each change, until cancelled: once the files have stayed the same for a while, since
+        they may be written in several steps, or one after the other."""
+        seen = self._known
+        while True:
+            await asyncio.sleep(LOOK_SECONDS)
+            now = await asyncio.to_thread(self._signatures)
+            if now == seen != self._known:
+                self._known = now
+                await changed()
+            seen = now
+
+    def _signatures(self) -> list[Signature]:
+        return [_signature(path) for path in self._paths]
+
+
+def _signature(path: Path) -> Signature:
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_size, found.st_ino, found.st_dev

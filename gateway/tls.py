@@ -1,0 +1,104 @@
+"""TLS towards clients: the gateway's certificate, read again when it is renewed, and which clients are let in."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import ssl
+from pathlib import Path
+from typing import Any
+
+from .files import Followed
+
+log = logging.getLogger("hitherto")
+
+
+class CertificateError(ValueError):
+    """A file cannot be used. The text says which, why, and what would be right; `setting` is what named it."""
+
+    def __init__(self, setting: str, why: str):
+        super().__init__(why)
+        self.setting = setting
+
+
+class Certificate:
+    """Raises CertificateError. `key` None: it is in the file of the certificate. `authorities`: those that have to have
+    signed clients' certificates; None: clients need none."""
+
+    def __init__(self, certificate: Path, key: Path | None = None, authorities: Path | None = None):
+        self._certificate, self._key, self._authorities = certificate, key, authorities
+        self._files = Followed([path for path in (certificate, key, authorities) if path is not None])
+        self.context = self._made()
+        self.problem = ""  # of the files as they are now
+
+    async def follow(self) -> None:
+        """Use the files as they are whenever they have changed, until cancelled. What is wrong changes nothing;
+        connections that are open go on."""
+        await self._files.run(self._renew)
+
+    async def _renew(self) -> None:
+        try:
+            # In a context of its own first: one that is in use would keep half of what does not fit together.
+            await asyncio.to_thread(self._made)
+            self._load(self.context)
+        except CertificateError as error:
+            self.problem = str(error)
+            log.error("TLS: the certificate known so far stays in use: %s", error)
+            return
+        self.problem = ""
+        log.info("TLS: the certificate in %s is used from now on", self._certificate)
+
+    def _made(self) -> ssl.SSLContext:
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        context.set_alpn_protocols(["http/1.1"])
+        self._load(context)
+        if self._authorities is not None:
+            context.verify_mode = ssl.CERT_REQUIRED
+        return context
+
+    def _load(self, context: ssl.SSLContext) -> None:
+        def passphrase() -> str:
+            raise CertificateError(
+                "tls_key", f"{self._key or self._certificate} has a passphrase; name a key without one"
+            )
+
+        try:
+            context.load_cert_chain(self._certificate, self._key, passphrase)
+        except ssl.SSLError as error:
+            what = "are no certificate and its key" if self._key else "is no certificate with its key"
+            names = f"{self._certificate} and {self._key}" if self._key else f"{self._certificate}"
+            raise CertificateError(
+                "tls_cert",
+                f"{names} {what} ({error.reason or error}). Name PEM files: the certificate followed by those "
+                "that lead to its authority, and its private key",
+            ) from None
+        except OSError as error:
+            at_key = self._key is not None and _unreadable(self._key)
+            setting, path = ("tls_key", self._key) if at_key else ("tls_cert", self._certificate)
+            raise CertificateError(
+                setting, f"{path} cannot be read: {error.strerror or error}. Name a PEM file"
+            ) from None
+        if self._authorities is not None:
+            try:
+                context.load_verify_locations(self._authorities)
+            except OSError as error:
+                raise CertificateError(
+                    "tls_client_ca",
+                    f"{self._authorities} cannot be read as certificates: {error.strerror or error}. "
+                    "Name a PEM file with those of the authorities that sign clients'",
+                ) from None
+
+    def status(self) -> dict[str, Any]:
+        return {
+            "certificate": str(self._certificate),
+            "clients_need_certificates": self._authorities is not None,
+            "problem": self.problem,
+        }
+
+
+def _unreadable(path: Path) -> bool:
+    try:
+        path.open("rb").close()
+    except OSError:
+        return True
+    return False

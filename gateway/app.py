@@ -308,6 +308,7 @@ class Gateway:
             "topic": "",  # all: one publisher an endpoint, and a topic nobody expected must not make us deaf
             "model": HASHED_AS,
             "block_size": block_size,
+            "page_size": backend.replica.page_size,
             "on_change": lambda state, reason: log.info("events of %s: %s: %s", backend.id, state, reason),
         }
         if self.shared is not None:

@@ -59,16 +59,16 @@ class Access:
             await self._session.close()
             self._session = None
 
-    async def find(self, deadline: float, in_use: bool = False) -> Facts:
+    async def find(self, deadline: float, in_use: bool = False, patience: float = 0.0) -> Facts:
         """Look the name up and probe the engine at the present address or, where the name no longer leads there, at a
         new one. `in_use`: the engine is thought to be well, so its address is left only for one that answers.
-        `deadline`: seconds for the name, and for each answer. Never raises."""
+        `deadline`: seconds for the name, and for each answer, `patience`: beyond that for /health. Never raises."""
         fault = await self._look_up(deadline)
         tried: dict[str, Facts] = {}
         for address in self._name.to_try(in_use):
             session = self.session if address == self.address else session_to(address, self._tls, headers=self._headers)
             try:
-                facts = tried[address] = await probe(self.url, session, deadline, address)
+                facts = tried[address] = await probe(self.url, session, deadline, address, patience)
                 found = facts.alive and (address == self.address or not in_use or bool(facts.models) or facts.locked)
                 if found:
                     session = await self._use(address, session)

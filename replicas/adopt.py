@@ -14,12 +14,14 @@ import aiohttp
 from replicas.answer import Answer
 from replicas.ask import get
 from replicas.engines import DEFAULT, DIALECTS, EngineDialect, recognize
+from replicas.engines.dialect import Told
 from replicas.event_source import EventSource
 from replicas.metrics import Scrape, missing, parse
 from replicas.problems import NO_REPLAY, TIERS_UNKNOWN, Problem
 from replicas.replica import Address, Replica
 
 PATHS = ("/v1/models", "/version", "/metrics")  # what any engine is asked
+NOTHING = Told()
 
 
 @dataclass(slots=True)
@@ -37,7 +39,7 @@ class Facts:
     adapter_roots: dict[str, str] = field(default_factory=dict)
     root: str | None = None  # where the engine has its model from: a folder, or a name on the hub
     max_model_len: int | None = None
-    version: str | None = None
+    told: Told = NOTHING
     # by data-parallel rank; None: /kv_event_sources did not answer
     sources: dict[int, EventSource | None] | None = None
     scrape: Scrape | None = None
@@ -66,12 +68,16 @@ class Facts:
         return [sources.get(number) for number in numbers]
 
     @property
+    def version(self) -> str | None:
+        return self.told.version
+
+    @property
     def block_size(self) -> int | None:
-        return self.scrape.block_size if self.scrape else None
+        return self.told.block_size or (self.scrape.block_size if self.scrape else None)
 
     @property
     def num_blocks(self) -> int | None:
-        return self.scrape.num_blocks if self.scrape else None
+        return self.told.num_blocks or (self.scrape.num_blocks if self.scrape else None)
 
 
 async def health(session: aiohttp.ClientSession, url: str, deadline: float) -> Answer:
@@ -91,19 +97,25 @@ async def health(session: aiohttp.ClientSession, url: str, deadline: float) -> A
     return answer
 
 
-async def probe(url: str, session: aiohttp.ClientSession, deadline: float = 2.0, address: str = "") -> Facts:
+async def probe(
+    url: str, session: aiohttp.ClientSession, deadline: float = 2.0, address: str = "", patience: float = 0.0
+) -> Facts:
     """Ask the engine at `url` (no trailing slash) for everything it tells. Never raises. `address`: where `session`
-    reaches it, and so where its events are; by default the URL's host."""
-    alive = await health(session, url, deadline)
+    reaches it, and so where its events are; by default the URL's host. `patience`: seconds that /health may take beyond
+    the deadline."""
+    alive = await health(session, url, deadline + patience)
     if alive.fault:
         return Facts(fault=alive.fault, error=alive.error)
     paths = list(dict.fromkeys((*PATHS, *(path for one in DIALECTS for path in one.paths))))
     answers = dict(zip(paths, await asyncio.gather(*(get(session, url + path, deadline) for path in paths))))
     facts = Facts(recognize(answers), alive=True, closes=alive.closes)
+    facts.told = facts.dialect.told(answers)
+    if any(not answers[path].status or answers[path].status >= 500 for path in ("/version", *facts.dialect.paths)):
+        facts.silent.add("version")
     if not any(answer.fault == "timeout" for answer in answers.values()):  # else it may be we who closed it
         facts.over = alive.over
     _models(facts, answers["/v1/models"])
-    _version(facts, answers["/version"])
+    facts.root = facts.told.root or facts.root
     _metrics(facts, answers["/metrics"])
     facts.sources, problems = facts.dialect.event_sources(answers, address or urlsplit(url).hostname or "")
     facts.problems |= problems
@@ -153,18 +165,17 @@ def _models(facts: Facts, answer: Answer) -> None:
             )
 
 
-def _version(facts: Facts, answer: Answer) -> None:
-    if answer.status == 0 or answer.status >= 500:
-        facts.silent.add("version")
-    version = answer.json().get("version")
-    facts.version = version if isinstance(version, str) else None
-
-
 def _metrics(facts: Facts, answer: Answer) -> None:
     if answer.status != 200:
         if answer.status == 0 or answer.status >= 500:
             facts.silent.add("metrics")
         why = answer.error or f"answers {answer.status}"
+        if facts.told.block_size is not None:
+            facts.problems["metrics"] = Problem(
+                f"/metrics cannot be read ({why}): queue and use of the cache are unknown",
+                facts.dialect.remedies.figures,
+            )
+            return
         facts.problems["metrics"] = Problem(
             f"/metrics cannot be read ({why}): block size, cache size, queue and data-parallel ranks are unknown",
             "let the gateway reach /metrics, or set block_size in its config",
@@ -173,20 +184,20 @@ def _metrics(facts: Facts, answer: Answer) -> None:
     names, remedies = facts.dialect.metrics, facts.dialect.remedies
     scrape = facts.scrape = parse(answer.body, monotonic(), names)
     gone = missing(answer.body, names)
-    if scrape.block_size is None and len(gone) == len(missing(b"", names)):
+    if facts.block_size is None and len(gone) == len(missing(b"", names)):
         facts.problems["metrics"] = Problem(
             f"/metrics has no {names.prefix} series: block size, cache size, queue and data-parallel ranks are unknown",
             remedies.figures,
         )
-    elif scrape.block_size is None:
+    elif facts.block_size is None:
         facts.problems["metrics"] = Problem(
             f"/metrics has no {names.cache_config.decode()} with a block_size: block size and cache size are unknown",
             "set block_size in the gateway's config as the engine was started with",
         )
-    elif gone or scrape.num_blocks is None:
-        gone += [names.num_blocks.decode()] * (scrape.num_blocks is None)
+    elif gone or facts.num_blocks is None:
+        gone += [names.num_blocks.decode()] * (facts.num_blocks is None)
         facts.problems["metrics"] = Problem(f"/metrics lacks {', '.join(gone)}: done without", remedies.names)
-    if scrape.prefix_caching is False:
+    if False in (scrape.prefix_caching, facts.told.prefix_caching):
         facts.problems["caching"] = Problem(
             "prefix caching is off: nothing is ever found again, and no KV events come", remedies.caching
         )
@@ -217,7 +228,7 @@ def described(address: Address, facts: Facts) -> list[Replica]:
     lead = Replica(
         address.id, address.url, address.host, address.port, dialect=facts.dialect, models=facts.models, root=facts.root,
         version=facts.version, scrape=facts.scrape,
-        block_size=facts.block_size, num_blocks=facts.num_blocks, max_model_len=facts.max_model_len, events=sources[0],
+        block_size=facts.block_size, num_blocks=facts.num_blocks, page_size=facts.told.page_size, max_model_len=facts.max_model_len, events=sources[0],
         problems=tuple(map(str, problems_of(facts, address.source, sources).values())), role=address.role,
     )  # fmt: skip
     if len(sources) == 1:

@@ -31,7 +31,7 @@ DEFAULT_PORTS = {"http": 80, "https": 443}
 # What the ranks of one engine have in common.
 SHARED = tuple(
     """
-    dialect address proof models adapter_roots root block_size num_blocks max_model_len version pid restarts problems
+    dialect address proof models adapter_roots root block_size page_size num_blocks max_model_len version pid restarts problems
     """.split()
 )
 
@@ -69,6 +69,7 @@ class Replica:
     adapter_roots: dict[str, str] = field(default_factory=dict)
     root: str | None = None  # the folder or hub name that the engine was started with, whatever it calls the model
     block_size: int | None = None
+    page_size: int | None = None  # tokens of the parts of a block that it finds; None: whole blocks
     num_blocks: int | None = None
     max_model_len: int | None = None
     version: str | None = None

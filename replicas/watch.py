@@ -177,7 +177,9 @@ class Watch:
         facts = None if full else await self._brief(now)
         if facts is None:
             full = True
-            facts = await self.access.find(DEADLINE, in_use=replica.state in TAKES_TRAFFIC)
+            facts = await self.access.find(
+                DEADLINE, in_use=replica.state in TAKES_TRAFFIC, patience=replica.dialect.health_seconds
+            )
         if replica.pid != pid:
             return False  # the process ended while we asked: the answer is about the past
         self._keep_proof(facts, full, was_proven)
@@ -240,7 +242,9 @@ class Watch:
         """Whether it lives, and how busy it is; None if something shows that it may be another process or no engine at
         all, so that all has to be asked: no connection leads to the process that was looked at last, or it has no
         figures where it had."""
-        answer = await health(self.access.session, self.replica.url, SHORT_DEADLINE)
+        answer = await health(
+            self.access.session, self.replica.url, SHORT_DEADLINE + self.replica.dialect.health_seconds
+        )
         facts = Facts(
             alive=not answer.fault,
             fault=answer.fault,
@@ -388,8 +392,10 @@ class Watch:
         self._has_figures = facts.scrape is not None and facts.scrape.running is not None
         if facts.scrape:
             self._scraped_at = monotonic()
-            replica.block_size = facts.block_size or replica.block_size
-            replica.num_blocks = facts.num_blocks or replica.num_blocks
+        replica.block_size = facts.block_size or replica.block_size
+        replica.num_blocks = facts.num_blocks or replica.num_blocks
+        if "version" not in facts.silent:
+            replica.page_size = facts.told.page_size
         if self.given or facts.sources is not None:  # a late answer is no news about where events are
             self.sources = facts.events(self.access.events, len(self.sources))
         replica.events = self.sources[0]
@@ -400,7 +406,14 @@ class Watch:
 
     def _told(self) -> tuple:
         replica = self.replica
-        return replica.models, replica.adapter_roots, self.sources, replica.max_model_len, replica.block_size
+        return (
+            replica.models,
+            replica.adapter_roots,
+            self.sources,
+            replica.max_model_len,
+            replica.block_size,
+            replica.page_size,
+        )
 
     @property
     def _moved(self) -> bool:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import xxhash
 
 from cachemap.events.groups import GroupEvents
+from cachemap.events.pages import Pages
 from cachemap.events.records import FULL_ATTENTION, Cleared, Removed, Stored
 from cachemap.hashing import chain_seed, hash_blocks
 from cachemap.map import CacheMap
@@ -26,7 +27,8 @@ class EventApplier:
 
     Counts, in blocks: `stored`, of the group that prompts are found in; `removed`; `orphans`, of which no tokens or no
     parent are known, so neither are they; `ignored`, which slower tiers keep in chunks of another size or for further
-    cache groups. `fault` says why nothing of this replica can be used, None while all is well.
+    cache groups. Where an engine's pages are smaller than blocks (`pages`), the latter two count pages. `fault` says
+    why nothing of this replica can be used, None while all is well.
     """
 
     def __init__(self, cache_map: CacheMap, slot: int, model: str, block_size: int):
@@ -43,6 +45,7 @@ class EventApplier:
         self._tier = "gpu"
         self._main: int | None = None  # the group that prompts are found in; None: the first that events speak of
         self._groups = GroupEvents(cache_map, slot, block_size, self._hash_of)
+        self.pages: Pages | None = None  # of an engine whose pages are smaller than the blocks
         self.stored = 0
         self._removed = 0
         self._orphans = 0
@@ -55,7 +58,12 @@ class EventApplier:
 
     @property
     def orphans(self) -> int:
-        return self._orphans + self._groups.orphans
+        return self._orphans + self._groups.orphans + (self.pages.orphans if self.pages is not None else 0)
+
+    def tail(self, before: int, tokens: bytes) -> int:
+        """How many of these tokens (uint32) are held behind the block with that hash, or the seed of a prompt's chain.
+        Less than a block; 0 of an engine that finds whole blocks only."""
+        return self.pages.tail(before, tokens) if self.pages is not None else 0
 
     def apply(self, events: list[Stored | Removed | Cleared]) -> None:
         """Apply events in order; the more at a time, the cheaper each."""
@@ -95,6 +103,9 @@ class EventApplier:
         self._own, self._above, self._removing = {}, {}, []
         self._twice, self._heads, self._tail = [], [], 0
         self.fault = self._main = None
+        if self.pages is not None:
+            self._orphans += self.pages.orphans
+            self.pages = None
         self._groups.forget()
         self._map.clear(self._slot)
 
@@ -103,7 +114,11 @@ class EventApplier:
         parents = [
             event.parent
             for event in events
-            if isinstance(event, Stored) and event.tokens and event.parent is not None and event.parent not in self._own
+            if isinstance(event, Stored)
+            and event.tokens
+            and event.parent is not None
+            and event.block_size == self._block_size
+            and event.parent not in self._own
         ]
         found = self._map.resolve(self._slot, parents) if parents else ()
         self._above = dict(zip(parents, found))
@@ -115,6 +130,9 @@ class EventApplier:
         if event.tokens and event.block_size != self._block_size:
             if event.tier != "gpu":  # a store below the engine may keep chunks of a size of its own
                 self.ignored += len(event.keys)
+                return
+            if event.block_size > 0 and self._block_size % event.block_size == 0:
+                self._store_pages(event)
                 return
             self.fault = (
                 f"the engine's blocks have {event.block_size} tokens, "
@@ -153,14 +171,35 @@ class EventApplier:
         if event.parent is not None and not parent:
             self._orphans += len(event.keys)
             return
-        hashes = self._hashes(event, parent)
+        self._store_hashes(event.keys, self._hashes(event, parent), parent)
+
+    def _store_pages(self, event: Stored) -> None:
+        """Of an engine whose blocks are smaller: those of ours that are whole now."""
+        if self.pages is None:
+            self.pages = Pages(self._model, self._block_size, event.block_size)
+        if self.pages.page_size != event.block_size:
+            self.fault = f"the engine's pages have {event.block_size} tokens, and had {self.pages.page_size} before"
+            return
+        try:
+            whole = self.pages.store(event)
+        except OverflowError as error:
+            self.fault = f"{error}: start it with larger pages"
+            return
+        if whole and (self._removing or self._tier != "gpu" or len(self._own) > MOST_PENDING):
+            self._flush()
+            self._tier = "gpu"
+        for chain in whole:
+            self._store_hashes(chain.keys, chain.hashes, chain.parent)
+
+    def _store_hashes(self, keys: Sequence[int | bytes], hashes: list[int], parent: int) -> None:
+        """Each block is the parent of the next, the first one's has the hash `parent`, or 0."""
         self.stored += len(hashes)
-        if self._own.keys().isdisjoint(event.keys):
+        if self._own.keys().isdisjoint(keys):
             self._begin(parent)
-            self._own.update(zip(event.keys, hashes))
+            self._own.update(zip(keys, hashes))
             self._tail = hashes[-1]
             return
-        for key, block, above in zip(event.keys, hashes, (parent, *hashes), strict=False):
+        for key, block, above in zip(keys, hashes, (parent, *hashes), strict=False):
             if key not in self._own:
                 self._begin(above)
                 self._own[key] = self._tail = block
@@ -190,10 +229,13 @@ class EventApplier:
             else:
                 self.ignored += len(event.keys)
             return
+        keys: Sequence[int | bytes] = event.keys
+        if self.pages is not None and event.tier == "gpu":
+            keys = self.pages.remove(keys)
         if self._own or event.tier != self._tier:
             self._flush()
             self._tier = event.tier
-        self._removing = [*self._removing, *event.keys] if self._removing else event.keys
+        self._removing = [*self._removing, *keys] if self._removing else keys
 
     def _hash_of(self, key: int | bytes) -> int:
         own = self._own.get(key) or self._above.get(key)

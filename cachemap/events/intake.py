@@ -38,7 +38,8 @@ class EventIntake:
 
     `endpoint` and `replay` are ZMQ addresses of the engine's PUB and ROUTER sockets;
     `topic` is the prefix its messages must have; `decode` reads their payload. `model` and `block_size` must be those
-    prompts are hashed with. `on_change(state, reason)` is called when `state` changes or the
+    prompts are hashed with; `page_size`: of the parts of a block that the engine finds too, None if it finds whole ones
+    only. `on_change(state, reason)` is called when `state` changes or the
     replica's blocks had to be forgotten; states are connecting, live, gap and unobserved.
     `on_unreachable()` is called when the engine's publisher cannot be reached, before the map is told so.
     """
@@ -54,6 +55,7 @@ class EventIntake:
         decode: Decoder,
         model: str,
         block_size: int,
+        page_size: int | None = None,
         on_change: Callable[[str, str], None] = lambda state, reason: None,
         on_unreachable: Callable[[], None] = lambda: None,
     ):
@@ -65,6 +67,7 @@ class EventIntake:
         self._decode = decode
         self._on_change, self._on_unreachable = on_change, on_unreachable
         self._events = EventApplier(cache_map, slot, model, block_size)
+        self._pages = page_size is not None and page_size < block_size
 
         self._inbox: Inbox | None = None
         self._last_timestamp = 0.0
@@ -112,13 +115,20 @@ class EventIntake:
         """Blocks left out because slower tiers keep them in chunks of another size, or for another cache group."""
         return self._events.ignored
 
+    def tail(self, before: int, tokens: bytes) -> int:
+        """As of `EventApplier`."""
+        return self._events.tail(before, tokens)
+
     @property
     def position(self) -> tuple[int | None, float]:
         """The last batch applied: its number, None if none was, and when it was sent."""
         return self.last_seq, self._last_timestamp
 
     def resume(self, sequence: int | None, timestamp: float, observed: bool) -> None:
-        """Before `run`: the map is as this batch left it, with the replica observed or not; go on from there."""
+        """Before `run`: the map is as this batch left it, with the replica observed or not; go on from there. Where
+        blocks are made of pages, the map does not tell which of those there are, so all is asked for again."""
+        if self._pages:
+            sequence = None
         self._want_replay()
         self.last_seq, self._last_timestamp = sequence, timestamp
         # twice: what is sent before our subscription has reached the engine is in no answer but the second
@@ -171,6 +181,7 @@ class EventIntake:
                         await asyncio.sleep(0)
                     await inbox.changed(WAKE_SECONDS)
             finally:
+                self._events.pages = None  # nobody tells of them any more
                 await self._unask()
 
     def _follow_link(self, inbox: Inbox) -> None:

@@ -22,6 +22,7 @@ from replicas.served import base_names
 
 from ..prompt.pipeline import Pipeline, Verdict
 from ..prompt.tokens.agreement import Answer
+from .chats import chats_differ
 
 log = logging.getLogger("hitherto")
 
@@ -184,7 +185,31 @@ class TokenizerComparison:
         else:
             log.info("replica %s: same token ids as the gateway for %d texts (%s)", id, len(answers), verdict.how)
         await self._adopt(pipeline, verdict)
+        if not verdict.differs and not replica.dialect.fills_templates_alike:
+            await self._compare_chats(replica, engine)
         self._judged()
+
+    async def _compare_chats(self, replica: Replica, engine: _Engine) -> None:
+        pipeline = self._pipeline()
+        if pipeline is not engine.pipeline or not pipeline.renderers:
+            return
+        model, timeout = next(iter(base_names(replica.models)), None), aiohttp.ClientTimeout(ANSWER_SECONDS)
+        async with session_to(replica.address, replica.tls, timeout=timeout) as session:
+            for pause in (*PAUSES, 0.0):
+                try:
+                    differs = await chats_differ(session, replica.url, model, pipeline)
+                    break
+                except (aiohttp.ClientError, TimeoutError) as error:
+                    differs = f"its chats cannot be compared: {error or type(error).__name__}"
+                await asyncio.sleep(pause)
+        if not differs:
+            engine.tell(f"{engine.said}; fills its chat template alike")
+            return
+        engine.differs = differs
+        engine.tell(f"differs: {differs}")
+        log.error("replica %s: %s. Prompts of its models are matched as text; give the gateway the --chat-template that it "
+                  "was started with. `hitherto doctor` compares them", replica.engine, differs)  # fmt: skip
+        await self._adopt(pipeline)
 
     async def _answers(self, replica: Replica, texts: list[str]) -> list[Answer]:
         model = next(iter(base_names(replica.models)), None)

@@ -379,7 +379,7 @@ class Pipeline:
             seed = chain_seed(self.served_name, self._block_size, adapter, salt)
             if not salt:
                 seeds[adapter] = seed
-        path = prompt.path
+        prompt.seed, path = seed, prompt.path
         if path == EMBEDDINGS and request.get("padding") not in (None, "do_not_pad"):
             raise Unroutable("a prompt that is padded")
         if path in _CONVERSATIONS or (path == EMBEDDINGS and "messages" in request):

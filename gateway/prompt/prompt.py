@@ -65,6 +65,7 @@ class Prompt:
     previous_response: str | None = None  # the stored response that it goes on from
     note: str = ""
     block_size: int = 16  # tokens in each block of `hashes`
+    seed: int = 0  # what the chain of `hashes` starts from
     space: int = 0  # the pipeline's number for its tokens and blocks, see `Pipeline.space`
     also: Prompt | None = None  # the same request as another variant of its model has it, where there are two
 

@@ -149,6 +149,11 @@ class Backend:
             del self.adapter_roots[next(iter(self.adapter_roots))]
         return moved
 
+    @property
+    def is_finer(self) -> bool:
+        """Whether its engine also finds parts of the blocks that prompts are hashed in."""
+        return self.replica.page_size is not None and self.replica.page_size < (self.event_block_size or 0)
+
     def serves(self, model: str | None) -> bool:
         return self.replica.serves(model)
 

@@ -18,6 +18,7 @@ from .exchange import Attempt, Exchange
 from .legs import LegPlacing, Roles, Sides
 from .responses import Responses
 from .shadow import Seen, Shadows
+from .tails import add_tail
 
 if TYPE_CHECKING:
     from replicas import Replica
@@ -42,6 +43,7 @@ class Eligibility:
         self._with_room: dict[tuple[str | None, int], Targets] = {}  # of models whose replicas differ in context
         self.roles = Roles()
         self._sides: dict[str | None, Sides] = {}
+        self.finer = False  # some find parts of a block, which is told by the prompt's ids
 
     def changed(self) -> None:
         """Some replica's state, models or space changed: who may serve what is found anew."""
@@ -51,6 +53,7 @@ class Eligibility:
         self._sides.clear()
         known = [*self.backends.values()]
         self.roles.look(known, {one.role for id, one in self._replicas.items() if id not in self.backends})
+        self.finer = any(one.is_finer for one in known)
         self.names = {name: parent for one in _in_best_state(known) for name, parent in one.replica.models.items()}
         self.adapters = frozenset(name for name, parent in self.names.items() if parent)
         told = {id: frozenset(backend.replica.models) for id, backend in self.backends.items()}
@@ -310,9 +313,12 @@ class Placing:
         prompt = asker.prompt
         if evaluation.spaces is not None and prompt is not None:
             prompt = as_variant(prompt, placement.candidate.space)
+        backend = self.eligible.backends[placement.candidate.replica]
+        if self.eligible.finer and prompt is not None:
+            add_tail(placement, backend, prompt)
         asker.add_attempt(
             Attempt(
-                self.eligible.backends[placement.candidate.replica],
+                backend,
                 placement,
                 prompt,
                 prompt is not None and prompt.stream,

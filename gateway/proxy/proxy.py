@@ -244,7 +244,7 @@ class Preparation:
         if exchange.tenant is not None and (error := exchange.tenant.refusal(prompt.model)) is not None:
             exchange.refused(error)
             return
-        if not prompt.kind:  # too short to be forwarded as ids
+        if not prompt.kind and not self._eligible.finer:  # too short to be forwarded as ids
             prompt.token_ids = b""
             if prompt.also is not None:
                 prompt.also.token_ids = b""

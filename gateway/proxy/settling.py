@@ -334,7 +334,9 @@ class Settling:
                 prompt.hashes
                 and not prompt.several
                 and not guessed
-                and backend.drift.reported(held, saved, prompt.tokens, placement.fetched)
+                and backend.drift.reported(
+                    held, _but_for_tail(backend, held, saved, size), prompt.tokens, placement.fetched
+                )
             ):
                 self.heal(backend, f"predicted and reported cached tokens differ by more than {TOLERATED:.0%}")
         metrics.prefill_saved_tokens.inc(name, by=saved)
@@ -375,6 +377,12 @@ class Settling:
             except Exception:
                 log.exception("%s failed at the end of a request", getattr(told, "__qualname__", told))
         exchange.attempts.clear()  # they refer back to it
+
+
+def _but_for_tail(backend: Backend, held: int, saved: int, size: int) -> int:
+    """What was found, where part of a block more or less says nothing of the map: who does not follow the replica's
+    events, or sees a copy of the map, knows of whole blocks only."""
+    return held if backend.is_finer and abs(held - saved) < size else saved
 
 
 def cut_short(attempt: Attempt, path: str, answer: bytes) -> bool:

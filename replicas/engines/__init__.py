@@ -4,10 +4,11 @@ from collections.abc import Mapping
 
 from replicas.answer import Answer
 from replicas.engines.dialect import EngineDialect
+from replicas.engines.sglang import SGLANG
 from replicas.engines.simulated import SIMULATED
 from replicas.engines.vllm import VLLM
 
-DIALECTS: list[EngineDialect] = [SIMULATED, VLLM]
+DIALECTS: list[EngineDialect] = [SIMULATED, SGLANG, VLLM]
 DEFAULT: EngineDialect = VLLM  # what an engine that tells nothing of its kind is taken for
 
 

@@ -36,6 +36,19 @@ class Sources(NamedTuple):
     problems: dict[str, Problem]  # "events", "replay"
 
 
+class Told(NamedTuple):
+    """What an engine tells of itself beside /v1/models and /metrics, None where it does not. It counts before what
+    /metrics says of the same."""
+
+    version: str | None = None
+    root: str | None = None  # where it has its model from: a folder, or a name on the hub
+    block_size: int | None = None  # tokens of a block of the map: a multiple of its page
+    num_blocks: int | None = None  # of that size that its cache has room for
+    # Tokens of the parts in which it caches and finds prompts, where they may be smaller than blocks.
+    page_size: int | None = None
+    prefix_caching: bool | None = None
+
+
 class Transfer(Protocol):
     """How engines of one kind pass a prompt's KV cache on: what is written into a request's two legs. The first is
     sent to the replica that computes the prompt, the second, with what the first one's answer says, to the replica
@@ -63,6 +76,7 @@ class EngineDialect(Protocol):
     id: str  # in profiles (`engine: ...`) and between processes
     name: str  # for people
     paths: tuple[str, ...]  # what a full probe asks besides /health, /v1/models, /version and /metrics
+    health_seconds: float  # that /health takes, where it is answered late though all is well
     metrics: MetricNames
     remedies: Remedies
     log: LogGrammar
@@ -70,6 +84,8 @@ class EngineDialect(Protocol):
     rank_paths: tuple[str, ...]  # ... posted to these paths; elsewhere the engine takes the rank it likes
     # what stands before and after the prompt's token ids in a chat's JSON object
     chat_token_ids: tuple[bytes, bytes] | None
+    # It fills chat templates as the gateway does; else fixed chats have to show that when one is adopted.
+    fills_templates_alike: bool
     limits_path: str  # tells the scheduler's limits, where the operator allows it
     transfer: Transfer | None  # None: its engines pass no cache on
     # By the path of a request, and for ANY_PATH else: what is true of an answer of status 200 that says that the engine
@@ -79,6 +95,9 @@ class EngineDialect(Protocol):
 
     def speaks(self, answers: Mapping[str, Answer]) -> bool:
         """Whether an engine that answers so is of this kind. `answers`: of a full probe, by path."""
+
+    def told(self, answers: Mapping[str, Answer]) -> Told:
+        """What it says of itself in `answers`."""
 
     def event_sources(self, answers: Mapping[str, Answer], host: str) -> Sources:
         """Where it publishes KV events, as seen from `host`'s clients."""
@@ -94,9 +113,9 @@ class EngineDialect(Protocol):
     def has_random_hash_seed(self, version: str | None) -> bool:
         """Whether this version's processes call the same block by different hashes, unless they are told a seed."""
 
-    def launch_profile(self) -> type[LaunchProfile]:
-        """The class of the profiles that start it. Imported when it is asked for: those who only adopt need not pay for
-        it."""
+    def launch_profile(self) -> type[LaunchProfile] | None:
+        """The class of the profiles that start it, None if none do. Imported when it is asked for: those who only adopt
+        need not pay for it."""
 
     def scheduler_limits(self, told: Mapping[str, Any]) -> Mapping[str, Any]:
         """`max_num_seqs` and `max_num_batched_tokens` out of what `limits_path` tells; {} if it does not."""

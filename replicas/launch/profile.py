@@ -11,7 +11,7 @@ from typing import get_args
 from pydantic import BaseModel, ValidationError
 
 from replicas import yaml_text
-from replicas.engines import DEFAULT, DIALECTS, by_id
+from replicas.engines import DEFAULT, DIALECTS
 from replicas.engines.simulated import SIMULATED
 from replicas.launch.command import LaunchProfile, ProfileError
 
@@ -49,10 +49,11 @@ def parse(text: str, where: str = "profile") -> LaunchProfile:
         raise ProfileError(f"{where}: a profile is a mapping of fields, beginning with `engine: {DEFAULT.id}`")
     if "engine" not in raw and "step" in raw:  # a timing profile, as `hitherto calibrate` writes it
         raw = {"engine": SIMULATED.id, "timing": where}
-    engine, known = raw.get("engine"), [one.id for one in DIALECTS]
-    if engine not in known:
-        raise ProfileError(f"{where}: engine is {engine!r}, must be one of: {', '.join(known)}")
-    kind = by_id(engine).launch_profile()
+    engine, known = raw.get("engine"), {one.id: one.launch_profile() for one in DIALECTS}
+    kind = known.get(engine) if isinstance(engine, str) else None
+    if kind is None:
+        startable = ", ".join(id for id, one in known.items() if one is not None)
+        raise ProfileError(f"{where}: engine is {engine!r}, must be one of: {startable}")
     try:
         return kind.model_validate(raw)
     except ValidationError as error:

@@ -7,7 +7,7 @@ import signal
 import sys
 from pathlib import Path
 
-ABOUT = "Run one simulated engine behind vLLM's endpoints, metrics and KV events."
+ABOUT = "Run one simulated engine behind the endpoints, metrics and KV events of vLLM or SGLang."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,6 +32,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-model-len", type=int, metavar="N", help="context length, instead of the profile's")
     parser.add_argument("--max-num-seqs", type=int, metavar="N", help="requests that run at once")
     parser.add_argument("--max-num-batched-tokens", type=int, metavar="N", help="tokens in one step")
+    parser.add_argument(
+        "--speaks",
+        choices=("vllm", "sglang"),
+        default="vllm",
+        help="whose endpoints, metrics and KV events it has; as sglang it caches in pages of --block-size tokens, 1 by "
+        "default, in as much memory (default: %(default)s)",
+    )
     group = parser.add_argument_group("slower tiers behind the cache, as vLLM's offloading connector has them")
     group.add_argument("--cpu-blocks", type=int, metavar="N", help="KV blocks that host memory has room for")
     group.add_argument("--disk-blocks", type=int, metavar="N", help="KV blocks that a disk behind it has room for")
@@ -86,11 +93,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _profile(args: argparse.Namespace):
     from .profile import load_profile
 
+    num_blocks, block_size = args.num_blocks, args.block_size
+    if args.speaks == "sglang":
+        if args.windows or args.cpu_blocks or args.disk_blocks or args.kv_connector:
+            raise ValueError("--speaks sglang: only its one cache is simulated, without tiers, windows or connectors")
+        whole, block_size = load_profile(args.profile), block_size or 1
+        num_blocks = num_blocks or whole.num_blocks * whole.block_size // block_size
     return load_profile(
         args.profile,
         speedup=args.speedup,
-        num_blocks=args.num_blocks,
-        block_size=args.block_size,
+        num_blocks=num_blocks,
+        block_size=block_size,
         max_model_len=args.max_model_len,
         max_num_seqs=args.max_num_seqs,
         max_num_batched_tokens=args.max_num_batched_tokens,
@@ -157,10 +170,11 @@ async def _serve(args: argparse.Namespace, profile, model_dir: Path) -> int:
 def _publisher(args: argparse.Namespace, profile):
     """Of its KV events, if it has any."""
     from .publisher import Publisher
+    from .sglang import PagePublisher
 
     if args.no_events:
         return None
-    return Publisher(
+    return (PagePublisher if args.speaks == "sglang" else Publisher)(
         args.host,
         args.events_port,
         args.replay_port,
@@ -182,13 +196,15 @@ async def _listen(args: argparse.Namespace, profile, model_dir: Path, publisher)
     from .metrics import Metrics
     from .runner import Runner
     from .server import KEEP_ALIVE, Server
+    from .sglang import SglangMetrics, SglangServer
     from .transfers import Transfers
 
     tokens, replies = await loading
     engine = Engine(profile, every_token=True)
-    metrics = Metrics(engine, args.served_model_name)
+    own = args.speaks == "sglang"
+    metrics = (SglangMetrics if own else Metrics)(engine, args.served_model_name)
     runner = Runner(engine, metrics, publisher, args.seed)
-    server = Server(
+    server = (SglangServer if own else Server)(
         runner,
         tokens,
         replies,

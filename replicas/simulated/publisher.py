@@ -88,20 +88,7 @@ class Publisher:
         """One batch. `tokens_of(owner of the request)` gives (ids, adapter's name, adapter's number, cache salt)."""
         if self.mute:
             return
-        encode = self._as_map if self.encoding == "map" else self._as_array
-        batch: list = []
-        for event in events:
-            if type(event) is GroupStored:
-                batch.append(self._in_group(event, *tokens_of(event.request.owner)))
-            elif type(event) is not Cleared and event.tier != "gpu":
-                batch += self._of_lower_tier(event, encode, tokens_of)
-            elif type(event) is Stored:
-                batch.append(encode(event, *tokens_of(event.request.owner)))
-            elif type(event) is Removed:
-                batch += [encode(Removed([key])) for key in event.keys]  # vLLM: one event for each
-            else:
-                batch.append(encode(event))
-        payload = self._encode([time.time(), batch, 0])
+        payload = self._encode(self._batch(self._told(events, tokens_of)))
         self._kept.append((self.sequence, payload))
         frames = [self.topic.encode(), self.sequence.to_bytes(8, "big"), payload]
         self.sequence += 1
@@ -115,6 +102,25 @@ class Publisher:
             if self._held is not None:
                 self._pub.send_multipart(self._held)
                 self._held = None
+
+    def _batch(self, events: list) -> list:
+        return [time.time(), events, 0]
+
+    def _told(self, events: list[Stored | GroupStored | Removed | Cleared], tokens_of) -> list:
+        encode = self._as_map if self.encoding == "map" else self._as_array
+        batch: list = []
+        for event in events:
+            if type(event) is GroupStored:
+                batch.append(self._in_group(event, *tokens_of(event.request.owner)))
+            elif type(event) is not Cleared and event.tier != "gpu":
+                batch += self._of_lower_tier(event, encode, tokens_of)
+            elif type(event) is Stored:
+                batch.append(encode(event, *tokens_of(event.request.owner)))
+            elif type(event) is Removed:
+                batch += [encode(Removed([key])) for key in event.keys]  # vLLM: one event for each
+            else:
+                batch.append(encode(event))
+        return batch
 
     def _of_lower_tier(self, event: Stored | Removed, encode, tokens_of) -> list:
         """One event for each chunk stored, one for all that are removed."""

@@ -44,6 +44,13 @@ def reply_json(data, status: int = 200) -> web.Response:
 class Server:
     """One engine's endpoints. `adapters` are LoRA names served beside `model`."""
 
+    generates = (
+        ("/v1/chat/completions", requests.chat, dialects.Chat, "chatcmpl-"),
+        ("/v1/completions", requests.completion, dialects.Completion, "cmpl-"),
+        ("/v1/responses", requests.responses, dialects.Responses, "resp_"),
+        ("/v1/messages", requests.anthropic, dialects.Messages, "msg_"),
+    )
+
     def __init__(
         self,
         runner: Runner,
@@ -69,12 +76,7 @@ class Server:
 
     def app(self) -> web.Application:
         app = web.Application(middlewares=[self._guard], client_max_size=1 << 30)
-        for path, ask, dialect, prefix in (
-            ("/v1/chat/completions", requests.chat, dialects.Chat, "chatcmpl-"),
-            ("/v1/completions", requests.completion, dialects.Completion, "cmpl-"),
-            ("/v1/responses", requests.responses, dialects.Responses, "resp_"),
-            ("/v1/messages", requests.anthropic, dialects.Messages, "msg_"),
-        ):
+        for path, ask, dialect, prefix in self.generates:
             app.router.add_post(path, partial(self._generate, ask, dialect, prefix))
         app.router.add_post("/v1/embeddings", self._embeddings)
         app.router.add_post("/v1/messages/count_tokens", self._count_tokens)
@@ -84,16 +86,20 @@ class Server:
         app.router.add_post("/v1/load_lora_adapter", self._load_adapter)
         app.router.add_post("/v1/unload_lora_adapter", self._unload_adapter)
         app.router.add_get("/metrics", self._metrics)
-        for path in ("/health", "/ping"):
-            app.router.add_get(path, self._empty)
-        app.router.add_get("/version", self._version)
-        app.router.add_get("/load", self._server_load)
-        app.router.add_get("/kv_event_sources", self._sources)
-        app.router.add_post("/reset_prefix_cache", self._reset)
+        self._tell(app.router)
         app.router.add_route("*", "/faults", self._faults)
         if self.transfers is not None:
             app.router.add_post("/kv/{name}", self._hand_over)
         return app
+
+    def _tell(self, router: web.UrlDispatcher) -> None:
+        """What it tells of itself, and the cache's reset."""
+        for path in ("/health", "/ping"):
+            router.add_get(path, self._empty)
+        router.add_get("/version", self._version)
+        router.add_get("/load", self._server_load)
+        router.add_get("/kv_event_sources", self._sources)
+        router.add_post("/reset_prefix_cache", self._reset)
 
     @web.middleware
     async def _guard(self, request: web.Request, handler) -> web.StreamResponse:

@@ -8,7 +8,7 @@ from array import array
 import zmq.asyncio
 from aiohttp import web
 
-from replicas.engines.dialect import ANY_PATH, Sources
+from replicas.engines.dialect import ANY_PATH, Sources, Told
 from replicas.engines.vllm.versions import version_quirks
 from replicas.event_source import EventSource
 from replicas.launch.exits import PLAIN
@@ -23,6 +23,7 @@ class ToyDialect:
 
     id, name = "toy", "the toy engine"
     paths = ("/toy/publishers",)
+    health_seconds = 0.0
     metrics = MetricNames(
         prefix="toy_",
         running=(b"toy_busy",),
@@ -46,10 +47,14 @@ class ToyDialect:
     chat_token_ids = (b'"toy":{"ids":', b"}")
     aborted = {ANY_PATH: re.compile(b'"toy_cut":true').search}
     transfer = None
+    fills_templates_alike = True
     limits_path = "/toy/limits"
 
     def speaks(self, answers):
         return "toy" in answers["/version"].json()
+
+    def told(self, answers):
+        return Told(answers["/version"].json()["version"])
 
     def event_sources(self, answers, host):
         told = answers[self.paths[0]].json()

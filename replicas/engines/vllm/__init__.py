@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from replicas.answer import Answer
-from replicas.engines.dialect import EventRecords, Sources
+from replicas.engines.dialect import EventRecords, Sources, Told
 from replicas.engines.vllm import aborts, log, metrics, sources
 from replicas.engines.vllm.events import Decoder
 from replicas.engines.vllm.transfer import Nixl
@@ -37,6 +37,7 @@ class Vllm:
     id = "vllm"
     name = "vLLM"
     paths = (sources.PATH,)
+    health_seconds = 0.0
     metrics = metrics.NAMES
     remedies = REMEDIES
     log = log.GRAMMAR
@@ -45,12 +46,17 @@ class Vllm:
     # It takes them out of this field before anything else looks at it, so that without a KV connector nothing else
     # changes.
     chat_token_ids = (b'"kv_transfer_params":{"prompt_token_ids":', b"}")
+    fills_templates_alike = True
     limits_path = "/server_info?config_format=json"  # with VLLM_SERVER_DEV_MODE=1
     transfer = Nixl()
     aborted = aborts.ABORTED
 
     def speaks(self, answers: Mapping[str, Answer]) -> bool:
         return b"\n" + self.metrics.prefix.encode() in answers["/metrics"].body
+
+    def told(self, answers: Mapping[str, Answer]) -> Told:
+        version = answers["/version"].json().get("version")
+        return Told(version if isinstance(version, str) else None)
 
     def event_sources(self, answers: Mapping[str, Answer], host: str) -> Sources:
         return Sources(*sources.read(answers[sources.PATH], host, self.remedies))

@@ -12,10 +12,11 @@ import msgspec
 
 from replicas.engines.dialect import EventRecords
 
-# `medium`, as vLLM and the stores below it name theirs; CPU_TIER1 and CPU_TIER2 are SGLang's host memory and storage.
+# `medium`, as vLLM and the stores below it name theirs; CPU_PINNED, DISK and EXTERNAL are SGLang's, and in its older
+# versions CPU_TIER1 and CPU_TIER2, its host memory and storage.
 TIERS = {
-    "gpu": "gpu", "cpu": "cpu", "cpu_tier1": "cpu", "storage": "disk", "disk": "disk", "fs": "disk", "cpu_tier2": "disk",
-    "obj": "remote", "remote": "remote",
+    "gpu": "gpu", "cpu": "cpu", "cpu_tier1": "cpu", "cpu_pinned": "cpu", "storage": "disk", "disk": "disk", "fs": "disk",
+    "cpu_tier2": "disk", "obj": "remote", "external": "remote", "remote": "remote",
 }  # fmt: skip
 
 # the order of fields in the array form; later versions only append

@@ -1,0 +1,292 @@
+"""Pages: what an engine holds in pages that are smaller than the map's blocks.
+
+Some engines cache token by token, or in pages of a few. The map keeps blocks all the same: a block counts while each of
+its pages is held. How much of the block behind the last whole one is held too is told by `tail`.
+
+Pages come in any pieces, each behind a page that is known. A page that goes while others still stand behind it is kept
+as a gap in the chain until they go, or until it is stored again.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import NamedTuple, TypeVar, cast
+
+import numpy as np
+
+from cachemap.events.records import Stored
+from cachemap.hashing import TOKEN_BYTES, chain_seed, hash_blocks
+from cachemap.table.buckets import Buckets
+from cachemap.table.ids import BlockIdAllocator
+from cachemap.table.index import Index
+from cachemap.table.memory import zeros
+
+Key = int | bytes
+Table = TypeVar("Table", bound=Buckets)
+U64 = np.uint64
+NUMBER_BITS = 22
+# Of one replica: an engine with more is to be started with larger pages. About 50 bytes each, which are taken as they
+# are needed: 22 in arrays, 5.6 in the index of keys, 10.5 in the set of names, and as much again while those grow.
+MOST_PAGES = (1 << NUMBER_BITS) - 1
+FIRST_ROOM = 1 << 10  # pages
+
+
+class Chain(NamedTuple):
+    """Blocks that have become whole: each the parent of the next, the first behind the block named `parent`, or 0."""
+
+    keys: list[int]
+    hashes: list[int]
+    parent: int
+
+
+class Pages:
+    """Those of one replica. A block goes by the engine's key of its last page.
+
+    Pages have numbers from 1. A page's name stands for the prompt up to its end: inside a block it is chained page by
+    page from the block before, and that of the last page is the block's hash.
+    """
+
+    def __init__(self, model: str, block_size: int, page_size: int):
+        self._model, self._block_size, self.page_size = model, block_size, page_size
+        self._last = block_size // page_size - 1  # the place of a block's last page
+        self._numbers = BlockIdAllocator()
+        room = MOST_PAGES + 1
+        self._keys, self._names = zeros(room, U64), zeros(room, U64)
+        self._parents, self._children = zeros(room, np.uint32), zeros(room, np.uint32)
+        self._places = zeros(room, np.uint16)  # pages before it in its block
+        self._held = zeros(room, np.bool_)
+        self._tokens = zeros(room * page_size, np.uint32).reshape(room, page_size)
+        self._by_key = Index(FIRST_ROOM, NUMBER_BITS, self._keys)
+        self._named = Buckets(FIRST_ROOM)  # the names of the pages that are held
+        self._twins: Counter[int] = Counter()  # by name: the held pages that have it, beyond the first
+        self._seeds: dict[int, int] = {}  # of pages that prompts begin with: what their chains start from
+        self.orphans = 0  # pages of which the one before is not known
+
+    def __len__(self) -> int:
+        """Pages that are known, gaps with them."""
+        return int(self._by_key.count)
+
+    # --- what the engine tells
+
+    def store(self, event: Stored) -> list[Chain]:
+        """These pages are held; gives the blocks that are whole with them. Raises OverflowError if it has too many."""
+        tags = _tags(event.keys)
+        before = 0 if event.parent is None else self._by_key.at(int(_tags([event.parent])[0]))
+        if event.parent is not None and not before:
+            self.orphans += len(tags)
+            return []
+        if len(self) + len(tags) > MOST_PAGES:
+            raise OverflowError(f"the engine holds more than {MOST_PAGES} pages of {self.page_size} tokens")
+        tokens = np.frombuffer(event.tokens, np.uint32).reshape(len(tags), self.page_size)
+        seed = 0 if before else chain_seed(self._model, self._block_size, event.adapter, _salt(event))
+        whole: list[Chain] = []
+        start = 0
+        while start < len(tags):
+            known = self._by_key.numbers(tags[start:])
+            if known[0]:
+                before = int(known[0])
+                whole += self._revive(before)
+                start += 1
+                continue
+            end = start + _distinct(tags[start : start + int(known.argmax())] if known.any() else tags[start:])
+            before, chain = self._append(before, seed, tags[start:end], tokens[start:end])
+            whole += [chain] if chain.keys else []
+            start = end
+        return whole
+
+    def remove(self, keys: Sequence[Key]) -> list[int]:
+        """These pages are gone; gives the keys of the blocks that are no longer whole."""
+        numbers = self._by_key.numbers(_tags(keys))
+        numbers = np.unique(numbers[self._held.take(numbers)])
+        if not len(numbers):
+            return []
+        self._held[numbers] = False
+        self._unname(self._names.take(numbers))
+        ended: list[int] = self._keys.take(numbers[self._places.take(numbers) == self._last]).tolist()
+        gaps = self._free(numbers)
+        if len(gaps):
+            below = self._last_below(gaps)
+            ended += self._keys.take(below[self._held.take(below)]).tolist()
+        return ended
+
+    # --- what is asked
+
+    def tail(self, before: int, tokens: bytes) -> int:
+        """How many of these tokens are held behind the block with that hash, or the seed that a prompt's chain starts
+        from. At most one page less than a block: all of it would be a block."""
+        names = hash_blocks(tokens[: self._last * self.page_size * TOKEN_BYTES], self.page_size, before)
+        if not names:
+            return 0
+        missing = (self._named.find(np.array(names, U64)) < 0).nonzero()[0]
+        return (int(missing[0]) if len(missing) else len(names)) * self.page_size
+
+    # --- chains
+
+    def _append(self, before: int, seed: int, tags: np.ndarray, tokens: np.ndarray) -> tuple[int, Chain]:
+        """New pages behind page `before`, or at the begin of a prompt whose chain starts from `seed`. Gives the last
+        one, and the blocks that are whole now."""
+        lead = self._begun(before)
+        place, above = len(lead), int(self._parents[lead[0]]) if lead else before
+        base = int(self._names[above]) if above else self._seeds[lead[0]] if lead else seed
+        data = self._tokens.take(lead, 0).tobytes() + tokens.tobytes()
+        hashes = hash_blocks(data, self._block_size, base)
+        numbers = self._numbers.take(len(tags), MOST_PAGES + 1)
+        names = np.array(self._names_of(data, hashes, base)[place:], U64)
+        self._keys[numbers], self._names[numbers], self._tokens[numbers] = tags, names, tokens
+        self._parents[numbers[0]], self._parents[numbers[1:]] = before, numbers[:-1]
+        self._children[numbers], self._held[numbers] = 1, True
+        self._children[numbers[-1]] = 0
+        self._places[numbers] = (np.arange(len(tags)) + place) % (self._last + 1)
+        if before:
+            self._children[before] += 1
+        else:
+            self._seeds[int(numbers[0])] = seed
+        self._by_key = _roomy(self._by_key, len(tags))
+        self._by_key.insert(tags, numbers)
+        self._name(names)
+        broken = not self._held.take(lead).all()  # the first of these blocks has a gap
+        ends = np.arange(broken, len(hashes)) * (self._last + 1) + self._last - place
+        parent = hashes[0] if broken and hashes else base if above else 0
+        return int(numbers[-1]), Chain(tags.take(ends).tolist(), hashes[broken:], parent)
+
+    def _begun(self, page: int) -> list[int]:
+        """The pages of the block that ends with this one, if it is not the block's last."""
+        pages: list[int] = []
+        if page and self._places[page] != self._last:
+            for _ in range(int(self._places[page]) + 1):
+                pages.insert(0, page)
+                page = int(self._parents[page])
+        return pages
+
+    def _names_of(self, data: bytes, hashes: list[int], base: int) -> list[int]:
+        width, names = self._block_size * TOKEN_BYTES, []
+        for at, block in enumerate((*hashes, 0)):
+            names += hash_blocks(data[at * width : (at + 1) * width], self.page_size, hashes[at - 1] if at else base)
+            if block:
+                names[-1] = block
+        return names
+
+    def _revive(self, page: int) -> list[Chain]:
+        """It is stored again; the blocks that it completes, each as a chain of its own."""
+        if self._held[page]:
+            return []
+        self._held[page] = True
+        self._name(self._names[page : page + 1])
+        found = []
+        for last in self._last_below(np.array([page])).tolist():
+            first, whole = last, bool(self._held[last])
+            for _ in range(self._last):
+                first = int(self._parents[first])
+                whole &= bool(self._held[first])
+            if whole:
+                above = int(self._parents[first])
+                found.append(Chain([int(self._keys[last])], [int(self._names[last])], int(self._names[above])))
+        return found
+
+    def _last_below(self, pages: np.ndarray) -> np.ndarray:
+        """The last pages of all blocks that these are pages of. Looks through all pages: only where there is a gap."""
+        found = []
+        while len(pages):
+            at_end = self._places.take(pages) == self._last
+            found.append(pages[at_end])
+            above = pages[~at_end]
+            pages = np.isin(self._parents[: self._numbers.top], above).nonzero()[0] if len(above) else above
+        return np.unique(np.concatenate(found)) if found else np.empty(0, np.int64)
+
+    # --- coming and going
+
+    def _free(self, numbers: np.ndarray) -> np.ndarray:
+        """Forget those that nothing stands behind; gives the others, which are gaps now. `numbers`: in order, none
+        held."""
+        parents = self._parents.take(numbers)
+        at = np.minimum(np.searchsorted(numbers, parents), len(numbers) - 1)
+        inside = numbers.take(at) == parents
+        if (np.bincount(at[inside], minlength=len(numbers)) == self._children.take(numbers)).all():
+            above = parents[~inside & (parents > 0)].astype(np.int64)
+            np.subtract.at(self._children, above, np.uint32(1))
+            self._drop(numbers)
+            idle = above[~self._held.take(above) & (self._children.take(above) == 0)]
+            self._peel(np.unique(idle).tolist())
+            return np.empty(0, np.int64)
+        freed = set(self._peel(numbers[self._children.take(numbers) == 0].tolist()))
+        return np.array([one for one in numbers.tolist() if one not in freed], np.int64)
+
+    def _peel(self, pages: list[int]) -> list[int]:
+        """Forget pages that are not held and have nothing behind them, and those before them of which that is true
+        then."""
+        freed: list[int] = []
+        while pages:
+            page = pages.pop()
+            freed.append(page)
+            if above := int(self._parents[page]):
+                self._children[above] -= 1
+                if not self._children[above] and not self._held[above]:
+                    pages.append(above)
+        if freed:
+            self._drop(np.array(freed, np.int64))
+        return freed
+
+    def _drop(self, numbers: np.ndarray) -> None:
+        self._by_key.remove(numbers)
+        for first in numbers[self._parents.take(numbers) == 0].tolist():
+            del self._seeds[first]
+        self._parents[numbers] = self._children[numbers] = 0
+        self._numbers.give(np.sort(numbers))
+
+    def _name(self, names: np.ndarray) -> None:
+        known = self._named.find(names) >= 0
+        if known.any():
+            self._twins.update(names[known].tolist())
+            names = names[~known]
+        self._named = _roomy(self._named, len(names))
+        self._named.add(names, names)
+
+    def _unname(self, names: np.ndarray) -> None:
+        if self._twins:
+            names = np.array([name for name in names.tolist() if not self._has_twin(name)], U64)
+        self._named.drop(np.unique(self._named.find(names)))
+
+    def _has_twin(self, name: int) -> bool:
+        """Whether another page has it, of which there is one less from now on."""
+        if name not in self._twins:
+            return False
+        self._twins[name] -= 1
+        if not self._twins[name]:
+            del self._twins[name]
+        return True
+
+
+def _tags(keys: Sequence[Key]) -> np.ndarray:
+    """Engine keys as the index takes them: 64 bits, of a digest the last 8 bytes, never 0."""
+    bits = (1 << 64) - 1
+    return np.array(
+        [(int.from_bytes(key[-8:], "big") if isinstance(key, bytes) else key) & bits or 1 for key in keys], U64
+    )
+
+
+def _distinct(tags: np.ndarray) -> int:
+    """How many of them come before the first that came already."""
+    if len(np.unique(tags)) == len(tags):
+        return len(tags)
+    seen: set[int] = set()
+    for at, tag in enumerate(tags.tolist()):
+        if tag in seen:
+            return at
+        seen.add(tag)
+    return len(tags)
+
+
+def _salt(event: Stored) -> str | None:
+    """Of a prompt's first page."""
+    first = event.extra[0] if event.extra else None
+    return first[-1] if first and isinstance(first[-1], str) else None
+
+
+def _roomy(table: Table, more: int) -> Table:
+    """The table to put so many words more into. It grows piece by piece, a piece each time."""
+    if table.wider is None and table.room < more + table.count // 8:
+        table.widen(2 * (table.count + more))
+    if table.wider is None:
+        return table
+    return cast(Table, table.go_on(more) if table.room > more else table.grown())

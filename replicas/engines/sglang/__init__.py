@@ -1,0 +1,80 @@
+"""SGLang: `SGLANG` is its dialect. Read in the sources of 0.5.4 and 0.5.23; `docs/engines.md` says what was tried."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from replicas.answer import Answer
+from replicas.engines.dialect import EventRecords, Sources, Told
+from replicas.engines.sglang import facts, metrics
+from replicas.engines.sglang.events import Decoder
+from replicas.engines.vllm import aborts
+from replicas.launch.exits import PLAIN
+from replicas.problems import EVENTS_BY_HAND, Remedies
+
+REMEDIES = Remedies(
+    models="start SGLang without --api-key where only the gateway reaches it; clients' keys are passed on",
+    figures="start SGLang with --enable-metrics",
+    names="an SGLang that names them differently needs a newer Hitherto",
+    caching="start SGLang without --disable-radix-cache",
+    repeats="start SGLang without --disable-radix-cache; without the cache every replica is as good as any other",
+    events='start SGLang with --kv-events-config \'{"publisher":"zmq","endpoint":"tcp://*:5557",'
+           '"replay_endpoint":"tcp://*:5558"}\'',
+    unlisted=f"if KV events are on, give their address as {EVENTS_BY_HAND}; else start SGLang with --kv-events-config",
+    binding="write the endpoint in --kv-events-config as tcp://*:PORT",
+    ranks="publish over tcp://*:PORT, to which SGLang adds the rank",
+    nodes="start one engine a rank and give the URL of each",
+    replay='add "replay_endpoint":"tcp://*:PORT" to --kv-events-config, and replay=tcp://HOST:PORT if events= is given in the URL',
+    cached_tokens="start SGLang with --enable-cache-report",
+    transfer="its engines pass no cache on through the gateway",
+)  # fmt: skip
+
+
+class Sglang:
+    """The dialect of SGLang; `replicas.engines.dialect.EngineDialect` says what each part is."""
+
+    id = "sglang"
+    name = "SGLang"
+    paths = facts.PATHS
+    health_seconds = 3.0  # it looks once a second whether anything was computed since it was asked
+    metrics = metrics.NAMES
+    remedies = REMEDIES
+    log = PLAIN
+    rank_header = "X-Data-Parallel-Rank"  # before the `routed_dp_rank` of a body
+    rank_paths = ("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses")
+    chat_token_ids = (b'"input_ids":', b"")
+    fills_templates_alike = False
+    limits_path = "/server_info"
+    transfer = None
+    aborted = aborts.ABORTED  # as vLLM's: the finish reason "abort"
+
+    def speaks(self, answers: Mapping[str, Answer]) -> bool:
+        return bool(facts.info(answers)) or b"\n" + self.metrics.prefix.encode() in answers["/metrics"].body
+
+    def told(self, answers: Mapping[str, Answer]) -> Told:
+        return facts.told(answers)
+
+    def event_sources(self, answers: Mapping[str, Answer], host: str) -> Sources:
+        return facts.sources(answers, host, self.remedies)
+
+    def event_decoder(self, records: EventRecords) -> Callable[[bytes], Any]:
+        return Decoder(records).decode
+
+    def version_quirks(self, version: str | None) -> dict[str, Any]:
+        """None are known: prompts are made as for the newest, and held against what it makes itself."""
+        return {}
+
+    def has_random_hash_seed(self, version: str | None) -> bool:
+        """Its keys are SHA-256 of the tokens, in all processes alike."""
+        return False
+
+    def launch_profile(self) -> None:
+        """It is adopted only."""
+
+    def scheduler_limits(self, told: Mapping[str, Any]) -> Mapping[str, Any]:
+        step = told.get("chunked_prefill_size") or 0
+        if not isinstance(step, int) or step <= 0:  # prompts are not cut
+            step = told.get("max_prefill_tokens")
+        return {"max_num_seqs": told.get("max_running_requests"), "max_num_batched_tokens": step}
+
+
+SGLANG = Sglang()

@@ -1,0 +1,51 @@
+"""SGLang's cache events off the wire: batches as vLLM's, of pages instead of blocks.
+
+Older versions write an event as an array, newer ones as a map; fields at the end that say nothing are left out. Keys
+are signed. Each page may come in an event of its own, so those that follow on are put together. With EAGLE a page's
+tokens are pairs, of each token and the next one.
+"""
+
+from typing import Any
+
+from replicas.engines.vllm.events import Decoder as ArraysAndMaps
+
+
+class Decoder(ArraysAndMaps):
+    """Decodes batches into the types in `records`."""
+
+    def decode(self, payload: bytes) -> Any:
+        batch = super().decode(payload)
+        return batch._replace(events=_together(batch.events)) if len(batch.events) > 1 else batch
+
+    def _stored(self, fields: dict[str, Any]) -> Any:
+        tokens, salt = fields["token_ids"], fields.get("cache_salt")
+        if tokens and isinstance(tokens[0], list):
+            fields = {**fields, "token_ids": [pair[0] for pair in tokens]}
+        if salt and fields["parent_block_hash"] is None:
+            # told with every event of the prompt; what a prompt begins with covers it, and the chain carries it on
+            fields = {**fields, "extra_keys": [[salt], *[None] * (len(fields["block_hashes"]) - 1)]}
+        return super()._stored(fields)
+
+
+def _together(events: list[Any]) -> list[Any]:
+    """The same with fewer events: a page's tokens come behind those of the page before it."""
+    found: list[Any] = []
+    keys: list[Any] = []
+    tokens: list[bytes] = []
+
+    def end() -> None:
+        if len(tokens) > 1:
+            found[-1] = found[-1]._replace(keys=keys, tokens=b"".join(tokens))
+
+    for event in events:
+        follows = keys and getattr(event, "parent", None) == keys[-1] and event.tokens and not event.extra
+        if follows and event[3:6] == found[-1][3:6] and event[7:] == found[-1][7:]:
+            keys += event.keys
+            tokens.append(event.tokens)
+            continue
+        end()
+        found.append(event)
+        chain = bool(getattr(event, "tokens", b""))
+        keys, tokens = ([*event.keys], [event.tokens]) if chain and not event.extra else ([], [])
+    end()
+    return found

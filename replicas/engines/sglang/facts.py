@@ -1,0 +1,138 @@
+"""What SGLang tells of itself in /server_info, which older versions call /get_server_info: how it was started, in one
+object with what its schedulers told when they were ready."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from replicas.addresses import check_endpoint
+from replicas.answer import Answer
+from replicas.engines.dialect import Sources, Told
+from replicas.event_source import EventSource
+from replicas.names import bracketed
+from replicas.problems import EVENTS_BY_HAND, EVENTS_OFF, NO_REPLAY, Problem, Remedies
+
+PATHS = ("/server_info", "/get_server_info")
+BLOCK = 16  # tokens of a block of the map at least: smaller pages are put together to such blocks
+WILDCARDS = ("*", "0.0.0.0", "::", "[::]")
+
+
+def info(answers: Mapping[str, Answer]) -> dict[str, Any]:
+    """{} if it does not tell, or is another engine."""
+    for path in PATHS:
+        told = answers[path].json() if answers[path].status == 200 else {}
+        if "page_size" in told and "max_total_num_tokens" in told:
+            return told
+    return {}
+
+
+def told(answers: Mapping[str, Answer]) -> Told:
+    found = info(answers)
+    if not found:
+        return Told()
+    events = found.get("kv_events")
+    page = _number(events.get("block_size") if isinstance(events, dict) else None) or _number(found["page_size"]) or 1
+    block = page * -(-BLOCK // page)
+    tokens, path = _number(found["max_total_num_tokens"]), found.get("model_path")
+    version = found.get("version")
+    return Told(
+        version if isinstance(version, str) else None,
+        path if isinstance(path, str) else None,
+        block,
+        tokens // block if tokens else None,
+        page,
+        found.get("disable_radix_cache") is not True,
+    )
+
+
+def _number(value: Any) -> int | None:
+    return value if type(value) is int and value > 0 else None
+
+
+def sources(answers: Mapping[str, Answer], host: str, remedies: Remedies) -> Sources:
+    """Where each data-parallel rank publishes: the ports of the first one's, and the rank added to them."""
+    found = info(answers)
+    if not found:
+        asked = answers[PATHS[0]]
+        why = f"{PATHS[0]} cannot be read ({asked.error or f'answers {asked.status}'})"
+        return Sources(
+            None if asked.status == 0 or asked.status >= 500 else {}, {"events": Problem(why, remedies.unlisted)}
+        )
+    ranks = _number(found.get("dp_size")) or 1
+    try:
+        first = _described(found.get("kv_events"), host) or _configured(found.get("kv_events_config"), host)
+    except ValueError as error:
+        return Sources(dict.fromkeys(range(ranks)), {"events": Problem(str(error), remedies.binding)})
+    if first is None:
+        return Sources(dict.fromkeys(range(ranks)), {"events": Problem(EVENTS_OFF, remedies.events)})
+    problems = {} if first.replay is not None else {"replay": Problem(NO_REPLAY, remedies.replay)}
+    return Sources({rank: first.at_rank(rank) for rank in range(ranks)}, problems)
+
+
+def _described(told: Any, host: str) -> EventSource | None:
+    """As versions tell it that describe their publisher. A port is not told where nobody could subscribe."""
+    if not isinstance(told, dict) or told.get("publisher") != "zmq":
+        return None
+    where, port, replay = (
+        told.get(f"{name}") for name in ("endpoint_host", "endpoint_port_base", "replay_endpoint_port_base")
+    )
+    if not isinstance(where, str) or not _number(port):
+        return None
+    at = _reachable(where, host)
+    topic = told.get("topic")
+    return _checked(
+        EventSource(
+            f"{at}:{port}", f"{at}:{replay}" if _number(replay) else None, topic if isinstance(topic, str) else ""
+        )
+    )
+
+
+def _configured(given: Any, host: str) -> EventSource | None:
+    """As it was started, for versions that tell nothing but that. Raises ValueError if nobody can subscribe there."""
+    try:
+        config = json.loads(given) if isinstance(given, str) else None
+    except ValueError:
+        return None
+    if not isinstance(config, dict) or config.get("publisher") != "zmq":
+        return None
+    endpoint, replay = config.get("endpoint") or "tcp://*:5557", config.get("replay_endpoint")
+    where = _host(endpoint)
+    if where is not None and where not in WILDCARDS and "::" not in where and config.get("bind") is not True:
+        raise ValueError(
+            f"KV events go to {endpoint}, which SGLang connects to rather than binds, so nobody can subscribe"
+        )
+    topic = config.get("topic")
+    return _checked(
+        EventSource(
+            _endpoint(endpoint, host),
+            _endpoint(replay, host) if isinstance(replay, str) else None,
+            topic if isinstance(topic, str) else "",
+        )
+    )
+
+
+def _host(endpoint: str) -> str | None:
+    """None for what is not TCP."""
+    scheme, _, rest = endpoint.partition("://")
+    return rest.rpartition(":")[0] if scheme == "tcp" else None
+
+
+def _endpoint(endpoint: str, host: str) -> str:
+    where = _host(endpoint)
+    return endpoint if where is None else f"{_reachable(where, host)}:{endpoint.rpartition(':')[2]}"
+
+
+def _reachable(bound: str, host: str) -> str:
+    return f"tcp://{bracketed(host) if bound in WILDCARDS else bound}"
+
+
+def _checked(source: EventSource) -> EventSource:
+    for endpoint in (source.endpoint, source.replay):
+        if endpoint is not None:
+            try:
+                check_endpoint(endpoint)
+            except ValueError as error:
+                raise ValueError(
+                    f"its KV events are at an endpoint that cannot be connected to: {error}; give it as {EVENTS_BY_HAND}"
+                ) from None
+    return source

@@ -1,0 +1,22 @@
+"""What SGLang calls its series (with --enable-metrics)."""
+
+from replicas.metrics import MetricNames
+
+NAMES = MetricNames(
+    prefix="sglang:",
+    running=(b"sglang:num_running_reqs",),
+    waiting=(b"sglang:num_queue_reqs",),
+    kv_usage=(b"sglang:token_usage",),
+    prefix_queries=(b"sglang:prompt_tokens_total",),
+    prefix_hits=(b"sglang:cached_tokens_total",),
+    prompted=(b"sglang:prompt_tokens_total",),
+    generated=(b"sglang:generation_tokens_total",),
+    # Its page has none of the process's own series, so that a restart shows in other ways.
+    started=(b"process_start_time_seconds",),
+    cache_config=b"sglang:cache_config_info",
+    block_size=b"page_size",
+    num_blocks=b"num_pages",
+    rank_tokens=b"",
+    prefix_caching=b"",
+    rank=b"dp_rank",
+)

@@ -1,0 +1,224 @@
+"""Pages that are smaller than the map's blocks: which blocks are whole, and what is held behind them."""
+
+import random
+from array import array
+
+import pytest
+
+from cachemap import CacheMap, chain_seed, hash_blocks
+from cachemap.events.apply import EventApplier
+from cachemap.events.records import Cleared, Removed, Stored
+
+BLOCK = 4
+SEED = chain_seed("m", BLOCK)
+
+
+class Engine:
+    """A cache of pages as a radix tree has it: it knows who holds what, and tells of it in any pieces."""
+
+    def __init__(self, page: int, seed: int = 0):
+        self.page, self.random = page, random.Random(seed)
+        self.keys: dict[tuple[int, ...], int] = {}
+
+    def key(self, prefix: tuple[int, ...]) -> int:
+        """Signed, as on the wire; the same prefix has the same key each time."""
+        return hash((prefix, self.page)) >> 2
+
+    def store(self, tokens) -> list[Stored]:
+        """The pages of this prompt that are new, told in pieces."""
+        tokens, page = tuple(tokens), self.page
+        ends = [end for end in range(page, len(tokens) + 1, page) if tokens[:end] not in self.keys]
+        for end in ends:
+            self.keys[tokens[:end]] = self.key(tokens[:end])
+        events = []
+        while ends:
+            most = next((at for at, end in enumerate(ends) if end != ends[0] + at * page), len(ends))
+            count = min(self.random.randint(1, 6), most)
+            piece, ends = ends[:count], ends[count:]
+            start = piece[0] - page
+            parent = self.key(tokens[:start]) if start else None
+            keys, data = [self.key(tokens[:end]) for end in piece], array("I", tokens[start : piece[-1]]).tobytes()
+            events.append(Stored(keys, parent, data, page, "gpu", None, None, 0, "full_attention"))
+        return events
+
+    def remove(self, prefixes) -> Removed:
+        for prefix in prefixes:
+            del self.keys[prefix]
+        return Removed([self.key(prefix) for prefix in prefixes], "gpu", 0)
+
+    def held(self, tokens) -> int:
+        tokens, reach = tuple(tokens), 0
+        while reach + self.page <= len(tokens) and tokens[: reach + self.page] in self.keys:
+            reach += self.page
+        return reach
+
+
+@pytest.fixture
+def table():
+    return CacheMap(1 << 22)
+
+
+@pytest.fixture
+def applier(table):
+    return EventApplier(table, table.attach("r", None, True), "m", BLOCK)
+
+
+def apply(applier, *events):
+    applier.apply(list(events))
+    applier.flush()
+
+
+def blocks(table, tokens) -> int:
+    return table.match(hash_blocks(array("I", tokens).tobytes(), BLOCK, SEED), 0.0).confirmed[0]
+
+
+def told(table, applier, tokens) -> int:
+    """Tokens that are known to be held: whole blocks, and what is held of the one behind them."""
+    hashes = hash_blocks(array("I", tokens).tobytes(), BLOCK, SEED)
+    whole = table.match(hashes, 0.0).confirmed[0]
+    rest = array("I", tokens[whole * BLOCK : (whole + 1) * BLOCK]).tobytes()
+    return whole * BLOCK + applier.tail(hashes[whole - 1] if whole else SEED, rest)
+
+
+def test_a_block_counts_while_all_its_pages_are_held(table, applier):
+    engine, prompt = Engine(1), range(10, 22)
+    apply(applier, *engine.store(prompt[:7]))
+    assert (blocks(table, prompt), told(table, applier, prompt)) == (1, 7)
+    apply(applier, *engine.store(prompt[:8]))
+    assert blocks(table, prompt) == 2
+    apply(applier, *engine.store(prompt))
+    assert blocks(table, prompt) == 3 and applier.stored == 3
+    apply(applier, engine.remove([tuple(prompt[:end]) for end in (10, 11, 12)]))
+    assert (blocks(table, prompt), told(table, applier, prompt)) == (2, 9)
+
+
+@pytest.mark.parametrize("gap", [9, 10, 11, 12])
+def test_any_page_that_goes_ends_the_block_until_it_is_back(table, applier, gap):
+    """Also where those behind it are still there, which no engine is known to do."""
+    engine, prompt = Engine(1), tuple(range(30, 46))
+    apply(applier, *engine.store(prompt))
+    apply(applier, engine.remove([prompt[:gap]]))
+    assert (blocks(table, prompt), told(table, applier, prompt)) == (2, gap - 1)
+    apply(applier, *engine.store(prompt))
+    assert (blocks(table, prompt), told(table, applier, prompt)) == (4, 16)
+    apply(applier, engine.remove([prompt[:end] for end in range(1, 17)]))
+    assert (blocks(table, prompt), told(table, applier, prompt), len(applier.pages)) == (0, 0, 0)
+
+
+def test_what_is_stored_twice_is_gone_when_it_is_removed_once(table, applier):
+    """A page has one copy, unlike a block of an engine whose blocks are as large as the map's."""
+    engine, prompt = Engine(1), tuple(range(8))
+    events = engine.store(prompt)
+    apply(applier, *events, *events)
+    apply(applier, *events)
+    assert blocks(table, prompt) == 2
+    apply(applier, engine.remove([prompt[:8]]))
+    assert told(table, applier, prompt) == 7
+    apply(applier, *engine.store(prompt))
+    assert told(table, applier, prompt) == 8
+
+
+def test_pages_behind_one_that_was_never_told_are_left_out(table, applier):
+    engine, prompt = Engine(1), tuple(range(12))
+    engine.store(prompt[:3])  # lost
+    apply(applier, *engine.store(prompt))
+    assert blocks(table, prompt) == 0 and applier.orphans == 9 and applier.fault is None
+    apply(applier, engine.remove([prompt[:12]]))
+    assert told(table, applier, prompt) == 0
+
+
+def test_a_clear_forgets_the_pages_too(table, applier):
+    engine, prompt = Engine(2), tuple(range(8))
+    apply(applier, *engine.store(prompt))
+    apply(applier, Cleared())
+    assert told(table, applier, prompt) == 0
+    engine.keys.clear()
+    apply(applier, *engine.store(prompt[:6]))
+    assert told(table, applier, prompt) == 6
+
+
+def test_two_prompts_that_part_inside_a_block_have_their_tails_each(table, applier):
+    engine = Engine(1)
+    first, second = (1, 2, 3, 4, 5, 6, 7, 8), (1, 2, 3, 4, 5, 6, 17, 18, 19, 20)
+    apply(applier, *engine.store(first), *engine.store(second))
+    assert (blocks(table, first), blocks(table, second)) == (2, 2)
+    assert told(table, applier, (1, 2, 3, 4, 5, 6, 9, 9)) == 6
+    apply(applier, engine.remove([first[:7], first[:8]]))
+    assert (told(table, applier, first), told(table, applier, second)) == (6, 10)
+
+
+def test_pages_of_a_salt_and_of_an_adapter_are_their_own(table, applier):
+    engine, prompt = Engine(1), tuple(range(6))
+    (event,) = engine.store(prompt[:1])
+    salted = [event._replace(extra=[["mine"]]), *engine.store(prompt)]
+    apply(applier, *salted)
+    bytes_ = array("I", prompt).tobytes()
+    own = chain_seed("m", BLOCK, None, "mine")
+    assert table.match(hash_blocks(bytes_, BLOCK, own), 0.0).confirmed[0] == 1
+    assert (applier.tail(own, bytes_[:16]), applier.tail(SEED, bytes_[:16])) == (3, 0)
+    assert blocks(table, prompt) == 0
+
+
+def test_a_page_that_does_not_divide_a_block_is_a_fault(table, applier):
+    event = Stored([1], None, array("I", range(3)).tobytes(), 3, "gpu", None, None, 0, "full_attention")
+    apply(applier, event)
+    assert "blocks have 3 tokens" in applier.fault
+
+
+def test_pages_in_slower_tiers_are_left_out(table, applier):
+    engine, prompt = Engine(1), tuple(range(4))
+    apply(applier, *(one._replace(tier="cpu") for one in engine.store(prompt)))
+    assert blocks(table, prompt) == 0 and applier.ignored == 4 and applier.fault is None
+
+
+def test_more_pages_than_there_is_room_for_are_a_fault(table, applier, monkeypatch):
+    monkeypatch.setattr("cachemap.events.pages.MOST_PAGES", 30)
+    engine = Engine(1)
+    apply(applier, *engine.store(range(20)))
+    assert applier.fault is None
+    apply(applier, *engine.store(range(100, 120)))
+    assert "more than 30 pages of 1 tokens" in applier.fault
+
+
+@pytest.mark.parametrize("page", [1, 2])
+@pytest.mark.parametrize("tidy", [True, False], ids=["leaves go first", "any page goes"])
+@pytest.mark.parametrize("seed", range(6))
+def test_what_is_told_is_what_is_held(table, page, tidy, seed):
+    """Thousands of prompts that share beginnings, evictions between them; compared after each."""
+    applier, engine = EventApplier(table, table.attach("r", None, True), "m", BLOCK), Engine(page, seed)
+    rng, prompts = random.Random(seed), [()]
+    for _ in range(400):
+        start = rng.choice(prompts)
+        prompt = start[: rng.randint(0, len(start))] + tuple(rng.randint(0, 3) for _ in range(rng.randint(1, 14)))
+        prompts.append(prompt)
+        events = engine.store(prompt)
+        if rng.random() < 0.7 and engine.keys:
+            if tidy:
+                gone = [
+                    one
+                    for one in engine.keys
+                    if not any(other[: len(one)] == one for other in engine.keys if other != one)
+                ]
+                gone = rng.sample(gone, min(len(gone), 3))
+                one = gone[0]
+                while (
+                    (one := one[:-page])
+                    and rng.random() < 0.8
+                    and not any(other[: len(one)] == one for other in engine.keys if other != one and other not in gone)
+                ):
+                    gone.append(one)
+            else:
+                gone = rng.sample(list(engine.keys), min(len(engine.keys), rng.randint(1, 9)))
+            events.append(engine.remove(gone))
+        if rng.random() < 0.5:
+            apply(applier, *events)
+        else:
+            for event in events:
+                apply(applier, event)
+        for probe in (prompt, rng.choice(prompts), (*prompt, 1, 2, 3)):
+            assert told(table, applier, probe) == engine.held(probe)
+    assert (
+        applier.orphans == 0
+        and len(applier.pages) >= len(engine.keys)
+        and (len(applier.pages) == len(engine.keys) or not tidy)
+    )

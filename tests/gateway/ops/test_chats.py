@@ -1,0 +1,96 @@
+"""Chats of which an engine tells the ids, compared with the gateway's when it is adopted."""
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from gateway.ops.chats import CHATS, chats_differ
+from gateway.prompt.pipeline import Pipeline
+from replicas.simulated.model import sim_model_dir
+from replicas.simulated.tokens import RequestError, Tokens
+
+
+@pytest.fixture(scope="module")
+def tokens():
+    return Tokens(sim_model_dir())
+
+
+@pytest.fixture(scope="module")
+def pipeline():
+    return Pipeline(sim_model_dir(), "sim", 16)
+
+
+class Engine:
+    """`made`: from a body to ids. `tokenizes`: /tokenize takes messages; else it is known by what usage counts."""
+
+    def __init__(self, made, tokenizes=True):
+        self.made, self.tokenizes, self.asked = made, tokenizes, []
+
+    async def handle(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        self.asked.append(request.path)
+        try:
+            ids = self.made(body)
+        except RequestError as error:
+            return web.json_response({"object": "error", "message": str(error)}, status=400)
+        if request.path == "/tokenize":
+            if not self.tokenizes:
+                return web.json_response({"object": "error", "message": "prompt: field required"}, status=400)
+            return web.json_response({"tokens": ids, "count": len(ids)})
+        assert body["max_tokens"] == 1
+        return web.json_response({"choices": [{}], "usage": {"prompt_tokens": len(ids)}})
+
+    async def differs(self, pipeline) -> str:
+        app = web.Application()
+        app.router.add_post("/{path:.*}", self.handle)
+        runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        try:
+            async with aiohttp.ClientSession() as session:
+                return await chats_differ(session, f"http://127.0.0.1:{runner.addresses[0][1]}", "sim", pipeline)
+        finally:
+            await runner.cleanup()
+
+
+@pytest.mark.parametrize("tokenizes", [True, False])
+async def test_an_engine_that_fills_its_template_alike(tokens, pipeline, tokenizes):
+    engine = Engine(tokens.chat, tokenizes)
+    assert await engine.differs(pipeline) == ""
+    assert engine.asked.count("/tokenize") >= 4
+    assert ("/v1/chat/completions" in engine.asked) is not tokenizes
+
+
+@pytest.mark.parametrize("tokenizes", [True, False])
+async def test_one_that_leaves_the_tools_out(tokens, pipeline, tokenizes):
+    def without_tools(body):
+        return tokens.chat({name: value for name, value in body.items() if name != "tools"})
+
+    assert '"tools"' in await Engine(without_tools, tokenizes).differs(pipeline)
+
+
+async def test_one_that_strips_texts_and_keeps_their_number_of_tokens(tokens, pipeline):
+    def other(body):
+        return [*tokens.chat(body)[:-1], 7]
+
+    assert "other tokens" in await Engine(other).differs(pipeline)
+
+
+async def test_chats_that_the_engine_refuses_count_for_nothing(tokens, pipeline):
+    def only_plain(body):
+        if body.keys() - {"model", "messages", "max_tokens"}:
+            raise RequestError("no tools here")
+        return tokens.chat(body)
+
+    assert await Engine(only_plain).differs(pipeline) == ""
+
+
+async def test_one_that_refuses_all_of_them_is_not_trusted(pipeline):
+    def nothing(body):
+        raise RequestError("no chats here")
+
+    assert "nothing shows" in await Engine(nothing).differs(pipeline)
+
+
+def test_chats_are_of_all_kinds():
+    assert any("tools" in one for one in CHATS) and any(len(one["messages"]) > 2 for one in CHATS)

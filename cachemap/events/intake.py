@@ -9,13 +9,14 @@ and filled anew from what comes. A replica that computes blocks but reports none
 import asyncio
 import struct
 from collections.abc import AsyncGenerator, Callable
+from itertools import groupby
 
 import zmq
 
 from cachemap.events.apply import EventApplier
 from cachemap.events.records import Batch, Cleared, Decoder, EventError, Removed, Stored
 from cachemap.events.sequence import Order, classify
-from cachemap.events.sockets import WAKE_SECONDS, Inbox, connected, replay
+from cachemap.events.sockets import WAKE_SECONDS, Inbox, connected, publisher_of, replay
 from cachemap.map import CacheMap
 
 RETRY_SECONDS = (1.0, 30.0)  # between attempts to have all replayed, doubling
@@ -71,6 +72,7 @@ class EventIntake:
 
         self._inbox: Inbox | None = None
         self._last_timestamp = 0.0
+        self._publisher = b""  # the id of the process that events come from, of engines that tell it
         self._replay_wanted = replay is not None
         # the record, its begin
         self._asked: tuple[AsyncGenerator[list[Numbered], None], asyncio.Task[list[Numbered] | None]] | None = None
@@ -248,9 +250,19 @@ class EventIntake:
             self._unobserve(f"{self._silent_requests} requests finished but no block was reported")
 
     async def _take(self, messages: list[list[bytes]]) -> None:
-        """Apply live messages; where they do not follow on, first what is missing."""
+        """Apply live messages. Another publisher than before is another process of the engine, which holds nothing of
+        what was told."""
         if not self._linked:
             self._link()  # where a message comes from, somebody is
+        for publisher, some in groupby(messages, publisher_of):
+            if publisher and publisher != self._publisher:
+                known, self._publisher = self._publisher, publisher
+                if known:
+                    await self._recover(Order.RESTART, 0)
+            await self._take_in_order(list(some))
+
+    async def _take_in_order(self, messages: list[list[bytes]]) -> None:
+        """Apply what one publisher sent; where it does not follow on, first what is missing."""
         batches = self._ours(messages)
         if self.state == "unobserved" and not self._events.fault and any(map(_stores, batches)):
             self._observe()
@@ -280,7 +292,7 @@ class EventIntake:
         numbered = []
         for frames in messages:
             try:
-                numbered.append((SEQUENCE.unpack(frames[-2])[0], self._decode(frames[-1])))
+                numbered.append((SEQUENCE.unpack_from(frames[-2])[0], self._decode(frames[-1])))
             except (EventError, struct.error, IndexError) as error:
                 self.malformed += 1
                 self.unreadable = str(error)
@@ -404,6 +416,11 @@ class EventIntake:
     async def _record(self, start: int) -> AsyncGenerator[list[Numbered], None]:
         assert self._replay_endpoint is not None
         async for messages in replay(self._replay_endpoint, start):
+            publisher = publisher_of(messages[0])
+            if publisher and publisher != self._publisher:
+                if start and self._publisher:
+                    return  # what was missing is another process's
+                self._publisher = publisher
             if run := self._numbered(messages):
                 self.replayed += len(run)
                 yield run

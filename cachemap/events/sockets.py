@@ -156,7 +156,12 @@ def _following_on(batches: list[list[bytes]], number: int | None) -> list[list[b
 
 
 def _number(frames: list[bytes]) -> int:
-    return int.from_bytes(frames[-2], "big")
+    return int.from_bytes(frames[-2][:8], "big")
+
+
+def publisher_of(frames: list[bytes]) -> bytes:
+    """The id of the process that sent a batch, behind its sequence number; b"" of engines that do not tell it."""
+    return frames[-2][8:] if len(frames) > 1 else b""
 
 
 async def _answer(endpoint: str, start: int) -> AsyncGenerator[list[list[bytes]], None]:
@@ -169,7 +174,7 @@ async def _answer(endpoint: str, start: int) -> AsyncGenerator[list[list[bytes]]
             messages = inbox.take()
             if messages:
                 until = loop.time() + REPLAY_SECONDS
-                batches = [frames for frames in messages if frames[-2] != END]
+                batches = [frames for frames in messages if frames[-2][:8] != END]
                 if batches:
                     yield batches
                 if len(batches) < len(messages):

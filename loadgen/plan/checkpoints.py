@@ -6,9 +6,10 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from loadgen.plan.kv_space import BadModel, Shape, read
+from loadgen.plan.kv_space import BadModel, Layers, Shape, read
 
 _INDEX = "model.safetensors.index.json"
+_CONTEXT = 131_072  # tokens, where only numbers are given
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,6 +17,7 @@ class Checkpoint:
     name: str
     shape: Shape
     weights: int | None  # bytes of all its tensors; None where no file says
+    parameters: int | None = None  # None where the files' size does not tell
 
 
 def find(name: str) -> Checkpoint:
@@ -25,9 +27,32 @@ def find(name: str) -> Checkpoint:
         path = _fetched(name)
     file = path / "config.json" if path.is_dir() else path
     try:
-        return Checkpoint(name, read(_json(file)), _weights(file.parent))
+        config, weights = _json(file), _weights(file.parent)
+        return Checkpoint(name, read(config), weights, _parameters(config, weights))
     except BadModel as error:
         raise BadModel(f"--model {name}: {error}") from None
+
+
+def of_numbers(layers: int, kv_heads: int, head_size: int, context: int | None, parameters: int | None) -> Checkpoint:
+    """A model without files: equal layers with heads, in 16 bits."""
+    notes = () if context else (f"the longest request is taken as {_CONTEXT:,} tokens: --max-model-len says otherwise",)
+    shape = Shape((Layers(layers),), kv_heads, head_size, latent=0, index=0, dtype="float16", context=context or _CONTEXT,
+                  notes=notes)  # fmt: skip
+    return Checkpoint(
+        f"{layers} layers with {kv_heads} KV heads of {head_size}",
+        shape,
+        2 * parameters if parameters else None,
+        parameters,
+    )
+
+
+def _parameters(config: dict[str, object], weights: int | None) -> int | None:
+    """As the files' size says where all numbers have 16 or 32 bits."""
+    text = config.get("text_config") if isinstance(config.get("text_config"), dict) else {}
+    if weights is None or config.get("quantization_config") or text.get("quantization_config"):
+        return None
+    named = str(config.get("dtype") or config.get("torch_dtype") or text.get("dtype") or text.get("torch_dtype"))
+    return weights // (4 if named.removeprefix("torch.") in ("float32", "float") else 2)
 
 
 def _json(path: Path) -> dict[str, object]:

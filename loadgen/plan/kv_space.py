@@ -13,7 +13,35 @@ from dataclasses import dataclass
 
 from loadgen.options import BadInput
 
-KV_DTYPES = {"float16": 2, "bfloat16": 2, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}  # bytes of a number in the cache
+
+@dataclass(frozen=True, slots=True)
+class NumberFormat:
+    """How numbers lie in memory: `bits` of each, and a scale of `scale` bytes for every `group` of them.
+
+    A group of 0 is all of a head's key, or value."""
+
+    bits: int
+    scale: int = 0
+    group: int = 0
+
+    def bytes(self, count: int) -> int:
+        return count * self.bits // 8 + self.scale * (count // self.group if self.group else 1)
+
+
+_TWO_BYTES, _ONE_BYTE = NumberFormat(16), NumberFormat(8)
+# As vLLM 0.32 lays them out: its Triton backend keeps a 32-bit scale with each head's key and value, nvfp4 has a byte
+# for every 16 numbers.
+KV_DTYPES = {
+    "float16": _TWO_BYTES,
+    "bfloat16": _TWO_BYTES,
+    "fp8": _ONE_BYTE,
+    "fp8_e4m3": _ONE_BYTE,
+    "fp8_e5m2": _ONE_BYTE,
+    "fp8_per_token_head": NumberFormat(8, 4),
+    "int8_per_token_head": NumberFormat(8, 4),
+    "int4_per_token_head": NumberFormat(4, 4),
+    "nvfp4": NumberFormat(4, 1, 16),
+}
 _WEIGHT_DTYPES = {
     "float16": "float16",
     "half": "float16",
@@ -69,10 +97,10 @@ class Shape:
     def bytes(self, dtype: str, tensor_parallel: int) -> int:
         """Of one token in one layer on one GPU. A latent is the same on each; heads are shared out, one at least."""
         if not self.latent:
-            return max(1, self.kv_heads // tensor_parallel) * 2 * self.head_size * KV_DTYPES[dtype]
+            return max(1, self.kv_heads // tensor_parallel) * 2 * KV_DTYPES[dtype].bytes(self.head_size)
         if self.index and dtype.startswith("fp8"):
             return _PACKED_LATENT + self.index
-        return self.latent * KV_DTYPES[dtype] + self.index
+        return KV_DTYPES[dtype].bytes(self.latent) + self.index
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +124,8 @@ class KvSpace:
             raise BadModel(
                 f"the size of --kv-cache-dtype {self.dtype} is not known here; known are auto, {', '.join(KV_DTYPES)}"
             )
+        if self.shape.latent and self.dtype != "auto" and KV_DTYPES[self.dtype].scale:
+            raise BadModel(f"--kv-cache-dtype {self.dtype} is for heads, and this model caches a latent: auto or fp8")
         if (
             not self.shape.latent
             and (heads := self.shape.kv_heads) % self.tensor_parallel
@@ -158,6 +188,21 @@ class KvSpace:
             else:
                 high = middle - 1
         return low
+
+    def moved(self, tokens: int) -> int:
+        """Bytes of a prompt that one GPU sends to another engine: whole blocks, and of layers with a window those that
+        its end may lie in, as vLLM's NIXL connector takes them."""
+        blocks = sum(layers.count * self.moved_blocks(layers, tokens) for layers in self.shape.layers)
+        return blocks * self.layer_block_bytes
+
+    def moved_blocks(self, layers: Layers, tokens: int) -> int:
+        blocks = -(-tokens // self.block_size)
+        return min(blocks, -(-layers.window // self.block_size) + 1) if layers.window else blocks
+
+    @property
+    def layer_block_bytes(self) -> int:
+        """Of one block in one layer on one GPU."""
+        return self._layer_bytes * self.block_size
 
     @property
     def _layer_bytes(self) -> int:

@@ -7,7 +7,6 @@ was tried and all that was assumed.
 from __future__ import annotations
 
 import argparse
-import re
 import sys
 from dataclasses import asdict
 
@@ -17,7 +16,7 @@ from rich.table import Table
 
 import policies
 from loadgen.options import ATTAINMENT, BadOption, attainment, flags, positive, whole
-from loadgen.plan import checkpoints
+from loadgen.plan import checkpoints, pools_verb, units
 from loadgen.plan.checkpoints import Checkpoint
 from loadgen.plan.fleet_size import Fleet, Point, Size, by_tokens, search
 from loadgen.plan.kv_space import RESERVE, UTILIZATION, KvSpace, memory_for_kv
@@ -33,14 +32,6 @@ GIB = 1 << 30
 BLOCK = 16  # tokens; vLLM's default on GPUs
 
 
-def size(text: str) -> int:
-    """`80GiB`, `80G` or `80GB`: bytes, binary in any case, as memory is sold."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?", text.strip().lower())
-    if not found or not float(found[1]):
-        raise argparse.ArgumentTypeError(f"{text!r} is no size; it reads 80GiB or 512MiB")
-    return int(float(found[1]) * 1024 ** " kmgt".index(found[2] or " "))
-
-
 def utilization(text: str) -> float:
     value = positive(text)
     if value > 1:
@@ -53,10 +44,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     flags(
         model,
         ("--model", str, "NAME", None, "folder with config.json, or a name on Hugging Face's hub"),
-        ("--gpu-memory", size, "SIZE", None, "memory of one GPU, e.g. 80GiB"),
+        ("--layers", whole, "N", None, "without --model: layers, all alike"),
+        ("--kv-heads", whole, "N", None, "their KV heads"),
+        ("--head-dim", whole, "N", None, "and the size of a head"),
+        ("--parameters", units.parameters, "N", None, "of the model, e.g. 70B (default: by its files' size, in 16 bits)"),
+        ("--gpu-memory", units.memory, "SIZE", None, "memory of one GPU, e.g. 80GiB"),
         ("--gpu-memory-utilization", utilization, "R", UTILIZATION, "share of it that the engine takes (default %(default)g, vLLM's)"),
-        ("--weights", size, "SIZE", None, "of the whole model (default: its safetensors files)"),
-        ("--kv-cache-memory-bytes", size, "SIZE", None, 'for the cache on each GPU, instead of these three: "Available KV cache memory" in vLLM\'s log'),
+        ("--weights", units.size, "SIZE", None, "of the whole model (default: its safetensors files)"),
+        ("--kv-cache-memory-bytes", units.size, "SIZE", None, 'for the cache on each GPU, instead of these three: "Available KV cache memory" in vLLM\'s log'),
         ("--tensor-parallel-size -tp", whole, "N", 1, "GPUs of a replica (default 1)"),
         ("--decode-context-parallel-size -dcp", whole, "N", 1, "of these, GPUs that share out the context (default 1)"),
         ("--kv-cache-dtype", str, "TYPE", "auto", "auto, fp8, ... (default auto)"),
@@ -73,6 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("--profile", str, "NAME|FILE", "gpu-8b", "how fast an engine is; `hitherto calibrate` measures yours (default %(default)s)"),
         ("--policy", (*policies.NAMES, *field.NAMES), "NAME", policies.DEFAULT, "how requests are routed (default %(default)s)"),
     )  # fmt: skip
+    pools_verb.add_arguments(parser)
     datasets.add_workload(parser)
     files.add_report(parser)
 
@@ -85,25 +81,58 @@ async def plan_verb(args: argparse.Namespace, console: Console) -> int:
     check(args)
     about: dict[str, object] = {"setting": setting(["loadgen", *asked(sys.argv[1:])], args.seed)}
     found = checkpoint = None
-    if args.model:
-        checkpoint = checkpoints.find(args.model)
-        found = arithmetic(args, checkpoint)
+    if args.model or args.layers:
+        checkpoint = checkpoint_of(args)
         show.print_notes(console, checkpoint.shape.notes)
+        about |= {"model": checkpoint.name, "notes": list(checkpoint.shape.notes)}
+    if checkpoint and args.pools:
+        code = pools_verb.plan_pools(pools_of(args, checkpoint), console, about)
+        files.write_json(args.json, about, console)
+        return code
+    if checkpoint:
+        about["kv_space"] = found = arithmetic(args, checkpoint)
         console.print(table(args, found))
-        about |= {"model": args.model, "notes": list(checkpoint.shape.notes), "kv_space": found}
     if args.slo:
         return plan_fleet(args, console, checkpoint, found, about)
     files.write_json(args.json, about, console)
     return 0
 
 
+def checkpoint_of(args: argparse.Namespace) -> Checkpoint:
+    """Raises BadModel."""
+    if args.model:
+        return checkpoints.find(args.model)
+    return checkpoints.of_numbers(args.layers, args.kv_heads, args.head_dim, args.max_model_len, args.parameters)
+
+
+def pools_of(args: argparse.Namespace, checkpoint: Checkpoint) -> pools_verb.Given:
+    """Raises BadModel, BadOption."""
+    memory = memory_of(args, checkpoint) if args.rate else None
+    space = space_of(args, checkpoint, args.kv_cache_dtype)
+    profile = pools_verb.profile_for(profile_of(args, checkpoint), memory)
+    return pools_verb.Given(args, checkpoint, space, memory, profile, files.slo(args))
+
+
 def check(args: argparse.Namespace) -> None:
     """Raises BadInput."""
     files.check(args)
     datasets.check(args)
+    pools_verb.check(args)
+    numbers = {"--layers": args.layers, "--kv-heads": args.kv_heads, "--head-dim": args.head_dim}
+    missing = [flag for flag, value in numbers.items() if value is None]
+    if args.model and len(missing) < 3:
+        raise BadOption(
+            "--layers, --kv-heads and --head-dim stand for a model without files: leave --model out, or them"
+        )
+    if missing and len(missing) < 3:
+        raise BadOption(
+            f"a model in numbers also needs {' and '.join(missing)}, as in --layers 80 --kv-heads 8 --head-dim 128"
+        )
+    if args.pools and not args.model and missing:
+        raise BadOption("--pools needs a model: --model FOLDER, or --layers 80 --kv-heads 8 --head-dim 128")
     if not args.slo and (args.dataset_name or args.dataset_path):
         raise BadOption("a load is planned for an SLO: say what would be good enough, as in --slo ttft:1s,tpot:50ms")
-    if not args.slo and args.model is None:
+    if not args.slo and args.model is None and missing:
         raise BadOption(
             "there is nothing to plan: --model FOLDER for its KV cache, --slo ttft:1s and a load for the replicas it needs"
         )
@@ -132,10 +161,10 @@ def memory_of(args: argparse.Namespace, checkpoint: Checkpoint) -> int | None:
     """Bytes for the cache on each GPU; None where nothing was said about GPUs. Raises BadModel, BadOption."""
     if args.kv_cache_memory_bytes or not args.gpu_memory:
         return args.kv_cache_memory_bytes
-    weights = args.weights or checkpoint.weights
+    weights = args.weights or (2 * args.parameters if args.parameters else checkpoint.weights)
     if weights is None:
         raise BadOption(f"--gpu-memory: {checkpoint.name} has no safetensors files to tell the size of its weights: give --weights 16GiB, "
-                        "or --kv-cache-memory-bytes instead")  # fmt: skip
+                        "--parameters 8B, or --kv-cache-memory-bytes instead")  # fmt: skip
     return memory_for_kv(args.gpu_memory, weights, args.tensor_parallel_size, args.gpu_memory_utilization)
 
 

@@ -49,6 +49,15 @@ def test_fp8_halves_a_token_and_doubles_the_cache():
     assert half.token_bytes * 2 == plain.token_bytes and half.blocks(GIB) == 2 * plain.blocks(GIB)
 
 
+@pytest.mark.parametrize(("dtype", "head"), [
+    ("fp8_per_token_head", 128 + 4), ("int8_per_token_head", 128 + 4), ("int4_per_token_head", 64 + 4), ("nvfp4", 64 + 8),
+])  # fmt: skip
+def test_quantised_caches_have_their_scales(dtype, head):
+    assert KvSpace(read(LLAMA_8B), dtype).token_bytes == 32 * 8 * 2 * head
+    with pytest.raises(BadModel, match=f"{dtype} is for heads, and this model caches a latent: auto or fp8"):
+        KvSpace(read(DEEPSEEK_V3), dtype)
+
+
 def test_tensor_parallel_shares_heads_until_each_gpu_has_one():
     shares = [KvSpace(read(LLAMA_8B), tensor_parallel=n).token_bytes for n in (1, 2, 8, 16)]
     assert shares == [131_072, 65_536, 16_384, 16_384]
@@ -141,8 +150,8 @@ def test_what_is_not_known_is_refused(change, why):
 
 
 def test_an_unknown_dtype_of_the_cache_is_refused_with_the_known_ones():
-    with pytest.raises(BadModel, match="nvfp4 is not known here; known are auto, float16, bfloat16, fp8"):
-        KvSpace(read(LLAMA_8B), "nvfp4")
+    with pytest.raises(BadModel, match="turboquant_k8v4 is not known here; known are auto, float16, bfloat16, fp8"):
+        KvSpace(read(LLAMA_8B), "turboquant_k8v4")
 
 
 def test_memory_left_for_the_cache():

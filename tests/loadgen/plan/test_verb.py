@@ -6,7 +6,6 @@ import pytest
 from markupsafe import escape
 
 from loadgen.cli import main
-from loadgen.plan.verb import size
 
 from .test_kv_space import DEEPSEEK_V3, GEMMA3_27B, LLAMA_8B
 
@@ -27,14 +26,6 @@ def model(tmp_path):
 def kv_space(capfd, *flags: str) -> dict:
     assert main(["plan", *flags, "--json", "-"]) == 0
     return json.loads(capfd.readouterr().out)["kv_space"]
-
-
-@pytest.mark.parametrize(
-    ("text", "number"),
-    [("80GiB", 80 * GIB), ("80GB", 80 * GIB), ("1.5g", 3 * GIB // 2), ("512M", 512 << 20), ("4096", 4096)],
-)
-def test_sizes(text, number):
-    assert size(text) == number
 
 
 def test_a_gpus_cache_and_what_fp8_gives(capfd, model):
@@ -59,6 +50,26 @@ def test_without_a_gpu_it_says_what_a_gib_holds(capsys, model):
     assert main(["plan", "--model", model(LLAMA_8B)]) == 0
     out = capsys.readouterr().out
     assert "tokens in each GiB" in out and "8,192" in out and "blocks of" not in out
+
+
+def test_a_model_in_numbers(capfd, model):
+    numbers = (
+        "--layers",
+        "32",
+        "--kv-heads",
+        "8",
+        "--head-dim",
+        "128",
+        "--gpu-memory",
+        "80GiB",
+        "--max-model-len",
+        "131072",
+    )
+    told = kv_space(capfd, *numbers, "--weights", "15GiB")["auto"]
+    read = kv_space(capfd, "--model", model(LLAMA_8B), "--gpu-memory", "80GiB", "--weights", "15GiB")["auto"]
+    assert told == read | {"dtype": "float16"}
+    by_parameters = kv_space(capfd, *numbers, "--parameters", "8B")["auto"]["memory"]
+    assert by_parameters == int(0.92 * 80 * GIB) - 16_000_000_000 - 2 * GIB
 
 
 def test_what_is_not_simple_is_said(capsys, model):
@@ -161,10 +172,12 @@ def test_requests_longer_than_a_replica_takes_are_named(capsys):
     (["--model", "MODEL", "--png", "plan.png"], "--html, --png and --csv show how a fleet does"),
     ([], "there is nothing to plan: --model FOLDER"),
     (["--model", "/nowhere"], "there is no such folder"),
-    (["--model", "MODEL", "--gpu-memory", "80GiB"], "give --weights 16GiB, or --kv-cache-memory-bytes"),
+    (["--model", "MODEL", "--gpu-memory", "80GiB"], "give --weights 16GiB, --parameters 8B, or --kv-cache-memory-bytes"),
     (["--model", "MODEL", "--gpu-memory", "16GiB", "--weights", "15GiB"], "leave no room for a cache in 92% of 16 GiB"),
+    (["--layers", "80"], "a model in numbers also needs --kv-heads and --head-dim"),
+    (["--model", "MODEL", "--head-dim", "128"], "leave --model out, or them"),
     (["--model", "MODEL", "-tp", "3"], "8 KV heads can't be shared out over 3 GPUs"),
-    (["--model", "MODEL", "--kv-cache-dtype", "nvfp4"], "known are auto"),
+    (["--model", "MODEL", "--kv-cache-dtype", "turboquant_k8v4"], "known are auto"),
 ])  # fmt: skip
 def test_bad_use_is_refused_with_what_would_be_right(capsys, model, flags, why):
     folder = model(LLAMA_8B)
@@ -174,7 +187,14 @@ def test_bad_use_is_refused_with_what_would_be_right(capsys, model, flags, why):
 
 
 @pytest.mark.parametrize(
-    ("flag", "value"), [("--gpu-memory", "80x"), ("--gpu-memory", "0G"), ("--gpu-memory-utilization", "1.2")]
+    ("flag", "value"),
+    [
+        ("--gpu-memory", "80x"),
+        ("--gpu-memory", "0G"),
+        ("--gpu-memory", "80"),
+        ("--parameters", "8"),
+        ("--gpu-memory-utilization", "1.2"),
+    ],
 )
 def test_bad_values_of_flags(capsys, flag, value):
     with pytest.raises(SystemExit) as caught:

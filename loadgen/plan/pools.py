@@ -1,0 +1,130 @@
+"""How many prefill and how many decode replicas hold a load within an SLO, by the arithmetic of a timing profile.
+
+Requests arrive at random (Poisson), all alike. A prefill replica computes one prompt after the other, and a prompt goes
+to the first that is free: a queue with several servers and equal service times, whose wait is half of that with
+exponential ones (Erlang's C). A decode replica's streams are shared evenly; their number is arrivals times the time
+that an answer takes (Little), which depends on their number; around that mean they vary as a Poisson number does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import NormalDist
+
+from loadgen.plan.transfers import Transfer, front_seconds, prefill_seconds, step_seconds
+from replicas.simulated.profile import Profile
+
+_ROUNDS = 10_000  # of the fixed point; a pool that has not settled by then can't keep up
+_SETTLED = 1e-6  # streams
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """`rate` requests a second of so many tokens; limits in seconds, for `share` of the requests."""
+
+    rate: float
+    prompt: int
+    output: int
+    ttft: float | None
+    tpot: float | None
+    share: float
+
+
+@dataclass(frozen=True, slots=True)
+class Engines:
+    """The engines of both pools. `streams`: how many requests' cache a decode replica holds."""
+
+    profile: Profile
+    transfer: Transfer
+    link: float | None
+    streams: float
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """What a pool of so many replicas makes of a load. `limits`: what it does not hold; empty where it holds all."""
+
+    replicas: int
+    limits: tuple[str, ...]
+    busy: float  # share of its capacity: of time for prefill, of streams for decode
+    link_busy: float | None
+    ttft: float | None = None  # s; None where its prompts pile up
+    wait: float | None = None
+    streams: float = 0.0
+    step: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Sizing:
+    """The smallest pools, or the largest that was tried (then with limits), and why one replica less is too few."""
+
+    pool: Pool
+    one_less: Pool | None
+
+
+def decode_pool(load: Load, engines: Engines, replicas: int) -> Pool:
+    room = min(float(engines.profile.max_num_seqs), engines.streams)
+    context = load.prompt + load.output / 2
+    mean = _mean_streams(load, engines.profile, replicas, room)
+    spread = max(0.0, NormalDist().inv_cdf(load.share)) * math.sqrt(mean * replicas)
+    streams = max(1.0, mean + spread / replicas)
+    step = step_seconds(engines.profile, min(streams, room), context)
+    limits = ["TPOT"] if load.tpot and step > load.tpot else []
+    if streams > room and not limits:
+        limits.append("max_num_seqs" if engines.streams > engines.profile.max_num_seqs else "KV cache")
+    return Pool(replicas, (*limits, *_link_limit(load, engines, replicas)), streams / room, _link_busy(load, engines, replicas),
+                streams=streams, step=step)  # fmt: skip
+
+
+def _mean_streams(load: Load, profile: Profile, replicas: int, room: float) -> float:
+    """Of a replica; more than `room` where they would outgrow it."""
+    context, streams = load.prompt + load.output / 2, 1.0
+    for _ in range(_ROUNDS):
+        before = streams
+        streams = load.rate * max(1, load.output - 1) * step_seconds(profile, max(1.0, before), context) / replicas
+        if abs(streams - before) < _SETTLED or streams > room:
+            return streams
+    return math.inf
+
+
+def prefill_pool(load: Load, engines: Engines, replicas: int, decode_step: float) -> Pool:
+    profile = engines.profile
+    service = prefill_seconds(profile, load.prompt)
+    busy, link_limit = load.rate * service / replicas, _link_limit(load, engines, replicas)
+    link_busy = _link_busy(load, engines, replicas)
+    if busy >= 1:
+        return Pool(replicas, ("prefill rate", *link_limit), busy, link_busy)
+    wait = waited(load.rate * service, replicas, service, load.share)
+    ttft = front_seconds(profile, load.prompt) + wait + service + (engines.transfer.seconds or 0.0) + decode_step
+    limits = ("TTFT",) if load.ttft and ttft > load.ttft else ()
+    return Pool(replicas, (*limits, *link_limit), busy, link_busy, ttft, wait)
+
+
+def waited(offered: float, servers: int, service: float, share: float) -> float:
+    """Seconds that `share` of the requests wait at most; `offered` is arrivals times `service`, below `servers`."""
+    blocked = 1.0
+    for number in range(1, servers + 1):  # Erlang's B, by its recursion
+        blocked = offered * blocked / (number + offered * blocked)
+    waits = blocked / (1 - offered / servers * (1 - blocked))
+    return max(0.0, math.log(waits / (1 - share)) * service / (2 * (servers - offered)))
+
+
+def _link_busy(load: Load, engines: Engines, replicas: int) -> float | None:
+    return load.rate * engines.transfer.bytes / engines.link / replicas if engines.link else None
+
+
+def _link_limit(load: Load, engines: Engines, replicas: int) -> tuple[str, ...]:
+    return ("link",) if (_link_busy(load, engines, replicas) or 0.0) >= 1 else ()
+
+
+def smallest(pool: Callable[[int], Pool], most: int) -> Sizing:
+    """The fewest replicas of `pool(replicas)` without a limit, up to `most`."""
+    before = None
+    for number in range(1, most + 1):
+        found = pool(number)
+        if not found.limits:
+            return Sizing(found, before)
+        before = found
+    return Sizing(found, None)

@@ -1,0 +1,363 @@
+"""`hitherto plan --pools`: what moving prompts between engines takes, the pools that a load needs, and sizes in fewer
+bits. A short answer, tables, and what was assumed; `--json` has all of it."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from loadgen.options import BadOption, flags, positive, whole
+from loadgen.plan import units
+from loadgen.plan.checkpoints import Checkpoint
+from loadgen.plan.fleet_size import by_tokens
+from loadgen.plan.kv_space import KV_DTYPES, BadModel, KvSpace, NumberFormat, memory_for_kv
+from loadgen.plan.pools import Engines, Load, Pool, Sizing, decode_pool, prefill_pool, smallest
+from loadgen.plan.transfers import BUFFER_STEP, COLLATED, PER_TRANSFER, Transfer, step_seconds, transfer
+from loadgen.report import show
+from loadgen.report.show import milliseconds, percent
+from policies.legs import LATENCY
+from replicas.simulated.profile import Profile
+
+LENGTHS = (512, 2_048, 8_192, 32_768, 131_072)  # tokens; the prompts of the table
+# By number of bits: the cache as vLLM's --kv-cache-dtype names it, and weights with the scales that are usual.
+FORMATS = {"fp16": ("float16", NumberFormat(16)), "fp8": ("fp8", NumberFormat(8)), "int8": ("int8_per_token_head", NumberFormat(8)),
+           "int4": ("int4_per_token_head", NumberFormat(4, 2, 128)), "fp4": ("nvfp4", NumberFormat(4, 1, 16))}  # fmt: skip
+GIB = 1 << 30
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("pools", "prefill and decode on replicas of their own")
+    group.add_argument("--pools", action="store_true", help="plan them: transfer, buffer, replicas of each kind")
+    flags(
+        group,
+        ("--link", units.link, "RATE", None, "between two replicas, all GPUs together, e.g. 100Gbit/s or 25GB/s"),
+        ("--chunk-size", whole, "N", None, "tokens moved at a time, as LMCache's chunk_size (default: the block size)"),
+        ("--prompt-tokens", whole, "N", None, "of a request of the load"),
+        ("--output-tokens", whole, "N", None, "of its answer"),
+        ("--rate", positive, "R", None, "requests a second"),
+    )  # fmt: skip
+
+
+def check(args: argparse.Namespace) -> None:
+    """Raises BadOption."""
+    given = [flag for flag in ("link", "chunk_size", "prompt_tokens", "output_tokens", "rate") if getattr(args, flag)]
+    if not args.pools:
+        if given:
+            raise BadOption(f"--{given[0].replace('_', '-')} is of --pools: add it")
+        return
+    if args.dataset_name or args.dataset_path or args.request_rate or args.users:
+        raise BadOption(
+            "--pools takes its load as numbers: --rate 10 --prompt-tokens 4000 --output-tokens 300, without a data set"
+        )
+    if args.html or args.png or args.csv:
+        raise BadOption("--pools has no --html, --png or --csv: --json FILE has all figures")
+    load = {
+        "--rate": args.rate,
+        "--prompt-tokens": args.prompt_tokens,
+        "--output-tokens": args.output_tokens,
+        "--slo": args.slo,
+    }
+    missing = [flag for flag, value in load.items() if not value]
+    if missing and (args.rate or args.output_tokens or args.slo):
+        raise BadOption(f"the pools of a load also need {', '.join(missing)}, as in --rate 10 --prompt-tokens 4000 --output-tokens 300 "
+                        "--slo ttft:2s,tpot:50ms")  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """What one plan of pools is made from."""
+
+    args: argparse.Namespace
+    checkpoint: Checkpoint
+    space: KvSpace
+    memory: int | None  # bytes for the cache on each GPU; only where pools are sized
+    profile: Profile  # its cache is `memory`'s, where that is known
+    slo: dict[str, float] | None  # ms
+
+    @property
+    def piece(self) -> int:
+        return self.args.chunk_size or self.space.block_size
+
+    @property
+    def context(self) -> int:
+        return self.args.max_model_len or self.checkpoint.shape.context
+
+    def transfer(self, tokens: int) -> Transfer:
+        return transfer(self.space, tokens, self.piece, self.args.link, self.profile)
+
+
+def plan_pools(given: Given, console: Console, about: dict[str, object]) -> int:
+    """Print the plan and add it to `about`. Return the exit code. Raises BadOption."""
+    args = given.args
+    _check_lengths(given)
+    prompt = args.prompt_tokens or given.context
+    main = given.transfer(prompt)
+    moved = [given.transfer(tokens) for tokens in sorted({*LENGTHS, prompt, given.context}) if tokens <= given.context]
+    sizings = size_pools(given, main) if args.rate else None
+    step = sizings[1].pool.step if sizings else step_seconds(given.profile, 1, prompt)
+    answers = [*(pool_answers(given, main, *sizings) if sizings else ()), *transfer_answers(given, main, step)]
+    console.print(show.bullets(answers))
+    console.print()
+    console.print(transfer_table(given, moved, step))
+    if sizings:
+        console.print(pool_table(sizings))
+    weights, fits = sizes(given)
+    console.print(size_table(given, weights, fits))
+    assumed = assumptions(given, bool(sizings))
+    console.print("Assumed:", style="dim")
+    console.print(show.bullets(assumed), style="dim")
+    about["pools"] = {"answers": answers, "assumed": assumed, "profile": given.profile.name, "link_bytes_per_s": args.link,
+                      "tokens_per_transfer": given.piece, "decode_step_s": step, "buffer_step": BUFFER_STEP,
+                      "transfers": [asdict(one) | {"pays": one.pays} for one in moved],
+                      "weights": weights, "kv": fits, "slo_ms": given.slo} | _pools_json(sizings)  # fmt: skip
+    return 1 if sizings and any(sizing.pool.limits for sizing in sizings) else 0
+
+
+def _check_lengths(given: Given) -> None:
+    args = given.args
+    if unknown := set(given.slo or ()) - {"ttft", "tpot"}:
+        raise BadOption(f"--slo {', '.join(unknown)}: the arithmetic of pools has ttft and tpot alone")
+    if given.slo and args.attainment == 1:
+        raise BadOption(
+            "--attainment 1: no pool answers all of a random load in time; give a share below 1, such as 0.99"
+        )
+    total = (args.prompt_tokens or 0) + (args.output_tokens or 0)
+    if total > given.context:
+        raise BadOption(f"--prompt-tokens and --output-tokens are {total:,} tokens, and the longest request has {given.context:,}: less of "
+                        "them, or another --max-model-len")  # fmt: skip
+    if given.space.context_parallel > 1:
+        raise BadOption("--pools knows no context that is split over GPUs: leave --decode-context-parallel-size out")
+    if given.piece % given.space.block_size:
+        raise BadOption(
+            f"--chunk-size {given.piece} is no multiple of the block size, {given.space.block_size}: whole blocks are moved"
+        )
+
+
+# ---- the pools of a load
+
+
+def size_pools(given: Given, main: Transfer) -> tuple[Sizing, Sizing]:
+    """Of prefill and decode."""
+    args, slo = given.args, given.slo or {}
+    ttft, tpot = (slo[name] / 1000 if name in slo else None for name in ("ttft", "tpot"))
+    load = Load(args.rate, args.prompt_tokens, args.output_tokens, ttft, tpot, args.attainment)
+    tokens = args.prompt_tokens + args.output_tokens
+    if given.memory:
+        streams = (given.space.blocks(given.memory) - 1) / given.space.needed(tokens)
+    else:
+        streams = given.profile.num_blocks * given.profile.block_size / tokens
+    engines = Engines(given.profile, main, args.link, streams)
+    decode = smallest(lambda number: decode_pool(load, engines, number), args.max_replicas)
+    step = decode.pool.step
+    return smallest(lambda number: prefill_pool(load, engines, number, step), args.max_replicas), decode
+
+
+def pool_answers(given: Given, main: Transfer, prefill: Sizing, decode: Sizing) -> list[str]:
+    args = given.args
+    load = f"{args.rate:g} requests a second of {args.prompt_tokens:,} + {args.output_tokens:,} tokens"
+    limits = f"{show.limits(given.slo or {})} for {percent(args.attainment)} of them"
+    if prefill.pool.limits or decode.pool.limits:
+        return [
+            f"No {name} pool of up to {args.max_replicas} replicas holds {load} within {limits}: {_why(sizing.pool, given, main)}"
+            for name, sizing in (("prefill", prefill), ("decode", decode))
+            if sizing.pool.limits
+        ]
+    gpus = (prefill.pool.replicas + decode.pool.replicas) * args.tensor_parallel_size
+    return [
+        f"{prefill.pool.replicas} prefill : {decode.pool.replicas} decode replicas ({gpus} GPUs) hold {load} within {limits}",
+        *(_one_less(name, sizing, given, main) for name, sizing in (("prefill", prefill), ("decode", decode))),
+    ]
+
+
+def _one_less(name: str, sizing: Sizing, given: Given, main: Transfer) -> str:
+    if sizing.one_less is None:
+        return f"{name}: 1 is the fewest"
+    return f"{name}: {sizing.one_less.replicas} would not do, {_why(sizing.one_less, given, main)}"
+
+
+def _why(pool: Pool, given: Given, main: Transfer) -> str:
+    room = f"{pool.streams:,.1f} streams each" if pool.streams else ""
+    said = {
+        "TPOT": f"a decode step of {milliseconds(pool.step * 1000)} with {room} is above TPOT",
+        "KV cache": f"the KV cache is full at {room}",
+        "max_num_seqs": f"max_num_seqs ({given.profile.max_num_seqs}) is full",
+        "prefill rate": f"prompts arrive {pool.busy:,.2f} times as fast as they are computed",
+        "TTFT": f"the first token takes {_ms(pool.ttft)}, of which {_ms(pool.wait)} waiting and {_ms(main.compute_seconds)} computing",
+        "link": f"the link would have to carry {percent(pool.link_busy)} of what it can",
+    }
+    return "; ".join(said[limit] for limit in pool.limits)
+
+
+def pool_table(sizings: tuple[Sizing, Sizing]) -> Table:
+    prefill, decode = (sizing.pool for sizing in sizings)
+    shown = _table("Pools", "", "prefill", "decode")
+    shown.add_row("replicas", str(prefill.replicas), str(decode.replicas))
+    shown.add_row("busy (time, streams)", percent(prefill.busy), percent(decode.busy))
+    shown.add_row("link busy, each replica", percent(prefill.link_busy), percent(decode.link_busy))
+    shown.add_row("wait for the prefill", _ms(prefill.wait), "")
+    shown.add_row("TTFT", _ms(prefill.ttft), "")
+    shown.add_row("streams, each replica", "", f"{decode.streams:,.1f}")
+    shown.add_row("TPOT", "", _ms(decode.step))
+    return shown
+
+
+def _pools_json(sizings: tuple[Sizing, Sizing] | None) -> dict[str, object]:
+    if not sizings:
+        return {}
+    return {name: asdict(sizing) for name, sizing in zip(("prefill", "decode"), sizings, strict=True)}
+
+
+# ---- the transfer
+
+
+def transfer_answers(given: Given, main: Transfer, step: float) -> list[str]:
+    said = [f"{main.tokens:,} tokens: {arithmetic(given, main)}"]
+    said.append(f"transfer buffer on each GPU: {_gib(main.buffer)} ({_gib(main.bytes_per_gpu)} rounded up to 256 MiB)")
+    if main.seconds is not None:
+        said += seconds_answers(given, main, main.seconds, step)
+    if given.piece < COLLATED:
+        fewer = -(-main.tokens // COLLATED)
+        said.append(f"Warning: {given.piece} tokens a transfer are {main.count:,} transfers; of {COLLATED} tokens they would be {fewer:,} and take "
+                    f"{_ms((main.count - fewer) * PER_TRANSFER)} less: --block-size {COLLATED}, or LMCache's chunk_size (--chunk-size 256)")  # fmt: skip
+    return said
+
+
+def seconds_answers(given: Given, main: Transfer, seconds: float, step: float) -> list[str]:
+    """What the transfer takes, beside computing the prompt again and beside a decode step."""
+    quick, slow = sorted((seconds, main.compute_seconds))
+    times = f"{slow / quick:.1f} times as"
+    verdict = f"moving pays, {times} quick" if main.pays else f"moving does not pay, it takes {times} long"
+    parts = f"{LATENCY * 1000:.0f} ms + {main.count:,} × {PER_TRANSFER * 1e6:.0f} us"
+    parts += f" + {main.bytes / 1e9:,.2f} GB / {given.args.link / 1e9:g} GB/s"
+    beside = "longer than a step, so the engine must go on decoding while it fetches, as with vLLM's NIXL connector"
+    return [
+        f"moved in {_ms(seconds)} ({parts}), computed again in {_ms(main.compute_seconds)} at the speed of {given.profile.name}: {verdict}",
+        f"that is {seconds / step:.1f} decode steps of {_ms(step)}: {beside if seconds > step else 'hidden behind one'}",
+    ]
+
+
+def arithmetic(given: Given, main: Transfer) -> str:
+    """Layers × blocks × bytes of a block = bytes, on each GPU."""
+    space = given.space
+    parts = [
+        f"{layers.count} layers × {space.moved_blocks(layers, main.tokens):,} blocks × {space.layer_block_bytes:,} B"
+        for layers in space.shape.layers
+    ]
+    gpus = f" × {space.tensor_parallel} GPUs = {main.bytes:,} B" if space.tensor_parallel > 1 else ""
+    return f"{' + '.join(parts)} = {main.bytes_per_gpu:,} B{gpus} ({space.token_bytes / 1e6:.3g} MB a token{' and GPU' * bool(gpus)})"
+
+
+def transfer_table(given: Given, moved: Sequence[Transfer], step: float) -> Table:
+    columns = [
+        "prompt",
+        "GiB",
+        "buffer",
+        "pieces",
+        *(["moved", "computed", "steps", "pays"] if given.args.link else ["computed"]),
+    ]
+    shown = _table("Moving a prompt's cache (buffer on each GPU)", *columns)
+    for one in moved:
+        timed = [_ms(one.compute_seconds)]
+        if one.seconds is not None:
+            timed = [_ms(one.seconds), *timed, f"{one.seconds / step:,.1f}", "yes" if one.pays else "no"]
+        shown.add_row(
+            f"{one.tokens:,}", f"{one.bytes / GIB:,.2f}", f"{one.buffer / GIB:,.2f}", f"{one.count:,}", *timed
+        )
+    return shown
+
+
+# ---- sizes in fewer bits
+
+
+def sizes(given: Given) -> tuple[dict[str, int] | None, dict[str, dict[str, object]]]:
+    """Bytes of the weights by format, and by format of the cache a token's bytes and the tokens that fit beside each
+    format of the weights (None: there is no room)."""
+    args, shape = given.args, given.checkpoint.shape
+    parameters = args.parameters or given.checkpoint.parameters
+    weights = {name: form.bytes(parameters) for name, (_, form) in FORMATS.items()} if parameters else None
+    found: dict[str, dict[str, object]] = {}
+    for name, (dtype, _) in FORMATS.items():
+        if shape.latent and KV_DTYPES[dtype].scale:
+            continue
+        space = KvSpace(
+            shape, dtype, given.space.block_size, args.tensor_parallel_size, args.decode_context_parallel_size
+        )
+        found[name] = {"dtype": dtype, "bytes_per_token": space.token_bytes * space.tensor_parallel}
+        if weights and args.gpu_memory:
+            found[name]["tokens"] = {form: _tokens(given, space, size) for form, size in weights.items()}
+    return weights, found
+
+
+def _tokens(given: Given, space: KvSpace, weights: int) -> int | None:
+    args = given.args
+    try:
+        memory = memory_for_kv(args.gpu_memory, weights, args.tensor_parallel_size, args.gpu_memory_utilization)
+    except BadModel:
+        return None
+    return space.size(space.blocks(memory), given.context)
+
+
+def size_table(given: Given, weights: dict[str, int] | None, fits: dict[str, dict[str, object]]) -> Table:
+    args = given.args
+    gpus = f"{args.tensor_parallel_size} × {_gib(args.gpu_memory)}" if args.gpu_memory else ""
+    shown = _table(
+        f"Sizes{f', and tokens of cache that fit in {gpus}' * bool(gpus and weights)}",
+        "",
+        *(f"KV {name}" for name in fits),
+    )
+    shown.add_row("bytes of a token", *(f"{one['bytes_per_token']:,}" for one in fits.values()))
+    for name, size in (weights or {}).items():
+        tokens = [one["tokens"][name] for one in fits.values() if "tokens" in one]
+        shown.add_row(
+            f"weights {name}, {size / 1e9:,.1f} GB",
+            *("no room" if one is None else f"{one / 1000:,.0f} k" for one in tokens),
+        )
+    return shown
+
+
+def assumptions(given: Given, load: bool) -> list[str]:
+    args = given.args
+    said = [f"engines are as fast as the profile {given.profile.name} says, whatever this model's size: `hitherto calibrate` measures yours",
+            "nothing of a prompt is cached at either side"]  # fmt: skip
+    if args.link:
+        said.append(f"{LATENCY * 1000:.0f} ms for the second leg's way and handshake, as the gateway estimates, and {PER_TRANSFER * 1e6:.0f} us for each "
+                    "transfer (LMCache: 7,500 tokens take 20 ms in pieces of 16, 8 ms in pieces of 128)")  # fmt: skip
+    if load:
+        said.append("left out: unlike prompts and answers, bursts beyond a Poisson load, prompts batched together, transfers that meet on a link, "
+                    "failures, and what the decoder spends on fetching")  # fmt: skip
+        said.append(
+            "TTFT is wait + prefill + transfer + one decode step"
+            + ("" if args.link else "; without --link the transfer counts as 0")
+        )
+    if not (args.parameters or given.checkpoint.parameters):
+        said.append("the size of the weights is not known: --parameters 70B")
+    elif args.gpu_memory:
+        said.append(
+            "weights have all parameters in that format; checkpoints keep embeddings, and often the last layer, in 16 bits"
+        )
+    return said
+
+
+def profile_for(given: Profile, memory: int | None) -> Profile:
+    """The profile with decode times by tokens in use, where the cache is not the profile's own."""
+    return by_tokens(given) if memory else given
+
+
+def _table(title: str, *columns: str) -> Table:
+    shown = Table(box=SIMPLE_HEAD, pad_edge=False, header_style="bold", title=title, title_justify="left")
+    for number, column in enumerate(columns):
+        shown.add_column(column, justify="left" if not column and not number else "right", no_wrap=True)
+    return shown
+
+
+def _ms(seconds: float | None) -> str:
+    return milliseconds(None if seconds is None else seconds * 1000)
+
+
+def _gib(size: int) -> str:
+    return f"{size / GIB:,.2f} GiB"

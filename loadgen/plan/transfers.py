@@ -1,0 +1,66 @@
+"""What moving a prompt's KV cache from one engine to another takes: bytes, a buffer, a number of transfers and seconds.
+
+Pure arithmetic. Seconds are those of a timing profile: the same prompt computed again, and one decode step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from loadgen.plan.kv_space import KvSpace
+from policies.legs import LATENCY
+from replicas.simulated.profile import Profile
+
+BUFFER_STEP = 256 << 20  # bytes: buffers are rounded up to a multiple of it
+COLLATED = 128  # tokens: smaller transfers cost more than the link
+# Seconds of one transfer beside its bytes, from LMCache's published comparison: 7,500 tokens take 20 ms in pieces of 16
+# tokens (469) and 8 ms in pieces of 128 (59).
+PER_TRANSFER = (0.020 - 0.008) / (469 - 59)
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """One prompt's cache on its way. Bytes are of all GPUs of a replica, the buffer is on each."""
+
+    tokens: int
+    bytes: int
+    bytes_per_gpu: int
+    buffer: int
+    count: int
+    seconds: float | None  # None where no link is given
+    compute_seconds: float
+
+    @property
+    def pays(self) -> bool | None:
+        return None if self.seconds is None else self.seconds < self.compute_seconds
+
+
+def transfer(space: KvSpace, tokens: int, piece: int, link: float | None, profile: Profile) -> Transfer:
+    """`piece`: tokens moved at a time; `link`: bytes a second between two replicas, all GPUs together."""
+    of_gpu = space.moved(tokens)
+    total, count = of_gpu * space.tensor_parallel, -(-tokens // piece)
+    seconds = LATENCY + count * PER_TRANSFER + total / link if link else None
+    return Transfer(tokens, total, of_gpu, -(-of_gpu // BUFFER_STEP) * BUFFER_STEP, count, seconds,
+                    front_seconds(profile, tokens) + prefill_seconds(profile, tokens))  # fmt: skip
+
+
+def prefill_seconds(profile: Profile, tokens: int) -> float:
+    """Of a prompt that is computed alone, in steps of `max_num_batched_tokens`."""
+    seconds, done = 0.0, 0
+    while done < tokens:
+        chunk = min(profile.max_num_batched_tokens, tokens - done)
+        seconds += profile.step.seconds(chunk, chunk * (done + chunk / 2), 0, 0, 0.0)
+        done += chunk
+    return seconds / profile.speedup
+
+
+def front_seconds(profile: Profile, tokens: int) -> float:
+    """Of what happens to a prompt before its first step: HTTP, tokenizing."""
+    request = profile.request
+    return (request.work_seconds(tokens, text=True, busy=False) + request.latency * 1e-3) / profile.speedup
+
+
+def step_seconds(profile: Profile, streams: float, context: float) -> float:
+    """Of a decode step of so many streams with `context` tokens each. Fractions of streams are a mean."""
+    tokens = streams * context
+    return profile.step.seconds(0, 0.0, streams, tokens, profile.in_use(tokens)) / profile.speedup

@@ -1,0 +1,55 @@
+"""Amounts with units, as flags have them: memory, links between machines, and counts of parameters.
+
+Memory is binary however it is written, as it is sold; links and parameters are decimal. A number whose unit could be
+another one is refused, with both that may be meant.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+
+_DECIMAL = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
+_BINARY = {"Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40}
+_PER_SECOND = re.compile(r"(\d+(?:\.\d+)?) *([kMGT]?i?)(bit|byte|b|B)(?:/s|ps)")
+
+
+def size(text: str) -> int:
+    """`80GiB`, `80G` or `80GB`: bytes, binary in any case, as memory is sold."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?", text.strip().lower())
+    if not found or not float(found[1]):
+        raise argparse.ArgumentTypeError(f"{text!r} is no size; it reads 80GiB or 512MiB")
+    return int(float(found[1]) * 1024 ** " kmgt".index(found[2] or " "))
+
+
+def memory(text: str) -> int:
+    """A size of a GPU's memory, which is not written as a bare number."""
+    if re.fullmatch(r"[\d.]+", text.strip()):
+        raise argparse.ArgumentTypeError(f"{text!r} has no unit: {text.strip()}GB?")
+    return size(text)
+
+
+def link(text: str) -> float:
+    """`100Gbit/s`, `100Gbps` or `12.5GB/s`: bytes a second."""
+    found = _PER_SECOND.fullmatch(text.strip())
+    scale = {**_DECIMAL, **_BINARY}.get(found[2]) if found else None
+    if found is None or scale is None or not float(found[1]):
+        raise argparse.ArgumentTypeError(f"{text!r} is no bandwidth: {_meant(text.strip())}")
+    return float(found[1]) * scale / (8 if found[3] in ("bit", "b") else 1)
+
+
+def _meant(text: str) -> str:
+    """What a bandwidth that was refused should read."""
+    number = re.match(r"[1-9]\d*(?:\.\d+)?", text)
+    amount = number[0] if number else "100"
+    if number is None or re.fullmatch(r"[\d.]+", text):
+        return f"it needs its unit, {amount}Gbit/s or {amount}GB/s"
+    return f"it reads {amount}Gbit/s (bits) or {amount}GB/s (bytes), per second"
+
+
+def parameters(text: str) -> int:
+    """`70B` or `350M`: parameters of a model."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) *([MBT])", text.strip())
+    if not found or not float(found[1]):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of parameters: it reads 70B (billions) or 350M")
+    return int(float(found[1]) * {"M": 1e6, "B": 1e9, "T": 1e12}[found[2]])

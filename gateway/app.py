@@ -106,6 +106,8 @@ class Gateway:
             usage_log=self.usage_log,
         )
         self.server = Server(self.proxy, datapath.limits(settings, self.models.pipelines))
+        if self.keys is not None:
+            self.server.clients.head_fault = self.keys.head_fault
         self.decisions = Decisions(self.proxy, decision_prefix)
         self.view = View(settings, self.metrics, self.fleet.replicas, self.ledger, self.map, self.slots, self.intakes)
         self.models.moved, self.models.on_change = self._moved, self._models_changed

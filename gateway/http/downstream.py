@@ -68,13 +68,13 @@ class Handler(Protocol):
 
 
 class Clients:
-    """What all connections of one server share: who answers them, what each may send, and how much they hold
-    together."""
+    """What all connections of one server share: who answers them, what each may send, how much they hold together, and
+    why a request is refused for its head alone."""
 
-    __slots__ = ("handler", "limits", "connections", "held", "draining", "closed")
+    __slots__ = ("handler", "limits", "head_fault", "connections", "held", "draining", "closed")
 
     def __init__(self, handler: Handler, limits: Limits):
-        self.handler, self.limits = handler, limits
+        self.handler, self.limits, self.head_fault = handler, limits, head_fault
         self.connections: set[Downstream] = set()
         self.held = 0  # bytes of requests, see `Limits.requests_bytes`
         self.draining = False  # new requests are refused by the handler, and each connection ends with its answer
@@ -317,7 +317,7 @@ class Downstream(asyncio.Protocol):
     def on_headers_complete(self) -> None:
         self.head_done = True
         version = self.parser.get_http_version()
-        if (fault := head_fault(version, self.headers)) is not None:
+        if (fault := self.clients.head_fault(version, self.headers)) is not None:
             self._refuse(*fault)
         elif not self._is_http():
             self._refuse(400, "malformed HTTP request: the request line is not METHOD TARGET HTTP/1.1")

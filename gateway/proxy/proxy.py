@@ -29,6 +29,7 @@ from ..prompt.long import LongPrompts
 from ..prompt.offload import LOOP_SECONDS, TakesLong, event_loop
 from ..prompt.pipeline import OFFLOAD_BYTES
 from ..prompt.prompt import NO_PREFILL, PROMPT_PATHS, unread
+from ..tenants.keys import CHALLENGE
 from ..tenants.salting import salt_request
 from .backend import Backend
 from .conductor import Conductor, Judge
@@ -59,6 +60,8 @@ log = logging.getLogger("hitherto.proxy")
 TAKES_LONG = TakesLong()  # instead of a prompt: the event loop is not to prepare it
 # The prompt, or why there is none (None: a bug of ours), and the seconds it took.
 Prepared = tuple[Prompt | ApiError | TakesLong | None, float]
+# Of answers that the wire gives.
+HEADERS_OF = {503: [(b"retry-after", b"1")], 401: CHALLENGE}
 METHODS = frozenset(("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"))
 
 
@@ -433,7 +436,7 @@ class Proxy:
     def refuse(self, status: int, message: str, target: bytes) -> tuple[Headers, bytes]:
         self.metrics.rejections.inc(str(status))
         body = error_body(target.decode("latin-1"), status, message, code="gateway_full" if status == 503 else None)
-        return [*JSON, (b"retry-after", b"1")] if status == 503 else JSON, body
+        return [*JSON, *(HEADERS_OF.get(status, ()))], body
 
     def held_up(self, now: float) -> None:
         self.settling.held_up_at = now

@@ -12,7 +12,7 @@ from typing import Any
 
 from ..errors import ApiError
 from ..files import Followed
-from ..http.messages import Request
+from ..http.messages import Headers, Request, head_fault
 from .key_file import KeyFileError, digest, read
 from .tenant import Tenant
 
@@ -22,6 +22,7 @@ OPEN_PATHS = frozenset(("/health",))
 # What browsers ask before they send a key; engines compute nothing for it.
 OPEN_METHODS = frozenset(("OPTIONS",))
 CLIENT_KEYS = frozenset((b"authorization", b"x-api-key"))  # the headers in which a client's key may be
+LARGE_BYTES = 64 * 1024  # of a body; a smaller one is read before its request is refused, and the connection kept
 CHALLENGE = ((b"www-authenticate", b"Bearer"),)
 
 
@@ -40,23 +41,31 @@ class Keys:
 
     def authenticate(self, request: Request) -> Tenant | ApiError | None:
         """Who asks; why the request is refused; or None for what is open to everybody."""
-        key = _key(request)
-        if key:
-            known = digest(key)
-            found = self._keys.get(known)
-            # Nothing here takes a time that tells of the keys: what is looked up and compared are hashes, of which
-            # nobody can choose the first bytes, and the comparison takes the same time whatever differs.
-            if found is not None and hmac.compare_digest(known, found[0]):
-                return found[1]
+        key = _key(request.header(b"authorization"), request.header(b"x-api-key"))
+        if (tenant := self._tenant(key)) is not None:
+            return tenant
         if request.path in OPEN_PATHS or request.method in OPEN_METHODS:
             return None
-        what = "this API key is not known here" if key else "an API key is needed"
-        return ApiError(
-            401,
-            f"{what}: send `Authorization: Bearer KEY` or `x-api-key: KEY` with the one that you were given",
-            code="invalid_api_key",
-            headers=CHALLENGE,
-        )
+        return ApiError(401, _refusal(key), code="invalid_api_key", headers=CHALLENGE)
+
+    def head_fault(self, version: str, headers: Headers) -> tuple[int, str] | None:
+        """As `messages.head_fault`, and no large body is taken of those who bring no key: all clients together may make
+        the gateway hold a bounded number of bytes."""
+        fault = head_fault(version, headers)
+        if fault is not None or not any(_is_large(*header) for header in headers):
+            return fault
+        named = dict(reversed(headers))  # the first of each name
+        key = _key(named.get(b"authorization"), named.get(b"x-api-key"))
+        return None if self._tenant(key) is not None else (401, _refusal(key))
+
+    def _tenant(self, key: str | None) -> Tenant | None:
+        if not key:
+            return None
+        known = digest(key)
+        found = self._keys.get(known)
+        # Nothing here takes a time that tells of the keys: what is looked up and compared are hashes, of which nobody
+        # can choose the first bytes, and the comparison takes the same time whatever differs.
+        return found[1] if found is not None and hmac.compare_digest(known, found[0]) else None
 
     def status(self) -> dict[str, Any]:
         return {
@@ -99,10 +108,21 @@ def _by_hash(tenants: dict[bytes, Tenant]) -> dict[bytes, tuple[bytes, Tenant]]:
     return {known: (known, tenant) for known, tenant in tenants.items()}
 
 
-def _key(request: Request) -> str | None:
-    """The key that a request brings, as clients of OpenAI or of Anthropic send it."""
-    given = request.header(b"authorization")
-    if given is None:
-        return request.header(b"x-api-key")
-    scheme, _, key = given.partition(" ")
+def _key(authorization: str | bytes | None, api_key: str | bytes | None) -> str | None:
+    """The key in these headers, as clients of OpenAI or of Anthropic send it."""
+    given = api_key if authorization is None else authorization
+    text = given.decode("latin-1") if isinstance(given, bytes) else given
+    if authorization is None or text is None:
+        return text
+    scheme, _, key = text.partition(" ")
     return key.strip() if scheme.lower() == "bearer" else None
+
+
+def _refusal(key: str | None) -> str:
+    what = "this API key is not known here" if key else "an API key is needed"
+    return f"{what}: send `Authorization: Bearer KEY` or `x-api-key: KEY` with the one that you were given"
+
+
+def _is_large(name: bytes, value: bytes) -> bool:
+    """Whether this header says that the body may be."""
+    return name == b"transfer-encoding" or (name == b"content-length" and (len(value) > 9 or int(value) > LARGE_BYTES))

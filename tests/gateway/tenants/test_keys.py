@@ -155,6 +155,27 @@ async def test_engines_get_their_own_key_and_never_a_clients(file, engine_key):
     assert head.count(b"authorization:") == (engine_key is not None)
 
 
+@pytest.mark.parametrize("framing", [b"Content-Length: 60000000", b"Transfer-Encoding: chunked"])
+async def test_a_stranger_may_not_make_the_gateway_hold_a_large_body(file, framing):
+    head = b"POST %b HTTP/1.1\r\nHost: h\r\nExpect: 100-continue\r\n%b%b\r\n\r\n"
+    keys = Keys(file)
+    async with stack(answers(), keys=keys) as s:
+        s.server.clients.head_fault = keys.head_fault
+        for path, kind in (
+            (b"/v1/chat/completions", "invalid_request_error"),
+            (b"/v1/messages", "authentication_error"),
+        ):
+            talk = await s.talk()
+            await talk.say(head % (path, b"Authorization: Bearer wrong\r\n", framing))  # and not a byte of the body
+            status, headers, body = await talk.response()
+            assert (status, headers["www-authenticate"], headers["connection"]) == (401, "Bearer", "close")
+            assert json.loads(body)["error"]["type"] == kind
+        assert s.server.held == 0
+        talk = await s.talk()
+        await talk.say(head % (b"/v1/chat/completions", bearer("one"), framing))
+        assert await talk.until(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+
+
 async def followed(keys: Keys, seconds=5.0):
     """Until the next reading of the file, whatever came of it."""
     before = keys.status()

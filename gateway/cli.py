@@ -1,4 +1,4 @@
-"""`hitherto serve | config | key | replica | calibrate | explain | plan | doctor`: flags in, exit code out.
+"""`hitherto serve | config | key | replica | calibrate | explain | plan | doctor ...`: flags in, exit code out.
 
 Flags are made from the schema in `gateway.config`, so that a setting has one name, one help text
 and one check whether it comes from a file, the environment or the command line. Verbs import
@@ -17,6 +17,8 @@ import typing
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
+import shtab
+
 from gateway import __version__
 from gateway.config import ALIASES, SIZES, Config, ConfigError, Settings, flag, load, suggest
 from gateway.sizes import show_bytes
@@ -26,13 +28,28 @@ METAVARS = {
     "admin_token": "@FILE",
     "engine_api_key": "@FILE",
     "redis_url": "URL",
-    "pools": "{NAME: {...}}",
+    "pools": "YAML",
     "allow_path": "PATH,...",
     "admin_allow_host": "NAME,...",
     "slo": "LIMITS",
     "scheduler": "YAML",
     "request_router": "YAML",
     "admission": "YAML",
+}
+
+
+# Of the settings in `--help`: a subject, and the first field that is about it. The schema is declared in this order.
+SUBJECTS = {
+    "host": "where it listens",
+    "api_keys": "who may ask",
+    "model": "the model",
+    "replica_url": "engines that run already",
+    "launch": "engines that it starts",
+    "policy": "where requests go",
+    "slo": "overload",
+    "redis_url": "several gateways",
+    "max_body_bytes": "limits",
+    "allow_path": "what clients get, and what is logged",
 }
 
 
@@ -48,6 +65,7 @@ class Parser(argparse.ArgumentParser):
 
 def add_settings(parser: argparse.ArgumentParser) -> None:
     """A flag for each field of the schema; absent flags stay absent, so lower sources show through."""
+    group = parser
     parser.add_argument("--config", metavar="FILE", default=argparse.SUPPRESS,
                         help="YAML file with settings (default: ./hitherto.yaml if there is one)")  # fmt: skip
     for name, field in Settings.model_fields.items():
@@ -58,7 +76,9 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
             options |= {"nargs": "+", "action": "extend", "metavar": "URL"}
         else:
             options["metavar"] = _metavar(name, field.annotation)
-        parser.add_argument(flag(name), *ALIASES.get(name, ()), **options)
+        if name in SUBJECTS:
+            group = parser.add_argument_group(SUBJECTS[name])
+        group.add_argument(flag(name), *ALIASES.get(name, ()), **options)
 
 
 def _help(name: str, field: Any) -> str:
@@ -89,7 +109,7 @@ def build_parser() -> Parser:
         prog="hitherto",
         description="A gateway that sends each LLM request to the replica that already holds its prefix.",
     )
-    parser.add_argument("--version", action="version", version=f"hitherto {__version__}")
+    parser.add_argument("-V", "--version", action="version", version=f"hitherto {__version__}")
     verbs = parser.add_subparsers(dest="verb", metavar="COMMAND", required=True, parser_class=Parser)
 
     serve = verbs.add_parser(
@@ -114,7 +134,13 @@ def build_parser() -> Parser:
                               description="Check everything that can be wrong, one line each, with what to do about it. "
                                "Exit code 1 if something is.")  # fmt: skip
     for verb in (serve, config, explain, doctor):
+        verb.usage = f"{verb.prog} {'BODY.json ' if verb is explain else ''}[--config FILE] [settings]"
         add_settings(verb)
+    completion = verbs.add_parser("completion", help="print a script that completes commands and flags in a shell",
+                                  description="Print a script that completes commands and flags in a shell, as in: "
+                                  "eval \"$(hitherto completion bash)\"")  # fmt: skip
+    completion.add_argument("shell", choices=shtab.SUPPORTED_SHELLS)
+    verbs.add_parser("version", help="print the version")
     verbs.add_parser("key", help="make an API key for a client", add_help=False)
     verbs.add_parser("replica", help="run one simulated engine", add_help=False)
     verbs.add_parser("calibrate", help="measure an engine, for simulated ones as fast as it", add_help=False)
@@ -216,14 +242,38 @@ def key(argv: Sequence[str]) -> int:
 
 
 WITH_FLAGS_OF_THEIR_OWN = {"key": key, "replica": replica, "calibrate": calibrate, "plan": plan}
-VERBS = {"serve": serve, "config": show_config, "explain": explain, "doctor": doctor}
+
+
+def completion(args: argparse.Namespace) -> int:
+    print(shtab.complete(build_parser(), args.shell))
+    return 0
+
+
+def version(args: argparse.Namespace) -> int:
+    print(f"hitherto {__version__}")
+    return 0
+
+
+VERBS = {
+    "serve": serve,
+    "config": show_config,
+    "explain": explain,
+    "doctor": doctor,
+    "completion": completion,
+    "version": version,
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of the `hitherto` command; returns the exit code."""
     argv = list(sys.argv[1:] if argv is None else argv)
     try:
-        if argv and argv[0] in WITH_FLAGS_OF_THEIR_OWN:
+        if not argv:
+            build_parser().print_help()
+            return 0
+        if not argv[0].startswith("-") and argv[0] not in {**WITH_FLAGS_OF_THEIR_OWN, **VERBS}:
+            raise ConfigError(f"unknown command {argv[0]!r}. {suggest(argv[0], {**VERBS, **WITH_FLAGS_OF_THEIR_OWN})}")
+        if argv[0] in WITH_FLAGS_OF_THEIR_OWN:
             return WITH_FLAGS_OF_THEIR_OWN[argv[0]](argv[1:])
         args = _parse(argv)
         return VERBS[args.verb](args)

@@ -374,7 +374,7 @@ def _fields_of(path: Path, root: yaml.MappingNode, loader: yaml_text.Loader) -> 
         value = loader.construct_object(value_node, deep=True)
         if isinstance(value, bool) and Settings.model_fields[name].annotation is not bool:
             raise ConfigError(
-                f"{path}:{line}: {name}: {value_node.value!r} is yes or no to YAML. {flag(name)} is the "
+                f"{path}:{line}: {name}: {value_node.value!r} is yes or no to YAML. {flag(name)}: "
                 f"{Settings.model_fields[name].description}"
             )
         found[name] = (value, line)
@@ -483,14 +483,14 @@ def _explain(item: Any, sources: Mapping[str, str]) -> str:
         inside = len(item["loc"]) > 1
         return f"{place}: unknown setting. {suggest(item['loc'][-1], (Pool if inside else Settings).model_fields)}"
     if item["type"] == "missing":
-        return f"{place}: it is missing. {flag(name)} is the {Settings.model_fields[name].description}"
+        return f"{place}: it is missing. {flag(name)}: {Settings.model_fields[name].description}"
     if item["type"] == "literal_error":
         choices = item["ctx"]["expected"].replace(" or ", ", ").replace("'", "")
         near = difflib.get_close_matches(str(item["input"]), choices.split(", "), 1)
         return f"{place}: {item['input']!r} is none of {choices}" + (f". Did you mean {near[0]!r}?" if near else "")
     what = item["msg"][0].lower() + item["msg"][1:]
     given = "what it is set to" if name in SECRETS else repr(item["input"])
-    return f"{place}: {given} is not valid: {what}. {flag(name)} is the {Settings.model_fields[name].description}"
+    return f"{place}: {given} is not valid: {what}. {flag(name)}: {Settings.model_fields[name].description}"
 
 
 def _check_together(settings: Settings, sources: Mapping[str, str]) -> None:

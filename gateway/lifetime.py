@@ -6,11 +6,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from time import monotonic
 from typing import Protocol
 
 import uvloop
 
+from replicas import TAKES_TRAFFIC, Fleet
 from replicas.names import bracketed
 
 from . import __version__
@@ -22,8 +25,13 @@ from .ops import log as lines
 log = logging.getLogger("hitherto")
 
 
+AWAITED_SECONDS = 15.0  # until it is said which replicas are not ready yet, and twice as long each time after that
+
+
 class Service(Protocol):
     """What runs until a signal comes."""
+
+    fleet: Fleet
 
     @property
     def greeting(self) -> str:
@@ -63,13 +71,41 @@ async def _serve(settings: Settings, make: Callable[[], Service], started: Calla
     on_signal(loop, signalled.set)
     log.info("%s", service.greeting)
     started()
+    telling = asyncio.ensure_future(tell_awaited(service.fleet))
     await signalled.wait()
+    telling.cancel()
+    with suppress(asyncio.CancelledError):
+        await telling
     log.info(
         "stopping: new requests are refused, running ones get %g s; a second signal cuts them", settings.drain_timeout_s
     )
     stopping = asyncio.ensure_future(service.stop(settings.drain_timeout_s))
     on_signal(loop, lambda: asyncio.ensure_future(service.cut()))
     await stopping
+
+
+async def tell_awaited(fleet: Fleet, seconds: float = AWAITED_SECONDS) -> None:
+    """Say now and then what is not ready yet of what there was at the start."""
+    given = [*fleet.engines]
+    while True:
+        await asyncio.sleep(seconds)
+        if not (what := awaited(fleet, given, monotonic())):
+            return
+        log.info("%s", what)
+        seconds *= 2
+
+
+def awaited(fleet: Fleet, given: Collection[str], now: float) -> str:
+    """Which of these engines are not ready and why, in words; "" if all are, or have been removed."""
+    left = [fleet.engines[id] for id in given if id in fleet.engines]
+    unready = [one.lead for one in left if one.lead.state not in TAKES_TRAFFIC]
+    if not unready:
+        return ""
+    found = []
+    for one in unready:
+        last = fleet.logs(one.id)[-1:] if one.managed else []
+        found.append(f"{one.id} is {one.state} for {now - one.since:.0f} s: {(last or [one.reason])[0][:300]}")
+    return f"{len(left) - len(unready)} of {len(left)} replicas are ready; {'; '.join(found)}"
 
 
 def on_signal(loop: asyncio.AbstractEventLoop, then: Callable[[], object]) -> None:

@@ -7,9 +7,13 @@ message and exit code 2 before anything is sent; a server that can't be reached 
 from __future__ import annotations
 
 import argparse
+import difflib
 import sys
+from collections.abc import Collection
+from importlib.metadata import version
 from typing import NoReturn
 
+import shtab
 import uvloop
 from rich.console import Console
 
@@ -28,8 +32,20 @@ class Parser(argparse.ArgumentParser):
 
 
 def main(argv: list[str] | None = None, prog: str = "loadgen") -> int:
+    argv = sys.argv[1:] if argv is None else argv
     parser = build_parser(prog)
-    args = parser.parse_args(argv)
+    if not argv:
+        parser.print_help()
+        return 0
+    args, unknown = _parsed(parser, argv)
+    if unknown:
+        parser.exit(
+            2,
+            f"{prog} {args.verb}: unknown argument {unknown[0]!r}. {_suggest(unknown[0], _flags(parser, args.verb))}\n",
+        )
+    if args.verb == "completion":
+        print(shtab.complete(parser, args.shell))
+        return 0
     try:
         # with --json - standard output is the JSON's alone
         return uvloop.run(args.act(args, Console(highlight=False, stderr=str(args.json) == "-")))
@@ -43,6 +59,22 @@ def main(argv: list[str] | None = None, prog: str = "loadgen") -> int:
         return 130
 
 
+def _parsed(parser: argparse.ArgumentParser, argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    if not argv[0].startswith("-") and argv[0] not in COMMANDS:
+        parser.exit(2, f"{parser.prog}: unknown command {argv[0]!r}. {_suggest(argv[0], COMMANDS)}\n")
+    return parser.parse_known_args(argv)
+
+
+def _flags(parser: argparse.ArgumentParser, verb: str) -> list[str]:
+    verbs = next(action for action in parser._actions if action.dest == "verb").choices or {}
+    return [option for option in verbs[verb]._option_string_actions if option.startswith("--")]
+
+
+def _suggest(word: str, known: Collection[str]) -> str:
+    near = difflib.get_close_matches(word.partition("=")[0], known, 1, 0.6)
+    return f"Did you mean {near[0]!r}?" if near else "Known: " + ", ".join(known)
+
+
 def hitherto_plan(argv: list[str]) -> int:
     """`hitherto plan`: the gateway finds it as an entry point, since it imports nothing of this room."""
     return main(["plan", *argv], prog="hitherto")
@@ -50,11 +82,14 @@ def hitherto_plan(argv: list[str]) -> int:
 
 def build_parser(prog: str) -> argparse.ArgumentParser:
     parser = Parser(prog=prog, description="Load tests for OpenAI endpoints.")
+    parser.add_argument("-V", "--version", action="version", version=f"{prog} {version('hitherto')}")
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="COMMAND", parser_class=Parser)
     for verb, add_arguments, act, about in VERBS:
         one = verbs.add_parser(verb, help=about)
         add_arguments(one)
         one.set_defaults(act=act)
+    completion = verbs.add_parser("completion", help="print a script that completes commands and flags in a shell")
+    completion.add_argument("shell", choices=shtab.SUPPORTED_SHELLS)
     return parser
 
 
@@ -76,6 +111,8 @@ VERBS = (
     ("sweep", sweep.add_arguments, sweep.sweep_verb, "the highest request rate at which an SLO is kept"),
     ("demo", demo.add_arguments, demo.demo_verb, "two policies side by side, live, in about two minutes"),
 )
+
+COMMANDS = [*(verb for verb, *_ in VERBS), "completion"]
 
 
 if __name__ == "__main__":

@@ -86,8 +86,7 @@ def test_version(capsys):
         (["serve", "--port", "http"], "flag --port: port: 'http' is not valid"),
         (["serve", "--replica-url", "ftp://localhost:8000"], "flag --replica-url: replica_url: "),
         (["serve", "--config", "gone.yaml"], "gone.yaml: cannot read the configuration"),
-        (["srve"], "invalid choice: 'srve'"),
-        ([], "required: COMMAND"),
+        (["srve"], "unknown command 'srve'"),
         (["explain"], "required: BODY.json"),
     ],
 )
@@ -129,3 +128,43 @@ def test_plan_is_the_load_generators_found_by_name(capsys):
 def test_plan_without_the_load_generator_says_so(capsys, monkeypatch):
     monkeypatch.setattr("importlib.metadata.entry_points", lambda **which: ())
     assert "pip install" in refused(capsys, "plan")
+
+
+def test_the_command_alone_helps(capsys):
+    assert cli.main([]) == 0
+    out = capsys.readouterr().out
+    assert "usage: hitherto" in out and all(f"\n    {verb} " in out for verb in ("serve", "doctor", "plan", "key"))
+
+
+@pytest.mark.parametrize("words", [["version"], ["-V"], ["--version"]])
+def test_the_version_by_any_name(words, capsys):
+    try:
+        assert cli.main(words) == 0
+    except SystemExit as stopped:  # as argparse does it
+        assert stopped.code == 0
+    assert capsys.readouterr().out == f"hitherto {__version__}\n"
+
+
+def test_an_unknown_command_gets_the_one_that_was_meant(capsys):
+    assert refused(capsys, "srve", "--port", "1") == "unknown command 'srve'. Did you mean 'serve'?"
+    assert refused(capsys, "xyzzy").startswith("unknown command 'xyzzy'. Known: serve, config")
+
+
+def test_settings_stand_under_their_subjects(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["serve", "--help"])
+    out = capsys.readouterr().out
+    at = [out.index(f"\n{subject}:\n") for subject in cli.SUBJECTS.values()]
+    assert at == sorted(at) and len(out.split("\n\n")[0].splitlines()) == 1, "and the usage is a line"
+    assert set(cli.SUBJECTS) <= set(Settings.model_fields)
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh"])
+def test_a_shell_completes_commands_and_flags(shell, capsys):
+    assert cli.main(["completion", shell]) == 0
+    script = capsys.readouterr().out
+    assert "--replica-url" in script and "doctor" in script
+    if shell == "bash":
+        check = 'eval "$(cat)"; COMP_WORDS=(hitherto ser); COMP_CWORD=1; _shtab_hitherto; echo "${COMPREPLY[@]}"'
+        done = subprocess.run(["bash", "-c", check], input=script, capture_output=True, text=True, check=True)
+        assert done.stdout.split() == ["serve"]

@@ -85,7 +85,7 @@ def test_unknown_name_in_the_file_has_file_line_and_suggestion(empty_folder):
         ("port: !!int abc\n", "hitherto.yaml:1: not YAML: invalid literal"),
         ("port: " + 5000 * "9", "hitherto.yaml:1: not YAML: "),
         ("port: " + 3000 * "[", "hitherto.yaml:1: not YAML: it is nested too deeply"),
-        ("host: x\nport: yes\n", "hitherto.yaml:2: port: 'yes' is yes or no to YAML. --port is the port clients"),
+        ("host: x\nport: yes\n", "hitherto.yaml:2: port: 'yes' is yes or no to YAML. --port: port clients"),
         ("replica_url: true\n", "hitherto.yaml:1: replica_url: 'true' is yes or no to YAML"),
         ("cache_budget: " + 400 * "9" + ".5GiB", "is more than any machine has; write a size like 512MiB"),
         ("cache_budget: 99999999999GiB\n", "'99999999999GiB' is more than any machine has"),

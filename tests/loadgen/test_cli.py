@@ -300,7 +300,7 @@ async def test_a_server_that_lists_no_model(engine, wire):
                 "run",
                 "--no-such-flag",
             ),
-            "unrecognized arguments: --no-such-flag",
+            "unknown argument '--no-such-flag'",
         ),
         (("compare",), "one of the arguments --target --policies is required"),
         (("compare", "--target", "x"), "expected NAME=URL"),
@@ -308,7 +308,7 @@ async def test_a_server_that_lists_no_model(engine, wire):
         (("compare", "--policies", "least_tme"), "there is no policy 'least_tme'"),
         (("compare", "--policies", "random,random"), "name each policy once"),
         (("demo", "--file", "/nonexistent"), "/nonexistent: No such file"),
-        ((), "required: COMMAND"),
+        (("srve",), "unknown command"),
     ],
 )
 def test_a_wrong_flag_gets_one_line_and_exit_code_2(args, said, capsys):
@@ -319,3 +319,29 @@ def test_a_wrong_flag_gets_one_line_and_exit_code_2(args, said, capsys):
     out, err = capsys.readouterr()
     assert code == 2 and out == ""
     assert said in err and err.count("\n") == 1
+
+
+def test_the_command_alone_helps_and_tells_its_version(capsys):
+    assert main([]) == 0
+    assert "usage: loadgen" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as stopped:
+        main(["-V"])
+    assert stopped.value.code == 0 and capsys.readouterr().out.startswith("loadgen ")
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (["runn"], "loadgen: unknown command 'runn'. Did you mean 'run'?"),
+        (["simulate", "--reqests", "3"], "loadgen simulate: unknown argument '--reqests'. Did you mean"),
+    ],
+)
+def test_what_is_misspelt_gets_what_was_meant(words, said, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(words)
+    assert stopped.value.code == 2 and capsys.readouterr().err.startswith(said)
+
+
+def test_a_shell_completes_commands_and_flags(capsys):
+    assert main(["completion", "bash"]) == 0
+    assert "--num-prompts" in capsys.readouterr().out

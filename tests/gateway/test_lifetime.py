@@ -1,0 +1,58 @@
+"""What is said of replicas that are not ready when the gateway serves."""
+
+from types import SimpleNamespace
+
+from gateway.lifetime import awaited, tell_awaited
+from replicas import State
+
+
+class Fleet:
+    """Engines as far as is asked here."""
+
+    def __init__(self, **states: State):
+        self.engines = {
+            id: SimpleNamespace(
+                lead=SimpleNamespace(id=id, state=state, since=100.0, reason="no answer yet", managed=False)
+            )
+            for id, state in states.items()
+        }
+
+    def logs(self, id: str) -> list[str]:
+        return ["Loading weights: 2 of 4 files", "Capturing CUDA graphs: 40 %"]
+
+
+def test_it_says_how_many_are_ready_and_what_the_others_do():
+    fleet = Fleet(a=State.READY, b=State.STARTING, c=State.DEGRADED)
+    fleet.engines["b"].lead.managed = True
+    assert (
+        awaited(fleet, "abc", 140.0) == "2 of 3 replicas are ready; b is starting for 40 s: Capturing CUDA graphs: 40 %"
+    )
+    fleet.engines["b"].lead.managed = False
+    assert awaited(fleet, "abc", 140.0).endswith("b is starting for 40 s: no answer yet")
+
+
+def test_nothing_is_said_of_those_that_are_ready_or_gone():
+    assert awaited(Fleet(a=State.READY), "ab", 140.0) == ""
+    assert awaited(Fleet(), "", 0.0) == ""
+
+
+async def test_it_is_said_until_all_are_ready(caplog):
+    fleet = Fleet(a=State.STARTING)
+    caplog.set_level("INFO", "hitherto")
+
+    class Ready(Fleet):
+        """Becomes ready while it is looked at for the third time."""
+
+        looks = 0
+
+        @property
+        def engines(self):
+            self.looks += 1
+            if self.looks > 3:
+                fleet.engines["a"].lead.state = State.READY
+            return fleet.engines
+
+    await tell_awaited(Ready.__new__(Ready), seconds=0.001)
+    assert caplog.messages and all(
+        line.startswith("0 of 1 replicas are ready; a is starting") for line in caplog.messages
+    )

@@ -41,7 +41,7 @@ DECISIONS = (ADMITTED, QUEUED, REFUSED, OBSERVED, LEFT)
 REASONS = ("room", "met", "turn", "ttft", "tpot", "full", "queue_full", "shed", "deadline", "client")
 _USED_SECONDS = 10.0  # over which a class's share is taken
 _GUESS = 0.5  # seconds of prefill that a replica does in a second, until a line's pace is known
-_QUANTILE, _GAIN = 0.9, 0.01  # of the ratios, and how far one moves it, as a logarithm
+_QUANTILE, _GAIN = 0.95, 0.01  # of the ratios, and how far one moves it, as a logarithm
 _MOST = log(1.5)  # that a margin gets: answers come late, so a crowd of bad ones says more than it should
 _NEAR = 0.25  # share of a limit from which a prediction says something of that limit
 
@@ -67,7 +67,7 @@ class Verdict(NamedTuple):
 
 
 class Margin:
-    """By how much what was met exceeds what was predicted, in all but one of ten cases: a running quantile, by
+    """By how much what was met exceeds what was predicted, in all but one of twenty cases: a running quantile, by
     stochastic approximation (Robbins and Monro, 1951)."""
 
     __slots__ = ("_log",)
@@ -139,11 +139,7 @@ class Admission:
 
     def _wait(self, ticket: Ticket, quotes: Sequence[Quote], best: Quote, room: list[int], now: float) -> Verdict:
         if ticket.waits:
-            if not room:
-                return Verdict(QUEUED, "full")
-            self._left(ticket)
-            self.lines[ticket.qos.name].take(ticket, now)
-            return Verdict(ADMITTED, "turn", room)
+            return self._turn(ticket, quotes, room, now)
         if not self.lines:
             for one in self.classes.all:
                 self.lines[one.name] = Line(one, _GUESS * len(quotes))
@@ -158,6 +154,23 @@ class Admission:
         if limit is not None and ttft * self.ttft_margin.factor > limit and ttft > now - ticket.since + best.own:
             return self._refused(ticket, best, "ttft", ttft)
         return self._queue(ticket, best, ttft, now)
+
+    def _turn(self, ticket: Ticket, quotes: Sequence[Quote], room: list[int], now: float) -> Verdict:
+        """Judge the first of those that wait. One that would be late now is not computed for nothing."""
+        if not room:
+            return Verdict(QUEUED, "full")
+        limit, waited = ticket.slo.ttft, now - ticket.since
+        if limit is not None and (in_time := [i for i in room if self._within(quotes[i], waited, limit)]) != room:
+            if not in_time:
+                self.leave(ticket, now)
+                return Verdict(REFUSED, "deadline", (), self._drain(ticket.qos))
+            room = in_time
+        self._left(ticket)
+        self.lines[ticket.qos.name].take(ticket, now)
+        return Verdict(ADMITTED, "turn", room)
+
+    def _within(self, quote: Quote, waited: float, limit: float) -> bool:
+        return waited + quote.ttft * self.ttft_margin.factor <= limit
 
     def _queue(self, ticket: Ticket, best: Quote, ttft: float, now: float) -> Verdict:
         rules, space = self.rules, self.space
@@ -195,14 +208,16 @@ class Admission:
         streams and cache, what they have not used of it lately."""
         qos = ticket.qos
         above = [one for one in self.classes.all if one.priority > qos.priority and self._is_within(one, now)]
-        share = inf if self._others_yield(qos, now) else 1.0 - sum([self._unused(one) for one in above])
+        first = self._others_yield(qos, now)
+        share = inf if first else 1.0 - sum([self._unused(one) for one in above])
         kept = ceil(sum([one.reserved_fraction for one in above]) * len(quotes) - 1e-9)
         clear = sum([not one.computing for one in quotes]) - min(kept, len(quotes) - 1)
-        return [
+        room = [
             index
             for index, one in enumerate(quotes)
             if clear >= (not one.computing) and self._has_room(one, ticket, share)
         ]
+        return [index for index in room if not quotes[index].computing] or room if first else room
 
     def _has_room(self, quote: Quote, ticket: Ticket, share: float) -> bool:
         if not quote.there:
@@ -235,7 +250,7 @@ class Admission:
     def _too_much(self, quote: Quote, ticket: Ticket, waited: float) -> str | None:
         """Return which of its limits it does not meet."""
         ttft, tpot = ticket.slo
-        if ttft is not None and waited + quote.ttft * self.ttft_margin.factor > ttft:
+        if ttft is not None and not self._within(quote, waited, ttft):
             return "ttft"
         limit = self._tpot if tpot is None else min(self._tpot, tpot)
         return "tpot" if quote.tpot * self.tpot_margin.factor > limit else None

@@ -152,6 +152,14 @@ def test_who_has_waited_too_long_leaves_in_time_to_be_told():
     assert admission.head(2.0) is None and admission.space.requests == admission.space.bytes == 0
 
 
+def test_whose_turn_comes_too_late_is_not_computed_for_nothing():
+    admission, (first, second) = filled(2)
+    assert ask(admission, first, ROOM._replace(ttft=0.6), now=1.5)[:2] == ("refused", "deadline")
+    assert admission.head(1.5) is second and admission.space.requests == 1
+    quick, slow = ROOM, ROOM._replace(ttft=0.6)
+    assert ask(admission, second, slow, quick, now=1.5).among == [1]
+
+
 def test_without_a_limit_the_longest_wait_counts():
     free = QosClass("free")
     admission = Admission(Classes((free,)), Rules(max_wait=5.0))
@@ -277,7 +285,7 @@ def test_a_full_cache_makes_it_wait_for_streams_to_end():
     assert quote(full, demand()).full > 1.0 and quote(with_room, demand()).full == 0.0
 
 
-def test_the_margin_grows_to_what_nine_in_ten_keep():
+def test_the_margin_grows_to_what_nearly_all_keep():
     margin = Margin()
     for number in range(2000):
         margin.learn(1.0, 1.5 if number % 5 == 0 else 1.0, 2.0)

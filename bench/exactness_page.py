@@ -55,7 +55,7 @@ def main() -> int:
 
 def page() -> str:
     rows = recorded()
-    parts = [HEAD + "".join(map(_row, rows)), _declined(rows), _by_load(), _templates(), CACHES]
+    parts = [HEAD + "".join(map(_row, rows)), KIMI, _declined(rows), _by_load(), _templates(), CACHES]
     return "\n".join(parts)
 
 
@@ -96,7 +96,7 @@ def _by_load() -> str:
 
 
 BY_LOAD = (
-    ("Kimi K2", {"model_type": "kimi_k2"}, ("tiktoken.model", "tokenizer_config.json")),
+    ("Kimi K2 without the program that reads its tiktoken.model", {"model_type": "kimi_k2"}, ("tiktoken.model",)),
     ("Mistral's own format (tekken)", {}, ("params.json", "tekken.json")),
     ("DeepSeek-V4.1", {"architectures": ["DeepseekV41ForCausalLM"]}, ("tokenizer.json",)),
     ("Kimi K3", {"architectures": ["KimiK3ForConditionalGeneration"]}, ("tokenizer.json",)),
@@ -125,6 +125,10 @@ def _templates() -> str:
     )
 
 
+KIMI = """\
+Kimi K2's own program, which vLLM runs to read `tiktoken.model`, could not be had: the bodies were made with one that the tests have,
+written by its rules. A gateway calls such a model exact only after an engine's own ids of some twenty texts were the same.
+"""
 CACHES = """\
 ## From tokens to hits
 

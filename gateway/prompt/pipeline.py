@@ -47,6 +47,8 @@ from .tokens.agreement import Answer, difference, fixed_texts
 from .tokens.model import LoadedModel, load_model
 from .tokens.prefixes import Found, Prefixes
 from .tokens.reading import Reading, Readings
+from .tokens.tiktoken_files import TiktokenReadings
+from .tokens.tiktoken_program import with_sorted_keys
 from .tokens.tokenizer import Tokenizer, TooLong
 
 # A body larger than this is prepared off the event loop without a try; a smaller one may turn out to take long, too
@@ -122,7 +124,8 @@ class Pipeline:
         self._quirks = NEWEST
         self._habits = Habits(True, "low")
         self.reading: Reading | None = None  # how the model's tokenizer files are read
-        self._readings: Readings | None = None
+        self._readings: Readings | TiktokenReadings | None = None
+        self._sorts_tools = False  # a template gets tools with their keys in alphabetical order
         self._doubt = ""  # why the files do not tell how the engine reads them
         self._confirmed = False  # an engine has made the same ids of the fixed texts
         self._differs: dict[str, str] = {}  # served name -> why its engines' tokens are not the gateway's
@@ -143,7 +146,12 @@ class Pipeline:
         if files.no_tokenizer:
             self.template_error = files.no_template
             return
-        self._readings = Readings(model_dir, files.config, files.settings)
+        self._sorts_tools = files.sorts_tools
+        self._readings = (
+            TiktokenReadings(model_dir, files.config)
+            if files.tiktoken
+            else Readings(model_dir, files.config, files.settings)
+        )
         reading, self._doubt = self._readings.likeliest(self._quirks.transformers)
         self._enter(self._loaded(reading))
         self._readings.let_go()
@@ -406,6 +414,8 @@ class Pipeline:
             else:
                 chat = from_chat(request) if prompt.path == CHAT else self._chat(prompt.path, request)
             chat.body = body
+            if self._sorts_tools:
+                chat.tools = with_sorted_keys(chat.tools)
             prompt.token_ids, prompt.hashes, prompt.rendered_chars = self._render(chat, seed)
         else:
             prompt.token_ids, prompt.hashes = ids, self._hashed(ids, seed)

@@ -36,7 +36,10 @@ class Serving:
     """What `vllm serve --enable-auto-tool-choice --tool-call-parser hermes` builds to make prompts."""
 
     def __init__(self, folder: str, chat_template: str | None) -> None:
-        config = AsyncEngineArgs(model=folder, dtype="bfloat16", enforce_eager=True).create_model_config()
+        own_code = any(Path(folder).glob("tokenization_*.py"))
+        config = AsyncEngineArgs(
+            model=folder, dtype="bfloat16", enforce_eager=True, trust_remote_code=own_code
+        ).create_model_config()
         template = Path(chat_template).read_text(encoding="utf-8") if chat_template is not None else None
         self._online = OnlineRenderer(
             config,

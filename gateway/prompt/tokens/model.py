@@ -13,10 +13,11 @@ from xxhash import xxh3_64
 
 from ..render.program import Program
 from ..render.programs import program_for
+from .tiktoken_program import can_be_read, sorts_tools
 
 _FILES = """
-    tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json chat_template.jinja
-    chat_template.json config.json params.json processor_config.json preprocessor_config.json
+    tokenizer.json tiktoken.model tokenization_*.py tokenizer_config.json special_tokens_map.json added_tokens.json
+    chat_template.jinja chat_template.json config.json params.json processor_config.json preprocessor_config.json
     additional_chat_templates/*.jinja
 """.split()
 # Architectures whose conversations vLLM writes by rules of its own, whatever template the model has, and of which the
@@ -75,6 +76,8 @@ class LoadedModel:
     settings: dict[str, Any]  # config.json
     no_template: str = ""  # why there is no template to use, though the folder may have one
     no_tokenizer: str = ""  # why tokenizer.json is not used, or is not there
+    tiktoken: bool = False  # the tokenizer is a tiktoken.model
+    sorts_tools: bool = False  # a template gets tools with their keys in alphabetical order
     program: Program | None = None  # what writes its conversations in place of a template
 
     @functools.cached_property
@@ -121,7 +124,8 @@ def load_model(directory: Path, chat_template: str | Path | None = None) -> Load
     program = program_for(architectures) if not no_tokenizer else None
     if program is None and not no_tokenizer and not WRITTEN_BY_UNKNOWN_RULES.isdisjoint(architectures):
         no_template = "the engine writes this model's conversations without its chat template"
-    if not (directory / "tokenizer.json").is_file() and not no_tokenizer:
+    tiktoken = not no_tokenizer and not (directory / "tokenizer.json").is_file() and can_be_read(directory)
+    if not (directory / "tokenizer.json").is_file() and not no_tokenizer and not tiktoken:
         if not config and not settings:
             raise ModelError(
                 f"{directory} has no tokenizer.json and nothing else of a model: give the folder that the engine was "
@@ -131,7 +135,10 @@ def load_model(directory: Path, chat_template: str | Path | None = None) -> Load
         no_template = no_template or no_tokenizer
     if no_template or (program is not None and chat_template is None):
         templates = {}
-    return LoadedModel(directory, templates, config, settings, no_template, no_tokenizer, program)
+    sorted_tools = tiktoken and sorts_tools(directory)
+    return LoadedModel(
+        directory, templates, config, settings, no_template, no_tokenizer, tiktoken, sorted_tools, program
+    )
 
 
 def _mistral_format(directory: Path) -> str:

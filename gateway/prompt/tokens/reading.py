@@ -43,6 +43,7 @@ class Reading:
     special_tokens: dict[str, str]  # named tokens that a template may print
     splits_special_tokens: bool  # special tokens inside a text are ordinary text
     make: Callable[[], str | None] = field(compare=False, repr=False)
+    longest_run: int = 0  # of more characters without a change between blanks and others, tokens are not known; 0: any
 
     @property
     def content(self) -> str | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import sys
 from array import array
 from pathlib import Path
@@ -21,6 +22,7 @@ import tokenizers
 from ..offload import TakesLong, event_loop
 from .model import ModelError
 from .reading import Reading
+from .tiktoken_program import LONGEST_TEXT
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +47,10 @@ class TokenizerError(ModelError):
     """The tokenizer can't be loaded; the message says what is missing and what to do."""
 
 
+class UnlikeEngine(Exception):
+    """A text of which the engine may make other tokens."""
+
+
 class TooLong(Exception):
     """A text that makes more tokens than a context has, however it is tokenized."""
 
@@ -60,12 +66,12 @@ class Tokenizer:
         """`backend` is "fastokens" or "tokenizers"; `reading` says how the engine reads the files (None: tokenizer.json
         as it is). Raises TokenizerError."""
         path = model_dir / "tokenizer.json"
-        if not path.is_file():
+        content = reading.content if reading else None
+        if content is None and not path.is_file():
             raise TokenizerError(
                 f"{model_dir} has no tokenizer.json: convert the tokenizer to the "
                 "fast format (save_pretrained with transformers) and put it there"
             )
-        content = reading.content if reading else None
         splits = reading is not None and reading.splits_special_tokens
         self.backend = "tokenizers" if splits else backend  # fastokens always finds special tokens in a text
         self._fast: Any = None
@@ -100,6 +106,8 @@ class Tokenizer:
         self.added_tokens: list[dict[str, Any]] = settings.get("added_tokens") or []
         self._normalizes = not _changes_nothing(settings.get("normalizer"))
         self._splits_special_tokens = splits
+        run = reading.longest_run if reading else 0
+        self._run = re.compile(rf"\S{{{run}}}|\s{{{run}}}") if run else None
         self._longest = _longest_token(settings)
         self._takes_blanks = any(token["lstrip"] or token["rstrip"] for token in self.added_tokens)
         self.bound(None)
@@ -112,10 +120,12 @@ class Tokenizer:
         self._unchecked = min(_BRIEF[self.backend] // _CHAR_BYTES, self._most_chars)
 
     def _check(self, texts: list[str], chars: int) -> None:
-        """Of texts that are not short. Raises TooLong, or TakesLong on the event loop."""
+        """Of texts that are not short. Raises TooLong, UnlikeEngine, or TakesLong on the event loop."""
         if chars > self._most_chars:
             raise TooLong(chars, -(-chars // self._longest))
         self._weigh(texts)
+        if self._run is not None and any(len(one) >= LONGEST_TEXT or self._run.search(one) for one in texts):
+            raise UnlikeEngine("the engine tokenizes such a long text, or so long a run without blanks, in parts")
         # An added token that takes all blanks beside it makes one token of any number of them: parts say nothing then.
         if chars // _UNLIKELY > self._context and not self._takes_blanks:
             self._count(texts, chars)

@@ -27,6 +27,7 @@ from replicas.simulated.model import sim_model_dir
 from ...vllm.bodies import CORPUS, Body
 from ...vllm.chat_templates import small_tokenizer
 from ...vllm.mixed_bodies import random_bodies, random_tools
+from .kimi import bytes_to_symbols, kimi_folder
 from .reference import model_dir
 
 RECORDED = Path(__file__).with_name("families.jsonl")
@@ -85,10 +86,17 @@ def _gpt_oss(folder: Path) -> Path:
     return folder
 
 
+def _kimi_k2(folder: Path) -> Path:
+    return kimi_folder(
+        folder, {**_CONFIG, "architectures": ["DeepseekV3ForCausalLM"], "model_type": "kimi_k2", **_DEEPSEEK}
+    )
+
+
 FAMILIES: dict[str, Callable[[Path], Path]] = {
     "DeepSeek-V3.2": _deepseek_v32,
     "DeepSeek-V4": _deepseek_v4,
     "gpt-oss": _gpt_oss,
+    "Kimi K2": _kimi_k2,
 }
 
 
@@ -103,13 +111,6 @@ def harmony_vocabulary(folder: Path) -> Path:
     folder.mkdir(parents=True)
     (folder / "o200k_base.tiktoken").write_bytes(b"".join(lines))
     return folder
-
-
-def bytes_to_symbols() -> dict[int, str]:
-    """How a byte-level vocabulary writes each byte."""
-    printed = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printed]
-    return {**{byte: chr(byte) for byte in printed}, **{byte: chr(256 + i) for i, byte in enumerate(others)}}
 
 
 def digest(ids: Iterable[int]) -> str:
@@ -148,6 +149,7 @@ def compare(folder: Path, version: str, theirs: dict[str, str | None]) -> Compar
 def _compare(folder: Path, version: str, theirs: dict[str, str | None]) -> Compared:
     pipeline = Pipeline(folder, "tiny", 16, max_model_len=CONTEXT)
     pipeline.follow(version_quirks(version))
+    pipeline.adopt(pipeline.likeliest(), True, {})  # as after the engine's tokens were found to be the same
     found, asked = Compared(), bodies()
     for name, ids in theirs.items():
         if ids is None:

@@ -6,6 +6,7 @@ import pytest
 
 from gateway.prompt.pipeline import Pipeline
 from gateway.prompt.report import template_report
+from gateway.prompt.tokens.agreement import Answer
 from replicas.engines.vllm.versions import version_quirks
 
 from .families import FAMILIES, compare, recordings
@@ -57,3 +58,44 @@ def test_tools_results_of_gpt_oss_are_not_guessed_where_their_header_is_not_know
 def test_the_date_in_the_prompt_of_gpt_oss_is_reported(tmp_path):
     report = template_report(Pipeline(FAMILIES["gpt-oss"](tmp_path / "model"), "m", 16))
     assert report.prints_date and not report.refused and {turn.what for turn in report.turns} >= {"plain", "with tools"}
+
+
+def test_kimi_is_exact_only_once_an_engine_has_made_the_same_tokens(tmp_path):
+    pipeline = Pipeline(FAMILIES["Kimi K2"](tmp_path / "model"), "m", 16)
+    body = b'{"messages": [{"role": "user", "content": "hi"}]}'
+    unsure = pipeline.prepare("/v1/chat/completions", body)
+    assert unsure.mode == "text" and "code of its own" in unsure.note
+    answers = [
+        Answer(text, special, memoryview(pipeline.tokenizer.encode(text, special)).cast("I").tolist())
+        for text in pipeline.fixed_texts()
+        for special in (False, True)
+    ]
+    pipeline.adopt(pipeline.judge(answers), True, {})
+    assert pipeline.prepare("/v1/chat/completions", body).mode == "exact"
+    answers[3] = answers[3]._replace(ids=[1, 2, 3])
+    assert "other tokens" in pipeline.judge(answers).differs
+
+
+@pytest.mark.parametrize(
+    "text, mode",
+    [
+        ("x" * 24_999, "exact"),
+        ("x" * 25_000, "load"),
+        (" " * 30_000, "load"),
+        ("x " * 40_000, "exact"),
+        ("x " * 200_000, "load"),
+    ],
+)
+def test_what_kimis_program_encodes_in_parts_is_declined(text, mode, tmp_path):
+    pipeline = Pipeline(FAMILIES["Kimi K2"](tmp_path / "model"), "m", 16)
+    pipeline.adopt(pipeline.likeliest(), True, {})
+    assert pipeline.prepare("/v1/completions", json.dumps({"prompt": text}).encode()).mode == mode
+
+
+@pytest.mark.parametrize("program", ["", "pat_str = 3", "pat_str = make()", "this is no Python"])
+def test_a_program_whose_pattern_cannot_be_told_is_not_guessed(program, tmp_path):
+    folder = FAMILIES["Kimi K2"](tmp_path / "model")
+    (folder / "tokenization_kimi.py").write_text(program)
+    pipeline = Pipeline(folder, "m", 16)
+    prompt = pipeline.prepare("/v1/completions", b'{"prompt": "hi"}')
+    assert prompt.mode == "load" and "no tokenizer.json" in prompt.note

@@ -1,0 +1,109 @@
+"""Tokenizers that come as `tiktoken.model`, with a program in the model's folder that reads it (Kimi K2).
+
+The program is not run; what is read out of its text is in `tiktoken_program`. A program may do anything, so nothing is
+called exact before an engine's own tokens of fixed texts were the same (`unknown`, as of `Readings`).
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Iterator
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from ..quirks import Transformers
+from .model import ModelError
+from .reading import Reading
+from .tiktoken_program import LONGEST_RUN, word_pattern
+
+_RESERVED = 256 + 2  # special tokens behind the vocabulary, whether they have a name or not
+_NAMED = ("bos_token", "eos_token", "unk_token", "pad_token")
+
+
+class TiktokenReadings:
+    """The one way in which such a folder is read here: in the place of `Readings`."""
+
+    def __init__(self, directory: Path, config: dict[str, Any]) -> None:
+        """`config` is tokenizer_config.json. Raises ModelError."""
+        self._directory, self._config = directory, config
+        try:
+            content = self._content()
+        except (OSError, ValueError, KeyError, AttributeError) as error:
+            raise ModelError(f"can't read tiktoken.model in {directory}: {type(error).__name__}: {error}") from error
+        named = {key: _text(config[key]) for key in _NAMED if config.get(key)}
+        digest = sha256(content.encode()).digest()
+        self._reading = Reading(
+            "tiktoken.model by the model's own rules", digest, named, False, self._content, LONGEST_RUN
+        )
+        self.mentioned: list[str] = []
+        self.unknown = "the model brings tokenizer code of its own (tiktoken.model)"
+
+    def likeliest(self, transformers: Transformers) -> tuple[Reading, str]:
+        return self._reading, self.unknown
+
+    def all(self) -> Iterator[Reading]:
+        yield self._reading
+
+    def let_go(self) -> None:
+        """Nothing is kept."""
+
+    def _content(self) -> str:
+        """The folder's tokenizer as a tokenizer.json."""
+        ranks = {}
+        for line in (self._directory / "tiktoken.model").read_bytes().splitlines():
+            if line:
+                token, rank = line.split()
+                ranks[base64.b64decode(token)] = int(rank)
+        vocabulary = {_symbols(token): rank for token, rank in ranks.items()}
+        names = {int(id): _text(one) for id, one in (self._config.get("added_tokens_decoder") or {}).items()}
+        plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+        added = [
+            {"id": id, "content": names.get(id, f"<|reserved_token_{id}|>"), **plain}
+            for id in range(len(ranks), len(ranks) + _RESERVED)
+        ]
+        words = {
+            "type": "Split",
+            "pattern": {"Regex": word_pattern(self._directory)},
+            "behavior": "Isolated",
+            "invert": False,
+        }
+        level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+        model = {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
+                 "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": True,
+                 "vocab": vocabulary, "merges": _merges(ranks)}  # fmt: skip
+        return json.dumps({
+            "version": "1.0", "truncation": None, "padding": None, "added_tokens": added, "normalizer": None,
+            "pre_tokenizer": {"type": "Sequence", "pretokenizers": [words, level]}, "post_processor": None,
+            "decoder": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False},
+            "model": model,
+        })  # fmt: skip
+
+
+def _merges(ranks: dict[bytes, int]) -> list[list[str]]:
+    """Every pair of tokens that make a token, by the rank of what they make: so merges are chosen as tiktoken does."""
+    merges = []
+    for token, rank in ranks.items():
+        pairs = [
+            (ranks[a], ranks[b], a, b)
+            for i in range(1, len(token))
+            if (a := token[:i]) in ranks and (b := token[i:]) in ranks
+        ]
+        merges += [(rank, left, right, a, b) for left, right, a, b in pairs]
+    merges.sort(key=lambda one: one[:3])
+    return [[_symbols(a), _symbols(b)] for *_, a, b in merges]
+
+
+_PRINTED = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+_OTHERS = [byte for byte in range(256) if byte not in _PRINTED]
+_SYMBOLS = {**{byte: chr(byte) for byte in _PRINTED}, **{byte: chr(256 + i) for i, byte in enumerate(_OTHERS)}}
+
+
+def _symbols(token: bytes) -> str:
+    """Bytes as a byte-level vocabulary writes them."""
+    return "".join(map(_SYMBOLS.__getitem__, token))
+
+
+def _text(token: Any) -> str:
+    return token["content"] if isinstance(token, dict) else str(token)

@@ -1,0 +1,53 @@
+"""The program in a model's folder that reads its `tiktoken.model`: what its text tells, without running it."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+from typing import Any
+
+# Characters that are all blanks or all none: of more, the program encodes parts, and so of a text longer than 400,000.
+LONGEST_RUN = 25_000
+LONGEST_TEXT = 400_000
+
+
+def word_pattern(directory: Path) -> str:
+    """Its pattern of words: the string, or the strings joined by another, that it calls `pat_str`. "" where there is
+    none."""
+    for node in ast.walk(ast.parse(_program(directory))):
+        if isinstance(node, ast.Assign) and [getattr(one, "id", "") for one in node.targets] == ["pat_str"]:
+            return _joined(node.value)
+    return ""
+
+
+def can_be_read(directory: Path) -> bool:
+    """Whether the folder has such a tokenizer, with a pattern that can be told."""
+    try:
+        return (directory / "tiktoken.model").is_file() and bool(word_pattern(directory))
+    except (OSError, SyntaxError, ValueError):
+        return False
+
+
+def sorts_tools(directory: Path) -> bool:
+    """Whether tools reach the template with their keys in alphabetical order."""
+    return "deep_sort_dict(tools)" in _program(directory)
+
+
+def with_sorted_keys(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: with_sorted_keys(one) for key, one in sorted(value.items())}
+    return [with_sorted_keys(one) for one in value] if isinstance(value, list) else value
+
+
+def _program(directory: Path) -> str:
+    return "\n".join(path.read_text(encoding="utf-8") for path in sorted(directory.glob("tokenization_*.py")))
+
+
+def _joined(value: ast.expr) -> str:
+    try:
+        if isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) and value.func.attr == "join":
+            return ast.literal_eval(value.func.value).join(ast.literal_eval(value.args[0]))
+        found = ast.literal_eval(value)
+    except (ValueError, TypeError, AttributeError, IndexError):
+        return ""
+    return found if isinstance(found, str) else ""

@@ -6,8 +6,9 @@ here and in `shared.lua`: a request is refused where the count and its cost, but
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from datetime import UTC, datetime
+from functools import lru_cache
 from typing import NamedTuple
 
 from ..errors import ApiError
@@ -24,6 +25,7 @@ WORDS = {
 }
 TOLD = {REQUESTS: b"requests", INPUT: b"input-tokens", OUTPUT: b"output-tokens"}
 BUDGETS = frozenset((DAY, MONTH))
+OF_PROMPTS = frozenset((INPUT, DAY, MONTH))  # what a prompt's tokens are counted in
 MINUTE_SECONDS, DAY_SECONDS = 60, 86_400
 
 
@@ -52,10 +54,15 @@ class Claim(NamedTuple):
 
 def window(kind: str, now: float) -> int:
     """The number of the window that `now` lies in; `now` in seconds since 1970."""
-    if kind == MONTH:
-        at = datetime.fromtimestamp(now, UTC)
-        return 12 * at.year + at.month - 1
-    return 0 if kind == RUNNING else int(now // (DAY_SECONDS if kind == DAY else MINUTE_SECONDS))
+    return _windows(int(now // MINUTE_SECONDS))[kind]
+
+
+@lru_cache(4)
+def _windows(minute: int) -> dict[str, int]:
+    """All windows of a minute: each of them begins with one."""
+    at = datetime.fromtimestamp(minute * MINUTE_SECONDS, UTC)
+    day, month = minute * MINUTE_SECONDS // DAY_SECONDS, 12 * at.year + at.month - 1
+    return {RUNNING: 0, REQUESTS: minute, INPUT: minute, OUTPUT: minute, DAY: day, MONTH: month}
 
 
 def seconds_left(kind: str, now: float) -> float:
@@ -68,11 +75,23 @@ def seconds_left(kind: str, now: float) -> float:
     return number * (DAY_SECONDS if kind == DAY else MINUTE_SECONDS) - now
 
 
-def claims(limits: Limits, tokens: int, now: float) -> list[Claim]:
-    """What a request with so many prompt tokens wants."""
-    costs = {RUNNING: 1, REQUESTS: 1, INPUT: tokens, OUTPUT: 0, DAY: tokens, MONTH: tokens}
+@lru_cache(4096)
+def _there_are(limits: Limits) -> tuple[tuple[str, int], ...]:
+    return tuple((kind, limit) for kind, limit in zip(WORDS, limits) if limit is not None)
+
+
+def claims(limits: Limits, tokens: int, now: float, kinds: Collection[str] = tuple(WORDS)) -> list[Claim]:
+    """What a request with so many prompt tokens wants, of these kinds."""
+    windows = _windows(int(now // MINUTE_SECONDS))
     return [
-        Claim(kind, window(kind, now), limit, costs[kind]) for kind, limit in zip(costs, limits) if limit is not None
+        Claim(
+            kind,
+            windows[kind],
+            limit,
+            tokens if kind in OF_PROMPTS else 0 if kind == OUTPUT else 1,
+        )
+        for kind, limit in _there_are(limits)
+        if kind in kinds
     ]
 
 
@@ -143,23 +162,29 @@ class Account:
                 self.add(claim.kind, claim.window, claim.cost)
 
 
-def headers(limits: Limits, account: Account, now: float) -> list[tuple[bytes, bytes]]:
-    """What clients are told of their limits."""
-    lines = []
-    for claim in claims(limits, 0, now):
-        if (name := TOLD.get(claim.kind)) is not None:
-            left = max(0, claim.limit - account.count_seen(claim))
-            lines += [
-                (b"x-ratelimit-limit-" + name, b"%d" % claim.limit),
-                (b"x-ratelimit-remaining-" + name, b"%d" % left),
-                (b"x-ratelimit-reset-" + name, b"%ds" % -(-seconds_left(claim.kind, now) // 1)),
-            ]
-    return lines
+@lru_cache(4096)
+def _template(limits: Limits) -> bytes:
+    return b"".join(
+        b"x-ratelimit-limit-%b: %d\r\nx-ratelimit-remaining-%b: %%d\r\nx-ratelimit-reset-%b: %%ds\r\n"
+        % (name, limit, name, name)
+        for kind, limit in _there_are(limits)
+        if (name := TOLD.get(kind)) is not None
+    )
+
+
+def header_lines(limits: Limits, account: Account, now: float) -> bytes:
+    """What clients are told of their limits, all of which are of a minute."""
+    reset = MINUTE_SECONDS - int(now % MINUTE_SECONDS)
+    values: list[int] = []
+    for claim in claims(limits, 0, now, TOLD):
+        values += (max(0, claim.limit - account.count_seen(claim)), reset)
+    return _template(limits) % tuple(values)
 
 
 def error(claim: Claim, limits: Limits, account: Account, now: float) -> ApiError:
     """What is answered to a request that a limit refuses."""
-    told = headers(limits, account, now)
+    lines = header_lines(limits, account, now).splitlines()
+    told = [(name, value) for name, _, value in (line.partition(b": ") for line in lines)]
     what = f"{WORDS[claim.kind]} of this API key"
     if claim.cost > claim.limit:
         message = f"the prompt has {claim.cost} tokens, and the limit is {claim.limit} {what}: shorten it"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import ApiError
 from . import limits as rules
-from .limits import DAY, INPUT, MONTH, OUTPUT, REQUESTS, Account, Claim, Limits
+from .limits import DAY, MONTH, OUTPUT, REQUESTS, Account, Claim, Limits
 from .tenant import Tenant
 
 if TYPE_CHECKING:
@@ -32,8 +32,7 @@ class Charge:
 
     def header_lines(self) -> bytes:
         """What its client is told."""
-        told = rules.headers(self.limits, self.account, self._clock())
-        return b"".join([b"%b: %b\r\n" % header for header in told])
+        return rules.header_lines(self.limits, self.account, self._clock())
 
 
 class Metering:
@@ -77,7 +76,7 @@ class Metering:
         if limits is None:
             return None
         account = self.account(tenant.name)
-        wanted = [claim for claim in rules.claims(limits, 0, now) if claim.kind in ONLY_GROW]
+        wanted = rules.claims(limits, 0, now, ONLY_GROW)
         over = rules.refused(wanted, account.count_seen)
         if over is None:
             return None
@@ -137,7 +136,7 @@ class Metering:
         account, now = charge.account, self._clock()
         account.running -= 1
         for claim in charge.wanted:
-            if claim.kind in (INPUT, DAY, MONTH):
+            if claim.kind in rules.OF_PROMPTS:
                 self._add(account, claim.kind, claim.window, input - claim.cost)
             if claim.kind in (OUTPUT, DAY, MONTH):
                 self._add(account, claim.kind, rules.window(claim.kind, now), output)

@@ -306,6 +306,7 @@ class Gateway:
         following = {
             "endpoint": source.endpoint,
             "replay": source.replay,
+            "snapshot": source.snapshot,
             "decode": backend.replica.dialect.event_decoder(records),
             "topic": "",  # all: one publisher an endpoint, and a topic nobody expected must not make us deaf
             "model": HASHED_AS,

@@ -12,22 +12,29 @@ class EventSource(NamedTuple):
     endpoint: str
     replay: str | None
     topic: str
+    snapshot: str | None = None  # tells all that it holds
 
     def at_rank(self, rank: int) -> "EventSource | None":
         """Where data-parallel rank `rank` publishes if the first one does here: vLLM adds the rank to both ports."""
         if rank == 0:
             return self
         endpoint = _port_plus(self.endpoint, rank)
-        return EventSource(endpoint, self.replay and _port_plus(self.replay, rank), self.topic) if endpoint else None
+        if endpoint is None:
+            return None
+        further = (where and _port_plus(where, rank) for where in (self.replay, self.snapshot))
+        return EventSource(endpoint, next(further), self.topic, next(further))
 
     @property
     def hosts(self) -> set[str]:
         """The hosts that its endpoints name."""
-        return {host for endpoint in (self.endpoint, self.replay) if endpoint and (host := _host(endpoint))}
+        return {
+            host for endpoint in (self.endpoint, self.replay, self.snapshot) if endpoint and (host := _host(endpoint))
+        }
 
     def at(self, addresses: Mapping[str, str]) -> "EventSource":
         """With each host in its endpoints replaced by its address, where that is known."""
-        return EventSource(_at(self.endpoint, addresses), self.replay and _at(self.replay, addresses), self.topic)
+        replay, snapshot = (where and _at(where, addresses) for where in (self.replay, self.snapshot))
+        return EventSource(_at(self.endpoint, addresses), replay, self.topic, snapshot)
 
 
 def _host(endpoint: str) -> str:

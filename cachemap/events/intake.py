@@ -16,7 +16,7 @@ import zmq
 from cachemap.events.apply import EventApplier
 from cachemap.events.records import Batch, Cleared, Decoder, EventError, Removed, Stored
 from cachemap.events.sequence import Order, classify
-from cachemap.events.sockets import WAKE_SECONDS, Inbox, connected, publisher_of, replay
+from cachemap.events.sockets import WAKE_SECONDS, Inbox, connected, publisher_of, replay, snapshot
 from cachemap.map import CacheMap
 
 RETRY_SECONDS = (1.0, 30.0)  # between attempts to have all replayed, doubling
@@ -28,6 +28,8 @@ SILENT_REQUESTS = 4  # requests with new blocks that finish without a BlockStore
 SILENT_SECONDS = 2.0  # ... over at least this time: events come within a step, 0.1 s
 
 COMPLAINTS = 5
+# Until a publisher that gives snapshots has told its id; live batches kept while one is made; its own applied at once.
+PUBLISHER_SECONDS, MOST_SINCE, SNAPSHOT_PIECE = 3.0, 4096, 16
 
 SEQUENCE = struct.Struct(">Q")
 
@@ -37,7 +39,8 @@ Numbered = tuple[int, Batch]
 class EventIntake:
     """Follows one replica; `run` until cancelled.
 
-    `endpoint` and `replay` are ZMQ addresses of the engine's PUB and ROUTER sockets;
+    `endpoint` and `replay` are ZMQ addresses of the engine's PUB and ROUTER sockets, `snapshot` that of one that tells
+    all that the engine holds, which is asked before `replay` where there is one;
     `topic` is the prefix its messages must have; `decode` reads their payload. `model` and `block_size` must be those
     prompts are hashed with; `page_size`: of the parts of a block that the engine finds too, None if it finds whole ones
     only. `on_change(state, reason)` is called when `state` changes or the
@@ -52,6 +55,7 @@ class EventIntake:
         *,
         endpoint: str,
         replay: str | None,
+        snapshot: str | None = None,
         topic: str = "",
         decode: Decoder,
         model: str,
@@ -63,7 +67,7 @@ class EventIntake:
         self._map = cache_map
         self._slot = slot
         self._endpoint = endpoint
-        self._replay_endpoint = replay
+        self._replay_endpoint, self._snapshot_endpoint = replay, snapshot
         self._topic = topic.encode()
         self._decode = decode
         self._on_change, self._on_unreachable = on_change, on_unreachable
@@ -73,7 +77,8 @@ class EventIntake:
         self._inbox: Inbox | None = None
         self._last_timestamp = 0.0
         self._publisher = b""  # the id of the process that events come from, of engines that tell it
-        self._replay_wanted = replay is not None
+        self._replay_wanted = replay is not None or snapshot is not None
+        self._since: list[Numbered] | None = None  # what came live since a snapshot was asked for
         # the record, its begin
         self._asked: tuple[AsyncGenerator[list[Numbered], None], asyncio.Task[list[Numbered] | None]] | None = None
         self._resuming = False  # go on after a batch that another applied, rather than start anew
@@ -81,7 +86,7 @@ class EventIntake:
         self._replay_at = 0.0
         self._replay_pause = RETRY_SECONDS[0]
         self._linked = False  # the engine's publisher is connected, so the map may believe what it tells
-        self._unlinked_at = 0.0
+        self._unlinked_at = self._linked_at = 0.0
         self.unreachable = False  # it was tried for long enough
         self._silent_requests = 0
         self._silent_since = 0.0
@@ -173,7 +178,7 @@ class EventIntake:
                     self._follow_link(inbox)
                     if self._asked is not None:
                         await self._answered(*self._asked)
-                    elif self._replay_wanted and self._linked and _now() >= self._replay_at:
+                    elif self._replay_wanted and self._may_ask():
                         if self._resuming and self.last_seq is not None:
                             await self._catch_up(self.last_seq)
                         else:
@@ -207,7 +212,7 @@ class EventIntake:
 
     def _link(self) -> None:
         """The publisher is there, for the first time or again: believe it from here on."""
-        self._linked, self.unreachable = True, False
+        self._linked, self.unreachable, self._linked_at = True, False, _now()
         self._map.observed(self._slot, True)
         if self.state == "unobserved":
             self._want_replay()
@@ -269,17 +274,24 @@ class EventIntake:
         run: list[Numbered] = []
         for number, batch in batches:
             last = (run[-1][0], run[-1][1].timestamp) if run else self.position
-            order = classify(*last, number, batch.timestamp)
+            order = self._order(last, number, batch)
             if order is not Order.CONTIGUOUS and order is not Order.STALE:
                 self._apply(run)
                 run = []
                 await self._recover(order, number)
-                order = classify(*self.position, number, batch.timestamp)
+                order = self._order(self.position, number, batch)
             if order is not Order.STALE:
                 run.append((number, batch))
         self._apply(run)
+        if self._since is not None and len(self._since) < MOST_SINCE:
+            self._since += batches
         if run and self.state in ("connecting", "gap"):
             self._change("live", "events come")
+
+    def _order(self, last: tuple[int | None, float], number: int, batch: Batch) -> Order:
+        """A publisher that tells its id tells by that when it starts over."""
+        order = classify(*last, number, batch.timestamp)
+        return Order.STALE if order is Order.RESTART and self._publisher else order
 
     def _ours(self, messages: list[list[bytes]]) -> list[Numbered]:
         """The batches in messages of our topic."""
@@ -318,7 +330,8 @@ class EventIntake:
             self._want_replay()
 
     def _want_replay(self) -> None:
-        self._replay_wanted, self._resuming = self._replay_endpoint is not None, False
+        self._replay_wanted = self._replay_endpoint is not None or self._snapshot_endpoint is not None
+        self._resuming = False
         self._replay_at, self._replay_pause = 0.0, RETRY_SECONDS[0]
         if self._inbox is not None:
             self._inbox.wake()
@@ -350,7 +363,8 @@ class EventIntake:
     def _ask(self) -> None:
         """Ask for all that the engine still has. It may be long in answering, busy as it is when it has just started:
         what it tells meanwhile is not kept waiting."""
-        record = self._record(0)
+        record = self._everything()
+        self._since = [] if self._snapshot_endpoint is not None else None
 
         async def begin() -> list[Numbered] | None:
             try:
@@ -362,6 +376,7 @@ class EventIntake:
         self._asked = record, asyncio.ensure_future(begin())
 
     async def _unask(self) -> None:
+        self._since = None
         if self._asked is not None:
             record, begin = self._asked
             self._asked = None
@@ -375,13 +390,15 @@ class EventIntake:
         """Start anew from the record, once its begin is there; without an answer, ask again later."""
         if not begin.done():
             return
-        told = self.last_seq
+        told, since, self._since = self.last_seq, self._since, None
         try:
             if (run := begin.result()) is not None:
                 self._forget()
             while run is not None:
                 self._apply(run)
                 run = await anext(record, None)
+            if since and self.last_seq is not None:
+                self._apply(_following(since, self.last_seq))
             if told is not None and self.last_seq is not None and told > self.last_seq:
                 # what came live since the engine read its record out, and was forgotten with the rest
                 await self._replay_missing(told + 1)
@@ -390,6 +407,13 @@ class EventIntake:
         else:
             self._replayed("all replayed")
         self._asked = None
+
+    def _may_ask(self) -> bool:
+        """Not before it is known whose snapshot it has to be; whoever gives one sends a batch each second."""
+        at = self._replay_at
+        if self._snapshot_endpoint is not None and not self._publisher:
+            at = max(at, self._linked_at + PUBLISHER_SECONDS)
+        return self._linked and _now() >= at
 
     def _try_again_later(self) -> None:
         self._replay_at = _now() + self._replay_pause
@@ -413,8 +437,36 @@ class EventIntake:
             pass
         return self.last_seq >= number - 1
 
+    async def _everything(self) -> AsyncGenerator[list[Numbered], None]:
+        """All that the engine holds, by its snapshot, else by its record."""
+        if run := await self._taken():
+            for at in range(0, len(run), SNAPSHOT_PIECE):
+                yield run[at : at + SNAPSHOT_PIECE]
+                await asyncio.sleep(0)
+            return
+        if self._replay_endpoint is None:
+            raise TimeoutError("the engine has given no snapshot")
+        async for record in self._record(0):
+            yield record
+
+    async def _taken(self) -> list[Numbered]:
+        """Its snapshot, as batches that all have the number of the last one in it; [] where there is none to use: of
+        another process, unreadable, or with what an adapter's name stood for before."""
+        if self._snapshot_endpoint is None or not self._publisher or self._void:
+            return []
+        try:
+            told = await snapshot(self._snapshot_endpoint)
+            if told is None or told.publisher != self._publisher:
+                return []
+            batches = [self._decode(payload) for payload in told.payloads] or [Batch(0.0, [], [])]
+            return [(told.sequence, batch) for batch in batches]
+        except (EventError, ValueError, TimeoutError) as error:
+            self.unreadable = str(error)
+            return []
+
     async def _record(self, start: int) -> AsyncGenerator[list[Numbered], None]:
-        assert self._replay_endpoint is not None
+        if self._replay_endpoint is None:
+            return
         async for messages in replay(self._replay_endpoint, start):
             publisher = publisher_of(messages[0])
             if publisher and publisher != self._publisher:
@@ -481,6 +533,15 @@ class EventIntake:
         self.state, self.reason = state, reason
         if tell:
             self._on_change(state, reason)
+
+
+def _following(batches: list[Numbered], last: int) -> list[Numbered]:
+    """Those that follow on number `last`, up to the first hole."""
+    found: list[Numbered] = []
+    for one in batches:
+        if one[0] == last + len(found) + 1:
+            found.append(one)
+    return found
 
 
 def _stores(one: Numbered) -> bool:

@@ -7,7 +7,7 @@ more; a future for each message, as zmq.asyncio makes them, costs more than deco
 import asyncio
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing, contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
@@ -19,6 +19,8 @@ WAKE_SECONDS = 1.0  # a wake-up that got lost costs at most this
 # a turn's worth; then others get the loop. A block is 50 to 90 bytes and 1.5 us of work,
 # so 128 KiB take about 3 ms; a batch alone 60 us
 TURN_MESSAGES, TURN_BYTES = 64, 1 << 17
+SNAPSHOT = b"snapshot"
+SNAPSHOT_SECONDS = 10.0  # it is one message, of as many blocks as the engine holds
 END = b"\xff" * 8  # the sequence number that ends a replay
 
 
@@ -162,6 +164,32 @@ def _number(frames: list[bytes]) -> int:
 def publisher_of(frames: list[bytes]) -> bytes:
     """The id of the process that sent a batch, behind its sequence number; b"" of engines that do not tell it."""
     return frames[-2][8:] if len(frames) > 1 else b""
+
+
+class Snapshot(NamedTuple):
+    """All that an engine holds, as batches of events that end with number `sequence` of this publisher."""
+
+    sequence: int
+    publisher: bytes
+    payloads: list[bytes]
+
+
+async def snapshot(endpoint: str) -> Snapshot | None:
+    """Ask for all that the engine holds; None if it has no answer to that now. Raises TimeoutError.
+
+    As vLLM's proposal has it: one frame `snapshot`, answered by one message of the number (signed, negative where there
+    is none), the publisher's id and the batches."""
+    loop = asyncio.get_running_loop()
+    with connected(zmq.DEALER, endpoint) as inbox:
+        inbox.send([SNAPSHOT])
+        until = loop.time() + SNAPSHOT_SECONDS
+        while loop.time() < until:
+            for frames in inbox.take():
+                sequence, publisher, *payloads = frames[1:] if frames[:1] == [b""] else frames
+                number = int.from_bytes(sequence, "big", signed=True)
+                return Snapshot(number, publisher, payloads) if number >= 0 else None
+            await inbox.changed(min(WAKE_SECONDS, max(0.0, until - loop.time())))
+    raise TimeoutError(f"no snapshot from {endpoint}")
 
 
 async def _answer(endpoint: str, start: int) -> AsyncGenerator[list[list[bytes]], None]:

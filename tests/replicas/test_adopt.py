@@ -195,6 +195,17 @@ async def test_ranks_that_a_probe_did_not_hear_of_are_not_gone(serve, session):
     assert facts.engines == () and len(facts.events(None, 2)) == 2
 
 
+async def test_a_publisher_that_gives_snapshots(serve, session):
+    config = {"publisher": "zmq", "endpoint": "tcp://*:1", "snapshot_endpoint": "tcp://*:3", "topic": "kv"}
+    facts = await probe(await serve(pages({**VLLM, "/kv_event_sources": {"0": config}})), session)
+    (source,) = facts.sources.values()
+    assert (
+        source == EventSource("tcp://127.0.0.1:1", None, "kv", "tcp://127.0.0.1:3") and "replay" not in facts.problems
+    )
+    assert source.at_rank(2) == EventSource("tcp://127.0.0.1:3", None, "kv", "tcp://127.0.0.1:5")
+    assert source.at({"127.0.0.1": "10.0.0.7"}).snapshot == "tcp://10.0.0.7:3"
+
+
 async def test_events_without_replay(serve, session):
     facts = await probe(await serve(pages({**VLLM, "/kv_event_sources": {"0": published(5557, None)}})), session)
     assert facts.events()[0].replay is None and "replay_endpoint" in facts.problems["replay"].remedy

@@ -9,6 +9,7 @@ import pytest
 from aiohttp import web
 
 from replicas import Fleet, State, watch
+from replicas.event_source import EventSource
 from replicas.health import Limits
 from replicas.launch.ports import pick
 from replicas.launch.supervisor import Backoff
@@ -373,7 +374,9 @@ async def test_asked_for_models_the_fleet_knows_a_new_adapter_when_the_call_retu
 async def test_the_url_may_name_events_and_model(fleet, engine, comes):
     url = await engine()
     replica = await comes(fleet.add(f"{url}#events=tcp://h:1,replay=tcp://h:2,model=m"), READY)
-    assert replica.events == ("tcp://h:1", "tcp://h:2", "") and not any("events" in p for p in replica.problems)
+    assert replica.events == EventSource("tcp://h:1", "tcp://h:2", "") and not any(
+        "events" in p for p in replica.problems
+    )
     other = await engine(models=("x",))
     replica = await comes(fleet.add(f"{other}#model=m"), State.WARMING)
     assert "serves x, not 'm'" in replica.reason

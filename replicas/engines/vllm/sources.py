@@ -26,7 +26,7 @@ def read(
         sources[int(rank)] = source
         if problem:
             problems["events"] = problem
-        elif source.replay is None:
+        elif source.replay is None and source.snapshot is None:
             problems["replay"] = Problem(NO_REPLAY, remedies.replay)
     if not sources and answer.status != 200:
         problems["events"] = Problem(
@@ -50,16 +50,18 @@ def _source(config: dict, host: str, remedies: Remedies) -> tuple[EventSource | 
             f"KV events go to {endpoint}, which vLLM connects to rather than binds (no * in it), so nobody can subscribe",
             remedies.binding,
         )
-    replay, topic = config.get("replay_endpoint"), config.get("topic")
+    replay, topic, snapshot = (config.get(name) for name in ("replay_endpoint", "topic", "snapshot_endpoint"))
     source = EventSource(
         _reachable(endpoint, host),
         _reachable(replay, host) if isinstance(replay, str) else None,
         topic if isinstance(topic, str) else "",
+        _reachable(snapshot, host) if isinstance(snapshot, str) else None,
     )
     try:
         check_endpoint(source.endpoint)
-        if source.replay is not None:
-            check_endpoint(source.replay)
+        for further in (source.replay, source.snapshot):
+            if further is not None:
+                check_endpoint(further)
     except ValueError as error:
         return None, Problem(
             f"/kv_event_sources names an endpoint that cannot be connected to: {error}", f"give it as {EVENTS_BY_HAND}"

@@ -2,6 +2,7 @@ import sys
 
 import pytest
 
+from replicas.event_source import EventSource
 from replicas.launch import profile
 from replicas.launch.command import Model, Ports, ProfileError
 
@@ -16,7 +17,7 @@ def test_the_shipped_profile_makes_a_command_line():
         "--events-port", "20001", "--replay-port", "20002",
     ]  # fmt: skip
     assert env["PYTHONPATH"]
-    assert sim.events("127.0.0.1", PORTS) == ("tcp://127.0.0.1:20001", "tcp://127.0.0.1:20002", "")
+    assert sim.events("127.0.0.1", PORTS) == EventSource("tcp://127.0.0.1:20001", "tcp://127.0.0.1:20002", "")
 
 
 def test_a_timing_profile_is_one_of_simulated_engines(tmp_path):

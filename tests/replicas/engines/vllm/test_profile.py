@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from replicas.engines.vllm.profile import QUIET, find_executable, weights
+from replicas.event_source import EventSource
 from replicas.launch import devices, profile
 from replicas.launch.command import Model, Ports, ProfileError
 
@@ -46,7 +47,7 @@ def test_the_plain_profile_makes_a_command_line_the_gateway_can_follow():
         "enable_kv_cache_events": True, "publisher": "zmq", "endpoint": "tcp://*:20001", "replay_endpoint": "tcp://*:20002",
     }  # fmt: skip
     assert env == {}
-    assert plain.events("127.0.0.1", PORTS) == ("tcp://127.0.0.1:20001", "tcp://127.0.0.1:20002", "")
+    assert plain.events("127.0.0.1", PORTS) == EventSource("tcp://127.0.0.1:20001", "tcp://127.0.0.1:20002", "")
 
 
 def test_every_field_reaches_the_command_line():

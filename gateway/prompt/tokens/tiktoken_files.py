@@ -7,11 +7,12 @@ called exact before an engine's own tokens of fixed texts were the same (`unknow
 from __future__ import annotations
 
 import base64
-import json
 from collections.abc import Iterator
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
+
+import orjson
 
 from ..quirks import Transformers
 from .model import ModelError
@@ -28,6 +29,7 @@ class TiktokenReadings:
     def __init__(self, directory: Path, config: dict[str, Any]) -> None:
         """`config` is tokenizer_config.json. Raises ModelError."""
         self._directory, self._config = directory, config
+        self._made: str | None = None
         try:
             content = self._content()
         except (OSError, ValueError, KeyError, AttributeError) as error:
@@ -47,16 +49,23 @@ class TiktokenReadings:
         yield self._reading
 
     def let_go(self) -> None:
-        """Nothing is kept."""
+        """Free what was made of the files, some 25 MB; when it is needed once more, they are read again."""
+        self._made = None
 
     def _content(self) -> str:
-        """The folder's tokenizer as a tokenizer.json."""
+        """The folder's tokenizer as a tokenizer.json, kept until `let_go`."""
+        if self._made is None:
+            self._made = self._make()
+        return self._made
+
+    def _make(self) -> str:
         ranks = {}
         for line in (self._directory / "tiktoken.model").read_bytes().splitlines():
             if line:
                 token, rank = line.split()
                 ranks[base64.b64decode(token)] = int(rank)
-        vocabulary = {_symbols(token): rank for token, rank in ranks.items()}
+        symbols = {rank: _symbols(token) for token, rank in ranks.items()}
+        vocabulary = {token: rank for rank, token in symbols.items()}
         names = {int(id): _text(one) for id, one in (self._config.get("added_tokens_decoder") or {}).items()}
         plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
         added = [
@@ -72,27 +81,26 @@ class TiktokenReadings:
         level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
         model = {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
                  "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": True,
-                 "vocab": vocabulary, "merges": _merges(ranks)}  # fmt: skip
-        return json.dumps({
+                 "vocab": vocabulary, "merges": _merges(ranks, symbols)}  # fmt: skip
+        return orjson.dumps({
             "version": "1.0", "truncation": None, "padding": None, "added_tokens": added, "normalizer": None,
             "pre_tokenizer": {"type": "Sequence", "pretokenizers": [words, level]}, "post_processor": None,
             "decoder": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False},
             "model": model,
-        })  # fmt: skip
+        }).decode()  # fmt: skip
 
 
-def _merges(ranks: dict[bytes, int]) -> list[list[str]]:
+def _merges(ranks: dict[bytes, int], symbols: dict[int, str]) -> list[list[str]]:
     """Every pair of tokens that make a token, by the rank of what they make: so merges are chosen as tiktoken does."""
-    merges = []
-    for token, rank in ranks.items():
+    rank_of, merges = ranks.get, []
+    for token in sorted(ranks, key=ranks.__getitem__):
         pairs = [
-            (ranks[a], ranks[b], a, b)
+            (left, right)
             for i in range(1, len(token))
-            if (a := token[:i]) in ranks and (b := token[i:]) in ranks
+            if (left := rank_of(token[:i])) is not None and (right := rank_of(token[i:])) is not None
         ]
-        merges += [(rank, left, right, a, b) for left, right, a, b in pairs]
-    merges.sort(key=lambda one: one[:3])
-    return [[_symbols(a), _symbols(b)] for *_, a, b in merges]
+        merges += [[symbols[left], symbols[right]] for left, right in sorted(pairs)]
+    return merges
 
 
 _PRINTED = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]

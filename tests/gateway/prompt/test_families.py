@@ -7,6 +7,7 @@ import pytest
 from gateway.prompt.pipeline import Pipeline
 from gateway.prompt.report import template_report
 from gateway.prompt.tokens.agreement import Answer
+from gateway.prompt.tokens.model import ModelError
 from replicas.engines.vllm.versions import version_quirks
 
 from .families import FAMILIES, compare, recordings
@@ -99,3 +100,11 @@ def test_a_program_whose_pattern_cannot_be_told_is_not_guessed(program, tmp_path
     pipeline = Pipeline(folder, "m", 16)
     prompt = pipeline.prepare("/v1/completions", b'{"prompt": "hi"}')
     assert prompt.mode == "load" and "no tokenizer.json" in prompt.note
+
+
+@pytest.mark.parametrize("content", ["no base64 at all", "YQ== one", "YQ=="])
+def test_a_vocabulary_that_is_none_is_said(content, tmp_path):
+    folder = FAMILIES["Kimi K2"](tmp_path / "model")
+    (folder / "tiktoken.model").write_text(content)
+    with pytest.raises(ModelError, match=r"can't read tiktoken\.model"):
+        Pipeline(folder, "m", 16)

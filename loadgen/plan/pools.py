@@ -13,11 +13,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import NormalDist
 
-from loadgen.plan.transfers import Transfer, front_seconds, prefill_seconds, step_seconds
+from loadgen.plan.transfers import Transfer, front_seconds, last_token_seconds, prefill_seconds, step_seconds
 from replicas.simulated.profile import Profile
 
-_ROUNDS = 10_000  # of the fixed point; a pool that has not settled by then can't keep up
-_SETTLED = 1e-6  # streams
+_ROUNDS = 2_000  # of the fixed point; a pool that has not settled by then can't keep up
+_SETTLED = 1e-6  # streams, or share of a step
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,11 +66,10 @@ class Sizing:
 
 def decode_pool(load: Load, engines: Engines, replicas: int) -> Pool:
     room = min(float(engines.profile.max_num_seqs), engines.streams)
-    context = load.prompt + load.output / 2
     mean = _mean_streams(load, engines.profile, replicas, room)
     spread = max(0.0, NormalDist().inv_cdf(load.share)) * math.sqrt(mean * replicas)
     streams = max(1.0, mean + spread / replicas)
-    step = step_seconds(engines.profile, min(streams, room), context)
+    step = decode_seconds(load, engines.profile, replicas, min(streams, room))
     limits = ["TPOT"] if load.tpot and step > load.tpot else []
     if streams > room and not limits:
         limits.append("max_num_seqs" if engines.streams > engines.profile.max_num_seqs else "KV cache")
@@ -80,13 +79,25 @@ def decode_pool(load: Load, engines: Engines, replicas: int) -> Pool:
 
 def _mean_streams(load: Load, profile: Profile, replicas: int, room: float) -> float:
     """Of a replica; more than `room` where they would outgrow it."""
-    context, streams = load.prompt + load.output / 2, 1.0
+    streams = 1.0
     for _ in range(_ROUNDS):
         before = streams
-        streams = load.rate * max(1, load.output - 1) * step_seconds(profile, max(1.0, before), context) / replicas
+        step = decode_seconds(load, profile, replicas, max(1.0, before))
+        streams = load.rate * max(1, load.output - 1) * step / replicas
         if abs(streams - before) < _SETTLED or streams > room:
             return streams
     return math.inf
+
+
+def decode_seconds(load: Load, profile: Profile, replicas: int, streams: float) -> float:
+    """The mean step with so many streams. The last token of a prompt that was fetched is computed in one of them."""
+    alone = step = step_seconds(profile, streams, load.prompt + load.output / 2)
+    for _ in range(_ROUNDS):
+        arrived = 1 - math.exp(-load.rate / replicas * step)  # share of the steps in which a prompt has come
+        before, step = step, alone + arrived * last_token_seconds(profile, load.prompt)
+        if step - before < _SETTLED * alone:
+            break
+    return step
 
 
 def prefill_pool(load: Load, engines: Engines, replicas: int, decode_step: float) -> Pool:
@@ -97,7 +108,10 @@ def prefill_pool(load: Load, engines: Engines, replicas: int, decode_step: float
     if busy >= 1:
         return Pool(replicas, ("prefill rate", *link_limit), busy, link_busy)
     wait = waited(load.rate * service, replicas, service, load.share)
-    ttft = front_seconds(profile, load.prompt) + wait + service + (engines.transfer.seconds or 0.0) + decode_step
+    first = 1.5 * decode_step + last_token_seconds(
+        profile, load.prompt
+    )  # the rest of the step that it meets, and its own
+    ttft = front_seconds(profile, load.prompt) + wait + service + (engines.transfer.seconds or 0.0) + first
     limits = ("TTFT",) if load.ttft and ttft > load.ttft else ()
     return Pool(replicas, (*limits, *link_limit), busy, link_busy, ttft, wait)
 

@@ -329,9 +329,9 @@ def assumptions(given: Given, load: bool) -> list[str]:
                     "transfer (LMCache: 7,500 tokens take 20 ms in pieces of 16, 8 ms in pieces of 128)")  # fmt: skip
     if load:
         said.append("left out: unlike prompts and answers, bursts beyond a Poisson load, prompts batched together, transfers that meet on a link, "
-                    "failures, and what the decoder spends on fetching")  # fmt: skip
+                    "failures, and other work of the decoder while it fetches")  # fmt: skip
         said.append(
-            "TTFT is wait + prefill + transfer + one decode step"
+            "TTFT is wait + prefill + transfer + the decoder's step that it meets (half of it) and its own, which computes the prompt's last token"
             + ("" if args.link else "; without --link the transfer counts as 0")
         )
     if not (args.parameters or given.checkpoint.parameters):

@@ -60,6 +60,12 @@ def front_seconds(profile: Profile, tokens: int) -> float:
     return (request.work_seconds(tokens, text=True, busy=False) + request.latency * 1e-3) / profile.speedup
 
 
+def last_token_seconds(profile: Profile, tokens: int) -> float:
+    """What a step takes longer in which the last token of a prompt is computed, the others being there."""
+    step = profile.step
+    return (step.seconds(1, tokens, 0, 0, 0.0) - step.seconds(0, 0.0, 0, 0, 0.0)) / profile.speedup
+
+
 def step_seconds(profile: Profile, streams: float, context: float) -> float:
     """Of a decode step of so many streams with `context` tokens each. Fractions of streams are a mean."""
     tokens = streams * context

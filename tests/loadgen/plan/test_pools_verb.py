@@ -111,7 +111,7 @@ def test_a_load_that_no_pool_holds(capsys):
     )
     out = sentences(printed(capsys, *flags, code=1))
     assert "No prefill pool of up to 8 replicas holds 20 requests a second" in out and re.search(
-        r"the first token takes 1\d\d ms, of which \d+(\.\d)? ms waiting and 154 ms computing", out
+        r"the first token takes \d\d\d ms, of which \d+(\.\d)? ms waiting and 154 ms computing", out
     )
 
 

@@ -18,7 +18,7 @@ _NAME = re.compile(
     rb"""^content-disposition:\s*form-data\s*;(?:[^\r\n]*;)?\s*name=(?:"model"|model)\s*(?:;|\r?$)""",
     re.IGNORECASE | re.MULTILINE,
 )
-_MOST_PARTS = 128
+_MOST_PARTS = 2048  # engines refuse forms of more than 1,000 fields and 1,000 files
 _HEADER_BYTES = 4096  # of one part
 _LONGEST = 1024  # of a name; a longer one is nobody's
 
@@ -42,19 +42,21 @@ def named_model(content_type: str, body: bytes) -> str | None:
 
 
 def _in_form(delimiter: bytes, body: bytes) -> str | None:
+    """Of several fields of that name the last one counts, as it does to engines: what a key may use is judged by it."""
+    found = None
     at = 0 if body.startswith(delimiter) else body.find(b"\r\n" + delimiter) + 2
     for _ in range(_MOST_PARTS):
         if at < 2 and not body.startswith(delimiter):
-            return None
+            return found
         begin = at + len(delimiter)
         header_end = body.find(b"\r\n\r\n", begin, begin + _HEADER_BYTES)
         if header_end < 0:
-            return None
+            return found
         if _NAME.search(body[begin:header_end]):
             end = body.find(b"\r\n" + delimiter, header_end + 2, header_end + _LONGEST)
             value = body[header_end + 4 : end] if end >= 0 else b""
-            return value.decode("utf-8", "replace").strip() or None
+            found = value.decode("utf-8", "replace").strip() or None
         at = body.find(b"\r\n" + delimiter, header_end + 2) + 2
         if at < 2:
-            return None
+            return found
     return None

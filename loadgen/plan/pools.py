@@ -53,6 +53,7 @@ class Pool:
     ttft: float | None = None  # s; None where its prompts pile up
     wait: float | None = None
     streams: float = 0.0
+    room: float = 0.0  # streams that fit
     step: float = 0.0
 
 
@@ -74,7 +75,7 @@ def decode_pool(load: Load, engines: Engines, replicas: int) -> Pool:
     if streams > room and not limits:
         limits.append("max_num_seqs" if engines.streams > engines.profile.max_num_seqs else "KV cache")
     return Pool(replicas, (*limits, *_link_limit(load, engines, replicas)), streams / room, _link_busy(load, engines, replicas),
-                streams=streams, step=step)  # fmt: skip
+                streams=streams, room=room, step=step)  # fmt: skip
 
 
 def _mean_streams(load: Load, profile: Profile, replicas: int, room: float) -> float:
@@ -122,7 +123,9 @@ def waited(offered: float, servers: int, service: float, share: float) -> float:
     for number in range(1, servers + 1):  # Erlang's B, by its recursion
         blocked = offered * blocked / (number + offered * blocked)
     waits = blocked / (1 - offered / servers * (1 - blocked))
-    return max(0.0, math.log(waits / (1 - share)) * service / (2 * (servers - offered)))
+    if waits <= 1 - share:
+        return 0.0
+    return math.log(waits / (1 - share)) * service / (2 * (servers - offered))
 
 
 def _link_busy(load: Load, engines: Engines, replicas: int) -> float | None:

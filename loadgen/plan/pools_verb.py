@@ -122,10 +122,8 @@ def _check_lengths(given: Given) -> None:
     args = given.args
     if unknown := set(given.slo or ()) - {"ttft", "tpot"}:
         raise BadOption(f"--slo {', '.join(unknown)}: the arithmetic of pools has ttft and tpot alone")
-    if given.slo and args.attainment == 1:
-        raise BadOption(
-            "--attainment 1: no pool answers all of a random load in time; give a share below 1, such as 0.99"
-        )
+    if given.slo and not 0 < args.attainment < 1:
+        raise BadOption(f"--attainment {args.attainment:g}: pools are sized for a share between 0 and 1, such as 0.99")
     total = (args.prompt_tokens or 0) + (args.output_tokens or 0)
     if total > given.context:
         raise BadOption(f"--prompt-tokens and --output-tokens are {total:,} tokens, and the longest request has {given.context:,}: less of "
@@ -184,7 +182,7 @@ def _why(pool: Pool, given: Given, main: Transfer) -> str:
     room = f"{pool.streams:,.1f} streams each" if pool.streams else ""
     said = {
         "TPOT": f"a decode step of {milliseconds(pool.step * 1000)} with {room} is above TPOT",
-        "KV cache": f"the KV cache is full at {room}",
+        "KV cache": f"its KV cache has room for {pool.room:,.1f} requests of this length, and {pool.streams:,.1f} would be there",
         "max_num_seqs": f"max_num_seqs ({given.profile.max_num_seqs}) is full",
         "prefill rate": f"prompts arrive {pool.busy:,.2f} times as fast as they are computed",
         "TTFT": f"the first token takes {_ms(pool.ttft)}, of which {_ms(pool.wait)} waiting and {_ms(main.compute_seconds)} computing",
@@ -328,8 +326,9 @@ def assumptions(given: Given, load: bool) -> list[str]:
         said.append(f"{LATENCY * 1000:.0f} ms for the second leg's way and handshake, as the gateway estimates, and {PER_TRANSFER * 1e6:.0f} us for each "
                     "transfer (LMCache: 7,500 tokens take 20 ms in pieces of 16, 8 ms in pieces of 128)")  # fmt: skip
     if load:
-        said.append("left out: unlike prompts and answers, bursts beyond a Poisson load, prompts batched together, transfers that meet on a link, "
-                    "failures, and other work of the decoder while it fetches")  # fmt: skip
+        left_out = ("unlike prompts and answers", "bursts beyond a Poisson load", "prompts batched together", "transfers that meet on a link",
+                    "room for prompts until they are fetched", "failures", "other work of the decoder while it fetches")  # fmt: skip
+        said.append(f"left out: {', '.join(left_out)}")
         said.append(
             "TTFT is wait + prefill + transfer + the decoder's step that it meets (half of it) and its own, which computes the prompt's last token"
             + ("" if args.link else "; without --link the transfer counts as 0")

@@ -115,6 +115,24 @@ def test_a_load_that_no_pool_holds(capsys):
     )
 
 
+def test_a_request_that_no_gpu_has_room_for(capsys):
+    flags = (
+        *NUMBERS,
+        "--prompt-tokens",
+        "100000",
+        "--output-tokens",
+        "1000",
+        "--rate",
+        "0.1",
+        "--slo",
+        "tpot:1s",
+        "--max-replicas",
+        "4",
+    )
+    out = sentences(printed(capsys, *flags, "--gpu-memory", "24GB", "--weights", "16GB", code=1))
+    assert "its KV cache has room for 0.3 requests of this length, and 1.0 would be there" in out
+
+
 def test_what_fewer_bits_give_of_a_gpu(capfd):
     flags = ("--layers", "80", "--kv-heads", "8", "--head-dim", "128", "--parameters", "70B", "--gpu-memory", "80GB")
     found = planned(capfd, *flags)
@@ -144,7 +162,8 @@ def test_a_latent_has_no_formats_for_heads(capfd, tmp_path):
     (["--pools", *NUMBERS, "--chunk-size", "100"], "--chunk-size 100 is no multiple of the block size, 16"),
     (["--pools", *NUMBERS, "--prompt-tokens", "200000"], "are 200,000 tokens, and the longest request has 131,072"),
     (["--pools", *NUMBERS, *LOAD[:-1], "e2el:10s"], "--slo e2el: the arithmetic of pools has ttft and tpot alone"),
-    (["--pools", *NUMBERS, *LOAD, "--attainment", "1"], "give a share below 1"),
+    (["--pools", *NUMBERS, *LOAD, "--attainment", "1"], "--attainment 1: pools are sized for a share between 0 and 1"),
+    (["--pools", *NUMBERS, *LOAD, "--attainment", "0"], "--attainment 0: pools are sized for a share between 0 and 1"),
     (["--pools", *NUMBERS, "--profile", "gpu-9b"], "--profile no profile 'gpu-9b'"),
     (["--pools", *NUMBERS, "-tp", "2", "-dcp", "2"], "leave --decode-context-parallel-size out"),
     (["--pools", *NUMBERS, *LOAD, "--gpu-memory", "80GB"], "give --weights 16GiB, --parameters 8B"),

@@ -38,6 +38,7 @@ class VersionQuirks:
     asks_template: bool = True  # 0.31: Messages probe the model's own template, and know `thinking`
     drops_attribution: bool = True  # 0.32: Claude Code's line goes from system texts of chat, too
     truncates_to_output: bool = False  # until 0.31: -1 leaves room for max_tokens, since then for one token
+    rules_are_known: bool = True  # False: an engine that may write by other rules what `render.programs` writes
     harmony_recipient_last: bool | None = True  # 0.32 (oss-harmony): as now; False: as in 0.28; None: it is not known
     deepseek_v4: bool | None = True  # 0.32: its rules as now; False: as in 0.28; None: it is not known
     forwards_past_media: bool = False  # until 0.31: forwarded ids count though `echo` or media need the messages

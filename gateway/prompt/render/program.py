@@ -60,6 +60,8 @@ class ProgramTemplate:
 
     def render(self, conversation: list[Message], tools: list[Message] | None, variables: Mapping[str, Any]) -> str:
         """Conversation -> text. Raises TemplateError."""
+        if not self.quirks.rules_are_known:
+            raise TemplateError(f"this engine may write {self.program.family}'s conversations by other rules")
         if "tokenize" in variables:
             raise TemplateError("the request says how its text is to be tokenized")
         try:

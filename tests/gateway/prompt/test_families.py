@@ -8,6 +8,7 @@ from gateway.prompt.pipeline import Pipeline
 from gateway.prompt.report import template_report
 from gateway.prompt.tokens.agreement import Answer
 from gateway.prompt.tokens.model import ModelError
+from replicas.engines.sglang import Sglang
 from replicas.engines.vllm.versions import version_quirks
 
 from .families import FAMILIES, compare, recordings
@@ -108,3 +109,12 @@ def test_a_vocabulary_that_is_none_is_said(content, tmp_path):
     (folder / "tiktoken.model").write_text(content)
     with pytest.raises(ModelError, match=r"can't read tiktoken\.model"):
         Pipeline(folder, "m", 16)
+
+
+@pytest.mark.parametrize("name", ["DeepSeek-V3.2", "DeepSeek-V4", "gpt-oss"])
+def test_an_engine_whose_rules_are_not_known_is_not_taken_for_one_whose_are(name, tmp_path):
+    pipeline = Pipeline(FAMILIES[name](tmp_path / "model"), "m", 16)
+    pipeline.follow(Sglang().version_quirks("0.5.14"))
+    prompt = pipeline.prepare("/v1/chat/completions", b'{"messages": [{"role": "user", "content": "hi"}]}')
+    assert prompt.mode == "load" and "other rules" in prompt.note
+    assert pipeline.prepare("/v1/completions", b'{"prompt": "hi"}').mode == "exact"

@@ -324,7 +324,7 @@ def assumptions(given: Given, load: bool) -> list[str]:
             "nothing of a prompt is cached at either side"]  # fmt: skip
     if args.link:
         said.append(f"{LATENCY * 1000:.0f} ms for the second leg's way and handshake, as the gateway estimates, and {PER_TRANSFER * 1e6:.0f} us for each "
-                    "transfer (LMCache: 7,500 tokens take 20 ms in pieces of 16, 8 ms in pieces of 128)")  # fmt: skip
+                    "transfer (LMCache over NVLink: 7,500 tokens take 20 ms in pieces of 16, 8 ms in pieces of 128)")  # fmt: skip
     if load:
         left_out = ("unlike prompts and answers", "bursts beyond a Poisson load", "prompts batched together", "transfers that meet on a link",
                     "room for prompts until they are fetched", "failures", "other work of the decoder while it fetches")  # fmt: skip

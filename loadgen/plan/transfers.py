@@ -13,8 +13,8 @@ from replicas.simulated.profile import Profile
 
 BUFFER_STEP = 256 << 20  # bytes: buffers are rounded up to a multiple of it
 COLLATED = 128  # tokens: smaller transfers cost more than the link
-# Seconds of one transfer beside its bytes, from LMCache's published comparison: 7,500 tokens take 20 ms in pieces of 16
-# tokens (469) and 8 ms in pieces of 128 (59).
+# Seconds of one transfer beside its bytes, from what LMCache published of NVLink: 7,500 tokens take 20 ms in pieces of
+# 16 tokens (469) and 8 ms in pieces of 128 (59).
 PER_TRANSFER = (0.020 - 0.008) / (469 - 59)
 
 

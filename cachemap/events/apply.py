@@ -60,10 +60,10 @@ class EventApplier:
     def orphans(self) -> int:
         return self._orphans + self._groups.orphans + (self.pages.orphans if self.pages is not None else 0)
 
-    def tail(self, before: int, tokens: bytes) -> int:
-        """How many of these tokens (uint32) are held behind the block with that hash, or the seed of a prompt's chain.
-        Less than a block; 0 of an engine that finds whole blocks only."""
-        return self.pages.tail(before, tokens) if self.pages is not None else 0
+    def reach(self, held: int, hashes: Sequence[int], seed: int, tokens: memoryview) -> int:
+        """How many of a prompt's tokens are held, the first `held` blocks of which the map knows. `tokens`: uint32
+        ids of those that can be found; `hashes` and `seed`: of its chain."""
+        return self.pages.reach(held, hashes, seed, tokens) if self.pages is not None else held * self._block_size
 
     def apply(self, events: list[Stored | Removed | Cleared]) -> None:
         """Apply events in order; the more at a time, the cheaper each."""
@@ -176,7 +176,7 @@ class EventApplier:
     def _store_pages(self, event: Stored) -> None:
         """Of an engine whose blocks are smaller: those of ours that are whole now."""
         if self.pages is None:
-            self.pages = Pages(self._model, self._block_size, event.block_size)
+            self.pages = Pages(self._model, self._block_size, event.block_size, bool(event.ahead))
         if self.pages.page_size != event.block_size:
             self.fault = f"the engine's pages have {event.block_size} tokens, and had {self.pages.page_size} before"
             return

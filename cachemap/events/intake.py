@@ -8,7 +8,7 @@ and filled anew from what comes. A replica that computes blocks but reports none
 
 import asyncio
 import struct
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from itertools import groupby
 
 import zmq
@@ -122,9 +122,9 @@ class EventIntake:
         """Blocks left out because slower tiers keep them in chunks of another size, or for another cache group."""
         return self._events.ignored
 
-    def tail(self, before: int, tokens: bytes) -> int:
+    def reach(self, held: int, hashes: Sequence[int], seed: int, tokens: memoryview) -> int:
         """As of `EventApplier`."""
-        return self._events.tail(before, tokens)
+        return self._events.reach(held, hashes, seed, tokens)
 
     @property
     def position(self) -> tuple[int | None, float]:

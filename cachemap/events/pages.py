@@ -44,10 +44,12 @@ class Pages:
     """Those of one replica. A block goes by the engine's key of its last page.
 
     Pages have numbers from 1. A page's name stands for the prompt up to its end: inside a block it is chained page by
-    page from the block before, and that of the last page is the block's hash.
+    page from the block before, and that of the last page is the block's hash. With `pairs` a page is found only if the
+    token behind it is the same too, so names are of pairs of tokens, the last page's as well.
     """
 
-    def __init__(self, model: str, block_size: int, page_size: int):
+    def __init__(self, model: str, block_size: int, page_size: int, pairs: bool = False):
+        self._pairs = pairs
         self._model, self._block_size, self.page_size = model, block_size, page_size
         self._last = block_size // page_size - 1  # the place of a block's last page
         self._numbers = BlockIdAllocator()
@@ -60,6 +62,7 @@ class Pages:
         self._by_key = Index(FIRST_ROOM, NUMBER_BITS, self._keys)
         self._named = Buckets(FIRST_ROOM)  # the names of the pages that are held
         self._twins: Counter[int] = Counter()  # by name: the held pages that have it, beyond the first
+        self._ends: dict[int, int] = {}  # with pairs, the hashes of blocks by their last pages
         self._seeds: dict[int, int] = {}  # of pages that prompts begin with: what their chains start from
         self.orphans = 0  # pages of which the one before is not known
 
@@ -79,6 +82,7 @@ class Pages:
         if len(self) + len(tags) > MOST_PAGES:
             raise OverflowError(f"the engine holds more than {MOST_PAGES} pages of {self.page_size} tokens")
         tokens = np.frombuffer(event.tokens, np.uint32).reshape(len(tags), self.page_size)
+        ahead = np.frombuffer(event.ahead, np.uint32).reshape(-1, self.page_size)
         seed = 0 if before else chain_seed(self._model, self._block_size, event.adapter, _salt(event))
         whole: list[Chain] = []
         start = 0
@@ -90,7 +94,7 @@ class Pages:
                 start += 1
                 continue
             end = start + _distinct(tags[start : start + int(known.argmax())] if known.any() else tags[start:])
-            before, chain = self._append(before, seed, tags[start:end], tokens[start:end])
+            before, chain = self._append(before, seed, tags[start:end], tokens[start:end], ahead[start:end])
             whole += [chain] if chain.keys else []
             start = end
         return whole
@@ -112,6 +116,23 @@ class Pages:
 
     # --- what is asked
 
+    def reach(self, held: int, hashes: Sequence[int], seed: int, tokens: memoryview) -> int:
+        """How many of a prompt's tokens are held, the first `held` blocks of which the map knows. `tokens`: those that
+        can be found; `hashes` and `seed`: of its chain."""
+        start = max(held - 1, 0) if self._pairs else held
+        before, width = hashes[start - 1] if start else seed, self._block_size * TOKEN_BYTES
+        if not self._pairs:
+            return start * self._block_size + self.tail(before, bytes(tokens[start * width : (start + 1) * width]))
+        data = np.frombuffer(tokens[start * width : (start + 2) * width + TOKEN_BYTES], np.uint32)
+        pages = (len(data) - 1) // self.page_size
+        if pages <= 0:
+            return start * self._block_size
+        first, second = (data[at : at + pages * self.page_size].reshape(pages, self.page_size) for at in (0, 1))
+        blocks = hash_blocks(first.tobytes(), self._block_size, before)
+        names = np.array(self._pair_names([], blocks, before, first, second), U64)
+        missing = (self._named.find(names) < 0).nonzero()[0]
+        return start * self._block_size + (int(missing[0]) if len(missing) else pages) * self.page_size
+
     def tail(self, before: int, tokens: bytes) -> int:
         """How many of these tokens are held behind the block with that hash, or the seed that a prompt's chain starts
         from. At most one page less than a block: all of it would be a block."""
@@ -123,16 +144,23 @@ class Pages:
 
     # --- chains
 
-    def _append(self, before: int, seed: int, tags: np.ndarray, tokens: np.ndarray) -> tuple[int, Chain]:
+    def _append(
+        self, before: int, seed: int, tags: np.ndarray, tokens: np.ndarray, ahead: np.ndarray
+    ) -> tuple[int, Chain]:
         """New pages behind page `before`, or at the begin of a prompt whose chain starts from `seed`. Gives the last
         one, and the blocks that are whole now."""
         lead = self._begun(before)
         place, above = len(lead), int(self._parents[lead[0]]) if lead else before
-        base = int(self._names[above]) if above else self._seeds[lead[0]] if lead else seed
+        base = self._hash_at(above) if above else self._seeds[lead[0]] if lead else seed
         data = self._tokens.take(lead, 0).tobytes() + tokens.tobytes()
         hashes = hash_blocks(data, self._block_size, base)
         numbers = self._numbers.take(len(tags), MOST_PAGES + 1)
-        names = np.array(self._names_of(data, hashes, base)[place:], U64)
+        if self._pairs:
+            names = np.array(self._pair_names(lead, hashes, base, tokens, ahead), U64)
+            for end, block in zip(range(self._last - place, len(tags), self._last + 1), hashes, strict=False):
+                self._ends[int(numbers[end])] = block
+        else:
+            names = np.array(self._names_of(data, hashes, base)[place:], U64)
         self._keys[numbers], self._names[numbers], self._tokens[numbers] = tags, names, tokens
         self._parents[numbers[0]], self._parents[numbers[1:]] = before, numbers[:-1]
         self._children[numbers], self._held[numbers] = 1, True
@@ -167,6 +195,23 @@ class Pages:
                 names[-1] = block
         return names
 
+    def _hash_at(self, last: int) -> int:
+        """The hash of the block that ends with this page."""
+        return self._ends[last] if self._pairs else int(self._names[last])
+
+    def _pair_names(
+        self, lead: list[int], hashes: list[int], base: int, tokens: np.ndarray, ahead: np.ndarray
+    ) -> list[int]:
+        both = np.stack((tokens, ahead), 2).tobytes()
+        width, size = 2 * self.page_size * TOKEN_BYTES, 2 * self.page_size
+        names: list[int] = []
+        at, name, place = 0, int(self._names[lead[-1]]) if lead else base, len(lead)
+        for block in (*hashes, 0):
+            end = at + self._last + 1 - place
+            names += hash_blocks(both[at * width : end * width], size, name)
+            at, place, name = end, 0, block
+        return names
+
     def _revive(self, page: int) -> list[Chain]:
         """It is stored again; the blocks that it completes, each as a chain of its own."""
         if self._held[page]:
@@ -181,7 +226,8 @@ class Pages:
                 whole &= bool(self._held[first])
             if whole:
                 above = int(self._parents[first])
-                found.append(Chain([int(self._keys[last])], [int(self._names[last])], int(self._names[above])))
+                parent = self._hash_at(above) if above else 0
+                found.append(Chain([int(self._keys[last])], [self._hash_at(last)], parent))
         return found
 
     def _last_below(self, pages: np.ndarray) -> np.ndarray:
@@ -231,6 +277,8 @@ class Pages:
         self._by_key.remove(numbers)
         for first in numbers[self._parents.take(numbers) == 0].tolist():
             del self._seeds[first]
+        for last in numbers.tolist() if self._ends else ():
+            self._ends.pop(last, None)
         self._parents[numbers] = self._children[numbers] = 0
         self._numbers.give(np.sort(numbers))
 

@@ -29,6 +29,7 @@ class Stored(NamedTuple):
     group: int  # of the engine's cache groups: layers of one kind, with blocks of their own for the same tokens
     kind: str  # of these layers, one of the constants above, or another that is not understood
     window: int | None = None  # tokens that each of SLIDING_WINDOW's attends to, itself included
+    ahead: bytes = b""  # where a key covers the token behind each of its tokens too: those, as `tokens`
 
 
 class Removed(NamedTuple):

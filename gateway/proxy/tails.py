@@ -19,8 +19,7 @@ def add_tail(placement: Placement, backend: Backend, prompt: Prompt) -> None:
         return
     if not prompt.reads_cache:
         return
-    size, held = prompt.block_size, placement.overlap // prompt.block_size
-    end = min((held + 1) * size, prompt.tokens - 1)  # the last token is always computed
-    before = prompt.hashes[held - 1] if held else prompt.seed
-    tokens = prompt.token_ids[held * size * TOKEN_BYTES : end * TOKEN_BYTES]
-    placement.overlap += backend.intake.tail(before, tokens)
+    held, tokens = placement.overlap // prompt.block_size, memoryview(prompt.token_ids)
+    # the last token is always computed
+    found = tokens[: (prompt.tokens - 1) * TOKEN_BYTES]
+    placement.overlap = backend.intake.reach(held, prompt.hashes, prompt.seed, found)

@@ -5,6 +5,7 @@ are signed. Each page may come in an event of its own, so those that follow on a
 tokens are pairs, of each token and the next one.
 """
 
+from array import array
 from typing import Any
 
 from replicas.engines.vllm.events import Decoder as ArraysAndMaps
@@ -19,12 +20,14 @@ class Decoder(ArraysAndMaps):
 
     def _stored(self, fields: dict[str, Any]) -> Any:
         tokens, salt = fields["token_ids"], fields.get("cache_salt")
-        if tokens and isinstance(tokens[0], list):
+        pairs = bool(tokens) and isinstance(tokens[0], list)
+        if pairs:
             fields = {**fields, "token_ids": [pair[0] for pair in tokens]}
         if salt and fields["parent_block_hash"] is None:
             # told with every event of the prompt; what a prompt begins with covers it, and the chain carries it on
             fields = {**fields, "extra_keys": [[salt], *[None] * (len(fields["block_hashes"]) - 1)]}
-        return super()._stored(fields)
+        stored = super()._stored(fields)
+        return stored._replace(ahead=array("I", [pair[1] for pair in tokens]).tobytes()) if pairs else stored
 
 
 def _together(events: list[Any]) -> list[Any]:
@@ -32,20 +35,24 @@ def _together(events: list[Any]) -> list[Any]:
     found: list[Any] = []
     keys: list[Any] = []
     tokens: list[bytes] = []
+    ahead: list[bytes] = []
 
     def end() -> None:
         if len(tokens) > 1:
-            found[-1] = found[-1]._replace(keys=keys, tokens=b"".join(tokens))
+            found[-1] = found[-1]._replace(keys=keys, tokens=b"".join(tokens), ahead=b"".join(ahead))
 
     for event in events:
         follows = keys and getattr(event, "parent", None) == keys[-1] and event.tokens and not event.extra
-        if follows and event[3:6] == found[-1][3:6] and event[7:] == found[-1][7:]:
+        if follows and event[3:6] == found[-1][3:6] and event[7:-1] == found[-1][7:-1]:
             keys += event.keys
             tokens.append(event.tokens)
+            ahead.append(event.ahead)
             continue
         end()
         found.append(event)
         chain = bool(getattr(event, "tokens", b""))
-        keys, tokens = ([*event.keys], [event.tokens]) if chain and not event.extra else ([], [])
+        keys, tokens, ahead = (
+            ([*event.keys], [event.tokens], [event.ahead]) if chain and not event.extra else ([], [], [])
+        )
     end()
     return found

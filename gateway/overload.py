@@ -35,10 +35,10 @@ def parse_seconds(value: Any) -> float:
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(ms|s|m)\s*", value) if isinstance(value, str) else None
     if found is None:
         what = "has no unit" if _is_number(value) else "is not a time"
-        raise ValueError(f"{value!r} {what}; write it with ms, s or m, like 2s or 50ms")
+        raise ValueError(f"{_shown(value)} {what}; write it with ms, s or m, like 2s or 50ms")
     seconds = float(found[1]) * _UNITS[found[2]]
     if not 0.0 < seconds <= 3600.0:
-        raise ValueError(f"{value!r} is out of range; write a time above 0 and up to 60m")
+        raise ValueError(f"{_shown(value)} is out of range; write a time above 0 and up to 60m")
     return seconds
 
 
@@ -178,12 +178,17 @@ def _is_number(value: Any) -> bool:
     return type(value) in (int, float) and math.isfinite(value)
 
 
+def _shown(value: Any) -> str:
+    """What is wrong, as a message repeats it: clients have limits of their own in a header, of any length."""
+    return repr(value[:100] if isinstance(value, str) else value)
+
+
 def _mapping(given: Any, known: Sequence[str], what: str) -> Mapping[str, Any]:
     if not isinstance(given, Mapping):
-        raise ValueError(f"{given!r} is no mapping; write {{{known[0]}: ...}}")
+        raise ValueError(f"{_shown(given)} is no mapping; write {{{known[0]}: ...}}")
     for name in given:
         if name not in known:
-            raise ValueError(f"{name!r} is unknown; {what} are {', '.join(known)}")
+            raise ValueError(f"{_shown(name)} is unknown; {what} are {', '.join(known)}")
     return given
 
 

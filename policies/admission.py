@@ -30,7 +30,7 @@ from typing import NamedTuple
 
 from .classes import Classes, QosClass
 from .costs import Costs
-from .lines import Line, Ticket
+from .lines import Line, Resource, Ticket
 from .quotes import Quote
 
 ADMITTED, QUEUED, REFUSED, OBSERVED = "admitted", "queued", "refused", "observed"
@@ -133,19 +133,21 @@ class Admission:
     def _at_once(self, ticket: Ticket, quotes: Sequence[Quote], best: Quote, room: list[int], now: float) -> Verdict:
         waited = now - ticket.since
         meets = [i for i, one in enumerate(quotes) if self._too_much(one, ticket, waited) is None]
-        if among := meets or room:
+        if among := meets or self._fast(ticket, quotes, room):
             return Verdict(ADMITTED, "met" if meets else "room", among)
         return self._refused(ticket, best, self._too_much(best, ticket, waited) or "full", waited + best.ttft)
 
     def _wait(self, ticket: Ticket, quotes: Sequence[Quote], best: Quote, room: list[int], now: float) -> Verdict:
         if ticket.waits:
-            return self._turn(ticket, quotes, room, now)
+            return self._turn(ticket, quotes, best, room, now)
         if not self.lines:
             for one in self.classes.all:
                 self.lines[one.name] = Line(one, _GUESS * len(quotes))
         ahead = self._before(ticket, now)
         if room and not ahead:
-            return Verdict(ADMITTED, "room", room)
+            if fast := self._fast(ticket, quotes, room):
+                return Verdict(ADMITTED, "room", fast)
+            return self._refused(ticket, best, "tpot", now - ticket.since + best.ttft)
         line = self.lines[ticket.qos.name]
         line.pace.passed(now, line.count > 0)
         waits = sum([one.work for one in ahead if one is not line]) + line.ahead(ticket.tenant)
@@ -155,8 +157,9 @@ class Admission:
             return self._refused(ticket, best, "ttft", ttft)
         return self._queue(ticket, best, ttft, now)
 
-    def _turn(self, ticket: Ticket, quotes: Sequence[Quote], room: list[int], now: float) -> Verdict:
-        """Judge the first of those that wait. One that would be late now is not computed for nothing."""
+    def _turn(self, ticket: Ticket, quotes: Sequence[Quote], best: Quote, room: list[int], now: float) -> Verdict:
+        """Judge the first of those that wait. One that would be late now is not computed for nothing. One that brings a
+        TPOT limit which no replica with room keeps is refused: if it waited for an idle one, all behind it would."""
         if not room:
             return Verdict(QUEUED, "full")
         limit, waited = ticket.slo.ttft, now - ticket.since
@@ -165,25 +168,35 @@ class Admission:
                 self.leave(ticket, now)
                 return Verdict(REFUSED, "deadline", (), self._drain(ticket.qos))
             room = in_time
-        self._left(ticket)
+        if not (fast := self._fast(ticket, quotes, room)):
+            self.leave(ticket, now)
+            return self._refused(ticket, best, "tpot", waited + best.ttft)
         self.lines[ticket.qos.name].take(ticket, now)
-        return Verdict(ADMITTED, "turn", room)
+        self._left(ticket)
+        return Verdict(ADMITTED, "turn", fast)
 
     def _within(self, quote: Quote, waited: float, limit: float) -> bool:
         return waited + quote.ttft * self.ttft_margin.factor <= limit
 
     def _queue(self, ticket: Ticket, best: Quote, ttft: float, now: float) -> Verdict:
         rules, space = self.rules, self.space
-        while space.requests >= rules.max_requests or space.bytes + ticket.size > rules.max_bytes:
-            if not self._shed(ticket, now):
+        while (many := space.requests >= rules.max_requests) or space.bytes + ticket.size > rules.max_bytes:
+            if not self._shed(ticket, "count" if many else "size", now):
                 return self._refused(ticket, best, "queue_full", ttft)
-        limit = ticket.slo.ttft
-        ticket.deadline = ticket.since + rules.max_wait if limit is None else max(now, ticket.since + limit - best.own)
+        ticket.deadline = max(now, ticket.since + self._longest_wait(ticket, best))
         self.lines[ticket.qos.name].add(ticket, now)
         space.requests += 1
         space.bytes += ticket.size
         heapq.heappush(self._deadlines, (ticket.deadline, next(self._number), ticket))
         return Verdict(QUEUED, "full")
+
+    def _longest_wait(self, ticket: Ticket, best: Quote) -> float:
+        """Return the seconds for which it may wait. A limit that the request itself brings makes them fewer, and not
+        more than what the settings give its class."""
+        limit, of_class = ticket.slo.ttft, ticket.qos.slo.ttft
+        if limit is None:
+            return self.rules.max_wait
+        return min(limit - best.own, max(self.rules.max_wait, of_class or 0.0))
 
     def _refused(self, ticket: Ticket, best: Quote, reason: str, ttft: float) -> Verdict:
         limit = ticket.slo.tpot if reason == "tpot" else ticket.slo.ttft
@@ -213,21 +226,27 @@ class Admission:
         kept = ceil(sum([one.reserved_fraction for one in above]) * len(quotes) - 1e-9)
         clear = sum([not one.computing for one in quotes]) - min(kept, len(quotes) - 1)
         room = [
-            index
-            for index, one in enumerate(quotes)
-            if clear >= (not one.computing) and self._has_room(one, ticket, share)
+            index for index, one in enumerate(quotes) if clear >= (not one.computing) and self._has_room(one, share)
         ]
         return [index for index in room if not quotes[index].computing] or room if first else room
 
-    def _has_room(self, quote: Quote, ticket: Ticket, share: float) -> bool:
+    def _has_room(self, quote: Quote, share: float) -> bool:
+        """By the limits of the classes. Those of one request say nothing of whether others find room."""
         if not quote.there:
             return True
-        limit = self._tpot if ticket.slo.tpot is None else min(self._tpot, ticket.slo.tpot)
         return (
             quote.wait <= self.rules.engine_wait
-            and quote.tpot * self.tpot_margin.factor <= share * limit
+            and quote.tpot * self.tpot_margin.factor <= share * self._tpot
             and quote.full <= share
         )
+
+    def _fast(self, ticket: Ticket, quotes: Sequence[Quote], room: list[int]) -> list[int]:
+        """Return those of the candidates with room that keep its own TPOT limit, as an idle one does as well as any."""
+        limit = ticket.slo.tpot
+        if limit is None or limit >= self._tpot:
+            return room
+        factor = self.tpot_margin.factor
+        return [index for index in room if not quotes[index].there or quotes[index].tpot * factor <= limit]
 
     def _others_yield(self, qos: QosClass, now: float) -> bool:
         """Whether it is within its reserve while a lower class asks: then it is that one which is held back where
@@ -299,12 +318,16 @@ class Admission:
     def leave(self, ticket: Ticket, now: float) -> None:
         """Its client has left, or nobody can take it any more. Nothing happens if it does not wait."""
         if ticket.waits:
-            self._left(ticket)
             self.lines[ticket.qos.name].drop(ticket, now)
+            self._left(ticket)
 
     def _left(self, ticket: Ticket) -> None:
+        """It waits no more. Its deadline is forgotten with others', before they are more than those that wait."""
         self.space.requests -= 1
         self.space.bytes -= ticket.size
+        if len(self._deadlines) > 64 + 2 * sum([line.count for line in self.lines.values()]):
+            self._deadlines = [one for one in self._deadlines if one[2].waits]
+            heapq.heapify(self._deadlines)
 
     def turned_out(self, now: float) -> Iterator[tuple[Ticket, Verdict]]:
         """Take out those for whom it is too late, and tell of those that had to give way since the last call."""
@@ -322,15 +345,17 @@ class Admission:
         line = self.lines[qos.name]
         return line.work / max(line.pace.value, 1e-6)
 
-    def _shed(self, ticket: Ticket, now: float) -> bool:
-        """Take out one of the lowest class below this one; whether there was any."""
+    def _shed(self, ticket: Ticket, resource: Resource, now: float) -> bool:
+        """Take out one of the lowest class below this one, or of a tenant in its own class that has more of the queue
+        than its tenant; whether there was any. `resource`: of what the queue has too little."""
         for line in reversed(self._in_order(now)):
-            if line.qos is ticket.qos:
-                return False
-            if (last := line.last()) is not None:
+            own = line.qos is ticket.qos
+            if (last := line.last(resource, ticket if own else None)) is not None:
                 self.leave(last, now)
                 self._gave_way.append(last)
                 return True
+            if own:
+                return False
         return False
 
     # --- what became of it

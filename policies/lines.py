@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from collections import deque
 from math import exp
-from typing import Any
+from operator import attrgetter
+from typing import Any, Literal
 
 from .classes import QosClass, Slo
 from .costs import Costs
 
 QUANTUM = 512  # uncached tokens a turn
+Resource = Literal["count", "size"]  # of the queue, by the names of a tenant's sums: requests and bytes
 _WINDOW = 5.0  # seconds of waiting over which a line's pace is taken
 _PRIOR = 1.0  # and that its first guess counts as
 
@@ -67,14 +69,14 @@ class Pace:
 
 class _Tenant:
     """Those of one tenant in a line. `deficit`: tokens that it may send before its turn is over; `work`: seconds of
-    their prefill; `queue` has tickets that have left as well."""
+    their prefill; `count` and `size`: how many they are and their bytes; `queue` has tickets that have left as well."""
 
-    __slots__ = ("queue", "deficit", "work", "count")
+    __slots__ = ("queue", "deficit", "work", "count", "size")
 
     def __init__(self) -> None:
         self.queue: deque[Ticket] = deque()
         self.deficit = self.work = 0.0
-        self.count = 0
+        self.count = self.size = 0
 
 
 class Line:
@@ -96,6 +98,7 @@ class Line:
         tenant.queue.append(ticket)
         tenant.work += ticket.own
         tenant.count += 1
+        tenant.size += ticket.size
         self.work += ticket.own
         self.count += 1
         ticket.waits = True
@@ -135,6 +138,7 @@ class Line:
         ticket.waits = False
         tenant = self._tenants[ticket.tenant]
         tenant.count -= 1
+        tenant.size -= ticket.size
         tenant.work = tenant.work - ticket.own if tenant.count else 0.0
         self.count -= 1
         self.work = self.work - ticket.own if self.count else 0.0
@@ -151,12 +155,19 @@ class Line:
                 self._turns.remove(name)
         self._gone = 0
 
-    def last(self) -> Ticket | None:
-        """Who is to go if somebody must: the latest of the tenant that has most in line."""
+    def last(self, resource: Resource, newcomer: Ticket | None = None) -> Ticket | None:
+        """Who is to go if somebody must: the latest of the tenant that has most of the queue. For a `newcomer` to this
+        line only if that tenant has as much as the newcomer's all the same then: so a full queue is shared out."""
         if not self.count:
             return None
-        queue = max(self._tenants.values(), key=lambda one: one.work).queue
-        return next((one for one in reversed(queue) if one.waits), None)
+        most = max(self._tenants.values(), key=attrgetter(resource))
+        last = next((one for one in reversed(most.queue) if one.waits), None)
+        if newcomer is None or last is None:
+            return last
+        own = self._tenants.get(newcomer.tenant)
+        has = getattr(own, resource) if own is not None else 0
+        wants, gives = (1, 1) if resource == "count" else (newcomer.size, last.size)
+        return last if has + wants <= getattr(most, resource) - gives else None
 
     def ahead(self, name: str) -> float:
         """Seconds of prefill that go before a newcomer of this tenant: as much of each other tenant as it has itself

@@ -80,7 +80,7 @@ class Queue:
             if waited:
                 self._metrics.queue_seconds.observe(ticket.qos.name, now - ticket.since)
             if not isinstance(asker, Exchange):
-                del self._tickets[asker]  # nobody tells how it fares
+                self._take_ticket(asker)  # nobody tells how it fares
             return evaluation
         if verdict.decision == QUEUED:
             asker.held()
@@ -109,7 +109,7 @@ class Queue:
         return fleet
 
     def _turn_away(self, asker: Asker, ticket: Ticket, verdict: Verdict) -> None:
-        self._tickets.pop(asker, None)
+        self._take_ticket(asker)
         seconds = min(MOST_RETRY_AFTER, max(1, ceil(verdict.retry_after)))
         why = WHY[verdict.reason].format(limit=ticket.slo.ttft or 0.0)
         error = ApiError(
@@ -133,7 +133,7 @@ class Queue:
         now = monotonic()
         for fleet in [*self._fleets.values()]:
             for ticket, verdict in fleet.turned_out(now):
-                if ticket.payload not in self._tickets:
+                if ticket.payload is None:
                     continue  # its client has left meanwhile
                 self._metrics.admission.inc(REFUSED, ticket.qos.name, verdict.reason)
                 self._turn_away(ticket.payload, ticket, verdict)
@@ -157,10 +157,18 @@ class Queue:
 
     def forget(self, asker: Asker) -> None:
         """It wants no replica any more."""
-        fleet, ticket = self._tickets.pop(asker, (None, None))
-        if fleet is not None and ticket is not None and ticket.waits:
+        known = self._take_ticket(asker)
+        if known is not None and known[1].waits:
+            fleet, ticket = known
             fleet.leave(ticket, monotonic())
             self._metrics.admission.inc(LEFT, ticket.qos.name, "client")
+
+    def _take_ticket(self, asker: Asker) -> tuple[Admission, Ticket] | None:
+        """Its line may have the ticket for a while yet; the request, with its prompt and headers, is let go now."""
+        known = self._tickets.pop(asker, None)
+        if known is not None:
+            known[1].payload = None
+        return known
 
     def ended(self, exchange: Exchange, outcome: str, usage: Usage | None) -> None:
         """Compare what was predicted with what was delivered."""

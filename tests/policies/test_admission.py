@@ -176,6 +176,49 @@ def test_a_full_queue_sheds_its_lowest_class_for_a_higher_one(rules):
     assert admission.space.requests == 3 and admission.space.bytes == 3000
 
 
+@pytest.mark.parametrize("rules", [Rules(max_requests=5), Rules(max_bytes=5000)])
+def test_a_full_queue_is_shared_out_among_the_tenants_of_a_class(rules):
+    """One that fills it gives up its latest for others, until they have as many."""
+    admission, waiting = filled(5, rules, tenant="hog")
+    others = [ticket(tenant="other") for _ in range(3)]
+    assert [ask(admission, one, FULL).decision for one in others] == ["queued", "queued", "refused"]
+    assert ask(admission, ticket(tenant="hog"), FULL).decision == "refused"
+    assert [one for one, _ in admission.turned_out(0.0)] == waiting[:2:-1]
+    assert admission.space.requests == 5 and admission.space.bytes == 5000
+
+
+def test_a_tpot_limit_of_a_requests_own_holds_up_nobody():
+    """No replica with streams keeps it, so it would wait for an idle one, and all behind it as well."""
+    strict = Slo(FREE.slo.ttft, 1e-5)
+    admission, (one,) = filled(1, slo=strict)
+    behind = ticket(tenant="other")
+    assert ask(admission, behind, FULL).decision == "queued"
+    assert ask(admission, one, FULL, ROOM)[:2] == ("refused", "tpot")
+    assert not one.waits and admission.space.requests == 1
+    assert admission.head(0.0) is behind and ask(admission, behind, FULL, ROOM).decision == "admitted"
+    assert ask(admission, ticket(slo=strict), FULL, ROOM)[:2] == ("refused", "tpot")
+    assert ask(admission, ticket(slo=strict), FULL, ROOM._replace(there=0)).among == [1]
+    assert Admission(CLASSES, Rules("reject")).ask(ticket(slo=strict), 1000, [ROOM], 0.0)[:2] == ("refused", "tpot")
+
+
+def test_a_limit_of_a_requests_own_keeps_it_no_longer_than_the_settings_do():
+    admission, (one, *_) = filled(2, Rules(max_wait=5.0), slo=Slo(3600.0))
+    assert not [*admission.turned_out(4.9)] and len([*admission.turned_out(5.1)]) == 2
+    patient = QosClass("patient", slo=Slo(60.0))
+    admission = Admission(Classes((patient,)), Rules(max_wait=5.0))
+    ask(admission, ticket(patient, slo=Slo(3600.0)), FULL)
+    assert not [*admission.turned_out(59.0)] and len([*admission.turned_out(60.1)]) == 1
+
+
+def test_requests_that_left_leave_no_deadlines_behind():
+    admission, _ = filled(1)
+    for _ in range(1000):
+        one = ticket()
+        assert ask(admission, one, FULL).decision == "queued"
+        admission.leave(one, 0.0)
+    assert len(admission._deadlines) < 100
+
+
 def test_who_leaves_is_no_more_in_line():
     admission, (first, second) = filled(2)
     admission.leave(first, 0.1)

@@ -1,6 +1,7 @@
 """The queue between real sockets: who waits, who goes first, who leaves, and what those are told who are refused."""
 
 import asyncio
+import gc
 import hashlib
 import json
 from contextlib import asynccontextmanager
@@ -10,6 +11,7 @@ import pytest
 from gateway.errors import ApiError
 from gateway.overload import Overload
 from gateway.proxy.decisions import Decisions
+from gateway.proxy.exchange import Exchange
 from gateway.tenants.keys import Keys
 from policies import Classes, QosClass, Rule, Rules, Slo
 
@@ -72,6 +74,11 @@ async def send(s, *args, **kwargs):
 
 def waiting(queue):
     return queue.reading()["queued_requests"]
+
+
+def exchanges():
+    gc.collect()
+    return [one for one in gc.get_objects() if type(one) is Exchange]
 
 
 async def test_who_finds_room_is_sent_at_once():
@@ -144,6 +151,25 @@ async def test_a_client_that_leaves_is_out_of_the_queue():
         assert s.metrics.admission.total(decision="left") == 1
 
 
+async def test_a_request_that_left_the_queue_is_let_go():
+    """Its line knows of it for as long as somebody waits before it; what it holds may be large."""
+    engine = Engine()
+    async with queued(engine) as (s, queue):
+        talkers = [await send(s, "a")]
+        await eventually(lambda: engine.seen == ["a"])
+        talkers.append(await send(s, "b"))
+        await eventually(lambda: waiting(queue)["free"] == 1)
+        gone = await send(s, "gone")
+        await eventually(lambda: waiting(queue)["free"] == 2)
+        before = len(exchanges())
+        await gone.close()
+        await eventually(lambda: waiting(queue)["free"] == 1)
+        assert len(exchanges()) == before - 1
+        for name, talker in zip(("a", "b"), talkers):
+            engine.answer(name)
+            assert (await talker.response())[0] == 200
+
+
 @pytest.mark.parametrize(
     "path, type_of",
     [
@@ -197,6 +223,8 @@ async def test_a_request_may_bring_limits_of_its_own():
         status, _, body = await (await send(s, "b", b"x-hitherto-slo: ttft=2")).response()
         assert status == 400 and b"like 2s or 50ms" in body and b"x-hitherto-slo" in body
         assert (await (await send(s, "c", b"x-hitherto-slo: ttft=1ms")).response())[0] == 429
+        status, _, body = await (await send(s, "d", b"x-hitherto-slo: ttft=" + 50_000 * b"9")).response()
+        assert status == 400 and len(body) < 1000, "what is wrong is not repeated at length"
         engine.answer("a")
         assert (await first.response())[0] == 200
         await eventually(s.idle)

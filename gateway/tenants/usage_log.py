@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("hitherto")
 
 MOST_PENDING = 64 * 2**20  # bytes that wait for a slow disk: some 250,000 lines
+LOG_SECONDS = 10.0  # between two lines of the gateway's own log that say what was lost
 LONGEST_NAME = 200  # characters of a model's name and of a request's id, which are the client's
 
 
@@ -42,6 +43,8 @@ class UsageLog:
         self._put = self._written = 0  # bytes; each has one writer
         self._lost = 0  # lines that the disk did not take
         self._told = 0
+        self._torn = False  # the file ends within a line
+        self._logged_at, self._logged = float("-inf"), 0
         self._thread = threading.Thread(target=self._write, name="usage log", daemon=True)
         self._thread.start()
 
@@ -68,17 +71,27 @@ class UsageLog:
             while not self._lines.empty():
                 batch.append(self._lines.get())
             ended = None in batch
-            lines = [line for line in batch if line is not None]
-            data = b"".join(lines)
+            data = b"".join([line for line in batch if line is not None])
             self._written += len(data)
             try:
                 self._follow()
+                if self._torn and data:  # not even this line, were it to go on where another was broken off
+                    os.write(self._file, b"\n")
+                    self._torn = False
                 while data:
-                    data = data[os.write(self._file, data) :]
+                    written = os.write(self._file, data)
+                    self._torn, data = data[written - 1 : written] != b"\n", data[written:]
             except OSError as error:
-                self._lost += len(lines)
-                log.error("usage log: %d lines were not written to %s: %s", len(lines), self._path, error.strerror)
+                self._lose(data.count(b"\n"), error)
         os.close(self._file)
+
+    def _lose(self, lines: int, error: OSError) -> None:
+        """A full disk stays full for long: its log is not filled with a line for each request as well."""
+        self._lost += lines
+        if monotonic() - self._logged_at > LOG_SECONDS:
+            lines, self._logged = self._lost - self._logged, self._lost
+            self._logged_at = monotonic()
+            log.error("usage log: %d lines were not written to %s: %s", lines, self._path, error.strerror)
 
     def _follow(self) -> None:
         """Where another file has that name now, or none: go on with that."""
@@ -90,7 +103,7 @@ class UsageLog:
             pass
         opened = _open(self._path)
         os.close(self._file)
-        self._file = opened
+        self._file, self._torn = opened, False
 
 
 def _open(path: Path) -> int:

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import resource
 from datetime import UTC, datetime
 
 import pytest
@@ -98,3 +99,40 @@ async def test_a_disk_that_takes_no_more_loses_lines_which_are_counted_and_no_re
         await ask(s)
         await eventually(lambda: len(lines(folder / "usage")) > 0)
     log.close()
+
+
+async def test_a_line_that_a_full_disk_broke_off_takes_no_other_with_it(file, keys):
+    """The disk is full within a line; the next one, once there is space again, stands by itself."""
+    size, limits = 2**30, resource.getrlimit(resource.RLIMIT_FSIZE)
+    file.touch()
+    os.truncate(file, size)  # sparse, so that the limit is below no other file of this process
+    log, dropped = None, []
+    try:
+        log = UsageLog(file, dropped.append)
+        async with stack(answers(ANSWER), keys=keys, on_end=(log,)) as s:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (size + 50, limits[1]))
+            await ask(s)
+            await eventually(lambda: file.stat().st_size == size + 50 and log._lost == 1)
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+            await ask(s, extra=b"Authorization: Bearer a\r\nx-request-id: next\r\n")
+            await ask(s, extra=b"Authorization: Bearer a\r\nx-request-id: last\r\n")
+        log.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    with open(file, "rb") as written:
+        written.seek(size)
+        broken, *whole = written.read().splitlines()
+    assert len(broken) == 50 and [json.loads(line)["id"] for line in whole] == ["next", "last"]
+    assert sum(dropped) == 1
+
+
+async def test_a_disk_that_stays_full_does_not_fill_the_log_as_well(file, keys, caplog):
+    log = UsageLog(file)
+    file.unlink()
+    file.mkdir()
+    async with stack(answers(ANSWER), keys=keys, on_end=(log,)) as s:
+        for count in range(1, 6):
+            await ask(s)
+            await eventually(lambda: log._lost == count)
+    log.close()
+    assert caplog.text.count("were not written") == 1

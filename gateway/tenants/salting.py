@@ -18,6 +18,8 @@ from ..prompt.prompt import NO_PREFILL
 # Forms in place of JSON, for models without a prefix cache.
 _FORMS = frozenset(("/v1/audio/transcriptions", "/v1/audio/translations"))
 _UNSALTED = NO_PREFILL | _FORMS
+# Whose bodies have no place for a salt: vLLM (0.32) passes over one there, and caches without it.
+_WITHOUT_SALT = frozenset(("/cohere/v2/chat", "/v2/embed"))
 _SPACE = b" \t\r\n"
 _MARK = b"\xef\xbb\xbf"  # of UTF-8, which Python passes over
 _NAMED = b'"cache_salt"'
@@ -28,6 +30,12 @@ def salt_request(request: Request, salt: str) -> ApiError | None:
     """Write the salt into a request's body, or tell why the request is refused."""
     if request.method != "POST" or not request.body or request.path in _UNSALTED:
         return None
+    if request.path in _WITHOUT_SALT:
+        return ApiError(
+            403,
+            f"engines take no cache_salt at {request.path}, and this API key has a cache of its own: ask at another path",
+            code="path_not_allowed",
+        )
     salted = with_salt(request.body, salt)
     if salted is None:
         return bad(

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.tenants.salting import with_salt
+from gateway.http.messages import Request
+from gateway.tenants.salting import salt_request, with_salt
 
 SALT = "tenant-0123456789"
 VALUES = st.recursive(
@@ -76,3 +77,11 @@ def test_a_clients_own_salt_divides_its_tenants_cache_and_reaches_no_others():
 
 def test_a_mark_of_utf_8_is_passed_over():
     assert json.loads(with_salt(b'\xef\xbb\xbf{"a": 1}', SALT)) == {"a": 1, "cache_salt": SALT}
+
+
+@pytest.mark.parametrize("path", [b"/cohere/v2/chat", b"/v2/embed?x=1"])
+def test_where_engines_pass_over_a_salt_a_tenant_with_a_cache_of_its_own_is_refused(path):
+    """Its request would be cached where everybody finds it."""
+    request = Request("POST", path, [], b'{"model": "m"}', False, True)
+    refused = salt_request(request, SALT)
+    assert refused.status == 403 and "cache_salt" in refused.message and SALT not in refused.message

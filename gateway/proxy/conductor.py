@@ -26,7 +26,7 @@ from .answers import (
 )
 from .backend import Backend
 from .blame import DOUBTFUL, agree, settled
-from .exchange import Added, Attempt, Exchange, events_in, request_head
+from .exchange import Added, Attempt, Exchange, meter, request_head
 from .forwarding import TokenIdForwarding
 from .legs import FirstLegs, second_leg
 from .placing import Eligibility, Placing
@@ -431,8 +431,11 @@ class Conductor:
 
     def _relay(self, exchange: Exchange, data: bytes) -> None:
         attempt = exchange.attempts[-1]
-        attempt.tail.append(data)
-        attempt.pieces = 1 if exchange.tenant is None else events_in(data)
+        if exchange.tenant is None:
+            attempt.tail.append(data)
+            attempt.pieces = 1
+        else:
+            meter(attempt, data)
         if attempt.first_at:
             attempt.seen_at = attempt.first_at
             self.settling.answered(exchange, attempt)

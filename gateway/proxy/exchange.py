@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 TAIL = 4
 # And of each as much as matters, where a client stops reading: a read may be 256 kB.
 TAIL_BYTES = 4096
+USAGE, USAGE_BYTES = b'"usage"', 512  # of a tenant's answer: where its usage begins, and how much of that is kept
 CONNECTING, ANSWERING = AttemptState.CONNECTING, AttemptState.ANSWERING
 PREFILL = Leg.PREFILL
 
@@ -67,8 +68,8 @@ class Attempt:
         "status", "response_head", "fault", "streams",
         # first bytes of its body that are held back, since nothing of an answer is in them
         "withheld",
-        # the answer as it passes
-        "tail", "pieces", "seen_pieces", "seen_at",
+        # the answer as it passes; of a tenant's, what its usage begins with, if it had one so far
+        "tail", "usage", "pieces", "seen_pieces", "seen_at",
         # monotonic seconds, 0.0 for what did not happen; `first_at`: of the answer itself, not of other bytes
         "begun_at", "sent_at", "first_at", "ended_at",
         # why it failed, if it did
@@ -102,7 +103,7 @@ class Attempt:
         self.response_head: Head = None  # type: ignore[assignment]  # until the head is there
         self.sent_ids = False
         self.status = self.fault = self.pieces = self.seen_pieces = 0
-        self.withheld = b""
+        self.withheld = self.usage = b""
         self.tail: deque[bytes] = deque(maxlen=TAIL)
         self.begun_at = begun_at
         self.seen_at = self.sent_at = self.first_at = self.ended_at = 0.0
@@ -169,17 +170,31 @@ def events_in(data: bytes) -> int:
 
 class MeteredAttempt(Attempt):
     """One of a tenant's: its pieces are the stream's events, each a token or a few, however many of them a read has.
-    Not all clients ask for usage, and one that leaves gets none."""
+    Not all clients ask for usage, and one that leaves gets none. Where it is no stream, its usage is kept wherever it
+    stands: vLLM writes a prompt's log probabilities and token ids behind it, if a client asks for them."""
 
     __slots__ = ()
 
     def data(self, data: bytes) -> None:
         if self.state is ANSWERING:
-            self.tail.append(data)
-            self.pieces += events_in(data)
+            meter(self, data)
             self.client.transport.write(data)
         else:
             self.conductor.on_body(self, data)
+
+
+def meter(attempt: Attempt, data: bytes) -> None:
+    """Take note of a piece of a tenant's answer."""
+    before = attempt.tail[-1][1 - len(USAGE) :] if attempt.tail else b""
+    attempt.tail.append(data)
+    attempt.pieces += events_in(data)
+    if attempt.streams:
+        return
+    found = before + data
+    if (at := found.rfind(USAGE)) >= 0:
+        attempt.usage = found[at : at + USAGE_BYTES]
+    elif 0 < len(attempt.usage) < USAGE_BYTES:
+        attempt.usage += data[: USAGE_BYTES - len(attempt.usage)]
 
 
 class Legs:

@@ -29,6 +29,7 @@ from ..prompt.long import LongPrompts
 from ..prompt.offload import LOOP_SECONDS, TakesLong, event_loop
 from ..prompt.pipeline import OFFLOAD_BYTES
 from ..prompt.prompt import NO_PREFILL, PROMPT_PATHS, unread
+from ..tenants.ending import unread_tokens
 from ..tenants.keys import CHALLENGE
 from ..tenants.salting import salt_request
 from .backend import Backend
@@ -134,6 +135,8 @@ class Preparation:
         if exchange.tenant is not None and self._metering is not None:
             tokens = prompt.tokens if prompt is not None else 0
             charge = exchange.charge = self._metering.charge(exchange.tenant, tokens)
+            if charge is not None and not tokens:
+                charge.unread = unread_tokens(exchange.request)
         if charge is None or self._metering is None:
             exchange.prepared(prompt)
             return

@@ -14,7 +14,7 @@ from policies import Placement, Router, hittable
 from replicas.engines.dialect import ANY_PATH
 
 from ..prompt.prompt import NO_PREFILL
-from .answers import NEVER_TELL_CACHED, Usage, error_status, read_usage, speaks_api
+from .answers import NEVER_TELL_CACHED, NOTHING, Usage, error_status, read_usage, speaks_api
 from .blame import DOUBTFUL, REFUSALS, REFUSED_ALIKE, SAME, UnattributedError, agree
 from .drift import TOLERATED
 from .exchange import TAIL, TAIL_BYTES, Attempt, Batcher, Exchange, Legs
@@ -235,6 +235,8 @@ class Settling:
     def _settle(self, exchange: Exchange, attempt: Attempt, tail: bytes) -> Usage:
         """A complete answer, which its client has: compare what was predicted with what was delivered."""
         usage, prompt, backend = read_usage(tail), attempt.prompt, attempt.backend
+        if usage is NOTHING and attempt.usage:
+            usage = read_usage(attempt.usage)
         # Of an answer to a prompt that came in one piece the judge has seen the end.
         seen = attempt.pieces == 1 and attempt.first_at and prompt is not None
         if attempt.leg is not None:

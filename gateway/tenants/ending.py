@@ -9,9 +9,15 @@ from ..prompt.prompt import NO_PREFILL
 from .metering import Metering
 
 if TYPE_CHECKING:
+    from ..http.messages import Request
     from ..ops.metrics import Metrics
     from ..proxy.answers import Usage
     from ..proxy.exchange import Exchange
+
+
+BYTES_PER_TOKEN = 4  # of a body whose prompt is not read
+# What ends the paths of requests for which engines compute no prompt.
+_RENDERS = ("/render", "/derender", "/count_tokens")
 
 
 class Cost(NamedTuple):
@@ -36,11 +42,22 @@ def cost(exchange: Exchange, usage: Usage | None) -> Cost:
     if attempt.status >= 400 or (attempt.fault and attempt.pieces <= 1):
         return NOTHING
     told_input, told_output, cached = usage if usage is not None else (None, None, None)
-    known = prompt.tokens if prompt is not None and prompt.path not in NO_PREFILL else 0
+    known = prompt.tokens if prompt is not None else 0
+    if prompt is not None and prompt.path in NO_PREFILL:
+        known = 0
+    elif not known and exchange.charge is not None:
+        known = exchange.charge.unread
     produced = attempt.pieces if attempt.streams else 0
     return Cost(
         known if told_input is None else told_input, cached or 0, produced if told_output is None else told_output
     )
+
+
+def unread_tokens(request: Request) -> int:
+    """About how many tokens the prompt of a request has that is passed on without a look at it, and that is text."""
+    if request.body[:1] != b"{" or request.path.endswith(_RENDERS):
+        return 0
+    return len(request.body) // BYTES_PER_TOKEN
 
 
 class Settled:

@@ -21,13 +21,15 @@ Decided = Callable[[ApiError | None], None]
 
 
 class Charge:
-    """What one request has claimed. `granted`: None until it is decided."""
+    """What one request has claimed. `granted`: None until it is decided. `unread`: prompt tokens that it costs where
+    nobody tells, since its prompt is not read: by its size."""
 
-    __slots__ = ("account", "limits", "wanted", "granted", "ended", "_clock")
+    __slots__ = ("account", "limits", "wanted", "unread", "granted", "ended", "_clock")
 
     def __init__(self, account: Account, limits: Limits, wanted: Sequence[Claim], clock: Callable[[], float]):
         self.account, self.limits, self.wanted, self._clock = account, limits, wanted, clock
         self.granted: bool | None = None
+        self.unread = 0
         self.ended = False
 
     def header_lines(self) -> bytes:

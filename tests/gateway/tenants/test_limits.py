@@ -209,3 +209,47 @@ def test_windows_follow_each_other_without_a_gap(now, kind):
     left = rules.seconds_left(kind, now)
     assert 0 < left <= {rules.REQUESTS: 60, rules.DAY: 86_400, rules.MONTH: 31 * 86_400}[kind]
     assert rules.window(kind, now + left + 0.001) == rules.window(kind, now) + 1
+
+
+def in_pieces(answer: bytes, at: list[int]):
+    """A replica whose answer comes in pieces that end at these offsets."""
+
+    async def script(reader, writer):
+        while True:
+            await read_request(reader)
+            writer.write(
+                b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(answer)
+            )
+            for begin, end in zip([0, *at], [*at, len(answer)]):
+                writer.write(answer[begin:end])
+                await writer.drain()
+                await asyncio.sleep(0.02)  # so that each is a read of its own, as far as that can be had
+
+    return script
+
+
+@pytest.mark.parametrize("split", [-1, 3, 30])
+async def test_usage_counts_wherever_it_stands_in_an_answer(tmp_path, split):
+    """vLLM writes `prompt_logprobs` and `prompt_token_ids` behind it, of any length, for clients that ask for them."""
+    told = answer(20, 5)[:-1] + b',"prompt_token_ids":[%b1]}' % (2000 * b"1,")
+    usage = told.index(b'"usage"')
+    script = in_pieces(told, [usage + split, usage + 60, *range(usage + 300, len(told), 500)])
+    async with tenants(tmp_path, script, a={"tokens_per_day": 100}) as t:
+        assert (await t.ask())[0] == 200
+        await eventually(lambda: t.account().running == 0)
+        assert t.account().own.get("day", rules.window("day", t.clock.now)) == 25
+
+
+@pytest.mark.parametrize(("path", "counted"), [(b"/invocations", True), (b"/v1/messages/count_tokens", False)])
+async def test_a_prompt_that_is_not_read_and_of_which_nobody_tells_costs_by_its_size(tmp_path, path, counted):
+    """Else budgets would end where a client streams from one of these paths and asks for no usage."""
+    body = json.dumps({"model": "m", "stream": True, "messages": [{"role": "user", "content": 400 * "x"}]}).encode()
+    async with tenants(tmp_path, streams(chunk(EVENT)), a={"input_tokens_per_minute": 150}) as t:
+        assert (await t.ask(body=body, path=path))[0] == 200
+        await eventually(lambda: t.account().running == 0)
+        count = t.account().own.get("input", rules.window("input", t.clock.now))
+        assert count == (len(body) // 4 if counted else 0)
+    async with tenants(tmp_path, answers(answer(7)), a={"input_tokens_per_minute": 150}) as t:
+        assert (await t.ask(body=body, path=path))[0] == 200
+        await eventually(lambda: t.account().running == 0)
+        assert t.account().own.get("input", rules.window("input", t.clock.now)) == 7

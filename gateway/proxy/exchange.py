@@ -68,8 +68,9 @@ class Attempt:
         "status", "response_head", "fault", "streams",
         # first bytes of its body that are held back, since nothing of an answer is in them
         "withheld",
-        # the answer as it passes; of a tenant's, what its usage begins with, if it had one so far
-        "tail", "usage", "pieces", "seen_pieces", "seen_at",
+        # the answer as it passes; of a tenant's, what its usage begins with, if it had one so far; how often its client
+        # did not keep up
+        "tail", "usage", "pauses", "pieces", "seen_pieces", "seen_at",
         # monotonic seconds, 0.0 for what did not happen; `first_at`: of the answer itself, not of other bytes
         "begun_at", "sent_at", "first_at", "ended_at",
         # why it failed, if it did
@@ -102,7 +103,7 @@ class Attempt:
         self.upstream: Upstream | None = None
         self.response_head: Head = None  # type: ignore[assignment]  # until the head is there
         self.sent_ids = False
-        self.status = self.fault = self.pieces = self.seen_pieces = 0
+        self.status = self.fault = self.pieces = self.seen_pieces = self.pauses = 0
         self.withheld = self.usage = b""
         self.tail: deque[bytes] = deque(maxlen=TAIL)
         self.begun_at = begun_at
@@ -325,6 +326,7 @@ class Exchange:
         attempt = self.attempt
         if attempt is not None and attempt.upstream is not None:
             attempt.upstream.pause()
+            attempt.pauses += 1
             attempt.tail = deque((piece[-TAIL_BYTES:] for piece in attempt.tail), TAIL)
 
     def resume(self) -> None:

@@ -181,7 +181,9 @@ class Queue:
         if outcome != "complete" or attempt is None or not attempt.streams or not attempt.first_at:
             return
         ttft, tokens = attempt.first_at - ticket.since, usage.completion if usage is not None else None
-        tpot = (attempt.ended_at - attempt.first_at) / (tokens - 1) if tokens and tokens > LEAST_OUTPUT else None
+        tpot = None  # nobody knows it of a short answer, nor of one whose client did not keep up
+        if tokens and tokens > LEAST_OUTPUT and not attempt.pauses:
+            tpot = (attempt.ended_at - attempt.first_at) / (tokens - 1)
         fleet.first_token(ticket, ttft)
         met = fleet.ended(ticket, ttft, tpot)
         if met is not None:

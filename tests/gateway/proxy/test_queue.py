@@ -16,7 +16,7 @@ from gateway.tenants.keys import Keys
 from policies import Classes, QosClass, Rule, Rules, Slo
 
 from ..http.talk import eventually, read_request
-from .replies import EVENT, SSE_HEAD, chunk, post
+from .replies import EVENT, SSE_HEAD, chunk, post, streams
 from .stack import stack
 
 PREMIUM, FREE = QosClass("premium", 0.1, 100), QosClass("free", 0.6, 10)
@@ -230,6 +230,18 @@ async def test_a_request_may_bring_limits_of_its_own():
         await eventually(s.idle)
         assert s.metrics.slo_requests.values == {("free", "met"): 1}
         assert s.metrics.predicted_ttft_seconds.total() > 0 and s.metrics.delivered_ttft_seconds.total() > 0
+
+
+async def test_a_client_that_does_not_keep_up_says_nothing_of_how_fast_replicas_are():
+    """Else a few that read slowly make the gateway expect less of all replicas, and admit less."""
+    long = streams(*[chunk(1000 * EVENT)] * 400, chunk(USAGE))
+    async with queued(long, slo=Slo(None, 1e-5)) as (s, queue):
+        talker = await send(s, "a")
+        await eventually(lambda: any(one.client.writing_paused for one in s.proxy.exchanges))
+        assert (await talker.response())[0] == 200
+        await eventually(s.idle)
+        assert s.metrics.slo_requests.values == {("free", "met"): 1}
+        assert {fleet.tpot_margin.factor for fleet in queue._fleets.values()} == {1.0}
 
 
 async def test_a_full_queue_sheds_the_lower_class():

@@ -91,13 +91,14 @@ class Transfers:
 
 class LegChoice(NamedTuple):
     """The two replicas. `moved`: prompt tokens whose cache the decoder lacks. Seconds are None where the policy does
-    not count in them."""
+    not count in them; what it chose and among whom is in `preferred` then, for it to be told."""
 
     prefiller: Candidate
     decoder: Candidate
     moved: int
     seconds: float | None
     whole_seconds: float | None
+    preferred: tuple[tuple[Sequence[Candidate], Choice], ...] = ()
 
 
 class LegRule(Protocol):
@@ -197,14 +198,16 @@ def by_preference(
     now: float,
 ) -> LegChoice | None:
     """Return the legs that a policy without seconds prefers, if more than one block is to be computed."""
-    second = decoders[policy.choose(demand, decoders).index]
+    written = policy.choose(demand, decoders)
+    second = decoders[written.index]
     if demand.tokens - second.overlap <= demand.block_size:
         return None
     left = [one for one in prefillers if one is not second and not transfers.paused(one.replica, second.replica, now)]
     if not left:
         return None
-    first = left[policy.choose(demand, left).index]
-    return LegChoice(first, second, demand.tokens - second.overlap, None, None)
+    computed = policy.choose(demand, left)
+    preferred = (left, computed), (decoders, written)
+    return LegChoice(left[computed.index], second, demand.tokens - second.overlap, None, None, preferred)
 
 
 def _cheapest(prices: Sequence[float]) -> list[int]:

@@ -373,8 +373,8 @@ class Router:
         return self._leg_rule(self.policy, demand, best, whole.choice, prefillers, decoders, self.transfers, now)
 
     def commit_legs(self, whole: Evaluation, chosen: legs.LegChoice, now: float) -> tuple[Placement, Placement]:
-        """Count both legs' load in one step, right after `choose_legs`. The policy is told of one request, as it would
-        have gone whole."""
+        """Count both legs' load in one step, right after `choose_legs`. The policy is told of what it chose, or of one
+        request as it would have gone whole."""
         demand, first, second = whole.demand, chosen.prefiller, chosen.decoder
         reservation = self.ledger.reserve(
             first.replica,
@@ -387,7 +387,8 @@ class Router:
             self._expect(placements[0])
             placements.append(self.commit_decoder(demand, second, now))
             if self._placed is not None:
-                self._placed(demand, whole.candidates, whole.choice)
+                for candidates, choice in chosen.preferred or ((whole.candidates, whole.choice),):
+                    self._placed(demand, candidates, choice)
         except BaseException:  # nobody could release what nobody has
             for placement in placements:
                 self.abandon(placement, computed=False)

@@ -44,6 +44,22 @@ def test_a_long_prompt_leaves_decoders_that_are_full_of_streams():
     assert apart.seconds < apart.whole_seconds
 
 
+@pytest.mark.parametrize("prefillers, decoders", [(2, 2), (2, 3), (3, 2), (1, 4)])
+def test_by_turns_each_prefiller_and_each_decoder_has_its_part(prefillers, decoders):
+    made = Router(make("round_robin"), Prefixes(*[0] * (prefillers + decoders)), Ledger(), CostGroup())
+    everybody = [made.add(f"{slot}", slot) for slot in range(prefillers + decoders)]
+    first, second = everybody[:prefillers], everybody[prefillers:]
+    counts = dict.fromkeys([one.replica for one in everybody], 0)
+    for _ in range(60):
+        whole = made.evaluate(demand(), made.targets(second), 1.0)
+        apart = made.choose_legs(whole, first, second, 1.0)
+        for placement in made.commit_legs(whole, apart, 1.0):
+            counts[placement.candidate.replica] += 1
+            made.abandon(placement, computed=False)
+    assert {counts[one.replica] for one in first} == {60 // prefillers}
+    assert {counts[one.replica] for one in second} == {60 // decoders}
+
+
 def test_without_streams_to_disturb_it_stays_whole():
     made, everybody = fleet()
     assert chosen(made, demand(), everybody)[1] is None

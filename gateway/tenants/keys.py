@@ -22,7 +22,9 @@ OPEN_PATHS = frozenset(("/health",))
 # What browsers ask before they send a key; engines compute nothing for it.
 OPEN_METHODS = frozenset(("OPTIONS",))
 CLIENT_KEYS = frozenset((b"authorization", b"x-api-key"))  # the headers in which a client's key may be
-LARGE_BYTES = 64 * 1024  # of a body; a smaller one is read before its request is refused, and the connection kept
+# Of a body; a smaller one is read before its request is refused. It counts within the budget of
+# all requests meanwhile, which strangers must not fill: 512 MiB are 131,072 connections of theirs.
+LARGE_BYTES = 4 * 1024
 CHALLENGE = ((b"www-authenticate", b"Bearer"),)
 
 

@@ -155,7 +155,9 @@ async def test_engines_get_their_own_key_and_never_a_clients(file, engine_key):
     assert head.count(b"authorization:") == (engine_key is not None)
 
 
-@pytest.mark.parametrize("framing", [b"Content-Length: 60000000", b"Transfer-Encoding: chunked"])
+@pytest.mark.parametrize(
+    "framing", [b"Content-Length: 60000000", b"Content-Length: 5000", b"Transfer-Encoding: chunked"]
+)
 async def test_a_stranger_may_not_make_the_gateway_hold_a_large_body(file, framing):
     head = b"POST %b HTTP/1.1\r\nHost: h\r\nExpect: 100-continue\r\n%b%b\r\n\r\n"
     keys = Keys(file)

@@ -305,8 +305,10 @@ class Conductor:
 
     def _better_elsewhere(self, exchange: Exchange, attempt: Attempt, now: float) -> bool:
         """Whether an unanswered request should leave a replica that is lost, or that is unwell and has had its time,
-        for one that is ready. What was computed for it is computed again: slowness alone is no reason."""
-        patience = PATIENCE.get(attempt.backend.replica.state)
+        for one that is ready. What was computed for it is computed again: slowness alone is no reason. One that
+        has left an unwell replica already leaves none but a lost one: where a whole machine is slow, so is the next."""
+        state = attempt.backend.replica.state
+        patience = PATIENCE.get(state) if state is State.FAILED or not exchange.crash_count else None
         if patience is None or now - attempt.sent_at < patience or not self.judge.may_retry(exchange, attempt):
             return False
         return self.judge.others(exchange, attempt)[0].replica.state is State.READY

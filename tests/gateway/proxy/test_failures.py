@@ -15,7 +15,7 @@ from policies.costs import Costs
 from replicas import State
 
 from ..http.talk import eventually, free_port, read_request
-from .replies import ANSWER, BODY, EVENT, LONG, SSE_HEAD, USAGE, answers, chunk, post, says, silent, streams
+from .replies import ANSWER, BODY, EVENT, LONG, SSE_HEAD, USAGE, answers, chunk, post, reply, says, silent, streams
 from .stack import stack
 
 
@@ -124,6 +124,32 @@ async def test_a_request_without_a_first_byte_leaves_a_replica_that_hangs(state,
         s.proxy.sweep(exchange.attempt.sent_at + patience)
         assert (await talk.response())[0::2] == (200, ANSWER)
         assert s.faults == ["hung"] and s.metrics.retries.total() == 1
+        await eventually(s.idle)
+
+
+async def test_a_request_that_has_left_a_slow_replica_stays_with_the_next():
+    """All of a machine that is overloaded look unwell by turns, and still answer."""
+    wait = asyncio.Event()
+
+    async def slow(reader, writer):
+        await read_request(reader)
+        await wait.wait()
+        writer.write(reply(ANSWER))
+
+    async with stack(slow, slow, slow, retries=5, request_timeout=120.0) as s:
+        talk = await s.talk()
+        await talk.say(post())
+        for count in (1, 2):
+            await eventually(
+                lambda count=count: any(len(x.attempts) == count and x.attempt.sent_at for x in s.proxy.exchanges)
+            )
+            (exchange,) = s.proxy.exchanges
+            exchange.attempt.backend.replica.state = State.DEGRADED
+            s.proxy.changed()
+            s.proxy.sweep(exchange.attempt.sent_at + 20.0)
+        wait.set()
+        assert (await talk.response())[0::2] == (200, ANSWER)
+        assert s.metrics.retries.total() == 1
         await eventually(s.idle)
 
 

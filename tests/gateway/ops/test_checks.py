@@ -1,0 +1,51 @@
+"""What `hitherto doctor` reads out of a running gateway's status."""
+
+from gateway import cli
+from gateway.ops import checks
+from gateway.ops.trial import Finding
+
+
+def status(**changes) -> dict:
+    replica = {"id": "a:1", "url": "http://a:1", "events": "live"}
+    return {
+        "ready": True,
+        "why_not": None,
+        "policy": "least_time",
+        "totals": {"prompts": {"exact": 99, "load": 1}},
+        "replicas": [replica],
+        **changes,
+    }
+
+
+def told(running) -> list[Finding]:
+    return list(checks.check_gateway(cli.load_config(cli._parse(["doctor"])).settings, running))
+
+
+def test_what_a_running_gateway_says_of_itself():
+    assert [finding.level for finding in told(status())] == ["ok"]
+    (finding,) = told(status(ready=False, why_not="no replica is ready: a:1 is failed (exit code 1)"))
+    assert finding.level == "fail" and "exit code 1" in finding.text
+    assert [f.subject for f in told(status(totals={"prompts": {"exact": 50, "load": 50}}))] == ["gateway", "prompts"]
+    why = "none of the engine's layers has full attention"
+    page = {"id": "a:1", "url": "http://a:1", "events": "unobserved", "events_reason": why}
+    unobserved = told(status(replicas=[page]))
+    assert [(f.level, f.subject) for f in unobserved] == [("ok", "gateway"), ("fail", "events a:1")]
+    assert why in unobserved[1].text
+
+
+def test_what_a_running_gateway_says_of_redis_and_of_its_own_background_work():
+    redis = {"ledger_joined": True, "ledger_reason": "joined", "trouble": ""}
+    assert [finding.level for finding in told(status(map={"redis": redis}, background_failures={}))] == ["ok"]
+    _, map_, ledger = told(
+        status(
+            map={"redis": redis | {"ledger_joined": False, "ledger_reason": "READONLY", "trouble": "leases: NOPERM"}}
+        )
+    )
+    assert (map_.level, map_.subject) == ("fail", "redis: map") and "NOPERM" in map_.text
+    assert (ledger.level, ledger.subject) == ("fail", "redis: ledger") and "READONLY" in ledger.text
+    _, failed = told(
+        status(background_failures={"shared map: publish": {"failures": 3, "last": "KeyError: 7", "seconds_ago": 2.0}})
+    )
+    assert (
+        failed.level == "fail" and "shared map: publish failed 3 times" in failed.text and "KeyError: 7" in failed.text
+    )

@@ -43,6 +43,7 @@ class Leased:
     response: str | None = None  # no answer passes here, so nobody knows who made one
     model: str | None = None
     tenant = None  # its caller asks clients for their keys
+    attempt_type = Attempt
 
     def __init__(self, id: str, prompt: Prompt, tried: tuple[Backend, ...], seconds: float, headers: Mapping[str, str]):
         self.id, self.prompt, self.tried, self.seconds = id, prompt, tried, seconds

@@ -64,13 +64,14 @@ class Attempt:
         "exchange", "client", "conductor",
         # what was sent
         "state", "upstream", "sent_ids",
-        # the answer: its status and head, and the status that an error behind a 200 amounts to, 0 without one
-        "status", "response_head", "fault", "streams",
+        # the answer: its status and head, and the status that an error behind a 200 amounts to, 0 without one; whether
+        # the prompt was computed all the same
+        "status", "response_head", "fault", "computed", "streams",
         # first bytes of its body that are held back, since nothing of an answer is in them
         "withheld",
-        # the answer as it passes; of a tenant's, what its usage begins with, if it had one so far; how often its client
-        # did not keep up
-        "tail", "usage", "pauses", "pieces", "seen_pieces", "seen_at",
+        # the answer as it passes, in so many reads; of a tenant's, how many events of a stream those had, and what its
+        # usage begins with, if it had one so far; how often its client did not keep up
+        "tail", "pieces", "events", "usage", "pauses", "seen_pieces", "seen_at",
         # monotonic seconds, 0.0 for what did not happen; `first_at`: of the answer itself, not of other bytes
         "begun_at", "sent_at", "first_at", "ended_at",
         # why it failed, if it did
@@ -102,8 +103,8 @@ class Attempt:
         self.state = CONNECTING
         self.upstream: Upstream | None = None
         self.response_head: Head = None  # type: ignore[assignment]  # until the head is there
-        self.sent_ids = False
-        self.status = self.fault = self.pieces = self.seen_pieces = self.pauses = 0
+        self.sent_ids = self.computed = False
+        self.status = self.fault = self.pieces = self.events = self.seen_pieces = self.pauses = 0
         self.withheld = self.usage = b""
         self.tail: deque[bytes] = deque(maxlen=TAIL)
         self.begun_at = begun_at
@@ -126,7 +127,7 @@ class Attempt:
     def repeat(self, *, new_connection: bool = False, without_ids: bool = False) -> Attempt:
         """The next one, to the same replica and on the same reservation."""
         streams = self.prompt is not None and self.prompt.stream and self.leg is not PREFILL
-        return Attempt(
+        return self.__class__(
             self.backend,
             self.placement,
             self.prompt,
@@ -170,7 +171,7 @@ def events_in(data: bytes) -> int:
 
 
 class MeteredAttempt(Attempt):
-    """One of a tenant's: its pieces are the stream's events, each a token or a few, however many of them a read has.
+    """One of a tenant's, whose stream's events are counted, each a token or a few, however many of them a read has.
     Not all clients ask for usage, and one that leaves gets none. Where it is no stream, its usage is kept wherever it
     stands: vLLM writes a prompt's log probabilities and token ids behind it, if a client asks for them."""
 
@@ -188,7 +189,8 @@ def meter(attempt: Attempt, data: bytes) -> None:
     """Take note of a piece of a tenant's answer."""
     before = attempt.tail[-1][1 - len(USAGE) :] if attempt.tail else b""
     attempt.tail.append(data)
-    attempt.pieces += events_in(data)
+    attempt.pieces += 1
+    attempt.events += events_in(data)
     if attempt.streams:
         return
     found = before + data
@@ -232,8 +234,9 @@ class Exchange:
     __slots__ = (
         # given
         "conductor", "client", "request", "id", "label",
-        # whose API key it brought, and what it claims of that tenant's limits; None without --api-keys, or limits
-        "tenant", "charge",
+        # whose API key it brought, and what it claims of that tenant's limits; None without --api-keys, or limits; and
+        # what its attempts are made as: a tenant's are metered
+        "tenant", "charge", "attempt_type",
         # found out: its prompt, or the model that a request without one names; the stored response it is about, if any,
         # which only one replica has
         "state", "prompt", "model", "response",
@@ -258,6 +261,7 @@ class Exchange:
         self.label = label
         self.tenant: Tenant | None = None
         self.charge: Charge | None = None
+        self.attempt_type = Attempt
         self.state = PREPARING
         self.prompt: Prompt | None = None
         self.model: str | None = None
@@ -350,8 +354,6 @@ class Exchange:
     def add_attempt(self, attempt: Attempt) -> None:
         """Go on with this attempt: a replica is found, and the request is counted there."""
         attempt.exchange, attempt.client, attempt.conductor = self, self.client, self.conductor
-        if self.tenant is not None:
-            attempt.__class__ = MeteredAttempt
         if attempt.leg is PREFILL:
             attempt.conductor = self.conductor.first_legs
         self.prompt = attempt.prompt

@@ -130,7 +130,8 @@ class LegPlacing:
         prompt.token_ids = b""  # legs carry text
         placement, reserved = self._router.commit_legs(evaluation, chosen, now)
         exchange.legs = Legs(transfer, prefiller, decoder, reserved, placement.cached, chosen.moved)
-        exchange.add_attempt(Attempt(prefiller, placement, prompt, False, now, leg=Leg.PREFILL, body=first_body))
+        first = exchange.attempt_type(prefiller, placement, prompt, False, now, leg=Leg.PREFILL, body=first_body)
+        exchange.add_attempt(first)
         return True
 
     def choose(
@@ -187,7 +188,8 @@ def second_leg(exchange: Exchange, now: float) -> None:
     placement, held.placement = held.placement, None
     body = held.transfer.second_body(exchange.request.body, held.parameters)
     prompt = exchange.prompt
-    exchange.add_attempt(Attempt(held.decoder, placement, prompt, prompt.stream, now, leg=Leg.DECODE, body=body))
+    second = exchange.attempt_type(held.decoder, placement, prompt, prompt.stream, now, leg=Leg.DECODE, body=body)
+    exchange.add_attempt(second)
 
 
 class LegConductor(Protocol):

@@ -188,6 +188,10 @@ class Asker(Protocol):
         """Replicas that it is not to get."""
 
     @property
+    def attempt_type(self) -> type[Attempt]:
+        """What its attempts are made as."""
+
+    @property
     def stages(self) -> list[tuple[str, float]]:
         """Seconds that the gateway's own stages took of it, counted once its client has its answer."""
 
@@ -317,7 +321,7 @@ class Placing:
         if self.eligible.finer and prompt is not None:
             add_tail(placement, backend, prompt)
         asker.add_attempt(
-            Attempt(
+            asker.attempt_type(
                 backend,
                 placement,
                 prompt,

@@ -34,7 +34,7 @@ from ..tenants.keys import CHALLENGE
 from ..tenants.salting import salt_request
 from .backend import Backend
 from .conductor import Conductor, Judge
-from .exchange import Added, Batcher, Exchange
+from .exchange import Added, Batcher, Exchange, MeteredAttempt
 from .forwarding import TokenIdForwarding
 from .newcomers import Newcomers
 from .paths import MODELS, AllowedPaths, model_in, refusal
@@ -131,6 +131,8 @@ class Preparation:
 
     def _ready(self, exchange: Exchange, prompt: Prompt | None) -> None:
         """All is known of it that is asked about: it goes on once its tenant's limits allow it."""
+        if exchange.state is ExchangeState.ENDED:  # while engines were asked; nothing would give a claim back
+            return
         charge = None
         if exchange.tenant is not None and self._metering is not None:
             tokens = prompt.tokens if prompt is not None else 0
@@ -269,7 +271,7 @@ class Preparation:
         await self._newcomers.asked()
         if self._eligible.is_unknown(prompt.model):
             exchange.run_isolated(self._ready, exchange, prompt)
-        else:
+        elif exchange.state is not ExchangeState.ENDED:
             self._beside(exchange)
 
 
@@ -400,7 +402,7 @@ class Proxy:
         """Why a request is refused for its key alone; else it is its tenant's from now on."""
         if isinstance(tenant, ApiError):
             return tenant
-        exchange.tenant = tenant
+        exchange.tenant, exchange.attempt_type = tenant, MeteredAttempt
         if self.metering is not None and (over := self.metering.refusal(tenant)) is not None:
             return over
         return salt_request(exchange.request, tenant.cache_salt) if tenant.cache_salt is not None else None

@@ -244,8 +244,8 @@ class Settling:
         if attempt.fault:  # its first bytes said so
             self.abandon(attempt, computed=False)
         elif not seen and (late := self._late_failure(exchange, attempt, tail, usage)) is not None:
-            attempt.fault, kind, computed = late
-            self.abandon(attempt, computed)
+            attempt.fault, kind, attempt.computed = late
+            self.abandon(attempt, attempt.computed)
             if attempt.fault >= 500:
                 self.failed(backend, kind)
         elif prompt is not None and attempt.status == 200 and not backend.gone:
@@ -261,7 +261,7 @@ class Settling:
         """What the end of an answer shows: the status that it amounts to, what kind of failure it is, and whether the
         prompt was computed."""
         if attempt.streams and attempt.status == 200 and (fault := error_status(tail, True)):
-            return fault, ERROR_ANSWER, True
+            return fault, ERROR_ANSWER, not _began_as_error(attempt)
         if cut_short(attempt, exchange.request.path, tail[-TAIL_BYTES:]):
             return 503, ABORTED, True
         if _is_foreign(exchange.label, attempt, tail, usage):
@@ -379,6 +379,11 @@ class Settling:
             except Exception:
                 log.exception("%s failed at the end of a request", getattr(told, "__qualname__", told))
         exchange.attempts.clear()  # they refer back to it
+
+
+def _began_as_error(attempt: Attempt) -> bool:
+    """Whether a stream that ended with an error was nothing else. Where the prompt is read the judge has seen that."""
+    return attempt.prompt is None and attempt.pieces <= TAIL and error_status(attempt.tail[0], True) > 0
 
 
 def _but_for_tail(backend: Backend, held: int, saved: int, size: int) -> int:

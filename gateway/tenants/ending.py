@@ -39,7 +39,7 @@ def cost(exchange: Exchange, usage: Usage | None) -> Cost:
     attempt, prompt = exchange.attempt, exchange.prompt
     if attempt is None or not attempt.sent_at or exchange.status:
         return NOTHING
-    if attempt.status >= 400 or (attempt.fault and attempt.pieces <= 1):
+    if attempt.status >= 400 or (attempt.fault and not attempt.computed):
         return NOTHING
     told_input, told_output, cached = usage if usage is not None else (None, None, None)
     known = prompt.tokens if prompt is not None else 0
@@ -47,7 +47,7 @@ def cost(exchange: Exchange, usage: Usage | None) -> Cost:
         known = 0
     elif not known and exchange.charge is not None:
         known = exchange.charge.unread
-    produced = attempt.pieces if attempt.streams else 0
+    produced = (attempt.events or attempt.pieces) if attempt.streams else 0
     return Cost(
         known if told_input is None else told_input, cached or 0, produced if told_output is None else told_output
     )

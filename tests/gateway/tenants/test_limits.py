@@ -19,7 +19,7 @@ from gateway.tenants.metering import Metering
 from replicas.simulated.model import sim_model_dir
 
 from ..http.talk import eventually, read_request
-from ..proxy.replies import BODY, EVENT, SSE_HEAD, answers, chunk, post, silent, streams
+from ..proxy.replies import BODY, EVENT, SSE_HEAD, answers, chunk, post, says, silent, streams
 from ..proxy.stack import stack
 
 TEN_TO_THE_MINUTE = datetime(2026, 11, 30, 23, 59, 50, tzinfo=UTC).timestamp()
@@ -56,7 +56,7 @@ class Tenants:
 
 
 @asynccontextmanager
-async def tenants(tmp_path, *scripts, a=None, b=None, **options):
+async def tenants(tmp_path, *scripts, a=None, b=None, notes=(), **options):
     file = tmp_path / "keys.yaml"
     entries = [{"name": name, "sha256": hashlib.sha256(name.encode()).hexdigest(), **(fields or {})} for name, fields in (("a", a), ("b", b))]  # fmt: skip
     file.write_text("\n".join(map(json.dumps, entries)))
@@ -64,7 +64,7 @@ async def tenants(tmp_path, *scripts, a=None, b=None, **options):
     metrics, keys = Metrics(), Keys(file)
     metering = Metering(clock, metrics.tenant_refusals.inc)
     ended = Settled(metering, metrics, keys.names)
-    async with stack(*scripts, keys=keys, metering=metering, on_end=(ended,), metrics=metrics, **options) as s:
+    async with stack(*scripts, keys=keys, metering=metering, on_end=(ended, *notes), metrics=metrics, **options) as s:
         yield Tenants(s, metering, clock)
         await eventually(s.idle)
         assert all(account.running == 0 for account in metering.accounts())
@@ -253,3 +253,72 @@ async def test_a_prompt_that_is_not_read_and_of_which_nobody_tells_costs_by_its_
         assert (await t.ask(body=body, path=path))[0] == 200
         await eventually(lambda: t.account().running == 0)
         assert t.account().own.get("input", rules.window("input", t.clock.now)) == 7
+
+
+@pytest.mark.parametrize("path", [b"/v1/chat/completions", b"/v1/rerank"])
+async def test_who_leaves_while_engines_are_asked_for_its_model_claims_nothing(tmp_path, path):
+    asked, answered = asyncio.Event(), asyncio.Event()
+
+    async def ask_models():
+        asked.set()
+        await answered.wait()
+
+    limits = {"concurrent_requests": 1, "requests_per_minute": 5, "models": ["m", "new"]}
+    async with tenants(tmp_path, answers(answer()), a=limits, ask_models=ask_models) as t:
+        talk = await t.begin(body=BODY.replace(b'"m"', b'"new"'), path=path)
+        await asked.wait()
+        await talk.close()
+        await eventually(lambda: not t.stack.proxy.exchanges)
+        answered.set()
+        await eventually(lambda: not t.stack.proxy.preparation._unheard)
+        assert t.account().running == 0
+        assert t.account().own.get("requests", rules.window("requests", t.clock.now)) == 0
+        assert (await t.ask())[0] == 200
+
+
+FAILED = b'data: {"error": {"message": "no", "type": "InternalServerError", "code": 500}}\n\n'
+DONE = b"data: [DONE]\n\n"
+
+
+@pytest.mark.parametrize("path", [b"/v1/chat/completions", b"/invocations"])
+async def test_nobody_pays_for_a_stream_that_is_an_error_alone(tmp_path, path):
+    """vLLM's is two events: the error, and what ends each stream."""
+    script = says(SSE_HEAD + chunk(FAILED) + chunk(DONE) + b"0\r\n\r\n")
+    async with tenants(tmp_path, script, a={"tokens_per_day": 10**6}) as t:
+        assert (await t.ask(body=BODY.replace(b"{", b'{"stream": true,', 1), path=path))[0] == 200
+        await eventually(lambda: t.account().running == 0)
+        assert t.account().own.get("day", rules.window("day", t.clock.now)) == 0
+        assert t.stack.metrics.tenant_requests.values["a", "5xx"] == 1
+
+
+async def test_who_saw_tokens_before_an_error_pays_for_them(tmp_path):
+    seen = asyncio.Event()
+    script = streams(chunk(3 * EVENT), chunk(FAILED), pause=seen.wait)
+    async with tenants(tmp_path, script, a={"output_tokens_per_minute": 100}) as t:
+        talk = await t.begin(body=BODY.replace(b"{", b'{"stream": true,', 1))
+        await talk.until(EVENT)
+        seen.set()
+        await eventually(lambda: t.account().running == 0)
+        assert t.account().own.get("output", rules.window("output", t.clock.now)) >= 3
+        assert t.stack.metrics.tenant_requests.values["a", "5xx"] == 1
+
+
+async def test_keys_change_nothing_of_what_is_learned_from_answers(tmp_path):
+    """What a tenant's answer costs is counted in events, what policies learn from it in reads, as without keys."""
+    reads, counted = [], []
+
+    def note(exchange, outcome, usage):
+        reads.append(exchange.attempt.pieces)
+
+    raw = SSE_HEAD + chunk(3 * EVENT) + chunk(DONE) + b"0\r\n\r\n"
+    body = BODY.replace(b"{", b'{"stream": true,', 1)
+    async with stack(says(raw), on_end=(note,)) as s:
+        talk = await s.talk()
+        await talk.say(post(body))
+        assert (await talk.response())[0] == 200
+        await eventually(lambda: reads)
+    async with tenants(tmp_path, says(raw), a={"output_tokens_per_minute": 100}, notes=(note,)) as t:
+        assert (await t.ask(body=body))[0] == 200
+        await eventually(lambda: len(reads) == 2)
+        counted.append(t.account().own.get("output", rules.window("output", t.clock.now)))
+    assert reads == [1, 1] and counted == [4]

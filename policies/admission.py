@@ -86,12 +86,13 @@ class Margin:
 
 
 class Space:
-    """What waits in all lines together, within its bounds."""
+    """What waits in all lines together, within its bounds. `untold`: requests that had to give way, and were not told
+    yet."""
 
-    __slots__ = ("requests", "bytes")
+    __slots__ = ("requests", "bytes", "untold")
 
     def __init__(self) -> None:
-        self.requests = self.bytes = 0
+        self.requests = self.bytes = self.untold = 0
 
 
 class Admission:
@@ -333,6 +334,7 @@ class Admission:
         """Take out those for whom it is too late, and tell of those that had to give way since the last call."""
         while self._gave_way:
             ticket = self._gave_way.popleft()
+            self.space.untold -= 1
             yield ticket, Verdict(REFUSED, "shed", (), self._drain(ticket.qos))
         while self._deadlines and (self._deadlines[0][0] <= now or not self._deadlines[0][2].waits):
             ticket = heapq.heappop(self._deadlines)[2]
@@ -353,6 +355,7 @@ class Admission:
             if (last := line.last(resource, ticket if own else None)) is not None:
                 self.leave(last, now)
                 self._gave_way.append(last)
+                self.space.untold += 1
                 return True
             if own:
                 return False

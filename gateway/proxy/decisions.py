@@ -125,10 +125,10 @@ class Decisions:
         except BaseException:  # an answer of the shared ledger that comes after a cancellation is taken back there
             if leased.attempt is not None:  # it has answered in the same turn
                 self._router.abandon(leased.attempt.placement)
-            elif self._placing.queue is not None:
-                self._placing.queue.forget(leased)
+            self._leave_queue(leased)
             del leased  # what is raised is held by it, and holds this frame
             raise
+        self._leave_queue(leased)
         for stage, seconds in leased.stages:
             self._proxy.metrics.stage_seconds.observe(stage, seconds)
         self._open[leased.id] = leased
@@ -139,6 +139,11 @@ class Decisions:
                 attempt.placement.ttft, self._router.first_token, attempt.placement, None
             )
         return self._told(leased, attempt)
+
+    def _leave_queue(self, leased: Leased) -> None:
+        """It has a replica, or wants none any more. Not before: one that was admitted may have to be placed again."""
+        if self._placing.queue is not None:
+            self._placing.queue.forget(leased)
 
     async def _prepared(self, path: str, body: bytes, headers: Mapping[str, str]) -> Prompt:
         proxy = self._proxy

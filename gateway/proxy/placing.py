@@ -281,6 +281,8 @@ class Placing:
         try:
             targets = self.eligible.targets(prompt, asker.tried, asker.model)
         except ApiError as error:
+            if self.queue is not None:
+                self.queue.forget(asker)
             asker.unplaced(error)
             return
         if asker.response is not None and (maker := self.responses.maker(asker.response)) is not None:

@@ -8,6 +8,7 @@ wait again. Without classes and limits there is no queue, and `Placing.queue` is
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 from math import ceil
 from time import monotonic
 from typing import TYPE_CHECKING, Any
@@ -19,7 +20,7 @@ from ..errors import ApiError, bad
 from ..overload import Overload, parse_slo
 from ..prompt.prompt import NO_PREFILL
 from .answers import Usage
-from .exchange import Exchange
+from .exchange import MOST, Exchange
 from .placing import Asker, Placing
 
 if TYPE_CHECKING:
@@ -47,7 +48,9 @@ class Queue:
         self._space = Space()
         self._fleets: dict[int, Admission] = {}  # by the space of their prompts
         self._tickets: dict[Asker, tuple[Admission, Ticket]] = {}
-        self._looks = False  # soon
+        self._looks = False  # soon, or it is under way
+        self._under_way: Iterator[None] | None = None
+        self._again = False  # once that is done, since something has changed meanwhile
         self._timer: asyncio.TimerHandle | None = None
         placing.router.on_room(self.look)
         metrics.read_from(self.reading)
@@ -79,14 +82,13 @@ class Queue:
         if verdict.decision in (ADMITTED, OBSERVED):
             if waited:
                 self._metrics.queue_seconds.observe(ticket.qos.name, now - ticket.since)
-            if not isinstance(asker, Exchange):
-                self._take_ticket(asker)  # nobody tells how it fares
             return evaluation
         if verdict.decision == QUEUED:
+            if not waited:
+                self._newcomer_waits()
             asker.held()
         else:
             self._turn_away(asker, ticket, verdict)
-        self.look()
         return None
 
     def _ticket(self, asker: Asker, prompt: Prompt, now: float) -> tuple[Admission, Ticket]:
@@ -124,34 +126,66 @@ class Queue:
 
     def look(self) -> None:
         """There may be room, or nobody left to wait for: see to it soon."""
-        if not self._looks and self._space.requests:
+        if self._looks:
+            self._again = True
+        elif self._space.requests or self._space.untold:
             self._looks = True
             asyncio.get_running_loop().call_soon(self._look)
 
     def _look(self) -> None:
-        self._looks = False
-        now = monotonic()
-        for fleet in [*self._fleets.values()]:
-            for ticket, verdict in fleet.turned_out(now):
-                if ticket.payload is None:
-                    continue  # its client has left meanwhile
-                self._metrics.admission.inc(REFUSED, ticket.qos.name, verdict.reason)
-                self._turn_away(ticket.payload, ticket, verdict)
-            self._call(fleet, now)
-        if self._space.requests and self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(LOOK_SECONDS, self._look_again)
+        """Go through those that wait, a dozen steps in an event-loop iteration, since others want the loop as well."""
+        steps, self._under_way = self._under_way or self._steps(), None
+        try:
+            if any(next(steps, steps) is steps for _ in range(MOST)):
+                return
+            self._under_way = steps
+            asyncio.get_running_loop().call_soon(self._look)
+        finally:
+            if self._under_way is None:
+                self._looked()
 
-    def _look_again(self) -> None:
+    def _looked(self) -> None:
+        self._looks = False
+        again, self._again = self._again, False
+        if again:
+            self.look()
+        self._look_later()
+
+    def _look_later(self) -> None:
+        if self._space.requests and self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(LOOK_SECONDS, self._time_passed)
+
+    def _time_passed(self) -> None:
         self._timer = None
         self.look()
 
-    def _call(self, fleet: Admission, now: float) -> None:
+    def _newcomer_waits(self) -> None:
+        """Nobody has room because of it, but others may have given way to it."""
+        if self._space.untold:
+            self.look()
+        self._look_later()
+
+    def _steps(self) -> Iterator[None]:
+        """See to all that wait, or have waited too long; after each of them it may be left for a while."""
+        for fleet in [*self._fleets.values()]:
+            for ticket, verdict in fleet.turned_out(monotonic()):
+                if ticket.payload is not None:  # else its client has left meanwhile
+                    self._metrics.admission.inc(REFUSED, ticket.qos.name, verdict.reason)
+                    self._turn_away(ticket.payload, ticket, verdict)
+                yield
+            while (head := fleet.head(monotonic())) is not None:
+                if not self._call(head):
+                    break
+                yield
+
+    def _call(self, ticket: Ticket) -> bool:
+        """Have it placed if there is room now; whether the next one may be asked about at once."""
+        asker: Asker = ticket.payload
+        asker.run_isolated(asker.called, self._placing.place)
         shared = self._placing.shared
-        while (ticket := fleet.head(now)) is not None:
-            asker: Asker = ticket.payload
-            asker.run_isolated(asker.called, self._placing.place)
-            if ticket.waits or (shared is not None and shared.joined):
-                break  # there is no room; or its load is counted when Redis has answered, and then this is called again
+        if shared is not None and shared.joined and ticket.costs is not None:
+            return False  # its load is counted when Redis has answered, and then there is another look
+        return not ticket.waits
 
     # --- those that leave
 
@@ -162,6 +196,7 @@ class Queue:
             fleet, ticket = known
             fleet.leave(ticket, monotonic())
             self._metrics.admission.inc(LEFT, ticket.qos.name, "client")
+        self.look()
 
     def _take_ticket(self, asker: Asker) -> tuple[Admission, Ticket] | None:
         """Its line may have the ticket for a while yet; the request, with its prompt and headers, is let go now."""

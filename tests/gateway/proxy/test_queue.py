@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import hashlib
+import itertools
 import json
 from contextlib import asynccontextmanager
 
@@ -353,3 +354,84 @@ async def test_a_key_of_a_class_overtakes_a_key_of_a_lower_one(tmp_path):
         assert engine.seen == ["low 0", "high 2", "low 1"]
         for talker in talkers:
             assert (await talker.response())[0] == 200
+
+
+# --- what it costs the event loop
+
+
+async def test_while_nothing_changes_the_queue_leaves_the_event_loop_alone(monkeypatch):
+    engine = Engine()
+    async with queued(engine) as (s, queue):
+        talkers = [await send(s, "a")]
+        await eventually(lambda: engine.seen == ["a"])
+        talkers.append(await send(s, "b"))
+        await eventually(lambda: waiting(queue)["free"] == 1)
+        evaluated, evaluate = [], s.proxy.router.evaluate
+        monkeypatch.setattr(s.proxy.router, "evaluate", lambda *given: evaluated.append(1) or evaluate(*given))
+        await asyncio.sleep(0.2)  # the time in which they are counted
+        assert 1 <= len(evaluated) <= 10, "one look in 50 ms"
+        for name, talker in zip("ab", talkers):
+            engine.answer(name)
+            assert (await talker.response())[0] == 200
+
+
+@pytest.mark.parametrize("joined", [False, True])
+async def test_many_that_nobody_can_take_any_more_are_told_by_the_dozen(monkeypatch, joined):
+    """With Redis too: a look waits there for the answer about one that is placed, and for nothing else."""
+    engine = Engine()
+    async with queued(engine) as (s, queue):
+        first = await send(s, "a")
+        await eventually(lambda: engine.seen == ["a"])
+        others = [await send(s, f"b{number}") for number in range(40)]
+        await eventually(lambda: waiting(queue)["free"] == 40)
+        told, unplaced = [], Exchange.unplaced
+        monkeypatch.setattr(Exchange, "unplaced", lambda self, error: told.append(1) or unplaced(self, error))
+        if joined:
+            s.proxy.placing.shared = Joined()
+        s.proxy.remove(next(iter(s.proxy.backends)))
+        counts, begun = [0], asyncio.get_running_loop().time()
+        while len(told) < 40:
+            await asyncio.sleep(0)
+            counts.append(len(told))
+        assert max(later - earlier for earlier, later in itertools.pairwise(counts)) <= 24
+        assert asyncio.get_running_loop().time() - begun < 1.0
+        for talker in others:
+            assert (await talker.response())[0] == 503
+        engine.answer("a")
+        await first.response()
+
+
+class Joined:
+    """A shared ledger that has answers for nobody: all that is looked at is that it takes part."""
+
+    joined = True
+
+
+class Undecided:
+    """A shared ledger whose answers come when they are asked for. `asked`: the replica chosen, and what to call."""
+
+    joined = True
+
+    def __init__(self):
+        self.asked = []
+
+    def decide(self, evaluation, then):
+        self.asked.append((evaluation.candidates[evaluation.choice.index].replica, then))
+
+
+async def test_a_decision_whose_replica_left_while_redis_was_asked_does_not_queue_again():
+    body = json.dumps({"model": "m", "messages": [{"role": "user", "content": "x"}], "stream": True}).encode()
+    async with queued(Engine(), Engine()) as (s, queue):
+        s.proxy.placing.shared = shared = Undecided()
+        decisions, asked = Decisions(s.proxy), []
+        for _ in range(2):
+            asked.append(asyncio.ensure_future(decisions.decide("/v1/chat/completions", body, {})))
+            await eventually(lambda: len(shared.asked) == 1)
+            chosen, then = shared.asked.pop()
+            if len(asked) == 2:
+                s.proxy.remove(chosen)
+            then(None)
+        assert waiting(queue)["free"] == 0 and len(shared.asked) == 1, "the other replica is full, and it was admitted"
+        shared.asked.pop()[1](None)
+        for one in asked:
+            await decisions.done((await one)["id"], b"")

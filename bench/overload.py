@@ -61,7 +61,9 @@ class Limit(Admission):
         super().__init__(Classes((QosClass("default", slo=SLO),)), Rules())
         self._candidates, self._takes = candidates, takes
 
-    def ask(self, ticket: Ticket, tokens: int, quotes: Sequence[Quote], now: float) -> Verdict:
+    def ask(
+        self, ticket: Ticket, tokens: int, quotes: Sequence[Quote], now: float, candidates: Sequence[Candidate] = ()
+    ) -> Verdict:
         pairs = enumerate(zip(self._candidates, quotes, strict=True))
         if among := [index for index, (one, quote) in pairs if self._takes(one, quote)]:
             return Verdict("admitted", "room", among)

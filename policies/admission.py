@@ -16,7 +16,10 @@ the cache's token-seconds that were admitted lately, whichever is more (dominant
 2011). Where a queue is full, the lowest class gives way.
 
 Predictions are checked: of those that came near a limit, the ratio of what was met to what was predicted has a running
-quantile, and a prediction counts that much longer. No I/O, no clock: `now` is in seconds of the caller's.
+quantile, and a prediction counts that much longer.
+
+Not every request may go to every replica. Those that may go to the same ones wait in a line of their own, and whoever
+waits keeps only its own replicas from those behind it. No I/O, no clock: `now` is in seconds of the caller's.
 """
 
 from __future__ import annotations
@@ -32,6 +35,7 @@ from .classes import Classes, QosClass
 from .costs import Costs
 from .lines import Line, Resource, Ticket
 from .quotes import Quote
+from .vocabulary import Candidate
 
 ADMITTED, QUEUED, REFUSED, OBSERVED = "admitted", "queued", "refused", "observed"
 LEFT = "left"  # their clients, while they waited
@@ -43,6 +47,7 @@ _USED_SECONDS = 10.0  # over which a class's share is taken
 _GUESS = 0.5  # seconds of prefill that a replica does in a second, until a line's pace is known
 _QUANTILE, _GAIN = 0.95, 0.01  # of the ratios, and how far one moves it, as a logarithm
 _MOST = log(1.5)  # that a margin gets: answers come late, so a crowd of bad ones says more than it should
+_MOST_LINES = 64  # before those in which nobody waits are forgotten, with their paces
 _NEAR = 0.25  # share of a limit from which a prediction says something of that limit
 
 
@@ -100,11 +105,12 @@ class Admission:
 
     def __init__(self, classes: Classes, rules: Rules, space: Space | None = None) -> None:
         self.classes, self.rules, self.space = classes, rules, space or Space()
-        self.lines: dict[str, Line] = {}
+        self.lines: list[Line] = []
         self.ttft_margin, self.tpot_margin = Margin(), Margin()
         self._tpot = min([one.slo.tpot for one in classes.all if one.slo.tpot is not None], default=inf)
         self._used = {one.name: [0.0, 0.0] for one in classes.all}  # prefill seconds, token-seconds
         self._used_at = 0.0
+        self._places = {one.name: place for place, one in enumerate(classes.all)}
         self._asked: dict[str, float] = {}  # when each class was asked for last
         self._deadlines: list[tuple[float, int, Ticket]] = []
         self._number = count()
@@ -112,20 +118,24 @@ class Admission:
 
     @property
     def waiting(self) -> bool:
-        return any(line.count for line in self.lines.values())
+        return any(line.count for line in self.lines)
 
     # --- a request asks
 
-    def ask(self, ticket: Ticket, tokens: int, quotes: Sequence[Quote], now: float) -> Verdict:
-        """Judge a request that has just come, or that is the `head` of those that wait. `tokens`: those that must be
-        computed where it would go; `quotes`: of each candidate."""
+    def ask(
+        self, ticket: Ticket, tokens: int, quotes: Sequence[Quote], now: float, candidates: Sequence[Candidate] = ()
+    ) -> Verdict:
+        """Judge a request that has just come, or that is one of the `heads` of those that wait. `tokens`: those that
+        must be computed where it would go; `quotes`: of each of the `candidates`, which are all there are if they are
+        not said."""
         best = min(quotes)
         if not ticket.waits:
             ticket.tokens, ticket.own = tokens, best.own
         self._asked[ticket.qos.name] = now
         mode, room = self.rules.when_full, self._room(ticket, quotes, now)
         if mode == "wait":
-            return self._wait(ticket, quotes, best, room, now)
+            targets = [one.replica for one in candidates]
+            return (self._turn if ticket.waits else self._wait)(ticket, quotes, best, room, targets, now)
         verdict = self._at_once(ticket, quotes, best, room, now)
         if verdict.decision == REFUSED and mode == "observe":
             return verdict._replace(decision=OBSERVED)
@@ -138,54 +148,69 @@ class Admission:
             return Verdict(ADMITTED, "met" if meets else "room", among)
         return self._refused(ticket, best, self._too_much(best, ticket, waited) or "full", waited + best.ttft)
 
-    def _wait(self, ticket: Ticket, quotes: Sequence[Quote], best: Quote, room: list[int], now: float) -> Verdict:
-        if ticket.waits:
-            return self._turn(ticket, quotes, best, room, now)
-        if not self.lines:
-            for one in self.classes.all:
-                self.lines[one.name] = Line(one, _GUESS * len(quotes))
+    def _wait(
+        self, ticket: Ticket, quotes: Sequence[Quote], best: Quote, room: list[int], targets: list[str], now: float
+    ) -> Verdict:
         ahead = self._before(ticket, now)
-        if room and not ahead:
+        room = _unclaimed(room, targets, ahead)
+        if room:
             if fast := self._fast(ticket, quotes, room):
                 return Verdict(ADMITTED, "room", fast)
             return self._refused(ticket, best, "tpot", now - ticket.since + best.ttft)
-        line = self.lines[ticket.qos.name]
+        line = self._line(ticket.qos, frozenset(targets), _GUESS * len(quotes))
         line.pace.passed(now, line.count > 0)
-        waits = sum([one.work for one in ahead if one is not line]) + line.ahead(ticket.tenant)
+        others = [one.work for one in ahead if one is not line and not (targets and one.targets.isdisjoint(targets))]
+        waits = sum(others) + line.ahead(ticket.tenant)
         ttft = now - ticket.since + waits / max(line.pace.value, 1e-6) + best.ttft
         limit = ticket.slo.ttft
         if limit is not None and ttft * self.ttft_margin.factor > limit and ttft > now - ticket.since + best.own:
             return self._refused(ticket, best, "ttft", ttft)
-        return self._queue(ticket, best, ttft, now)
+        return self._queue(ticket, line, best, ttft, now)
 
-    def _turn(self, ticket: Ticket, quotes: Sequence[Quote], best: Quote, room: list[int], now: float) -> Verdict:
-        """Judge the first of those that wait. One that would be late now is not computed for nothing. One that brings a
-        TPOT limit which no replica with room keeps is refused: if it waited for an idle one, all behind it would."""
+    def _line(self, qos: QosClass, targets: frozenset[str], guess: float) -> Line:
+        """Return where such requests wait."""
+        found = next((one for one in self.lines if one.qos is qos and one.targets == targets), None)
+        if found is None:
+            if len(self.lines) >= _MOST_LINES:
+                self.lines = [one for one in self.lines if one.count]
+            self.lines.append(found := Line(qos, guess, targets))
+        return found
+
+    def _turn(
+        self, ticket: Ticket, quotes: Sequence[Quote], best: Quote, room: list[int], targets: list[str], now: float
+    ) -> Verdict:
+        """Judge the first of a line. One that would be late now is not computed for nothing. One that brings a TPOT
+        limit which no replica with room keeps is refused: if it waited for an idle one, all behind it would."""
+        line = ticket.line
+        assert line is not None
+        line.targets = frozenset(targets)  # replicas may have come and gone
+        order = self._in_order(now)
+        room = _unclaimed(room, targets, order[: order.index(line)])
         if not room:
             return Verdict(QUEUED, "full")
         limit, waited = ticket.slo.ttft, now - ticket.since
         if limit is not None and (in_time := [i for i in room if self._within(quotes[i], waited, limit)]) != room:
             if not in_time:
                 self.leave(ticket, now)
-                return Verdict(REFUSED, "deadline", (), self._drain(ticket.qos))
+                return Verdict(REFUSED, "deadline", (), _drain(line))
             room = in_time
         if not (fast := self._fast(ticket, quotes, room)):
             self.leave(ticket, now)
             return self._refused(ticket, best, "tpot", waited + best.ttft)
-        self.lines[ticket.qos.name].take(ticket, now)
+        line.take(ticket, now)
         self._left(ticket)
         return Verdict(ADMITTED, "turn", fast)
 
     def _within(self, quote: Quote, waited: float, limit: float) -> bool:
         return waited + quote.ttft * self.ttft_margin.factor <= limit
 
-    def _queue(self, ticket: Ticket, best: Quote, ttft: float, now: float) -> Verdict:
+    def _queue(self, ticket: Ticket, line: Line, best: Quote, ttft: float, now: float) -> Verdict:
         rules, space = self.rules, self.space
         while (many := space.requests >= rules.max_requests) or space.bytes + ticket.size > rules.max_bytes:
             if not self._shed(ticket, "count" if many else "size", now):
                 return self._refused(ticket, best, "queue_full", ttft)
         ticket.deadline = max(now, ticket.since + self._longest_wait(ticket, best))
-        self.lines[ticket.qos.name].add(ticket, now)
+        line.add(ticket, now)
         space.requests += 1
         space.bytes += ticket.size
         heapq.heappush(self._deadlines, (ticket.deadline, next(self._number), ticket))
@@ -279,27 +304,37 @@ class Admission:
 
     def head(self, now: float) -> Ticket | None:
         """Who is to be asked about next, of those that wait."""
-        for line in self._in_order(now):
-            if line.count:
-                return line.head()
-        return None
+        return next(self.heads(now), None)
+
+    def heads(self, now: float) -> Iterator[Ticket]:
+        """Who is to be asked about, one after the other: the first in the first line, and while it still waits then,
+        the first in the next line that has other replicas."""
+        full: list[frozenset[str]] = []
+        while True:
+            order = self._in_order(now)
+            line = next((one for one in order if not any(one.targets <= targets for targets in full)), None)
+            head = line.head() if line is not None else None
+            if line is None or head is None:
+                return
+            yield head
+            if head.waits:
+                full.append(line.targets)
 
     def _in_order(self, now: float) -> list[Line]:
+        """Return the lines in which somebody waits; of a class those first whose first came first."""
         self._decay(now)
-        return sorted(self.lines.values(), key=self._rank)
+        return sorted(
+            [one for one in self.lines if one.count], key=lambda one: (*self._rank(one.qos), _first_since(one))
+        )
 
     def _before(self, ticket: Ticket, now: float) -> list[Line]:
-        """Return the lines with somebody who goes before a newcomer: its own, and those that are before that."""
-        found = []
-        for line in self._in_order(now):
-            if line.count:
-                found.append(line)
-            if line.qos is ticket.qos:
-                break
-        return found
+        """Return the lines with somebody who goes before a newcomer: its class's, and those that are before that."""
+        self._decay(now)
+        own = self._rank(ticket.qos)
+        return [one for one in self.lines if one.count and self._rank(one.qos) <= own]
 
-    def _rank(self, line: Line) -> tuple[bool, int]:
-        return not self._unused(line.qos), -line.qos.priority
+    def _rank(self, qos: QosClass) -> tuple[bool, int, int]:
+        return not self._unused(qos), -qos.priority, self._places[qos.name]
 
     def _share(self, qos: QosClass) -> float:
         """Return what the class has had lately, of the resource of which it had more."""
@@ -319,14 +354,15 @@ class Admission:
     def leave(self, ticket: Ticket, now: float) -> None:
         """Its client has left, or nobody can take it any more. Nothing happens if it does not wait."""
         if ticket.waits:
-            self.lines[ticket.qos.name].drop(ticket, now)
+            assert ticket.line is not None
+            ticket.line.drop(ticket, now)
             self._left(ticket)
 
     def _left(self, ticket: Ticket) -> None:
         """It waits no more. Its deadline is forgotten with others', before they are more than those that wait."""
         self.space.requests -= 1
         self.space.bytes -= ticket.size
-        if len(self._deadlines) > 64 + 2 * sum([line.count for line in self.lines.values()]):
+        if len(self._deadlines) > 64 + 2 * sum([line.count for line in self.lines]):
             self._deadlines = [one for one in self._deadlines if one[2].waits]
             heapq.heapify(self._deadlines)
 
@@ -335,17 +371,12 @@ class Admission:
         while self._gave_way:
             ticket = self._gave_way.popleft()
             self.space.untold -= 1
-            yield ticket, Verdict(REFUSED, "shed", (), self._drain(ticket.qos))
+            yield ticket, Verdict(REFUSED, "shed", (), _drain(ticket.line))
         while self._deadlines and (self._deadlines[0][0] <= now or not self._deadlines[0][2].waits):
             ticket = heapq.heappop(self._deadlines)[2]
             if ticket.waits:
                 self.leave(ticket, now)
-                yield ticket, Verdict(REFUSED, "deadline", (), self._drain(ticket.qos))
-
-    def _drain(self, qos: QosClass) -> float:
-        """Seconds until all that waits in its line now is sent, at its pace."""
-        line = self.lines[qos.name]
-        return line.work / max(line.pace.value, 1e-6)
+                yield ticket, Verdict(REFUSED, "deadline", (), _drain(ticket.line))
 
     def _shed(self, ticket: Ticket, resource: Resource, now: float) -> bool:
         """Take out one of the lowest class below this one, or of a tenant in its own class that has more of the queue
@@ -380,3 +411,23 @@ class Admission:
         return (limits.ttft is None or ttft <= limits.ttft) and (
             limits.tpot is None or tpot is None or tpot <= limits.tpot
         )
+
+
+def _unclaimed(room: list[int], targets: list[str], ahead: Sequence[Line]) -> list[int]:
+    """Return those of the candidates with room that nobody in the lines `ahead` waits for."""
+    if not ahead or not room:
+        return room
+    if not targets:
+        return []
+    claimed: frozenset[str] = frozenset().union(*[one.targets for one in ahead])
+    return [index for index in room if targets[index] not in claimed]
+
+
+def _first_since(line: Line) -> float:
+    head = line.head()
+    return head.since if head is not None else inf
+
+
+def _drain(line: Line | None) -> float:
+    """Return the seconds until all that waits in the line now is sent, at its pace."""
+    return line.work / max(line.pace.value, 1e-6) if line is not None else 0.0

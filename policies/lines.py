@@ -28,8 +28,8 @@ class Ticket:
 
     __slots__ = (
         "qos", "tenant", "slo", "since", "size", "payload",
-        # uncached tokens and seconds of its prefill, as last quoted; when it is too late for it; whether it waits
-        "tokens", "own", "deadline", "waits",
+        # uncached tokens and seconds of its prefill, as last quoted; when it is too late; whether it waits, and where
+        "tokens", "own", "deadline", "waits", "line",
         # what was predicted when it was admitted: seconds from `since` to its first token; where its costs are, and
         # among how many streams with how much context it will decode there
         "ttft", "costs", "streams", "context",
@@ -41,6 +41,7 @@ class Ticket:
         self.tokens, self.own, self.deadline, self.waits = 0, 0.0, 0.0, False
         self.ttft, self.streams, self.context = 0.0, 1.0, 0.0
         self.costs: Costs | None = None
+        self.line: Line | None = None
 
 
 class Pace:
@@ -80,10 +81,11 @@ class _Tenant:
 
 
 class Line:
-    """Those of one class that wait. `work`: seconds of their prefill; `count`: how many they are."""
+    """Those of one class that wait for one of the same replicas, the `targets`; empty: for any. `work`: seconds of
+    their prefill; `count`: how many they are."""
 
-    def __init__(self, qos: QosClass, guess: float) -> None:
-        self.qos, self.pace = qos, Pace(guess)
+    def __init__(self, qos: QosClass, guess: float, targets: frozenset[str] = frozenset()) -> None:
+        self.qos, self.pace, self.targets = qos, Pace(guess), targets
         self.work, self.count = 0.0, 0
         self._tenants: dict[str, _Tenant] = {}
         self._turns: deque[str] = deque()  # their names, whose turn it is first
@@ -101,7 +103,7 @@ class Line:
         tenant.size += ticket.size
         self.work += ticket.own
         self.count += 1
-        ticket.waits = True
+        ticket.waits, ticket.line = True, self
 
     def head(self) -> Ticket | None:
         """Who is next."""

@@ -313,7 +313,7 @@ class Router:
         among those that are. One that is admitted is to be committed at once."""
         demand, candidates, choice = evaluation.demand, evaluation.candidates, evaluation.choice
         quotes = self.quotes(evaluation)
-        verdict = admission.ask(ticket, demand.tokens - candidates[choice.index].cached, quotes, now)
+        verdict = admission.ask(ticket, demand.tokens - candidates[choice.index].cached, quotes, now, candidates)
         if verdict.among and choice.index not in verdict.among:
             evaluation = self.evaluate(demand, Targets([candidates[index] for index in verdict.among]), now)
             quotes = [quotes[index] for index in verdict.among]

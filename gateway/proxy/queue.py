@@ -173,19 +173,18 @@ class Queue:
                     self._metrics.admission.inc(REFUSED, ticket.qos.name, verdict.reason)
                     self._turn_away(ticket.payload, ticket, verdict)
                 yield
-            while (head := fleet.head(monotonic())) is not None:
+            for head in fleet.heads(monotonic()):
                 if not self._call(head):
                     break
                 yield
 
     def _call(self, ticket: Ticket) -> bool:
-        """Have it placed if there is room now; whether the next one may be asked about at once."""
+        """Have it placed if there is room now; whether others may be asked about at once."""
         asker: Asker = ticket.payload
         asker.run_isolated(asker.called, self._placing.place)
         shared = self._placing.shared
-        if shared is not None and shared.joined and ticket.costs is not None:
-            return False  # its load is counted when Redis has answered, and then there is another look
-        return not ticket.waits
+        # Where Redis is asked, the load of one that was admitted is counted later, and then there is another look.
+        return shared is None or not shared.joined or ticket.costs is None
 
     # --- those that leave
 
@@ -230,8 +229,8 @@ class Queue:
         """For `Metrics.read_from`."""
         waiting = {one.name: 0 for one in self._classes.all}
         for fleet in self._fleets.values():
-            for name, line in fleet.lines.items():
-                waiting[name] += line.count
+            for line in fleet.lines:
+                waiting[line.qos.name] += line.count
         return {"queued_requests": waiting, "queued_bytes": self._space.bytes}
 
 

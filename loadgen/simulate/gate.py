@@ -49,10 +49,8 @@ class Gate:
         admission = self.admission
         for ticket, verdict in admission.turned_out(now):
             self._refuse(ticket.payload, verdict.reason)
-        while (ticket := admission.head(now)) is not None:
+        for ticket in admission.heads(now):
             self._judge(ticket, now)
-            if ticket.waits:
-                break
 
     def _judge(self, ticket: Ticket, now: float) -> None:
         request, gateway = ticket.payload, self._gateway

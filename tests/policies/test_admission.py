@@ -102,6 +102,31 @@ def test_a_newcomer_does_not_overtake_its_own_class():
     assert ask(admission, ticket(), ROOM, now=0.1).decision == "queued"
 
 
+def candidates(names):
+    return [Candidate(name, 0, Ledger().add(name), CostGroup().add(name)) for name in names]
+
+
+def test_who_waits_keeps_only_its_own_replicas_from_others():
+    admission, pinned, behind = Admission(CLASSES, Rules()), ticket(), ticket()
+    both, alone = candidates("ab"), candidates("b")
+    assert admission.ask(pinned, 1000, [FULL], 0.0, alone).decision == "queued"
+    assert admission.ask(ticket(), 1000, [ROOM, ROOM], 0.1, both).among == [0]
+    assert admission.ask(behind, 1000, [FULL, ROOM], 0.1, both).decision == "queued"
+    heads = admission.heads(0.2)
+    assert next(heads) is pinned and admission.ask(pinned, 1000, [FULL], 0.2, alone).decision == "queued"
+    assert next(heads) is behind and admission.ask(behind, 1000, [ROOM, ROOM], 0.2, both).among == [0]
+    assert next(heads, None) is None
+
+
+def test_of_a_class_whoever_came_first_goes_first_also_where_others_may_go_to_more_replicas():
+    admission, waiting = Admission(CLASSES, Rules()), [ticket(now=0.1 * number) for number in range(4)]
+    for number, one in enumerate(waiting):
+        admission.ask(one, 1000, [FULL] * (2 - number % 2), 0.1 * number, candidates("ab"[number % 2 :]))
+    for one in waiting:
+        assert admission.head(0.5) is one
+        admission.leave(one, 0.5)
+
+
 def test_a_higher_class_overtakes_a_lower_one():
     admission, _ = filled(1)
     assert ask(admission, ticket(PREMIUM), ROOM, now=0.1).decision == "admitted"
@@ -256,10 +281,10 @@ def test_its_counts_are_those_of_who_waits_whatever_happens(steps):
             admission.leave(waiting.pop(), now)
         for one, _ in admission.turned_out(now):
             waiting.remove(one)
-        assert admission.space.requests == len(waiting) == sum(line.count for line in admission.lines.values())
+        assert admission.space.requests == len(waiting) == sum(line.count for line in admission.lines)
         assert admission.space.bytes == 1000 * len(waiting)
         assert {one for one in waiting if not one.waits} == set()
-        for line in admission.lines.values():
+        for line in admission.lines:
             assert line.work == pytest.approx(sum(one.own for one in waiting if one.qos is line.qos))
 
 

@@ -32,8 +32,8 @@ def overload(slo=Slo(), rules=ONE_BY_ONE, tenant=None):
     return Overload(Classes(classes, [rule._replace(qos=one) for rule, one in zip(ROUTES, classes)]), rules, tenant)
 
 
-def ask(name, *headers, path=b"/v1/chat/completions"):
-    body = {"model": "m", "messages": [{"role": "user", "content": name}], "stream": True, "max_tokens": 20}
+def ask(name, *headers, path=b"/v1/chat/completions", model="m"):
+    body = {"model": model, "messages": [{"role": "user", "content": name}], "stream": True, "max_tokens": 20}
     return post(json.dumps(body).encode(), path, b"".join([header + b"\r\n" for header in headers]))
 
 
@@ -435,3 +435,29 @@ async def test_a_decision_whose_replica_left_while_redis_was_asked_does_not_queu
         shared.asked.pop()[1](None)
         for one in asked:
             await decisions.done((await one)["id"], b"")
+
+
+async def test_who_may_go_to_one_replica_alone_holds_up_nobody_for_the_others():
+    """Here the replica that has the adapter; as well one that has the context, or made the stored response."""
+    plain, adapted = Engine(), Engine()
+    async with queued(plain, adapted) as (s, queue):
+        backend = [*s.proxy.backends.values()][1]
+        backend.replica.models = {"m": None, "adapter": "m"}
+        s.proxy.changed()
+        talkers = [await send(s, "a", model="adapter")]
+        await eventually(lambda: adapted.seen == ["a"])
+        talkers.append(await send(s, "b", model="adapter"))
+        await eventually(lambda: waiting(queue)["free"] == 1)
+        talkers.append(await send(s, "c"))
+        await eventually(lambda: plain.seen == ["c"])
+        talkers.append(await send(s, "d"))
+        await eventually(lambda: waiting(queue)["free"] == 2)
+        plain.answer("c")
+        await eventually(lambda: plain.seen == ["c", "d"])
+        assert adapted.seen == ["a"]
+        adapted.answer("a")
+        await eventually(lambda: adapted.seen == ["a", "b"])
+        for engine, name in ((plain, "d"), (adapted, "b")):
+            engine.answer(name)
+        for talker in talkers:
+            assert (await talker.response())[0] == 200

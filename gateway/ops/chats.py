@@ -9,7 +9,7 @@ asked for one token of each, and for how many tokens it counts.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import aiohttp
@@ -17,6 +17,7 @@ import aiohttp
 from ..errors import ApiError
 from ..prompt.pipeline import Pipeline
 
+Made = tuple[dict[str, Any], list[int]]  # a chat, and its ids
 CHAT = "/v1/chat/completions"
 _TOOL = {
     "type": "function",
@@ -45,11 +46,19 @@ CHATS: tuple[dict[str, Any], ...] = (
 )
 
 
-async def chats_differ(session: aiohttp.ClientSession, url: str, model: str | None, pipeline: Pipeline) -> str:
+NOT_NOW = (408, 429, 502, 503, 504)  # of an engine that is busy, or not up yet
+
+
+class NotAsked(Exception):
+    """The engine did not look at the chat: the answer says nothing of how it fills templates."""
+
+
+async def chats_differ(session: aiohttp.ClientSession, url: str, model: str | None, chats: Iterable[Made]) -> str:
     """Why the engine's chats are not the gateway's, or cannot be shown to be; "" if they are. Chats that one of the two
-    cannot render count for nothing. Raises aiohttp's errors and TimeoutError."""
-    compared = 0
-    for body, ids in _made_here(pipeline):
+    cannot render count for nothing. Raises NotAsked where the engine could not be asked, aiohttp's errors and
+    TimeoutError."""
+    compared, failed = 0, 0
+    for body, ids in chats:
         asked = {**({"model": model} if model else {}), **body}
         status, told = await _post(session, f"{url}/tokenize", asked)
         theirs: object = told.get("tokens")
@@ -60,16 +69,20 @@ async def chats_differ(session: aiohttp.ClientSession, url: str, model: str | No
             usage = told.get("usage")
             theirs = usage.get("prompt_tokens") if status == 200 and isinstance(usage, dict) else None
             if theirs is None:
+                failed = status if status >= 500 else failed
                 continue
             same = theirs == len(ids)
         compared += 1
         if not same:
             there = len(theirs) if isinstance(theirs, list) else theirs
             return f"of a chat it makes other tokens ({there}, here {len(ids)}): {json.dumps(body)[:120]}"
+    if failed and not compared:
+        raise NotAsked(f"it answers {failed}")
     return "" if compared else "nothing shows how it fills the chat template"
 
 
-def _made_here(pipeline: Pipeline) -> Iterator[tuple[dict[str, Any], list[int]]]:
+def made_here(pipeline: Pipeline) -> Iterator[Made]:
+    """Those that the gateway makes ids of, while the pipeline is exact."""
     for body in CHATS:
         try:
             prompt = pipeline.prepare(CHAT, json.dumps(body).encode())
@@ -81,6 +94,12 @@ def _made_here(pipeline: Pipeline) -> Iterator[tuple[dict[str, Any], list[int]]]
 
 async def _post(session: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
     async with session.post(url, json=body) as response:
+        if response.status in (401, 403):
+            raise NotAsked(
+                "it wants an API key, and not the one that the gateway has: give it with --engine-api-key @FILE"
+            )
+        if response.status in NOT_NOW:
+            raise NotAsked(f"it answers {response.status}")
         try:
             told = await response.json(content_type=None)
         except ValueError:

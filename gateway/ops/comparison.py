@@ -12,6 +12,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
 import aiohttp
@@ -22,7 +23,7 @@ from replicas.served import base_names
 
 from ..prompt.pipeline import Pipeline, Verdict
 from ..prompt.tokens.agreement import Answer
-from .chats import chats_differ
+from .chats import Made, NotAsked, chats_differ, made_here
 
 log = logging.getLogger("hitherto")
 
@@ -80,6 +81,8 @@ class _Engine:
     said: str = "not compared yet"
     how: str = ""  # "" where nothing is known
     differs: str = ""
+    proven: bool = False  # to fill its chat template as the gateway does
+    unproven: str = ""  # why it cannot be asked how it fills it
     compared: bool = False
     names: frozenset[str] = frozenset()  # its models and adapters, as they were when prompts were last settled
 
@@ -102,6 +105,7 @@ class TokenizerComparison:
         self._engines: dict[str, _Engine] = {}
         self._comparing: dict[str, asyncio.Task[None]] = {}  # by engine
         self._running: set[asyncio.Task[None]] = set()  # these, and those that only adopt
+        self._chats: tuple[Pipeline | None, str, list[Made]] = (None, "", [])  # as files are read: fixed ones with ids
         # Judging and adopting take turns: both load tokenizers, and what is judged is held against the one in use.
         self._turn = asyncio.Lock()
 
@@ -190,26 +194,46 @@ class TokenizerComparison:
         self._judged()
 
     async def _compare_chats(self, replica: Replica, engine: _Engine) -> None:
-        pipeline = self._pipeline()
-        if pipeline is not engine.pipeline or not pipeline.renderers:
+        """Until the engine has answered: what cannot be asked now is asked again, and matched as text after a while."""
+        said = engine.said
+        for asked in count(1):
+            if (pipeline := self._pipeline()) is not engine.pipeline or not pipeline.renderers:
+                return
+            try:
+                differs = await self._differing_chats(replica, pipeline)
+                break
+            except (NotAsked, aiohttp.ClientError, TimeoutError) as error:
+                why = f"its chats cannot be compared yet: {error or type(error).__name__}"
+            if pipeline is not self._pipeline():
+                return
+            if asked > len(PAUSES):
+                first, engine.unproven = not engine.unproven, why
+                engine.tell(why)
+                if first:
+                    log.warning("replica %s: %s. Prompts of its models are matched as text until it answers", replica.engine, why)  # fmt: skip
+                    await self._adopt(pipeline)
+                    self._judged()
+            await asyncio.sleep(PAUSES[min(asked, len(PAUSES)) - 1])
+        if pipeline is not self._pipeline():
             return
-        model, timeout = next(iter(base_names(replica.models)), None), aiohttp.ClientTimeout(ANSWER_SECONDS)
-        async with session_to(replica.address, replica.tls, timeout=timeout) as session:
-            for pause in (*PAUSES, 0.0):
-                try:
-                    differs = await chats_differ(session, replica.url, model, pipeline)
-                    break
-                except (aiohttp.ClientError, TimeoutError) as error:
-                    differs = f"its chats cannot be compared: {error or type(error).__name__}"
-                await asyncio.sleep(pause)
-        if not differs:
-            engine.tell(f"{engine.said}; fills its chat template alike")
-            return
-        engine.differs = differs
-        engine.tell(f"differs: {differs}")
-        log.error("replica %s: %s. Prompts of its models are matched as text; give the gateway the --chat-template that it "
-                  "was started with. `hitherto doctor` compares them", replica.engine, differs)  # fmt: skip
+        engine.proven, engine.unproven, engine.differs = not differs, "", differs
+        engine.tell(f"differs: {differs}" if differs else f"{said}; fills its chat template alike")
+        if differs:
+            log.error("replica %s: %s. Prompts of its models are matched as text; give the gateway the --chat-template that it "
+                      "was started with. `hitherto doctor` compares them", replica.engine, differs)  # fmt: skip
         await self._adopt(pipeline)
+
+    async def _differing_chats(self, replica: Replica, pipeline: Pipeline) -> str:
+        model, timeout = next(iter(base_names(replica.models)), None), aiohttp.ClientTimeout(ANSWER_SECONDS)
+        async with session_to(replica.address, replica.tls, headers=replica.credentials, timeout=timeout) as session:
+            return await chats_differ(session, replica.url, model, self._chats_of(pipeline))
+
+    def _chats_of(self, pipeline: Pipeline) -> list[Made]:
+        """Made before prompts were matched as text because an engine did not answer."""
+        how = pipeline.reading.how if pipeline.reading is not None else ""
+        if not self._chats[2] or self._chats[0] is not pipeline or self._chats[1] != how:
+            self._chats = (pipeline, how, [*made_here(pipeline)])
+        return self._chats[2]
 
     async def _answers(self, replica: Replica, texts: list[str]) -> list[Answer]:
         model = next(iter(base_names(replica.models)), None)
@@ -243,10 +267,14 @@ class TokenizerComparison:
     def _differing(self, pipeline: Pipeline, how: str | None) -> dict[str, str]:
         """Why the tokens of these models are not the gateway's."""
         differing: dict[str, str] = {}
+        proven = any(one.proven and one.pipeline is pipeline for one in self._engines.values())
         for id, engine in self._engines.items():
             engine.names = engine.names_now()
-            why = engine.differs or (
-                f"it has {engine.how}, others have {how}" if engine.how and engine.how != how else ""
+            # One that does not answer costs the others nothing, where these have shown what the model's chats are.
+            why = (
+                engine.differs
+                or ("" if proven else engine.unproven)
+                or (f"it has {engine.how}, others have {how}" if engine.how and engine.how != how else "")
             )
             if why and engine.pipeline is pipeline:
                 differing |= dict.fromkeys(engine.names or ("",), f"replica {id} has another tokenizer: {why}")

@@ -4,7 +4,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from gateway.ops.chats import CHATS, chats_differ
+from gateway.ops.chats import CHATS, NotAsked, chats_differ, made_here
 from gateway.prompt.pipeline import Pipeline
 from replicas.simulated.model import sim_model_dir
 from replicas.simulated.tokens import RequestError, Tokens
@@ -33,6 +33,8 @@ class Engine:
             ids = self.made(body)
         except RequestError as error:
             return web.json_response({"object": "error", "message": str(error)}, status=400)
+        except Busy as error:
+            return web.json_response({"object": "error"}, status=error.args[0])
         if request.path == "/tokenize":
             if not self.tokenizes:
                 return web.json_response({"object": "error", "message": "prompt: field required"}, status=400)
@@ -48,7 +50,9 @@ class Engine:
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         try:
             async with aiohttp.ClientSession() as session:
-                return await chats_differ(session, f"http://127.0.0.1:{runner.addresses[0][1]}", "sim", pipeline)
+                return await chats_differ(
+                    session, f"http://127.0.0.1:{runner.addresses[0][1]}", "sim", made_here(pipeline)
+                )
         finally:
             await runner.cleanup()
 
@@ -90,6 +94,29 @@ async def test_one_that_refuses_all_of_them_is_not_trusted(pipeline):
         raise RequestError("no chats here")
 
     assert "nothing shows" in await Engine(nothing).differs(pipeline)
+
+
+class Busy(Exception):
+    """The engine answers with this status."""
+
+
+@pytest.mark.parametrize("status", [401, 429, 500, 502, 503, 504])
+@pytest.mark.parametrize("tokenizes", [True, False])
+async def test_one_that_cannot_look_at_them_now_has_shown_nothing(pipeline, status, tokenizes):
+    def busy(body):
+        raise Busy(status)
+
+    with pytest.raises(NotAsked, match="--engine-api-key" if status == 401 else str(status)):
+        await Engine(busy, tokenizes).differs(pipeline)
+
+
+async def test_a_chat_that_breaks_the_engine_counts_for_nothing_beside_others(tokens, pipeline):
+    def no_tools(body):
+        if "tools" in body:
+            raise Busy(500)
+        return tokens.chat(body)
+
+    assert await Engine(no_tools).differs(pipeline) == ""
 
 
 def test_chats_are_of_all_kinds():

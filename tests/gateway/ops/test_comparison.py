@@ -9,10 +9,13 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 
+from gateway.ops import comparison as asking
 from gateway.ops.comparison import TokenizerComparison
 from gateway.prompt.pipeline import Pipeline, Verdict
 from replicas import Replica
+from replicas.engines.sglang import SGLANG
 from replicas.simulated.model import sim_model_dir
+from replicas.simulated.tokens import Tokens
 
 from ..running import running
 
@@ -241,3 +244,75 @@ async def test_nothing_is_told_of_a_tokenizer_that_is_in_use_no_more_when_the_en
         replica.tokenizer = "not compared yet"
         await all_done(comparison)
         assert engine.hosts and replica.tokenizer == "not compared yet"
+
+
+class ChatEngine(Engine):
+    """One whose chats have to be compared. It wants a key, and answers chats with `busy` while that is set."""
+
+    def __init__(self, busy: int = 0):
+        super().__init__(Pipeline(sim_model_dir(), "sim", 16))
+        self.busy, self.chats = busy, 0
+        self.asked_often = asyncio.Event()
+
+    async def tokenize(self, request: web.Request) -> web.Response:
+        if request.headers.get("Authorization") != "Bearer secret":
+            return web.Response(status=401)
+        said = await request.json()
+        if "messages" not in said:
+            return await super().tokenize(request)
+        self.chats += 1
+        if self.chats > len(asking.PAUSES) + 1:
+            self.asked_often.set()
+        if self.busy:
+            return web.Response(status=self.busy)
+        return web.json_response({"tokens": Tokens(sim_model_dir()).chat(said)})
+
+    def replica(self, *given, **more) -> Replica:
+        found = super().replica(*given, **more)
+        found.dialect, found.key = SGLANG, "secret"
+        return found
+
+
+async def test_chats_are_asked_for_with_the_engines_key(compared):
+    pipeline = Pipeline(sim_model_dir(), "sim", 16)
+    comparison = compared(pipeline)
+    async with ChatEngine() as engine:
+        replica = engine.replica()
+        comparison.compare(replica)
+        await all_done(comparison)
+        assert replica.tokenizer.endswith("fills its chat template alike") and mode(pipeline, "sim") == "exact"
+
+
+async def test_an_engine_that_is_busy_when_it_comes_is_asked_again_until_it_answers(compared, monkeypatch):
+    monkeypatch.setattr(asking, "PAUSES", (0.01, 0.01))
+    pipeline = Pipeline(sim_model_dir(), "sim", 16)
+    comparison = compared(pipeline)
+    async with ChatEngine(429) as engine:
+        replica = engine.replica()
+        comparison.compare(replica)
+        await asyncio.wait_for(engine.asked_often.wait(), 20)
+        assert replica.tokenizer == "its chats cannot be compared yet: it answers 429"
+        assert mode(pipeline, "sim") == "text", "nothing shows that its chats are the gateway's"
+        assert not comparison.set_apart(), "nor that they are not"
+        async with ChatEngine() as second:
+            other = second.replica()
+            comparison.compare(other)
+            while other.tokenizer != "the gateway's, tokenizer.json as it is; fills its chat template alike":
+                assert not other.tokenizer.startswith("differs")
+                await asyncio.wait(comparison._running, timeout=0.05)
+            comparison.forget(other.engine)
+        engine.busy = 0
+        await all_done(comparison)
+        assert replica.tokenizer.endswith("fills its chat template alike") and mode(pipeline, "sim") == "exact"
+
+
+async def test_a_busy_engine_leaves_a_model_exact_whose_chats_another_has_shown(compared, monkeypatch):
+    monkeypatch.setattr(asking, "PAUSES", (0.01, 0.01))
+    pipeline = Pipeline(sim_model_dir(), "sim", 16)
+    comparison = compared(pipeline)
+    async with ChatEngine() as well, ChatEngine(503) as busy:
+        comparison.compare(well.replica())
+        await all_done(comparison)
+        comparison.compare(busy.replica())
+        await asyncio.wait_for(busy.asked_often.wait(), 20)
+        assert mode(pipeline, "sim") == "exact"

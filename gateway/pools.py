@@ -44,10 +44,11 @@ def complaints(kinds: Mapping[str, list[Kind]], adopted: Iterable[str]) -> list[
     elsewhere = {role for role in adopted if role != BOTH}
     found = []
     for pools in kinds.values():
-        if all(role == BOTH for _, role, _ in pools) and not elsewhere:
-            continue
+        roles = {role for _, role, _ in pools}
+        if roles == {BOTH}:
+            continue  # what is adopted may be of another model, and whole requests are what these can take
         found += [f"{name}: {profile.no_transfer}" for name, _, profile in pools if profile.no_transfer]
-        if what := lacks({role for _, role, _ in pools} | elsewhere):
+        if what := lacks(roles | elsewhere):
             found.append(f"{' and '.join(name for name, *_ in pools)}: {what}. Add a pool with the role that is missing, of the same model, "
                          "or leave the role out")  # fmt: skip
         found += _unlike(pools)

@@ -100,6 +100,17 @@ def test_engines_that_pass_no_cache_on_have_no_roles(tmp_path, connected):
     assert planned(tmp_path, f"a: {{profile: sim, launch: 1}}\nb: {{profile: {connected}, launch: 1}}"), "without roles"
 
 
+def test_roles_of_adopted_replicas_say_nothing_of_pools_that_have_none(tmp_path, connected):
+    """They may be of another model, and these take whole requests in any case."""
+    roles = "http://gpu1:8000#role=prefill,http://gpu2:8000#role=decode"
+    plain = "a: {profile: sim, launch: 1}\nb: {profile: sim, launch: 1, served_model_name: other}"
+    for adopted in (roles, "http://gpu1:8000#role=prefill"):
+        assert planned(tmp_path, plain, replica_url=adopted)
+    mixed = plain + "\nd: {profile: sim, launch: 1, role: decode, served_model_name: third}"
+    said = refused(tmp_path, mixed, replica_url=roles)
+    assert "pools.d: its engines pass no cache on" in said and "pools.a" not in said and "pools.b" not in said
+
+
 def test_engines_of_two_kinds_pass_nothing_to_each_other(tmp_path, connected):
     pools = f"p: {{profile: pd-cpu, launch: 1, role: prefill}}\nd: {{profile: {connected}, launch: 1, role: decode}}"
     assert "their engines are vllm and sim" in refused(tmp_path, pools, model="sim")

@@ -12,7 +12,7 @@ from replicas.launch.exits import PLAIN
 from replicas.problems import EVENTS_BY_HAND, Remedies
 
 REMEDIES = Remedies(
-    models="start SGLang without --api-key where only the gateway reaches it; clients' keys are passed on",
+    models="give the gateway the key with --engine-api-key @FILE (HITHERTO_ENGINE_API_KEY); without it clients' keys are passed on",
     figures="start SGLang with --enable-metrics",
     names="an SGLang that names them differently needs a newer Hitherto",
     caching="start SGLang without --disable-radix-cache",

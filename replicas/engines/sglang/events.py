@@ -43,7 +43,7 @@ def _together(events: list[Any]) -> list[Any]:
 
     for event in events:
         follows = keys and getattr(event, "parent", None) == keys[-1] and event.tokens and not event.extra
-        if follows and event[3:6] == found[-1][3:6] and event[7:-1] == found[-1][7:-1]:
+        if follows and _of_one_kind(event, found[-1]):
             keys += event.keys
             tokens.append(event.tokens)
             ahead.append(event.ahead)
@@ -56,3 +56,10 @@ def _together(events: list[Any]) -> list[Any]:
         )
     end()
     return found
+
+
+def _of_one_kind(one: Any, other: Any) -> bool:
+    """Whether two records of stored pages say the same of all that is not told page by page."""
+    return other == one._replace(
+        keys=other.keys, parent=other.parent, tokens=other.tokens, extra=other.extra, ahead=other.ahead
+    )

@@ -359,8 +359,10 @@ class Gateway:
             b.id: len(b.pool.idle) + self.ledger.own(b.id)[0] - elsewhere[b.id] for b in self.proxy.backends.values()
         }
         running = {"tenant_running_requests": self.metering.running()} if self.metering is not None else {}
+        followed = {"api_keys": self.keys and self.keys.problem, "tls": self.certificate and self.certificate.problem}
         return {
             **running,
+            "unusable_files": {file: int(bool(why)) for file, why in followed.items() if why is not None},
             "client_connections": len(self.server.connections),
             "upstream_connections": upstream,
             "request_bytes": self.server.held,

@@ -28,6 +28,7 @@ from replicas.replica import parse_url
 
 from . import access, credentials
 from .credentials import MAKE_TOKEN
+from .files import check_appendable
 from .overload_fields import Admission, Routes, Scheduler, Slo, check_routes
 from .pools import Pool
 from .proxy.paths import check_allowed
@@ -569,7 +570,7 @@ def _check_files(settings: Settings, sources: Mapping[str, str]) -> None:
             raise ConfigError(f"{sources['pools']}: pools.{name}.profile: {error}") from None
     if settings.usage_log:
         try:
-            settings.usage_log.open("ab").close()
+            check_appendable(settings.usage_log)
         except OSError as error:
             raise ConfigError(
                 f"{sources['usage_log']}: usage_log: {settings.usage_log} cannot be written: {error.strerror or error}. "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
@@ -28,12 +29,24 @@ class Followed:
             await asyncio.sleep(LOOK_SECONDS)
             now = await asyncio.to_thread(self._signatures)
             if now == seen != self._known:
+                await changed()  # what fails is called again
                 self._known = now
-                await changed()
             seen = now
 
     def _signatures(self) -> list[Signature]:
         return [_signature(path) for path in self._paths]
+
+
+def check_appendable(path: Path) -> None:
+    """Raises OSError where nothing could be appended to the file at `path`; does not create it."""
+    try:
+        os.close(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC))
+    except FileNotFoundError:
+        folder = path.resolve().parent
+        if not folder.is_dir():
+            raise
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path)) from None
 
 
 def _signature(path: Path) -> Signature:

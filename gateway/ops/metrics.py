@@ -59,6 +59,7 @@ QOS: Collection[str] = ()
 # {name: {value: number}} for one label and {name: {(value, value): number}} for two.
 READ = {
     "tenant_running_requests": ("gauge", "Requests of a tenant with limits that have not ended", ("tenant",)),
+    "unusable_files": ("gauge", "1 for a file of the settings that cannot be used as it is now; what was read of it before stays in use", ("file",)),
     "inflight_requests": ("gauge", "Requests sent to a replica and not finished", ("replica",)),
     "reservations": ("gauge", "Reservations in the load ledger; zero when the gateway is idle", ()),
     "reserved_prefill_tokens": ("gauge", "Uncached prompt tokens on their way to a first byte", ("replica",)),

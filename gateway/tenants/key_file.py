@@ -11,12 +11,16 @@ made here has 256 random bits, which nobody can guess at any speed, and its hash
 from __future__ import annotations
 
 import difflib
+import fcntl
 import hashlib
 import json
+import os
 import re
 import secrets
-import shutil
+import stat
+import tempfile
 from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -177,25 +181,61 @@ def read(path: Path, classes: Collection[str] = ()) -> dict[bytes, Tenant]:
 
 def add(path: Path, entry: Entry) -> None:
     """Add a tenant to the file at `path`, which need not be there yet: whole, and by renaming, so that a gateway that
-    follows it never reads a part. Raises KeyFileError, also where the file would not be one any more."""
+    follows it never reads a part; links to it, its owner and its mode stay. Raises KeyFileError, also where the file
+    would not be one any more."""
+    real = path.resolve()
     try:
-        before = path.read_text(encoding="utf-8-sig") if path.exists() else ""
-        new = path.with_name(path.name + ".new")
-        new.touch(mode=0o600)
-        if path.exists():
-            shutil.copymode(path, new)
-        as_json = before.lstrip().startswith("{")
-        line = json.dumps(entry.plain()) if as_json else entry.line()
-        new.write_text(before + "\n" * (before[-1:] not in ("", "\n")) + line + "\n", encoding="utf-8")
+        with _locked(real.parent):
+            _add(path, real, entry)
     except (OSError, UnicodeDecodeError) as error:
         reason = (error.strerror or error) if isinstance(error, OSError) else "it is not UTF-8 text"
         raise KeyFileError(f"{path} cannot be added to: {reason}. Give a file that may be written") from None
+
+
+def _add(path: Path, real: Path, entry: Entry) -> None:
+    owner = real.stat() if real.exists() else None
+    before = real.read_text(encoding="utf-8-sig") if owner is not None else ""
+    line = json.dumps(entry.plain()) if before.lstrip().startswith("{") else entry.line()
+    file, name = tempfile.mkstemp(prefix=f".{real.name}.", dir=real.parent)  # mode 0600
+    new = Path(name)
     try:
+        with open(file, "w", encoding="utf-8") as written:
+            written.write(before + "\n" * (before[-1:] not in ("", "\n")) + line + "\n")
+            if owner is not None:
+                _give_to(file, owner, path)
+            written.flush()
+            os.fsync(file)
         read(new)
-        new.replace(path)
+        new.replace(real)
     except KeyFileError as error:
-        new.unlink()
-        raise KeyFileError(str(error).replace(str(new), str(path))) from None
+        raise KeyFileError(str(error).replace(name, str(path))) from None
+    finally:
+        new.unlink(missing_ok=True)
+
+
+def _give_to(file: int, owner: os.stat_result, path: Path) -> None:
+    """Whoever could read the old file can read the new one."""
+    now = os.fstat(file)
+    if (now.st_uid, now.st_gid) != (owner.st_uid, owner.st_gid):
+        try:
+            os.fchown(file, owner.st_uid, owner.st_gid)
+        except PermissionError:
+            raise KeyFileError(
+                f"{path} cannot be added to: it belongs to another user or group ({owner.st_uid}:{owner.st_gid}), who might "
+                "not be able to read what this one writes. Run this as that user, or with sudo"
+            ) from None
+    os.fchmod(file, stat.S_IMODE(owner.st_mode))
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Whoever adds to a file in this folder meanwhile waits. It is not the file that is locked: that is replaced."""
+    held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(held)
 
 
 def _entries(path: Path, text: str) -> Iterator[tuple[int, Any]]:

@@ -38,7 +38,7 @@ class Keys:
         self.names: dict[str, None] = {}  # of the tenants there are; the same object for good
         self._name_all()
         self._loaded = time.time()
-        self._problem = ""
+        self.problem = ""  # of the file as it is now
         self.on_gone: list[Callable[[str], None]] = []  # called with the name of each tenant that is no more
 
     def authenticate(self, request: Request) -> Tenant | ApiError | None:
@@ -75,7 +75,7 @@ class Keys:
             "tenants": len(self.names),
             "keys": len(self._keys),
             "loaded_seconds_ago": round(time.time() - self._loaded, 3),
-            "problem": self._problem,
+            "problem": self.problem,
         }
 
     async def follow(self) -> None:
@@ -86,10 +86,10 @@ class Keys:
         try:
             tenants = await asyncio.to_thread(read, self._path, self._classes)
         except KeyFileError as error:
-            self._problem = str(error)
+            self.problem = str(error)
             log.error("API keys: the file cannot be used, the keys known so far stay: %s", error)
             return
-        self._keys, self._loaded, self._problem = _by_hash(tenants), time.time(), ""
+        self._keys, self._loaded, self.problem = _by_hash(tenants), time.time(), ""
         gone = self._name_all()
         log.info("API keys: %d keys of %d tenants were read from %s", len(tenants), len(self.names), self._path)
         for told in self.on_gone:

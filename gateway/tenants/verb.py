@@ -52,6 +52,11 @@ def run(args: argparse.Namespace) -> int:
             add(args.file, entry)
         except KeyFileError as error:
             raise ConfigError(f"--file: {error}") from None
+    if entry.qos_class is not None:
+        print(
+            f"The class {entry.qos_class!r} must be in scheduler.qos_classes: a gateway that has others refuses the file.\n",
+            file=sys.stderr,
+        )
     print("The key, which is shown now and never again:\n", file=sys.stderr)
     print(key, flush=True)
     if args.file is None:

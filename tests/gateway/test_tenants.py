@@ -69,6 +69,9 @@ async def test_keys_in_front_and_the_engines_own_behind(file, engine, workers):
         assert (await gateway.client.get("/health")).status_code == 200
         assert await gateway.counted("hitherto_tenant_requests_total", tenant="one", status="2xx") == 4
         assert await gateway.counted("hitherto_tenant_tokens_total", tenant="one", kind="output") == 16
+        file.write_text("no keys")
+        await gateway.until(lambda status: status["api_keys"]["problem"])
+        assert await gateway.counted("hitherto_unusable_files", file="api_keys") >= 1
         file.write_text(line("two"))  # in all workers, though nobody tells them
 
         async def both_changed():
@@ -185,6 +188,18 @@ def test_what_is_wrong_with_the_settings_is_said_with_a_remedy(capsys, tmp_path,
     monkeypatch.setenv("HITHERTO_ENGINE_API_KEY", "two words")
     said = told()
     assert "no spaces" in said and "two words" not in said
+
+
+def test_who_only_looks_at_the_settings_makes_no_usage_log(capsys, tmp_path):
+    """It would have the caller's owner and mode, and the gateway's own user might not write there."""
+    log = tmp_path / "usage"
+    assert main(["config", "--usage-log", str(log)]) == 0
+    assert not log.exists()
+    log.write_text("{}\n")
+    assert main(["config", "--usage-log", str(log)]) == 0
+    assert log.read_text() == "{}\n"
+    assert main(["config", "--usage-log", str(tmp_path)]) == 2
+    assert "cannot be written: Is a directory" in capsys.readouterr().err
 
 
 def test_the_engines_key_is_not_shown(capsys, monkeypatch):

@@ -1,9 +1,14 @@
 """`hitherto key new`: the key once, and the line that lets its bearer in."""
 
+import os
+import tempfile
+import threading
+from pathlib import Path
+
 import pytest
 
 from gateway.cli import main
-from gateway.tenants.key_file import digest, read
+from gateway.tenants.key_file import Entry, KeyFileError, add, digest, read
 
 
 def test_the_key_is_printed_once_and_its_line_is_read_back(capsys, tmp_path):
@@ -41,6 +46,76 @@ def test_a_key_is_added_to_a_file_that_is_followed(capsys, tmp_path, first):
     assert main(["key", "new", "b", "--file", str(file)]) == 2
     assert "the name 'b' stands on line" in capsys.readouterr().err
     assert file.read_text() == before and [*tmp_path.iterdir()] == [file]
+
+
+HASH = "ab" * 32
+
+
+def test_of_calls_at_the_same_time_none_is_lost(tmp_path):
+    file = tmp_path / "keys"
+    file.write_text(f"- {{name: first, sha256: {HASH}}}\n")
+    start, failed = threading.Barrier(8), []
+
+    def some(caller):
+        start.wait()
+        for at in range(5):
+            try:
+                add(file, Entry(name=f"t{caller}-{at}", sha256=(f"{5 * caller + at:064x}",)))
+            except (KeyFileError, OSError) as error:
+                failed.append(error)
+
+    callers = [threading.Thread(target=some, args=(caller,)) for caller in range(8)]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join()
+    assert not failed and len(read(file)) == 41 and [*tmp_path.iterdir()] == [file]
+
+
+def test_what_a_link_points_to_is_added_to(tmp_path):
+    """As Kubernetes mounts a secret, and as operators share one file."""
+    (real := tmp_path / "real").mkdir()
+    (real / "keys").write_text(f"- {{name: a, sha256: {HASH}}}\n")
+    link = tmp_path / "keys"
+    link.symlink_to(real / "keys")
+    assert main(["key", "new", "b", "--file", str(link)]) == 0
+    assert link.is_symlink() and len(read(real / "keys")) == 2
+
+
+def test_the_file_stays_whose_it_was(tmp_path):
+    """Else `sudo hitherto key new` takes it from the gateway's own user."""
+    file = tmp_path / "keys"
+    file.write_text(f"- {{name: a, sha256: {HASH}}}\n")
+    file.chmod(0o640)
+    if os.geteuid() == 0:
+        os.chown(file, 12345, 23456)
+    before = file.stat()
+    assert main(["key", "new", "b", "--file", str(file)]) == 0
+    now = file.stat()
+    assert (now.st_uid, now.st_gid, now.st_mode) == (before.st_uid, before.st_gid, before.st_mode)
+    assert now.st_ino != before.st_ino
+
+
+def test_where_the_owner_cannot_stay_nothing_is_written(capfd):
+    if os.geteuid() != 0:
+        pytest.skip("only root makes files of another's")
+    with tempfile.TemporaryDirectory() as folder:  # which others may enter
+        _add_as_another(Path(folder), capfd)
+
+
+def _add_as_another(folder, capfd):
+    folder.chmod(0o777)
+    file = folder / "keys"
+    file.write_text(before := f"- {{name: a, sha256: {HASH}}}\n")
+    file.chmod(0o666)
+    if (child := os.fork()) == 0:
+        os.setgroups([])
+        os.setgid(65534)
+        os.setuid(65534)
+        os._exit(main(["key", "new", "b", "--file", str(file)]))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 2
+    assert "it belongs to another user" in capfd.readouterr().err
+    assert file.read_text() == before and [*folder.iterdir()] == [file]
 
 
 @pytest.mark.parametrize(

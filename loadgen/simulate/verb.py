@@ -173,28 +173,33 @@ def settings(args: argparse.Namespace) -> dict[str, Setting]:
         raise options.BadOption(
             f"--policies {oracles[0]}: an oracle knows nothing of legs, leave --pools or the oracle out"
         )
+    if args.admission is not None and roles is not None and set(roles) != {"both"}:
+        raise options.BadOption(
+            "--admission: where replicas have roles the gateway sends all requests at once, leave --admission or the "
+            "roles in --pools out"
+        )
     made = Setting(
-        "",
-        engines,
-        args.seed,
-        args.gateways,
-        not args.own_ledgers,
-        None if args.no_events else args.event_delay,
-        args.event_loss,
-        args.losses_unseen,
-        args.outage,
-        args.replies == "engine",
-        datasets.salt(args),
-        datasets.vocabulary(args),
-        args.users,
-        args.max_concurrency,
-        not args.tiers_unseen,
-        args.admission,
-        _limits(args),
-        roles,
-        args.legs,
-        Network(args.link_gbit_per_s, args.transfer_latency, args.kv_lease),
-        args.itl,
+        policy="",
+        profiles=engines,
+        seed=args.seed,
+        gateways=args.gateways,
+        shared_ledger=not args.own_ledgers,
+        event_delay=None if args.no_events else args.event_delay,
+        event_loss=args.event_loss,
+        losses_unseen=args.losses_unseen,
+        outages=args.outage,
+        engine_replies=args.replies == "engine",
+        salt=datasets.salt(args),
+        vocabulary=datasets.vocabulary(args),
+        users=args.users,
+        max_concurrency=args.max_concurrency,
+        tiers_known=not args.tiers_unseen,
+        admission=args.admission,
+        slo=_limits(args),
+        roles=roles,
+        legs=args.legs,
+        network=Network(args.link_gbit_per_s, args.transfer_latency, args.kv_lease),
+        timed=args.itl,
     )
     return {policy: replace(made, policy=policy) for policy in args.policies}
 

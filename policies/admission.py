@@ -91,12 +91,13 @@ class Margin:
 
 
 class Space:
-    """What waits in all lines together, within its bounds. `untold`: requests that had to give way, and were not told
-    yet."""
+    """What waits in all lines of all `fleets` together, within its bounds. `untold`: requests that had to give way, and
+    were not told yet."""
 
-    __slots__ = ("requests", "bytes", "untold")
+    __slots__ = ("requests", "bytes", "untold", "fleets")
 
     def __init__(self) -> None:
+        self.fleets: list[Admission] = []
         self.requests = self.bytes = self.untold = 0
 
 
@@ -105,6 +106,7 @@ class Admission:
 
     def __init__(self, classes: Classes, rules: Rules, space: Space | None = None) -> None:
         self.classes, self.rules, self.space = classes, rules, space or Space()
+        self.space.fleets.append(self)
         self.lines: list[Line] = []
         self.ttft_margin, self.tpot_margin = Margin(), Margin()
         self._tpot = min([one.slo.tpot for one in classes.all if one.slo.tpot is not None], default=inf)
@@ -205,10 +207,9 @@ class Admission:
         return waited + quote.ttft * self.ttft_margin.factor <= limit
 
     def _queue(self, ticket: Ticket, line: Line, best: Quote, ttft: float, now: float) -> Verdict:
-        rules, space = self.rules, self.space
-        while (many := space.requests >= rules.max_requests) or space.bytes + ticket.size > rules.max_bytes:
-            if not self._shed(ticket, "count" if many else "size", now):
-                return self._refused(ticket, best, "queue_full", ttft)
+        space = self.space
+        if not self._make_space(ticket, now):
+            return self._refused(ticket, best, "queue_full", ttft)
         ticket.deadline = max(now, ticket.since + self._longest_wait(ticket, best))
         line.add(ticket, now)
         space.requests += 1
@@ -378,19 +379,54 @@ class Admission:
                 self.leave(ticket, now)
                 yield ticket, Verdict(REFUSED, "deadline", (), _drain(ticket.line))
 
-    def _shed(self, ticket: Ticket, resource: Resource, now: float) -> bool:
-        """Take out one of the lowest class below this one, or of a tenant in its own class that has more of the queue
-        than its tenant; whether there was any. `resource`: of what the queue has too little."""
-        for line in reversed(self._in_order(now)):
-            own = line.qos is ticket.qos
-            if (last := line.last(resource, ticket if own else None)) is not None:
-                self.leave(last, now)
-                self._gave_way.append(last)
-                self.space.untold += 1
-                return True
-            if own:
-                return False
-        return False
+    def _make_space(self, ticket: Ticket, now: float) -> bool:
+        """Have others give way to it where the queue is full, if that suffices; else nobody does. Those of lower
+        classes do, the lowest first, in the lines of other fleets as well; then a tenant in its own class that has
+        more of the queue than its tenant."""
+        rules, space = self.rules, self.space
+        count, size = space.requests + 1 - rules.max_requests, space.bytes + ticket.size - rules.max_bytes
+        if count <= 0 and size <= 0:
+            return True
+        if ticket.size > rules.max_bytes:
+            return False
+        lower = self._lower(ticket.qos)
+        count -= sum([line.count for _, line in lower])
+        size -= sum([line.size for _, line in lower])
+        peers = self._of_peers(ticket, count, size) if count > 0 or size > 0 else []
+        if peers is None:
+            return False
+        for fleet, line in lower:
+            while (many := space.requests >= rules.max_requests) or space.bytes + ticket.size > rules.max_bytes:
+                if (last := line.last("count" if many else "size")) is None:
+                    break
+                fleet._give_way(last, now)
+        for one in peers:
+            self._give_way(one, now)
+        return True
+
+    def _lower(self, qos: QosClass) -> list[tuple[Admission, Line]]:
+        """Return the lines that give way to a class, the lowest first. What a class has had of one fleet says nothing
+        of another."""
+        own = self._rank(qos)
+        found = [
+            (fleet, line)
+            for fleet in self.space.fleets
+            for line in fleet.lines
+            if line.count and (self._rank(line.qos) > own if fleet is self else line.qos.priority < qos.priority)
+        ]
+        return sorted(found, key=lambda one: one[0]._rank(one[1].qos), reverse=True)
+
+    def _of_peers(self, ticket: Ticket, count: int, size: int) -> list[Ticket] | None:
+        resource: Resource = "count" if count > 0 else "size"
+        lines = [one for one in self.lines if one.qos is ticket.qos and one.count]
+        most = max(lines, key=lambda one: one.most(resource), default=None)
+        share = sum([one.has(ticket.tenant, resource) for one in lines]) + (1 if count > 0 else ticket.size)
+        return most.gives(count, size, share) if most is not None else None
+
+    def _give_way(self, ticket: Ticket, now: float) -> None:
+        self.leave(ticket, now)
+        self._gave_way.append(ticket)
+        self.space.untold += 1
 
     # --- what became of it
 

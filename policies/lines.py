@@ -9,8 +9,8 @@ the caller's.
 from __future__ import annotations
 
 from collections import deque
+from heapq import heapify, heappop, heappush, heapreplace
 from math import exp
-from operator import attrgetter
 from typing import Any, Literal
 
 from .classes import QosClass, Slo
@@ -82,12 +82,14 @@ class _Tenant:
 
 class Line:
     """Those of one class that wait for one of the same replicas, the `targets`; empty: for any. `work`: seconds of
-    their prefill; `count`: how many they are."""
+    their prefill; `count` and `size`: how many they are and their bytes."""
 
     def __init__(self, qos: QosClass, guess: float, targets: frozenset[str] = frozenset()) -> None:
         self.qos, self.pace, self.targets = qos, Pace(guess), targets
-        self.work, self.count = 0.0, 0
+        self.work, self.count, self.size = 0.0, 0, 0
         self._tenants: dict[str, _Tenant] = {}
+        self._present = 0  # tenants of whom somebody waits
+        self._ranked: dict[Resource, list[tuple[int, str]]] = {"count": [], "size": []}  # heaps, see `_most`
         self._turns: deque[str] = deque()  # their names, whose turn it is first
         self._gone = 0  # of the tickets in the queues, those that have left
 
@@ -99,10 +101,13 @@ class Line:
             self._turns.append(ticket.tenant)
         tenant.queue.append(ticket)
         tenant.work += ticket.own
+        self._present += not tenant.count
         tenant.count += 1
         tenant.size += ticket.size
+        self._rank(ticket.tenant, tenant)
         self.work += ticket.own
         self.count += 1
+        self.size += ticket.size
         ticket.waits, ticket.line = True, self
 
     def head(self) -> Ticket | None:
@@ -140,9 +145,11 @@ class Line:
         ticket.waits = False
         tenant = self._tenants[ticket.tenant]
         tenant.count -= 1
+        self._present -= not tenant.count
         tenant.size -= ticket.size
         tenant.work = tenant.work - ticket.own if tenant.count else 0.0
         self.count -= 1
+        self.size -= ticket.size
         self.work = self.work - ticket.own if self.count else 0.0
         self._gone += 1
         if self._gone > 64 + self.count:
@@ -157,25 +164,62 @@ class Line:
                 self._turns.remove(name)
         self._gone = 0
 
-    def last(self, resource: Resource, newcomer: Ticket | None = None) -> Ticket | None:
-        """Who is to go if somebody must: the latest of the tenant that has most of the queue. For a `newcomer` to this
-        line only if that tenant has as much as the newcomer's all the same then: so a full queue is shared out."""
-        if not self.count:
-            return None
-        most = max(self._tenants.values(), key=attrgetter(resource))
-        last = next((one for one in reversed(most.queue) if one.waits), None)
-        if newcomer is None or last is None:
-            return last
-        own = self._tenants.get(newcomer.tenant)
-        has = getattr(own, resource) if own is not None else 0
-        wants, gives = (1, 1) if resource == "count" else (newcomer.size, last.size)
-        return last if has + wants <= getattr(most, resource) - gives else None
+    def last(self, resource: Resource) -> Ticket | None:
+        """Return who is to go if somebody must: the latest of the tenant that has most of the queue."""
+        most = self._most(resource)
+        return next((one for one in reversed(most.queue) if one.waits), None) if most is not None else None
+
+    def most(self, resource: Resource) -> int:
+        """Return what the tenant has that has most."""
+        most = self._most(resource)
+        return int(getattr(most, resource)) if most is not None else 0
+
+    def has(self, name: str, resource: Resource) -> int:
+        tenant = self._tenants.get(name)
+        return int(getattr(tenant, resource)) if tenant is not None else 0
+
+    def gives(self, count: int, size: int, share: int) -> list[Ticket] | None:
+        """Return the latest of the tenant that has most, as many as free so many requests and bytes. None if that
+        leaves it less than a `share`, what a newcomer's tenant then has: so a full queue is shared out."""
+        resource: Resource = "count" if count > 0 else "size"
+        most = self._most(resource)
+        found: list[Ticket] = []
+        freed = 0
+        for one in reversed(most.queue) if most is not None else ():
+            if one.waits:
+                found.append(one)
+                freed += one.size
+            if len(found) >= count and freed >= size:
+                break
+        left = self.most(resource) - (len(found) if count > 0 else freed)
+        return found if len(found) >= count and freed >= size and share <= left else None
+
+    def _most(self, resource: Resource) -> _Tenant | None:
+        """Return the tenant that has most. What a heap says of a tenant is what it has, or had before some left."""
+        heap = self._ranked[resource]
+        while heap:
+            said, name = heap[0]
+            tenant = self._tenants.get(name)
+            if tenant is None or not tenant.count:
+                heappop(heap)
+            elif (has := getattr(tenant, resource)) != -said:
+                heapreplace(heap, (-has, name))
+            else:
+                return tenant
+        return None
+
+    def _rank(self, name: str, tenant: _Tenant) -> None:
+        for resource, heap in self._ranked.items():
+            heappush(heap, (-getattr(tenant, resource), name))
+            if len(heap) > 64 + 4 * len(self._tenants):
+                heap[:] = [(-getattr(one, resource), name) for name, one in self._tenants.items() if one.count]
+                heapify(heap)
 
     def ahead(self, name: str) -> float:
         """Seconds of prefill that go before a newcomer of this tenant: as much of each other tenant as it has itself
         in line, and one request more, or all that waits if that is less."""
         tenant = self._tenants.get(name)
         own = tenant.work if tenant is not None else 0.0
-        others = len(self._tenants) - (tenant is not None)
+        others = self._present - (tenant is not None and tenant.count > 0)
         mean = self.work / self.count if self.count else 0.0
         return min(self.work, own * (others + 1) + others * mean)

@@ -36,7 +36,7 @@ WHY = {
     "tpot": "its tokens would come too slowly, and so would those of the answers under way",
     "full": "all replicas are full",
     "queue_full": "all replicas are full, and so is the queue",
-    "shed": "all replicas are full, and a request of a higher class took its place in the queue",
+    "shed": "all replicas and the queue are full, and its place went to a request of a higher class, or of who has less in it",
     "deadline": "it has waited in the queue as long as it may, and all replicas are still full",
 }
 

@@ -201,6 +201,65 @@ def test_a_full_queue_sheds_its_lowest_class_for_a_higher_one(rules):
     assert admission.space.requests == 3 and admission.space.bytes == 3000
 
 
+def test_nobody_gives_way_to_a_request_that_would_find_no_space_all_the_same():
+    admission, waiting = filled(3, Rules(max_bytes=6000))
+    others = [ticket(PREMIUM) for _ in range(3)]
+    assert {ask(admission, one, FULL).decision for one in others} == {"queued"}
+    assert ask(admission, ticket(STANDARD, size=4000), FULL)[:2] == ("refused", "queue_full")
+    assert ask(admission, ticket(PREMIUM, size=6001), FULL)[:2] == ("refused", "queue_full")
+    assert all(one.waits for one in waiting + others) and not [*admission.turned_out(0.0)]
+    assert ask(admission, ticket(STANDARD, size=2500), FULL).decision == "queued"
+    assert [one.waits for one in waiting] == [False] * 3 and admission.space.bytes == 5500
+
+
+def test_a_tenant_with_much_gives_way_to_a_large_request_of_another_or_not_at_all():
+    admission, waiting = filled(5, Rules(max_bytes=5000), tenant="hog")
+    assert ask(admission, ticket(tenant="other", size=3000), FULL)[:2] == ("refused", "queue_full")
+    assert all(one.waits for one in waiting)
+    assert ask(admission, ticket(tenant="other", size=2000), FULL).decision == "queued"
+    assert [one for one, _ in admission.turned_out(0.0)] == waiting[:2:-1]
+
+
+def test_the_lowest_class_gives_way_to_a_higher_one_of_another_fleet():
+    """Requests for one model that fill the queue would else keep out whoever asks for another."""
+    space = Space()
+    one, other = (Admission(CLASSES, Rules(max_requests=3), space) for _ in range(2))
+    waiting = [ticket() for _ in range(3)]
+    assert {ask(one, each, FULL).decision for each in waiting} == {"queued"}
+    assert ask(other, ticket(), FULL)[:2] == ("refused", "queue_full")
+    assert ask(other, ticket(PREMIUM), FULL).decision == "queued"
+    assert space.untold == 1 and space.requests == 3
+    assert [(each, verdict.reason) for each, verdict in one.turned_out(0.0)] == [(waiting[-1], "shed")]
+    assert space.untold == 0
+
+
+@given(st.lists(st.tuples(st.sampled_from("abcd"), st.integers(1, 9), st.booleans()), max_size=60))
+def test_the_tenant_with_most_is_known_whoever_comes_and_leaves(steps):
+    line, waiting = Line(FREE, 1.0), []
+    for tenant, size, leaves in steps:
+        if leaves and waiting:
+            line.drop(waiting.pop(size % len(waiting)), 0.0)
+        else:
+            waiting.append(ticket(tenant=tenant, size=size))
+            line.add(waiting[-1], 0.0)
+        counts, sizes = Counter(one.tenant for one in waiting), Counter()
+        for one in waiting:
+            sizes[one.tenant] += one.size
+        assert line.most("count") == max(counts.values(), default=0)
+        assert line.most("size") == max(sizes.values(), default=0) and line.size == sum(sizes.values())
+
+
+def test_tenants_whose_requests_have_all_left_are_not_ahead():
+    line, here = Line(FREE, 1.0), [ticket(tenant="here") for _ in range(4)]
+    gone = [ticket(tenant=f"gone {number}") for number in range(20)]
+    for one in here + gone:
+        one.own = 1.0
+        line.add(one, 0.0)
+    for one in gone:
+        line.drop(one, 0.0)
+    assert line.ahead("new") == 1.0
+
+
 @pytest.mark.parametrize("rules", [Rules(max_requests=5), Rules(max_bytes=5000)])
 def test_a_full_queue_is_shared_out_among_the_tenants_of_a_class(rules):
     """One that fills it gives up its latest for others, until they have as many."""

@@ -296,10 +296,12 @@ class Line:
         self._ways, self._key = ways, key
         self._client: Redis | None = None
         self._connection: AbstractConnection | None = None
+        self.sent = False  # whether anything of what was asked last can have arrived
 
     async def ask(self, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
         """Their replies, in order; raises what the first one to fail raised. One call at a time, and the caller says
         how long it may take: a time limit of redis-py's for each write and each reply costs as much as they do."""
+        self.sent = False
         client = await self._ways.to(self._key)
         connection = self._connection
         if connection is None or client is not self._client:  # the first time, or the key has moved
@@ -307,6 +309,9 @@ class Line:
             connection.socket_timeout = None
             self._client, self._connection = client, connection
         try:
+            if not connection.is_connected:
+                await connection.connect()
+            self.sent = True
             await connection.send_packed_command(b"".join(map(pack_command, commands)), check_health=False)
             return [await connection.read_response() for _ in commands]
         except BaseException:  # a reply that was not read must not be taken for another's; it connects anew by itself

@@ -13,9 +13,12 @@ import contextlib
 import logging
 import os
 from collections.abc import Callable, Collection, Sequence
+from itertools import islice
 from pathlib import Path
 from time import monotonic
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from redis.exceptions import NoScriptError
 
 from cachemap.background import Background
 from cachemap.cluster.connect import FAILURES, Line, Script, describe
@@ -35,7 +38,16 @@ BEAT, LEASE = 1.0, 3.0  # seconds between two signs of life, and after which a g
 PATIENCE = 1.0  # seconds to wait for Redis before it counts as away
 LOG_SECONDS = 10.0  # between two lines that say the same
 MOST_TOGETHER = 64  # claims in one batch
+MOST_TOLD = 256  # tenants of which is told in one: after an outage there may be thousands
 WORK = "tenants' limits"  # kind of background work
+
+Told = TypeVar("Told")
+
+
+def _taken(pending: dict[str, Told]) -> dict[str, Told]:
+    """What the next batch tells of this."""
+    return {name: pending.pop(name) for name in list(islice(pending, MOST_TOLD))}
+
 
 # Told whether Redis has decided, as `pending.over` says then. If it has not, in time or at all, who is told decides
 # and says in `pending.granted` how.
@@ -183,20 +195,24 @@ class SharedCounts:
     async def _send_all(self) -> None:
         while self.joined and (self._queue or self._changed or self._unsent):
             batch, self._queue = self._queue[:MOST_TOGETHER], self._queue[MOST_TOGETHER:]
-            changed, self._changed = self._changed, {}
-            unsent, self._unsent = self._unsent, {}
+            changed, unsent, epoch = _taken(self._changed), _taken(self._unsent), self._epoch
             sent, replies = False, []
             try:
                 commands = self._commands(batch, changed, unsent)
-                sent = True
-                async with asyncio.timeout(PATIENCE):
-                    replies = (await self._line.ask(commands))[len(commands) - len(batch) :]
+                try:
+                    async with asyncio.timeout(PATIENCE):
+                        replies = (await self._line.ask(commands))[len(commands) - len(batch) :]
+                finally:
+                    sent = self._line.sent
             except FAILURES as error:
+                sent = sent and not isinstance(error, NoScriptError)  # the first one says so, and nothing was done
                 self._lost(describe(error))
             except Exception as error:
                 self._background.failed(WORK, error)
                 self._lost(f"{type(error).__name__}: {error}")
             finally:
+                if not sent and epoch == self._epoch:  # else it is in what the new one is told
+                    self._put_back(changed, unsent)
                 for pending, reply in zip(batch, replies):
                     self._replied(pending, reply)
                 for pending in batch[len(replies) :]:
@@ -205,6 +221,13 @@ class SharedCounts:
                         self._decide_unsent(pending)
                     elif not pending.answered:
                         self._answer(pending, False)
+
+    def _put_back(self, changed: dict[str, Account], unsent: dict[str, dict[tuple[str, int], int]]) -> None:
+        """It did not arrive."""
+        self._changed = {**changed, **self._changed}
+        for name, counts in unsent.items():
+            for (kind, window), by in counts.items():
+                self.charge(name, kind, window, by)
 
     def _commands(
         self, batch: Sequence[Pending], changed: dict[str, Account], unsent: dict[str, dict[tuple[str, int], int]]

@@ -175,3 +175,27 @@ async def test_what_another_program_left_there_is_nothing(redis_server):
             assert await one.admitted(tenant, 9) == 3
             client.hset("hitherto:1:test:{limits}:of:a", mapping={"requests": "-7", "requests@": "nan"})
             assert await one.admitted(tenant, 9) == 3
+
+
+async def test_what_redis_did_not_take_is_told_again(redis_server):
+    """Redis has its data and not the script: nothing of a batch was done."""
+    tenant = Tenant("a", limits=Limits(output_tokens_per_minute=100, concurrent_requests=5))
+    async with gateways(redis_server.url, 1) as (one,):
+        with redis_server.client() as client:
+            charge = await one.ask(tenant)
+            await eventually(lambda: one.shared._pump.done())
+            client.script_flush()
+            one.metering.settle(charge, 0, 70)
+            key = "hitherto:1:test:{limits}:of:a"
+            await eventually(lambda: client.hget(key, "output") == b"70", 5)
+            await eventually(lambda: client.hgetall("hitherto:1:test:{limits}:running:a") == {}, 5)
+
+
+async def test_a_backlog_of_many_tenants_is_told_whole(redis_server):
+    async with gateways(redis_server.url, 1) as (one,):
+        for at in range(1500):
+            one.shared.charge(f"t{at}", "requests", int(NOW // 60), 3)
+        with redis_server.client() as client:
+            names = [f"hitherto:1:test:{{limits}}:of:t{at}" for at in range(1500)]
+            await eventually(lambda: not one.shared._unsent and one.shared._pump.done(), 10)
+            assert {client.hget(name, "requests") for name in names} == {b"3"}

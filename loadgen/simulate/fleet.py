@@ -211,6 +211,7 @@ class Fleet:
                 self.at(self.now, self._again, live, True)  # the refusal is to be of the client's own request
             else:
                 self.at(self.now, self._ended, live, "http_400", str(error))
+            self.at(self.now, self._drain)  # those that wait may have its room
             begins = False  # the others there are woken at the end of the step under way, as after any arrival
         if begins:
             self._go_on(index, replica)

@@ -1,22 +1,23 @@
 """Admission in virtual time: the gateway's own queue, asked by simulated clients."""
 
 import random
+from dataclasses import replace
 
 import pytest
 
 from loadgen.simulate import Fleet, Turn
 from policies import Admission, Classes, QosClass, Rules, Slo
-from replicas.simulated.profile import load_profile
+from replicas.simulated.profile import RequestTime, load_profile
 
 SLO = Slo(2.0, 0.05)
 PREMIUM, FREE = QosClass("premium", 0.1, 100, SLO), QosClass("free", 0.6, 10, SLO)
 
 
-def fleet(mode, replicas=2, seed=1, **given):
+def fleet(mode, replicas=2, seed=1, profiles=None, **given):
     def admission(gateway):
         return Admission(Classes((PREMIUM, FREE)), Rules(mode))
 
-    return Fleet([load_profile("gpu-8b")] * replicas, "least_time", seed, admission=admission, **given)
+    return Fleet(profiles or [load_profile("gpu-8b")] * replicas, "least_time", seed, admission=admission, **given)
 
 
 def load(fleet, rate, seconds, qos="free", begin=0.0, tokens=2000, output=150):
@@ -66,6 +67,23 @@ def test_every_request_ends_and_nothing_is_left():
     for gate in one.gates:
         assert not gate.admission.waiting and gate.admission.space.requests == 0
     assert one.gateways[0].router.ledger.total().requests == 0
+
+
+def test_who_waits_goes_on_when_the_engine_refuses_who_was_before_it():
+    """The long one is refused 50 ms after it was sent, and nothing else ends."""
+    profile = replace(load_profile("gpu-8b"), max_model_len=3072, request=RequestTime(latency=50.0))
+    one = fleet("wait", profiles=[profile])
+    long, short = (
+        Turn([*range(3750)], 60_000, 20, [*range(3751)]),
+        Turn([*range(5000, 5031)], 500, 20, [*range(5000, 5032)]),
+    )
+    refused, waiting = [], []
+    one.at(0.0, lambda: refused.append(one.send(long)))
+    one.at(0.01, lambda: waiting.append((one.send(short), one.gates[0].admission.waiting)))
+    one.run()
+    assert refused[0].error == "http_400"
+    ((record, waited),) = waiting
+    assert waited and record.error is None and record.first < 0.5
 
 
 def test_a_flood_of_the_lowest_class_does_not_reach_the_highest():

@@ -99,9 +99,14 @@ def refused(wanted: Sequence[Claim], count: Callable[[Claim], int], share: int =
     """The first claim that cannot be granted. `count`: of a claim's window so far. `share`: the part of each limit that
     is to be had here is one of so many."""
     for claim in wanted:
-        if count(claim) + max(claim.cost, 1) > max(1, claim.limit // share):
+        if count(claim) + max(claim.cost, 1) > part(claim, share):
             return claim
     return None
+
+
+def part(claim: Claim, share: int) -> int:
+    """Of its limit, where one of so many shares is to be had."""
+    return max(1, claim.limit // share)
 
 
 class Counts:
@@ -181,13 +186,19 @@ def header_lines(limits: Limits, account: Account, now: float) -> bytes:
     return _template(limits) % tuple(values)
 
 
-def error(claim: Claim, limits: Limits, account: Account, now: float) -> ApiError:
-    """What is answered to a request that a limit refuses."""
+def error(claim: Claim, limits: Limits, account: Account, now: float, share: int = 1) -> ApiError:
+    """What is answered to a request that a limit refuses. `share`: as in `refused`."""
     lines = header_lines(limits, account, now).splitlines()
     told = [(name, value) for name, _, value in (line.partition(b": ") for line in lines)]
     what = f"{WORDS[claim.kind]} of this API key"
     if claim.cost > claim.limit:
         message = f"the prompt has {claim.cost} tokens, and the limit is {claim.limit} {what}: shorten it"
+        return ApiError(429, message, code="request_too_large", headers=told, again=False)
+    if claim.cost > (here := part(claim, share)):
+        message = (
+            f"the prompt has {claim.cost} tokens, and of the limit of {claim.limit} {what} this gateway has {here} while it "
+            "cannot count together with the others: shorten it, or try again once it can"
+        )
         return ApiError(429, message, code="request_too_large", headers=told, again=False)
     seconds = max(1, int(-(-seconds_left(claim.kind, now) // 1)))
     message = f"the limit of {claim.limit} {what} is reached; try again in {seconds} s"

@@ -96,33 +96,37 @@ class Metering:
         """`then` is called with why the request is refused, or None, once that is decided; perhaps at once, and never
         once the request has ended."""
 
-        def decided(over: Claim | None) -> None:
+        def decided(over: Claim | None, share: int = 1) -> None:
             charge.granted = over is None
             if over is not None:
                 self._refused(charge.account.name, over.kind)
             if charge.ended:
                 self.settle(charge, 0, 0)
             else:
-                then(None if over is None else rules.error(over, charge.limits, charge.account, self._clock()))
+                then(None if over is None else rules.error(over, charge.limits, charge.account, self._clock(), share))
 
         def decide(pending: Pending, by_redis: bool) -> None:
             if by_redis:
                 decided(pending.over)
             else:
-                over = self._decide(charge)
+                share = self._share()
+                over = self._decide(charge, share)
                 pending.granted = over is None
-                decided(over)
+                decided(over, share)
 
         if self.shared is None:
-            decided(self._decide(charge))
+            decided(self._decide(charge, 1))
         else:
             self.shared.claim(charge.account, charge.wanted, decide)
 
-    def _decide(self, charge: Charge) -> Claim | None:
+    def _share(self) -> int:
+        """While Redis is away each gateway has one of so many shares of each limit."""
+        return 1 if self.shared is None or self.shared.joined else self.shared.gateways
+
+    def _decide(self, charge: Charge, share: int) -> Claim | None:
         """By what is known here: the claim that is refused, or None, and the request is counted."""
         account, shared = charge.account, self.shared
         if shared is None or not shared.joined:
-            share = 1 if shared is None else shared.gateways
             over = rules.refused(charge.wanted, account.count_here, share)
         else:
             over = rules.refused(charge.wanted, account.count_seen)

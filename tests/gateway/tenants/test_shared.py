@@ -199,3 +199,18 @@ async def test_a_backlog_of_many_tenants_is_told_whole(redis_server):
             names = [f"hitherto:1:test:{{limits}}:of:t{at}" for at in range(1500)]
             await eventually(lambda: not one.shared._unsent and one.shared._pump.done(), 10)
             assert {client.hget(name, "requests") for name in names} == {b"3"}
+
+
+async def test_a_prompt_above_the_share_is_not_told_to_wait_for_the_next_minute(redis_server):
+    tenant = Tenant("a", limits=Limits(input_tokens_per_minute=1000))
+    async with gateways(redis_server.url, 2) as (one, two):
+        redis_server.kill()
+        await eventually(lambda: not one.shared.joined and not two.shared.joined, 10)
+        error = await one.ask(tenant, 600)
+        assert (error.status, error.code) == (429, "request_too_large")
+        assert "this gateway has 500" in error.message and b"retry-after" not in dict(error.headers)
+        assert not isinstance(await one.ask(tenant, 400), Exception)
+        assert (await one.ask(tenant, 400)).code == "rate_limit_exceeded"
+        redis_server.start()
+        await eventually(lambda: one.shared.joined and two.shared.joined, 10)
+        assert not isinstance(await two.ask(tenant, 600), Exception)

@@ -33,6 +33,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, GCCollecto
 from policies.admission import DECISIONS, REASONS
 
 from ..prompt.prompt import PROMPT_PATHS
+from ..tenants.limits import WORDS
 
 # Seconds. TTFT and whole requests: from a cached prompt on a fast GPU to a queue that lasts minutes.
 LATENCY_BUCKETS = (.005, .01, .02, .04, .06, .08, .1, .15, .2, .3, .4, .6, .8, 1, 1.5, 2, 3, 5, 8, 15, 30, 60, 120, 300)  # fmt: skip
@@ -286,7 +287,7 @@ class Metrics:
     tenant_requests = Counter("Requests of a tenant, by how they were answered", tenant=TENANT, status=STATUSES)
     tenant_tokens = Counter("Tokens of a tenant's requests; cached ones are part of the input", tenant=TENANT, kind=("input", "cached", "output"))
     tenant_refusals = Counter("Requests of a tenant that one of its limits refused", tenant=TENANT,
-        limit=("running", "requests", "input", "output", "day", "month"))
+        limit=tuple(WORDS))
     limit_decisions = Counter("With Redis: claims of tenants' limits that were decided there, by what it told last because that came too late, or "
         "by this gateway's share because Redis is away", outcome=("shared", "late", "away"))
     usage_lines_dropped = Counter("Lines of the usage log that could not be written, or not fast enough")

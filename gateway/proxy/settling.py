@@ -20,7 +20,7 @@ from .drift import TOLERATED
 from .exchange import TAIL, TAIL_BYTES, Attempt, Batcher, Exchange, Legs
 from .forwarding import TokenIdForwarding
 from .retries import ABORTED, ERROR_ANSWER, FOREIGN_ANSWER, FULL, RETRYABLE, UNCONFIRMED
-from .states import Leg
+from .states import BROKEN_OFF, Leg
 
 if TYPE_CHECKING:
     from ..errors import ApiError
@@ -32,7 +32,6 @@ log = logging.getLogger("hitherto.proxy")
 
 REQUEST = "request"  # an error that is known to be the request's fault is counted as this
 STREAMING_APIS = frozenset(("chat", "completions", "responses", "messages"))
-BROKEN_OFF = frozenset(("aborted", "cut"))  # outcomes that stand in place of a status
 STATUS_CLASS = ("0xx", "1xx", "2xx", "3xx", "4xx", "5xx", "6xx", "7xx", "8xx", "9xx")
 
 OnTraffic = Callable[[str, str | None, int], None]

@@ -30,6 +30,8 @@ from __future__ import annotations
 
 from enum import Enum
 
+BROKEN_OFF = frozenset(("aborted", "cut"))  # outcomes of an exchange that stand in place of a status
+
 
 class Leg(Enum):
     """Which part of an exchange an attempt is, where it is not the whole."""

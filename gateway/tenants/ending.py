@@ -6,6 +6,7 @@ from collections.abc import Container
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..prompt.prompt import NO_PREFILL
+from ..proxy.states import BROKEN_OFF
 from .metering import Metering
 
 if TYPE_CHECKING:
@@ -28,7 +29,6 @@ class Cost(NamedTuple):
     output: int
 
 
-BROKEN_OFF = frozenset(("aborted", "cut"))  # outcomes that stand in place of a status
 TOKENS = ("input", "cached", "output")  # as in `Cost`
 NOTHING = Cost(0, 0, 0)
 

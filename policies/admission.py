@@ -31,7 +31,7 @@ from itertools import count
 from math import ceil, exp, inf, log
 from typing import NamedTuple
 
-from .classes import Classes, QosClass
+from .classes import NO_LIMITS, Classes, QosClass
 from .costs import Costs
 from .lines import Line, Resource, Ticket
 from .quotes import Quote
@@ -145,7 +145,9 @@ class Admission:
 
     def _at_once(self, ticket: Ticket, quotes: Sequence[Quote], best: Quote, room: list[int], now: float) -> Verdict:
         waited = now - ticket.since
-        meets = [i for i, one in enumerate(quotes) if self._too_much(one, ticket, waited) is None]
+        # Without limits every quote would meet them, and nobody would ever be refused.
+        limited = ticket.slo != NO_LIMITS
+        meets = [i for i, one in enumerate(quotes) if limited and self._too_much(one, ticket, waited) is None]
         if among := meets or self._fast(ticket, quotes, room):
             return Verdict(ADMITTED, "met" if meets else "room", among)
         return self._refused(ticket, best, self._too_much(best, ticket, waited) or "full", waited + best.ttft)
@@ -431,7 +433,8 @@ class Admission:
     # --- what became of it
 
     def first_token(self, ticket: Ticket, seconds: float) -> None:
-        """It came so many `seconds` after its client began to wait."""
+        """It came so many `seconds` after its client began to wait, where it was admitted to. Told at once: what is
+        learned at the end of answers comes too late for a crowd, and only from those that end."""
         if ticket.slo.ttft is not None:
             self.ttft_margin.learn(ticket.ttft, seconds, ticket.slo.ttft)
 

@@ -20,6 +20,10 @@ class Slo(NamedTuple):
         """Return these limits, and the other's where there is none."""
         return Slo(other.ttft if self.ttft is None else self.ttft, other.tpot if self.tpot is None else self.tpot)
 
+    def within(self, other: Slo) -> Slo:
+        """Return the stricter of these limits and the other's."""
+        return Slo(*[min((one for one in pair if one is not None), default=None) for pair in zip(self, other)])
+
 
 NO_LIMITS = Slo()
 

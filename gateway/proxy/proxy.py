@@ -308,14 +308,16 @@ class Proxy:
             self.eligible, router, responses, metrics, Shadows(shadows, metrics) if shadows else None
         )
         self.keys, self.metering = keys, metering
-        if overload is not None:
-            self.placing.queue = Queue(overload, self.placing, metrics)
-            on_end = (self.placing.queue.ended, *on_end)
+        queue = Queue(overload, self.placing, metrics) if overload is not None else None
+        if queue is not None:
+            self.placing.queue = queue
+            on_end = (queue.ended, *on_end)
         self.newcomers = Newcomers(ask_models)
         self.preparation = Preparation(self.eligible, self.placing, self.newcomers, metrics, metering)
         self.forwarding = TokenIdForwarding(metrics, tokenize_once, self.backends, models.made_by)
         ended = on_end if traces is None else (traces.end, *on_end)
-        self.settling = Settling(self.backends, router, metrics, self.forwarding, on_traffic, ended)
+        on_first = queue.first_token if queue is not None else None
+        self.settling = Settling(self.backends, router, metrics, self.forwarding, on_traffic, ended, on_first)
         self.conductor = Conductor(
             self.placing, Judge(self.eligible, self.settling, retries), self.settling, self.forwarding, responses, metrics,
             Added(response_headers, cached_tokens_header),

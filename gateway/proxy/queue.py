@@ -20,7 +20,7 @@ from ..errors import ApiError, bad
 from ..overload import Overload, parse_slo
 from ..prompt.prompt import NO_PREFILL
 from .answers import Usage
-from .exchange import MOST, Exchange
+from .exchange import MOST, Attempt, Exchange
 from .placing import Asker, Placing
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ class Queue:
         )
         slo, given = qos.slo, asker.header(SLO_HEADER)
         if given is not None:
-            slo = _of_request(given).over(slo)
+            slo = _of_request(given).within(slo)
         name = key.name if key is not None else None
         tenant = asker.header(self._tenant_header) if self._tenant_header is not None else name
         since = asker.begun if isinstance(asker, Exchange) else now
@@ -204,6 +204,12 @@ class Queue:
             known[1].payload = None
         return known
 
+    def first_token(self, attempt: Attempt) -> None:
+        """A stream has begun: compare what was predicted of its first token, see `Settling`."""
+        known = self._tickets.get(attempt.exchange)
+        if known is not None and _is_as_quoted(attempt.exchange, attempt, known[1]):
+            known[0].first_token(known[1], attempt.first_at - known[1].since)
+
     def ended(self, exchange: Exchange, outcome: str, usage: Usage | None) -> None:
         """Compare what was predicted with what was delivered."""
         known = self._tickets.get(exchange)
@@ -212,13 +218,14 @@ class Queue:
         self.forget(exchange)
         fleet, ticket = known
         attempt, name = exchange.attempt, ticket.qos.name
+        if attempt is not None and not _is_as_quoted(exchange, attempt, ticket):
+            ticket.costs = None
         if outcome != "complete" or attempt is None or not attempt.streams or not attempt.first_at:
             return
         ttft, tokens = attempt.first_at - ticket.since, usage.completion if usage is not None else None
         tpot = None  # nobody knows it of a short answer, nor of one whose client did not keep up
         if tokens and tokens > LEAST_OUTPUT and not attempt.pauses:
             tpot = (attempt.ended_at - attempt.first_at) / (tokens - 1)
-        fleet.first_token(ticket, ttft)
         met = fleet.ended(ticket, ttft, tpot)
         if met is not None:
             self._metrics.slo_requests.inc(name, "met" if met else "missed")
@@ -232,6 +239,12 @@ class Queue:
             for line in fleet.lines:
                 waiting[line.qos.name] += line.count
         return {"queued_requests": waiting, "queued_bytes": self._space.bytes}
+
+
+def _is_as_quoted(exchange: Exchange, attempt: Attempt, ticket: Ticket) -> bool:
+    """Whether it is answered where it was admitted to. Retries and choices by the load of all gateways may take it
+    elsewhere, of which nothing was predicted."""
+    return not exchange.tried and attempt.placement.candidate.costs is ticket.costs
 
 
 def _of_request(given: str) -> Slo:

@@ -59,11 +59,12 @@ class Settling:
         forwarding: TokenIdForwarding,
         on_traffic: OnTraffic,
         on_end: Sequence[OnEnd] = (),
+        on_first: Callable[[Attempt], None] | None = None,
     ):
         """`on_traffic(replica, kind, count)`: what health learns from traffic; the kind of a failure, or None: so many
-        answers."""
+        answers. `on_first`: of the first tokens of streams."""
         self._backends, self._router, self.metrics, self._forwarding = backends, router, metrics, forwarding
-        self._on_traffic, self._on_end = on_traffic, on_end
+        self._on_traffic, self._on_end, self._on_first = on_traffic, on_end, on_first
         self.complete: Batcher[Exchange] = Batcher(self._settle_all)
         self.held_up_at = 0.0  # the last time at which the event loop went on after it had been held up
 
@@ -212,6 +213,8 @@ class Settling:
         # An error took this long, and no first token; and the first byte of an answer in one piece is its last as well.
         if not attempt.fault and attempt.streams and not backend.gone:
             self.metrics.ttft_seconds.observe(backend.id, at - since)
+            if self._on_first is not None and attempt.status == 200 and not ours:
+                self._on_first(attempt)
 
     def assume_prefilled(self, attempt: Attempt, now: float) -> None:
         """An answer that does not stream shows no first token: take its prefill for done when it should be."""

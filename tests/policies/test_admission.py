@@ -83,7 +83,9 @@ def test_observe_sends_all_and_says_who_would_have_been_refused():
 def test_a_request_without_limits_is_refused_only_where_nobody_has_room():
     free = QosClass("free")
     admission = Admission(Classes((free,)), Rules("reject"))
-    assert ask(admission, ticket(free), LATE).decision == "admitted"
+    assert ask(admission, ticket(free), ROOM)[:2] == ("admitted", "room")
+    assert ask(admission, ticket(free), LATE)[:2] == ("refused", "full")
+    assert ask(Admission(Classes((free,)), Rules("observe")), ticket(free), LATE)[:2] == ("observed", "full")
 
 
 # --- in line

@@ -14,7 +14,7 @@ from gateway.overload import Overload
 from gateway.proxy.decisions import Decisions
 from gateway.proxy.exchange import Exchange
 from gateway.tenants.keys import Keys
-from policies import Classes, QosClass, Rule, Rules, Slo
+from policies import Admission, Classes, QosClass, Rule, Rules, Slo
 
 from ..http.talk import eventually, read_request
 from .replies import EVENT, SSE_HEAD, chunk, post, streams
@@ -461,3 +461,44 @@ async def test_who_may_go_to_one_replica_alone_holds_up_nobody_for_the_others():
             engine.answer(name)
         for talker in talkers:
             assert (await talker.response())[0] == 200
+
+
+async def test_a_limit_of_a_requests_own_makes_its_classs_no_looser():
+    engine = Engine()
+    async with queued(engine, slo=Slo(ttft=0.001), rules=Rules("reject", engine_wait=0.0)) as (s, queue):
+        first = await send(s, "a")
+        await eventually(lambda: engine.seen == ["a"])
+        assert (await (await send(s, "b", b"x-hitherto-slo: ttft=60m,tpot=60m")).response())[0] == 429
+        engine.answer("a")
+        assert (await first.response())[0] == 200
+
+
+async def test_what_was_predicted_is_compared_at_the_first_token(monkeypatch):
+    """Not at the end, which comes too late for a crowd; and not where another replica answers than was asked first."""
+    learned, first_token = [], Admission.first_token
+    monkeypatch.setattr(Admission, "first_token", lambda *given: learned.append(given[2]) or first_token(*given))
+    end = asyncio.Event()
+
+    async def slow(reader, writer):
+        await read_request(reader)
+        writer.write(SSE_HEAD + chunk(EVENT))
+        await end.wait()
+        writer.write(chunk(USAGE) + chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n")
+
+    async def broken(reader, writer):
+        await read_request(reader)
+        writer.transport.abort()
+
+    async with queued(slow, slo=Slo(ttft=30.0)) as (s, queue):
+        talker = await send(s, "a")
+        await eventually(lambda: len(learned) == 1)
+        end.set()
+        assert (await talker.response())[0] == 200
+        await eventually(s.idle)
+        assert len(learned) == 1 and s.metrics.slo_requests.total() == 1
+    learned.clear()
+    async with queued(broken, slow, slo=Slo(ttft=30.0)) as (s, queue):
+        for name in "ab":
+            assert (await (await send(s, name)).response())[0] == 200
+            await eventually(s.idle)
+        assert len(learned) == 1 and s.metrics.slo_requests.total() == 2

@@ -150,8 +150,10 @@ async def test_two_gateways_on_one_redis_admit_by_the_load_of_both(tmp_path, red
             for one in gateways:
                 await one.until(lambda status: status["map"]["redis"]["ledger_joined"])
             floods = await asyncio.gather(*[flood(one, 25, 5.0) for one in gateways])
+            queued = 0
             for one, found in zip(gateways, floods):
                 statuses = Counter(status for status, *_ in found)
                 assert set(statuses) <= {200, 429} and statuses[200] > 0
-                assert sum(each["queued"] for each in (await one.status())["admission"]) > 0
+                queued += sum(each["queued"] for each in (await one.status())["admission"])
                 await nothing_left(one)
+            assert queued > 0, "of one or the other: who comes first has the room"

@@ -76,7 +76,9 @@ class Request:
     tried, response, model = (), None, None
 
     def __init__(self, prompt):
-        self.prompt, self.stages = prompt, []
+        from gateway.proxy.exchange import Attempt
+
+        self.prompt, self.stages, self.attempt_type = prompt, [], Attempt
 
     def add_attempt(self, attempt):
         self.attempt = attempt

@@ -17,6 +17,7 @@ from typing import NamedTuple, TypeVar
 from .vocabulary import Demand
 
 FIRST = 200.0  # tokens, until an answer has ended
+LEAST_OUTPUT = 8  # tokens; of a shorter answer nobody knows the time from one to the next
 _PRIOR = 4.0  # answers that a wider kind's mean counts as
 _WINDOWS = (256.0, 64.0, 16.0)  # answers over which each kind's means run
 _KINDS = 4096  # that are kept of each

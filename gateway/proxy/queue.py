@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from policies import Admission, Evaluation, Slo, Ticket, Verdict
 from policies.admission import ADMITTED, LEFT, OBSERVED, QUEUED, REFUSED, Space
+from policies.outputs import LEAST_OUTPUT
 
 from ..errors import ApiError, bad
 from ..overload import Overload, parse_slo
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
 
 SLO_HEADER = b"x-hitherto-slo"
 LOOK_SECONDS = 0.05  # between two looks, while somebody waits: times pass, and other gateways' load ends
-LEAST_OUTPUT = 8  # tokens; of a shorter answer nobody knows the time from one to the next
 MOST_RETRY_AFTER = 600  # seconds
 WHY = {
     "ttft": "its first token would come too late, after the {limit:g} s that it may take",

@@ -11,6 +11,7 @@ from time import monotonic
 from typing import TYPE_CHECKING
 
 from policies import Placement, Router, hittable
+from policies.outputs import LEAST_OUTPUT
 from replicas.engines.dialect import ANY_PATH
 
 from ..prompt.prompt import NO_PREFILL
@@ -277,7 +278,9 @@ class Settling:
         tells_blocks = backend.replica.takes_rank(prompt.path)
         _, completion, cached = usage
         tokens = completion or attempt.pieces
-        learns = attempt.streams and tokens > 8 and attempt.first_at > self.held_up_at and backend.may_learn(now)
+        learns = (
+            attempt.streams and tokens > LEAST_OUTPUT and attempt.first_at > self.held_up_at and backend.may_learn(now)
+        )
         whole = attempt.leg is None  # a second leg's cache came from elsewhere: nothing was predicted of it
         reported = cached if whole and tells_blocks and prompt.copies and not prompt.several else None
         told = completion or (attempt.pieces if attempt.streams else 0)

@@ -6,8 +6,9 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from policies import Admission, Placement, Ticket
+from policies.outputs import LEAST_OUTPUT
 
-from .gateway import LEAST_OUTPUT, Gateway, Legs
+from .gateway import Gateway, Legs
 from .turns import Turn
 
 # What is done with a request: it goes with this placement (None: nobody can take it), or is refused for a reason.

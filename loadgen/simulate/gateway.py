@@ -16,6 +16,7 @@ from itertools import count
 
 from policies import Candidate, CostGroup, Demand, Evaluation, Ledger, Placement, Policy, Router, Targets
 from policies.legs import LegRule
+from policies.outputs import LEAST_OUTPUT
 from replicas.simulated.engine import Cleared, Removed, Stored
 from replicas.simulated.pools import sides, takes_whole
 from replicas.simulated.profile import Profile
@@ -24,7 +25,6 @@ from .holders import Holders
 from .truth import Truth
 from .turns import Turn
 
-LEAST_OUTPUT = 8  # tokens; costs learn from streams that are longer than this
 Events = list[Stored | Removed | Cleared]
 
 

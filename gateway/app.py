@@ -375,7 +375,7 @@ class Gateway:
 
     async def explain(self, path: str, body: bytes, headers: dict[str, str]) -> dict[str, Any]:
         """What would happen to this request now. Nothing is placed."""
-        return await datapath.explain(self.settings, self.proxy, path, body, headers)
+        return await datapath.explain(self.proxy, path, body, headers)
 
 
 # what the proxy calls a failure -> what health calls it

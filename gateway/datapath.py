@@ -188,18 +188,18 @@ def started() -> None:
     sys.setswitchinterval(SWITCH_SECONDS)
 
 
-async def explain(settings: Settings, proxy: Proxy, path: str, body: bytes, headers: dict[str, str]) -> dict[str, Any]:
+async def explain(proxy: Proxy, path: str, body: bytes, headers: dict[str, str]) -> dict[str, Any]:
     """What would happen to this request now. Changes nothing."""
-    from .ops.explain import describe, legs_told
+    from .ops.reasons import describe, explained, legs_told
 
     prompt = await proxy.preparation.prompt(path, body, headers)
     now = monotonic()
     demand, targets = proxy.placing.demand(prompt, now), proxy.eligible.targets(prompt)
     evaluation = proxy.router.evaluate(demand, targets, now, explain=True)
-    told = describe(settings.policy, prompt, evaluation)
+    told = describe(proxy.router.policy, prompt, evaluation)
     if proxy.eligible.roles.any:
         told["legs"] = legs_told(proxy.placing.legs.choose(prompt, evaluation, now))
-    return told
+    return explained(told)
 
 
 def _access(exchange: Exchange, outcome: str, usage: Usage | None) -> None:

@@ -1,7 +1,7 @@
 """`hitherto explain`: what would happen to one request, in numbers.
 
-`describe` puts a decision into words and figures; a running gateway answers `POST /explain` with
-it, from its real map, load and learned costs. Without a gateway the command does the same by itself
+A running gateway answers `POST /explain` with what `reasons.describe` says of the decision, from its real map, load and
+learned costs. Without a gateway the command does the same by itself
 from the configuration: it asks the replicas what they are, reads their KV events from the start
 where they can be replayed, and chooses with costs that have not been learned yet. Nothing is sent to an
 engine for an answer, and nothing is reserved.
@@ -24,8 +24,11 @@ from gateway.config import Config, ConfigError, Settings, admin_headers, admin_u
 from gateway.errors import ApiError
 from gateway.model import model_dir
 from gateway.prompt import Prompt
-from policies import Candidate, CostGroup, Demand, Evaluation, Ledger, Load, Router, Targets, legs, make
+from policies import CostGroup, Ledger, Load, Router, Targets, make
 from replicas.served import base_names
+
+from .explain_text import show
+from .reasons import describe, explained
 
 if TYPE_CHECKING:
     from gateway.prompt.pipeline import Pipeline
@@ -33,127 +36,6 @@ if TYPE_CHECKING:
 
 PROBE_SECONDS = 2.0  # for a name to be resolved, and for each answer
 REPLAY_SECONDS = 3.0  # how long to read a replica's events before choosing without the rest
-LEAST_SHOWN = 5e-6  # seconds: a term that would read 0.00 ms for every replica gets no column
-LOAD_FIELDS = ("requests", "prefill_tokens", "decoding", "context_tokens", "waiting")
-
-
-def describe(policy: str, prompt: Prompt, evaluation: Evaluation) -> dict[str, Any]:
-    """One decision as plain data. `output_tokens` are those that the answer is expected to have, `ttft_seconds` and
-    `answer_seconds` when its first and its last one would come from each replica. `terms` are seconds and add up to
-    `seconds`; policies that do not weigh seconds have none."""
-    demand, candidates, choice, *_ = evaluation
-    terms = choice.terms or [{}] * len(candidates)
-    return {
-        "path": prompt.path,
-        "model": prompt.model,
-        "adapter": prompt.adapter,
-        "mode": prompt.mode,
-        "note": prompt.note,
-        "rendered_chars": prompt.rendered_chars,
-        "tokens": prompt.tokens,
-        "block_size": demand.block_size,
-        "blocks": len(prompt.hashes),
-        "output_tokens": demand.output,
-        "policy": policy,
-        "choice": candidates[choice.index].replica,
-        "reason": choice.reason,
-        "replicas": [
-            {
-                "id": candidate.replica,
-                "overlap_tokens": candidate.overlap,
-                "uncached_tokens": demand.tokens - candidate.cached,
-                "lower_tiers": [{"tier": tier, "tokens": tokens} for tier, tokens in candidate.lower],
-                "load": {name: getattr(candidate.load, name) for name in LOAD_FIELDS},
-                **_predicted(demand, candidate),
-                "terms": dict(parts),
-                "seconds": sum(parts.values()) if parts else None,
-                "chosen": index == choice.index,
-            }
-            for index, (candidate, parts) in enumerate(zip(candidates, terms, strict=True))
-        ],
-    }
-
-
-def _predicted(demand: Demand, candidate: Candidate) -> dict[str, float]:
-    """When the first and the last token of the answer would come from there."""
-    costs, cached = candidate.costs, candidate.cached
-    fetch = costs.group.fetch.seconds(candidate.lower)
-    uncached, load, now = demand.tokens - cached, candidate.load, demand.now
-    return {
-        "ttft_seconds": fetch + costs.ttft_seconds(load, uncached, cached, now),
-        "answer_seconds": fetch + costs.answer_seconds(load, uncached, cached, demand.output, now),
-    }
-
-
-def legs_told(chosen: legs.LegChoice | None) -> dict[str, Any] | None:
-    """Where the prompt would be computed and the answer written, if not both on the `choice`."""
-    if chosen is None:
-        return None
-    return {
-        "prefill": chosen.prefiller.replica,
-        "decode": chosen.decoder.replica,
-        "moved_tokens": chosen.moved,
-        "seconds": chosen.seconds,
-        "whole_seconds": chosen.whole_seconds,
-    }
-
-
-def show(told: dict[str, Any]) -> str:
-    """`describe`'s answer for a terminal."""
-    names = list(dict.fromkeys(name for replica in told["replicas"] for name in replica["terms"]))
-    head = [
-        ("request", f"POST {told['path']}" + (f", model {told['model']}" if told["model"] else "")
-                    + (f", adapter {told['adapter']}" if told["adapter"] else "")),
-        ("prompt", _prompt_line(told)),
-        ("policy", told["policy"] + ("; times in ms" if names else "")),
-    ]  # fmt: skip
-    if told["note"]:
-        head.append(("note", told["note"]))
-    shown = [name for name in names if any(one["terms"].get(name, 0.0) >= LEAST_SHOWN for one in told["replicas"])]
-    title = ["", "replica", "held", "to compute", "in flight"]
-    rows = [title + (["first token", "last token", *shown, "cost"] if names else [])]
-    for one in told["replicas"]:
-        rows.append(_row(one, told["tokens"]))
-        if names:
-            rows[-1] += [f"{1e3 * one['ttft_seconds']:.1f}", f"{1e3 * one['answer_seconds']:.0f}"]
-            rows[-1] += [f"{1e3 * one['terms'].get(name, 0.0):.2f}" for name in shown] + [f"{1e3 * one['seconds']:.2f}"]
-    lines = [f"{name:<8} {text}" for name, text in head]
-    lines += ["", *_table(rows), "", f"choice   {told['choice']}: {told['reason']}"]
-    if apart := told.get("legs"):
-        price = (
-            f": {1e3 * apart['seconds']:.1f} ms, whole {1e3 * apart['whole_seconds']:.1f}" if apart["seconds"] else ""
-        )
-        lines.append(f"legs     prompt on {apart['prefill']}, answer on {apart['decode']}{price}")
-    return "\n".join(lines)
-
-
-def _row(one: dict[str, Any], tokens: int) -> list[str]:
-    """A replica, what it holds of a prompt of so many tokens, and what it has to do."""
-    cached = one["overlap_tokens"] + sum(run["tokens"] for run in one["lower_tiers"])
-    held = f"{cached} ({cached / max(1, tokens):.0%})"
-    if one["lower_tiers"]:
-        held += f", {', '.join(str(run['tokens']) + ' ' + run['tier'] for run in one['lower_tiers'])}"
-    return ["->" if one["chosen"] else "", one["id"], held, str(one["uncached_tokens"]), str(one["load"]["requests"])]
-
-
-def _prompt_line(told: dict[str, Any]) -> str:
-    if told["mode"] == "load":
-        return "not read: this request goes to the least loaded replica"
-    chars = f"{told['rendered_chars']} characters rendered, " if told["rendered_chars"] else ""
-    tokens = f"{told['tokens']} tokens, {told['blocks']} full blocks of {told['block_size']} ({told['mode']})"
-    return f"{chars}{tokens}; expecting {told['output_tokens']:.0f} tokens of output"
-
-
-def _table(rows: list[list[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    left = (0, 1)  # the mark and the name; figures stand to the right
-    return [
-        "  ".join(
-            f"{cell:<{width}}" if place in left else f"{cell:>{width}}"
-            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
 
 
 # --- the command
@@ -234,7 +116,7 @@ async def alone(settings: Settings, path: str, body: bytes) -> dict[str, Any]:
     prompt, up, pipeline = _prepared(settings, path, body, up)
     router = await _router(settings, up, pipeline)
     targets = Targets([*router.candidates.values()])
-    return describe(settings.policy, prompt, router.evaluate(demand_of(prompt), targets, 0.0, explain=True))
+    return explained(describe(router.policy, prompt, router.evaluate(demand_of(prompt), targets, 0.0, explain=True)))
 
 
 async def _serving(settings: Settings) -> list[Replica]:

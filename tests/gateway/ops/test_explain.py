@@ -12,9 +12,9 @@ from gateway.config import ConfigError, Settings
 from gateway.errors import ApiError
 from gateway.model import model_dir
 from gateway.ops import explain
-from gateway.prompt import Prompt
-from policies import Candidate, Choice, CostGroup, Demand, Evaluation, Load, make
 from replicas.simulated.model import sim_model_dir
+
+from .decided import BUSY, decided, replica
 
 CHAT = b'{"model": "sim", "messages": [{"role": "user", "content": "' + b"a story about the sea " * 40 + b'"}]}'
 
@@ -25,67 +25,8 @@ def empty_folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def decision(policy="least_time"):
-    costs, tokens = CostGroup(), 1000
-    candidates = [
-        Candidate("a:1", 0, Load(), costs.add("a:1")),
-        Candidate("b:1", 960, Load(requests=2, decoding=2, context_tokens=800), costs.add("b:1"), lower=(("cpu", 32),)),
-    ]
-    demand = Demand(tokens, 16, 77)
-    prompt = Prompt("/v1/chat/completions", "sim", tokens=tokens, hashes=list(range(62)), rendered_chars=4321)
-    choice = make(policy).choose(demand, candidates, explain=True)
-    return explain.describe(policy, prompt, Evaluation(demand, candidates, choice, candidates[choice.index].overlap))
-
-
-def test_terms_add_up_and_the_holder_is_chosen():
-    told = decision()
-    json.dumps(told)
-    assert told["choice"] == "b:1" and [one["chosen"] for one in told["replicas"]] == [False, True]
-    assert (told["tokens"], told["blocks"], told["block_size"], told["rendered_chars"]) == (1000, 62, 16, 4321)
-    for one in told["replicas"]:
-        assert one["seconds"] == pytest.approx(sum(one["terms"].values())) and one["seconds"] > 0
-        fetched = sum(run["tokens"] for run in one["lower_tiers"])
-        assert one["overlap_tokens"] + fetched + one["uncached_tokens"] == 1000
-    assert told["replicas"][1]["lower_tiers"] == [{"tier": "cpu", "tokens": 32}]
-    assert told["replicas"][1]["load"]["requests"] == 2
-
-
-def test_text_has_every_figure():
-    told = decision()
-    text = explain.show(told)
-    assert "4321 characters rendered, 1000 tokens, 62 full blocks of 16 (exact)" in text
-    lines = text.splitlines()
-    (chosen,) = [line for line in lines if line.startswith("->")]
-    assert chosen.split()[1:7] == ["b:1", "992", "(99%),", "32", "cpu", "8"]
-    assert chosen.split()[-1] == f"{1e3 * told['replicas'][1]['seconds']:.2f}"
-    assert lines[-1] == f"choice   b:1: {told['reason']}"
-
-
-def test_terms_that_cost_nothing_on_any_replica_take_no_column():
-    told = decision()
-    for one in told["replicas"]:
-        assert one["terms"]["fetch"] == 0 or one["id"] == "b:1"
-        assert one["terms"]["room"] == 0 and one["terms"]["prefill"] > 0
-    text = explain.show(told)
-    (header,) = [line for line in text.splitlines() if " replica " in line]
-    assert "prefill" in header and "fetch" in header and "room" not in header
-    assert text.count("in ms") == 1 and "ms" not in header, "the unit is named once"
-
-
-def test_policies_that_weigh_no_seconds_show_no_seconds():
-    text = explain.show(decision("round_robin"))
-    assert "ms" not in text and "choice   " in text
-
-
-def test_a_prompt_that_was_not_read_says_so():
-    demand, candidates = Demand(0), [Candidate("a:1", 0, Load(), CostGroup().add("a:1"))]
-    told = explain.describe(
-        "random",
-        Prompt("/v1/audio", "", mode="load", note="unknown path"),
-        Evaluation(demand, candidates, Choice(0, "only one"), 0),
-    )
-    text = explain.show(told)
-    assert "not read: this request goes to the least loaded replica" in text and "note     unknown path" in text
+def decision():
+    return decided("least_time", replica("a:1"), replica("b:1", 960, BUSY, lower=(("cpu", 32),)))
 
 
 @pytest.fixture
@@ -209,7 +150,7 @@ async def test_alone_overlap_comes_from_the_engines_event_history(start_engine, 
     }
     assert told["choice"] == holder.url.removeprefix("http://")
     assert await in_thread(*arguments) == 0
-    assert f"choice   {told['choice']}: " in capsys.readouterr().out
+    assert capsys.readouterr().out.startswith(f"{told['choice']}, because it holds ")
 
 
 async def test_alone_the_clients_fault_is_told(listen, empty_folder, capsys, unused_tcp_port):

@@ -1,0 +1,201 @@
+"""Why a request goes where it goes: a decision as plain data, and in one sentence.
+
+`hitherto explain`, `POST /explain` and the live page all show what `describe` and `sentence` say, so that they cannot
+tell different stories of one decision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from gateway.prompt import Prompt
+from policies import Candidate, Demand, Evaluation, Policy, legs
+
+LOAD_FIELDS = ("requests", "prefill_tokens", "decoding", "context_tokens", "waiting")
+MOST_NAMED = 3  # of replicas that cost the same
+
+
+class Term(NamedTuple):
+    """What a term of a cost stands for, and what is true of a replica where it is smaller."""
+
+    meaning: str
+    advantage: str
+
+
+TERMS = {
+    "prefill": Term("computing the part of the prompt that is not held", "it computes prompts faster"),
+    "queue": Term("prompts that are computed before this one", "fewer prompt tokens are ahead of it there"),
+    "crowd": Term("decode steps that its prefill shares with answers there", "fewer answers are under way there"),
+    "fetch": Term("fetching blocks from slower tiers", "less of its prompt has to be fetched from slower tiers"),
+    "room": Term("waiting for blocks to become free", "there is more room in its KV cache"),
+    "interference": Term("first tokens of others that this prefill delays", "fewer prompts wait there"),
+    "stall": Term("pauses that this prefill makes in answers there", "fewer answers are under way there"),
+    "decode": Term("this answer's decode steps among those there, weighted", "its answer is written faster there"),
+    "crowding": Term("what this answer slows the others there by, weighted", "fewer answers are under way there"),
+    "eviction": Term("what it pushes out of the cache and is asked for again", "its KV cache is less full"),
+}
+
+
+def describe(policy: Policy, prompt: Prompt, evaluation: Evaluation) -> dict[str, Any]:
+    """One decision as plain data. `output_tokens` are those that the answer is expected to have, `ttft_seconds` and
+    `answer_seconds` when its first and its last one would come from each replica. `terms` are seconds and add up to
+    `seconds`; policies that do not weigh seconds have none. `tied`: among the least by the policy's own measure."""
+    demand, candidates, choice, *_ = evaluation
+    terms = choice.terms or [{}] * len(candidates)
+    tied = _tied(policy, [sum(parts.values()) for parts in choice.terms] if choice.terms else ())
+    return {
+        "path": prompt.path,
+        "model": prompt.model,
+        "adapter": prompt.adapter,
+        "mode": prompt.mode,
+        "note": prompt.note,
+        "rendered_chars": prompt.rendered_chars,
+        "tokens": prompt.tokens,
+        "block_size": demand.block_size,
+        "blocks": len(prompt.hashes),
+        "output_tokens": demand.output,
+        "policy": policy.name,
+        "choice": candidates[choice.index].replica,
+        "reason": choice.reason,
+        "replicas": [
+            {
+                "id": candidate.replica,
+                "overlap_tokens": candidate.overlap,
+                "uncached_tokens": demand.tokens - candidate.cached,
+                "lower_tiers": [{"tier": tier, "tokens": tokens} for tier, tokens in candidate.lower],
+                "load": {name: getattr(candidate.load, name) for name in LOAD_FIELDS},
+                **_predicted(demand, candidate),
+                "terms": dict(parts),
+                "seconds": sum(parts.values()) if parts else None,
+                "tied": index in tied,
+                "chosen": index == choice.index,
+            }
+            for index, (candidate, parts) in enumerate(zip(candidates, terms, strict=True))
+        ],
+    }
+
+
+def explained(told: dict[str, Any]) -> dict[str, Any]:
+    """What `describe` said, with the sentence in front."""
+    return {"sentence": sentence(told), **told}
+
+
+def _tied(policy: Policy, totals: Sequence[float]) -> set[int]:
+    """Which of these costs the policy takes for the least."""
+    if not totals:
+        return set()
+    times, plus = policy.cost.slack  # type: ignore[attr-defined]  # whoever weighs seconds has one
+    limit = max(min(totals), min(totals) * times + plus)
+    return {index for index, total in enumerate(totals) if total <= limit}
+
+
+def _predicted(demand: Demand, candidate: Candidate) -> dict[str, float]:
+    """When the first and the last token of the answer would come from there."""
+    costs, cached = candidate.costs, candidate.cached
+    fetch = costs.group.fetch.seconds(candidate.lower)
+    uncached, load, now = demand.tokens - cached, candidate.load, demand.now
+    return {
+        "ttft_seconds": fetch + costs.ttft_seconds(load, uncached, cached, now),
+        "answer_seconds": fetch + costs.answer_seconds(load, uncached, cached, demand.output, now),
+    }
+
+
+def legs_told(chosen: legs.LegChoice | None) -> dict[str, Any] | None:
+    """Where the prompt would be computed and the answer written, if not both on the `choice`."""
+    if chosen is None:
+        return None
+    return {
+        "prefill": chosen.prefiller.replica,
+        "decode": chosen.decoder.replica,
+        "moved_tokens": chosen.moved,
+        "seconds": chosen.seconds,
+        "whole_seconds": chosen.whole_seconds,
+    }
+
+
+# --- in words
+
+
+def sentence(told: Mapping[str, Any]) -> str:
+    """Where the request goes, why, and what it would have cost elsewhere. `told`: as `describe` returns it, with the
+    `legs` of `legs_told` where replicas have roles."""
+    if told.get("legs"):
+        return _in_legs(told["legs"], told["choice"])
+    chosen = next(one for one in told["replicas"] if one["chosen"])
+    if len(told["replicas"]) == 1:
+        return f"{chosen['id']}, the only replica that can take it: {_price(chosen)}."
+    if chosen["seconds"] is None:
+        return _by_rule(told, chosen)
+    tied = [one for one in told["replicas"] if one["tied"]]
+    others = [one for one in told["replicas"] if not one["chosen"] and not (chosen["tied"] and one["tied"])]
+    if not others:
+        return f"{chosen['id']}, drawn from all {len(tied)}, which cost the same: {_price(chosen)}."
+    other = min(others, key=lambda one: one["seconds"])
+    if not chosen["tied"]:
+        return _not_the_least(told, chosen, other)
+    why = (
+        f"drawn from {len(tied)} that cost the same ({_named(tied)})"
+        if len(tied) > 1
+        else f"because {_why(told, chosen, other)}"
+    )
+    return f"{chosen['id']}, {why}: {_price(chosen)}, and {span(other['seconds'])} on {other['id']}, the next best."
+
+
+def _in_legs(apart: Mapping[str, Any], whole: str) -> str:
+    said = f"{apart['prefill']} computes the prompt and {apart['decode']} writes the answer"
+    if apart["seconds"] is None:
+        return f"{said}: the policy chose both, {apart['moved_tokens']:,} tokens are moved."
+    return (
+        f"{said}: the request costs {span(apart['seconds'])} with {apart['moved_tokens']:,} tokens moved, "
+        f"and {span(apart['whole_seconds'])} on {whole} alone."
+    )
+
+
+def _by_rule(told: Mapping[str, Any], chosen: Mapping[str, Any]) -> str:
+    """Of a policy that does not weigh seconds."""
+    other = min((one for one in told["replicas"] if not one["chosen"]), key=lambda one: one["answer_seconds"])
+    return (
+        f"{chosen['id']}, by {told['policy']} ({told['reason'] or 'no reason given'}): its answer takes "
+        f"{span(chosen['answer_seconds'])} there as predicted, and {span(other['answer_seconds'])} on {other['id']}, "
+        "the quickest other."
+    )
+
+
+def _not_the_least(told: Mapping[str, Any], chosen: Mapping[str, Any], least: Mapping[str, Any]) -> str:
+    """A copy of a prefix is made, or a ledger of several gateways knew of other load."""
+    if told.get("shared"):
+        why = "by the load of all gateways, which this one sees later"
+    else:
+        why = f"to make a copy of the prefix that {least['id']} holds: enough requests have waited for want of one"
+    return f"{chosen['id']}, {why}; {_price(chosen)}, and {span(least['seconds'])} on {least['id']}."
+
+
+def _price(chosen: Mapping[str, Any]) -> str:
+    first = span(chosen["ttft_seconds"])
+    if chosen["seconds"] is None:
+        return f"its first token comes after {first}"
+    return f"the request costs {span(chosen['seconds'])} there, its first token comes after {first}"
+
+
+def _why(told: Mapping[str, Any], chosen: Mapping[str, Any], other: Mapping[str, Any]) -> str:
+    """The advantage by which the chosen replica gains most on the other."""
+    name = max(chosen["terms"], key=lambda term: other["terms"].get(term, 0.0) - chosen["terms"][term])
+    held = told["tokens"] - chosen["uncached_tokens"]
+    if name in ("prefill", "stall", "interference", "eviction") and held > told["tokens"] - other["uncached_tokens"]:
+        return f"it holds {held:,} of the {told['tokens']:,} prompt tokens"
+    return TERMS[name].advantage if name in TERMS else f"its {name} is less"
+
+
+def _named(ties: Sequence[Mapping[str, Any]]) -> str:
+    ids = [one["id"] for one in ties]
+    if len(ids) <= MOST_NAMED:
+        return ", ".join(ids)
+    return f"{', '.join(ids[:MOST_NAMED])} and {len(ids) - MOST_NAMED} more"
+
+
+def span(seconds: float) -> str:
+    """A time for people: three digits at most where it is short."""
+    if seconds < 0.9995:
+        return f"{1e3 * seconds:.{1 if seconds < 0.00995 else 0}f} ms"
+    return f"{seconds:,.{2 if seconds < 9.995 else 0}f} s"

@@ -1,0 +1,84 @@
+"""`hitherto explain` in a terminal: a sentence, a table of 100 columns, a legend."""
+
+import pytest
+
+from gateway.ops.explain_text import WIDTH, show
+from gateway.ops.reasons import TERMS, sentence
+from policies import Load
+
+from .decided import BUSY, decided, replica
+
+
+def two():
+    return decided("least_time", replica("a:1"), replica("b:1", 960, BUSY, lower=(("cpu", 32),)))
+
+
+def rows_of(text):
+    lines = text.splitlines()
+    start = next(at for at, line in enumerate(lines) if line.split()[:1] == ["replica"])
+    return lines[start : lines.index("", start)]
+
+
+def test_the_sentence_comes_first_and_the_chosen_row_has_its_figures():
+    told = two()
+    text = show(told)
+    assert " ".join(text.partition("\n\n")[0].split()) == sentence(told)
+    assert "4321 characters rendered, 1000 tokens, 62 full blocks of 16 (exact)" in text
+    head, chosen, other = rows_of(text)
+    assert chosen.split()[:6] == ["->", "b:1", "992", "(99%),", "32", "cpu"] and other.split()[0] == "a:1"
+    assert chosen.split()[-1] == f"{1e3 * told['replicas'][1]['seconds']:.1f}" and head.split()[-1] == "cost"
+
+
+def test_terms_that_cost_nothing_on_any_replica_take_no_column_and_no_line_of_the_legend():
+    told = two()
+    assert all(one["terms"]["room"] == 0 for one in told["replicas"])
+    text = show(told)
+    head = rows_of(text)[0].split()
+    assert "prefill" in head and "fetch" in head and "room" not in head
+    for name, term in TERMS.items():
+        assert (term.meaning in text) == (name in head)
+
+
+def loaded(number):
+    """A replica of which no term is zero."""
+    load = Load(
+        requests=90 + number, prefilling=30, prefill_tokens=250_000 + 999 * number, decoding=60, context_tokens=99_000,
+        output_tokens=60 * 200, capacity_tokens=200_000, kv_usage=0.97, recent=12.0,
+    )  # fmt: skip
+    return replica(f"replica-{number:02}.inference.svc.cluster.example:8000", 16 * number, load, lower=(("cpu", 160),))
+
+
+@pytest.mark.parametrize("count", [2, 30])
+def test_whatever_the_terms_and_the_names_the_table_fits(count):
+    told = decided("least_time", *(loaded(number) for number in range(count)), tokens=200_000)
+    assert all(sum(value > 0 for value in one["terms"].values()) >= 8 for one in told["replicas"])
+    text = show(told)
+    assert max(map(len, text.splitlines())) <= WIDTH
+    head, *rows = rows_of(text)
+    assert "rest" in head.split() and rows[0].startswith("->"), "the chosen one stands first"
+    rest = next(line for line in text.splitlines() if line.startswith("  rest "))
+    shown = {name for name in TERMS if name in head.split()}
+    weighed = {name for one in told["replicas"] for name, value in one["terms"].items() if value}
+    folded = {name.strip(" ,") for name in rest.split()[1:]}
+    assert shown and folded == weighed - shown
+    for cells in (row.split() for row in rows if "more" not in row):
+        *parts, total = map(float, cells[-len(shown) - 2 :])
+        assert sum(parts) == pytest.approx(total, rel=1e-3), "the columns add up to the cost"
+    assert ("and 10 more; --json has all" in text) == (count == 30)
+
+
+def test_ties_are_marked():
+    text = show(decided("least_time", replica("a:1"), replica("b:1"), replica("c:1", 0, BUSY)))
+    assert [row.split()[0] for row in rows_of(text)[1:]] == ["->", "=", "c:1"]
+    assert "=: costs the same as the least" in text
+
+
+def test_policies_that_weigh_no_seconds_have_no_cost_column():
+    text = show(decided("round_robin", replica("a:1"), replica("b:1")))
+    assert rows_of(text)[0].split()[-2:] == ["TTFT", "answer"] and "cost:" not in text
+    assert "policy   round_robin: its turn" in text
+
+
+def test_a_prompt_that_was_not_read_says_so():
+    text = show(decided("random", replica("a:1"), tokens=0, mode="load", note="unknown path"))
+    assert "not read: this request goes to the least loaded replica" in text and "note     unknown path" in text

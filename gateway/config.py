@@ -219,6 +219,11 @@ class Settings(BaseModel):
         description="what happens while all replicas are full, {when_full: wait|reject|observe, engine_wait, max_wait, max_requests, max_bytes, tenant_header}",
     )
 
+    slo_figures: bool = Field(
+        False,
+        description="measure TTFT, ITL, TPOT and E2E by class and model, as is done where there are classes or limits",
+    )
+
     redis_url: RedisUrl | None = Field(
         None,
         repr=False,

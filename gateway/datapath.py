@@ -10,6 +10,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from policies import CostGroup, Ledger, Router, make
+from policies.classes import DEFAULT_CLASS
 
 from .config import ConfigError, Settings
 from .http.messages import Limits
@@ -66,15 +67,17 @@ def proxy(
         on_end=on_end,
         tokenize_once=settings.tokenize_once == "auto",
         shadows=settings.shadow,
+        slo_figures=settings.slo_figures,
         overload=overload(settings.slo, settings.scheduler, settings.request_router, settings.admission),
         **rooms,
     )
 
 
 def class_names(settings: Settings) -> list[str]:
-    """Classes that requests may be of; none where there are neither classes nor limits."""
+    """Classes that requests may be of; none where there are neither classes nor limits, and no figures of them."""
     found = overload(settings.slo, settings.scheduler, settings.request_router, settings.admission)
-    return [one.name for one in found.classes.all] if found is not None else []
+    classes = found.classes.all if found is not None else (DEFAULT_CLASS,) if settings.slo_figures else ()
+    return [one.name for one in classes]
 
 
 def largest_body(settings: Settings, pipelines: Iterable[Pipeline]) -> int:

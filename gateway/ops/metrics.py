@@ -23,7 +23,7 @@ import asyncio
 import re
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, chain, product
 from operator import contains, itemgetter
 from time import perf_counter
@@ -40,6 +40,11 @@ LATENCY_BUCKETS = (.005, .01, .02, .04, .06, .08, .1, .15, .2, .3, .4, .6, .8, 1
 # The gateway's own stages take microseconds; above 10 ms something is wrong.
 STAGE_BUCKETS = (5e-6, 1e-5, 2e-5, 3e-5, 5e-5, 7.5e-5, 1e-4, 1.5e-4, 2e-4, 3e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 5e-2, .25)  # fmt: skip
 
+# What answers took, by class and model: 20 buckets a decade, so that each bound is 12 % above the last, and a quantile
+# is known as well as that, the 99.9th percentile too.
+FIGURE_BUCKETS = tuple(float(f"{10 ** (step / 20 - 3):.3g}") for step in range(111))  # 1 ms to 316 s
+TOKEN_BUCKETS = tuple(bound for bound in FIGURE_BUCKETS if bound <= 10.0)
+
 SLICE_SECONDS = 0.002  # of the event loop that a scrape takes at once
 LOOK_LINES = 64  # of the page, between two looks at the clock
 
@@ -51,10 +56,14 @@ STATUSES = ("2xx", "3xx", "4xx", "5xx", "aborted", "cut")
 STATUS_FAULTS = tuple(f"status {code}" for code in (401, 403, 404, 429, 500, 502, 503, 504))
 CONNECTION_FAULTS = ("connect", "closed", "protocol", "hung", "aborted")
 ANSWER_FAULTS = ("error answer", "foreign answer")  # an error behind a status 200; what no engine wrote
+# Of a request: preparing its prompt, waiting in the gateway's queue, attempts that failed, from the attempt that
+# answered to its first byte (the engine's queue and prefill), and from there to the last byte.
+PHASES = ("prepare", "queue", "retry", "engine", "decode")
 REPLICA: Collection[str] = ()  # known to the process, as they come and go
 TENANT: Collection[str] = ()  # as well
 POLICY: Collection[str] = ()
 QOS: Collection[str] = ()
+MODEL: Collection[str] = ()
 
 # Read at scrape: name -> (kind, help, labels). The reader returns {name: number} for those without labels,
 # {name: {value: number}} for one label and {name: {(value, value): number}} for two.
@@ -107,6 +116,9 @@ READ = {
 Reading = Mapping[str, float | Mapping[str | tuple[str, ...], float]]
 
 
+Key = str | tuple[str, ...]  # of a series: the values of its labels, or that of a histogram's only one
+
+
 class Counter:
     """A number per label combination that only grows: `inc("chat", "2xx")`, `inc("r1", by=512)`. Each label is given
     with the values it can have, as far as they are known beforehand."""
@@ -145,12 +157,15 @@ class Counter:
                 sums[key[at]] = sums.get(key[at], 0) + number
         return sums
 
-    def key_of(self, series: tuple[str, ...], label: str) -> str | None:
-        return series[self.labels.index(label)] if label in self.labels else None
+    def values_of(self, key: Key) -> tuple[str, ...]:
+        """Of a series, the values of its labels in their order."""
+        return (key,) if isinstance(key, str) else key
 
     def forget(self, label: str, value: str) -> None:
-        for key in [key for key in self.values if self.key_of(key, label) == value]:
-            del self.values[key]
+        if label in self.labels:
+            at = self.labels.index(label)
+            for key in [key for key in self.values if key[at] == value]:
+                del self.values[key]
 
     def lines(self, known: Mapping[str, Collection[str]]) -> Iterator[str]:
         """Its part of the page. `known`: values of the labels that state none themselves."""
@@ -164,14 +179,18 @@ class Counter:
 
 
 class Histogram:
-    """A distribution per value of its one label: `observe("r1", 0.25)`. Buckets are upper bounds, inclusive. `known`:
-    the values that the label can have, as far as they are known beforehand."""
+    """A distribution per value of its label, `observe("r1", 0.25)`, or per combination of several labels' values,
+    `observe(("premium", "m"), 0.25)`. Buckets are upper bounds, inclusive. `known`: the values that a single label can
+    have, as far as they are known beforehand."""
 
-    __slots__ = ("name", "help", "label", "bounds", "known", "series")
+    __slots__ = ("name", "help", "label", "labels", "bounds", "known", "series")
 
-    def __init__(self, help: str, label: str, bounds: tuple[float, ...], known: Collection[str] = ()) -> None:
+    def __init__(
+        self, help: str, label: str | tuple[str, ...], bounds: tuple[float, ...], known: Collection[str] = ()
+    ) -> None:
         self.name, self.help, self.label, self.bounds, self.known = "", help, label, bounds, known
-        self.series: dict[str, list[float]] = {}  # count per bucket, count above the last, sum
+        self.labels = (label,) if isinstance(label, str) else label
+        self.series: dict[Key, list[float]] = {}  # count per bucket, count above the last, sum
 
     def __set_name__(self, owner: type, name: str) -> None:
         self.name = name
@@ -182,39 +201,45 @@ class Histogram:
         made.name = self.name
         return made
 
-    def observe(self, value: str, number: float) -> None:
+    def observe(self, key: Key, number: float) -> None:
         try:
-            counts = self.series[value]
+            counts = self.series[key]
         except KeyError:
-            counts = self.series[value] = [0] * (len(self.bounds) + 2)
+            counts = self.series[key] = [0] * (len(self.bounds) + 2)
         counts[bisect_left(self.bounds, number)] += 1
         counts[-1] += number
 
-    def count(self, value: str) -> int:
-        return int(sum(self.series.get(value, (0,))[:-1]))
+    def observe_mean(self, key: Key, total: float, count: int) -> None:
+        """So many of which only the sum is known."""
+        try:
+            counts = self.series[key]
+        except KeyError:
+            counts = self.series[key] = [0] * (len(self.bounds) + 2)
+        counts[bisect_left(self.bounds, total / count)] += count
+        counts[-1] += total
 
-    def mean(self, value: str) -> float | None:
+    def count(self, key: Key) -> int:
+        return int(sum(self.series.get(key, (0,))[:-1]))
+
+    def mean(self, key: Key) -> float | None:
         """None when nothing was observed."""
-        count = self.count(value)
-        return self.series[value][-1] / count if count else None
+        count = self.count(key)
+        return self.series[key][-1] / count if count else None
 
-    def quantile(self, share: float, value: str | None = None) -> float | None:
-        """Estimate within one bucket, linearly, as Prometheus' histogram_quantile does; None without data."""
-        chosen = list(self.series.values()) if value is None else [self.series[value]] if value in self.series else []
-        counts = [sum(column) for column in zip(*(series[:-1] for series in chosen), strict=True)]
-        rank, below, lower = share * sum(counts), 0.0, 0.0
-        for bound, count in zip(self.bounds, counts, strict=False):
-            if count and below + count >= rank:
-                return lower + (bound - lower) * (rank - below) / count
-            below, lower = below + count, bound
-        return self.bounds[-1] if counts and sum(counts) else None
+    def quantile(self, share: float, key: Key | None = None) -> float | None:
+        """See `quantile`; of one series, or of all."""
+        chosen = list(self.series.values()) if key is None else [self.series[key]] if key in self.series else []
+        return quantile(self.bounds, [sum(column) for column in zip(*chosen, strict=True)][:-1], share)
 
-    def key_of(self, series: str, label: str) -> str | None:
-        return series if label == self.label else None
+    def values_of(self, key: Key) -> tuple[str, ...]:
+        """Of a series, the values of its labels in their order."""
+        return (key,) if isinstance(key, str) else key
 
     def forget(self, label: str, value: str) -> None:
-        if label == self.label:
-            self.series.pop(value, None)
+        if label in self.labels:
+            at = self.labels.index(label)
+            for key in [key for key in self.series if self.values_of(key)[at] == value]:
+                del self.series[key]
 
     def lines(self, known: Mapping[str, Collection[str]]) -> Iterator[str]:
         """Its part of the page, all lines of a value together, so that they are of one moment. `known`: values of the
@@ -222,8 +247,11 @@ class Histogram:
         name, nothing = "hitherto_" + self.name, [0.0] * (len(self.bounds) + 2)
         bounds = [*map(repr, map(float, self.bounds)), "+Inf"]
         yield _head(name, "histogram", self.help)
-        for value, counts in (dict.fromkeys(self.known or known.get(self.label, ()), nothing) | self.series).items():
-            labels = f'{self.label}="{_escaped(value)}"'
+        expected = product(*([self.known] if self.known else [known.get(label, ()) for label in self.labels]))
+        keys: Iterable[Key] = expected if self.label is self.labels else chain.from_iterable(expected)
+        for key, counts in (dict.fromkeys(keys, nothing) | self.series).items():
+            pairs = zip(self.labels, self.values_of(key), strict=True)
+            labels = ",".join([f'{label}="{_escaped(value)}"' for label, value in pairs])
             running = list(accumulate(map(float, counts[:-1])))
             buckets = "".join(
                 [
@@ -232,6 +260,17 @@ class Histogram:
                 ]
             )
             yield f"{buckets}{name}_count{{{labels}}} {running[-1]}\n{name}_sum{{{labels}}} {float(counts[-1])}\n"
+
+
+def quantile(bounds: Sequence[float], counts: Sequence[float], share: float) -> float | None:
+    """Estimate the value below which this share lies, linearly within its bucket, as Prometheus' histogram_quantile
+    does; None without data. `counts`: of each bucket, and above the last."""
+    rank, below, lower = share * sum(counts), 0.0, 0.0
+    for bound, count in zip(bounds, counts, strict=False):
+        if count and below + count >= rank:
+            return lower + (bound - lower) * (rank - below) / count
+        below, lower = below + count, bound
+    return bounds[-1] if any(counts) else None
 
 
 class Metrics:
@@ -278,11 +317,21 @@ class Metrics:
     admission = Counter("Requests judged before they were sent: admitted, queued, refused, sent though `reject` would have refused them (observed), "
         "or left by their clients while they waited",
         **{"decision": DECISIONS, "class": QOS, "reason": REASONS})
-    slo_requests = Counter("Streamed answers to requests that were admitted with limits, by whether they kept them",
-        **{"class": QOS, "outcome": ("met", "missed")})
+    slo_requests = Counter("Streamed answers to requests that were admitted with limits, by whether they kept them, missed them or failed",
+        **{"class": QOS, "model": MODEL, "outcome": ("met", "missed", "failed")})
     predicted_ttft_seconds = Counter("Sum of the times to the first token that were predicted when those were admitted", **{"class": QOS})
     delivered_ttft_seconds = Counter("Sum of the times to the first token that they had", **{"class": QOS})
     queue_seconds = Histogram("Time that requests which were sent had waited in the gateway's queue", "class", LATENCY_BUCKETS)
+    # what answers took and had, by class and model: with classes or limits, or --slo-figures
+    answer_ttft_seconds = Histogram("From the complete request to the first byte of a streamed answer", ("class", "model"), FIGURE_BUCKETS)
+    answer_itl_seconds = Histogram("From one piece of a streamed answer to the next, each as the mean of those within a quarter of a second",
+        ("class", "model"), TOKEN_BUCKETS)
+    answer_tpot_seconds = Histogram("Time per output token after the first, one mean per streamed answer", ("class", "model"), TOKEN_BUCKETS)
+    answer_e2e_seconds = Histogram("From the complete request to the last byte of a complete answer", ("class", "model"), FIGURE_BUCKETS)
+    answer_tokens = Counter("Tokens of complete answers and their prompts; cached ones are part of the input",
+        **{"class": QOS, "model": MODEL, "kind": ("input", "cached", "output")})
+    answer_phase_seconds = Counter("Time of complete answers by phase; its rate is the mean number of requests in that phase",
+        **{"class": QOS, "phase": PHASES})
     # tenants, with --api-keys
     tenant_requests = Counter("Requests of a tenant, by how they were answered", tenant=TENANT, status=STATUSES)
     tenant_tokens = Counter("Tokens of a tenant's requests; cached ones are part of the input", tenant=TENANT, kind=("input", "cached", "output"))
@@ -307,9 +356,9 @@ class Metrics:
     # fmt: on
 
     def __init__(self, known: Mapping[str, Collection[str]] = {}) -> None:
-        """`known`: label -> values it has at the time of a scrape, for the labels `replica`, `policy` and `class`."""
-        """`known`: label -> values it has at the time of a scrape, for the labels `replica`, `policy` and `tenant`."""
-        self._known = known
+        """`known`: label -> values it has at the time of a scrape, for the labels `replica`, `policy`, `class`, `model`
+        and `tenant`."""
+        self._known = dict(known)
         for name, metric in vars(Metrics).items():
             if isinstance(metric, Counter | Histogram):
                 setattr(self, name, metric.empty())
@@ -320,6 +369,10 @@ class Metrics:
 
     def all(self) -> Iterator[Counter | Histogram]:
         return (value for value in vars(self).values() if isinstance(value, Counter | Histogram))
+
+    def know(self, label: str, values: Collection[str]) -> None:
+        """The values that a label has at the time of a scrape."""
+        self._known[label] = values
 
     def read_from(self, reader: Callable[[], Reading]) -> None:
         """Ask `reader` at each scrape; the names it returns must be in READ."""
@@ -337,7 +390,7 @@ class Metrics:
             if isinstance(metric, Counter):
                 found[name] = [[key, number] for key, number in metric.values.items()]
             elif isinstance(metric, Histogram):
-                found[name] = [[value, numbers] for value, numbers in metric.series.items()]
+                found[name] = [[key, numbers] for key, numbers in metric.series.items()]
         return found
 
     def add(self, counts: Mapping[str, list]) -> None:
@@ -348,6 +401,7 @@ class Metrics:
                 if isinstance(metric, Counter):
                     metric.inc(*key, by=by)
                 else:
+                    key = key if isinstance(key, str) else tuple(key)
                     before = metric.series.get(key)
                     metric.series[key] = by if before is None else [a + b for a, b in zip(before, by, strict=True)]
 

@@ -27,6 +27,7 @@ from .answers import (
 from .backend import Backend
 from .blame import DOUBTFUL, agree, settled
 from .exchange import Added, Attempt, Exchange, meter, request_head
+from .figures import Figures
 from .forwarding import TokenIdForwarding
 from .legs import FirstLegs, second_leg
 from .placing import Eligibility, Placing
@@ -192,6 +193,7 @@ class Conductor:
         self._forwarding, self._responses, self._metrics, self._added = forwarding, responses, metrics, added
         self._retries, self._request_timeout, self._idle_timeout = retries, request_timeout, idle_timeout
         self._traces = traces
+        self.figures: Figures | None = None
         self.first_legs = FirstLegs(self)
         self.under_way: set[Exchange] = set()
         self.draining = False
@@ -265,6 +267,8 @@ class Conductor:
         if exchange.state is ExchangeState.ANSWERING:
             answering = exchange.attempts[-1]
             if answering.pieces != answering.seen_pieces:
+                if self.figures is not None:
+                    self.figures.passing(exchange, answering, now)
                 answering.seen_pieces, answering.seen_at = answering.pieces, now
             elif now - answering.seen_at > (limit := self._silence(answering.backend)):
                 self._stalled(exchange, limit)
@@ -335,7 +339,7 @@ class Conductor:
     # --- what the tables ask for
 
     def _place(self, exchange: Exchange, _: Any) -> None:
-        if exchange.trace is not None:
+        if (exchange.trace is not None or self.figures is not None) and not exchange.prepared_at:
             exchange.prepared_at = monotonic()
         self.placing.place(exchange)
 

@@ -35,6 +35,7 @@ from ..tenants.salting import salt_request
 from .backend import Backend
 from .conductor import Conductor, Judge
 from .exchange import Added, Batcher, Exchange, MeteredAttempt
+from .figures import Figures
 from .forwarding import TokenIdForwarding
 from .newcomers import Newcomers
 from .paths import MODELS, AllowedPaths, model_in, refusal
@@ -42,7 +43,7 @@ from .placing import Eligibility, Placing
 from .queue import Queue
 from .responses import PATH as RESPONSES
 from .responses import Responses, referred_to
-from .settling import OnEnd, OnTraffic, Settling
+from .settling import OnEnd, OnFirst, OnTraffic, Settling
 from .shadow import Shadows
 from .states import ExchangeState
 
@@ -298,6 +299,7 @@ class Proxy:
         keys: Keys | None = None,
         metering: Metering | None = None,
         overload: Overload | None = None,
+        slo_figures: bool = False,
     ):
         self.models, self.router, self.metrics = models, router, metrics
         self.allowed_paths = AllowedPaths(allow_paths)
@@ -308,21 +310,26 @@ class Proxy:
             self.eligible, router, responses, metrics, Shadows(shadows, metrics) if shadows else None
         )
         self.keys, self.metering = keys, metering
-        queue = Queue(overload, self.placing, metrics) if overload is not None else None
-        if queue is not None:
-            self.placing.queue = queue
-            on_end = (queue.ended, *on_end)
+        self.figures = figures = Figures(metrics) if slo_figures or overload is not None else None
+        on_first: tuple[OnFirst, ...] = ()
+        if figures is not None:
+            on_end, on_first = (figures.ended, *on_end), (figures.first_token,)
+        if overload is not None and figures is not None:
+            self.placing.queue = queue = Queue(overload, self.placing, metrics, figures.model_of)
+            figures.class_of = queue.class_of
+            # After the figures, which ask it for the request's class.
+            on_end, on_first = (on_end[0], queue.ended, *on_end[1:]), (*on_first, queue.first_token)
         self.newcomers = Newcomers(ask_models)
         self.preparation = Preparation(self.eligible, self.placing, self.newcomers, metrics, metering)
         self.forwarding = TokenIdForwarding(metrics, tokenize_once, self.backends, models.made_by)
         ended = on_end if traces is None else (traces.end, *on_end)
-        on_first = queue.first_token if queue is not None else None
         self.settling = Settling(self.backends, router, metrics, self.forwarding, on_traffic, ended, on_first)
         self.conductor = Conductor(
             self.placing, Judge(self.eligible, self.settling, retries), self.settling, self.forwarding, responses, metrics,
             Added(response_headers, cached_tokens_header),
             retries=retries, request_timeout=request_timeout, idle_timeout=idle_timeout, traces=traces,
         )  # fmt: skip
+        self.conductor.figures = figures
         self.exchanges = self.conductor.under_way
         self._ids = map(f"{os.urandom(6).hex()}-%x".__mod__, itertools.count(1))
         self._local = {MODELS: self._list_models, "/health": self._health}
@@ -354,6 +361,8 @@ class Proxy:
         """Some replica's state, models or space changed."""
         self.eligible.changed()
         self.forwarding.look()
+        if self.figures is not None:
+            self.figures.serve(self.eligible.names)
         if self.placing.queue is not None:
             self.placing.queue.look()
 
@@ -456,6 +465,8 @@ class Proxy:
                 log.exception("the sweep failed on a request")
         for backend in self.backends.values():
             backend.pool.sweep(now)
+        if self.figures is not None:
+            self.figures.look(now)
         self.settling.tell_answers()
         self.router.decay_idle_costs(now)
 

@@ -8,13 +8,14 @@ wait again. Without classes and limits there is no queue, and `Placing.queue` is
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from math import ceil
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
-from policies import Admission, Evaluation, Slo, Ticket, Verdict
+from policies import Admission, Evaluation, QosClass, Slo, Ticket, Verdict
 from policies.admission import ADMITTED, LEFT, OBSERVED, QUEUED, REFUSED, Space
+from policies.classes import NO_LIMITS
 from policies.outputs import LEAST_OUTPUT
 
 from ..errors import ApiError, bad
@@ -42,7 +43,11 @@ WHY = {
 
 
 class Queue:
-    def __init__(self, overload: Overload, placing: Placing, metrics: Metrics):
+    def __init__(
+        self, overload: Overload, placing: Placing, metrics: Metrics, model_of: Callable[[Prompt], str] = lambda _: ""
+    ):
+        """`model_of`: what a metric calls the model of a prompt."""
+        self._model_of = model_of
         self._classes, self._rules, self._tenant_header = overload
         self._placing, self._metrics = placing, metrics
         self._space = Space()
@@ -92,10 +97,7 @@ class Queue:
         return None
 
     def _ticket(self, asker: Asker, prompt: Prompt, now: float) -> tuple[Admission, Ticket]:
-        key = asker.tenant
-        qos = self._classes.of(
-            asker.header, prompt.path, prompt.model, key.name if key else None, key.qos_class if key else None
-        )
+        key, qos = asker.tenant, self._class(asker, prompt)
         slo, given = qos.slo, asker.header(SLO_HEADER)
         if given is not None:
             slo = _of_request(given).within(slo)
@@ -103,6 +105,20 @@ class Queue:
         tenant = asker.header(self._tenant_header) if self._tenant_header is not None else name
         since = asker.begun if isinstance(asker, Exchange) else now
         return self._fleet(prompt.space), Ticket(qos, slo, since, tenant or "", asker.size, asker)
+
+    def _class(self, asker: Asker, prompt: Prompt) -> QosClass:
+        key = asker.tenant
+        return self._classes.of(
+            asker.header, prompt.path, prompt.model, key.name if key else None, key.qos_class if key else None
+        )
+
+    def class_of(self, exchange: Exchange) -> str:
+        """The name of the class that a prompt is of."""
+        known = self._tickets.get(exchange)
+        if known is not None:
+            return known[1].qos.name
+        assert exchange.prompt is not None
+        return self._class(exchange, exchange.prompt).name
 
     def _fleet(self, space: int) -> Admission:
         fleet = self._fleets.get(space)
@@ -204,10 +220,10 @@ class Queue:
             known[1].payload = None
         return known
 
-    def first_token(self, attempt: Attempt) -> None:
+    def first_token(self, attempt: Attempt, held_up: bool) -> None:
         """A stream has begun: compare what was predicted of its first token, see `Settling`."""
         known = self._tickets.get(attempt.exchange)
-        if known is not None and _is_as_quoted(attempt.exchange, attempt, known[1]):
+        if known is not None and not held_up and _is_as_quoted(attempt.exchange, attempt, known[1]):
             known[0].first_token(known[1], attempt.first_at - known[1].since)
 
     def ended(self, exchange: Exchange, outcome: str, usage: Usage | None) -> None:
@@ -217,7 +233,10 @@ class Queue:
             return
         self.forget(exchange)
         fleet, ticket = known
-        attempt, name = exchange.attempt, ticket.qos.name
+        attempt, name, prompt = exchange.attempt, ticket.qos.name, exchange.prompt
+        assert prompt is not None  # it was asked about for its prompt
+        if _failed(exchange, outcome) and attempt is not None and attempt.streams and ticket.slo != NO_LIMITS:
+            self._metrics.slo_requests.inc(name, self._model_of(prompt), "failed")
         if attempt is not None and not _is_as_quoted(exchange, attempt, ticket):
             ticket.costs = None
         if outcome != "complete" or attempt is None or not attempt.streams or not attempt.first_at:
@@ -228,7 +247,7 @@ class Queue:
             tpot = (attempt.ended_at - attempt.first_at) / (tokens - 1)
         met = fleet.ended(ticket, ttft, tpot)
         if met is not None:
-            self._metrics.slo_requests.inc(name, "met" if met else "missed")
+            self._metrics.slo_requests.inc(name, self._model_of(prompt), "met" if met else "missed")
             self._metrics.predicted_ttft_seconds.inc(name, by=ticket.ttft)
             self._metrics.delivered_ttft_seconds.inc(name, by=ttft)
 
@@ -239,6 +258,13 @@ class Queue:
             for line in fleet.lines:
                 waiting[line.qos.name] += line.count
         return {"queued_requests": waiting, "queued_bytes": self._space.bytes}
+
+
+def _failed(exchange: Exchange, outcome: str) -> bool:
+    """Whether a request got no answer, or not all of it, through no fault of its client's."""
+    if outcome in ("complete", "failed"):
+        return (exchange.fault or exchange.answered_with) >= 500
+    return outcome == "cut" or (outcome == "refused" and exchange.status >= 500)
 
 
 def _is_as_quoted(exchange: Exchange, attempt: Attempt, ticket: Ticket) -> bool:

@@ -36,6 +36,7 @@ STREAMING_APIS = frozenset(("chat", "completions", "responses", "messages"))
 STATUS_CLASS = ("0xx", "1xx", "2xx", "3xx", "4xx", "5xx", "6xx", "7xx", "8xx", "9xx")
 
 OnTraffic = Callable[[str, str | None, int], None]
+OnFirst = Callable[[Attempt, bool], None]  # whether the event loop was held up meanwhile
 OnEnd = Callable[[Exchange, str, Usage | None], None]
 
 
@@ -60,7 +61,7 @@ class Settling:
         forwarding: TokenIdForwarding,
         on_traffic: OnTraffic,
         on_end: Sequence[OnEnd] = (),
-        on_first: Callable[[Attempt], None] | None = None,
+        on_first: Sequence[OnFirst] = (),
     ):
         """`on_traffic(replica, kind, count)`: what health learns from traffic; the kind of a failure, or None: so many
         answers. `on_first`: of the first tokens of streams."""
@@ -214,8 +215,9 @@ class Settling:
         # An error took this long, and no first token; and the first byte of an answer in one piece is its last as well.
         if not attempt.fault and attempt.streams and not backend.gone:
             self.metrics.ttft_seconds.observe(backend.id, at - since)
-            if self._on_first is not None and attempt.status == 200 and not ours:
-                self._on_first(attempt)
+            if self._on_first and attempt.status == 200:
+                for told in self._on_first:
+                    told(attempt, ours)
 
     def assume_prefilled(self, attempt: Attempt, now: float) -> None:
         """An answer that does not stream shows no first token: take its prefill for done when it should be."""

@@ -95,7 +95,13 @@ def test_what_can_be_counted_is_there_at_zero_before_it_happens():
     empty = [
         metric.name
         for metric in metrics.all()
-        if len(list(metric.lines({"replica": replicas, "policy": ("random",), "class": ("free",), "tenant": ("a",)})))
+        if len(
+            list(
+                metric.lines(
+                    {"replica": replicas, "policy": ("random",), "class": ("free",), "model": ("m",), "tenant": ("a",)}
+                )
+            )
+        )
         < 2
     ]
     assert empty == []

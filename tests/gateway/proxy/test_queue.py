@@ -229,7 +229,7 @@ async def test_a_request_may_bring_limits_of_its_own():
         engine.answer("a")
         assert (await first.response())[0] == 200
         await eventually(s.idle)
-        assert s.metrics.slo_requests.values == {("free", "met"): 1}
+        assert s.metrics.slo_requests.values == {("free", "m", "met"): 1}
         assert s.metrics.predicted_ttft_seconds.total() > 0 and s.metrics.delivered_ttft_seconds.total() > 0
 
 
@@ -241,7 +241,7 @@ async def test_a_client_that_does_not_keep_up_says_nothing_of_how_fast_replicas_
         await eventually(lambda: any(one.client.writing_paused for one in s.proxy.exchanges))
         assert (await talker.response())[0] == 200
         await eventually(s.idle)
-        assert s.metrics.slo_requests.values == {("free", "met"): 1}
+        assert s.metrics.slo_requests.values == {("free", "m", "met"): 1}
         assert {fleet.tpot_margin.factor for fleet in queue._fleets.values()} == {1.0}
 
 

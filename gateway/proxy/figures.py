@@ -1,0 +1,120 @@
+"""What answers took, by class and model: time to the first token, between tokens, per token and in all, tokens, and the
+time that requests spent in each phase.
+
+Told of a request twice, at its first token and at its end (`python -m bench.figures`), and of a stream under way by the
+sweep, four times a second; of single tokens never. Without classes, limits and `--slo-figures` there is no `Figures`,
+and a request costs nothing of it.
+
+Who wants to know what happened lately, as the control of overload does, asks `recent`: windows over the four
+histograms, by the labels `class` and `model`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from time import monotonic
+from typing import TYPE_CHECKING
+
+from policies.classes import DEFAULT_CLASS
+from policies.outputs import LEAST_OUTPUT
+
+from ..ops.metrics import Metrics
+from ..ops.window import Window
+from .answers import Usage
+from .exchange import Attempt, Exchange
+
+if TYPE_CHECKING:
+    from ..prompt import Prompt
+
+MOST_MODELS = 64  # names that a label can have; of a gateway that serves more, the rest are one
+OTHER = "other"
+
+
+class Figures:
+    def __init__(self, metrics: Metrics, class_of: Callable[[Exchange], str] | None = None):
+        """`class_of`: the name of a request's class; None: all are of one."""
+        self._metrics = metrics
+        self.class_of = class_of or (lambda exchange: DEFAULT_CLASS.name)
+        self._models: dict[str, None] = {}  # values of the label
+        metrics.know("model", self._models)
+        now = monotonic()
+        self.recent = {
+            "ttft": Window(metrics.answer_ttft_seconds, now),
+            "itl": Window(metrics.answer_itl_seconds, now),
+            "tpot": Window(metrics.answer_tpot_seconds, now),
+            "e2e": Window(metrics.answer_e2e_seconds, now),
+        }
+
+    # --- labels
+
+    def serve(self, names: Iterable[str]) -> None:
+        """These are the models' names now. One that is served no longer keeps its series while there is space."""
+        served = sorted(names)
+        for name in served:
+            if name in self._models:
+                continue
+            if len(self._models) >= MOST_MODELS:
+                gone = next((one for one in self._models if one not in served and one != OTHER), None)
+                if gone is None:
+                    self._models[OTHER] = None
+                    return
+                del self._models[gone]
+                self._metrics.forget(gone, "model")
+            self._models[name] = None
+
+    def model_of(self, prompt: Prompt) -> str:
+        """What a client asked for is a label only if it is served."""
+        if prompt.model in self._models:
+            return prompt.model
+        self._models.setdefault(OTHER)
+        return OTHER
+
+    # --- what happens to requests
+
+    def look(self, now: float) -> None:
+        """Called by the sweep."""
+        for window in self.recent.values():
+            window.look(now)
+
+    def first_token(self, attempt: Attempt, held_up: bool) -> None:
+        exchange: Exchange | None = attempt.exchange  # None where the answer passes elsewhere
+        prompt = attempt.prompt
+        if exchange is not None and prompt is not None:
+            key = self.class_of(exchange), self.model_of(prompt)
+            self._metrics.answer_ttft_seconds.observe(key, attempt.first_at - exchange.begun)
+
+    def passing(self, exchange: Exchange, attempt: Attempt, now: float) -> None:
+        """A stream has had more pieces since the sweep looked at it last."""
+        pieces = attempt.pieces - max(attempt.seen_pieces, 1)  # from the first piece on
+        if pieces > 0 and attempt.streams and attempt.prompt is not None and not attempt.pauses and attempt.first_at:
+            key = self.class_of(exchange), self.model_of(attempt.prompt)
+            self._metrics.answer_itl_seconds.observe_mean(key, now - attempt.seen_at, pieces)
+
+    def ended(self, exchange: Exchange, outcome: str, usage: Usage | None) -> None:
+        attempt, prompt = exchange.attempt, exchange.prompt
+        if outcome != "complete" or usage is None or attempt is None or prompt is None:
+            return
+        if attempt.status != 200 or not attempt.first_at:
+            return
+        metrics, qos = self._metrics, self.class_of(exchange)
+        key, output = (qos, self.model_of(prompt)), usage.completion or (attempt.pieces if attempt.streams else 0)
+        first, end = attempt.first_at, attempt.ended_at
+        metrics.answer_e2e_seconds.observe(key, end - exchange.begun)
+        if attempt.streams and not attempt.pauses:
+            if output > LEAST_OUTPUT:
+                metrics.answer_tpot_seconds.observe(key, (end - first) / (output - 1))
+            self.passing(exchange, attempt, end)
+        metrics.answer_tokens.inc(*key, "input", by=usage.prompt or prompt.tokens)
+        metrics.answer_tokens.inc(*key, "output", by=output)
+        if usage.cached:
+            metrics.answer_tokens.inc(*key, "cached", by=usage.cached)
+        begun = exchange.attempts[0].begun_at
+        sent = attempt.begun_at if attempt.leg is None else begun  # what a first leg took is part of the prefill
+        prepared = exchange.prepared_at or begun
+        phases = metrics.answer_phase_seconds
+        phases.inc(qos, "prepare", by=prepared - exchange.begun)
+        phases.inc(qos, "queue", by=max(0.0, begun - prepared))
+        phases.inc(qos, "engine", by=first - sent)
+        phases.inc(qos, "decode", by=end - first)
+        if sent > begun:
+            phases.inc(qos, "retry", by=sent - begun)

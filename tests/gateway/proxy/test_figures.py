@@ -1,0 +1,166 @@
+"""What answers took, by class and model, as clients behind real sockets saw it."""
+
+import asyncio
+
+import pytest
+
+from gateway.ops.metrics import Metrics
+from gateway.proxy.figures import MOST_MODELS, OTHER, Figures
+
+from ..http.talk import eventually, read_request
+from .replies import EVENT, SSE_HEAD, answers, chunk, post, reply
+from .stack import stack
+from .test_queue import USAGE, Engine, overload, queued, send, waiting
+
+GAP = 0.05
+
+
+async def stream(reader, writer):
+    """20 tokens, one in 50 ms after the first."""
+    while True:
+        await read_request(reader)
+        writer.write(SSE_HEAD + chunk(EVENT))
+        for _ in range(19):
+            await asyncio.sleep(GAP)
+            writer.write(chunk(EVENT))
+        writer.write(chunk(USAGE) + chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n")
+
+
+def observed(metrics):
+    return {
+        name: metric.series
+        for name, metric in vars(metrics).items()
+        if name.startswith(("answer_", "slo_")) and hasattr(metric, "series") and metric.series
+    }
+
+
+async def test_a_stream_is_measured_by_class_and_model():
+    async with stack(stream, slo_figures=True) as s:
+        assert (await (await send(s, "a")).response())[0] == 200
+        await eventually(s.idle)
+        metrics, key = s.metrics, ("default", "m")
+        assert [metrics.answer_ttft_seconds.count(key), metrics.answer_e2e_seconds.count(key)] == [1, 1]
+        assert metrics.answer_tpot_seconds.mean(key) == pytest.approx(GAP, rel=0.4)
+        # 20 tokens, usage and [DONE]; a busy machine may read two of them at once
+        assert metrics.answer_itl_seconds.count(key) in range(10, 22)
+        assert metrics.answer_itl_seconds.mean(key) == pytest.approx(GAP, rel=0.6)
+        tokens = metrics.answer_tokens
+        assert {kind: tokens.total(model="m", kind=kind) for kind in ("input", "cached", "output")} == {
+            "input": 9,
+            "cached": 0,
+            "output": 20,
+        }
+        spent = metrics.answer_phase_seconds.by("phase")
+        assert sum(spent.values()) == pytest.approx(metrics.answer_e2e_seconds.mean(key), rel=1e-6)
+        assert spent["decode"] > 0.9 and spent["queue"] < 0.5
+
+
+async def test_an_answer_in_one_piece_has_an_end_and_no_first_token():
+    usage = b'{"choices":[{"index":0,"message":{"role":"assistant","content":"hi"},"finish_reason":"stop"}],"usage":{"prompt_tokens":9,"completion_tokens":2}}'
+    async with stack(answers(usage), slo_figures=True) as s:
+        talker = await s.talk()
+        await talker.say(post())
+        assert (await talker.response())[0] == 200
+        await eventually(s.idle)
+        assert [*observed(s.metrics)] == ["answer_e2e_seconds"]
+        assert s.metrics.answer_tokens.total(kind="output") == 2
+
+
+async def test_without_classes_limits_and_the_flag_nothing_is_measured():
+    async with stack(stream) as s:
+        assert (await (await send(s, "a")).response())[0] == 200
+        await eventually(s.idle)
+        assert s.proxy.figures is None and not observed(s.metrics) and not s.metrics.answer_tokens.values
+
+
+async def test_the_time_in_the_queue_is_a_phase_of_its_own():
+    engine = Engine()
+    async with queued(engine) as (s, queue):
+        first = await send(s, "a")
+        await eventually(lambda: engine.seen == ["a"])
+        second = await send(s, "b", b"x-tier: premium")
+        await eventually(lambda: waiting(queue)["premium"] == 1)
+        await asyncio.sleep(0.3)
+        engine.answer("a")
+        engine.answer("b")
+        assert (await first.response())[0] == (await second.response())[0] == 200
+        await eventually(s.idle)
+        spent = s.metrics.answer_phase_seconds
+        assert spent.total(**{"class": "premium", "phase": "queue"}) >= 0.3
+        assert spent.total(**{"class": "free", "phase": "queue"}) < 0.3 <= spent.total(phase="engine")
+        assert set(s.metrics.answer_e2e_seconds.series) == {("premium", "m"), ("free", "m")}
+
+
+async def test_attempts_that_failed_are_a_phase_of_their_own():
+    async def fails(reader, writer):
+        await read_request(reader)
+        await asyncio.sleep(0.2)
+        writer.write(reply(b"{}", b"500 Internal Server Error"))
+
+    async with stack(fails, stream, slo_figures=True) as s:
+        for name in "ab":
+            assert (await (await send(s, name)).response())[0] == 200
+            await eventually(s.idle)
+        assert s.metrics.answer_phase_seconds.total(phase="retry") >= 0.2
+
+
+async def test_an_answer_that_breaks_off_has_failed_its_limits():
+    async def breaks(reader, writer):
+        await read_request(reader)
+        writer.write(SSE_HEAD + chunk(EVENT))
+        await asyncio.sleep(0.05)
+        writer.transport.abort()
+
+    slo = overload().classes.all[0].slo._replace(ttft=30.0)
+    async with queued(breaks, slo=slo) as (s, queue):
+        talker = await send(s, "a")
+        await eventually(lambda: s.metrics.slo_requests.values)
+        assert s.metrics.slo_requests.values == {("free", "m", "failed"): 1}
+        assert not s.metrics.answer_e2e_seconds.series
+        await talker.close()
+
+
+async def test_a_client_that_leaves_is_nobodys_failure():
+    engine = Engine()
+    slo = overload().classes.all[0].slo._replace(ttft=30.0)
+    async with queued(engine, slo=slo) as (s, queue):
+        talker = await send(s, "a")
+        await eventually(lambda: engine.seen == ["a"])
+        await talker.close()
+        await eventually(s.idle)
+        assert not s.metrics.slo_requests.values and not observed(s.metrics)
+
+
+def test_labels_stay_few_whatever_models_come_and_go():
+    metrics = Metrics()
+    figures = Figures(metrics)
+
+    class Asked:
+        model = "no such model\n"
+
+    assert figures.model_of(Asked) == OTHER
+    for round in range(5):
+        figures.serve([f"model-{round}-{number}" for number in range(30)])
+        metrics.answer_e2e_seconds.observe(("default", f"model-{round}-0"), 1.0)
+    figures.serve([f"served-{number}" for number in range(200)])
+    assert len(metrics._known["model"]) <= MOST_MODELS + 1
+    Asked.model = "served-199"
+    assert figures.model_of(Asked) == OTHER
+    Asked.model = "served-0"
+    assert figures.model_of(Asked) == "served-0"
+    assert len(metrics.answer_e2e_seconds.series) == 0, "what is served no more has given its place away"
+
+
+async def test_what_happened_lately_can_be_asked():
+    async with stack(stream, slo_figures=True) as s:
+        assert (await (await send(s, "a")).response())[0] == 200
+        recent = s.proxy.figures.recent
+        await eventually(lambda: all(window.count(30.0) for window in recent.values()))
+        assert recent["tpot"].quantile(0.999, 30.0, **{"class": "default"}) == pytest.approx(GAP, rel=0.5)
+
+
+async def test_models_are_known_before_their_first_request():
+    async with stack(stream, slo_figures=True) as s:
+        s.metrics.know("class", ["default"])
+        page = (await s.metrics.exposition())[0].decode()
+        assert 'hitherto_answer_e2e_seconds_count{class="default",model="m"} 0.0' in page

@@ -101,20 +101,26 @@ class LegChoice(NamedTuple):
     preferred: tuple[tuple[Sequence[Candidate], Choice], ...] = ()
 
 
-class LegRule(Protocol):
-    """A pure choice of legs; None: the request stays whole. All candidates have been weighed for this demand."""
+class Ways(NamedTuple):
+    """What a rule of legs chooses by. `whole` and `choice`: where the request would go in one piece, and the policy's
+    choice of that. All candidates have been weighed for this demand."""
 
-    def __call__(
-        self,
-        policy: Policy,
-        demand: Demand,
-        whole: Candidate,
-        choice: Choice,
-        prefillers: Sequence[Candidate],
-        decoders: Sequence[Candidate],
-        transfers: Transfers,
-        now: float,
-    ) -> LegChoice | None: ...
+    demand: Demand
+    whole: Candidate
+    choice: Choice
+    prefillers: Sequence[Candidate]
+    decoders: Sequence[Candidate]
+    transfers: Transfers
+    now: float
+
+    def paused(self, prefiller: Candidate, decoder: Candidate) -> bool:
+        return self.transfers.paused(prefiller.replica, decoder.replica, self.now)
+
+
+class LegRule(Protocol):
+    """A pure choice of legs; None: the request stays whole."""
+
+    def __call__(self, policy: Policy, ways: Ways) -> LegChoice | None: ...
 
 
 def of_policy(policy: Policy) -> Cost | None:
@@ -122,37 +128,20 @@ def of_policy(policy: Policy) -> Cost | None:
     return cast("Cost", policy.cost) if getattr(policy, "in_seconds", False) else None  # type: ignore[attr-defined]
 
 
-def choose(
-    policy: Policy,
-    demand: Demand,
-    whole: Candidate,
-    choice: Choice,
-    prefillers: Sequence[Candidate],
-    decoders: Sequence[Candidate],
-    transfers: Transfers,
-    now: float,
-) -> LegChoice | None:
-    """Return the legs that cost least, if they cost less than the `whole` request by `choice`: the gateway's rule."""
+def choose(policy: Policy, ways: Ways) -> LegChoice | None:
+    """Return the legs that cost least, if they cost less than the whole request: the gateway's rule."""
     cost = of_policy(policy)
     if cost is None:
-        return by_preference(policy, demand, prefillers, decoders, transfers, now)
-    apart = cheapest(cost, demand, whole, choice, prefillers, decoders, transfers, now)
+        return by_preference(policy, ways)
+    apart = cheapest(cost, ways)
     if apart is None or apart.seconds is None or apart.whole_seconds is None:
         return None
     return apart if apart.seconds * _SLACK[0] + _SLACK[1] < apart.whole_seconds else None
 
 
-def cheapest(
-    cost: Cost,
-    demand: Demand,
-    whole: Candidate,
-    choice: Choice,
-    prefillers: Sequence[Candidate],
-    decoders: Sequence[Candidate],
-    transfers: Transfers,
-    now: float,
-) -> LegChoice | None:
+def cheapest(cost: Cost, ways: Ways) -> LegChoice | None:
     """Return the legs that cost least, whatever the whole request costs; None: no two replicas can be paired."""
+    demand, whole, choice, prefillers, decoders, transfers, _ = ways
     asked = replace(demand, output=0.0, residual=0)
     computed = [sum(terms) for terms in cost.of_all(asked, prefillers, choice.future, choice.after)]
     written = _written(cost, demand, decoders, choice.future, choice.after)
@@ -160,7 +149,7 @@ def cheapest(
     for d in _cheapest(written):
         for p in _cheapest(computed):
             first, second = prefillers[p], decoders[d]
-            if first is not second and not transfers.paused(first.replica, second.replica, now):
+            if first is not second and not ways.paused(first, second):
                 moving = transfers.seconds(first.replica, second.replica, demand.tokens - second.overlap)
                 priced.append((computed[p] + moving + written[d], first, second))
     if not priced:
@@ -189,20 +178,14 @@ def _written(
     return [sum(terms) for terms in cost.of_all(demand, decoders, future, after, held)]
 
 
-def by_preference(
-    policy: Policy,
-    demand: Demand,
-    prefillers: Sequence[Candidate],
-    decoders: Sequence[Candidate],
-    transfers: Transfers,
-    now: float,
-) -> LegChoice | None:
+def by_preference(policy: Policy, ways: Ways) -> LegChoice | None:
     """Return the legs that a policy without seconds prefers, if more than one block is to be computed."""
+    demand, decoders = ways.demand, ways.decoders
     written = policy.choose(demand, decoders)
     second = decoders[written.index]
     if demand.tokens - second.overlap <= demand.block_size:
         return None
-    left = [one for one in prefillers if one is not second and not transfers.paused(one.replica, second.replica, now)]
+    left = [one for one in ways.prefillers if one is not second and not ways.paused(one, second)]
     if not left:
         return None
     computed = policy.choose(demand, left)

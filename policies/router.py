@@ -370,7 +370,8 @@ class Router:
             return None
         best = whole.candidates[whole.choice.index]
         self.weighed(demand, Targets([*prefillers, *decoders, best]), now)
-        return self._leg_rule(self.policy, demand, best, whole.choice, prefillers, decoders, self.transfers, now)
+        ways = legs.Ways(demand, best, whole.choice, prefillers, decoders, self.transfers, now)
+        return self._leg_rule(self.policy, ways)
 
     def commit_legs(self, whole: Evaluation, chosen: legs.LegChoice, now: float) -> tuple[Placement, Placement]:
         """Count both legs' load in one step, right after `choose_legs`. The policy is told of what it chose, or of one

@@ -12,10 +12,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 
-from policies import Candidate, Choice, Demand, Policy, legs
+from policies import Policy, legs
 
 NAMES = ("seconds", "always", "over:N", "llmd:N", "never")
 
@@ -30,43 +29,23 @@ def make_leg_rule(text: str) -> legs.LegRule:
     raise ValueError(f"{text!r} is no rule for legs; there are {', '.join(NAMES)}")
 
 
-def _always(
-    policy: Policy,
-    demand: Demand,
-    whole: Candidate,
-    choice: Choice,
-    prefillers: Sequence[Candidate],
-    decoders: Sequence[Candidate],
-    transfers: legs.Transfers,
-    now: float,
-) -> legs.LegChoice | None:
+def _always(policy: Policy, ways: legs.Ways) -> legs.LegChoice | None:
     cost = legs.of_policy(policy)
-    if cost is None:
-        return legs.by_preference(policy, demand, prefillers, decoders, transfers, now)
-    return legs.cheapest(cost, demand, whole, choice, prefillers, decoders, transfers, now)
+    return legs.by_preference(policy, ways) if cost is None else legs.cheapest(cost, ways)
 
 
-def _never(*_: object) -> None:
+def _never(policy: Policy, ways: legs.Ways) -> None:
     return None
 
 
-def _over(least: int, policy: Policy, demand: Demand, whole: Candidate, *rest: object) -> legs.LegChoice | None:
-    return _always(policy, demand, whole, *rest) if demand.tokens - whole.cached >= least else None  # type: ignore[arg-type]
+def _over(least: int, policy: Policy, ways: legs.Ways) -> legs.LegChoice | None:
+    return _always(policy, ways) if ways.demand.tokens - ways.whole.cached >= least else None
 
 
-def _llmd(
-    least: int,
-    policy: Policy,
-    demand: Demand,
-    whole: Candidate,
-    choice: Choice,
-    prefillers: Sequence[Candidate],
-    decoders: Sequence[Candidate],
-    transfers: legs.Transfers,
-    now: float,
-) -> legs.LegChoice | None:
-    others = [one for one in prefillers if one is not whole]
-    if not least or not others or whole not in decoders or demand.tokens - whole.cached < least:
+def _llmd(least: int, policy: Policy, ways: legs.Ways) -> legs.LegChoice | None:
+    demand, whole = ways.demand, ways.whole
+    others = [one for one in ways.prefillers if one is not whole]
+    if not least or not others or whole not in ways.decoders or demand.tokens - whole.cached < least:
         return None
     first = others[policy.choose(demand, others).index]
     return legs.LegChoice(first, whole, demand.tokens - whole.overlap, None, None)

@@ -37,6 +37,7 @@ from typing import Any
 from loadgen.simulate import Fleet, Record, Turn
 from loadgen.simulate.gateway import Gateway
 from policies import Admission, Candidate, Classes, QosClass, Quote, Rules, Slo, Ticket, Verdict
+from policies.verdicts import NO_OFFERS, Offers
 from replicas.simulated.profile import load_profile
 
 REPLICAS, BLOCK = 4, 16
@@ -62,7 +63,13 @@ class Limit(Admission):
         self._candidates, self._takes = candidates, takes
 
     def ask(
-        self, ticket: Ticket, tokens: int, quotes: Sequence[Quote], now: float, candidates: Sequence[Candidate] = ()
+        self,
+        ticket: Ticket,
+        tokens: int,
+        quotes: Sequence[Quote],
+        now: float,
+        candidates: Sequence[Candidate] = (),
+        offers: Offers = NO_OFFERS,
     ) -> Verdict:
         pairs = enumerate(zip(self._candidates, quotes, strict=True))
         if among := [index for index, (one, quote) in pairs if self._takes(one, quote)]:
@@ -85,9 +92,9 @@ def early_rejection(candidate: Candidate, quote: Quote) -> bool:
 
 def rule(name: str, limit: int, gateway: Gateway) -> Admission:
     if name in ("wait", "reject"):
-        return Admission(Classes((QosClass("default", slo=SLO),)), Rules(name))
+        return Admission(Classes((QosClass("default", slo=SLO),)), Rules((name,)))
     if name == "classes":
-        return Admission(Classes(CLASSES), Rules("wait"))
+        return Admission(Classes(CLASSES), Rules(("wait",)))
     takes = {"queue length": partial(queue_length, limit), "concurrency": partial(concurrency, limit)}
     return Limit(gateway.candidates, takes.get(name, early_rejection))
 

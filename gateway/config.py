@@ -176,7 +176,7 @@ class Settings(BaseModel):
 
     replica_url: Urls = Field(
         (),
-        description="engines that run already: http[s]://HOST:PORT[#events=tcp://HOST:PORT,replay=tcp://HOST:PORT,role=prefill|decode|both]",
+        description="engines that run already: http[s]://HOST:PORT[#events=tcp://HOST:PORT,replay=tcp://HOST:PORT,role=prefill|decode|both,spill=yes]",
     )
     replica_file: Path | None = Field(
         None, description="file that keeps the replicas added by POST /replicas, so that they are there after a restart"
@@ -189,7 +189,8 @@ class Settings(BaseModel):
     profile: str = Field("sim", description="how to start them: a profile's name or file")
     pools: Pools = Field(
         {},
-        description="kinds of engines to start, NAME: {profile: NAME|FILE, launch: N}; a pool may have a role, model and served_model_name of its own",
+        description="kinds of engines to start, NAME: {profile: NAME|FILE, launch: N}; a pool may have a role, model and served_model_name of "
+        "its own, or be slow (spill: true)",
     )
 
     policy: PolicyName = Field("least_time", description="how a replica is chosen")
@@ -208,7 +209,8 @@ class Settings(BaseModel):
         description="limits that requests are to be answered within, like ttft=2s,tpot=50ms: one that no replica can keep is queued or gets 429",
     )
     scheduler: Scheduler | None = Field(
-        None, description="classes of service, {qos_classes: [{name, reserved_fraction, priority, slo}, ...]}"
+        None,
+        description="classes of service, {qos_classes: [{name, reserved_fraction, priority, slo, when_full, max_tokens_floor}, ...]}",
     )
     request_router: Routes | None = Field(
         None,
@@ -216,7 +218,8 @@ class Settings(BaseModel):
     )
     admission: Admission | None = Field(
         None,
-        description="what happens while all replicas are full, {when_full: wait|reject|observe, engine_wait, max_wait, max_requests, max_bytes, tenant_header}",
+        description="what happens while all replicas are full, {when_full: wait|degrade|spill|reject|observe or a list of them, max_tokens_floor, "
+        "engine_wait, max_wait, max_requests, max_bytes, tenant_header}",
     )
 
     slo_figures: bool = Field(

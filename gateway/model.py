@@ -66,6 +66,7 @@ class Launch(NamedTuple):
     directory: Path | None  # None: it is learned from the replicas
     served_name: str
     role: str
+    spill: bool = False
 
 
 def launches(settings: Settings) -> list[Launch]:
@@ -81,7 +82,7 @@ def launches(settings: Settings) -> list[Launch]:
         if pool.model in (None, settings.model):
             model["served_model_name"] = pool.served_model_name or settings.served_model_name
         where = model_and_name(settings.model_copy(update=model), profile)
-        found[f"pools.{name}"] = Launch(pool.launch, profile, *where, pool.role_of(profile))
+        found[f"pools.{name}"] = Launch(pool.launch, profile, *where, pool.role_of(profile), pool.spill)
     kinds: dict[str, list[Kind]] = {}
     for place, one in found.items():
         kinds.setdefault(one.served_name, []).append((place, one.role, one.profile))

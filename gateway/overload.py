@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 
 from policies import Classes, QosClass, Rule, Rules, Slo
 from policies.classes import DEFAULT_CLASS, NO_LIMITS
+from policies.verdicts import OBSERVE, REJECT, STEPS
 
 _UNITS = {"ms": 1e-3, "s": 1.0, "m": 60.0}
 _TOKEN = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]{1,200}")
 _LIMITS = ("ttft", "tpot")
-_MODES = ("wait", "reject", "observe")
-_CLASS_KEYS = ("name", "reserved_fraction", "priority", "slo")
+_CLASS_KEYS = ("name", "reserved_fraction", "priority", "slo", "when_full", "max_tokens_floor")
 _MATCH_KEYS = ("header", "model", "path", "key")
 
 
@@ -89,15 +89,15 @@ def parse_routes(given: Any, classes: Sequence[QosClass]) -> tuple[Rule, ...]:
 
 def parse_admission(given: Any) -> tuple[Rules, bytes | None]:
     """The queue's settings, and the header that names tenants. Raises ValueError."""
-    known = ("when_full", "engine_wait", "max_wait", "max_requests", "max_bytes", "tenant_header")
+    known = ("when_full", "max_tokens_floor", "engine_wait", "max_wait", "max_requests", "max_bytes", "tenant_header")
     mapping = _mapping(given, known, "settings")
     found: dict[str, Any] = {}
     if "when_full" in mapping:
-        found["when_full"] = _at("when_full", _mode, mapping["when_full"])
+        found["when_full"] = _at("when_full", _steps, mapping["when_full"])
     for name in ("engine_wait", "max_wait"):
         if name in mapping:
             found[name] = _at(name, parse_seconds, mapping[name])
-    for name in ("max_requests", "max_bytes"):
+    for name in ("max_requests", "max_bytes", "max_tokens_floor"):
         if name in mapping:
             found[name] = _at(name, _count, mapping[name])
     header = _at("tenant_header", _header_name, mapping["tenant_header"]) if "tenant_header" in mapping else None
@@ -130,7 +130,9 @@ def _class(given: Any, slo: Slo) -> QosClass:
     if type(priority) is not int or abs(priority) > 1_000_000:
         raise ValueError(f"priority: {priority!r} is not a whole number; write one like 100, the higher goes first")
     own = _at("slo", parse_slo, mapping["slo"]) if mapping.get("slo") is not None else NO_LIMITS
-    return QosClass(name, float(fraction), priority, own.over(slo))
+    steps = _at("when_full", _steps, mapping["when_full"]) if "when_full" in mapping else None
+    floor = _at("max_tokens_floor", _count, mapping["max_tokens_floor"]) if "max_tokens_floor" in mapping else None
+    return QosClass(name, float(fraction), priority, own.over(slo), steps, floor)
 
 
 def _rule(given: Any, classes: Sequence[QosClass]) -> Rule:
@@ -162,10 +164,21 @@ def _text(value: Any) -> str:
     return value
 
 
-def _mode(value: Any) -> str:
-    if value not in _MODES:
-        raise ValueError(f"{value!r} is none of {', '.join(_MODES)}")
-    return str(value)
+def _steps(value: Any) -> tuple[str, ...]:
+    """One step, or a list of them in their order."""
+    steps = value if isinstance(value, list) else [value]
+    if not steps:
+        raise ValueError(f"it has no step; name one or more of {', '.join(STEPS)}")
+    for step in steps:
+        if step not in STEPS:
+            raise ValueError(f"{_shown(step)} is none of {', '.join(STEPS)}")
+        if steps.count(step) > 1:
+            raise ValueError(f"{step} is there twice; name each step once, in the order in which they are tried")
+    if OBSERVE in steps and len(steps) > 1:
+        raise ValueError(f"{OBSERVE} sends every request, so no step beside it is ever tried; write it alone")
+    if REJECT in steps[:-1]:
+        raise ValueError(f"{REJECT} refuses every request, so no step after it is ever tried; put it last")
+    return tuple(steps)
 
 
 def _count(value: Any) -> int:

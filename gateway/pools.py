@@ -23,6 +23,7 @@ class Pool(BaseModel):
     role: Role | None = None  # None: the profile's
     model: str | None = None  # None: the gateway's
     served_model_name: str | None = None
+    spill: bool = False  # gets what nobody else can answer in time
 
     @model_validator(mode="before")
     @classmethod
@@ -30,6 +31,14 @@ class Pool(BaseModel):
         if not isinstance(given, dict):
             raise ValueError(f"a pool is a mapping like {{profile: sim, launch: 2}}, not {given!r}")
         return given
+
+    @model_validator(mode="after")
+    def _is_whole(self) -> Pool:
+        if self.spill and self.role not in (None, BOTH):
+            raise ValueError(
+                f"spill and role: {self.role} exclude each other: a slow pool takes whole requests; leave one of them out"
+            )
+        return self
 
     def role_of(self, profile: LaunchProfile) -> str:
         return self.role or profile.role

@@ -5,11 +5,12 @@ keeps the load they see, `CostGroup` and `Costs` turn it into predicted seconds.
 """
 
 from . import legs
-from .admission import Admission, Rules, Verdict
+from .admission import Admission
 from .classes import Classes, QosClass, Rule, Slo
 from .costs import CostGroup, Costs, Lower
 from .ledger import UNTIMED, Ledger, Load, Reservation
 from .lines import Ticket
+from .offers import admit
 from .quotes import Quote
 from .roster import Roster
 from .router import Decision, Evaluation, Placement, PrefixMap, Router, Targets, behind, hittable
@@ -22,6 +23,7 @@ from .rules.power_of_two import PowerOfTwo
 from .rules.prefix_affinity import PrefixAffinity
 from .rules.random import Random
 from .rules.round_robin import RoundRobin
+from .verdicts import Rules, Verdict
 from .vocabulary import Candidate, Choice, Demand, Policy
 
 _POLICIES = {
@@ -71,6 +73,7 @@ __all__ = [
     "Targets",
     "Ticket",
     "Verdict",
+    "admit",
     "behind",
     "hittable",
     "legs",

@@ -2,13 +2,19 @@
 
 A candidate has *room* for a request if it is idle, or if what waits there is no longer than `engine_wait` seconds and
 its streams stay within the strictest limit of all classes. It *meets* a request's limits if the predicted seconds to
-its first token, with those that it has waited already, and those from one token to the next are within them. With
-`when_full`:
+its first token, with those that it has waited already, and those from one token to the next are within them.
 
-    wait      sent where there is room, and nobody goes before it; else it waits, unless it is predicted to wait longer
-              than its limit allows: then it is refused at once, and whoever waits too long all the same is refused then
-    reject    sent where there is room or its limits are met, else refused; nobody waits
-    observe   always sent; what `reject` would have refused is counted
+A request is sent where there is room and nobody goes before it; and, unless the steps of its class (`when_full`) have
+`wait` or begin with `degrade`, where its limits are met all the same. Else it goes through the steps in their order
+until one takes it, and is refused if none does:
+
+    wait      it waits, unless it is predicted to wait longer than its limit allows; if it comes to that all the same,
+              the steps after this one are tried then
+    degrade   its answer is capped at `max_tokens_floor` tokens, and it is sent where its limits are met so, though not
+              where a higher class waits
+    spill     it is sent to a replica of the slow pool that meets its limits, or that has room at all
+    reject    it is refused
+    observe   alone: always sent; what `reject` would have refused is counted
 
 Whose turn it is: classes that have had less than their reserved fraction go before those that have had it, the higher
 priority first in each; in a class `lines` has the rule. What a class has had is its share of the prefill seconds or of
@@ -26,49 +32,38 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import count
 from math import ceil, exp, inf, log
-from typing import NamedTuple
 
 from .classes import NO_LIMITS, Classes, QosClass
 from .costs import Costs
 from .lines import Line, Resource, Ticket
 from .quotes import Quote
+from .verdicts import (
+    ADMITTED,
+    DEGRADE,
+    DEGRADED,
+    NO_OFFERS,
+    OBSERVE,
+    OBSERVED,
+    QUEUED,
+    REFUSED,
+    SPILL,
+    SPILLED,
+    WAIT,
+    Offers,
+    Rules,
+    Verdict,
+)
 from .vocabulary import Candidate
 
-ADMITTED, QUEUED, REFUSED, OBSERVED = "admitted", "queued", "refused", "observed"
-LEFT = "left"  # their clients, while they waited
-DECISIONS = (ADMITTED, QUEUED, REFUSED, OBSERVED, LEFT)
-# Why: there was room; limits are met without; its turn has come; or the limit that nobody can meet, no space in the
-# queue, a higher class in its place, waited too long; or the client left
-REASONS = ("room", "met", "turn", "ttft", "tpot", "full", "queue_full", "shed", "deadline", "client")
 _USED_SECONDS = 10.0  # over which a class's share is taken
 _GUESS = 0.5  # seconds of prefill that a replica does in a second, until a line's pace is known
 _QUANTILE, _GAIN = 0.95, 0.01  # of the ratios, and how far one moves it, as a logarithm
 _MOST = log(1.5)  # that a margin gets: answers come late, so a crowd of bad ones says more than it should
 _MOST_LINES = 64  # before those in which nobody waits are forgotten, with their paces
 _NEAR = 0.25  # share of a limit from which a prediction says something of that limit
-
-
-class Rules(NamedTuple):
-    """Seconds and bytes. `max_wait`: where no limit says how long a request may wait."""
-
-    when_full: str = "wait"
-    engine_wait: float = 0.1
-    max_wait: float = 30.0
-    max_requests: int = 10_000
-    max_bytes: int = 256 * 2**20
-
-
-class Verdict(NamedTuple):
-    """`among`: the indices of the candidates that it may be sent to, empty where it is not; `retry_after`: seconds
-    after which a refused one is predicted to be taken."""
-
-    decision: str
-    reason: str
-    among: Sequence[int] = ()
-    retry_after: float = 0.0
 
 
 class Margin:
@@ -124,24 +119,101 @@ class Admission:
 
     # --- a request asks
 
+    def steps(self, qos: QosClass) -> tuple[str, ...]:
+        return self.rules.when_full if qos.when_full is None else qos.when_full
+
+    def has_more_steps(self, qos: QosClass) -> bool:
+        """Whether its requests may still be sent once they have waited too long."""
+        steps = self.steps(qos)
+        return not {DEGRADE, SPILL}.isdisjoint(steps[steps.index(WAIT) + 1 :] if WAIT in steps else ())
+
     def ask(
-        self, ticket: Ticket, tokens: int, quotes: Sequence[Quote], now: float, candidates: Sequence[Candidate] = ()
+        self,
+        ticket: Ticket,
+        tokens: int,
+        quotes: Sequence[Quote],
+        now: float,
+        candidates: Sequence[Candidate] = (),
+        offers: Offers = NO_OFFERS,
     ) -> Verdict:
         """Judge a request that has just come, or that is one of the `heads` of those that wait. `tokens`: those that
         must be computed where it would go; `quotes`: of each of the `candidates`, which are all there are if they are
-        not said."""
+        not said; `offers`: what there is besides."""
         best = min(quotes)
         if not ticket.waits:
             ticket.tokens, ticket.own = tokens, best.own
         self._asked[ticket.qos.name] = now
-        mode, room = self.rules.when_full, self._room(ticket, quotes, now)
-        if mode == "wait":
-            targets = [one.replica for one in candidates]
-            return (self._turn if ticket.waits else self._wait)(ticket, quotes, best, room, targets, now)
-        verdict = self._at_once(ticket, quotes, best, room, now)
-        if verdict.decision == REFUSED and mode == "observe":
-            return verdict._replace(decision=OBSERVED)
-        return verdict
+        steps, room = self.steps(ticket.qos), self._room(ticket, quotes, now, self._has_room)
+        targets = [one.replica for one in candidates]
+        if steps[0] == DEGRADE and WAIT not in steps:
+            verdict = self._newcomer(ticket, quotes, best, room, targets, now)
+        elif WAIT not in steps:
+            verdict = self._at_once(ticket, quotes, best, room, now)
+            if steps == (OBSERVE,):
+                return verdict._replace(decision=OBSERVED) if verdict.decision == REFUSED else verdict
+        elif ticket.waits:
+            verdict = self._turn(ticket, quotes, best, room, targets, now)
+            steps = steps[steps.index(WAIT) + 1 :]
+        else:
+            verdict = self._newcomer(ticket, quotes, best, room, targets, now)
+        if verdict.decision != REFUSED:
+            return verdict
+        return self._otherwise(steps, verdict, ticket, quotes, best, targets, offers, now)
+
+    def _otherwise(
+        self,
+        steps: Sequence[str],
+        refused: Verdict,
+        ticket: Ticket,
+        quotes: Sequence[Quote],
+        best: Quote,
+        targets: list[str],
+        offers: Offers,
+        now: float,
+    ) -> Verdict:
+        """Go through the steps of a request that would be refused so, until one takes it."""
+        for step in steps:
+            found: Verdict | None = None
+            if step == WAIT and refused.reason != "tpot":  # waiting does not make an answer quicker
+                found = self._line_up(ticket, len(quotes), best, targets, now)
+            elif step == DEGRADE:
+                found = self._degraded(ticket, offers, refused.reason, targets, now)
+                if found is None and WAIT not in self.steps(ticket.qos):  # it may be short already
+                    found = self._at_once(ticket, quotes, best, [], now)
+            elif step == SPILL:
+                found = self._spilled(ticket, offers, refused.reason, now)
+            if found is not None and found.decision != REFUSED:
+                return found
+            refused = found or refused
+        return refused
+
+    def _degraded(self, ticket: Ticket, offers: Offers, reason: str, targets: list[str], now: float) -> Verdict | None:
+        """Send it where it meets its limits with a short answer, unless a higher class waits for that replica."""
+        floor = ticket.qos.max_tokens_floor or self.rules.max_tokens_floor
+        quotes = offers.capped(floor)
+        if not quotes:
+            return None
+        waited, limited = now - ticket.since, ticket.slo != NO_LIMITS
+
+        def fits(quote: Quote, share: float) -> bool:
+            meets = limited and quote.full <= share and self._too_much(quote, ticket, waited) is None
+            return meets or self._has_room(quote, share)
+
+        own = self._rank(ticket.qos)
+        higher = [one for one in self._in_order(now) if self._rank(one.qos) < own]
+        room = _unclaimed(self._fast(ticket, quotes, self._room(ticket, quotes, now, fits)), targets, higher)
+        return Verdict(DEGRADED, reason, room, cap=floor) if room else None
+
+    def _spilled(self, ticket: Ticket, offers: Offers, reason: str, now: float) -> Verdict | None:
+        """Send it to the slow pool, also if it is late there, as long as it does not wait in front of an engine."""
+        quotes, waited = offers.spilled(), now - ticket.since
+        limited = ticket.slo != NO_LIMITS
+        among = [i for i, one in enumerate(quotes) if limited and self._too_much(one, ticket, waited) is None] or [
+            i
+            for i, one in enumerate(quotes)
+            if not one.there or (one.wait <= self.rules.engine_wait and one.full <= 1.0)
+        ]
+        return Verdict(SPILLED, reason, among) if among else None
 
     def _at_once(self, ticket: Ticket, quotes: Sequence[Quote], best: Quote, room: list[int], now: float) -> Verdict:
         waited = now - ticket.since
@@ -152,16 +224,21 @@ class Admission:
             return Verdict(ADMITTED, "met" if meets else "room", among)
         return self._refused(ticket, best, self._too_much(best, ticket, waited) or "full", waited + best.ttft)
 
-    def _wait(
+    def _newcomer(
         self, ticket: Ticket, quotes: Sequence[Quote], best: Quote, room: list[int], targets: list[str], now: float
     ) -> Verdict:
+        """Send it where there is room that nobody before it waits for; else say that all is full."""
+        waited = now - ticket.since
+        room = _unclaimed(room, targets, self._before(ticket, now))
+        if not room:
+            return self._refused(ticket, best, "full", waited + best.ttft)
+        if fast := self._fast(ticket, quotes, room):
+            return Verdict(ADMITTED, "room", fast)
+        return self._refused(ticket, best, "tpot", waited + best.ttft)
+
+    def _line_up(self, ticket: Ticket, replicas: int, best: Quote, targets: list[str], now: float) -> Verdict:
         ahead = self._before(ticket, now)
-        room = _unclaimed(room, targets, ahead)
-        if room:
-            if fast := self._fast(ticket, quotes, room):
-                return Verdict(ADMITTED, "room", fast)
-            return self._refused(ticket, best, "tpot", now - ticket.since + best.ttft)
-        line = self._line(ticket.qos, frozenset(targets), _GUESS * len(quotes))
+        line = self._line(ticket.qos, frozenset(targets), _GUESS * replicas)
         line.pace.passed(now, line.count > 0)
         others = [one.work for one in ahead if one is not line and not (targets and one.targets.isdisjoint(targets))]
         waits = sum(others) + line.ahead(ticket.tenant)
@@ -187,6 +264,9 @@ class Admission:
         limit which no replica with room keeps is refused: if it waited for an idle one, all behind it would."""
         line = ticket.line
         assert line is not None
+        if ticket.deadline <= now and self.has_more_steps(ticket.qos):
+            self.leave(ticket, now)
+            return Verdict(REFUSED, "deadline", (), _drain(line))
         line.targets = frozenset(targets)  # replicas may have come and gone
         order = self._in_order(now)
         room = _unclaimed(room, targets, order[: order.index(line)])
@@ -244,19 +324,19 @@ class Admission:
 
     # --- what a candidate gives it
 
-    def _room(self, ticket: Ticket, quotes: Sequence[Quote], now: float) -> list[int]:
-        """Return the candidates with room for it, besides what is kept for classes above its own. A prompt that has
-        begun cannot be interrupted, so the whole of their fractions is kept from computing lower ones' at a time; of
-        streams and cache, what they have not used of it lately."""
+    def _room(
+        self, ticket: Ticket, quotes: Sequence[Quote], now: float, fits: Callable[[Quote, float], bool]
+    ) -> list[int]:
+        """Return the candidates that it `fits`, besides what is kept for classes above its own. A prompt that has begun
+        cannot be interrupted, so the whole of their fractions is kept from computing lower ones' at a time; of streams
+        and cache, what they have not used of it lately."""
         qos = ticket.qos
         above = [one for one in self.classes.all if one.priority > qos.priority and self._is_within(one, now)]
         first = self._others_yield(qos, now)
         share = inf if first else 1.0 - sum([self._unused(one) for one in above])
         kept = ceil(sum([one.reserved_fraction for one in above]) * len(quotes) - 1e-9)
         clear = sum([not one.computing for one in quotes]) - min(kept, len(quotes) - 1)
-        room = [
-            index for index, one in enumerate(quotes) if clear >= (not one.computing) and self._has_room(one, share)
-        ]
+        room = [index for index, one in enumerate(quotes) if clear >= (not one.computing) and fits(one, share)]
         return [index for index in room if not quotes[index].computing] or room if first else room
 
     def _has_room(self, quote: Quote, share: float) -> bool:
@@ -370,14 +450,17 @@ class Admission:
             heapq.heapify(self._deadlines)
 
     def turned_out(self, now: float) -> Iterator[tuple[Ticket, Verdict]]:
-        """Take out those for whom it is too late, and tell of those that had to give way since the last call."""
+        """Take out those for whom it is too late, and tell of those that had to give way since the last call. Where a
+        class has further steps after waiting, those that are late are told of as queued: they are to be asked about."""
         while self._gave_way:
             ticket = self._gave_way.popleft()
             self.space.untold -= 1
             yield ticket, Verdict(REFUSED, "shed", (), _drain(ticket.line))
         while self._deadlines and (self._deadlines[0][0] <= now or not self._deadlines[0][2].waits):
             ticket = heapq.heappop(self._deadlines)[2]
-            if ticket.waits:
+            if ticket.waits and self.has_more_steps(ticket.qos):
+                yield ticket, Verdict(QUEUED, "deadline")
+            elif ticket.waits:
                 self.leave(ticket, now)
                 yield ticket, Verdict(REFUSED, "deadline", (), _drain(ticket.line))
 

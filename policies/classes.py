@@ -31,12 +31,15 @@ NO_LIMITS = Slo()
 @dataclass(frozen=True, slots=True)
 class QosClass:
     """`reserved_fraction`: of the fleet's prefill seconds and KV cache, what the class gets before classes that have
-    had theirs; who needs less leaves the rest to all. `priority`: the higher goes first among equals in that."""
+    had theirs; who needs less leaves the rest to all. `priority`: the higher goes first among equals in that.
+    `when_full` and `max_tokens_floor`: as of `Rules`, None for theirs."""
 
     name: str
     reserved_fraction: float = 0.0
     priority: int = 0
     slo: Slo = NO_LIMITS
+    when_full: tuple[str, ...] | None = None
+    max_tokens_floor: int | None = None
 
 
 DEFAULT_CLASS = QosClass("default")

@@ -19,10 +19,8 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from . import legs
-from .admission import ADMITTED, OBSERVED, Admission, Verdict
 from .costs import CostGroup, Costs, Lower
 from .ledger import UNTIMED, Ledger, Reservation
-from .lines import Ticket
 from .outputs import Outputs
 from .quotes import Quote, quote
 from .roster import Roster
@@ -305,23 +303,6 @@ class Router:
     def quotes(self, evaluation: Evaluation) -> list[Quote]:
         """What each candidate would give the request, right after `evaluate`."""
         return [quote(candidate, evaluation.demand) for candidate in evaluation.candidates]
-
-    def admit(
-        self, admission: Admission, ticket: Ticket, evaluation: Evaluation, now: float
-    ) -> tuple[Verdict, Evaluation]:
-        """Ask whether to send a request, right after `evaluate`; where not all candidates are good for it, evaluate it
-        among those that are. One that is admitted is to be committed at once."""
-        demand, candidates, choice = evaluation.demand, evaluation.candidates, evaluation.choice
-        quotes = self.quotes(evaluation)
-        verdict = admission.ask(ticket, demand.tokens - candidates[choice.index].cached, quotes, now, candidates)
-        if verdict.among and choice.index not in verdict.among:
-            evaluation = self.evaluate(demand, Targets([candidates[index] for index in verdict.among]), now)
-            quotes = [quotes[index] for index in verdict.among]
-        if verdict.decision in (ADMITTED, OBSERVED):
-            index = evaluation.choice.index
-            costs = evaluation.candidates[index].costs
-            admission.sent(ticket, quotes[index], costs, demand.tokens + demand.output, now)
-        return verdict, evaluation
 
     def commit(self, evaluation: Evaluation, now: float, decision: Decision | None = None) -> Placement:
         """Do it: count the load, expect the blocks, and tell the policy, once per placement. `decision`: where that was

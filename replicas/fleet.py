@@ -104,6 +104,7 @@ class Fleet:
                 self.resume(replica.id)
             return known.replicas[0]
         replica = Replica(address.id, address.url, address.host, address.port, since=monotonic(), role=address.role)
+        replica.spill = address.spill
         replica.tls, replica.key = tls.context_for(address.url, self._authorities), self._engine_key
         self._follow(replica, given=address.source, model=address.model or self._model)
         return replica
@@ -115,8 +116,10 @@ class Fleet:
         model_dir: Path | None = None,
         served_name: str | None = None,
         role: str | None = None,
+        spill: bool = False,
     ) -> list[Replica]:
-        """Start `count` engines; returns their replicas STARTING. `role`: theirs; None: the profile's.
+        """Start `count` engines; returns their replicas STARTING. `role`: theirs; None: the profile's. `spill`: whether
+        they are a slow pool.
 
         Raises ProfileError (also for too few devices), and OSError when no ports are free."""
         if isinstance(profile, str):
@@ -129,16 +132,18 @@ class Fleet:
             firsts = pick(count, HOST, taken, run=Ports.width(profile.ranks))
             model = Model(Path(model_dir) if model_dir else None, served_name)
             engines = [
-                self._launch(profile, Ports.run(first, profile.ranks), model, place, role or profile.role)
+                self._launch(profile, Ports.run(first, profile.ranks), model, place, role or profile.role, spill)
                 for first, place in zip(firsts, places)
             ]
         return [replica for engine in engines for replica in engine.replicas]
 
-    def _launch(self, profile: LaunchProfile, ports: Ports, model: Model, place: dict[str, str], role: str) -> Engine:
+    def _launch(
+        self, profile: LaunchProfile, ports: Ports, model: Model, place: dict[str, str], role: str, spill: bool
+    ) -> Engine:
         name = f"{HOST}:{ports.http}"
         replica = Replica(name, f"http://{name}", HOST, ports.http, managed=True, since=monotonic())
         replica.reason, replica.dialect = "its process is being started", by_id(profile.engine)
-        replica.key, replica.role = self._engine_key, role
+        replica.key, replica.role, replica.spill = self._engine_key, role, spill
 
         def started(pid: int) -> None:
             replica.restarts += replica.state is State.FAILED

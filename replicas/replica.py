@@ -16,7 +16,7 @@ from replicas.roles import BOTH, DECODE, PREFILL, ROLES
 
 
 class Address(NamedTuple):
-    """A replica's URL taken apart; `source`, `model` and `role` come from its fragment, if any."""
+    """A replica's URL taken apart; what follows `port` comes from its fragment, if any."""
 
     id: str
     url: str
@@ -25,6 +25,7 @@ class Address(NamedTuple):
     source: EventSource | None
     model: str | None
     role: str = BOTH
+    spill: bool = False
 
 
 DEFAULT_PORTS = {"http": 80, "https": 443}
@@ -53,6 +54,7 @@ class Replica:
     rank: int | None = None  # which of the data-parallel ranks behind its URL; None: there is one
     dialect: EngineDialect = DEFAULT  # what kind of engine it is, as far as it has told
     role: str = BOTH  # which part of a request it is for: `replicas.roles`
+    spill: bool = False  # of a slow pool, which gets what nobody else can answer in time
     state: State = State.STARTING
     reason: str = "not heard yet"
     since: float = 0.0  # when the state began
@@ -135,6 +137,7 @@ class Replica:
             tls=self.tls,
             key=self.key,
             role=self.role,
+            spill=self.spill,
         )
 
     def become(self, incarnation: str) -> None:
@@ -186,7 +189,7 @@ def bearer(key: str | None) -> dict[str, str]:
 
 
 def parse_url(text: str) -> Address:
-    """`http[s]://host:port[#events=tcp://h:p,replay=tcp://h:p,topic=t,model=m,role=r]`, also without the
+    """`http[s]://host:port[#events=tcp://h:p,replay=tcp://h:p,topic=t,model=m,role=r,spill=yes]`, also without the
     scheme and with the `/v1` of an OpenAI base URL. Raises ValueError, saying what to write."""
     text = text.strip()
     hint = f"replica URL {text[:200]!r}: "
@@ -196,14 +199,14 @@ def parse_url(text: str) -> Address:
         raise ValueError(hint + "there is a space or a control character in it, write http://HOST:PORT")
     bare, _, fragment = text.partition("#")
     try:
-        (scheme, host, port), (source, model, role) = _place(bare), _fragment(fragment)
+        (scheme, host, port), (source, model, role, spill) = _place(bare), _fragment(fragment)
     except ValueError as error:
         raise ValueError(hint + str(error)) from None
     name = f"{bracketed(host)}:{port}"
-    return Address(name, f"{scheme}://{name}", host, port, source, model, role)
+    return Address(name, f"{scheme}://{name}", host, port, source, model, role, spill)
 
 
-def url_of(url: str, source: EventSource | None, model: str | None, role: str = BOTH) -> str:
+def url_of(url: str, source: EventSource | None, model: str | None, role: str = BOTH, spill: bool = False) -> str:
     """The URL that `parse_url` reads these from."""
     said = []
     if source is not None:
@@ -216,6 +219,8 @@ def url_of(url: str, source: EventSource | None, model: str | None, role: str = 
         said.append(f"model={model}")
     if role != BOTH:
         said.append(f"role={role}")
+    if spill:
+        said.append("spill=yes")
     return f"{url}#{','.join(said)}" if said else url
 
 
@@ -240,13 +245,13 @@ def _place(url: str) -> tuple[str, str, int]:
     return parts.scheme, one_spelling(host), port
 
 
-def _fragment(text: str) -> tuple[EventSource | None, str | None, str]:
+def _fragment(text: str) -> tuple[EventSource | None, str | None, str, bool]:
     """What follows the # of a replica's URL. Raises ValueError."""
     given: dict[str, str] = {}
     for item in filter(None, text.split(",")):
         key, _, value = item.partition("=")
-        if key not in ("events", "replay", "topic", "model", "role") or not value:
-            raise ValueError(f"{item[:100]!r} after # is none of events=, replay=, topic=, model=, role=")
+        if key not in ("events", "replay", "topic", "model", "role", "spill") or not value:
+            raise ValueError(f"{item[:100]!r} after # is none of events=, replay=, topic=, model=, role=, spill=")
         if key in given:
             raise ValueError(f"{key}= is given twice after #")
         if key in ("events", "replay"):
@@ -256,11 +261,15 @@ def _fragment(text: str) -> tuple[EventSource | None, str | None, str]:
                 raise ValueError(f"{key}={error}") from None
         if key == "role" and value not in ROLES:
             raise ValueError(f"role={value[:100]} is none of {PREFILL}, {DECODE}, {BOTH}")
+        if key == "spill" and value != "yes":
+            raise ValueError(f"spill={value[:100]} is not spill=yes; leave it out of replicas that are not slow")
         given[key] = value
-    role = given.get("role", BOTH)
+    role, spill = given.get("role", BOTH), "spill" in given
+    if spill and role != BOTH:
+        raise ValueError(f"spill=yes and role={role} exclude each other: a slow pool takes whole requests")
     if "events" not in given:
         if "replay" in given or "topic" in given:
             raise ValueError("replay= and topic= need events=tcp://HOST:PORT beside them")
-        return None, given.get("model"), role
+        return None, given.get("model"), role, spill
     source = EventSource(given["events"], given.get("replay"), given.get("topic", ""))
-    return source, given.get("model"), role
+    return source, given.get("model"), role, spill

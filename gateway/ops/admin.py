@@ -112,7 +112,8 @@ def _refuse_another(engine: Any, address: Address) -> None:
     """An engine keeps what its URL said when it was added; a URL without a fragment says nothing else."""
     source, model = engine.watch.given, engine.watch.model
     said = (address.source not in (None, source), address.model not in (None, model))
-    if any(said) or address.role not in (BOTH, engine.lead.role):
+    said += (address.role not in (BOTH, engine.lead.role), address.spill and not engine.lead.spill)
+    if any(said):
         raise Refusal(409, f"replica {address.id} was added with another #fragment, which it keeps: DELETE /replicas/{address.id} first, then post this again",
                       "replica_exists")  # fmt: skip
 

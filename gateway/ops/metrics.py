@@ -30,7 +30,7 @@ from time import perf_counter
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, GCCollector, ProcessCollector, generate_latest
 
-from policies.admission import DECISIONS, REASONS
+from policies.verdicts import DECISIONS, REASONS
 
 from ..prompt.prompt import PROMPT_PATHS
 from ..tenants.limits import WORDS
@@ -315,7 +315,7 @@ class Metrics:
         effect=("saved", "cost"))
     # admission, where requests have classes or limits
     admission = Counter("Requests judged before they were sent: admitted, queued, refused, sent though `reject` would have refused them (observed), "
-        "or left by their clients while they waited",
+        "sent with a capped answer (degraded) or to the slow pool (spilled), or left by their clients while they waited",
         **{"decision": DECISIONS, "class": QOS, "reason": REASONS})
     slo_requests = Counter("Streamed answers to requests that were admitted with limits, by whether they kept them, missed them or failed",
         **{"class": QOS, "model": MODEL, "outcome": ("met", "missed", "failed")})

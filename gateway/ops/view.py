@@ -20,7 +20,7 @@ from gateway.tenants.keys import Keys
 from gateway.tenants.metering import Metering
 from gateway.tls import Certificate
 from policies import Ledger, Load
-from policies.admission import DECISIONS, REFUSED
+from policies.verdicts import DECISIONS, REFUSED
 from replicas.lifecycle import ENGINE_THERE, TAKES_TRAFFIC, State
 from replicas.problems import NO_CACHED_TOKENS, Problem
 from replicas.replica import Replica
@@ -114,6 +114,7 @@ class View:
             "id": replica.id,
             "rank": replica.rank,
             "role": replica.role,
+            "spill": replica.spill,
             "url": replica.url,
             "address": replica.address or None,
             "state": str(replica.state),

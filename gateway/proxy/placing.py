@@ -43,6 +43,8 @@ class Eligibility:
         self._with_room: dict[tuple[str | None, int], Targets] = {}  # of models whose replicas differ in context
         self.roles = Roles()
         self._sides: dict[str | None, Sides] = {}
+        self._slow: dict[str | None, Targets] = {}
+        self.spills = False  # some are of a slow pool
         self.finer = False  # some find parts of a block, which is told by the prompt's ids
 
     def changed(self) -> None:
@@ -51,8 +53,10 @@ class Eligibility:
         self._ready.clear()
         self._with_room.clear()
         self._sides.clear()
+        self._slow.clear()
         known = [*self.backends.values()]
         self.roles.look(known, {one.role for id, one in self._replicas.items() if id not in self.backends})
+        self.spills = any(one.replica.spill for one in known)
         self.finer = any(one.is_finer for one in known)
         self.names = {name: parent for one in _in_best_state(known) for name, parent in one.replica.models.items()}
         self.adapters = frozenset(name for name, parent in self.names.items() if parent)
@@ -104,18 +108,35 @@ class Eligibility:
         return any(model in names for names in self._served.values())
 
     def _taking(self, model: str | None, tried: tuple[Backend, ...] = ()) -> list[Backend]:
-        """Whole requests. A replica that is for prompts takes them only if nobody else can."""
+        """Whole requests. A replica of a slow pool, or one that is for prompts, takes them only if nobody else can."""
         left = [one for one in self.backends.values() if one not in tried and one.serves(model)]
+        if self.spills and _in_best_state(quick := [one for one in left if not one.replica.spill]):
+            left = quick
         if self.roles.any and (found := _in_best_state([one for one in left if one.replica.role != PREFILL])):
             return found
         return _in_best_state(left)
+
+    def slow_pool(self, prompt: Prompt | None) -> Targets | None:
+        """Those of slow pools that are ready for it; None where there are none."""
+        if not self.spills or prompt is None:
+            return None
+        model = prompt.model or None
+        found = self._slow.get(model)
+        if found is None:
+            ready = [one for one in self.backends.values() if one.replica.spill and one.replica.state is State.READY]
+            found = Targets([one.candidate for one in ready if one.serves(model)])
+            if model is None or model in self.names:
+                self._slow[model] = found
+        if self.models.routes.differ_in_context(model):
+            found = Targets([one for one in found.candidates if self.has_room(self.backends[one.replica], prompt)])
+        return found or None
 
     def sides(self, model: str | None) -> Sides | None:
         """Who may get which leg of a request, degraded replicas none; None where no replica of the model has a role."""
         found = self._sides.get(model)
         if found is None:
             ready = [one for one in self.backends.values() if one.replica.state is State.READY and one.serves(model)]
-            found = Sides(ready)
+            found = Sides([one for one in ready if not one.replica.spill])
             if model is None or model in self.names:
                 self._sides[model] = found
         return found if found.any else None

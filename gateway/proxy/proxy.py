@@ -40,7 +40,7 @@ from .forwarding import TokenIdForwarding
 from .newcomers import Newcomers
 from .paths import MODELS, AllowedPaths, model_in, refusal
 from .placing import Eligibility, Placing
-from .queue import Queue
+from .queue import AddedByQueue, Queue
 from .responses import PATH as RESPONSES
 from .responses import Responses, referred_to
 from .settling import OnEnd, OnFirst, OnTraffic, Settling
@@ -312,11 +312,13 @@ class Proxy:
         self.keys, self.metering = keys, metering
         self.figures = figures = Figures(metrics) if slo_figures or overload is not None else None
         on_first: tuple[OnFirst, ...] = ()
+        added = Added(response_headers, cached_tokens_header)
         if figures is not None:
             on_end, on_first = (figures.ended, *on_end), (figures.first_token,)
         if overload is not None and figures is not None:
             self.placing.queue = queue = Queue(overload, self.placing, metrics, figures.model_of)
             figures.class_of = queue.class_of
+            added = AddedByQueue(response_headers, cached_tokens_header, queue)
             # After the figures, which ask it for the request's class.
             on_end, on_first = (on_end[0], queue.ended, *on_end[1:]), (*on_first, queue.first_token)
         self.newcomers = Newcomers(ask_models)
@@ -326,7 +328,7 @@ class Proxy:
         self.settling = Settling(self.backends, router, metrics, self.forwarding, on_traffic, ended, on_first)
         self.conductor = Conductor(
             self.placing, Judge(self.eligible, self.settling, retries), self.settling, self.forwarding, responses, metrics,
-            Added(response_headers, cached_tokens_header),
+            added,
             retries=retries, request_timeout=request_timeout, idle_timeout=idle_timeout, traces=traces,
         )  # fmt: skip
         self.conductor.figures = figures

@@ -13,16 +13,18 @@ from math import ceil
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
-from policies import Admission, Evaluation, QosClass, Slo, Ticket, Verdict
-from policies.admission import ADMITTED, LEFT, OBSERVED, QUEUED, REFUSED, Space
+from policies import Admission, Evaluation, QosClass, Slo, Ticket, Verdict, admit
+from policies.admission import Space
 from policies.classes import NO_LIMITS
 from policies.outputs import LEAST_OUTPUT
+from policies.verdicts import LEFT, QUEUED, REFUSED, SENT, SPILLED
 
 from ..errors import ApiError, bad
 from ..overload import Overload, parse_slo
 from ..prompt.prompt import NO_PREFILL
 from .answers import Usage
-from .exchange import MOST, Attempt, Exchange
+from .capping import LIMITS, capped
+from .exchange import MOST, Added, Attempt, Exchange
 from .placing import Asker, Placing
 
 if TYPE_CHECKING:
@@ -53,6 +55,7 @@ class Queue:
         self._space = Space()
         self._fleets: dict[int, Admission] = {}  # by the space of their prompts
         self._tickets: dict[Asker, tuple[Admission, Ticket]] = {}
+        self._notes: dict[Asker, bytes] = {}  # what its client is told, where it gets less than it asked for
         self._looks = False  # soon, or it is under way
         self._under_way: Iterator[None] | None = None
         self._again = False  # once that is done, since something has changed meanwhile
@@ -80,13 +83,26 @@ class Queue:
     def _judge(
         self, asker: Asker, fleet: Admission, ticket: Ticket, evaluation: Evaluation, now: float
     ) -> Evaluation | None:
-        waited = ticket.waits
-        verdict, evaluation = self._placing.router.admit(fleet, ticket, evaluation, now)
+        waited, prompt = ticket.waits, asker.prompt
+        verdict, evaluation = admit(
+            self._placing.router,
+            fleet,
+            ticket,
+            evaluation,
+            now,
+            lambda: self._placing.eligible.slow_pool(prompt),
+            # Of one that passes elsewhere nobody here writes the body.
+            isinstance(asker, Exchange) and prompt is not None and prompt.path in LIMITS,
+        )
         if not (waited and verdict.decision == QUEUED):
             self._metrics.admission.inc(verdict.decision, ticket.qos.name, verdict.reason)
-        if verdict.decision in (ADMITTED, OBSERVED):
+        if verdict.decision in SENT:
             if waited:
                 self._metrics.queue_seconds.observe(ticket.qos.name, now - ticket.since)
+            if verdict.cap:
+                self._cap(asker, verdict.cap)
+            elif verdict.decision == SPILLED:
+                self._notes[asker] = b"slow pool"
             return evaluation
         if verdict.decision == QUEUED:
             if not waited:
@@ -95,6 +111,21 @@ class Queue:
         else:
             self._turn_away(asker, ticket, verdict)
         return None
+
+    def _cap(self, asker: Asker, tokens: int) -> None:
+        """Its answer is to have no more tokens than these, wherever it is sent."""
+        prompt = asker.prompt
+        assert isinstance(asker, Exchange) and prompt is not None
+        asker.request.body = capped(asker.request.body, prompt.path, tokens)
+        for one in (prompt, prompt.also):
+            if one is not None:
+                one.max_tokens = tokens
+        self._notes[asker] = b"max_tokens=%d" % tokens
+
+    def note(self, exchange: Exchange) -> bytes:
+        """The header line that says of an answer what was made of its request."""
+        note = self._notes.get(exchange)
+        return b"" if note is None else b"x-hitherto-degraded: %b\r\n" % note
 
     def _ticket(self, asker: Asker, prompt: Prompt, now: float) -> tuple[Admission, Ticket]:
         key, qos = asker.tenant, self._class(asker, prompt)
@@ -185,7 +216,9 @@ class Queue:
         """See to all that wait, or have waited too long; after each of them it may be left for a while."""
         for fleet in [*self._fleets.values()]:
             for ticket, verdict in fleet.turned_out(monotonic()):
-                if ticket.payload is not None:  # else its client has left meanwhile
+                if verdict.decision == QUEUED:
+                    self._call(ticket)
+                elif ticket.payload is not None:  # else its client has left meanwhile
                     self._metrics.admission.inc(REFUSED, ticket.qos.name, verdict.reason)
                     self._turn_away(ticket.payload, ticket, verdict)
                 yield
@@ -217,6 +250,7 @@ class Queue:
         """Its line may have the ticket for a while yet; the request, with its prompt and headers, is let go now."""
         known = self._tickets.pop(asker, None)
         if known is not None:
+            self._notes.pop(asker, None)
             known[1].payload = None
         return known
 
@@ -265,6 +299,17 @@ def _failed(exchange: Exchange, outcome: str) -> bool:
     if outcome in ("complete", "failed"):
         return (exchange.fault or exchange.answered_with) >= 500
     return outcome == "cut" or (outcome == "refused" and exchange.status >= 500)
+
+
+class AddedByQueue(Added):
+    """With what the queue has to say of an answer."""
+
+    def __init__(self, replica: bool, cached_tokens: bool, queue: Queue):
+        super().__init__(replica, cached_tokens)
+        self._queue = queue
+
+    def lines(self, exchange: Exchange, attempt: Attempt, last: bool) -> bytes:
+        return self._queue.note(exchange) + super().lines(exchange, attempt, last)
 
 
 def _is_as_quoted(exchange: Exchange, attempt: Attempt, ticket: Ticket) -> bool:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import heapq
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 
 from policies import Admission, Ledger, Placement, Ticket
@@ -55,6 +55,11 @@ class _Live:
     @property
     def turn(self) -> Turn:
         return self.record.turn
+
+    def cap(self, tokens: int) -> None:
+        """Its answer is to have no more tokens than these."""
+        turn = self.turn
+        self.record.turn = replace(turn, output=min(turn.output, tokens), max_tokens=tokens)
 
 
 class Fleet:

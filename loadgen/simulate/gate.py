@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from policies import Admission, Placement, Ticket
+from policies import Admission, Placement, Ticket, admit
 from policies.outputs import LEAST_OUTPUT
+from policies.verdicts import QUEUED, REFUSED
 
 from .gateway import Gateway, Legs
 from .turns import Turn
@@ -24,6 +25,9 @@ class Asking(Protocol):
 
     @property
     def session(self) -> str | None: ...
+
+    def cap(self, tokens: int) -> None:
+        """Its answer is to have no more tokens than these."""
 
 
 class Gate:
@@ -49,7 +53,10 @@ class Gate:
         """Send those whose turn it is, as far as there is room."""
         admission = self.admission
         for ticket, verdict in admission.turned_out(now):
-            self._refuse(ticket.payload, verdict.reason)
+            if verdict.decision == QUEUED:
+                self._judge(ticket, now)
+            else:
+                self._refuse(ticket.payload, verdict.reason)
         for ticket in admission.heads(now):
             self._judge(ticket, now)
 
@@ -60,8 +67,10 @@ class Gate:
             self.admission.leave(ticket, now)
             self._send(request, None)
             return
-        verdict, evaluation = gateway.router.admit(self.admission, ticket, evaluation, now)
-        if verdict.decision == "refused":
+        verdict, evaluation = admit(gateway.router, self.admission, ticket, evaluation, now, may_cap=True)
+        if verdict.cap:
+            request.cap(verdict.cap)
+        if verdict.decision == REFUSED:
             self._refuse(request, verdict.reason)
         elif not ticket.waits:
             self._send(request, gateway.commit(evaluation, request.turn, now))

@@ -61,7 +61,7 @@ class Setting:
         """Makes what says for a gateway when its requests are sent."""
         if self.admission is None:
             return None
-        classes, rules = Classes((QosClass("default", slo=self.slo),)), Rules(self.admission)
+        classes, rules = Classes((QosClass("default", slo=self.slo),)), Rules((self.admission,))
         return lambda gateway: Admission(classes, rules)
 
 

@@ -56,8 +56,15 @@ def test_limits_alone_need_no_classes():
 
 def test_the_queue_is_as_it_is_set():
     found = read("admission: {when_full: reject, engine_wait: 50ms, max_bytes: 64MiB, tenant_header: X-Team}")
-    assert (found.rules.when_full, found.rules.engine_wait, found.rules.max_bytes) == ("reject", 0.05, 64 * 2**20)
+    assert (found.rules.when_full, found.rules.engine_wait, found.rules.max_bytes) == (("reject",), 0.05, 64 * 2**20)
     assert found.tenant_header == b"x-team"
+
+
+def test_what_is_tried_when_all_are_full_is_said_in_its_order_of_all_and_by_class():
+    free = "{name: free, when_full: [degrade, spill, reject], max_tokens_floor: 32}"
+    found = read(f"admission: {{when_full: [wait, spill], max_tokens_floor: 64}}\n{classes(free)}")
+    assert (found.rules.when_full, found.rules.max_tokens_floor) == (("wait", "spill"), 64)
+    assert found.classes.all == (QosClass("free", when_full=("degrade", "spill", "reject"), max_tokens_floor=32),)
 
 
 def test_without_any_of_it_there_is_nothing():
@@ -121,6 +128,18 @@ def classes(*entries):
             "scheduler.qos_classes",
         ),
         ("admission: {when_full: shed}", "admission: when_full: 'shed' is none of wait", "reject"),
+        ("admission: {when_full: []}", "admission: when_full: it has no step", "wait, degrade"),
+        ("admission: {when_full: [wait, wait]}", "admission: when_full: wait is there twice", "once"),
+        ("admission: {when_full: [observe, wait]}", "admission: when_full: observe sends every request", "alone"),
+        ("admission: {when_full: [reject, spill]}", "admission: when_full: reject refuses every request", "last"),
+        ("admission: {max_tokens_floor: 0}", "admission: max_tokens_floor: 0", "above 0"),
+        (classes("{name: a, when_full: [no]}"), "qos_classes[0].when_full: False is none of wait", "spill"),
+        (classes("{name: a, max_tokens_floor: few}"), "qos_classes[0].max_tokens_floor: 'few'", "above 0"),
+        (
+            "pools: {a: {profile: sim, launch: 1, spill: true, role: decode}}",
+            "pools.a: spill and role: decode",
+            "leave one",
+        ),
         ("admission: {max_wait: 30}", "admission: max_wait: 30 has no unit", "2s"),
         ("admission: {max_requests: 0}", "admission: max_requests: 0", "above 0"),
         ("admission: {max_bytes: lots}", "admission: 'lots' is not a size", "512MiB"),

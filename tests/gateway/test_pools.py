@@ -57,6 +57,11 @@ def test_launch_and_pools_stand_beside_each_other(tmp_path):
     assert [(one.count, one.served_name) for one in found] == [(2, "sim"), (1, "other")]
 
 
+def test_a_slow_pool_is_launched_as_such(tmp_path):
+    found = planned(tmp_path, "a: {profile: sim, launch: 2}\nb: {profile: sim, launch: 1, spill: true}")
+    assert [(one.count, one.spill) for one in found] == [(2, False), (1, True)]
+
+
 @pytest.mark.parametrize(
     "pools, said",
     [

@@ -102,11 +102,12 @@ def test_a_url_nobody_can_use_is_refused_with_the_reason(text, said):
         "http://h:1#role=prefill",
         "http://h:1#model=llama,role=decode",
         "http://h:1#events=tcp://h:5557,replay=tcp://h:5558,topic=t,model=m,role=prefill",
+        "http://h:1#model=llama,spill=yes",
     ],
 )
 def test_a_url_is_written_as_it_was_read(text):
     address = parse_url(text)
-    assert url_of(address.url, address.source, address.model, address.role) == text
+    assert url_of(address.url, address.source, address.model, address.role, address.spill) == text
 
 
 def test_a_replica_is_for_both_unless_its_url_says_otherwise():
@@ -119,3 +120,12 @@ def test_a_role_that_there_is_not_is_refused_with_those_that_there_are(role):
     with pytest.raises(ValueError, match="is none of prefill, decode, both") as caught:
         parse_url(f"http://h:1#role={role}")
     assert len(str(caught.value)) < 800
+
+
+@pytest.mark.parametrize(
+    "fragment, said",
+    [("spill=no", "leave it out"), ("spill=yes,spill=yes", "twice"), ("spill=yes,role=decode", "exclude each other")],
+)
+def test_what_is_said_wrongly_of_a_slow_pool_is_refused(fragment, said):
+    with pytest.raises(ValueError, match=said):
+        parse_url(f"http://h:1#{fragment}")

@@ -128,7 +128,7 @@ async def test_add_list_drain_remove_with_a_real_fleet(unused_tcp_port):
             assert response.status == 201 and (await response.json())["id"] == id
         async with http.post("/replicas", json={"url": f"http://{id}/v1"}) as response:
             assert response.status == 200, "known already"
-        for other in ("events=tcp://127.0.0.1:5557", "model=other", "role=prefill"):
+        for other in ("events=tcp://127.0.0.1:5557", "model=other", "role=prefill", "spill=yes"):
             async with http.post("/replicas", json={"url": f"http://{id}#{other}"}) as response:
                 shown = await error_of(response)
                 assert (response.status, shown["code"]) == (

@@ -195,7 +195,7 @@ async def test_who_waits_too_long_is_told_in_its_own_words_when_to_come_back(pat
 
 async def test_who_cannot_be_answered_in_time_is_refused_at_once():
     engine = Engine()
-    rules = Rules("reject", engine_wait=0.0)
+    rules = Rules(("reject",), engine_wait=0.0)
     async with queued(engine, slo=Slo(ttft=0.001), rules=rules) as (s, queue):
         first = await send(s, "a")
         await eventually(lambda: engine.seen == ["a"])
@@ -207,7 +207,7 @@ async def test_who_cannot_be_answered_in_time_is_refused_at_once():
 
 async def test_observe_sends_all_and_counts_who_would_have_been_refused():
     engine = Engine()
-    async with queued(engine, slo=Slo(ttft=0.001), rules=Rules("observe", engine_wait=0.0)) as (s, queue):
+    async with queued(engine, slo=Slo(ttft=0.001), rules=Rules(("observe",), engine_wait=0.0)) as (s, queue):
         talkers = [await send(s, name) for name in ("a", "b")]
         await eventually(lambda: len(engine.seen) == 2)
         for name, talker in zip(("a", "b"), talkers):
@@ -315,7 +315,7 @@ async def test_a_decision_for_another_proxy_waits_as_well_and_leaves_with_its_ca
 
 async def test_a_decision_that_is_refused_says_so():
     body = json.dumps({"model": "m", "messages": [{"role": "user", "content": "x"}]}).encode()
-    async with queued(Engine(), slo=Slo(ttft=0.001), rules=Rules("reject", engine_wait=0.0)) as (s, queue):
+    async with queued(Engine(), slo=Slo(ttft=0.001), rules=Rules(("reject",), engine_wait=0.0)) as (s, queue):
         decisions = Decisions(s.proxy)
         first = await decisions.decide("/v1/chat/completions", body, {})
         with pytest.raises(ApiError) as caught:
@@ -465,7 +465,7 @@ async def test_who_may_go_to_one_replica_alone_holds_up_nobody_for_the_others():
 
 async def test_a_limit_of_a_requests_own_makes_its_classs_no_looser():
     engine = Engine()
-    async with queued(engine, slo=Slo(ttft=0.001), rules=Rules("reject", engine_wait=0.0)) as (s, queue):
+    async with queued(engine, slo=Slo(ttft=0.001), rules=Rules(("reject",), engine_wait=0.0)) as (s, queue):
         first = await send(s, "a")
         await eventually(lambda: engine.seen == ["a"])
         assert (await (await send(s, "b", b"x-hitherto-slo: ttft=60m,tpot=60m")).response())[0] == 429

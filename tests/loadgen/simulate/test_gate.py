@@ -15,7 +15,7 @@ PREMIUM, FREE = QosClass("premium", 0.1, 100, SLO), QosClass("free", 0.6, 10, SL
 
 def fleet(mode, replicas=2, seed=1, profiles=None, **given):
     def admission(gateway):
-        return Admission(Classes((PREMIUM, FREE)), Rules(mode))
+        return Admission(Classes((PREMIUM, FREE)), Rules((mode,)))
 
     return Fleet(profiles or [load_profile("gpu-8b")] * replicas, "least_time", seed, admission=admission, **given)
 

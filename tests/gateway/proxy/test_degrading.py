@@ -1,0 +1,153 @@
+"""Less than was asked for, between real sockets: a capped answer, or one from the slow pool, and what says so."""
+
+import asyncio
+import json
+from contextlib import asynccontextmanager
+
+import pytest
+
+from gateway.overload import Overload
+from policies import Classes, QosClass, Rules, Slo
+
+from ..http.talk import eventually, read_request
+from .replies import EVENT, SSE_HEAD, chunk, post
+from .stack import stack
+
+CHAT, COMPLETIONS, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"
+ASKS = {
+    CHAT: {"model": "m", "messages": [{"role": "user", "content": "hello"}]},
+    COMPLETIONS: {"model": "m", "prompt": "hello"},
+    RESPONSES: {"model": "m", "input": "hello"},
+    MESSAGES: {"model": "m", "max_tokens": 900, "messages": [{"role": "user", "content": "hello"}]},
+}
+LIMIT = {CHAT: "max_tokens", COMPLETIONS: "max_tokens", RESPONSES: "max_output_tokens", MESSAGES: "max_tokens"}
+
+
+class Engine:
+    """Notes the bodies it is sent, and answers once it is told to."""
+
+    def __init__(self):
+        self.bodies, self.go, self.drops = [], asyncio.Event(), False
+
+    async def __call__(self, reader, writer):
+        while True:
+            _, body = await read_request(reader)
+            self.bodies.append(json.loads(body))
+            if self.drops:
+                writer.transport.abort()
+                return
+            await self.go.wait()
+            writer.write(SSE_HEAD + chunk(EVENT) + chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n")
+
+
+@asynccontextmanager
+async def busy(*steps, slow=None, slo=Slo(30.0)):
+    """An engine with a request under way, so that it has no room, and one of a slow pool."""
+    engine = Engine()
+    rules = Rules(steps, engine_wait=0.0, max_wait=0.05, max_tokens_floor=7)
+    overload = Overload(Classes((QosClass("all", slo=slo),)), rules, None)
+    async with stack(engine, *([slow] if slow else []), overload=overload) as s:
+        if slow:
+            [*s.proxy.backends.values()][-1].replica.spill = True
+            s.proxy.changed()
+        first = await s.talk()
+        await first.say(post(json.dumps({**ASKS[CHAT], "max_tokens": 5}).encode()))
+        await eventually(lambda: len(engine.bodies) == 1)
+        yield s, engine
+        for one in (engine, slow):
+            if one is not None:
+                one.go.set()
+        assert (await first.response())[0] == 200
+        await eventually(s.idle)
+        assert not s.proxy.placing.queue._notes and not s.proxy.placing.queue._tickets
+
+
+async def send(s, path, body):
+    talker = await s.talk()
+    await talker.say(post(json.dumps(body).encode(), path.encode()))
+    return talker
+
+
+@pytest.mark.parametrize("given", [{}, {"limit": 500}, {"limit": 500, "min_tokens": 100}])
+@pytest.mark.parametrize("path", ASKS)
+async def test_an_answer_is_capped_in_each_apis_own_words_and_the_client_is_told(path, given):
+    async with busy("degrade") as (s, engine):
+        limit = {LIMIT[path]: given["limit"]} if given else {}
+        talker = await send(s, path, ASKS[path] | limit | {key: given[key] for key in given if key != "limit"})
+        await eventually(lambda: len(engine.bodies) == 2)
+        got, kept = engine.bodies[-1], ASKS[path].keys() - {"max_tokens"}
+        assert got[LIMIT[path]] == 7 and got.get("min_tokens", 0) == 0
+        assert {name: got[name] for name in kept} == {name: ASKS[path][name] for name in kept}
+        engine.go.set()
+        status, headers, _ = await talker.response()
+        assert status == 200 and headers["x-hitherto-degraded"] == "max_tokens=7"
+        assert s.metrics.admission.values["degraded", "all", "full"] == 1
+
+
+async def test_of_two_names_of_a_chats_limit_neither_is_left():
+    async with busy("degrade") as (s, engine):
+        talker = await send(s, CHAT, {**ASKS[CHAT], "max_completion_tokens": 500, "max_tokens": 400})
+        await eventually(lambda: len(engine.bodies) == 2)
+        assert (engine.bodies[-1]["max_completion_tokens"], engine.bodies[-1]["max_tokens"]) == (7, 7)
+        engine.go.set()
+        assert (await talker.response())[0] == 200
+
+
+async def test_an_answer_that_is_short_already_is_left_alone():
+    async with busy("degrade") as (s, engine):
+        body = {**ASKS[CHAT], "max_tokens": 7}
+        talker = await send(s, CHAT, body)
+        await eventually(lambda: len(engine.bodies) == 2)
+        assert engine.bodies[-1] == body
+        engine.go.set()
+        status, headers, _ = await talker.response()
+        assert status == 200 and "x-hitherto-degraded" not in headers
+
+
+async def test_an_answer_stays_capped_where_another_replica_has_to_give_it():
+    slow = Engine()
+    slow.go.set()
+    async with busy("degrade", slow=slow) as (s, engine):
+        engine.drops = True
+        status, headers, _ = await (await send(s, CHAT, ASKS[CHAT])).response()
+        assert status == 200 and headers["x-hitherto-degraded"] == "max_tokens=7"
+        assert engine.bodies[-1] == slow.bodies[-1] and slow.bodies[-1]["max_tokens"] == 7
+
+
+async def test_the_slow_pool_gets_what_nobody_else_can_answer_in_time_and_nothing_else():
+    slow = Engine()
+    async with busy("spill", slow=slow, slo=Slo(1e-6)) as (s, engine):
+        talker = await send(s, CHAT, ASKS[CHAT])
+        await eventually(lambda: len(slow.bodies) == 1)
+        assert len(engine.bodies) == 1 and slow.bodies == [ASKS[CHAT]]
+        slow.go.set()
+        status, headers, _ = await talker.response()
+        assert status == 200 and headers["x-hitherto-degraded"] == "slow pool"
+        assert s.metrics.admission.total(decision="spilled") == 1
+
+
+async def test_without_limits_the_slow_pool_is_asked_only_where_nobody_else_is_left():
+    quick, slow = Engine(), Engine()
+    quick.go.set()
+    slow.go.set()
+    async with stack(quick, slow) as s:
+        first, last = s.proxy.backends.values()
+        last.replica.spill = True
+        s.proxy.changed()
+        for _ in range(4):
+            assert (await (await send(s, CHAT, ASKS[CHAT])).response())[0] == 200
+        assert (len(quick.bodies), len(slow.bodies)) == (4, 0)
+        await eventually(s.idle)
+        s.proxy.remove(first.id)
+        assert (await (await send(s, CHAT, ASKS[CHAT])).response())[0] == 200
+        assert (len(quick.bodies), len(slow.bodies)) == (4, 1)
+
+
+async def test_who_has_waited_too_long_goes_to_the_slow_pool():
+    slow = Engine()
+    async with busy("wait", "spill", slow=slow, slo=Slo()) as (s, engine):
+        talker = await send(s, CHAT, ASKS[CHAT])
+        await eventually(lambda: len(slow.bodies) == 1)
+        slow.go.set()
+        assert (await talker.response())[0] == 200
+        assert s.metrics.admission.values["spilled", "all", "deadline"] == 1

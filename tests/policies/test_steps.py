@@ -1,0 +1,143 @@
+"""What is tried for a request that finds no room, and in which order: capped answers, the slow pool, the queue."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from policies import Admission, Classes, CostGroup, QosClass, Quote, Rules, Slo, Ticket
+
+SLO = Slo(2.0, 0.05)
+PREMIUM, FREE = QosClass("premium", 0.1, 100, SLO), QosClass("free", 0.6, 10, SLO)
+ROOM = Quote(0.05, 0.0, 0.02, 1.0, there=2)
+FULL = Quote(0.45, 0.4, 0.02, 1.0, there=9, computing=2)
+LATE = Quote(2.5, 2.4, 0.02, 1.0, there=9, computing=2)
+IDLE = Quote(9.0, 0.0, 0.5)
+COSTS = CostGroup().add("r")
+
+
+class Offered:
+    """`capped`: the quotes for a short answer, for a cap of at most so many tokens; `slow`: those of the slow pool."""
+
+    def __init__(self, capped=(), slow=(), asks=10_000):
+        self._capped, self._slow, self._asks = capped, slow, asks
+
+    def capped(self, most):
+        return self._capped if most < self._asks else ()
+
+    def spilled(self):
+        return self._slow
+
+
+def admission(*steps, **given):
+    return Admission(Classes((PREMIUM, FREE)), Rules(steps, **given))
+
+
+def ask(gate, offered, *quotes, qos=FREE, now=0.0, one=None):
+    one = one or Ticket(qos, qos.slo, now)
+    return gate.ask(one, 1000, quotes, now, (), offered)
+
+
+BOTH = Offered([FULL], [IDLE])
+
+
+@pytest.mark.parametrize(
+    "steps, decision",
+    [
+        (("degrade", "spill", "wait"), "degraded"),
+        (("spill", "degrade", "wait"), "spilled"),
+        (("degrade", "spill"), "degraded"),
+        (("reject",), "refused"),
+        (("observe",), "observed"),
+    ],
+)
+def test_the_first_step_that_can_take_it_does(steps, decision):
+    assert ask(admission(*steps), BOTH, LATE).decision == decision
+
+
+def test_who_may_wait_first_waits_if_that_is_in_time():
+    assert ask(admission("wait", "degrade", "spill"), BOTH, FULL).decision == "queued"
+    assert ask(admission("wait", "degrade", "spill"), BOTH, LATE)[:2] == ("degraded", "ttft")
+
+
+def test_without_waiting_a_short_answer_comes_before_a_full_engine():
+    assert ask(admission("degrade"), BOTH, FULL)[:2] == ("degraded", "full")
+    assert ask(admission("degrade"), Offered(), FULL)[:2] == ("admitted", "met"), "it is short already"
+
+
+@pytest.mark.parametrize("steps", [("degrade", "wait"), ("spill", "wait"), ("degrade",), ("spill",)])
+def test_nothing_is_taken_from_a_request_that_finds_room(steps):
+    verdict = ask(admission(*steps), BOTH, ROOM)
+    assert (verdict.decision, verdict.cap) == ("admitted", 0)
+
+
+def test_the_slow_pool_gets_nothing_that_somebody_else_answers_in_time():
+    assert ask(admission("spill"), BOTH, FULL)[:2] == ("admitted", "met")
+
+
+def test_a_capped_answer_is_as_long_as_its_class_may_have_it():
+    own = QosClass("own", 0.1, 5, SLO, max_tokens_floor=32)
+    gate = Admission(Classes((FREE, own)), Rules(("degrade",), max_tokens_floor=64))
+    assert ask(gate, BOTH, LATE).cap == 64
+    assert ask(gate, BOTH, LATE, qos=own).cap == 32
+
+
+def test_an_answer_that_is_short_already_is_not_capped():
+    assert ask(admission("degrade", max_tokens_floor=64), Offered([FULL], asks=64), LATE)[:2] == ("refused", "ttft")
+
+
+def test_a_short_answer_that_is_late_all_the_same_is_not_sent():
+    assert ask(admission("degrade"), Offered([LATE]), LATE)[:2] == ("refused", "ttft")
+
+
+def test_the_slow_pool_is_not_filled_without_bound():
+    slow = Quote(9.0, 0.3, 0.5, there=3, computing=1)
+    assert ask(admission("spill"), Offered(slow=[slow]), LATE)[:2] == ("refused", "ttft")
+    assert ask(admission("spill"), Offered(slow=[slow, IDLE]), LATE).among == [1]
+
+
+def test_a_degraded_request_does_not_overtake_a_higher_class():
+    gate = Admission(Classes((QosClass("premium", 0.1, 100, SLO, ("wait",)), FREE)), Rules(("degrade", "wait")))
+    assert ask(gate, BOTH, LATE, qos=gate.classes.all[0]).decision == "refused"
+    waits = Quote(1.0, 0.9, 0.02, 1.0, there=9, computing=2)
+    assert ask(gate, BOTH, waits, qos=gate.classes.all[0]).decision == "queued"
+    assert ask(gate, Offered([FULL]), waits).decision == "queued"
+
+
+def test_who_would_wait_too_long_goes_to_the_slow_pool():
+    gate, one = admission("wait", "spill"), Ticket(FREE, SLO, 0.0)
+    assert ask(gate, BOTH, FULL, one=one).decision == "queued"
+    assert [*gate.turned_out(1.0)] == []
+    late = one.deadline + 0.01
+    assert [(ticket, verdict.decision) for ticket, verdict in gate.turned_out(late)] == [(one, "queued")]
+    assert ask(gate, BOTH, FULL, one=one, now=late)[:2] == ("spilled", "deadline")
+    assert not gate.waiting and gate.space.requests == 0
+
+
+def test_who_would_wait_too_long_is_refused_where_the_slow_pool_is_full_too():
+    gate, one = admission("wait", "spill"), Ticket(FREE, SLO, 0.0)
+    ask(gate, BOTH, FULL, one=one)
+    late = one.deadline + 0.01
+    assert [*gate.turned_out(late)]
+    assert ask(gate, Offered(), FULL, one=one, now=late)[:2] == ("refused", "deadline")
+    assert not gate.waiting
+
+
+quotes = st.sampled_from([ROOM, FULL, LATE, IDLE])
+orders = st.permutations(["wait", "degrade", "spill"]).flatmap(
+    lambda steps: st.integers(1, 3).map(lambda count: tuple(steps[:count]))
+)
+
+
+@given(orders, st.lists(quotes, min_size=1, max_size=3), st.lists(quotes, max_size=3), st.lists(quotes, max_size=3))
+def test_a_request_is_sent_to_somebody_or_waits_or_is_refused(steps, normal, capped, slow):
+    gate, one = admission(*steps), Ticket(FREE, SLO, 0.0)
+    verdict = ask(gate, Offered(capped[: len(normal)], slow), *normal, one=one)
+    sent = verdict.decision in ("admitted", "degraded", "spilled")
+    assert sent == bool(verdict.among) and one.waits == (verdict.decision == "queued") == gate.waiting
+    assert (verdict.cap > 0) == (verdict.decision == "degraded")
+    pool = {"spilled": slow, "degraded": capped}.get(verdict.decision, normal)
+    assert all(index < len(pool) for index in verdict.among)
+    assert (
+        verdict.decision not in ("degraded", "spilled")
+        or {"degraded": "degrade", "spilled": "spill"}[verdict.decision] in steps
+    )

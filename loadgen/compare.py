@@ -12,13 +12,11 @@ import policies
 from loadgen import options
 from loadgen.drive import engines, target
 from loadgen.drive.client import Client
-from loadgen.drive.records import Record
 from loadgen.drive.stack import Stack
-from loadgen.report import comparison, files, show
-from loadgen.report.summary import Report, setting, summarise
-from loadgen.run import ask, check
+from loadgen.report import comparison, files
+from loadgen.report.summary import now, setting
+from loadgen.run import Measured, check, exit_code, until_interrupted
 from loadgen.workload import datasets
-from loadgen.workload.conversations import Workload
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,6 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     target.add_asking(group)
     datasets.add_workload(parser)
+    datasets.add_seeds(parser)
     files.add_report(parser)
 
 
@@ -62,41 +61,59 @@ def targets(args: argparse.Namespace) -> dict[str, str]:
 
 async def compare_verb(args: argparse.Namespace, console: Console) -> int:
     check(args)
-    work = datasets.workload(args)
-    show.print_notes(console, work.notes)
-    reports: dict[str, Report] = {}
-    records: dict[str, list[Record]] = {}
-    if args.target:
-        for name, url in targets(args).items():
-            reports[name], records[name] = await measure(args, console, work, name, url, None)
-    else:
-        for policy in args.policies:
-            console.print(f"[dim]{policy}: starting {args.launch} engines and a gateway …[/]")
-            async with Stack(policy, args.launch, args.profile) as stack:
-                reports[policy], records[policy] = await measure(
-                    args, console, work, policy, stack.base_url, stack.admin
-                )
+    began = now()
+    found: dict[str, Measured] = {}
+    with until_interrupted(console):
+        if args.target:
+            await ask_targets(args, console, targets(args), found)
+        else:
+            await ask_policies(args, console, found)
+    reports = {name: one.report for name, one in found.items() if one.reports}
+    if not reports:
+        return options.INTERRUPTED
     comparison.print_comparison(console, reports)
-    console.print(
-        "\n[dim]Single runs differ by some percent; --seed N gives other conversations, --json FILE all figures.[/]"
-    )
     about = {
         "void": comparison.void_because(reports),
-        "workload": datasets.describe(args, work),
-        "setting": setting(["loadgen", *sys.argv[1:]], args.seed),
+        "workload": next(iter(found.values())).workload,
+        "setting": setting(["loadgen", *sys.argv[1:]], args.seed, args.seeds, began),
     }
+    records = {label: done for one in found.values() for label, done in one.records.items()}
     files.write(args, {"targets": reports, **about}, reports, records, console, about)
-    return 0 if all(report["completed"] for report in reports.values()) else 1
+    runs = sum(len(one.reports) for one in found.values())
+    wanted = len(args.target or args.policies)
+    return exit_code(reports, wanted) if runs == wanted * args.seeds else options.INTERRUPTED
+
+
+async def ask_targets(
+    args: argparse.Namespace, console: Console, urls: dict[str, str], found: dict[str, Measured]
+) -> None:
+    for name, url in urls.items():
+        found[name] = Measured(name)
+        for seed, one in enumerate(datasets.of_seeds(args)):
+            await measure(one, console, found[name], url, None, seed)
+            if found[name].interrupted:
+                return
+
+
+async def ask_policies(args: argparse.Namespace, console: Console, found: dict[str, Measured]) -> None:
+    """Fresh engines for each policy and each seed."""
+    for policy in args.policies:
+        found[policy] = Measured(policy)
+        for seed, one in enumerate(datasets.of_seeds(args)):
+            console.print(f"[dim]{policy}: starting {args.launch} engines and a gateway …[/]")
+            async with Stack(policy, args.launch, args.profile) as stack:
+                await measure(one, console, found[policy], stack.base_url, stack.admin, seed)
+            if found[policy].interrupted:
+                return
 
 
 async def measure(
-    args: argparse.Namespace, console: Console, work: Workload, name: str, url: str, admin: Client | None
-) -> tuple[Report, list[Record]]:
-    """One target's report and records, with the engines' own counters where an admin side lists engines."""
+    args: argparse.Namespace, console: Console, found: Measured, url: str, admin: Client | None, seed: int
+) -> None:
+    """One seed of one target, with the engines' own counters where an admin side lists engines."""
     client = Client(url, target.headers(args), args.timeout)
-    asking = target.asking(args, await target.model_of(client, args.model))
     before = await engines.cache_counts(admin) if admin else {}
-    load = await ask(args, console, work, client, asking, name)
+    await found.ask(args, console, client, seed)
     counted = engines.between(before, await engines.cache_counts(admin)) if admin else None
     client.close()
-    return {"target": url, "model": asking.model, **summarise(load, files.slo(args)), "engines": counted}, load.done
+    found.reports[-1]["engines"] = counted

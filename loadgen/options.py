@@ -6,6 +6,7 @@ import argparse
 import math
 from collections.abc import Callable, Collection
 
+INTERRUPTED = 130  # the exit code after Ctrl-C, as shells have it
 ATTAINMENT = 0.9  # share of the requests that must be within the limits, where no flag says
 
 
@@ -66,6 +67,17 @@ def whole(text: str) -> int:
     if not text.isascii() or not text.isdigit() or not int(text):
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above zero")
     return int(text)
+
+
+def percentiles(text: str) -> list[float]:
+    """Percentiles joined by commas, in ascending order."""
+    found = sorted({number(part, lambda value: 0 <= value <= 100, "not from 0 to 100") for part in text.split(",")})
+    return [int(one) if one.is_integer() else one for one in found]
+
+
+def rates(text: str) -> tuple[float, ...]:
+    """Rates joined by commas, lowest first."""
+    return tuple(sorted({positive(part) for part in text.split(",")}))
 
 
 def names(text: str, known: Collection[str]) -> list[str]:

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 from rich.console import Console
 
 from loadgen.drive import target
 from loadgen.drive.client import Client
 from loadgen.drive.processes import Processes
+from loadgen.drive.records import Record
 from loadgen.drive.run import Asking, Run
-from loadgen.report import files, show
+from loadgen.options import INTERRUPTED
+from loadgen.report import files, seeds, show
 from loadgen.report.progress import watched
-from loadgen.report.summary import setting, summarise
+from loadgen.report.summary import Report, now, setting, summarise
 from loadgen.workload import datasets
 from loadgen.workload.conversations import Workload
 
@@ -21,6 +26,7 @@ from loadgen.workload.conversations import Workload
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     target.add_target(parser)
     datasets.add_workload(parser)
+    datasets.add_seeds(parser)
     files.add_report(parser)
 
 
@@ -36,26 +42,75 @@ async def ask(
 ) -> Run | Processes:
     """Send the whole load while showing how far it is; Ctrl-C ends it early."""
     load = target.load_of(args, work, client, asking)
-    target.stop_on_interrupt(load)
-    await watched(load, console, label)
+    with target.stopped_by_interrupt(load):
+        await watched(load, console, label)
     return load
+
+
+class Measured:
+    """What one target answered, seed by seed; `interrupted` once the user wants no more of it."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.reports: list[Report] = []
+        self.records: dict[str, list[Record]] = {}
+        self.workload: dict[str, object] = {}  # of the first seed
+        self.interrupted = False
+
+    @property
+    def report(self) -> Report:
+        return seeds.merged(self.reports)
+
+    async def ask(self, args: argparse.Namespace, console: Console, client: Client, seed: int) -> None:
+        """Measure one seed, whose number is in `args`; `seed` counts from 0."""
+        work = datasets.workload(args)
+        if not seed:
+            show.print_notes(console, work.notes)
+        asking = target.asking(args, await target.model_of(client, args.model))
+        self.workload = self.workload or datasets.describe(args, work)
+        label = seeds.label(self.name, args.seed, args.seeds)
+        load = await ask(args, console, work, client, asking, label)
+        self.interrupted = load.interrupted
+        self.records[label] = load.done
+        self.reports.append(
+            {"target": client.base_url, "model": asking.model, **summarise(load, files.slo(args), args.percentiles)}
+        )
+
+
+@contextmanager
+def until_interrupted(console: Console) -> Iterator[None]:
+    """Ctrl-C between two loads ends what is within, and what was measured before is told."""
+    try:
+        yield
+    except asyncio.CancelledError:
+        console.print("[yellow]Stopped by hand: what follows was measured until then.[/]")
+
+
+def exit_code(reports: Mapping[str, Report], wanted: int) -> int:
+    """130 where the user stopped it early, 1 where a target answered nothing."""
+    if len(reports) < wanted or any(report["interrupted"] for report in reports.values()):
+        return INTERRUPTED
+    return 0 if all(report["completed"] for report in reports.values()) else 1
 
 
 async def run_verb(args: argparse.Namespace, console: Console) -> int:
     check(args)
-    work = datasets.workload(args)
-    show.print_notes(console, work.notes)
+    began = now()
     client = Client(args.base_url, target.headers(args), args.timeout)
-    asking = target.asking(args, await target.model_of(client, args.model))
-    load = await ask(args, console, work, client, asking, client.base_url)
+    found = Measured(client.base_url)
+    with until_interrupted(console):
+        for seed, one in enumerate(datasets.of_seeds(args)):
+            await found.ask(one, console, client, seed)
+            if found.interrupted:
+                break
     client.close()
+    if not found.reports:
+        return INTERRUPTED
     report = {
-        "target": client.base_url,
-        "model": asking.model,
-        **summarise(load, files.slo(args)),
-        "setting": setting(["loadgen", *sys.argv[1:]], args.seed),
-        "workload": datasets.describe(args, work),
+        **found.report,
+        "setting": setting(["loadgen", *sys.argv[1:]], args.seed, args.seeds, began),
+        "workload": found.workload,
     }
     console.print(show.run_report(report))
-    files.write(args, report, {client.base_url: report}, {client.base_url: load.done}, console)
-    return 0 if report["completed"] else 1
+    files.write(args, report, {client.base_url: report}, found.records, console)
+    return exit_code({"": report}, 1) if len(found.reports) == args.seeds else INTERRUPTED

@@ -3,8 +3,9 @@
 A rate keeps it when at least a share, `--attainment`, of its requests is answered within every limit; failed and unsent
 ones count as not. From the first rate on the rate is doubled while that is so, or halved until it is; then the gap
 between the highest rate that kept it and the lowest that did not is halved (by factors), until they are within
-`--precision` of each other. All steps ask the same load, its starts moved together or apart, with other tokens, so that
-no step finds the caches warm from the one before.
+`--precision` of each other.
+With `--rates` the rates are those given, lowest first. All steps ask the same load, its starts moved together or apart,
+with other tokens, so that no step finds the caches warm from the one before.
 """
 
 from __future__ import annotations
@@ -12,25 +13,28 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from loadgen import options, run
 from loadgen.drive import target
 from loadgen.drive.client import Client
+from loadgen.drive.records import Record
 from loadgen.options import ATTAINMENT, BadOption
-from loadgen.report import files, show
-from loadgen.report.summary import Records, Report, setting, summarise
+from loadgen.report import files, rates, seeds, show
+from loadgen.report.summary import Records, Report, now, setting, summarise
 from loadgen.workload import datasets
-from loadgen.workload.conversations import Workload
+from loadgen.workload.conversations import Workload, offer
 
 PRECISION = 0.05
 _MOST_STEPS, _MOST_HALVINGS = 16, 5
 _LEAST_SECONDS = 5.0  # what is sent in less is a burst and no rate
+BY_HAND = "Stopped early, by hand."
 
 
 @dataclass(slots=True)
@@ -45,12 +49,15 @@ class Search:
     missed: float | None = None  # the lowest that does not
     steps: int = 0
     stopped: str = ""  # why there is no next rate
+    given: Sequence[float] = ()  # the rates to try and no others
 
     @property
     def rate(self) -> float | None:
         """The next rate to try, None when the search is over."""
         if self.stopped:
             return None
+        if self.given:
+            return self.given[self.steps]
         if self.kept is None:
             return min(self.first, self.limit) if self.missed is None else self.missed / 2
         return min(self.kept * 2, self.limit) if self.missed is None else math.sqrt(self.kept * self.missed)
@@ -58,6 +65,8 @@ class Search:
     def tell(self, rate: float, keeps: bool) -> None:
         """What became of a rate, the one asked for or any other between `kept` and `missed`."""
         self.steps += 1
+        if self.given:
+            return self._tell_given(rate, keeps)
         if keeps:
             self.kept = rate
         else:
@@ -73,6 +82,14 @@ class Search:
             self.stopped = f"Stopped: not even {self.missed:.4g} requests/s keep it."
         elif self.steps >= _MOST_STEPS:
             self.stopped = f"Stopped after {_MOST_STEPS} steps."
+
+    def _tell_given(self, rate: float, keeps: bool) -> None:
+        if not keeps:
+            self.missed = self.missed or rate
+        elif not self.missed:
+            self.kept = rate
+        if self.steps == len(self.given):
+            self.stopped = "These were all rates that were asked for."
 
 
 @dataclass(slots=True)
@@ -93,6 +110,28 @@ class Sweep:
         return step
 
     @property
+    def knee(self) -> float | None:
+        """The rate with the most requests answered a second for each second that an answer takes: beyond it waiting
+        grows faster than what is answered (Kleinrock's "power" of a queue). None of fewer than three rates."""
+        power = {
+            step["rate"]: step["report"]["request_throughput"] / step["report"]["e2el_ms"]["mean"]
+            for step in self.steps
+            if step["report"]["e2el_ms"]
+        }
+        return max(power, key=power.__getitem__) if len(power) > 2 else None
+
+    @property
+    def saturation(self) -> str:
+        """Where the curve bends and where it ends, as far as it was measured."""
+        if self.knee is None:
+            return ""
+        most = max(step["report"]["request_throughput"] for step in self.steps)
+        return (
+            f"The knee is at {self.knee:.4g} requests/s: beyond it answers get slower faster than more of them come. "
+            f"At most {most:.4g} requests/s were answered."
+        )
+
+    @property
     def answer(self) -> str:
         slo = f"{self.attainment * 100:g} % of requests within {show.limits(self.slo)}"
         if self.search.kept is None:
@@ -109,6 +148,8 @@ class Sweep:
             "attainment": self.attainment,
             "precision": self.search.precision,
             "answer": self.answer,
+            "knee": self.knee,
+            "saturation": self.saturation,
             "stopped": self.search.stopped,
             "steps": self.steps,
         }
@@ -116,12 +157,13 @@ class Sweep:
 
 def own_rate(work: Workload) -> float:
     """Requests a second that a load's own starts ask for. Raises BadOption where all begin at once."""
-    if not work.starts or work.starts[-1] <= work.starts[0]:
+    rate = offer(work.conversations, work.starts).rate
+    if rate is None:
         raise BadOption(
             "a sweep needs a load whose conversations begin at different times: more of them (--num-prompts), "
             "and a finite --request-rate"
         )
-    return work.requests * (len(work.starts) - 1) / len(work.starts) / (work.starts[-1] - work.starts[0])
+    return rate
 
 
 def at_rate(work: Workload, rate: float) -> Workload:
@@ -139,8 +181,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         group,
         ("--attainment", options.attainment, "SHARE", ATTAINMENT, "share of the requests that must be within the limits (default %(default)g)"),
         ("--precision", options.positive, "P", PRECISION, "stop where kept and missed rates are this near, as a share (default %(default)g)"),
+        ("--rates", options.rates, "R,R", (), "try these rates and no others"),
     )  # fmt: skip
     datasets.add_workload(parser)
+    datasets.add_seeds(parser)
     files.add_report(parser)
 
 
@@ -155,47 +199,61 @@ def check(args: argparse.Namespace) -> None:
 
 async def sweep_verb(args: argparse.Namespace, console: Console) -> int:
     check(args)
-    work = datasets.workload(args)
+    began, works = now(), [datasets.workload(one) for one in datasets.of_seeds(args)]
+    work = works[0]
     own = own_rate(work)
     show.print_notes(console, work.notes)
     if isinstance(work.conversations[0].turns[0].messages[-1].get("content"), str):
         show.print_notes(
             console, ["The texts of this load are the same in every step, so caches may be warm from the step before."]
         )
+    limit = own * work.starts[-1] / _LEAST_SECONDS
     sweep = Sweep(
-        Search(args.request_rate or own, args.precision, own * work.starts[-1] / _LEAST_SECONDS),
-        files.slo(args),
-        args.attainment,
-        [],
+        Search(args.request_rate or own, args.precision, limit, given=args.rates), files.slo(args), args.attainment, []
     )
     client = Client(args.base_url, target.headers(args), args.timeout)
     model, records = await target.model_of(client, args.model), {}
+    with run.until_interrupted(console):
+        await climb(args, console, sweep, works, client, model, records)
+    client.close()
+    about = {
+        "target": client.base_url,
+        "model": model.name,
+        "workload": datasets.describe(args, work),
+        "setting": setting(["loadgen", *sys.argv[1:]], args.seed, args.seeds, began),
+    }
+    conclude(args, console, sweep, records, about)
+    if not sweep.search.stopped or sweep.search.stopped == BY_HAND:
+        return options.INTERRUPTED
+    return 0 if sweep.search.kept else 1
+
+
+async def climb(
+    args: argparse.Namespace,
+    console: Console,
+    sweep: Sweep,
+    works: Sequence[Workload],
+    client: Client,
+    model: target.Model,
+    records: dict[str, list[Record]],
+) -> None:
+    """Try one rate after the other, each with every seed; every step and seed has tokens of its own."""
     while (rate := sweep.search.rate) is not None:
-        other_tokens = argparse.Namespace(**{**vars(args), "seed": args.seed + len(sweep.steps)})
-        load = await run.ask(
-            args, console, at_rate(work, rate), client, target.asking(other_tokens, model), f"{rate:.4g}/s"
-        )
-        if load.interrupted:
-            sweep.search.stopped = "Stopped early, by hand."
-            break
-        step = sweep.add(rate, summarise(load, sweep.slo))
-        records[name(step)] = load.done
+        reports = []
+        for number, work in enumerate(works):
+            salt = args.seed + len(sweep.steps) * len(works) + number
+            other_tokens = argparse.Namespace(**{**vars(args), "seed": salt})
+            load = await run.ask(
+                args, console, at_rate(work, rate), client, target.asking(other_tokens, model), f"{rate:.4g}/s"
+            )
+            if load.interrupted:
+                sweep.search.stopped = BY_HAND
+                return
+            reports.append(summarise(load, sweep.slo, args.percentiles))
+            records[seeds.label(f"{rate:.4g}/s", args.seed + number, args.seeds)] = load.done
+        step = sweep.add(rate, seeds.merged(reports))
         console.print(f"[dim]{rate:.4g} requests/s: {show.percent(step['share'])} within the SLO[/]")
         sweep.search.stopped = hopeless(step) or sweep.search.stopped
-    client.close()
-    conclude(
-        args,
-        console,
-        sweep,
-        records,
-        {
-            "target": client.base_url,
-            "model": model.name,
-            "workload": datasets.describe(args, work),
-            "setting": setting(["loadgen", *sys.argv[1:]], args.seed),
-        },
-    )
-    return 0 if sweep.search.kept else 1
 
 
 def hopeless(step: Mapping[str, object]) -> str:
@@ -216,7 +274,12 @@ def conclude(
     args: argparse.Namespace, console: Console, sweep: Sweep, records: Records, about: Mapping[str, object]
 ) -> None:
     console.print(table(sweep))
-    console.print(f"[bold]{sweep.answer}[/]\n[dim]{sweep.search.stopped}[/]", soft_wrap=True)
+    console.print(f"[bold]{sweep.answer}[/]", soft_wrap=True)
+    console.print(f"[dim]{sweep.search.stopped}[/]", soft_wrap=True)
+    if sweep.saturation:
+        console.print(sweep.saturation, soft_wrap=True)
+    for step in sorted(sweep.steps, key=lambda step: step["rate"])[-1:]:
+        console.print(f"[dim]{name(step)}: {rates.rates(step['report'])}[/]", soft_wrap=True)
     for step in sweep.steps:
         if trouble := show.errors(step["report"]) or show.caution(step["report"]):
             console.print(f"\n[bold]{name(step)}[/]")
@@ -228,36 +291,28 @@ def conclude(
         args,
         figures,
         {name(step): step["report"] for step in steps},
-        {name(step): records[name(step)] for step in steps},
+        records,
         console,
         {**about, "sweep": {**sweep.figures(), "steps": steps}},
     )
 
 
 def table(sweep: Sweep) -> Table:
+    """The curve: a row for each rate, lowest first."""
     made = Table(box=SIMPLE_HEAD, pad_edge=False, header_style="dim")
-    for title in (
-        "rate /s",
-        "within the SLO",
-        "TTFT p50",
-        "TTFT p99",
-        "TPOT p50",
-        "TPOT p99",
-        "hit rate",
-        "answered /s",
-    ):
+    steps = sorted(sweep.steps, key=lambda step: step["rate"])
+    columns = show.ends(steps[0]["report"]) if steps else []
+    for title in ("offered /s", "answered /s", "within the SLO", *(title for title, *_ in columns), "hit rate"):
         made.add_column(title, justify="right")
-    for step in sorted(sweep.steps, key=lambda step: step["rate"]):
+    for step in steps:
         report = step["report"]
-        ttft, tpot = report["ttft_ms"] or {}, report["tpot_ms"] or {}
         made.add_row(
             f"{step['rate']:.4g}",
-            f"[{'green' if step['kept'] else 'red'}]{show.percent(step['share'])}[/]",
-            *(
-                show.milliseconds(value)
-                for value in (ttft.get("p50"), ttft.get("p99"), tpot.get("p50"), tpot.get("p99"))
+            show.written(report, show.path_of("request_throughput"), show.number),
+            Text(
+                show.written(report, show.path_of("goodput", "share"), show.percent), "green" if step["kept"] else "red"
             ),
-            show.percent(report["cache"]["hit_rate"]),
-            f"{report['request_throughput']:.2f}",
+            *(show.written(report, show.path_of(key, percentile), show.milliseconds) for _, key, percentile in columns),
+            show.written(report, show.path_of("cache", "hit_rate"), show.percent),
         )
     return made

@@ -27,10 +27,11 @@ from loadgen.drive import engines
 from loadgen.drive.client import Client
 from loadgen.drive.run import Asking, Run
 from loadgen.drive.stack import Stack
-from loadgen.drive.target import model_of, stop_on_interrupt
+from loadgen.drive.target import model_of, stopped_by_interrupt
 from loadgen.report import files, show
 from loadgen.report.comparison import comparison
-from loadgen.report.summary import Report, Reports, setting, summarise
+from loadgen.report.summary import Report, Reports, now, setting, summarise
+from loadgen.run import exit_code
 from loadgen.workload.arrivals import conversation_starts
 from loadgen.workload.conversations import Conversation
 from loadgen.workload.documents import Document, documents, read_text
@@ -104,10 +105,9 @@ async def demo_verb(args: argparse.Namespace, console: Console) -> int:
     conclude(console, reports)
     next_steps(console, scene)
     files.write_json(
-        args.json, {"targets": reports, "setting": setting(["loadgen", *sys.argv[1:]], args.seed)}, console
+        args.json, {"targets": reports, "setting": setting(["loadgen", *sys.argv[1:]], args.seed, date=now())}, console
     )
-    whole = len(reports) == len(POLICIES) and all(report["completed"] for report in reports.values())
-    return 0 if whole else 1
+    return exit_code(reports, len(POLICIES))
 
 
 async def play(
@@ -123,9 +123,9 @@ async def play(
         client = Client(stack.base_url)
         asking = Asking((await model_of(client, None)).name, engine_replies=True, ignore_eos=scene.model is not None)
         run = Run(conversations, starts, client, asking)
-        stop_on_interrupt(run)
         before = await engines.cache_counts(stack.admin)
-        await live.watched(run, console, policy, which)
+        with stopped_by_interrupt(run):
+            await live.watched(run, console, policy, which)
         counted = engines.between(before, await engines.cache_counts(stack.admin))
         client.close()
         return {**summarise(run), "engines": counted}

@@ -22,7 +22,7 @@ from loadgen.drive.client import Client
 from loadgen.drive.records import Record
 from loadgen.drive.run import Asking, Run
 from loadgen.options import Failed
-from loadgen.workload.conversations import Workload
+from loadgen.workload.conversations import Offer, Workload, offer
 
 _LENGTH = struct.Struct("!Q")
 _REPORT_SECONDS = 0.25
@@ -83,6 +83,7 @@ class Processes:
     def __init__(self, whole: Share, number: int):
         self.shares = whole.split(number)
         self.conversations, self.total = whole.load.conversations, whole.load.requests
+        self.starts = whole.load.starts
         self.max_concurrency, self.users, self.processes = whole.max_concurrency, whole.users, len(self.shares)
         self.done: list[Record] = []
         self.began = self.ended = self.cpu_seconds = self.busiest_second = 0.0
@@ -99,6 +100,10 @@ class Processes:
     @property
     def not_sent(self) -> int:
         return self.total - len(self.done) if self.ended else 0
+
+    @property
+    def offered(self) -> Offer:
+        return offer(self.conversations, self.starts)
 
     async def go(self) -> list[Record]:
         """Run to the end. Raises ProcessFailed."""

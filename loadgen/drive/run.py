@@ -21,7 +21,7 @@ import orjson
 from loadgen.drive.client import Client
 from loadgen.drive.records import Record
 from loadgen.workload import synthetic
-from loadgen.workload.conversations import Conversation, Message, Turn
+from loadgen.workload.conversations import Conversation, Message, Offer, Turn, offer
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 _LEAD_SECONDS = 0.05  # a body is made this long before it is due: 12,000 tokens take 0.5 ms
@@ -113,6 +113,10 @@ class Run:
     @property
     def connections(self) -> int:
         return self.client.opened
+
+    @property
+    def offered(self) -> Offer:
+        return offer(self.conversations, self.starts)
 
     async def go(self, at: float | None = None) -> list[Record]:
         """Run to the end, from now or from the moment `at` of the monotonic clock on."""

@@ -7,6 +7,8 @@ import asyncio
 import json
 import os
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -173,12 +175,18 @@ def load_of(args: argparse.Namespace, work: Workload, client: Client, asking: As
     return Processes(share, args.processes)
 
 
-def stop_on_interrupt(load: Run | Processes) -> None:
-    """Ctrl-C ends the load and still gives the report; a second Ctrl-C ends the program."""
-    loop = asyncio.get_running_loop()
+@contextmanager
+def stopped_by_interrupt(load: Run | Processes) -> Iterator[None]:
+    """Ctrl-C within ends the load and still gives the report; a second Ctrl-C ends the program."""
+    loop, before = asyncio.get_running_loop(), signal.getsignal(signal.SIGINT)
 
     def stop() -> None:
         loop.remove_signal_handler(signal.SIGINT)
         load.stop()
 
     loop.add_signal_handler(signal.SIGINT, stop)
+    try:
+        yield
+    finally:
+        loop.remove_signal_handler(signal.SIGINT)
+        signal.signal(signal.SIGINT, before)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from loadgen.drive.records import Record
-from loadgen.report.summary import summarise
+from loadgen.report.summary import PERCENTILES, summarise
 from loadgen.simulate import Outcome, Setting
 from loadgen.simulate.verb import played
 from loadgen.workload.conversations import Workload
@@ -87,6 +87,7 @@ class Fleet:
     profile: Profile
     slo: Mapping[str, float]
     attainment: float
+    percentiles: Sequence[float] = PERCENTILES
 
     def of(self, replicas: int, tokens: int) -> Setting:
         return replace(
@@ -97,7 +98,7 @@ class Fleet:
         report = {
             "target": f"{number} simulated engines of {size.tokens:,} tokens",
             "model": self.profile.name,
-            **summarise(outcome, self.slo),
+            **summarise(outcome, self.slo, self.percentiles),
         }
         share = report["goodput"]["share"]
         return Point(number, size.tokens, share, share >= self.attainment, report)

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 import policies
-from loadgen.options import ATTAINMENT, BadOption, attainment, flags, positive, whole
+from loadgen.options import ATTAINMENT, INTERRUPTED, BadOption, attainment, flags, positive, whole
 from loadgen.plan import checkpoints, pools_verb, units
 from loadgen.plan.checkpoints import Checkpoint
 from loadgen.plan.fleet_size import Fleet, Point, Size, by_tokens, search
@@ -24,7 +24,7 @@ from loadgen.report import files, show
 from loadgen.report.show import count, percent
 from loadgen.report.summary import setting
 from loadgen.simulate import Setting, field
-from loadgen.simulate.verb import asked
+from loadgen.simulate.verb import asked, interruptible
 from loadgen.workload import datasets
 from replicas.simulated.profile import Profile, load_profile
 
@@ -221,12 +221,16 @@ def plan_fleet(
     show.print_notes(console, work.notes)
     fleet = Fleet(Setting(args.policy, [], args.seed, engine_replies=args.replies == "engine", salt=datasets.salt(args),
                           vocabulary=datasets.vocabulary(args), users=args.users, max_concurrency=args.max_concurrency),
-                  profile, files.slo(args), args.attainment)  # fmt: skip
+                  profile, files.slo(args), args.attainment, args.percentiles)  # fmt: skip
 
     def said(point: Point) -> None:
         console.print(f"[dim]{point.replicas} × {point.tokens:,} tokens: {percent(point.share)} within the SLO[/]")
 
-    search(work, fleet, tried, args.processes, said)
+    with interruptible(console):
+        search(work, fleet, tried, args.processes, said)
+    if any(size.number is not None for size in tried):
+        console.print(curve([size for size in tried if size.points]))
+        return INTERRUPTED
     assumed = assumptions(args, checkpoint, found, given)
     answers = [answer(args, fleet, size) for size in tried]
     console.print(curve(tried))
@@ -308,7 +312,7 @@ def curve(tried: list[Size]) -> Table:
         box=SIMPLE_HEAD,
         pad_edge=False,
         header_style="bold",
-        title="Requests within the SLO, and hit rate",
+        title=f"Requests within the SLO, hit rate, and requests/s answered{_offered(tried)}",
         title_justify="left",
     )
     shown.add_column("replicas", justify="right")
@@ -319,10 +323,17 @@ def curve(tried: list[Size]) -> Table:
     return shown
 
 
+def _offered(tried: list[Size]) -> str:
+    """What the load asks for, the same of every fleet; nothing where users send when they like."""
+    rate = next((point.report["offered"]["rate"] for size in tried for point in size.points.values()), None)
+    return "" if rate is None else f" of {rate:.2f} offered"
+
+
 def _cell(point: Point | None, chosen: bool) -> str:
     if point is None:
         return ""
-    text = f"{percent(point.share)}  {percent(point.report['cache']['hit_rate']):>7}"
+    hits = percent(point.report["cache"]["hit_rate"])
+    text = f"{percent(point.share)}  {hits:>7}  {point.report['request_throughput']:.2f} /s"
     return f"[bold green]{text}[/]" if chosen else text
 
 

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from rich.console import Console
 
-from loadgen.report import show
-from loadgen.report.summary import Report, Reports, fair_share
-
-# Smaller differences between single runs are noise (two seeds of one gateway differ by this much).
-SAME = 0.05
+from loadgen.report import noise, rates, seeds, show
+from loadgen.report.noise import Verdict
+from loadgen.report.summary import Report, Reports
 
 
 def factor(ratio: float) -> str:
@@ -17,7 +15,7 @@ def factor(ratio: float) -> str:
 
 def less_or_more(new: float, old: float, less: str, more: str, same: str = "about the same") -> str:
     """`less_or_more(50, 100, "faster", "slower")` -> "2.0× faster"."""
-    if abs(new - old) <= SAME * old:
+    if abs(new - old) <= noise.SAME * old:
         return same
     if min(new, old) <= 0:
         return f"{less if new < old else more} (from or to nothing, so no ratio)"
@@ -25,15 +23,37 @@ def less_or_more(new: float, old: float, less: str, more: str, same: str = "abou
 
 
 def comparison(name: str, report: Report, base_name: str, base: Report) -> list[str]:
-    """Sentences on `report` against `base`; what neither knows is left out."""
+    """Sentences on `report` against `base`; what one of them does not know is left out."""
     sentences = [
         _cache(name, report, base_name, base),
         _prefill(report, base),
         _ttft(report, base, base_name),
-        _spread(report, base, base_name),
+        *_verdicts(name, report, base_name, base),
         _failures(name, report, base_name, base),
     ]
     return [sentence for sentence in sentences if sentence]
+
+
+def changes(report: Report, base: Report) -> dict[Verdict, list[str]]:
+    """Every figure that has a better and a worse, by what became of it since `base`."""
+    found: dict[Verdict, list[str]] = {verdict: [] for verdict in Verdict}
+    for row in show.rows_of({"": report}):
+        verdict = noise.judged(row, report, base)
+        if verdict is Verdict.NEITHER:
+            continue
+        new, old = seeds.mean(report, row.read), seeds.mean(base, row.read)
+        change = f" ({(new - old) / old * 100:+.0f} %)" if old and row.form is not show.percent else ""
+        found[verdict].append(f"{row.label} {row.form(new)} instead of {row.form(old)}{change}")
+    return found
+
+
+def _verdicts(name: str, report: Report, base_name: str, base: Report) -> list[str]:
+    found = changes(report, base)
+    return [
+        f"{word} with {name} than with {base_name}: {'; '.join(found[verdict]) or 'nothing'}."
+        for word, verdict in (("Better", Verdict.BETTER), ("Worse", Verdict.WORSE))
+        if any(found.values())
+    ]
 
 
 def _cache(name: str, report: Report, base_name: str, base: Report) -> str | None:
@@ -51,7 +71,7 @@ def _prefill(report: Report, base: Report) -> str | None:
     if new is None or old is None:
         return None
     return (
-        f"Its engines computed {new:,} prompt tokens instead of {old:,}: "
+        f"Its engines computed {new:,.0f} prompt tokens instead of {old:,.0f}: "
         f"{less_or_more(new, old, 'less work', 'more work')}."
     )
 
@@ -68,17 +88,10 @@ def _ttft(report: Report, base: Report, base_name: str) -> str | None:
     return f"The first token came after {' and '.join(parts)}."
 
 
-def _spread(report: Report, base: Report, base_name: str) -> str | None:
-    new, old = fair_share(report), fair_share(base)
-    if new is None or old is None:
-        return None
-    return f"The busiest replica got {new:.2f}× an even share of the requests ({base_name} {old:.2f}×)."
-
-
 def _failures(name: str, report: Report, base_name: str, base: Report) -> str | None:
     if not report["failed"] and not base["failed"]:
         return None
-    return f"Requests failed: {report['failed']} with {name}, {base['failed']} with {base_name}."
+    return f"Requests failed: {report['failed']:,.0f} with {name}, {base['failed']:,.0f} with {base_name}."
 
 
 def void_because(reports: Reports) -> str | None:
@@ -94,7 +107,7 @@ def void_because(reports: Reports) -> str | None:
     if max(answered.values()) - min(answered.values()) <= 0.01 * max(report["requests"] for report in reports.values()):
         return None
     return "the targets did not answer the same requests: " + ", ".join(
-        f"{name} {count:,} of {reports[name]['requests'] + reports[name]['not_sent']:,}"
+        f"{name} {count:,.0f} of {reports[name]['requests'] + reports[name]['not_sent']:,.0f}"
         for name, count in answered.items()
     )
 
@@ -102,6 +115,8 @@ def void_because(reports: Reports) -> str | None:
 def print_comparison(console: Console, reports: Reports) -> None:
     """Print all there is to say of targets measured under the same load."""
     console.print(show.comparison_table(reports))
+    for name, report in reports.items():
+        console.print(f"[dim]{name}: {rates.rates(report)}[/]")
     say_ratios(console, reports)
     show.print_troubles(console, reports)
 
@@ -114,3 +129,17 @@ def say_ratios(console: Console, reports: Reports) -> None:
     for name, report in others:
         console.print()
         console.print(show.bullets(comparison(name, report, base_name, base)))
+    if others:
+        console.print(f"\n[dim]{how_sure(reports)}[/]")
+
+
+def how_sure(reports: Reports) -> str:
+    """One sentence on what counts as a difference."""
+    runs = min(len(report.get("by_seed") or [report]) for report in reports.values())
+    if runs >= noise.ENOUGH_SEEDS:
+        return f"Better and worse mean that the ranges over the seeds ({runs} each) do not overlap."
+    return (
+        f"With {'one run' if runs == 1 else f'{runs} seeds'} each, better and worse are differences above "
+        f"{noise.SAME * 100:g} % ({noise.SAME_TAIL * 100:g} % from p90 on, one point of a share); "
+        f"--seeds {noise.ENOUGH_SEEDS} or more measures the noise instead."
+    )

@@ -2,7 +2,8 @@
 computes on.
 
 All come from the same two dictionaries by target or policy, its report (`report.summarise`) and its records, whether
-they were measured or simulated. matplotlib, an extra of the project, is loaded only when something is drawn.
+they were measured or simulated. matplotlib, an extra of the project, is loaded only when something is
+drawn; without it a page has its tables alone.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ import orjson
 from rich.console import Console
 
 from loadgen.drive.records import Record
-from loadgen.options import BadOption, flags
-from loadgen.report.summary import Records, Reports, began, parse_slo
+from loadgen.options import BadOption, flags, percentiles
+from loadgen.report import seeds
+from loadgen.report.summary import PERCENTILES, Records, Reports, began, parse_slo
 
 COLUMNS = tuple(
     """
@@ -36,8 +38,9 @@ def add_report(parser: argparse.ArgumentParser) -> None:
     )
     flags(
         group,
+        ("--percentiles --metric-percentiles", percentiles, "P,P", list(PERCENTILES), "percentiles of the latencies in tables (default 50,90,99)"),
         ("--json --result-filename", Path, "FILE", None, "write all figures (- for stdout)"),
-        ("--html", Path, "FILE", None, "write a page with tables and plots (pip install 'hitherto[plots]')"),
+        ("--html", Path, "FILE", None, "write a page with tables, and with plots where there is matplotlib (pip install 'hitherto[plots]')"),
         ("--png", Path, "FILE", None, "write the plots alone"),
         ("--csv", Path, "FILE", None, "write a line per request"),
     )  # fmt: skip
@@ -48,8 +51,8 @@ def check(args: argparse.Namespace) -> None:
     slo(args)
     for kind in ("json", "html", "png", "csv"):
         check_writable(getattr(args, kind), f"--{kind}")
-    if (args.html or args.png) and not can_draw():
-        raise BadOption("--html and --png need matplotlib: pip install 'hitherto[plots]'")
+    if args.png and not can_draw():
+        raise BadOption("--png needs matplotlib: pip install 'hitherto[plots]'. --html writes the tables without it")
 
 
 def slo(args: argparse.Namespace) -> dict[str, float] | None:
@@ -109,21 +112,27 @@ def draw(reports: Reports, records: Records, about: Mapping[str, object], html: 
     `about` has the `setting` and the `workload`, of a sweep (`loadgen.sweep`) its `sweep`, of a plan (`hitherto plan`)
     its `plan`; without the first two those of the first report are taken.
     """
-    from loadgen.report import page, plots  # matplotlib takes half a second, and may be missing
+    from loadgen.report import page
 
     about = {key: next(iter(reports.values())).get(key) for key in ("setting", "workload")} | dict(about)
     sweep, plan = about.get("sweep"), about.get("plan")
-    drawn = plots.lines(reports, ordered=bool(sweep or plan))
-    figures = plots.of_runs(reports, records, drawn)
-    if sweep:
-        figures = plots.of_sweep(sweep["steps"], sweep["slo_ms"], sweep["attainment"], sweep["rate"]) + figures[:1]
-    title = _title(reports, about)
-    if plan:
-        figures = plots.of_plan(plan["points"], plan["attainment"], drawn) + figures
+    title, drawable = _title(reports, about), can_draw()
+    drawn: Mapping[str, object] = {}
+    figures: list[object] = []
+    if drawable:
+        from loadgen.report import plots  # matplotlib takes half a second
+
+        drawn = plots.lines(reports, ordered=bool(sweep or plan))
+        records = seeds.first(reports, records, (about["setting"] or {}).get("seed", 0))
+        figures = plots.of_runs(reports, records, drawn)
+        if sweep:
+            figures = plots.of_sweep(sweep["steps"], sweep["slo_ms"], sweep["attainment"], sweep["rate"]) + figures[:1]
+        if plan:
+            figures = plots.of_plan(plan["points"], plan["attainment"], drawn) + figures
+        if png:
+            plots.png(png, figures, drawn, title)
     if html:
-        html.write_text(page.page(title, reports, drawn, figures, about), encoding="utf-8")
-    if png:
-        plots.png(png, figures, drawn, title)
+        html.write_text(page.page(title, reports, drawn, figures, about, drawable), encoding="utf-8")
 
 
 def _title(reports: Reports, about: Mapping[str, object]) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import jinja2
 
-from loadgen.report import comparison, plots, show
+from loadgen.report import comparison, rates, show
 from loadgen.report.summary import Report, Reports
 
 _MOST_REPLICAS = 24  # rows of the table of replicas that are open without being asked for
@@ -19,10 +19,13 @@ _ENVIRONMENT = jinja2.Environment(
 def page(
     title: str,
     reports: Reports,
-    drawn: Mapping[str, plots.Line],
-    figures: Sequence[plots.Plot],
+    drawn: Mapping[str, object],
+    figures: Sequence[object],
     about: Mapping[str, object],
+    drawable: bool,
 ) -> str:
+    """`drawn` has a `plots.Line` for each target and `figures` are `plots.Plot`s, both empty where plots are not
+    `drawable`: the page then says how to get them."""
     return _ENVIRONMENT.get_template("page.html").render(
         title=title,
         reports=reports,
@@ -33,7 +36,13 @@ def page(
         plan=about.get("plan"),
         tiles=_tiles(next(iter(reports.values()))) if len(reports) == 1 else [],
         latencies=_latencies(next(iter(reports.values()))) if len(reports) == 1 else [],
-        columns=_columns(reports) if len(reports) > 1 else [],
+        rows=_rows(reports) if len(reports) > 1 else [],
+        percentiles=next(iter(reports.values()))["percentiles"],
+        rates=[(name if len(reports) > 1 else "", rates.rates(report)) for name, report in reports.items()],
+        how_sure=comparison.how_sure(reports) if len(reports) > 1 else "",
+        drawable=drawable,
+        columns=show.ends(next(iter(reports.values()))),
+        written=lambda report, path, form: show.written(report, show.path_of(*path), form),
         sentences=[] if about.get("sweep") or about.get("plan") or len(reports) > 3 else list(_sentences(reports)),
         troubles=list(_troubles(reports)),
         replicas=_replicas(reports),
@@ -55,8 +64,8 @@ def _tiles(report: Report) -> list[tuple[str, str, str]]:
     tiles = [
         (
             "answered",
-            f"{report['completed']:,}",
-            f"of {report['requests'] + report['not_sent']:,} requests in {report['duration_s']:,.0f} s",
+            show.count(report["completed"]),
+            f"of {show.count(report['requests'] + report['not_sent'])} requests in {report['duration_s']:,.0f} s",
         ),
         (
             "throughput",
@@ -71,7 +80,7 @@ def _tiles(report: Report) -> list[tuple[str, str, str]]:
             (
                 "cache hit rate",
                 show.percent(cache["hit_rate"]),
-                f"{cache['prefill_tokens']:,} of {cache['prompt_tokens']:,} tokens computed",
+                f"{show.count(cache['prefill_tokens'])} of {show.count(cache['prompt_tokens'])} tokens computed",
             )
         )
     if goodput:
@@ -84,21 +93,28 @@ def _latencies(report: Report) -> list[tuple[str, str, list[str]]]:
         (
             label,
             meaning,
-            [show.milliseconds((report[key] or {}).get(name)) for name in ("mean", "p50", "p90", "p99", "max")],
+            [
+                show.written(report, show.path_of(key, name), show.milliseconds)
+                for name in ("mean", *report["percentiles"], "max")
+            ],
         )
         for label, key, meaning in show.LATENCIES
         if report[key]
     ]
 
 
-def _columns(reports: Reports) -> list[tuple[str, list[tuple[str, bool]]]]:
-    """The rows of `show.comparison_table` as columns: a label, and per target its figure and whether it is the best."""
-    columns = []
-    for label, values, form, best in show.compared(reports):
-        columns.append(
-            (label, [("–" if value is None else form(value), value is not None and value == best) for value in values])
-        )
-    return columns
+def _rows(reports: Reports) -> list[tuple[str, list[show.Cell]]]:
+    """What `show.comparison_table` has, and what went to each replica."""
+    rows = list(show.compared(reports))
+    if any(report["replicas"] for report in reports.values()):
+        rows.append(("requests per replica", [show.Cell(_each(report)) for report in reports.values()]))
+    return rows
+
+
+def _each(report: Report) -> str:
+    """The requests of every replica, in the order of their names; of very many the least and the most."""
+    requests = [show.count(figures["requests"]) for figures in report["replicas"].values()]
+    return " · ".join(requests) if len(requests) <= _MOST_REPLICAS else show.shares(report)
 
 
 def _sentences(reports: Reports):

@@ -9,6 +9,7 @@ import io
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import matplotlib
@@ -123,22 +124,32 @@ def of_runs(reports: Reports, records: Records, drawn: Mapping[str, Line]) -> li
     }
     named = {name: [record for record in done if record.replica is not None] for name, done in records.items()}
     foretold = {name: [record for record in done if record.predicted_tokens is not None] for name, done in told.items()}
+    latencies = {
+        "TTFT": lambda record: (record.ttft,),
+        "TPOT": lambda record: (record.tpot,),
+        "E2E": lambda record: (record.e2e,),
+        "ITL": lambda record: record.gaps,
+    }
+    banded = len(good) < _MANY
     found = [
-        _distribution(
-            "TTFT", {name: [record.ttft for record in done] for name, done in good.items()}, drawn, slo.get("ttft")
-        ),
-        _distribution(
-            "TPOT", {name: [record.tpot for record in done] for name, done in good.items()}, drawn, slo.get("tpot")
+        *(
+            _distribution(
+                what,
+                {name: [value for record in done for value in read(record)] for name, done in good.items()},
+                drawn,
+                slo.get({"E2E": "e2el"}.get(what, what.lower())),
+            )
+            for what, read in latencies.items()
         ),
         _over_time(
             "TTFT over time",
-            "Median of the requests sent in each window of time.",
+            "Median of the requests sent in each window of time"
+            + ("; the band above reaches to p99." if banded else "."),
             good,
             drawn,
-            lambda window: float(
-                np.median([record.ttft * 1000 for record in window if record.ttft is not None] or [np.nan])
-            ),
+            partial(_ttft, 50),
             _ms,
+            partial(_ttft, 99) if banded else None,
         ),
         _over_time(
             "Hit rate over time",
@@ -152,6 +163,13 @@ def of_runs(reports: Reports, records: Records, drawn: Mapping[str, Line]) -> li
         _foretold(foretold, drawn),
     ]
     return [plot for plot in found if plot]
+
+
+def _ttft(percentile: float, window: Sequence[Record]) -> float:
+    """In ms; NaN where nothing was answered."""
+    return float(
+        np.percentile([record.ttft * 1000 for record in window if record.ttft is not None] or [np.nan], percentile)
+    )
 
 
 def _distribution(
@@ -180,7 +198,8 @@ def _distribution(
 
     return Plot(
         f"{what} distribution",
-        f"Share of requests with at most this {what}." + (" The dashed line is the SLO." if limit else ""),
+        f"Share of {'gaps between chunks' if what == 'ITL' else 'requests'} with at most this {what}."
+        + (" The dashed line is the SLO." if limit else ""),
         draw,
     )
 
@@ -192,13 +211,18 @@ def _over_time(
     drawn: Mapping[str, Line],
     figure: Callable[[Sequence[Record]], float],
     form: Callable[[float, object], str],
+    upper: Callable[[Sequence[Record]], float] | None = None,
 ) -> Plot | None:
+    """`upper`: a figure up to which a band reaches from `figure`."""
     most = _FEWER_WINDOWS if len(records) >= _MANY else _MOST_WINDOWS
     series = {name: _windows(done, figure, most) for name, done in records.items() if len(done) > 1}
     if not series:
         return None
+    bands = {name: _windows(records[name], upper, most)[1] for name in series} if upper else {}
 
     def draw(axes: Axes, ink: Ink) -> None:
+        for name, above in bands.items():
+            axes.fill_between(*series[name], above, color=drawn[name].colour, alpha=0.16, linewidth=0)
         for name, (times, values) in series.items():
             axes.plot(
                 times,

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from loadgen.report import noise, rates, seeds
 from loadgen.report.summary import Report, Reports, fair_share
 
 _SHARES = 4  # replicas whose requests are told one by one
@@ -36,6 +38,10 @@ def percent(value: float | None) -> str:
     return "–" if value is None else f"{value * 100:.1f} %"
 
 
+def number(value: float | None) -> str:
+    return "–" if value is None else f"{value:,.2f}"
+
+
 def count(value: int | float | None) -> str:
     return "–" if value is None else f"{value:,.0f}"
 
@@ -50,14 +56,16 @@ def run_report(report: Report) -> RenderableType:
 
 def _head(report: Report) -> Text:
     text = Text("\n")
-    text.append(f"{report['completed']:,} of {report['requests']:,} requests answered", "bold")
+    text.append(f"{count(report['completed'])} of {count(report['requests'])} requests answered", "bold")
     text.append(
         f" in {report['duration_s']:.1f} s · {report['request_throughput']:.2f} requests/s · "
         f"{report['output_throughput']:,.0f} output tokens/s",
         "dim",
     )
+    if by_seed := report.get("by_seed"):
+        text.append(f" · mean of {len(by_seed)} seeds, range in brackets", "dim")
     if report["not_sent"]:
-        text.append(f" · {report['not_sent']} not sent", "yellow")
+        text.append(f" · {count(report['not_sent'])} not sent", "yellow")
     if report["interrupted"]:
         text.append(" · stopped early", "yellow")
     return text
@@ -66,13 +74,13 @@ def _head(report: Report) -> Text:
 def _latencies(report: Report) -> Table:
     table = Table(box=SIMPLE_HEAD, pad_edge=False, header_style="dim")
     table.add_column("")
-    for name in ("mean", "p50", "p90", "p99"):
+    columns = ("mean", *report["percentiles"])
+    for name in columns:
         table.add_column(name, justify="right")
     table.add_column("", style="dim")
     waited = (("TTFT", "ttft_from_due_ms", "from when it was due"),) if report["generator"]["was_the_limit"] else ()
     for label, key, meaning in (*LATENCIES[:1], *waited, *LATENCIES[1:]):
-        row = report[key] or {}
-        table.add_row(label, *(milliseconds(row.get(name)) for name in ("mean", "p50", "p90", "p99")), meaning)
+        table.add_row(label, *(written(report, path_of(key, name), milliseconds) for name in columns), meaning)
     return table
 
 
@@ -81,11 +89,12 @@ def _facts(report: Report) -> Table:
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(style="dim", no_wrap=True)
     table.add_column()
+    table.add_row("rate", rates.rates(report))
     if goodput := report["goodput"]:
         table.add_row(
             "goodput",
             f"{goodput['request_goodput']:.2f} requests/s "
-            f"({percent(goodput['share'])} within {limits(goodput['slo_ms'])})",
+            f"({written(report, path_of('goodput', 'share'), percent)} within {limits(goodput['slo_ms'])})",
         )
     table.add_row(
         "prompt tokens",
@@ -103,7 +112,8 @@ def _facts(report: Report) -> Table:
         table.add_row("cached, predicted", _share(cache["predicted_tokens"], cache["predicted_hit_rate"], ""))
     if report["replicas"]:
         table.add_row(
-            "replicas", "  ".join(f"{name} {figures['requests']}" for name, figures in report["replicas"].items())
+            "replicas",
+            "  ".join(f"{name} {count(figures['requests'])}" for name, figures in report["replicas"].items()),
         )
     late = generator["lateness_ms"]
     if late:
@@ -180,38 +190,66 @@ def print_notes(console: Console, notes: Iterable[str]) -> None:
         console.print(note, style="yellow", markup=False, soft_wrap=True)
 
 
+class Cell(NamedTuple):
+    """One target's figure in a row of a comparison."""
+
+    text: str
+    best: bool = False  # of the row, where another is worse by more than noise
+    worse: bool = False  # than the first target, by more than noise
+
+
 def comparison_table(reports: Reports, rows: Sequence[Row] | None = None) -> Table:
-    """One column per target, the best of each row bold where the row has a better and a worse."""
+    """One column per target; of each row with a better and a worse the best is green, what is worse than the first
+    target red."""
     table = Table(box=SIMPLE_HEAD, pad_edge=False, header_style="bold")
     table.add_column("")
     for name in reports:
         table.add_column(name, justify="right", no_wrap=True)
-    for label, values, form, best in compared(reports, rows):
+    for label, cells in compared(reports, rows):
         table.add_row(
-            label,
-            *(
-                Text("–" if value is None else form(value), "bold green" if value is not None and value == best else "")
-                for value in values
-            ),
+            label, *(Text(cell.text, "bold green" if cell.best else "red" if cell.worse else "") for cell in cells)
         )
     if any(report["replicas"] for report in reports.values()):
         table.add_row("requests per replica", *(shares(report) for report in reports.values()))
     return table
 
 
-def compared(
-    reports: Reports, rows: Sequence[Row] | None = None
-) -> Iterator[tuple[str, list[float | None], Callable, float | None]]:
-    """Rows that somebody has a value for: label, values, how to write one, and the best where they differ."""
-    for label, read, form, better in rows or ROWS:
-        values = [read(report) for report in reports.values()]
-        if any(value is not None for value in values):
-            yield (
-                label,
-                values,
-                form,
-                better(value for value in values if value is not None) if better and len(set(values)) > 1 else None,
-            )
+def compared(reports: Reports, rows: Sequence[Row] | None = None) -> Iterator[tuple[str, list[Cell]]]:
+    """The rows that somebody has a value for: a label, and a cell for each target."""
+    first = next(iter(reports.values()))
+    for row in rows or rows_of(reports):
+        values = {name: seeds.mean(report, row.read) for name, report in reports.items()}
+        known = [value for value in values.values() if value is not None]
+        if not known:
+            continue
+        best = row.better(known) if row.better else None
+        yield (
+            row.label,
+            [
+                Cell(
+                    written(report, row.read, row.form),
+                    values[name] is not None and values[name] == best and _beats_one(row, report, reports.values()),
+                    noise.judged(row, report, first) is noise.Verdict.WORSE,
+                )
+                for name, report in reports.items()
+            ],
+        )
+
+
+def _beats_one(row: Row, report: Report, others: Iterable[Report]) -> bool:
+    return any(noise.judged(row, report, other) is noise.Verdict.BETTER for other in others)
+
+
+def written(report: Report, read: Callable[[Report], float | None], form: Callable[[float], str]) -> str:
+    """A figure; of several seeds the mean, and in brackets their range unless they agree."""
+    values = seeds.each(report, read)
+    if not values:
+        return "–"
+    mean, low, high = form(seeds.mean(report, read)), form(min(values)), form(max(values))
+    if low == high:
+        return mean
+    number, _, unit = low.rpartition(" ")
+    return f"{mean} ({number if number and high.endswith(f' {unit}') else low}–{high})"
 
 
 def bullets(sentences: Iterable[str]) -> Table:
@@ -227,11 +265,11 @@ def shares(report: Report) -> str:
     most."""
     requests = [figures["requests"] for figures in report["replicas"].values()]
     if len(requests) > _SHARES:
-        return f"{min(requests):,} to {max(requests):,}"
-    return "  ".join(map(str, requests)) or "–"
+        return f"{count(min(requests))} to {count(max(requests))}"
+    return "  ".join(map(count, requests)) or "–"
 
 
-def _of(*path: str) -> Callable[[Report], float | None]:
+def path_of(*path: str) -> Callable[[Report], float | None]:
     def read(report: Report) -> float | None:
         value = report
         for key in path:
@@ -241,34 +279,62 @@ def _of(*path: str) -> Callable[[Report], float | None]:
     return read
 
 
-Row = tuple[str, Callable[[Report], float | None], Callable[[float], str], Callable | None]
-ROWS: tuple[Row, ...] = (
-    ("cache hit rate, engines' replies", _of("cache", "hit_rate"), percent, max),
-    ("cache hit rate, engines' counters", _of("engines", "hit_rate"), percent, max),
-    ("cache hit rate, gateway's prediction", _of("cache", "predicted_hit_rate"), percent, None),
-    ("prompt tokens", _of("cache", "prompt_tokens"), count, None),
-    ("prefill tokens computed", _of("cache", "prefill_tokens"), count, min),
-    ("TTFT mean", _of("ttft_ms", "mean"), milliseconds, min),
-    ("TTFT p50", _of("ttft_ms", "p50"), milliseconds, min),
-    ("TTFT p90", _of("ttft_ms", "p90"), milliseconds, min),
-    ("TTFT p99", _of("ttft_ms", "p99"), milliseconds, min),
-    ("TPOT p50", _of("tpot_ms", "p50"), milliseconds, min),
-    ("TPOT p99", _of("tpot_ms", "p99"), milliseconds, min),
-    ("E2E mean", _of("e2el_ms", "mean"), milliseconds, min),
-    ("E2E p50", _of("e2el_ms", "p50"), milliseconds, min),
-    ("E2E p99", _of("e2el_ms", "p99"), milliseconds, min),
-    ("within the SLO", _of("goodput", "share"), percent, max),
-    ("busiest replica, even share is 1", fair_share, lambda value: f"{value:.2f}", min),
-    ("requests answered", _of("completed"), count, None),
-    ("requests failed", _of("failed"), count, min),
-    ("sent late, p99", _of("generator", "lateness_ms", "p99"), milliseconds, None),
+class Row(NamedTuple):
+    """One figure in a comparison."""
+
+    label: str
+    read: Callable[[Report], float | None]
+    form: Callable[[float], str]
+    better: Callable | None = None  # min or max; None: neither is better
+    least: Callable[[float, Report], float] = noise.of_itself  # the smallest difference that is no noise
+
+
+def rows_of(reports: Reports) -> list[Row]:
+    """What targets are compared by, with the percentiles that were asked for."""
+    names = ("mean", *next(iter(reports.values()))["percentiles"])
+    latencies = [
+        Row(f"{label} {name}", path_of(key, name), milliseconds, min, noise.of_latency(name))
+        for label, key in (("TTFT", "ttft_ms"), ("TPOT", "tpot_ms"), ("E2E", "e2el_ms"))
+        for name in names
+    ]
+    return [*_BEFORE, *latencies, *_AFTER]
+
+
+_OFFERED = Row("requests/s, offered", path_of("offered", "rate"), rates.per_second)
+_ANSWERED = Row("requests/s, answered", path_of("request_throughput"), rates.per_second, max)
+_BEFORE = (
+    Row("cache hit rate, engines' replies", path_of("cache", "hit_rate"), percent, max, noise.of_share),
+    Row("cache hit rate, engines' counters", path_of("engines", "hit_rate"), percent, max, noise.of_share),
+    Row("cache hit rate, gateway's prediction", path_of("cache", "predicted_hit_rate"), percent),
+    Row("prompt tokens", path_of("cache", "prompt_tokens"), count),
+    Row("prefill tokens computed", path_of("cache", "prefill_tokens"), count, min),
+)
+_AFTER = (
+    Row("within the SLO", path_of("goodput", "share"), percent, max, noise.of_share),
+    Row("busiest replica, even share is 1", fair_share, lambda value: f"{value:.2f}", min),
+    _OFFERED,
+    _ANSWERED,
+    Row("output tokens/s", path_of("output_throughput"), count, max),
+    Row("requests answered", path_of("completed"), count),
+    Row("requests failed", path_of("failed"), count, min, noise.of_requests),
+    Row("sent late, p99", path_of("generator", "lateness_ms", "p99"), milliseconds),
 )
 DEMO_ROWS = (
-    ("cache hit rate, as the gateway predicted", _of("cache", "predicted_hit_rate"), percent, None),
-    ("cache hit rate, as the engines report", _of("cache", "hit_rate"), percent, max),
-    ("prefill tokens computed", _of("cache", "prefill_tokens"), count, min),
-    ("TTFT p50", _of("ttft_ms", "p50"), milliseconds, min),
-    ("TTFT p99", _of("ttft_ms", "p99"), milliseconds, min),
-    ("E2E p50", _of("e2el_ms", "p50"), milliseconds, min),
-    ("E2E p99", _of("e2el_ms", "p99"), milliseconds, min),
+    Row("cache hit rate, as the gateway predicted", path_of("cache", "predicted_hit_rate"), percent),
+    Row("cache hit rate, as the engines report", path_of("cache", "hit_rate"), percent, max, noise.of_share),
+    Row("prefill tokens computed", path_of("cache", "prefill_tokens"), count, min),
+    *(
+        Row(f"{label} {name}", path_of(key, name), milliseconds, min, noise.of_latency(name))
+        for label, key in (("TTFT", "ttft_ms"), ("E2E", "e2el_ms"))
+        for name in ("p50", "p99")
+    ),
+    _OFFERED,
+    _ANSWERED,
 )
+
+
+def ends(report: Report) -> list[tuple[str, str, str]]:
+    """(title, key of the latency, percentile) of the lowest and the highest percentile that were asked for, for tables
+    whose rows are rates or fleets: more would not fit beside each other."""
+    names = dict.fromkeys((report["percentiles"][0], report["percentiles"][-1]))
+    return [(f"{what} {name}", key, name) for what, key in (("TTFT", "ttft_ms"), ("TPOT", "tpot_ms")) for name in names]

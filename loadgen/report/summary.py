@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import os
 import platform
+import shlex
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
 
 import numpy as np
@@ -23,6 +25,7 @@ from loadgen.options import BadOption
 # LATE_MS and more than this share of the TTFT there.
 BUSY_CORE = 0.85
 LATE_MS, LATE_SHARE = 10.0, 0.1
+PERCENTILES = (50.0, 90.0, 99.0)  # that every report has
 _SLO_KEYS = ("ttft", "tpot", "e2el")
 _UNITS = {"ms": 1.0, "s": 1000.0, "": 1.0}
 
@@ -69,24 +72,31 @@ def meets(record: Record, slo: Mapping[str, float]) -> bool:
     return all(values[key] * 1000 <= limit for key, limit in slo.items())
 
 
-def spread(seconds: Iterable[float | None]) -> dict[str, float] | None:
-    """Mean, p50, p90, p99 and max in ms; None when there is nothing to describe."""
+def percentile_name(percentile: float) -> str:
+    return f"p{percentile:g}"
+
+
+def spread(seconds: Iterable[float | None], percentiles: Iterable[float] = ()) -> dict[str, float] | None:
+    """Mean, p50, p90, p99, further `percentiles` and max in ms; None when there is nothing to describe."""
     values = np.array([value for value in seconds if value is not None])
     if not values.size:
         return None
     values *= 1000
-    p50, p90, p99 = np.percentile(values, (50, 90, 99))
+    asked = sorted({*PERCENTILES, *percentiles})
     return {
         "mean": round(float(values.mean()), 3),
-        "p50": round(float(p50), 3),
-        "p90": round(float(p90), 3),
-        "p99": round(float(p99), 3),
+        **{percentile_name(one): round(float(at), 3) for one, at in zip(asked, np.percentile(values, asked))},
         "max": round(float(values.max()), 3),
     }
 
 
-def summarise(run: Run | Processes, slo: Mapping[str, float] | None = None) -> dict[str, object]:
-    """All figures of one run. Keys whose source was absent (usage, headers) hold None."""
+def summarise(
+    run: Run | Processes, slo: Mapping[str, float] | None = None, percentiles: Sequence[float] = PERCENTILES
+) -> dict[str, object]:
+    """All figures of one run. Keys whose source was absent (usage, headers) hold None.
+
+    `percentiles` are those that tables show.
+    """
     good = [record for record in run.done if record.error is None]
     seconds = max(run.ended - run.began, 1e-9)
     failures = Counter(record.error for record in run.done if record.error)
@@ -100,16 +110,25 @@ def summarise(run: Run | Processes, slo: Mapping[str, float] | None = None) -> d
         "failed": len(run.done) - len(good),
         "not_sent": run.not_sent,
         "conversations": len(run.conversations),
+        "offered": {
+            "rate": run.offered.rate and round(run.offered.rate, 3),
+            "seconds": round(run.offered.seconds, 3),
+            "later_turns": run.offered.later,
+            "think_s": round(run.offered.think, 3),
+        },
+        "percentiles": [percentile_name(one) for one in percentiles],
         "errors": dict(failures),
         "error_examples": examples,
         "request_throughput": round(len(good) / seconds, 3),
         "output_throughput": round(output / seconds, 3),
         "total_output_tokens": output,
-        "ttft_ms": spread(record.ttft for record in good),
-        "itl_ms": spread(gap for record in good for gap in record.gaps),
-        "tpot_ms": spread(record.tpot for record in good),
-        "e2el_ms": spread(record.e2e for record in good),
-        "ttft_from_due_ms": spread(record.ttft + record.lateness for record in good if record.first is not None),
+        "ttft_ms": spread((record.ttft for record in good), percentiles),
+        "itl_ms": spread((gap for record in good for gap in record.gaps), percentiles),
+        "tpot_ms": spread((record.tpot for record in good), percentiles),
+        "e2el_ms": spread((record.e2e for record in good), percentiles),
+        "ttft_from_due_ms": spread(
+            (record.ttft + record.lateness for record in good if record.first is not None), percentiles
+        ),
         "goodput": _goodput(good, len(run.done) + (0 if run.interrupted else run.not_sent), slo, seconds),
         "cache": cache_figures(good),
         "replicas": _replicas(run.done, getattr(run, "replicas", ())),
@@ -205,15 +224,27 @@ def fair_share(report: Report) -> float | None:
     return max(counts) * len(counts) / sum(counts) if len(counts) > 1 and sum(counts) else None
 
 
-def setting(command: list[str], seed: int) -> dict[str, object]:
-    """Where and how figures were made: machine, versions, command, seed."""
+def now() -> str:
+    """The date and time as reports show it; nothing in virtual time has one."""
+    return datetime.now().astimezone().isoformat(" ", "seconds")
+
+
+def setting(command: list[str], seed: int, seeds: int = 1, date: str | None = None) -> dict[str, object]:
+    """Where and how figures were made: machine, versions, command, seed, and of what was measured the date."""
     versions = {"python": platform.python_version()}
     for package in ("hitherto", "uvloop", "httptools"):
         try:
             versions[package] = version(package)
         except PackageNotFoundError:
             versions[package] = "unknown"
-    return {"command": " ".join(command), "seed": seed, "machine": machine(), "versions": versions}
+    return {
+        "command": shlex.join(command),
+        **({"date": date} if date else {}),
+        "seed": seed,
+        **({"seeds": seeds} if seeds > 1 else {}),
+        "machine": machine(),
+        "versions": versions,
+    }
 
 
 def machine() -> str:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from loadgen.drive import records
 from loadgen.workload import synthetic
-from loadgen.workload.conversations import Conversation, Workload
+from loadgen.workload.conversations import Conversation, Offer, Workload, offer
 from policies import Admission, Classes, QosClass, Rules, Slo
 from policies.classes import NO_LIMITS
 from replicas.simulated.profile import Profile
@@ -71,6 +71,7 @@ class Outcome:
 
     conversations: Sequence[Conversation]
     requests: int
+    offered: Offer
     replicas: Sequence[str] = ()  # all there are, also those that are never chosen
     done: list[records.Record] = field(default_factory=list)
     began: float = 0.0
@@ -134,6 +135,7 @@ class _Player:
         self.outcome = Outcome(
             workload.conversations,
             workload.requests,
+            offer(workload.conversations, workload.starts),
             fleet.names,
             users=setting.users,
             max_concurrency=setting.max_concurrency,

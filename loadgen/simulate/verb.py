@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import multiprocessing
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import partial
 from time import perf_counter
@@ -15,8 +17,9 @@ from rich.console import Console
 
 import policies
 from loadgen import options
-from loadgen.report import comparison, files, show
-from loadgen.report.summary import setting, spread, summarise
+from loadgen.drive.records import Record
+from loadgen.report import comparison, files, seeds, show
+from loadgen.report.summary import Report, setting, spread, summarise
 from loadgen.workload import datasets, limits
 from loadgen.workload.conversations import Workload
 from policies import Slo
@@ -98,6 +101,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "clients send: a third each none, a round number above all, a bound near their own replies (default %(default)s)",
     )
     datasets.add_workload(parser)
+    datasets.add_seeds(parser)
     files.add_report(parser)
 
 
@@ -218,33 +222,68 @@ async def simulate_verb(args: argparse.Namespace, console: Console) -> int:
     files.check(args)
     datasets.check(args)
     fleets = settings(args)
-    work = datasets.workload(args)
-    limits.set_limits(work.conversations, args.client_max_tokens, args.seed)
-    show.print_notes(console, work.notes)
-    slo = files.slo(args)
-    reports, records = {}, {}
-    began = perf_counter()
-    for policy, outcome in zip(fleets, played(work, list(fleets.values()), args.processes)):
-        reports[policy] = {
-            "target": f"{len(fleets[policy].profiles)} simulated engines",
-            "model": args.profile,
-            **summarise(outcome, slo),
-            **({"legs": legs_of(outcome)} if fleets[policy].roles is not None else {}),
-        }
-        records[policy] = outcome.done
-        console.print(
-            f"[dim]{policy}: {len(outcome.done):,} requests, {outcome.ended:,.1f} s of virtual time, "
-            f"{perf_counter() - began:,.1f} s after the start[/]"
-        )
+    found: dict[str, list[Report]] = {policy: [] for policy in fleets}
+    records: dict[str, list[Record]] = {}
+    loads: list[dict[str, object]] = []
+    with interruptible(console):
+        for one in datasets.of_seeds(args):
+            play_seed(one, console, found, records, loads)
+    reports = {policy: seeds.merged(of_seeds) for policy, of_seeds in found.items() if of_seeds}
+    if not reports:
+        return options.INTERRUPTED
     comparison.print_comparison(console, reports)
     about = {
         "void": comparison.void_because(reports),
-        "workload": datasets.describe(args, work),
+        "workload": loads[0],
         "fleet": described(args, next(iter(fleets.values()))),
-        "setting": setting(["loadgen", *asked(sys.argv[1:])], args.seed),
+        "setting": setting(["loadgen", *asked(sys.argv[1:])], args.seed, args.seeds),
     }
     files.write(args, {"targets": reports, **about}, reports, records, console, about)
+    if len(records) < len(fleets) * args.seeds:
+        return options.INTERRUPTED
     return 0 if all(report["completed"] for report in reports.values()) else 1
+
+
+def play_seed(
+    args: argparse.Namespace,
+    console: Console,
+    found: dict[str, list[Report]],
+    records: dict[str, list[Record]],
+    loads: list[dict[str, object]],
+) -> None:
+    """Add the load of one seed, and the report and the records of each policy under it."""
+    fleets, work, began = settings(args), datasets.workload(args), perf_counter()
+    limits.set_limits(work.conversations, args.client_max_tokens, args.seed)
+    if not loads:
+        show.print_notes(console, work.notes)
+    loads.append(datasets.describe(args, work))
+    for policy, outcome in zip(fleets, played(work, list(fleets.values()), args.processes)):
+        found[policy].append(
+            {
+                "target": f"{len(fleets[policy].profiles)} simulated engines",
+                "model": args.profile,
+                **summarise(outcome, files.slo(args), args.percentiles),
+                **({"legs": legs_of(outcome)} if fleets[policy].roles is not None else {}),
+            }
+        )
+        label = seeds.label(policy, args.seed, args.seeds)
+        records[label] = outcome.done
+        console.print(
+            f"[dim]{label}: {len(outcome.done):,} requests, {outcome.ended:,.1f} s of virtual time, "
+            f"{perf_counter() - began:,.1f} s after the start[/]"
+        )
+
+
+@contextmanager
+def interruptible(console: Console) -> Iterator[None]:
+    """Ctrl-C ends what is within: nothing there waits for the event loop, which would only cancel what waits."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    except KeyboardInterrupt:
+        console.print("[yellow]Stopped by hand: what follows was played until then.[/]")
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def legs_of(outcome: Outcome) -> dict[str, object]:
@@ -265,13 +304,19 @@ def played(work: Workload, fleets: Sequence[Setting], processes: int):
         yield from (simulate(work, fleet) for fleet in fleets)
         return
     with ProcessPoolExecutor(min(processes, len(fleets)), multiprocessing.get_context("fork"), _share, (work,)) as pool:
-        yield from pool.map(_simulate_shared, fleets)
+        try:
+            yield from pool.map(_simulate_shared, fleets)
+        except KeyboardInterrupt:
+            for worker in pool._processes.values():
+                worker.terminate()  # or leaving would wait for what nobody wants any more
+            raise
 
 
 _shared: list[Workload] = []
 
 
 def _share(work: Workload) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which ends this process
     _shared[:] = [work]
 
 

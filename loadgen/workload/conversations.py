@@ -77,6 +77,39 @@ class Workload:
         return Workload(self.conversations[index::of], self.starts[index::of])
 
 
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """What a schedule asks of a server, whatever the server does."""
+
+    rate: float | None  # requests a second; None: all begin at once, or users send when they like
+    seconds: float  # from the first start to the last
+    later: int  # requests that wait for a reply first: later turns, and forks
+    think: float  # seconds, mean over those
+
+
+def offer(conversations: Sequence[Conversation], starts: Sequence[float]) -> Offer:
+    """What these starts ask for. A rate counts the gaps between starts, so one start has none."""
+    requests = sum(conversation.requests for conversation in conversations)
+    long = starts[-1] - starts[0] if starts else 0.0
+    thinks = [pause for conversation in conversations for pause in _pauses(conversation, True)]
+    return Offer(
+        requests * (len(starts) - 1) / len(starts) / long if long > 0 else None,
+        long,
+        len(thinks),
+        sum(thinks) / len(thinks) if thinks else 0.0,
+    )
+
+
+def _pauses(conversation: Conversation, first: bool) -> Iterator[float]:
+    """The seconds between a reply and each request that waits for it."""
+    for turn in conversation.turns:
+        if not first:
+            yield turn.think
+        first = False
+        for fork in turn.forks:
+            yield from _pauses(fork, False)
+
+
 def spans_of(messages: Sequence[Message]) -> Iterator[Span]:
     """The spans that messages say, in order; text is passed over."""
     for message in messages:

@@ -152,6 +152,21 @@ _TAKES = {
 _SHAPE = list(dict.fromkeys(key for takes in _TAKES.values() for key in takes))
 
 
+def add_seeds(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--seeds",
+        type=whole,
+        default=1,
+        metavar="N",
+        help="run the load with N seeds, from --seed on, and show means with the range over the seeds (default %(default)s)",
+    )
+
+
+def of_seeds(args: argparse.Namespace) -> list[argparse.Namespace]:
+    """The flags once for each seed."""
+    return [argparse.Namespace(**{**vars(args), "seed": args.seed + number}) for number in range(args.seeds)]
+
+
 def add_workload(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("workload")
     flags(

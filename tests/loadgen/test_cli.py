@@ -1,6 +1,7 @@
 """The command as a user meets it: a process, its exit code, what it prints and writes."""
 
 import asyncio
+import csv
 import json
 import os
 import signal
@@ -252,8 +253,68 @@ async def test_interrupting_gives_the_report_of_what_was_done(engine, wire, tmp_
                 await held.acquire()
             process.send_signal(signal.SIGINT)
             out, _ = await process.communicate()
-        assert process.returncode == 0
+        assert process.returncode == 130
         assert b"3 of 3 requests answered" in out and b"3 not sent" in out and b"stopped early" in out
+
+
+async def test_interrupting_a_comparison_tells_of_the_targets_measured_until_then(engine, wire, tmp_path):
+    asked, path = asyncio.Event(), tmp_path / "c.json"
+
+    async def hold(request, writer):
+        asked.set()
+        await asyncio.Event().wait()
+
+    async with engine(openai(wire)) as quick, engine(hold) as slow:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            *(
+                "-m",
+                "loadgen.cli",
+                "compare",
+                "--target",
+                f"quick={quick.url}",
+                f"slow={slow.url}",
+                f"more={quick.url}",
+            ),
+            *("--num-prompts", "3", "--request-rate", "inf", "--think-time", "0", "--model", "m", "--json", str(path)),
+            stdout=asyncio.subprocess.PIPE,
+            env={**os.environ, "COLUMNS": "120"},
+        )
+        async with asyncio.timeout(30):
+            await asked.wait()
+            process.send_signal(signal.SIGINT)
+            out, _ = await process.communicate()
+    assert process.returncode == 130 and b"Stopped by hand" in out
+    reports = json.loads(path.read_text())["targets"]
+    assert list(reports) == ["quick"] and reports["quick"]["completed"] == 3  # and the third is not begun
+
+
+async def test_seeds_are_measured_one_after_the_other_and_shown_with_their_range(engine, wire, tmp_path):
+    async with engine(openai(wire)) as server:
+        code, out, err = await loadgen(
+            *(
+                "run",
+                "--base-url",
+                server.url,
+                "--dataset-name",
+                "random",
+                "--num-prompts",
+                "4",
+                "--request-rate",
+                "inf",
+            ),
+            *("--seeds", "3", "--seed", "5", "--percentiles", "50,99.9", "--json", str(tmp_path / "r.json")),
+            *("--csv", str(tmp_path / "r.csv"), "--html", str(tmp_path / "r.html")),
+        )
+        assert (code, err) == (0, "")
+        prompts = {tuple(one.json["prompt"]) for one in server.requests if one.path == "/v1/completions"}
+    assert len(prompts) == 12 and "mean of 3 seeds, range in brackets" in out and "p99.9" in out and "p90" not in out
+    report = json.loads((tmp_path / "r.json").read_text())
+    assert [one["completed"] for one in report["by_seed"]] == [4, 4, 4] and report["setting"]["seeds"] == 3
+    assert report["setting"]["date"]
+    with (tmp_path / "r.csv").open() as lines:
+        assert [row["target"][-6:] for row in csv.DictReader(lines)] == [f"seed {seed}" for seed in "555566667777"]
+    assert "seeds 5 to 7" in (tmp_path / "r.html").read_text()
 
 
 async def test_all_requests_failed_is_exit_code_1(engine, wire):

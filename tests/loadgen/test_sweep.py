@@ -26,6 +26,7 @@ def report(met: int, of: int = 100, **fields) -> dict:
         "requests": of,
         "completed": of,
         "errors": {},
+        "e2el_ms": None,
         "generator": {"core_was_full": False},
         **fields,
     }
@@ -284,3 +285,45 @@ async def test_made_up_tokens_are_the_models_and_an_error_names_the_flag(engine,
             )
             == 0
         )
+
+
+def measured(rate: float, answered: float, e2e: float, met: int = 100) -> dict:
+    return report(met, request_throughput=answered, e2el_ms={"mean": e2e})
+
+
+def test_the_knee_is_where_answers_get_slower_faster_than_more_of_them_come():
+    found = Sweep(Search(2.0, given=(2.0, 4.0, 8.0, 16.0)), {"ttft": 1.0}, 0.9, [])
+    for rate, answered, e2e in ((2, 2, 100), (4, 4, 110), (8, 7.5, 150), (16, 8, 900)):
+        found.add(rate, measured(rate, answered, e2e))
+    assert found.knee == 8 and "The knee is at 8 requests/s" in found.saturation
+    assert "At most 8 requests/s were answered" in found.saturation
+    assert found.figures()["knee"] == 8
+
+
+def test_two_rates_have_no_knee():
+    found = Sweep(Search(2.0), {"ttft": 1.0}, 0.9, [])
+    found.add(2.0, measured(2, 2, 100))
+    found.add(4.0, {**measured(4, 0, 1), "e2el_ms": None})
+    assert found.knee is None and found.saturation == ""
+
+
+def test_given_rates_are_tried_and_no_others():
+    search = Search(1.0, given=(2.0, 4.0, 8.0))
+    for keeps in (True, False, True):  # what is kept above a rate that was missed is luck
+        search.tell(search.rate, keeps)
+    assert (search.kept, search.missed, search.rate) == (2.0, 4.0, None)
+
+
+async def test_a_sweep_with_seeds_has_the_range_over_them(engine, wire, tmp_path, console):
+    async with engine(openai(wire)) as server:
+        flags = ("--rates", "200,100,400", "--seeds", "2", "--goodput", "ttft:30s", "--percentiles", "50,95")
+        args = arguments(server.url, *flags, "--json", str(tmp_path / "s.json"), "--html", str(tmp_path / "s.html"))
+        assert await sweep.sweep_verb(args, console) == 0
+        prompts = [tuple(request.json["prompt"]) for request in server.requests if request.path == "/v1/completions"]
+    assert len(prompts) == len(set(prompts)) == 3 * 2 * 20  # other tokens for every step and seed
+    steps = json.loads((tmp_path / "s.json").read_text())["sweep"]["steps"]
+    assert [step["rate"] for step in steps] == [100, 200, 400]
+    assert all(len(step["report"]["by_seed"]) == 2 for step in steps)
+    printed, page = console.export_text(), (tmp_path / "s.html").read_text()
+    assert "TTFT p95" in printed and "–" in printed and "The knee is at" in printed
+    assert "TTFT p95" in page and "requests/s offered<th>answered" in page

@@ -7,6 +7,7 @@ import pytest
 
 from loadgen.drive.records import Record
 from loadgen.report.summary import summarise
+from loadgen.workload.conversations import Offer
 
 
 def made(number: int, seed: int = 0, **fields) -> list[Record]:
@@ -51,6 +52,7 @@ def report_of(records: list[Record], slo=None) -> dict:
             users=None,
             processes=1,
             busiest_second=0.0,
+            offered=Offer(4.0, 10.0, 0, 0.0),
         ),
         slo,
     )

@@ -2,11 +2,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loadgen.report.comparison import comparison, fair_share, less_or_more
+from loadgen.report.comparison import comparison, less_or_more
+from loadgen.report.summary import fair_share
 
 
 def figures(**changes):
     made = {
+        "requests": 100,
+        "percentiles": ["p50", "p99"],
         "cache": {"hit_rate": 0.4, "prefill_tokens": 60_000},
         "ttft_ms": {"p50": 100.0, "p99": 900.0},
         "failed": 0,
@@ -53,7 +56,9 @@ def test_a_comparison_reads_as_sentences():
         "new found 90 % of all prompt tokens in a cache, old 40 %: 2.2× as many.",
         "Its engines computed 10,000 prompt tokens instead of 60,000: 6.0× less work.",
         "The first token came after 50 ms at p50 (old 100 ms, 2.0× faster) and 910 ms at p99 (old 900 ms, about the same).",
-        "The busiest replica got 1.20× an even share of the requests (old 1.00×).",
+        "Better with new than with old: cache hit rate, engines' replies 90.0 % instead of 40.0 %; "
+        "prefill tokens computed 10,000 instead of 60,000 (-83 %); TTFT p50 50.0 ms instead of 100 ms (-50 %).",
+        "Worse with new than with old: busiest replica, even share is 1 1.20 instead of 1.00 (+20 %).",
     ]
 
 
@@ -61,11 +66,17 @@ def test_a_comparison_that_came_out_badly_says_so():
     worse = figures(cache={"hit_rate": 0.2, "prefill_tokens": 80_000}, ttft_ms={"p50": 300.0, "p99": 1800.0}, failed=3)
     text = " ".join(comparison("new", worse, "old", figures()))
     assert "2.0× fewer" in text and "1.3× more work" in text and "3.0× slower" in text
+    assert "Better with new than with old: nothing." in text
+    assert "TTFT p99 1,800 ms instead of 900 ms (+100 %); requests failed 3 instead of 0." in text
     assert "Requests failed: 3 with new, 0 with old." in text
 
 
 def test_what_is_unknown_is_left_out():
     blank = figures(cache={"hit_rate": None, "prefill_tokens": None}, ttft_ms=None, replicas={})
-    assert comparison("new", blank, "old", figures()) == []
+    said = [
+        "Better with new than with old: nothing.",
+        "Worse with new than with old: nothing.",
+    ]  # requests that failed are known
+    assert comparison("new", blank, "old", figures()) == said
     assert fair_share(blank) is None
     assert fair_share(figures(replicas={"a": {"requests": 4}})) is None

@@ -46,7 +46,7 @@ def test_a_page_says_where_its_figures_come_from(tmp_path, runs):
     for part in (
         made["machine"],
         "seed 7",
-        "loadgen compare --target a=&lt;b&gt;",
+        "loadgen compare --target &#39;a=&lt;b&gt;&#39;",
         f"hitherto {made['versions']['hitherto']}",
         "2 of 9 entries left out",
         "of 40 requests in",
@@ -97,10 +97,15 @@ def test_targets_side_by_side_with_the_best_marked(tmp_path, runs):
     both = runs(["one", "two", "three"])
     text = page_of(tmp_path, both)
     best = min(both[0], key=lambda name: both[0][name]["ttft_ms"]["mean"])
-    rows = dict(re.findall(r'<tr><td class="id">.*?</svg>(\w+)(.*?)</tr>', text, re.S))
-    assert list(rows) == ["one", "two", "three"]
-    cells = re.findall(r"<td([^>]*)>([^<]*)", rows[best])
-    assert (' class="best"', f"{both[0][best]['ttft_ms']['mean']:,.0f} ms") in cells
+    assert re.findall(r'<th class="id"><svg.*?</svg>(\w+)', text, re.S) == ["one", "two", "three"]
+    rows = {row[0]: row[1] for row in re.findall(r"<tr><td>([^<]+)(.*?)</tr>", text, re.S)}
+    cells = re.findall(r"<td([^>]*)>([^<]*)", rows["TTFT mean"])
+    assert len(cells) == 3 and (' class="best"', f"{both[0][best]['ttft_ms']['mean']:,.0f} ms") in cells
+    counts = " · ".join(str(figures["requests"]) for figures in both[0]["two"]["replicas"].values())
+    assert counts in rows["requests per replica"] and "requests/s, offered" in rows
+    for plot in ("TTFT", "TPOT", "E2E", "ITL"):
+        assert f"{plot} distribution" in text
+    assert "the band above reaches to p99" in text
     assert "two found" in text and "The first token came after" in text
 
 
@@ -135,3 +140,17 @@ def test_a_run_without_requests_is_a_page_too(tmp_path, runs):
 def test_the_same_figures_make_the_same_files(tmp_path, runs):
     first = page_of(tmp_path, runs(["one", "two"]))
     assert page_of(tmp_path, runs(["one", "two"])) == first
+
+
+def test_the_head_says_when_and_how(tmp_path, runs):
+    dated = {**ABOUT, "setting": {**ABOUT["setting"], "date": "2026-11-23 22:00:00+00:00"}}
+    head = page_of(tmp_path, runs(["one"]), dated).split("<pre")[0]
+    assert "2026-11-23 22:00:00+00:00" in head
+    assert "virtual time" in page_of(tmp_path, runs(["one"])).split("<pre")[0]  # which has no date
+
+
+def test_without_matplotlib_there_are_the_tables(tmp_path, runs, monkeypatch):
+    monkeypatch.setattr(files, "can_draw", lambda: False)
+    for names in (["one"], ["one", "two"]):
+        text = page_of(tmp_path, runs(names))
+        assert "No plots: they need matplotlib" in text and "<figure" not in text and "TTFT" in text

@@ -40,10 +40,10 @@ def test_png_is_one_sheet_for_any_number_of_targets(tmp_path, runs):
         assert data.startswith(b"\x89PNG") and len(data) > 20_000
 
 
-def test_without_matplotlib_the_flag_says_what_to_install(monkeypatch, tmp_path):
+def test_without_matplotlib_a_page_is_written_and_a_sheet_of_plots_is_not(monkeypatch, tmp_path):
     monkeypatch.setattr(files, "can_draw", lambda: False)
-    args = types.SimpleNamespace(slo=None, json=None, csv=tmp_path / "r.csv", html=None, png=None)
+    args = types.SimpleNamespace(slo=None, json=None, csv=None, html=tmp_path / "r.html", png=None)
     files.check(args)
-    args.html = tmp_path / "r.html"
-    with pytest.raises(BadOption, match=r"need matplotlib: pip install 'hitherto\[plots\]'"):
+    args.png = tmp_path / "r.png"
+    with pytest.raises(BadOption, match=r"--png needs matplotlib: pip install 'hitherto\[plots\]'"):
         files.check(args)

@@ -12,6 +12,7 @@ from loadgen.demo import live
 from loadgen.drive.records import Record
 from loadgen.report import progress, show
 from loadgen.report.summary import summarise
+from loadgen.workload.conversations import Offer
 
 
 def drawn(thing, width=100) -> str:
@@ -42,6 +43,7 @@ def run_of(*records, inflight=()):
         users=None,
         processes=1,
         busiest_second=0.0,
+        offered=Offer(4.0, 10.0, 0, 0.0),
         total=10,
         inflight={id(item): item for item in inflight},
     )
@@ -77,6 +79,7 @@ def test_a_report_with_everything():
         "0.00 requests/s (0.0 % within TTFT 50.0 ms)",
         "r0 2  r1 2",
         "of a core",
+        "4.00 requests/s offered, 0.40 answered",
     ):
         assert part in text, part
     assert "×" not in text and "generator itself" not in text
@@ -126,6 +129,7 @@ def test_targets_side_by_side():
     rows = {line.split("  ")[0].strip(): line.split() for line in text.splitlines() if line.strip()}
     assert rows["TTFT p50"][-4:] == ["100", "ms", "200", "ms"]
     assert rows["requests failed"][-2:] == ["0", "1"]
+    assert rows["requests/s, offered"][-4:] == ["4.00", "/s"] * 2 and "requests/s, answered" in rows
     assert rows["requests per replica"][-3:] == ["1", "1", "1"]
     assert rows["prefill tokens computed"][-2:] == ["500", "250"]
     assert "within the SLO" not in text and "engines' counters" not in text  # nobody knows them

@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 
 from loadgen.drive.records import Record
 from loadgen.options import BadOption
-from loadgen.report.comparison import fair_share
-from loadgen.report.summary import cache_figures, machine, meets, parse_slo, setting, spread, summarise
+from loadgen.report.summary import cache_figures, fair_share, machine, meets, parse_slo, setting, spread, summarise
+from loadgen.workload.conversations import Offer
 
 
 def record(ttft=0.1, gaps=(0.02, 0.02), sent=10.0, late=0.001, **fields) -> Record:
@@ -34,6 +34,7 @@ def run_of(records, **fields):
             "users": None,
             "processes": 1,
             "busiest_second": 0.0,
+            "offered": Offer(4.0, 10.0, 0, 0.0),
             **fields,
         }
     )
@@ -190,3 +191,21 @@ def test_a_known_replica_without_requests_is_one_too():
     report = summarise(run_of([record(replica="r1", prompt_tokens=10, cached_tokens=5)], replicas=["r0", "r1"]))
     assert list(report["replicas"]) == ["r0", "r1"] and report["replicas"]["r0"]["requests"] == 0
     assert report["replicas"]["r0"]["hit_rate"] is None and fair_share(report) == 2.0
+
+
+def test_further_percentiles_stand_between_the_usual_ones():
+    figures = spread((value / 1000 for value in range(1001)), (50, 95, 99.9))
+    assert list(figures) == ["mean", "p50", "p90", "p95", "p99", "p99.9", "max"]
+    assert (figures["p95"], figures["p99.9"]) == (950, 999)
+
+
+def test_what_is_measured_has_a_date_and_what_is_simulated_none():
+    assert setting(["loadgen"], 0, date="2026-11-23 22:00:00+00:00")["date"].startswith("2026-11-23")
+    assert "date" not in setting(["loadgen"], 0)
+
+
+def test_the_command_can_be_run_again_as_it_is_written():
+    assert (
+        setting(["loadgen", "run", "--extra-body", '{"a": 1}'], 0)["command"]
+        == """loadgen run --extra-body '{"a": 1}'"""
+    )

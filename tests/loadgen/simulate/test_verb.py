@@ -1,7 +1,11 @@
 """`loadgen simulate` as a command: the same bytes again, and what is wrong said in one line."""
 
 import json
+import os
 import random
+import signal
+import subprocess
+import sys
 
 import pytest
 
@@ -252,3 +256,17 @@ def test_admission_by_the_limits_of_goodput_refuses_who_cannot_be_in_time(figure
         assert one["goodput"]["share"] > sent["goodput"]["share"]
     assert main([*crowd[:-2], "--admission", "wait"]) == 2
     assert "--goodput ttft:2s" in capsys.readouterr().err
+
+
+def test_interrupted_it_tells_of_the_policies_played_until_then(tmp_path):
+    path = tmp_path / "s.json"
+    command = [sys.executable, "-m", "loadgen.cli", "simulate", "--dataset-name", "random", "--num-prompts", "400"]
+    flags = ["--policies", "round_robin,oracle,least_time", "--seeds", "50", "--json", str(path)]
+    playing = subprocess.Popen(
+        [*command, *flags], stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"}
+    )
+    first = playing.stdout.readline()
+    playing.send_signal(signal.SIGINT)
+    rest, _ = playing.communicate(timeout=60)
+    assert playing.returncode == 130 and first.startswith("round_robin, seed 0") and "Stopped by hand" in rest
+    assert json.loads(path.read_text())["targets"]["round_robin"]["completed"] == 400

@@ -1,0 +1,49 @@
+"""What was offered against what was answered, and why the two differ."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from loadgen.report.summary import Report
+
+FOLLOWS = 0.95  # a server that answers this share of what is offered keeps up
+
+
+def per_second(value: float | None) -> str:
+    return "–" if value is None else f"{value:,.2f} /s"
+
+
+def rates(report: Report) -> str:
+    """One line on how many requests a second were offered and answered, with the reasons where they differ."""
+    offered, answered = report["offered"]["rate"], report["request_throughput"]
+    if offered is None:
+        return f"{answered:,.2f} requests/s answered; {_no_rate(report)}"
+    line = f"{offered:,.2f} requests/s offered, {answered:,.2f} answered"
+    if answered >= FOLLOWS * offered:
+        return line
+    return f"{line}: {'; '.join(reasons(report))}"
+
+
+def _no_rate(report: Report) -> str:
+    if users := report["generator"]["users"]:
+        return f"none offered, since each of {users} users sends when the last answer has come"
+    return "all conversations began at once, so no rate was offered"
+
+
+def reasons(report: Report) -> Iterator[str]:
+    """Why fewer requests a second were answered than offered, the load's own reasons first."""
+    offered, generator = report["offered"], report["generator"]
+    requests = report["requests"] + report["not_sent"]
+    if offered["later_turns"]:
+        pause = f" and {offered['think_s']:,.2g} s to think" if offered["think_s"] else ""
+        yield f"{offered['later_turns']:,.0f} of {requests:,.0f} requests are later turns, which wait for a reply{pause}"
+    if generator["max_concurrency"]:
+        yield f"at most {generator['max_concurrency']} were in flight"
+    if report["failed"] or report["not_sent"]:
+        yield f"{report['failed']:,.0f} failed and {report['not_sent']:,.0f} were not sent"
+    if generator["was_the_limit"] and not generator["max_concurrency"]:
+        yield "the generator was late"
+    if (rest := report["duration_s"] - offered["seconds"]) > 0 and not report["interrupted"]:
+        yield f"the last answer came {rest:,.1f} s after the last conversation had begun"
+    if report["interrupted"]:
+        yield "the run was stopped early"

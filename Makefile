@@ -9,7 +9,7 @@ VLLM ?= 0.28.0 0.32.0
 # A thousand processes that tests start would each compile the modules that they import, 0.2 s of CPU for a gateway.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo demo-vllm test lint guard test-vllm clean
+.PHONY: setup demo demo-vllm test lint guard test-vllm test-clients test-pythons clean
 
 setup: .venv/ready
 
@@ -68,6 +68,18 @@ test-vllm: setup
 	    test $$code = 3 && echo "SKIPPED: make test-vllm for vLLM $$version" && continue; exit $$code; }; \
 	  HITHERTO_VLLM=$$folder $(BIN)/python -m pytest tests/vllm $(ARGS) || exit; \
 	done
+
+# OpenAI's, Anthropic's and LangChain's clients, LiteLLM's proxy and `vllm bench serve`, in environments of their own below
+# ~/.cache/hitherto, against simulated engines and the newest of VLLM (left out where it cannot be had).
+test-clients: setup
+	@clients=$$(PYTHON="$(PYTHON)" tests/clients/install.sh) || { code=$$?; test $$code = 3 && echo "SKIPPED: make test-clients" && exit; exit $$code; }; \
+	vllm=$$(PYTHON="$(PYTHON)" tests/vllm/install.sh $(lastword $(VLLM))) && export HITHERTO_VLLM=$$vllm; \
+	HITHERTO_PYTHON=$(CURDIR)/$(BIN)/python $$clients/bin/python -m pytest tests/clients --confcutdir tests/clients -W default $(ARGS)
+
+# The wheel in empty environments: install, serve, chat, unit tests.
+PYTHONS ?= 3.11 3.12 3.13
+test-pythons:
+	@tests/deploy/pythons.sh $(PYTHONS)
 
 clean:
 	rm -rf .venv build *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache

@@ -27,6 +27,7 @@ USAGE_ERROR = 2
 METAVARS = {
     "admin_token": "@FILE",
     "engine_api_key": "@FILE",
+    "replica_url": "URL",
     "redis_url": "URL",
     "pools": "YAML",
     "allow_path": "PATH,...",
@@ -75,7 +76,7 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
         elif name == "replica_url":
             options |= {"nargs": "+", "action": "extend", "metavar": "URL"}
         else:
-            options["metavar"] = _metavar(name, field.annotation)
+            options["metavar"] = metavar(name, field.annotation)
         if name in SUBJECTS:
             group = parser.add_argument_group(SUBJECTS[name])
         group.add_argument(flag(name), *ALIASES.get(name, ()), **options)
@@ -90,7 +91,7 @@ def _help(name: str, field: Any) -> str:
     return f"{text} (default: {show_bytes(field.default) if name in SIZES else field.default})"
 
 
-def _metavar(name: str, annotation: Any) -> str:
+def metavar(name: str, annotation: Any) -> str:
     if typing.get_origin(annotation) is typing.Literal:
         return "{" + ",".join(typing.get_args(annotation)) + "}"
     if name in METAVARS:

@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+from bench import config_page
 from gateway.config import Settings, flag
 from gateway.ops.metrics import READ, Counter, Metrics
 
@@ -29,3 +30,13 @@ def test_links_between_documents_lead_somewhere():
     for path in DOCS:
         for target in re.findall(r"\]\(([^)#:]+)\)", path.read_text()):
             assert (path.parent / target).exists(), f"{path.name}: {target}"
+
+
+def test_the_page_of_settings_is_up_to_date():
+    assert config_page.PAGE.read_text() == config_page.page(), "run python -m bench.config_page"
+
+
+def test_every_setting_is_on_its_page_once():
+    page = config_page.page()
+    for name in Settings.model_fields:
+        assert page.count(f"| `{flag(name)}`") + page.count(f"| `{flag(name)} ") == 1, name

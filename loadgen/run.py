@@ -19,6 +19,7 @@ from loadgen.options import INTERRUPTED
 from loadgen.report import files, seeds, show
 from loadgen.report.progress import watched
 from loadgen.report.summary import Report, now, setting, summarise
+from loadgen.report.warm import warm
 from loadgen.workload import datasets
 from loadgen.workload.conversations import Workload
 
@@ -47,6 +48,11 @@ async def ask(
     return load
 
 
+def figures(args: argparse.Namespace, load: Run | Processes) -> dict[str, object]:
+    """One load's report."""
+    return {**summarise(load, files.slo(args), args.percentiles), "warm_caches": warm(load)}
+
+
 class Measured:
     """What one target answered, seed by seed; `interrupted` once the user wants no more of it."""
 
@@ -67,14 +73,12 @@ class Measured:
         if not seed:
             show.print_notes(console, work.notes)
         asking = target.asking(args, await target.model_of(client, args.model))
-        self.workload = self.workload or datasets.describe(args, work)
+        self.workload = self.workload or {**datasets.describe(args, work), "vocab_size": asking.vocabulary}
         label = seeds.label(self.name, args.seed, args.seeds)
         load = await ask(args, console, work, client, asking, label)
         self.interrupted = load.interrupted
         self.records[label] = load.done
-        self.reports.append(
-            {"target": client.base_url, "model": asking.model, **summarise(load, files.slo(args), args.percentiles)}
-        )
+        self.reports.append({"target": client.base_url, "model": asking.model, **figures(args, load)})
 
 
 @contextmanager

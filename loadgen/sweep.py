@@ -27,7 +27,7 @@ from loadgen.drive.client import Client
 from loadgen.drive.records import Record
 from loadgen.options import ATTAINMENT, BadOption
 from loadgen.report import files, rates, seeds, show
-from loadgen.report.summary import Records, Report, now, setting, summarise
+from loadgen.report.summary import Records, Report, now, setting
 from loadgen.workload import datasets
 from loadgen.workload.conversations import Workload, offer
 
@@ -249,7 +249,7 @@ async def climb(
             if load.interrupted:
                 sweep.search.stopped = BY_HAND
                 return
-            reports.append(summarise(load, sweep.slo, args.percentiles))
+            reports.append(run.figures(args, load))
             records[seeds.label(f"{rate:.4g}/s", args.seed + number, args.seeds)] = load.done
         step = sweep.add(rate, seeds.merged(reports))
         console.print(f"[dim]{rate:.4g} requests/s: {show.percent(step['share'])} within the SLO[/]")
@@ -281,9 +281,9 @@ def conclude(
     for step in sorted(sweep.steps, key=lambda step: step["rate"])[-1:]:
         console.print(f"[dim]{name(step)}: {rates.rates(step['report'])}[/]", soft_wrap=True)
     for step in sweep.steps:
-        if trouble := show.errors(step["report"]) or show.caution(step["report"]):
+        if trouble := show.troubles(step["report"]):
             console.print(f"\n[bold]{name(step)}[/]")
-            console.print(trouble)
+            console.print(*trouble, sep="\n")
     figures, steps = {**about, "sweep": sweep.figures()}, sorted(sweep.steps, key=lambda step: step["rate"])
     if not steps:
         return files.write_json(args.json, figures, console)

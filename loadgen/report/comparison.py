@@ -42,9 +42,20 @@ def changes(report: Report, base: Report) -> dict[Verdict, list[str]]:
         if verdict is Verdict.NEITHER:
             continue
         new, old = seeds.mean(report, row.read), seeds.mean(base, row.read)
-        change = f" ({(new - old) / old * 100:+.0f} %)" if old and row.form is not show.percent else ""
-        found[verdict].append(f"{row.label} {row.form(new)} instead of {row.form(old)}{change}")
+        much = f" ({change(row, old, new)})" if change(row, old, new) else ""
+        found[verdict].append(f"{row.label} {row.form(new)} instead of {row.form(old)}{much}")
     return found
+
+
+def change(row: show.Row, old: float, new: float) -> str:
+    """By how much a figure differs; of shares in points, and nothing where the old one is 0."""
+    if row.form is show.percent:
+        return f"{_signed((new - old) * 100, 1)} points"
+    return f"{_signed((new - old) / old * 100, 0)} %" if old else ""
+
+
+def _signed(value: float, digits: int) -> str:
+    return f"{value:+.{digits}f}" if round(value, digits) else "0"
 
 
 def _verdicts(name: str, report: Report, base_name: str, base: Report) -> list[str]:

@@ -126,7 +126,10 @@ def draw(reports: Reports, records: Records, about: Mapping[str, object], html: 
         records = seeds.first(reports, records, (about["setting"] or {}).get("seed", 0))
         figures = plots.of_runs(reports, records, drawn)
         if sweep:
-            figures = plots.of_sweep(sweep["steps"], sweep["slo_ms"], sweep["attainment"], sweep["rate"]) + figures[:1]
+            figures = (
+                plots.of_sweep(sweep["steps"], sweep["slo_ms"], sweep["attainment"], sweep["rate"], sweep["knee"])
+                + figures[:1]
+            )
         if plan:
             figures = plots.of_plan(plan["points"], plan["attainment"], drawn) + figures
         if png:

@@ -355,7 +355,11 @@ def _foretold(records: Records, drawn: Mapping[str, Line]) -> Plot | None:
 
 
 def of_sweep(
-    steps: Sequence[Mapping[str, object]], slo: Mapping[str, float], attainment: float, found: float | None
+    steps: Sequence[Mapping[str, object]],
+    slo: Mapping[str, float],
+    attainment: float,
+    found: float | None,
+    knee: float | None,
 ) -> list[Plot]:
     """Latency and what else changes with the rate; `steps` have a `rate`, the `share` within the SLO and a `report`."""
     steps = sorted(steps, key=lambda step: step["rate"])
@@ -388,6 +392,16 @@ def of_sweep(
         for what, about in (("TTFT", "to the first token"), ("TPOT", "per token after the first"))
     ]
     plots += [
+        _against(
+            "Answered against offered",
+            "Requests a second." + (" The line upright is the knee." if knee else ""),
+            across,
+            one("answered", [step["report"]["request_throughput"] for step in steps]),
+            None,
+            knee or 0.0,
+            form=_thousands,
+            most=None,
+        ),
         _against(
             "Within the SLO",
             f"Share of the requests; dashed: the {attainment * 100:g} % asked for.",

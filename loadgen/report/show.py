@@ -10,7 +10,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from loadgen.report import noise, rates, seeds
+from loadgen.report import noise, rates, seeds, warm
 from loadgen.report.summary import Report, Reports, fair_share
 
 _SHARES = 4  # replicas whose requests are told one by one
@@ -174,8 +174,9 @@ def caution(report: Report) -> Text | None:
 
 
 def troubles(report: Report) -> list[Text]:
-    """What a reader must know before the figures: errors, and a generator that was the limit."""
-    return [trouble for trouble in (errors(report), caution(report)) if trouble]
+    """What a reader must know before the figures: errors, a generator that was the limit, and caches that were warm."""
+    found = [trouble for trouble in (errors(report), caution(report)) if trouble]
+    return found + [Text(sentence, "yellow") for sentence in warm.notice(report)]
 
 
 def print_troubles(console: Console, reports: Reports) -> None:

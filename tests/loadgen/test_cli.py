@@ -311,7 +311,9 @@ async def test_seeds_are_measured_one_after_the_other_and_shown_with_their_range
     assert len(prompts) == 12 and "mean of 3 seeds, range in brackets" in out and "p99.9" in out and "p90" not in out
     report = json.loads((tmp_path / "r.json").read_text())
     assert [one["completed"] for one in report["by_seed"]] == [4, 4, 4] and report["setting"]["seeds"] == 3
-    assert report["setting"]["date"]
+    assert report["setting"]["date"] and report["workload"]["vocab_size"] == 32_000
+    # the stand-in answers that 64 of 100 tokens were cached, of the first prompt too
+    assert "The caches were warm: of 4 prompts" in " ".join(out.split())
     with (tmp_path / "r.csv").open() as lines:
         assert [row["target"][-6:] for row in csv.DictReader(lines)] == [f"seed {seed}" for seed in "555566667777"]
     assert "seeds 5 to 7" in (tmp_path / "r.html").read_text()

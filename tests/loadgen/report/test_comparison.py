@@ -56,7 +56,7 @@ def test_a_comparison_reads_as_sentences():
         "new found 90 % of all prompt tokens in a cache, old 40 %: 2.2× as many.",
         "Its engines computed 10,000 prompt tokens instead of 60,000: 6.0× less work.",
         "The first token came after 50 ms at p50 (old 100 ms, 2.0× faster) and 910 ms at p99 (old 900 ms, about the same).",
-        "Better with new than with old: cache hit rate, engines' replies 90.0 % instead of 40.0 %; "
+        "Better with new than with old: cache hit rate, engines' replies 90.0 % instead of 40.0 % (+50.0 points); "
         "prefill tokens computed 10,000 instead of 60,000 (-83 %); TTFT p50 50.0 ms instead of 100 ms (-50 %).",
         "Worse with new than with old: busiest replica, even share is 1 1.20 instead of 1.00 (+20 %).",
     ]

@@ -84,6 +84,7 @@ def test_the_tables_of_rates_and_of_fleets_survive_a_latency_that_is_missing(tmp
         "answer": "no rate",
         "stopped": "all tried",
         "rate": None,
+        "knee": None,
         "slo_ms": {"ttft": 100.0},
         "attainment": 0.9,
         "steps": [point],

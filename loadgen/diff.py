@@ -1,0 +1,147 @@
+"""`loadgen diff A.json B.json`: what got better and what got worse from one file of figures to another.
+
+Exit codes: 0 nothing got worse, 1 something did or the two cannot be compared, 2 a file cannot be used.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import orjson
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from loadgen.options import BadInput, flags
+from loadgen.report import comparison, files, noise, seeds, show
+from loadgen.report.noise import Verdict
+from loadgen.report.summary import PERCENTILES, Report, Reports, percentile_name
+
+_LOOKS = {Verdict.BETTER: "green", Verdict.WORSE: "bold red", Verdict.SAME: "dim", Verdict.NEITHER: ""}
+_PASSED_OVER = ("seed", "notes", "conversations", "last_start_s")  # of a workload: the seed's own doing
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("old", type=Path, metavar="A.json", help="what `loadgen ... --json` wrote first")
+    parser.add_argument("new", type=Path, metavar="B.json", help="what it wrote later")
+    flags(parser, ("--json", Path, "FILE", None, "write verdicts and figures (- for stdout)"))
+
+
+def read(path: Path) -> Mapping[str, object]:
+    """Raises BadInput."""
+    try:
+        figures = orjson.loads(path.read_bytes())
+    except OSError as error:
+        raise BadInput(f"{path}: {error.strerror}. Name two files that --json wrote") from None
+    except orjson.JSONDecodeError as error:
+        raise BadInput(f"{path}: not JSON: {error}. Name two files that --json wrote") from None
+    if not isinstance(figures, dict) or not reports_of(figures):
+        raise BadInput(f"{path}: it has no figures of `loadgen run`, `compare`, `simulate` or `sweep`")
+    return figures
+
+
+def reports_of(figures: Mapping[str, object]) -> Reports:
+    """By target, policy or rate; a single run has no name."""
+    if "ttft_ms" in figures:
+        found = {"": figures}
+    elif isinstance(sweep := figures.get("sweep"), dict):
+        found = {f"{step['rate']:.4g}/s": step["report"] for step in sweep["steps"]}
+    else:
+        found = figures.get("targets") or {}
+    usual = [percentile_name(one) for one in PERCENTILES]
+    return {name: {"percentiles": usual, **report} for name, report in found.items()}
+
+
+def pairs(args: argparse.Namespace, old: Reports, new: Reports) -> Iterator[tuple[str, Report, Report]]:
+    """What both files have, by name; a single one on both sides is compared whatever its name. Raises BadInput."""
+    if len(old) == len(new) == 1:
+        (before, was), (after, now) = *old.items(), *new.items()
+        yield (before if before == after else f"{before or args.old} → {after or args.new}"), was, now
+        return
+    common = [name for name in old if name in new]
+    if not common:
+        raise BadInput(
+            f"{args.old} has {', '.join(old) or 'one run'} and {args.new} has {', '.join(new) or 'one run'}: nothing to compare"
+        )
+    for name in common:
+        yield name, old[name], new[name]
+
+
+def differences(old: Mapping[str, object], new: Mapping[str, object]) -> list[str]:
+    """How the two were made differently, apart from the target."""
+    found = []
+    for part in ("workload", "fleet"):
+        was, now = old.get(part) or {}, new.get(part) or {}
+        for key in dict.fromkeys((*was, *now)):
+            if key not in _PASSED_OVER and was.get(key) != now.get(key):
+                found.append(f"{key} {was.get(key)} → {now.get(key)}")
+    was, now = old.get("setting") or {}, new.get("setting") or {}
+    found += [
+        f"{key} {was.get(key)} → {now.get(key)}" for key in ("seed", "seeds", "machine") if was.get(key) != now.get(key)
+    ]
+    return found
+
+
+def table(args: argparse.Namespace, old: Report, new: Report) -> Table:
+    shown = Table(box=SIMPLE_HEAD, pad_edge=False, header_style="bold")
+    shown.add_column("")
+    for title in ("A", "B", "change"):
+        shown.add_column(title, justify="right", no_wrap=True)
+    shown.add_column("", no_wrap=True)
+    for row in show.rows_of({"": new}):
+        was, now = seeds.mean(old, row.read), seeds.mean(new, row.read)
+        if was is None and now is None:
+            continue
+        verdict = noise.judged(row, new, old)
+        shown.add_row(
+            row.label,
+            show.written(old, row.read, row.form),
+            show.written(new, row.read, row.form),
+            "" if was is None or now is None else comparison.change(row, was, now),
+            Text("" if verdict is Verdict.NEITHER else verdict.value, _LOOKS[verdict]),
+        )
+    return shown
+
+
+def verdict_of(name: str, old: Report, new: Report) -> tuple[str, dict[Verdict, list[str]]]:
+    """One sentence, and the figures by what became of them."""
+    found = comparison.changes(new, old)
+    worse, better, same = (len(found[verdict]) for verdict in (Verdict.WORSE, Verdict.BETTER, Verdict.SAME))
+    count = f"{better} better, {worse} worse, {same} about the same"
+    if worse and better:
+        said = f"Mixed: {count}."
+    elif worse:
+        said = f"Worse: {count}."
+    else:
+        said = f"Better: {count}." if better else f"No difference beyond noise: {count}."
+    return (f"{name}: {said}" if name else said), found
+
+
+async def diff_verb(args: argparse.Namespace, console: Console) -> int:
+    files.check_writable(args.json)
+    old, new = read(args.old), read(args.new)
+    console.print(f"[dim]A is {args.old}, B is {args.new}[/]")
+    if unlike := differences(old, new):
+        console.print(Text(f"They were made differently: {'; '.join(unlike)}.", "yellow"), soft_wrap=True)
+    written: dict[str, object] = {}
+    found = list(pairs(args, reports_of(old), reports_of(new)))
+    bad = False
+    for name, was, now in found:
+        said, changes = verdict_of(name, was, now)
+        console.print(table(args, was, now))
+        console.print(f"[bold]{said}[/]", soft_wrap=True)
+        if void := comparison.void_because({"A": was, "B": now}):
+            console.print(f"[bold red]This comparison is void:[/] {void}.", soft_wrap=True)
+        for verdict in (Verdict.WORSE, Verdict.BETTER):
+            if changes[verdict]:
+                console.print(show.bullets([f"{verdict.value}: {'; '.join(changes[verdict])}"]))
+        written[name] = {"verdict": said, "void": void, **{one.value: changes[one] for one in _LOOKS if changes[one]}}
+        bad |= bool(void or changes[Verdict.WORSE])
+    console.print(
+        f"\n[dim]{comparison.how_sure({str(number): one for number, one in enumerate((found[0][1], found[0][2]))})}[/]"
+    )
+    files.write_json(args.json, {"different": unlike, "targets": written}, console)
+    return int(bad)

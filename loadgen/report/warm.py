@@ -1,0 +1,48 @@
+"""Whether the engines' caches already held what a run asked, so that its figures are better than on a cold start."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+
+from loadgen.drive.processes import Processes
+from loadgen.drive.run import Run
+from loadgen.report.summary import Report
+from loadgen.workload.conversations import Conversation
+
+_LETTERS = 64  # of a prompt's first text: about a block of 16 tokens
+NOTICED = 0.1  # share of the prompt tokens; a chat template's own first words are less
+
+
+def beginning(conversation: Conversation) -> Hashable:
+    """What a conversation's prompts begin with: engines share nothing between prompts that differ here."""
+    if tools := conversation.extra.get("tools"):
+        return str(tools)[: 4 * _LETTERS]  # templates put them first
+    content = conversation.turns[0].messages[0].get("content")
+    return tuple(content[0].ids[:1]) if isinstance(content, tuple) and content else str(content)[:_LETTERS]
+
+
+def warm(run: Run | Processes) -> dict[str, object] | None:
+    """Of the requests whose beginning nobody had sent before in this run: how many there are, their prompt tokens, and
+    how many of these an engine had cached all the same. None where engines do not report it."""
+    begins = {conversation.id: beginning(conversation) for conversation in run.conversations}
+    seen: set[Hashable] = set()
+    requests = prompt = cached = 0
+    for record in sorted(run.done, key=lambda record: record.sent):
+        if record.turn or record.conversation not in begins or (begins[record.conversation] in seen):
+            continue
+        seen.add(begins[record.conversation])
+        if record.error is None and record.prompt_tokens and record.cached_tokens is not None:
+            requests, prompt, cached = requests + 1, prompt + record.prompt_tokens, cached + record.cached_tokens
+    return {"requests": requests, "prompt_tokens": prompt, "cached_tokens": cached} if requests else None
+
+
+def notice(report: Report) -> Iterable[str]:
+    """What a reader must know of it."""
+    found = report.get("warm_caches")
+    if found and found["cached_tokens"] > NOTICED * found["prompt_tokens"]:
+        yield (
+            f"The caches were warm: of {found['requests']:,.0f} prompts that begin like none before them in this run, "
+            f"{found['cached_tokens']:,.0f} of {found['prompt_tokens']:,.0f} tokens were cached "
+            f"({found['cached_tokens'] / found['prompt_tokens'] * 100:.0f} %). On engines that have just started the "
+            "figures would be worse. Restart them, or take another --seed where the load's prompts are made up."
+        )

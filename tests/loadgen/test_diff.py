@@ -1,0 +1,92 @@
+"""`loadgen diff` on files as the other verbs write them."""
+
+import json
+
+import pytest
+
+from loadgen.cli import main
+
+
+@pytest.fixture
+def file(tmp_path):
+    """`file(name, **ttft)` -> the path of figures as `compare` writes them, a target for each name in `ttft`."""
+
+    def write(name: str, seeds: int = 1, load: dict | None = None, answered: int = 100, **ttft: float):
+        def report(value: float) -> dict:
+            return {
+                "requests": 100, "completed": answered, "failed": 0, "not_sent": 0, "interrupted": False, "errors": {},
+                "percentiles": ["p50"], "ttft_ms": {"mean": value, "p50": value}, "cache": {"hit_rate": 0.5}, "replicas": {},
+            }  # fmt: skip
+
+        targets = {
+            target: {
+                **report(value),
+                **({"by_seed": [report(value + one) for one in range(seeds)]} if seeds > 1 else {}),
+            }
+            for target, value in ttft.items()
+        }
+        path = tmp_path / name
+        path.write_text(
+            json.dumps({"targets": targets, "workload": {"request_rate": 4, **(load or {})}, "setting": {"seed": 0}})
+        )
+        return str(path)
+
+    return write
+
+
+def test_alike_is_0_and_worse_is_1(file, capsys):
+    same = [file("a.json", one=100, two=100), file("b.json", one=103, two=97)]
+    assert main(["diff", *same]) == 0
+    assert "one: No difference beyond noise: 0 better, 0 worse" in capsys.readouterr().out
+    assert main(["diff", file("a.json", one=100), file("b.json", one=130)]) == 1
+    out = " ".join(capsys.readouterr().out.split())
+    assert "one: Worse: 0 better, 2 worse" in out and "TTFT mean 130 ms instead of 100 ms (+30 %)" in out
+    assert main(["diff", file("a.json", one=130), file("b.json", one=100)]) == 0
+    assert "one: Better: 2 better, 0 worse" in capsys.readouterr().out
+
+
+def test_seeds_say_what_is_noise(file, capsys):
+    assert main(["diff", file("a.json", seeds=3, one=100), file("b.json", seeds=3, one=104)]) == 1
+    out = " ".join(capsys.readouterr().out.split())
+    assert "worse" in out and "do not overlap" in out and "105 ms (104–106 ms)" in out
+    assert main(["diff", file("a.json", seeds=3, one=100), file("b.json", seeds=3, one=101)]) == 0
+
+
+def test_what_was_set_differently_is_named_first(file, capsys):
+    assert main(["diff", file("a.json", one=100), file("b.json", load={"request_rate": 8}, one=100)]) == 0
+    assert "They were made differently: request_rate 4 → 8." in capsys.readouterr().out
+
+
+def test_others_requests_are_no_comparison(file, capsys):
+    assert main(["diff", file("a.json", one=100), file("b.json", answered=40, one=90)]) == 1
+    assert "This comparison is void" in capsys.readouterr().out
+
+
+def test_a_single_target_is_compared_whatever_its_name(file, capsys):
+    assert main(["diff", file("a.json", round_robin=100), file("b.json", least_time=50)]) == 0
+    assert "round_robin → least_time: Better" in capsys.readouterr().out
+
+
+def test_the_verdict_as_json(file, tmp_path):
+    assert main(["diff", file("a.json", one=100), file("b.json", one=130), "--json", str(tmp_path / "d.json")]) == 1
+    written = json.loads((tmp_path / "d.json").read_text())["targets"]["one"]
+    assert written["verdict"].startswith("one: Worse") and len(written["worse"]) == 2 and written["void"] is None
+
+
+@pytest.mark.parametrize(
+    "content, said",
+    [
+        (None, "No such file"),
+        ("{", "not JSON"),
+        ("[]", "it has no figures of `loadgen run`"),
+        ('{"plan": 1}', "it has no figures of `loadgen run`"),
+        ('{"targets": {"x": {"ttft_ms": null}, "y": {}}}', "nothing to compare"),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_named(file, tmp_path, capsys, content, said):
+    other = tmp_path / "x.json"
+    if content is not None:
+        other.write_text(content)
+    assert main(["diff", file("a.json", one=1, two=2), str(other)]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("loadgen diff: ") and said in err and "x.json" in err and err.count("\n") == 1

@@ -16,14 +16,15 @@ def _openssl(folder, *arguments: str) -> None:
 
 
 def authority(folder, name: str = "ca") -> None:
-    """Its certificate is in `folder`/NAME.pem."""
-    _openssl(folder, "req", "-x509", *KEY, "-keyout", f"{name}.key", "-out", f"{name}.pem", "-subj", f"/CN={name} of tests", "-days", "2")  # fmt: skip
+    """Its certificate is in `folder`/NAME.pem. From Python 3.13 on it has to say what its key is for."""
+    _openssl(folder, "req", "-x509", *KEY, "-keyout", f"{name}.key", "-out", f"{name}.pem", "-subj", f"/CN={name} of tests", "-days", "2",
+             "-addext", "keyUsage=critical,keyCertSign,cRLSign")  # fmt: skip
 
 
 def issue(folder, name: str, names: str, ca: str = "ca") -> None:
     """A certificate for these (`DNS:...,IP:...`) in `folder`/NAME.pem, its key in NAME.key."""
     _openssl(folder, "req", *KEY, "-keyout", f"{name}.key", "-out", f"{name}.csr", "-subj", f"/CN={name}")
-    (folder / f"{name}.names").write_text(f"subjectAltName={names}\n")
+    (folder / f"{name}.names").write_text(f"subjectAltName={names}\nauthorityKeyIdentifier=keyid\n")
     _openssl(folder, "x509", "-req", "-in", f"{name}.csr", "-CA", f"{ca}.pem", "-CAkey", f"{ca}.key", "-CAcreateserial", "-out", f"{name}.pem",
              "-days", "2", "-extfile", f"{name}.names")  # fmt: skip
 

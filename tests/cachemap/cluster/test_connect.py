@@ -136,15 +136,9 @@ def spellings(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> list[st
     if address.version == 4:
         mapped = ipaddress.IPv6Address(0xFFFF << 32 | int(address))
         return [str(address), f"[::ffff:{address}]", f"[{mapped.exploded}]", f"[{str(mapped).upper()}]"]
-    return [
-        f"[{text}]"
-        for text in (
-            str(address),
-            address.exploded,
-            address.exploded.upper(),
-            ":".join(f"{int(part, 16):x}" for part in address.exploded.split(":")),
-        )
-    ]
+    parts = [int(address) >> 16 * place & 0xFFFF for place in range(7, -1, -1)]
+    full, short = (":".join(f"{part:{width}x}" for part in parts) for width in ("04", ""))
+    return [f"[{text}]" for text in (str(address), address.exploded, full, full.upper(), short)]
 
 
 ADDRESSES = st.one_of(

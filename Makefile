@@ -9,7 +9,7 @@ VLLM ?= 0.28.0 0.32.0
 # A thousand processes that tests start would each compile the modules that they import, 0.2 s of CPU for a gateway.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo demo-vllm test lint guard test-vllm test-clients test-pythons clean
+.PHONY: setup demo demo-vllm test dashboards check-grafana lint guard test-vllm test-clients test-pythons clean
 
 setup: .venv/ready
 
@@ -43,6 +43,13 @@ demo-vllm: setup
 # tests/conftest.py gives them.
 test: setup
 	@$(BIN)/python -m pytest --ignore tests/vllm --ignore tests/test_instructions.py --numprocesses 4 --dist loadfile --no-loadscope-reorder $(ARGS)
+
+# Grafana's dashboards from deploy/grafana/boards; then their check against Grafana's own types, which needs npm.
+dashboards: setup
+	@$(BIN)/python -m deploy.grafana.dashboards
+
+check-grafana: dashboards
+	@$(BIN)/python -m deploy.grafana.check
 
 # Style, imports and names; the formatter's layout; types, strict in the rooms that pyproject.toml names. To mend what can be
 # mended by itself: .venv/bin/ruff check --fix; .venv/bin/ruff format

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("hitherto")
 
+CARE_SECONDS = 0.25
 # Kinds of background work
 CARE, FOLLOW_KEYS, FOLLOW_CERTIFICATE = "care for replicas", "API keys", "TLS certificate"
 
@@ -325,7 +326,9 @@ class Gateway:
         """A few times a second: what scrapes told reaches policies and drift; removed replicas are forgotten."""
         seen: dict[str, float] = {}
         while True:
-            await asyncio.sleep(0.25)
+            due = monotonic() + CARE_SECONDS
+            await asyncio.sleep(CARE_SECONDS)
+            self.metrics.loop_delay_seconds.observe((), max(0.0, monotonic() - due))
             for backend in list(self.proxy.backends.values()):
                 try:
                     self._care_for(backend, seen)

@@ -10,6 +10,7 @@ import asyncio
 import struct
 from collections.abc import AsyncGenerator, Callable, Sequence
 from itertools import groupby
+from time import time
 
 import zmq
 
@@ -103,6 +104,7 @@ class EventIntake:
         self.passed_over = 0  # events that could not be read
         self.complaints: list[str] = []  # why, each cause once, the first few
         self.last_seq: int | None = None
+        self.lag_seconds: float | None = None  # of the last live batch, by the engine's clock and ours
 
     @property
     def blocks_stored(self) -> int:
@@ -283,6 +285,8 @@ class EventIntake:
             if order is not Order.STALE:
                 run.append((number, batch))
         self._apply(run)
+        if run:
+            self.lag_seconds = max(0.0, time() - run[-1][1].timestamp)
         if self._since is not None and len(self._since) < MOST_SINCE:
             self._since += batches
         if run and self.state in ("connecting", "gap"):

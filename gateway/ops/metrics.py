@@ -45,6 +45,9 @@ STAGE_BUCKETS = (5e-6, 1e-5, 2e-5, 3e-5, 5e-5, 7.5e-5, 1e-4, 1.5e-4, 2e-4, 3e-4,
 FIGURE_BUCKETS = tuple(float(f"{10 ** (step / 20 - 3):.3g}") for step in range(111))  # 1 ms to 316 s
 TOKEN_BUCKETS = tuple(bound for bound in FIGURE_BUCKETS if bound <= 10.0)
 
+# Of the event loop's timers: a millisecond is their grain, a quarter of a second a held-up client.
+DELAY_BUCKETS = (.001, .002, .005, .01, .02, .05, .1, .2, .5, 1, 2, 5)  # fmt: skip
+
 SLICE_SECONDS = 0.002  # of the event loop that a scrape takes at once
 LOOK_LINES = 64  # of the page, between two looks at the clock
 
@@ -75,6 +78,7 @@ READ = {
     "reserved_prefill_tokens": ("gauge", "Uncached prompt tokens on their way to a first byte", ("replica",)),
     "reserved_context_tokens": ("gauge", "Context tokens of streams past their first byte", ("replica",)),
     "replica_state": ("gauge", "1 for the state the replica is in", ("replica", "state")),
+    "replica_models": ("gauge", "1 for each model or adapter that a replica serves", ("replica", "model")),
     "replica_waiting_requests": ("gauge", "Requests the engine itself reports as waiting", ("replica",)),
     "replica_running_requests": ("gauge", "Requests the engine itself reports as running", ("replica",)),
     "replica_kv_usage_ratio": ("gauge", "Share of the KV cache in use, as the engine reports it", ("replica",)),
@@ -101,6 +105,7 @@ READ = {
     "event_batches": ("counter", "KV event batches taken in", ("replica",)),
     "event_blocks_stored": ("counter", "Blocks that KV events reported as stored", ("replica",)),
     "event_blocks_removed": ("counter", "Blocks that KV events reported as removed", ("replica",)),
+    "event_lag_seconds": ("gauge", "From an engine's sending its last batch of KV events to its being in the map here, by the clocks of both", ("replica",)),
     "event_gaps": ("counter", "Holes in the sequence of KV event batches", ("replica",)),
     "event_batches_replayed": ("counter", "KV event batches fetched again after a gap or on connecting", ("replica",)),
     "client_connections": ("gauge", "Open connections from clients", ()),
@@ -251,15 +256,13 @@ class Histogram:
         keys: Iterable[Key] = expected if self.label is self.labels else chain.from_iterable(expected)
         for key, counts in (dict.fromkeys(keys, nothing) | self.series).items():
             pairs = zip(self.labels, self.values_of(key), strict=True)
-            labels = ",".join([f'{label}="{_escaped(value)}"' for label, value in pairs])
+            told = ",".join([f'{label}="{_escaped(value)}"' for label, value in pairs])
+            labels, more = f"{{{told}}}" if told else "", f",{told}" if told else ""
             running = list(accumulate(map(float, counts[:-1])))
             buckets = "".join(
-                [
-                    f'{name}_bucket{{le="{bound}",{labels}}} {count}\n'
-                    for bound, count in zip(bounds, running, strict=True)
-                ]
+                [f'{name}_bucket{{le="{bound}"{more}}} {count}\n' for bound, count in zip(bounds, running, strict=True)]
             )
-            yield f"{buckets}{name}_count{{{labels}}} {running[-1]}\n{name}_sum{{{labels}}} {float(counts[-1])}\n"
+            yield f"{buckets}{name}_count{labels} {running[-1]}\n{name}_sum{labels} {float(counts[-1])}\n"
 
 
 def quantile(bounds: Sequence[float], counts: Sequence[float], share: float) -> float | None:
@@ -283,6 +286,7 @@ class Metrics:
     ttft_seconds = Histogram("From the complete request to the first byte of a streamed answer", "replica", LATENCY_BUCKETS)
     client_aborts = Counter("Clients that left before their answer was complete", path=APIS)
     stage_seconds = Histogram("Time in the gateway's own stages", "stage", STAGE_BUCKETS, ("prepare", "prepare_offloaded", "choose"))
+    loop_delay_seconds = Histogram("How much later than it was due a timer of the event loop ran, four times a second", (), DELAY_BUCKETS)
     # prompts
     prompts = Counter("Prompts that were sent to a replica, by how their tokens were found", mode=("exact", "engine", "text", "load"))
     prompt_failures = Counter("Prompts routed by load because a template or tokenizer failed", reason=tuple(PROMPT_PATHS))

@@ -162,6 +162,10 @@ class View:
             "replica_state": {
                 (id, str(state)): float(self.replicas[id].state is state) for id in ids for state in State
             },
+            "replica_models": {(id, name): 1.0 for id in ids for name in self.replicas[id].models},
+            "event_lag_seconds": {
+                id: lag for id in ids if (lag := getattr(self.intakes.get(id), "lag_seconds", None)) is not None
+            },
             "replica_restarts": {id: self.replicas[id].restarts for id in ids if self.replicas[id].managed},
             "map_blocks": stats["blocks"],
             "map_bytes": stats["bytes"],

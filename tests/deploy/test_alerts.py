@@ -1,0 +1,135 @@
+"""Each alert fires when it should and clears when it is over: in virtual time, with its own durations, on series
+that look as gateways' do."""
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+ALERTS = Path(__file__).parents[2] / "deploy/alerts.yml"
+NAMES = [rule["alert"] for group in yaml.safe_load(ALERTS.read_text())["groups"] for rule in group["rules"]]
+REPLICA, GATEWAY = 'replica="r1"', 'instance="g1"'
+
+
+def slo(good: str, bad: str) -> dict[str, str]:
+    return {f'hitherto_slo_requests_total{{class="free", outcome="{what}"}}': values for what, values in (("met", good), ("missed", bad))} | {
+        'hitherto_admission_total{class="free", decision="refused"}': "0x400"}  # fmt: skip
+
+
+def state(name: str, values: str) -> dict[str, str]:
+    return {f'hitherto_replica_state{{{GATEWAY}, {REPLICA}, state="{name}"}}': values}
+
+
+def ttft(replica: str, fast: str, every: str) -> dict[str, str]:
+    series = f'hitherto_ttft_seconds_bucket{{{GATEWAY}, replica="{replica}"'
+    return {f'{series}, le="{le}"}}': values for le, values in (("0.1", fast), ("5", every), ("+Inf", every))} | {
+        f'hitherto_replica_models{{replica="{replica}", model="m"}}': "1x100"}  # fmt: skip
+
+
+# Alert -> series, a value a minute from minute 0 on; the minutes in which it fires, and those in which it does not.
+SCENES: dict[str, tuple[dict[str, str], list[int], list[int]]] = {
+    "HithertoGatewayDown": ({f'up{{job="hitherto", {GATEWAY}}}': "1x5 0x10 1x20"}, [8, 15], [5, 6, 20]),
+    "HithertoWorkerDown": ({f'hitherto_worker_up{{{GATEWAY}, worker="1"}}': "1x5 0x10 1x20"}, [8], [5, 20]),
+    "HithertoLoopDelayed": (
+        {
+            f'hitherto_loop_delay_seconds_bucket{{{GATEWAY}, le="0.1"}}': "0+240x10 2400x20 2400+240x40",
+            f'hitherto_loop_delay_seconds_bucket{{{GATEWAY}, le="5"}}': "0+240x80",
+            f'hitherto_loop_delay_seconds_bucket{{{GATEWAY}, le="+Inf"}}': "0+240x80",
+        },
+        [25],
+        [9, 50],
+    ),
+    "HithertoUnusableFile": (
+        {f'hitherto_unusable_files{{{GATEWAY}, file="api_keys"}}': "0x5 1x15 0x20"},
+        [15],
+        [8, 30],
+    ),
+    "HithertoBackgroundFailures": (
+        {f'hitherto_background_failures_total{{{GATEWAY}, work="care for replicas"}}': "0x5 0+2x10 20x40"},
+        [14],
+        [4, 45],
+    ),
+    "HithertoErrors": (
+        {
+            f'hitherto_requests_total{{{GATEWAY}, path="chat", status="2xx"}}': "0+60x60",
+            f'hitherto_requests_total{{{GATEWAY}, path="chat", status="5xx"}}': "0x10 0+10x15 150x40",
+        },
+        [20],
+        [9, 45],
+    ),
+    "HithertoRefusing": (
+        {
+            'hitherto_admission_total{class="free", decision="admitted"}': "0+60x70",
+            'hitherto_admission_total{class="free", decision="refused"}': "0x10 0+10x20 200x40",
+        },
+        [25],
+        [9, 50],
+    ),
+    "HithertoQueueing": ({'hitherto_queued_requests{class="free"}': "0x5 3x20 0x20"}, [18], [4, 30]),
+    "HithertoSloBurnFast": (slo("0+60x60 3600+30x30 4500+60x60", "0x60 0+30x30 900x60"), [86], [60, 75, 100]),
+    "HithertoSloBurnSlow": (slo("0+60x60 3600+30x60 5400+60x60", "0x60 0+30x60 1800x60"), [105], [60, 165]),
+    "HithertoNoReplica": (
+        state("ready", "1x5 0x10 1x20") | state("degraded", "0x40") | state("failed", "0x5 1x10 0x20"),
+        [8],
+        [4, 20],
+    ),
+    "HithertoReplicaDown": (state("failed", "0x5 1x10 0x20"), [9], [4, 20]),
+    "HithertoReplicaDegraded": (state("degraded", "0x5 1x10 0x20"), [9], [4, 20]),
+    "HithertoReplicaRestarts": ({f"hitherto_replica_restarts_total{{{REPLICA}}}": "0x5 1 1 2x40"}, [9], [6, 30]),
+    "HithertoReplicaSlow": (
+        ttft("r1", "0+60x90", "0+60x90") | ttft("r2", "0+60x20 1200x30 1200+60x40", "0+60x90"),
+        [45],
+        [19, 75],
+    ),
+    "HithertoEventsNotFollowed": (
+        {
+            f'hitherto_events_state{{{REPLICA}, state="gap"}}': "_x5 1x10 stale",
+            f'hitherto_events_state{{{REPLICA}, state="live"}}': "1x5 stale _x10 1x20",
+        },
+        [12],
+        [4, 20],
+    ),
+    "HithertoPredictionsWrong": (
+        {
+            f'hitherto_prediction_error_tokens_total{{{REPLICA}, direction="over"}}': "0x10 0+100x20 2000x40",
+            f"hitherto_reported_prompt_tokens_total{{{REPLICA}}}": "0+1000x70",
+        },
+        [28],
+        [9, 50],
+    ),
+    "HithertoPromptsCountedOtherwise": ({f"hitherto_prompt_mismatches_total{{{REPLICA}}}": "0x5 3x40"}, [7], [4, 30]),
+    "HithertoMapFull": ({f"hitherto_map_evicted_blocks_total{{{GATEWAY}}}": "0x5 0+10x25 250x40"}, [25], [4, 50]),
+    "HithertoRedisAway": (
+        {f"hitherto_map_redis_up{{{GATEWAY}}}": "1x5 0x5 1x20", f"hitherto_ledger_joined{{{GATEWAY}}}": "1x40"},
+        [8],
+        [4, 15],
+    ),
+    "HithertoMapBehind": ({f"hitherto_map_mirror_lag_seconds{{{GATEWAY}}}": "0.01x5 3x15 0.01x20"}, [15], [4, 25]),
+}
+
+
+def test_every_alert_has_a_scene():
+    assert set(SCENES) == set(NAMES)
+
+
+@pytest.mark.skipif(
+    not shutil.which("promtool"), reason="promtool is not installed (Debian: apt-get install prometheus)"
+)
+def test_each_alert_fires_and_clears(tmp_path):
+    tests = []
+    for name, (series, firing, quiet) in SCENES.items():
+        fires = f'count(ALERTS{{alertname="{name}", alertstate="firing"}})'
+        tests.append({
+            "interval": "1m", "name": name,
+            "input_series": [{"series": one, "values": values} for one, values in series.items()],
+            "promql_expr_test": [
+                *({"expr": fires, "eval_time": f"{minute}m", "exp_samples": [{"labels": "{}", "value": 1}]} for minute in firing),
+                *({"expr": fires, "eval_time": f"{minute}m"} for minute in quiet),
+            ],
+        })  # fmt: skip
+    file = tmp_path / "tests.yml"
+    file.write_text(yaml.safe_dump({"rule_files": [str(ALERTS)], "evaluation_interval": "15s", "tests": tests}))
+    done = subprocess.run(["promtool", "test", "rules", str(file)], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from replicas.addresses import check_endpoint, check_host, one_spelling
-from replicas.engines import DEFAULT, EngineDialect
+from replicas.engines import DEFAULT, TRANSFERS, EngineDialect, Transfer
 from replicas.event_source import EventSource
 from replicas.lifecycle import Event, State, follows
 from replicas.metrics import Scrape
@@ -26,6 +26,7 @@ class Address(NamedTuple):
     model: str | None
     role: str = BOTH
     spill: bool = False
+    transfer: str = ""  # one of `TRANSFERS`, or nothing
 
 
 DEFAULT_PORTS = {"http": 80, "https": 443}
@@ -55,6 +56,7 @@ class Replica:
     dialect: EngineDialect = DEFAULT  # what kind of engine it is, as far as it has told
     role: str = BOTH  # which part of a request it is for: `replicas.roles`
     spill: bool = False  # of a slow pool, which gets what nobody else can answer in time
+    moves_by: str = ""  # how it passes caches on, one of `TRANSFERS`; "": as engines of its kind do
     state: State = State.STARTING
     reason: str = "not heard yet"
     since: float = 0.0  # when the state began
@@ -93,6 +95,11 @@ class Replica:
     def credentials(self) -> dict[str, str]:
         """What its engine asks for, as a header."""
         return bearer(self.key)
+
+    @property
+    def transfer(self) -> Transfer | None:
+        """How it passes caches on; None: not at all."""
+        return TRANSFERS[self.moves_by] if self.moves_by else self.dialect.transfer
 
     @property
     def is_proven(self) -> bool:
@@ -138,6 +145,7 @@ class Replica:
             key=self.key,
             role=self.role,
             spill=self.spill,
+            moves_by=self.moves_by,
         )
 
     def become(self, incarnation: str) -> None:
@@ -189,8 +197,8 @@ def bearer(key: str | None) -> dict[str, str]:
 
 
 def parse_url(text: str) -> Address:
-    """`http[s]://host:port[#events=tcp://h:p,replay=tcp://h:p,topic=t,model=m,role=r,spill=yes]`, also without the
-    scheme and with the `/v1` of an OpenAI base URL. Raises ValueError, saying what to write."""
+    """`http[s]://host:port[#events=tcp://h:p,replay=tcp://h:p,topic=t,model=m,role=r,spill=yes,transfer=w]`, also
+    without the scheme and with the `/v1` of an OpenAI base URL. Raises ValueError, saying what to write."""
     text = text.strip()
     hint = f"replica URL {text[:200]!r}: "
     if len(text) > MAX_URL:
@@ -199,14 +207,21 @@ def parse_url(text: str) -> Address:
         raise ValueError(hint + "there is a space or a control character in it, write http://HOST:PORT")
     bare, _, fragment = text.partition("#")
     try:
-        (scheme, host, port), (source, model, role, spill) = _place(bare), _fragment(fragment)
+        (scheme, host, port), told = _place(bare), _fragment(fragment)
     except ValueError as error:
         raise ValueError(hint + str(error)) from None
     name = f"{bracketed(host)}:{port}"
-    return Address(name, f"{scheme}://{name}", host, port, source, model, role, spill)
+    return Address(name, f"{scheme}://{name}", host, port, *told)
 
 
-def url_of(url: str, source: EventSource | None, model: str | None, role: str = BOTH, spill: bool = False) -> str:
+def url_of(
+    url: str,
+    source: EventSource | None,
+    model: str | None,
+    role: str = BOTH,
+    spill: bool = False,
+    transfer: str = "",
+) -> str:
     """The URL that `parse_url` reads these from."""
     said = []
     if source is not None:
@@ -221,6 +236,8 @@ def url_of(url: str, source: EventSource | None, model: str | None, role: str = 
         said.append(f"role={role}")
     if spill:
         said.append("spill=yes")
+    if transfer:
+        said.append(f"transfer={transfer}")
     return f"{url}#{','.join(said)}" if said else url
 
 
@@ -245,13 +262,15 @@ def _place(url: str) -> tuple[str, str, int]:
     return parts.scheme, one_spelling(host), port
 
 
-def _fragment(text: str) -> tuple[EventSource | None, str | None, str, bool]:
+def _fragment(text: str) -> tuple[EventSource | None, str | None, str, bool, str]:
     """What follows the # of a replica's URL. Raises ValueError."""
     given: dict[str, str] = {}
     for item in filter(None, text.split(",")):
         key, _, value = item.partition("=")
-        if key not in ("events", "replay", "topic", "model", "role", "spill") or not value:
-            raise ValueError(f"{item[:100]!r} after # is none of events=, replay=, topic=, model=, role=, spill=")
+        if key not in ("events", "replay", "topic", "model", "role", "spill", "transfer") or not value:
+            raise ValueError(
+                f"{item[:100]!r} after # is none of events=, replay=, topic=, model=, role=, spill=, transfer="
+            )
         if key in given:
             raise ValueError(f"{key}= is given twice after #")
         if key in ("events", "replay"):
@@ -263,13 +282,20 @@ def _fragment(text: str) -> tuple[EventSource | None, str | None, str, bool]:
             raise ValueError(f"role={value[:100]} is none of {PREFILL}, {DECODE}, {BOTH}")
         if key == "spill" and value != "yes":
             raise ValueError(f"spill={value[:100]} is not spill=yes; leave it out of replicas that are not slow")
+        if key == "transfer" and value not in TRANSFERS:
+            raise ValueError(f"transfer={value[:100]} is none of {', '.join(TRANSFERS)}")
         given[key] = value
-    role, spill = given.get("role", BOTH), "spill" in given
+    model, role, spill, transfer = (
+        given.get("model"),
+        given.get("role", BOTH),
+        "spill" in given,
+        given.get("transfer", ""),
+    )
     if spill and role != BOTH:
         raise ValueError(f"spill=yes and role={role} exclude each other: a slow pool takes whole requests")
     if "events" not in given:
         if "replay" in given or "topic" in given:
             raise ValueError("replay= and topic= need events=tcp://HOST:PORT beside them")
-        return None, given.get("model"), role, spill
+        return None, model, role, spill, transfer
     source = EventSource(given["events"], given.get("replay"), given.get("topic", ""))
-    return source, given.get("model"), role, spill
+    return source, model, role, spill, transfer

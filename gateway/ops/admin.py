@@ -112,7 +112,9 @@ def _refuse_another(engine: Any, address: Address) -> None:
     """An engine keeps what its URL said when it was added; a URL without a fragment says nothing else."""
     source, model = engine.watch.given, engine.watch.model
     said = (address.source not in (None, source), address.model not in (None, model))
-    said += (address.role not in (BOTH, engine.lead.role), address.spill and not engine.lead.spill)
+    kept = engine.lead
+    said += (address.role not in (BOTH, kept.role), address.spill and not kept.spill)
+    said += (address.transfer not in ("", kept.moves_by),)
     if any(said):
         raise Refusal(409, f"replica {address.id} was added with another #fragment, which it keeps: DELETE /replicas/{address.id} first, then post this again",
                       "replica_exists")  # fmt: skip

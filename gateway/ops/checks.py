@@ -22,8 +22,8 @@ from gateway.prompt.report import template_report
 from replicas.access import Access
 from replicas.adopt import Facts, problems_of
 from replicas.problems import Problem
-from replicas.replica import Address, EventSource, parse_url
-from replicas.roles import BOTH, REMEDY, lacks
+from replicas.replica import Address, EventSource, Replica, parse_url
+from replicas.roles import BOTH, REMEDY, SPEAK_ALIKE, lacks, unlike
 from replicas.served import base_names
 
 SKEW_SECONDS = 2.0  # Date headers have whole seconds
@@ -368,12 +368,15 @@ def check_models(replicas: list[tuple[Address, Facts]]) -> Finding:
     )
 
 
-def check_roles(roles: list[str]) -> Finding | None:
+def check_roles(replicas: list[Replica]) -> Finding | None:
     """Whether prompts can be computed on one replica and answered by another, where that is wanted."""
+    roles = [one.role for one in replicas]
     if set(roles) == {BOTH}:
         return None
     if what := lacks(set(roles)):
         return Finding("fail", "roles", what, REMEDY)
+    if what := unlike((one.role, None if one.transfer is None else one.transfer.name) for one in replicas):
+        return Finding("fail", "roles", what, SPEAK_ALIKE)
     counted = ", ".join(f"{roles.count(role)} {role}" for role in sorted(set(roles)))
     return Finding("ok", "roles", f"{counted}: prompts can be computed on one replica and answered by another")
 

@@ -186,7 +186,7 @@ class Examination(contextlib.AsyncExitStack):
             if (finding := check_hash_seeds(group)) is not None:
                 yield finding
             yield check_context(group)
-            if (finding := check_roles([address.role for address, _ in group])) is not None:
+            if (finding := check_roles([described(address, facts)[0] for address, facts in group])) is not None:
                 yield finding
         for address, facts in group:
             pipeline, served = prompts[address.id]

@@ -347,7 +347,7 @@ class Metrics:
     # retries, legs and failures
     retries = Counter("Requests sent to another replica before their first byte, or once more to the same one",
         reason=(*CONNECTION_FAULTS, *STATUS_FAULTS, *ANSWER_FAULTS, "removed", "replaced", "elsewhere", "ids", "reconnect", "not kept", "leg refused",
-                "transfer stalled"))
+                "transfer stalled", "prefill failed"))
     leg_choices = Counter("Requests that could have been computed on two replicas, by whether they were", choice=("apart", "whole"))
     legs = Counter("Legs of requests that were computed on two replicas, by how each ended", leg=("prefill", "decode"),
         outcome=("complete", "failed", "not kept", "abandoned"))

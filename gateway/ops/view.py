@@ -115,6 +115,7 @@ class View:
             "rank": replica.rank,
             "role": replica.role,
             "spill": replica.spill,
+            "transfer": replica.transfer.id if replica.transfer is not None else None,
             "url": replica.url,
             "address": replica.address or None,
             "state": str(replica.state),

@@ -121,11 +121,11 @@ class Backend:
 
     def _head_parts(self) -> tuple[bytes, frozenset[bytes]]:
         """The header lines that every request to it has, and the names of those that only the gateway may write."""
-        ours = {**self.replica.headers, **self.replica.credentials}
+        ours, transfer = {**self.replica.headers, **self.replica.credentials}, self.replica.transfer
         chosen = {name.lower().encode(): value.encode() for name, value in ours.items()}
         lines = b"".join(b"%b: %b\r\n" % header for header in chosen.items())
         return b"host: %b\r\n%b" % (self.replica.url.partition("://")[2].encode(), lines), NOT_FORWARDED.union(
-            chosen, self.hidden
+            chosen, self.hidden, () if transfer is None or not transfer.header else (transfer.header,)
         )
 
     def follow_incarnation(self) -> None:

@@ -29,7 +29,7 @@ from .blame import DOUBTFUL, agree, settled
 from .exchange import Added, Attempt, Exchange, meter, request_head
 from .figures import Figures
 from .forwarding import TokenIdForwarding
-from .legs import FirstLegs, second_leg
+from .legs import FirstLegs, leg_head, second_leg
 from .placing import Eligibility, Placing
 from .responses import Responses
 from .retries import (
@@ -43,6 +43,7 @@ from .retries import (
     KINDS,
     LEG_REFUSED,
     NOT_KEPT,
+    PREFILL_FAILED,
     RETRYABLE,
     STALLED,
     TIMEOUT,
@@ -98,6 +99,9 @@ class Judge:
         if status == 200 and (attempt.streams or content_type.startswith(b"application/json")):
             return None
         has_prompt = exchange.prompt is not None
+        if attempt.leg is not None and status >= 300 and exchange.legs is not None and exchange.legs.transfer.header:
+            kind = LEG_REFUSED if status in MAY_BE_OURS else PREFILL_FAILED
+            return UpstreamError(kind, f"answered {status} to a request that was to be computed elsewhere first")
         if has_prompt and not attempt.streams and foreign_head(status, content_type):
             return _foreign(f"answered {status} with {content_type.decode('latin-1')[:100]}")
         if (
@@ -304,6 +308,11 @@ class Conductor:
             limit := self.placing.legs.patience(exchange, attempt)
         ):
             self.failed(attempt, UpstreamError(TRANSFER_STALLED, f"sent no byte of a second leg for {limit:.0f} s"))
+        elif attempt.leg is Leg.DECODE and (legs := exchange.legs) is not None and legs.unsent is not None:
+            if legs.prefiller.replica.state is State.FAILED:
+                self.failed(attempt, UpstreamError(PREFILL_FAILED, f"waits for {legs.prefiller.id}, which is gone"))
+            elif not attempt.streams and now - attempt.sent_at > self.placing.legs.fetching(legs):
+                self.settling.prefilled_elsewhere(legs, computed=True)
         elif not attempt.streams and not first_leg:
             self.settling.assume_prefilled(attempt, now)
 
@@ -366,12 +375,13 @@ class Conductor:
         attempt.upstream, attempt.sent_at = upstream, monotonic()
         request, prompt = exchange.request, attempt.prompt
         body = request.body
+        head_of = request_head
         if attempt.body is not None:
-            body = attempt.body
+            body, head_of = attempt.body, leg_head
         elif prompt is not None and prompt.kind:
             body = self._forwarding.body(attempt, prompt, body, not exchange.tried and not attempt.without_ids)
         parent = None if self._traces is None else self._traces.parent(exchange, attempt)
-        upstream.send(attempt, request_head(exchange, attempt, len(body), parent), body, request.method == "HEAD")
+        upstream.send(attempt, head_of(exchange, attempt, len(body), parent), body, request.method == "HEAD")
 
     def _retry(self, exchange: Exchange, failed: Failed) -> None:
         attempt, kind = exchange.attempts[-1], failed.kind
@@ -417,8 +427,10 @@ class Conductor:
     def _drop_legs(self, exchange: Exchange) -> None:
         """The second leg is not sent any more: its reservation is given back, and nothing is expected there."""
         legs, exchange.legs = exchange.legs, None
-        if legs is not None and legs.placement is not None:
-            self.settling.release(legs.placement)
+        if legs is not None:
+            for placement in (legs.placement, legs.unsent):
+                if placement is not None:
+                    self.settling.release(placement)
 
     def _hand_over(self, exchange: Exchange, _: Any) -> None:
         """The cache of the first leg's prompt stays where it is until the second leg's engine has fetched it."""

@@ -202,16 +202,32 @@ def meter(attempt: Attempt, data: bytes) -> None:
 
 class Legs:
     """What an exchange in two legs has besides its attempts: `placement` is the second leg's reservation until that leg
-    is sent. `parameters`: what the first leg's answer says, good until `until`, in monotonic seconds. `cached`: prompt
-    tokens that the first leg was predicted to find; `moved`: those that the decoder lacks."""
+    is sent, `unsent` the first leg's where somebody else sends that, until the answer begins, and `computing` the
+    seconds that it is predicted to take there. `parameters`: what the first leg's answer says, good until `until`, in
+    monotonic seconds. `cached`: prompt tokens that the first leg was predicted to find; `moved`: those that the decoder
+    lacks."""
 
-    __slots__ = ("transfer", "prefiller", "decoder", "placement", "cached", "moved", "usage", "parameters", "until")
+    __slots__ = (
+        "transfer",
+        "prefiller",
+        "decoder",
+        "placement",
+        "unsent",
+        "computing",
+        "cached",
+        "moved",
+        "usage",
+        "parameters",
+        "until",
+    )
 
     def __init__(
         self, transfer: Transfer, prefiller: Backend, decoder: Backend, placement: Placement, cached: int, moved: int
     ):
         self.transfer, self.prefiller, self.decoder = transfer, prefiller, decoder
         self.placement: Placement | None = placement
+        self.unsent: Placement | None = None
+        self.computing = 0.0
         self.cached, self.moved = cached, moved
         self.usage: Usage | None = None  # of the first leg's answer
         self.parameters, self.until = b"", 0.0

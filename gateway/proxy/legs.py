@@ -15,13 +15,14 @@ from typing import TYPE_CHECKING, Protocol
 
 from policies import Demand, Evaluation, Router, legs
 from replicas import TAKES_TRAFFIC
-from replicas.roles import BOTH, DECODERS, PREFILL, PREFILLERS, REMEDY, lacks
+from replicas.names import bracketed
+from replicas.roles import BOTH, DECODERS, PREFILL, PREFILLERS, REMEDY, SPEAK_ALIKE, lacks, unlike
 
 from ..http.upstream import Upstream, UpstreamError
 from .answers import error_status, foreign_head, read_usage
 from .backend import Backend
 from .blame import DOUBTFUL
-from .exchange import Attempt, Exchange, Legs
+from .exchange import Attempt, Exchange, Legs, Parent, request_head
 from .retries import (
     ABORTED,
     ERROR_ANSWER,
@@ -53,13 +54,30 @@ STALLS_TIMES, STALLS_SECONDS = 10.0, 10.0
 CHUNK = re.compile(rb"([0-9A-Fa-f]{1,8})[^\r\n]*\r\n")
 
 
+class Kind:
+    """Replicas that pass caches on in one way: who may compute prompts, and who may write answers."""
+
+    def __init__(self, transfer: Transfer, backends: Sequence[Backend]):
+        self.transfer = transfer
+        # A header names no rank.
+        self.prefillers = [
+            one
+            for one in backends
+            if one.replica.role in PREFILLERS and not (transfer.header and one.replica.rank is not None)
+        ]
+        self.decoders = [one for one in backends if one.replica.role in DECODERS]
+
+
 class Sides:
     """Who may compute prompts and who may write answers, of one model's ready replicas."""
 
     def __init__(self, backends: Sequence[Backend]):
         self.any = any(one.replica.role != BOTH for one in backends)
-        self.prefillers = [one for one in backends if one.replica.role in PREFILLERS]
-        self.decoders = [one for one in backends if one.replica.role in DECODERS]
+        ways: dict[Transfer, list[Backend]] = {}
+        for one in backends if self.any else ():
+            if (transfer := one.replica.transfer) is not None:
+                ways.setdefault(transfer, []).append(one)
+        self.kinds = [Kind(transfer, alike) for transfer, alike in ways.items()]
 
 
 class Roles:
@@ -79,10 +97,14 @@ class Roles:
         if self.any:
             models: set[str | None] = {name for one in backends for name in one.replica.models}
             for model in models or {None}:
-                if what := lacks({one.replica.role for one in backends if one.serves(model)} | awaited):
-                    wrong.add(f"model {model}: {what}" if model else what)
+                serving = [one.replica for one in backends if one.serves(model)]
+                said = f"model {model}: " if model else ""
+                if what := lacks({one.role for one in serving} | awaited):
+                    wrong.add(f"{said}{what}. {REMEDY}")
+                elif what := unlike((one.role, None if one.transfer is None else one.transfer.name) for one in serving):
+                    wrong.add(f"{said}{what}. {SPEAK_ALIKE}")
         for what in wrong - self._said:
-            log.warning("%s. %s", what, REMEDY)
+            log.warning("%s", what)
         self._said = wrong
 
     def pressed(self, model: str | None) -> None:
@@ -124,12 +146,16 @@ class LegPlacing:
             return False
         backends = self._eligible.backends
         prefiller, decoder = backends[chosen.prefiller.replica], backends[chosen.decoder.replica]
-        transfer = prefiller.replica.dialect.transfer
+        transfer = prefiller.replica.transfer
         if transfer is None or (first_body := transfer.first_body(prompt.path, body)) is None:
             return False
         prompt.token_ids = b""  # legs carry text
         placement, reserved = self._router.commit_legs(evaluation, chosen, now)
-        exchange.legs = Legs(transfer, prefiller, decoder, reserved, placement.cached, chosen.moved)
+        held = exchange.legs = Legs(transfer, prefiller, decoder, reserved, placement.cached, chosen.moved)
+        if transfer.header:  # what stands before the decoder sends the first leg
+            held.unsent, held.computing = placement, placement.ttft
+            second_leg(exchange, now)
+            return True
         first = exchange.attempt_type(prefiller, placement, prompt, False, now, leg=Leg.PREFILL, body=first_body)
         exchange.add_attempt(first)
         return True
@@ -143,16 +169,30 @@ class LegPlacing:
         sides = self._eligible.sides(prompt.model or None)
         if sides is None:
             return None
-        prefillers = [one.candidate for one in sides.prefillers if one not in tried and self._may_prefill(one, prompt)]
-        decoders = [one.candidate for one in sides.decoders if one not in tried and self._may_decode(one, prompt)]
-        return self._router.choose_legs(evaluation, prefillers, decoders, now)
+        best: legs.LegChoice | None = None
+        for kind in sides.kinds:
+            if prompt.path not in kind.transfer.paths:
+                continue
+            prefillers = [
+                one.candidate for one in kind.prefillers if one not in tried and self._may_prefill(one, prompt)
+            ]
+            decoders = [one.candidate for one in kind.decoders if one not in tried and self._may_decode(one, prompt)]
+            found = self._router.choose_legs(evaluation, prefillers, decoders, now)
+            if found is not None and (best is None or (found.seconds or 0.0) < (best.seconds or 0.0)):
+                best = found
+        return best
 
     def patience(self, exchange: Exchange, second: Attempt) -> float:
         """Seconds from the sending of a second leg after which its transfer is taken to have stalled."""
         held = exchange.legs
         assert held is not None
+        return STALLS_SECONDS + STALLS_TIMES * (self.fetching(held) + second.placement.ttft)
+
+    def fetching(self, held: Legs) -> float:
+        """Seconds that a decoder is predicted to wait for the prompt's cache, with its computation where that is part
+        of the same request."""
         moving = self._router.transfers.seconds(held.prefiller.id, held.decoder.id, held.moved)
-        return STALLS_SECONDS + STALLS_TIMES * (moving + second.placement.ttft)
+        return moving + held.computing
 
     def next_decoder(self, exchange: Exchange, demand: Demand, now: float) -> bool:
         """Give the exchange a second leg on another decoder, with the parameters that it has."""
@@ -162,7 +202,9 @@ class LegPlacing:
             return False
         left = {
             one.id: one
-            for one in sides.decoders
+            for kind in sides.kinds
+            if kind.transfer is held.transfer
+            for one in kind.decoders
             if one is not held.prefiller and one not in exchange.tried and self._may_decode(one, prompt)
         }
         candidate = self._router.weigh_decoder(demand, [one.candidate for one in left.values()], now)
@@ -177,8 +219,7 @@ class LegPlacing:
         return prompt.path not in backend.keeps_nothing and self._may_decode(backend, prompt)
 
     def _may_decode(self, backend: Backend, prompt: Prompt) -> bool:
-        transfer: Transfer | None = backend.replica.dialect.transfer
-        return transfer is not None and prompt.path in transfer.paths and self._eligible.has_room(backend, prompt)
+        return self._eligible.has_room(backend, prompt)
 
 
 def second_leg(exchange: Exchange, now: float) -> None:
@@ -190,6 +231,16 @@ def second_leg(exchange: Exchange, now: float) -> None:
     prompt = exchange.prompt
     second = exchange.attempt_type(held.decoder, placement, prompt, prompt.stream, now, leg=Leg.DECODE, body=body)
     exchange.add_attempt(second)
+
+
+def leg_head(exchange: Exchange, attempt: Attempt, length: int, parent: Parent | None) -> bytes:
+    """The head of a leg, which names the prefiller where a header does."""
+    head, held = request_head(exchange, attempt, length, parent), exchange.legs
+    if held is None or not held.transfer.header:
+        return head
+    replica = held.prefiller.replica
+    at = bracketed(replica.address or replica.host).encode()
+    return b"%b%b: %b:%d\r\n\r\n" % (head[:-2], held.transfer.header, at, replica.port)
 
 
 class LegConductor(Protocol):
@@ -271,6 +322,8 @@ class FirstLegs:
             parameters = held.transfer.parameters(answer)
         except ValueError as error:
             return _foreign(f"answered a first leg with {answer[:40]!r}: {error}")
+        if parameters == b"":
+            return UpstreamError(NOT_KEPT, "ended the answer with its first token")
         if parameters is None:
             self._keeps_nothing(attempt.backend, exchange.request.path, held)
             return UpstreamError(NOT_KEPT, "computed a prompt and kept nothing for another replica")

@@ -26,8 +26,10 @@ HUNG, STALLED, TIMEOUT = "hung", "stalled", "timeout"
 # ids, and that the stored response which is asked for is another replica's.
 ERROR_ANSWER, FOREIGN_ANSWER, ABORTED, IDS, ELSEWHERE = "error answer", "foreign answer", "aborted", "ids", "elsewhere"
 # Of legs: the first one's replica kept no cache for the second; the body that a leg has instead of the client's was
-# refused; the second one's replica waits for a cache that does not come.
+# refused; the second one's replica waits for a cache that does not come; one that has the prompt computed elsewhere by
+# itself says that this failed, or that it did: which of the two it was its answer does not tell.
 NOT_KEPT, LEG_REFUSED, TRANSFER_STALLED = "not kept", "leg refused", "transfer stalled"
+PREFILL_FAILED = "prefill failed"
 # Statuses after which another replica is asked, whatever the request. 501 means the engine can't do it at all, and
 # neither can its siblings.
 RETRYABLE = frozenset((500, 502, 503, 504))
@@ -67,13 +69,16 @@ KINDS: dict[str, FailureKind] = {
     NOT_KEPT: FailureKind(computed=True, blamed=False, counts=False),
     LEG_REFUSED: FailureKind(computed=False, blamed=False, counts=False),
     TRANSFER_STALLED: FailureKind(computed=False, blamed=False),
+    PREFILL_FAILED: FailureKind(computed=False, blamed=False, counts=False),
     **{of_status(status): FailureKind(computed=False, blamed=False) for status in (401, 403, 404, 429, 503)},
     **{of_status(status): FailureKind(computed=True, blamed=False) for status in (500, 502, 504)},
 }
 
 
 # How a second leg ends whose cache did not come: what engines answer then, or no answer.
-TRANSFER_FAILED = frozenset((TRANSFER_STALLED, ERROR_ANSWER, *(of_status(status) for status in (500, 502, 504))))
+TRANSFER_FAILED = frozenset(
+    (TRANSFER_STALLED, PREFILL_FAILED, ERROR_ANSWER, *(of_status(status) for status in (500, 502, 504)))
+)
 
 
 class Next(Enum):

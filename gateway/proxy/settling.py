@@ -166,12 +166,27 @@ class Settling:
     def _transferred(self, second: Attempt, learns: bool) -> None:
         """The second leg has its first token: what its decoder does not take itself, the transfer took."""
         legs, placement, seconds = second.exchange.legs, second.placement, second.first_at - second.sent_at
+        if legs is not None:
+            self.prefilled_elsewhere(legs, second.status == 200 and not second.fault)
         if legs is None or second.status != 200 or second.fault or not second.streams or second.backend.gone:
             return
-        moving = self._router.moving_seconds(placement, seconds)
+        moving = self._router.moving_seconds(placement, seconds) - legs.computing
         self.metrics.transfer_seconds.observe(second.backend.id, max(0.0, moving))
         if learns:
             self._router.transfers.observe(legs.prefiller.id, legs.decoder.id, legs.moved, moving)
+
+    def prefilled_elsewhere(self, legs: Legs, computed: bool) -> None:
+        """A first leg that the gateway did not send is over, with its replica's answer or without."""
+        placement, legs.unsent = legs.unsent, None
+        if placement is None:
+            return
+        if not computed:
+            self._router.abandon(placement, computed=False)
+            return
+        self._router.first_token(placement, None)
+        self._router.finish(placement)
+        self.metrics.legs.inc(Leg.PREFILL.value, "complete")
+        legs.prefiller.drift.aside()  # nobody tells what was found cached there
 
     def transfer_failed(self, legs: Legs) -> None:
         self._router.transfers.failed(legs.prefiller.id, legs.decoder.id, monotonic())
@@ -245,6 +260,8 @@ class Settling:
         # Of an answer to a prompt that came in one piece the judge has seen the end.
         seen = attempt.pieces == 1 and attempt.first_at and prompt is not None
         if attempt.leg is not None:
+            if exchange.legs is not None:  # of an answer whose first bytes showed nothing
+                self.prefilled_elsewhere(exchange.legs, attempt.status == 200)
             self.metrics.legs.inc(attempt.leg.value, "failed" if attempt.fault or attempt.status != 200 else "complete")
         if attempt.fault:  # its first bytes said so
             self.abandon(attempt, computed=False)

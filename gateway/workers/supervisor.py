@@ -149,7 +149,12 @@ class Workers:
             for replica in await self.fleet.launch(*launch):
                 engine = self.fleet.engines[replica.engine]
                 self.urls[replica.engine] = url_of(
-                    engine.lead.url, engine.watch.given, engine.watch.model, engine.lead.role, engine.lead.spill
+                    engine.lead.url,
+                    engine.watch.given,
+                    engine.watch.model,
+                    engine.lead.role,
+                    engine.lead.spill,
+                    engine.lead.moves_by,
                 )
         self._launched.set()
         await all_of(self._listening)

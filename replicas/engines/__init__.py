@@ -3,13 +3,19 @@
 from collections.abc import Mapping
 
 from replicas.answer import Answer
-from replicas.engines.dialect import EngineDialect
+from replicas.engines.dialect import EngineDialect, Transfer
+from replicas.engines.llmd import LLMD
 from replicas.engines.sglang import SGLANG
 from replicas.engines.simulated import SIMULATED
+from replicas.engines.tensorrt_llm import TENSORRT_LLM
 from replicas.engines.vllm import VLLM
+from replicas.engines.vllm.transfer import NIXL
 
 DIALECTS: list[EngineDialect] = [SIMULATED, SGLANG, VLLM]
 DEFAULT: EngineDialect = VLLM  # what an engine that tells nothing of its kind is taken for
+
+# Ways of moving prompts' caches that an operator can name, whatever kind of engine is behind a URL.
+TRANSFERS: dict[str, Transfer] = {one.id: one for one in (NIXL, LLMD, TENSORRT_LLM)}
 
 
 def recognize(answers: Mapping[str, Answer]) -> EngineDialect:

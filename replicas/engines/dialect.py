@@ -54,7 +54,12 @@ class Transfer(Protocol):
     sent to the replica that computes the prompt, the second, with what the first one's answer says, to the replica
     that writes the answer. Without state."""
 
+    id: str  # for operators: `#transfer=ID` behind a replica's URL
     name: str  # for people
+    # A request goes once, to what stands before the second replica, and this header of it names the first one
+    # (HOST:PORT), where the prompt is to be computed; b"" where the gateway sends both legs. Of such a way `first_body`
+    # only says whether a request can have legs, and `parameters` is not asked.
+    header: bytes
     paths: tuple[str, ...]  # posted to these, a request can have two legs
     lease_seconds: float  # the first replica keeps the cache so long for the second one to fetch
 
@@ -63,8 +68,9 @@ class Transfer(Protocol):
         have no legs."""
 
     def parameters(self, answer: bytes) -> bytes | None:
-        """What the second leg needs of the first one's answer; None where the engine did not keep the cache. Raises
-        ValueError if that is no answer at all."""
+        """What the second leg needs of the first one's answer; None where the engine did not keep the cache, b"" where
+        there is nothing to go on with, since the answer ended with its first token. Raises ValueError if that is no
+        answer at all."""
 
     def second_body(self, body: bytes, parameters: bytes) -> bytes:
         """The second leg's body, which is the client's but for where the cache comes from."""

@@ -82,8 +82,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--no-cached-tokens", action="store_true", help="leave cached_tokens out of usage, which is vLLM's default"
     )
     parser.add_argument(
-        "--kv-connector", action="store_true", help="pass prompts' caches on to other engines, as vLLM with NIXL does"
-    )
+        "--kv-connector", nargs="?", const="nixl", choices=("nixl", "llm-d", "tensorrt-llm"), metavar="WIRE",
+        help="pass prompts' caches on to other engines, as vLLM with NIXL does (nixl, the default), as one behind llm-d's sidecar (llm-d) or as "
+        "TensorRT-LLM (tensorrt-llm)",
+    )  # fmt: skip
     parser.add_argument(
         "--api-key", metavar="KEY", help="asked for on all paths but /health; vLLM asks for it below /v1 alone"
     )
@@ -198,6 +200,7 @@ async def _listen(args: argparse.Namespace, profile, model_dir: Path, publisher)
     from .server import KEEP_ALIVE, Server
     from .sglang import SglangMetrics, SglangServer
     from .transfers import Transfers
+    from .wires import WIRES
 
     tokens, replies = await loading
     engine = Engine(profile, every_token=True)
@@ -216,6 +219,7 @@ async def _listen(args: argparse.Namespace, profile, model_dir: Path, publisher)
         not args.no_cached_tokens,
         Transfers() if args.kv_connector else None,
         args.api_key,
+        WIRES[args.kv_connector or "nixl"](),
     )
     http = web.AppRunner(
         server.app(), handler_cancellation=True, keepalive_timeout=KEEP_ALIVE, access_log=None, shutdown_timeout=1.0

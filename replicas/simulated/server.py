@@ -25,6 +25,7 @@ from .requests import Asked
 from .runner import Generation, Runner
 from .tokens import RequestError, Tokens
 from .transfers import NotThere, Transfers
+from .wires import Nixl, Wire
 
 VERSION = "0.33.0+simulated"
 KEEP_ALIVE = 5.0  # s, as uvicorn in vLLM
@@ -64,11 +65,12 @@ class Server:
         show_cached: bool = True,
         transfers: Transfers | None = None,
         api_key: str | None = None,
+        wire: Wire | None = None,
     ):
         self.runner, self.tokens, self.replies, self.metrics = runner, tokens, replies, metrics
         # -> path
         self.publisher, self.model, self.root, self.adapters = publisher, model, root, {name: name for name in adapters}
-        self.show_cached, self.transfers = show_cached, transfers
+        self.show_cached, self.transfers, self.wire = show_cached, transfers, wire or Nixl()
         self.authorization = f"Bearer {api_key}" if api_key else None
         self.faults = Faults(runner, publisher)
         self.context_length = runner.engine.profile.context_length
@@ -126,6 +128,7 @@ class Server:
         raw = await request.read()
         self._fail_on_order(request)
         body = requests.parse(raw)
+        passed_on = await self.wire.read(request, body) if self.transfers is not None else None
         adapter = self._adapter(body.get("model"))
         asked = await self._asked(ask, body, len(raw))
         failure = self._failure(asked)
@@ -134,7 +137,6 @@ class Server:
         given = request.headers.get("x-request-id", "").encode(errors="surrogateescape").decode("latin-1")
         id = prefix + (given or uuid.uuid4().hex)
         generations = self._generations(id, asked, adapter, arrived) if failure is None else []
-        passed_on = body.get("kv_transfer_params") if self.transfers is not None else None
         if passed_on and passed_on.get("do_remote_prefill"):
             await self._receive(passed_on, generations)
         answer = dialect(id, adapter or self.model, body, self.show_cached, asked.n)
@@ -145,7 +147,8 @@ class Server:
             await self._finish(generations)
             said = answer.whole(generations)
             if self.transfers is not None:
-                said["kv_transfer_params"] = self._keep(request, passed_on, generations)
+                kept = self._keep(request, passed_on, generations)
+                self.wire.tell(said, kept, body, generations[0].prompt.tolist())
             return reply_json(said)
         finally:
             self._load -= 1

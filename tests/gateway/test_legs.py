@@ -143,6 +143,72 @@ async def test_an_engine_without_a_connector_is_found_out_and_its_requests_stay_
         assert await gateway.counted("hitherto_reservations") == 0
 
 
+@pytest.mark.parametrize(
+    "wire, ways",
+    [("llm-d", ["chat", "completions", "responses", "messages"]), ("tensorrt-llm", ["chat", "completions"])],
+)
+async def test_two_legs_say_what_one_engine_says_by_any_way_of_moving_caches(start_engine, trio, wire, ways):
+    """The simulated engines speak it: with llm-d's sidecar the decoder alone knows of it."""
+    _, _, single = trio
+    of_prefiller = "nixl" if wire == "llm-d" else wire
+    prefiller = start_engine("--kv-connector", of_prefiller).wait()
+    decoder = start_engine("--kv-connector", wire).wait()
+    urls = [f"{prefiller.url}#role=prefill,transfer={wire}", f"{decoder.url}#role=decode,transfer={wire}"]
+    async with running("--replica-url", *urls, "--policy", "round_robin") as gateway:
+        await gateway.ready(2)
+        assert {one["transfer"] for one in (await gateway.status())["replicas"]} == {wire}
+        async with httpx.AsyncClient(base_url=single.url) as alone:
+            for way in ways:
+                path, body = asked(way, f"{wire}, {way}. " + TEXT * 20, False)
+                answer = await gateway.client.post(path, json=body)
+                assert words(answer) == words(await alone.post(path, json=body))
+                assert answer.headers["x-hitherto-replica"] == f"127.0.0.1:{decoder.port}"
+                path, body = asked(way, f"{wire}, {way}, streamed. " + TEXT * 20, True)
+                streamed = await gateway.client.post(path, json=body)
+                assert streamed.status_code == 200 and "broke off" not in streamed.text
+        assert await gateway.counted("hitherto_legs_total", leg="prefill", outcome="complete") == 2 * len(ways)
+        assert await gateway.counted("hitherto_legs_total", leg="decode", outcome="complete") == 2 * len(ways)
+        assert await gateway.counted("hitherto_retries_total") == 0
+        assert await gateway.counted("hitherto_reservations") == 0
+    async with httpx.AsyncClient(base_url=prefiller.url) as asked_itself:
+        page = (await asked_itself.get("/metrics")).text
+        assert counted(page, "vllm:request_success_total") == 2 * len(ways), "each prompt was computed there"
+
+
+async def test_replicas_that_pass_caches_on_in_different_ways_are_told_of_and_take_whole_requests(trio):
+    prefiller, decoder, _ = trio
+    async with running(
+        "--replica-url",
+        f"{prefiller.url}#role=prefill",
+        f"{decoder.url}#role=decode,transfer=llm-d",
+        "--policy",
+        "round_robin",
+    ) as gateway:
+        await gateway.ready(2)
+        path, body = asked("chat", "Unlike. " + TEXT * 20, False)
+        assert (await gateway.client.post(path, json=body)).status_code == 200
+        assert await gateway.counted("hitherto_leg_choices_total", choice="apart") == 0
+        said = b"".join(gateway.log)
+        assert b"by NIXL, those that write answers by llm-d's sidecar" in said and b"transfer=" in said
+
+
+async def test_a_sidecar_whose_prefiller_is_killed_loses_no_request(start_engine):
+    dies, decoder = start_engine("--kv-connector").wait(), start_engine("--kv-connector", "llm-d").wait()
+    async with running(
+        "--replica-url",
+        f"{dies.url}#role=prefill,transfer=llm-d",
+        f"{decoder.url}#role=decode,transfer=llm-d",
+        "--policy",
+        "round_robin",
+    ) as gateway:
+        await gateway.ready(2)
+        dies.process.kill()
+        for number in range(4):
+            path, body = asked("chat", f"Bereft {number}. " + TEXT * 20, False)
+            assert (await gateway.client.post(path, json=body)).status_code == 200
+        assert await gateway.counted("hitherto_reservations") == 0
+
+
 async def test_a_prefiller_that_is_killed_loses_no_request(start_engine, trio):
     _, decoder, _ = trio
     dies = start_engine("--kv-connector").wait()

@@ -100,6 +100,8 @@ def test_a_url_nobody_can_use_is_refused_with_the_reason(text, said):
     [
         "http://h:1",
         "http://h:1#role=prefill",
+        "http://h:1#role=decode,transfer=llm-d",
+        "http://h:1#transfer=tensorrt-llm",
         "http://h:1#model=llama,role=decode",
         "http://h:1#events=tcp://h:5557,replay=tcp://h:5558,topic=t,model=m,role=prefill",
         "http://h:1#model=llama,spill=yes",
@@ -107,7 +109,7 @@ def test_a_url_nobody_can_use_is_refused_with_the_reason(text, said):
 )
 def test_a_url_is_written_as_it_was_read(text):
     address = parse_url(text)
-    assert url_of(address.url, address.source, address.model, address.role, address.spill) == text
+    assert url_of(address.url, address.source, address.model, address.role, address.spill, address.transfer) == text
 
 
 def test_a_replica_is_for_both_unless_its_url_says_otherwise():
@@ -129,3 +131,9 @@ def test_a_role_that_there_is_not_is_refused_with_those_that_there_are(role):
 def test_what_is_said_wrongly_of_a_slow_pool_is_refused(fragment, said):
     with pytest.raises(ValueError, match=said):
         parse_url(f"http://h:1#{fragment}")
+
+
+@pytest.mark.parametrize("way", ["NIXL", "mooncake", "x" * 500])
+def test_a_way_of_moving_caches_that_there_is_not_is_refused_with_those_that_there_are(way):
+    with pytest.raises(ValueError, match="is none of nixl, llm-d, tensorrt-llm$"):
+        parse_url(f"http://h:1#transfer={way}")

@@ -7,7 +7,7 @@ from replicas.answer import Answer
 from replicas.engines.dialect import EventRecords, Sources, Told
 from replicas.engines.vllm import aborts, log, metrics, sources
 from replicas.engines.vllm.events import Decoder
-from replicas.engines.vllm.transfer import Nixl
+from replicas.engines.vllm.transfer import NIXL
 from replicas.engines.vllm.versions import has_random_hash_seed, version_quirks
 from replicas.launch.command import LaunchProfile
 from replicas.problems import EVENTS_BY_HAND, Remedies
@@ -48,7 +48,7 @@ class Vllm:
     chat_token_ids = (b'"kv_transfer_params":{"prompt_token_ids":', b"}")
     fills_templates_alike = True
     limits_path = "/server_info?config_format=json"  # with VLLM_SERVER_DEV_MODE=1
-    transfer = Nixl()
+    transfer = NIXL
     aborted = aborts.ABORTED
 
     def speaks(self, answers: Mapping[str, Answer]) -> bool:

@@ -31,12 +31,14 @@ _KEPT = {"do_remote_decode": True, "do_remote_prefill": False}
 class Nixl:
     """NIXL, one leg after the other. `replicas.engines.dialect.Transfer` says what each part is."""
 
+    id = "nixl"
     name = "NIXL"
+    header = b""
     paths = (CHAT, COMPLETIONS, RESPONSES, MESSAGES)
     lease_seconds = 30.0
 
     def first_body(self, path: str, body: bytes) -> bytes | None:
-        request = _object(body)
+        request = json_object(body)
         # One that brings such parameters is another gateway's leg; several sequences cannot share one transfer.
         if request is None or _FIELD in request or request.get("n") not in (None, 1):
             return None
@@ -52,7 +54,7 @@ class Nixl:
         return orjson.dumps(request)
 
     def parameters(self, answer: bytes) -> bytes | None:
-        told = _object(answer)
+        told = json_object(answer)
         if told is None:
             raise ValueError("it is no JSON object")
         given = told.get(_FIELD)
@@ -62,12 +64,19 @@ class Nixl:
         return orjson.dumps(given)
 
     def second_body(self, body: bytes, parameters: bytes) -> bytes:
-        # First in the object, as it was received else: the prompt is not written again.
-        at = body.index(b"{") + 1
-        return b"".join((body[:at], b'"%b":' % _FIELD.encode(), parameters, b",", body[at:]))
+        return with_first(body, b'"%b":%b' % (_FIELD.encode(), parameters))
 
 
-def _object(text: bytes) -> dict[str, Any] | None:
+NIXL = Nixl()
+
+
+def with_first(body: bytes, members: bytes) -> bytes:
+    """A JSON object with these members in front, as it was received else: the prompt is not written again."""
+    at = body.index(b"{") + 1
+    return b"".join((body[:at], members, b",", body[at:]))
+
+
+def json_object(text: bytes) -> dict[str, Any] | None:
     try:
         found = orjson.loads(text)
     except orjson.JSONDecodeError:

@@ -101,6 +101,12 @@ def test_a_healthy_engine(capsys, engines):
     assert found["tokens"][1].endswith("tokens of a conversation")
 
 
+def test_roles_whose_replicas_pass_caches_on_in_different_ways(capsys, engines):
+    urls = [f"{engines[0].url}#role=prefill", f"{engines[1].url}#role=decode,transfer=llm-d"]
+    code, found = examine(capsys, "--replica-url", *urls)
+    assert code == 1 and found["roles"][0] == "fail" and "same transfer=" in found["roles"][1]
+
+
 def test_a_role_without_a_counterpart(capsys, engines):
     code, found = examine(capsys, "--replica-url", f"{engines[0].url}#role=prefill")
     assert code == 1 and found["roles"][0] == "fail" and "#role=decode" in found["roles"][1]

@@ -9,7 +9,7 @@ VLLM ?= 0.28.0 0.32.0
 # A thousand processes that tests start would each compile the modules that they import, 0.2 s of CPU for a gateway.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo demo-vllm test dashboards check-grafana lint guard test-vllm test-clients test-pythons clean
+.PHONY: setup demo demo-vllm test dashboards check-grafana lint guard test-vllm test-clients test-pythons wheel clean
 
 setup: .venv/ready
 
@@ -87,6 +87,12 @@ test-clients: setup
 PYTHONS ?= 3.11 3.12 3.13
 test-pythons:
 	@tests/deploy/pythons.sh $(PYTHONS)
+
+# For a package registry: make wheel REPOSITORY=https://HOST/OWNER/hitherto REF=v0.1.0
+REF ?= main
+wheel: setup
+	@test -n "$(REPOSITORY)" || { echo "say where the README's links lead: make wheel REPOSITORY=https://HOST/OWNER/hitherto REF=v0.1.0"; exit 1; }
+	@$(BIN)/python deploy/wheel.py --repository "$(REPOSITORY)" --ref "$(REF)"
 
 clean:
 	rm -rf .venv build *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache

@@ -27,9 +27,26 @@ def test_every_flag_the_documents_name_exists():
 
 
 def test_links_between_documents_lead_somewhere():
-    for path in DOCS:
-        for target in re.findall(r"\]\(([^)#:]+)\)", path.read_text()):
-            assert (path.parent / target).exists(), f"{path.name}: {target}"
+    for path in [*DOCS, ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", ROOT / "bench/results/README.md"]:
+        for target in re.findall(r"\]\(([^)\s]+)\)", path.read_text()):
+            if re.match(r"[a-z]+:", target):
+                continue
+            name, _, anchor = target.partition("#")
+            page = path.parent / name if name else path
+            assert page.exists(), f"{path.name}: {target}"
+            assert not anchor or anchor in anchors(page), f"{path.name}: {target}"
+
+
+def anchors(page: Path) -> set[str]:
+    """What its headings are called in links."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_every_page_is_on_the_index():
+    index = (ROOT / "docs/README.md").read_text()
+    missing = [path.name for path in (ROOT / "docs").glob("*.md") if f"({path.name}" not in index]
+    assert missing == ["README.md"]
 
 
 def test_the_page_of_settings_is_up_to_date():

@@ -1,6 +1,6 @@
 """What `pip install` gets: all of the packages, with what they read besides Python."""
 
-import shutil
+import re
 import subprocess
 import sys
 import zipfile
@@ -9,20 +9,17 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
+REPOSITORY = "https://code.example/somebody/hitherto"
 PACKAGES = ("gateway", "cachemap", "policies", "replicas", "loadgen")
 
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory) -> zipfile.ZipFile:
-    tree = tmp_path_factory.mktemp("tree")
-    for name in PACKAGES:
-        shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, tree)
-    build = "import setuptools.build_meta as it; print(it.build_wheel('out'))"
-    done = subprocess.run([sys.executable, "-c", build], cwd=tree, capture_output=True, text=True)
+    command = [sys.executable, "deploy/wheel.py", "--repository", REPOSITORY, "--ref", "v1", "--out"]
+    out = tmp_path_factory.mktemp("dist")
+    done = subprocess.run([*command, out], cwd=ROOT, capture_output=True, text=True)
     assert not done.returncode, done.stderr
-    return zipfile.ZipFile(next((tree / "out").glob("hitherto-*.whl")))
+    return zipfile.ZipFile(next(out.glob("hitherto-*.whl")))
 
 
 def test_every_file_of_the_packages_is_in_it(wheel):
@@ -40,3 +37,14 @@ def test_it_says_what_it_is(wheel):
         for line in text.splitlines()
         if line.startswith("Requires-Dist:") and "extra ==" not in line
     ]
+
+
+def test_links_of_its_description_lead_to_files_of_the_repository(wheel):
+    """A package registry shows it by itself, where a relative link leads nowhere."""
+    [name] = [name for name in wheel.namelist() if name.endswith("/METADATA")]
+    links = re.findall(r"(!?)\[[^\]]*\]\(([^)\s]+)\)", wheel.read(name).decode())
+    assert len(links) > 10
+    for image, target in links:
+        start = f"{REPOSITORY}/{'raw' if image else 'blob'}/v1/"
+        assert target.startswith(start), target
+        assert (ROOT / target.removeprefix(start).partition("#")[0]).exists(), target

@@ -1,0 +1,60 @@
+"""Build the wheel as it goes to a package registry, which shows the README without the rest of the repository.
+
+    python deploy/wheel.py --repository https://HOST/OWNER/hitherto [--ref v0.1.0] [--out dist]
+
+The README's links become absolute: to REPOSITORY/blob/REF/PATH, and for images to REPOSITORY/raw/REF/PATH.
+"""
+
+import argparse
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+NEEDED = ("gateway", "cachemap", "policies", "replicas", "loadgen", "pyproject.toml", "README.md", "LICENSE")
+
+
+def absolute(text: str, repository: str, ref: str) -> str:
+    """A Markdown text whose relative links lead to the repository."""
+
+    def lead(found: re.Match[str]) -> str:
+        image, label, target = found.groups()
+        if re.match(r"[a-z]+:|#", target):
+            return found[0]
+        return f"{image}[{label}]({repository.rstrip('/')}/{'raw' if image else 'blob'}/{ref}/{target})"
+
+    return re.sub(r"(!?)\[([^\]]*)\]\(([^)\s]+)\)", lead, text)
+
+
+def build(repository: str, ref: str, out: Path) -> Path:
+    """Build from a copy of the tree; returns the wheel's path."""
+    with tempfile.TemporaryDirectory() as folder:
+        tree = Path(folder)
+        for name in NEEDED:
+            if (ROOT / name).is_dir():
+                shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
+            else:
+                shutil.copy(ROOT / name, tree)
+        readme = tree / "README.md"
+        readme.write_text(absolute(readme.read_text(), repository, ref))
+        hook = "import setuptools.build_meta as backend; print(backend.build_wheel('out'))"
+        subprocess.run([sys.executable, "-W", "ignore", "-c", hook], cwd=tree, check=True, capture_output=True)
+        [made] = (tree / "out").glob("*.whl")
+        out.mkdir(parents=True, exist_ok=True)
+        return Path(shutil.copy(made, out))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Build the wheel, with a README whose links are absolute.")
+    parser.add_argument("--repository", required=True, metavar="URL", help="the repository's address")
+    parser.add_argument("--ref", default="main", help="branch or tag that links lead to (default: %(default)s)")
+    parser.add_argument("--out", type=Path, default=ROOT / "dist", metavar="DIR", help="default: dist")
+    args = parser.parse_args()
+    print(build(args.repository, args.ref, args.out))
+
+
+if __name__ == "__main__":
+    main()

@@ -15,6 +15,9 @@ Then classes: premium (6 % of saturation), standard (16 %) and free, once with f
 fifths of what it can answer within the limits, and once with free at ten times saturation. `premium_p99_change`
 compares premium's p99 TTFT in the two.
 
+Then one engine turns slow (`bench.chaos`), with the control of overload: `premium_kept_while_slow` is the share of
+premium's requests that kept their limits meanwhile.
+
 `goodput_share_at_200`: the gateway's goodput (`wait`) at twice saturation, by the highest of any rule at any load.
 `calibration`: of the requests that it admitted there, the share that was answered within the limits as predicted.
 """
@@ -23,30 +26,26 @@ from __future__ import annotations
 
 import argparse
 import json
-import random
 import statistics
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
-from math import log
 from pathlib import Path
 from typing import Any
 
 from loadgen.simulate import Fleet, Record, Turn
 from loadgen.simulate.gateway import Gateway
-from policies import Admission, Candidate, Classes, QosClass, Quote, Rules, Slo, Ticket, Verdict
+from policies import Admission, Candidate, Classes, QosClass, Quote, Rules, Ticket, Verdict
 from policies.verdicts import NO_OFFERS, Offers
 from replicas.simulated.profile import load_profile
 
-REPLICAS, BLOCK = 4, 16
-SLO = Slo(2.0, 0.05)
+from .chaos import chaos
+from .chaos import table as chaos_table
+from .overload_load import CLASSES, REPLICAS, SLO, met, turns
+
 WARM, SETTLE = 15.0, 10.0  # seconds at half of saturation, and of the load before what is counted
-CLASSES = tuple(
-    QosClass(name, fraction, priority, SLO)
-    for name, fraction, priority in (("premium", 0.1, 100), ("standard", 0.3, 50), ("free", 0.6, 10))
-)
 ORDINARY = {"premium": 0.06, "standard": 0.16, "free": 0.46}  # of saturation
 FLOOD = {**ORDINARY, "free": 10.0}
 WAITING, CONCURRENT = (2, 8), (64, 48)  # limits that are tried, the better one first
@@ -102,20 +101,6 @@ def rule(name: str, limit: int, gateway: Gateway) -> Admission:
 # --- load
 
 
-def turns(rate: float, begin: float, end: float, kind: int, seed: int, qos: str = "") -> list[tuple[float, Turn]]:
-    """Requests of one kind and when they come; `kind` tells their blocks from those of others."""
-    chance, when, found = random.Random(f"{kind} {seed}"), begin, []
-    while rate and (when := when + chance.expovariate(rate)) < end:
-        tenant = chance.randrange(16)
-        tokens = int(min(12_000, max(64, chance.lognormvariate(log(850), 0.8)))) + 512
-        output = int(min(1500, max(8, chance.lognormvariate(log(120), 0.7))))
-        first = (kind << 48) + (len(found) << 12)
-        blocks = [(1 << 60) + (tenant << 12) + index for index in range(512 // BLOCK)]
-        blocks += [first + index for index in range((tokens + output) // BLOCK - len(blocks))]
-        found.append((when, Turn(blocks[: tokens // BLOCK], tokens, output, blocks, qos=qos, tenant=f"t{tenant}")))
-    return found
-
-
 def played(
     load: Sequence[tuple[float, Turn]], name: str, limit: int, seed: int, gateways: int = 1, until: float = float("inf")
 ) -> list[Record]:
@@ -124,15 +109,6 @@ def played(
     for when, turn in load:
         fleet.at(when, fleet.send, turn)
     return fleet.run(until).records
-
-
-def met(record: Record) -> bool:
-    answered = record.error is None and record.end > 0.0
-    return (
-        answered
-        and record.first - record.sent <= SLO.ttft
-        and record.end - record.first <= SLO.tpot * max(1, record.output - 1)
-    )
 
 
 def saturation(seed: int) -> float:
@@ -219,9 +195,10 @@ def measure(quick: bool, seed: int, processes: int) -> dict[str, Any]:
         }
         cells = [pool.submit(goodput, job, full, seconds, seed) for job in jobs(quick)]
         shared = pool.submit(goodput, ("wait", 0, 2.0), full, seconds, seed, 2)
+        slowed = pool.submit(chaos, full, seed)
         told = {kind: _merged([one.result() for one in by_class[kind]]) for kind in kinds}
         found = [one.result() for one in cells]
-        two = shared.result()
+        two, faulty = shared.result(), slowed.result()
     ours = next(one for one in found if (one["rule"], one["load"]) == ("wait", 2.0))
     peak = max(one["goodput"] for one in found)
     return {
@@ -229,9 +206,11 @@ def measure(quick: bool, seed: int, processes: int) -> dict[str, Any]:
         "premium_p99_change": told["flood"]["premium"]["ttft_p99"] / told["ordinary"]["premium"]["ttft_p99"] - 1.0,
         "calibration": ours["kept"],
         "two_gateways_share_at_200": two["goodput"] / peak,
+        "premium_kept_while_slow": faulty["premium_kept_while_slow"],
         "saturation": full,
         "goodput": found,
         "classes": told,
+        "chaos": faulty,
     }
 
 
@@ -268,7 +247,11 @@ def tables(found: dict[str, Any]) -> str:
                     f"{kind:<10}{name:<10}{one['asked']:>9.1f}{one['good']:>8.1f}{one['refused']:>9.0%}"
                     f"{1e3 * one['ttft_p50']:>8.0f}ms{1e3 * one['ttft_p99']:>6.0f}ms"
                 )
-    keys = ("goodput_share_at_200", "two_gateways_share_at_200", "premium_p99_change", "calibration")
+    lines += ["", chaos_table(found["chaos"])]
+    keys = (
+        "goodput_share_at_200", "two_gateways_share_at_200", "premium_p99_change", "calibration",
+        "premium_kept_while_slow",
+    )  # fmt: skip
     return "\n".join([*lines, "", *[f"{key}: {found[key]:.3f}" for key in keys]])
 
 

@@ -116,7 +116,7 @@ class Gateway:
         self.view.models = self.models
         self.view.background = self.background
         self.view.keys, self.view.metering = self.keys, self.metering
-        self.view.certificate = self.certificate
+        self.view.certificate, self.view.control = self.certificate, self.proxy.control
         self.shared_ledger = datapath.shared_ledger(settings, self.metrics, self.ledger, self.background)
         self.proxy.placing.shared = self.view.shared_ledger = self.shared_ledger
         if self.shared_ledger is not None:

@@ -219,7 +219,7 @@ class Settings(BaseModel):
     admission: Admission | None = Field(
         None,
         description="what happens while all replicas are full, {when_full: wait|degrade|spill|reject|observe or a list of them, max_tokens_floor, "
-        "engine_wait, max_wait, max_requests, max_bytes, tenant_header}",
+        "engine_wait, max_wait, max_requests, max_bytes, tenant_header, control_window}",
     )
 
     slo_figures: bool = Field(

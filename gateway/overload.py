@@ -89,7 +89,10 @@ def parse_routes(given: Any, classes: Sequence[QosClass]) -> tuple[Rule, ...]:
 
 def parse_admission(given: Any) -> tuple[Rules, bytes | None]:
     """The queue's settings, and the header that names tenants. Raises ValueError."""
-    known = ("when_full", "max_tokens_floor", "engine_wait", "max_wait", "max_requests", "max_bytes", "tenant_header")
+    known = (
+        "when_full", "max_tokens_floor", "engine_wait", "max_wait", "max_requests", "max_bytes", "tenant_header",
+        "control_window",
+    )  # fmt: skip
     mapping = _mapping(given, known, "settings")
     found: dict[str, Any] = {}
     if "when_full" in mapping:
@@ -100,6 +103,8 @@ def parse_admission(given: Any) -> tuple[Rules, bytes | None]:
     for name in ("max_requests", "max_bytes", "max_tokens_floor"):
         if name in mapping:
             found[name] = _at(name, _count, mapping[name])
+    if "control_window" in mapping:
+        found["control_window"] = _at("control_window", _window, mapping["control_window"])
     header = _at("tenant_header", _header_name, mapping["tenant_header"]) if "tenant_header" in mapping else None
     return Rules(**found), header.encode() if header else None
 
@@ -179,6 +184,19 @@ def _steps(value: Any) -> tuple[str, ...]:
     if REJECT in steps[:-1]:
         raise ValueError(f"{REJECT} refuses every request, so no step after it is ever tried; put it last")
     return tuple(steps)
+
+
+def _window(value: Any) -> float | None:
+    """Seconds; `never`: no control."""
+    if value == "never":
+        return None
+    try:
+        seconds = parse_seconds(value)
+    except ValueError as error:
+        raise ValueError(f"{error}; or never, for no control") from None
+    if not 1.0 <= seconds <= 60.0:
+        raise ValueError(f"{_shown(value)} is out of range; write a time from 1s to 60s, or never")
+    return seconds
 
 
 def _count(value: Any) -> int:

@@ -7,6 +7,7 @@ keeps the load they see, `CostGroup` and `Costs` turn it into predicted seconds.
 from . import legs
 from .admission import Admission
 from .classes import Classes, QosClass, Rule, Slo
+from .control import Control
 from .costs import CostGroup, Costs, Lower
 from .ledger import UNTIMED, Ledger, Load, Reservation
 from .lines import Ticket
@@ -50,6 +51,7 @@ __all__ = [
     "Candidate",
     "Choice",
     "Classes",
+    "Control",
     "Cost",
     "CostGroup",
     "Costs",

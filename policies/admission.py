@@ -37,11 +37,13 @@ from itertools import count
 from math import ceil, exp, inf, log
 
 from .classes import NO_LIMITS, Classes, QosClass
+from .control import CAP, SHED, TIGHT, TIGHTEN, Control
 from .costs import Costs
 from .lines import Line, Resource, Ticket
 from .quotes import Quote
 from .verdicts import (
     ADMITTED,
+    CONTROL,
     DEGRADE,
     DEGRADED,
     NO_OFFERS,
@@ -111,7 +113,10 @@ class Admission:
         self._asked: dict[str, float] = {}  # when each class was asked for last
         self._deadlines: list[tuple[float, int, Ticket]] = []
         self._number = count()
-        self._gave_way: deque[Ticket] = deque()
+        self._gave_way: deque[tuple[Ticket, str]] = deque()  # and why
+        self.tight: frozenset[str] = frozenset()  # classes from which `control` takes this
+        self.capped: frozenset[str] = frozenset()
+        self.shed: frozenset[str] = frozenset()
 
     @property
     def waiting(self) -> bool:
@@ -139,12 +144,31 @@ class Admission:
         """Judge a request that has just come, or that is one of the `heads` of those that wait. `tokens`: those that
         must be computed where it would go; `quotes`: of each of the `candidates`, which are all there are if they are
         not said; `offers`: what there is besides."""
+        verdict = self._judge(ticket, tokens, quotes, now, candidates, offers)
+        floor = ticket.qos.max_tokens_floor or self.rules.max_tokens_floor
+        watched = self.steps(ticket.qos) == (OBSERVE,)
+        if ticket.qos.name in self.capped and not watched and verdict.decision == ADMITTED and offers.may_cap(floor):
+            return verdict._replace(decision=DEGRADED, reason=CONTROL, cap=floor)
+        return verdict
+
+    def _judge(
+        self,
+        ticket: Ticket,
+        tokens: int,
+        quotes: Sequence[Quote],
+        now: float,
+        candidates: Sequence[Candidate],
+        offers: Offers,
+    ) -> Verdict:
         best = min(quotes)
         if not ticket.waits:
             ticket.tokens, ticket.own = tokens, best.own
         self._asked[ticket.qos.name] = now
         steps, room = self.steps(ticket.qos), self._room(ticket, quotes, now, self._has_room)
         targets = [one.replica for one in candidates]
+        if ticket.qos.name in self.shed and steps != (OBSERVE,):
+            self.leave(ticket, now)
+            return Verdict(REFUSED, CONTROL, (), self.rules.control_window or 0.0)
         if steps[0] == DEGRADE and WAIT not in steps:
             verdict = self._newcomer(ticket, quotes, best, room, targets, now)
         elif WAIT not in steps:
@@ -195,9 +219,9 @@ class Admission:
             return None
         waited, limited = now - ticket.since, ticket.slo != NO_LIMITS
 
-        def fits(quote: Quote, share: float) -> bool:
+        def fits(quote: Quote, share: float, tight: float) -> bool:
             meets = limited and quote.full <= share and self._too_much(quote, ticket, waited) is None
-            return meets or self._has_room(quote, share)
+            return meets or self._has_room(quote, share, tight)
 
         own = self._rank(ticket.qos)
         higher = [one for one in self._in_order(now) if self._rank(one.qos) < own]
@@ -325,7 +349,7 @@ class Admission:
     # --- what a candidate gives it
 
     def _room(
-        self, ticket: Ticket, quotes: Sequence[Quote], now: float, fits: Callable[[Quote, float], bool]
+        self, ticket: Ticket, quotes: Sequence[Quote], now: float, fits: Callable[[Quote, float, float], bool]
     ) -> list[int]:
         """Return the candidates that it `fits`, besides what is kept for classes above its own. A prompt that has begun
         cannot be interrupted, so the whole of their fractions is kept from computing lower ones' at a time; of streams
@@ -333,18 +357,20 @@ class Admission:
         qos = ticket.qos
         above = [one for one in self.classes.all if one.priority > qos.priority and self._is_within(one, now)]
         first = self._others_yield(qos, now)
-        share = inf if first else 1.0 - sum([self._unused(one) for one in above])
+        tight = TIGHT if qos.name in self.tight else 1.0
+        share = inf if first else tight * (1.0 - sum([self._unused(one) for one in above]))
         kept = ceil(sum([one.reserved_fraction for one in above]) * len(quotes) - 1e-9)
         clear = sum([not one.computing for one in quotes]) - min(kept, len(quotes) - 1)
-        room = [index for index, one in enumerate(quotes) if clear >= (not one.computing) and fits(one, share)]
+        room = [index for index, one in enumerate(quotes) if clear >= (not one.computing) and fits(one, share, tight)]
         return [index for index in room if not quotes[index].computing] or room if first else room
 
-    def _has_room(self, quote: Quote, share: float) -> bool:
-        """By the limits of the classes. Those of one request say nothing of whether others find room."""
+    def _has_room(self, quote: Quote, share: float, tight: float) -> bool:
+        """By the limits of the classes. Those of one request say nothing of whether others find room. `tight`: of what
+        may be ahead of it."""
         if not quote.there:
             return True
         return (
-            quote.wait <= self.rules.engine_wait
+            quote.wait <= tight * self.rules.engine_wait
             and quote.tpot * self.tpot_margin.factor <= share * self._tpot
             and quote.full <= share
         )
@@ -453,9 +479,9 @@ class Admission:
         """Take out those for whom it is too late, and tell of those that had to give way since the last call. Where a
         class has further steps after waiting, those that are late are told of as queued: they are to be asked about."""
         while self._gave_way:
-            ticket = self._gave_way.popleft()
+            ticket, reason = self._gave_way.popleft()
             self.space.untold -= 1
-            yield ticket, Verdict(REFUSED, "shed", (), _drain(ticket.line))
+            yield ticket, Verdict(REFUSED, reason, (), _drain(ticket.line))
         while self._deadlines and (self._deadlines[0][0] <= now or not self._deadlines[0][2].waits):
             ticket = heapq.heappop(self._deadlines)[2]
             if ticket.waits and self.has_more_steps(ticket.qos):
@@ -508,10 +534,19 @@ class Admission:
         share = sum([one.has(ticket.tenant, resource) for one in lines]) + (1 if count > 0 else ticket.size)
         return most.gives(count, size, share) if most is not None else None
 
-    def _give_way(self, ticket: Ticket, now: float) -> None:
+    def _give_way(self, ticket: Ticket, now: float, reason: str = "shed") -> None:
         self.leave(ticket, now)
-        self._gave_way.append(ticket)
+        self._gave_way.append((ticket, reason))
         self.space.untold += 1
+
+    # --- what the control of overload takes
+
+    def obey(self, control: Control, now: float) -> None:
+        """Take from classes what it says now. Those of a shed class that wait are told of next."""
+        self.tight, self.capped, self.shed = [control.taken_from(step) for step in (TIGHTEN, CAP, SHED)]
+        for line in self.lines:
+            while line.qos.name in self.shed and (last := line.last("count")) is not None:
+                self._give_way(last, now, CONTROL)
 
     # --- what became of it
 

@@ -27,9 +27,13 @@ class Offers:
         self._spill, self._may_cap = spill, may_cap
         self.slow: Sequence[Candidate] = ()  # of the slow pool, once they were asked for
 
+    def may_cap(self, most: int) -> bool:
+        asked = self._evaluation.demand.max_tokens
+        return self._may_cap and (asked is None or asked > most)
+
     def capped(self, most: int) -> Sequence[Quote]:
         demand, evaluation = self._evaluation.demand, self._evaluation
-        if not self._may_cap or (demand.max_tokens is not None and demand.max_tokens <= most):
+        if not self.may_cap(most):
             return ()
         if self.slow:  # they were weighed after it
             evaluation = self._router.evaluate(demand, Targets([*evaluation.candidates]), self._now)

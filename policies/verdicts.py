@@ -13,8 +13,9 @@ LEFT = "left"  # their clients, while they waited
 DECISIONS = (ADMITTED, QUEUED, REFUSED, OBSERVED, DEGRADED, SPILLED, LEFT)
 SENT = frozenset((ADMITTED, OBSERVED, DEGRADED, SPILLED))
 # Why: there was room; limits are met without; its turn has come; or the limit that nobody can meet, no space in the
-# queue, a higher class in its place, waited too long; or the client left
-REASONS = ("room", "met", "turn", "ttft", "tpot", "full", "queue_full", "shed", "deadline", "client")
+# queue, a higher class in its place, waited too long, or the control of overload; or the client left
+REASONS = ("room", "met", "turn", "ttft", "tpot", "full", "queue_full", "shed", "deadline", "control", "client")
+CONTROL = "control"
 # What is done with a request that finds no room, see `admission`
 WAIT, DEGRADE, SPILL, REJECT, OBSERVE = "wait", "degrade", "spill", "reject", "observe"
 STEPS = (WAIT, DEGRADE, SPILL, REJECT, OBSERVE)
@@ -22,7 +23,8 @@ STEPS = (WAIT, DEGRADE, SPILL, REJECT, OBSERVE)
 
 class Rules(NamedTuple):
     """Seconds and bytes. `when_full`: steps, in their order; `max_wait`: where no limit says how long a request may
-    wait; `max_tokens_floor`: what the answers of degraded requests are capped at."""
+    wait; `max_tokens_floor`: what the answers of degraded requests are capped at; `control_window`: see `control`, None
+    for no control."""
 
     when_full: tuple[str, ...] = (WAIT,)
     engine_wait: float = 0.1
@@ -30,6 +32,7 @@ class Rules(NamedTuple):
     max_requests: int = 10_000
     max_bytes: int = 256 * 2**20
     max_tokens_floor: int = 128
+    control_window: float | None = 30.0
 
 
 class Verdict(NamedTuple):
@@ -47,6 +50,9 @@ class Verdict(NamedTuple):
 class Offers(Protocol):
     """What else a request can be given, see `offers.Offers`."""
 
+    def may_cap(self, most: int) -> bool:
+        """Whether its answer can be capped at so many tokens, and may have more as it is."""
+
     def capped(self, most: int) -> Sequence[Quote]:
         """The candidates' quotes for an answer of so many tokens; none where it asks for no more, or cannot be
         capped."""
@@ -56,6 +62,9 @@ class Offers(Protocol):
 
 
 class _Nothing:
+    def may_cap(self, most: int) -> bool:
+        return False
+
     def capped(self, most: int) -> Sequence[Quote]:
         return ()
 

@@ -30,6 +30,7 @@ from time import perf_counter
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, GCCollector, ProcessCollector, generate_latest
 
+from policies.control import FROM
 from policies.verdicts import DECISIONS, REASONS
 
 from ..prompt.prompt import PROMPT_PATHS
@@ -85,6 +86,9 @@ READ = {
     "replica_restarts": ("counter", "Restarts of a replica the gateway looks after", ("replica",)),
     "queued_requests": ("gauge", "Requests that wait in the gateway's queue", ("class",)),
     "queued_bytes": ("gauge", "Bytes of requests that wait in the gateway's queue", ()),
+    "control_level": ("gauge", "Steps that the control of overload takes from lower classes now, of the model's replicas", ("model",)),
+    "control_pressure_ratio": ("gauge", "The slowest answers of a class in the last window by its limits; 0 without enough", ("class", "model")),
+    "more_replicas_wanted": ("gauge", "1 while a class of this model misses its limits, whatever is taken from others", ("model",)),
     "map_blocks": ("gauge", "Distinct blocks in the map of who holds what", ()),
     "map_bytes": ("gauge", "Memory the map takes", ()),
     "map_budget_bytes": ("gauge", "Memory the map may take", ()),
@@ -321,6 +325,8 @@ class Metrics:
     admission = Counter("Requests judged before they were sent: admitted, queued, refused, sent though `reject` would have refused them (observed), "
         "sent with a capped answer (degraded) or to the slow pool (spilled), or left by their clients while they waited",
         **{"decision": DECISIONS, "class": QOS, "reason": REASONS})
+    control_steps = Counter("Steps that the control of overload took from a class, or gave back", step=tuple(FROM),
+        **{"class": QOS}, change=("taken", "undone"))
     slo_requests = Counter("Streamed answers to requests that were admitted with limits, by whether they kept them, missed them or failed",
         **{"class": QOS, "model": MODEL, "outcome": ("met", "missed", "failed")})
     predicted_ttft_seconds = Counter("Sum of the times to the first token that were predicted when those were admitted", **{"class": QOS})

@@ -14,6 +14,7 @@ from gateway import __version__
 from gateway.config import Settings
 from gateway.models import Models
 from gateway.ops.metrics import Metrics, Reading
+from gateway.proxy.control import OverloadControl
 from gateway.proxy.shadow import told
 from gateway.spaces import ModelSpace
 from gateway.tenants.keys import Keys
@@ -65,6 +66,7 @@ class View:
         self.keys: Keys | None = None  # with --api-keys
         self.metering: Metering | None = None  # with these
         self.certificate: Certificate | None = None  # with TLS
+        self.control: OverloadControl | None = None  # where classes have limits
         self.shared: Any = None  # SharedMap, where several gateways share one map
 
     def why_not_ready(self) -> str | None:
@@ -101,6 +103,7 @@ class View:
                 "evicted": stats["evicted"],
                 **self._sharing(),
             },
+            "control": self.control.status() if self.control is not None else None,
             "api_keys": self._keys(),
             "tls": self.certificate.status() if self.certificate is not None else None,
             "background_failures": self.background.recent() if self.background else {},

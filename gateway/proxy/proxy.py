@@ -34,6 +34,7 @@ from ..tenants.keys import CHALLENGE
 from ..tenants.salting import salt_request
 from .backend import Backend
 from .conductor import Conductor, Judge
+from .control import OverloadControl, control_of
 from .exchange import Added, Batcher, Exchange, MeteredAttempt
 from .figures import Figures
 from .forwarding import TokenIdForwarding
@@ -311,6 +312,7 @@ class Proxy:
         )
         self.keys, self.metering = keys, metering
         self.figures = figures = Figures(metrics) if slo_figures or overload is not None else None
+        self.control: OverloadControl | None = None
         on_first: tuple[OnFirst, ...] = ()
         added = Added(response_headers, cached_tokens_header)
         if figures is not None:
@@ -318,6 +320,7 @@ class Proxy:
         if overload is not None and figures is not None:
             self.placing.queue = queue = Queue(overload, self.placing, metrics, figures.model_of)
             figures.class_of = queue.class_of
+            self.control = queue.control = control_of(overload, figures, metrics, queue.look)
             added = AddedByQueue(response_headers, cached_tokens_header, queue)
             # After the figures, which ask it for the request's class.
             on_end, on_first = (on_end[0], queue.ended, *on_end[1:]), (*on_first, queue.first_token)
@@ -469,6 +472,8 @@ class Proxy:
             backend.pool.sweep(now)
         if self.figures is not None:
             self.figures.look(now)
+        if self.control is not None:
+            self.control.look(now)
         self.settling.tell_answers()
         self.router.decay_idle_costs(now)
 

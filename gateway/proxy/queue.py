@@ -30,6 +30,7 @@ from .placing import Asker, Placing
 if TYPE_CHECKING:
     from ..ops.metrics import Metrics
     from ..prompt import Prompt
+    from .control import OverloadControl
 
 SLO_HEADER = b"x-hitherto-slo"
 LOOK_SECONDS = 0.05  # between two looks, while somebody waits: times pass, and other gateways' load ends
@@ -41,6 +42,7 @@ WHY = {
     "queue_full": "all replicas are full, and so is the queue",
     "shed": "all replicas and the queue are full, and its place went to a request of a higher class, or of who has less in it",
     "deadline": "it has waited in the queue as long as it may, and all replicas are still full",
+    "control": "requests of its class are refused until those of higher classes are answered in time again",
 }
 
 
@@ -55,6 +57,7 @@ class Queue:
         self._space = Space()
         self._fleets: dict[int, Admission] = {}  # by the space of their prompts
         self._tickets: dict[Asker, tuple[Admission, Ticket]] = {}
+        self.control: OverloadControl | None = None
         self._notes: dict[Asker, bytes] = {}  # what its client is told, where it gets less than it asked for
         self._looks = False  # soon, or it is under way
         self._under_way: Iterator[None] | None = None
@@ -135,7 +138,10 @@ class Queue:
         name = key.name if key is not None else None
         tenant = asker.header(self._tenant_header) if self._tenant_header is not None else name
         since = asker.begun if isinstance(asker, Exchange) else now
-        return self._fleet(prompt.space), Ticket(qos, slo, since, tenant or "", asker.size, asker)
+        fleet = self._fleet(prompt.space)
+        if self.control is not None:
+            self.control.follow(fleet, self._model_of(prompt), now)
+        return fleet, Ticket(qos, slo, since, tenant or "", asker.size, asker)
 
     def _class(self, asker: Asker, prompt: Prompt) -> QosClass:
         key = asker.tenant

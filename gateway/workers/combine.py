@@ -70,6 +70,7 @@ def statuses(
         "why_not": why_not,
         **counted(metrics, shadows, replicas),
         "map": _map([status["map"] for status in each]),
+        "control": _control([status["control"] for status in each]),
         "tls": max((status["tls"] for status in each), key=lambda tls: tls["problem"] if tls else "", default=None),
         "api_keys": _keys([status["api_keys"] for status in each]),
         "background_failures": _failures(status["background_failures"] for status in each),
@@ -110,6 +111,18 @@ def _map(each: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "evicted": sum(one["evicted"] for one in each),
         "redis": shared,
     }
+
+
+def _control(each: Sequence[Mapping[str, Any] | None]) -> dict[str, Any] | None:
+    """Each worker controls what comes to it: of a model the one is told that takes most, and what all of them did."""
+    known = [one for one in each if one is not None]
+    if not known:
+        return None
+    models: dict[str, Mapping[str, Any]] = {}
+    for one in (model for status in known for model in status["models"]):
+        models[one["model"]] = max(one, models.get(one["model"], one), key=lambda model: model["level"])
+    events = sorted([event for one in known for event in one["events"]], key=lambda event: event["at"])
+    return {**known[0], "models": [*models.values()], "events": events[-100:]}
 
 
 def _keys(each: Sequence[Mapping[str, Any] | None]) -> Mapping[str, Any] | None:

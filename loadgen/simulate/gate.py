@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from policies import Admission, Placement, Ticket, admit
+from policies import Admission, Control, Placement, Ticket, admit
+from policies.control import Change, Seen, pressure
 from policies.outputs import LEAST_OUTPUT
 from policies.verdicts import QUEUED, REFUSED
 
@@ -39,8 +40,14 @@ class Gate:
         self.admission, self._gateway = admission, gateway
         self._send, self._refuse, self._at = send, refuse, at
         self._classes = {one.name: one for one in admission.classes.all}
+        window = admission.rules.control_window
+        self.control = None if window is None else Control(admission.classes.all, window, 0.0)
+        self.changes: list[tuple[float, Change]] = []
+        self._ttfts: dict[str, list[float]] = {}  # of this window, by class
+        self._tpots: dict[str, list[float]] = {}
 
     def ask(self, request: Asking, now: float) -> Ticket:
+        self._look(now)
         turn = request.turn
         qos = self._classes.get(turn.qos) or self.admission.classes.last
         ticket = Ticket(qos, qos.slo, now, turn.tenant, payload=request)
@@ -76,8 +83,34 @@ class Gate:
             self._send(request, gateway.commit(evaluation, request.turn, now))
 
     def first(self, ticket: Ticket, now: float) -> None:
+        self._look(now)
+        self._ttfts.setdefault(ticket.qos.name, []).append(now - ticket.since)
         self.admission.first_token(ticket, now - ticket.since)
 
     def complete(self, ticket: Ticket, first: float, now: float, output: int) -> None:
         tpot = (now - first) / (output - 1) if output > LEAST_OUTPUT else None
+        if tpot is not None:
+            self._tpots.setdefault(ticket.qos.name, []).append(tpot)
         self.admission.ended(ticket, first - ticket.since, tpot)
+
+    def _look(self, now: float) -> None:
+        """Judge the windows that are over by now: while nothing happens nobody looks, and nobody asks."""
+        control = self.control
+        while control is not None and control.until <= now:
+            until, none = control.until, ()
+            pressures = {
+                name: pressure(one.slo, _seen(self._ttfts.get(name, none)), _seen(self._tpots.get(name, none)))
+                for name, one in self._classes.items()
+            }
+            self._ttfts, self._tpots = {}, {}
+            if changes := control.ended(pressures, until):
+                self.changes += [(until, one) for one in changes]
+                self.admission.obey(control, now)
+                self._at(now, self.drain, now)
+
+
+def _seen(seconds: Sequence[float]) -> Seen | None:
+    if not seconds:
+        return None
+    ordered = sorted(seconds)
+    return Seen(len(ordered), *[ordered[int(share * (len(ordered) - 1))] for share in (0.99, 0.999)])

@@ -67,6 +67,14 @@ def test_what_is_tried_when_all_are_full_is_said_in_its_order_of_all_and_by_clas
     assert found.classes.all == (QosClass("free", when_full=("degrade", "spill", "reject"), max_tokens_floor=32),)
 
 
+def test_the_control_of_overload_has_a_window_or_is_switched_off():
+    windows = [
+        read(f"admission: {text}").rules.control_window
+        for text in ("{control_window: 5s}", "{control_window: never}", "{}")
+    ]
+    assert windows == [5.0, None, 30.0]
+
+
 def test_without_any_of_it_there_is_nothing():
     assert read("") is None
 
@@ -132,6 +140,9 @@ def classes(*entries):
         ("admission: {when_full: [wait, wait]}", "admission: when_full: wait is there twice", "once"),
         ("admission: {when_full: [observe, wait]}", "admission: when_full: observe sends every request", "alone"),
         ("admission: {when_full: [reject, spill]}", "admission: when_full: reject refuses every request", "last"),
+        ("admission: {control_window: 30}", "admission: control_window: 30 has no unit", "or never"),
+        ("admission: {control_window: off}", "admission: control_window: False is not a time", "or never"),
+        ("admission: {control_window: 5m}", "admission: control_window: '5m' is out of range", "1s to 60s"),
         ("admission: {max_tokens_floor: 0}", "admission: max_tokens_floor: 0", "above 0"),
         (classes("{name: a, when_full: [no]}"), "qos_classes[0].when_full: False is none of wait", "spill"),
         (classes("{name: a, max_tokens_floor: few}"), "qos_classes[0].max_tokens_floor: 'few'", "above 0"),

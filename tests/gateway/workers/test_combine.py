@@ -52,7 +52,7 @@ def said(state: str, *, requests: int, inflight: int, joined: bool = True, probl
     redis = {"ledger_joined": joined, "ledger_reason": "joined" if joined else "away"}
     status = {
         "models": ["sim"], "ready": state == "ready", "why_not": None if state == "ready" else f"a is {state}",
-        "replicas": [replica], "background_failures": {}, "api_keys": None, "tls": None,
+        "replicas": [replica], "background_failures": {}, "api_keys": None, "tls": None, "control": None,
         "map": {"blocks": 10 * requests, "bytes": 100, "budget_bytes": 1000, "evicted": 1, "redis": redis},
     }  # fmt: skip
     return {"status": status, "counts": metrics.counts(), "connections": 1}
@@ -131,3 +131,15 @@ def test_the_work_of_a_status_grows_with_the_replicas_not_with_their_square():
         return Counted.looks
 
     assert looks(200) <= 2 * looks(100)
+
+
+def test_of_what_workers_take_from_classes_the_most_is_told_and_all_that_they_did():
+    def control(level, at):
+        model = {"model": "m", "level": level, "steps": [], "pressures": {}, "wants_more": False}
+        return {"control": {"window_seconds": 30.0, "models": [model], "events": [{"at": at}]}}
+
+    found = [said("ready", requests=1, inflight=0) for _ in range(2)]
+    for one, more in zip(found, (control(1, 5.0), control(3, 4.0))):
+        one["status"] |= more
+    told = statuses(found, {}, (), {})["control"]
+    assert [one["level"] for one in told["models"]] == [3] and [one["at"] for one in told["events"]] == [4.0, 5.0]

@@ -1,0 +1,97 @@
+"""One engine of four turns slow, in virtual time, while lower classes ask for more than there is.
+
+    python -m bench.chaos [--window SECONDS] [--seed N] [--saturation RATE]
+
+Premium asks for 6 % of saturation, standard for 16 %, free for all of it. One engine takes twice as long for each step
+from the second window to the end of the fourth. By window: the share of premium's requests that kept its limits, what
+free got of its answers within limits a second, and what the control of overload held at its end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import Any
+
+from loadgen.simulate import Fleet
+from policies import Admission, Classes, Rules
+from replicas.simulated.engine import Engine
+from replicas.simulated.profile import Profile, StepDurations, load_profile
+
+from .overload_load import CLASSES, REPLICAS, met, turns
+
+LOAD = {"premium": 0.06, "standard": 0.16, "free": 1.0}
+SLOW_FROM, SLOW_TO, WINDOWS = 1, 4, 6
+FACTOR = 2.0
+
+
+class Slow(StepDurations):
+    """Of an engine at half its speed."""
+
+    __slots__ = ()
+
+    def seconds(self, tokens: int, pairs: float, sequences: int, context: int, step: int = 0) -> float:
+        return FACTOR * super().seconds(tokens, pairs, sequences, context, step)
+
+
+def _turn(engine: Engine, durations: type[StepDurations], profile: Profile) -> None:
+    engine.durations = durations(profile)
+
+
+def chaos(full: float, seed: int, window: float = 30.0, control: bool = True) -> dict[str, Any]:
+    """By window, from the first on."""
+    end, profile = WINDOWS * window, load_profile("gpu-8b")
+    rules = Rules(control_window=window if control else None)
+    fleet = Fleet([profile] * REPLICAS, "least_time", seed, admission=lambda _: Admission(Classes(CLASSES), rules))
+    for kind, one in enumerate(CLASSES, 20):
+        for when, turn in turns(LOAD[one.name] * full, 0.0, end, kind, seed, one.name):
+            fleet.at(when, fleet.send, turn)
+    for when, durations in ((SLOW_FROM, Slow), (SLOW_TO, StepDurations)):
+        fleet.at(when * window, _turn, fleet.replicas[0].engine, durations, profile)
+    records = fleet.run().records
+    steps = [(when, change) for when, change in fleet.gates[0].changes]
+    found = []
+    for number in range(WINDOWS):
+        begin, until = number * window, (number + 1) * window
+        mine = {one.name: [r for r in records if r.turn.qos == one.name and begin <= r.sent < until] for one in CLASSES}
+        premium = mine["premium"]
+        found.append(
+            {
+                "premium_kept": sum(map(met, premium)) / max(1, len(premium)),
+                "free_good": sum(map(met, mine["free"])) / window,
+                "slow": SLOW_FROM <= number < SLOW_TO,
+                "held": sum([1 if change.taken else -1 for when, change in steps if when <= until]),
+            }
+        )
+    slow = [one for one in found if one["slow"]]
+    return {
+        "premium_kept_while_slow": sum(one["premium_kept"] for one in slow) / len(slow),
+        "steps": [(when, change.rung.step, change.rung.qos, change.taken) for when, change in steps],
+        "windows": found,
+    }
+
+
+def table(found: dict[str, Any]) -> str:
+    lines = [f"{'window':<8}{'premium kept':>14}{'free good/s':>13}{'steps held':>12}"]
+    for number, one in enumerate(found["windows"]):
+        slow = "  one engine at half" if one["slow"] else ""
+        lines.append(f"{number:<8}{one['premium_kept']:>14.1%}{one['free_good']:>13.1f}{one['held']:>12}{slow}")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--window", type=float, default=30.0)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--saturation", type=float, default=73.4, help="requests a second, as bench.overload finds it")
+    args = parser.parse_args()
+    full = args.saturation
+    for control in (False, True):
+        found = chaos(full, args.seed, args.window, control)
+        print("with the control of overload" if control else "without", table(found), sep="\n")
+        print(f"premium_kept_while_slow: {found['premium_kept_while_slow']:.3f}\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

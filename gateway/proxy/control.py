@@ -1,0 +1,173 @@
+"""The loop that closes overload control: windows of what classes got, and what lower ones give up for higher ones.
+
+`policies.Control` decides, one for each model's replicas; here are the clock, the figures, and what is said of it. The
+sweep calls `look`. For the status page and whoever else shows it, `status` has the state and the last events
+(`/status`, `control`); `on_change` is for an event log.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable
+from time import time
+from typing import TYPE_CHECKING, Any
+
+from policies import Control, QosClass
+from policies.classes import NO_LIMITS
+from policies.control import CAP, SHED, TIGHTEN, Change, Seen, pressure
+from policies.verdicts import OBSERVE
+
+if TYPE_CHECKING:
+    from policies import Admission
+
+    from ..ops.metrics import Metrics
+    from ..ops.window import Window
+    from ..overload import Overload
+    from .figures import Figures
+
+log = logging.getLogger("hitherto.proxy")
+
+MOST_EVENTS = 100  # that are remembered
+# What a step does to a class, and what its undoing does
+WORDS = {
+    TIGHTEN: (
+        "a replica counts as full for class {qos} at 0.8 of what it may have",
+        "class {qos} may fill replicas again",
+    ),
+    CAP: ("answers of class {qos} are capped", "answers of class {qos} are as long as asked for again"),
+    SHED: ("class {qos} is refused", "class {qos} is admitted again"),
+}
+MORE, ENOUGH = "more replicas are needed: limits are missed", "no more replicas are needed"
+
+
+class Fleet:
+    """One model's replicas. `names`: what a metric calls the models that were asked for there."""
+
+    def __init__(self, admission: Admission, control: Control):
+        self.admission, self.control = admission, control
+        self.names: set[str] = set()
+
+    @property
+    def name(self) -> str:
+        return min(self.names, default="")
+
+
+class OverloadControl:
+    def __init__(
+        self,
+        classes: tuple[QosClass, ...],
+        window: float,
+        figures: Figures,
+        metrics: Metrics,
+        look_at_queue: Callable[[], None],
+    ):
+        """`look_at_queue`: have it seen to that who waits may have to go, or may be sent."""
+        self._classes, self._window, self._figures, self._metrics = classes, window, figures, metrics
+        self._look_at_queue = look_at_queue
+        self._fleets: dict[Admission, Fleet] = {}
+        self.events: deque[dict[str, Any]] = deque(maxlen=MOST_EVENTS)
+        self.on_change: Callable[[dict[str, Any]], None] = lambda event: None
+        metrics.read_from(self.reading)
+
+    def follow(self, admission: Admission, name: str, now: float) -> None:
+        """Requests of this name are admitted there."""
+        fleet = self._fleets.get(admission)
+        if fleet is None:
+            fleet = self._fleets[admission] = Fleet(admission, Control(self._classes, self._window, now))
+        fleet.names.add(name)
+
+    def look(self, now: float) -> None:
+        """Windows that are over are judged."""
+        for fleet in self._fleets.values():
+            if now >= fleet.control.until:
+                self._judge(fleet, now)
+
+    def _judge(self, fleet: Fleet, now: float) -> None:
+        control, wanted = fleet.control, fleet.control.wants_more
+        changes = control.ended({one.name: self._pressure(one, fleet.names) for one in self._classes}, now)
+        for one in changes:
+            self._metrics.control_steps.inc(one.rung.step, one.rung.qos, "taken" if one.taken else "undone")
+            self._tell(fleet, one)
+        if control.wants_more != wanted:
+            self._note(fleet, MORE if control.wants_more else ENOUGH, control.wants_more, "more", None)
+        if changes:
+            fleet.admission.obey(control, now)
+            self._look_at_queue()
+
+    def _pressure(self, qos: QosClass, names: set[str]) -> float:
+        recent, window = self._figures.recent, self._window
+        return max(
+            [
+                pressure(
+                    qos.slo,
+                    _seen(recent["ttft"], window, qos.name, name),
+                    _seen(recent["tpot"], window, qos.name, name),
+                )
+                for name in names
+            ]
+        )
+
+    # --- what is said of it
+
+    def _tell(self, fleet: Fleet, change: Change) -> None:
+        step, qos = change.rung.step, change.rung.qos
+        text = WORDS[step][not change.taken].format(qos=qos)
+        self._note(fleet, text, change.taken, step, qos, f"pressure of the classes above it {change.pressure:.2f}")
+
+    def _note(self, fleet: Fleet, text: str, taken: bool, step: str, qos: str | None, why: str = "") -> None:
+        event = {
+            "at": time(), "model": fleet.name, "step": step, "class": qos, "taken": taken, "level": fleet.control.level,
+            "pressures": dict(fleet.control.pressures), "text": text + (f" ({why})" if why else ""),
+        }  # fmt: skip
+        self.events.append(event)
+        log.log(logging.WARNING if taken else logging.INFO, "overload of %s: %s", fleet.name, event["text"])
+        self.on_change(event)
+
+    def status(self) -> dict[str, Any]:
+        """For `/status`: of each model what is taken from whom now, and the last events, the latest at the end."""
+        return {
+            "window_seconds": self._window,
+            "models": [
+                {
+                    "model": fleet.name,
+                    "level": fleet.control.level,
+                    "steps": [
+                        {"step": one.step, "class": one.qos} for one in fleet.control.rungs[: fleet.control.level]
+                    ],
+                    "pressures": dict(fleet.control.pressures),
+                    "wants_more": fleet.control.wants_more,
+                }
+                for fleet in self._fleets.values()
+            ],
+            "events": [*self.events],
+        }
+
+    def reading(self) -> dict[str, Any]:
+        """For `Metrics.read_from`."""
+        fleets = [*self._fleets.values()]
+        return {
+            "control_level": {one.name: one.control.level for one in fleets},
+            "control_pressure_ratio": {
+                (qos, one.name): value for one in fleets for qos, value in one.control.pressures.items()
+            },
+            "more_replicas_wanted": {one.name: int(one.control.wants_more) for one in fleets},
+        }
+
+
+def control_of(
+    overload: Overload, figures: Figures, metrics: Metrics, look_at_queue: Callable[[], None]
+) -> OverloadControl | None:
+    """None where it is switched off, nobody is refused, or there are no limits that could be missed."""
+    classes, rules = overload.classes.all, overload.rules
+    if rules.control_window is None or rules.when_full == (OBSERVE,) or all(one.slo == NO_LIMITS for one in classes):
+        return None
+    return OverloadControl(classes, rules.control_window, figures, metrics, look_at_queue)
+
+
+def _seen(window: Window, seconds: float, qos: str, model: str) -> Seen | None:
+    where = {"class": qos, "model": model}
+    count = window.count(seconds, **where)
+    if not count:
+        return None
+    return Seen(count, window.quantile(0.99, seconds, **where) or 0.0, window.quantile(0.999, seconds, **where) or 0.0)

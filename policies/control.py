@@ -1,0 +1,118 @@
+"""The control of overload: what lower classes give up while a higher one misses its limits, or nearly does.
+
+At the end of each window every class has a *pressure*: its p99, and its p99.9 where that is known, of the time to the
+first token and per token, as shares of its limits. The steps of a class answer to the highest pressure above it:
+
+    tighten   from 0.8   a replica counts as full for it at 0.8 of what it else may have
+    cap       from 0.9   its answers are capped at `max_tokens_floor`
+    shed      from 1.0   its requests are refused
+
+So it is for the lowest class, from which as many steps are taken in a window as its pressure demands. The next class
+follows only once that is shed and limits are missed all the same, from 1.0 for each step, one a window. Nothing is
+taken from the classes of the highest priority. Steps are undone in reverse order, one a window, once the pressure is
+SLACK below where the step is taken; where nobody asks any more there is none. In a window steps are taken or undone,
+never both.
+
+Besides, `wants_more` says that more replicas are needed: some class missed its limits, whatever was taken from others.
+No I/O, no clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from .classes import QosClass, Slo
+
+TIGHTEN, CAP, SHED = "tighten", "cap", "shed"
+FROM = {TIGHTEN: 0.8, CAP: 0.9, SHED: 1.0}  # of the limit
+SLACK = 0.1
+TIGHT = 0.8  # of what a class may else take of a replica
+ENOUGH, ENOUGH_FOR_P999 = 20, 1000  # answers in a window: of fewer, one that is slow says nothing of the others
+
+
+class Seen(NamedTuple):
+    """Of so many answers in a window, in seconds."""
+
+    answers: float
+    p99: float
+    p999: float
+
+
+class Rung(NamedTuple):
+    step: str
+    qos: str  # the class that it takes from
+    at: float  # the pressure from which it is taken
+
+
+class Change(NamedTuple):
+    """A step that was taken, or undone, at this pressure."""
+
+    rung: Rung
+    taken: bool
+    pressure: float
+
+
+def pressure(limits: Slo, ttft: Seen | None, tpot: Seen | None) -> float:
+    """Return how near a class came to its limits, or how far above them: 1 is the limit, 0 says that nothing is
+    known."""
+    found = [0.0]
+    for limit, seen in zip(limits, (ttft, tpot)):
+        if limit is not None and seen is not None and seen.answers >= ENOUGH:
+            found.append((seen.p999 if seen.answers >= ENOUGH_FOR_P999 else seen.p99) / limit)
+    return max(found)
+
+
+class Control:
+    """Of one fleet, from `now` on. `window`: seconds."""
+
+    def __init__(self, classes: Sequence[QosClass], window: float, now: float) -> None:
+        self.window, self.until = window, now + window
+        self.pressures: dict[str, float] = {one.name: 0.0 for one in classes}  # as the last window had them
+        self.wants_more = False
+        self._priorities = {one.name: one.priority for one in classes}
+        highest = max(self._priorities.values())
+        lower = sorted([one for one in classes if one.priority < highest], key=lambda one: one.priority)
+        self.rungs = [
+            Rung(step, one.name, 1.0 if place else share)
+            for place, one in enumerate(lower)
+            for step, share in FROM.items()
+        ]
+        self.level = 0  # of the rungs, those that are taken
+
+    def ended(self, pressures: Mapping[str, float], now: float) -> list[Change]:
+        """A window is over, with these pressures by class: return what changes, in its order."""
+        self.until = now + self.window
+        self.pressures = {name: pressures.get(name, 0.0) for name in self.pressures}
+        worst = max(self.pressures.values())
+        self.wants_more = worst >= (FROM[SHED] - SLACK if self.wants_more else FROM[SHED])
+        return self._climb() or self._descend()
+
+    def _climb(self) -> list[Change]:
+        taken: list[Change] = []
+        for rung in self.rungs[self.level :]:
+            above = self._above(rung)
+            if above < rung.at or (taken and taken[-1].rung.at == rung.at):
+                break
+            taken.append(Change(rung, True, above))
+        self.level += len(taken)
+        return taken
+
+    def _descend(self) -> list[Change]:
+        if not self.level:
+            return []
+        rung = self.rungs[self.level - 1]
+        above = self._above(rung)
+        if above >= rung.at - SLACK:
+            return []
+        self.level -= 1
+        return [Change(rung, False, above)]
+
+    def _above(self, rung: Rung) -> float:
+        """Return the highest pressure of the classes above the one that a step takes from."""
+        own = self._priorities[rung.qos]
+        return max([value for name, value in self.pressures.items() if self._priorities[name] > own])
+
+    def taken_from(self, step: str) -> frozenset[str]:
+        """Return the classes from which this is taken now."""
+        return frozenset(rung.qos for rung in self.rungs[: self.level] if rung.step == step)

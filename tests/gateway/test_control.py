@@ -1,0 +1,65 @@
+"""The control of overload with real sockets: what lower classes give, get back, and what premium keeps."""
+
+import asyncio
+from contextlib import asynccontextmanager
+
+import httpx
+import yaml
+
+from .running import running
+from .test_admission import SETTINGS, ask, engines, flood
+
+WINDOW = 2.0
+
+
+@asynccontextmanager
+async def gateway(tmp_path, urls, premium, window=WINDOW):
+    settings = yaml.safe_load(SETTINGS)
+    settings["admission"] = {"control_window": f"{window:g}s"}
+    settings["scheduler"]["qos_classes"][0] |= premium
+    (tmp_path / "hitherto.yaml").write_text(yaml.safe_dump(settings))
+    async with running("--config", str(tmp_path / "hitherto.yaml"), "--replica-url", *urls) as one:
+        await one.ready(len(urls))
+        yield one
+
+
+def told(status):
+    return [(event["step"], event["class"], event["taken"]) for event in status["control"]["events"] if event["class"]]
+
+
+async def test_what_is_taken_from_lower_classes_is_told_and_given_back_in_reverse_order(tmp_path):
+    """A limit that nobody can keep, of requests that are sent all the same: the pressure lasts as long as they do."""
+    with engines(2) as (urls, _):
+        impossible = {"slo": {"ttft": "1ms"}, "when_full": "observe"}
+        async with gateway(tmp_path, urls, impossible) as one:
+            premium = asyncio.ensure_future(flood(one, 30, 5 * WINDOW, tier="premium"))
+            await one.until(lambda status: ("shed", "free", True) in told(status))
+            status = await one.status()
+            assert told(status)[:3] == [(step, "free", True) for step in ("tighten", "cap", "shed")]
+            assert status["control"]["models"][0]["wants_more"] and status["control"]["models"][0]["level"] >= 3
+            assert await one.counted("hitherto_more_replicas_wanted", model="sim") == 1
+            assert await one.counted("hitherto_control_steps_total", step="shed", change="taken") >= 1
+            refused = await ask(one)
+            assert refused[0] == 429 and int(refused[1]) >= 1 and refused[2] == "overloaded"
+            assert {answer[0] for answer in await premium} == {200}
+            status = await one.until(lambda status: status["control"]["models"][0]["level"] == 0)
+            taken = [(step, qos) for step, qos, was_taken in told(status) if was_taken]
+            undone = [(step, qos) for step, qos, was_taken in told(status) if not was_taken]
+            assert undone == taken[::-1] and not status["control"]["models"][0]["wants_more"]
+            assert (await ask(one))[0] == 200
+
+
+async def test_premium_keeps_its_limits_while_an_engine_is_at_half_its_speed_and_free_floods(tmp_path):
+    with engines(2) as (urls, _):
+        async with gateway(tmp_path, urls, {}) as one, httpx.AsyncClient(timeout=10) as http:
+            free = asyncio.ensure_future(flood(one, 40, 5 * WINDOW))
+            await one.until(lambda status: any(each["queued"] for each in status["admission"]))
+            assert (await http.post(f"{urls[0]}/faults", json={"slow": 2})).status_code == 200
+            premium = await flood(one, 2, 4 * WINDOW, tier="premium")
+            await free
+            assert {answer[0] for answer in premium} == {200}
+            met, missed = [
+                await one.counted("hitherto_slo_requests_total", **{"class": "premium", "outcome": outcome})
+                for outcome in ("met", "missed")
+            ]
+            assert met >= 0.95 * (met + missed) > 0

@@ -5,9 +5,12 @@ import re
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import ClassVar
 
 os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # what it would fetch from outside
 
@@ -15,6 +18,8 @@ import litellm
 import openai
 import pytest
 import yaml
+
+from .conftest import ROOT
 
 HELLO = [{"role": "user", "content": "Which module reads CSV?"}]
 LONG = [{"role": "user", "content": "Count these words. " * 200}]
@@ -57,20 +62,42 @@ def test_errors_are_litellms_own(asked):
 # ---- its proxy
 
 
+class Listener(BaseHTTPRequestHandler):
+    """In place of a gateway: notes what it is sent."""
+
+    headers_seen: ClassVar[dict[str, str]] = {}
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["content-length"]))
+        Listener.headers_seen = {name.lower(): value for name, value in self.headers.items()}
+        self.send_response(400)
+        self.send_header("content-length", "0")
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
 @pytest.fixture(scope="module")
-def proxy(shared_gateway, tmp_path_factory):
-    """`litellm --config`, as docs/quickstart.md has it, on a free port; yields its address."""
+def listener():
+    with ThreadingHTTPServer(("127.0.0.1", 0), Listener) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
+        thread.join()
+
+
+@pytest.fixture(scope="module")
+def proxy(shared_gateway, listener, tmp_path_factory):
+    """`litellm --config` with the configuration of docs/clients.md, on a free port; yields its address."""
     folder = tmp_path_factory.mktemp("litellm")
-    config = {
-        "model_list": [
-            {
-                "model_name": "qwen",
-                "litellm_params": {"model": "hosted_vllm/sim", "api_base": shared_gateway.url + "/v1"},
-            }
-        ],
-        "litellm_settings": {"forward_client_headers_to_llm_api": True},
-        "general_settings": {"master_key": MASTER},
-    }
+    shown = re.search(r"```yaml\n(.*?)```", (ROOT / "docs/clients.md").read_text(), re.S)[1]
+    shown = shown.replace("http://GATEWAY:8080", shared_gateway.url).replace("Qwen/Qwen3-8B", "sim")
+    config = yaml.safe_load(shown)
+    config["general_settings"]["master_key"] = MASTER
+    seen = {"model": "hosted_vllm/sim", "api_base": listener}
+    config["model_list"].append({"model_name": "listener", "litellm_params": seen})
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
@@ -120,3 +147,9 @@ def test_an_error_behind_its_proxy(client):
     with pytest.raises(openai.BadRequestError) as caught:
         client.chat.completions.create(model="qwen", messages=HELLO, max_tokens=10_000_000)
     assert re.search("max_model_len", str(caught.value))
+
+
+def test_it_passes_headers_on(client):
+    with pytest.raises(openai.APIError):
+        client.chat.completions.create(model="listener", messages=HELLO, extra_headers={"x-hitherto-slo": "ttft=2s"})
+    assert Listener.headers_seen["x-hitherto-slo"] == "ttft=2s"

@@ -1,6 +1,7 @@
 """OpenAI's client, whole and streaming, on each API, and what it makes of errors."""
 
 import asyncio
+import re
 import time
 
 import httpx
@@ -8,7 +9,7 @@ import openai
 import pytest
 from openai import AsyncOpenAI, OpenAI
 
-from .conftest import KEY, LIMITED_KEY
+from .conftest import KEY, LIMITED_KEY, ROOT
 
 HELLO = [{"role": "user", "content": "Which module reads CSV?"}]
 LONG = [{"role": "user", "content": "Count these words. " * 200}]
@@ -111,6 +112,13 @@ def test_a_model_whose_name_has_a_slash(start_gateway):
         assert client.chat.completions.create(model="org/sim", messages=HELLO, max_tokens=2).model == "org/sim"
         with pytest.raises(openai.NotFoundError):
             client.models.retrieve("org/another")
+
+
+def test_the_program_in_the_documents(gateway, capsys):
+    """docs/clients.md"""
+    program = re.search(r"```python\n(.*?)```", (ROOT / "docs/clients.md").read_text(), re.S)[1]
+    exec(program.replace("http://127.0.0.1:8080", gateway.url), {})
+    assert len(capsys.readouterr().out) > 20
 
 
 async def test_async_client_with_many_at_once(gateway):

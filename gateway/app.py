@@ -31,6 +31,7 @@ from .ops import traces
 from .ops.admin import Admin
 from .ops.guard import Guard
 from .ops.metrics import Metrics, Reading
+from .ops.recent.recent import Recent
 from .ops.view import View
 from .proxy.backend import Backend
 from .proxy.decisions import Decisions
@@ -46,6 +47,7 @@ log = logging.getLogger("hitherto")
 CARE_SECONDS = 0.25
 # Kinds of background work
 CARE, FOLLOW_KEYS, FOLLOW_CERTIFICATE = "care for replicas", "API keys", "TLS certificate"
+FOLLOW_RECENT = "recent figures"
 
 
 class Gateway:
@@ -126,6 +128,8 @@ class Gateway:
             )
         self.metrics.read_from(self.view.reading)
         self.metrics.read_from(self._connections)
+        self.recent = Recent(self.view, self.proxy.placing, settings.live_prompts)
+        self.fleet.on_change.append(self.recent.replica_changed)
         self.admin = Admin(self, Guard((settings.admin_host, *settings.admin_allow_host), read_token(settings)))
         self.port = self.admin_port = 0
         self._caring: asyncio.Task[None] | None = None
@@ -166,6 +170,7 @@ class Gateway:
         for launch in self.launches:
             await self.fleet.launch(*launch)
         self._caring = self.background.spawn(CARE, self._care)
+        self._following.append(self.background.spawn(FOLLOW_RECENT, self.recent.follow))
         if self.keys is not None:
             self._following.append(self.background.spawn(FOLLOW_KEYS, self.keys.follow))
         if self.certificate is not None:

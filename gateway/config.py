@@ -267,6 +267,7 @@ class Settings(BaseModel):
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least severity that is logged")
     access_log: bool = Field(False, description="log one line per request")
+    live_prompts: bool = Field(False, description="show how sampled prompts begin on the status page and at /recent")
 
     @property
     def launches(self) -> bool:

@@ -3,7 +3,7 @@
     GET  /livez                 200 as long as the process turns its event loop; depends on nothing else
     GET  /readyz                200 when a request could be served; else 503 and why not
     GET  /metrics               for Prometheus
-    GET  /                      status page;  GET /status the same as JSON
+    GET  /                      live page;  GET /status the state of all, /recent the last 15 minutes as JSON
     GET  /replicas              list
     POST /replicas              {"url": "http://HOST:PORT"} adds one (201), or takes a stopped one back (200), after a
                                 drain or removal of it that is under way; 409 for another #events= than it has;
@@ -26,7 +26,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping, Sequence
-from importlib import resources
+from time import time
 from typing import Any, Protocol
 
 import orjson
@@ -39,15 +39,10 @@ from replicas.replica import Address, parse_url
 from replicas.roles import BOTH
 
 from .guard import Guard, Refusal
+from .recent.recent import Recent, told
 from .side import Side, answer
 
 log = logging.getLogger("hitherto.admin")
-
-PAGE_HEADERS = {
-    "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
-                               "connect-src 'self'; img-src data:; base-uri 'none'; frame-ancestors 'none'",
-    "Cache-Control": "no-store",
-}  # fmt: skip
 
 
 class Fleet(Protocol):
@@ -82,6 +77,7 @@ class Gateway(Protocol):
     kept: KeptReplicas | None
     metrics: Metrics
     decisions: Decisions
+    recent: Recent
 
     def status(self) -> dict[str, Any]:
         """As `ops.view.View.status`."""
@@ -127,10 +123,6 @@ class Admin(Side):
         super().__init__(guard)
         self.gateway = gateway
         self._keeping = asyncio.Lock()  # one change of the file of replicas at a time
-        self.page = resources.files("gateway.ops").joinpath("status.html").read_text(encoding="utf-8")
-
-    async def status_page(self, request: web.Request) -> web.Response:
-        return web.Response(text=self.page, content_type="text/html", headers=PAGE_HEADERS)
 
     async def metrics(self, request: web.Request) -> web.Response:
         page, content_type = await self.gateway.metrics.exposition()
@@ -138,6 +130,9 @@ class Admin(Side):
 
     async def _status(self) -> dict[str, Any]:
         return self.gateway.status()
+
+    async def recent(self, request: web.Request) -> web.Response:
+        return answer(told(self.gateway.recent.kept(), time()))
 
     async def add(self, request: web.Request) -> web.Response:
         try:

@@ -16,6 +16,7 @@ from gateway.config import ConfigError
 from gateway.errors import ApiError
 
 from .guard import CHALLENGE, PASSED_ON, Guard, Refusal
+from .page import PAGE, page_file
 
 log = logging.getLogger("hitherto.admin")
 _server_log = logging.getLogger("hitherto.admin.http")  # what the server itself has to say
@@ -87,6 +88,8 @@ class Side(ABC):
             web.get("/readyz", self.readyz),
             web.get("/metrics", self.metrics),
             web.get("/status", self.status),
+            web.get("/recent", self.recent),
+            web.get(f"/{PAGE}/{{name}}", self.page_file),
             web.get("/replicas", self.list),
             web.post("/replicas", self.add),
             web.post("/replicas/{id}/drain", self.drain),
@@ -97,6 +100,12 @@ class Side(ABC):
             web.post("/decide/{id}/first_byte", self.first_byte),
             web.post("/decide/{id}/done", self.done),
         ]
+
+    async def page_file(self, request: web.Request) -> web.Response:
+        return page_file(request.match_info["name"])
+
+    async def status_page(self, request: web.Request) -> web.Response:
+        return page_file("index.html")
 
     def app(self) -> web.Application:
         app = web.Application(middlewares=[self.guarded], client_max_size=64 * 2**20)

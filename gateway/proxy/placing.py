@@ -17,7 +17,7 @@ from .backend import Backend
 from .exchange import Attempt, Exchange
 from .legs import LegPlacing, Roles, Sides
 from .responses import Responses
-from .shadow import Seen, Shadows
+from .shadow import Shadows
 from .tails import add_tail
 
 if TYPE_CHECKING:
@@ -262,6 +262,17 @@ class Gate(Protocol):
         """It wants no replica any more."""
 
 
+Acted = Callable[[int | None], None]  # told where a request that was seen went, see `Onlooker`
+
+
+class Onlooker(Protocol):
+    """Who wants to know of decisions."""
+
+    def see(self, asker: Asker, evaluation: Evaluation) -> Acted | None:
+        """A request is about to be placed by this evaluation, which holds until the next one is made. What is returned
+        is called once it has been: with the index of the candidate, or None where it goes in two legs."""
+
+
 class Placing:
     def __init__(
         self,
@@ -273,6 +284,7 @@ class Placing:
     ):
         self.eligible, self.router, self.responses = eligible, router, responses
         self._metrics, self.shadows = metrics, shadows
+        self.onlooker: Onlooker | None = shadows
         self.legs = LegPlacing(eligible, router, metrics)
         self.shared: SharedLedger | None = None  # with Redis
         self.queue: Gate | None = None  # where requests are admitted by class or limit
@@ -315,25 +327,27 @@ class Placing:
             if admitted is None:
                 return
             evaluation = admitted
+        acted = self.onlooker.see(asker, evaluation) if self.onlooker is not None else None
         if self.eligible.roles.any and isinstance(asker, Exchange) and self.legs.take(asker, evaluation, now):
+            if acted is not None:
+                acted(None)
             self._metrics.stage_seconds.observe("choose", perf_counter() - begun)
             self._go_on(asker)
             return
-        seen = self.shadows.see(demand, evaluation.candidates) if self.shadows is not None else None
         shared = self.shared
         if shared is not None:
             if shared.joined:
                 shared.decide(
-                    evaluation, lambda decision: self._decided(shared, asker, evaluation, seen, begun, decision)
+                    evaluation, lambda decision: self._decided(shared, asker, evaluation, acted, begun, decision)
                 )
                 return
             self._metrics.shared_decisions.inc("away")
-        self._take(asker, evaluation, seen, now)
+        self._take(asker, evaluation, acted, now)
         asker.stages.append(("choose", perf_counter() - begun))
         self._go_on(asker)
 
     def _take(
-        self, asker: Asker, evaluation: Evaluation, seen: Seen | None, now: float, decision: Decision | None = None
+        self, asker: Asker, evaluation: Evaluation, acted: Acted | None, now: float, decision: Decision | None = None
     ) -> None:
         """Here, or as the shared ledger has decided."""
         placement = self.router.commit(evaluation, now, decision)
@@ -352,8 +366,8 @@ class Placing:
                 now,
             )
         )
-        if self.shadows is not None and seen is not None:
-            self.shadows.acted(seen, evaluation.choice.index if decision is None else decision.index)
+        if acted is not None:
+            acted(evaluation.choice.index if decision is None else decision.index)
 
     def _go_on(self, asker: Asker) -> None:
         if self._found is None:
@@ -361,8 +375,8 @@ class Placing:
         else:
             self._found.append(asker)
 
-    def _go_on_with(self, asker: Asker, evaluation: Evaluation, seen: Seen | None, decision: Decision | None) -> None:
-        self._take(asker, evaluation, seen, monotonic(), decision)
+    def _go_on_with(self, asker: Asker, evaluation: Evaluation, acted: Acted | None, decision: Decision | None) -> None:
+        self._take(asker, evaluation, acted, monotonic(), decision)
         self._go_on(asker)
 
     def _decided(
@@ -370,7 +384,7 @@ class Placing:
         shared: SharedLedger,
         asker: Asker,
         evaluation: Evaluation,
-        seen: Seen | None,
+        acted: Acted | None,
         begun: float,
         decision: Decision | None,
     ) -> None:
@@ -388,7 +402,7 @@ class Placing:
         if decision is not None and not there:
             shared.undo(decision)
         if there:
-            asker.run_isolated(self._go_on_with, asker, evaluation, seen, decision)
+            asker.run_isolated(self._go_on_with, asker, evaluation, acted, decision)
         elif waiting:
             asker.run_isolated(self.place, asker)  # the replica left while Redis was asked
 

@@ -14,10 +14,11 @@ loop, when the request's bytes have left.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from policies import Candidate, Demand, make
+from policies import Candidate, Demand, Evaluation, make
 from policies.rules.least_time import COST, WAITS
 
 if TYPE_CHECKING:
@@ -36,14 +37,19 @@ class Shadows:
         self._policies = {name: make(name) for name in names}
         self._metrics = metrics
 
-    def see(self, demand: Demand, candidates: Sequence[Candidate]) -> Seen:
+    def see(self, asker: object, evaluation: Evaluation) -> Callable[[int | None], None]:
+        """As `placing.Onlooker`."""
+        return partial(self.acted, self.seen(evaluation.demand, evaluation.candidates))
+
+    def seen(self, demand: Demand, candidates: Sequence[Candidate]) -> Seen:
         return Seen(
             demand, [Candidate(one.replica, one.overlap, one.load.copy(), one.costs, one.lower) for one in candidates]
         )
 
-    def acted(self, seen: Seen, index: int) -> None:
-        """The acting policy's choice is `index`."""
-        asyncio.get_running_loop().call_soon(self.judge, seen, index)
+    def acted(self, seen: Seen, index: int | None) -> None:
+        """The acting policy's choice is `index`; None: two replicas share the request, which no shadow is asked of."""
+        if index is not None:
+            asyncio.get_running_loop().call_soon(self.judge, seen, index)
 
     def judge(self, seen: Seen, index: int) -> None:
         demand, candidates = seen

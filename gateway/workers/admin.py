@@ -3,6 +3,7 @@
     /metrics                    all workers' series, each with the label `worker`
     /status, /replicas, /readyz all workers' in one: counts added up, the least ready view of each replica, ready when
     all are
+    /recent                     their last 15 minutes in one
     POST /replicas, DELETE, drain   told to all, and taken back in all if one refuses; a worker that takes another one's
                                     place is told what holds then
     /decide/ID/...              the worker that made the decision, which its id begins with
@@ -17,6 +18,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence, Set
 from itertools import count
+from time import time
 from typing import Any, NamedTuple, Protocol
 from urllib.parse import quote
 from weakref import WeakValueDictionary
@@ -31,7 +33,8 @@ from replicas.replica import parse_url
 
 from ..ops.admin import keep
 from ..ops.guard import PASSED_ON, Guard, Refusal
-from ..ops.side import Side
+from ..ops.recent.recent import merged, told
+from ..ops.side import Side, answer
 from .combine import pages
 from .member import GONE, OWN_HEADERS, Answer, Member
 
@@ -113,6 +116,12 @@ class WorkersAdmin(Side):
         page = pages({str(member.index): page for member, page in found}, self.workers.metrics())
         return web.Response(body=page, headers={"Content-Type": CONTENT_TYPE_LATEST})
 
+    async def recent(self, request: web.Request) -> web.Response:
+        found = await self._query("/worker/recent")
+        if not found:
+            raise nobody()
+        return answer(told(merged([orjson.loads(body) for _, body in found]), time()))
+
     async def add(self, request: web.Request) -> web.Response:
         workers = self.workers
         try:
@@ -162,7 +171,7 @@ class WorkersAdmin(Side):
         return (await self._ask(self._next(), request)).response()
 
     # What one worker answers for all of them, and what the worker that decided is told.
-    status_page = ask_engine = explain = decide = pass_on
+    ask_engine = explain = decide = pass_on
     first_byte = done = report
 
     # --- a change of the replicas

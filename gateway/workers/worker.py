@@ -49,7 +49,12 @@ class WorkerAdmin(Admin):
     """An admin side that also answers what only the supervisor asks."""
 
     def routes(self) -> list[web.RouteDef]:
-        return [*super().routes(), web.get("/worker", self.counted), web.get("/worker/costs", self.costs)]
+        return [
+            *super().routes(),
+            web.get("/worker", self.counted),
+            web.get("/worker/costs", self.costs),
+            web.get("/worker/recent", self.kept),
+        ]
 
     async def counted(self, request: web.Request) -> web.Response:
         """The status, with all that was counted, for a status of all workers."""
@@ -61,6 +66,10 @@ class WorkerAdmin(Admin):
                 "connections": len(gateway.server.connections),
             }
         )
+
+    async def kept(self, request: web.Request) -> web.Response:
+        """Its last 15 minutes, for those of all workers."""
+        return answer(self.gateway.recent.kept())
 
     async def costs(self, request: web.Request) -> web.Response:
         """What this worker has learned, for one that takes another's place."""

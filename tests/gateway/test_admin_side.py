@@ -63,7 +63,7 @@ async def test_doctor_and_explain_carry_the_token(gateway, capsys, tmp_path, mon
     body.write_text('{"model": "sim", "messages": [{"role": "user", "content": "hi"}]}')
     secret = ("--admin-token", gateway.secret)
     assert await command(gateway, "explain", str(body), *secret) == 0
-    assert "choice " in capsys.readouterr().out
+    assert ": the request costs " in capsys.readouterr().out
     assert await command(gateway, "explain", str(body), "--admin", str(gateway.admin.base_url), *secret) == 0
     capsys.readouterr()
     await command(gateway, "doctor", *secret)

@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+import time
 import types
 
 import aiohttp
@@ -14,6 +15,8 @@ from gateway.errors import ApiError
 from gateway.ops.admin import Admin
 from gateway.ops.guard import Guard
 from gateway.ops.metrics import Metrics
+from gateway.ops.page import page_file
+from gateway.ops.recent.recent import Recent
 from gateway.ops.view import View
 from policies import Ledger
 from replicas import Fleet
@@ -51,6 +54,7 @@ class Gateway:
         self.view = View(Settings(), self.metrics, self.fleet.replicas, self.ledger, cachemap, self.slots, self.intakes)
         self.metrics.read_from(self.view.reading)
         self.status = self.view.status
+        self.recent = Recent(self.view, types.SimpleNamespace(queue=None, shadows=None, onlooker=None))
 
     async def explain(self, path, body, headers):
         if body == b"bad":
@@ -302,20 +306,39 @@ async def test_status_sums_up(http, gateway):
     assert 0.04 <= replica["ttft_p50_seconds"] <= 0.06
 
 
+SCRIPTS = ("parts.js", "fleet.js", "recent.js", "page.js")
+
+
 async def test_the_page_needs_nothing_from_elsewhere(http):
-    async with http.get("/") as response:
-        assert response.status == 200 and "default-src 'none'" in response.headers["Content-Security-Policy"]
-        page = await response.text()
-    assert not re.search(r"""(src|href)=["']?(https?:)?//""", page) and "@import" not in page
-    assert "innerHTML" not in page, "names and reasons come from other machines: text nodes only"
+    texts = {}
+    for path in ("/", "/page/style.css", *(f"/page/{name}" for name in SCRIPTS)):
+        async with http.get(path) as response:
+            policy = response.headers["Content-Security-Policy"]
+            assert response.status == 200 and "default-src 'none'" in policy and "unsafe" not in policy
+            texts[path] = await response.text()
+    for text in texts.values():
+        assert not re.search(r"""(src|href)=["']?(https?:)?//""", text) and "@import" not in text and "url(" not in text
+        # Names and reasons come from other machines: text nodes only.
+        assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b", text)
+    assert {*re.findall(r'(?:src|href)="page/([^"]+)"', texts["/"])} == {"style.css", *SCRIPTS}
+    assert " on" not in "".join(re.findall(r"<[^>]+>", texts["/"])) and "style=" not in texts["/"]
+    async with http.get("/page/__init__.py") as response:
+        assert response.status == 404
+    async with http.get("/page/..%2fadmin.py") as response:
+        assert response.status == 404
 
 
-async def test_the_page_uses_only_what_status_gives(http, gateway):
+async def test_the_page_uses_only_what_is_told(http, gateway):
     gateway.fleet.add("http://a:1")
-    status, page = gateway.status(), Admin(gateway, Guard()).page
-    for variable, known in (("s", status), ("r", status["replicas"][0]), ("t", status["totals"]), ("m", status["map"])):
-        used = set(re.findall(rf"(?<![\w.]){variable}\.([a-z]\w*)", page))
-        assert used and used <= set(known), used - set(known)
+    gateway.recent.look(time.time())
+    async with http.get("/recent") as response:
+        recent = await response.json()
+    status, script = gateway.status(), "".join(page_file(name).text for name in SCRIPTS)
+    figures = recent["figures"]
+    for variable, known in (("s", status), ("r", status["replicas"][0]), ("m", status["map"]), ("recent", recent),
+                            ("w", figures["whole"]), ("c", figures["curves"])):  # fmt: skip
+        used = set(re.findall(rf"(?<![\w.]){variable}\.([a-z]\w*)", script))
+        assert used and used <= {*known, "workers"}, used - set(known)
 
 
 async def test_a_taken_port_is_a_clear_error(gateway):

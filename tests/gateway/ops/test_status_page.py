@@ -1,18 +1,37 @@
-"""What the status page shows in a real browser."""
+"""What the live page shows in a real browser, under load and where something is amiss."""
 
 import asyncio
-import tempfile
+import contextlib
+import os
+import signal
 
+import httpx
 import pytest
 
 from gateway.ops.admin import Admin
 from gateway.ops.guard import Guard
+from replicas.lifecycle import State
 
+from ..running import running
+from .browser import CHROMIUM, MISSING, browser
 from .test_admin import Gateway
-from .test_guard import BROWSER, TOKEN
+from .test_guard import TOKEN
+
+pytestmark = pytest.mark.skipif(not CHROMIUM, reason=MISSING)
+TEXT = "document.querySelector('main').innerText"
+SYSTEM = "You answer for the billing desk, briefly and with the sum in the first line. " * 12
 
 
-@pytest.mark.skipif(not BROWSER, reason="there is no Chromium (Debian: apt-get install chromium)")
+@contextlib.asynccontextmanager
+async def served(gateway, guard=None):
+    admin = Admin(gateway, guard or Guard())
+    port = await admin.start("127.0.0.1", 0)
+    try:
+        yield f"localhost:{port}"
+    finally:
+        await admin.stop()
+
+
 async def test_it_says_what_is_amiss_with_redis_also_when_opened_with_the_token_in_its_address():
     gateway = Gateway()
     gateway.fleet.add("http://a:1")
@@ -21,29 +40,213 @@ async def test_it_says_what_is_amiss_with_redis_also_when_opened_with_the_token_
     status["replicas"][0] |= {"map_role": "alone", "map_role_reason": "no gateway leads"}
     status["background_failures"] = {"publish": {"failures": 3, "last": "KeyError: 7", "seconds_ago": 2.0}}
     gateway.status = lambda: status
-    admin = Admin(gateway, Guard((), TOKEN))
-    port = await admin.start("127.0.0.1", 0)
-    try:
-        with tempfile.TemporaryDirectory(prefix="chromium-") as profile:
-            browser = await asyncio.create_subprocess_exec(
-                BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", f"--user-data-dir={profile}",
-                "--virtual-time-budget=1500", "--dump-dom", f"http://any:{TOKEN}@localhost:{port}/",
-                stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL,
-            )  # fmt: skip
-            try:
-                page = (await asyncio.wait_for(browser.communicate(), 60))[0].decode()
-            finally:
-                if browser.returncode is None:
-                    browser.kill()
-                    await browser.wait()
-    finally:
-        await admin.stop()
-    shown = page.partition("<script>")[0]
-    assert "has not answered" not in shown, "fetch() refuses an address with credentials"
-    for whose, what in (
-        ("map shared through Redis", "a lease: READONLY"),
-        ("load shared through Redis", "this gateway counts alone: NOPERM"),
-        ("a:1", "its part of the map is not shared: no gateway leads"),
-        ("background work", "publish failed 3 times, 2 s ago with KeyError: 7"),
+    async with served(gateway, Guard((), TOKEN)) as host, browser() as page:
+        await page.open(f"http://any:{TOKEN}@{host}/")
+        shown = await page.until(
+            "document.querySelector('#problems li') && document.getElementById('problems').innerText"
+        )
+    for said in (
+        "map shared through Redis a lease: READONLY",
+        "load shared through Redis this gateway counts alone: NOPERM",
+        "a:1 its part of the map is not shared: no gateway leads",
+        "background work publish failed 3 times, 2 s ago with KeyError: 7",
     ):
-        assert f"<b>{whose}</b>{what}" in shown
+        assert said in shown
+    assert page.problems == []
+
+
+HOSTILE = "<img src=x onerror=document.title=1><script>document.title=2</script>"
+
+
+async def test_text_of_other_machines_and_clients_never_becomes_html():
+    gateway = Gateway()
+    for number in range(2):
+        replica = gateway.fleet.add(f"http://a:{number + 1}")
+        replica.state, replica.models, replica.reason = State.READY, {HOSTILE: None, "b": HOSTILE}, HOSTILE
+        replica.problems = (HOSTILE,)
+    replica.state = State.FAILED
+    recent = gateway.recent
+    recent.texts = True
+    recent.journal.note(1.0, "state", HOSTILE, HOSTILE)
+    recent.journal.failed(1.0, "a:1", HOSTILE)
+    decision = {
+        "number": 1,
+        "at": 1.0,
+        "model": HOSTILE,
+        "path": HOSTILE,
+        "tokens": 9,
+        "held_tokens": 0,
+        "text": HOSTILE,
+    }
+    recent.sampler.decisions.append({**decision, "replicas": ["a:1"], "sentence": f"a:1, because {HOSTILE}"})
+    node = {"path": [], "tokens": 16, "samples": 2, "share": 1.0, "holders": ["a:1", HOSTILE], "more_holders": 0}
+    recent._prefixes = lambda: {"samples": 2, "nodes": [{**node, "id": HOSTILE, "model": HOSTILE, "text": HOSTILE}]}
+
+    async def explain(path, body, headers):
+        load = {"requests": 0}
+        one = {"id": HOSTILE, "uncached_tokens": 9, "seconds": 1.0, "ttft_seconds": 1.0, "chosen": True, "load": load}
+        return {"sentence": f"{HOSTILE}, because {HOSTILE}", "choice": HOSTILE, "mode": "exact", "note": HOSTILE,
+                "tokens": 9, "replicas": [one]}  # fmt: skip
+
+    gateway.explain = explain
+    async with served(gateway) as host, browser() as page:
+        await page.open(f"http://{host}/")
+        await page.until("document.querySelector('#decisions li')")
+        await page.ask("document.getElementById('ask-text').focus()")
+        await page.type(HOSTILE)
+        await page.press("Enter", modifiers=2)
+        await page.until("document.querySelector('#ask-answer .said')")
+        for part in ("facts", "problems", "replicas", "decisions", "prefixes", "log", "ask-answer"):
+            assert HOSTILE in await page.ask(f"document.getElementById('{part}').textContent"), part
+        assert await page.ask("document.querySelectorAll('main img, main script, main [onerror]').length") == 0
+        assert await page.ask("document.title") == "Hitherto" and page.problems == []
+
+
+async def ask(client, number):
+    """One conversation of two turns that begins as the others do."""
+    talk = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": f"Invoice {number}?"}]
+    for _ in range(2):
+        body = {
+            "model": "sim",
+            "messages": talk,
+            "max_tokens": 6,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        response = await client.post("/v1/chat/completions", json=body)
+        assert response.status_code == 200
+        talk += [{"role": "assistant", "content": "It is paid."}, {"role": "user", "content": "And before?"}]
+
+
+@contextlib.asynccontextmanager
+async def load(url):
+    """Some conversations at a time, until it is left."""
+
+    async def talk(first):
+        number = first
+        async with httpx.AsyncClient(base_url=url, timeout=30) as client:
+            while True:
+                await ask(client, number)
+                number += 10
+
+    tasks = [asyncio.create_task(talk(first)) for first in range(4)]
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        ended = await asyncio.gather(*tasks, return_exceptions=True)
+        assert all(isinstance(one, asyncio.CancelledError) for one in ended), ended
+
+
+async def test_under_load_it_shows_figures_reasons_prefixes_and_a_log_and_answers_what_if():
+    async with running("--launch", "2", "--profile", "sim") as gateway, browser() as page:
+        await gateway.ready(2)
+        await page.open(str(gateway.admin.base_url) + "/")
+        async with load(gateway.url):
+            await page.until("document.querySelectorAll('#decisions li').length >= 3", 60)
+            await page.until("document.querySelector('#prefixes .node')")
+            tiles = await page.ask("[...document.querySelectorAll('.tile')].map(tile => tile.innerText)")
+            names = ["TTFT", "Whole answer", "Cache hit rate", "Requests", "Errors", "Queue"]
+            assert [tile.split("\n")[0] for tile in tiles] == names
+            assert all("last " in tile.split("\n")[1] for tile in tiles), "each tile names its window"
+            assert "ms" in tiles[0] and "predicted" in tiles[2] and "waiting" in tiles[5]
+            replicas = [one["id"] for one in (await gateway.status())["replicas"]]
+            decision = await page.ask("document.querySelector('#decisions li').innerText")
+            assert any(f"{id}, " in decision for id in replicas) and "the request costs" in decision
+            assert "held by" in await page.ask("document.getElementById('prefixes').innerText")
+            shown = await page.ask(TEXT)
+            assert "Invoice" not in shown and "billing desk" not in shown, "nothing of prompts"
+            log = await page.ask("document.getElementById('log').innerText")
+            assert "warming → ready" in log and "joined the fleet" in log and "KV events live" in log
+        await gateway.until(lambda status: status["totals"]["inflight"] == 0)
+        before = (await gateway.status())["totals"]
+        for _ in range(2):  # the second time nobody holds what was asked about the first time
+            await page.ask("document.getElementById('ask-answer').replaceChildren()")
+            await page.ask(
+                "document.getElementById('ask-text').value = ''; document.getElementById('ask-text').focus()"
+            )
+            await page.type("What nobody has asked before. " * 20)
+            await page.press("Tab")
+            await page.press("Enter")
+            said = await page.until("document.querySelector('#ask-answer .said')?.innerText")
+            assert any(said.startswith(id) for id in replicas) and "the request costs" in said
+            held = "[...document.querySelectorAll('#ask-answer td[data-name=Holds]')].map(cell => cell.innerText)"
+            assert await page.ask(held) == ["0 tokens", "0 tokens"]
+        assert (await gateway.status())["totals"] == before, "it leaves no trace"
+        assert await gateway.counted("hitherto_reservations") == 0
+        await gateway.admin.post(f"/replicas/{replicas[0]}/drain", json={})
+        await page.until("document.getElementById('log').innerText.includes('draining')")
+        assert page.problems == []
+
+
+async def test_a_replica_that_died_is_shown_with_its_last_failure():
+    async with running("--launch", "2", "--profile", "sim") as gateway, browser() as page:
+        status = await gateway.ready(2)
+        await page.open(str(gateway.admin.base_url) + "/")
+        dead = status["replicas"][0]
+        os.kill(dead["pid"], signal.SIGKILL)
+        row = (
+            f"[...document.querySelectorAll('#replicas tbody tr')].find(row => row.innerText.includes('{dead['id']}'))"
+        )
+        assert "killed" in (await page.until(f"{row}?.querySelector('.badish')?.parentNode.innerText")).lower()
+
+
+@pytest.mark.parametrize("width", [380, 760, 1360])
+async def test_nothing_is_wider_than_the_window_and_the_keyboard_reaches_all(width):
+    gateway = Gateway()
+    for number in range(30):
+        replica = gateway.fleet.add(f"http://replica-{number:02}.inference.svc.cluster.local:8000")
+        replica.state, replica.models = State.READY, {"an-organisation/a-model-with-a-long-name-of-70B": None}
+    replica.state, replica.reason = State.FAILED, "nobody listens there: " + "x" * 200
+    async with served(gateway) as host, browser() as page:
+        await page.open(f"http://{host}/", width)
+        await page.until("document.querySelectorAll('#replicas tbody tr').length == 30")
+        assert await page.ask("document.documentElement.scrollWidth") <= width
+        first = await page.ask("document.querySelector('#replicas tbody tr').innerText")
+        assert "nobody listens there" in first, "what is amiss stands first"
+        reached = set()
+        for _ in range(14):
+            await page.press("Tab")
+            reached.add(await page.ask("document.activeElement.id || document.activeElement.innerText"))
+        assert {
+            "Skip to the replicas",
+            "decisions",
+            "prefixes",
+            "ask-text",
+            "Ask",
+            "log",
+            "pause",
+            "metrics",
+        } <= reached
+        unnamed = "[...document.querySelectorAll('button, a, textarea, select, [role=region]')].filter(one => " \
+                  "!(one.innerText || one.getAttribute('aria-labelledby') || one.labels?.length)).length"  # fmt: skip
+        assert await page.ask(unnamed) == 0
+
+
+async def test_a_page_that_is_paused_stays_as_it_is():
+    gateway = Gateway()
+    gateway.fleet.add("http://a:1")
+    async with served(gateway) as host, browser() as page:
+        await page.open(f"http://{host}/")
+        await page.until("document.querySelector('#replicas tbody tr')")
+        await page.ask("document.getElementById('pause').focus()")
+        await page.press(" ")
+        await page.until("document.getElementById('age').textContent == 'paused'")
+        gateway.fleet.add("http://b:1")
+        await page.ask("new Promise(done => { clearTimeout(timer); poll().then(done) })")
+        assert await page.ask("document.querySelectorAll('#replicas tbody tr').length") == 1
+        await page.press(" ")
+        await page.until("document.querySelectorAll('#replicas tbody tr').length == 2")
+
+
+async def test_a_gateway_that_is_gone_is_said_and_the_last_figures_stay():
+    gateway = Gateway()
+    gateway.fleet.add("http://a:1")
+    async with browser() as page:
+        async with served(gateway) as host:
+            await page.open(f"http://{host}/")
+            await page.until("document.querySelector('#replicas tbody tr')")
+        await page.until("document.getElementById('notice').innerText.includes('has not answered')")
+        assert await page.ask("document.getElementById('ready').innerText") == "no answer"
+        assert await page.ask("document.querySelectorAll('#replicas tbody tr').length") == 1

@@ -86,7 +86,7 @@ def test_the_same_policy_in_shadow_agrees(made, name):
         choice = acting.choose(demand, candidates)
         if hasattr(acting, "placed"):
             acting.placed(demand, candidates, choice)
-        shadows.judge(shadows.see(demand, candidates), choice.index)
+        shadows.judge(shadows.seen(demand, candidates), choice.index)
     assert counts(metrics) == {
         "shadow_decisions": {(name, "same"): len(made)},
         "shadow_prefill_tokens": {},
@@ -101,7 +101,7 @@ def test_what_is_exchanged_is_what_the_two_replicas_differ_by(made, data):
     index = data.draw(st.integers(0, len(candidates) - 1))
     before, metrics = copy.deepcopy([(one.overlap, one.lower, one.load) for one in candidates]), Metrics()
     shadows = Shadows(NAMES, metrics)
-    shadows.judge(shadows.see(demand, candidates), index)
+    shadows.judge(shadows.seen(demand, candidates), index)
     assert [(one.overlap, one.lower, one.load) for one in candidates] == before
     for row in told(metrics, NAMES):
         other = make(row["policy"]).choose(demand, candidates).index
@@ -111,7 +111,7 @@ def test_what_is_exchanged_is_what_the_two_replicas_differ_by(made, data):
 
 def test_what_was_seen_stays_as_it_was():
     demand, candidates = two(held=800, busy=5000)
-    seen = Shadows(["random"], Metrics()).see(demand, candidates)
+    seen = Shadows(["random"], Metrics()).seen(demand, candidates)
     candidates[0].load.requests, candidates[0].overlap, candidates[0].lower = 9, 16, (("cpu", 16),)
     first = seen.candidates[0]
     assert (first.overlap, first.lower, first.load) == (800, (), Load(1, 1, 5000))

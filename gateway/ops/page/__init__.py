@@ -1,0 +1,37 @@
+"""The live page: files as they are served, no build step, nothing from elsewhere."""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib import resources
+
+from aiohttp import web
+
+PAGE = "page"  # the folder of its files, in the paths of the admin side as well
+KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
+
+# Nothing but its own files is loaded and run, whatever may get into the page.
+HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; style-src 'self'; script-src 'self'; connect-src 'self'; "
+                               "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "Cache-Control": "no-store",
+    "Referrer-Policy": "no-referrer",
+}  # fmt: skip
+
+
+def page_file(name: str) -> web.Response:
+    """One of its files. Raises HTTPNotFound."""
+    found = _files().get(name)
+    if found is None:
+        raise web.HTTPNotFound
+    kind, text = found
+    return web.Response(text=text, content_type=kind, headers=HEADERS)
+
+
+@cache
+def _files() -> dict[str, tuple[str, str]]:
+    return {
+        one.name: (KINDS[suffix], one.read_text(encoding="utf-8"))
+        for one in resources.files(__name__).iterdir()
+        if (suffix := "." + one.name.rpartition(".")[2]) in KINDS
+    }

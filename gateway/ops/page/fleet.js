@@ -1,0 +1,97 @@
+"use strict";
+// What is so now, from /status: replicas, what is amiss, admission, shadows, the map.
+
+const DENSE = 12; // replicas from which a row has one line, where nothing is amiss with it
+const TROUBLE = ["failed", "degraded", "starting", "warming", "draining"];
+
+function replicaRow(r, recent, whole, most, now) {
+  const f = recent.figures.replicas[r.id] || {}, last = recent.failures[r.id];
+  const rate = f.hit_reported ?? f.hit_predicted ?? null, part = share(f.requests, whole);
+  const calm = r.state === "ready" ? "calm" : "";
+  const badEvents = r.events === "gap" || r.events === "unobserved";
+  const problem = last ? [make("div", {class: now - last.at < 60 ? "badish" : null}, ago(last.at, now)), make("div", {class: "sub why"}, last.why)] : ["none"];
+  return make("tr", {},
+    make("td", {}, make("div", {class: "id"}, make("span", {class: "dot " + r.state, "aria-hidden": "true"}), r.id,
+        r.role && r.role !== "both" ? make("span", {class: "tag"}, r.role) : null, make("span", {class: "unseen"}, r.state)),
+      make("div", {class: "sub why " + calm}, r.state === "ready" ? "ready for " + span(r.since_seconds) : `${r.state}: ${r.reason}`)),
+    cell("Requests", "", `${count(f.requests || 0)} `, make("span", {class: "sub"}, part == null ? "" : percent(part)), bar(most ? (f.requests || 0) / most : 0)),
+    cell("In flight", "n", count(r.inflight), make("div", {class: "sub " + (r.waiting ? "" : "calm")}, r.waiting == null ? "" : `${r.waiting} waiting`)),
+    cell("Hit rate", "", percent(rate), bar(rate)),
+    cell("TTFT", "n", time(f.ttft_p50 ?? null), make("div", {class: "sub calm"}, f.ttft_p99 == null ? "" : `p99 ${time(f.ttft_p99)}`)),
+    cell("KV cache used", "", percent(r.kv_usage), bar(r.kv_usage, .9)),
+    cell("Blocks known", "n", count(r.map_blocks), make("div", {class: "sub calm"}, r.num_blocks ? `of ${count(r.num_blocks)}` : "")),
+    cell("KV events", badEvents ? "warnish" : null, r.events),
+    cell("Last failure", last ? "wide" : "none", ...problem));
+}
+
+function replicas(s, recent) {
+  const known = s.replicas, ready = known.filter(r => r.state === "ready").length;
+  $("replicas-about").textContent = known.length ? `${ready} of ${known.length} ready; requests, hit rate and TTFT of the last ${window_of(recent)}` : "";
+  if (!known.length) {
+    fill($("replicas"), make("div", {class: "empty"}, "No replicas. Add one: ",
+      make("code", {}, `curl -X POST ${location.origin}/replicas -H 'content-type: application/json' -d '{"url": "http://HOST:PORT"}'`)));
+    return;
+  }
+  const requests = known.map(r => recent.figures.replicas[r.id]?.requests || 0);
+  const whole = requests.reduce((sum, x) => sum + x, 0), most = Math.max(...requests);
+  const dense = known.length > DENSE;
+  const heads = [["Replica"], ["Requests"], ["In flight", "n"], ["Hit rate"], ["TTFT", "n"], ["KV cache used"], ["Blocks known", "n"], ["KV events"], ["Last failure"]];
+  const amiss = r => TROUBLE.includes(r.state) ? 0 : 1;
+  const order = dense ? [...known].sort((a, b) => amiss(a) - amiss(b)) : known;
+  fill($("replicas"), table("cards" + (dense ? " dense" : ""), heads, order.map(r => replicaRow(r, recent, whole, most, recent.now))));
+}
+
+function shadows(s) {
+  $("shadow").hidden = !s.shadow.length;
+  const signed = (x, show) => (x < 0 ? "−" : x > 0 ? "+" : "") + show(Math.abs(x));
+  const heads = [["Policy"], ["The same choice"], ["Prefill saved", "n"], ["TTFT saved, predicted", "n"], ["Whole answer, predicted", "n"]];
+  const row = one => make("tr", {},
+    make("td", {}, make("div", {class: "id"}, one.policy), make("div", {class: "sub"}, several(one.decisions, "request", "requests"))),
+    cell(heads[1][0], "", percent(share(one.same, one.decisions)), bar(share(one.same, one.decisions))),
+    cell(heads[2][0], "n", signed(one.saved_prefill_tokens, count) + " tokens", make("div", {class: "sub"}, one.decisions ? signed(one.saved_prefill_tokens / one.decisions, count) + " a request" : "")),
+    ...[one.saved_ttft_seconds, one.saved_answer_seconds].map((saved, at) =>
+      cell(heads[3 + at][0], "n", one.decisions ? signed(saved / one.decisions, time) : "–", make("div", {class: "sub"}, "a request"))));
+  fill($("shadows"), table("cards", heads, s.shadow.map(row)));
+}
+
+function admissions(s) {
+  $("admission").hidden = !s.admission?.length;
+  const heads = [["Class"], ["Sent", "n"], ["Had to wait", "n"], ["p99 of the wait", "n"], ["Refused", "n"], ["Limits kept"], ["TTFT, predicted / delivered", "n"]];
+  const row = one => make("tr", {},
+    make("td", {}, make("div", {class: "id"}, one.class)),
+    cell(heads[1][0], "n", count(one.admitted + one.observed)),
+    cell(heads[2][0], "n", count(one.queued)),
+    cell(heads[3][0], "n", time(one.queue_p99_seconds)),
+    cell(heads[4][0], "n", count(one.refused), make("div", {class: "sub"}, Object.entries(one.refused_for).map(([why, n]) => `${why} ${count(n)}`).join(", "))),
+    cell(heads[5][0], "", percent(share(one.met, one.met + one.missed)), bar(share(one.met, one.met + one.missed))),
+    cell(heads[6][0], "n", one.ttft_seconds == null ? "–" : `${time(one.predicted_ttft_seconds)} / ${time(one.ttft_seconds)}`));
+  fill($("admissions"), table("cards", heads, (s.admission || []).map(row)));
+}
+
+// What is amiss with the gateway itself and with the Redis that gateways share: [whose, what].
+function own(s) {
+  const redis = s.map.redis, rows = [];
+  if (redis?.trouble) rows.push(["map shared through Redis", redis.trouble]);
+  if (redis?.ledger_joined === false) rows.push(["load shared through Redis", `this gateway counts alone: ${redis.ledger_reason}`]);
+  for (const [work, one] of Object.entries(s.background_failures || {}))
+    rows.push(["background work", `${work} failed ${one.failures} times, ${span(one.seconds_ago)} ago with ${one.last}`]);
+  return rows;
+}
+function problems(s) {
+  const found = new Map();
+  for (const r of s.replicas) if (r.map_role === "alone") {
+    const text = `its part of the map is not shared: ${r.map_role_reason}`;
+    found.set(text, [...(found.get(text) || []), r.id]);
+  }
+  for (const r of s.replicas) for (const text of r.problems) found.set(text, [...(found.get(text) || []), r.id]);
+  const whose = ids => ids.length === s.replicas.length && ids.length > 1 ? "every replica" : ids.join(", ");
+  const rows = [...own(s), ...[...found].map(([text, ids]) => [whose(ids), text])];
+  $("trouble").hidden = !rows.length;
+  fill($("problems"), ...rows.map(([name, text]) => make("li", {}, make("b", {}, name), " ", text)));
+}
+
+function map(s) {
+  const m = s.map;
+  fill($("map"), make("span", {}, make("b", {}, count(m.blocks)), " blocks"), make("span", {}, make("b", {}, bytes(m.bytes)), " of " + bytes(m.budget_bytes)),
+    bar(m.bytes / m.budget_bytes, .95), make("span", {}, make("b", {}, count(m.evicted)), " evicted to stay within it"));
+}

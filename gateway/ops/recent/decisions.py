@@ -1,0 +1,175 @@
+"""A sample of decisions as they are made, with their reasons.
+
+A request costs nothing of it: `arm` has the sampler look on for one decision, and that one takes its place away again.
+So a few decisions a second are explained, however many are made, and those in between pass as if nobody looked.
+"""
+
+from __future__ import annotations
+
+import logging
+from array import array
+from collections import deque
+from functools import partial
+from time import monotonic, perf_counter, time
+from typing import Any, NamedTuple
+
+import orjson
+
+from gateway.prompt import Prompt
+from gateway.prompt.prompt import unread
+from gateway.proxy.exchange import Exchange
+from gateway.proxy.placing import Acted, Asker, Placing
+from policies import Evaluation
+
+from ..reasons import describe, legs_told, sentence
+
+log = logging.getLogger("hitherto.admin")
+
+SPAN = 900.0  # seconds that samples are kept
+MOST_DECISIONS = 120
+MOST_BLOCKS = 2048  # of a prompt, for the tree of prefixes
+MOST_BYTES = 4 * 2**20  # of all samples
+LEAST_PAUSE, SHARE = 0.5, 0.005  # seconds between two samples, and the share of the event loop that they may take
+TEXT_CHARS, TEXT_BYTES = 2000, 256 * 2**10  # of a prompt, where texts may be kept; of bodies that are looked into
+
+
+class Sample(NamedTuple):
+    """The prefix of one prompt. `at`: monotonic seconds; `hashes` of its first blocks, of `block_size` tokens each."""
+
+    at: float
+    space: int
+    model: str
+    block_size: int
+    hashes: array[int]
+    text: str
+
+    @property
+    def size(self) -> int:
+        """Bytes, roughly."""
+        return 300 + 8 * len(self.hashes) + 4 * len(self.text) + 4 * len(self.model)
+
+
+class Sampler:
+    """`texts`: whether the beginning of prompts is kept."""
+
+    def __init__(self, placing: Placing, texts: bool = False) -> None:
+        self._placing, self._texts = placing, texts
+        self.decisions: deque[dict[str, Any]] = deque(maxlen=MOST_DECISIONS)
+        self.samples: deque[Sample] = deque()
+        self._bytes = self._number = 0
+        self._next = 0.0
+
+    def arm(self, now: float) -> None:
+        """See the next decision, if the last one is long enough ago."""
+        if now >= self._next:
+            self._placing.onlooker = self
+
+    def disarm(self) -> None:
+        self._placing.onlooker = self._placing.shadows
+
+    def see(self, asker: Asker, evaluation: Evaluation) -> Acted | None:
+        """As `placing.Onlooker`."""
+        self.disarm()
+        beyond = self._placing.shadows.see(asker, evaluation) if self._placing.shadows is not None else None
+        begun = perf_counter()
+        try:
+            told = self._described(asker, evaluation)
+        except Exception:  # the request must not suffer for it
+            log.exception("a decision could not be explained")
+            return beyond
+        finally:
+            took = perf_counter() - begun
+            self._next = monotonic() + max(LEAST_PAUSE, took / SHARE)
+        return partial(self._acted, asker, told, beyond)
+
+    def _described(self, asker: Asker, evaluation: Evaluation) -> dict[str, Any]:
+        placing = self._placing
+        prompt = asker.prompt or unread(asker.request.path if isinstance(asker, Exchange) else "", asker.model)
+        demand, candidates = evaluation.demand, evaluation.candidates
+        choice = placing.router.policy.choose(demand, candidates, explain=True)
+        # What was admitted among some of the candidates, or drawn, is as it was.
+        told = describe(
+            placing.router.policy, prompt, evaluation._replace(choice=choice._replace(index=evaluation.choice.index))
+        )
+        if placing.eligible.roles.any and asker.prompt is not None:
+            told["legs"] = legs_told(placing.legs.choose(prompt, evaluation, monotonic(), asker.tried))
+        return told
+
+    def _acted(self, asker: Asker, told: dict[str, Any], beyond: Acted | None, index: int | None) -> None:
+        if beyond is not None:
+            beyond(index)
+        try:
+            self._keep(asker, told, index)
+        except Exception:
+            log.exception("a decision could not be kept")
+
+    def _keep(self, asker: Asker, told: dict[str, Any], index: int | None) -> None:
+        if index is not None:
+            told["legs"] = None
+            if not told["replicas"][index]["chosen"]:
+                told["shared"], told["choice"] = True, told["replicas"][index]["id"]
+                for at, one in enumerate(told["replicas"]):
+                    one["chosen"] = at == index
+        legs, prompt = told.get("legs"), asker.prompt
+        chosen = next(one for one in told["replicas"] if one["chosen"])
+        body = asker.request.body if self._texts and isinstance(asker, Exchange) else b""
+        text = text_in(body)
+        self._number += 1
+        self.decisions.append(
+            {
+                "number": self._number,
+                "at": time(),
+                "model": told["model"] or "",
+                "path": told["path"],
+                "tokens": told["tokens"],
+                "held_tokens": told["tokens"] - chosen["uncached_tokens"],
+                "replicas": [legs["prefill"], legs["decode"]] if legs else [told["choice"]],
+                "sentence": sentence(told),
+                "text": text if self._texts else None,
+            }
+        )
+        if prompt is not None and len(prompt.hashes):
+            self._add(prompt, text)
+
+    def recent(self, now: float) -> list[Sample]:
+        """The samples that are not too old, the oldest first. `now`: monotonic seconds."""
+        self._drop(now)
+        return [*self.samples]
+
+    def _drop(self, now: float) -> None:
+        while self.samples and (self._bytes > MOST_BYTES or self.samples[0].at < now - SPAN):
+            self._bytes -= self.samples.popleft().size
+
+    def _add(self, prompt: Prompt, text: str) -> None:
+        now = monotonic()
+        hashes = array("Q", prompt.hashes[:MOST_BLOCKS])
+        sample = Sample(now, prompt.space, prompt.adapter or prompt.model, prompt.block_size, hashes, text)
+        self.samples.append(sample)
+        self._bytes += sample.size
+        self._drop(now)
+
+
+def text_in(body: bytes) -> str:
+    """The first characters of a prompt's text, as far as its body shows them; of a large body, none."""
+    if not 0 < len(body) <= TEXT_BYTES:
+        return ""
+    try:
+        fields = orjson.loads(body)
+    except orjson.JSONDecodeError:
+        return ""
+    parts: list[str] = []
+    _collect(fields, parts)
+    return " ".join(parts)[:TEXT_CHARS]
+
+
+def _collect(of: Any, parts: list[str]) -> None:
+    """The texts of a body, in its order: where APIs have them, and nowhere else."""
+    if isinstance(of, str):
+        parts.append(of)
+    elif isinstance(of, list):
+        for one in of:
+            _collect(one, parts)
+    elif isinstance(of, dict):
+        for name in ("system", "instructions", "messages", "prompt", "input", "content", "text"):
+            if name in of:
+                _collect(of[name], parts)

@@ -1,0 +1,220 @@
+"""What the counters gained in the last 15 minutes, for the gateway in slots of 5 s and for each replica by the minute.
+
+Nothing is counted here: the counters that requests write anyway are looked at once a second, and what they gained since
+the look before is added to the slot of that moment. Slots begin at whole multiples of the wall clock, so that those of
+several workers can be added up. 90 kB, and 4 kB for each replica.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from policies.admission import REFUSED
+
+from ..metrics import Histogram, Metrics, quantile
+
+SLOT, SLOTS = 5, 180  # seconds, and how many: 15 minutes
+MINUTES = 15
+POINT = 3  # slots that are one point of a curve
+ERRORS = ("5xx", "cut")
+
+_BOUNDS = Metrics.ttft_seconds.bounds  # of both histograms
+_BUCKETS = len(_BOUNDS) + 2  # above the last, and the sum
+TTFT, E2E = slice(0, _BUCKETS), slice(_BUCKETS, 2 * _BUCKETS)
+# Sums over a slot, then the greatest value within it.
+SUMS = (
+    "requests",
+    "errors",
+    "aborted",
+    "rejected",
+    "prompt",
+    "predicted",
+    "reported_prompt",
+    "reported_cached",
+    "refused",
+)
+PEAKS = ("inflight", "queued", "waiting")
+AT = {name: 2 * _BUCKETS + place for place, name in enumerate((*SUMS, *PEAKS))}
+WIDTH = 2 * _BUCKETS + len(AT)
+_ADDED = 2 * _BUCKETS + len(SUMS)  # columns that are added up; the others are peaks
+
+Row = Sequence[float]
+
+
+class Gains:
+    """What each series of a metric gained between two looks."""
+
+    def __init__(self) -> None:
+        self._before: dict[Any, np.ndarray] = {}
+
+    def look(self, series: Mapping[Any, Sequence[float]]) -> dict[Any, np.ndarray]:
+        gains, now = {}, {key: np.array(values, dtype=float) for key, values in series.items()}
+        for key, values in now.items():
+            before = self._before.get(key)
+            # Where it is less than before it was forgotten meanwhile, and counts from nothing again.
+            gain = values if before is None or (values < before).any() else values - before
+            if gain.any():
+                gains[key] = gain
+        self._before = now
+        return gains
+
+
+class Figures:
+    """`look` at it once a second with the wall clock's time."""
+
+    def __init__(self, metrics: Metrics, now: float) -> None:
+        self._metrics = metrics
+        self._rows = np.zeros((SLOTS, WIDTH))
+        self._replicas: dict[str, np.ndarray] = {}
+        self._slot, self._minute = int(now // SLOT), int(now // 60)
+        self._gains = {name: Gains() for name in {**_OF_GATEWAY, **_OF_REPLICA}}
+        self.since = now
+
+    def look(self, now: float, inflight: int, queued: int, waiting: int) -> None:
+        self._turn(now)
+        row = self._rows[self._slot % SLOTS]
+        for name, gains in self._gains.items():
+            metric = getattr(self._metrics, name)
+            series = metric.series if isinstance(metric, Histogram) else {key: [n] for key, n in metric.values.items()}
+            for key, gain in gains.look(series).items():
+                labels = (key,) if isinstance(key, str) else key
+                if (columns_of := _OF_GATEWAY.get(name)) is not None:
+                    _add(row, columns_of(labels), gain)
+                if (columns_of := _OF_REPLICA.get(name)) is not None:
+                    _add(self._of(labels[0]), columns_of(labels), gain)
+        for name, value in zip(PEAKS, (inflight, queued, waiting), strict=True):
+            row[AT[name]] = max(row[AT[name]], value)
+
+    def _turn(self, now: float) -> None:
+        """Empty the slots and minutes that begin."""
+        slot, minute = int(now // SLOT), int(now // 60)
+        for one in range(max(self._slot + 1, slot - SLOTS + 1), slot + 1):
+            self._rows[one % SLOTS] = 0.0
+        for one in range(max(self._minute + 1, minute - MINUTES + 1), minute + 1):
+            for rows in self._replicas.values():
+                rows[one % MINUTES] = 0.0
+        self._slot, self._minute = max(self._slot, slot), max(self._minute, minute)
+
+    def _of(self, replica: str) -> np.ndarray:
+        rows = self._replicas.get(replica)
+        if rows is None:
+            rows = self._replicas[replica] = np.zeros((MINUTES, WIDTH))
+        found: np.ndarray = rows[self._minute % MINUTES]
+        return found
+
+    def forget(self, replica: str) -> None:
+        self._replicas.pop(replica, None)
+
+    def kept(self) -> dict[str, Any]:
+        """For `told`, perhaps in another process: slots by number, sums by replica."""
+        first = self._slot - SLOTS + 1
+        rows = {slot: self._rows[slot % SLOTS] for slot in range(first, self._slot + 1)}
+        return {
+            "since": self.since,
+            "slot": self._slot,
+            "rows": {str(slot): row.tolist() for slot, row in rows.items() if row.any()},
+            "replicas": {id: rows.sum(axis=0).tolist() for id, rows in self._replicas.items()},
+        }
+
+
+Columns = list[int | slice]
+
+
+def _add(row: np.ndarray, columns: Columns, gain: np.ndarray) -> None:
+    for place in columns:
+        row[place] += gain if isinstance(place, slice) else gain[0]
+
+
+def _by_status(labels: tuple[str, ...]) -> Columns:
+    """Of a request that ended with this status, the last of its labels."""
+    status = labels[-1]
+    kinds = {"errors": status in ERRORS, "aborted": status == "aborted", "rejected": status == "4xx"}
+    return [AT["requests"], *(AT[name] for name, is_so in kinds.items() if is_so)]
+
+
+def _always(*columns: int | slice) -> Callable[[tuple[str, ...]], Columns]:
+    return lambda labels: [*columns]
+
+
+# Metrics, and the columns that their gains are added to. Of a replica's, its id is the first label.
+_TOKENS: dict[str, Callable[[tuple[str, ...]], Columns]] = {
+    "ttft_seconds": _always(TTFT),
+    "prompt_tokens": _always(AT["prompt"]),
+    "predicted_cached_tokens": _always(AT["predicted"]),
+    "reported_prompt_tokens": _always(AT["reported_prompt"]),
+    "reported_cached_tokens": _always(AT["reported_cached"]),
+}
+_OF_GATEWAY = {
+    **_TOKENS,
+    "request_seconds": _always(E2E),
+    "requests": _by_status,
+    "admission": lambda labels: [AT["refused"]] if labels[0] == REFUSED else [],
+}
+_OF_REPLICA = {**_TOKENS, "replica_requests": _by_status}
+
+
+# --- what is told of what was kept
+
+
+def merged(several: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What several workers have kept, as one."""
+    return {
+        "since": min(one["since"] for one in several),
+        "slot": max(one["slot"] for one in several),
+        "rows": _added(one["rows"] for one in several),
+        "replicas": _added(one["replicas"] for one in several),
+    }
+
+
+def _added(each: Iterable[Mapping[str, Row]]) -> dict[str, Row]:
+    sums: dict[str, Row] = {}
+    for one in each:
+        for key, row in one.items():
+            sums[key] = [a + b for a, b in zip(sums[key], row, strict=True)] if key in sums else row
+    return sums
+
+
+def told(kept: Mapping[str, Any], now: float) -> dict[str, Any]:
+    """Figures of the whole window, curves of it, and of each replica. None: nothing was observed."""
+    rows = np.zeros((SLOTS, WIDTH))
+    for slot, row in kept["rows"].items():
+        if 0 <= (place := int(slot) - kept["slot"] + SLOTS - 1) < SLOTS:
+            rows[place] = row
+    points = rows.reshape(SLOTS // POINT, POINT, WIDTH)
+    curve = np.concatenate([points[:, :, :_ADDED].sum(axis=1), points[:, :, _ADDED:].max(axis=1)], axis=1)
+    seen = max(0.0, min(float(SLOT * SLOTS), now - kept["since"]))
+    return {
+        "seconds": round(seen, 1),
+        "window_seconds": SLOT * SLOTS,
+        "whole": _told(np.concatenate([rows[:, :_ADDED].sum(axis=0), rows[:, _ADDED:].max(axis=0)])),
+        "point_seconds": SLOT * POINT,
+        "curves": _turned([_told(row) for row in curve]),
+        "replicas": {id: _told(np.array(row)) for id, row in kept["replicas"].items()},
+    }
+
+
+def _told(row: np.ndarray) -> dict[str, float | None]:
+    return {
+        "ttft_p50": _quantile(row[TTFT], 0.5),
+        "ttft_p99": _quantile(row[TTFT], 0.99),
+        "e2e_p50": _quantile(row[E2E], 0.5),
+        "e2e_p99": _quantile(row[E2E], 0.99),
+        "hit_predicted": _share(row, "predicted", "prompt"),
+        "hit_reported": _share(row, "reported_cached", "reported_prompt"),
+        **{name: float(row[AT[name]]) for name in ("requests", "errors", "aborted", "rejected", "refused", *PEAKS)},
+    }
+
+
+def _turned(rows: Sequence[Mapping[str, float | None]]) -> dict[str, list[float | None]]:
+    return {name: [row[name] for row in rows] for name in rows[0]}
+
+
+def _share(row: np.ndarray, part: str, whole: str) -> float | None:
+    return float(row[AT[part]] / row[AT[whole]]) if row[AT[whole]] else None
+
+
+def _quantile(counts: np.ndarray, share: float) -> float | None:
+    return quantile(_BOUNDS, counts[:-1].tolist(), share)

@@ -1,0 +1,95 @@
+"""What happened to the fleet and to the gateway: states, drains, replicas that come and go, events, repairs, failures.
+
+Changes of state are told; all else is found by looking, once a second, at what the rooms and the counters show, and
+comparing it with the look before. So nothing is told twice, and a request pays for none of it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from replicas.lifecycle import State
+
+MOST_ENTRIES, MOST_CHARS = 300, 400
+AGAIN_SECONDS = 60.0  # within which the same thing is counted rather than said again
+
+GOOD, WARN, BAD, PLAIN = "good", "warn", "bad", "plain"
+LEVELS = {State.READY: GOOD, State.DEGRADED: WARN, State.DRAINING: WARN, State.FAILED: BAD}
+FAILURES = (State.FAILED, State.DEGRADED)
+
+
+@dataclass(slots=True)
+class Entry:
+    """`at` and `since` are seconds of the wall clock: of the last time it happened, and the first."""
+
+    number: int
+    at: float
+    since: float
+    kind: str
+    replica: str
+    level: str
+    text: str
+    times: int = 1
+
+
+@dataclass(slots=True)
+class Failure:
+    """The last thing that went wrong with a replica."""
+
+    at: float
+    why: str
+
+
+class Journal:
+    def __init__(self) -> None:
+        self.entries: deque[Entry] = deque(maxlen=MOST_ENTRIES)
+        self.failures: dict[str, Failure] = {}
+        self._number = 0
+
+    def note(self, now: float, kind: str, text: str, replica: str = "", level: str = PLAIN, times: int = 1) -> None:
+        text = text if len(text) <= MOST_CHARS else text[: MOST_CHARS - 1] + "…"
+        for known in reversed(self.entries):
+            if now - known.at > AGAIN_SECONDS:
+                break
+            if (known.kind, known.replica, known.text) == (kind, replica, text):
+                known.at, known.times = now, known.times + times
+                self.entries.remove(known)
+                self.entries.append(known)
+                return
+        self._number += 1
+        self.entries.append(Entry(self._number, now, now, kind, replica, level, text, times))
+
+    def failed(self, now: float, replica: str, why: str) -> None:
+        self.failures[replica] = Failure(now, why[:MOST_CHARS])
+
+    def forget(self, replica: str) -> None:
+        self.failures.pop(replica, None)
+
+    def to_list(self, most: int) -> list[dict[str, Any]]:
+        """The newest first."""
+        return [asdict(entry) for entry in [*self.entries][: -most - 1 : -1]]
+
+
+class Look:
+    """What is compared with the look before: numbers that grew, words that changed."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[object, float] = {}
+        self._words: dict[object, str] = {}
+
+    def grown(self, numbers: Mapping[Any, float]) -> dict[Any, float]:
+        """By how much, of those that are known; of one that is new, all of it."""
+        grown = {key: by for key, value in numbers.items() if (by := value - self._numbers.get(key, 0.0)) > 0}
+        for key in [key for key in self._numbers if key not in numbers]:
+            del self._numbers[key]
+        self._numbers.update(numbers)
+        return grown
+
+    def changed(self, words: Mapping[Any, str]) -> dict[Any, str | None]:
+        """What was there before, None for nothing, of those that are there now and were another."""
+        changed = {key: self._words.get(key) for key, word in words.items() if self._words.get(key) != word}
+        self._words = dict(words)
+        return changed

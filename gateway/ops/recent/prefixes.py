@@ -1,0 +1,103 @@
+"""The tree of the prefixes that most of the sampled prompts share, and who holds each of them now."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterable, Sequence
+from itertools import count
+from typing import Any, NamedTuple
+
+from .decisions import Sample
+
+MOST_NODES = 16
+LEAST_SAMPLES = 2  # that share a prefix which is shown
+MOST_HOLDERS = 64  # that are named
+TEXT_CHARS = 160
+
+Holders = Callable[[Sequence[int]], list[str]]
+
+
+class Group(NamedTuple):
+    """Samples that share all blocks up to `end`, and the node whose children they are."""
+
+    samples: list[Sample]
+    end: int
+    path: tuple[str, ...]
+    text_from: int
+
+
+def tree(samples: Iterable[Sample], holders: Holders) -> dict[str, Any]:
+    """The nodes, the most shared first, parents before their children. `holders`: who holds these blocks. Of a node
+    `path` are the ids of the nodes above it, `tokens` counts from the prompt's start, `share` is of all samples."""
+    samples = list(samples)
+    nodes, order = [], count()
+    heap: list[tuple[int, int, Group]] = []
+
+    def grow(found: list[Sample], start: int, path: tuple[str, ...], text_from: int) -> None:
+        for group in _apart(found, start):
+            if len(group) >= LEAST_SAMPLES:
+                end = _common(group, start)
+                heapq.heappush(heap, (-len(group), next(order), Group(group, end, path, text_from)))
+
+    by_space: dict[tuple[int, int], list[Sample]] = {}
+    for sample in samples:
+        by_space.setdefault((sample.space, sample.block_size), []).append(sample)
+    for found in by_space.values():
+        grow(found, 0, (), 0)
+    while heap and len(nodes) < MOST_NODES:
+        _, _, group = heapq.heappop(heap)
+        node, text_to = _node(group, len(samples), holders)
+        nodes.append(node)
+        longer = [one for one in group.samples if len(one.hashes) > group.end]
+        grow(longer, group.end, (*group.path, node["id"]), text_to)
+    return {"samples": len(samples), "nodes": nodes}
+
+
+def _node(group: Group, whole: int, holders: Holders) -> tuple[dict[str, Any], int]:
+    first = group.samples[0]
+    blocks = first.hashes[: group.end]
+    held = holders(blocks)
+    shared = _common_text([one.text for one in group.samples])
+    return {
+        "id": f"{blocks[-1]:016x}",
+        "path": list(group.path),
+        "model": first.model,
+        "tokens": group.end * first.block_size,
+        "samples": len(group.samples),
+        "share": len(group.samples) / whole,
+        "holders": held[:MOST_HOLDERS],
+        "more_holders": max(0, len(held) - MOST_HOLDERS),
+        "text": shared[group.text_from :][:TEXT_CHARS],
+    }, len(shared)
+
+
+def _apart(samples: Iterable[Sample], at: int) -> list[list[Sample]]:
+    groups: dict[int, list[Sample]] = {}
+    for sample in samples:
+        if len(sample.hashes) > at:
+            groups.setdefault(sample.hashes[at], []).append(sample)
+    return list(groups.values())
+
+
+def _common(group: Sequence[Sample], start: int) -> int:
+    """How many blocks all have in common, of which `start` + 1 are known to be. A block's hash stands for all before
+    it, so that one comparison tells of a whole prefix."""
+    first, end = group[0].hashes, min(len(one.hashes) for one in group)
+    for one in group[1:]:
+        low, high = start + 1, end
+        while low < high:
+            middle = (low + high + 1) // 2
+            if one.hashes[middle - 1] == first[middle - 1]:
+                low = middle
+            else:
+                high = middle - 1
+        end = low
+    return end
+
+
+def _common_text(texts: Sequence[str]) -> str:
+    low, high = min(texts), max(texts)
+    for at, (one, other) in enumerate(zip(low, high, strict=False)):
+        if one != other:
+            return low[:at]
+    return low

@@ -1,0 +1,204 @@
+"""The last 15 minutes of one gateway: figures, sampled decisions, hot prefixes, a journal.
+
+`follow` looks once a second at what the rooms show. `kept` is what a process has, `told` what is shown of it: of one
+gateway, or of several workers together.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from time import monotonic, time
+from typing import TYPE_CHECKING, Any
+
+from replicas import Replica, State
+
+from . import figures
+from .decisions import Sampler
+from .figures import Figures
+from .journal import BAD, FAILURES, GOOD, LEVELS, PLAIN, WARN, Journal, Look
+from .prefixes import MOST_NODES, tree
+
+if TYPE_CHECKING:
+    from gateway.proxy.placing import Placing
+
+    from ..view import View
+
+LOOK_SECONDS = 0.5
+TREE_SECONDS = 4.0  # between two trees
+WELL, BEGINNING = ("live", "ready", "joined"), ("connecting",)  # states of events, of the gateway, of Redis
+MOST_SHOWN = 60  # decisions, and entries of the journal
+NO_FAULT = "request"  # an error that is known to be the request's fault
+SAME_SECONDS = 5.0  # within which workers see the same thing
+
+
+class Recent:
+    def __init__(self, view: View, placing: Placing, texts: bool = False) -> None:
+        """`texts`: whether the beginnings of prompts are kept and shown."""
+        self._view, self._placing, self.texts = view, placing, texts
+        self.journal, self.sampler = Journal(), Sampler(placing, texts)
+        self.figures = Figures(view.metrics, time())
+        self._errors, self._heals, self._failures, self._words = Look(), Look(), Look(), Look()
+        self._known: set[str] = set()
+        self._tree: tuple[float, dict[str, Any]] = (float("-inf"), {})
+
+    async def follow(self) -> None:
+        """Until it is cancelled."""
+        turn = 0
+        while True:
+            self.sampler.arm(monotonic())
+            if turn % 2 == 0:
+                self.look(time())
+            turn += 1
+            await asyncio.sleep(LOOK_SECONDS)
+
+    def look(self, now: float) -> None:
+        view = self._view
+        loads = [view.ledger.own(id)[0] for id in view.replicas]
+        waiting = sum(one.scrape.waiting or 0 for one in view.replicas.values() if one.scrape)
+        queue = self._placing.queue
+        queued = sum(queue.reading()["queued_requests"].values()) if queue is not None else 0
+        self.figures.look(now, sum(loads), queued, int(waiting))
+        self._compare_replicas(now)
+        self._compare_counters(now)
+        self._compare_words(now)
+
+    # --- what happened
+
+    def replica_changed(self, replica: Replica, old: State, new: State) -> None:
+        """For `Fleet.on_change`."""
+        now = time()
+        self._meet(now, replica.id)
+        self.journal.note(now, "state", f"{old} → {new}: {replica.reason}", replica.id, LEVELS.get(new, PLAIN))
+        if new in FAILURES:
+            self.journal.failed(now, replica.id, replica.reason)
+
+    def _meet(self, now: float, replica: str) -> None:
+        if replica not in self._known:
+            self._known.add(replica)
+            self.journal.note(now, "fleet", f"joined the fleet, which is {len(self._known)} now", replica)
+
+    def _compare_replicas(self, now: float) -> None:
+        for id in self._view.replicas:
+            self._meet(now, id)
+        for id in self._known - set(self._view.replicas):
+            self._known.discard(id)
+            self.journal.note(now, "fleet", f"left the fleet, which is {len(self._known)} now", id)
+            self.journal.forget(id)
+            self.figures.forget(id)
+
+    def _compare_counters(self, now: float) -> None:
+        metrics = self._view.metrics
+        for (id, kind), by in self._errors.grown(metrics.upstream_errors.values).items():
+            if kind != NO_FAULT:
+                self.journal.note(now, "failure", f"a request failed there: {kind}", id, WARN, int(by))
+                self.journal.failed(now, id, f"a request failed there: {kind}")
+        for (id,), by in self._heals.grown(metrics.heals.values).items():
+            text = "its part of the map had drifted and was read again"
+            self.journal.note(now, "events", text, id, WARN, int(by))
+        if self._view.background is not None:
+            failures = self._view.background.failures
+            for work in self._failures.grown({kind: one.count for kind, one in failures.items()}):
+                self.journal.note(now, "gateway", f"background work failed: {work}: {failures[work].last}", level=BAD)
+
+    def _compare_words(self, now: float) -> None:
+        said = self._said()
+        for key, before in self._words.changed({key: state for key, (state, _) in said.items()}).items():
+            (kind, id), (state, text) = key, said[key]
+            level = GOOD if state in WELL else PLAIN if before is None or state in BEGINNING else WARN
+            self.journal.note(now, kind, text, id, level)
+
+    def _said(self) -> dict[tuple[str, str], tuple[str, str]]:
+        """By what it is about: a state, and what is said when that changes."""
+        view = self._view
+        said = {("events", id): (one.state, f"{one.state}: {one.reason}") for id, one in [*view.intakes.items()]}
+        why_not = view.why_not_ready()
+        if why_not is None:
+            said["gateway", ""] = ("ready", "ready for requests")
+        else:  # without each replica's reason, of which the journal tells by itself
+            said["gateway", ""] = ("not ready", f"not ready: {why_not.partition(':')[0]}")
+        ledger = view.shared_ledger
+        if ledger is not None:
+            away = f"the load in Redis is away, this gateway counts alone: {ledger.reason}"
+            said["redis", ""] = (
+                ("joined", "counts load in Redis, with all gateways") if ledger.joined else ("away", away)
+            )
+        return said
+
+    # --- what is kept, and told
+
+    def kept(self) -> dict[str, Any]:
+        return {
+            "figures": self.figures.kept(),
+            "decisions": [*self.sampler.decisions][: -MOST_SHOWN - 1 : -1],
+            "prefixes": self._prefixes(),
+            "journal": self.journal.to_list(MOST_SHOWN),
+            "failures": {id: {"at": one.at, "why": one.why} for id, one in self.journal.failures.items()},
+            "texts": self.texts,
+        }
+
+    def _prefixes(self) -> dict[str, Any]:
+        now = monotonic()
+        if now - self._tree[0] >= TREE_SECONDS:
+            self._tree = now, tree(self.sampler.recent(now), self._holders)
+        return self._tree[1]
+
+    def _holders(self, hashes: Sequence[int]) -> list[str]:
+        """Of all these blocks."""
+        held = self._view.cachemap.match(hashes, monotonic()).held
+        return [id for id, slot in self._view.slots.items() if slot < len(held) and held[slot] >= len(hashes)]
+
+
+def told(kept: Mapping[str, Any], now: float) -> dict[str, Any]:
+    """What `GET /recent` answers. `now`: seconds of the wall clock."""
+    return {"now": now, **kept, "figures": figures.told(kept["figures"], now)}
+
+
+def merged(several: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What several workers have kept, as one; at least one."""
+    decisions = sorted((one for kept in several for one in kept["decisions"]), key=lambda one: -one["at"])
+    failures: dict[str, Mapping[str, Any]] = {}
+    for kept in several:
+        for id, one in kept["failures"].items():
+            failures[id] = max(failures.get(id, one), one, key=lambda failure: failure["at"])
+    return {
+        "figures": figures.merged([kept["figures"] for kept in several]),
+        "decisions": decisions[:MOST_SHOWN],
+        "prefixes": _merged_trees([kept["prefixes"] for kept in several]),
+        "journal": _merged_journals([kept["journal"] for kept in several]),
+        "failures": failures,
+        "texts": several[0]["texts"],
+    }
+
+
+def _merged_journals(several: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
+    """What happened to a replica each worker has seen: it is told once, as often as the one that saw it most."""
+    found: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for entry in (entry for journal in several for entry in journal):
+        key = entry["kind"], entry["replica"], entry["text"], entry["since"] // SAME_SECONDS
+        known = found.get(key) or found.get((*key[:3], key[3] - 1)) or found.get((*key[:3], key[3] + 1))
+        if known is None:
+            found[key] = dict(entry)
+        else:
+            known["at"], known["times"] = max(known["at"], entry["at"]), max(known["times"], entry["times"])
+    return sorted(found.values(), key=lambda entry: -entry["at"])[:MOST_SHOWN]
+
+
+def _merged_trees(several: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    samples = sum(one["samples"] for one in several)
+    nodes: dict[str, dict[str, Any]] = {}
+    for node in (node for one in several for node in one["nodes"]):
+        known = nodes.setdefault(node["id"], {**node, "samples": 0, "path": [], "holders": []})
+        known["samples"] += node["samples"]
+        known["path"] += [id for id in node["path"] if id not in known["path"]]
+        known["holders"] += [id for id in node["holders"] if id not in known["holders"]]
+    for node in nodes.values():
+        for id in node["path"]:  # what begins with a node begins with those above it, whoever has seen them
+            if id in nodes:
+                nodes[id]["samples"] = max(nodes[id]["samples"], node["samples"])
+    kept = sorted(nodes.values(), key=lambda node: (-node["samples"], node["tokens"]))[:MOST_NODES]
+    ids = {node["id"]: node["tokens"] for node in kept}
+    for node in kept:
+        node["share"] = node["samples"] / samples
+        node["path"] = sorted((id for id in node["path"] if id in ids), key=lambda id: ids[id])
+    return {"samples": samples, "nodes": kept}

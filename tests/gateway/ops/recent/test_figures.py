@@ -1,0 +1,122 @@
+"""Figures of the last 15 minutes, from counters that are looked at once a second."""
+
+import pytest
+
+from gateway.ops.metrics import Metrics
+from gateway.ops.recent.figures import MINUTES, SLOT, SLOTS, WIDTH, Figures, merged, told
+
+START = 1_000_000_000.0  # a whole multiple of slots and minutes, nearly
+
+
+@pytest.fixture
+def metrics():
+    return Metrics()
+
+
+def test_figures_are_of_the_window_and_leave_it_after_15_minutes(metrics):
+    figures = Figures(metrics, START)
+    metrics.ttft_seconds.observe("a:1", 0.05)
+    metrics.request_seconds.observe("chat", 1.2)
+    metrics.requests.inc("chat", "2xx")
+    metrics.requests.inc("chat", "5xx")
+    metrics.requests.inc("chat", "cut")
+    metrics.requests.inc("chat", "4xx")
+    metrics.requests.inc("chat", "aborted")
+    metrics.prompt_tokens.inc("a:1", by=1000)
+    metrics.predicted_cached_tokens.inc("a:1", by=640)
+    metrics.reported_prompt_tokens.inc("a:1", by=500)
+    metrics.reported_cached_tokens.inc("a:1", by=250)
+    figures.look(START + 1, 3, 2, 7)
+    for later in (1, 60, 899 - SLOT):
+        figures.look(START + later, 0, 0, 0)
+        whole = told(figures.kept(), START + later)["whole"]
+        assert 0.04 <= whole["ttft_p50"] <= 0.06 and 1 <= whole["e2e_p99"] <= 1.5
+        assert (whole["requests"], whole["errors"], whole["rejected"], whole["aborted"]) == (5, 2, 1, 1)
+        assert (whole["hit_predicted"], whole["hit_reported"]) == (0.64, 0.5)
+        assert (whole["inflight"], whole["queued"], whole["waiting"]) == (3, 2, 7)
+    figures.look(START + 910, 0, 0, 0)
+    whole = told(figures.kept(), START + 910)["whole"]
+    assert whole["ttft_p50"] is None and whole["hit_reported"] is None and whole["requests"] == whole["waiting"] == 0
+
+
+def test_the_window_is_as_long_as_the_gateway_has_run(metrics):
+    figures = Figures(metrics, START)
+    assert told(figures.kept(), START + 40)["seconds"] == 40
+    assert told(figures.kept(), START + 4000)["seconds"] == SLOT * SLOTS
+
+
+def test_curves_end_now_and_have_gaps_where_nothing_was(metrics):
+    figures = Figures(metrics, START)
+    metrics.ttft_seconds.observe("a:1", 0.05)
+    figures.look(START, 4, 0, 0)
+    metrics.ttft_seconds.observe("b:1", 2.5)
+    figures.look(START + 60, 9, 0, 0)
+    curves = told(figures.kept(), START + 60)["curves"]
+    assert len(curves["ttft_p50"]) == 60 and 2 <= curves["ttft_p50"][-1] <= 3 and curves["inflight"][-1] == 9
+    assert 0.04 <= curves["ttft_p50"][-5] <= 0.06 and curves["ttft_p50"][-2] is None
+
+
+def test_a_replica_has_figures_of_its_own_until_it_is_forgotten(metrics):
+    figures = Figures(metrics, START)
+    metrics.ttft_seconds.observe("a:1", 0.05)
+    metrics.replica_requests.inc("a:1", "2xx", by=3)
+    metrics.replica_requests.inc("b:1", "5xx")
+    figures.look(START, 0, 0, 0)
+    found = told(figures.kept(), START)["replicas"]
+    assert (found["a:1"]["requests"], found["a:1"]["errors"], found["b:1"]["errors"]) == (3, 0, 1)
+    assert 0.04 <= found["a:1"]["ttft_p50"] <= 0.06 and found["b:1"]["ttft_p50"] is None
+    figures.look(START + 60 * MINUTES + 60, 0, 0, 0)
+    assert told(figures.kept(), START)["replicas"]["a:1"]["requests"] == 0
+    figures.forget("a:1")
+    assert "a:1" not in told(figures.kept(), START)["replicas"]
+
+
+def test_a_replica_that_was_forgotten_and_is_back_counts_from_nothing(metrics):
+    figures = Figures(metrics, START)
+    metrics.ttft_seconds.observe("a:1", 0.05)
+    metrics.prompt_tokens.inc("a:1", by=1000)
+    figures.look(START, 0, 0, 0)
+    metrics.forget("a:1")
+    metrics.ttft_seconds.observe("a:1", 0.05)
+    metrics.prompt_tokens.inc("a:1", by=10)
+    metrics.reported_prompt_tokens.inc("a:1", by=10)
+    metrics.predicted_cached_tokens.inc("a:1", by=505)
+    figures.look(START + 1, 0, 0, 0)
+    assert told(figures.kept(), START + 1)["whole"]["hit_predicted"] == 0.5, "505 of 1,010"
+
+
+def test_a_gateway_that_stood_still_keeps_no_old_slots(metrics):
+    figures = Figures(metrics, START)
+    metrics.requests.inc("chat", "2xx")
+    figures.look(START, 5, 0, 0)
+    figures.look(START + 100_000, 1, 0, 0)
+    whole = told(figures.kept(), START + 100_000)["whole"]
+    assert (whole["requests"], whole["inflight"]) == (0, 1)
+
+
+def test_memory_is_bounded_however_long_it_runs(metrics):
+    figures = Figures(metrics, START)
+    for second in range(0, 4000, 3):
+        metrics.requests.inc("chat", "2xx")
+        metrics.replica_requests.inc("a:1", "2xx")
+        figures.look(START + second, 1, 0, 0)
+    kept = figures.kept()
+    assert len(kept["rows"]) <= SLOTS and len(kept["replicas"]["a:1"]) == WIDTH
+    assert figures._rows.nbytes < 100_000 and figures._replicas["a:1"].nbytes < 10_000
+
+
+def test_workers_are_added_up_slot_by_slot():
+    kept = []
+    for number in (1, 2):
+        metrics = Metrics()
+        figures = Figures(metrics, START - number)
+        metrics.requests.inc("chat", "2xx", by=number)
+        metrics.replica_requests.inc("a:1", "2xx", by=number)
+        metrics.ttft_seconds.observe("a:1", 0.05 * number)
+        figures.look(START, number, 0, number)
+        figures.look(START + 60 * (number - 1), 0, 0, 0)  # the second is ahead by a minute
+        kept.append(figures.kept())
+    both = told(merged(kept), START + 60)
+    assert both["whole"]["requests"] == 3 and both["replicas"]["a:1"]["requests"] == 3
+    assert both["whole"]["inflight"] == 3 and both["seconds"] == 62
+    assert both["curves"]["requests"][-5] == 3 and sum(both["curves"]["requests"]) == 3

@@ -1,0 +1,108 @@
+"""The last 15 minutes of one gateway, and of several workers as one."""
+
+import types
+
+import pytest
+
+from gateway.ops.recent.recent import merged, told
+from replicas.lifecycle import State
+
+from ..test_admin import Gateway
+
+NOW = 1_000_000_000.0
+
+
+@pytest.fixture
+def gateway():
+    return Gateway()
+
+
+def said(gateway):
+    return [(one["replica"], one["text"], one["level"]) for one in gateway.recent.journal.to_list(99)]
+
+
+def test_replicas_that_come_change_and_go_are_told_of(gateway):
+    recent, fleet = gateway.recent, gateway.fleet
+    fleet.add("http://a:1")
+    recent.look(NOW)
+    replica = fleet.replicas["a:1"]
+    replica.state, replica.reason = State.FAILED, "exit code 1"
+    recent.replica_changed(replica, State.READY, State.FAILED)
+    assert recent.kept()["failures"]["a:1"]["why"] == "exit code 1"
+    del fleet.replicas["a:1"]
+    recent.look(NOW + 1)
+    assert said(gateway)[::-1] == [
+        ("a:1", "joined the fleet, which is 1 now", "plain"),
+        ("", "not ready: no replica is ready", "plain"),
+        ("a:1", "ready → failed: exit code 1", "bad"),
+        ("a:1", "left the fleet, which is 0 now", "plain"),
+    ]
+    assert recent.kept()["failures"] == {}
+
+
+def test_failures_of_requests_are_told_of_but_not_those_that_are_the_requests_own(gateway):
+    gateway.fleet.add("http://a:1")
+    gateway.metrics.upstream_errors.inc("a:1", "request", by=5)
+    gateway.recent.look(NOW)
+    assert not gateway.recent.journal.failures
+    gateway.metrics.upstream_errors.inc("a:1", "connect", by=3)
+    gateway.recent.look(NOW + 1)
+    gateway.recent.look(NOW + 2)
+    (entry,) = [one for one in gateway.recent.journal.to_list(9) if one["kind"] == "failure"]
+    assert (entry["text"], entry["times"], entry["at"]) == ("a request failed there: connect", 3, NOW + 1)
+    assert gateway.recent.kept()["failures"] == {"a:1": {"at": NOW + 1, "why": "a request failed there: connect"}}
+
+
+def test_what_becomes_of_events_and_of_the_map_is_told_of(gateway):
+    gateway.fleet.add("http://a:1")
+    intake = gateway.view.intakes["a:1"] = types.SimpleNamespace(state="live", reason="all replayed", problems=())
+    gateway.recent.look(NOW)
+    intake.state, intake.reason = "gap", "7 batches are missing"
+    gateway.metrics.heals.inc("a:1")
+    gateway.recent.look(NOW + 1)
+    intake.reason = "8 batches are missing"
+    gateway.recent.look(NOW + 2)
+    assert [one for one in said(gateway)[::-1] if one[0]][1:] == [
+        ("a:1", "live: all replayed", "good"),
+        ("a:1", "its part of the map had drifted and was read again", "warn"),
+        ("a:1", "gap: 7 batches are missing", "warn"),
+    ]
+
+
+def kept(number, **more):
+    gateway = Gateway()
+    gateway.metrics.requests.inc("chat", "2xx", by=number)
+    gateway.fleet.add("http://a:1")
+    gateway.recent.look(NOW + number)
+    return {**gateway.recent.kept(), **more}
+
+
+def test_workers_figures_and_journals_are_one():
+    both = told(merged([kept(1), kept(2)]), NOW + 3)
+    assert both["figures"]["whole"]["requests"] == 3
+    joined = [one for one in both["journal"] if one["kind"] == "fleet"]
+    assert len(joined) == 1 and joined[0]["times"] == 1, "both workers saw it, and it happened once"
+
+
+def test_workers_decisions_are_in_the_order_of_time():
+    one, other = ([{"at": at, "number": number} for number, at in enumerate(times)] for times in ((5.0, 3.0), (4.0,)))
+    both = merged([kept(1, decisions=one), kept(2, decisions=other)])
+    assert [decision["at"] for decision in both["decisions"]] == [5.0, 4.0, 3.0]
+
+
+def node(id, samples, tokens, path=(), holders=("a:1",)):
+    return {"id": id, "samples": samples, "tokens": tokens, "path": list(path), "holders": list(holders), "share": 0.0}
+
+
+def test_workers_trees_are_one_tree():
+    """One has seen a node between two that the other knows as parent and child."""
+    one = {"samples": 10, "nodes": [node("r", 6, 32), node("c", 2, 96, ["r"], ["b:1"])]}
+    other = {"samples": 10, "nodes": [node("r", 4, 32), node("m", 3, 64, ["r"]), node("c", 2, 96, ["r", "m"])]}
+    tree = merged([kept(1, prefixes=one), kept(2, prefixes=other)])["prefixes"]
+    assert tree["samples"] == 20
+    assert [(one["id"], one["samples"], one["share"], one["path"]) for one in tree["nodes"]] == [
+        ("r", 10, 0.5, []),
+        ("m", 4, 0.2, ["r"]),
+        ("c", 4, 0.2, ["r", "m"]),
+    ]
+    assert {*tree["nodes"][2]["holders"]} == {"a:1", "b:1"}

@@ -50,6 +50,8 @@ FAILURES = (RedisError, OSError, TimeoutError)  # whatever Redis or the way to i
 
 # What a server says when it refuses, what that means, and what to do. Its words differ between versions and forks.
 REFUSALS = (
+    ("protected mode", "it is in protected mode, so it answers its own machine only", "give it a password, or start it with "
+     "--protected-mode no where no stranger reaches it"),
     ("READONLY|read.only replica", "it is a read-only replica", "give the URL of the primary, or redis+sentinel://, which finds it"),
     ("NOPERM|no permissions?|ACL failure|can't run this command|can't access", "its ACL does not let this user do that",
      "grant the user what docs/scaling.md lists"),
@@ -88,8 +90,13 @@ def in_words(said: str) -> str:
         said = plain
     for pattern, why, remedy in REFUSALS:
         if re.search(pattern, said):
-            return f"{what or 'Redis refuses'}: {why} ({said}); {remedy}"
+            return f"{what or 'Redis refuses'}: {why} ({_brief(said)}); {remedy}"
     return f"{what}: {said}" if what else said
+
+
+def _brief(said: str) -> str:
+    """The first sentence of a server that gives a page of advice."""
+    return said if len(said) <= 200 else said.partition(". ")[0][:200]
 
 
 class Trouble(NamedTuple):

@@ -166,3 +166,15 @@ async def test_one_that_loads_its_data_answers():
 )  # fmt: skip
 def test_what_other_versions_say_is_as_plain(said, plain):
     assert in_words(said) == plain
+
+
+def test_protected_mode_is_named_in_one_line():
+    """What a Redis without a password says to another machine: a page of advice, of which one part fits here."""
+    said = (
+        "DENIED Redis is running in protected mode because protected mode is enabled and no password is set for the "
+        "default user. In this mode connections are only accepted from the loopback interface. If you want to connect "
+        "from external computers to Redis you may adopt one of the following solutions: 1) Just disable protected mode"
+    )
+    told = in_words(said)
+    assert "protected mode" in told and "--protected-mode no" in told and len(told) < 300
+    assert "does not accept this user" not in told

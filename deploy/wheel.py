@@ -14,7 +14,10 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-NEEDED = ("gateway", "cachemap", "policies", "replicas", "loadgen", "pyproject.toml", "README.md", "LICENSE")
+NEEDED = (
+    *("gateway", "cachemap", "policies", "replicas", "loadgen", "pyproject.toml", "README.md", "LICENSE"),
+    *("compose.yaml", "compose.gateway.yaml", "constraints.txt", "deploy"),  # what `hitherto assets` writes
+)
 
 
 def absolute(text: str, repository: str, ref: str) -> str:

@@ -145,6 +145,9 @@ def build_parser() -> Parser:
     verbs.add_parser("key", help="make an API key for a client", add_help=False)
     verbs.add_parser("replica", help="run one simulated engine", add_help=False)
     verbs.add_parser("calibrate", help="measure an engine, for simulated ones as fast as it", add_help=False)
+    verbs.add_parser(
+        "assets", help="write compose files, dashboards, alert rules and a systemd unit into a folder", add_help=False
+    )
     verbs.add_parser("plan", help="what a model's KV cache holds, and the replicas that a load needs", add_help=False)
     return parser
 
@@ -242,7 +245,15 @@ def key(argv: Sequence[str]) -> int:
     return verb.run(parser.parse_args(argv))
 
 
-WITH_FLAGS_OF_THEIR_OWN = {"key": key, "replica": replica, "calibrate": calibrate, "plan": plan}
+def assets(argv: Sequence[str]) -> int:
+    from gateway import assets as room
+
+    parser = Parser(prog="hitherto assets", description=room.ABOUT)
+    room.add_arguments(parser)
+    return room.run(parser.parse_args(argv))
+
+
+WITH_FLAGS_OF_THEIR_OWN = {"key": key, "assets": assets, "replica": replica, "calibrate": calibrate, "plan": plan}
 
 
 def completion(args: argparse.Namespace) -> int:

@@ -16,7 +16,7 @@ interpreter() {
 }
 
 mkdir "$work/tree" "$work/elsewhere"
-cp -r "$root"/{gateway,cachemap,policies,replicas,loadgen,pyproject.toml,README.md,LICENSE} "$work/tree"
+cp -r "$root"/{gateway,cachemap,policies,replicas,loadgen,pyproject.toml,README.md,LICENSE,compose.yaml,compose.gateway.yaml,constraints.txt,deploy} "$work/tree"
 # The checkout without the packages, so that tests find those that are installed.
 cp -r "$root"/{tests,bench,docs,README.md,ARCHITECTURE.md,CHANGELOG.md,pyproject.toml,Makefile,compose.yaml,deploy} "$work/elsewhere"
 failed=0

@@ -9,7 +9,7 @@ VLLM ?= 0.28.0 0.32.0
 # A thousand processes that tests start would each compile the modules that they import, 0.2 s of CPU for a gateway.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo demo-vllm test dashboards check-grafana lint guard test-vllm test-clients test-pythons wheel clean
+.PHONY: setup demo demo-vllm test dashboards check-grafana lint guard test-vllm test-compose test-clients test-pythons wheel clean
 
 setup: .venv/ready
 
@@ -42,7 +42,7 @@ demo-vllm: setup
 # Four at once on however few cores: tests that start processes wait a good part of their time. Files go in the order that
 # tests/conftest.py gives them.
 test: setup
-	@$(BIN)/python -m pytest --ignore tests/vllm --ignore tests/test_instructions.py --numprocesses 4 --dist loadfile --no-loadscope-reorder $(ARGS)
+	@$(BIN)/python -m pytest --ignore tests/vllm --ignore tests/containers --ignore tests/test_instructions.py --numprocesses 4 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 # Grafana's dashboards from deploy/grafana/boards; then their check against Grafana's own types, which needs npm.
 dashboards: setup
@@ -93,6 +93,13 @@ REF ?= main
 wheel: setup
 	@test -n "$(REPOSITORY)" || { echo "say where the README's links lead: make wheel REPOSITORY=https://HOST/OWNER/hitherto REF=v0.1.0"; exit 1; }
 	@$(BIN)/python deploy/wheel.py --repository "$(REPOSITORY)" --ref "$(REF)"
+
+# compose.yaml and compose.gateway.yaml in real containers, without a Docker daemon: as root on Debian. Three minutes, and
+# two more the first time, which installs podman, and makes images in ~/.cache/hitherto/containers. Not part of `make test`.
+test-compose: setup
+	@folder=$$(PYTHON="$(PYTHON)" tests/containers/install.sh) || { code=$$?; \
+	  test $$code = 3 && echo "SKIPPED: make test-compose" && exit; exit $$code; }; \
+	HITHERTO_CONTAINERS=$$folder flock $$folder $(BIN)/python -m pytest tests/containers -s -v $(ARGS)
 
 clean:
 	rm -rf .venv build *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache

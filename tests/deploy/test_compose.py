@@ -1,4 +1,4 @@
-"""compose.yaml: valid by the compose specification, and true about this repository."""
+"""The compose files: valid by the specification, and true about this repository. `make test-compose` runs them."""
 
 import json
 import re
@@ -13,14 +13,42 @@ import pytest
 import yaml
 
 from gateway import cli
-from gateway.config import Settings, read_token
+from gateway.config import Config, read_token
 from gateway.ops import traces
 from replicas.replica import parse_url
 
 ROOT = Path(__file__).parents[2]
-COMPOSE = yaml.safe_load((ROOT / "compose.yaml").read_text())
-SERVICES = COMPOSE["services"]
+FILES = ("compose.yaml", "compose.gateway.yaml")
 DOCKERFILE = (ROOT / "deploy" / "Dockerfile").read_text()
+PROMETHEUS = yaml.safe_load((ROOT / "deploy" / "prometheus.yml").read_text())
+VARIABLE = re.compile(r"\$\{(\w+)(:-([^}]*))?\}")
+OURS = "hitherto"
+
+
+def env_file(path: Path) -> dict[str, str]:
+    lines = [line for line in path.read_text().splitlines() if line and not line.startswith("#")]
+    return dict(line.split("=", 1) for line in lines)
+
+
+GPU = env_file(ROOT / "deploy" / "gpu.env")
+
+
+def compose(file: str, **variables: str) -> dict:
+    """The file with its variables put in, as `docker compose config` does."""
+    text = VARIABLE.sub(lambda match: variables.get(match[1], match[3] or ""), (ROOT / file).read_text())
+    return yaml.safe_load(text)
+
+
+STACK, ALONE = compose("compose.yaml"), compose("compose.gateway.yaml")
+SERVICES = STACK["services"]
+GATEWAYS = [name for name in SERVICES if name.startswith("gateway-")]
+REPLICAS = [name for name in SERVICES if name.startswith("replica-")]
+EVERY = [(file, name) for file in FILES for name in compose(file)["services"]]
+LASTING = [(file, name) for file, name in EVERY if name != "admin-token"]
+
+
+def service(file: str, name: str) -> dict:
+    return compose(file)["services"][name]
 
 
 def schema() -> dict:
@@ -30,30 +58,96 @@ def schema() -> dict:
     )
 
 
-def test_valid_by_the_compose_specification():
-    jsonschema.validate(COMPOSE, schema())
+@pytest.mark.parametrize("file", FILES)
+def test_valid_by_the_compose_specification(file):
+    jsonschema.validate(compose(file), schema())
+    jsonschema.validate(yaml.safe_load((ROOT / file).read_text()), schema())
 
 
 def test_the_schema_would_notice():
-    broken = json.loads(json.dumps(COMPOSE))
-    broken["services"]["gateway"]["prots"] = ["8080:8080"]
+    broken = compose("compose.yaml")
+    broken["services"]["gateway-1"]["prots"] = ["8080:8080"]
     with pytest.raises(jsonschema.ValidationError, match="prots"):
         jsonschema.validate(broken, schema())
 
 
-def test_everything_the_issue_names_is_there():
-    assert {"gateway", "redis", "prometheus", "grafana"} < set(SERVICES)
-    assert len([name for name in SERVICES if name.startswith("replica-")]) >= 2
+@pytest.mark.parametrize("file", FILES)
+def test_every_variable_has_a_default(file):
+    text = (ROOT / file).read_text()
+    found = {match[1]: match[2] for match in VARIABLE.finditer(text) if match[1] != "NAME"}
+    assert found and all(found.values()), [name for name, default in found.items() if not default]
+    assert "$" not in VARIABLE.sub("", text), "another way to write a variable"
 
 
-def gateway_settings(monkeypatch, tmp_path) -> Settings:
+@pytest.mark.parametrize("file", FILES)
+def test_one_service_builds_the_image_and_all_that_use_it_wait_for_that(file):
+    services = compose(file)["services"]
+    users = {name: one for name, one in services.items() if one["image"] == OURS}
+    (builder,) = (name for name, one in services.items() if "build" in one)
+    assert builder in users and users[builder]["pull_policy"] == "build"
+    for name, one in users.items():
+        if name != builder:
+            assert one["pull_policy"] == "never" and "build" not in one, name
+            assert one["depends_on"][builder] == {"condition": "service_completed_successfully"}, name
+    assert services[builder]["build"] == {"context": ".", "dockerfile": "deploy/Dockerfile"}
+    assert (ROOT / "deploy" / "Dockerfile").is_file()
+
+
+@pytest.mark.parametrize(("file", "name"), LASTING)
+def test_every_service_that_lasts_is_checked_limited_restarted_and_confined(file, name):
+    one = service(file, name)
+    assert one["restart"] == "unless-stopped" and one["healthcheck"]["test"][0] == "CMD"
+    assert one["cap_drop"] == ["ALL"] and one["security_opt"] == ["no-new-privileges:true"]
+    assert one["logging"]["options"]["max-size"], "what is logged has an end"
+    if one.get("profiles") == ["gpu"]:
+        (device,) = one["deploy"]["resources"]["reservations"]["devices"]
+        assert device["driver"] == "nvidia" and device["capabilities"] == ["gpu"] and len(device["device_ids"]) == 1
+        return
+    assert one["read_only"] is True
+    assert set(one["deploy"]["resources"]["limits"]) == {"memory", "pids"}
+
+
+@pytest.mark.parametrize(("file", "name"), EVERY)
+def test_ports_have_variables_and_only_clients_port_can_leave_this_machine_by_itself(file, name):
+    text = yaml.safe_load((ROOT / file).read_text())["services"][name]
+    for written, port in zip(text.get("ports", []), service(file, name).get("ports", []), strict=True):
+        assert re.fullmatch(r"\$\{PUBLISH(_ADMIN)?:-[\d.]+\}:\$\{\w+_PORT:-\d+\}:\d+", written), written
+        beyond = (file, name) == ("compose.gateway.yaml", "gateway") and port.endswith(":8080")
+        assert port.startswith("0.0.0.0:" if beyond else "127.0.0.1:"), port
+        assert ("PUBLISH_ADMIN" in written) == (not port.endswith(":8080")), (
+            "operators' ports have a variable of their own"
+        )
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_no_port_is_published_twice(file):
+    ports = [port.split(":")[1] for one in compose(file)["services"].values() for port in one.get("ports", [])]
+    assert len(ports) == len(set(ports))
+
+
+@pytest.mark.parametrize(("file", "name"), EVERY)
+def test_what_is_mounted_exists(file, name):
+    for mount in service(file, name).get("volumes", []):
+        source = mount.split(":")[0]
+        assert (ROOT / source).exists() if source.startswith(".") else source in compose(file)["volumes"], mount
+
+
+@pytest.mark.parametrize(("file", "name"), EVERY)
+def test_images_are_pinned(file, name):
+    image = service(file, name)["image"]
+    assert image == OURS or re.search(r":v?\d+\.\d+", image), name
+
+
+def gateway_config(one: dict, monkeypatch, tmp_path) -> Config:
+    """What `hitherto serve` in that container runs with, and so what `hitherto doctor` in it looks at."""
     monkeypatch.chdir(tmp_path)
-    for name, value in re.findall(r"^ENV (HITHERTO_\w+)=(\S+)$", DOCKERFILE, re.M):
-        monkeypatch.setenv(name, value)
     token = tmp_path / "admin-token"  # in place of the volume
     make_token(token)
-    words = [word.replace("/run/hitherto/admin-token", str(token)) for word in SERVICES["gateway"]["command"]]
-    return cli.load_config(cli._parse(words)).settings
+    for name, value in one["environment"].items():
+        if value is not None:
+            monkeypatch.setenv(name, value.replace("/run/hitherto/admin-token", str(token)))
+    assert one["command"] == ["serve"], "flags would be unknown to `docker compose exec gateway hitherto doctor`"
+    return cli.load_config(cli._parse(one["command"]))
 
 
 def make_token(file: Path) -> None:
@@ -69,80 +163,123 @@ def test_the_admin_sides_token_is_made_once_and_everybody_may_read_it_who_has_th
     token = file.read_text()
     make_token(file)
     assert file.read_text() == token and len(token) == 64 and file.stat().st_mode & 0o777 == 0o444
+    assert [path.name for path in tmp_path.iterdir()] == ["admin-token"]
     readers = {
         name for name, service in SERVICES.items() if "admin-token:/run/hitherto:ro" in service.get("volumes", [])
     }
-    assert readers == {"gateway", "prometheus"}
+    assert readers == {*GATEWAYS, "prometheus"}
     for name in readers:
         assert SERVICES[name]["depends_on"] == {"admin-token": {"condition": "service_completed_successfully"}}
 
 
-def test_the_admin_side_answers_to_the_name_that_prometheus_asks_and_with_what_it_sends(monkeypatch, tmp_path):
-    settings = gateway_settings(monkeypatch, tmp_path)
-    (job,) = (
-        job
-        for job in yaml.safe_load((ROOT / "deploy/prometheus.yml").read_text())["scrape_configs"]
-        if job["job_name"] == "hitherto"
-    )
-    (target,) = job["static_configs"][0]["targets"]
-    assert target.partition(":")[0] in settings.admin_allow_host
-    assert "@" + job["authorization"]["credentials_file"] in SERVICES["gateway"]["command"] and read_token(settings)
+def test_the_gateway_alone_has_what_the_gateways_of_the_stack_have():
+    alone, among = ALONE["services"], SERVICES
+    assert alone["admin-token"]["entrypoint"] == among["admin-token"]["entrypoint"]
+    for key in (
+        "healthcheck",
+        "stop_grace_period",
+        "deploy",
+        "read_only",
+        "tmpfs",
+        "init",
+        "cap_drop",
+        "logging",
+        "security_opt",
+    ):
+        assert alone["gateway"][key] == among["gateway-1"][key], key
+    assert set(alone["gateway"]["volumes"]) == set(among["gateway-1"]["volumes"])
+    assert set(alone) == {"admin-token", "gateway"}
 
 
-def test_the_gateways_command_is_one_it_takes(monkeypatch, tmp_path):
-    settings = gateway_settings(monkeypatch, tmp_path)
+def test_the_admin_side_answers_to_the_names_that_prometheus_asks_and_with_what_it_sends(monkeypatch, tmp_path):
+    settings = gateway_config(SERVICES["gateway-1"], monkeypatch, tmp_path).settings
+    (job,) = (job for job in PROMETHEUS["scrape_configs"] if job["job_name"] == "hitherto")
+    targets = job["static_configs"][0]["targets"]
+    assert targets == [f"{name}:{settings.admin_port}" for name in GATEWAYS]
+    assert {target.partition(":")[0] for target in targets} <= set(settings.admin_allow_host)
+    file = job["authorization"]["credentials_file"]
+    assert SERVICES["gateway-1"]["environment"]["HITHERTO_ADMIN_TOKEN"] == "@" + file and read_token(settings)
+
+
+@pytest.mark.parametrize("name", GATEWAYS)
+def test_the_gateways_settings_are_ones_it_takes(name, monkeypatch, tmp_path):
+    settings = gateway_config(SERVICES[name], monkeypatch, tmp_path).settings
     replicas = {parse_url(url).host: parse_url(url).port for url in settings.replica_url}
-    assert set(replicas) == {name for name in SERVICES if name.startswith("replica-")}
+    assert set(replicas) == set(REPLICAS) and len(replicas) >= 2
     assert settings.admin_host == "0.0.0.0", "else Prometheus and the published port cannot reach it"
-    published = {port.rpartition(":")[2] for port in SERVICES["gateway"]["ports"]}
+    published = {port.rpartition(":")[2] for port in SERVICES[name]["ports"]}
     assert published == {str(settings.port), str(settings.admin_port)}
     for port in published:
         assert port in DOCKERFILE
-    for name, port in replicas.items():
-        command = SERVICES[name]["command"]
+    for replica, port in replicas.items():
+        command = SERVICES[replica]["command"]
         assert command[command.index("--port") + 1] == str(port) and "0.0.0.0" in command
+
+
+def test_the_gateway_alone_takes_its_settings(monkeypatch, tmp_path):
+    settings = gateway_config(ALONE["services"]["gateway"], monkeypatch, tmp_path).settings
+    (url,) = settings.replica_url
+    assert ALONE["services"]["gateway"]["extra_hosts"] == [f"{parse_url(url).host}:host-gateway"]
+    assert settings.admin_host == "0.0.0.0" and settings.redis_url is None
+
+
+def test_the_gateways_share_the_redis_that_is_there(monkeypatch, tmp_path):
+    assert len(GATEWAYS) == 2
+    for name in GATEWAYS:
+        url = urlsplit(SERVICES[name]["environment"]["HITHERTO_REDIS_URL"])
+        assert (url.scheme, url.hostname, url.port) == ("redis", "redis", 6379)
+    assert "ports" not in SERVICES["redis"], "it asks for no password"
 
 
 def test_the_replicas_command_is_one_they_take():
     from replicas.simulated import cli as simulated
 
-    for name, service in SERVICES.items():
-        if name.startswith("replica-"):
-            parser = cli.Parser(prog="hitherto replica")
-            simulated.add_arguments(parser)
-            assert service["command"][0] == "replica"
-            args = parser.parse_args(service["command"][1:])
-            assert (args.port, args.events_port, args.replay_port) == (8000, 5557, 5558)
+    for name in REPLICAS:
+        parser = cli.Parser(prog="hitherto replica")
+        simulated.add_arguments(parser)
+        assert SERVICES[name]["command"][0] == "replica"
+        args = parser.parse_args(SERVICES[name]["command"][1:])
+        assert (args.port, args.events_port, args.replay_port) == (8000, 5557, 5558)
+
+
+def test_with_gpus_the_gateways_use_vllm_engines_that_publish_their_events():
+    gpu = compose("compose.yaml", **GPU)["services"]
+    assert {match[1] for match in VARIABLE.finditer((ROOT / "compose.yaml").read_text())} | {"COMPOSE_PROFILES"} >= set(
+        GPU
+    )
+    engines = [name for name, one in gpu.items() if one.get("profiles") == [GPU["COMPOSE_PROFILES"]]]
+    urls = gpu["gateway-1"]["environment"]["HITHERTO_REPLICA_URL"].split()
+    assert [parse_url(url).host for url in urls] == engines and len(engines) == 2
+    gpus = [gpu[name]["deploy"]["resources"]["reservations"]["devices"][0]["device_ids"] for name in engines]
+    assert gpus == [["0"], ["1"]], "one for each"
+    readme = (ROOT / "README.md").read_text()
+    for name in engines:
+        words = gpu[name]["command"]
+        assert words[0] == GPU["VLLM_MODEL"] and "--enable-prompt-tokens-details" in words
+        (events,) = (word.partition("=")[2] for word in words if word.startswith("--kv-events-config="))
+        assert f"--kv-events-config '{events}'" in readme, "as the README starts its engines"
+    assert PROMETHEUS["scrape_configs"][1]["dns_sd_configs"][0]["names"] == engines
 
 
 def test_traces_go_to_a_service_that_is_there_by_what_is_installed():
-    receiver = urlsplit(traces.receiver(SERVICES["gateway"]["environment"]))
-    assert receiver.hostname in SERVICES and receiver.port == 4318
+    for name in GATEWAYS:
+        receiver = urlsplit(traces.receiver(SERVICES[name]["environment"]))
+        assert receiver.hostname in SERVICES and receiver.port == 4318
     assert "'.[otel]'" in DOCKERFILE
 
 
 def test_stopping_waits_for_the_drain(monkeypatch, tmp_path):
-    grace = int(SERVICES["gateway"]["stop_grace_period"].removesuffix("s"))
-    assert grace > gateway_settings(monkeypatch, tmp_path).drain_timeout_s
+    for one in (SERVICES["gateway-1"], SERVICES["gateway-2"], ALONE["services"]["gateway"]):
+        grace = int(one["stop_grace_period"].removesuffix("s"))
+        assert grace > gateway_config(one, monkeypatch, tmp_path).settings.drain_timeout_s
 
 
-def test_nothing_is_published_beyond_this_machine():
-    for service in SERVICES.values():
-        for port in service.get("ports", []):
-            assert port.startswith("127.0.0.1:"), port
-
-
-def test_what_is_mounted_and_built_exists():
-    for service in SERVICES.values():
-        for mount in service.get("volumes", []):
-            source = mount.split(":")[0]
-            assert (ROOT / source).exists() if source.startswith(".") else source in COMPOSE["volumes"], mount
-    assert (ROOT / COMPOSE["x-hitherto"]["build"]["dockerfile"]).is_file()
-
-
-def test_images_are_pinned():
-    for name, service in SERVICES.items():
-        assert service["image"] == "hitherto" or re.search(r":v?\d+\.\d+", service["image"]), name
+def test_the_caches_that_are_written_are_in_a_volume():
+    places = dict(re.findall(r"(XDG_CACHE_HOME|HF_HOME)=(\S+)", DOCKERFILE))
+    (volume,) = re.findall(r"^VOLUME (\S+)$", DOCKERFILE, re.M)
+    assert len(places) == 2 and all(place.startswith(volume) for place in places.values())
+    for one in (*(SERVICES[name] for name in GATEWAYS + REPLICAS), ALONE["services"]["gateway"]):
+        assert f"cache:{volume}" in one["volumes"] and one["tmpfs"] == ["/tmp"]
 
 
 def test_the_image_has_every_package():

@@ -168,11 +168,12 @@ def test_prometheus_scrapes_the_services_of_compose():
     config = yaml.safe_load((DEPLOY / "prometheus.yml").read_text())
     jobs = {job["job_name"]: [target.split(":") for one in job["static_configs"] for target in one["targets"]]
             for job in config["scrape_configs"]}  # fmt: skip
-    assert ["gateway", str(Settings().admin_port)] in jobs["hitherto"]
+    gateways = [name for name in services if name.startswith("gateway-")]
+    assert jobs["hitherto"] == [[name, str(Settings().admin_port)] for name in gateways] and gateways
     assert {host for host, _ in jobs["replicas"]} <= {name for name in services if name.startswith("replica-")}
     used = {job for rule in RULES for job in re.findall(r'job="(\w+)"', rule["expr"])}
     assert used <= set(jobs)
-    assert config["rule_files"] == ["/etc/prometheus/alerts.yml"]
+    assert [path.name for pattern in config["rule_files"] for path in DEPLOY.glob(pattern)] == ["alerts.yml"]
 
 
 def test_grafana_finds_the_dashboards_where_compose_mounts_them():
@@ -184,7 +185,7 @@ def test_grafana_finds_the_dashboards_where_compose_mounts_them():
     home = compose["grafana"]["environment"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"]
     assert home == provider["options"]["path"] + "/overview.json"
     mounts = dict(mount.split(":")[:2][::-1] for mount in compose["prometheus"]["volumes"])
-    assert mounts["/etc/prometheus/alerts.yml"] == "./deploy/alerts.yml"
+    assert mounts["/etc/prometheus"] == "./deploy", "with its configuration and rules"
 
 
 # --- a real Prometheus, which scrapes real gateways under load

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 from bench import config_page
-from gateway.config import Settings, flag
+from gateway.config import ALIASES, Settings, flag
 from gateway.ops.metrics import READ, Counter, Metrics
 
 ROOT = Path(__file__).parent.parent
@@ -35,6 +35,16 @@ def test_links_between_documents_lead_somewhere():
             page = path.parent / name if name else path
             assert page.exists(), f"{path.name}: {target}"
             assert not anchor or anchor in anchors(page), f"{path.name}: {target}"
+
+
+def test_every_flag_that_another_routers_becomes_exists():
+    known = {flag(name) for name in Settings.model_fields} | {alias for one in ALIASES.values() for alias in one}
+    rows = [
+        line.split(" | ") for line in (ROOT / "docs/migrating.md").read_text().splitlines() if line.startswith("| `")
+    ]
+    assert len(rows) > 50
+    for row in rows:
+        assert set(re.findall(r"--[a-z-]+", row[1])) <= known, row[1]
 
 
 def anchors(page: Path) -> set[str]:

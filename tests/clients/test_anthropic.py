@@ -72,6 +72,20 @@ def test_errors_have_anthropics_shape(client):
     assert caught.value.body["error"]["type"] == "invalid_request_error"
 
 
+NOT_SERVED = {
+    "batches": lambda client: client.messages.batches.list(),
+    "files": lambda client: client.beta.files.list(),
+}
+
+
+@pytest.mark.parametrize("ask", NOT_SERVED.values(), ids=NOT_SERVED)
+def test_what_is_not_served_is_said_at_once(client, ask):
+    with pytest.raises(anthropic.APIStatusError) as caught:
+        ask(client)
+    assert caught.value.status_code in (404, 405), caught.value
+    assert "not part of the inference API" in str(caught.value)
+
+
 def test_keys(guarded):
     with Anthropic(base_url=guarded.url, api_key="sk-unknown", max_retries=0) as stranger:
         with pytest.raises(anthropic.AuthenticationError) as caught:

@@ -155,14 +155,33 @@ def test_a_bad_request(client):
         client.completions.create(model="sim", prompt="", max_tokens=2)
 
 
-def test_what_is_not_served(client):
-    with pytest.raises(openai.NotFoundError) as caught:
-        client.images.generate(model="sim", prompt="a cat")
-    assert caught.value.code == "path_not_allowed"
-    with pytest.raises(openai.NotFoundError):
-        client.moderations.create(input="a cat")
-    with pytest.raises(openai.NotFoundError):
-        client.files.list()
+NOT_SERVED = {
+    "images": lambda client: client.images.generate(model="sim", prompt="a cat"),
+    "moderations": lambda client: client.moderations.create(input="a cat"),
+    "files": lambda client: client.files.list(),
+    "batches": lambda client: client.batches.list(),
+    "speech": lambda client: client.audio.speech.create(model="sim", voice="alloy", input="a cat"),
+    "transcriptions": lambda client: client.audio.transcriptions.create(model="sim", file=("a.wav", b"RIFF")),
+    "vector stores": lambda client: client.vector_stores.list(),
+    "fine-tuning": lambda client: client.fine_tuning.jobs.list(),
+    "conversations": lambda client: client.conversations.create(),
+    "stored chats": lambda client: client.chat.completions.list(),
+    "a stored chat": lambda client: client.chat.completions.retrieve("chatcmpl-1"),
+    "counting a response": lambda client: client.responses.input_tokens.count(model="sim", input="a cat"),
+    "compacting a response": lambda client: client.responses.compact(model="sim", input="a cat"),
+    "deleting a response": lambda client: client.responses.delete("resp_nobody"),
+    "cancelling a response": lambda client: client.responses.cancel("resp_nobody"),
+    "items of a response": lambda client: client.responses.input_items.list("resp_nobody"),
+}
+
+
+@pytest.mark.parametrize("ask", NOT_SERVED.values(), ids=NOT_SERVED)
+def test_what_is_not_served_is_said_at_once(client, ask):
+    """In OpenAI's form, as the client's matter and no server's failure."""
+    with pytest.raises(openai.APIStatusError) as caught:
+        ask(client)
+    assert caught.value.status_code in (404, 405), caught.value
+    assert caught.value.body["message"], caught.value
 
 
 def test_keys(guarded):

@@ -9,7 +9,7 @@ VLLM ?= 0.28.0 0.32.0
 # A thousand processes that tests start would each compile the modules that they import, 0.2 s of CPU for a gateway.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo demo-vllm test dashboards check-grafana lint guard test-vllm test-compose test-clients test-pythons wheel clean
+.PHONY: setup demo demo-vllm test dashboards check-grafana lint guard test-vllm test-compose test-clients test-pythons wheel clean test-alerts
 
 setup: .venv/ready
 
@@ -42,7 +42,11 @@ demo-vllm: setup
 # Four at once on however few cores: tests that start processes wait a good part of their time. Files go in the order that
 # tests/conftest.py gives them.
 test: setup
-	@$(BIN)/python -m pytest --ignore tests/vllm --ignore tests/containers --ignore tests/test_instructions.py --numprocesses 4 --dist loadfile --no-loadscope-reorder $(ARGS)
+	@$(BIN)/python -m pytest --ignore tests/vllm --ignore tests/containers --ignore tests/test_instructions.py --ignore tests/deploy/test_faults.py --numprocesses 4 --dist loadfile --no-loadscope-reorder $(ARGS)
+
+# Each alert on real gateways and engines that are killed, stopped and slowed, with a real Prometheus: seven minutes.
+test-alerts: setup
+	@$(BIN)/python -m pytest tests/deploy/test_faults.py $(ARGS)
 
 # Grafana's dashboards from deploy/grafana/boards; then their check against Grafana's own types, which needs npm.
 dashboards: setup

@@ -198,7 +198,9 @@ class Settings(BaseModel):
         (),
         description="policies to ask about each request as well, without acting: what they would have saved or cost is in the metrics",
     )
-    cache_budget: Bytes = Field(512 * 2**20, description="memory for the map of who holds which block, like 512MiB")
+    cache_budget: Bytes = Field(
+        512 * 2**20, ge=2**20, description="memory for the map of who holds which block, like 512MiB"
+    )
     tokenize_once: Literal["auto", "never"] = Field(
         "auto", description="send engines the token ids of long prompts, where they are shown to take them, or never"
     )

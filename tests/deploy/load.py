@@ -13,8 +13,8 @@ WORDS = ["quality", "mercy", "strained", "droppeth", "gentle", "rain", "heaven",
 SYSTEM = " ".join(random.Random(1).choices(WORDS, k=150))
 
 
-def body(number: int, tokens: int = 24) -> dict:
-    question = " ".join(random.Random(number).choices(WORDS, k=40))
+def body(number: int, tokens: int, words: int) -> dict:
+    question = " ".join(random.Random(number).choices(WORDS, k=words))
     return {
         "model": "sim", "max_tokens": tokens, "stream": True, "stream_options": {"include_usage": True},
         "messages": [{"role": "system", "content": SYSTEM}, {"role": "user", "content": question}],
@@ -24,8 +24,16 @@ def body(number: int, tokens: int = 24) -> dict:
 class Load:
     """Clients of one gateway; `async with`. What they get is theirs to bear: faults are meant to hurt."""
 
-    def __init__(self, url: str, clients: int = 2, tokens: int = 24, pause: float = 0.05, headers: dict | None = None):
-        self.clients, self.tokens, self.pause = clients, tokens, pause
+    def __init__(
+        self,
+        url: str,
+        clients: int = 2,
+        tokens: int = 24,
+        pause: float = 0.05,
+        words: int = 40,
+        headers: dict | None = None,
+    ):
+        self.clients, self.tokens, self.pause, self.words = clients, tokens, pause, words
         self.statuses: dict[int, int] = {}
         self._client = httpx.AsyncClient(base_url=url, timeout=30, headers=headers)
         self._numbers = itertools.count()
@@ -34,7 +42,7 @@ class Load:
     async def one(self, number: int, **headers: str) -> int:
         given = {"x-customer-tier": "premium"} if number % 2 else {}
         async with self._client.stream(
-            "POST", "/v1/chat/completions", json=body(number, self.tokens), headers={**given, **headers}
+            "POST", "/v1/chat/completions", json=body(number, self.tokens, self.words), headers={**given, **headers}
         ) as answer:
             async for _ in answer.aiter_raw():
                 pass

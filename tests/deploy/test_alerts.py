@@ -1,5 +1,5 @@
 """Each alert fires when it should and clears when it is over: in virtual time, with its own durations, on series
-that look as gateways' do."""
+that look as gateways' do. With real faults: test_faults.py (`make test-alerts`)."""
 
 import shutil
 import subprocess

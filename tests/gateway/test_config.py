@@ -89,6 +89,7 @@ def test_unknown_name_in_the_file_has_file_line_and_suggestion(empty_folder):
         ("replica_url: true\n", "hitherto.yaml:1: replica_url: 'true' is yes or no to YAML"),
         ("cache_budget: " + 400 * "9" + ".5GiB", "is more than any machine has; write a size like 512MiB"),
         ("cache_budget: 99999999999GiB\n", "'99999999999GiB' is more than any machine has"),
+        ("cache_budget: 64KiB\n", "greater than or equal to 1048576"),
         ("request_budget: " + 30 * "9" + "\n", "less than or equal to"),
         ("port: seven\n", "file hitherto.yaml:1: port: 'seven' is not valid"),
         ("port: 70000\n", "less than or equal to 65535"),

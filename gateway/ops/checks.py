@@ -21,6 +21,7 @@ from gateway.prompt.pipeline import Pipeline
 from gateway.prompt.report import template_report
 from replicas.access import Access
 from replicas.adopt import Facts, problems_of
+from replicas.engines import TRANSFERS
 from replicas.problems import Problem
 from replicas.replica import Address, EventSource, Replica, parse_url
 from replicas.roles import BOTH, REMEDY, SPEAK_ALIKE, lacks, unlike
@@ -286,12 +287,15 @@ def _template(pipeline: Pipeline) -> list[Finding]:
 
 
 def known_to(running: dict[str, Any] | None) -> list[Address]:
-    """The engines of the running gateway, with the sources of events that it follows: an older engine does not tell
-    its own, and they stand in the gateway's flags alone."""
+    """The engines of the running gateway, with the sources of events that it follows and their roles: an older engine
+    does not tell the former, and they stand in the gateway's settings alone."""
     found: dict[str, Address] = {}
     for one in (running or {}).get("replicas", []):
         source = one.get("event_source") if not one.get("rank") else None
-        address = parse_url(one["url"])._replace(source=EventSource(**source) if source else None)
+        role, way = one.get("role") or BOTH, one.get("transfer")
+        address = parse_url(one["url"])._replace(
+            source=EventSource(**source) if source else None, role=role, transfer=way if way in TRANSFERS else ""
+        )
         if address.url not in found or address.source is not None:
             found[address.url] = address
     return list(found.values())

@@ -50,6 +50,7 @@ from gateway.ops.checks import (
     running_gateway,
 )
 from gateway.ops.redis_check import redis_findings
+from gateway.ops.transfer_trial import transfers
 from gateway.ops.trial import Finding, Trial, trials
 from gateway.prompt.pipeline import Pipeline
 from replicas.access import Access
@@ -188,6 +189,7 @@ class Examination(contextlib.AsyncExitStack):
             yield check_context(group)
             if (finding := check_roles([described(address, facts)[0] for address, facts in group])) is not None:
                 yield finding
+        tried: list[Trial] = []
         for address, facts in group:
             pipeline, served = prompts[address.id]
             if pipeline is not None:
@@ -195,5 +197,8 @@ class Examination(contextlib.AsyncExitStack):
                 pipeline.follow(facts.dialect.version_quirks(facts.version))
             for replica in described(address, facts):
                 session, problems = self._ways[address.id].session, problems_by_subject(address, facts)
-                async for finding in trials(Trial(settings, session, pipeline, served, replica, problems)):
+                tried.append(Trial(settings, session, pipeline, served, replica, problems))
+                async for finding in trials(tried[-1]):
                     yield finding
+        async for finding in transfers(tried):
+            yield finding

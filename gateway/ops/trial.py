@@ -10,8 +10,9 @@ import asyncio
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Literal
 
 import aiohttp
@@ -29,6 +30,7 @@ from replicas.served import base_names
 ASKED_AT = {"/v1/completions": "prompt", "/v1/embeddings": "input", "/classify": "input", "/pooling": "input"}
 EVENT_SECONDS = 5.0  # vLLM publishes with the step that stores the blocks: tens of milliseconds
 JOIN_SECONDS = 1.0  # a publisher without replay says nothing until it has something to say
+NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 ANSWER_SECONDS = 60.0  # a loaded engine may queue the trial
 WORDS = "river lantern copper meadow orbit velvet anchor thistle marble ember willow saddle quartz harbor nimbus tinder".split()
 
@@ -77,11 +79,13 @@ class Trial:
         own = base_names(self.replica.models)
         return self.served if self.served in own or not own else own[0]
 
-    async def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        """The reply; Refused when there is none to use."""
+    async def post(self, path: str, body: dict[str, Any], more: Mapping[str, str] = NO_HEADERS) -> dict[str, Any]:
+        """The reply; Refused when there is none to use. `more`: headers besides the replica's own."""
         try:
             url, deadline = self.replica.url + path, aiohttp.ClientTimeout(ANSWER_SECONDS)
-            async with self.session.post(url, json=body, headers=self.replica.headers, timeout=deadline) as response:
+            async with self.session.post(
+                url, json=body, headers={**self.replica.headers, **more}, timeout=deadline
+            ) as response:
                 reply = await response.json(content_type=None)
                 if response.status in (401, 403):
                     raise Locked
@@ -149,7 +153,7 @@ async def _trials(trial: Trial) -> AsyncIterator[Finding]:
     if source is None:
         problem = trial.problems.get("events") or trial.problems["ranks"]
         yield Finding("warn", f"events {trial.id}", problem.what, problem.remedy)
-    text = _new_prompt(trial.block_size)
+    text = new_prompt(trial.block_size)
     try:
         if source is not None:
             async for finding in _blocks_arrive(trial, source, text):
@@ -161,7 +165,7 @@ async def _trials(trial: Trial) -> AsyncIterator[Finding]:
         yield Finding("fail", f"trial {trial.id}", str(error), "the engine's own log says more")
 
 
-def _new_prompt(block_size: int) -> str:
+def new_prompt(block_size: int) -> str:
     """Three full blocks and a bit that nobody has sent before: a word is at least a token."""
     return secrets.token_hex(8) + " " + " ".join(secrets.choice(WORDS) for _ in range(3 * block_size + 8))
 

@@ -72,6 +72,10 @@ class Transfer(Protocol):
         there is nothing to go on with, since the answer ended with its first token. Raises ValueError if that is no
         answer at all."""
 
+    def fetched_from(self, parameters: bytes) -> str:
+        """Where the second replica connects to for the cache, HOST:PORT by what the first one says; "" if it does not
+        say that."""
+
     def second_body(self, body: bytes, parameters: bytes) -> bytes:
         """The second leg's body, which is the client's but for where the cache comes from."""
 

@@ -28,6 +28,9 @@ class Sidecar:
     def parameters(self, answer: bytes) -> bytes | None:
         return None
 
+    def fetched_from(self, parameters: bytes) -> str:
+        return ""
+
     def second_body(self, body: bytes, parameters: bytes) -> bytes:
         return body
 

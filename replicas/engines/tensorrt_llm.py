@@ -57,6 +57,9 @@ class DisaggregatedParams:
             fields["prompt_token_ids"] = ids
         return orjson.dumps(fields)[1:-1]
 
+    def fetched_from(self, parameters: bytes) -> str:
+        return ""
+
     def second_body(self, body: bytes, parameters: bytes) -> bytes:
         return with_first(body, parameters)
 

@@ -63,6 +63,10 @@ class Nixl:
             return None
         return orjson.dumps(given)
 
+    def fetched_from(self, parameters: bytes) -> str:
+        told = json_object(parameters) or {}
+        return f"{told['remote_host']}:{told.get('remote_port')}" if told.get("remote_host") else ""
+
     def second_body(self, body: bytes, parameters: bytes) -> bytes:
         return with_first(body, b'"%b":%b' % (_FIELD.encode(), parameters))
 

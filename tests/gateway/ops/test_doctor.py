@@ -525,7 +525,7 @@ async def test_clocks_that_differ(monkeypatch):
 
 def test_a_new_prompt_fills_three_blocks_of_any_size_and_is_new():
     pipeline = once_read(sim_model_dir(), "sim", 16, chat_template=None)
-    prompts = {trial._new_prompt(size): size for size in (16, 32, 128) for _ in range(2)}
+    prompts = {trial.new_prompt(size): size for size in (16, 32, 128) for _ in range(2)}
     assert len(prompts) == 6
     for text, size in prompts.items():
         assert len(pipeline.tokenizer.encode(text)) // 4 >= 3 * size

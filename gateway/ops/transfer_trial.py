@@ -1,0 +1,122 @@
+"""One short prompt in two legs, for each kind of pair of replicas that may have some. Part of `hitherto doctor`.
+
+Replicas of one role are of one kind where engine, version, block size and the way of passing caches on are the same:
+the pairs of two kinds have the same to go wrong, but for addresses and networks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from itertools import product
+from typing import TYPE_CHECKING, Any
+
+import orjson
+
+from gateway.ops.trial import Finding, Locked, Refused, Trial, new_prompt
+from replicas.names import bracketed
+from replicas.roles import BOTH, DECODERS, PREFILLERS
+
+if TYPE_CHECKING:
+    from replicas.engines.dialect import Transfer
+
+PATH = "/v1/completions"
+
+
+async def transfers(trials: Sequence[Trial]) -> AsyncIterator[Finding]:
+    """Try one transfer from each kind of prefiller to each kind of decoder of one model, if there are roles."""
+    if all(one.replica.role == BOTH for one in trials):
+        return
+    prefillers = [one for one in trials if one.replica.role in PREFILLERS]
+    decoders = [one for one in trials if one.replica.role in DECODERS]
+    tried: set[tuple[Any, ...]] = set()
+    for first, second in product(prefillers, decoders):
+        transfer, kinds = first.replica.transfer, (_kind(first), _kind(second))
+        if first is second or kinds in tried or transfer is None or transfer is not second.replica.transfer:
+            continue
+        tried.add(kinds)
+        subject = f"transfer {first.id}"
+        try:
+            yield await (_relayed if transfer.header else _in_turn)(first, second, transfer, subject)
+        except Locked:
+            yield Finding(
+                "warn",
+                subject,
+                "an API key is wanted, so no transfer could be tried",
+                first.replica.dialect.remedies.models,
+            )
+
+
+def _kind(trial: Trial) -> tuple[Any, ...]:
+    replica = trial.replica
+    return replica.dialect.id, replica.version, replica.block_size, replica.moves_by, replica.role
+
+
+def _body(trial: Trial) -> dict[str, Any]:
+    return {"model": trial.model, "prompt": new_prompt(trial.block_size), "max_tokens": 4, "temperature": 0}
+
+
+async def _in_turn(first: Trial, second: Trial, transfer: Transfer, subject: str) -> Finding:
+    """The gateway's two legs, one after the other."""
+    body = orjson.dumps(_body(first))
+    if PATH not in transfer.paths or (leg := transfer.first_body(PATH, body)) is None:
+        return Finding("warn", subject, f"{transfer.name} has no legs at {PATH}, so none was tried")
+    try:
+        parameters = transfer.parameters(orjson.dumps(await first.post(PATH, orjson.loads(leg))))
+    except (Refused, ValueError) as error:
+        return Finding("fail", subject, f"it did not compute a first leg: {error}", "the engine's own log says more")
+    if not parameters:
+        return Finding("fail", subject, f"it computed a prompt and kept nothing for another replica ({transfer.name})",
+                       first.replica.dialect.remedies.transfer)  # fmt: skip
+    try:
+        await second.post(PATH, orjson.loads(transfer.second_body(body, parameters)))
+    except Refused as error:
+        at = transfer.fetched_from(parameters)
+        where = f", which is to fetch the cache at {at}," if at else ""
+        reach = f"{at} has to be reached from {second.id}: {first.replica.dialect.remedies.transfer}" if at else ""
+        return Finding("fail", subject, f"{second.id}{where} did not answer the second leg: {error}",
+                       f"see the log of {second.id}" + (f"; {reach}" if reach else ""))  # fmt: skip
+    return await _fetches(first, second, transfer, subject, body)
+
+
+async def _fetches(first: Trial, second: Trial, transfer: Transfer, subject: str, body: bytes) -> Finding:
+    """An engine without a connector answers a second leg all the same: it computes the prompt. Those that can fetch can
+    keep, so it shows in a first leg."""
+    done = Finding("ok", subject, f"{second.id} answered a prompt that was computed there ({transfer.name})")
+    if transfer is not second.replica.dialect.transfer:
+        return done
+    leg = transfer.first_body(PATH, body)
+    try:
+        kept = leg and transfer.parameters(orjson.dumps(await second.post(PATH, orjson.loads(leg))))
+    except (Refused, ValueError):
+        return done
+    if kept:
+        return done
+    return Finding("warn", subject, f"{second.id} answered, but keeps no cache for others itself: it may have computed the prompt again",
+                   second.replica.dialect.remedies.transfer)  # fmt: skip
+
+
+async def _relayed(first: Trial, second: Trial, transfer: Transfer, subject: str) -> Finding:
+    """One request, to what stands before the decoder."""
+    body, replica = _body(second), first.replica
+    header, at = transfer.header.decode(), f"{bracketed(replica.address or replica.host)}:{replica.port}"
+    try:
+        await second.post(PATH, body, {header: at})
+    except (Refused, Locked) as error:
+        what = str(error) or "an API key is wanted"
+        return Finding("fail", subject, f"{second.id} did not have a prompt computed at {at}: {what}",
+                       f"{at} has to be reached from {second.id}, and to be on its list of those that it may ask, if it has one")  # fmt: skip
+    try:
+        usage = (await first.post(PATH, body)).get("usage") or {}
+    except Refused as error:
+        return Finding("fail", subject, f"it does not answer: {error}", "the engine's own log says more")
+    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
+    if cached is None:
+        return Finding(
+            "ok",
+            subject,
+            f"{second.id} answered; whether the prompt was computed here nobody tells, without cached tokens in usage",
+        )
+    if cached:
+        return Finding("ok", subject, f"{second.id} answered a prompt that was computed there ({transfer.name})")
+    return Finding("fail", subject, f"{second.id} answered, and the prompt was never computed at {at}: it does not read {header}",
+                   f"give the URL of {transfer.name} in place of its engine's, or leave transfer= out")  # fmt: skip

@@ -256,7 +256,10 @@ class Gateway:
             observed = replica.events is not None
             slot = self.slots[replica.id] = self.map.attach(replica.id, replica.num_blocks, observed)
             backend = Backend(
-                replica, self.proxy.router.add(replica.id, slot, replica.rank_paths), self.fleet.prove, self._hidden
+                replica,
+                self.proxy.router.add(replica.id, slot, replica.rank_paths),
+                self.fleet.prove,
+                self._hidden_from(replica),
             )
             self.proxy.add(backend)
         else:  # another process behind the same address: its cache is empty
@@ -266,6 +269,11 @@ class Gateway:
         backend.follow_incarnation()
         self.models.adopt(replica)
         self._listen(backend, anew=True)
+
+    def _hidden_from(self, replica: Replica) -> frozenset[bytes]:
+        """Clients' headers that it does not get. A priority is their class's, where there are classes."""
+        header = replica.dialect.priority_header
+        return self._hidden if header is None or self.proxy.conductor.priorities is None else self._hidden | {header}
 
     def _follow_adapters(self, backend: Backend) -> None:
         """What an engine cached for an adapter it finds again only while the name stands for the same folder. Events

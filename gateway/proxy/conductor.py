@@ -31,6 +31,7 @@ from .figures import Figures
 from .forwarding import TokenIdForwarding
 from .legs import FirstLegs, leg_head, second_leg
 from .placing import Eligibility, Placing
+from .priorities import Priorities
 from .responses import Responses
 from .retries import (
     ABORTED,
@@ -198,6 +199,7 @@ class Conductor:
         self._retries, self._request_timeout, self._idle_timeout = retries, request_timeout, idle_timeout
         self._traces = traces
         self.figures: Figures | None = None
+        self.priorities: Priorities | None = None
         self.first_legs = FirstLegs(self)
         self.under_way: set[Exchange] = set()
         self.draining = False
@@ -380,6 +382,8 @@ class Conductor:
             body, head_of = attempt.body, leg_head
         elif prompt is not None and prompt.kind:
             body = self._forwarding.body(attempt, prompt, body, not exchange.tried and not attempt.without_ids)
+        if self.priorities is not None:
+            body = self.priorities.body(exchange, attempt, body)
         parent = None if self._traces is None else self._traces.parent(exchange, attempt)
         upstream.send(attempt, head_of(exchange, attempt, len(body), parent), body, request.method == "HEAD")
 

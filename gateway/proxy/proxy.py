@@ -41,6 +41,7 @@ from .forwarding import TokenIdForwarding
 from .newcomers import Newcomers
 from .paths import MODELS, AllowedPaths, model_in, refusal
 from .placing import Eligibility, Placing
+from .priorities import Priorities, differ
 from .queue import AddedByQueue, Queue
 from .responses import PATH as RESPONSES
 from .responses import Responses, referred_to
@@ -313,6 +314,7 @@ class Proxy:
         self.keys, self.metering = keys, metering
         self.figures = figures = Figures(metrics) if slo_figures or overload is not None else None
         self.control: OverloadControl | None = None
+        queue: Queue | None = None
         on_first: tuple[OnFirst, ...] = ()
         added = Added(response_headers, cached_tokens_header)
         if figures is not None:
@@ -335,6 +337,8 @@ class Proxy:
             retries=retries, request_timeout=request_timeout, idle_timeout=idle_timeout, traces=traces,
         )  # fmt: skip
         self.conductor.figures = figures
+        if queue is not None and differ(queue.classes):
+            self.conductor.priorities = Priorities(queue.qos_of, queue.classes)
         self.exchanges = self.conductor.under_way
         self._ids = map(f"{os.urandom(6).hex()}-%x".__mod__, itertools.count(1))
         self._local = {MODELS: self._list_models, "/health": self._health}

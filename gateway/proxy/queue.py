@@ -66,6 +66,10 @@ class Queue:
         placing.router.on_room(self.look)
         metrics.read_from(self.reading)
 
+    @property
+    def classes(self) -> tuple[QosClass, ...]:
+        return self._classes.all
+
     # --- a request asks, for the first time or because it may be its turn
 
     def admit(self, asker: Asker, evaluation: Evaluation, now: float) -> Evaluation | None:
@@ -151,11 +155,12 @@ class Queue:
 
     def class_of(self, exchange: Exchange) -> str:
         """The name of the class that a prompt is of."""
-        known = self._tickets.get(exchange)
-        if known is not None:
-            return known[1].qos.name
         assert exchange.prompt is not None
-        return self._class(exchange, exchange.prompt).name
+        return self.qos_of(exchange, exchange.prompt).name
+
+    def qos_of(self, exchange: Exchange, prompt: Prompt) -> QosClass:
+        known = self._tickets.get(exchange)
+        return known[1].qos if known is not None else self._class(exchange, prompt)
 
     def _fleet(self, space: int) -> Admission:
         fleet = self._fleets.get(space)

@@ -25,6 +25,7 @@ class Sequence:
         "reported",
         "cached",
         "order",
+        "arrival",
         "base",
         "due",
         "finish",
@@ -47,7 +48,7 @@ class Sequence:
         self.limit, self.reason = limit, reason
         self.reported = 0  # output tokens already told
         self.cached = -1  # hits at first admission; -1: never admitted
-        self.order = 0
+        self.order = self.arrival = 0
         self.base = 0  # the step that ended its prefill
         self.due = -1  # the next step that must look at it
         self.finish = -1  # the step that yields its last token

@@ -31,6 +31,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--block-size", type=int, metavar="N", help="tokens in a block, instead of the profile's")
     parser.add_argument("--max-model-len", type=int, metavar="N", help="context length, instead of the profile's")
     parser.add_argument("--max-num-seqs", type=int, metavar="N", help="requests that run at once")
+    parser.add_argument(
+        "--scheduling-policy",
+        choices=("fcfs", "priority"),
+        help="who waits goes first come first served, or by priority",
+    )
     parser.add_argument("--max-num-batched-tokens", type=int, metavar="N", help="tokens in one step")
     parser.add_argument(
         "--speaks",
@@ -108,6 +113,7 @@ def _profile(args: argparse.Namespace):
         block_size=block_size,
         max_model_len=args.max_model_len,
         max_num_seqs=args.max_num_seqs,
+        scheduling_policy=args.scheduling_policy,
         max_num_batched_tokens=args.max_num_batched_tokens,
         cpu_blocks=args.cpu_blocks,
         disk_blocks=args.disk_blocks,

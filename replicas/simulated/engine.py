@@ -10,6 +10,8 @@ server sleeps that long; a simulation adds it to its virtual clock. Followed her
 - A waiting request is admitted only if its whole prompt fits in free blocks (vLLM's
   `scheduler_reserve_full_isl`, on by default), and starts behind the longest cached prefix. The
   token after that is always computed, so at most (tokens - 1) // block_size blocks are hits.
+- With `scheduling_policy` priority, those who wait go by priority, the lower first, then as they came, and it is the
+  last of the running ones in that order that gives up its blocks.
 - A block is a hit from the moment the step that fills it is scheduled: a later request of the same
   step can already use it.
 - No block left for a running request: the last one admitted gives up its blocks, returns to the head
@@ -63,7 +65,8 @@ class Engine:
         self._waiting: deque[Sequence] = deque()
         self._partial: Sequence | None = None  # its prompt is partly done; admitted last
         self._batch = Batch(self._size)  # those whose prompt is done
-        self._admitted = 0
+        self._admitted = self._arrivals = 0
+        self._by_priority = profile.scheduling_policy == "priority"
         self._cleared = False
         self._settled = False  # the next step schedules nobody but those who decode
         self.durations = StepDurations(profile)  # another in its place: an engine that turns slow
@@ -137,7 +140,18 @@ class Engine:
         sequence = Sequence(request, limit, reason)
         self._settled = False
         self._all[request.id] = sequence
-        self._waiting.append(sequence)
+        self._arrivals += 1
+        sequence.arrival = self._arrivals
+        if self._by_priority:
+            self._queue(sequence)
+        else:
+            self._waiting.append(sequence)
+
+    def _queue(self, sequence: Sequence) -> None:
+        """Put it behind all that go before it."""
+        waiting, rank = self._waiting, _rank(sequence)
+        place = next((place for place, one in enumerate(waiting) if _rank(one) > rank), len(waiting))
+        waiting.insert(place, sequence)
 
     def abort(self, id: Hashable) -> bool:
         """Drop a request and free its blocks; False if it is not here (it may have ended)."""
@@ -244,12 +258,18 @@ class Engine:
                 self._fill(sequence, position // self._size, position + 1, step)
             sequence.due = -1
             alive.append(sequence)
+        if step.preempted and self._by_priority:  # it may have been one that was looked at before
+            alive = [one for one in alive if one.request.id in self._batch.sequences]
         return alive
 
     def _room_for_one(self, sequence: Sequence, step: Step) -> bool:
         """One more block, from the last admitted if need be; False if that is the request itself."""
         while self._pool.free < self._width:
-            victim = self._partial or next(reversed(self._batch.sequences.values()))
+            if self._by_priority:
+                partial = [self._partial] if self._partial is not None else []
+                victim = max((*self._batch.sequences.values(), *partial), key=_rank)
+            else:
+                victim = self._partial or next(reversed(self._batch.sequences.values()))
             self._preempt(victim, step)
             if victim is sequence:
                 return False
@@ -265,7 +285,10 @@ class Engine:
         self._release(sequence)
         sequence.held, sequence.computed = [], 0
         sequence.run, sequence.stored, sequence.offered = None, 0, 0
-        self._waiting.appendleft(sequence)
+        if self._by_priority:
+            self._queue(sequence)
+        else:
+            self._waiting.appendleft(sequence)
         self.counters.preemptions += 1
         step.preempted += 1
 
@@ -489,3 +512,8 @@ class Engine:
                 sequence.cached,
             )
         )
+
+
+def _rank(sequence: Sequence) -> tuple[int, int]:
+    """The lowest goes first."""
+    return sequence.request.priority, sequence.arrival

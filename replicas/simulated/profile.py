@@ -134,6 +134,7 @@ class Profile:
     block_size: int = 16
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 8_192
+    scheduling_policy: str = "fcfs"  # or "priority"
     max_model_len: int = 131_072
     # Further cache groups beside that of full attention: the sliding window of each in tokens, 0 for a group of Mamba
     # layers. Of their blocks "replay" keeps those that a later prompt can resume at, as vLLM 0.32, "all" all (0.28).
@@ -155,6 +156,10 @@ class Profile:
                 raise ValueError(
                     f"profile {self.name}: {name} must be a whole number above 0, not {getattr(self, name)!r}"
                 )
+        if self.scheduling_policy not in ("fcfs", "priority"):
+            raise ValueError(
+                f"profile {self.name}: scheduling_policy must be fcfs or priority, not {self.scheduling_policy!r}"
+            )
         for name in ("cpu_blocks", "disk_blocks", "chunk_blocks"):
             least = name == "chunk_blocks"
             if type(getattr(self, name)) is not int or getattr(self, name) < least:

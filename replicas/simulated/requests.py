@@ -30,6 +30,7 @@ class Asked:
     clip: bool = False  # a max_tokens beyond the context is cut, not refused
     text: bool = True  # the prompts came as text, not as token ids
     reads_cache: bool = True  # what is cached has no logprobs: where the prompt's are wanted, all of it is computed
+    priority: int = 0
     limit: str = "max_tokens"  # what `max_tokens` was called
 
 
@@ -71,6 +72,9 @@ def _common(body: dict, prompts: list[list[int]], max_tokens: int | None, stop: 
             f"n must be at most {MOST_SEQUENCES}, got {count}. To increase this limit, set the "
             "VLLM_MAX_N_SEQUENCES environment variable."
         )
+    priority = body.get("priority")
+    if type(priority) not in (int, type(None)):
+        raise RequestError(f"`priority` must be a whole number, got {priority!r}", param="priority")
     return Asked(
         prompts,
         max_tokens,
@@ -80,6 +84,7 @@ def _common(body: dict, prompts: list[list[int]], max_tokens: int | None, stop: 
         bool(body.get("ignore_eos")),
         _whole_number(body, "min_tokens", 0) or 0,
         salt,
+        priority=priority or 0,
     )
 
 
@@ -188,7 +193,8 @@ def anthropic(body: dict, tokens: Tokens) -> Asked:
     most = _whole_number(body, "max_tokens", 1)
     if most is None:
         raise RequestError("`max_tokens` is required", param="max_tokens")
-    body = {name: value for name, value in body.items() if name != "n"}  # not of this API: vLLM ignores it
+    # Not of this API: vLLM ignores them
+    body = {name: value for name, value in body.items() if name not in ("n", "priority")}
     asked = _common(body, [tokens.chat(translate.anthropic(body))], most, body.get("stop_sequences"))
     asked.limit = "max_completion_tokens"  # it becomes a chat
     return asked

@@ -44,6 +44,7 @@ class Generation:
         "reads_cache",
         "received",
         "cached_there",
+        "priority",
         "_all",
     )
 
@@ -72,6 +73,7 @@ class Generation:
         self.reads_cache = reads_cache
         self.received = 0  # prompt tokens that another engine has computed
         self.cached_there: int | None = None  # how many of them it had found cached, which counts as this one's find
+        self.priority = 0
         self.begun = self.last = 0.0
         self.request: EngineRequest | None = None
         self._all: array | None = None
@@ -159,6 +161,7 @@ class Runner:
             len(generation.ids) if generation.reason == "stop" else None,
             generation.reads_cache,
             generation.received,
+            priority=generation.priority,
             owner=generation,
         )
         due = time.monotonic()

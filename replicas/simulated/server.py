@@ -239,6 +239,7 @@ class Server:
                     asked.text,
                     asked.reads_cache,
                 )
+                generation.priority = asked.priority
                 if adapter and self.adapters.get(adapter, adapter) != adapter:
                     generation.weights = f"{adapter}\0{self.adapters[adapter]}"
                 generation.plan(

@@ -16,7 +16,8 @@ class EngineRequest:
     after how many tokens the model ends by itself (None: never); the output is cut at `max_tokens` and at the
     engine's context length. `reads_cache`: False computes the whole prompt, and stores it. `received`: prompt tokens
     whose key/value another engine has computed; they are there at once, and are no hits. `keeps`: at the end of the
-    request its blocks stay in use until `Engine.let_go`, for another engine to fetch them."""
+    request its blocks stay in use until `Engine.let_go`, for another engine to fetch them. `priority`: under priority
+    scheduling the lower goes first."""
 
     id: Hashable
     blocks: list[Key]
@@ -27,6 +28,7 @@ class EngineRequest:
     reads_cache: bool = True
     received: int = 0
     keeps: bool = False
+    priority: int = 0
     owner: object = None  # the caller's own; the engine never looks at it
 
 

@@ -47,6 +47,9 @@ class Vllm:
     # changes.
     chat_token_ids = (b'"kv_transfer_params":{"prompt_token_ids":', b"}")
     fills_templates_alike = True
+    # Without --scheduling-policy priority 0.28 and 0.32 ignore it (200), though their documents speak of an error.
+    priority_paths = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
+    priority_header = b"x-vllm-priority"  # 0.32
     limits_path = "/server_info?config_format=json"  # with VLLM_SERVER_DEV_MODE=1
     transfer = NIXL
     aborted = aborts.ABORTED

@@ -1,0 +1,113 @@
+"""A request's class, told to its engine as a priority: who waits in the engine goes in the order of the classes too.
+
+Engines take it in the body, the lower first: 0 is the highest class, and what an engine takes a request for that says
+nothing; a lower class has as much more as its priority is less. Some versions refuse
+a priority unless they were started to schedule by it, and others ignore it then: each process is asked once, with a
+prompt of one word and an answer of one token, and is sent none before it has answered 200. The client's own priority is
+replaced from then on: it would pass all classes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from time import monotonic
+from typing import TYPE_CHECKING
+
+import aiohttp
+import orjson
+
+from replicas.access import session_to
+
+from ..prompt.prompt import COMPLETIONS
+from .backend import Backend
+from .capping import with_members
+from .exchange import Attempt, Exchange
+from .token_ids import Unanswered, poster
+
+if TYPE_CHECKING:
+    from policies import QosClass
+
+    from ..prompt import Prompt
+
+log = logging.getLogger("hitherto.proxy")
+
+ANSWER_SECONDS, PAUSE_SECONDS = 60.0, 30.0  # for an answer, and before the question is asked again without one
+FIELD = b"priority"
+
+
+class _Known:
+    """What one process has answered."""
+
+    __slots__ = ("incarnation", "takes", "again_at", "asking")
+
+    def __init__(self, incarnation: str | None):
+        self.incarnation = incarnation
+        self.takes: bool | None = None
+        self.again_at = 0.0
+        self.asking: asyncio.Task[None] | None = None
+
+
+class Priorities:
+    """`class_of`: whose priority a request has, of these `classes`."""
+
+    def __init__(self, class_of: Callable[[Exchange, Prompt], QosClass], classes: Sequence[QosClass]):
+        self._class_of, self._highest = class_of, max(one.priority for one in classes)
+        self._known: dict[Backend, _Known] = {}
+
+    def body(self, exchange: Exchange, attempt: Attempt, body: bytes) -> bytes:
+        """What is sent of this body."""
+        prompt, backend = attempt.prompt, attempt.backend
+        if prompt is None or prompt.path not in backend.replica.dialect.priority_paths:
+            return body
+        known = self._known.get(backend)
+        if known is None or known.incarnation != backend.incarnation:
+            known = self._known[backend] = _Known(backend.incarnation)
+        if known.takes is None:
+            self._ask(known, backend, exchange, prompt)
+        if not known.takes:
+            return body
+        return with_members(body, {FIELD: self._highest - self._class_of(exchange, prompt).priority})
+
+    def _ask(self, known: _Known, backend: Backend, exchange: Exchange, prompt: Prompt) -> None:
+        """In the background, as the client of this request would ask."""
+        if known.asking is not None or monotonic() < known.again_at:
+            return
+        self._known = {one: what for one, what in self._known.items() if not one.gone}
+        self._known[backend] = known
+        given = None if b"authorization" in backend.hidden else exchange.header(b"authorization")
+        known.asking = asyncio.ensure_future(self._asked(known, backend, prompt.model, given))
+
+    async def _asked(self, known: _Known, backend: Backend, model: str, authorization: str | None) -> None:
+        replica = backend.replica
+        given = {"authorization": authorization} if authorization else {}
+        one = {**({"model": model} if model else {}), "prompt": "one", "max_tokens": 1, "priority": 1}
+        try:
+            async with session_to(
+                replica.address,
+                replica.tls,
+                base_url=replica.url,
+                headers={**given, **replica.headers, **replica.credentials},
+                timeout=aiohttp.ClientTimeout(ANSWER_SECONDS),
+            ) as session:
+                status, _ = await poster(session)(COMPLETIONS, orjson.dumps(one))
+        except Unanswered as error:
+            log.info("replica %s: whether it takes priorities is not known yet: %s", backend.id, error)
+            known.again_at = monotonic() + PAUSE_SECONDS
+            return
+        finally:
+            known.asking = None
+        if status == 200:
+            known.takes = True
+            log.info("replica %s gets the priority of each request's class from now on", backend.id)
+        elif 400 <= status < 500 and status not in (401, 403, 408, 429):
+            known.takes = False
+            log.info("replica %s refuses priorities with status %d, and gets none", backend.id, status)
+        else:
+            known.again_at = monotonic() + PAUSE_SECONDS
+
+
+def differ(classes: Sequence[QosClass]) -> bool:
+    """Whether there is anything to tell an engine."""
+    return len({one.priority for one in classes}) > 1

@@ -1,0 +1,133 @@
+"""What engines are told of a request's class, between real sockets."""
+
+import asyncio
+import json
+from contextlib import asynccontextmanager
+
+import pytest
+
+from gateway.overload import Overload
+from policies import Classes, QosClass, Rule, Rules
+
+from ..http.talk import eventually, read_request
+from .replies import ANSWER, post, reply
+from .stack import stack
+
+PREMIUM, FREE = QosClass("premium", 0.1, 100), QosClass("free", 0.6, 10)
+CLASSES = Classes((PREMIUM, FREE), (Rule(PREMIUM, ("x-tier", "premium")), Rule(FREE)))
+CHAT, COMPLETIONS, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"
+ASKS = {
+    CHAT: {"model": "m", "messages": [{"role": "user", "content": "hello"}]},
+    COMPLETIONS: {"model": "m", "prompt": "hello"},
+    RESPONSES: {"model": "m", "input": "hello"},
+    MESSAGES: {"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": "hello"}]},
+}
+
+
+class Engine:
+    """Answers what it is asked about priorities with these statuses, one after the other, the last one for ever."""
+
+    def __init__(self, *statuses):
+        self.statuses, self.asked, self.bodies = [*statuses], 0, []
+
+    async def __call__(self, reader, writer):
+        while True:
+            _, body = await read_request(reader)
+            given = json.loads(body)
+            if given.get("prompt") == "one":
+                self.asked += 1
+                status = self.statuses.pop(0) if len(self.statuses) > 1 else self.statuses[0]
+                writer.write(reply(ANSWER, b"%d X" % status))
+            else:
+                self.bodies.append(given)
+                writer.write(reply())
+
+
+@asynccontextmanager
+async def classed(engine, classes=CLASSES):
+    async with stack(engine, overload=Overload(classes, Rules(("observe",)), None)) as s:
+        yield s
+
+
+async def send(s, path=CHAT, headers=b"", **more):
+    talker = await s.talk()
+    await talker.say(post(json.dumps({**ASKS[path], **more}).encode(), path.encode(), headers))
+    assert (await talker.response())[0] == 200
+
+
+async def known(s, engine):
+    """Once the engine has been asked, by the first request, and has answered."""
+    await send(s)
+    await eventually(lambda: engine.asked == 1)
+    await eventually(lambda: all(one.asking is None for one in s.proxy.conductor.priorities._known.values()))
+    engine.bodies.clear()
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS, RESPONSES])
+async def test_an_engine_that_takes_priorities_gets_that_of_the_class_the_lower_first(path):
+    engine = Engine(200)
+    async with classed(engine) as s:
+        await known(s, engine)
+        await send(s, path, b"x-tier: premium\r\n")
+        await send(s, path)
+        assert [one["priority"] for one in engine.bodies] == [0, 90]
+        assert [{**one, "priority": 0} for one in engine.bodies] == [{**ASKS[path], "priority": 0}] * 2
+        assert engine.asked == 1, "once a process"
+
+
+async def test_a_clients_own_priority_does_not_pass_the_classes():
+    engine = Engine(200)
+    async with classed(engine) as s:
+        await known(s, engine)
+        await send(s, priority=-1000)
+        assert [one["priority"] for one in engine.bodies] == [90]
+
+
+async def test_no_priority_is_sent_where_the_api_has_none():
+    engine = Engine(200)
+    async with classed(engine) as s:
+        await known(s, engine)
+        await send(s, MESSAGES)
+        assert engine.bodies == [ASKS[MESSAGES]]
+
+
+async def test_an_engine_that_refuses_priorities_gets_none():
+    engine = Engine(400)
+    async with classed(engine) as s:
+        await known(s, engine)
+        for _ in range(3):
+            await send(s)
+        assert engine.bodies == [ASKS[CHAT]] * 3 and engine.asked == 1
+
+
+async def test_an_engine_that_could_not_be_asked_is_asked_again(monkeypatch):
+    monkeypatch.setattr("gateway.proxy.priorities.PAUSE_SECONDS", 0.0)
+    engine = Engine(503, 200)
+    async with classed(engine) as s:
+        await known(s, engine)
+        await send(s)
+        await eventually(lambda: engine.asked == 2)
+        await eventually(lambda: all(one.takes for one in s.proxy.conductor.priorities._known.values()))
+        await send(s)
+        assert [one.get("priority") for one in engine.bodies] == [None, 90]
+
+
+async def test_another_process_behind_the_address_is_asked_anew():
+    engine = Engine(200, 400)
+    async with classed(engine) as s:
+        await known(s, engine)
+        for backend in s.proxy.backends.values():
+            backend.incarnation = "another"
+        await send(s)
+        await eventually(lambda: engine.asked == 2)
+        await eventually(lambda: all(one.takes is False for one in s.proxy.conductor.priorities._known.values()))
+        await send(s)
+        assert "priority" not in engine.bodies[-1]
+
+
+async def test_nobody_is_asked_where_all_classes_are_of_one_priority():
+    engine = Engine(200)
+    async with classed(engine, Classes((QosClass("one"), QosClass("other")))) as s:
+        await send(s)
+        await asyncio.sleep(0)
+        assert s.proxy.conductor.priorities is None and engine.asked == 0

@@ -143,6 +143,14 @@ def test_a_command_is_read_by_its_program(folder, page, command):
     CHECKS[program](given)
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_a_block_of_shell_has_commands_of_known_programs_alone(page):
+    text = "\n".join(text for info, text in fenced(page) if info.split(" ")[0] in ("sh", "bash"))
+    for line in re.sub(r"\\\n\s*", " ", text).splitlines():
+        program = line.split(" ")[0]
+        assert program in {"", "#", "echo", *CHECKS} or any(line.startswith(name) for name in NOT_READ), line
+
+
 def test_only_the_quickstart_has_blocks_that_are_run():
     assert [page.name for page in PAGES if any(info.startswith("bash") for info, _ in fenced(page))] == [
         "quickstart.md"

@@ -2,7 +2,7 @@
 // What is so now, from /status: replicas, what is amiss, admission, shadows, the map.
 
 const DENSE = 12; // replicas from which a row has one line, where nothing is amiss with it
-const TROUBLE = ["failed", "degraded", "starting", "warming", "draining"];
+const TROUBLE = ["failed", "degraded", "starting", "warming", "draining"]; // in the order in which they stand
 
 function replicaRow(r, recent, whole, most, now) {
   const f = recent.figures.replicas[r.id] || {}, last = recent.failures[r.id];
@@ -13,7 +13,7 @@ function replicaRow(r, recent, whole, most, now) {
   return make("tr", {},
     make("td", {}, make("div", {class: "id"}, make("span", {class: "dot " + r.state, "aria-hidden": "true"}), r.id,
         r.role && r.role !== "both" ? make("span", {class: "tag"}, r.role) : null, make("span", {class: "unseen"}, r.state)),
-      make("div", {class: "sub why " + calm}, r.state === "ready" ? "ready for " + span(r.since_seconds) : `${r.state}: ${r.reason}`)),
+      make("div", {class: "sub why " + calm}, r.state === "ready" ? "ready for " + span(r.since_seconds) : r.reason.startsWith(r.state) ? r.reason : `${r.state}: ${r.reason}`)),
     cell("Requests", "", `${count(f.requests || 0)} `, make("span", {class: "sub"}, part == null ? "" : percent(part)), bar(most ? (f.requests || 0) / most : 0)),
     cell("In flight", "n", count(r.inflight), make("div", {class: "sub " + (r.waiting ? "" : "calm")}, r.waiting == null ? "" : `${r.waiting} waiting`)),
     cell("Hit rate", "", percent(rate), bar(rate)),
@@ -36,7 +36,7 @@ function replicas(s, recent) {
   const whole = requests.reduce((sum, x) => sum + x, 0), most = Math.max(...requests);
   const dense = known.length > DENSE;
   const heads = [["Replica"], ["Requests"], ["In flight", "n"], ["Hit rate"], ["TTFT", "n"], ["KV cache used"], ["Blocks known", "n"], ["KV events"], ["Last failure"]];
-  const amiss = r => TROUBLE.includes(r.state) ? 0 : 1;
+  const amiss = r => TROUBLE.includes(r.state) ? TROUBLE.indexOf(r.state) : TROUBLE.length;
   const order = dense ? [...known].sort((a, b) => amiss(a) - amiss(b)) : known;
   fill($("replicas"), table("cards" + (dense ? " dense" : ""), heads, order.map(r => replicaRow(r, recent, whole, most, recent.now))));
 }

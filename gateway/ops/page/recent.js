@@ -37,8 +37,9 @@ function tiles(s, recent) {
     tile("Requests", "", window, rate < 10 ? rate.toFixed(1) : count(rate), "a second", [`${count(w.requests)} in all, ${count(s.totals.inflight)} in flight now`], rates),
     tile("Errors", w.errors ? "bad" : "", window, count(w.errors), failed ? percent(failed) : "",
       [`${count(w.rejected)} rejected (4xx), ${count(w.aborted)} left by clients`], c.errors),
-    tile("Queue", queued + waiting ? "warn" : "", "now, and last " + window_of(recent), count(queued + waiting), "waiting",
-      [key("", `peak ${count(peak)}`), key("second", "in flight"), w.refused ? `${count(w.refused)} refused` : `${count(queued)} here, ${count(waiting)} in engines`],
+    tile("Queue", queued + waiting ? "warn" : "", window, count(queued + waiting), "waiting now",
+      [key("", `peak ${count(peak)}`), key("second", "in flight"), 
+       make("span", {class: "keyed"}, w.refused ? `${count(w.refused)} refused` : `${count(queued)} here, ${count(waiting)} in engines`)],
       c.queued.map((n, at) => n + c.waiting[at]), c.inflight));
 }
 

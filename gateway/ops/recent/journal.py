@@ -37,10 +37,12 @@ class Entry:
 
 @dataclass(slots=True)
 class Failure:
-    """The last thing that went wrong with a replica."""
+    """The last thing that went wrong with a replica. `of_request`: one that tells less than why the replica itself is
+    down."""
 
     at: float
     why: str
+    of_request: bool = False
 
 
 class Journal:
@@ -62,8 +64,11 @@ class Journal:
         self._number += 1
         self.entries.append(Entry(self._number, now, now, kind, replica, level, text, times))
 
-    def failed(self, now: float, replica: str, why: str) -> None:
-        self.failures[replica] = Failure(now, why[:MOST_CHARS])
+    def failed(self, now: float, replica: str, why: str, of_request: bool = False) -> None:
+        known = self.failures.get(replica)
+        if of_request and known is not None and not known.of_request and now - known.at < AGAIN_SECONDS:
+            return  # it fails because the replica is down, and why that is so is told
+        self.failures[replica] = Failure(now, why[:MOST_CHARS], of_request)
 
     def forget(self, replica: str) -> None:
         self.failures.pop(replica, None)

@@ -14,7 +14,7 @@ LEAST_SAMPLES = 2  # that share a prefix which is shown
 MOST_HOLDERS = 64  # that are named
 TEXT_CHARS = 160
 
-Holders = Callable[[Sequence[int]], list[str]]
+Holders = Callable[[int, Sequence[int]], list[str]]
 
 
 class Group(NamedTuple):
@@ -27,8 +27,9 @@ class Group(NamedTuple):
 
 
 def tree(samples: Iterable[Sample], holders: Holders) -> dict[str, Any]:
-    """The nodes, the most shared first, parents before their children. `holders`: who holds these blocks. Of a node
-    `path` are the ids of the nodes above it, `tokens` counts from the prompt's start, `share` is of all samples."""
+    """The nodes, the most shared first, parents before their children. `holders`: who of a space holds these blocks.
+    Of a node `path` are the ids of the nodes above it, `tokens` counts from the prompt's start, `share` is of all
+    samples."""
     samples = list(samples)
     nodes, order = [], count()
     heap: list[tuple[int, int, Group]] = []
@@ -56,19 +57,22 @@ def tree(samples: Iterable[Sample], holders: Holders) -> dict[str, Any]:
 def _node(group: Group, whole: int, holders: Holders) -> tuple[dict[str, Any], int]:
     first = group.samples[0]
     blocks = first.hashes[: group.end]
-    held = holders(blocks)
+    held = holders(first.space, blocks)
     shared = _common_text([one.text for one in group.samples])
-    return {
-        "id": f"{blocks[-1]:016x}",
-        "path": list(group.path),
-        "model": first.model,
-        "tokens": group.end * first.block_size,
-        "samples": len(group.samples),
-        "share": len(group.samples) / whole,
-        "holders": held[:MOST_HOLDERS],
-        "more_holders": max(0, len(held) - MOST_HOLDERS),
-        "text": shared[group.text_from :][:TEXT_CHARS],
-    }, len(shared)
+    return (
+        {
+            "id": f"{first.model}:{blocks[-1]:016x}",  # two models with one tokenizer have the same hashes
+            "path": list(group.path),
+            "model": first.model,
+            "tokens": group.end * first.block_size,
+            "samples": len(group.samples),
+            "share": len(group.samples) / whole,
+            "holders": held[:MOST_HOLDERS],
+            "more_holders": max(0, len(held) - MOST_HOLDERS),
+            "text": shared[group.text_from :][:TEXT_CHARS],
+        },
+        len(shared),
+    )
 
 
 def _apart(samples: Iterable[Sample], at: int) -> list[list[Sample]]:

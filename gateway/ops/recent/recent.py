@@ -92,7 +92,7 @@ class Recent:
         for (id, kind), by in self._errors.grown(metrics.upstream_errors.values).items():
             if kind != NO_FAULT:
                 self.journal.note(now, "failure", f"a request failed there: {kind}", id, WARN, int(by))
-                self.journal.failed(now, id, f"a request failed there: {kind}")
+                self.journal.failed(now, id, f"a request failed there: {kind}", of_request=True)
         for (id,), by in self._heals.grown(metrics.heals.values).items():
             text = "its part of the map had drifted and was read again"
             self.journal.note(now, "events", text, id, WARN, int(by))
@@ -143,10 +143,11 @@ class Recent:
             self._tree = now, tree(self.sampler.recent(now), self._holders)
         return self._tree[1]
 
-    def _holders(self, hashes: Sequence[int]) -> list[str]:
-        """Of all these blocks."""
+    def _holders(self, space: int, hashes: Sequence[int]) -> list[str]:
+        """Who of a space holds all these blocks. Two models with one tokenizer have the same hashes."""
         held = self._view.cachemap.match(hashes, monotonic()).held
-        return [id for id, slot in self._view.slots.items() if slot < len(held) and held[slot] >= len(hashes)]
+        known = self._placing.eligible.backends.values()
+        return [one.id for one in known if one.candidate.space == space and held[one.slot] >= len(hashes)]
 
 
 def told(kept: Mapping[str, Any], now: float) -> dict[str, Any]:

@@ -31,6 +31,16 @@ def test_a_replica_that_is_gone_leaves_no_failure_behind():
     assert not journal.failures
 
 
+def test_why_a_replica_is_down_is_kept_before_the_requests_that_failed_for_it():
+    journal = Journal()
+    journal.failed(1.0, "a:1", "connect", of_request=True)
+    journal.failed(2.0, "a:1", "killed by SIGKILL")
+    journal.failed(3.0, "a:1", "connect", of_request=True)
+    assert journal.failures["a:1"].why == "killed by SIGKILL"
+    journal.failed(3.0 + AGAIN_SECONDS, "a:1", "closed", of_request=True)
+    assert journal.failures["a:1"].why == "closed"
+
+
 def test_a_look_tells_what_grew_and_what_changed():
     look = Look()
     assert look.grown({"a": 2.0}) == {"a": 2.0} and look.grown({"a": 2.0, "b": 0.0}) == {}

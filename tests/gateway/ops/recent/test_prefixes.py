@@ -16,7 +16,7 @@ def sample(*blocks, space=0, text="", model="m"):
     )
 
 
-def nobody(hashes):
+def nobody(space, hashes):
     return []
 
 
@@ -28,15 +28,19 @@ def test_shared_prefixes_are_nodes_and_longer_ones_their_children():
         sample("u", "v"),
         sample("w"),
     ]
-    found = tree(samples, lambda hashes: ["r1", "r2"] if len(hashes) == 2 else ["r1"])
+    found = tree(samples, lambda space, hashes: ["r1", "r2"] if len(hashes) == 2 else ["r1"])
     assert found["samples"] == 5
     root, child = found["nodes"]
     assert (root["tokens"], root["samples"], root["share"], root["holders"]) == (32, 3, 0.6, ["r1", "r2"])
     assert (child["tokens"], child["samples"], child["path"], child["holders"]) == (48, 2, [root["id"]], ["r1"])
 
 
-def test_prompts_of_two_models_share_nothing():
+def test_prompts_of_two_models_share_nothing_though_their_hashes_are_the_same():
     assert tree([sample("s", space=1), sample("s", space=2)], nobody)["nodes"] == []
+    samples = [sample("s", space=space, model=f"m{space}") for space in (1, 2) for _ in "ab"]
+    nodes = tree(samples, lambda space, hashes: [f"r{space}"])["nodes"]
+    assert [(one["model"], one["holders"], one["path"]) for one in nodes] == [("m1", ["r1"], []), ("m2", ["r2"], [])]
+    assert len({one["id"] for one in nodes}) == 2
 
 
 def test_the_text_of_a_node_is_what_its_samples_have_in_common_behind_its_parents():
@@ -60,7 +64,9 @@ def test_a_node_has_as_many_samples_as_begin_with_it(prompts):
     samples = [sample(*prompt) for prompt in prompts]
     for node in tree(samples, nobody)["nodes"]:
         blocks = node["tokens"] // 16
-        begin = [one for one in samples if len(one.hashes) >= blocks and f"{one.hashes[blocks - 1]:016x}" == node["id"]]
+        begin = [
+            one for one in samples if len(one.hashes) >= blocks and f"m:{one.hashes[blocks - 1]:016x}" == node["id"]
+        ]
         assert len(begin) == node["samples"] >= 2
         longer = {one.hashes[blocks] if len(one.hashes) > blocks else None for one in begin}
         assert len(longer) > 1 or longer == {None}, "or it would end later"

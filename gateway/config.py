@@ -29,14 +29,14 @@ from replicas.replica import parse_url
 from . import access, credentials
 from .credentials import MAKE_TOKEN
 from .files import check_appendable
-from .overload_fields import Admission, Routes, Scheduler, Slo, check_routes
+from .overload_fields import Admission, Routes, Scheduler, Slo, check_routes, class_names
 from .pools import Pool
 from .proxy.paths import check_allowed
 from .sizes import Bytes, show_bytes
 
 ENV_PREFIX = "HITHERTO_"
 DEFAULT_FILE = "hitherto.yaml"
-SIZES = ("cache_budget", "max_body_bytes", "request_budget")  # fields that are bytes and read best with a unit
+SIZES = "cache_budget continue_budget max_body_bytes request_budget".split()  # bytes, which read best with a unit
 SECRETS = ("admin_token", "engine_api_key")
 ALIASES = {"replica_url": ("--worker-urls", "--backend-url")}
 
@@ -205,6 +205,12 @@ class Settings(BaseModel):
         "auto", description="send engines the token ids of long prompts, where they are shown to take them, or never"
     )
     retries: int = Field(2, ge=0, le=10, description="further replicas to try before the first byte of an answer")
+
+    continue_streams: Literal["exact", "text", "never"] = Field(
+        "never",
+        description="have another replica go on with a stream that breaks off: where it is exact, by its text as well, or never",
+    )
+    continue_budget: Bytes = Field(64 * 2**20, description="memory for what is kept of running streams to do so")
 
     slo: Slo | None = Field(
         None,
@@ -553,18 +559,10 @@ def _check_access(settings: Settings, sources: Mapping[str, str]) -> None:
     _check_not_on_command_line("engine_api_key", settings.engine_api_key, sources)
     read_engine_key(settings)
     try:
-        access.check_keys(settings.api_keys, _class_names(settings), settings.forward_api_keys)
+        access.check_keys(settings.api_keys, class_names(settings.scheduler), settings.forward_api_keys)
         access.check_tls(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
     except access.Unusable as error:
         raise ConfigError(f"{sources[error.setting]}: {error.setting}: {error}") from None
-
-
-def _class_names(settings: Settings) -> list[str]:
-    if settings.scheduler is None:
-        return []
-    from . import overload
-
-    return [one.name for one in overload.parse_scheduler(settings.scheduler)]
 
 
 def _check_files(settings: Settings, sources: Mapping[str, str]) -> None:

@@ -68,6 +68,8 @@ def proxy(
         tokenize_once=settings.tokenize_once == "auto",
         shadows=settings.shadow,
         slo_figures=settings.slo_figures,
+        continue_streams=settings.continue_streams,
+        continue_budget=settings.continue_budget,
         overload=overload(settings.slo, settings.scheduler, settings.request_router, settings.admission),
         **rooms,
     )

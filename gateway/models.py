@@ -19,6 +19,7 @@ from replicas.served import base_names
 
 from .config import Settings
 from .model_files import DEFAULT_BLOCK_SIZE, ModelFiles, Source
+from .prompt import Prompt
 from .prompt.pipeline import PREFIX_BYTES, Pipeline
 from .prompt.quirks import VersionQuirks
 from .routes import MOST_VARIANTS, Routes
@@ -79,6 +80,11 @@ class Models:
     def block_size(self, replica: str) -> int:
         """Tokens in a block of this replica, which has been adopted."""
         return self.members[replica].space.format.block_size
+
+    def encode(self, prompt: Prompt, text: str) -> bytes:
+        """The ids (uint32 LE) of a text that stands behind this prompt. Raises whatever goes wrong."""
+        pipeline = next(space.pipeline for space in self.spaces if space.number == prompt.space)
+        return pipeline.tokenizer.encode(text)
 
     def made_by(self, replica: str) -> int:
         """The number of the way in which ids are made for this replica, see `Pipeline.made_by`."""

@@ -55,6 +55,15 @@ def check_routes(routes: Any, scheduler: Any) -> None:
     overload.parse_routes(routes, overload.parse_scheduler(scheduler))
 
 
+def class_names(scheduler: Any) -> list[str]:
+    """Of a scheduler that was checked; none without."""
+    if scheduler is None:
+        return []
+    from . import overload
+
+    return [one.name for one in overload.parse_scheduler(scheduler)]
+
+
 Slo = Annotated[dict[str, Any], BeforeValidator(_check_slo)]
 Scheduler = Annotated[dict[str, Any], BeforeValidator(_check_scheduler), BeforeValidator(_read_mapping)]
 Routes = Annotated[dict[str, Any], BeforeValidator(_read_mapping)]

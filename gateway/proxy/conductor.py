@@ -26,6 +26,7 @@ from .answers import (
 )
 from .backend import Backend
 from .blame import DOUBTFUL, agree, settled
+from .continuing import Continuing, rest_error
 from .exchange import Added, Attempt, Exchange, meter, request_head
 from .figures import Figures
 from .forwarding import TokenIdForwarding
@@ -36,6 +37,7 @@ from .responses import Responses
 from .retries import (
     ABORTED,
     CLOSED,
+    DIFFERS,
     ELSEWHERE,
     ERROR_ANSWER,
     FOREIGN_ANSWER,
@@ -203,6 +205,7 @@ class Conductor:
         self.first_legs = FirstLegs(self)
         self.under_way: set[Exchange] = set()
         self.draining = False
+        self.continuing: Continuing | None = None  # with --continue-streams
 
     def begin(self, exchange: Exchange) -> None:
         if self._traces is not None:
@@ -228,6 +231,8 @@ class Conductor:
         """Held back until the body shows that something was computed: engines send the head before the prefill, and
         while the client has nothing, the request can still go elsewhere."""
         error = self.judge.head(attempt.exchange, attempt)
+        if error is None and attempt.exchange.state is ExchangeState.RESUMING:
+            error = rest_error(attempt)
         if error is not None:
             self.failed(attempt, error)
         elif body:
@@ -263,7 +268,14 @@ class Conductor:
         failed, legs = Failed(error.kind, stale, attempt.new_connection), attempt.exchange.legs
         if legs is not None and attempt.leg is Leg.DECODE:
             failed = failed._replace(handed_over=True, still_kept=monotonic() < legs.until)
-        self.dispatch(attempt.exchange, ExchangeEvent.FAILED, failed)
+        event, exchange = ExchangeEvent.FAILED, attempt.exchange
+        if (
+            exchange.continuation is not None
+            and self.continuing is not None
+            and exchange.state is ExchangeState.ANSWERING
+        ):
+            event = self.continuing.event_after(exchange)
+        self.dispatch(exchange, event, failed)
 
     # --- deadlines
 
@@ -279,8 +291,10 @@ class Conductor:
             elif now - answering.seen_at > (limit := self._silence(answering.backend)):
                 self._stalled(exchange, limit)
             return
-        attempt = exchange.attempt
-        if now - exchange.begun > self._request_timeout:
+        attempt, since = exchange.attempt, exchange.begun
+        if exchange.state is ExchangeState.RESUMING and exchange.continuation is not None:
+            since = exchange.continuation.broke_at
+        if now - since > self._request_timeout:
             self.settling.failed(attempt.backend if attempt else None, TIMEOUT)
             what = (
                 f"replica {attempt.backend.id} sent no byte of an answer" if attempt else "no replica was found for it"
@@ -338,6 +352,8 @@ class Conductor:
             client = exchange.client
             self.dispatch(exchange, ExchangeEvent.GONE)
             client.abort()
+        elif exchange.continuation is not None:
+            self.failed(exchange.attempts[-1], UpstreamError(STALLED, f"no byte for {seconds:g} s"))
         else:
             self._time_out(exchange, UpstreamError(STALLED, f"no byte for {seconds:g} s"))
 
@@ -352,6 +368,8 @@ class Conductor:
     def _place(self, exchange: Exchange, _: Any) -> None:
         if (exchange.trace is not None or self.figures is not None) and not exchange.prepared_at:
             exchange.prepared_at = monotonic()
+        if self.continuing is not None and exchange.continuation is None:
+            self.continuing.begin(exchange)
         self.placing.place(exchange)
 
     def _hold(self, exchange: Exchange, _: Any) -> None:
@@ -382,6 +400,8 @@ class Conductor:
             body, head_of = attempt.body, leg_head
         elif prompt is not None and prompt.kind:
             body = self._forwarding.body(attempt, prompt, body, not exchange.tried and not attempt.without_ids)
+        if self.continuing is not None:
+            body = self.continuing.body(exchange, attempt, body)
         if self.priorities is not None:
             body = self.priorities.body(exchange, attempt, body)
         parent = None if self._traces is None else self._traces.parent(exchange, attempt)
@@ -452,7 +472,9 @@ class Conductor:
         self.dispatch(exchange, ExchangeEvent.PLACED)
 
     def _relay(self, exchange: Exchange, data: bytes) -> None:
-        attempt = exchange.attempts[-1]
+        attempt, error = exchange.attempts[-1], None
+        if self.continuing is not None:
+            data, error = self.continuing.begun(exchange, attempt, data)
         if exchange.tenant is None:
             attempt.tail.append(data)
             attempt.pieces = 1
@@ -471,6 +493,8 @@ class Conductor:
         upstream = attempt.upstream
         if upstream is not None and not upstream.complete and (attempt.prompt is None or not attempt.prompt.token_ids):
             exchange.forget_body()  # for as long as the answer takes; with ids, `forwarding` may ask about it
+        if error is not None:
+            self.failed(attempt, error)
 
     def _settle(self, exchange: Exchange, _: Any) -> None:
         self.under_way.discard(exchange)
@@ -483,6 +507,8 @@ class Conductor:
         self._close(exchange)
         message = f"the answer broke off: replica {attempt.backend.id} {error}"
         end = b"".join([piece[-len(CRLF_CHUNK_END) :] for piece in attempt.tail])
+        if exchange.continuation is not None and exchange.is_continued:  # what went to the client ends with an event
+            end = LF_CHUNK_END if exchange.continuation.chunked else LF_CHUNK_END[:2]
         # Only where the chunk before is whole can another one follow; else the cut itself must tell.
         if (
             attempt.streams
@@ -497,8 +523,25 @@ class Conductor:
             client.finish(keep_alive=False)
         else:
             client.abort()
-        self.settling.failed(attempt.backend, why.kind)
+        if why.kind != DIFFERS:
+            self.settling.failed(attempt.backend, why.kind)
         self.settling.ended(exchange, "cut")
+
+    @property
+    def going_on(self) -> Continuing:
+        assert self.continuing is not None
+        return self.continuing
+
+    def _give_up(self, exchange: Exchange, error: ApiError | UpstreamError) -> None:
+        self._close(exchange)
+        self.settling.close_unattributed(exchange)
+        self.going_on.give_up(exchange, error)
+
+    def end_legs(self, exchange: Exchange) -> None:
+        """One of them broke off with a part of its answer written."""
+        if exchange.legs is not None:
+            self._metrics.legs.inc(Leg.DECODE.value, "failed")
+            self._drop_legs(exchange)
 
     def _turn_away(self, exchange: Exchange, error: ApiError) -> None:
         self.settling.turned_away(error)
@@ -546,6 +589,9 @@ ACTIONS: dict[Action, Callable[[Conductor, Exchange, Any], None]] = {
     Action.RELAY: Conductor._relay,
     Action.SETTLE: Conductor._settle,
     Action.CUT: Conductor._cut,
+    Action.RESUME: lambda conductor, exchange, failed: conductor.going_on.resume(exchange, failed),
+    Action.JOIN: lambda conductor, exchange, data: conductor.going_on.join(exchange, data),
+    Action.GIVE_UP: Conductor._give_up,
     Action.TURN_AWAY: Conductor._turn_away,
     Action.REPORT: Conductor._report,
     Action.ABANDON: Conductor._abandon,

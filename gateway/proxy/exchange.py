@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from ..tenants.tenant import Tenant
     from .answers import Usage
     from .backend import Backend
+    from .continuation import Continuation
 
 
 # Reads kept to find the usage in: vLLM writes it, what ends the stream ([DONE], message_stop) and the last
@@ -79,6 +80,7 @@ class Attempt:
         # with traces on: its span, and the seconds to the first token that were predicted when it began
         "context", "predicted_ttft",
     )  # fmt: skip
+    is_continued = False
 
     def __init__(
         self,
@@ -200,6 +202,45 @@ def meter(attempt: Attempt, data: bytes) -> None:
         attempt.usage += data[: USAGE_BYTES - len(attempt.usage)]
 
 
+class ContinuableAttempt(Attempt):
+    """One whose stream is read, so that another replica can go on with it."""
+
+    __slots__ = ()
+
+    @property
+    def is_continued(self) -> bool:  # type: ignore[override]
+        """Whether it goes on with what another replica began."""
+        return self.exchange.is_continued
+
+    def data(self, data: bytes) -> None:
+        continuation = self.exchange.continuation
+        if self.state is not ANSWERING:
+            self.conductor.on_body(self, data)
+        elif continuation is not None:
+            continuation.handler.streamed(self, data)
+        else:
+            self.note(data)
+            self.client.transport.write(data)
+
+    def end(self) -> None:
+        self.upstream = None
+        continuation = self.exchange.continuation
+        if self.state is ANSWERING and continuation is not None:
+            continuation.handler.ended(self)
+        else:
+            self.conductor.on_complete(self)
+
+    def note(self, data: bytes) -> None:
+        """Take note of what the client gets of a read."""
+        self.pieces += 1
+        if not data:
+            return
+        if self.exchange.tenant is not None:
+            meter(self, data)
+        else:
+            self.tail.append(data)
+
+
 class Legs:
     """What an exchange in two legs has besides its attempts: `placement` is the second leg's reservation until that leg
     is sent, `unsent` the first leg's where somebody else sends that, until the answer begins, and `computing` the
@@ -260,6 +301,8 @@ class Exchange:
         "attempts", "status",
         # what it has besides if it is in two legs, and whether it is not to be any more
         "legs", "stays_whole",
+        # what is kept of its stream so that another replica can go on with it; None without --continue-streams
+        "continuation",
         # replicas that it is not to get again; how many attempts that counts as, and how many of them went down or hung
         # under it; errors that it was answered with
         "tried", "attempts_used", "crash_count", "unattributed_errors",
@@ -285,6 +328,7 @@ class Exchange:
         self.attempts: list[Attempt] = []
         self.legs: Legs | None = None
         self.stays_whole = False
+        self.continuation: Continuation | None = None
         self.status = self.attempts_used = self.crash_count = 0
         self.tried: tuple[Backend, ...] = ()
         self.unattributed_errors: tuple[UnattributedError, ...] = ()
@@ -313,7 +357,14 @@ class Exchange:
     @property
     def needs_replica(self) -> bool:
         """Whether a replica is wanted."""
+        if self.state is ExchangeState.RESUMING:
+            return self.attempts[-1].state is AttemptState.ENDED
         return self.state is ExchangeState.PLACING
+
+    @property
+    def is_continued(self) -> bool:
+        """Whether its last attempt goes on with what another replica began."""
+        return self.continuation is not None and self.continuation.breaks > 0
 
     @property
     def unanswered(self) -> Attempt | None:

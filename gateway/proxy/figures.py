@@ -100,7 +100,7 @@ class Figures:
         key, output = (qos, self.model_of(prompt)), usage.completion or (attempt.pieces if attempt.streams else 0)
         first, end = attempt.first_at, attempt.ended_at
         metrics.answer_e2e_seconds.observe(key, end - exchange.begun)
-        if attempt.streams and not attempt.pauses:
+        if attempt.streams and not attempt.pauses and not attempt.is_continued:
             if output > LEAST_OUTPUT:
                 metrics.answer_tpot_seconds.observe(key, (end - first) / (output - 1))
             self.passing(exchange, attempt, end)

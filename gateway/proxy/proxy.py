@@ -34,6 +34,7 @@ from ..tenants.keys import CHALLENGE
 from ..tenants.salting import salt_request
 from .backend import Backend
 from .conductor import Conductor, Judge
+from .continuing import Continuing
 from .control import OverloadControl, control_of
 from .exchange import Added, Batcher, Exchange, MeteredAttempt
 from .figures import Figures
@@ -302,6 +303,8 @@ class Proxy:
         metering: Metering | None = None,
         overload: Overload | None = None,
         slo_figures: bool = False,
+        continue_streams: str = "never",
+        continue_budget: int = 2**26,
     ):
         self.models, self.router, self.metrics = models, router, metrics
         self.allowed_paths = AllowedPaths(allow_paths)
@@ -339,6 +342,13 @@ class Proxy:
         self.conductor.figures = figures
         if queue is not None and differ(queue.classes):
             self.conductor.priorities = Priorities(queue.qos_of, queue.classes)
+        if continue_streams != "never":
+            self.conductor.continuing = Continuing(
+                self.conductor, self.eligible, metrics, as_text=continue_streams == "text", budget=continue_budget,
+                remake=lambda path, body: models.routes.prepare(path, body, None, self.eligible.adapters),
+                encode=models.encode,
+            )  # fmt: skip
+            self.settling.on_end(self.conductor.continuing.settled)
         self.exchanges = self.conductor.under_way
         self._ids = map(f"{os.urandom(6).hex()}-%x".__mod__, itertools.count(1))
         self._local = {MODELS: self._list_models, "/health": self._health}

@@ -30,6 +30,8 @@ ERROR_ANSWER, FOREIGN_ANSWER, ABORTED, IDS, ELSEWHERE = "error answer", "foreign
 # itself says that this failed, or that it did: which of the two it was its answer does not tell.
 NOT_KEPT, LEG_REFUSED, TRANSFER_STALLED = "not kept", "leg refused", "transfer stalled"
 PREFILL_FAILED = "prefill failed"
+# Of a stream that another replica was to go on with: what it wrote does not follow what the client has.
+DIFFERS = "differs"
 # Statuses after which another replica is asked, whatever the request. 501 means the engine can't do it at all, and
 # neither can its siblings.
 RETRYABLE = frozenset((500, 502, 503, 504))
@@ -70,6 +72,7 @@ KINDS: dict[str, FailureKind] = {
     LEG_REFUSED: FailureKind(computed=False, blamed=False, counts=False),
     TRANSFER_STALLED: FailureKind(computed=False, blamed=False),
     PREFILL_FAILED: FailureKind(computed=False, blamed=False, counts=False),
+    DIFFERS: FailureKind(computed=True, blamed=False),
     **{of_status(status): FailureKind(computed=False, blamed=False) for status in (401, 403, 404, 429, 503)},
     **{of_status(status): FailureKind(computed=True, blamed=False) for status in (500, 502, 504)},
 }

@@ -70,6 +70,10 @@ class Settling:
         self.complete: Batcher[Exchange] = Batcher(self._settle_all)
         self.held_up_at = 0.0  # the last time at which the event loop went on after it had been held up
 
+    def on_end(self, told: OnEnd) -> None:
+        """Tell this one as well how each request ended."""
+        self._on_end = (*self._on_end, told)
+
     # --- what health is told
 
     def tell(self, backend: Backend, kind: str) -> None:
@@ -234,6 +238,13 @@ class Settling:
                 for told in self._on_first:
                     told(attempt, ours)
 
+    def joined(self, attempt: Attempt) -> None:
+        """A replica goes on with what another one began."""
+        backend, at = attempt.backend, attempt.first_at or monotonic()
+        backend.answers += 1
+        learns = attempt.sent_at >= self.held_up_at and backend.may_learn(at)
+        self._router.first_token(attempt.placement, at, at - attempt.sent_at if learns else None)
+
     def assume_prefilled(self, attempt: Attempt, now: float) -> None:
         """An answer that does not stream shows no first token: take its prefill for done when it should be."""
         placement = attempt.placement
@@ -272,7 +283,8 @@ class Settling:
                 self.failed(backend, kind)
         elif prompt is not None and attempt.status == 200 and not backend.gone:
             self.finish(attempt, prompt, usage)
-            self._forwarding.settled(attempt, prompt, exchange.request, usage)
+            if not attempt.is_continued:
+                self._forwarding.settled(attempt, prompt, exchange.request, usage)
         else:
             self.abandon(attempt, computed=not 400 <= attempt.status < 500)
         return usage
@@ -300,10 +312,11 @@ class Settling:
         learns = (
             attempt.streams and tokens > LEAST_OUTPUT and attempt.first_at > self.held_up_at and backend.may_learn(now)
         )
-        whole = attempt.leg is None  # a second leg's cache came from elsewhere: nothing was predicted of it
+        # A second leg's cache came from elsewhere, and of a stream that was gone on with usage speaks as a whole.
+        whole = attempt.leg is None and not attempt.is_continued
         reported = cached if whole and tells_blocks and prompt.copies and not prompt.several else None
         told = completion or (attempt.pieces if attempt.streams else 0)
-        output = told if told and not prompt.several else None
+        output = told if told and not prompt.several and not attempt.is_continued else None
         self._router.finish(placement, reported, (now - attempt.first_at) / (tokens - 1) if learns else None, output)
         if whole:
             self._compare(placement, backend, prompt, usage, tells_blocks)

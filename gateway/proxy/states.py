@@ -18,7 +18,9 @@ The answer to the first one is kept and never relayed: it goes from AWAITING to 
 (`handed over`), and the second leg is the attempt that answers.
 
 Until the first byte of an answer has gone to the client, a failed attempt is followed by another one; from then on the
-exchange can only be cut, and the client must be able to tell. `gone` (the client left) ends every state. An attempt
+exchange is cut, and the client must be able to tell. Where streams are gone on with (`interrupted`), it goes from
+ANSWERING to RESUMING instead, where attempts follow each other as in TRYING, and back with the first byte of the rest;
+only what nobody goes on with is cut. `gone` (the client left) ends every state. An attempt
 ends when its replica's answer is complete, when it fails, and when its exchange does not want it any more (`dropped`).
 A pair that is not in its table can't happen; if it does, it is a bug and raises.
 
@@ -50,6 +52,7 @@ class ExchangeState(Enum):
     QUEUED = "queued"  # it waits until there is room
     TRYING = "trying"  # an attempt is under way, nothing of an answer has gone to the client
     ANSWERING = "answering"  # the client has the first byte
+    RESUMING = "resuming"  # its replica broke off: another one that goes on is being chosen or asked
     ENDED = "ended"
 
     __hash__ = object.__hash__  # Enum's own runs in Python: 3 x the time of a lookup in the table
@@ -66,6 +69,7 @@ class ExchangeEvent(Enum):
     ANSWERED = "answered"
     HANDED_OVER = "handed over"  # the first leg is complete: another replica can fetch the prompt's cache
     FAILED = "failed"  # the attempt did
+    INTERRUPTED = "interrupted"  # the attempt failed, and another replica may go on with its answer
     EXHAUSTED = "exhausted"  # no attempt or no replica is left
     FINISHED = "finished"
     TIMED_OUT = "timed out"
@@ -84,7 +88,10 @@ class Action(Enum):
     HAND_OVER = "settle the first leg, send the second one"
     RELAY = "send head and bytes to the client"
     SETTLE = "release, learn, check, log"
+    RESUME = "settle what broke off, choose a replica for the rest"
+    JOIN = "send the rest behind what the client has"
     CUT = "end the client's stream so that it can tell"
+    GIVE_UP = "nobody goes on with it: end the client's stream so that it can tell"
     TURN_AWAY = "answer with an error; no replica was asked"
     REPORT = "answer with an error"
     ABANDON = "nobody waits for an answer"
@@ -117,6 +124,15 @@ TRANSITIONS: dict[tuple[ExchangeState, ExchangeEvent], tuple[ExchangeState, Acti
     (S.ANSWERING, E.FAILED): (S.ENDED, A.CUT),
     (S.ANSWERING, E.TIMED_OUT): (S.ENDED, A.CUT),
     (S.ANSWERING, E.GONE): (S.ENDED, A.ABANDON),
+    (S.ANSWERING, E.INTERRUPTED): (S.RESUMING, A.RESUME),
+    (S.RESUMING, E.PLACED): (S.RESUMING, A.TRY),
+    (S.RESUMING, E.FAILED): (S.RESUMING, A.RETRY),
+    (S.RESUMING, E.ANSWERED): (S.ANSWERING, A.JOIN),
+    (S.RESUMING, E.FINISHED): (S.ENDED, A.SETTLE),  # all was written but what closes the stream
+    (S.RESUMING, E.REFUSED): (S.ENDED, A.GIVE_UP),
+    (S.RESUMING, E.EXHAUSTED): (S.ENDED, A.GIVE_UP),
+    (S.RESUMING, E.TIMED_OUT): (S.ENDED, A.GIVE_UP),
+    (S.RESUMING, E.GONE): (S.ENDED, A.ABANDON),
 }
 
 

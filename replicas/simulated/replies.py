@@ -168,6 +168,10 @@ class Replies:
             self.pieces.extend(_pieces(tokens, ids))
             self._ends.append(len(self.ids))
         self._opens = set(self._starts)
+        # what replies begin with that are still too short to be told apart by their text alone
+        self._beginnings = {
+            self.ids[start : start + many].tobytes() for start in self._starts for many in range(1, self.context)
+        }
         self._end_of = [end for start, end in zip(self._starts, self._ends) for _ in range(start, end)]
         self._where: dict[bytes, list[int]] = {}
         for at in range(self.context, len(self.ids) + 1):
@@ -176,10 +180,24 @@ class Replies:
     def begin(self, prompt: array) -> tuple[int, int]:
         """Where in the ring the reply to `prompt` (ids, unsigned 32 bit) starts, and its natural length in tokens."""
         at = self._resume(prompt)
+        if at is None:
+            at = self._resume_beginning(prompt)
         if at is not None:
             return at, self._end_of[at - 1] - at
-        paragraph = xxhash.xxh3_64_intdigest(prompt.tobytes(), self._seed) % PARAGRAPHS
+        paragraph = self._paragraph(prompt)
         return self._starts[paragraph], self._ends[paragraph] - self._starts[paragraph]
+
+    def _paragraph(self, prompt: array) -> int:
+        return xxhash.xxh3_64_intdigest(prompt.tobytes(), self._seed) % PARAGRAPHS
+
+    def _resume_beginning(self, prompt: array) -> int | None:
+        """Where the reply goes on whose first few tokens `prompt` ends with: what stands before them is answered so."""
+        for many in range(1, min(self.context, len(prompt))):
+            if prompt[-many:].tobytes() in self._beginnings:
+                start = self._starts[self._paragraph(prompt[:-many])]
+                if self.ids[start : start + many] == prompt[-many:]:
+                    return start + many
+        return None
 
     def _resume(self, prompt: array) -> int | None:
         """Where the reply that `prompt` ends with goes on; None if its last tokens are not from here.

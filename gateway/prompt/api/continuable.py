@@ -1,0 +1,143 @@
+"""What a request says about going on with its answer on another replica, once part of it is written.
+
+The other replica gets the prompt and what was written as token ids, in a body of its own, or the same body once more,
+where what it writes is compared with what the client has. A body of its own is made of the fields that are known to
+mean the same there; a request with any other field can only be repeated.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import orjson
+
+from ..prompt import CHAT, COMPLETIONS, MESSAGES, RESPONSES, Prompt
+
+# Fields that mean the same for the rest of an answer as for the whole.
+_KEPT = frozenset({
+    "model", "stream", "stream_options", "user", "metadata", "priority", "cache_salt", "session_id", "prompt_cache_key",
+    "temperature", "top_p", "top_k", "min_p", "seed", "repetition_penalty", "logit_bias", "allowed_token_ids", "stop_token_ids",
+    "ignore_eos", "skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output",
+    "safety_identifier", "service_tier", "store", "n", "best_of",
+})  # fmt: skip
+# What was in the prompt is in its ids.
+_IN_PROMPT = frozenset({
+    "messages", "prompt", "input", "system", "instructions", "add_generation_prompt", "continue_final_message",
+    "add_special_tokens", "chat_template_kwargs", "documents",
+})  # fmt: skip
+# Read here, and written anew or without effect.
+_READ = frozenset({
+    "max_tokens", "max_completion_tokens", "max_output_tokens", "min_tokens", "return_token_ids", "logprobs", "top_logprobs",
+    "tools", "tool_choice", "parallel_tool_calls", "response_format", "text", "stop", "stop_sequences", "presence_penalty",
+    "frequency_penalty",
+})  # fmt: skip
+_KNOWN = _KEPT | _IN_PROMPT | _READ
+_GUIDED = ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
+_DEFAULT_LIMIT = {
+    COMPLETIONS: 16
+}  # tokens of an answer where the request says nothing; elsewhere all there is room for
+# Why an answer cannot be gone on with, however it is done.
+SEVERAL, LOGPROBS, GUIDED, TOOLS, STORED = "n", "logprobs", "guided", "tools", "stored"
+# Why it cannot be gone on with by its ids: stop strings may begin in what was written, penalties count only what the
+# engine itself wrote, and other fields may mean anything.
+STOP, PENALTIES, FIELD = "stop", "penalties", "field"
+_FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
+
+
+@dataclass(slots=True)
+class Terms:
+    """`refused`: why the answer cannot be gone on with at all, or ""; `no_ids`: why not by its ids, or "". `greedy`:
+    the same prompt gets the same answer. `tells_ids`: the client itself asks for token ids."""
+
+    path: str
+    fields: dict[str, Any]
+    refused: str = ""
+    no_ids: str = ""
+    greedy: bool = False
+    tells_ids: bool = False
+    limit: int | None = None  # tokens of the whole answer
+    least: int = 0
+
+    def rest(self, ids: bytes, written: int, around: tuple[bytes, bytes]) -> bytes:
+        """The body that asks for what follows `ids`, of which the last `written` are of the answer. `around`: as of
+        `forward.with_ids`."""
+        from ..forward import written as as_json
+
+        fields = dict(self.fields)
+        if self.limit is not None:
+            fields["max_output_tokens" if self.path == RESPONSES else "max_tokens"] = self.limit - written
+        if self.least > written:
+            fields["min_tokens"] = self.least - written
+        if self.path in (CHAT, COMPLETIONS):
+            fields["return_token_ids"] = True
+        if self.path == COMPLETIONS:
+            inner = b'"prompt":' + as_json(ids)
+        else:
+            inner = b"".join((around[0], as_json(ids), around[1]))
+            if self.path == RESPONSES:
+                fields["input"] = "-"
+            else:
+                fields["messages"] = [{"role": "user", "content": "-"}]
+        return b"".join((b"{", inner, b",", orjson.dumps(fields)[1:]))
+
+
+def terms_of(prompt: Prompt, body: bytes) -> Terms | None:
+    """None where the body is not read: the engine may refuse it."""
+    try:
+        raw = _FIELDS.decode(body)
+        fields = {name: orjson.loads(bytes(value)) for name, value in raw.items() if name not in _IN_PROMPT}
+    except (ValueError, msgspec.DecodeError, RecursionError):
+        return None
+    get, path = fields.get, prompt.path
+    terms = Terms(path, {name: value for name, value in fields.items() if name in _KEPT})
+    terms.refused = _refused(prompt, fields)
+    terms.greedy = get("temperature") == 0
+    terms.tells_ids = get("return_token_ids") is True
+    terms.limit = prompt.max_tokens if prompt.max_tokens is not None else _DEFAULT_LIMIT.get(path)
+    least = get("min_tokens")
+    terms.least = least if type(least) is int else 0
+    if get("stop") or get("stop_sequences"):
+        terms.no_ids = STOP
+    elif get("presence_penalty") or get("frequency_penalty"):
+        terms.no_ids = PENALTIES
+    elif not fields.keys() <= _KNOWN or get("return_token_ids") is False:
+        terms.no_ids = FIELD
+    return terms
+
+
+def _refused(prompt: Prompt, fields: dict[str, Any]) -> str:
+    get = fields.get
+    forms = [get("response_format"), *(_format_in(get(name)) for name in ("text", "output_config"))]
+    if prompt.several or (type(get("best_of")) is int and get("best_of") > 1):
+        return SEVERAL
+    if any(get(name) not in (None, False, 0) for name in ("top_logprobs", "prompt_logprobs")) or _wants_logprobs(
+        fields
+    ):
+        return LOGPROBS
+    if any(get(name) for name in _GUIDED) or any(
+        isinstance(form, dict) and form.get("type", "text") != "text" for form in forms
+    ):
+        return GUIDED
+    if get("tools") and get("tool_choice") != "none":
+        return TOOLS
+    if prompt.path == RESPONSES and any(get(name) for name in ("previous_response_id", "conversation", "background")):
+        return STORED
+    return ""
+
+
+def _format_in(given: Any) -> Any:
+    return given.get("format") if isinstance(given, dict) else None
+
+
+def _wants_logprobs(fields: dict[str, Any]) -> bool:
+    """0 of them is a number of completions' `logprobs`; a chat's is true or false."""
+    given = fields.get("logprobs")
+    included = fields.get("include")
+    return (given is not None and given is not False) or (
+        isinstance(included, list) and "message.output_text.logprobs" in included
+    )
+
+
+PATHS = (CHAT, COMPLETIONS, RESPONSES, MESSAGES)

@@ -1,0 +1,320 @@
+"""What is kept of one stream so that another replica can go on with it, and how the rest is joined to it.
+
+The stream is read event by event. The client gets whole events only, so that whatever breaks off the client's part ends
+where an event does. What it got is kept as text and, where the engine tells them, as token ids. After a break the rest
+comes in one of three ways:
+
+- by ids: another engine is asked for what follows prompt and ids. Ids at the end whose text is not complete (part of a
+  character) or that came together with others are left to it to write again.
+- by repetition: the same request once more, where the engine tells no ids and decoding is greedy.
+- by text: as by ids, with those that the text is tokenized to; another stream than the engine had begun, perhaps.
+
+Text that the client has is compared with what comes, and left out. A difference ends the stream: nothing is ever joined
+to what does not lead there.
+"""
+
+from __future__ import annotations
+
+from array import array
+from enum import Enum
+from time import monotonic
+from typing import TYPE_CHECKING, Any, Protocol
+
+from ..http.upstream import Head, UpstreamError
+from ..prompt.api.continuable import Terms
+from .answers import error_status
+from .events import CHUNK, TOKEN_IDS, Event, Kind, Names, join_counts, put_before, read, with_text, without_ids, write
+from .retries import ABORTED, DIFFERS, ERROR_ANSWER, PROTOCOL
+
+if TYPE_CHECKING:
+    from ..prompt import Prompt
+
+HIDDEN = rb'"\1":null'
+END_OF_BODY = b"0\r\n\r\n"
+LONGEST_EVENT = 2**22  # bytes; engines write no such event
+
+
+class Way(Enum):
+    IDS = "ids"
+    REPEAT = "repeat"
+    TEXT = "text"
+
+    __hash__ = object.__hash__
+
+
+class StreamHandler(Protocol):
+    """Does what follows from each read of a stream that may be gone on with."""
+
+    def streamed(self, attempt: Any, data: bytes) -> None: ...
+    def ended(self, attempt: Any) -> None: ...
+
+
+class Continuation:
+    __slots__ = (
+        "terms", "label", "prompt", "body", "way", "refused", "head", "chunked",
+        # read and not passed on: of HTTP's framing, and of an event
+        "raw", "part", "ended",
+        # what the client has
+        "names", "texts", "ids", "prompt_ids", "opened", "opening", "closing", "finished", "complete", "clean",
+        # since the last break: text and closing events that the client has already, whether this engine has shown that
+        # it goes on from the ids, how many ids and how much text it was given
+        "skip", "skip_closing", "told_reason", "shown", "given", "given_text", "proven", "begun_at",
+        "breaks", "broke_at", "size", "counted", "handler",
+    )  # fmt: skip
+
+    def __init__(self, handler: StreamHandler, terms: Terms, label: str, prompt: Prompt, body: bytes | None):
+        """`body`: kept to be sent once more, or tokenized; None where ids will do."""
+        self.handler = handler
+        self.terms, self.label, self.prompt, self.body = terms, label, prompt, body
+        self.way: Way | None = None
+        self.refused = terms.refused
+        self.head: Head | None = None
+        self.chunked = False
+        self.raw = self.part = b""
+        self.ended = False
+        self.names = Names()
+        self.texts: list[str] = []
+        self.ids = array("I")
+        self.prompt_ids = b""
+        self.opened = self.opening = self.closing = 0
+        self.finished: str | None = None
+        self.complete = False
+        self.clean = (0, 0)  # ids, and texts, up to which both say the same
+        self.skip, self.skip_closing, self.told_reason, self.shown = "", 0, False, False
+        self.given, self.given_text, self.proven = 0, "", True
+        self.begun_at = 0  # how many texts there were
+        self.breaks, self.broke_at = 0, 0.0
+        self.size = len(body) if body is not None else 0
+        self.counted = 0  # bytes of `size` that are in the budget
+
+    # --- the stream as it passes
+
+    def begin(self, head: Head) -> None:
+        """The first replica's head goes to the client."""
+        self.head = head
+        self.chunked = head.get(b"transfer-encoding") == b"chunked"
+        if head.get(b"content-encoding") is not None or head.get(b"content-length") is not None:
+            self.refused = self.refused or "framing"
+
+    def take(self, data: bytes) -> tuple[bytes, UpstreamError | None]:
+        """A read of the replica's: what the client gets of it, and why nothing more follows, if so."""
+        try:
+            body = self._unchunked(data) if self.chunked else data
+        except ValueError:
+            return b"", UpstreamError(PROTOCOL, "sent a chunk without its size")
+        out: list[bytes] = []
+        told, error = self.part + body, None
+        told = told.replace(b"\r\n", b"\n") if b"\r" in told else told
+        *events, self.part = told.split(b"\n\n")
+        for raw in events:
+            try:
+                out.append(self._passed(raw))
+            except UpstreamError as found:
+                error = found
+                break
+        if error is None and len(self.part) > LONGEST_EVENT:
+            error = UpstreamError(PROTOCOL, f"sent an event of more than {LONGEST_EVENT} bytes")
+        return self.framed(b"".join(out)), error
+
+    def framed(self, events: bytes) -> bytes:
+        return b"%x\r\n%b\r\n" % (len(events), events) if events and self.chunked else events
+
+    @property
+    def end(self) -> bytes:
+        """What ends the body."""
+        return END_OF_BODY if self.chunked else b""
+
+    def _unchunked(self, data: bytes) -> bytes:
+        """Raises ValueError."""
+        raw, at, pieces = self.raw + data, 0, []
+        while (found := CHUNK.match(raw, at)) is not None:
+            size, start = int(found[1], 16), found.end()
+            if not size:
+                self.ended, at = True, len(raw)
+                break
+            if start + size + 2 > len(raw):
+                break
+            pieces.append(raw[start : start + size])
+            at = start + size + 2
+        self.raw = raw[at:]
+        if self.raw and found is None and b"\n" in self.raw:
+            raise ValueError
+        return b"".join(pieces)
+
+    def _passed(self, raw: bytes) -> bytes:
+        """An event -> what the client gets of it. Raises UpstreamError."""
+        if self.refused and not self.breaks:  # it is only passed on
+            return TOKEN_IDS.sub(HIDDEN, raw) + b"\n\n"
+        event = read(self.label, raw)
+        kind = event.kind
+        if kind is Kind.BESIDE:
+            return raw + b"\n\n"
+        if kind is Kind.ERROR and (status := error_status(raw + b"\n\n", True)) >= 500:
+            raise UpstreamError(ERROR_ANSWER, f"ended its stream with an error that amounts to {status}")
+        if event.reason == "abort" or (self.label == "messages" and _aborts(event)):
+            raise UpstreamError(ABORTED, "aborted it")
+        if kind in (Kind.STRANGE, Kind.ERROR) or (kind is Kind.OPENS and self.texts and not self.breaks):
+            if self.breaks:
+                raise UpstreamError(DIFFERS, "went on with events of another kind")
+            self.refused = "events"
+            return TOKEN_IDS.sub(HIDDEN, raw) + b"\n\n"
+        return self._joined(event) if self.breaks else self._first(event, raw)
+
+    def _first(self, event: Event, raw: bytes) -> bytes:
+        """An event of the replica that began."""
+        self._keep(event)
+        if event.data is not None:
+            self.names.note(self.label, event.data)
+        told = event.ids or event.prompt_ids
+        return (TOKEN_IDS.sub(HIDDEN, raw) if told and not self.terms.tells_ids else raw) + b"\n\n"
+
+    def _keep(self, event: Event) -> None:
+        kind = event.kind
+        if event.prompt_ids and not self.breaks:
+            self.prompt_ids = array("I", event.prompt_ids).tobytes()
+            self.size += len(self.prompt_ids)
+        if kind is Kind.TEXT:
+            if event.ids:
+                self.ids.extend(event.ids)
+            elif event.text and not self.breaks:
+                self.prompt_ids = b""  # not all of its text has ids
+            if event.text:
+                self.texts.append(event.text)
+                if event.ids and len(event.ids) == 1:
+                    self.clean = len(self.ids), len(self.texts)
+            self.size += 4 * len(event.ids or ()) + 2 * len(event.text)
+        elif kind is Kind.OPENS:
+            self.opened += 1
+        elif kind is Kind.CLOSES:
+            self.closing += 1
+        elif kind is Kind.END:
+            self.complete = True
+        self.finished = event.reason or self.finished
+
+    def _joined(self, event: Event) -> bytes:
+        """An event of a replica that goes on."""
+        kind, data = event.kind, event.data
+        if not self.proven:
+            self._prove(event)
+        if kind is Kind.OPENS:
+            self.opening += 1
+            if self.opening <= self.opened:
+                return b""
+            self.opened = self.opening
+        text = event.text
+        if kind is Kind.TEXT:
+            if self.skip and text:
+                same = min(len(text), len(self.skip))
+                if text[:same] != self.skip[:same]:
+                    raise UpstreamError(DIFFERS, "wrote another text than the client has")
+                self.skip, text = self.skip[same:], text[same:]
+            self._keep(event)
+            if not text and (event.reason is None or self.told_reason):
+                return b""
+        elif self.skip and kind is not Kind.OPENS:
+            raise UpstreamError(DIFFERS, "ended before the text that the client has")
+        elif kind is not Kind.OPENS:
+            self._keep(event)
+            if kind is Kind.CLOSES and self.closing <= self.skip_closing:
+                return b""
+        self.shown = self.shown or bool(text)
+        if data is None:
+            return b"data: [DONE]\n\n"
+        return self._mended(event, text)
+
+    def _mended(self, event: Event, text: str) -> bytes:
+        data = event.data
+        self.names.give(self.label, data)
+        if event.kind is Kind.TEXT:
+            with_text(self.label, data, text)
+        if not self.terms.tells_ids:
+            without_ids(self.label, data)
+        if self.way is not Way.REPEAT:
+            join_counts(self.label, data, self.given, len(self.prompt_ids) // 4)
+            if self.label == "responses" and event.kind in (Kind.CLOSES, Kind.END):
+                put_before(data, self.given_text)
+        return write(self.label, data)
+
+    def _prove(self, event: Event) -> None:
+        """An engine that does not take ids would answer a prompt that nobody wrote."""
+        expected = self.prompt_ids + self.ids[: self.given].tobytes()
+        if event.prompt_ids:
+            if array("I", event.prompt_ids).tobytes() != expected:
+                raise UpstreamError(DIFFERS, "was given token ids, and went on from others")
+            self.proven = True
+        elif event.kind is Kind.OPENS and "message" in event.data:
+            usage = event.data["message"]["usage"]
+            parts = ("input_tokens", "cache_creation_input_tokens", "cache_read_input_tokens")
+            if sum(usage.get(name) or 0 for name in parts) != len(expected) // 4:
+                raise UpstreamError(DIFFERS, "was given token ids, and counts another number of them")
+            self.proven = True
+        elif event.kind is Kind.TEXT and self.label in ("chat", "completions"):
+            raise UpstreamError(DIFFERS, "was given token ids, and does not tell what it goes on from")
+
+    # --- the break
+
+    @property
+    def text(self) -> str:
+        return "".join(self.texts)
+
+    def is_over(self) -> bool:
+        """Whether the client has all of the text, and only what follows it is missing."""
+        limit = self.terms.limit
+        return self.finished is not None or (limit is not None and self.clean[0] >= limit > 0)
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether the replica that was to go on wrote nothing at all, not even what the client has."""
+        return self.breaks > 0 and len(self.texts) == self.begun_at
+
+    def break_off(self) -> None:
+        """The replica is gone; what the client has stands."""
+        self.breaks += 1
+        self.broke_at = monotonic()
+        self.raw = self.part = b""
+        self.ended, self.opening = False, 0
+
+    def go_by_ids(self, ids: bytes | None = None, prompt_ids: bytes = b"") -> bytes:
+        """From now on the rest comes by ids; returns all that it follows. `ids`, `prompt_ids`: those of the text, where
+        the engine told none."""
+        if ids is None:
+            count, texts = self.clean
+            self.way, self.skip = Way.IDS, "".join(self.texts[texts:]) + self.skip
+            del self.ids[count:], self.texts[texts:]
+        else:
+            self.way, self.skip, self.ids = Way.TEXT, "", array("I", ids)
+            self.prompt_ids = prompt_ids
+            self.clean = len(self.ids), len(self.texts)
+        self.given, self.given_text, self.begun_at = len(self.ids), self.text, len(self.texts)
+        self.skip_closing, self.shown, self.proven = 0, False, False
+        return self.prompt_ids + self.ids.tobytes()
+
+    def go_by_repetition(self) -> None:
+        self.way, self.skip, self.skip_closing = Way.REPEAT, self.text + self.skip, max(self.closing, self.skip_closing)
+        self.told_reason = self.told_reason or self.finished is not None
+        self.texts, self.closing, self.given, self.given_text, self.begun_at = [], 0, 0, "", 0
+        self.finished, self.shown, self.proven = None, False, True
+
+    def closing_events(self) -> bytes:
+        """What is missing where all of the text is there: of chats and completions, whose ids are known."""
+        events, prompt, written = b"", len(self.prompt_ids) // 4, len(self.ids)
+        frame = {
+            "id": self.names.id,
+            "object": "chat.completion.chunk" if self.label == "chat" else "text_completion",
+            "created": self.names.created,
+            "model": self.prompt.model,
+        }
+        if self.finished is None:
+            empty = {"delta": {"content": ""}} if self.label == "chat" else {"text": ""}
+            choice = {"index": 0, **empty, "logprobs": None, "finish_reason": "length", "stop_reason": None}
+            events += write(self.label, {**frame, "choices": [choice]})
+        if self.prompt.include_usage and not self.closing:
+            usage = {"prompt_tokens": prompt, "total_tokens": prompt + written, "completion_tokens": written}
+            events += write(self.label, {**frame, "choices": [], "usage": usage})
+        self.complete = True
+        return events + b"data: [DONE]\n\n"
+
+
+def _aborts(event: Event) -> bool:
+    data = event.data
+    return bool(data) and data.get("type") == "message_delta" and data["delta"].get("stop_reason") is None

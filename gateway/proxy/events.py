@@ -1,0 +1,229 @@
+"""Events of a streamed answer, as far as going on with it on another replica asks: which API's text is where, what
+comes before it and behind it, and how an event of one stream is made one of another.
+
+Streams are read as vLLM 0.28 and 0.32 write them. What is not known here is `STRANGE`: a stream that has any is not
+gone on with.
+"""
+
+from __future__ import annotations
+
+import re
+from enum import Enum
+from typing import Any, NamedTuple
+
+import orjson
+
+CHUNK = re.compile(rb"([0-9A-Fa-f]{1,8})[^\r\n]*\r\n")
+TOKEN_IDS = re.compile(rb'"(prompt_token_ids|token_ids)":\[[0-9,]*\]')
+_HIDDEN = ("reasoning", "reasoning_content", "tool_calls", "function_call", "refusal", "audio")
+_ENDS = frozenset(("response.completed", "response.incomplete"))
+
+
+class Kind(Enum):
+    OPENS = "before the text"
+    TEXT = "of the text, perhaps empty"
+    CLOSES = "behind the text"
+    END = "the last one"
+    ERROR = "says that the answer failed"
+    BESIDE = "a ping or a comment"
+    STRANGE = "of no stream that is known here"
+
+    __hash__ = object.__hash__
+
+
+class Event(NamedTuple):
+    """`reason`: why generation ended, where it tells. `ids`: of the tokens that it brings, where it tells those."""
+
+    kind: Kind
+    data: Any = None
+    text: str = ""
+    reason: str | None = None
+    ids: list[int] | None = None
+    prompt_ids: list[int] | None = None
+
+
+END, BESIDE, STRANGE = Event(Kind.END), Event(Kind.BESIDE), Event(Kind.STRANGE)
+
+
+def read(label: str, raw: bytes) -> Event:
+    """One event without the blank line behind it."""
+    at = 0 if raw.startswith(b"data:") else raw.find(b"\ndata:") + 1
+    if at == 0 and not raw.startswith(b"data:"):
+        return BESIDE if raw.startswith((b":", b"event: ping", b"id:", b"retry:")) else STRANGE
+    told = raw[at + 5 :].strip()
+    if told == b"[DONE]":
+        return END
+    try:
+        data = orjson.loads(told)
+    except orjson.JSONDecodeError:
+        return STRANGE
+    if not isinstance(data, dict):
+        return STRANGE
+    if data.get("error") or data.get("type") in ("error", "response.failed") or data.get("object") == "error":
+        # a response that is well has an error as well: null
+        return Event(Kind.ERROR, data)
+    try:
+        return _READERS[label](data)
+    except (KeyError, TypeError, AttributeError, IndexError):
+        return STRANGE
+
+
+def _openai(data: dict[str, Any], choice: dict[str, Any], text: str, opens: bool) -> Event:
+    reason, ids = choice.get("finish_reason"), choice.get("token_ids")
+    kind = (
+        Kind.STRANGE if choice.get("logprobs") else Kind.OPENS if opens and not text and reason is None else Kind.TEXT
+    )
+    prompt_ids = data.get("prompt_token_ids") or choice.get("prompt_token_ids")
+    return Event(kind, data, text, reason, ids, prompt_ids)
+
+
+def _chat(data: dict[str, Any]) -> Event:
+    if not data["choices"]:
+        return Event(Kind.CLOSES, data)
+    choice = data["choices"][0]
+    delta = choice["delta"]
+    if any(delta.get(name) for name in _HIDDEN):
+        return STRANGE
+    return _openai(data, choice, delta.get("content") or "", "role" in delta and not choice.get("token_ids"))
+
+
+def _completions(data: dict[str, Any]) -> Event:
+    if not data["choices"]:
+        return Event(Kind.CLOSES, data)
+    return _openai(data, data["choices"][0], data["choices"][0]["text"] or "", False)
+
+
+def _messages(data: dict[str, Any]) -> Event:
+    kind = data["type"]
+    if kind == "content_block_delta":
+        delta = data["delta"]
+        return Event(Kind.TEXT, data, delta["text"]) if delta["type"] == "text_delta" else STRANGE
+    if kind == "content_block_start":
+        return Event(Kind.OPENS, data) if data["content_block"]["type"] == "text" and not data["index"] else STRANGE
+    if kind in ("content_block_stop", "message_delta"):
+        return Event(Kind.CLOSES, data, reason=(data.get("delta") or {}).get("stop_reason"))
+    return _OTHER_MESSAGES.get(kind, STRANGE)._replace(data=data)
+
+
+_OTHER_MESSAGES = {"message_start": Event(Kind.OPENS), "message_stop": END, "ping": BESIDE}
+
+
+def _responses(data: dict[str, Any]) -> Event:
+    kind = data["type"]
+    if kind == "response.output_text.delta":
+        return Event(Kind.TEXT, data, data["delta"]) if not data.get("logprobs") else STRANGE
+    if kind in _ENDS:
+        return Event(Kind.END, data, reason=data["response"].get("status"))
+    if kind in ("response.created", "response.queued", "response.in_progress"):
+        return Event(Kind.OPENS, data)
+    if kind == "response.output_item.added":
+        return Event(Kind.OPENS, data) if data["item"]["type"] == "message" and not data["output_index"] else STRANGE
+    if kind == "response.content_part.added":
+        return Event(Kind.OPENS, data) if data["part"]["type"] == "output_text" else STRANGE
+    known = ("response.output_text.done", "response.content_part.done", "response.output_item.done")
+    return Event(Kind.CLOSES, data) if kind in known else STRANGE
+
+
+_READERS = {"chat": _chat, "completions": _completions, "messages": _messages, "responses": _responses}
+
+
+def write(label: str, data: Any) -> bytes:
+    head = b"event: %b\n" % data["type"].encode() if label in ("messages", "responses") else b""
+    return b"%bdata: %b\n\n" % (head, orjson.dumps(data))
+
+
+def with_text(label: str, data: dict[str, Any], text: str) -> None:
+    """Let an event of the text bring this text."""
+    if label == "chat":
+        data["choices"][0]["delta"]["content"] = text
+    elif label == "completions":
+        data["choices"][0]["text"] = text
+    elif label == "messages":
+        data["delta"]["text"] = text
+    else:
+        data["delta"] = text
+
+
+def without_ids(label: str, data: dict[str, Any]) -> None:
+    """As engines write it that were not asked for token ids."""
+    if label in ("chat", "completions"):
+        for told in (data, *data["choices"]):
+            for name in ("prompt_token_ids", "token_ids"):
+                if told.get(name) is not None:
+                    told[name] = None
+
+
+class Names:
+    """What the client knows a stream by, and what every event of the rest has to say as well."""
+
+    __slots__ = ("id", "created", "item", "number")
+
+    def __init__(self) -> None:
+        self.id: Any = None
+        self.created: Any = None
+        self.item: Any = None
+        self.number = -1  # of the last event that was numbered
+
+    def note(self, label: str, data: dict[str, Any]) -> None:
+        """Of an event that goes to the client as it is."""
+        self._learn(label, data)
+        if label == "responses":
+            self.number = data.get("sequence_number", self.number)
+
+    def _learn(self, label: str, data: dict[str, Any]) -> None:
+        told = data.get("response") if label == "responses" else data
+        if self.id is None and told:
+            self.id, self.created = told.get("id"), told.get("created_at" if label == "responses" else "created")
+        if self.item is None and isinstance(data.get("item"), dict):
+            self.item = data["item"]["id"]
+
+    def give(self, label: str, data: dict[str, Any]) -> None:
+        """To an event of another stream."""
+        self._learn(label, data)
+        if label in ("chat", "completions"):
+            data["id"], data["created"] = self.id, self.created
+        elif label == "responses":
+            self.number += 1
+            data["sequence_number"] = self.number
+            if "item_id" in data:
+                data["item_id"] = self.item
+            for item in (data.get("item"), *(data.get("response") or {}).get("output", ())):
+                if item is not None:
+                    item["id"] = self.item
+            if "response" in data:
+                data["response"]["id"], data["response"]["created_at"] = self.id, self.created
+
+
+def join_counts(label: str, data: dict[str, Any], written: int, prompt: int) -> None:
+    """Let usage speak of the client's prompt and the whole answer, where the engine's prompt had `written` tokens of
+    the answer in it. `prompt`: tokens of the client's."""
+    usage = (data.get("response") or data).get("usage") if label == "responses" else data.get("usage")
+    if not isinstance(usage, dict):
+        return
+    if label == "messages":
+        over = written
+        for name in ("input_tokens", "cache_creation_input_tokens", "cache_read_input_tokens"):
+            if isinstance(usage.get(name), int):
+                taken = min(over, usage[name])
+                usage[name] -= taken
+                over -= taken
+        usage["output_tokens"] += written
+        return
+    before, behind = ("input", "output") if label == "responses" else ("prompt", "completion")
+    usage[f"{before}_tokens"] = prompt
+    usage[f"{behind}_tokens"] += written
+    details = usage.get(f"{before}_tokens_details")
+    if isinstance(details, dict) and isinstance(details.get("cached_tokens"), int):
+        details["cached_tokens"] = min(details["cached_tokens"], prompt)
+
+
+def put_before(data: Any, text: str) -> None:
+    """Let the events with which a response closes have the whole text."""
+    if isinstance(data, dict):
+        if data.get("type") in ("output_text", "response.output_text.done") and isinstance(data.get("text"), str):
+            data["text"] = text + data["text"]
+        for value in data.values():
+            put_before(value, text)
+    elif isinstance(data, list):
+        for value in data:
+            put_before(value, text)

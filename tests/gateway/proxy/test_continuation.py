@@ -1,0 +1,272 @@
+"""Streams that break off at any byte, and the rest that is joined to them: the client's text is the whole one, each
+event is whole, and counts speak of the client's request."""
+
+import json
+from array import array
+
+import orjson
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gateway.http.upstream import Head, UpstreamError
+from gateway.prompt import Prompt
+from gateway.prompt.api.continuable import terms_of
+from gateway.proxy.continuation import Continuation, Way
+
+HEAD = Head(b"HTTP/1.1 200 OK\r\n\r\n", [(b"transfer-encoding", b"chunked")], False, True)
+PATHS = {"chat": "/v1/chat/completions", "completions": "/v1/completions", "messages": "/v1/messages", "responses": "/v1/responses"}  # fmt: skip
+PROMPT = [7, 8, 9]
+TEXT = "Grüße, 你好 🌍! "
+
+
+class Engine:
+    """Writes this text byte by byte, a token each, in pieces of so many tokens; a character is shown once it is
+    complete. Each engine has names of its own."""
+
+    def __init__(self, label: str, text: str, sizes: list[int], name: str):
+        self.label, self.tokens, self.sizes, self.name = label, text.encode(), sizes, name
+        self.number = -1
+
+    def event(self, data: dict) -> bytes:
+        if self.label == "responses":
+            self.number += 1
+            data["sequence_number"] = self.number
+        head = b"event: %b\n" % data["type"].encode() if "type" in data else b""
+        return self.chunk(head + b"data: " + orjson.dumps(data) + b"\n\n")
+
+    def chunk(self, event: bytes) -> bytes:
+        return b"%x\r\n%b\r\n" % (len(event), event)
+
+    def stream(self, ids: list[int] = PROMPT, asked: bool = True) -> bytes:
+        """From the prompt's ids, or from more."""
+        written, out, told, shown = len(ids) - len(PROMPT), [self.opens(ids, asked)], len(ids) - len(PROMPT), 0
+        # what is written already is shown by the one who wrote it
+        base, at = self.tokens[:written].decode(errors="ignore"), written
+        shown, sizes = len(base), [*self.sizes]
+        while at < len(self.tokens):
+            step = sizes.pop(0) if sizes else 1
+            end = min(at + step, len(self.tokens))
+            known = self.tokens[:end].decode(errors="ignore")
+            out.append(
+                self.text(known[shown:], [*self.tokens[at:end]], end == len(self.tokens), ids, at == written, asked)
+            )
+            shown, at = len(known), end
+        out.append(self.closes(len(ids), len(self.tokens) - written, base))
+        assert told == written
+        return b"".join(out) + b"0\r\n\r\n"
+
+    def opens(self, ids, asked) -> bytes:
+        if self.label == "chat":
+            choice = {"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
+            return self.event({**self.frame([choice]), **({"prompt_token_ids": ids} if asked else {})})
+        if self.label == "messages":
+            message = {"id": self.name, "usage": {"input_tokens": len(ids), "output_tokens": 0}}
+            return self.event({"type": "message_start", "message": message}) + self.event(
+                {"type": "content_block_start", "index": 0, "content_block": {"type": "text", "text": ""}}
+            )
+        if self.label == "responses":
+            item = {"id": "item " + self.name, "type": "message"}
+            return (
+                self.event({"type": "response.created", "response": {"id": self.name, "created_at": 1, "output": []}})
+                + self.event({"type": "response.output_item.added", "output_index": 0, "item": item})
+                + self.event({"type": "response.content_part.added", "item_id": item["id"], "part": {"type": "output_text", "text": ""}})
+            )  # fmt: skip
+        return b""
+
+    def frame(self, choices) -> dict:
+        return {"id": self.name, "created": self.name, "model": "m", "choices": choices}
+
+    def text(self, text, tokens, last, ids, first, asked) -> bytes:
+        if self.label in ("chat", "completions"):
+            said = {"delta": {"content": text}} if self.label == "chat" else {"text": text}
+            told = {"token_ids": tokens} if asked else {}
+            if asked and first and self.label == "completions":
+                told["prompt_token_ids"] = ids
+            choice = {"index": 0, **said, "logprobs": None, "finish_reason": "length" if last else None, **told}
+            return self.event(self.frame([choice]))
+        if not text:
+            return b""
+        if self.label == "messages":
+            return self.event(
+                {"type": "content_block_delta", "index": 0, "delta": {"type": "text_delta", "text": text}}
+            )
+        return self.event(
+            {"type": "response.output_text.delta", "item_id": "item " + self.name, "delta": text, "logprobs": []}
+        )
+
+    def closes(self, prompt, written, before) -> bytes:
+        whole = self.tokens.decode()[len(before) :]
+        if self.label in ("chat", "completions"):
+            usage = {"prompt_tokens": prompt, "completion_tokens": written, "total_tokens": prompt + written}
+            return self.event({**self.frame([]), "usage": usage}) + self.chunk(b"data: [DONE]\n\n")
+        if self.label == "messages":
+            return (
+                self.event({"type": "content_block_stop", "index": 0})
+                + self.event({"type": "message_delta", "delta": {"stop_reason": "max_tokens"},
+                              "usage": {"input_tokens": prompt, "output_tokens": written}})
+                + self.event({"type": "message_stop"})
+            )  # fmt: skip
+        part = {"type": "output_text", "text": whole}
+        item = {"id": "item " + self.name, "type": "message", "content": [part]}
+        usage = {"input_tokens": prompt, "output_tokens": written, "total_tokens": prompt + written}
+        response = {"id": self.name, "created_at": 1, "status": "incomplete", "output": [item], "usage": usage}
+        return (
+            self.event({"type": "response.output_text.done", "item_id": item["id"], "text": whole})
+            + self.event({"type": "response.output_item.done", "output_index": 0, "item": item})
+            + self.event({"type": "response.completed", "response": response})
+        )
+
+
+def continuation(label: str, text: str, **fields) -> Continuation:
+    limit = "max_output_tokens" if label == "responses" else "max_tokens"
+    body = orjson.dumps({"model": "m", "stream": True, "temperature": 0, limit: len(text.encode()), **fields})
+    prompt = Prompt(
+        PATHS[label], "m", stream=True, tokens=len(PROMPT), max_tokens=len(text.encode()), include_usage=True
+    )
+    made = Continuation(None, terms_of(prompt, body), label, prompt, body)
+    made.begin(HEAD)
+    return made
+
+
+def taken(one: Continuation, data: bytes, cuts: list[int]) -> bytes:
+    """In reads of these sizes."""
+    out, at = b"", 0
+    for size in [*cuts, len(data)]:
+        written, error = one.take(data[at : at + size])
+        assert error is None, error
+        out, at = out + written, at + size
+    return out
+
+
+def read(label: str, body: bytes) -> tuple[str, set, dict, list]:
+    """A client's view: the text, the ids, the usage, and the kinds of events in their order (texts once)."""
+    at, raw = 0, b""
+    while at < len(body):
+        size, _, _ = body[at : at + 12].partition(b"\r\n")
+        start = at + len(size) + 2
+        raw += body[start : start + int(size, 16)]
+        assert body[start + int(size, 16) :][:2] == b"\r\n", "a chunk is not whole"
+        at = start + int(size, 16) + 2
+    assert raw.endswith(b"\n\n") or not raw
+    text, names, usage, kinds, numbers = "", set(), {}, [], []
+    for event in raw.split(b"\n\n")[:-1]:
+        line = event[event.find(b"data:") + 5 :].strip()
+        if line == b"[DONE]":
+            kinds.append("done")
+            continue
+        data = json.loads(line)
+        assert b'token_ids":[' not in line
+        usage = data.get("usage") or data.get("response", {}).get("usage") or usage
+        names |= {str(data[name]) for name in ("id", "created", "item_id") if name in data}
+        names |= {data["response"]["id"]} if "response" in data else set()
+        if "sequence_number" in data:
+            numbers.append(data["sequence_number"])
+        if label in ("chat", "completions"):
+            kind = "usage" if not data["choices"] else "text"
+            for choice in data["choices"]:
+                text += choice["delta"]["content"] if label == "chat" else choice["text"]
+                kind = "role" if "role" in choice.get("delta", {}) else choice["finish_reason"] or kind
+        else:
+            kind = data["type"]
+            text += data["delta"]["text"] if kind == "content_block_delta" else ""
+            text += data["delta"] if kind == "response.output_text.delta" else ""
+        if kinds[-1:] != [kind]:
+            kinds.append(kind)
+    assert numbers == list(range(len(numbers)))
+    return text, names, usage, kinds
+
+
+SIZES = st.lists(st.integers(1, 5), max_size=12)
+READS = st.lists(st.integers(1, 200), max_size=8)
+
+
+def go_on(one: Continuation, way: Way, text: str) -> list[int]:
+    """What the next engine is to go on from."""
+    one.way = way
+    one.break_off()
+    if way is Way.REPEAT:
+        one.go_by_repetition()
+        return PROMPT
+    if way is Way.IDS:
+        return array("I", one.go_by_ids()).tolist()
+    said = array("I", [*(one.text + one.skip).encode()]).tobytes()
+    return array("I", one.go_by_ids(said, array("I", PROMPT).tobytes())).tolist()
+
+
+@pytest.mark.parametrize(
+    ("label", "way"),
+    [
+        ("chat", Way.IDS),
+        ("completions", Way.IDS),
+        *((label, way) for label in PATHS for way in (Way.REPEAT, Way.TEXT)),
+    ],
+)
+@given(
+    sizes=st.tuples(SIZES, SIZES, SIZES), where=st.tuples(st.floats(0, 1), st.floats(0, 1)), reads=READS, times=st.integers(1, 2)
+)  # fmt: skip
+@settings(max_examples=60, deadline=None)
+def test_breaks_at_any_byte_leave_no_trace(label, way, sizes, where, reads, times):
+    text = TEXT * 2
+    asked = way is Way.IDS
+    whole = Engine(label, text, sizes[0], "a").stream(asked=asked)
+    expected = read(label, taken(continuation(label, text), whole, []))
+    one = continuation(label, text)
+    body = taken(one, whole[: int(where[0] * len(whole))], reads)
+    for time in range(times):
+        if one.complete:
+            break
+        if way is Way.IDS and (not one.prompt_ids or one.is_over()):  # nothing was written, or all
+            if one.is_over():
+                one.break_off()
+                body += one.framed(one.closing_events())
+            break
+        if way is Way.TEXT and (one.finished or one.closing or not one.texts):
+            break
+        ids = go_on(one, way, text)
+        rest = Engine(label, text, sizes[time + 1], "b").stream(ids)
+        last = time == times - 1
+        body += taken(one, rest if last else rest[: int(where[1] * len(rest))], reads)
+    if not one.complete:  # as it was before anything was written, or with the last event alone missing
+        return
+    found = read(label, body)
+    assert found[::2] == expected[::2] and found[3] == expected[3]
+    assert len(found[1]) == len(expected[1]), "names of two streams"
+
+
+@pytest.mark.parametrize("label", ["chat", "completions"])
+def test_an_engine_that_does_not_take_ids_is_found_out_before_its_client_has_a_word(label):
+    one = continuation(label, TEXT)
+    stream = Engine(label, TEXT, [], "a").stream()
+    taken(one, stream[: len(stream) // 2], [])
+    go_on(one, Way.IDS, TEXT)
+    written, error = one.take(Engine(label, TEXT, [], "b").stream())  # from the prompt, as if nothing was written
+    assert isinstance(error, UpstreamError) and error.kind == "differs" and not written
+
+
+@pytest.mark.parametrize("label", PATHS)
+def test_another_text_is_never_joined(label):
+    one = continuation(label, TEXT)
+    stream = Engine(label, TEXT, [], "a").stream(asked=False)
+    taken(one, stream[: len(stream) // 2], [])
+    go_on(one, Way.REPEAT, TEXT)
+    other = TEXT.replace("r", "x", 1)
+    written, error = one.take(Engine(label, other, [], "b").stream(asked=False))
+    assert isinstance(error, UpstreamError) and error.kind == "differs" and not written
+
+
+@pytest.mark.parametrize(
+    ("event", "label"),
+    [
+        ({"choices": [{"index": 0, "delta": {"reasoning": "Hm"}, "finish_reason": None}]}, "chat"),
+        ({"choices": [{"index": 0, "delta": {"tool_calls": [{"index": 0}]}, "finish_reason": None}]}, "chat"),
+        ({"choices": [{"index": 0, "text": "a", "logprobs": {"tokens": ["a"]}}]}, "completions"),
+        ({"type": "content_block_start", "index": 0, "content_block": {"type": "thinking"}}, "messages"),
+        ({"type": "response.output_item.added", "output_index": 0, "item": {"type": "reasoning"}}, "responses"),
+    ],
+)
+def test_what_a_parser_has_made_is_passed_on_and_not_gone_on_with(event, label):
+    one = continuation(label, TEXT)
+    raw = b"data: " + orjson.dumps(event) + b"\n\n"
+    written, error = one.take(b"%x\r\n%b\r\n" % (len(raw), raw))
+    assert error is None and raw in written and one.refused == "events"

@@ -162,13 +162,13 @@ class Continuation:
 
     def _first(self, event: Event, raw: bytes) -> bytes:
         """An event of the replica that began."""
-        self._keep(event)
+        self._keep(event, raw)
         if event.data is not None:
             self.names.note(self.label, event.data)
         told = event.ids or event.prompt_ids
         return (TOKEN_IDS.sub(HIDDEN, raw) if told and not self.terms.tells_ids else raw) + b"\n\n"
 
-    def _keep(self, event: Event) -> None:
+    def _keep(self, event: Event, raw: bytes = b"") -> None:
         kind = event.kind
         if event.prompt_ids and not self.breaks:
             self.prompt_ids = array("I", event.prompt_ids).tobytes()
@@ -185,6 +185,7 @@ class Continuation:
             self.size += 4 * len(event.ids or ()) + 2 * len(event.text)
         elif kind is Kind.OPENS:
             self.opened += 1
+            self.size += len(raw)
         elif kind is Kind.CLOSES:
             self.closing += 1
         elif kind is Kind.END:

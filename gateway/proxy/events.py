@@ -16,6 +16,7 @@ import orjson
 CHUNK = re.compile(rb"([0-9A-Fa-f]{1,8})[^\r\n]*\r\n")
 TOKEN_IDS = re.compile(rb'"(prompt_token_ids|token_ids)":\[[0-9,]*\]')
 _HIDDEN = ("reasoning", "reasoning_content", "tool_calls", "function_call", "refusal", "audio")
+_OUTCOME = frozenset(("status", "output", "usage", "error", "incomplete_details", "completed_at"))  # of a response
 _ENDS = frozenset(("response.completed", "response.incomplete"))
 
 
@@ -156,9 +157,10 @@ def without_ids(label: str, data: dict[str, Any]) -> None:
 class Names:
     """What the client knows a stream by, and what every event of the rest has to say as well."""
 
-    __slots__ = ("id", "created", "item", "number")
+    __slots__ = ("id", "created", "item", "number", "settings")
 
     def __init__(self) -> None:
+        self.settings: dict[str, Any] = {}  # of a response: what it says of its request
         self.id: Any = None
         self.created: Any = None
         self.item: Any = None
@@ -174,6 +176,8 @@ class Names:
         told = data.get("response") if label == "responses" else data
         if self.id is None and told:
             self.id, self.created = told.get("id"), told.get("created_at" if label == "responses" else "created")
+            if label == "responses":
+                self.settings = {name: value for name, value in told.items() if name not in _OUTCOME}
         if self.item is None and isinstance(data.get("item"), dict):
             self.item = data["item"]["id"]
 
@@ -191,7 +195,7 @@ class Names:
                 if item is not None:
                     item["id"] = self.item
             if "response" in data:
-                data["response"]["id"], data["response"]["created_at"] = self.id, self.created
+                data["response"] |= self.settings
 
 
 def join_counts(label: str, data: dict[str, Any], written: int, prompt: int) -> None:

@@ -120,9 +120,8 @@ def chat(body: dict, tokens: Tokens) -> Asked:
     _check_logprobs(
         body, "top_logprobs", body.get("top_logprobs") if body.get("echo") else None, bool(body.get("logprobs")), tokens
     )
-    given = body.get("kv_transfer_params")
-    ids = given.get("prompt_token_ids") if isinstance(given, dict) else None
-    prompt = _ids(ids, "kv_transfer_params") if ids is not None else tokens.chat(body)
+    ids = _ids_beside(body)
+    prompt = ids if ids is not None else tokens.chat(body)
     most = _whole_number(body, "max_completion_tokens", 1)
     asked = _common(
         body, [prompt], most if most is not None else _whole_number(body, "max_tokens", 1), body.get("stop")
@@ -175,6 +174,13 @@ def _ids(given: Any, param: str) -> list[int]:
     return given
 
 
+def _ids_beside(body: dict) -> list[int] | None:
+    """The prompt's ids that a conversation was sent with: they count, and the messages do not."""
+    given = body.get("kv_transfer_params")
+    ids = given.get("prompt_token_ids") if isinstance(given, dict) else None
+    return _ids(ids, "kv_transfer_params") if ids is not None else None
+
+
 def embeddings(body: dict, tokens: Tokens) -> Asked:
     if body.get("messages") is not None:
         prompts = [tokens.chat({"add_generation_prompt": False, **body})]
@@ -184,8 +190,10 @@ def embeddings(body: dict, tokens: Tokens) -> Asked:
 
 
 def responses(body: dict, tokens: Tokens) -> Asked:
-    asked = _common(body, [tokens.chat(translate.responses(body))], _whole_number(body, "max_output_tokens", 1), None)
-    asked.clip, asked.limit = True, "max_output_tokens"
+    ids = _ids_beside(body)
+    prompt = ids if ids is not None else tokens.chat(translate.responses(body))
+    asked = _common(body, [prompt], _whole_number(body, "max_output_tokens", 1), None)
+    asked.clip, asked.limit, asked.text = True, "max_output_tokens", ids is None
     return asked
 
 
@@ -195,6 +203,9 @@ def anthropic(body: dict, tokens: Tokens) -> Asked:
         raise RequestError("`max_tokens` is required", param="max_tokens")
     # Not of this API: vLLM ignores them
     body = {name: value for name, value in body.items() if name not in ("n", "priority")}
-    asked = _common(body, [tokens.chat(translate.anthropic(body))], most, body.get("stop_sequences"))
+    ids = _ids_beside(body)
+    prompt = ids if ids is not None else tokens.chat(translate.anthropic(body))
+    asked = _common(body, [prompt], most, body.get("stop_sequences"))
+    asked.text = ids is None
     asked.limit = "max_completion_tokens"  # it becomes a chat
     return asked

@@ -51,7 +51,7 @@ class StreamHandler(Protocol):
 
 class Continuation:
     __slots__ = (
-        "terms", "label", "prompt", "body", "way", "refused", "head", "chunked",
+        "terms", "label", "prompt", "keeps_body", "body", "way", "refused", "head", "chunked",
         # read and not passed on: of HTTP's framing, and of an event
         "raw", "part", "ended",
         # what the client has
@@ -62,10 +62,10 @@ class Continuation:
         "breaks", "broke_at", "size", "counted", "handler",
     )  # fmt: skip
 
-    def __init__(self, handler: StreamHandler, terms: Terms, label: str, prompt: Prompt, body: bytes | None):
-        """`body`: kept to be sent once more, or tokenized; None where ids will do."""
-        self.handler = handler
-        self.terms, self.label, self.prompt, self.body = terms, label, prompt, body
+    def __init__(self, handler: StreamHandler, terms: Terms, label: str, prompt: Prompt, keeps_body: bool):
+        """`keeps_body`: it may be sent once more, or tokenized; else ids will do."""
+        self.handler, self.keeps_body, self.body = handler, keeps_body, b""
+        self.terms, self.label, self.prompt = terms, label, prompt
         self.way: Way | None = None
         self.refused = terms.refused
         self.head: Head | None = None
@@ -84,10 +84,17 @@ class Continuation:
         self.given, self.given_text, self.proven = 0, "", True
         self.begun_at = 0  # how many texts there were
         self.breaks, self.broke_at = 0, 0.0
-        self.size = len(body) if body is not None else 0
+        self.size = 0
         self.counted = 0  # bytes of `size` that are in the budget
 
     # --- the stream as it passes
+
+    def sent(self, body: bytes) -> None:
+        """This is the request as its first replica gets it, but for token ids."""
+        self.terms.limit = self.terms.limit_of(self.prompt)
+        if self.keeps_body:
+            self.size += len(body) - len(self.body)
+            self.body = body
 
     def begin(self, head: Head) -> None:
         """The first replica's head goes to the client."""

@@ -77,10 +77,9 @@ class Continuing:
             return
         tells_ids = prompt.path in (CHAT, COMPLETIONS) and not terms.no_ids and prompt.mode == "exact"
         keeps = (self._as_text or terms.greedy) and not tells_ids
-        continuation = Continuation(self, terms, exchange.label, prompt, body if keeps else None)
+        continuation = Continuation(self, terms, exchange.label, prompt, keeps)
         exchange.continuation = continuation
         if not continuation.refused:
-            self._count(continuation)
             exchange.attempt_type = ContinuableAttempt
 
     def body(self, exchange: Exchange, attempt: Attempt, body: bytes) -> bytes:
@@ -90,11 +89,13 @@ class Continuing:
             return body
         terms = continuation.terms
         if not continuation.breaks:
+            continuation.sent(exchange.request.body)
+            self._count(continuation)
             asks = exchange.label in ("chat", "completions") and not terms.no_ids and not terms.tells_ids
             at = body.find(b"{") + 1
             return b"".join((body[:at], ASKS_IDS, body[at:])) if asks and at and len(body) > 2 else body
         if continuation.way is Way.REPEAT:
-            return continuation.body or b""
+            return continuation.body
         around = attempt.backend.replica.dialect.chat_token_ids
         ids = continuation.prompt_ids + continuation.ids.tobytes()
         return terms.rest(ids, continuation.given, around or (b"", b""))
@@ -153,7 +154,7 @@ class Continuing:
         if self.kept > self._budget and not continuation.breaks:
             self._release(continuation)
             continuation.refused = "budget"
-            continuation.texts, continuation.body, continuation.prompt_ids = [], None, b""
+            continuation.texts, continuation.body, continuation.prompt_ids = [], b"", b""
             del continuation.ids[:]
 
     def _release(self, continuation: Continuation) -> None:
@@ -206,9 +207,9 @@ class Continuing:
             reason = "boundary"
         if not reason:
             return Way.IDS, ""
-        if continuation.body is not None and terms.greedy:
+        if continuation.body and terms.greedy:
             return Way.REPEAT, ""
-        if continuation.body is not None and self._as_text and not terms.no_ids and not continuation.closing:
+        if continuation.body and self._as_text and not terms.no_ids and not continuation.closing:
             return Way.TEXT, ""
         return None, reason
 
@@ -246,7 +247,6 @@ class Continuing:
         if continuation.way is Way.IDS:
             ids = continuation.go_by_ids()
         else:
-            assert continuation.body is not None
             made = self._remake(prompt.path, continuation.body)
             if made.mode != "exact" or not made.token_ids:
                 raise ValueError(made.note)

@@ -60,6 +60,9 @@ class Terms:
     limit: int | None = None  # tokens of the whole answer
     least: int = 0
 
+    def limit_of(self, prompt: Prompt) -> int | None:
+        return prompt.max_tokens if prompt.max_tokens is not None else _DEFAULT_LIMIT.get(self.path)
+
     def rest(self, ids: bytes, written: int, around: tuple[bytes, bytes]) -> bytes:
         """The body that asks for what follows `ids`, of which the last `written` are of the answer. `around`: as of
         `forward.with_ids`."""
@@ -68,7 +71,7 @@ class Terms:
         fields = dict(self.fields)
         if self.limit is not None:
             fields["max_output_tokens" if self.path == RESPONSES else "max_tokens"] = self.limit - written
-        if self.least > written:
+        if self.least > written and (self.limit is None or self.least <= self.limit):
             fields["min_tokens"] = self.least - written
         if self.path in (CHAT, COMPLETIONS):
             fields["return_token_ids"] = True
@@ -95,7 +98,7 @@ def terms_of(prompt: Prompt, body: bytes) -> Terms | None:
     terms.refused = _refused(prompt, fields)
     terms.greedy = get("temperature") == 0
     terms.tells_ids = get("return_token_ids") is True
-    terms.limit = prompt.max_tokens if prompt.max_tokens is not None else _DEFAULT_LIMIT.get(path)
+    terms.limit = terms.limit_of(prompt)
     least = get("min_tokens")
     terms.least = least if type(least) is int else 0
     if get("stop") or get("stop_sequences"):

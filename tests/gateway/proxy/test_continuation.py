@@ -124,7 +124,8 @@ def continuation(label: str, text: str, **fields) -> Continuation:
     prompt = Prompt(
         PATHS[label], "m", stream=True, tokens=len(PROMPT), max_tokens=len(text.encode()), include_usage=True
     )
-    made = Continuation(None, terms_of(prompt, body), label, prompt, body)
+    made = Continuation(None, terms_of(prompt, body), label, prompt, True)
+    made.sent(body)
     made.begin(HEAD)
     return made
 

@@ -6,6 +6,7 @@ blocks each line that begins with a program's name is a command; `CHECKS` says h
 `vllm serve` is read by vLLM's own parser in tests/vllm/test_documents.py; clients.md is run by `make test-clients`.
 """
 
+import argparse
 import importlib.util
 import json
 import os
@@ -69,19 +70,33 @@ def words(command: str) -> list[str]:
 # ---- how each program's commands are read
 
 
+def parser_of(program: str, verb: str) -> argparse.ArgumentParser:
+    """The parser of one verb of `hitherto` or `loadgen`."""
+    modules = {
+        "key": "gateway.tenants.verb", "replica": "replicas.simulated.cli", "calibrate": "replicas.calibrate.cli"
+    }  # fmt: skip
+    if program == "hitherto" and verb in modules:
+        parser = cli.Parser(prog=verb)
+        importlib.import_module(modules[verb]).add_arguments(parser)
+        return parser
+    whole = loadgen_parser("loadgen") if program == "loadgen" or verb == "plan" else cli.build_parser()
+    return subparsers(whole)[verb]
+
+
+def subparsers(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    found = [one.choices for one in parser._actions if isinstance(one, argparse._SubParsersAction)]
+    return found[0] if found else {}
+
+
+def flags_of(parser: argparse.ArgumentParser) -> set[str]:
+    below = (flags_of(one) for one in subparsers(parser).values())
+    return {option for one in parser._actions for option in one.option_strings}.union(*below)
+
+
 def check_hitherto(given: list[str]) -> None:
     verb = given[0]
-    if verb in ("key", "replica", "calibrate"):
-        module = {
-            "key": "gateway.tenants.verb",
-            "replica": "replicas.simulated.cli",
-            "calibrate": "replicas.calibrate.cli",
-        }
-        parser = cli.Parser(prog=verb)
-        importlib.import_module(module[verb]).add_arguments(parser)
-        parser.parse_args(given[1:])
-    elif verb == "plan":
-        check_loadgen(given)
+    if verb in ("key", "replica", "calibrate", "plan"):
+        parser_of("hitherto", verb).parse_args(given[1:])
     else:
         args = cli._parse(given)
         if verb in ("serve", "config", "doctor"):
@@ -187,6 +202,16 @@ def test_yaml_is_what_a_program_takes(page, folder):
             load({}, file=folder / "hitherto.yaml", environ={})
         else:
             assert "model_list" in given, "YAML of no program that is known here"  # LiteLLM's: tests/clients
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_commands_within_a_sentence_have_verbs_and_flags_that_exist(page):
+    text = FENCE.sub("", page.read_text())
+    for program, rest in re.findall(r"`(hitherto|loadgen) ([a-z][^`]*)`", text):
+        verb = rest.split()[0]
+        known = flags_of(parser_of(program, verb))
+        for word in re.findall(r"(?<![\w-])--?[a-zA-Z][a-z-]*", rest):
+            assert word in known, f"{program} {rest}"
 
 
 def test_json_in_commands_is_json():

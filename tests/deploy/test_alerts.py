@@ -68,6 +68,7 @@ SCENES: dict[str, tuple[dict[str, str], list[int], list[int]]] = {
         [9, 50],
     ),
     "HithertoQueueing": ({'hitherto_queued_requests{class="free"}': "0x5 3x20 0x20"}, [18], [4, 30]),
+    "HithertoMoreReplicasWanted": ({'hitherto_more_replicas_wanted{model="m"}': "0x5 1x20 0x20"}, [18], [4, 12, 30]),
     "HithertoSloBurnFast": (slo("0+60x60 3600+30x30 4500+60x60", "0x60 0+30x30 900x60"), [86], [60, 75, 100]),
     "HithertoSloBurnSlow": (slo("0+60x60 3600+30x60 5400+60x60", "0x60 0+30x60 1800x60"), [105], [60, 165]),
     "HithertoNoReplica": (

@@ -272,7 +272,12 @@ async def test_an_engine_of_ours_that_ends_again_and_again(tmp_path):
 
 
 # Of these nobody can make a fault within seconds: they are tried in virtual time (test_alerts.py) alone.
-VIRTUAL = {"HithertoBackgroundFailures", "HithertoPromptsCountedOtherwise", "HithertoMapBehind"}
+VIRTUAL = {
+    "HithertoBackgroundFailures",
+    "HithertoMoreReplicasWanted",
+    "HithertoPromptsCountedOtherwise",
+    "HithertoMapBehind",
+}
 
 
 def test_every_alert_is_made_to_fire():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..panels import NONE, Dashboard, Panel, largest, quantiles, rate, total
+from ..panels import NONE, Dashboard, Panel, growth, largest, quantiles, rate, state, total
 
 GATEWAY = Dashboard(
     "hitherto-gateway",
@@ -103,6 +103,41 @@ GATEWAY = Dashboard(
                     "Version and policy",
                     [largest("hitherto_build_info", "instance, version, policy")],
                     kind="state-timeline",
+                ),
+                Panel(
+                    "Workers up",
+                    [state("hitherto_worker_up", "instance, worker")],
+                    kind="state-timeline",
+                    about="With --workers.",
+                ),
+                Panel("Workers replaced", [growth("hitherto_worker_restarts_total", "instance")]),
+                Panel("Clients that left", [rate("hitherto_client_aborts_total", "path")], "reqps"),
+            ],
+        ),
+        (
+            "Tenants, with --api-keys",
+            [
+                Panel(
+                    "Requests",
+                    [rate("hitherto_tenant_requests_total", "tenant, status")],
+                    "reqps",
+                    stacked=True,
+                    width=6,
+                ),
+                Panel("Tokens", [rate("hitherto_tenant_tokens_total", "tenant, kind")], about="Per second.", width=6),
+                Panel(
+                    "Refused by a limit", [rate("hitherto_tenant_refusals_total", "tenant, limit")], "reqps", width=6
+                ),
+                Panel(
+                    "Running, of those with limits",
+                    [
+                        (
+                            "sum by (tenant) (hitherto_tenant_running_requests) or "
+                            "0 * sum by (tenant) (hitherto_tenant_requests_total)",
+                            "{{tenant}}",
+                        )
+                    ],
+                    width=6,
                 ),
             ],
         ),

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from ..panels import Dashboard, Panel, quantiles, rate, ratio, stat, total
+from ..panels import Dashboard, Panel, growth, largest, quantiles, rate, ratio, stat, total
 
 BY = "class"
 MET = 'sum by (class) (rate(hitherto_slo_requests_total{outcome="met"}[R]))'
 JUDGED = "sum by (class) (rate(hitherto_slo_requests_total[R]))"
+MEASURED = 'sum by (class) (rate(hitherto_slo_requests_total{outcome!="failed"}[R]))'
 
 
 def burn(window: str) -> str:
@@ -145,11 +146,11 @@ SLO = Dashboard(
                     "First tokens: predicted and delivered",
                     [
                         (
-                            "sum by (class) (rate(hitherto_predicted_ttft_seconds_total[R])) / " + JUDGED,
+                            "sum by (class) (rate(hitherto_predicted_ttft_seconds_total[R])) / " + MEASURED,
                             "predicted {{class}}",
                         ),
                         (
-                            "sum by (class) (rate(hitherto_delivered_ttft_seconds_total[R])) / " + JUDGED,
+                            "sum by (class) (rate(hitherto_delivered_ttft_seconds_total[R])) / " + MEASURED,
                             "delivered {{class}}",
                         ),
                     ],
@@ -157,6 +158,35 @@ SLO = Dashboard(
                     about="Mean.",
                 ),
                 Panel("Bytes waiting", [total("hitherto_queued_bytes", "instance")], "bytes"),
+            ],
+        ),
+        (
+            "The control of overload",
+            [
+                Panel(
+                    "Pressure",
+                    [largest("hitherto_control_pressure_ratio", "class, model")],
+                    "percentunit",
+                    about="The slowest answers of a window as a share of the class's limit.",
+                    width=6,
+                ),
+                Panel(
+                    "Steps taken from lower classes now",
+                    [largest("hitherto_control_level", "instance, model")],
+                    width=6,
+                ),
+                Panel(
+                    "Steps",
+                    [growth("hitherto_control_steps_total", "step, class, change")],
+                    about="Taken and undone.",
+                    width=6,
+                ),
+                Panel(
+                    "More replicas wanted",
+                    [largest("hitherto_more_replicas_wanted", "model")],
+                    kind="state-timeline",
+                    width=6,
+                ),
             ],
         ),
     ],

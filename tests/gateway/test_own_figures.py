@@ -1,0 +1,51 @@
+"""What a whole gateway tells of itself and of what it follows: its loop's delay, events' lag, models of replicas."""
+
+import asyncio
+import os
+import signal
+
+from .running import running
+from .test_gateways import TEXT, ahead
+
+
+async def test_a_loop_that_stood_still_is_told_of(start_engine):
+    engine = start_engine().wait()
+    async with running("--replica-url", engine.url, "--model", "sim") as gateway:
+        await gateway.ready(1)
+
+        async def late() -> float:
+            every = await gateway.counted("hitherto_loop_delay_seconds_count")
+            return every - await gateway.counted("hitherto_loop_delay_seconds_bucket", le="0.5")
+
+        before = await late()
+        os.kill(gateway.process.pid, signal.SIGSTOP)
+        await asyncio.sleep(1.2)
+        os.kill(gateway.process.pid, signal.SIGCONT)
+        async with asyncio.timeout(20):
+            while await late() == before:
+                await asyncio.sleep(0.05)
+
+
+async def test_the_lag_of_events_is_that_of_the_clocks_where_nothing_else_lags(start_engine, tmp_path):
+    engine = start_engine().wait()
+    messages = [{"role": "user", "content": TEXT}]
+    surroundings = ahead(tmp_path, 10)
+    async with (
+        running("--replica-url", engine.url, "--model", "sim") as right,
+        running("--replica-url", engine.url, "--model", "sim", env=surroundings) as fast,
+    ):
+        await asyncio.gather(right.ready(1), fast.ready(1))
+        for gateway in (right, fast):
+            await gateway.until(lambda status: status["replicas"][0]["events"] == "live")
+        assert (await right.chat(messages)).status_code == 200
+        async with asyncio.timeout(20):
+            while "hitherto_event_lag_seconds{" not in (await fast.admin.get("/metrics")).text:
+                await asyncio.sleep(0.05)
+        await right.until(lambda status: status["replicas"][0]["map_blocks"] > 0)
+        assert (
+            await right.counted("hitherto_event_lag_seconds")
+            < 5
+            < await fast.counted("hitherto_event_lag_seconds")
+            < 25
+        )
+        assert await right.counted("hitherto_replica_models", model="sim") == 1

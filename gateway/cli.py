@@ -11,17 +11,20 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import re
 import sys
 import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 import shtab
 
 from gateway import __version__
-from gateway.config import ALIASES, SIZES, Config, ConfigError, Settings, flag, load, suggest
+from gateway.config import ALIASES, ENV_PREFIX, SIZES, Config, ConfigError, Settings, flag, load, suggest
 from gateway.sizes import show_bytes
+from replicas.simulated import complaints
 
 USAGE_ERROR = 2
 METAVARS = {
@@ -60,8 +63,15 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, **options: Any) -> None:
         super().__init__(allow_abbrev=False, **options)
 
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        found, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            raise ConfigError(complaints.unknown(unknown[0], self))
+        return found
+
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message}. `{self.prog} --help` lists what there is")
+        said = complaints.in_words(message)
+        raise ConfigError(f"{said}{'' if said.endswith('?') else '.'} `{self.prog} --help` lists what there is")
 
 
 def add_settings(parser: argparse.ArgumentParser) -> None:
@@ -157,15 +167,31 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     args, unknown = parser.parse_known_args(argv)
     if unknown:
         verb = next(action for action in parser._actions if action.dest == "verb").choices[args.verb]
-        known = [option for option in verb._option_string_actions if option.startswith("--")]
-        word = unknown[0].partition("=")[0]
-        raise ConfigError(f"unknown argument {word!r}. {suggest(word, known)}")
+        raise ConfigError(complaints.unknown(unknown[0], verb))
     return args
 
 
 def load_config(args: argparse.Namespace) -> Config:
     given = {name: value for name, value in vars(args).items() if name in Settings.model_fields}
-    return load(given, file=getattr(args, "config", None))
+    config = load(given, file=getattr(args, "config", None))
+    for variable in ignored_variables(os.environ):
+        print(f"hitherto: environment {variable}: this is no setting, so it changes nothing", file=sys.stderr)
+    return config
+
+
+# What Kubernetes puts into every pod beside a Service called hitherto, apart from links like tcp://10.0.0.1:8080.
+_OF_A_SERVICE = re.compile(r"(SERVICE_(HOST|PORT(_\w+)?)|PORT(_\d+_(TCP|UDP)(_(PROTO|PORT|ADDR))?)?)$")
+
+
+def ignored_variables(environ: Mapping[str, str]) -> list[str]:
+    """HITHERTO_* that name no setting; a near miss of one is an error of its own."""
+    return [
+        variable
+        for variable in environ
+        if variable.startswith(ENV_PREFIX)
+        and (name := variable.removeprefix(ENV_PREFIX)).lower() not in (*Settings.model_fields, "config")
+        and not _OF_A_SERVICE.match(name)
+    ]
 
 
 def serve(args: argparse.Namespace) -> int:
@@ -283,6 +309,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not argv:
             build_parser().print_help()
             return 0
+        if argv[0].startswith("-") and argv[0] not in complaints.HELP_AND_VERSION:
+            raise ConfigError(complaints.before_command(argv[0], "hitherto"))
         if not argv[0].startswith("-") and argv[0] not in {**WITH_FLAGS_OF_THEIR_OWN, **VERBS}:
             raise ConfigError(f"unknown command {argv[0]!r}. {suggest(argv[0], {**VERBS, **WITH_FLAGS_OF_THEIR_OWN})}")
         if argv[0] in WITH_FLAGS_OF_THEIR_OWN:

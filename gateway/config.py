@@ -26,7 +26,7 @@ from replicas.kept import KeptReplicas
 from replicas.launch import profile
 from replicas.replica import parse_url
 
-from . import access, credentials
+from . import access, complaints, credentials
 from .credentials import MAKE_TOKEN
 from .files import check_appendable
 from .overload_fields import Admission, Routes, Scheduler, Slo, check_routes, class_names
@@ -134,7 +134,7 @@ class Settings(BaseModel):
         1,
         ge=1,
         le=64,
-        description="gateways that share the port, one a core, and a Redis: the one of --redis-url, or a redis-server of their own",
+        description="number of gateway processes behind the port, one per core; they share the Redis of --redis-url, or start one",
     )
 
     tls_cert: Path | None = Field(
@@ -498,17 +498,15 @@ def _explain(item: Any, sources: Mapping[str, str]) -> str:
     if item["type"] == "value_error":
         return f"{place}: {item['ctx']['error']}"
     if item["type"] == "extra_forbidden":
-        inside = len(item["loc"]) > 1
-        return f"{place}: unknown setting. {suggest(item['loc'][-1], (Pool if inside else Settings).model_fields)}"
+        known = (Pool if len(item["loc"]) > 1 else Settings).model_fields
+        return f"{place}: unknown setting. {suggest(item['loc'][-1], known)}"
     if item["type"] == "missing":
         return f"{place}: it is missing. {flag(name)}: {Settings.model_fields[name].description}"
     if item["type"] == "literal_error":
-        choices = item["ctx"]["expected"].replace(" or ", ", ").replace("'", "")
-        near = difflib.get_close_matches(str(item["input"]), choices.split(", "), 1)
-        return f"{place}: {item['input']!r} is none of {choices}" + (f". Did you mean {near[0]!r}?" if near else "")
-    what = item["msg"][0].lower() + item["msg"][1:]
+        return f"{place}: {complaints.none_of(item)}"
     given = "what it is set to" if name in SECRETS else repr(item["input"])
-    return f"{place}: {given} is not valid: {what}. {flag(name)}: {Settings.model_fields[name].description}"
+    why = complaints.reason(item)
+    return f"{place}: {given} is not valid: {why}. {flag(name)}: {Settings.model_fields[name].description}"
 
 
 def _check_together(settings: Settings, sources: Mapping[str, str]) -> None:

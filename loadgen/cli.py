@@ -7,9 +7,7 @@ message and exit code 2 before anything is sent; a server that can't be reached 
 from __future__ import annotations
 
 import argparse
-import difflib
 import sys
-from collections.abc import Collection
 from importlib.metadata import version
 from typing import NoReturn
 
@@ -22,13 +20,14 @@ from loadgen.demo import verb as demo
 from loadgen.options import BadInput, Failed
 from loadgen.plan import verb as plan
 from loadgen.simulate import verb as simulate
+from replicas.simulated import complaints
 
 
 class Parser(argparse.ArgumentParser):
     """argparse that complains in one line."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message} (`{self.prog} --help` lists what there is)\n")
+        self.exit(2, f"{self.prog}: {complaints.in_words(message)} (`{self.prog} --help` lists what there is)\n")
 
 
 def main(argv: list[str] | None = None, prog: str = "loadgen") -> int:
@@ -39,10 +38,8 @@ def main(argv: list[str] | None = None, prog: str = "loadgen") -> int:
         return 0
     args, unknown = _parsed(parser, argv)
     if unknown:
-        parser.exit(
-            2,
-            f"{prog} {args.verb}: unknown argument {unknown[0]!r}. {_suggest(unknown[0], _flags(parser, args.verb))}\n",
-        )
+        verbs = next(action for action in parser._actions if action.dest == "verb").choices or {}
+        parser.exit(2, f"{prog} {args.verb}: {complaints.unknown(unknown[0], verbs[args.verb])}\n")
     if args.verb == "completion":
         print(shtab.complete(parser, args.shell))
         return 0
@@ -61,18 +58,11 @@ def main(argv: list[str] | None = None, prog: str = "loadgen") -> int:
 
 def _parsed(parser: argparse.ArgumentParser, argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     if not argv[0].startswith("-") and argv[0] not in COMMANDS:
-        parser.exit(2, f"{parser.prog}: unknown command {argv[0]!r}. {_suggest(argv[0], COMMANDS)}\n")
+        near = complaints.meant(argv[0], COMMANDS) or f". Known: {', '.join(COMMANDS)}"
+        parser.exit(2, f"{parser.prog}: unknown command {argv[0]!r}{near}\n")
+    if argv[0].startswith("-") and argv[0] not in complaints.HELP_AND_VERSION:
+        parser.exit(2, f"{parser.prog}: {complaints.before_command(argv[0], parser.prog)}\n")
     return parser.parse_known_args(argv)
-
-
-def _flags(parser: argparse.ArgumentParser, verb: str) -> list[str]:
-    verbs = next(action for action in parser._actions if action.dest == "verb").choices or {}
-    return [option for option in verbs[verb]._option_string_actions if option.startswith("--")]
-
-
-def _suggest(word: str, known: Collection[str]) -> str:
-    near = difflib.get_close_matches(word.partition("=")[0], known, 1, 0.6)
-    return f"Did you mean {near[0]!r}?" if near else "Known: " + ", ".join(known)
 
 
 def hitherto_plan(argv: list[str]) -> int:

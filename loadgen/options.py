@@ -6,6 +6,8 @@ import argparse
 import math
 from collections.abc import Callable, Collection
 
+from replicas.simulated import complaints
+
 INTERRUPTED = 130  # the exit code after Ctrl-C, as shells have it
 ATTAINMENT = 0.9  # share of the requests that must be within the limits, where no flag says
 
@@ -60,7 +62,7 @@ def share(text: str) -> float:
 
 
 def attainment(text: str) -> float:
-    return share(text) if text != "1" else 1.0
+    return number(text, lambda value: 0 <= value <= 1, "no share: it reads 0.9 for 90 %")
 
 
 def whole(text: str) -> int:
@@ -87,5 +89,7 @@ def names(text: str, known: Collection[str]) -> list[str]:
         raise argparse.ArgumentTypeError(f"{text!r}: name each policy once, joined by commas")
     for name in found:
         if name not in known:
-            raise argparse.ArgumentTypeError(f"there is no policy {name!r}; there are {', '.join(known)}")
+            raise argparse.ArgumentTypeError(
+                f"there is no policy {name!r}{complaints.meant(name, list(known)) or '; there are ' + ', '.join(known)}"
+            )
     return found

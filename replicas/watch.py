@@ -235,6 +235,7 @@ class Watch:
         replica, pid = self.replica, self.replica.pid
         if replica.managed and facts.serving and self._warmed_pid != pid:
             self._warmed_pid, replica.reason = pid, "answers, and computes its first tokens"
+            log.info("replica %s: %s before it gets requests", replica.id, replica.reason)
             await computes(self.access.session, replica.url, next(iter(facts.models), ""), WARMING_DEADLINE)
         return replica.pid == pid and replica.state not in (State.DRAINING, State.STOPPED)
 
@@ -340,6 +341,8 @@ class Watch:
             self.tell(replica, Event.ANSWERS, "answers /health")
         if replica.state is State.WARMING:
             if wrong:
+                if wrong != replica.reason:
+                    log.info("replica %s: still warming: %s", replica.id, wrong)
                 replica.reason = wrong
                 return
             if not self._must_prove:  # else it is the same process: how its requests fared still counts

@@ -133,6 +133,10 @@ def parse(url: str) -> Place:
         raise ValueError(
             "it is no URL: write redis://HOST:PORT. One with a password is best given as HITHERTO_REDIS_URL; a file with it is not read"
         )
+    if not parts.netloc and not url.startswith(f"{parts.scheme}://"):
+        raise ValueError(
+            f"it has no //: write redis://{url} if {parts.scheme!r} is a host name, else {parts.scheme}://HOST:PORT"
+        )
     if "@" in parts.path + parts.query + parts.fragment:
         raise ValueError("/, ?, # and @ in a password must be written as %2F, %3F, %23 and %40")
     if parts.scheme == "unix":

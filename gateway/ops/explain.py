@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import socket
 import sys
 import urllib.error
 import urllib.parse
@@ -58,6 +59,8 @@ def run(args: argparse.Namespace, config: Config) -> int:
 
 def _somehow(admin: str | None, path: str, body: bytes, settings: Settings) -> dict[str, Any]:
     url = (admin or admin_url(settings)).rstrip("/")
+    if not url.startswith(("http://", "https://")):
+        raise ConfigError(f"--admin {admin}: it is no URL: write http://HOST:PORT")
     try:
         return ask(url, path, body, admin_headers(settings))
     except Unanswered as reason:
@@ -92,10 +95,17 @@ def ask(admin: str, path: str, body: bytes, headers: Mapping[str, str] = {}, sec
     except urllib.error.HTTPError as refused:
         raise _refusal(refused, admin) from None
     except (OSError, ValueError) as error:
-        raise Unanswered(getattr(error, "reason", error)) from None
+        raise Unanswered(_in_words(getattr(error, "reason", error), admin)) from None
     if not isinstance(told, dict) or "replicas" not in told:
         raise Unanswered("something else answers there")
     return told
+
+
+def _in_words(reason: object, admin: str) -> str:
+    """Why nobody answers, as far as it is known."""
+    if isinstance(reason, socket.gaierror):
+        return f"host name {urllib.parse.urlsplit(admin).hostname!r} does not resolve"
+    return "nothing listens there" if isinstance(reason, ConnectionRefusedError) else str(reason)
 
 
 def _refusal(refused: urllib.error.HTTPError, admin: str) -> Exception:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from loadgen.demo.tiny_model import KV_BYTES_PER_TOKEN, tiny_model
-from loadgen.options import Failed
+from loadgen.options import BadInput, Failed
 
 SPEED = 0.5
 NEEDED_BYTES = 4 << 30  # two engines take 1.3 GB each, gateway and generator the rest
@@ -80,11 +80,13 @@ start_timeout_s: 300
 
 
 def real(environment: Path) -> Scene:
-    """Two vLLM engines from an environment that has one; the tiny model is made on first use. Raises NoEngines."""
+    """Two vLLM engines from an environment that has one; the tiny model is made on first use. Raises BadInput and
+    NoEngines.
+    """
     executable = environment.expanduser().resolve() / "bin" / "vllm"
     if not executable.is_file():
-        raise NoEngines(
-            f"{executable} is not there; `make demo-vllm` sets vLLM's CPU build up, and `make demo` needs none"
+        raise BadInput(
+            f"--vllm {environment}: {executable} is not there; `make demo-vllm` sets vLLM's CPU build up, and `make demo` needs none"
         )
     free = available_bytes()
     if free is not None and free < NEEDED_BYTES:

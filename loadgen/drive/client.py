@@ -10,6 +10,7 @@ byte was closed by the server meanwhile, and the request is sent again on a fres
 from __future__ import annotations
 
 import asyncio
+import socket
 import ssl
 from collections.abc import Mapping
 from time import perf_counter
@@ -124,13 +125,17 @@ class Client:
     """
 
     def __init__(self, base_url: str, headers: Mapping[str, str] | None = None, timeout: float = 600.0):
+        if not base_url.isprintable() or " " in base_url:
+            raise BadURL(f"{base_url!r}: there is a space or a control character in it, write http://HOST:PORT")
         parts = urlsplit(base_url if "://" in base_url else f"http://{base_url}")
+        if parts.query or parts.fragment:
+            raise BadURL(f"{base_url!r}: a base URL has neither ? nor #, write http://HOST:PORT or http://HOST:PORT/v1")
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise BadURL(f"{base_url!r} is not an http:// or https:// URL")
         try:
             self.port = parts.port or (443 if parts.scheme == "https" else 80)
         except ValueError as error:
-            raise BadURL(f"{base_url!r}: {error}") from None
+            raise BadURL(f"{base_url!r}: {error}; write http://HOST:PORT") from None
         self.base_url = f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/')}"
         self.host, self.path, self.timeout = parts.hostname, parts.path.rstrip("/"), timeout
         self.ssl = ssl.create_default_context() if parts.scheme == "https" else None
@@ -187,7 +192,7 @@ class Client:
             error, record.detail = "timeout", f"no end after {self.timeout:g} s"
             self._drop(connection)
         except OSError as problem:
-            error, record.detail = "connect", str(problem)
+            error, record.detail = "connect", self._in_words(problem)
         except asyncio.CancelledError:
             self._drop(connection)
             raise
@@ -217,6 +222,11 @@ class Client:
         except TimeoutError:
             raise OSError(f"no connection to {self.host}:{self.port} within {CONNECT_SECONDS:g} s") from None
         return connection
+
+    def _in_words(self, problem: OSError) -> str:
+        if isinstance(problem, socket.gaierror):
+            return f"host name {self.host!r} does not resolve"
+        return "nothing listens there" if isinstance(problem, ConnectionRefusedError) else str(problem)
 
     @staticmethod
     def _drop(connection: Connection | None) -> None:

@@ -20,7 +20,7 @@ from time import perf_counter
 
 from loadgen.drive.client import Client
 from loadgen.drive.engines import replicas
-from loadgen.options import Failed
+from loadgen.options import BadOption, Failed
 
 READY_SECONDS = 90.0
 STOP_SECONDS = 20.0
@@ -108,6 +108,8 @@ class Stack:
         deadline = perf_counter() + self.ready_seconds
         while perf_counter() < deadline:
             if self._process.returncode is not None:
+                if self._process.returncode == 2:
+                    raise BadOption(f"`hitherto serve` refuses what it was given:\n{self._tail()}")
                 raise StackFailed(f"`hitherto serve` ended with exit code {self._process.returncode}:\n{self._tail()}")
             states = [str(item.get("state")) for item in await replicas(self.admin)]
             self.on_progress(states.count("ready"))

@@ -25,7 +25,7 @@ def size(text: str) -> int:
 def memory(text: str) -> int:
     """A size of a GPU's memory, which is not written as a bare number."""
     if re.fullmatch(r"[\d.]+", text.strip()):
-        raise argparse.ArgumentTypeError(f"{text!r} has no unit: {text.strip()}GB?")
+        raise argparse.ArgumentTypeError(f"{text!r} has no unit: {text.strip()}GiB?")
     return size(text)
 
 

@@ -172,6 +172,10 @@ def figures(space: KvSpace, context: int | None, memory: int | None) -> dict[str
     """Of one type of the cache, in bytes and tokens."""
     context = context or space.shape.context
     blocks = space.blocks(memory or GIB)
+    if not blocks:
+        raise BadOption(
+            f"--kv-cache-memory-bytes {memory}: not one block fits, which takes {space.block_bytes:,} bytes; it reads 16GiB or 512MiB"
+        )
     found: dict[str, object] = {"dtype": space.shape.dtype if space.dtype == "auto" else space.dtype, "bytes_per_token": space.token_bytes,
                                 "block_bytes": space.block_bytes, "groups": space.groups, "context": context, "memory": memory}  # fmt: skip
     if memory is None:
@@ -258,7 +262,7 @@ def profile_of(args: argparse.Namespace, checkpoint: Checkpoint | None) -> Profi
     try:
         return load_profile(args.profile, max_model_len=context, block_size=args.block_size)
     except ValueError as error:
-        raise BadOption(f"--profile {error}") from None
+        raise BadOption(f"--profile: {error}") from None
 
 
 def tokens_of(args: argparse.Namespace, profile: Profile, found: dict | None) -> list[int]:

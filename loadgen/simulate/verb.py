@@ -150,7 +150,7 @@ def fleet_of(args: argparse.Namespace) -> tuple[list[Profile], list[str] | None]
         try:
             profile = load_profile(args.profile, **changes)
         except ValueError as error:
-            raise options.BadOption(f"--profile {error}") from None
+            raise options.BadOption(f"--profile: {error}") from None
         kinds = [replace(profile, speedup=profile.speedup * speed) for speed in args.speeds or [1.0]]
         found, roles = [kinds[index % len(kinds)] for index in range(args.replicas or _REPLICAS)], None
     for profile in found:
@@ -172,7 +172,7 @@ def settings(args: argparse.Namespace) -> dict[str, Setting]:
     try:
         legs.make_leg_rule(args.legs)
     except ValueError as error:
-        raise options.BadOption(f"--legs {error}") from None
+        raise options.BadOption(f"--legs: {error}") from None
     if roles is not None and (oracles := [name for name in args.policies if name.startswith("oracle")]):
         raise options.BadOption(
             f"--policies {oracles[0]}: an oracle knows nothing of legs, leave --pools or the oracle out"

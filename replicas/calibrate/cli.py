@@ -11,6 +11,7 @@ from datetime import date
 from pathlib import Path
 from time import monotonic
 
+from ..replica import parse_url
 from . import plan, write
 from .client import CalibrationError, Client
 from .fit import Fit, fit
@@ -41,10 +42,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Exit code 0: written; 1: it could not be measured; 130: interrupted, nothing is written."""
+    """Exit code 0: written; 1: it could not be measured; 2: a flag cannot be used; 130: interrupted, nothing is
+    written."""
     try:
+        args.url = parse_url(args.url).url
         if not args.out.resolve().parent.is_dir():
-            raise CalibrationError(f"--out {args.out}: no folder {args.out.resolve().parent}")
+            raise ValueError(f"--out {args.out}: no folder {args.out.resolve().parent}")
+    except ValueError as error:
+        print(f"hitherto calibrate: {error}", file=sys.stderr)
+        return 2
+    try:
         text = asyncio.run(calibrate(args))
         save(args.out, text)
     except CalibrationError as error:

@@ -7,13 +7,17 @@ import signal
 import sys
 from pathlib import Path
 
+from . import complaints
+
 ABOUT = "Run one simulated engine behind the endpoints, metrics and KV events of vLLM or SGLang."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags; names that vLLM has too mean what they mean there."""
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
-    parser.add_argument("--port", type=int, default=8000, help="port, 0 for a free one (default: %(default)s)")
+    parser.add_argument(
+        "--port", type=complaints.port, default=8000, help="port, 0 for a free one (default: %(default)s)"
+    )
     parser.add_argument(
         "--model",
         metavar="DIR",
@@ -69,12 +73,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--lora", action="append", default=[], metavar="NAME", help="serve an adapter; may be repeated")
     parser.add_argument(
         "--events-port",
-        type=int,
+        type=complaints.port,
         default=0,
         metavar="PORT",
         help="ZMQ port for KV events (default: a free one, see /kv_event_sources)",
     )
-    parser.add_argument("--replay-port", type=int, default=0, metavar="PORT", help="ZMQ port for their replay")
+    parser.add_argument(
+        "--replay-port", type=complaints.port, default=0, metavar="PORT", help="ZMQ port for their replay"
+    )
     parser.add_argument("--events-topic", default="", metavar="TOPIC", help="topic of the events (default: empty)")
     parser.add_argument(
         "--event-encoding",

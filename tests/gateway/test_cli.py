@@ -87,6 +87,18 @@ def test_version(capsys):
         (["serve", "--replica-url", "ftp://localhost:8000"], "flag --replica-url: replica_url: "),
         (["serve", "--config", "gone.yaml"], "gone.yaml: cannot read the configuration"),
         (["srve"], "unknown command 'srve'"),
+        (["--prot", "8"], "unknown argument '--prot': a command comes first"),
+        (["serve", "--port", "99999"], "'99999' is not valid: it is above 65535. --port: "),
+        (["serve", "--launch", "two"], "'two' is not valid: it is no whole number"),
+        (["serve", "--pools", "nonsense"], "it is no table of names and values"),
+        (["serve", "--redis-url", "redis:6379"], "it has no //: write redis://redis:6379"),
+        (["config", "nonsense"], "unknown argument 'nonsense'. `hitherto config --help` lists what there is"),
+        (["key", "nw"], "'nw' is none of new. Did you mean 'new'? `hitherto key --help`"),
+        (["key", "new", "x", "--fil", "y"], "unknown argument '--fil'. Did you mean '--file'?"),
+        (["replica", "--prt", "9000"], "unknown argument '--prt'. Did you mean '--port'?"),
+        (["replica", "--port", "99999"], "'99999' is no port: it reads 0 (any free one) to 65535"),
+        (["replica", "--seed", "x"], "--seed: 'x' is no whole number"),
+        (["calibrate", "http://h:1", "--ouput", "x"], "unknown argument '--ouput'. Did you mean '--out'?"),
         (["explain"], "required: BODY.json"),
     ],
 )
@@ -168,3 +180,37 @@ def test_a_shell_completes_commands_and_flags(shell, capsys):
         check = 'eval "$(cat)"; COMP_WORDS=(hitherto ser); COMP_CWORD=1; _shtab_hitherto; echo "${COMPREPLY[@]}"'
         done = subprocess.run(["bash", "-c", check], input=script, capture_output=True, text=True, check=True)
         assert done.stdout.split() == ["serve"]
+
+
+def test_a_variable_that_is_no_setting_is_named_and_those_of_kubernetes_are_not(monkeypatch, capsys):
+    monkeypatch.setenv("HITHERTO_FOOBAR", "1")
+    for name in ("SERVICE_HOST", "SERVICE_PORT", "SERVICE_PORT_HTTP", "PORT_8080_TCP", "PORT_8080_TCP_ADDR"):
+        monkeypatch.setenv(f"HITHERTO_{name}", "10.0.0.1")
+    monkeypatch.setenv("HITHERTO_PORT", "tcp://10.0.0.1:8080")
+    assert cli.main(["config"]) == 0
+    assert (
+        capsys.readouterr().err == "hitherto: environment HITHERTO_FOOBAR: this is no setting, so it changes nothing\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        (["ftp://x"], "replica URL 'ftp://x': scheme 'ftp' is not supported"),
+        (["http://h:1", "--out", "/nonexistent/x.yaml"], "--out /nonexistent/x.yaml: no folder"),
+    ],
+)
+def test_calibrate_asks_nobody_before_its_flags_can_be_used(argv, expected, capsys):
+    assert cli.main(["calibrate", *argv]) == 2
+    assert capsys.readouterr().err.startswith(f"hitherto calibrate: {expected}")
+
+
+def test_explain_says_why_nobody_answers(tmp_path, capsys):
+    body = tmp_path / "body.json"
+    body.write_text("{}")
+    assert "--admin ftp://x: it is no URL: write http://HOST:PORT" in refused(
+        capsys, "explain", str(body), "--admin", "ftp://x"
+    )
+    said = refused(capsys, "explain", str(body), "--admin", "http://nowhere.invalid:1")
+    assert "host name 'nowhere.invalid' does not resolve" in said
+    assert "nothing listens there" in refused(capsys, "explain", str(body), "--admin", "http://127.0.0.1:1")

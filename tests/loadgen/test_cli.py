@@ -330,7 +330,12 @@ async def test_all_requests_failed_is_exit_code_1(engine, wire):
 async def test_a_server_that_is_not_there():
     code, out, err = await loadgen("run", "--base-url", "http://127.0.0.1:1")
     assert code == 1 and out == ""
-    assert err.startswith("loadgen run: http://127.0.0.1:1 does not answer") and "Traceback" not in err
+    assert err.startswith("loadgen run: http://127.0.0.1:1 does not answer (connect: nothing listens there)")
+
+
+async def test_a_name_that_does_not_resolve():
+    code, _, err = await loadgen("run", "--base-url", "http://nowhere.invalid")
+    assert code == 1 and "host name 'nowhere.invalid' does not resolve" in err
 
 
 async def test_a_server_that_lists_no_model(engine, wire):
@@ -355,7 +360,17 @@ async def test_a_server_that_lists_no_model(engine, wire):
         (("run", "--dataset-path", "/nonexistent.jsonl"), "/nonexistent.jsonl: No such file"),
         (("run", "--dataset-path", "/nonexistent.txt"), "/nonexistent.txt: No such file"),
         (("run", "--dataset-name", "conversations"), "needs --dataset-path"),
-        (("run", "--dataset-name", "sonnet"), "invalid choice: 'sonnet'"),
+        (("run", "--dataset-name", "sonnet"), "'sonnet' is none of multi-turn, "),
+        (("run", "--dataset-name", "chta"), "Did you mean 'chat'?"),
+        (("run", "--seed", "x"), "--seed: 'x' is no whole number"),
+        (("run", "--base-url", "http://a b"), "there is a space or a control character in it"),
+        (("run", "--base-url", "http://h:99999"), "Port out of range 0-65535; write http://HOST:PORT"),
+        (("run", "--base-url", "http://h/v1?x=1"), "a base URL has neither ? nor #"),
+        (("run", "nonsense"), "unknown argument 'nonsense'. `loadgen run --help` lists what there is"),
+        (("--seed", "3"), "unknown argument '--seed': a command comes first"),
+        (("sweep", "--attainment", "90"), "--attainment: 90 is no share: it reads 0.9 for 90 %"),
+        (("demo", "--vllm", "/nonexistent"), "--vllm /nonexistent: /nonexistent/bin/vllm is not there"),
+        (("plan", "--gpu-memory", "80"), "'80' has no unit: 80GiB?"),
         (("run", "--replies", "file"), "needs a file of conversations"),
         (("run", "--json", "/nonexistent/x.json"), "can't be written"),
         (

@@ -382,6 +382,16 @@ async def test_the_url_may_name_events_and_model(fleet, engine, comes):
     assert "serves x, not 'm'" in replica.reason
 
 
+async def test_the_log_says_once_what_a_warming_replica_waits_for(fleet, engine, comes, until, caplog):
+    caplog.set_level("INFO", "replicas")
+    replica = fleet.add(f"{await engine(models=('x',))}#model=m")
+    said = f"replica {replica.id}: still warming: serves x, not 'm'"
+    await until(lambda: any(said in one for one in caplog.messages), lambda: caplog.messages)
+    engine.pages["/v1/models"] = {"data": [{"id": "m"}]}
+    await comes(replica, READY)
+    assert sum(said in one for one in caplog.messages) == 1
+
+
 async def test_adopted_engines_have_to_serve_the_name_that_was_given(engine, comes, until):
     fleet = Fleet(interval=0.1, model="mine")
     try:

@@ -10,6 +10,7 @@ from loadgen.cli import main
 from loadgen.demo import scenes
 from loadgen.demo import verb as demo
 from loadgen.demo.scenes import SIMULATED
+from loadgen.options import BadInput
 from loadgen.workload.conversations import BadWorkload
 from replicas.launch import profile
 
@@ -93,7 +94,7 @@ def test_with_real_engines_it_says_so_and_what_starts_them_again(environment):
 
 
 def test_a_machine_that_cannot_have_real_engines_is_told_why(environment, monkeypatch, tmp_path):
-    with pytest.raises(scenes.NoEngines, match="make demo-vllm"):
+    with pytest.raises(BadInput, match="make demo-vllm"):
         scenes.real(tmp_path / "nothing")
     monkeypatch.setattr(scenes, "available_bytes", lambda: 1 << 30)
     with pytest.raises(scenes.NoEngines, match="need 4 GiB of free memory, this machine has 1.0"):

@@ -10,6 +10,7 @@ import pytest
 
 from loadgen.drive.client import Client
 from loadgen.drive.stack import Stack, StackFailed, free_ports
+from loadgen.options import BadOption
 
 GATEWAY = """
 import http.server, json, os, pathlib, sys
@@ -81,8 +82,14 @@ async def test_isolation_keeps_settings_of_the_surroundings_out(tmp_path, monkey
 
 async def test_a_gateway_that_ends_at_once_is_explained(tmp_path):
     stack = stack_of("import sys; print('hitherto: no such profile', file=sys.stderr); sys.exit(2)", tmp_path)
-    with pytest.raises(StackFailed, match="(?s)exit code 2:.*no such profile"):
+    with pytest.raises(BadOption, match="(?s)refuses what it was given:.*no such profile"):
         async with stack:
+            pass
+
+
+async def test_a_gateway_that_fails_at_once_is_explained(tmp_path):
+    with pytest.raises(StackFailed, match="(?s)exit code 1:.*port in use"):
+        async with stack_of("import sys; print('port in use', file=sys.stderr); sys.exit(1)", tmp_path):
             pass
 
 

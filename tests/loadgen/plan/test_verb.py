@@ -168,7 +168,7 @@ def test_requests_longer_than_a_replica_takes_are_named(capsys):
     (["--slo", "ttft:1s", "--model", "MODEL", *LOAD], "its KV cache must be known: give --gpu-memory 80GiB"),
     (["--slo", "ttft:1s", "--kv-tokens", "16"], "a KV cache of 16 tokens is none: at least 32"),
     (["--slo", "ttft:fast"], "an SLO reads ttft:500ms"),
-    (["--slo", "ttft:1s", "--profile", "gpu-9b"], "--profile no profile 'gpu-9b'"),
+    (["--slo", "ttft:1s", "--profile", "gpu-9b"], "--profile: no profile 'gpu-9b'"),
     (["--model", "MODEL", "--png", "plan.png"], "--html, --png and --csv show how a fleet does"),
     ([], "there is nothing to plan: --model FOLDER"),
     (["--model", "/nowhere"], "there is no such folder"),

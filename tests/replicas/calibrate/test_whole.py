@@ -102,7 +102,7 @@ async def test_nobody_there_and_no_folder(tmp_path):
     code, _, err = await calibrate("http://127.0.0.1:9")
     assert code == 1 and "no engine answers at http://127.0.0.1:9" in err and "nothing listens" in err
     code, _, err = await calibrate("http://127.0.0.1:9", "--out", str(tmp_path / "no" / "x.yaml"))
-    assert code == 1 and "no folder" in err
+    assert code == 2 and "no folder" in err
 
 
 @pytest.mark.parametrize("paths, says", [

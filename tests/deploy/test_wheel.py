@@ -1,6 +1,8 @@
 """What `pip install` gets: all of the packages, with what they read besides Python."""
 
+import os
 import re
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -48,3 +50,47 @@ def test_links_of_its_description_lead_to_files_of_the_repository(wheel):
         start = f"{REPOSITORY}/{'raw' if image else 'blob'}/v1/"
         assert target.startswith(start), target
         assert (ROOT / target.removeprefix(start).partition("#")[0]).exists(), target
+
+
+def test_its_assets_are_those_of_the_checkout(wheel, tmp_path):
+    """`hitherto assets` of an installed wheel: the same files, from which the image can be built."""
+    prefix = tmp_path / "prefix"
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--no-index",
+        "--no-deps",
+        "--no-compile",
+        "--ignore-installed",
+    ]
+    subprocess.run([*pip, "--prefix", str(prefix), wheel.filename], check=True, timeout=60)
+    (site,) = prefix.glob("lib/python*/site-packages")
+    written = {}
+    for name, place in (("wheel", site), ("checkout", ROOT)):
+        words = [sys.executable, "-m", "gateway", "assets", str(tmp_path / name)]
+        subprocess.run(words, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(place)}, check=True, timeout=60)
+        written[name] = {
+            str(path.relative_to(tmp_path / name)): path.read_bytes()
+            for path in (tmp_path / name).rglob("*")
+            if path.is_file()
+        }
+    assert written["wheel"].keys() == written["checkout"].keys(), "pyproject.toml: data-files"
+    differ = [name for name, content in written["wheel"].items() if content != written["checkout"][name]]
+    assert differ == ["README.md"], "whose links are absolute"
+    dockerfile = written["wheel"]["deploy/Dockerfile"].decode()
+    for source in re.findall(r"^COPY (?!--from)(.+) \S+$", dockerfile, re.M):
+        for name in source.split():
+            assert (tmp_path / "wheel" / name).exists(), "the image is built from this folder"
+
+
+def test_without_those_files_it_says_so(tmp_path):
+    for name in PACKAGES:
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+    code = "import sys, importlib.metadata as it; it.files = lambda name: []; from gateway.cli import main; sys.exit(main(['assets', 'x']))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(tmp_path)},
+                          capture_output=True, text=True, timeout=60)  # fmt: skip
+    assert done.returncode == 2 and "Install a wheel or a checkout" in done.stderr
+    assert not (tmp_path / "x").exists()

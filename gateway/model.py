@@ -26,7 +26,10 @@ def model_dir(*names: str | None) -> Path:
         if name == SIM:
             from replicas.simulated.model import sim_model_dir
 
-            return sim_model_dir()
+            try:
+                return sim_model_dir()
+            except OSError as error:
+                raise ConfigError(f"model {SIM}: {error}") from None
         try:
             return find_model(name)
         except ModelError as error:

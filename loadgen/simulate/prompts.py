@@ -15,6 +15,7 @@ import numpy as np
 from xxhash import xxh3_64_intdigest
 
 from cachemap.hashing import TOKEN_BYTES, chain_seed, hash_blocks
+from loadgen.options import BadInput
 from loadgen.workload import synthetic
 from loadgen.workload.conversations import Message, Span, spans_of
 from loadgen.workload.conversations import Turn as Asked
@@ -119,7 +120,10 @@ class _Model:
     """The bundled model's template and tokenizer; loading takes a second, so only where there is text."""
 
     def __init__(self) -> None:
-        self._tokens = Tokens(sim_model_dir())
+        try:
+            self._tokens = Tokens(sim_model_dir())
+        except OSError as error:
+            raise BadInput(str(error)) from None
         bare = self._render([{"role": "user", "content": ""}])
         self.assistant = self._render([{"role": "user", "content": ""}], add_generation_prompt=True)[len(bare) :]
         self.end = np.array([self._tokens.eos_id], np.uint32)

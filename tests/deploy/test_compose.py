@@ -265,7 +265,7 @@ def test_traces_go_to_a_service_that_is_there_by_what_is_installed():
     for name in GATEWAYS:
         receiver = urlsplit(traces.receiver(SERVICES[name]["environment"]))
         assert receiver.hostname in SERVICES and receiver.port == 4318
-    assert "'.[otel]'" in DOCKERFILE
+    assert "'.[otel,sim]'" in DOCKERFILE, "with the tokenizer of simulated engines"
 
 
 def test_stopping_waits_for_the_drain(monkeypatch, tmp_path):

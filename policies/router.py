@@ -354,17 +354,27 @@ class Router:
         ways = legs.Ways(demand, best, whole.choice, prefillers, decoders, self.transfers, now)
         return self._leg_rule(self.policy, ways)
 
-    def commit_legs(self, whole: Evaluation, chosen: legs.LegChoice, now: float) -> tuple[Placement, Placement]:
+    def commit_legs(
+        self, whole: Evaluation, chosen: legs.LegChoice, now: float, decided: tuple[Decision, Decision] | None = None
+    ) -> tuple[Placement, Placement]:
         """Count both legs' load in one step, right after `choose_legs`. The policy is told of what it chose, or of one
-        request as it would have gone whole."""
+        request as it would have gone whole. `decided`: what a shared ledger said of each; else both are those that
+        this one chose, weighed for this demand just now."""
         demand, first, second = whole.demand, chosen.prefiller, chosen.decoder
+        overlap, lower, counted, begins = first.overlap, first.lower, False, demand.now
+        if decided is not None:
+            prefill, _ = decided
+            for one in decided:
+                self.ledger.others(one.replica, one.others)
+            overlap, lower, counted, begins = prefill.overlap, prefill.lower, prefill.counted, UNTIMED
         reservation = self.ledger.reserve(
             first.replica,
-            demand.tokens - first.cached,
+            demand.tokens - overlap - sum([tokens for _, tokens in lower]),
             demand.tokens,
-            now=demand.now if demand.now != UNTIMED else None,
+            counted,
+            begins if begins != UNTIMED else None,
         )
-        placements = [Placement(first, demand, first.overlap, reservation, now, lower=first.lower)]
+        placements = [Placement(first, demand, overlap, reservation, now, lower=lower)]
         try:
             self._expect(placements[0])
             placements.append(self.commit_decoder(demand, second, now))

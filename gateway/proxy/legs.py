@@ -10,10 +10,11 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Sequence, Set
+from dataclasses import replace
 from time import monotonic
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from policies import Demand, Evaluation, Router, legs
+from policies import Candidate, Decision, Demand, Evaluation, Router, legs
 from replicas import TAKES_TRAFFIC
 from replicas.names import bracketed
 from replicas.roles import BOTH, DECODERS, PREFILL, PREFILLERS, REMEDY, SPEAK_ALIKE, lacks, unlike
@@ -125,40 +126,87 @@ class Eligible(Protocol):
     def has_room(self, backend: Backend, prompt: Prompt) -> bool: ...
 
 
+class LegPlan(NamedTuple):
+    chosen: legs.LegChoice
+    transfer: Transfer
+    first_body: bytes
+
+    def to_decide(self, whole: Evaluation) -> tuple[Evaluation, Evaluation]:
+        """What the ledger of all gateways is asked: which of the prefillers that are as near, and to count the second
+        leg."""
+        demand, choice, chosen = whole.demand, whole.choice, self.chosen
+        near = chosen.near or (chosen.prefiller,)
+        at = [one is chosen.prefiller for one in near].index(True)
+        among = range(len(near)) if chosen.seconds is not None else None
+        first = choice._replace(index=at, among=among)
+        return (
+            Evaluation(replace(demand, output=0.0, residual=0), near, first, chosen.prefiller.overlap),
+            Evaluation(demand, (chosen.decoder,), choice._replace(index=0, among=None), chosen.decoder.overlap),
+        )
+
+    def among(self, near: Sequence[Candidate], decided: tuple[Decision, Decision] | None) -> LegPlan:
+        """The plan as it was decided."""
+        if decided is None:
+            return self
+        return self._replace(chosen=self.chosen._replace(prefiller=near[decided[0].index]))
+
+
 class LegPlacing:
     """Chooses both replicas, and counts the load on both, in one step."""
 
     def __init__(self, eligible: Eligible, router: Router, metrics: Metrics):
         self._eligible, self._router, self._metrics = eligible, router, metrics
 
-    def take(self, exchange: Exchange, evaluation: Evaluation, now: float) -> bool:
-        """Give the exchange its first leg, if two take less time than the whole, as evaluated."""
-        taken = self._take(exchange, evaluation, now)
-        self._metrics.leg_choices.inc("apart" if taken else "whole")
-        return taken
+    def plan(self, exchange: Exchange, evaluation: Evaluation, now: float) -> LegPlan | None:
+        """The exchange's legs, if two take less time than the whole, as evaluated. Nothing is counted yet."""
+        made = self._plan(exchange, evaluation, now)
+        self._metrics.leg_choices.inc("apart" if made is not None else "whole")
+        return made
 
-    def _take(self, exchange: Exchange, evaluation: Evaluation, now: float) -> bool:
+    def _plan(self, exchange: Exchange, evaluation: Evaluation, now: float) -> LegPlan | None:
         prompt, body = exchange.prompt, exchange.request.body
         if exchange.stays_whole or exchange.response is not None or prompt is None or len(body) > MOST_BYTES:
-            return False
+            return None
         chosen = self.choose(prompt, evaluation, now, exchange.tried)
         if chosen is None:
-            return False
+            return None
+        transfer = self._eligible.backends[chosen.prefiller.replica].replica.transfer
+        if transfer is None or (first_body := transfer.first_body(prompt.path, body)) is None:
+            return None
+        return LegPlan(chosen, transfer, first_body)
+
+    def are_there(self, chosen: legs.LegChoice) -> bool:
+        """Whether both replicas still are what they were when they were chosen."""
+        backends = self._eligible.backends
+        return all(
+            (backend := backends.get(one.replica)) is not None
+            and backend.candidate is one
+            and backend.replica.state in TAKES_TRAFFIC
+            for one in (chosen.prefiller, chosen.decoder)
+        )
+
+    def take(
+        self,
+        exchange: Exchange,
+        evaluation: Evaluation,
+        plan: LegPlan,
+        now: float,
+        decided: tuple[Decision, Decision] | None = None,
+    ) -> None:
+        """Give the exchange its first leg. `decided`: by the ledger of all gateways."""
+        (chosen, transfer, first_body), prompt = plan, exchange.prompt
+        assert prompt is not None
         backends = self._eligible.backends
         prefiller, decoder = backends[chosen.prefiller.replica], backends[chosen.decoder.replica]
-        transfer = prefiller.replica.transfer
-        if transfer is None or (first_body := transfer.first_body(prompt.path, body)) is None:
-            return False
         prompt.token_ids = b""  # legs carry text
-        placement, reserved = self._router.commit_legs(evaluation, chosen, now)
+        placement, reserved = self._router.commit_legs(evaluation, chosen, now, decided)
         held = exchange.legs = Legs(transfer, prefiller, decoder, reserved, placement.cached, chosen.moved)
         if transfer.header:  # what stands before the decoder sends the first leg
             held.unsent, held.computing = placement, placement.ttft
             second_leg(exchange, now)
-            return True
+            return
         first = exchange.attempt_type(prefiller, placement, prompt, False, now, leg=Leg.PREFILL, body=first_body)
         exchange.add_attempt(first)
-        return True
 
     def choose(
         self, prompt: Prompt | None, evaluation: Evaluation, now: float, tried: tuple[Backend, ...] = ()

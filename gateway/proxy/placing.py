@@ -15,7 +15,7 @@ from replicas.roles import PREFILL
 from ..errors import ApiError
 from .backend import Backend
 from .exchange import Attempt, Exchange
-from .legs import LegPlacing, Roles, Sides
+from .legs import LegPlacing, LegPlan, Roles, Sides
 from .responses import Responses
 from .shadow import Shadows
 from .tails import add_tail
@@ -328,11 +328,14 @@ class Placing:
                 return
             evaluation = admitted
         acted = self.onlooker.see(asker, evaluation) if self.onlooker is not None else None
-        if self.eligible.roles.any and isinstance(asker, Exchange) and self.legs.take(asker, evaluation, now):
+        if (
+            self.eligible.roles.any
+            and isinstance(asker, Exchange)
+            and (plan := self.legs.plan(asker, evaluation, now)) is not None
+        ):
             if acted is not None:
                 acted(None)
-            self._metrics.stage_seconds.observe("choose", perf_counter() - begun)
-            self._go_on(asker)
+            self._place_legs(asker, evaluation, plan, begun, now)
             return
         shared = self.shared
         if shared is not None:
@@ -345,6 +348,51 @@ class Placing:
         self._take(asker, evaluation, acted, now)
         asker.stages.append(("choose", perf_counter() - begun))
         self._go_on(asker)
+
+    def _place_legs(self, exchange: Exchange, evaluation: Evaluation, plan: LegPlan, begun: float, now: float) -> None:
+        shared = self.shared
+        if shared is None or not shared.joined:
+            if shared is not None:
+                self._metrics.shared_decisions.inc("away")
+            self.legs.take(exchange, evaluation, plan, now)
+            self._metrics.stage_seconds.observe("choose", perf_counter() - begun)
+            self._go_on(exchange)
+            return
+        first, second = plan.to_decide(evaluation)
+
+        def answer(decided: tuple[Decision, Decision] | None) -> None:
+            exchange.stages.append(("choose", perf_counter() - begun))
+            self._legs_decided(shared, exchange, evaluation, plan.among(first.candidates, decided), decided)
+
+        shared.decide_legs(first, second, answer)
+
+    def _legs_decided(
+        self,
+        shared: SharedLedger,
+        exchange: Exchange,
+        evaluation: Evaluation,
+        plan: LegPlan,
+        decided: tuple[Decision, Decision] | None,
+    ) -> None:
+        """As `_decided`, of both legs."""
+        waiting = exchange.needs_replica
+        there = waiting and self.legs.are_there(plan.chosen)
+        if decided is not None and not there:
+            for one in decided:
+                shared.undo(one)
+        if there:
+            exchange.run_isolated(self._go_on_with_legs, exchange, evaluation, plan, decided)
+        elif waiting:
+            exchange.run_isolated(self.place, exchange)
+
+    def _go_on_with_legs(
+        self, exchange: Exchange, evaluation: Evaluation, plan: LegPlan, decided: tuple[Decision, Decision] | None
+    ) -> None:
+        now, chosen = monotonic(), plan.chosen
+        # Others were weighed meanwhile, and it is in the candidates what the last one found there.
+        self.router.weighed(evaluation.demand, Targets([chosen.prefiller, chosen.decoder]), now)
+        self.legs.take(exchange, evaluation, plan, now, decided)
+        self._go_on(exchange)
 
     def _take(
         self, asker: Asker, evaluation: Evaluation, acted: Acted | None, now: float, decision: Decision | None = None

@@ -70,6 +70,7 @@ _PACKED_COUNTS = b"".join(map(_COUNT.pack, _COUNTS))
 
 
 Answer = Callable[[Decision | None], None]
+AnswerBoth = Callable[[tuple[Decision, Decision] | None], None]
 
 HEARTBEAT, DECISIONS = "shared ledger: heartbeat", "shared ledger: decisions"  # kinds of background work
 LOG_SECONDS = 10.0  # between two lines that say the same
@@ -105,6 +106,35 @@ class _Pending:
         self.evaluation, self.overlaps, self.lowers, self.packed = evaluation, overlaps, lowers, packed
         self.chosen, self.candidates, self.names = chosen, candidates, names
         self.begun = perf_counter()
+
+
+class _Both:
+    """What is answered to the two legs of a request: once, when both are known. Without one of them what was counted
+    for the other is taken back."""
+
+    __slots__ = ("_answer", "_undo", "_known")
+
+    def __init__(self, answer: AnswerBoth, undo: Callable[[Decision], None]):
+        self._answer, self._undo = answer, undo
+        self._known: dict[int, tuple[Evaluation, Decision | None]] = {}
+
+    def told(self, leg: int, evaluation: Evaluation) -> Answer:
+        def answer(decision: Decision | None) -> None:
+            self._known[leg] = evaluation, decision
+            if len(self._known) == 2:
+                self._go_on(self._known[0][1], self._known[1][1])
+
+        return answer
+
+    def _go_on(self, first: Decision | None, second: Decision | None) -> None:
+        if first is not None and second is not None:
+            self._answer((first, second))
+            return
+        for evaluation, decision in self._known.values():
+            if decision is not None:
+                went_there = decision.index == evaluation.choice.index
+                self._undo(decision._replace(note=b"") if went_there else decision)
+        self._answer(None)
 
 
 class SharedLedger:
@@ -164,6 +194,21 @@ class SharedLedger:
             self._observe("away", 0.0)
             answer(None)
             return
+        self._ask(evaluation, answer)
+
+    def decide_legs(self, first: Evaluation, second: Evaluation, answer: AnswerBoth) -> None:
+        """Choose one of the candidates of a first leg and count it there, and count the second where it goes, together.
+        `second` has one candidate; the prompt is there when it begins. `answer` is called once, as in `decide`."""
+        if not self.joined:
+            self._observe("away", 0.0)
+            answer(None)
+            return
+        both = _Both(answer, self.undo)
+        self._ask(first, both.told(0, first))
+        self._ask(second, both.told(1, second), second.demand.tokens - 1)
+
+    def _ask(self, evaluation: Evaluation, answer: Answer, held: int | None = None) -> None:
+        """`held`: tokens that each candidate is going to hold; None: those that it holds."""
         demand, candidates, choice, *_ = evaluation
         chosen = self._among(choice, demand, candidates)
         if len(chosen) == len(candidates):
@@ -171,9 +216,9 @@ class SharedLedger:
         else:
             among = [candidates[i] for i in chosen]
             names = [self._name(one.replica) for one in among]
-        overlaps = [one.overlap for one in among]
-        packed = self._held(among, overlaps), *self._prefixes(demand, overlaps)
-        lowers = [one.lower for one in among]
+        overlaps = [one.overlap for one in among] if held is None else [held] * len(among)
+        packed = self._held(among, overlaps, held is None), *self._prefixes(demand, overlaps)
+        lowers = [one.lower if held is None else () for one in among]
         pending = _Pending(answer, evaluation, chosen, among, names, overlaps, lowers, packed)
         self._open.append(pending)
         if self._watch is None:
@@ -204,10 +249,10 @@ class SharedLedger:
         totals = [sum(terms) for terms in self._cost.of_all(demand, candidates, choice.future, choice.after)]
         return sorted(among, key=totals.__getitem__)[:MOST]
 
-    def _held(self, candidates: Sequence[Candidate], overlaps: Sequence[int]) -> bytes:
+    def _held(self, candidates: Sequence[Candidate], overlaps: Sequence[int], tiers: bool) -> bytes:
         """What they hold of the prompt, packed: in their first tiers, and if any holds more, in slower ones, and that
         by its worth."""
-        if self._cost is None or not any(one.lower for one in candidates):
+        if self._cost is None or not tiers or not any(one.lower for one in candidates):
             return struct.pack(f"<{len(overlaps)}d", *overlaps)
         return struct.pack(f"<{3 * len(overlaps)}d", *chain(*zip(*map(self._cost.held, candidates), strict=True)))
 

@@ -1,5 +1,6 @@
 """Prompts computed by one simulated engine and answered by another, through a gateway process."""
 
+import asyncio
 import re
 
 import httpx
@@ -223,3 +224,30 @@ async def test_a_prefiller_that_is_killed_loses_no_request(start_engine, trio):
             path, body = asked("chat", f"Killed {number}. " + TEXT * 20, False)
             assert (await gateway.client.post(path, json=body)).status_code == 200
         assert await gateway.counted("hitherto_reservations") == 0
+
+
+async def test_two_gateways_count_both_legs_in_one_ledger(trio, start_redis):
+    prefiller, decoder, _ = trio
+    server = start_redis()
+    flags = ["--replica-url", f"{prefiller.url}#role=prefill", f"{decoder.url}#role=decode", "--policy", "round_robin"]
+    async with running(*flags, "--redis-url", server.url) as one, running(*flags, "--redis-url", server.url) as other:
+        for gateway in (one, other):
+            await gateway.ready(2)
+            await gateway.until(lambda status: status["map"]["redis"]["ledger_joined"], 20)
+        asked_of = [
+            gateway.client.post(path, json=body)
+            for number in range(6)
+            for gateway in (one, other)
+            for path, body in [asked("chat", f"Shared {number}, {gateway is one}. " + TEXT * 20, number % 2 == 0)]
+        ]
+        assert {answer.status_code for answer in await asyncio.gather(*asked_of)} == {200}
+        for gateway in (one, other):
+            assert await gateway.counted("hitherto_legs_total", leg="decode", outcome="complete") == 6
+            decided = await gateway.counted("hitherto_shared_decisions_total", outcome="shared")
+            late = await gateway.counted("hitherto_shared_decisions_total", outcome="late")
+            assert decided + late == 12, "two for each request"
+            assert await gateway.counted("hitherto_reservations") == 0
+        with server.client() as client:
+            async with asyncio.timeout(10):
+                while client.hgetall("hitherto:1:default:{pool}:load"):
+                    await asyncio.sleep(0.02)

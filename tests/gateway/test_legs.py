@@ -114,6 +114,11 @@ async def test_explain_tells_both_ways_and_reserves_nothing(trio):
         assert (legs["prefill"], legs["decode"]) == (f"127.0.0.1:{prefiller.port}", f"127.0.0.1:{decoder.port}")
         assert legs["moved_tokens"] > 300 and legs["seconds"] is None
         assert await gateway.counted("hitherto_reservations") == 0
+        await gateway.client.post(path, json=body)
+        (decision,) = (await gateway.admin.get("/recent")).json()["decisions"]
+        assert decision["replicas"] == [legs["prefill"], legs["decode"]]
+        said = f"{legs['prefill']} computes the prompt and {legs['decode']} writes the answer: the policy chose both"
+        assert decision["sentence"].startswith(said)
 
 
 async def test_a_prompt_that_the_decoder_has_now_is_asked_whole(trio):

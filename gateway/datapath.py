@@ -17,6 +17,7 @@ from .http.messages import Limits
 from .ops import log as lines
 from .ops.metrics import Metrics
 from .overload import overload
+from .overload_fields import class_names as names_of_classes
 from .prompt.pipeline import SWITCH_SECONDS, Pipeline
 from .proxy.answers import Usage
 from .proxy.exchange import Exchange
@@ -136,7 +137,7 @@ def keys(settings: Settings) -> Keys | None:
     if settings.api_keys is None:
         return None
     try:
-        return Keys(settings.api_keys, class_names(settings) if settings.scheduler else ())
+        return Keys(settings.api_keys, names_of_classes(settings.scheduler))
     except KeyFileError as error:
         raise ConfigError(f"api_keys: {error}") from None
 

@@ -44,6 +44,15 @@ def _check_admission(value: Any) -> Any:
     return value
 
 
+def class_names(scheduler: Any) -> list[str]:
+    """Of the classes of `scheduler`, which was checked; none without it."""
+    if scheduler is None:
+        return []
+    from . import overload
+
+    return [one.name for one in overload.parse_scheduler(scheduler)]
+
+
 def check_routes(routes: Any, scheduler: Any) -> None:
     """Raises ValueError if the routes are wrong, or lead to classes that are not there."""
     if routes is None:
@@ -53,15 +62,6 @@ def check_routes(routes: Any, scheduler: Any) -> None:
     from . import overload
 
     overload.parse_routes(routes, overload.parse_scheduler(scheduler))
-
-
-def class_names(scheduler: Any) -> list[str]:
-    """Of a scheduler that was checked; none without."""
-    if scheduler is None:
-        return []
-    from . import overload
-
-    return [one.name for one in overload.parse_scheduler(scheduler)]
 
 
 Slo = Annotated[dict[str, Any], BeforeValidator(_check_slo)]

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import yaml
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, create_model
 
 from replicas import yaml_text
 
@@ -101,8 +101,8 @@ Salt = Annotated[str, AfterValidator(_check_salt)]
 Count = Annotated[int, Field(strict=True, ge=1, le=10**14)]
 
 
-class Entry(BaseModel):
-    """One tenant as the file has it."""
+class _Entry(BaseModel):
+    """One tenant as the file has it, without its limits."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=False)
 
@@ -114,12 +114,6 @@ class Entry(BaseModel):
     qos_class: Name | None = Field(None, alias="class")
 
     cache_salt: Salt | None = None
-    concurrent_requests: Count | None = None
-    requests_per_minute: Count | None = None
-    input_tokens_per_minute: Count | None = None
-    output_tokens_per_minute: Count | None = None
-    tokens_per_day: Count | None = None
-    tokens_per_month: Count | None = None
 
     def tenant(self) -> Tenant:
         limits = Limits(*(getattr(self, name) for name in Limits._fields))
@@ -140,6 +134,8 @@ class Entry(BaseModel):
         """What `read` reads back."""
         return "- " + yaml.safe_dump(self.plain(), default_flow_style=True, sort_keys=False, width=10_000).strip()
 
+
+Entry = create_model("Entry", __base__=_Entry, **dict.fromkeys(Limits._fields, (Count | None, None)))
 
 FIELDS = [field.alias or name for name, field in Entry.model_fields.items()]
 

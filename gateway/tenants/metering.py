@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 # Counts that only grow within their window: once they are at their limit, nobody has to be asked.
 ONLY_GROW = frozenset((REQUESTS, OUTPUT))
 
+MOST_GONE = 1000  # accounts that are kept of tenants that were taken out
+
 Decided = Callable[[ApiError | None], None]
 
 
@@ -49,6 +51,7 @@ class Metering:
         self._clock, self._refused = clock, refused
         self.shared: SharedCounts | None = None  # with Redis
         self._accounts: dict[str, Account] = {}
+        self._gone: dict[str, Account] = {}  # of tenants that were taken out, the latest at the end
 
     def status(self) -> dict[str, Any]:
         if self.shared is None:
@@ -60,8 +63,12 @@ class Metering:
         return {name: account.running for name, account in self._accounts.items()}
 
     def forget(self, name: str) -> None:
-        """The tenant is no more. Its requests that run keep what they have of it."""
-        self._accounts.pop(name, None)
+        """The tenant is no more. Should it come back, it has had what it had."""
+        account = self._accounts.pop(name, None)
+        if account is not None:
+            self._gone[name] = account
+            if len(self._gone) > MOST_GONE:
+                del self._gone[next(iter(self._gone))]
 
     def accounts(self) -> Collection[Account]:
         return self._accounts.values()
@@ -69,7 +76,7 @@ class Metering:
     def account(self, name: str) -> Account:
         found = self._accounts.get(name)
         if found is None:
-            found = self._accounts[name] = Account(name)
+            found = self._accounts[name] = self._gone.pop(name, None) or Account(name)
         return found
 
     def refusal(self, tenant: Tenant) -> ApiError | None:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from pathlib import Path
 
 from pydantic import ValidationError
 
-from ..config import ConfigError
+from replicas import yaml_text
+
+from ..config import DEFAULT_FILE, ENV_PREFIX, ConfigError, read_file
+from ..overload_fields import class_names
 from .key_file import Entry, KeyFileError, add, digest, new_key, new_salt, what_is_wrong
 from .limits import KINDS, WORDS, Limits
 
@@ -32,13 +36,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         what = f"limit: {WORDS[KINDS[name]]}"
         new.add_argument("--" + name.replace("_", "-"), type=int, metavar="N", help=what)
     new.add_argument("--class", dest="class", metavar="NAME", help="the class of its requests")
+    new.add_argument(
+        "--config",
+        type=Path,
+        metavar="FILE",
+        help="the gateway's settings, which must have that class (default: as serve)",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     key = new_key()
     fields = {"name": args.name, "sha256": digest(key).hex()}
     for name, value in vars(args).items():
-        if value is not None and name not in ("action", "name", "file", "own_cache"):
+        if value is not None and name not in ("action", "name", "file", "own_cache", "config"):
             fields[name] = [one for one in value.split(",") if one] if name == "models" else value
     if args.own_cache:
         fields["cache_salt"] = new_salt()
@@ -47,12 +57,17 @@ def run(args: argparse.Namespace) -> int:
     except ValidationError as error:
         item = error.errors()[0]
         raise ConfigError(f"{item['loc'][0]}: {what_is_wrong(str(item['loc'][0]), item)}") from None
+    known = _classes(args.config) if entry.qos_class is not None else []
+    if known and entry.qos_class not in known:
+        raise ConfigError(
+            f"flag --class: there is no class {entry.qos_class!r}; name one of scheduler.qos_classes: {', '.join(known)}"
+        )
     if args.file is not None:
         try:
             add(args.file, entry)
         except KeyFileError as error:
             raise ConfigError(f"--file: {error}") from None
-    if entry.qos_class is not None:
+    if entry.qos_class is not None and not known:
         print(
             f"The class {entry.qos_class!r} must be in scheduler.qos_classes: a gateway that has others refuses the file.\n",
             file=sys.stderr,
@@ -63,3 +78,18 @@ def run(args: argparse.Namespace) -> int:
         print("\nThe line for the file of --api-keys, which is read again when it changes:\n", file=sys.stderr)
         print(entry.line())
     return 0
+
+
+def _classes(file: Path | None) -> list[str]:
+    """The names of the classes that the gateway's settings have, of which nothing else is checked: its key file may not
+    be there yet. Raises ConfigError."""
+    given, place = os.environ.get(ENV_PREFIX + "SCHEDULER"), f"environment {ENV_PREFIX}SCHEDULER"
+    named = file or os.environ.get(ENV_PREFIX + "CONFIG") or (DEFAULT_FILE if Path(DEFAULT_FILE).exists() else None)
+    try:
+        if given is not None:
+            return class_names(yaml_text.load(given))
+        given, line = read_file(Path(named)).get("scheduler", (None, 0)) if named is not None else (None, 0)
+        place = f"file {named}:{line}"
+        return class_names(given)
+    except ValueError as error:
+        raise ConfigError(f"{place}: scheduler: {error}") from None

@@ -3,13 +3,11 @@
 import asyncio
 import json
 import random
-import re
 import signal
-import subprocess
-import sys
 from collections import Counter
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 
+from .conftest import Engine
 from .running import running
 
 SETTINGS = """
@@ -31,30 +29,15 @@ request_router:
 @contextmanager
 def engines(count):
     """So many simulated engines, each a process: an eighth as fast as a GPU, so that few clients are many."""
-    processes, urls = [], []
+    made = []
     try:
-        for _ in range(count):
-            processes.append(
-                subprocess.Popen(
-                    [sys.executable, "-m", "replicas.simulated", "--port", "0", "--speedup", "0.125"],
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.STDOUT,
-                    text=True,
-                )
-            )
-        for one in processes:
-            found = None
-            while found is None:
-                line = one.stdout.readline()
-                assert line, "the simulated engine ended"
-                found = re.search(r"http://127\.0\.0\.1:\d+", line)
-            urls.append(found[0])
-        yield urls, processes
+        made += [Engine("--profile", "gpu-8b", "--speedup", "0.125") for _ in range(count)]
+        yield [one.wait().url for one in made], [one.process for one in made]
     finally:
-        for one in processes:
-            one.kill()
-            one.wait()
-            one.stdout.close()
+        for one in made:
+            one.process.kill()
+            one.process.wait()
+            one.process.stderr.close()
 
 
 @asynccontextmanager

@@ -15,7 +15,8 @@ from gateway.prompt.pipeline import Pipeline
 from gateway.tenants import limits as rules
 from gateway.tenants.ending import Settled
 from gateway.tenants.keys import Keys
-from gateway.tenants.metering import Metering
+from gateway.tenants.metering import MOST_GONE, Metering
+from gateway.tenants.tenant import Tenant
 from replicas.simulated.model import sim_model_dir
 
 from ..http.talk import eventually, read_request
@@ -322,3 +323,26 @@ async def test_keys_change_nothing_of_what_is_learned_from_answers(tmp_path):
         await eventually(lambda: len(reads) == 2)
         counted.append(t.account().own.get("output", rules.window("output", t.clock.now)))
     assert reads == [1, 1] and counted == [4]
+
+
+def test_a_tenant_that_is_taken_out_and_put_back_has_had_what_it_had():
+    metering = Metering(Clock())
+    tenant = Tenant("a", None, None, rules.Limits(tokens_per_day=100), None)
+
+    def ask(tokens):
+        decided, charge = [], metering.charge(tenant, tokens)
+        metering.claim(charge, decided.append)
+        return decided[0]
+
+    assert ask(80) is None
+    metering.forget("a")
+    assert metering.running() == {}
+    assert ask(30).status == 429 and ask(20) is None
+
+
+def test_what_is_kept_of_tenants_that_are_gone_is_bounded():
+    metering = Metering(Clock())
+    for number in range(3 * MOST_GONE):
+        metering.account(str(number))
+        metering.forget(str(number))
+    assert len(metering._gone) == MOST_GONE and not metering.accounts()

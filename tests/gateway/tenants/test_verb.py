@@ -20,6 +20,32 @@ def test_the_key_is_printed_once_and_its_line_is_read_back(capsys, tmp_path):
     assert key not in line and tenant.cache_salt is None
 
 
+CLASSES = "scheduler: {qos_classes: [{name: premium}, {name: free}]}\n"
+
+
+@pytest.mark.parametrize("how", ["flag", "environment", "folder"])
+def test_a_class_that_the_gateway_does_not_have_is_refused(capsys, tmp_path, monkeypatch, how):
+    monkeypatch.chdir(tmp_path)
+    # Its key file is not there yet, which the gateway would refuse.
+    file = tmp_path / ("hitherto.yaml" if how == "folder" else "other.yaml")
+    file.write_text(CLASSES + "api_keys: keys.yaml\n")
+    if how == "environment":
+        monkeypatch.setenv("HITHERTO_CONFIG", str(file))
+    flags = ["--config", str(file)] if how == "flag" else []
+    assert main(["key", "new", "a", "--class", "gold", "--file", str(tmp_path / "keys.yaml"), *flags]) == 2
+    said = capsys.readouterr()
+    assert "flag --class: there is no class 'gold'" in said.err and "premium, free" in said.err and not said.out
+    assert not (tmp_path / "keys.yaml").exists()
+    assert main(["key", "new", "a", "--class", "free", *flags]) == 0
+    assert "must be in scheduler" not in capsys.readouterr().err
+
+
+def test_classes_that_cannot_be_read_are_refused_with_their_place(capsys, tmp_path):
+    (tmp_path / "other.yaml").write_text("scheduler: 3\n")
+    assert main(["key", "new", "a", "--class", "free", "--config", str(tmp_path / "other.yaml")]) == 2
+    assert "other.yaml:1: scheduler: 3 is no mapping" in capsys.readouterr().err
+
+
 def test_limits_and_a_cache_of_its_own(capsys, tmp_path):
     file = tmp_path / "keys"
     salts = set()

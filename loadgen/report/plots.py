@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -124,23 +124,9 @@ def of_runs(reports: Reports, records: Records, drawn: Mapping[str, Line]) -> li
     }
     named = {name: [record for record in done if record.replica is not None] for name, done in records.items()}
     foretold = {name: [record for record in done if record.predicted_tokens is not None] for name, done in told.items()}
-    latencies = {
-        "TTFT": lambda record: (record.ttft,),
-        "TPOT": lambda record: (record.tpot,),
-        "E2E": lambda record: (record.e2e,),
-        "ITL": lambda record: record.gaps,
-    }
     banded = len(good) < _MANY
     found = [
-        *(
-            _distribution(
-                what,
-                {name: [value for record in done for value in read(record)] for name, done in good.items()},
-                drawn,
-                slo.get({"E2E": "e2el"}.get(what, what.lower())),
-            )
-            for what, read in latencies.items()
-        ),
+        *_distributions(good, slo, drawn),
         _over_time(
             "TTFT over time",
             "Median of the requests sent in each window of time"
@@ -163,6 +149,20 @@ def of_runs(reports: Reports, records: Records, drawn: Mapping[str, Line]) -> li
         _foretold(foretold, drawn),
     ]
     return [plot for plot in found if plot]
+
+
+_LATENCIES: dict[str, Callable[[Record], Iterable[float | None]]] = {
+    "TTFT": lambda record: (record.ttft,),
+    "TPOT": lambda record: (record.tpot,),
+    "E2E": lambda record: (record.e2e,),
+    "ITL": lambda record: record.gaps,
+}
+
+
+def _distributions(good: Records, slo: Mapping[str, float], drawn: Mapping[str, Line]) -> Iterator[Plot | None]:
+    for what, read in _LATENCIES.items():
+        values = {name: [value for record in done for value in read(record)] for name, done in good.items()}
+        yield _distribution(what, values, drawn, slo.get({"E2E": "e2el"}.get(what, what.lower())))
 
 
 def _ttft(percentile: float, window: Sequence[Record]) -> float:

@@ -115,20 +115,23 @@ def _facts(report: Report) -> Table:
             "replicas",
             "  ".join(f"{name} {count(figures['requests'])}" for name, figures in report["replicas"].items()),
         )
-    late = generator["lateness_ms"]
-    if late:
-        loop = {
-            "closed": f"closed loop of {generator['users']}",
-            "bounded": f"at most {generator['max_concurrency']} at once",
-            "open": "open loop",
-        }[generator["loop"]]
-        table.add_row(
-            "generator",
-            f"{loop}; sent {milliseconds(late['p50'])} late at p50, {milliseconds(late['p99'])} at p99, "
-            f"used {generator['cpu_share'] * 100:.0f} % of a core"
-            + (f" in the busiest of {generator['processes']} processes" if generator["processes"] > 1 else ""),
-        )
+    if late := generator["lateness_ms"]:
+        table.add_row("generator", _sender(generator, late))
     return table
+
+
+def _sender(generator: Mapping[str, object], late: Mapping[str, float]) -> str:
+    """How the generator sent, and whether it could."""
+    loop = {
+        "closed": f"closed loop of {generator['users']}",
+        "bounded": f"at most {generator['max_concurrency']} at once",
+        "open": "open loop",
+    }[generator["loop"]]
+    return (
+        f"{loop}; sent {milliseconds(late['p50'])} late at p50, {milliseconds(late['p99'])} at p99, "
+        f"used {generator['cpu_share'] * 100:.0f} % of a core"
+        + (f" in the busiest of {generator['processes']} processes" if generator["processes"] > 1 else "")
+    )
 
 
 def _share(tokens: int | None, rate: float | None, missing: str) -> str:

@@ -20,6 +20,7 @@ from loadgen.drive.processes import Processes
 from loadgen.drive.records import Record
 from loadgen.drive.run import Run
 from loadgen.options import BadOption
+from loadgen.workload.conversations import Offer
 
 # The generator is suspected when it kept a core this busy, or when its lateness at p50 or p99 is more than
 # LATE_MS and more than this share of the TTFT there.
@@ -110,12 +111,7 @@ def summarise(
         "failed": len(run.done) - len(good),
         "not_sent": run.not_sent,
         "conversations": len(run.conversations),
-        "offered": {
-            "rate": run.offered.rate and round(run.offered.rate, 3),
-            "seconds": round(run.offered.seconds, 3),
-            "later_turns": run.offered.later,
-            "think_s": round(run.offered.think, 3),
-        },
+        "offered": _offered(run.offered),
         "percentiles": [percentile_name(one) for one in percentiles],
         "errors": dict(failures),
         "error_examples": examples,
@@ -133,6 +129,15 @@ def summarise(
         "cache": cache_figures(good),
         "replicas": _replicas(run.done, getattr(run, "replicas", ())),
         "generator": _generator(run, seconds),
+    }
+
+
+def _offered(offer: Offer) -> dict[str, object]:
+    return {
+        "rate": offer.rate and round(offer.rate, 3),
+        "seconds": round(offer.seconds, 3),
+        "later_turns": offer.later,
+        "think_s": round(offer.think, 3),
     }
 
 

@@ -132,7 +132,7 @@ class Admin(Side):
         return self.gateway.status()
 
     async def recent(self, request: web.Request) -> web.Response:
-        return answer(told(self.gateway.recent.kept(), time()))
+        return answer(await asyncio.to_thread(told, self.gateway.recent.kept(), time()))
 
     async def add(self, request: web.Request) -> web.Response:
         try:

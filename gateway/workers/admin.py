@@ -120,7 +120,8 @@ class WorkersAdmin(Side):
         found = await self._query("/worker/recent")
         if not found:
             raise nobody()
-        return answer(told(merged([orjson.loads(body) for _, body in found]), time()))
+        kept = [orjson.loads(body) for _, body in found]
+        return answer(await asyncio.to_thread(lambda: told(merged(kept), time())))
 
     async def add(self, request: web.Request) -> web.Response:
         workers = self.workers

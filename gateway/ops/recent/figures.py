@@ -7,17 +7,18 @@ several workers can be added up. 90 kB, and 4 kB for each replica.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from policies.admission import REFUSED
 
-from ..metrics import Histogram, Metrics, quantile
+from ..metrics import Counter, Histogram, Metrics, quantile
 
 SLOT, SLOTS = 5, 180  # seconds, and how many: 15 minutes
 MINUTES = 15
+PIECE = 64  # series
 POINT = 3  # slots that are one point of a curve
 ERRORS = ("5xx", "cut")
 
@@ -45,21 +46,26 @@ Row = Sequence[float]
 
 
 class Gains:
-    """What each series of a metric gained between two looks."""
+    """What each series of a metric gained between two looks: a number, or those of a histogram's buckets and sum. Where
+    it is less than before it was forgotten meanwhile, and counts from nothing again."""
 
     def __init__(self) -> None:
-        self._before: dict[Any, np.ndarray] = {}
+        self._before: dict[Any, Any] = {}
 
-    def look(self, series: Mapping[Any, Sequence[float]]) -> dict[Any, np.ndarray]:
-        gains, now = {}, {key: np.array(values, dtype=float) for key, values in series.items()}
-        for key, values in now.items():
-            before = self._before.get(key)
-            # Where it is less than before it was forgotten meanwhile, and counts from nothing again.
-            gain = values if before is None or (values < before).any() else values - before
-            if gain.any():
-                gains[key] = gain
-        self._before = now
-        return gains
+    def look(self, metric: Counter | Histogram) -> Iterator[tuple[Any, Any]]:
+        before = self._before
+        if isinstance(metric, Histogram):
+            self._before = {key: [*numbers] for key, numbers in metric.series.items()}
+            for key, numbers in self._before.items():
+                known = before.get(key)
+                if numbers != known:
+                    gain = np.array(numbers) - known if known is not None else np.array(numbers)
+                    yield key, gain if gain.min() >= 0 else np.array(numbers)
+        else:
+            self._before = dict(metric.values)
+            for key, number in self._before.items():
+                if gain := number - before.get(key, 0):
+                    yield key, gain if gain > 0 else number
 
 
 class Figures:
@@ -74,17 +80,28 @@ class Figures:
         self.since = now
 
     def look(self, now: float, inflight: int, queued: int, waiting: int) -> None:
+        for _ in self.pieces(now, inflight, queued, waiting):
+            pass
+
+    def pieces(self, now: float, inflight: int, queued: int, waiting: int) -> Iterator[None]:
+        """The same, with others let in after every PIECE series: 1,024 replicas under load take 20 to 40 ms in all."""
         self._turn(now)
+        done = 0
         row = self._rows[self._slot % SLOTS]
         for name, gains in self._gains.items():
-            metric = getattr(self._metrics, name)
-            series = metric.series if isinstance(metric, Histogram) else {key: [n] for key, n in metric.values.items()}
-            for key, gain in gains.look(series).items():
+            of_gateway, of_replica = _OF_GATEWAY.get(name), _OF_REPLICA.get(name)
+            for key, gain in gains.look(getattr(self._metrics, name)):
                 labels = (key,) if isinstance(key, str) else key
-                if (columns_of := _OF_GATEWAY.get(name)) is not None:
-                    _add(row, columns_of(labels), gain)
-                if (columns_of := _OF_REPLICA.get(name)) is not None:
-                    _add(self._of(labels[0]), columns_of(labels), gain)
+                if of_gateway is not None:
+                    for place in of_gateway(labels):
+                        row[place] += gain
+                if of_replica is not None:
+                    own = self._of(labels[0])
+                    for place in of_replica(labels):
+                        own[place] += gain
+                done += 1
+                if done % PIECE == 0:
+                    yield
         for name, value in zip(PEAKS, (inflight, queued, waiting), strict=True):
             row[AT[name]] = max(row[AT[name]], value)
 
@@ -123,11 +140,6 @@ class Figures:
 Columns = list[int | slice]
 
 
-def _add(row: np.ndarray, columns: Columns, gain: np.ndarray) -> None:
-    for place in columns:
-        row[place] += gain if isinstance(place, slice) else gain[0]
-
-
 def _by_status(labels: tuple[str, ...]) -> Columns:
     """Of a request that ended with this status, the last of its labels."""
     status = labels[-1]
@@ -136,7 +148,8 @@ def _by_status(labels: tuple[str, ...]) -> Columns:
 
 
 def _always(*columns: int | slice) -> Callable[[tuple[str, ...]], Columns]:
-    return lambda labels: [*columns]
+    found = [*columns]
+    return lambda labels: found
 
 
 # Metrics, and the columns that their gains are added to. Of a replica's, its id is the first label.

@@ -7,7 +7,7 @@ gateway, or of several workers together.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from time import monotonic, time
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from ..view import View
 
-LOOK_SECONDS = 0.5
+ARM_SECONDS, LOOK_SECONDS = 0.5, 1.0
 TREE_SECONDS = 4.0  # between two trees
 WELL, BEGINNING = ("live", "ready", "joined"), ("connecting",)  # states of events, of the gateway, of Redis
 MOST_SHOWN = 60  # decisions, and entries of the journal
@@ -44,21 +44,28 @@ class Recent:
 
     async def follow(self) -> None:
         """Until it is cancelled."""
-        turn = 0
+        due = 0.0
         while True:
-            self.sampler.arm(monotonic())
-            if turn % 2 == 0:
-                self.look(time())
-            turn += 1
-            await asyncio.sleep(LOOK_SECONDS)
+            begun = monotonic()
+            self.sampler.arm(begun)
+            if begun >= due:
+                for _ in self._pieces(time()):
+                    await asyncio.sleep(0)
+                due = begun + LOOK_SECONDS - ARM_SECONDS / 2
+            await asyncio.sleep(ARM_SECONDS)
 
     def look(self, now: float) -> None:
+        for _ in self._pieces(now):
+            pass
+
+    def _pieces(self, now: float) -> Iterator[None]:
+        """A look, during which others may be let in."""
         view = self._view
         loads = [view.ledger.own(id)[0] for id in view.replicas]
         waiting = sum(one.scrape.waiting or 0 for one in view.replicas.values() if one.scrape)
         queue = self._placing.queue
         queued = sum(queue.reading()["queued_requests"].values()) if queue is not None else 0
-        self.figures.look(now, sum(loads), queued, int(waiting))
+        yield from self.figures.pieces(now, sum(loads), queued, int(waiting))
         self._compare_replicas(now)
         self._compare_counters(now)
         self._compare_words(now)

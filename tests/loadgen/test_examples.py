@@ -71,7 +71,7 @@ def test_what_was_printed_is_printed_again(commands, printed, tmp_path, monkeypa
 
 def test_rows_of_measured_tables_are_rows_of_the_product():
     names = [row.label for row in show.rows_of({"": {"percentiles": ["p50", "p90", "p99"]}})] + ["requests per replica"]
-    compared = [printed for commands, printed in examples() if re.match(r"loadgen (compare|simulate)", commands[0])]
+    compared = [printed for commands, printed in examples() if re.match(r"loadgen (compare|simulate)", commands[-1])]
     labels = [re.split(r"  +", line)[0] for printed in compared for line in printed[1:]]
     assert len(labels) > 10
     for label in labels:

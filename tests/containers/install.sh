@@ -6,6 +6,7 @@
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 folder=${XDG_CACHE_HOME:-$HOME/.cache}/hitherto/containers
+run=/run/hitherto-containers-$(echo "$folder" | sha256sum | cut -c1-8)   # what a restart of the machine removes
 made_by=$(sha256sum "$here/install.sh" | cut -c1-16)
 
 cannot() { echo "Containers: $1" >&2; exit 3; }
@@ -39,7 +40,7 @@ default_ulimits = ["nofile=4096:4096", "nproc=4096:4096"]
 runtime = "runc"
 cgroup_manager = "cgroupfs"
 events_logger = "file"
-tmp_dir = "/run/hitherto-containers/libpod"
+tmp_dir = "$run/libpod"
 [network]
 network_backend = "netavark"
 network_config_dir = "$folder/networks"
@@ -48,7 +49,7 @@ cat > "$folder/storage.conf" <<CONF
 [storage]
 driver = "overlay"
 graphroot = "$folder/storage"
-runroot = "/run/hitherto-containers/storage"
+runroot = "$run/storage"
 CONF
 export CONTAINERS_CONF=$folder/containers.conf CONTAINERS_STORAGE_CONF=$folder/storage.conf
 

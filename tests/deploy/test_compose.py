@@ -289,3 +289,19 @@ def test_the_image_has_every_package():
     for source in re.findall(r"^COPY (?!--from)(.+) \S+$", DOCKERFILE, re.M):
         for name in source.split():
             assert f"!{name}\n" in ignored, f"{name} is copied but not sent to the builder"
+
+
+def test_what_the_documents_tell_to_type_names_files_and_services_that_are_there():
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / file for file in FILES), ROOT / "deploy" / "gpu.env",
+             ROOT / "deploy" / "prometheus.yml"]  # fmt: skip
+    seen = 0
+    for page in pages:
+        for words in re.findall(r"docker compose ([^`\n]*)", page.read_text()):
+            file = found[1] if (found := re.search(r"-f (\S+)", words)) else "compose.yaml"
+            assert file in FILES, f"{page.name}: {words}"
+            if found := re.search(r"--env-file (\S+)", words):
+                assert (ROOT / found[1]).is_file(), f"{page.name}: {words}"
+            if found := re.search(r"\b(?:exec|kill -s HUP) ([a-z][\w-]*)", words):
+                seen += 1
+                assert found[1] in compose(file)["services"], f"{page.name}: {words}"
+    assert seen >= 4

@@ -9,7 +9,7 @@ VLLM ?= 0.28.0 0.32.0
 # A thousand processes that tests start would each compile the modules that they import, 0.2 s of CPU for a gateway.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo demo-vllm test dashboards check-grafana lint guard test-vllm test-compose test-clients test-pythons wheel clean test-alerts
+.PHONY: setup demo demo-vllm test soak dashboards check-grafana lint guard test-vllm test-compose test-clients test-pythons wheel clean test-alerts
 
 setup: .venv/ready
 
@@ -79,6 +79,10 @@ test-vllm: setup
 	    test $$code = 3 && echo "SKIPPED: make test-vllm for vLLM $$version" && continue; exit $$code; }; \
 	  HITHERTO_VLLM=$$folder $(BIN)/python -m pytest tests/vllm $(ARGS) || exit; \
 	done
+
+# An hour of mixed load over engines and a Redis that fail; `make soak ARGS=--quick` has each fault once, in three minutes.
+soak: setup
+	@$(BIN)/python -m bench.soak $(ARGS)
 
 # OpenAI's, Anthropic's and LangChain's clients, LiteLLM's proxy and `vllm bench serve`, in environments of their own below
 # ~/.cache/hitherto, against simulated engines and the newest of VLLM (left out where it cannot be had).

@@ -35,6 +35,11 @@ class BlockPool:
         return len(self._free) + len(self._blank) + self._num_blocks - len(self._uses)
 
     @property
+    def cached(self) -> int:
+        """How many different blocks are cached."""
+        return len(self._cached)
+
+    @property
     def usage(self) -> float:
         """Share of the blocks in use by requests, 0 to 1: vLLM's `kv_cache_usage_perc`."""
         return 1.0 - self.free / self.usable

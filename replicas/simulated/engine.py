@@ -83,6 +83,11 @@ class Engine:
     def kv_usage(self) -> float:
         return self._pool.usage
 
+    @property
+    def cached_blocks(self) -> int:
+        """How many different blocks are cached."""
+        return self._pool.cached
+
     def cached(self, request_blocks: list[Key], prompt_tokens: int) -> int:
         """How many blocks of such a prompt would be hits now."""
         hits = len(self._pool.find(request_blocks, (prompt_tokens - 1) // self._size))

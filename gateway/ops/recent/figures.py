@@ -2,7 +2,7 @@
 
 Nothing is counted here: the counters that requests write anyway are looked at once a second, and what they gained since
 the look before is added to the slot of that moment. Slots begin at whole multiples of the wall clock, so that those of
-several workers can be added up. 90 kB, and 4 kB for each replica.
+several workers can be added up. 90 kB, and 8 kB for each replica.
 """
 
 from __future__ import annotations

@@ -154,3 +154,23 @@ async def test_what_cannot_be_gone_on_with_is_cut_and_counted(engines, reason, f
         assert await gateway.counted("hitherto_streams_not_continued_total", reason=reason) == 1
         for engine in engines:
             await break_off(gateway, engine, 0)
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_a_decoder_that_breaks_off_is_followed_by_another_that_computes_the_whole(start_engine, path):
+    prefiller, *decoders = [engine.wait() for engine in [start_engine("--kv-connector") for _ in range(3)]]
+    urls = [f"{prefiller.url}#role=prefill", *(f"{one.url}#role=decode" for one in decoders)]
+    flags = ("--policy", "round_robin", "--continue-streams", "exact", "--allow-path", "/faults", "--model", "sim")
+    asked = body(path, 9)
+    asked = {name: value if value != 40 else 30 for name, value in asked.items()}
+    async with running("--replica-url", *urls, *flags) as gateway:
+        await gateway.ready(3)
+        whole = events((await gateway.client.post(path, json=asked)).text)
+        for one in decoders:
+            await break_off(gateway, one, 1)
+        answer = await gateway.client.post(path, json=asked)
+        text, _, rest = as_a_whole(events(answer.text))
+        assert not difference((text, rest), as_a_whole(whole)[::2]), answer.text
+        assert await gateway.counted("hitherto_legs_total", leg="decode", outcome="failed") >= 1
+        assert await gateway.counted("hitherto_continued_streams_total") >= 1
+        assert await gateway.counted("hitherto_reservations") == 0

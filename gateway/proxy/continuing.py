@@ -162,9 +162,11 @@ class Continuing:
         continuation.size = continuation.counted = 0
 
     def settled(self, exchange: Exchange, outcome: str, usage: Usage | None) -> None:
-        """An `on_end`."""
+        """An `on_end`, the first: to all others the prompt is the client's."""
         if exchange.continuation is not None:
             self._release(exchange.continuation)
+            if exchange.is_continued:
+                exchange.prompt = exchange.continuation.prompt
 
     # --- a stream breaks off
 

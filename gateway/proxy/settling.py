@@ -71,8 +71,8 @@ class Settling:
         self.held_up_at = 0.0  # the last time at which the event loop went on after it had been held up
 
     def on_end(self, told: OnEnd) -> None:
-        """Tell this one as well how each request ended."""
-        self._on_end = (*self._on_end, told)
+        """Tell this one as well how each request ended, before the others."""
+        self._on_end = (told, *self._on_end)
 
     # --- what health is told
 

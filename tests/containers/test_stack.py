@@ -23,7 +23,7 @@ PROMPT = "The committee that was to decide about the bridge met on a Tuesday, an
 
 pytestmark = [
     pytest.mark.skipif(not FOLDER.is_dir(), reason="make test-compose sets up what containers need"),
-    pytest.mark.timeout(300),
+    pytest.mark.timeout(900),  # the first one waits for the image
 ]
 
 

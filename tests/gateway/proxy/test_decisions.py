@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gateway import datapath
-from gateway.config import Settings
 from gateway.errors import ApiError
 from gateway.proxy import decisions as module
 from gateway.proxy.decisions import Decisions
@@ -221,7 +220,7 @@ async def test_what_is_passed_on_without_a_look_at_its_prompt_goes_to_replicas_o
             assert made["candidates"] == [made["replica"]] == ["127.0.0.1:10"]
             assert "(this path is routed by load alone)" in made["reason"]
             await d.done(made["id"], b"")
-            told = await datapath.explain(Settings(), s.proxy, path, body, {"content-type": kind})
+            told = await datapath.explain(s.proxy, path, body, {"content-type": kind})
             assert (told["model"], told["choice"], told["mode"]) == ("ranker", "127.0.0.1:10", "load")
         assert s.idle()
 
@@ -237,7 +236,7 @@ async def test_of_a_model_that_nobody_serves_nothing_is_decided_on_any_path():
             failure = await refused(d.decide(path, chat(model="nobody"), {"content-type": "application/json"}))
             assert (failure.status, failure.code) == (404, "model_not_found")
         assert asked and s.idle()
-        failure = await refused(datapath.explain(Settings(), s.proxy, "/v1/rerank", chat(model="nobody"), {}))
+        failure = await refused(datapath.explain(s.proxy, "/v1/rerank", chat(model="nobody"), {}))
         assert failure.code == "model_not_found"
 
 

@@ -32,7 +32,7 @@ from .figures import Figures
 from .forwarding import TokenIdForwarding
 from .legs import FirstLegs, leg_head, second_leg
 from .placing import Eligibility, Placing
-from .priorities import Priorities
+from .priorities import HeadOf, Priorities
 from .responses import Responses
 from .retries import (
     ABORTED,
@@ -395,7 +395,7 @@ class Conductor:
         attempt.upstream, attempt.sent_at = upstream, monotonic()
         request, prompt = exchange.request, attempt.prompt
         body = request.body
-        head_of = request_head
+        head_of: HeadOf = request_head
         if attempt.body is not None:
             body, head_of = attempt.body, leg_head
         elif prompt is not None and prompt.kind:
@@ -403,7 +403,7 @@ class Conductor:
         if self.continuing is not None:
             body = self.continuing.body(exchange, attempt, body)
         if self.priorities is not None:
-            body = self.priorities.body(exchange, attempt, body)
+            body, head_of = self.priorities.told(exchange, attempt, body, head_of)
         parent = None if self._traces is None else self._traces.parent(exchange, attempt)
         upstream.send(attempt, head_of(exchange, attempt, len(body), parent), body, request.method == "HEAD")
 

@@ -1,10 +1,10 @@
 """A request's class, told to its engine as a priority: who waits in the engine goes in the order of the classes too.
 
-Engines take it in the body, the lower first: 0 is the highest class, and what an engine takes a request for that says
-nothing; a lower class has as much more as its priority is less. Some versions refuse
-a priority unless they were started to schedule by it, and others ignore it then: each process is asked once, with a
-prompt of one word and an answer of one token, and is sent none before it has answered 200. The client's own priority is
-replaced from then on: it would pass all classes.
+Engines take it in the body, or in a header where an API's body has no place for it, the lower first: 0 is the highest
+class, and what an engine takes a request for that says nothing; a lower class has as much more as its priority is less.
+Some versions refuse a priority unless they were started to schedule by it, and others ignore it then: each process is
+asked once, with a prompt of one word and an answer of one token, and is sent none before it has answered 200. The
+client's own priority is replaced from then on: it would pass all classes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from replicas.access import session_to
 from ..prompt.prompt import COMPLETIONS
 from .backend import Backend
 from .capping import with_members
-from .exchange import Attempt, Exchange
+from .exchange import Attempt, Exchange, Parent
 from .token_ids import Unanswered, poster
 
 if TYPE_CHECKING:
@@ -35,6 +35,9 @@ log = logging.getLogger("hitherto.proxy")
 
 ANSWER_SECONDS, PAUSE_SECONDS = 60.0, 30.0  # for an answer, and before the question is asked again without one
 FIELD = b"priority"
+
+# What makes the head of a request of this length: `exchange.request_head`, or one like it.
+HeadOf = Callable[[Exchange, Attempt, int, Parent | None], bytes]
 
 
 class _Known:
@@ -56,19 +59,24 @@ class Priorities:
         self._class_of, self._highest = class_of, max(one.priority for one in classes)
         self._known: dict[Backend, _Known] = {}
 
-    def body(self, exchange: Exchange, attempt: Attempt, body: bytes) -> bytes:
-        """What is sent of this body."""
+    def told(self, exchange: Exchange, attempt: Attempt, body: bytes, head_of: HeadOf) -> tuple[bytes, HeadOf]:
+        """What is sent of this body, and what makes the head."""
         prompt, backend = attempt.prompt, attempt.backend
-        if prompt is None or prompt.path not in backend.replica.dialect.priority_paths:
-            return body
+        dialect = backend.replica.dialect
+        if prompt is None or prompt.path not in dialect.priority_paths + dialect.priority_header_paths:
+            return body, head_of
         known = self._known.get(backend)
         if known is None or known.incarnation != backend.incarnation:
             known = self._known[backend] = _Known(backend.incarnation)
         if known.takes is None:
             self._ask(known, backend, exchange, prompt)
         if not known.takes:
-            return body
-        return with_members(body, {FIELD: self._highest - self._class_of(exchange, prompt).priority})
+            return body, head_of
+        priority = self._highest - self._class_of(exchange, prompt).priority
+        if prompt.path in dialect.priority_paths:
+            return with_members(body, {FIELD: priority}), head_of
+        assert dialect.priority_header is not None
+        return body, _with_line(head_of, b"%b: %d\r\n" % (dialect.priority_header, priority))
 
     def _ask(self, known: _Known, backend: Backend, exchange: Exchange, prompt: Prompt) -> None:
         """In the background, as the client of this request would ask."""
@@ -106,6 +114,10 @@ class Priorities:
             log.info("replica %s refuses priorities with status %d, and gets none", backend.id, status)
         else:
             known.again_at = monotonic() + PAUSE_SECONDS
+
+
+def _with_line(head_of: HeadOf, line: bytes) -> HeadOf:
+    return lambda *args: b"%b%b\r\n" % (head_of(*args)[:-2], line)
 
 
 def differ(classes: Sequence[QosClass]) -> bool:

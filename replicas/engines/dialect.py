@@ -97,9 +97,10 @@ class EngineDialect(Protocol):
     # It fills chat templates as the gateway does; else fixed chats have to show that when one is adopted.
     fills_templates_alike: bool
     # Posted to these, a request may have a `priority` in its body, the lower first; and the header, in lower case, that
-    # would count before it
+    # would count before it, with the paths whose bodies have no such field, where it is sent.
     priority_paths: tuple[str, ...]
     priority_header: bytes | None
+    priority_header_paths: tuple[str, ...]
     limits_path: str  # tells the scheduler's limits, where the operator allows it
     transfer: Transfer | None  # None: its engines pass no cache on
     # By the path of a request, and for ANY_PATH else: what is true of an answer of status 200 that says that the engine

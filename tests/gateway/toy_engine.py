@@ -48,7 +48,7 @@ class ToyDialect:
     aborted = {ANY_PATH: re.compile(b'"toy_cut":true').search}
     transfer = None
     fills_templates_alike = True
-    priority_paths, priority_header = (), None
+    priority_paths, priority_header, priority_header_paths = (), None, ()
     limits_path = "/toy/limits"
 
     def speaks(self, answers):

@@ -26,14 +26,17 @@ def engine(start_engine):
         one.stop()
 
 
-async def test_of_those_that_wait_in_the_engine_the_higher_class_goes_first(engine):
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/messages"])
+async def test_of_those_that_wait_in_the_engine_the_higher_class_goes_first(engine, path):
     engine = engine("--scheduling-policy", "priority", "--max-num-seqs", "1")  # all but one wait in it
     async with gateway(engine, **SETTINGS) as one:
         order = []
 
         async def ask(name, tokens, **headers):
-            body = {"model": "tiny", "prompt": f"the story of {name}", "max_tokens": tokens, "ignore_eos": True}
-            answer = await one.client.post("/v1/completions", json=body, headers=headers)
+            text, where = f"the story of {name}", path if name.startswith(("free", "premium")) else "/v1/completions"
+            asked = {"messages": [{"role": "user", "content": text}]} if where == "/v1/messages" else {"prompt": text}
+            body = {"model": "tiny", "max_tokens": tokens, "ignore_eos": True, **asked}
+            answer = await one.client.post(where, json=body, headers=headers)
             assert answer.status_code == 200, answer.text
             order.append(name)
 

@@ -43,7 +43,7 @@ class Sglang:
     rank_paths = ("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses")
     chat_token_ids = (b'"input_ids":', b"")
     fills_templates_alike = False
-    priority_paths, priority_header = (), None
+    priority_paths, priority_header, priority_header_paths = (), None, ()
     limits_path = "/server_info"
     transfer = None
     aborted = aborts.ABORTED  # as vLLM's: the finish reason "abort"

@@ -49,7 +49,8 @@ class Vllm:
     fills_templates_alike = True
     # Without --scheduling-policy priority 0.28 and 0.32 ignore it (200), though their documents speak of an error.
     priority_paths = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
-    priority_header = b"x-vllm-priority"  # 0.32
+    # In 0.28 to 0.32; a version that does not know it takes such a request for one without a priority.
+    priority_header, priority_header_paths = b"x-vllm-priority", ("/v1/messages",)
     limits_path = "/server_info?config_format=json"  # with VLLM_SERVER_DEV_MODE=1
     transfer = NIXL
     aborted = aborts.ABORTED

@@ -8,6 +8,7 @@ import pytest
 
 from gateway.overload import Overload
 from policies import Classes, QosClass, Rule, Rules
+from replicas.engines.vllm import VLLM
 
 from ..http.talk import eventually, read_request
 from .replies import ANSWER, post, reply
@@ -28,11 +29,11 @@ class Engine:
     """Answers what it is asked about priorities with these statuses, one after the other, the last one for ever."""
 
     def __init__(self, *statuses):
-        self.statuses, self.asked, self.bodies = [*statuses], 0, []
+        self.statuses, self.asked, self.bodies, self.headers = [*statuses], 0, [], []
 
     async def __call__(self, reader, writer):
         while True:
-            _, body = await read_request(reader)
+            head, body = await read_request(reader)
             given = json.loads(body)
             if given.get("prompt") == "one":
                 self.asked += 1
@@ -40,6 +41,8 @@ class Engine:
                 writer.write(reply(ANSWER, b"%d X" % status))
             else:
                 self.bodies.append(given)
+                lines = [line.split(b": ", 1) for line in head.split(b"\r\n")[1:-2]]
+                self.headers.append([value for name, value in lines if name.lower() == b"x-vllm-priority"])
                 writer.write(reply())
 
 
@@ -60,7 +63,7 @@ async def known(s, engine):
     await send(s)
     await eventually(lambda: engine.asked == 1)
     await eventually(lambda: all(one.asking is None for one in s.proxy.conductor.priorities._known.values()))
-    engine.bodies.clear()
+    engine.bodies.clear(), engine.headers.clear()
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS, RESPONSES])
@@ -83,12 +86,24 @@ async def test_a_clients_own_priority_does_not_pass_the_classes():
         assert [one["priority"] for one in engine.bodies] == [90]
 
 
-async def test_no_priority_is_sent_where_the_api_has_none():
+async def test_where_the_api_has_no_priority_a_header_tells_it():
     engine = Engine(200)
     async with classed(engine) as s:
         await known(s, engine)
         await send(s, MESSAGES)
-        assert engine.bodies == [ASKS[MESSAGES]]
+        await send(s, MESSAGES, b"x-tier: premium\r\n")
+        await send(s, CHAT)
+        assert engine.headers == [[b"90"], [b"0"], []]
+        assert engine.bodies == [ASKS[MESSAGES], ASKS[MESSAGES], {**ASKS[CHAT], "priority": 90}]
+
+
+async def test_an_engine_without_such_a_header_gets_none(monkeypatch):
+    monkeypatch.setattr(VLLM.__class__, "priority_header_paths", ())
+    engine = Engine(200)
+    async with classed(engine) as s:
+        await known(s, engine)
+        await send(s, MESSAGES)
+        assert (engine.bodies, engine.headers) == ([ASKS[MESSAGES]], [[]])
 
 
 async def test_an_engine_that_refuses_priorities_gets_none():
@@ -97,7 +112,9 @@ async def test_an_engine_that_refuses_priorities_gets_none():
         await known(s, engine)
         for _ in range(3):
             await send(s)
-        assert engine.bodies == [ASKS[CHAT]] * 3 and engine.asked == 1
+        await send(s, MESSAGES)
+        assert engine.bodies == [*[ASKS[CHAT]] * 3, ASKS[MESSAGES]] and engine.asked == 1
+        assert engine.headers == [[]] * 4
 
 
 async def test_an_engine_that_could_not_be_asked_is_asked_again(monkeypatch):

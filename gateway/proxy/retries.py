@@ -117,7 +117,7 @@ def after(failed: Failed, used: int, crash_count: int, retries: int) -> Next:
         return Next.SAME
     if crash_count + is_crash(failed) >= MOST_CRASHES:
         return Next.LOST
-    if failed.kind in (NOT_KEPT, LEG_REFUSED):
+    if failed.kind in (NOT_KEPT, LEG_REFUSED, PREFILL_FAILED):
         return Next.WHOLE
     if failed.still_kept and not KINDS[failed.kind].sent and used < retries:
         return Next.DECODER

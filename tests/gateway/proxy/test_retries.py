@@ -14,6 +14,7 @@ from gateway.proxy.retries import (
     KINDS,
     LEG_REFUSED,
     NOT_KEPT,
+    PREFILL_FAILED,
     REPLACED,
     RETRYABLE,
     Failed,
@@ -64,7 +65,7 @@ def test_who_was_replaced_has_not_been_tried_unless_the_one_before_died_with_the
     assert after(Failed(REPLACED, repeated=True), 0, 1, retries=2) is Next.LOST
 
 
-@pytest.mark.parametrize("kind", [NOT_KEPT, LEG_REFUSED])
+@pytest.mark.parametrize("kind", [NOT_KEPT, LEG_REFUSED, PREFILL_FAILED])
 def test_what_can_have_no_legs_stays_whole_however_often_it_was_tried(kind):
     assert after(Failed(kind), 9, 1, retries=0) is Next.WHOLE
 

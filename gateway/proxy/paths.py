@@ -19,16 +19,19 @@ from urllib.parse import unquote
 from ..prompt.prompt import LONGEST_RESPONSE_ID, PROMPT_PATHS
 
 MODELS = "/v1/models"
-# The inference API without PROMPT_PATHS: sent on by load alone.
-OTHER_PATHS = frozenset((
-    "/v1/chat/completions/batch", "/v1/chat/completions/render", "/v1/chat/completions/derender",
-    "/v1/completions/render", "/v1/completions/derender",
-    "/v1/messages/count_tokens", "/v1/messages/render", "/v1/responses/render",
-    "/v1/audio/transcriptions", "/v1/audio/translations",
-    MODELS, "/health", "/version", "/tokenizer_info",
+# The inference API without PROMPT_PATHS is sent on by load alone. Posted to these, engines compute prompts, ...
+UNREAD_PROMPTS = frozenset((
+    "/v1/chat/completions/batch", "/v1/audio/transcriptions", "/v1/audio/translations",
     "/v2/embed", "/cohere/v2/chat", "/pooling", "/classify", "/score", "/v1/score",
     "/rerank", "/v1/rerank", "/v2/rerank", "/generative_scoring", "/v1/systemone",
-    "/inference/v1/generate", "/ping", "/invocations",
+    "/inference/v1/generate", "/invocations",
+))  # fmt: skip
+# ... and at the rest they do not.
+OTHER_PATHS = UNREAD_PROMPTS | frozenset((
+    "/v1/chat/completions/render", "/v1/chat/completions/derender",
+    "/v1/completions/render", "/v1/completions/derender",
+    "/v1/messages/count_tokens", "/v1/messages/render", "/v1/responses/render",
+    MODELS, "/health", "/version", "/tokenizer_info", "/ping",
 ))  # fmt: skip
 # What a path says of one stored response, and its id.
 STORED_RESPONSE = re.compile(

@@ -21,10 +21,11 @@ from policies.verdicts import LEFT, QUEUED, REFUSED, SENT, SPILLED
 
 from ..errors import ApiError, bad
 from ..overload import Overload, parse_slo
-from ..prompt.prompt import NO_PREFILL
+from ..prompt.prompt import NO_PREFILL, PROMPT_PATHS, unread
 from .answers import Usage
 from .capping import LIMITS, capped
 from .exchange import MOST, Added, Attempt, Exchange
+from .paths import UNREAD_PROMPTS
 from .placing import Asker, Placing
 
 if TYPE_CHECKING:
@@ -74,12 +75,13 @@ class Queue:
 
     def admit(self, asker: Asker, evaluation: Evaluation, now: float) -> Evaluation | None:
         """Return what it is placed by; None: it was held, or refused."""
-        known, prompt = self._tickets.get(asker), asker.prompt
+        known = self._tickets.get(asker)
         if known is None:
-            if prompt is None or prompt.path in NO_PREFILL or asker.tried or self._placing.eligible.roles.any:
+            prompt = _computed(asker)
+            if prompt is None or asker.tried or self._placing.eligible.roles.any:
                 return evaluation
             try:
-                known = self._tickets[asker] = self._ticket(asker, prompt, now)
+                known = self._tickets[asker] = self._ticket(asker, prompt, evaluation.candidates[0].space, now)
             except ApiError as error:
                 asker.unplaced(error)
                 return None
@@ -90,7 +92,7 @@ class Queue:
     def _judge(
         self, asker: Asker, fleet: Admission, ticket: Ticket, evaluation: Evaluation, now: float
     ) -> Evaluation | None:
-        waited, prompt = ticket.waits, asker.prompt
+        waited, prompt = ticket.waits, _computed(asker)
         verdict, evaluation = admit(
             self._placing.router,
             fleet,
@@ -134,7 +136,7 @@ class Queue:
         note = self._notes.get(exchange)
         return b"" if note is None else b"x-hitherto-degraded: %b\r\n" % note
 
-    def _ticket(self, asker: Asker, prompt: Prompt, now: float) -> tuple[Admission, Ticket]:
+    def _ticket(self, asker: Asker, prompt: Prompt, space: int, now: float) -> tuple[Admission, Ticket]:
         key, qos = asker.tenant, self._class(asker, prompt)
         slo, given = qos.slo, asker.header(SLO_HEADER)
         if given is not None:
@@ -142,8 +144,8 @@ class Queue:
         name = key.name if key is not None else None
         tenant = asker.header(self._tenant_header) if self._tenant_header is not None else name
         since = asker.begun if isinstance(asker, Exchange) else now
-        fleet = self._fleet(prompt.space)
-        if self.control is not None:
+        fleet = self._fleet(prompt.space if asker.prompt is not None else space)
+        if self.control is not None and asker.prompt is not None:  # else there are no figures of it
             self.control.follow(fleet, self._model_of(prompt), now)
         return fleet, Ticket(qos, slo, since, tenant or "", asker.size, asker)
 
@@ -279,10 +281,12 @@ class Queue:
         self.forget(exchange)
         fleet, ticket = known
         attempt, name, prompt = exchange.attempt, ticket.qos.name, exchange.prompt
-        assert prompt is not None  # it was asked about for its prompt
+        if prompt is None:  # nobody sees when its answer begins
+            return
         if _failed(exchange, outcome) and attempt is not None and attempt.streams and ticket.slo != NO_LIMITS:
             self._metrics.slo_requests.inc(name, self._model_of(prompt), "failed")
-        if attempt is not None and not _is_as_quoted(exchange, attempt, ticket):
+        as_quoted = attempt is not None and _is_as_quoted(exchange, attempt, ticket)
+        if not as_quoted:
             ticket.costs = None
         if outcome != "complete" or attempt is None or not attempt.streams or not attempt.first_at:
             return
@@ -293,8 +297,9 @@ class Queue:
         met = fleet.ended(ticket, ttft, tpot)
         if met is not None:
             self._metrics.slo_requests.inc(name, self._model_of(prompt), "met" if met else "missed")
-            self._metrics.predicted_ttft_seconds.inc(name, by=ticket.ttft)
-            self._metrics.delivered_ttft_seconds.inc(name, by=ttft)
+            if as_quoted:
+                self._metrics.predicted_ttft_seconds.inc(name, by=ticket.ttft)
+                self._metrics.delivered_ttft_seconds.inc(name, by=ttft)
 
     def reading(self) -> dict[str, Any]:
         """For `Metrics.read_from`."""
@@ -324,9 +329,22 @@ class AddedByQueue(Added):
 
 
 def _is_as_quoted(exchange: Exchange, attempt: Attempt, ticket: Ticket) -> bool:
-    """Whether it is answered where it was admitted to. Retries and choices by the load of all gateways may take it
-    elsewhere, of which nothing was predicted."""
-    return not exchange.tried and attempt.placement.candidate.costs is ticket.costs
+    """Whether its prompt was counted, and it is answered where it was admitted to. Retries and choices by the load of
+    all gateways may take it elsewhere, of which nothing was predicted."""
+    sized = attempt.prompt is not None and attempt.prompt.tokens > 0
+    return sized and not exchange.tried and attempt.placement.candidate.costs is ticket.costs
+
+
+def _computed(asker: Asker) -> Prompt | None:
+    """Return what an engine computes for it; None: nothing that has to wait. Of a prompt that is not read the size is
+    unknown: it is predicted as one of no tokens, and takes its turn as a short one."""
+    prompt = asker.prompt
+    if prompt is not None:
+        path = prompt.path
+        return prompt if path in UNREAD_PROMPTS or (path in PROMPT_PATHS and path not in NO_PREFILL) else None
+    if isinstance(asker, Exchange) and asker.request.path in UNREAD_PROMPTS and asker.request.method == "POST":
+        return unread(asker.request.path, asker.model)
+    return None
 
 
 def _of_request(given: str) -> Slo:

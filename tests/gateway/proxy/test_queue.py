@@ -11,6 +11,7 @@ import pytest
 
 from gateway.errors import ApiError
 from gateway.overload import Overload
+from gateway.prompt.prompt import CHAT, Prompt
 from gateway.proxy.decisions import Decisions
 from gateway.proxy.exchange import Exchange
 from gateway.tenants.keys import Keys
@@ -461,6 +462,93 @@ async def test_who_may_go_to_one_replica_alone_holds_up_nobody_for_the_others():
             engine.answer(name)
         for talker in talkers:
             assert (await talker.response())[0] == 200
+
+
+def unread(name, path=b"/invocations"):
+    return post(json.dumps({"model": "m", "messages": [{"content": name}]}).encode(), path)
+
+
+@pytest.mark.parametrize("path", [b"/invocations", b"/cohere/v2/chat"])
+async def test_a_request_whose_prompt_is_not_read_waits_where_all_is_full(path):
+    engine = Engine()
+    async with queued(engine, slo=Slo(ttft=60.0)) as (s, queue):
+        first = await send(s, "a")
+        await eventually(lambda: engine.seen == ["a"])
+        second, premium = await s.talk(), await s.talk()
+        await second.say(unread("b", path))
+        await eventually(lambda: waiting(queue)["free"] == 1)
+        await premium.say(ask("c", b"x-tier: premium"))
+        await eventually(lambda: waiting(queue)["premium"] == 1)
+        for name in "acb":
+            await eventually(lambda: engine.seen[-1] == name)
+            engine.answer(name)
+        for one in (first, premium, second):
+            assert (await one.response())[0] == 200
+        assert s.metrics.admission.values == {
+            ("admitted", "free", "room"): 1,
+            ("queued", "free", "full"): 1,
+            ("queued", "premium", "full"): 1,
+            ("admitted", "free", "turn"): 1,
+            ("admitted", "premium", "turn"): 1,
+        }
+        assert s.metrics.slo_requests.total() == 2, "of the one that is not read nobody sees when it begins"
+
+
+async def test_what_computes_no_prompt_does_not_wait():
+    engine = Engine()
+    async with queued(engine) as (s, queue):
+        first = await send(s, "a")
+        await eventually(lambda: engine.seen == ["a"])
+        other = await s.talk()
+        await other.say(unread("b", b"/v1/messages/count_tokens"))
+        await eventually(lambda: engine.seen == ["a", "b"])
+        engine.answer("a"), engine.answer("b")
+        assert (await first.response())[0] == (await other.response())[0] == 200
+        assert s.metrics.admission.total() == 1
+
+
+async def test_unread_requests_that_are_not_taken_are_told_so():
+    engine = Engine()
+    rules = Rules(("reject",), engine_wait=0.0)
+    async with queued(engine, rules=rules) as (s, queue):
+        first = await send(s, "a")
+        await eventually(lambda: engine.seen == ["a"])
+        other = await s.talk()
+        await other.say(unread("b"))
+        status, headers, body = await other.response()
+        assert status == 429 and b"overloaded" in body
+        engine.answer("a")
+        assert (await first.response())[0] == 200
+
+
+async def test_a_decision_for_what_computes_no_prompt_does_not_wait():
+    body = json.dumps({"model": "m", "messages": [{"role": "user", "content": "x"}]}).encode()
+    async with queued(Engine()) as (s, queue):
+        decisions = Decisions(s.proxy)
+        leases = [await decisions.decide("/v1/chat/completions", body, {})]
+        leases.append(await decisions.decide("/v1/messages/count_tokens", body, {}))
+        late = asyncio.ensure_future(decisions.decide("/invocations", body, {}))
+        await eventually(lambda: waiting(queue)["free"] == 1)
+        for one in leases:
+            await decisions.done(one["id"], b"")
+        await decisions.done((await late)["id"], b"")
+
+
+async def test_prompts_of_unknown_size_teach_nothing_of_predictions(monkeypatch):
+    learned = []
+    monkeypatch.setattr(Admission, "first_token", lambda *given: learned.append(given[2]))
+    engine = Engine()
+    async with queued(engine, slo=Slo(ttft=30.0)) as (s, queue):
+        monkeypatch.setattr(
+            s.proxy.preparation, "_prepare", lambda exchange: (Prompt(CHAT, "m", stream=True, mode="load"), 0.0)
+        )
+        talker = await send(s, "a")
+        await eventually(lambda: engine.seen == ["a"])
+        engine.answer("a")
+        assert (await talker.response())[0] == 200
+        await eventually(s.idle)
+        assert not learned and s.metrics.slo_requests.total() == 1
+        assert not s.metrics.predicted_ttft_seconds.total()
 
 
 async def test_a_limit_of_a_requests_own_makes_its_classs_no_looser():

@@ -44,7 +44,7 @@ demo-vllm: setup
 test: setup
 	@$(BIN)/python -m pytest --ignore tests/vllm --ignore tests/containers --ignore tests/test_instructions.py --ignore tests/deploy/test_faults.py --numprocesses 4 --dist loadfile --no-loadscope-reorder $(ARGS)
 
-# Each alert on real gateways and engines that are killed, stopped and slowed, with a real Prometheus: seven minutes.
+# Each alert on real gateways and engines that are killed, stopped and slowed, with a real Prometheus: nine minutes.
 test-alerts: setup
 	@$(BIN)/python -m pytest tests/deploy/test_faults.py $(ARGS)
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, chain, product
@@ -277,12 +277,15 @@ class Histogram:
 def quantile(bounds: Sequence[float], counts: Sequence[float], share: float) -> float | None:
     """Estimate the value below which this share lies, linearly within its bucket, as Prometheus' histogram_quantile
     does; None without data. `counts`: of each bucket, and above the last."""
-    rank, below, lower = share * sum(counts), 0.0, 0.0
-    for bound, count in zip(bounds, counts, strict=False):
-        if count and below + count >= rank:
-            return lower + (bound - lower) * (rank - below) / count
-        below, lower = below + count, bound
-    return bounds[-1] if any(counts) else None
+    upto = [*accumulate(counts)]
+    if not upto or not upto[-1]:
+        return None
+    rank = share * upto[-1]
+    at = bisect_left(upto, rank) if rank else bisect_right(upto, 0.0)
+    if at >= len(bounds):
+        return bounds[-1]
+    lower = bounds[at - 1] if at else 0.0
+    return lower + (bounds[at] - lower) * (rank - upto[at] + counts[at]) / counts[at]
 
 
 class Metrics:

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable
-from time import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import add
+from time import monotonic, time
 from typing import TYPE_CHECKING, Any
 
 from policies import Control, QosClass
@@ -18,13 +19,14 @@ from policies.classes import NO_LIMITS
 from policies.control import CAP, SHED, TIGHTEN, Change, Seen, pressure
 from policies.verdicts import OBSERVE
 
+from ..ops.gains import Gains
+from ..ops.metrics import quantile
+
 if TYPE_CHECKING:
     from policies import Admission
 
-    from ..ops.metrics import Metrics
-    from ..ops.window import Window
+    from ..ops.metrics import Key, Metrics
     from ..overload import Overload
-    from .figures import Figures
 
 log = logging.getLogger("hitherto.proxy")
 
@@ -58,13 +60,14 @@ class OverloadControl:
         self,
         classes: tuple[QosClass, ...],
         window: float,
-        figures: Figures,
         metrics: Metrics,
         look_at_queue: Callable[[], None],
     ):
         """`look_at_queue`: have it seen to that who waits may have to go, or may be sent."""
-        self._classes, self._window, self._figures, self._metrics = classes, window, figures, metrics
+        self._classes, self._window, self._metrics = classes, window, metrics
         self._look_at_queue = look_at_queue
+        self._until = monotonic() + window
+        self._ttft, self._tpot = Gains(), Gains()
         self._fleets: dict[Admission, Fleet] = {}
         self.events: deque[dict[str, Any]] = deque(maxlen=MOST_EVENTS)
         self.on_change: Callable[[dict[str, Any]], None] = lambda event: None
@@ -78,14 +81,28 @@ class OverloadControl:
         fleet.names.add(name)
 
     def look(self, now: float) -> None:
-        """Windows that are over are judged."""
+        """Judge the window if it is over: 2 ms of CPU for 256 series of both histograms. All fleets have the same one,
+        so that each series is looked at once."""
+        if now < self._until:
+            return
+        self._until = now + self._window
+        metrics = self._metrics
+        ttft, tpot = metrics.answer_ttft_seconds, metrics.answer_tpot_seconds
+        ttfts, tpots = dict(self._ttft.look(ttft)), dict(self._tpot.look(tpot))
         for fleet in self._fleets.values():
-            if now >= fleet.control.until:
-                self._judge(fleet, now)
+            pressures = {
+                one.name: pressure(
+                    one.slo,
+                    _seen(ttft.bounds, ttfts, one.name, fleet.names),
+                    _seen(tpot.bounds, tpots, one.name, fleet.names),
+                )
+                for one in self._classes
+            }
+            self._judge(fleet, pressures, now)
 
-    def _judge(self, fleet: Fleet, now: float) -> None:
+    def _judge(self, fleet: Fleet, pressures: dict[str, float], now: float) -> None:
         control, wanted = fleet.control, fleet.control.wants_more
-        changes = control.ended({one.name: self._pressure(one, fleet.names) for one in self._classes}, now)
+        changes = control.ended(pressures, now)
         for one in changes:
             self._metrics.control_steps.inc(one.rung.step, one.rung.qos, "taken" if one.taken else "undone")
             self._tell(fleet, one)
@@ -94,19 +111,6 @@ class OverloadControl:
         if changes:
             fleet.admission.obey(control, now)
             self._look_at_queue()
-
-    def _pressure(self, qos: QosClass, names: set[str]) -> float:
-        recent, window = self._figures.recent, self._window
-        return max(
-            [
-                pressure(
-                    qos.slo,
-                    _seen(recent["ttft"], window, qos.name, name),
-                    _seen(recent["tpot"], window, qos.name, name),
-                )
-                for name in names
-            ]
-        )
 
     # --- what is said of it
 
@@ -155,19 +159,22 @@ class OverloadControl:
         }
 
 
-def control_of(
-    overload: Overload, figures: Figures, metrics: Metrics, look_at_queue: Callable[[], None]
-) -> OverloadControl | None:
+def control_of(overload: Overload, metrics: Metrics, look_at_queue: Callable[[], None]) -> OverloadControl | None:
     """None where it is switched off, nobody is refused, or there are no limits that could be missed."""
     classes, rules = overload.classes.all, overload.rules
     if rules.control_window is None or rules.when_full == (OBSERVE,) or all(one.slo == NO_LIMITS for one in classes):
         return None
-    return OverloadControl(classes, rules.control_window, figures, metrics, look_at_queue)
+    return OverloadControl(classes, rules.control_window, metrics, look_at_queue)
 
 
-def _seen(window: Window, seconds: float, qos: str, model: str) -> Seen | None:
-    where = {"class": qos, "model": model}
-    count = window.count(seconds, **where)
-    if not count:
+def _seen(bounds: Sequence[float], gained: Mapping[Key, list[float]], qos: str, names: Iterable[str]) -> Seen | None:
+    """Of a class, whichever of the fleet's models was asked for."""
+    found = [gain for name in names if (gain := gained.get((qos, name))) is not None]
+    if not found:
         return None
-    return Seen(count, window.quantile(0.99, seconds, **where) or 0.0, window.quantile(0.999, seconds, **where) or 0.0)
+    counts, *others = found
+    for other in others:
+        counts = [*map(add, counts, other)]
+    counts = counts[:-1]  # without the sum
+    p99, p999 = [quantile(bounds, counts, share) or 0.0 for share in (0.99, 0.999)]
+    return Seen(sum(counts), p99, p999)

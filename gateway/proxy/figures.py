@@ -4,22 +4,17 @@ time that requests spent in each phase.
 Told of a request twice, at its first token and at its end (`python -m bench.figures`), and of a stream under way by the
 sweep, four times a second; of single tokens never. Without classes, limits and `--slo-figures` there is no `Figures`,
 and a request costs nothing of it.
-
-Who wants to know what happened lately, as the control of overload does, asks `recent`: windows over the four
-histograms, by the labels `class` and `model`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from time import monotonic
 from typing import TYPE_CHECKING
 
 from policies.classes import DEFAULT_CLASS
 from policies.outputs import LEAST_OUTPUT
 
 from ..ops.metrics import Metrics
-from ..ops.window import Window
 from .answers import Usage
 from .exchange import Attempt, Exchange
 
@@ -37,13 +32,6 @@ class Figures:
         self.class_of = class_of or (lambda exchange: DEFAULT_CLASS.name)
         self._models: dict[str, None] = {}  # values of the label
         metrics.know("model", self._models)
-        now = monotonic()
-        self.recent = {
-            "ttft": Window(metrics.answer_ttft_seconds, now),
-            "itl": Window(metrics.answer_itl_seconds, now),
-            "tpot": Window(metrics.answer_tpot_seconds, now),
-            "e2e": Window(metrics.answer_e2e_seconds, now),
-        }
 
     # --- labels
 
@@ -70,11 +58,6 @@ class Figures:
         return OTHER
 
     # --- what happens to requests
-
-    def look(self, now: float) -> None:
-        """Called by the sweep."""
-        for window in self.recent.values():
-            window.look(now)
 
     def first_token(self, attempt: Attempt, held_up: bool) -> None:
         exchange: Exchange | None = attempt.exchange  # None where the answer passes elsewhere

@@ -325,7 +325,7 @@ class Proxy:
         if overload is not None and figures is not None:
             self.placing.queue = queue = Queue(overload, self.placing, metrics, figures.model_of)
             figures.class_of = queue.class_of
-            self.control = queue.control = control_of(overload, figures, metrics, queue.look)
+            self.control = queue.control = control_of(overload, metrics, queue.look)
             added = AddedByQueue(response_headers, cached_tokens_header, queue)
             # After the figures, which ask it for the request's class.
             on_end, on_first = (on_end[0], queue.ended, *on_end[1:]), (*on_first, queue.first_token)
@@ -484,8 +484,6 @@ class Proxy:
                 log.exception("the sweep failed on a request")
         for backend in self.backends.values():
             backend.pool.sweep(now)
-        if self.figures is not None:
-            self.figures.look(now)
         if self.control is not None:
             self.control.look(now)
         self.settling.tell_answers()

@@ -14,7 +14,8 @@ import numpy as np
 
 from policies.admission import REFUSED
 
-from ..metrics import Counter, Histogram, Metrics, quantile
+from ..gains import Gains
+from ..metrics import Metrics, quantile
 
 SLOT, SLOTS = 5, 180  # seconds, and how many: 15 minutes
 MINUTES = 15
@@ -43,29 +44,6 @@ WIDTH = 2 * _BUCKETS + len(AT)
 _ADDED = 2 * _BUCKETS + len(SUMS)  # columns that are added up; the others are peaks
 
 Row = Sequence[float]
-
-
-class Gains:
-    """What each series of a metric gained between two looks: a number, or those of a histogram's buckets and sum. Where
-    it is less than before it was forgotten meanwhile, and counts from nothing again."""
-
-    def __init__(self) -> None:
-        self._before: dict[Any, Any] = {}
-
-    def look(self, metric: Counter | Histogram) -> Iterator[tuple[Any, Any]]:
-        before = self._before
-        if isinstance(metric, Histogram):
-            self._before = {key: [*numbers] for key, numbers in metric.series.items()}
-            for key, numbers in self._before.items():
-                known = before.get(key)
-                if numbers != known:
-                    gain = np.array(numbers) - known if known is not None else np.array(numbers)
-                    yield key, gain if gain.min() >= 0 else np.array(numbers)
-        else:
-            self._before = dict(metric.values)
-            for key, number in self._before.items():
-                if gain := number - before.get(key, 0):
-                    yield key, gain if gain > 0 else number
 
 
 class Figures:

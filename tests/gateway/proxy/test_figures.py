@@ -151,14 +151,6 @@ def test_labels_stay_few_whatever_models_come_and_go():
     assert len(metrics.answer_e2e_seconds.series) == 0, "what is served no more has given its place away"
 
 
-async def test_what_happened_lately_can_be_asked():
-    async with stack(stream, slo_figures=True) as s:
-        assert (await (await send(s, "a")).response())[0] == 200
-        recent = s.proxy.figures.recent
-        await eventually(lambda: all(window.count(30.0) for window in recent.values()))
-        assert recent["tpot"].quantile(0.999, 30.0, **{"class": "default"}) == pytest.approx(GAP, rel=0.5)
-
-
 async def test_models_are_known_before_their_first_request():
     async with stack(stream, slo_figures=True) as s:
         s.metrics.know("class", ["default"])

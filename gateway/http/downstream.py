@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import select
 from collections import deque
 from time import monotonic
 from typing import Protocol
@@ -24,11 +23,13 @@ from .messages import (
     Limits,
     Refusal,
     Request,
+    Responder,
     head_fault,
     origin_form,
     response,
     without_upgrade,
 )
+from .sockets import has_left
 
 log = logging.getLogger("hitherto.wire")
 
@@ -41,14 +42,6 @@ FRAMING_PER_BYTE = 16
 # A read (256 kB at most) is parsed in pieces, the rest waits as bytes while a request waits: 256 kB of pipelined
 # requests with 200 headers each would become 14 MB and hold up the loop for 0.1 s. Within a body a piece may be larger.
 PIECE, BODY_PIECE = 4096, 65536
-
-
-class Responder(Protocol):
-    """What answers a request: told when its client leaves or can't keep up."""
-
-    def client_gone(self) -> None: ...
-    def pause(self) -> None: ...
-    def resume(self) -> None: ...
 
 
 class Handler(Protocol):
@@ -94,6 +87,7 @@ class Downstream(asyncio.Protocol):
         "rest", "rest_at",
         # bytes of all these, and of the one being answered, as they are counted in `clients`
         "held", "answering",
+        "stranger",  # who asked last brought no valid API key
     )  # fmt: skip
 
     def __init__(self, clients: Clients):
@@ -119,7 +113,7 @@ class Downstream(asyncio.Protocol):
         self.current: Request | None = None
         self.waiting: deque[Request | Refusal] = deque()
         self.rest, self.rest_at = b"", 0
-        self.held = self.answering = 0
+        self.held, self.answering, self.stranger = 0, 0, False
         self._clear()
 
     def _clear(self) -> None:
@@ -226,6 +220,8 @@ class Downstream(asyncio.Protocol):
                 asyncio.get_running_loop().call_soon(self._read_on)
 
     def _keep(self, data: bytes, at: int) -> None:
+        if self.stranger:
+            return self._refuse(401, "without a valid API key no more requests may be sent ahead of their answers")
         self.rest, self.rest_at = data, at
         self._hold(len(data))
         if not self._fits(0):
@@ -429,6 +425,13 @@ class Downstream(asyncio.Protocol):
 
     # --- what a request's exchange does
 
+    def serve_stranger(self) -> None:
+        """The current request has no valid API key, so that nothing is kept that its sender sends ahead; and where an
+        answer waits to be read, this one is the last."""
+        self.stranger = True
+        if self.current is not None and self.transport.get_write_buffer_size():
+            self.current.keep_alive = False
+
     def reply(self, status: int, body: bytes, headers: Headers) -> None:
         """Answer the current request with a whole response of our own."""
         request = self.current
@@ -553,7 +556,10 @@ class Downstream(asyncio.Protocol):
 
     def _close(self) -> None:
         """Close once everything is sent, or nothing was for `keep_alive_seconds`."""
-        self.closing = True
+        self.closing = self.refused = True
+        self._hold(self.answering - self.held)
+        self.waiting.clear()
+        self.rest, self.body, self.body_bytes = b"", [], 0
         self.unsent = self.transport.get_write_buffer_size()
         self.close_at = self.close_last = monotonic() + self.clients.limits.keep_alive_seconds
         self.transport.close()
@@ -563,16 +569,10 @@ class Downstream(asyncio.Protocol):
         """A request is being answered, or its answer is not all sent."""
         return self.current is not None or self.transport.get_write_buffer_size() > 0
 
-    def _left(self) -> bool:
-        """Whether the client has closed its side, which is not read of while reading is paused."""
-        asked = select.poll()
-        asked.register(self.transport.get_extra_info("socket").fileno(), select.POLLRDHUP)
-        return bool(asked.poll(0))
-
     def check(self, now: float) -> None:
         """Called by the server's sweep, a few times a second."""
         limits = self.clients.limits
-        if self.reading_paused and not self.closing and self._left():
+        if self.reading_paused and not self.closing and has_left(self.transport):
             self._close()
         elif self.closing:
             left = self.transport.get_write_buffer_size()

@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
+from typing import Protocol
 
 Headers = list[tuple[bytes, bytes]]
 
@@ -74,6 +75,14 @@ def origin_form(target: bytes) -> bytes:
         return target
     target = ABSOLUTE.sub(b"", target)
     return target if target[:1] == b"/" else b"/" + target
+
+
+class Responder(Protocol):
+    """What answers a request: told when its client leaves or can't keep up."""
+
+    def client_gone(self) -> None: ...
+    def pause(self) -> None: ...
+    def resume(self) -> None: ...
 
 
 class Request:

@@ -404,7 +404,7 @@ class Proxy:
         path = request.path
         label = PROMPT_PATHS.get(path)
         has_prompt = label is not None and request.method == "POST"
-        tenant = None if self.keys is None else self.keys.authenticate(request)
+        tenant = None if self.keys is None else self._authenticated(self.keys, client, request)
         if (
             not has_prompt
             and not isinstance(tenant, ApiError)
@@ -427,6 +427,15 @@ class Proxy:
             exchange.refused(error)
         else:
             self.preparation.begin_other(exchange)
+
+    def _authenticated(self, keys: Keys, client: Downstream, request: Request) -> Tenant | ApiError | None:
+        """As `Keys.authenticate`; what the wire keeps for its client follows from it."""
+        tenant = keys.authenticate(request)
+        if tenant is None or isinstance(tenant, ApiError):
+            client.serve_stranger()
+        else:
+            client.stranger = False
+        return tenant
 
     def _turned_down(self, exchange: Exchange, tenant: Tenant | ApiError) -> ApiError | None:
         """Why a request is refused for its key alone; else it is its tenant's from now on."""

@@ -6,11 +6,13 @@ import hashlib
 import json
 import logging
 import os
+import socket
 
 import pytest
 
 from gateway.tenants.keys import CLIENT_KEYS, Keys
 
+from ..http.talk import eventually
 from ..proxy.replies import BODY, answers, post
 from ..proxy.stack import stack
 
@@ -176,6 +178,74 @@ async def test_a_stranger_may_not_make_the_gateway_hold_a_large_body(file, frami
         talk = await s.talk()
         await talk.say(head % (b"/v1/chat/completions", bearer("one"), framing))
         assert await talk.until(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+
+
+@contextlib.contextmanager
+def deaf(port):
+    """A client that reads nothing."""
+    with socket.socket() as one:
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        one.connect(("127.0.0.1", port))
+        one.setblocking(False)
+        yield one
+
+
+HEALTH, UNKNOWN = get(b"/health"), post(extra=b"Authorization: Bearer wrong\r\n")
+
+
+@pytest.mark.parametrize("request_", [HEALTH, UNKNOWN], ids=["open", "401"])
+async def test_of_what_strangers_send_ahead_nothing_is_held(file, request_):
+    """All at once: as much of it as a read takes would wait where one of many clients waits for others' turns."""
+    async with stack(answers(), keys=Keys(file)) as s, contextlib.AsyncExitStack() as clients:
+        most = 0
+        for _ in range(20):
+            one = clients.enter_context(deaf(s.port))
+            with contextlib.suppress(BlockingIOError):
+                one.send(request_ * (200_000 // len(request_)))
+        await eventually(lambda: len(s.server.connections) == 20)
+
+        def all_closing():
+            nonlocal most
+            most = max(most, s.server.held)
+            return all(one.closing for one in s.server.connections)
+
+        await eventually(all_closing)
+        assert s.server.held == 0 and most < 20 * 16_384
+
+
+@pytest.mark.parametrize("request_", [HEALTH, UNKNOWN], ids=["open", "401"])
+async def test_a_stranger_that_reads_no_answers_gets_no_more_of_them(file, request_):
+    async with stack(answers(), keys=Keys(file)) as s:
+        with deaf(s.port) as one:
+            await eventually(lambda: s.server.connections)
+            (connection,) = s.server.connections
+            connection.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+
+            def closing():
+                with contextlib.suppress(BlockingIOError, ConnectionError):
+                    one.send(request_)
+                return connection.closing
+
+            await eventually(closing)
+            assert s.server.held == 0
+
+
+async def test_a_few_requests_of_a_stranger_are_answered_one_after_the_other(file):
+    async with stack(answers(), keys=Keys(file)) as s:
+        talk = await s.talk()
+        for _ in range(3):
+            await talk.say(HEALTH * 2 + UNKNOWN)
+            assert [(await talk.response())[0] for _ in range(3)] == [200, 200, 401]
+
+
+async def test_who_has_a_key_may_send_ahead(file):
+    async with stack(answers(), keys=Keys(file)) as s:
+        talk, many = await s.talk(), 2000
+        sent = asyncio.ensure_future(talk.say(get(b"/v1/models", bearer("one")) * many))
+        assert [(await talk.response())[0] for _ in range(many)] == [200] * many
+        await sent
+        await talk.say(UNKNOWN * 100)
+        assert {(await talk.response())[0] for _ in range(10)} == {401}
 
 
 async def followed(keys: Keys, seconds=5.0):

@@ -32,7 +32,7 @@ class Overload(NamedTuple):
 
 def parse_seconds(value: Any) -> float:
     """`2s`, `50ms`, `1.5 m` -> seconds. Raises ValueError."""
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(ms|s|m)\s*", value) if isinstance(value, str) else None
+    found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*(ms|s|m)\s*", value) if isinstance(value, str) else None
     if found is None:
         what = "has no unit" if _is_number(value) else "is not a time"
         raise ValueError(f"{_shown(value)} {what}; write it with ms, s or m, like 2s or 50ms")
@@ -63,10 +63,11 @@ def parse_scheduler(given: Any, slo: Slo = NO_LIMITS) -> tuple[QosClass, ...]:
         _at(f"qos_classes[{index}]", lambda one: _class(one, slo), one)
         for index, one in enumerate(_list(mapping.get("qos_classes"), "qos_classes"))
     )
-    names = [one.name for one in classes]
-    for name in names:
-        if names.count(name) > 1:
-            raise ValueError(f"qos_classes: {name!r} is there twice; give each class a name of its own")
+    names: set[str] = set()
+    for one in classes:
+        if one.name in names:
+            raise ValueError(f"qos_classes: {one.name!r} is there twice; give each class a name of its own")
+        names.add(one.name)
     if (total := sum(one.reserved_fraction for one in classes)) > 1.0 + 1e-9:
         raise ValueError(
             f"qos_classes: the reserved fractions add up to {total:g}, and a fleet has 1 to give; make them smaller"
@@ -146,7 +147,9 @@ def _rule(given: Any, classes: Sequence[QosClass]) -> Rule:
     if qos is None:
         known = ", ".join(one.name for one in classes)
         raise ValueError(f"qos: there is no class {mapping.get('qos')!r}; name one of scheduler.qos_classes: {known}")
-    match = _at("match", lambda one: _mapping(one or {}, _MATCH_KEYS, "conditions"), mapping.get("match"))
+    match = _at(
+        "match", lambda one: _mapping({} if one is None else one, _MATCH_KEYS, "conditions"), mapping.get("match")
+    )
     texts = {name: _at(f"match.{name}", _text, value) for name, value in match.items()}
     header = _at("match.header", _header, texts["header"]) if "header" in texts else None
     return Rule(qos, header, texts.get("model"), texts.get("path"), texts.get("key"))

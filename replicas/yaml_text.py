@@ -8,6 +8,8 @@ from typing import Any
 
 import yaml
 
+_MERGE = "tag:yaml.org,2002:merge"
+
 
 class NotYaml(ValueError):
     """A text is no YAML. `line` counts from 1."""
@@ -23,6 +25,17 @@ class Loader(yaml.SafeLoader):
             return super().construct_object(node, deep)
         except ValueError as error:  # of int() and date(), for what only looks like a number or a date
             raise yaml.constructor.ConstructorError(None, None, str(error), node.start_mark) from None
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """YAML itself would take the last of two equal keys, and nobody would see that the first says nothing."""
+        keys: set[str] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.tag != _MERGE:
+                if key.value in keys:
+                    problem = f"{key.value!r} is there twice; keep one of them"
+                    raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
+                keys.add(key.value)
+        return super().construct_mapping(node, deep)
 
 
 @contextmanager

@@ -105,6 +105,8 @@ def classes(*entries):
         ("slo: {ttft: fast}", "slo: ttft: 'fast' is not a time", "like 2s or 50ms"),
         ("slo: {ttft: 0s}", "slo: ttft: '0s' is out of range", "above 0"),
         ("slo: {itl: 2s}", "slo: 'itl' is unknown", "ttft, tpot"),
+        ("slo: {ttft: 1s, ttft: 2s}", "hitherto.yaml:1: ", "'ttft' is there twice; keep one of them"),
+        ("slo: {ttft: '\u0663s'}", "slo: ttft: '\u0663s' is not a time", "like 2s or 50ms"),
         ("slo: {}", "slo: it has no limit", "ttft: 2s"),
         (classes("{name: a, reserved_fraction: 1.2}"), "qos_classes[0].reserved_fraction: 1.2", "from 0 to 1"),
         (classes("{name: a, reserved_fraction: 0.7}", CLASS), "add up to 1.3", "make them smaller"),
@@ -124,6 +126,11 @@ def classes(*entries):
             classes(CLASS) + "request_router: {routes: [{match: {user: x}, qos: free}]}",
             "routes[0].match: 'user' is unknown",
             "header, model, path, key",
+        ),
+        (
+            classes(CLASS) + "request_router: {routes: [{match: false, qos: free}]}",
+            "routes[0].match: ",
+            "header",
         ),
         (
             classes(CLASS) + 'request_router: {routes: [{match: {header: "a b: c"}, qos: free}]}',

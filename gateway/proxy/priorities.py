@@ -20,9 +20,9 @@ import orjson
 
 from replicas.access import session_to
 
+from ..members import with_members
 from ..prompt.prompt import COMPLETIONS
 from .backend import Backend
-from .capping import with_members
 from .exchange import Attempt, Exchange, Parent
 from .token_ids import Unanswered, poster
 
@@ -74,7 +74,7 @@ class Priorities:
             return body, head_of
         priority = self._highest - self._class_of(exchange, prompt).priority
         if prompt.path in dialect.priority_paths:
-            return with_members(body, {FIELD: priority}), head_of
+            return with_members(body, {FIELD: b"%d" % priority}) or body, head_of
         assert dialect.priority_header is not None
         return body, _with_line(head_of, b"%b: %d\r\n" % (dialect.priority_header, priority))
 

@@ -1,8 +1,8 @@
 """A tenant's own `cache_salt`: what its requests leave in an engine's cache only its requests find.
 
 It is written into the body before anything reads that, so that the gateway's block hashes and the engine's have the
-same salt. It goes to the end of the object: of two members with one name JSON readers take the last, however the first
-is spelled, so a client cannot choose a salt. One that it sends divides the tenant's own cache further.
+same salt, and in the place of the client's own, so that it cannot choose one. A salt that it sends divides the tenant's
+own cache further.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import re
 
 from ..errors import ApiError, bad
 from ..http.messages import Request
+from ..members import with_members
 from ..prompt.prompt import NO_PREFILL
 
 # Forms in place of JSON, for models without a prefix cache.
@@ -20,8 +21,6 @@ _FORMS = frozenset(("/v1/audio/transcriptions", "/v1/audio/translations"))
 _UNSALTED = NO_PREFILL | _FORMS
 # Whose bodies have no place for a salt: vLLM (0.32) passes over one there, and caches without it.
 _WITHOUT_SALT = frozenset(("/cohere/v2/chat", "/v2/embed"))
-_SPACE = b" \t\r\n"
-_MARK = b"\xef\xbb\xbf"  # of UTF-8, which Python passes over
 _NAMED = b'"cache_salt"'
 _GIVEN = re.compile(rb'"cache_salt"[ \t\r\n]*:[ \t\r\n]*"([^"\\]*)"')
 
@@ -46,20 +45,10 @@ def salt_request(request: Request, salt: str) -> ApiError | None:
 
 
 def with_salt(body: bytes, salt: str) -> bytes | None:
-    """The body of a JSON object with this salt; None for what cannot be one. What is no JSON does not become any: what
-    is added ends a string that is open, where no name may stand."""
-    end = len(body) if body.endswith(b"}") else len(body.rstrip(_SPACE))
-    begins = body.startswith(b"{") or body.removeprefix(_MARK).lstrip(_SPACE).startswith(b"{")
-    if not begins or body[end - 1 : end] != b"}":
-        return None
+    """The body of a JSON object with this salt; None for what cannot be one."""
     if body.find(_NAMED) >= 0 and (given := _GIVEN.findall(body)):
         salt = _derived(salt, given[-1])
-    end -= 1
-    if body[end - 1] in _SPACE:
-        end = len(body[:end].rstrip(_SPACE))
-    comma = b"" if body[end - 1 : end] == b"{" else b","
-    # Of a large body one copy is made: 1 MB takes as long as a request of usual size.
-    return b"".join((memoryview(body)[:end], comma, b'"cache_salt":"%b"}' % salt.encode()))
+    return with_members(body, {b"cache_salt": b'"%b"' % salt.encode()})
 
 
 def _derived(salt: str, given: bytes) -> str:

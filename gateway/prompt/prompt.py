@@ -52,6 +52,7 @@ class Prompt:
     token_ids: bytes = b""  # uint32 little endian, 4 * tokens bytes
     hashes: Sequence[int] = ()  # one per full block, as array("Q"): a list takes five times the space
     max_tokens: int | None = None
+    capped: bool = False  # that limit is the gateway's
     n: int = 1
     several: bool = False  # several prompts or choices: usage speaks of one of them
     copies: int = 1  # sequences with this very prompt: choices, times the equal prompts of a list. 0: they differ

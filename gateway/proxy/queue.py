@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from .control import OverloadControl
 
 SLO_HEADER = b"x-hitherto-slo"
+SLOW_POOL = b"slow pool"  # has answered
 LOOK_SECONDS = 0.05  # between two looks, while somebody waits: times pass, and other gateways' load ends
 MOST_RETRY_AFTER = 600  # seconds
 WHY = {
@@ -111,7 +112,7 @@ class Queue:
             if verdict.cap:
                 self._cap(asker, verdict.cap)
             elif verdict.decision == SPILLED:
-                self._notes[asker] = b"slow pool"
+                self._notes[asker] = SLOW_POOL
             return evaluation
         if verdict.decision == QUEUED:
             if not waited:
@@ -128,12 +129,14 @@ class Queue:
         asker.request.body = capped(asker.request.body, prompt.path, tokens)
         for one in (prompt, prompt.also):
             if one is not None:
-                one.max_tokens = tokens
+                one.max_tokens, one.capped = tokens, True
         self._notes[asker] = b"max_tokens=%d" % tokens
 
-    def note(self, exchange: Exchange) -> bytes:
+    def note(self, exchange: Exchange, attempt: Attempt) -> bytes:
         """The header line that says of an answer what was made of its request."""
         note = self._notes.get(exchange)
+        if note is SLOW_POOL and not attempt.backend.replica.spill:
+            return b""  # a retry, or Redis, has taken it elsewhere
         return b"" if note is None else b"x-hitherto-degraded: %b\r\n" % note
 
     def _ticket(self, asker: Asker, prompt: Prompt, space: int, now: float) -> tuple[Admission, Ticket]:
@@ -325,7 +328,7 @@ class AddedByQueue(Added):
         self._queue = queue
 
     def lines(self, exchange: Exchange, attempt: Attempt, last: bool) -> bytes:
-        return self._queue.note(exchange) + super().lines(exchange, attempt, last)
+        return self._queue.note(exchange, attempt) + super().lines(exchange, attempt, last)
 
 
 def _is_as_quoted(exchange: Exchange, attempt: Attempt, ticket: Ticket) -> bool:

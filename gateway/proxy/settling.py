@@ -316,7 +316,9 @@ class Settling:
         whole = attempt.leg is None and not attempt.is_continued
         reported = cached if whole and tells_blocks and prompt.copies and not prompt.several else None
         told = completion or (attempt.pieces if attempt.streams else 0)
-        output = told if told and not prompt.several and not attempt.is_continued else None
+        # How long an answer had become without our limit nobody knows; short ones alone would mislead as well.
+        tells_length = not (prompt.several or attempt.is_continued or prompt.capped)
+        output = told if told and tells_length else None
         self._router.finish(placement, reported, (now - attempt.first_at) / (tokens - 1) if learns else None, output)
         if whole:
             self._compare(placement, backend, prompt, usage, tells_blocks)

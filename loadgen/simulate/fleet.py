@@ -51,6 +51,7 @@ class _Live:
     gate: Gate | None = None  # of its gateway
     id: int = 0
     ticket: Ticket | None = None  # where it was asked whether it may go
+    capped: bool = False  # by its gate
 
     @property
     def turn(self) -> Turn:
@@ -58,7 +59,7 @@ class _Live:
 
     def cap(self, tokens: int) -> None:
         """Its answer is to have no more tokens than these."""
-        turn = self.turn
+        turn, self.capped = self.turn, True
         self.record.turn = replace(turn, output=min(turn.output, tokens), max_tokens=tokens)
 
 
@@ -282,7 +283,7 @@ class Fleet:
         if output.finished:
             del self._live[index][output.id]
             cached = record.cached if legs is None else None
-            live.gateway.complete(live.placement, self.now - record.first, record.output, cached)
+            live.gateway.complete(live.placement, self.now - record.first, record.output, cached, live.capped)
             if live.gate is not None:
                 live.gate.complete(live.ticket, record.first, self.now, record.output)
             record.gaps = self.replicas[index].gaps(record.first, self.now)

@@ -142,10 +142,13 @@ class Gateway:
     def first(self, placement: Placement, now: float) -> None:
         self.router.first_token(placement, now, now - placement.at)
 
-    def complete(self, placement: Placement, seconds: float, output: int, cached: int | None) -> None:
+    def complete(
+        self, placement: Placement, seconds: float, output: int, cached: int | None, capped: bool = False
+    ) -> None:
         """All of the reply is out, `seconds` after its first token; the engine reports how much was `cached`. None:
-        nothing was predicted of that."""
-        self.router.finish(placement, cached, seconds / (output - 1) if output > LEAST_OUTPUT else None, output)
+        nothing was predicted of that. Of one that was `capped` no length is learned."""
+        per_token = seconds / (output - 1) if output > LEAST_OUTPUT else None
+        self.router.finish(placement, cached, per_token, None if capped else output)
 
     def abandon(self, placement: Placement, computed: bool = True) -> None:
         self.router.abandon(placement, computed)

@@ -7,7 +7,9 @@ from contextlib import asynccontextmanager
 import pytest
 
 from gateway.overload import Overload
-from policies import Classes, QosClass, Rules, Slo
+from gateway.proxy.capping import capped
+from policies import Classes, Demand, QosClass, Rules, Slo
+from policies.outputs import Outputs
 
 from ..http.talk import eventually, read_request
 from .replies import EVENT, SSE_HEAD, chunk, post
@@ -41,17 +43,17 @@ class Engine:
 
 
 @asynccontextmanager
-async def busy(*steps, slow=None, slo=Slo(30.0)):
-    """An engine with a request under way, so that it has no room, and one of a slow pool."""
-    engine = Engine()
+async def busy(*steps, slow=None, slo=Slo(30.0), engine=None, first=5):
+    """An engine with a request under way of `first` tokens, so that it has no room, and one of a slow pool."""
+    engine = engine or Engine()
     rules = Rules(steps, engine_wait=0.0, max_wait=0.05, max_tokens_floor=7)
     overload = Overload(Classes((QosClass("all", slo=slo),)), rules, None)
     async with stack(engine, *([slow] if slow else []), overload=overload) as s:
         if slow:
             [*s.proxy.backends.values()][-1].replica.spill = True
             s.proxy.changed()
-        first = await s.talk()
-        await first.say(post(json.dumps({**ASKS[CHAT], "max_tokens": 5}).encode()))
+        limit, first = first, await s.talk()
+        await first.say(post(json.dumps({**ASKS[CHAT], "max_tokens": limit}).encode()))
         await eventually(lambda: len(engine.bodies) == 1)
         yield s, engine
         for one in (engine, slow):
@@ -82,6 +84,50 @@ async def test_an_answer_is_capped_in_each_apis_own_words_and_the_client_is_told
         status, headers, _ = await talker.response()
         assert status == 200 and headers["x-hitherto-degraded"] == "max_tokens=7"
         assert s.metrics.admission.values["degraded", "all", "full"] == 1
+
+
+@pytest.mark.parametrize(
+    "given, written",
+    [
+        ("{}", {"max_tokens": 7}),
+        ('{"max_tokens": 500}', {"max_tokens": 7}),
+        ('{"max_completion_tokens": 500}', {"max_completion_tokens": 7}),
+        ('{"max\\u005fcompletion\\u005ftokens": 500}', {"max_completion_tokens": 7}),
+        (
+            '{"max_tokens": 5, "stop": "\\"max_completion_tokens\\" \\u00e9"}',
+            {"max_tokens": 7, "stop": '"max_completion_tokens" é'},
+        ),
+    ],
+)
+def test_of_a_chats_two_limits_only_the_one_is_written_that_it_has(given, written):
+    """TensorRT-LLM refuses both together."""
+    assert json.loads(capped(given.encode(), CHAT, 7)) == written
+
+
+async def test_an_answer_that_was_capped_says_nothing_of_how_long_others_will_be():
+    usage = b'data: {"choices":[],"usage":{"prompt_tokens":9,"completion_tokens":%d}}\n\n'
+
+    class Counting(Engine):
+        async def __call__(self, reader, writer):
+            while True:
+                _, body = await read_request(reader)
+                self.bodies.append(json.loads(body))
+                await self.go.wait()
+                tokens = json.loads(body)["max_tokens"]
+                writer.write(SSE_HEAD + chunk(EVENT) + chunk(usage % tokens + b"data: [DONE]\n\n") + b"0\r\n\r\n")
+
+    engine = Counting()
+    async with busy("degrade", engine=engine, first=40) as (s, _):
+        talker = await send(s, CHAT, ASKS[CHAT])
+        await eventually(lambda: len(engine.bodies) == 2)
+        engine.go.set()
+        status, headers, _ = await talker.response()
+        assert status == 200 and headers["x-hitherto-degraded"] == "max_tokens=7"
+        await eventually(s.idle)
+        demand = Demand(9, space=s.proxy.models.spaces[0].number)
+        of_one = Outputs()
+        of_one.learn(demand, 40)
+        assert s.proxy.router.outputs.expected(demand).mean == of_one.expected(demand).mean, "the first one's 40 alone"
 
 
 async def test_of_two_names_of_a_chats_limit_neither_is_left():
@@ -124,6 +170,17 @@ async def test_the_slow_pool_gets_what_nobody_else_can_answer_in_time_and_nothin
         status, headers, _ = await talker.response()
         assert status == 200 and headers["x-hitherto-degraded"] == "slow pool"
         assert s.metrics.admission.total(decision="spilled") == 1
+
+
+async def test_who_is_answered_by_another_than_the_slow_pool_is_not_told_of_it():
+    slow = Engine()
+    slow.drops = True
+    async with busy("spill", slow=slow, slo=Slo(1e-6)) as (s, engine):
+        talker = await send(s, CHAT, ASKS[CHAT])
+        await eventually(lambda: slow.bodies and len(engine.bodies) == 2)
+        engine.go.set()
+        status, headers, _ = await talker.response()
+        assert status == 200 and "x-hitherto-degraded" not in headers
 
 
 async def test_without_limits_the_slow_pool_is_asked_only_where_nobody_else_is_left():

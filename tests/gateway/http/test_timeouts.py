@@ -67,12 +67,21 @@ async def test_an_answer_that_is_still_being_taken_is_not_cut():
 
 
 async def test_a_slow_uploader_still_gets_its_413():
-    async with served(Limits(body_bytes=1000, linger_seconds=0.3)) as (talk, _, _):
+    """It may pause for `linger_seconds` each time it has sent something; the clock is the test's."""
+    async with served(Limits(body_bytes=1000, linger_seconds=20)) as (talk, _, server):
+        (client,) = server.connections
+        server._sweeper.cancel()
         await talk.say(b"POST /p HTTP/1.1\r\nHost: x\r\nContent-Length: 100000\r\n\r\n")
+        await eventually(lambda: client.closing)
         for _ in range(8):
+            due = client.close_at
             await talk.say(b"a" * 1000)
-            await asyncio.sleep(0.1)
+            await eventually(lambda due=due: client.close_at > due)
+            client.check(due)
+            assert not client.transport.is_closing()
         assert (await talk.response())[0] == 413
+        client.check(client.close_at + 1)
+        await eventually(lambda: not server.connections)
 
 
 async def test_an_idle_connection_is_closed():

@@ -113,7 +113,7 @@ class Judge:
             return UpstreamError(of_status(status), f"answered {status}")
         if status == 404 and exchange.response is not None and self.others(exchange, attempt):
             return UpstreamError(ELSEWHERE, "answered 404")
-        if attempt.sent_ids and status in MAY_BE_OURS:
+        if (attempt.sent_ids or attempt.asks_ids) and status in MAY_BE_OURS:
             return UpstreamError(IDS, f"answered {status}")
         if attempt.leg is not None and status in MAY_BE_OURS:
             return UpstreamError(LEG_REFUSED, f"answered a second leg with {status}")
@@ -146,7 +146,7 @@ class Judge:
             fault = error_status(data, attempt.streams)
             if fault >= 500 and self._unsettled(exchange, attempt, ERROR_ANSWER):
                 return UpstreamError(ERROR_ANSWER, f"answered 200 with an error that amounts to {fault}")
-            if attempt.sent_ids and fault in MAY_BE_OURS:
+            if fault in MAY_BE_OURS and (attempt.sent_ids or attempt.asks_ids):
                 return UpstreamError(IDS, f"answered 200 with an error that amounts to {fault}")
             if attempt.leg is not None and fault in MAY_BE_OURS:
                 return UpstreamError(LEG_REFUSED, f"answered a second leg with an error that amounts to {fault}")
@@ -269,11 +269,7 @@ class Conductor:
         if legs is not None and attempt.leg is Leg.DECODE:
             failed = failed._replace(handed_over=True, still_kept=monotonic() < legs.until)
         event, exchange = ExchangeEvent.FAILED, attempt.exchange
-        if (
-            exchange.continuation is not None
-            and self.continuing is not None
-            and exchange.state is ExchangeState.ANSWERING
-        ):
+        if self.continuing is not None and exchange.state is ExchangeState.ANSWERING:
             event = self.continuing.event_after(exchange)
         self.dispatch(exchange, event, failed)
 
@@ -352,7 +348,7 @@ class Conductor:
             client = exchange.client
             self.dispatch(exchange, ExchangeEvent.GONE)
             client.abort()
-        elif exchange.continuation is not None:
+        elif self.continuing is not None:
             self.failed(exchange.attempts[-1], UpstreamError(STALLED, f"no byte for {seconds:g} s"))
         else:
             self._time_out(exchange, UpstreamError(STALLED, f"no byte for {seconds:g} s"))
@@ -478,7 +474,7 @@ class Conductor:
         if exchange.tenant is None:
             attempt.tail.append(data)
             attempt.pieces = 1
-        else:
+        elif error is None or data:
             meter(attempt, data)
         if attempt.first_at:
             attempt.seen_at = attempt.first_at

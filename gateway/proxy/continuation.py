@@ -16,22 +16,26 @@ to what does not lead there.
 from __future__ import annotations
 
 from array import array
+from collections.abc import Iterable
 from enum import Enum
+from sys import getsizeof
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ..http.upstream import Head, UpstreamError
 from ..prompt.api.continuable import Terms
 from .answers import error_status
-from .events import CHUNK, TOKEN_IDS, Event, Kind, Names, join_counts, put_before, read, with_text, without_ids, write
+from .chunks import Chunks
+from .events import Event, Kind, Names, hide_ids, join_counts, put_before, read, with_text, without_ids, write
 from .retries import ABORTED, DIFFERS, ERROR_ANSWER, PROTOCOL
 
 if TYPE_CHECKING:
     from ..prompt import Prompt
 
-HIDDEN = rb'"\1":null'
 END_OF_BODY = b"0\r\n\r\n"
 LONGEST_EVENT = 2**22  # bytes; engines write no such event
+# What reading an event raises that no engine known here writes.
+_UNKNOWN = (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError)
 
 
 class Way(Enum):
@@ -42,6 +46,14 @@ class Way(Enum):
     __hash__ = object.__hash__
 
 
+class Unreadable(Exception):
+    """The stream has what is not known here, so nobody goes on with it. `data`: what the client gets so far."""
+
+    def __init__(self, data: bytes):
+        super().__init__()
+        self.data = data
+
+
 class StreamHandler(Protocol):
     """Does what follows from each read of a stream that may be gone on with."""
 
@@ -50,78 +62,114 @@ class StreamHandler(Protocol):
 
 
 class Continuation:
+    """A stream that can be gone on with. One that cannot, or can no longer, has none."""
+
     __slots__ = (
-        "terms", "label", "prompt", "keeps_body", "body", "way", "refused", "head", "chunked",
-        # read and not passed on: of HTTP's framing, and of an event
-        "raw", "part", "ended",
-        # what the client has
-        "names", "texts", "ids", "prompt_ids", "opened", "opening", "closing", "finished", "complete", "clean",
+        "terms", "label", "prompt", "body", "way", "head", "chunked",
+        # which of its exchange's attempts began the answer; events that the client has got of those before the last one
+        "first", "events",
+        # read and not passed on: of HTTP's framing, None without one, and of an event
+        "chunks", "part",
+        # what the client has; `clean`: how many ids, and bytes of the text, up to which both say the same
+        "names", "text", "ids", "prompt_ids", "opened", "opening", "closing", "finished", "complete", "clean",
         # since the last break: text and closing events that the client has already, whether this engine has shown that
         # it goes on from the ids, how many ids and how much text it was given
         "skip", "skip_closing", "told_reason", "shown", "given", "given_text", "proven", "begun_at",
-        "breaks", "broke_at", "size", "counted", "handler",
+        "breaks", "broke_at", "counted", "handler",
     )  # fmt: skip
 
-    def __init__(self, handler: StreamHandler, terms: Terms, label: str, prompt: Prompt, keeps_body: bool):
-        """`keeps_body`: it may be sent once more, or tokenized; else ids will do."""
-        self.handler, self.keeps_body, self.body = handler, keeps_body, b""
+    def __init__(self, handler: StreamHandler, terms: Terms, label: str, prompt: Prompt):
+        self.handler, self.body = handler, b""
         self.terms, self.label, self.prompt = terms, label, prompt
         self.way: Way | None = None
-        self.refused = terms.refused
         self.head: Head | None = None
         self.chunked = False
-        self.raw = self.part = b""
-        self.ended = False
+        self.first = self.events = 0
+        self.chunks: Chunks | None = None
+        self.part = b""
         self.names = Names()
-        self.texts: list[str] = []
+        self.text = bytearray()  # UTF-8
         self.ids = array("I")
         self.prompt_ids = b""
         self.opened = self.opening = self.closing = 0
         self.finished: str | None = None
         self.complete = False
-        self.clean = (0, 0)  # ids, and texts, up to which both say the same
+        self.clean = (0, 0)
         self.skip, self.skip_closing, self.told_reason, self.shown = "", 0, False, False
         self.given, self.given_text, self.proven = 0, "", True
-        self.begun_at = 0  # how many texts there were
+        self.begun_at = 0  # bytes of text that there were
         self.breaks, self.broke_at = 0, 0.0
-        self.size = 0
         self.counted = 0  # bytes of `size` that are in the budget
+
+    @property
+    def size(self) -> int:
+        """Bytes that are kept of it."""
+        held = len(self.body) + len(self.terms.kept) + len(self.names.settings) + len(self.prompt_ids) + len(self.part)
+        if self.chunks is not None:
+            held += len(self.chunks.rest)
+        return held + getsizeof(self.text) + getsizeof(self.ids) + len(self.skip) + len(self.given_text)
 
     # --- the stream as it passes
 
     def sent(self, body: bytes) -> None:
-        """This is the request as its first replica gets it, but for token ids."""
+        """It goes to the first replica. `body`: without the gateway's fields, where it may have to be sent once more or
+        tokenized; else b""."""
         self.terms.limit = self.terms.limit_of(self.prompt)
-        if self.keeps_body:
-            self.size += len(body) - len(self.body)
-            self.body = body
+        self.body = body
 
-    def begin(self, head: Head) -> None:
-        """The first replica's head goes to the client."""
-        self.head = head
-        self.chunked = head.get(b"transfer-encoding") == b"chunked"
-        if head.get(b"content-encoding") is not None or head.get(b"content-length") is not None:
-            self.refused = self.refused or "framing"
+    def begin(self, head: Head, first: int) -> None:
+        """The first replica's head goes to the client. `first`: which attempt that is."""
+        self.head, self.first = head, first
+        self.read_from(head)
+        self.chunked = self.chunks is not None
+
+    def read_from(self, head: Head) -> None:
+        """What comes now is framed as this head says."""
+        self.chunks, self.part = Chunks() if head.get(b"transfer-encoding") == b"chunked" else None, b""
 
     def take(self, data: bytes) -> tuple[bytes, UpstreamError | None]:
-        """A read of the replica's: what the client gets of it, and why nothing more follows, if so."""
-        try:
-            body = self._unchunked(data) if self.chunked else data
-        except ValueError:
-            return b"", UpstreamError(PROTOCOL, "sent a chunk without its size")
+        """A read of the replica's: what the client gets of it, and why nothing more follows, if so. Raises Unreadable
+        where the replica that began writes what is not known here."""
+        if self.chunks is not None:
+            try:
+                data = self.chunks.feed(data)
+            except ValueError as error:
+                return b"", UpstreamError(PROTOCOL, f"broke HTTP's framing: {error}")
+        return self._read(data)
+
+    def take_last(self) -> tuple[bytes, UpstreamError | None]:
+        """As `take`, of a last event without the blank line behind it."""
+        if not self.part or read(self.label, self.part).kind is Kind.STRANGE:
+            return b"", None
+        return self._read(b"\n\n")
+
+    def _read(self, body: bytes) -> tuple[bytes, UpstreamError | None]:
+        told = self.part + body
+        *events, self.part = (told.replace(b"\r\n", b"\n") if b"\r" in told else told).split(b"\n\n")
         out: list[bytes] = []
-        told, error = self.part + body, None
-        told = told.replace(b"\r\n", b"\n") if b"\r" in told else told
-        *events, self.part = told.split(b"\n\n")
-        for raw in events:
+        error = None
+        for at, raw in enumerate(events):
             try:
                 out.append(self._passed(raw))
             except UpstreamError as found:
                 error = found
                 break
+            except _UNKNOWN:
+                if not self.breaks:
+                    raise Unreadable(self._left((*out, *(one + b"\n\n" for one in events[at:]), self.part))) from None
+                error = UpstreamError(DIFFERS, "went on with events of another kind")
+                break
         if error is None and len(self.part) > LONGEST_EVENT:
             error = UpstreamError(PROTOCOL, f"sent an event of more than {LONGEST_EVENT} bytes")
         return self.framed(b"".join(out)), error
+
+    def leave(self) -> bytes:
+        """What the client gets of the bytes that were held back, so that all that follow may pass as they come."""
+        return self._left((self.part,))
+
+    def _left(self, events: Iterable[bytes]) -> bytes:
+        framed, chunks = self.framed(b"".join(events)), self.chunks
+        return framed if chunks is None else framed + (END_OF_BODY if chunks.ended else chunks.rest)
 
     def framed(self, events: bytes) -> bytes:
         return b"%x\r\n%b\r\n" % (len(events), events) if events and self.chunked else events
@@ -131,27 +179,8 @@ class Continuation:
         """What ends the body."""
         return END_OF_BODY if self.chunked else b""
 
-    def _unchunked(self, data: bytes) -> bytes:
-        """Raises ValueError."""
-        raw, at, pieces = self.raw + data, 0, []
-        while (found := CHUNK.match(raw, at)) is not None:
-            size, start = int(found[1], 16), found.end()
-            if not size:
-                self.ended, at = True, len(raw)
-                break
-            if start + size + 2 > len(raw):
-                break
-            pieces.append(raw[start : start + size])
-            at = start + size + 2
-        self.raw = raw[at:]
-        if self.raw and found is None and b"\n" in self.raw:
-            raise ValueError
-        return b"".join(pieces)
-
     def _passed(self, raw: bytes) -> bytes:
-        """An event -> what the client gets of it. Raises UpstreamError."""
-        if self.refused and not self.breaks:  # it is only passed on
-            return TOKEN_IDS.sub(HIDDEN, raw) + b"\n\n"
+        """An event -> what the client gets of it. Raises UpstreamError, or one of _UNKNOWN."""
         event = read(self.label, raw)
         kind = event.kind
         if kind is Kind.BESIDE:
@@ -160,39 +189,33 @@ class Continuation:
             raise UpstreamError(ERROR_ANSWER, f"ended its stream with an error that amounts to {status}")
         if event.reason == "abort" or (self.label == "messages" and _aborts(event)):
             raise UpstreamError(ABORTED, "aborted it")
-        if kind in (Kind.STRANGE, Kind.ERROR) or (kind is Kind.OPENS and self.texts and not self.breaks):
-            if self.breaks:
-                raise UpstreamError(DIFFERS, "went on with events of another kind")
-            self.refused = "events"
-            return TOKEN_IDS.sub(HIDDEN, raw) + b"\n\n"
+        if kind in (Kind.STRANGE, Kind.ERROR) or (kind is Kind.OPENS and self.text and not self.breaks):
+            raise ValueError(kind)
         return self._joined(event) if self.breaks else self._first(event, raw)
 
     def _first(self, event: Event, raw: bytes) -> bytes:
         """An event of the replica that began."""
-        self._keep(event, raw)
+        self._keep(event)
         if event.data is not None:
             self.names.note(self.label, event.data)
         told = event.ids or event.prompt_ids
-        return (TOKEN_IDS.sub(HIDDEN, raw) if told and not self.terms.tells_ids else raw) + b"\n\n"
+        return (hide_ids(raw) if told and not self.terms.tells_ids else raw) + b"\n\n"
 
-    def _keep(self, event: Event, raw: bytes = b"") -> None:
+    def _keep(self, event: Event) -> None:
         kind = event.kind
         if event.prompt_ids and not self.breaks:
             self.prompt_ids = array("I", event.prompt_ids).tobytes()
-            self.size += len(self.prompt_ids)
         if kind is Kind.TEXT:
             if event.ids:
                 self.ids.extend(event.ids)
             elif event.text and not self.breaks:
                 self.prompt_ids = b""  # not all of its text has ids
             if event.text:
-                self.texts.append(event.text)
+                self.text += event.text.encode()
                 if event.ids and len(event.ids) == 1:
-                    self.clean = len(self.ids), len(self.texts)
-            self.size += 4 * len(event.ids or ()) + 2 * len(event.text)
+                    self.clean = len(self.ids), len(self.text)
         elif kind is Kind.OPENS:
             self.opened += 1
-            self.size += len(raw)
         elif kind is Kind.CLOSES:
             self.closing += 1
         elif kind is Kind.END:
@@ -261,10 +284,6 @@ class Continuation:
 
     # --- the break
 
-    @property
-    def text(self) -> str:
-        return "".join(self.texts)
-
     def is_over(self) -> bool:
         """Whether the client has all of the text, and only what follows it is missing."""
         limit = self.terms.limit
@@ -273,39 +292,41 @@ class Continuation:
     @property
     def is_stuck(self) -> bool:
         """Whether the replica that was to go on wrote nothing at all, not even what the client has."""
-        return self.breaks > 0 and len(self.texts) == self.begun_at
+        return self.breaks > 0 and len(self.text) == self.begun_at
 
     def break_off(self) -> None:
         """The replica is gone; what the client has stands."""
         self.breaks += 1
         self.broke_at = monotonic()
-        self.raw = self.part = b""
-        self.ended, self.opening = False, 0
+        self.chunks, self.part, self.opening = None, b"", 0
 
     def go_by_ids(self, ids: bytes | None = None, prompt_ids: bytes = b"") -> bytes:
         """From now on the rest comes by ids; returns all that it follows. `ids`, `prompt_ids`: those of the text, where
         the engine told none."""
         if ids is None:
-            count, texts = self.clean
-            self.way, self.skip = Way.IDS, "".join(self.texts[texts:]) + self.skip
-            del self.ids[count:], self.texts[texts:]
+            count, end = self.clean
+            self.way, self.skip = Way.IDS, self.text[end:].decode() + self.skip
+            del self.ids[count:], self.text[end:]
         else:
             self.way, self.skip, self.ids = Way.TEXT, "", array("I", ids)
             self.prompt_ids = prompt_ids
-            self.clean = len(self.ids), len(self.texts)
-        self.given, self.given_text, self.begun_at = len(self.ids), self.text, len(self.texts)
+            self.clean = len(self.ids), len(self.text)
+        self.given, self.given_text, self.begun_at = len(self.ids), self.text.decode(), len(self.text)
         self.skip_closing, self.shown, self.proven = 0, False, False
         return self.prompt_ids + self.ids.tobytes()
 
     def go_by_repetition(self) -> None:
-        self.way, self.skip, self.skip_closing = Way.REPEAT, self.text + self.skip, max(self.closing, self.skip_closing)
+        self.way, self.skip = Way.REPEAT, self.text.decode() + self.skip
+        self.skip_closing = max(self.closing, self.skip_closing)
         self.told_reason = self.told_reason or self.finished is not None
-        self.texts, self.closing, self.given, self.given_text, self.begun_at = [], 0, 0, "", 0
+        self.text, self.closing, self.given, self.given_text, self.begun_at = bytearray(), 0, 0, "", 0
         self.finished, self.shown, self.proven = None, False, True
 
     def closing_events(self) -> bytes:
         """What is missing where all of the text is there: of chats and completions, whose ids are known."""
         events, prompt, written = b"", len(self.prompt_ids) // 4, len(self.ids)
+        if self.terms.limit is not None:
+            written = min(written, self.terms.limit)
         frame = {
             "id": self.names.id,
             "object": "chat.completion.chunk" if self.label == "chat" else "text_completion",

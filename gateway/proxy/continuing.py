@@ -7,6 +7,8 @@ prompt and written ids as one longer prompt, so the replica that holds most of t
 
 from __future__ import annotations
 
+import asyncio
+import logging
 from collections.abc import Callable
 from time import monotonic
 from typing import TYPE_CHECKING, Protocol
@@ -15,19 +17,23 @@ from ..errors import ApiError, error_event
 from ..http.upstream import UpstreamError
 from ..prompt import Prompt
 from ..prompt.api.continuable import PATHS, terms_of
+from ..prompt.long import LongPrompts
 from ..prompt.longer import longer, repeated
 from ..prompt.prompt import CHAT, COMPLETIONS
-from .continuation import Continuation, Way
-from .exchange import Attempt, ContinuableAttempt, Exchange
+from .continuation import Continuation, Unreadable, Way
+from .exchange import Attempt, ContinuableAttempt, Exchange, MeteredAttempt
+from .forwarding import process_of
 from .placing import Eligibility, Placing
 from .retries import CLOSED, DIFFERS, MOST_CRASHES, Failed
 from .settling import Settling
-from .states import ExchangeEvent
+from .states import ExchangeEvent, ExchangeState
 
 if TYPE_CHECKING:
     from ..ops.metrics import Metrics
     from .answers import Usage
     from .backend import Backend
+
+log = logging.getLogger("hitherto.proxy")
 
 MOST_BYTES = 2**22  # of a body; reading a larger one once more would hold the event loop for milliseconds
 MOST_BREAKS = 8  # of one stream
@@ -35,6 +41,7 @@ ASKS_IDS = b'"return_token_ids":true,'
 
 # (path, body) -> the prompt as it is made now; raises whatever goes wrong.
 Remake = Callable[[str, bytes], Prompt]
+Take = Callable[..., tuple[bytes, UpstreamError | None]]
 Encode = Callable[[Prompt, str], bytes]  # a text that stands behind this prompt -> ids (uint32 LE)
 
 
@@ -59,11 +66,14 @@ class Continuing:
         budget: int,
         remake: Remake,
         encode: Encode,
+        long: LongPrompts,
     ):
         """`as_text`: go on by the text where ids are not known. `budget`: bytes that may be kept of all streams."""
+        self._long = long
         self._conductor, self._eligible, self._metrics = conductor, eligible, metrics
         self._as_text, self._budget, self._remake, self._encode = as_text, budget, remake, encode
         self.kept = 0  # bytes
+        self._refused: dict[Exchange, str] = {}  # why nobody would go on with its stream
 
     # --- a stream begins, passes and ends
 
@@ -72,56 +82,77 @@ class Continuing:
         prompt, body = exchange.prompt, exchange.request.body
         if prompt is None or not prompt.stream or prompt.path not in PATHS or len(body) > MOST_BYTES:
             return
+        if exchange in self._refused:
+            return
         terms = terms_of(prompt, body)
         if terms is None:
             return
-        tells_ids = prompt.path in (CHAT, COMPLETIONS) and not terms.no_ids and prompt.mode == "exact"
-        keeps = (self._as_text or terms.greedy) and not tells_ids
-        continuation = Continuation(self, terms, exchange.label, prompt, keeps)
-        exchange.continuation = continuation
-        if not continuation.refused:
-            exchange.attempt_type = ContinuableAttempt
+        if terms.refused:
+            self._refused[exchange] = terms.refused
+            return
+        exchange.continuation = Continuation(self, terms, exchange.label, prompt)
+        exchange.attempt_type = ContinuableAttempt
 
     def body(self, exchange: Exchange, attempt: Attempt, body: bytes) -> bytes:
         """What is sent instead of this body."""
         continuation = exchange.continuation
-        if continuation is None or continuation.refused or (attempt.leg is not None and not attempt.streams):
+        if continuation is None or (attempt.leg is not None and not attempt.streams):
             return body
         terms = continuation.terms
         if not continuation.breaks:
-            continuation.sent(exchange.request.body)
-            self._count(continuation)
-            asks = exchange.label in ("chat", "completions") and not terms.no_ids and not terms.tells_ids
-            at = body.find(b"{") + 1
-            return b"".join((body[:at], ASKS_IDS, body[at:])) if asks and at and len(body) > 2 else body
+            return self._first_body(exchange, continuation, attempt, body)
         if continuation.way is Way.REPEAT:
             return continuation.body
         around = attempt.backend.replica.dialect.chat_token_ids
         ids = continuation.prompt_ids + continuation.ids.tobytes()
         return terms.rest(ids, continuation.given, around or (b"", b""))
 
+    def _first_body(self, exchange: Exchange, continuation: Continuation, attempt: Attempt, body: bytes) -> bytes:
+        terms, prompt = continuation.terms, continuation.prompt
+        may_ask = prompt.path in (CHAT, COMPLETIONS) and not terms.no_ids and len(body) > 2
+        asks = may_ask and not terms.tells_ids and not self._is_silent(attempt)
+        told = prompt.mode == "exact" and (asks or (may_ask and terms.tells_ids))
+        continuation.sent(exchange.request.body if (self._as_text or terms.greedy) and not told else b"")
+        self._count(exchange, continuation)
+        at = body.find(b"{") + 1
+        if not asks or not at or exchange.continuation is None:
+            return body
+        assert isinstance(attempt, ContinuableAttempt)
+        attempt.asks_ids = True
+        return b"".join((body[:at], ASKS_IDS, body[at:]))
+
+    def _is_silent(self, attempt: Attempt) -> bool:
+        """Whether its engine refuses to be asked for ids, or has just refused these."""
+        return attempt.without_ids or attempt.exchange.label in process_of(attempt.backend).silent_at
+
     def begun(self, exchange: Exchange, attempt: Attempt, data: bytes) -> tuple[bytes, UpstreamError | None]:
         """The first bytes of an answer: what the client gets of them."""
-        continuation = exchange.continuation
-        if (
-            continuation is None
-            or continuation.refused
-            or attempt.status != 200
-            or not attempt.streams
-            or attempt.fault
-        ):
-            if continuation is not None and not continuation.refused:
-                self._release(continuation)
-                exchange.continuation = None
+        continuation, head = exchange.continuation, attempt.response_head
+        if continuation is None:
             return data, None
-        continuation.begin(attempt.response_head)
-        return self._take(continuation, data)
+        assert isinstance(attempt, ContinuableAttempt)
+        if attempt.status != 200 or not attempt.streams or attempt.fault:
+            self._leave(exchange, "")
+            return attempt.unread(data), None
+        if attempt.without_ids and exchange.label not in (silent := process_of(attempt.backend).silent_at):
+            silent.add(exchange.label)
+            log.warning("replica %s refuses to tell the token ids that it writes (%s): its streams are gone on with by "
+                        "other ways or not at all", attempt.backend.id, continuation.prompt.path)  # fmt: skip
+        encoded = head.get(b"content-encoding") is not None
+        if encoded or head.get(b"content-length") is not None:
+            self._leave(exchange, "framing")
+            attempt.asks_ids &= not encoded
+            return attempt.unread(data), None
+        continuation.begin(head, len(exchange.attempts) - 1)
+        return self._given(exchange, attempt, continuation, continuation.take, data)
 
     def streamed(self, attempt: Attempt, data: bytes) -> None:
-        exchange = attempt.exchange
-        continuation = exchange.continuation
-        assert isinstance(attempt, ContinuableAttempt) and continuation is not None
-        written, error = self._take(continuation, data)
+        continuation = attempt.exchange.continuation
+        assert continuation is not None
+        self._write(attempt, *self._given(attempt.exchange, attempt, continuation, continuation.take, data))
+
+    def _write(self, attempt: Attempt, written: bytes, error: UpstreamError | None) -> None:
+        assert isinstance(attempt, ContinuableAttempt)
         attempt.note(written)
         if written:
             attempt.client.transport.write(written)
@@ -130,70 +161,91 @@ class Continuing:
 
     def ended(self, attempt: Attempt) -> None:
         """The replica's answer ended as HTTP has it."""
-        continuation = attempt.exchange.continuation
+        exchange = attempt.exchange
+        continuation = exchange.continuation
         assert continuation is not None
-        told = continuation.complete or (continuation.finished and attempt.exchange.label in ("chat", "completions"))
-        if told or (continuation.refused and not continuation.breaks):
-            attempt.client.transport.write(continuation.end)
+        written, error = self._given(exchange, attempt, continuation, continuation.take_last)
+        told = continuation.complete or (continuation.finished and exchange.label in ("chat", "completions"))
+        if error is None and exchange.continuation is not None and not told:
+            error = UpstreamError(CLOSED, "ended its stream before the last event")
+        if written or error is not None:
+            self._write(attempt, written, error)
+        if error is None:
+            if exchange.continuation is not None:
+                attempt.client.transport.write(continuation.end)
             self._conductor.on_complete(attempt)
-        else:
-            self._conductor.failed(attempt, UpstreamError(CLOSED, "ended its stream before the last event"))
 
-    def _take(self, continuation: Continuation, data: bytes) -> tuple[bytes, UpstreamError | None]:
+    def _given(
+        self, exchange: Exchange, attempt: Attempt, continuation: Continuation, take: Take, *data: bytes
+    ) -> tuple[bytes, UpstreamError | None]:
+        """What the client gets of a read."""
+        assert isinstance(attempt, ContinuableAttempt)
         shown = continuation.shown
-        written, error = continuation.take(data)
-        if not continuation.refused:
-            self._count(continuation)
+        try:
+            written, error = take(*data)
+        except Unreadable as found:
+            self._leave(exchange, "events")
+            return attempt.unread(found.data), None
         if continuation.shown and not shown and continuation.way is not None:
             self._metrics.continue_gap_seconds.observe(continuation.way.value, monotonic() - continuation.broke_at)
+        self._count(exchange, continuation)
+        if exchange.continuation is None and error is None:
+            written += attempt.unread(continuation.leave())
         return written, error
 
-    def _count(self, continuation: Continuation) -> None:
-        self.kept += continuation.size - continuation.counted
-        continuation.counted = continuation.size
+    def _count(self, exchange: Exchange, continuation: Continuation) -> None:
+        size = continuation.size
+        self.kept += size - continuation.counted
+        continuation.counted = size
         if self.kept > self._budget and not continuation.breaks:
-            self._release(continuation)
-            continuation.refused = "budget"
-            continuation.texts, continuation.body, continuation.prompt_ids = [], b"", b""
-            del continuation.ids[:]
+            self._leave(exchange, "budget")
 
-    def _release(self, continuation: Continuation) -> None:
+    def _leave(self, exchange: Exchange, reason: str) -> None:
+        """Nobody can go on with its stream any more, so it is not read from here on."""
+        continuation, exchange.continuation = exchange.continuation, None
+        assert continuation is not None
         self.kept -= continuation.counted
-        continuation.size = continuation.counted = 0
+        exchange.attempt_type = Attempt if exchange.tenant is None else MeteredAttempt
+        if reason:
+            self._refused[exchange] = reason
 
     def settled(self, exchange: Exchange, outcome: str, usage: Usage | None) -> None:
-        """An `on_end`, the first: to all others the prompt is the client's."""
-        if exchange.continuation is not None:
-            self._release(exchange.continuation)
-            if exchange.is_continued:
-                exchange.prompt = exchange.continuation.prompt
+        """An `on_end`, the first: to all others prompt and count of events are those of the whole."""
+        self._refused.pop(exchange, None)
+        continuation = exchange.continuation
+        if continuation is None:
+            return
+        self.kept -= continuation.counted
+        continuation.counted = 0
+        if exchange.is_continued:
+            exchange.prompt = continuation.prompt
+            exchange.attempts[-1].events = max(exchange.attempts[-1].events, continuation.events)
 
     # --- a stream breaks off
 
     def event_after(self, exchange: Exchange) -> ExchangeEvent:
         """What it is to the exchange that the attempt which answered has failed."""
         continuation, attempt = exchange.continuation, exchange.attempts[-1]
-        assert continuation is not None
-        reason = self._refusal(exchange, continuation, attempt)
-        if not reason:
+        if continuation is None:
+            reason = self._refused.get(exchange, "")
+        elif not (reason := self._refusal(exchange, continuation, attempt)):
             return ExchangeEvent.INTERRUPTED
-        self._metrics.streams_not_continued.inc(reason)
+        if reason:
+            self._metrics.streams_not_continued.inc(reason)
         return ExchangeEvent.FAILED
 
     def _refusal(self, exchange: Exchange, continuation: Continuation, attempt: Attempt) -> str:
         """Why nobody goes on with it, or "": then the way is found."""
-        if continuation.refused:
-            return continuation.refused
         if isinstance(attempt.error, UpstreamError) and attempt.error.kind == DIFFERS:
             return DIFFERS
-        exchange.crash_count = exchange.crash_count + 1 if continuation.is_stuck else 1
+        exchange.crash_count = exchange.crash_count + 1 if continuation.is_stuck else 0
         if exchange.crash_count >= MOST_CRASHES or continuation.breaks >= MOST_BREAKS:
             return "crashes"
         way, reason = self._way(continuation)
         if way is None:
             return reason
         over = way is Way.IDS and continuation.is_over()
-        if not over and not self._eligible.remaining(continuation.prompt, self._unlike(attempt)):
+        if not over and not self._eligible.remaining(continuation.prompt, self._unlike(attempt, way)):
             return "no replica"
         continuation.way = way
         return ""
@@ -204,8 +256,8 @@ class Continuing:
         reason = terms.no_ids or ("ids" if not known else "")
         if not reason and len(continuation.prompt_ids) != 4 * prompt.tokens:
             reason = "prompt"  # media, or another tokenizer: the ids are not all that the engine has
-        whole = continuation.clean == (len(continuation.ids), len(continuation.texts))
-        if not reason and not whole and not terms.greedy and "".join(continuation.texts[continuation.clean[1] :]):
+        whole = continuation.clean == (len(continuation.ids), len(continuation.text))
+        if not reason and not whole and not terms.greedy and continuation.text[continuation.clean[1] :]:
             reason = "boundary"
         if not reason:
             return Way.IDS, ""
@@ -215,11 +267,21 @@ class Continuing:
             return Way.TEXT, ""
         return None, reason
 
-    def _unlike(self, attempt: Attempt) -> tuple[Backend, ...]:
-        """Replicas that are not to go on: the one that broke off, and those that make other ids."""
-        space = attempt.backend.candidate.space
-        others = (one for one in self._eligible.backends.values() if one.candidate.space != space)
-        return (attempt.backend, *others)
+    def _unlike(self, attempt: Attempt, way: Way) -> tuple[Backend, ...]:
+        """Replicas that are not to go on: the one that broke off, those that make other ids, and those that take or
+        tell none where that is the way."""
+        gone, label = attempt.backend, attempt.exchange.label
+
+        def may(one: Backend) -> bool:
+            return one.candidate.space == gone.candidate.space and (
+                way is Way.REPEAT
+                or (
+                    (label == "completions" or one.replica.dialect.chat_token_ids is not None)
+                    and label not in process_of(one).silent_at
+                )
+            )
+
+        return (gone, *(one for one in self._eligible.backends.values() if one is not gone and not may(one)))
 
     def resume(self, exchange: Exchange, failed: Failed) -> None:
         """An action: have the rest placed."""
@@ -230,31 +292,54 @@ class Continuing:
         conductor.settling.abandon(attempt, computed=True)
         conductor.end_legs(exchange)
         continuation.break_off()
-        if continuation.way is Way.IDS and continuation.is_over():
+        continuation.events = attempt.events
+        if continuation.way is Way.TEXT:
+            self._made_of_text(exchange, continuation)
+        elif continuation.way is Way.IDS and continuation.is_over():
             self._close(exchange, continuation)
-            return
-        try:
-            exchange.prompt = self._prompt(continuation)
-        except Exception:  # the prompt was made once; what has changed since is not the client's to know
-            conductor.dispatch(exchange, ExchangeEvent.EXHAUSTED, ApiError(502, "its prompt cannot be made once more"))
-            return
-        exchange.tried, exchange.attempts_used, exchange.stays_whole = self._unlike(attempt), 0, True
-        conductor.placing.place(exchange)
-
-    def _prompt(self, continuation: Continuation) -> Prompt:
-        terms, prompt = continuation.terms, continuation.prompt
-        if continuation.way is Way.REPEAT:
-            continuation.go_by_repetition()
-            return repeated(prompt)
-        if continuation.way is Way.IDS:
-            ids = continuation.go_by_ids()
+        elif continuation.way is Way.IDS:
+            self._place(exchange, continuation, continuation.go_by_ids())
         else:
-            made = self._remake(prompt.path, continuation.body)
+            continuation.go_by_repetition()
+            self._place(exchange, continuation, None)
+
+    def _made_of_text(self, exchange: Exchange, continuation: Continuation) -> None:
+        """Have the prompt's ids and the text's made, in a thread: of one replica's streams they are many at once."""
+        path, body, text = continuation.prompt.path, continuation.body, continuation.text.decode() + continuation.skip
+
+        def make() -> tuple[bytes, bytes]:
+            made = self._remake(path, body)
             if made.mode != "exact" or not made.token_ids:
                 raise ValueError(made.note)
-            text = continuation.text + continuation.skip
-            ids = continuation.go_by_ids(self._encode(made, text), made.token_ids)
-        return longer(prompt, ids, None if terms.limit is None else terms.limit - continuation.given)
+            return self._encode(made, text), made.token_ids
+
+        def go_on(made: asyncio.Future[tuple[bytes, bytes]]) -> None:
+            if exchange.state is not ExchangeState.RESUMING or made.cancelled():
+                return
+            if (error := made.exception()) is not None:  # it was made once; what has changed since is ours to know
+                log.warning("a stream is not gone on with, since its prompt cannot be made once more: %s", error)
+                failed = ApiError(502, "its prompt cannot be made once more")
+                exchange.run_isolated(self._conductor.dispatch, exchange, ExchangeEvent.EXHAUSTED, failed)
+                return
+            exchange.run_isolated(self._by_text, exchange, continuation, *made.result())
+
+        self._long.submit(len(body) + len(text), make).add_done_callback(go_on)
+
+    def _by_text(self, exchange: Exchange, continuation: Continuation, ids: bytes, prompt_ids: bytes) -> None:
+        rest = continuation.go_by_ids(ids, prompt_ids)
+        if continuation.is_over() and continuation.prompt.path in (CHAT, COMPLETIONS):
+            self._close(exchange, continuation)
+        else:
+            self._place(exchange, continuation, rest)
+
+    def _place(self, exchange: Exchange, continuation: Continuation, ids: bytes | None) -> None:
+        """`ids` (uint32 LE): what is gone on from; None: the request is repeated."""
+        terms, prompt, way = continuation.terms, continuation.prompt, continuation.way
+        assert way is not None
+        exchange.prompt = repeated(prompt) if ids is None else longer(prompt, ids, terms.left(continuation.given))
+        exchange.tried, exchange.attempts_used = self._unlike(exchange.attempts[-1], way), 0
+        exchange.stays_whole = True
+        self._conductor.placing.place(exchange)
 
     def _close(self, exchange: Exchange, continuation: Continuation) -> None:
         """The client has all of the text: what ends its stream is written here."""
@@ -270,7 +355,8 @@ class Continuing:
         """An action: the first bytes of a replica that goes on."""
         continuation, attempt = exchange.continuation, exchange.attempts[-1]
         assert continuation is not None and continuation.head is not None and continuation.way is not None
-        attempt.events = exchange.attempts[-2].events
+        attempt.events = continuation.events
+        continuation.read_from(attempt.response_head)
         attempt.response_head = continuation.head
         attempt.seen_at = monotonic()
         self._conductor.settling.joined(attempt)
@@ -285,7 +371,8 @@ class Continuing:
         assert continuation is not None
         exchange.error = error
         timed_out = isinstance(error, ApiError) and error.status == 504
-        self._metrics.streams_not_continued.inc("timeout" if timed_out else "replicas")
+        crashed = isinstance(error, ApiError) and error.code == "replicas_lost"
+        self._metrics.streams_not_continued.inc("timeout" if timed_out else "crashes" if crashed else "replicas")
         event = error_event(exchange.request.path, 502, f"the answer broke off, and nobody went on with it: {error}")
         exchange.client.write(continuation.framed(event) + continuation.end)
         exchange.client.finish(keep_alive=continuation.chunked)

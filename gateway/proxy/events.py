@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 
 import orjson
 
-CHUNK = re.compile(rb"([0-9A-Fa-f]{1,8})[^\r\n]*\r\n")
-TOKEN_IDS = re.compile(rb'"(prompt_token_ids|token_ids)":\[[0-9,]*\]')
+_TOKEN_IDS = re.compile(rb'("(?:prompt_token_ids|token_ids)":)\[([0-9,]*)\]')
 _HIDDEN = ("reasoning", "reasoning_content", "tool_calls", "function_call", "refusal", "audio")
 _OUTCOME = frozenset(("status", "output", "usage", "error", "incomplete_details", "completed_at"))  # of a response
 _ENDS = frozenset(("response.completed", "response.incomplete"))
@@ -154,13 +153,23 @@ def without_ids(label: str, data: dict[str, Any]) -> None:
                     told[name] = None
 
 
+def hide_ids(raw: bytes) -> bytes:
+    """The same in an event that is not parsed for it."""
+    return _TOKEN_IDS.sub(rb"\1null", raw)
+
+
+def blank_ids(data: bytes) -> bytes:
+    """No ids in a read of a stream that is not parsed any more, and as many bytes: HTTP's framing may be among them."""
+    return _TOKEN_IDS.sub(lambda found: b"%b[%b]" % (found[1], b" " * len(found[2])), data)
+
+
 class Names:
     """What the client knows a stream by, and what every event of the rest has to say as well."""
 
     __slots__ = ("id", "created", "item", "number", "settings")
 
     def __init__(self) -> None:
-        self.settings: dict[str, Any] = {}  # of a response: what it says of its request
+        self.settings = b""  # of a response: what it says of its request, as a JSON object
         self.id: Any = None
         self.created: Any = None
         self.item: Any = None
@@ -177,7 +186,7 @@ class Names:
         if self.id is None and told:
             self.id, self.created = told.get("id"), told.get("created_at" if label == "responses" else "created")
             if label == "responses":
-                self.settings = {name: value for name, value in told.items() if name not in _OUTCOME}
+                self.settings = orjson.dumps({name: value for name, value in told.items() if name not in _OUTCOME})
         if self.item is None and isinstance(data.get("item"), dict):
             self.item = data["item"]["id"]
 
@@ -195,7 +204,9 @@ class Names:
                 if item is not None:
                     item["id"] = self.item
             if "response" in data:
-                data["response"] |= self.settings
+                data["response"] |= orjson.loads(self.settings or b"{}") | {
+                    "store": False
+                }  # under this id nobody has it
 
 
 def join_counts(label: str, data: dict[str, Any], written: int, prompt: int) -> None:

@@ -11,6 +11,7 @@ Nothing waits here, and no task is made for a request unless its prompt is long 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import deque
 from collections.abc import Callable
 from time import monotonic
@@ -21,6 +22,7 @@ from ..http.downstream import Downstream
 from ..http.messages import Request
 from ..http.upstream import Head, Upstream, UpstreamError
 from .blame import UnattributedError
+from .events import blank_ids
 from .states import ATTEMPT_TRANSITIONS, AttemptEvent, AttemptState, ExchangeEvent, ExchangeState, Leg
 
 if TYPE_CHECKING:
@@ -34,6 +36,8 @@ if TYPE_CHECKING:
     from .backend import Backend
     from .continuation import Continuation
 
+
+log = logging.getLogger("hitherto.proxy")
 
 # Reads kept to find the usage in: vLLM writes it, what ends the stream ([DONE], message_stop) and the last
 # chunk one by one, and each may be a read of its own. One more, should a read end within the usage.
@@ -80,7 +84,7 @@ class Attempt:
         # with traces on: its span, and the seconds to the first token that were predicted when it began
         "context", "predicted_ttft",
     )  # fmt: skip
-    is_continued = False
+    is_continued = asks_ids = False
 
     def __init__(
         self,
@@ -203,9 +207,14 @@ def meter(attempt: Attempt, data: bytes) -> None:
 
 
 class ContinuableAttempt(Attempt):
-    """One whose stream is read, so that another replica can go on with it."""
+    """One whose stream is read, so that another replica can go on with it. `asks_ids`: it asks for token ids that its
+    client did not ask for."""
 
-    __slots__ = ()
+    __slots__ = ("asks_ids",)
+
+    def __init__(self, *given: Any, **options: Any):
+        super().__init__(*given, **options)
+        self.asks_ids = False
 
     @property
     def is_continued(self) -> bool:  # type: ignore[override]
@@ -219,6 +228,7 @@ class ContinuableAttempt(Attempt):
         elif continuation is not None:
             continuation.handler.streamed(self, data)
         else:
+            data = self.unread(data)
             self.note(data)
             self.client.transport.write(data)
 
@@ -229,6 +239,10 @@ class ContinuableAttempt(Attempt):
             continuation.handler.ended(self)
         else:
             self.conductor.on_complete(self)
+
+    def unread(self, data: bytes) -> bytes:
+        """What the client gets of a read once nobody can go on with its stream any more."""
+        return blank_ids(data) if self.asks_ids else data
 
     def note(self, data: bytes) -> None:
         """Take note of what the client gets of a read."""
@@ -345,6 +359,12 @@ class Exchange:
         return self.attempts[-1] if self.attempts else None
 
     @property
+    def beginning(self) -> Attempt:
+        """The attempt with which its answer began: the last one, unless that goes on with it."""
+        continuation = self.continuation
+        return self.attempts[-1 if continuation is None or not continuation.breaks else continuation.first]
+
+    @property
     def answered_with(self) -> int:
         """The status that the client was told, ours or its replica's; 0 before."""
         return self.status or (self.attempts[-1].status if self.attempts else 0)
@@ -373,11 +393,16 @@ class Exchange:
         return attempt if attempt is not None and attempt.state is AttemptState.AWAITING else None
 
     def run_isolated(self, step: Callable[..., None], *given: object) -> None:
-        """Call `step`; an exception in it, a bug of ours, ends this request alone, with an answer."""
+        """Call `step`; an exception in it, a bug of ours, ends this request alone, with an answer if it has none."""
         try:
             step(*given)
         except Exception as error:
-            self.client.failed(self, error)
+            if self.is_continued:
+                log.error("a stream that was to be gone on with made the gateway fail", exc_info=error)
+                self.client_gone()
+                self.client.abort()
+            else:
+                self.client.failed(self, error)
 
     def forget_body(self) -> None:
         """It will not be sent again. Whoever else has this request may have it for long: the client's side until the
@@ -449,10 +474,11 @@ class Exchange:
         """Nobody can take it."""
         error.__traceback__ = None  # it has this request in its frames, and a trace keeps the error: a cycle
         if self.tried:
+            asked = len({attempt.backend for attempt in self.attempts})
             self.conductor.dispatch(
                 self,
                 ExchangeEvent.EXHAUSTED,
-                ApiError(502, f"no replica is left after {len(self.tried)} attempt(s); the last: {self.last_failure}"),
+                ApiError(502, f"no replica is left after {asked} attempt(s); the last: {self.last_failure}"),
             )
         else:
             self.conductor.dispatch(self, ExchangeEvent.REFUSED, error)

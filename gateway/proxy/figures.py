@@ -77,11 +77,12 @@ class Figures:
         attempt, prompt = exchange.attempt, exchange.prompt
         if outcome != "complete" or usage is None or attempt is None or prompt is None:
             return
-        if attempt.status != 200 or not attempt.first_at:
+        beginning = exchange.beginning
+        if attempt.status != 200 or not beginning.first_at:
             return
         metrics, qos = self._metrics, self.class_of(exchange)
         key, output = (qos, self.model_of(prompt)), usage.completion or (attempt.pieces if attempt.streams else 0)
-        first, end = attempt.first_at, attempt.ended_at
+        first, end = beginning.first_at, attempt.ended_at
         metrics.answer_e2e_seconds.observe(key, end - exchange.begun)
         if attempt.streams and not attempt.pauses and not attempt.is_continued:
             if output > LEAST_OUTPUT:
@@ -92,7 +93,7 @@ class Figures:
         if usage.cached:
             metrics.answer_tokens.inc(*key, "cached", by=usage.cached)
         begun = exchange.attempts[0].begun_at
-        sent = attempt.begun_at if attempt.leg is None else begun  # what a first leg took is part of the prefill
+        sent = beginning.begun_at if beginning.leg is None else begun  # what a first leg took is part of the prefill
         prepared = exchange.prepared_at or begun
         phases = metrics.answer_phase_seconds
         phases.inc(qos, "prepare", by=prepared - exchange.begun)

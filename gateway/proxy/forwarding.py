@@ -201,7 +201,7 @@ class TokenIdForwarding:
         """What is known of the process that is behind the replica now, and of ids as they are made now."""
         known, made_by = backend.forwarding, self._made_by(backend.id)
         if known.incarnation != backend.incarnation:
-            known = _forwarding(backend)
+            known = process_of(backend)
         if known.made_by != made_by:
             known.made_by = made_by
             if known.kinds:
@@ -215,7 +215,7 @@ class TokenIdForwarding:
         gone = [
             id
             for id, (known, _) in self._differed.items()
-            if (one := self._backends.get(id)) is None or _forwarding(one) is not known
+            if (one := self._backends.get(id)) is None or process_of(one) is not known
         ]
         for id in gone:
             del self._differed[id]
@@ -232,7 +232,7 @@ class TokenIdForwarding:
     def _begin_anew(self) -> None:
         log.info("token ids may be forwarded again: the replicas that made others are gone")
         for backend in self._backends.values():
-            backend.replica.takes_ids = _forwarding(backend).says()
+            backend.replica.takes_ids = process_of(backend).says()
 
     def _differ(self, backend: Backend, path: str, why: str) -> None:
         """End it for all replicas whose prompts are made in the same way."""
@@ -247,12 +247,12 @@ class TokenIdForwarding:
         for one in self._backends.values():
             if one.candidate.space != backend.candidate.space:
                 continue
-            _forwarding(one).kinds.clear()
+            process_of(one).kinds.clear()
             one.replica.takes_ids = f"{path}: no, {why if one is backend else f'replica {backend.id} makes other ids'}"
 
     def _reject(self, backend: Backend, path: str, why: str) -> None:
         """End it for this replica's process and this path."""
-        known = _forwarding(backend)
+        known = process_of(backend)
         if path not in known.rejected_because:
             for one in [one for one in known.kinds if one[0] == path]:
                 del known.kinds[one]
@@ -262,7 +262,7 @@ class TokenIdForwarding:
             log.warning("replica %s gets prompts at %s as text from now on: %s", backend.id, path, why)
 
 
-def _forwarding(backend: Backend) -> Forwarding:
+def process_of(backend: Backend) -> Forwarding:
     """What is known of the process that is behind the replica now."""
     known = backend.forwarding
     if known.incarnation != backend.incarnation:

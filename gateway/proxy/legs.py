@@ -8,7 +8,6 @@ into the bodies the engine's dialect knows (`Transfer`), what follows a failure 
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Sequence, Set
 from dataclasses import replace
 from time import monotonic
@@ -23,6 +22,7 @@ from ..http.upstream import Upstream, UpstreamError
 from .answers import error_status, foreign_head, read_usage
 from .backend import Backend
 from .blame import DOUBTFUL
+from .chunks import unchunked
 from .exchange import Attempt, Exchange, Legs, Parent, request_head
 from .retries import (
     ABORTED,
@@ -52,7 +52,6 @@ MARGIN = 10.0
 # A second leg without a byte is given up after so many times what was predicted, and these seconds on top of that: an
 # engine gives a transfer up by itself after minutes, if at all.
 STALLS_TIMES, STALLS_SECONDS = 10.0, 10.0
-CHUNK = re.compile(rb"([0-9A-Fa-f]{1,8})[^\r\n]*\r\n")
 
 
 class Kind:
@@ -382,19 +381,6 @@ class FirstLegs:
             backend.keeps_nothing.add(path)
             log.warning("replica %s keeps no KV cache for other replicas (%s, %s), so requests to it stay whole: %s",
                         backend.id, held.transfer.name, path, backend.replica.dialect.remedies.transfer)  # fmt: skip
-
-
-def unchunked(data: bytes) -> bytes:
-    """A complete body that came in chunks. Nothing is left out of one whose framing is not understood."""
-    pieces: list[bytes] = []
-    at = 0
-    while (found := CHUNK.match(data, at)) is not None:
-        size = int(found[1], 16)
-        if not size:
-            return b"".join(pieces)
-        pieces.append(data[found.end() : found.end() + size])
-        at = found.end() + size + 2
-    return data
 
 
 def _foreign(what: str) -> UpstreamError:

@@ -109,7 +109,8 @@ class Eligibility:
 
     def _taking(self, model: str | None, tried: tuple[Backend, ...] = ()) -> list[Backend]:
         """Whole requests. A replica of a slow pool, or one that is for prompts, takes them only if nobody else can."""
-        left = [one for one in self.backends.values() if one not in tried and one.serves(model)]
+        passed_over = frozenset(tried)
+        left = [one for one in self.backends.values() if one not in passed_over and one.serves(model)]
         if self.spills and _in_best_state(quick := [one for one in left if not one.replica.spill]):
             left = quick
         if self.roles.any and (found := _in_best_state([one for one in left if one.replica.role != PREFILL])):

@@ -346,7 +346,7 @@ class Proxy:
             self.conductor.continuing = Continuing(
                 self.conductor, self.eligible, metrics, as_text=continue_streams == "text", budget=continue_budget,
                 remake=lambda path, body: models.routes.prepare(path, body, None, self.eligible.adapters),
-                encode=models.encode,
+                encode=models.encode, long=self.preparation.long,
             )  # fmt: skip
             self.settling.on_end(self.conductor.continuing.settled)
         self.exchanges = self.conductor.under_way

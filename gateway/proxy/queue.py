@@ -291,11 +291,11 @@ class Queue:
         as_quoted = attempt is not None and _is_as_quoted(exchange, attempt, ticket)
         if not as_quoted:
             ticket.costs = None
-        if outcome != "complete" or attempt is None or not attempt.streams or not attempt.first_at:
+        if outcome != "complete" or attempt is None or not attempt.streams or not exchange.beginning.first_at:
             return
-        ttft, tokens = attempt.first_at - ticket.since, usage.completion if usage is not None else None
-        tpot = None  # nobody knows it of a short answer, nor of one whose client did not keep up
-        if tokens and tokens > LEAST_OUTPUT and not attempt.pauses:
+        ttft, tokens = exchange.beginning.first_at - ticket.since, usage.completion if usage is not None else None
+        tpot = None  # nobody knows it of a short answer, of one whose client did not keep up, nor of one that broke off
+        if tokens and tokens > LEAST_OUTPUT and not attempt.pauses and not attempt.is_continued:
             tpot = (attempt.ended_at - attempt.first_at) / (tokens - 1)
         met = fleet.ended(ticket, ttft, tpot)
         if met is not None:

@@ -242,6 +242,8 @@ class Settling:
         """A replica goes on with what another one began."""
         backend, at = attempt.backend, attempt.first_at or monotonic()
         backend.answers += 1
+        if attempt.exchange.unattributed_errors:
+            self._attribute(attempt.exchange, attempt)
         learns = attempt.sent_at >= self.held_up_at and backend.may_learn(at)
         self._router.first_token(attempt.placement, at, at - attempt.sent_at if learns else None)
 
@@ -310,7 +312,11 @@ class Settling:
         _, completion, cached = usage
         tokens = completion or attempt.pieces
         learns = (
-            attempt.streams and tokens > LEAST_OUTPUT and attempt.first_at > self.held_up_at and backend.may_learn(now)
+            attempt.streams
+            and not attempt.is_continued  # its usage is of the whole
+            and tokens > LEAST_OUTPUT
+            and attempt.first_at > self.held_up_at
+            and backend.may_learn(now)
         )
         # A second leg's cache came from elsewhere, and of a stream that was gone on with usage speaks as a whole.
         whole = attempt.leg is None and not attempt.is_continued

@@ -130,13 +130,14 @@ class BodyKind:
 class Forwarding:
     """What is known of one replica's process."""
 
-    __slots__ = ("incarnation", "made_by", "rejected_because", "accepts", "kinds", "checking")
+    __slots__ = ("incarnation", "made_by", "rejected_because", "accepts", "silent_at", "kinds", "checking")
 
     def __init__(self, incarnation: str | None = None):
         self.incarnation = incarnation
         self.made_by = 0  # the way of making ids of which the kinds are known
         self.rejected_because: dict[str, str] = {}  # by path
         self.accepts: set[str] = set()  # paths at which it was seen to use ids
+        self.silent_at: set[str] = set()  # paths at which it refuses to be asked for the ids that it writes
         self.kinds: dict[tuple[str, str], BodyKind] = {}  # by path and kind of body, the one seen last at the end
         self.checking: asyncio.Task[None] | None = None
 

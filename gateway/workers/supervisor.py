@@ -136,7 +136,7 @@ class Workers:
         each = settings.model_copy(update={
             "port": self.port, "workers": 1, "launch": 0, "pools": {}, "replica_url": (), "replica_file": None, "redis_url": redis_url,
             "model": settings.model or (str(directory) if directory else None),
-            "cache_budget": max(LEAST_BUDGET, settings.cache_budget // count), "request_budget": settings.request_budget // count or 1,
+            **budgets(settings, count),
         })  # fmt: skip
         self._made = [loop.create_future() for _ in range(count)]
         self._listening = [loop.create_future() for _ in range(count)]
@@ -351,6 +351,15 @@ async def all_of(futures: Sequence[asyncio.Future[None]]) -> None:
     """Wait for all; raise what the first of those that failed failed with."""
     for error in filter(None, await asyncio.gather(*futures, return_exceptions=True)):
         raise error
+
+
+def budgets(settings: Settings, count: int) -> dict[str, int]:
+    """What one of so many workers has of the memory that is given to all."""
+    return {
+        "cache_budget": max(LEAST_BUDGET, settings.cache_budget // count),
+        "request_budget": settings.request_budget // count or 1,
+        "continue_budget": settings.continue_budget // count or 1,
+    }
 
 
 def settle(future: asyncio.Future[None]) -> None:

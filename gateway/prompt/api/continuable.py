@@ -52,7 +52,7 @@ class Terms:
     the same prompt gets the same answer. `tells_ids`: the client itself asks for token ids."""
 
     path: str
-    fields: dict[str, Any]
+    kept: bytes  # a JSON object of the fields that mean the same for the rest
     refused: str = ""
     no_ids: str = ""
     greedy: bool = False
@@ -63,14 +63,19 @@ class Terms:
     def limit_of(self, prompt: Prompt) -> int | None:
         return prompt.max_tokens if prompt.max_tokens is not None else _DEFAULT_LIMIT.get(self.path)
 
+    def left(self, written: int) -> int | None:
+        """How many tokens the rest may have. An engine takes no less than 1, also where a text has as many as all of
+        the answer may have."""
+        return None if self.limit is None else max(1, self.limit - written)
+
     def rest(self, ids: bytes, written: int, around: tuple[bytes, bytes]) -> bytes:
         """The body that asks for what follows `ids`, of which the last `written` are of the answer. `around`: as of
         `forward.with_ids`."""
         from ..forward import written as as_json
 
-        fields = dict(self.fields)
+        fields = orjson.loads(self.kept)
         if self.limit is not None:
-            fields["max_output_tokens" if self.path == RESPONSES else "max_tokens"] = self.limit - written
+            fields["max_output_tokens" if self.path == RESPONSES else "max_tokens"] = self.left(written)
         if self.least > written and (self.limit is None or self.least <= self.limit):
             fields["min_tokens"] = self.least - written
         if self.path in (CHAT, COMPLETIONS):
@@ -80,7 +85,7 @@ class Terms:
         else:
             inner = b"".join((around[0], as_json(ids), around[1]))
             if self.path == RESPONSES:
-                fields["input"] = "-"
+                fields["input"], fields["store"] = "-", False  # its client knows it by another id
             else:
                 fields["messages"] = [{"role": "user", "content": "-"}]
         return b"".join((b"{", inner, b",", orjson.dumps(fields)[1:]))
@@ -94,7 +99,7 @@ def terms_of(prompt: Prompt, body: bytes) -> Terms | None:
     except (ValueError, msgspec.DecodeError, RecursionError):
         return None
     get, path = fields.get, prompt.path
-    terms = Terms(path, {name: value for name, value in fields.items() if name in _KEPT})
+    terms = Terms(path, orjson.dumps({name: value for name, value in fields.items() if name in _KEPT}))
     terms.refused = _refused(prompt, fields)
     terms.greedy = get("temperature") == 0
     terms.tells_ids = get("return_token_ids") is True

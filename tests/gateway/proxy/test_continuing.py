@@ -1,13 +1,17 @@
 """With --continue-streams: what ends a stream for its engine, and what its client gets then."""
 
 import asyncio
+import hashlib
 import json
 
 import orjson
 import pytest
 
+from gateway.overload import Overload
 from gateway.prompt.pipeline import Pipeline
 from gateway.proxy.retries import STALLED
+from gateway.tenants.keys import Keys
+from policies import Classes, QosClass, Rules, Slo
 from replicas import State
 from replicas.simulated.model import sim_model_dir
 
@@ -209,11 +213,20 @@ async def test_an_engine_that_refuses_to_go_on_is_passed_over():
         await eventually(s.idle)
 
 
-async def test_what_is_kept_has_a_budget():
-    async with continued(engine("1", b"", 2), engine("2"), continue_budget=10) as s:
+async def cut_short(reader, writer):
+    """An engine that breaks off after one word, whatever it was asked."""
+    await read_request(reader)
+    writer.write(SSE_HEAD + event("1", PROMPT_IDS) + event("1", [1], "a" * 2000) + event("1", [2], "b"))
+    await writer.drain()
+
+
+@pytest.mark.parametrize("budget", [10, 2000])  # before it is sent, and as it passes
+async def test_what_is_kept_has_a_budget(budget):
+    async with continued(cut_short, engine("2"), continue_budget=budget) as s:
         talk = await s.talk()
         await talk.say(post(BODY))
-        assert b"broke off" in (await talk.response())[2]
+        body = (await talk.response())[2]
+        assert b"broke off" in body and body.count(b'"b"') == 1
         assert s.metrics.streams_not_continued.total(reason="budget") == 1
         await eventually(lambda: s.idle() and not s.proxy.conductor.continuing.kept)
 
@@ -250,3 +263,224 @@ async def test_a_replica_that_is_not_ready_does_not_go_on():
         await talk.say(post(BODY))
         assert b"broke off" in (await talk.response())[2]
         assert s.metrics.streams_not_continued.total(reason="no replica") == 1
+
+
+async def crashes(reader, writer):
+    await read_request(reader)
+
+
+async def fails(reader, writer):
+    while True:
+        await read_request(reader)
+        writer.write(
+            b"HTTP/1.1 500 Internal Server Error\r\nContent-Type: application/json\r\nContent-Length: 2\r\n\r\n{}"
+        )
+
+
+async def test_one_crash_after_the_break_leaves_it_to_a_third_replica():
+    async with continued(engine("1", b"", 2), crashes, engine("3")) as s:
+        talk = await s.talk()
+        await talk.say(post(BODY))
+        assert told((await talk.response())[2]) == ("abcdef", {"1"})
+        await eventually(s.idle)
+
+
+async def test_replicas_that_crash_one_after_the_other_are_counted_as_crashes():
+    async with continued(engine("1", b"", 2), crashes, crashes, engine("4")) as s:
+        talk = await s.talk()
+        await talk.say(post(BODY))
+        assert b"broke off" in (await talk.response())[2]
+        assert s.metrics.streams_not_continued.total(reason="crashes") == 1
+        await eventually(s.idle)
+
+
+async def test_an_error_on_the_way_to_who_goes_on_is_that_replicas():
+    async with continued(engine("1", b"", 2), fails, engine("3")) as s:
+        second = [*s.proxy.backends][1]
+        talk = await s.talk()
+        await talk.say(post(BODY))
+        assert told((await talk.response())[2])[0] == "abcdef"
+        await eventually(s.idle)
+        assert s.metrics.upstream_errors.total(replica=second, kind="status 500") == 1
+        assert "status 500" in s.faults
+
+
+BARE_HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nConnection: close\r\n\r\n"
+
+
+def bare(head: bytes, first: int, last: int, end: bytes):
+    """Writes these words without chunks, and ends with `end`."""
+
+    async def script(reader, writer):
+        await read_request(reader)
+        raw = event("2", [*PROMPT_IDS, *range(1, first)])
+        raw += b"".join(
+            event("2", [number], WORDS[number - 1], finish_reason="length" if number == 6 else None)
+            for number in range(first, last + 1)
+        )
+        events = b"".join(line + b"\n\n" for line in raw.split(b"\r\n")[1::2] for line in [line.strip()] if line)
+        body = events + end
+        writer.write(head % len(body) if b"%d" in head else head)
+        writer.write(body)
+        await writer.drain()
+
+    return script
+
+
+LENGTH_HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nContent-Length: %d\r\n\r\n"
+DONE = b"data: [DONE]\n\n"
+
+
+@pytest.mark.parametrize("head", [BARE_HEAD, LENGTH_HEAD])
+async def test_the_rest_may_be_framed_in_another_way_than_the_beginning(head):
+    async with continued(engine("1", b"", 2), bare(head, 3, 6, DONE)) as s:
+        talk = await s.talk()
+        await talk.say(post(BODY))
+        assert told((await talk.response())[2]) == ("abcdef", {"1"})
+        await eventually(s.idle)
+
+
+async def test_chunks_may_follow_what_had_none():
+    async with continued(bare(BARE_HEAD, 1, 2, b""), engine("2")) as s:
+        talk = await s.talk()
+        await talk.say(post(BODY))
+        await talk.until(b"\r\n\r\n")
+        body = await talk.rest()
+        assert told(body)[0] == "abcdef" and b"\r\n" not in body
+        await eventually(s.idle)
+
+
+@pytest.mark.parametrize("end", [b"data: [DONE]", b"data: [DONE]\n"])
+async def test_a_last_event_without_a_blank_line_is_the_end(end):
+    async with continued(bare(BARE_HEAD, 1, 6, end)) as s:
+        talk = await s.talk()
+        await talk.say(post(BODY))
+        await talk.until(b"\r\n\r\n")
+        assert (await talk.rest()).endswith(DONE)
+        await eventually(s.idle)
+        assert not s.metrics.streams_not_continued.total() and not s.faults
+
+
+async def counts(reader, writer):
+    """Goes on with one word, and counts 20."""
+    given = json.loads((await read_request(reader))[1])["kv_transfer_params"]["prompt_token_ids"]
+    writer.write(SSE_HEAD + event("2", given) + event("2", [given[-1] + 1], "b"))
+    await writer.drain()
+    await asyncio.sleep(0.05)
+    usage = {"prompt_tokens": len(given), "completion_tokens": 20, "total_tokens": len(given) + 20}
+    writer.write(event("2", [given[-1] + 2], "c", finish_reason="stop"))
+    writer.write(chunk(b"data: " + orjson.dumps({"id": "2", "created": 1, "choices": [], "usage": usage}) + b"\n\n"))
+    writer.write(chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n")
+    await writer.drain()
+
+
+async def test_figures_speak_of_what_the_client_saw():
+    pause = 0.3
+
+    async def slow(reader, writer):
+        await read_request(reader)
+        writer.write(SSE_HEAD + event("1", PROMPT_IDS) + event("1", [1], "a"))
+        await writer.drain()
+        await asyncio.sleep(pause)
+        writer.write(event("1", [2], "b"))
+        await writer.drain()
+
+    async with continued(slow, counts, slo_figures=True) as s:
+        steps = {one.id: one.candidate.costs.step.value for one in s.proxy.backends.values()}
+        talk = await s.talk()
+        await talk.say(post(orjson.dumps(GREEDY | {"stream_options": {"include_usage": True}})))
+        await talk.response()
+        await eventually(s.idle)
+        spent = s.metrics.answer_phase_seconds.by("phase")
+        assert spent["decode"] >= pause and not spent.get("retry") and spent["engine"] < pause
+        assert not s.metrics.answer_tpot_seconds.count(("default", "m"))
+        assert {one.id: one.candidate.costs.step.value for one in s.proxy.backends.values()} == steps
+
+
+async def test_a_limit_on_the_first_token_is_met_by_the_replica_that_wrote_it():
+    """And nobody's time per token is that of a stream that broke off."""
+    pause = 0.4
+
+    async def slow(reader, writer):
+        await read_request(reader)
+        writer.write(SSE_HEAD + event("1", PROMPT_IDS) + event("1", [1], "a"))
+        await writer.drain()
+        await asyncio.sleep(pause)
+
+    qos = QosClass("only", slo=Slo(ttft=pause / 2))
+    async with continued(slow, counts, overload=Overload(Classes([qos], []), Rules(), None)) as s:
+        talk = await s.talk()
+        await talk.say(post(BODY))
+        assert told((await talk.response())[2])[0].startswith("a")
+        await eventually(s.idle)
+        assert s.metrics.slo_requests.by("outcome") == {"met": 1}
+
+
+async def test_a_tenant_is_charged_for_what_all_replicas_wrote(tmp_path):
+    file = tmp_path / "keys.yaml"
+    file.write_text(f"- {{name: one, sha256: {hashlib.sha256(b'hth-one').hexdigest()}}}\n")
+    events = []
+    async with continued(engine("1", b"", 3), fails, engine("3"), keys=Keys(file)) as s:
+        s.proxy.settling.on_end(lambda exchange, outcome, usage: events.append(exchange.attempts[-1].events))
+        s.proxy.settling.on_end(s.proxy.conductor.continuing.settled)
+        talk = await s.talk()
+        await talk.say(post(BODY, extra=b"authorization: Bearer hth-one\r\n"))
+        await talk.response()
+        await eventually(s.idle)
+        assert events == [8]  # the role, six words and the end
+
+
+async def test_a_text_of_as_many_tokens_as_the_answer_may_have_is_all_of_it():
+    async def first(reader, writer):
+        if b"return_token_ids" in (await read_request(reader))[1]:
+            writer.write(b"HTTP/1.1 400 Bad Request\r\nContent-Type: application/json\r\nContent-Length: 2\r\n\r\n{}")
+            await read_request(reader)
+        writer.write(SSE_HEAD + event("1", None, "one two three four five six seven eight"))
+        await writer.drain()
+
+    body = orjson.dumps(GREEDY | {"temperature": 0.5, "max_tokens": 4})
+    async with stack(first, cut_short, pipeline=PIPELINE, continue_streams="text") as s:
+        talk = await s.talk()
+        await talk.say(post(body))
+        answer = (await talk.response())[2]
+        assert told(answer)[0].endswith("eight") and b'"finish_reason":"length"' in answer
+        await eventually(s.idle)
+
+
+async def test_a_mistake_of_ours_while_it_is_placed_cuts_the_stream():
+    class Breaks:
+        def choose(self, *given):
+            raise RuntimeError("a bug")
+
+        def __getattr__(self, name):
+            return getattr(policy, name)
+
+    async def first(reader, writer):
+        await read_request(reader)
+        writer.write(SSE_HEAD + event("1", PROMPT_IDS) + event("1", [1], "a"))
+        await writer.drain()
+        s.proxy.router.policy = Breaks()
+
+    async with continued(first, engine("2")) as s:
+        policy = s.proxy.router.policy
+        talk = await s.talk()
+        await talk.say(post(BODY))
+        assert b"HTTP/1.1 500" not in await talk.rest() and not s.proxy.exchanges
+        s.proxy.router.policy = policy
+
+
+async def test_a_replica_that_takes_no_ids_beside_messages_is_not_asked():
+    class Other:
+        chat_token_ids = None
+
+        def __getattr__(self, name):
+            return getattr(dialect, name)
+
+    seen = []
+    async with continued(engine("1", b"", 2), engine("2", seen=seen), engine("3")) as s:
+        second = [*s.proxy.backends.values()][1]
+        dialect, second.replica.dialect = second.replica.dialect, Other()
+        talk = await s.talk()
+        await talk.say(post(BODY))
+        assert told((await talk.response())[2])[0] == "abcdef" and not seen
+        await eventually(s.idle)

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from gateway.proxy import legs
-from gateway.proxy.legs import unchunked
+from gateway.proxy.chunks import unchunked
 from replicas import State
 
 from ..http.talk import eventually, free_port, read_request

@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 import uvloop
 
-from gateway.config import load
+from gateway.config import SIZES, load
 from gateway.workers import supervisor
 from gateway.workers.member import Member
-from gateway.workers.supervisor import Workers
+from gateway.workers.supervisor import Workers, budgets
 
 
 @asynccontextmanager
@@ -116,3 +116,9 @@ async def test_stopping_does_not_wait_until_a_worker_would_be_replaced():
     async with asyncio.timeout(10):
         await workers.stop(0)
         await resting
+
+
+def test_workers_share_every_budget():
+    settings = load({"workers": 4}, {}).settings
+    each = budgets(settings, 4)
+    assert each == {name: getattr(settings, name) // 4 for name in SIZES if name.endswith("_budget")}

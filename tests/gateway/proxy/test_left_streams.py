@@ -1,0 +1,115 @@
+"""With --continue-streams: streams that nobody can go on with pass as they do without the setting."""
+
+import gzip
+import json
+
+import orjson
+import pytest
+
+from ..http.talk import eventually, read_request
+from .replies import SSE_HEAD, chunk, post
+from .test_continuing import BODY, GREEDY, PROMPT_IDS, continued, engine, event, told
+
+EVENTS = b"".join(
+    b'data: {"id":"1","choices":[{"index":0,"delta":{"content":"%d"},"finish_reason":null}]}\r\n\r\n' % number
+    for number in range(300)
+)
+PLAIN_HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n"
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"Content-Encoding: gzip\r\nTransfer-Encoding: chunked\r\n\r\n" + chunk(gzip.compress(EVENTS)) + b"0\r\n\r\n",
+        b"Content-Length: %d\r\n\r\n" % len(EVENTS) + EVENTS,
+    ],
+    ids=["gzip", "length"],
+)
+async def test_a_framing_that_cannot_be_gone_on_with_arrives_byte_for_byte(answer):
+    async def script(reader, writer):
+        while True:
+            await read_request(reader)
+            writer.write(PLAIN_HEAD + answer)
+
+    async with continued(script) as s:
+        talk = await s.talk()
+        for _ in range(2):  # the connection is good for another one
+            await talk.say(post(BODY))
+            _, headers, body = await talk.response()
+            assert (gzip.decompress(body) if "content-encoding" in headers else body) == EVENTS
+        await eventually(s.idle)
+        assert not s.proxy.conductor.continuing.kept and not s.proxy.conductor.continuing._refused
+
+
+THINKS = chunk(
+    b'data: {"id":"1","created":1,"choices":[{"index":0,"delta":{"reasoning":"Hm"},"finish_reason":null,"token_ids":[77,78]}]}\n\n'
+)
+
+
+@pytest.mark.parametrize("asks", [False, True])
+@pytest.mark.parametrize("cut", [0, 40, len(THINKS) + 25])
+async def test_from_an_unknown_event_on_a_stream_passes_unread_with_the_ids_that_its_client_asked_for(asks, cut):
+    """However the reads fall."""
+    last = event("1", [1234], "b", finish_reason="stop") + chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n"
+    rest = THINKS + event("1", [5], "a") + last
+    drained = []
+
+    async def script(reader, writer):
+        while True:
+            await read_request(reader)
+            writer.write(SSE_HEAD + event("1", PROMPT_IDS) + event("1", [1], "x") + rest[:cut])
+            await writer.drain()
+            if cut:
+                await eventually(lambda: len(drained) == 1)
+            writer.write(rest[cut:])
+
+    async with continued(script) as s:
+        talk = await s.talk()
+        await talk.say(post(orjson.dumps(GREEDY | ({"return_token_ids": True} if asks else {}))))
+        seen = await talk.until(b'"x"')
+        drained.append(1)
+        body = seen + await talk.until(b"0\r\n\r\n")
+        assert body.count(b"Hm") == 1 and body.count(b"[DONE]") == 1 and body.count(b'"content":"') == 4
+        assert [piece in body for piece in (b"[1]", b"[77,78]", b"[5]", b"[1234]")] == 4 * [asks]
+        await eventually(s.idle)
+
+
+async def test_an_engine_that_refuses_to_be_asked_for_ids_gets_requests_as_they_came():
+    seen = []
+
+    async def strict(reader, writer):
+        while True:
+            request = json.loads((await read_request(reader))[1])
+            seen.append("return_token_ids" in request)
+            if seen[-1]:
+                writer.write(
+                    b"HTTP/1.1 400 Bad Request\r\nContent-Type: application/json\r\nContent-Length: 2\r\n\r\n{}"
+                )
+                continue
+            writer.write(SSE_HEAD + event("1", None, "a") + event("1", None, "b", finish_reason="stop"))
+            writer.write(chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n")
+
+    async with continued(strict) as s:
+        for count in (2, 3):  # it is remembered
+            talk = await s.talk()
+            await talk.say(post(BODY))
+            status, _, body = await talk.response()
+            assert (status, told(body)[0], len(seen)) == (200, "ab", count)
+        assert seen == [True, False, False]
+        await eventually(s.idle)
+
+
+async def test_a_stream_that_is_left_and_breaks_off_is_counted_by_why():
+    async def script(reader, writer):
+        await read_request(reader)
+        writer.write(SSE_HEAD + event("1", PROMPT_IDS) + event("1", [1], "a") + THINKS)
+        await writer.drain()
+
+    tools = orjson.dumps(GREEDY | {"tools": [{"type": "function", "function": {"name": "f"}}]})
+    async with continued(script, script, engine("2")) as s:
+        for body, reason in ((BODY, "events"), (tools, "tools")):
+            talk = await s.talk()
+            await talk.say(post(body))
+            assert b"broke off" in (await talk.response())[2]
+            assert s.metrics.streams_not_continued.total(reason=reason) == 1
+        await eventually(s.idle)

@@ -24,7 +24,7 @@ from ..members import with_members
 from ..prompt.prompt import COMPLETIONS
 from .backend import Backend
 from .exchange import Attempt, Exchange, Parent
-from .token_ids import Unanswered, poster
+from .token_ids import poster
 
 if TYPE_CHECKING:
     from policies import QosClass
@@ -35,6 +35,7 @@ log = logging.getLogger("hitherto.proxy")
 
 ANSWER_SECONDS, PAUSE_SECONDS = 60.0, 30.0  # for an answer, and before the question is asked again without one
 FIELD = b"priority"
+REFUSALS = (400, 422)  # of the field; others speak of the client's key or model, or of the moment
 
 # What makes the head of a request of this length: `exchange.request_head`, or one like it.
 HeadOf = Callable[[Exchange, Attempt, int, Parent | None], bytes]
@@ -100,20 +101,17 @@ class Priorities:
                 timeout=aiohttp.ClientTimeout(ANSWER_SECONDS),
             ) as session:
                 status, _ = await poster(session)(COMPLETIONS, orjson.dumps(one))
-        except Unanswered as error:
+        except Exception as error:  # also where its credentials are no header
             log.info("replica %s: whether it takes priorities is not known yet: %s", backend.id, error)
-            known.again_at = monotonic() + PAUSE_SECONDS
             return
         finally:
-            known.asking = None
+            known.asking, known.again_at = None, monotonic() + PAUSE_SECONDS
         if status == 200:
             known.takes = True
             log.info("replica %s gets the priority of each request's class from now on", backend.id)
-        elif 400 <= status < 500 and status not in (401, 403, 408, 429):
+        elif status in REFUSALS:
             known.takes = False
             log.info("replica %s refuses priorities with status %d, and gets none", backend.id, status)
-        else:
-            known.again_at = monotonic() + PAUSE_SECONDS
 
 
 def _with_line(head_of: HeadOf, line: bytes) -> HeadOf:

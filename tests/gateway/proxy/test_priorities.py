@@ -129,6 +129,30 @@ async def test_an_engine_that_could_not_be_asked_is_asked_again(monkeypatch):
         assert [one.get("priority") for one in engine.bodies] == [None, 90]
 
 
+async def test_what_one_clients_model_is_answered_with_says_nothing_of_priorities(monkeypatch):
+    """The replica may have unloaded the adapter meanwhile, or never had it."""
+    monkeypatch.setattr("gateway.proxy.priorities.PAUSE_SECONDS", 0.0)
+    engine = Engine(404, 200)
+    async with classed(engine) as s:
+        await known(s, engine)
+        await send(s)
+        await eventually(lambda: any(one.takes for one in s.proxy.conductor.priorities._known.values()))
+        await send(s)
+        assert engine.bodies[-1]["priority"] == 90
+
+
+async def test_a_question_that_fails_is_not_asked_again_by_each_request(caplog):
+    caplog.set_level("INFO", "hitherto.proxy")
+    engine = Engine(200)
+    async with classed(engine) as s:
+        for backend in s.proxy.backends.values():
+            backend.replica.key = "no\nheader"
+        for _ in range(3):
+            await send(s)
+            await eventually(lambda: all(one.asking is None for one in s.proxy.conductor.priorities._known.values()))
+        assert engine.asked == 0 and caplog.text.count("is not known yet") == 1
+
+
 async def test_another_process_behind_the_address_is_asked_anew():
     engine = Engine(200, 400)
     async with classed(engine) as s:

@@ -114,15 +114,22 @@ def _map(each: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _control(each: Sequence[Mapping[str, Any] | None]) -> dict[str, Any] | None:
-    """Each worker controls what comes to it: of a model the one is told that takes most, and what all of them did."""
+    """Each worker controls what comes to it: of a model it is told what is taken at most, how near a class is to its
+    limits at worst, and what all of them did."""
     known = [one for one in each if one is not None]
     if not known:
         return None
     models: dict[str, Mapping[str, Any]] = {}
     for one in (model for status in known for model in status["models"]):
-        models[one["model"]] = max(one, models.get(one["model"], one), key=lambda model: model["level"])
+        models[one["model"]] = _controlled(one, models.get(one["model"], one))
     events = sorted([event for one in known for event in one["events"]], key=lambda event: event["at"])
     return {**known[0], "models": [*models.values()], "events": events[-100:]}
+
+
+def _controlled(one: Mapping[str, Any], other: Mapping[str, Any]) -> Mapping[str, Any]:
+    most = max(one, other, key=lambda model: model["level"])
+    pressures = {qos: max(value, other["pressures"].get(qos, 0.0)) for qos, value in one["pressures"].items()}
+    return {**most, "pressures": pressures, "wants_more": one["wants_more"] or other["wants_more"]}
 
 
 def _keys(each: Sequence[Mapping[str, Any] | None]) -> Mapping[str, Any] | None:

@@ -240,7 +240,7 @@ def test_nginx_takes_its_configuration(tmp_path):
 def test_the_quickstart_runs(tmp_path):
     """With this checkout's commands on the PATH, and free ports in place of the usual ones."""
     for name in ("hitherto", "loadgen"):
-        module = {"hitherto": "gateway.cli", "loadgen": "loadgen.cli"}[name]
+        module = {"hitherto": "gateway.cli", "loadgen": "loadgen.__main__"}[name]
         script = tmp_path / "bin" / name
         script.parent.mkdir(exist_ok=True)
         script.write_text(f"#!{sys.executable}\nimport sys\nfrom {module} import main\nsys.exit(main())\n")

@@ -7,19 +7,24 @@ import asyncio
 import json
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from time import perf_counter
+from typing import NamedTuple, NoReturn
 
 import orjson
 
 from loadgen.drive.client import Client
 from loadgen.drive.processes import Processes, Share
 from loadgen.drive.run import CHAT, COMPLETIONS, Asking, Run
-from loadgen.options import BadOption, Failed, flags, positive
+from loadgen.options import INTERRUPTED, BadOption, Failed, flags, positive
 from loadgen.workload import datasets
 from loadgen.workload.conversations import Workload
+
+# `timeout -s INT` tells its child and then the whole group: two so near each other are one wish
+_ONE_INTERRUPT_SECONDS = 0.2
 
 
 class Unreachable(Failed):
@@ -177,16 +182,29 @@ def load_of(args: argparse.Namespace, work: Workload, client: Client, asking: As
 
 @contextmanager
 def stopped_by_interrupt(load: Run | Processes) -> Iterator[None]:
-    """Ctrl-C within ends the load and still gives the report; a second Ctrl-C ends the program."""
+    """Ctrl-C within ends the load and still gives the report; a second Ctrl-C, also one during the report, ends the
+    program at once."""
     loop, before = asyncio.get_running_loop(), signal.getsignal(signal.SIGINT)
+    stopped: float | None = None
 
-    def stop() -> None:
-        loop.remove_signal_handler(signal.SIGINT)
-        load.stop()
+    def interrupted(*_: object) -> None:
+        nonlocal stopped
+        if stopped is None:
+            stopped = perf_counter()
+            load.stop()
+        elif perf_counter() - stopped > _ONE_INTERRUPT_SECONDS:
+            _end()
 
-    loop.add_signal_handler(signal.SIGINT, stop)
+    loop.add_signal_handler(signal.SIGINT, interrupted)
     try:
         yield
     finally:
         loop.remove_signal_handler(signal.SIGINT)
-        signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGINT, before if stopped is None else interrupted)
+
+
+def _end() -> NoReturn:
+    """End now, whatever is under way. Engines that were started end with this process (`stack.die_with_parent`)."""
+    if sys.stdout.isatty():
+        os.write(sys.stdout.fileno(), b"\x1b[?25h\n")  # the cursor, which the live view hides
+    os._exit(INTERRUPTED)

@@ -1,10 +1,12 @@
 """The command as a user meets it: a process, its exit code, what it prints and writes."""
 
 import asyncio
+import contextlib
 import csv
 import json
 import os
 import signal
+import subprocess
 import sys
 
 import pytest
@@ -255,6 +257,67 @@ async def test_interrupting_gives_the_report_of_what_was_done(engine, wire, tmp_
             out, _ = await process.communicate()
         assert process.returncode == 130
         assert b"3 of 3 requests answered" in out and b"3 not sent" in out and b"stopped early" in out
+
+
+TWICE = """
+import asyncio, os, signal, types, uvloop
+from loadgen.drive.target import stopped_by_interrupt
+
+async def go():
+    stopped = asyncio.Event()
+    with stopped_by_interrupt(types.SimpleNamespace(stop=stopped.set)):
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+        await stopped.wait()
+    os.kill(os.getpid(), signal.SIGINT)
+    print("report")
+
+uvloop.run(go())
+"""
+
+
+def test_two_interrupts_at_once_are_one():
+    """As `timeout -s INT` sends them: one to its child, one to the whole group."""
+    done = subprocess.run([sys.executable, "-c", TWICE], capture_output=True, text=True, timeout=30)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "report\n", "")
+
+
+ENDLESS = """
+import asyncio, types, uvloop
+from loadgen.drive.target import stopped_by_interrupt
+
+async def go():
+    with stopped_by_interrupt(types.SimpleNamespace(stop=lambda: print("stopping", flush=True))):
+        print("begun", flush=True)
+        await asyncio.Event().wait()
+
+uvloop.run(go())
+"""
+
+
+async def test_a_second_interrupt_ends_a_load_that_does_not_stop():
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", ENDLESS, stdout=asyncio.subprocess.PIPE)
+    try:
+        async with asyncio.timeout(30):
+            await process.stdout.readuntil(b"begun\n")
+            process.send_signal(signal.SIGINT)
+            await process.stdout.readuntil(b"stopping\n")
+            while process.returncode is None:
+                process.send_signal(signal.SIGINT)
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(process.wait(), 0.05)
+    finally:
+        if process.returncode is None:
+            process.kill()
+    assert process.returncode == 130
+
+
+def test_an_interrupt_while_the_program_loads_is_no_traceback():
+    interrupted = "import os, signal, sys; sys.argv = ['loadgen', '--help']; "
+    slow = "sys.modules['loadgen.cli'] = type('Slow', (), {'__getattr__': lambda *_: os.kill(os.getpid(), signal.SIGINT)})(); "
+    code = f"{interrupted}{slow}from loadgen.__main__ import main; raise SystemExit(main())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
+    assert (done.returncode, done.stderr) == (130, "")
 
 
 async def test_interrupting_a_comparison_tells_of_the_targets_measured_until_then(engine, wire, tmp_path):

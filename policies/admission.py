@@ -122,6 +122,13 @@ class Admission:
     def waiting(self) -> bool:
         return any(line.count for line in self.lines)
 
+    def close(self) -> bool:
+        """Leave the other fleets' space, as nobody asks here any more; False: not yet, since some wait."""
+        if self.waiting or self._gave_way:
+            return False
+        self.space.fleets.remove(self)
+        return True
+
     # --- a request asks
 
     def steps(self, qos: QosClass) -> tuple[str, ...]:

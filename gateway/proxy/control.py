@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from operator import add
 from time import monotonic, time
 from typing import TYPE_CHECKING, Any
@@ -80,6 +80,12 @@ class OverloadControl:
             fleet = self._fleets[admission] = Fleet(admission, Control(self._classes, self._window, now))
         fleet.names.add(name)
 
+    def keep(self, admissions: Iterable[Admission], models: Set[str]) -> None:
+        """There are these now, and a metric has these models."""
+        self._fleets = {one: self._fleets[one] for one in admissions if one in self._fleets}
+        for fleet in self._fleets.values():
+            fleet.names = fleet.names & models or fleet.names
+
     def look(self, now: float) -> None:
         """Judge the window if it is over: 2 ms of CPU for 256 series of both histograms. All fleets have the same one,
         so that each series is looked at once."""
@@ -148,15 +154,17 @@ class OverloadControl:
         }
 
     def reading(self) -> dict[str, Any]:
-        """For `Metrics.read_from`."""
-        fleets = [*self._fleets.values()]
-        return {
-            "control_level": {one.name: one.control.level for one in fleets},
-            "control_pressure_ratio": {
-                (qos, one.name): value for one in fleets for qos, value in one.control.pressures.items()
-            },
-            "more_replicas_wanted": {one.name: int(one.control.wants_more) for one in fleets},
-        }
+        """For `Metrics.read_from`; of fleets of one name, as two variants of a model have it, the worst."""
+        level: dict[str, int] = {}
+        ratio: dict[tuple[str, str], float] = {}
+        wanted: dict[str, int] = {}
+        for fleet in self._fleets.values():
+            name, control = fleet.name, fleet.control
+            level[name] = max(level.get(name, 0), control.level)
+            wanted[name] = max(wanted.get(name, 0), int(control.wants_more))
+            for qos, value in control.pressures.items():
+                ratio[qos, name] = max(ratio.get((qos, name), 0.0), value)
+        return {"control_level": level, "control_pressure_ratio": ratio, "more_replicas_wanted": wanted}
 
 
 def control_of(overload: Overload, metrics: Metrics, look_at_queue: Callable[[], None]) -> OverloadControl | None:

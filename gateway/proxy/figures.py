@@ -30,8 +30,8 @@ class Figures:
         """`class_of`: the name of a request's class; None: all are of one."""
         self._metrics = metrics
         self.class_of = class_of or (lambda exchange: DEFAULT_CLASS.name)
-        self._models: dict[str, None] = {}  # values of the label
-        metrics.know("model", self._models)
+        self.models: dict[str, None] = {}  # values of the label
+        metrics.know("model", self.models)
 
     # --- labels
 
@@ -39,22 +39,22 @@ class Figures:
         """These are the models' names now. One that is served no longer keeps its series while there is space."""
         served = sorted(names)
         for name in served:
-            if name in self._models:
+            if name in self.models:
                 continue
-            if len(self._models) >= MOST_MODELS:
-                gone = next((one for one in self._models if one not in served and one != OTHER), None)
+            if len(self.models) >= MOST_MODELS:
+                gone = next((one for one in self.models if one not in served and one != OTHER), None)
                 if gone is None:
-                    self._models[OTHER] = None
+                    self.models[OTHER] = None
                     return
-                del self._models[gone]
+                del self.models[gone]
                 self._metrics.forget(gone, "model")
-            self._models[name] = None
+            self.models[name] = None
 
     def model_of(self, prompt: Prompt) -> str:
         """What a client asked for is a label only if it is served."""
-        if prompt.model in self._models:
+        if prompt.model in self.models:
             return prompt.model
-        self._models.setdefault(OTHER)
+        self.models.setdefault(OTHER)
         return OTHER
 
     # --- what happens to requests

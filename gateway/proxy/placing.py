@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import replace
 from random import random
 from time import monotonic, perf_counter
@@ -258,6 +258,9 @@ class Gate(Protocol):
 
     def look(self) -> None:
         """There may be room for those that wait, or nobody left to wait for."""
+
+    def keep(self, spaces: Set[int], models: Set[str]) -> None:
+        """There are these spaces now, and a metric calls models by these names."""
 
     def forget(self, asker: Asker) -> None:
         """It wants no replica any more."""

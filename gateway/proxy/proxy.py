@@ -382,7 +382,8 @@ class Proxy:
         self.forwarding.look()
         if self.figures is not None:
             self.figures.serve(self.eligible.names)
-        if self.placing.queue is not None:
+        if self.placing.queue is not None and self.figures is not None:
+            self.placing.queue.keep({space.number for space in self.models.spaces}, self.figures.models.keys())
             self.placing.queue.look()
 
     def waited(self, replica: str, now: float) -> float:

@@ -8,7 +8,7 @@ wait again. Without classes and limits there is no queue, and `Placing.queue` is
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from math import ceil
 from time import monotonic
 from typing import TYPE_CHECKING, Any
@@ -172,6 +172,15 @@ class Queue:
         if fleet is None:
             fleet = self._fleets[space] = Admission(self._classes, self._rules, self._space)
         return fleet
+
+    def keep(self, spaces: Set[int], models: Set[str]) -> None:
+        """There are these spaces now, and a metric calls models by these names. What is known of others goes, once
+        nobody waits there."""
+        for space in self._fleets.keys() - spaces:
+            if self._fleets[space].close():
+                del self._fleets[space]
+        if self.control is not None:
+            self.control.keep(self._fleets.values(), models)
 
     def _turn_away(self, asker: Asker, ticket: Ticket, verdict: Verdict) -> None:
         self._take_ticket(asker)

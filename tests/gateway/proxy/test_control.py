@@ -71,6 +71,27 @@ def test_a_fleet_is_judged_by_its_own_models_alone():
     assert [admission.shed for admission in one.admissions] == [{"free"}, frozenset()]
 
 
+def test_of_two_fleets_of_one_name_the_worse_is_counted():
+    """As two variants of a model are, while one takes the other's place."""
+    one = Controlled(["m", "a"], ["m"])
+    one.answers("a", ENOUGH, ttft=2.0)
+    one.end_window()
+    reading = one.control.reading()
+    assert reading["control_level"] == {"a": 3, "m": 0}
+    one.control.keep(one.admissions, {"m"})
+    reading = one.control.reading()
+    assert reading["control_level"] == {"m": 3} and reading["more_replicas_wanted"] == {"m": 1}
+    assert reading["control_pressure_ratio"]["premium", "m"] == pytest.approx(2.0, rel=0.13)
+
+
+def test_a_fleet_that_is_none_any_more_is_not_judged():
+    one = Controlled(["m"], ["m"])
+    one.control.keep(one.admissions[1:], {"m"})
+    one.answers("m", ENOUGH, ttft=2.0)
+    one.end_window()
+    assert len(one.control.status()["models"]) == 1 and not one.admissions[0].shed and one.admissions[1].shed
+
+
 @pytest.mark.parametrize("fleets", [1, 64])
 def test_the_end_of_a_window_holds_nobody_up(fleets):
     """Of 64 names with answers in each of four classes, in one fleet as adapters are, or a fleet each. Measured: 2 ms

@@ -83,6 +83,32 @@ def exchanges():
     return [one for one in gc.get_objects() if type(one) is Exchange]
 
 
+async def test_of_a_space_that_is_none_any_more_nothing_is_kept_once_nobody_waits_there():
+    """Its prompts are made in another way from now on, or the model is served no more."""
+    engine = Engine()
+    async with queued(engine, slo=Slo(30.0)) as (s, queue):
+        first = await send(s, "a")
+        await eventually(lambda: engine.seen == ["a"])
+        second = await send(s, "b")
+        await eventually(lambda: sum(waiting(queue).values()) == 1)
+        (space,) = s.proxy.models.spaces
+        space.number = space.pipeline.space = space.number + 1
+        s.proxy.changed()
+        assert len(queue._space.fleets) == 1, "somebody waits"
+        engine.answer("a")
+        engine.answer("b")
+        assert (await first.response())[0] == (await second.response())[0] == 200
+        await eventually(s.idle)
+        s.proxy.changed()
+        assert queue._space.fleets == [] and s.proxy.control.status()["models"] == []
+        third = await send(s, "c")
+        await eventually(lambda: engine.seen[-1:] == ["c"])
+        engine.answer("c")
+        assert (await third.response())[0] == 200
+        s.proxy.changed()
+        assert len(queue._space.fleets) == len(s.proxy.control.status()["models"]) == 1
+
+
 async def test_who_finds_room_is_sent_at_once():
     engine = Engine()
     async with queued(engine) as (s, queue):

@@ -474,7 +474,7 @@ class Conductor:
         if exchange.tenant is None:
             attempt.tail.append(data)
             attempt.pieces = 1
-        elif error is None or data:
+        elif data or exchange.continuation is None:
             meter(attempt, data)
         if attempt.first_at:
             attempt.seen_at = attempt.first_at

@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 import json
+import threading
 
 import orjson
 import pytest
@@ -428,6 +429,78 @@ async def test_a_tenant_is_charged_for_what_all_replicas_wrote(tmp_path):
         await talk.response()
         await eventually(s.idle)
         assert events == [8]  # the role, six words and the end
+
+
+async def test_a_first_read_that_ends_within_an_event_is_no_event(tmp_path):
+    file = tmp_path / "keys.yaml"
+    file.write_text(f"- {{name: one, sha256: {hashlib.sha256(b'hth-one').hexdigest()}}}\n")
+    events, begun = [], asyncio.Event()
+    first = event("1", [1], "a", finish_reason="stop")
+
+    async def script(reader, writer):
+        await read_request(reader)
+        writer.write(SSE_HEAD + first[:-20])
+        await writer.drain()
+        await asyncio.wait_for(begun.wait(), 5)
+        writer.write(first[-20:] + chunk(DONE) + b"0\r\n\r\n")
+
+    async with continued(script, keys=Keys(file)) as s:
+        s.proxy.settling.on_end(lambda exchange, outcome, usage: events.append(exchange.attempts[-1].events))
+        talk = await s.talk()
+        await talk.say(post(BODY, extra=b"authorization: Bearer hth-one\r\n"))
+        await talk.until(b"\r\n\r\n")
+        begun.set()
+        await talk.until(b"0\r\n\r\n")
+        await eventually(s.idle)
+        assert events == [2]  # the word and the end
+
+
+async def test_replicas_that_were_not_asked_are_no_attempts():
+    async with continued(engine("1", b"", 2), fails, engine("3"), engine("4")) as s:
+        for other in [*s.proxy.backends.values()][2:]:
+            other.candidate.space = 9
+        talk = await s.talk()
+        await talk.say(post(BODY))
+        assert b"after 2 attempt(s)" in (await talk.response())[2]
+        await eventually(s.idle)
+
+
+async def test_others_are_served_while_a_text_is_tokenized():
+    pipeline, asked, may = Pipeline(sim_model_dir(), "m", 16), threading.Event(), threading.Event()
+
+    class Slow:
+        def encode(self, text):
+            asked.set()
+            assert may.wait(10)
+            return tokenizer.encode(text)
+
+        def __getattr__(self, name):
+            return getattr(tokenizer, name)
+
+    tokenizer, seen = pipeline.tokenizer, []
+
+    async def first(reader, writer):
+        if b"return_token_ids" in (await read_request(reader))[1]:
+            writer.write(b"HTTP/1.1 400 Bad Request\r\nContent-Type: application/json\r\nContent-Length: 2\r\n\r\n{}")
+            await read_request(reader)
+        writer.write(SSE_HEAD + event("1", None, "one two"))
+        await writer.drain()
+        seen.append(1)
+        pipeline.tokenizer = Slow()
+
+    body = orjson.dumps(GREEDY | {"temperature": 0.5, "max_tokens": 40})
+    async with stack(first, counts, pipeline=pipeline, continue_streams="text") as s:
+        talk = await s.talk()
+        await talk.say(post(body))
+        try:
+            await eventually(asked.is_set)
+            other = await s.talk()
+            await other.say(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert (await other.response())[0] == 200 and s.proxy.exchanges
+        finally:
+            may.set()
+        assert told((await talk.response())[2])[0] == "one twobc"
+        await eventually(s.idle)
 
 
 async def test_a_text_of_as_many_tokens_as_the_answer_may_have_is_all_of_it():

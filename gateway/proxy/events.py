@@ -204,9 +204,9 @@ class Names:
                 if item is not None:
                     item["id"] = self.item
             if "response" in data:
-                data["response"] |= orjson.loads(self.settings or b"{}") | {
-                    "store": False
-                }  # under this id nobody has it
+                data["response"] |= orjson.loads(self.settings or b"{}")
+                if "store" in data["response"]:
+                    data["response"]["store"] = False  # under this id no replica has it
 
 
 def join_counts(label: str, data: dict[str, Any], written: int, prompt: int) -> None:

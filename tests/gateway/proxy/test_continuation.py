@@ -69,7 +69,7 @@ class Engine:
         if self.label == "responses":
             item = {"id": "item " + self.name, "type": "message"}
             return (
-                self.event({"type": "response.created", "response": {"id": self.name, "created_at": 1, "output": []}})
+                self.event({"type": "response.created", "response": {"id": self.name, "created_at": 1, "store": True, "output": []}})
                 + self.event({"type": "response.output_item.added", "output_index": 0, "item": item})
                 + self.event({"type": "response.content_part.added", "item_id": item["id"], "part": {"type": "output_text", "text": ""}})
             )  # fmt: skip

@@ -34,6 +34,7 @@ class Remedies(NamedTuple):
 EVENTS_OFF = "KV events are off, the cache is guessed from traffic"
 TIERS_UNKNOWN = "it keeps KV cache in slower tiers, which nobody knows of without KV events: predictions leave it out"
 NO_CACHED_TOKENS = "answers do not say how many prompt tokens were cached, so predictions cannot be checked one by one"
+DRAINED = "it gets no requests until it is asked back"
 NO_REPLAY = (
     "KV events cannot be replayed: the gateway starts cold, and forgets this replica's cache when an event is lost"
 )

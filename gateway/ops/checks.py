@@ -22,7 +22,7 @@ from gateway.prompt.report import template_report
 from replicas.access import Access
 from replicas.adopt import Facts, problems_of
 from replicas.engines import TRANSFERS
-from replicas.problems import Problem
+from replicas.problems import DRAINED, Problem
 from replicas.replica import Address, EventSource, Replica, parse_url
 from replicas.roles import BOTH, REMEDY, SPEAK_ALIKE, lacks, unlike
 from replicas.served import base_names
@@ -310,6 +310,25 @@ def check_kept_out(address: Address, running: dict[str, Any] | None) -> Iterator
                           "start it, wait for it to load, or correct its URL; its other checks are skipped")  # fmt: skip
 
 
+def check_drained(settings: Settings, address: Address, running: dict[str, Any] | None) -> Iterator[Finding]:
+    """Replicas behind this address that were drained and not asked back, in the running gateway's own words."""
+    token = " -H 'authorization: Bearer TOKEN'" if admin_headers(settings) else ""
+    for one in (running or {}).get("replicas", []):
+        if one["url"] == address.url and one.get("state") == "stopped":
+            yield Finding("warn", f"replica {one['id']}", f"{one['reason']}, {_minutes(one['since_seconds'])} ago: {DRAINED}",
+                          f"""curl -X POST {admin_url(settings)}/replicas{token} -H 'content-type: application/json' -d '{{"url": "{one["url"]}"}}'""")  # fmt: skip
+
+
+def _minutes(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
+
+
+def ended_by_drain(address: Address, running: dict[str, Any] | None) -> bool:
+    """Whether the gateway launched this engine and ended it when it was drained, so that none is to be looked for."""
+    known = [one for one in (running or {}).get("replicas", []) if one["url"] == address.url]
+    return any(one.get("managed") and one.get("state") == "stopped" for one in known)
+
+
 def check_reached(address: Address, facts: Facts) -> Finding:
     if not facts.serving:
         return Finding(
@@ -351,7 +370,7 @@ def check_seen_by_gateway(
     known = {str(problem) for address, facts in replicas for problem in problems_by_subject(address, facts).values()}
     for one in (running or {}).get("replicas", []):
         for problem in one.get("problems", []):
-            if problem not in known and one.get("url") not in untried:
+            if problem not in known and one.get("url") not in untried and not problem.startswith(DRAINED):
                 yield Finding("warn", f"traffic {one['id']}", problem)
 
 

@@ -30,6 +30,7 @@ from gateway.ops.checks import (
     check_block_size,
     check_clock,
     check_context,
+    check_drained,
     check_gateway,
     check_hash_seeds,
     check_kept_out,
@@ -45,6 +46,7 @@ from gateway.ops.checks import (
     check_settings,
     check_traces,
     check_variants,
+    ended_by_drain,
     known_to,
     problems_by_subject,
     running_gateway,
@@ -132,6 +134,10 @@ class Examination(contextlib.AsyncExitStack):
             for finding in check_kept_out(address, self._running):
                 untried.add(address.url)
                 yield finding
+            for finding in check_drained(self._settings, address, self._running):
+                yield finding
+            if ended_by_drain(address, self._running):
+                untried.add(address.url)
             if address.url not in untried:
                 async for finding in self._engine(address):
                     yield finding

@@ -23,7 +23,7 @@ from gateway.tls import Certificate
 from policies import Ledger, Load
 from policies.verdicts import DECISIONS, REFUSED
 from replicas.lifecycle import ENGINE_THERE, TAKES_TRAFFIC, State
-from replicas.problems import NO_CACHED_TOKENS, Problem
+from replicas.problems import DRAINED, NO_CACHED_TOKENS, Problem
 from replicas.replica import Replica
 
 _EVENT_COUNTS = {
@@ -343,6 +343,8 @@ def _seen(replica: Replica, intake: Any) -> list[str]:
     found = list(intake.problems) if intake else []
     if replica.state is State.FAILED:
         found.append(f"no engine is there, and nothing is sent there: {replica.reason}")
+    if replica.state is State.STOPPED:
+        found.append(str(Problem(f"{DRAINED} ({replica.reason})", f'POST /replicas {{"url": "{replica.url}"}}')))
     if intake and intake.state == "unobserved":
         found.append(f"KV events are not followed, the cache is guessed from traffic: {intake.reason}")
     if replica.cached_tokens is False:

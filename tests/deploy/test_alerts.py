@@ -78,6 +78,7 @@ SCENES: dict[str, tuple[dict[str, str], list[int], list[int]]] = {
     ),
     "HithertoReplicaDown": (state("failed", "0x5 1x10 0x20"), [9], [4, 20]),
     "HithertoReplicaDegraded": (state("degraded", "0x5 1x10 0x20"), [9], [4, 20]),
+    "HithertoReplicaStopped": (state("stopped", "0x5 1x20 0x5 1x40 0x20"), [65], [4, 25, 34, 60, 75]),
     "HithertoReplicaRestarts": ({f"hitherto_replica_restarts_total{{{REPLICA}}}": "0x5 1 1 2x40"}, [9], [6, 30]),
     "HithertoReplicaSlow": (
         ttft("r1", "0+60x90", "0+60x90") | ttft("r2", "0+60x20 1200x30 1200+60x40", "0+60x90"),

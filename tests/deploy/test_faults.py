@@ -131,6 +131,12 @@ async def test_replicas_that_are_killed_stopped_failing_or_slow(tmp_path, engine
                 await fires()
                 engines.kill(0, signal.SIGCONT)
             await gateway.ready(2)
+            async with scene.during("HithertoReplicaStopped") as fires:
+                drained = (await gateway.status())["replicas"][0]
+                await gateway.admin.post(f"/replicas/{drained['id']}/drain")
+                await fires()
+                await gateway.admin.post("/replicas", json={"url": drained["url"]})
+            await gateway.ready(2)
             async with scene.during("HithertoNoReplica", "HithertoErrors") as fires:
                 engines.kill(0)
                 engines.kill(1)

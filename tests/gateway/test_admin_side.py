@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+import shlex
 
 import httpx
 import pytest
@@ -115,3 +116,23 @@ async def test_an_engine_that_does_not_answer_is_said(gateway, unused_tcp_port):
     answer = await gateway.admin.post(f"/replicas/{id}/engine/sleep")
     assert answer.status_code == 502 and answer.json()["error"]["code"] == "engine_unreachable"
     assert (await gateway.admin.delete(f"/replicas/{id}")).status_code == 200
+
+
+async def test_doctor_names_the_command_that_brings_a_drained_engine_back(gateway, capsys):
+    """An engine of the gateway's own, which a drain ends: that nothing listens at its address is as it should be."""
+    secret = ["--admin-token", gateway.secret]
+    async with running("--launch", "1", "--profile", "sim") as gateway:
+        (replica,) = (await gateway.ready(1))["replicas"]
+        await gateway.admin.post(f"/replicas/{replica['id']}/drain")
+        status = await gateway.until(lambda status: status["replicas"][0]["state"] == "stopped")
+        assert f'POST /replicas {{"url": "{replica["url"]}"}}' in status["replicas"][0]["problems"][0]
+        await command(gateway, "doctor", *secret)
+        said = capsys.readouterr().out
+        found = [line for line in said.splitlines() if line[6:].startswith(f"replica {replica['id']}")]
+        assert len(found) == 1 and "drained on request" in found[0] and found[0].startswith("warn"), said
+        _, _, method, url, *options = shlex.split(said[said.index("curl -X POST") :].splitlines()[0])
+        given = list(zip(options[::2], options[1::2], strict=True))
+        headers = dict(value.split(": ", 1) for option, value in given if option == "-H")
+        answer = await gateway.admin.request(method, url, headers=headers, content=dict(given)["-d"])
+        assert answer.status_code == 200, answer.text
+        await gateway.ready(1)

@@ -2,7 +2,7 @@
 // What is so now, from /status: replicas, what is amiss, admission, shadows, the map.
 
 const DENSE = 12; // replicas from which a row has one line, where nothing is amiss with it
-const TROUBLE = ["failed", "degraded", "starting", "warming", "draining"]; // in the order in which they stand
+const TROUBLE = ["failed", "degraded", "starting", "warming", "draining", "stopped"]; // in the order in which they stand
 
 function replicaRow(r, recent, whole, most, now) {
   const f = recent.figures.replicas[r.id] || {}, last = recent.failures[r.id];
@@ -13,7 +13,7 @@ function replicaRow(r, recent, whole, most, now) {
   return make("tr", {},
     make("td", {}, make("div", {class: "id"}, make("span", {class: "dot " + r.state, "aria-hidden": "true"}), r.id,
         r.role && r.role !== "both" ? make("span", {class: "tag"}, r.role) : null, make("span", {class: "unseen"}, r.state)),
-      make("div", {class: "sub why " + calm}, r.state === "ready" ? "ready for " + span(r.since_seconds) : r.reason.startsWith(r.state) ? r.reason : `${r.state}: ${r.reason}`)),
+      make("div", {class: "sub why " + calm}, r.state === "ready" ? "ready for " + span(r.since_seconds) : r.reason.startsWith(r.state) ? r.reason : r.state === "stopped" ? `stopped for ${span(r.since_seconds)}: ${r.reason}` : `${r.state}: ${r.reason}`)),
     cell("Requests", "", `${count(f.requests || 0)} `, make("span", {class: "sub"}, part == null ? "" : percent(part)), bar(most ? (f.requests || 0) / most : 0)),
     cell("In flight", "n", count(r.inflight), make("div", {class: "sub " + (r.waiting ? "" : "calm")}, r.waiting == null ? "" : `${r.waiting} waiting`)),
     cell("Hit rate", "", percent(rate), bar(rate)),

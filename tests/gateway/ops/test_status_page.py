@@ -3,7 +3,9 @@
 import asyncio
 import contextlib
 import os
+import re
 import signal
+import time
 
 import httpx
 import pytest
@@ -190,6 +192,18 @@ async def test_a_replica_that_died_is_shown_with_its_last_failure():
             f"[...document.querySelectorAll('#replicas tbody tr')].find(row => row.innerText.includes('{dead['id']}'))"
         )
         assert "killed" in (await page.until(f"{row}?.querySelector('.badish')?.parentNode.innerText")).lower()
+
+
+async def test_a_replica_that_was_drained_and_not_asked_back_is_worth_a_look():
+    gateway = Gateway()
+    replica = gateway.fleet.add("http://a:1")
+    replica.state, replica.reason, replica.since = State.STOPPED, "drained on request", time.monotonic()
+    async with served(gateway) as host, browser() as page:
+        await page.open(f"http://{host}/")
+        shown = await page.until("document.querySelector('#trouble:not([hidden])')?.innerText")
+        assert "a:1" in shown and 'POST /replicas {"url": "http://a:1"}' in shown
+        row = await page.ask("document.querySelector('#replicas tbody').innerText")
+        assert re.search(r"stopped for \d+ s: drained on request", row), row
 
 
 @pytest.mark.parametrize("width", [380, 760, 1360])

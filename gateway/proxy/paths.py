@@ -12,6 +12,7 @@ where a path is allowed by its beginning, its rest must be free of both.
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Sequence
 from urllib.parse import unquote
@@ -38,6 +39,7 @@ STORED_RESPONSE = re.compile(
     rf"/v1/responses/(?!(?:\.+|render)(?:/|\Z))([\w.:-]{{1,{LONGEST_RESPONSE_ID}}})(?:/(?:cancel|input_items))?",
     re.ASCII,
 )
+LIKE_A_SLIP = 0.9  # of a path: a letter left out of /v1/chat/completions gives 0.98, the shortest operators' path below
 # What may follow the beginning of a path that was allowed with `/*`.
 PLAIN_REST = re.compile(r"(?:(?!\.{1,2}(?:/|\Z))[\w.~:@!$&'()+,=-]+(?:/|\Z))*", re.ASCII)
 
@@ -68,13 +70,16 @@ def model_in(path: str) -> str | None:
     return name if name and not {"", ".", ".."} & {*name.split("/")} else None
 
 
-def refusal(path: str) -> str:
-    """What a client is told that asked for a path outside the allow-list."""
+def refusal(path: str, discreet: bool) -> str:
+    """What a client is told that asked for a path outside the allow-list. `discreet`: clients are tenants, and what
+    operators can do is not for them."""
     shown = path[:200]
-    if not PLAIN_REST.fullmatch(path, 1):  # nothing that an engine may read as another path
-        return f"{shown} is not part of the inference API, so this gateway does not send it to an engine"
+    said = f"{shown} is not part of the inference API, so this gateway does not send it to an engine"
+    if near := difflib.get_close_matches(shown, (*PROMPT_PATHS, *OTHER_PATHS), 1, LIKE_A_SLIP):
+        return f"{said}: did you mean {near[0]}?"
+    if discreet or not PLAIN_REST.fullmatch(path, 1):  # nothing that an engine may read as another path
+        return said
     return (
-        f"{shown} is not part of the inference API, so this gateway does not send it to an engine. "
-        f"Operators reach it at /replicas/ID/engine{shown} of the admin side, "
+        f"{said}. Operators reach it at /replicas/ID/engine{shown} of the admin side, "
         f"or open it to clients with --allow-path {shown}"
     )

@@ -31,10 +31,11 @@ if TYPE_CHECKING:
 
 
 class Eligibility:
-    """`replicas`: all that are known, for the words of a 503. `backends` are those that were ready once."""
+    """`replicas`: all that are known, for the words of a 503. `backends` are those that were ready once. `discreet`:
+    clients are tenants, who are told nothing of the replicas, which may serve others too."""
 
-    def __init__(self, models: Models, router: Router, replicas: Mapping[str, Replica]):
-        self.models, self._router, self._replicas = models, router, replicas
+    def __init__(self, models: Models, router: Router, replicas: Mapping[str, Replica], discreet: bool = False):
+        self.models, self._router, self._replicas, self._discreet = models, router, replicas, discreet
         self.backends: dict[str, Backend] = {}
         self.names: dict[str, str | None] = {}  # every served name, with the base model of an adapter
         self.adapters: frozenset[str] = frozenset()
@@ -180,6 +181,8 @@ class Eligibility:
                 param="model",
                 code="model_not_found",
             )
+        if self._discreet:
+            return ApiError(503, "no replica is ready" if model is None else f"no replica of {model[:200]!r} is ready")
         states = "; ".join(f"{one.id} is {one.state}: {one.reason}" for one in self._replicas.values())
         return ApiError(503, f"no replica is ready ({states or 'none is known'})")
 

@@ -308,7 +308,7 @@ class Proxy:
     ):
         self.models, self.router, self.metrics = models, router, metrics
         self.allowed_paths = AllowedPaths(allow_paths)
-        self.eligible = Eligibility(models, router, replicas)
+        self.eligible = Eligibility(models, router, replicas, keys is not None)
         self.backends = self.eligible.backends
         responses = Responses()
         self.placing = Placing(
@@ -471,7 +471,7 @@ class Proxy:
         elif path not in self.allowed_paths:
             if (model := model_in(path)) is not None:
                 return self._no_model(model, method)
-            return ApiError(404, refusal(path), code="path_not_allowed")
+            return ApiError(404, refusal(path, self.keys is not None), code="path_not_allowed")
         if method not in METHODS:
             return ApiError(
                 405, f"{method} is not supported", headers=[(b"allow", ", ".join(sorted(METHODS)).encode())]

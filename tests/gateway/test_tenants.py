@@ -206,3 +206,19 @@ def test_the_engines_key_is_not_shown(capsys, monkeypatch):
     monkeypatch.setenv("HITHERTO_ENGINE_API_KEY", ENGINE_KEY)
     assert main(["config"]) == 0
     assert ENGINE_KEY not in capsys.readouterr().out
+
+
+async def test_a_tenant_is_told_nothing_of_replicas_and_of_what_operators_can_do(file, engine):
+    arguments = ("--api-keys", str(file), "--replica-url", engine.url, "--model", "sim")
+    async with running(*arguments, env=SECRET) as gateway:
+        (replica,) = (await gateway.ready(1))["replicas"]
+        await gateway.admin.post(f"/replicas/{replica['id']}/drain")
+        await gateway.until(lambda status: status["replicas"][0]["state"] == "stopped")
+        body = {"model": "sim", "prompt": "hello", "max_tokens": 2}
+        refused = await gateway.client.post("/v1/completions", json=body, headers=bearer("one"))
+        assert refused.status_code == 503 and refused.json()["error"]["message"] == "no replica of 'sim' is ready"
+        models = await gateway.client.get("/v1/models", headers=bearer("one"))
+        assert replica["id"] not in models.text
+        refused = await gateway.client.post("/sleep", headers=bearer("one"))
+        assert refused.status_code == 404 and "admin" not in refused.text and "--allow-path" not in refused.text
+        assert replica["id"] in (await gateway.admin.get("/readyz")).text, "operators are told"

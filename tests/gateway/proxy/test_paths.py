@@ -113,7 +113,9 @@ async def test_an_operators_verb_reaches_no_engine_and_the_refusal_says_where_it
                 assert status == 404, path
                 told = json.loads(body)["error"]
                 assert told["code"] == "path_not_allowed"
-                if not any(odd in path for odd in ("..", "%", ";", "//", "#")):
+                if path == "/v1/chat/completions/":
+                    assert told["message"].endswith("did you mean /v1/chat/completions?")
+                elif not any(odd in path for odd in ("..", "%", ";", "//", "#")):
                     assert "--allow-path" in told["message"] and "/replicas/ID/engine" in told["message"]
                 elif ".." in path:
                     assert "--allow-path" not in told["message"], "nobody should allow that"
@@ -123,6 +125,23 @@ async def test_an_operators_verb_reaches_no_engine_and_the_refusal_says_where_it
         )
         assert seen == [] and s.idle()
         assert s.metrics.requests.total(status="4xx") == 3 * len(OPERATORS) + 1
+
+
+@pytest.mark.parametrize(
+    ("slip", "meant"),
+    [
+        ("/v1/chat/completion", "/v1/chat/completions"),
+        ("/chat/completions", "/v1/chat/completions"),
+        ("/v1/message", "/v1/messages"),
+    ],
+)
+async def test_a_slip_in_a_path_is_told_what_was_meant_and_not_to_be_opened(slip, meant):
+    async with stack(answers()) as s:
+        talk = await s.talk()
+        await talk.say(post(b"{}", path=slip.encode()))
+        status, _, body = await talk.response()
+        said = json.loads(body)["error"]["message"]
+        assert status == 404 and said.endswith(f"did you mean {meant}?") and "--allow-path" not in said
 
 
 async def test_all_that_vllm_has_for_clients_reaches_the_engine():

@@ -312,11 +312,17 @@ def check_kept_out(address: Address, running: dict[str, Any] | None) -> Iterator
 
 def check_drained(settings: Settings, address: Address, running: dict[str, Any] | None) -> Iterator[Finding]:
     """Replicas behind this address that were drained and not asked back, in the running gateway's own words."""
-    token = " -H 'authorization: Bearer TOKEN'" if admin_headers(settings) else ""
+    headers = "-H 'content-type: application/json'" + (
+        " -H 'authorization: Bearer TOKEN'" if admin_headers(settings) else ""
+    )
     for one in (running or {}).get("replicas", []):
         if one["url"] == address.url and one.get("state") == "stopped":
-            yield Finding("warn", f"replica {one['id']}", f"{one['reason']}, {_minutes(one['since_seconds'])} ago: {DRAINED}",
-                          f"""curl -X POST {admin_url(settings)}/replicas{token} -H 'content-type: application/json' -d '{{"url": "{one["url"]}"}}'""")  # fmt: skip
+            yield Finding(
+                "warn",
+                f"replica {one['id']}",
+                f"{one['reason']}, {_minutes(one['since_seconds'])} ago: {DRAINED}",
+                f"""curl -X POST {admin_url(settings)}/replicas {headers} -d '{{"url": "{one["url"]}"}}'""",
+            )
 
 
 def _minutes(seconds: float) -> str:

@@ -108,3 +108,13 @@ def test_who_waits_for_nobody_is_answered_as_without_a_queue():
         load(one, 4.0, 20.0)
         one.run()
     assert [record.first for record in plain.result.records] == [record.first for record in asked.result.records]
+
+
+def test_capped_answers_teach_no_length():
+    """All others have 400 tokens, and that is what is expected."""
+    one = fleet("degrade", replicas=1)
+    load(one, 60.0, 10.0, tokens=4000, output=400)
+    lengths = [record.output for record in one.run().records if not record.error]
+    assert lengths.count(400) > 5 and lengths.count(128) > 5
+    (kind,) = one.gateways[0].router.outputs._spaces.values()
+    assert kind.mean == 400.0

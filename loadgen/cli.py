@@ -7,6 +7,7 @@ message and exit code 2 before anything is sent; a server that can't be reached 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from importlib.metadata import version
 from typing import NoReturn
@@ -21,6 +22,8 @@ from loadgen.options import BadInput, Failed
 from loadgen.plan import verb as plan
 from loadgen.simulate import verb as simulate
 from replicas.simulated import complaints
+
+_WIDE = 250  # columns where no terminal says how many it has
 
 
 class Parser(argparse.ArgumentParser):
@@ -40,12 +43,14 @@ def main(argv: list[str] | None = None, prog: str = "loadgen") -> int:
     if unknown:
         verbs = next(action for action in parser._actions if action.dest == "verb").choices or {}
         parser.exit(2, f"{prog} {args.verb}: {complaints.unknown(unknown[0], verbs[args.verb])}\n")
+    if args.verb == "version":
+        print(_version(prog))
+        return 0
     if args.verb == "completion":
         print(shtab.complete(parser, args.shell))
         return 0
     try:
-        # with --json - standard output is the JSON's alone
-        return uvloop.run(args.act(args, Console(highlight=False, stderr=str(args.json) == "-")))
+        return uvloop.run(args.act(args, _console(args)))
     except BadInput as error:
         print(f"{prog} {args.verb}: {error}", file=sys.stderr)
         return 2
@@ -54,6 +59,14 @@ def main(argv: list[str] | None = None, prog: str = "loadgen") -> int:
         return 1
     except KeyboardInterrupt:
         return 130
+
+
+def _console(args: argparse.Namespace) -> Console:
+    """Where reports go: with `--json -` standard output is the JSON alone. Pipes and files have room for any table."""
+    console = Console(highlight=False, stderr=str(args.json) == "-")
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = _WIDE
+    return console
 
 
 def _parsed(parser: argparse.ArgumentParser, argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -72,15 +85,20 @@ def hitherto_plan(argv: list[str]) -> int:
 
 def build_parser(prog: str) -> argparse.ArgumentParser:
     parser = Parser(prog=prog, description="Load tests for OpenAI endpoints.")
-    parser.add_argument("-V", "--version", action="version", version=f"{prog} {version('hitherto')}")
+    parser.add_argument("-V", "--version", action="version", version=_version(prog))
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="COMMAND", parser_class=Parser)
     for verb, add_arguments, act, about in VERBS:
         one = verbs.add_parser(verb, help=about)
         add_arguments(one)
         one.set_defaults(act=act)
+    verbs.add_parser("version", help="print the version")
     completion = verbs.add_parser("completion", help="print a script that completes commands and flags in a shell")
     completion.add_argument("shell", choices=shtab.SUPPORTED_SHELLS)
     return parser
+
+
+def _version(prog: str) -> str:
+    return f"{prog} {version('hitherto')}"
 
 
 VERBS = (
@@ -103,7 +121,7 @@ VERBS = (
     ("demo", demo.add_arguments, demo.demo_verb, "two policies side by side, live, in about two minutes"),
 )
 
-COMMANDS = [*(verb for verb, *_ in VERBS), "completion"]
+COMMANDS = [*(verb for verb, *_ in VERBS), "version", "completion"]
 
 
 if __name__ == "__main__":

@@ -10,13 +10,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import orjson
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from loadgen.options import BadInput, flags
-from loadgen.report import comparison, files, noise, seeds, show
+from loadgen.report import comparison, files, fitting, noise, seeds, show
+from loadgen.report.fitting import Fitting
 from loadgen.report.noise import Verdict
 from loadgen.report.summary import PERCENTILES, Report, Reports, percentile_name
 
@@ -77,33 +77,61 @@ def differences(old: Mapping[str, object], new: Mapping[str, object]) -> list[st
         was, now = old.get(part) or {}, new.get(part) or {}
         for key in dict.fromkeys((*was, *now)):
             if key not in _PASSED_OVER and was.get(key) != now.get(key):
-                found.append(f"{key} {was.get(key)} → {now.get(key)}")
-    was, now = old.get("setting") or {}, new.get("setting") or {}
+                found.append(_difference(key, was.get(key), now.get(key)))
+    was, now = ({"seeds": 1, **(one.get("setting") or {})} for one in (old, new))
     found += [
-        f"{key} {was.get(key)} → {now.get(key)}" for key in ("seed", "seeds", "machine") if was.get(key) != now.get(key)
+        _difference(key, was.get(key), now.get(key))
+        for key in ("seed", "seeds", "machine")
+        if was.get(key) != now.get(key)
     ]
     return found
 
 
-def table(args: argparse.Namespace, old: Report, new: Report) -> Table:
-    shown = Table(box=SIMPLE_HEAD, pad_edge=False, header_style="bold")
-    shown.add_column("")
-    for title in ("A", "B", "change"):
-        shown.add_column(title, justify="right", no_wrap=True)
-    shown.add_column("", no_wrap=True)
+def _difference(key: str, was: object, now: object) -> str:
+    """A load or a fleet has settings of its own: what only one of the two has is said to be that one's."""
+    if was is None or now is None:
+        return f"{key} {now if was is None else was} in {'B' if was is None else 'A'} alone"
+    return f"{key} {was} → {now}"
+
+
+def table(args: argparse.Namespace, old: Report, new: Report) -> Fitting:
+    seeded = "by_seed" in old or "by_seed" in new
+
+    def drawn(put: fitting.Put, joint: str | None) -> Table:
+        """`joint`: what stands between a change and its verdict in one column, None: they have one each."""
+        shown = fitting.table(ranges_left_out=put is fitting.without and seeded)
+        for title in ("A", "B", "change"):
+            shown.add_column(title, justify="right", no_wrap=True)
+        if joint is None:
+            shown.add_column("", no_wrap=True)
+        for label, was, now, change, verdict in _rows(old, new):
+            end = (change, verdict) if joint is None else (Text.assemble(change, joint if change else "", verdict),)
+            shown.add_row(label, put(was), put(now), *end)
+        return shown
+
+    return Fitting(
+        drawn(fitting.beside, None),
+        drawn(fitting.below, None),
+        drawn(fitting.below, "\n"),
+        drawn(fitting.without, None),
+        drawn(fitting.without, "\n"),
+    )
+
+
+def _rows(old: Report, new: Report) -> Iterator[tuple[str, str, str, str, Text]]:
+    """Of each figure its name, both values, the change, and what became of it."""
     for row in show.rows_of({"": new}):
         was, now = seeds.mean(old, row.read), seeds.mean(new, row.read)
         if was is None and now is None:
             continue
         verdict = noise.judged(row, new, old)
-        shown.add_row(
+        yield (
             row.label,
             show.written(old, row.read, row.form),
             show.written(new, row.read, row.form),
             "" if was is None or now is None else comparison.change(row, was, now),
             Text("" if verdict is Verdict.NEITHER else verdict.value, _LOOKS[verdict]),
         )
-    return shown
 
 
 def verdict_of(name: str, old: Report, new: Report) -> tuple[str, dict[Verdict, list[str]]]:

@@ -16,7 +16,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -26,7 +25,8 @@ from loadgen.drive import target
 from loadgen.drive.client import Client
 from loadgen.drive.records import Record
 from loadgen.options import ATTAINMENT, BadOption
-from loadgen.report import files, rates, seeds, show
+from loadgen.report import files, fitting, rates, seeds, show
+from loadgen.report.fitting import Fitting
 from loadgen.report.summary import Records, Report, now, setting
 from loadgen.workload import datasets
 from loadgen.workload.conversations import Workload, offer
@@ -297,22 +297,30 @@ def conclude(
     )
 
 
-def table(sweep: Sweep) -> Table:
+def table(sweep: Sweep) -> Fitting:
     """The curve: a row for each rate, lowest first."""
-    made = Table(box=SIMPLE_HEAD, pad_edge=False, header_style="dim")
     steps = sorted(sweep.steps, key=lambda step: step["rate"])
     columns = show.ends(steps[0]["report"]) if steps else []
-    for title in ("offered /s", "answered /s", "within the SLO", *(title for title, *_ in columns), "hit rate"):
-        made.add_column(title, justify="right")
-    for step in steps:
-        report = step["report"]
-        made.add_row(
-            f"{step['rate']:.4g}",
-            show.written(report, show.path_of("request_throughput"), show.number),
-            Text(
-                show.written(report, show.path_of("goodput", "share"), show.percent), "green" if step["kept"] else "red"
-            ),
-            *(show.written(report, show.path_of(key, percentile), show.milliseconds) for _, key, percentile in columns),
-            show.written(report, show.path_of("cache", "hit_rate"), show.percent),
-        )
-    return made
+    titles = ("offered /s", "answered /s", "within the SLO", *(title for title, *_ in columns), "hit rate")
+
+    def drawn(put: fitting.Put, in_two_lines: bool) -> Table:
+        left_out = put is fitting.without and any("by_seed" in step["report"] for step in steps)
+        made = fitting.table(named=False, header_style="dim", ranges_left_out=left_out)
+        for title in titles:
+            made.add_column(title.replace(" ", "\n", 1) if in_two_lines else title, justify="right", no_wrap=True)
+        for step in steps:
+            report = step["report"]
+            made.add_row(
+                f"{step['rate']:.4g}",
+                put(show.written(report, show.path_of("request_throughput"), show.number)),
+                Text(
+                    put(show.written(report, show.path_of("goodput", "share"), show.percent)),
+                    "green" if step["kept"] else "red",
+                ),
+                *(put(show.written(report, show.path_of(*path), show.milliseconds)) for _, *path in columns),
+                put(show.written(report, show.path_of("cache", "hit_rate"), show.percent)),
+            )
+        return made
+
+    ways = [(put, two) for put in (fitting.beside, fitting.below, fitting.without) for two in (False, True)]
+    return Fitting(*(drawn(*way) for way in ways))

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from loadgen.report import noise, rates, seeds, warm
+from loadgen.report import fitting, noise, rates, seeds, warm
+from loadgen.report.fitting import Fitting
 from loadgen.report.summary import Report, Reports, fair_share
 
 _SHARES = 4  # replicas whose requests are told one by one
@@ -71,17 +71,19 @@ def _head(report: Report) -> Text:
     return text
 
 
-def _latencies(report: Report) -> Table:
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, header_style="dim")
-    table.add_column("")
-    columns = ("mean", *report["percentiles"])
-    for name in columns:
-        table.add_column(name, justify="right")
-    table.add_column("", style="dim")
+def _latencies(report: Report) -> Fitting:
+    def drawn(put: fitting.Put) -> Table:
+        table = fitting.table(header_style="dim", ranges_left_out=put is fitting.without and "by_seed" in report)
+        columns = ("mean", *report["percentiles"])
+        for name in columns:
+            table.add_column(name, justify="right", no_wrap=True)
+        table.add_column("", style="dim", no_wrap=True)
+        for label, key, meaning in (*LATENCIES[:1], *waited, *LATENCIES[1:]):
+            table.add_row(label, *(put(written(report, path_of(key, name), milliseconds)) for name in columns), meaning)
+        return table
+
     waited = (("TTFT", "ttft_from_due_ms", "from when it was due"),) if report["generator"]["was_the_limit"] else ()
-    for label, key, meaning in (*LATENCIES[:1], *waited, *LATENCIES[1:]):
-        table.add_row(label, *(written(report, path_of(key, name), milliseconds) for name in columns), meaning)
-    return table
+    return Fitting(*map(drawn, (fitting.beside, fitting.below, fitting.without)))
 
 
 def _facts(report: Report) -> Table:
@@ -201,21 +203,36 @@ class Cell(NamedTuple):
     best: bool = False  # of the row, where another is worse by more than noise
     worse: bool = False  # than the first target, by more than noise
 
+    @property
+    def look(self) -> str:
+        return "bold green" if self.best else "red" if self.worse else ""
 
-def comparison_table(reports: Reports, rows: Sequence[Row] | None = None) -> Table:
+
+def comparison_table(reports: Reports, rows: Sequence[Row] | None = None) -> Fitting:
     """One column per target; of each row with a better and a worse the best is green, what is worse than the first
-    target red."""
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, header_style="bold")
-    table.add_column("")
-    for name in reports:
-        table.add_column(name, justify="right", no_wrap=True)
-    for label, cells in compared(reports, rows):
-        table.add_row(
-            label, *(Text(cell.text, "bold green" if cell.best else "red" if cell.worse else "") for cell in cells)
-        )
+    target red. Where a terminal is too narrow for all targets, those that do not fit follow below."""
+    cells = list(compared(reports, rows))
     if any(report["replicas"] for report in reports.values()):
-        table.add_row("requests per replica", *(shares(report) for report in reports.values()))
-    return table
+        cells.append(("requests per replica", [Cell(shares(report)) for report in reports.values()]))
+    names, seeded = list(reports), any("by_seed" in report for report in reports.values())
+
+    def drawn(put: fitting.Put, first: int = 0, last: int | None = None) -> Table:
+        table = fitting.table(ranges_left_out=put is fitting.without and seeded)
+        for name in names[first:last]:
+            table.add_column(name, justify="right", no_wrap=True)
+        for label, figures in cells:
+            table.add_row(label, *(Text(put(one.text), one.look) for one in figures[first:last]))
+        return table
+
+    def below_each_other(most: int) -> Group:
+        return Group(*(drawn(fitting.without, at, at + most) for at in range(0, len(names), most)))
+
+    return Fitting(
+        drawn(fitting.beside),
+        drawn(fitting.below),
+        drawn(fitting.without),
+        *(below_each_other(most) for most in range(len(names) - 1, 0, -1)),
+    )
 
 
 def compared(reports: Reports, rows: Sequence[Row] | None = None) -> Iterator[tuple[str, list[Cell]]]:

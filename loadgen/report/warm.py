@@ -40,8 +40,13 @@ def notice(report: Report) -> Iterable[str]:
     """What a reader must know of it."""
     found = report.get("warm_caches")
     if found and found["cached_tokens"] > NOTICED * found["prompt_tokens"]:
+        prompts = (
+            f"of {found['requests']:,.0f} prompts that begin like none before them"
+            if found["requests"] > 1
+            else "of the one prompt that begins like none before it"
+        )
         yield (
-            f"The caches were warm: of {found['requests']:,.0f} prompts that begin like none before them in this run, "
+            f"The caches were warm: {prompts} in this run, "
             f"{found['cached_tokens']:,.0f} of {found['prompt_tokens']:,.0f} tokens were cached "
             f"({found['cached_tokens'] / found['prompt_tokens'] * 100:.0f} %). On engines that have just started the "
             "figures would be worse. Restart them, or take another --seed where the load's prompts are made up."

@@ -486,3 +486,11 @@ def test_what_is_misspelt_gets_what_was_meant(words, said, capsys):
 def test_a_shell_completes_commands_and_flags(capsys):
     assert main(["completion", "bash"]) == 0
     assert "--num-prompts" in capsys.readouterr().out
+
+
+def test_the_version_is_a_command_too(capsys):
+    assert main(["version"]) == 0
+    printed = capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main(["--version"])
+    assert printed == capsys.readouterr().out and printed.startswith("loadgen ")

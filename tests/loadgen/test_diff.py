@@ -57,6 +57,19 @@ def test_what_was_set_differently_is_named_first(file, capsys):
     assert "They were made differently: request_rate 4 → 8." in capsys.readouterr().out
 
 
+def test_what_only_one_of_the_two_has_is_said_to_be_that_ones(file, capsys):
+    files = file("a.json", load={"turns": 3, "zipf": None}, one=100), file("b.json", load={"forks": 2}, one=100)
+    assert main(["diff", *files]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "They were made differently: turns 3 in A alone; forks 2 in B alone." in out and "None" not in out
+
+
+def test_a_pipe_has_tables_of_full_width(file, capsys, monkeypatch):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    assert main(["diff", file("a.json", seeds=3, one=100), file("b.json", seeds=3, one=150)]) == 1
+    assert "TTFT mean 101 ms (100–102 ms) 151 ms (150–152 ms) +50 % worse" in " ".join(capsys.readouterr().out.split())
+
+
 def test_others_requests_are_no_comparison(file, capsys):
     assert main(["diff", file("a.json", one=100), file("b.json", answered=40, one=90)]) == 1
     assert "This comparison is void" in capsys.readouterr().out

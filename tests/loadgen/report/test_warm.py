@@ -44,6 +44,11 @@ def test_what_was_there_before_is_said():
     )
 
 
+def test_one_prompt_is_one():
+    figures = found([talk("a", (span(5, 100),))], record("a", 0, 0.0, 96))
+    assert "warm: of the one prompt that begins like none before it in this run, 96 of 100 tokens" in said(figures)
+
+
 def test_the_words_of_a_chat_template_are_no_warm_cache():
     assert said(found([talk("a", "words " * 50)], record("a", 0, 0.0, 9))) == ""
 

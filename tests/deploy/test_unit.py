@@ -1,7 +1,9 @@
 """deploy/hitherto.service: systemd takes it, and it fits what the gateway does."""
 
 import configparser
+import shlex
 import shutil
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +12,7 @@ import pytest
 
 from gateway import cli
 from gateway.config import Settings
+from gateway.tenants.key_file import read as read_keys
 
 FILE = Path(__file__).parents[2] / "deploy" / "hitherto.service"
 
@@ -51,3 +54,19 @@ def test_what_it_may_write_is_where_it_writes(service):
     cache = "/var/cache/" + service["CacheDirectory"]
     places = dict(word.split("=", 1) for word in service["Environment"].split())
     assert places["XDG_CACHE_HOME"] == cache and places["HF_HOME"].startswith(cache + "/")
+
+
+def test_the_key_file_made_as_its_top_says_is_readable_to_the_services_own_user(tmp_path, monkeypatch):
+    """`DynamicUser` is neither the file's owner nor in its group."""
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "etc"
+    said = [line.removeprefix("#   ") for line in FILE.read_text().splitlines() if line.startswith("#   ")]
+    commands = [shlex.split(line.replace("/etc/hitherto", str(folder))) for line in said if "/etc/hitherto" in line]
+    for program, *words in commands:
+        if program == "install":
+            subprocess.run([program, *words], check=True, timeout=60)
+        elif program.endswith("/hitherto"):
+            assert cli.main(words) == 0
+    file = folder / "keys.yaml"
+    assert stat.S_IMODE(file.stat().st_mode) == 0o644 and stat.S_IMODE(folder.stat().st_mode) == 0o755
+    assert [tenant.name for tenant in read_keys(file).values()] == ["team-a"]

@@ -294,7 +294,7 @@ class Metrics:
     # fmt: off
     # requests, as clients see them
     requests = Counter("Requests answered", path=APIS, status=STATUSES)
-    request_seconds = Histogram("From the complete request to the answer's last byte", "path", LATENCY_BUCKETS, APIS)
+    request_seconds = Histogram("From the complete request to the last byte of its whole answer (2xx)", "path", LATENCY_BUCKETS, APIS)
     ttft_seconds = Histogram("From the complete request to the first byte of a streamed answer", "replica", LATENCY_BUCKETS)
     client_aborts = Counter("Clients that left before their answer was complete", path=APIS)
     stage_seconds = Histogram("Time in the gateway's own stages", "stage", STAGE_BUCKETS, ("prepare", "prepare_offloaded", "choose"))

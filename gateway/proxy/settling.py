@@ -415,7 +415,8 @@ class Settling:
             metrics.client_aborts.inc(exchange.label)
         if exchange.prompt is not None and attempt is not None and exchange.prompt.path not in NO_PREFILL:
             metrics.prompts.inc(exchange.prompt.mode)
-        metrics.request_seconds.observe(exchange.label, monotonic() - exchange.begun)
+        if status == "2xx":  # how soon a request is refused says nothing of how long answers take
+            metrics.request_seconds.observe(exchange.label, monotonic() - exchange.begun)
         for stage, seconds in exchange.stages:
             metrics.stage_seconds.observe(stage, seconds)
         for told in self._on_end:

@@ -37,12 +37,12 @@ class Entry:
 
 @dataclass(slots=True)
 class Failure:
-    """The last thing that went wrong with a replica. `of_request`: one that tells less than why the replica itself is
-    down."""
+    """The last thing that went wrong with a replica. `why_down`: why the replica itself is down, which tells more than
+    the requests that fail for it and stands before them; "" where only a request failed."""
 
     at: float
     why: str
-    of_request: bool = False
+    why_down: str = ""
 
 
 class Journal:
@@ -66,9 +66,12 @@ class Journal:
 
     def failed(self, now: float, replica: str, why: str, of_request: bool = False) -> None:
         known = self.failures.get(replica)
-        if of_request and known is not None and not known.of_request and now - known.at < AGAIN_SECONDS:
-            return  # it fails because the replica is down, and why that is so is told
-        self.failures[replica] = Failure(now, why[:MOST_CHARS], of_request)
+        if not of_request:
+            self.failures[replica] = Failure(now, why[:MOST_CHARS], why[:MOST_CHARS])
+        elif known is not None and known.why_down and now - known.at < AGAIN_SECONDS:
+            self.failures[replica] = Failure(now, f"{known.why_down}; then {why}"[:MOST_CHARS], known.why_down)
+        else:
+            self.failures[replica] = Failure(now, why[:MOST_CHARS])
 
     def forget(self, replica: str) -> None:
         self.failures.pop(replica, None)

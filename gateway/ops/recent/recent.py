@@ -86,8 +86,11 @@ class Recent:
             self.journal.note(now, "fleet", f"joined the fleet, which is {len(self._known)} now", replica)
 
     def _compare_replicas(self, now: float) -> None:
-        for id in self._view.replicas:
+        for id, replica in [*self._view.replicas.items()]:
             self._meet(now, id)
+            known = self.journal.failures.get(id)
+            if replica.state in FAILURES and known is not None and known.why_down not in ("", replica.reason):
+                self.journal.failed(now, id, replica.reason)
         for id in self._known - set(self._view.replicas):
             self._known.discard(id)
             self.journal.note(now, "fleet", f"left the fleet, which is {len(self._known)} now", id)

@@ -224,6 +224,20 @@ async def test_models_are_asked_for_in_vain_until_a_replica_is_ready():
         assert json.loads(body)["error"]["message"].startswith("no replica is ready")
 
 
+async def test_a_request_that_is_refused_is_no_answer_in_the_time_that_answers_take():
+    async with stack(answers()) as s:
+        (backend,) = s.proxy.backends.values()
+        talk = await s.talk()
+        for state, expected in ((State.STOPPED, 503), (State.READY, 200)):
+            backend.replica.state = state
+            s.proxy.changed()
+            await talk.say(post())
+            assert (await talk.response())[0] == expected
+            await eventually(s.idle)
+        assert sum(s.metrics.requests.values.values()) == 2
+        assert sum(s.metrics.request_seconds.count(key) for key in s.metrics.request_seconds.series) == 1
+
+
 async def test_models_of_replicas_that_want_a_key_are_told_to_those_who_bring_it():
     seen = []
     async with stack(answers(b'{"data":[{"id":"theirs"}]}', seen=seen)) as s:

@@ -35,9 +35,12 @@ def test_why_a_replica_is_down_is_kept_before_the_requests_that_failed_for_it():
     journal = Journal()
     journal.failed(1.0, "a:1", "connect", of_request=True)
     journal.failed(2.0, "a:1", "killed by SIGKILL")
-    journal.failed(3.0, "a:1", "connect", of_request=True)
     assert journal.failures["a:1"].why == "killed by SIGKILL"
-    journal.failed(3.0 + AGAIN_SECONDS, "a:1", "closed", of_request=True)
+    for at in (3.0, 4.0):
+        journal.failed(at, "a:1", "connect", of_request=True)
+        last = journal.failures["a:1"]
+        assert (last.at, last.why) == (at, "killed by SIGKILL; then connect"), "the last one, and why"
+    journal.failed(4.0 + AGAIN_SECONDS, "a:1", "closed", of_request=True)
     assert journal.failures["a:1"].why == "closed"
 
 

@@ -46,7 +46,9 @@ class ConfigError(Exception):
 
 
 def _split_urls(value: Any) -> Any:
-    """One string (environment, YAML) may hold several URLs, separated by spaces or commas."""
+    """Each string (of the environment, of a flag, in YAML) may hold several URLs, separated by spaces or commas."""
+    if isinstance(value, list | tuple) and all(isinstance(one, str) for one in value):
+        return [url for one in value for url in _split_urls(one)]
     return re.split(r",?\s+|,(?=https?://)", value.strip()) if isinstance(value, str) else value
 
 
@@ -176,7 +178,7 @@ class Settings(BaseModel):
 
     replica_url: Urls = Field(
         (),
-        description="engines that run already: http[s]://HOST:PORT[#events=tcp://HOST:PORT,replay=tcp://HOST:PORT,role=prefill|decode|both,spill=yes]",
+        description="engines that run already: http[s]://HOST:PORT[#events=tcp://HOST:PORT,replay=tcp://HOST:PORT,topic=T,model=M,role=prefill|decode|both,spill=yes,transfer=W]",
     )
     replica_file: Path | None = Field(
         None, description="file that keeps the replicas added by POST /replicas, so that they are there after a restart"
@@ -222,7 +224,7 @@ class Settings(BaseModel):
     )
     request_router: Routes | None = Field(
         None,
-        description="which class a request is of, {routes: [{match: {header, model, path}, qos}, ...]}: the first that matches",
+        description="which class a request is of, {routes: [{match: {header, key, model, path}, qos}, ...]}: the first that matches",
     )
     admission: Admission | None = Field(
         None,

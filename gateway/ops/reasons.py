@@ -40,10 +40,13 @@ TERMS = {
 def describe(policy: Policy, prompt: Prompt, evaluation: Evaluation) -> dict[str, Any]:
     """One decision as plain data. `output_tokens` are those that the answer is expected to have, `ttft_seconds` and
     `answer_seconds` when its first and its last one would come from each replica. `terms` are seconds and add up to
-    `seconds`; policies that do not weigh seconds have none. `tied`: among the least by the policy's own measure."""
+    `seconds`; policies that do not weigh seconds have none. `tied`: among the least by the policy's own measure, which
+    takes costs for the same that are within `tolerance_seconds` of the least."""
     demand, candidates, choice, *_ = evaluation
     terms = choice.terms or [{}] * len(candidates)
-    tied = _tied(policy, [sum(parts.values()) for parts in choice.terms] if choice.terms else ())
+    totals = [sum(parts.values()) for parts in choice.terms] if choice.terms else []
+    limit = _limit(policy, totals)
+    tied = {index for index, total in enumerate(totals) if total <= limit}
     return {
         "path": prompt.path,
         "model": prompt.model,
@@ -58,6 +61,7 @@ def describe(policy: Policy, prompt: Prompt, evaluation: Evaluation) -> dict[str
         "policy": policy.name,
         "choice": candidates[choice.index].replica,
         "reason": choice.reason,
+        "tolerance_seconds": limit - min(totals) if totals else None,
         "replicas": [
             {
                 "id": candidate.replica,
@@ -81,13 +85,12 @@ def explained(told: dict[str, Any]) -> dict[str, Any]:
     return {"sentence": sentence(told), **told}
 
 
-def _tied(policy: Policy, totals: Sequence[float]) -> set[int]:
-    """Which of these costs the policy takes for the least."""
+def _limit(policy: Policy, totals: Sequence[float]) -> float:
+    """Up to which cost the policy takes replicas for equal to the least."""
     if not totals:
-        return set()
+        return 0.0
     times, plus = policy.cost.slack  # type: ignore[attr-defined]  # whoever weighs seconds has one
-    limit = max(min(totals), min(totals) * times + plus)
-    return {index for index, total in enumerate(totals) if total <= limit}
+    return max(min(totals), min(totals) * times + plus)
 
 
 def _predicted(demand: Demand, candidate: Candidate) -> dict[str, float]:
@@ -130,16 +133,16 @@ def sentence(told: Mapping[str, Any]) -> str:
     tied = [one for one in told["replicas"] if one["tied"]]
     others = [one for one in told["replicas"] if not one["chosen"] and not (chosen["tied"] and one["tied"])]
     if not others:
-        return f"{chosen['id']}, drawn from all {len(tied)}, which cost the same: {_price(chosen)}."
+        return f"{chosen['id']}, drawn from all {len(tied)}, which cost the same{_within(told)}: {_price(chosen)}."
     other = min(others, key=lambda one: one["seconds"])
     if not chosen["tied"]:
         return _not_the_least(told, chosen, other)
     why = (
-        f"drawn from {len(tied)} that cost the same ({_named(tied)})"
+        f"drawn from {len(tied)} that cost the same{_within(told)} ({_named(tied)})"
         if len(tied) > 1
         else f"because {_why(told, chosen, other)}"
     )
-    return f"{chosen['id']}, {why}: {_price(chosen)}, and {span(other['seconds'])} on {other['id']}, the next best."
+    return f"{chosen['id']}, {why}: {_price(chosen)}, and {_against(chosen, other)} on {other['id']}, the next best."
 
 
 def _in_legs(apart: Mapping[str, Any], whole: str) -> str:
@@ -168,7 +171,7 @@ def _not_the_least(told: Mapping[str, Any], chosen: Mapping[str, Any], least: Ma
         why = "by the load of all gateways, which this one sees later"
     else:
         why = f"to make a copy of the prefix that {least['id']} holds: enough requests have waited for want of one"
-    return f"{chosen['id']}, {why}; {_price(chosen)}, and {span(least['seconds'])} on {least['id']}."
+    return f"{chosen['id']}, {why}; {_price(chosen)}, and {_against(chosen, least)} on {least['id']}."
 
 
 def _price(chosen: Mapping[str, Any]) -> str:
@@ -176,6 +179,19 @@ def _price(chosen: Mapping[str, Any]) -> str:
     if chosen["seconds"] is None:
         return f"its first token comes after {first}"
     return f"the request costs {span(chosen['seconds'])} there, its first token comes after {first}"
+
+
+def _within(told: Mapping[str, Any]) -> str:
+    """How far apart replicas may be that cost the same."""
+    return f" to within {span(tolerance)}" if (tolerance := told.get("tolerance_seconds")) else ""
+
+
+def _against(chosen: Mapping[str, Any], other: Mapping[str, Any]) -> str:
+    """What the other costs; where that looks like the cost of the chosen one, by how much they differ."""
+    if span(other["seconds"]) != span(chosen["seconds"]):
+        return span(other["seconds"])
+    apart = other["seconds"] - chosen["seconds"]
+    return f"{span(abs(apart))} {'more' if apart > 0 else 'less'}" if span(abs(apart)) != span(0.0) else "as much"
 
 
 def _why(told: Mapping[str, Any], chosen: Mapping[str, Any], other: Mapping[str, Any]) -> str:

@@ -292,3 +292,9 @@ def test_shown_sizes_read_back_exactly(count):
 
 def test_config_is_a_value():
     assert load(environ={}) == Config(Settings(), dict.fromkeys(Settings.model_fields, "default"))
+
+
+def test_a_flag_with_several_urls_in_one_word_means_several():
+    flags = {"replica_url": ["http://a:1,http://b:1#events=tcp://b:2,replay=tcp://b:3", "c:1"]}
+    urls = load(flags=flags, environ={}).settings.replica_url
+    assert urls == ("http://a:1", "http://b:1#events=tcp://b:2,replay=tcp://b:3", "c:1")

@@ -52,15 +52,22 @@ def test_ties_are_named_and_those_who_are_behind_too():
     told = decided("least_time", replica("a:1"), replica("b:1"), replica("c:1", 0, BUSY), draw=0.9)
     assert [one["tied"] for one in told["replicas"]] == [True, True, False]
     said = sentence(told)
-    assert said.startswith("b:1, drawn from 2 that cost the same (a:1, b:1): the request costs ")
+    assert said.startswith("b:1, drawn from 2 that cost the same to within 0.1 ms (a:1, b:1): the request costs ")
     assert said.endswith(" on c:1, the next best.")
 
 
 def test_where_all_are_equal_there_is_no_next_best():
     many = decided("least_time", *(replica(f"r{number}:1") for number in range(7)))
-    assert sentence(many).startswith("r0:1, drawn from all 7, which cost the same: the request costs ")
+    assert sentence(many).startswith("r0:1, drawn from all 7, which cost the same to within 0.1 ms: the request costs ")
     some = decided("least_time", *(replica(f"r{number}:1") for number in range(5)), replica("z:1", 0, BUSY))
-    assert "drawn from 5 that cost the same (r0:1, r1:1, r2:1 and 2 more)" in sentence(some)
+    assert "drawn from 5 that cost the same to within 0.1 ms (r0:1, r1:1, r2:1 and 2 more)" in sentence(some)
+
+
+def test_a_next_best_that_looks_the_same_is_told_by_the_difference():
+    told = decided("least_time", replica("a:1"), replica("b:1", 0, BUSY))
+    first, second = told["replicas"]
+    first["seconds"], second["seconds"] = 0.0747, 0.0751
+    assert sentence(told).endswith(", and 0.4 ms more on b:1, the next best.")
 
 
 def test_one_replica_alone_is_compared_with_nobody():

@@ -4,7 +4,9 @@
 const DENSE = 12; // replicas from which a row has one line, where nothing is amiss with it
 const TROUBLE = ["failed", "degraded", "starting", "warming", "draining", "stopped"]; // in the order in which they stand
 
-function replicaRow(r, recent, whole, most, now) {
+const bases = r => r.models.filter(name => !(name in r.adapters));
+
+function replicaRow(r, recent, whole, most, now, several_models) {
   const f = recent.figures.replicas[r.id] || {}, last = recent.failures[r.id];
   const rate = f.hit_reported ?? f.hit_predicted ?? null, part = share(f.requests, whole);
   const calm = r.state === "ready" ? "calm" : "";
@@ -12,7 +14,8 @@ function replicaRow(r, recent, whole, most, now) {
   const problem = last ? [make("div", {class: now - last.at < 60 ? "badish" : null}, ago(last.at, now)), make("div", {class: "sub why"}, last.why)] : ["none"];
   return make("tr", {},
     make("td", {}, make("div", {class: "id"}, make("span", {class: "dot " + r.state, "aria-hidden": "true"}), r.id,
-        r.role && r.role !== "both" ? make("span", {class: "tag"}, r.role) : null, make("span", {class: "unseen"}, r.state)),
+        r.role && r.role !== "both" ? make("span", {class: "tag"}, r.role) : null,
+        several_models ? make("span", {class: "tag"}, bases(r).join(", ") || "no model yet") : null, make("span", {class: "unseen"}, r.state)),
       make("div", {class: "sub why " + calm}, r.state === "ready" ? "ready for " + span(r.since_seconds) : r.reason.startsWith(r.state) ? r.reason : r.state === "stopped" ? `stopped for ${span(r.since_seconds)}: ${r.reason}` : `${r.state}: ${r.reason}`)),
     cell("Requests", "", `${count(f.requests || 0)} `, make("span", {class: "sub"}, part == null ? "" : percent(part)), bar(most ? (f.requests || 0) / most : 0)),
     cell("In flight", "n", count(r.inflight), make("div", {class: "sub " + (r.waiting ? "" : "calm")}, r.waiting == null ? "" : `${r.waiting} waiting`)),
@@ -34,11 +37,11 @@ function replicas(s, recent) {
   }
   const requests = known.map(r => recent.figures.replicas[r.id]?.requests || 0);
   const whole = requests.reduce((sum, x) => sum + x, 0), most = Math.max(...requests);
-  const dense = known.length > DENSE;
+  const dense = known.length > DENSE, models = new Set(known.flatMap(bases)).size;
   const heads = [["Replica"], ["Requests"], ["In flight", "n"], ["Hit rate"], ["TTFT", "n"], ["KV cache used"], ["Blocks known", "n"], ["KV events"], ["Last failure"]];
   const amiss = r => TROUBLE.includes(r.state) ? TROUBLE.indexOf(r.state) : TROUBLE.length;
   const order = dense ? [...known].sort((a, b) => amiss(a) - amiss(b)) : known;
-  fill($("replicas"), table("cards" + (dense ? " dense" : ""), heads, order.map(r => replicaRow(r, recent, whole, most, recent.now))));
+  fill($("replicas"), table("cards" + (dense ? " dense" : ""), heads, order.map(r => replicaRow(r, recent, whole, most, recent.now, models > 1))));
 }
 
 function shadows(s) {

@@ -206,6 +206,22 @@ async def test_a_replica_that_was_drained_and_not_asked_back_is_worth_a_look():
         assert re.search(r"stopped for \d+ s: drained on request", row), row
 
 
+async def test_with_several_models_each_replica_says_which_it_serves():
+    gateway = Gateway()
+    for id, names in (("a:1", {"chat-model": None, "my-lora": "chat-model"}), ("b:1", {"sql-model": None})):
+        replica = gateway.fleet.add(f"http://{id}")
+        replica.state, replica.models = State.READY, names
+    async with served(gateway) as host, browser() as page:
+        await page.open(f"http://{host}/")
+        await page.until("document.querySelectorAll('#replicas tbody tr').length == 2")
+        rows = await page.ask(
+            "[...document.querySelectorAll('#replicas tbody tr')].map(row => row.innerText).join('|')"
+        )
+        first, second = rows.split("|")
+        assert "chat-model" in first and "sql-model" not in first and "my-lora" not in first
+        assert "sql-model" in second
+
+
 @pytest.mark.parametrize("width", [380, 760, 1360])
 async def test_nothing_is_wider_than_the_window_and_the_keyboard_reaches_all(width):
     gateway = Gateway()

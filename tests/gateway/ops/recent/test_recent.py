@@ -53,6 +53,15 @@ def test_failures_of_requests_are_told_of_but_not_those_that_are_the_requests_ow
     assert gateway.recent.kept()["failures"] == {"a:1": {"at": NOW + 1, "why": "a request failed there: connect"}}
 
 
+def test_the_last_failure_of_a_replica_that_is_down_is_as_it_was_last_told(gateway):
+    replica = gateway.fleet.add("http://a:1")
+    replica.state, replica.reason = State.DEGRADED, "/health did not answer within 1 s"
+    gateway.recent.replica_changed(replica, State.READY, State.DEGRADED)
+    replica.reason = "/health did not answer within 2 s"
+    gateway.recent.look(NOW)
+    assert gateway.recent.kept()["failures"] == {"a:1": {"at": NOW, "why": "/health did not answer within 2 s"}}
+
+
 def test_what_becomes_of_events_and_of_the_map_is_told_of(gateway):
     gateway.fleet.add("http://a:1")
     intake = gateway.view.intakes["a:1"] = types.SimpleNamespace(state="live", reason="all replayed", problems=())

@@ -43,9 +43,10 @@ def parse_seconds(value: Any) -> float:
 
 
 def parse_slo(given: Any) -> Slo:
-    """`{ttft: 2s, tpot: 50ms}`, or the text `ttft=2s,tpot=50ms`, with one of them or both. Raises ValueError."""
+    """`{ttft: 2s, tpot: 50ms}`, or the text `ttft=2s,tpot=50ms`, with one of them or both. A colon is as good as `=`:
+    load generators write it. Raises ValueError."""
     if isinstance(given, str):
-        pairs = [part.partition("=") for part in given.split(",")]
+        pairs = [part.replace(":", "=", 1).partition("=") for part in given.split(",")]
         names = [name.strip() for name, _, _ in pairs]
         if not all(sign for _, sign, _ in pairs) or len({*names}) < len(names):
             raise ValueError(f"{given[:100]!r} is not a list of limits; write ttft=2s,tpot=50ms, or one of the two")

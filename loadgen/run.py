@@ -78,7 +78,8 @@ class Measured:
         load = await ask(args, console, work, client, asking, label)
         self.interrupted = load.interrupted
         self.records[label] = load.done
-        self.reports.append({"target": client.base_url, "model": asking.model, **figures(args, load)})
+        about = {"target": client.base_url, "model": asking.model, "asked": datasets.drawn_for(args)}
+        self.reports.append({**about, **figures(args, load)})
 
 
 @contextmanager

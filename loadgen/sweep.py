@@ -112,24 +112,31 @@ class Sweep:
     @property
     def knee(self) -> float | None:
         """The rate with the most requests answered a second for each second that an answer takes: beyond it waiting
-        grows faster than what is answered (Kleinrock's "power" of a queue). None of fewer than three rates."""
+        grows faster than what is answered (Kleinrock's "power" of a queue). None of fewer than three rates, and where
+        it is the highest that was tried."""
         power = {
             step["rate"]: step["report"]["request_throughput"] / step["report"]["e2el_ms"]["mean"]
             for step in self.steps
             if step["report"]["e2el_ms"]
         }
-        return max(power, key=power.__getitem__) if len(power) > 2 else None
+        best = max(power, key=power.__getitem__) if len(power) > 2 else None
+        return best if best != self._highest else None
+
+    @property
+    def _highest(self) -> float:
+        return max((step["rate"] for step in self.steps), default=0.0)
 
     @property
     def saturation(self) -> str:
         """Where the curve bends and where it ends, as far as it was measured."""
-        if self.knee is None:
+        if sum(bool(step["report"]["e2el_ms"]) for step in self.steps) < 3:
             return ""
         most = max(step["report"]["request_throughput"] for step in self.steps)
-        return (
-            f"The knee is at {self.knee:.4g} requests/s: beyond it answers get slower faster than more of them come. "
-            f"At most {most:.4g} requests/s were answered."
-        )
+        if self.knee is None:
+            where = f"not reached at {self._highest:.4g} requests/s, the highest rate that was tried: try higher ones"
+        else:
+            where = f"at {self.knee:.4g} requests/s: beyond it answers get slower faster than more of them come"
+        return f"The knee is {where}. At most {most:.4g} requests/s were answered."
 
     @property
     def answer(self) -> str:

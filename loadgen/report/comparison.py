@@ -94,9 +94,10 @@ def _ttft(report: Report, base: Report, base_name: str) -> str | None:
     parts = [
         f"{new[key]:,.0f} ms at {key} ({base_name} {old[key]:,.0f} ms, "
         f"{less_or_more(new[key], old[key], 'faster', 'slower')})"
-        for key in ("p50", "p99")
+        for key in dict.fromkeys((report["percentiles"][0], report["percentiles"][-1]))
+        if key in old
     ]
-    return f"The first token came after {' and '.join(parts)}."
+    return f"The first token came after {' and '.join(parts)}." if parts else None
 
 
 def _failures(name: str, report: Report, base_name: str, base: Report) -> str | None:

@@ -6,8 +6,6 @@ from collections.abc import Iterator
 
 from loadgen.report.summary import Report
 
-FOLLOWS = 0.95  # a server that answers this share of what is offered keeps up
-
 
 def per_second(value: float | None) -> str:
     return "–" if value is None else f"{value:,.2f} /s"
@@ -18,10 +16,21 @@ def rates(report: Report) -> str:
     offered, answered = report["offered"]["rate"], report["request_throughput"]
     if offered is None:
         return f"{answered:,.2f} requests/s answered; {_no_rate(report)}"
-    line = f"{offered:,.2f} requests/s offered, {answered:,.2f} answered"
-    if answered >= FOLLOWS * offered:
+    line = f"{_offered(report, offered)}, {answered:,.2f} answered"
+    if answered >= offered or f"{answered:.2f}" == f"{offered:.2f}":
         return line
     return f"{line}: {'; '.join(reasons(report))}"
+
+
+def _offered(report: Report, offered: float) -> str:
+    """The rate that the starts make, and the one that they were drawn for where it is another."""
+    drawn = report.get("asked")
+    if not drawn or f"{drawn['rate']:.2f}" == f"{offered:.2f}":
+        return f"{offered:,.2f} requests/s offered"
+    return (
+        f"{drawn['rate']:,.4g} requests/s asked for, {offered:,.2f} offered as drawn "
+        f"({drawn['arrivals']}, {report['conversations']:,.0f} conversations)"
+    )
 
 
 def _no_rate(report: Report) -> str:
@@ -44,6 +53,6 @@ def reasons(report: Report) -> Iterator[str]:
     if generator["was_the_limit"] and not generator["max_concurrency"]:
         yield "the generator was late"
     if (rest := report["duration_s"] - offered["seconds"]) > 0 and not report["interrupted"]:
-        yield f"the last answer came {rest:,.1f} s after the last conversation had begun"
+        yield f"the last answer came {rest:,.{1 if rest >= 1 else 2}f} s after the last conversation had begun"
     if report["interrupted"]:
         yield "the run was stopped early"

@@ -40,11 +40,11 @@ def parse_slo(text: str) -> dict[str, float]:
     """`ttft:500ms,tpot:50ms` -> {"ttft": 500.0, "tpot": 50.0}, in milliseconds. Raises BadOption.
 
     A bare number is milliseconds and blanks separate as commas do, which is how
-    `vllm bench serve --goodput` writes it.
+    `vllm bench serve --goodput` writes it; `=` is as good as a colon, as `hitherto serve --slo` has it.
     """
     slo = {}
     for part in text.replace(",", " ").split():
-        key, _, value = part.partition(":")
+        key, _, value = part.replace("=", ":", 1).partition(":")
         key = {"e2e": "e2el"}.get(key, key)
         number = value.rstrip("ms")
         try:

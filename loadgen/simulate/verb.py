@@ -262,6 +262,7 @@ def play_seed(
             {
                 "target": f"{len(fleets[policy].profiles)} simulated engines",
                 "model": args.profile,
+                "asked": datasets.drawn_for(args),
                 **summarise(outcome, files.slo(args), args.percentiles),
                 **({"legs": legs_of(outcome)} if fleets[policy].roles is not None else {}),
             }

@@ -313,6 +313,15 @@ def _starts(conversations: list[Conversation], args: argparse.Namespace, rng: ra
     return [start for start, group in zip(starts, groups, strict=True) for _ in group]
 
 
+def drawn_for(args: argparse.Namespace) -> dict[str, object] | None:
+    """The rate that this load's starts were drawn for, and how; None where no rate was: trace times, users, a ramp."""
+    drawn = args.request_rate or not has_times(args)
+    if not drawn or args.users or args.ramp_up_strategy:
+        return None
+    gaps = {1.0: "Poisson", math.inf: "constant gaps"}.get(args.burstiness, f"burstiness {args.burstiness:g}")
+    return {"rate": args.request_rate or RATE, "arrivals": gaps}
+
+
 def _ramp(args: argparse.Namespace) -> Ramp | None:
     ends = (args.ramp_up_start_rps, args.ramp_up_end_rps)
     if args.ramp_up_strategy is None:

@@ -49,8 +49,9 @@ def test_limits_are_of_all_unless_a_class_has_its_own():
     assert [one.slo for one in found.classes.all] == [Slo(0.5, 0.05), Slo(2.0, 0.05), Slo(2.0, 0.05)]
 
 
-def test_limits_alone_need_no_classes():
-    found = read("", slo="ttft=2s,tpot=50ms")
+@pytest.mark.parametrize("text", ["ttft=2s,tpot=50ms", "ttft:2s,tpot:50ms"])
+def test_limits_alone_need_no_classes(text):
+    found = read("", slo=text)
     assert [(one.name, one.slo) for one in found.classes.all] == [("default", Slo(2.0, 0.05))]
 
 

@@ -300,6 +300,17 @@ def test_the_knee_is_where_answers_get_slower_faster_than_more_of_them_come():
     assert found.figures()["knee"] == 8
 
 
+def test_a_knee_is_claimed_only_where_a_higher_rate_was_tried():
+    found = Sweep(Search(2.0, given=(2.0, 4.0, 8.0)), {"ttft": 1.0}, 0.9, [])
+    for rate, answered in ((2, 2), (4, 4), (8, 8)):
+        found.add(rate, measured(rate, answered, 100))
+    assert found.knee is None and found.figures()["knee"] is None
+    assert found.saturation == (
+        "The knee is not reached at 8 requests/s, the highest rate that was tried: try higher ones. "
+        "At most 8 requests/s were answered."
+    )
+
+
 def test_two_rates_have_no_knee():
     found = Sweep(Search(2.0), {"ttft": 1.0}, 0.9, [])
     found.add(2.0, measured(2, 2, 100))
@@ -325,5 +336,5 @@ async def test_a_sweep_with_seeds_has_the_range_over_them(engine, wire, tmp_path
     assert [step["rate"] for step in steps] == [100, 200, 400]
     assert all(len(step["report"]["by_seed"]) == 2 for step in steps)
     printed, page = console.export_text(), (tmp_path / "s.html").read_text()
-    assert "p95" in printed and "–" in printed and "The knee is at" in printed
+    assert "p95" in printed and "–" in printed and "The knee is" in printed
     assert "TTFT p95" in page and "requests/s offered<th>answered" in page

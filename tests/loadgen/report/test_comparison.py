@@ -62,6 +62,22 @@ def test_a_comparison_reads_as_sentences():
     ]
 
 
+@pytest.mark.parametrize(
+    "asked, said",
+    [
+        (
+            ["p50", "p95", "p99.9"],
+            "50 ms at p50 (old 100 ms, 2.0× faster) and 950 ms at p99.9 (old 900 ms, 1.1× slower)",
+        ),
+        (["p95"], "70 ms at p95 (old 70 ms, about the same)"),
+    ],
+)
+def test_the_first_token_is_told_at_the_percentiles_that_were_asked_for(asked, said):
+    old = figures(percentiles=asked, ttft_ms={"p50": 100.0, "p95": 70.0, "p99": 800.0, "p99.9": 900.0})
+    new = figures(percentiles=asked, ttft_ms={"p50": 50.0, "p95": 70.0, "p99": 800.0, "p99.9": 950.0})
+    assert f"The first token came after {said}." in comparison("new", new, "old", old)
+
+
 def test_a_comparison_that_came_out_badly_says_so():
     worse = figures(cache={"hit_rate": 0.2, "prefill_tokens": 80_000}, ttft_ms={"p50": 300.0, "p99": 1800.0}, failed=3)
     text = " ".join(comparison("new", worse, "old", figures()))

@@ -23,7 +23,11 @@ def report(answered: float, rate: float | None = 10.0, **fields) -> dict:
 @pytest.mark.parametrize(
     "made, said",
     [
-        (report(9.8), "10.00 requests/s offered, 9.80 answered"),
+        (report(10.2), "10.00 requests/s offered, 10.20 answered"),
+        (
+            report(9.78, duration_s=10.22),
+            "10.00 requests/s offered, 9.78 answered: the last answer came 0.22 s after the last conversation had begun",
+        ),
         (
             report(5),
             "10.00 requests/s offered, 5.00 answered: the last answer came 2.0 s after the last conversation had begun",
@@ -46,6 +50,15 @@ def report(answered: float, rate: float | None = 10.0, **fields) -> dict:
 )
 def test_why_fewer_are_answered_than_offered(made, said):
     assert said in rates(made)
+
+
+def test_a_rate_that_was_drawn_stands_beside_the_one_that_was_asked_for():
+    asked = {"asked": {"rate": 8.0, "arrivals": "Poisson"}, "conversations": 46}
+    assert rates(report(10.2, **asked)) == (
+        "8 requests/s asked for, 10.00 offered as drawn (Poisson, 46 conversations), 10.20 answered"
+    )
+    exact = {**asked, "asked": {"rate": 10.0, "arrivals": "constant"}}
+    assert rates(report(10.2, **exact)) == "10.00 requests/s offered, 10.20 answered"
 
 
 def test_a_rate_counts_every_turn_and_the_gaps_between_starts():

@@ -92,6 +92,7 @@ def test_nothing_answered_is_a_report_too():
         ("ttft:500 tpot:50", {"ttft": 500, "tpot": 50}),
         ("e2el:1.5s", {"e2el": 1500}),
         ("e2e:2s", {"e2el": 2000}),
+        ("ttft=500ms,tpot=50ms", {"ttft": 500, "tpot": 50}),
     ],
 )
 def test_slo(text, slo):

@@ -270,3 +270,13 @@ def test_interrupted_it_tells_of_the_policies_played_until_then(tmp_path):
     rest, _ = playing.communicate(timeout=60)
     assert playing.returncode == 130 and first.startswith("round_robin, seed 0") and "Stopped by hand" in rest
     assert json.loads(path.read_text())["targets"]["round_robin"]["completed"] == 400
+
+
+def test_the_rate_that_was_typed_is_told_beside_the_one_that_was_drawn(capsys):
+    flags = "--dataset-name random --num-prompts 20 --replicas 2 --percentiles 50 --seed 3".split()
+    assert main(["simulate", *flags, "--request-rate", "4"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "least_time: 4 requests/s asked for, " in out and " offered as drawn (Poisson, 20 conversations), " in out
+    for exact in (["--request-rate", "4", "--burstiness", "inf"], ["--users", "3"]):
+        assert main(["simulate", *flags, *exact]) == 0
+        assert "asked for" not in capsys.readouterr().out

@@ -30,7 +30,8 @@ def planned(capfd, *flags: str, code: int = 0) -> dict:
     return json.loads(capfd.readouterr().out)["pools"]
 
 
-def test_the_answer_comes_first_then_tables_that_fit_a_terminal(capsys):
+def test_the_answer_comes_first_then_tables_that_fit_a_terminal(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
     out = printed(capsys, *NUMBERS, *LOAD, "--link", "100Gbit/s", "--gpu-memory", "80GB", "--parameters", "8B")
     assert sentences(out).startswith(
         "• 4 prefill : 6 decode replicas (10 GPUs) hold 20 requests a second of 7,500 + 300 tokens within TTFT 1,000 ms, TPOT 50.0 ms"

@@ -69,6 +69,10 @@ class Head:
                 return value
         return None
 
+    @property
+    def is_chunked(self) -> bool:
+        return (self.get(b"transfer-encoding") or b"").lower().endswith(b"chunked")
+
     def add(self, header: tuple[bytes, bytes]) -> None:
         """A header for the client that the replica did not send."""
         self.raw = b"%b%b: %b\r\n\r\n" % (self.raw[:-2], *header)

@@ -506,11 +506,7 @@ class Conductor:
         if exchange.continuation is not None and exchange.is_continued:  # what went to the client ends with an event
             end = LF_CHUNK_END if exchange.continuation.chunked else LF_CHUNK_END[:2]
         # Only where the chunk before is whole can another one follow; else the cut itself must tell.
-        if (
-            attempt.streams
-            and end.endswith((LF_CHUNK_END, CRLF_CHUNK_END))
-            and attempt.response_head.get(b"transfer-encoding") == b"chunked"
-        ):
+        if attempt.streams and end.endswith((LF_CHUNK_END, CRLF_CHUNK_END)) and attempt.response_head.is_chunked:
             event = error_event(path, 502, message)
             client.write(b"%x\r\n%b\r\n0\r\n\r\n" % (len(event), event))
             client.finish()  # whole to HTTP: closing would fail the next request of a client that keeps connections

@@ -125,7 +125,7 @@ class Continuation:
 
     def read_from(self, head: Head) -> None:
         """What comes now is framed as this head says."""
-        self.chunks, self.part = Chunks() if head.get(b"transfer-encoding") == b"chunked" else None, b""
+        self.chunks, self.part = Chunks() if head.is_chunked else None, b""
 
     def take(self, data: bytes) -> tuple[bytes, UpstreamError | None]:
         """A read of the replica's: what the client gets of it, and why nothing more follows, if so. Raises Unreadable

@@ -346,7 +346,7 @@ class FirstLegs:
         if held is None or attempt.leg is not Leg.PREFILL:
             return
         answer = attempt.withheld
-        if attempt.response_head.get(b"transfer-encoding") == b"chunked":
+        if attempt.response_head.is_chunked:
             answer = unchunked(answer)
         found = self._read(exchange, attempt, held, answer)
         if isinstance(found, UpstreamError):

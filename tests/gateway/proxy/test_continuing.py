@@ -341,6 +341,26 @@ async def test_the_rest_may_be_framed_in_another_way_than_the_beginning(head):
         await eventually(s.idle)
 
 
+@pytest.mark.parametrize("end", [b"", chunk(b'data: {"choices": [{"ind')])
+async def test_chunked_is_written_in_any_case(end):
+    def spelt(script):
+        async def shouts(reader, writer):
+            written = writer.write
+            writer.write = lambda data: written(data.replace(b": chunked", b": Chunked"))
+            await script(reader, writer)
+
+        return shouts
+
+    async with continued(spelt(engine("1", end, 2)), spelt(engine("2"))) as s:
+        talk = await s.talk()
+        await talk.say(post(BODY))
+        await talk.until(b"\r\n\r\n")
+        body = await talk.until(b"0\r\n\r\n")
+        assert body.count(b"[DONE]") == 1 and body.count(b'"content":"f"') == 1
+        assert s.metrics.continued_streams.total(way="ids") == 1
+        await eventually(s.idle)
+
+
 async def test_chunks_may_follow_what_had_none():
     async with continued(bare(BARE_HEAD, 1, 2, b""), engine("2")) as s:
         talk = await s.talk()

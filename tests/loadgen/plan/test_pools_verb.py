@@ -183,7 +183,8 @@ def examples() -> list[tuple[str, list[str]]]:
 
 
 @pytest.mark.parametrize(("command", "shown"), examples())
-def test_the_documents_show_what_it_prints(capsys, command, shown):
+def test_the_documents_show_what_it_prints(monkeypatch, capsys, command, shown):
+    monkeypatch.setenv("COLUMNS", "80")
     words = shlex.split(command.replace("\\\n", " "))
     assert words[:2] == ["hitherto", "plan"] and main(words[1:]) == 0
     out = [line.strip() for line in capsys.readouterr().out.splitlines()]

@@ -75,7 +75,7 @@ class Continuation:
         # since the last break: text and closing events that the client has already, whether this engine has shown that
         # it goes on from the ids, how many ids and how much text it was given
         "skip", "skip_closing", "told_reason", "shown", "given", "given_text", "proven", "begun_at",
-        "breaks", "broke_at", "counted", "handler",
+        "breaks", "broke_at", "counted", "handler", "is_frozen",
     )  # fmt: skip
 
     def __init__(self, handler: StreamHandler, terms: Terms, label: str, prompt: Prompt):
@@ -100,6 +100,7 @@ class Continuation:
         self.begun_at = 0  # bytes of text that there were
         self.breaks, self.broke_at = 0, 0.0
         self.counted = 0  # bytes of `size` that are in the budget
+        self.is_frozen = False  # over the budget: joined as before, and after another break nobody goes on with it
 
     @property
     def size(self) -> int:
@@ -201,11 +202,16 @@ class Continuation:
         told = event.ids or event.prompt_ids
         return (hide_ids(raw) if told and not self.terms.tells_ids else raw) + b"\n\n"
 
+    def freeze(self) -> None:
+        """Keep only what the rest of this replica is joined by."""
+        self.is_frozen, self.body, self.text = True, b"", bytearray()
+        del self.ids[self.given :]
+
     def _keep(self, event: Event) -> None:
         kind = event.kind
         if event.prompt_ids and not self.breaks:
             self.prompt_ids = array("I", event.prompt_ids).tobytes()
-        if kind is Kind.TEXT:
+        if kind is Kind.TEXT and not self.is_frozen:
             if event.ids:
                 self.ids.extend(event.ids)
             elif event.text and not self.breaks:

@@ -197,8 +197,14 @@ class Continuing:
         size = continuation.size
         self.kept += size - continuation.counted
         continuation.counted = size
-        if self.kept > self._budget and not continuation.breaks:
+        if self.kept <= self._budget or continuation.is_frozen:
+            return
+        if not continuation.breaks:
             self._leave(exchange, "budget")
+            return
+        continuation.freeze()
+        self.kept += continuation.size - size
+        continuation.counted = continuation.size
 
     def _leave(self, exchange: Exchange, reason: str) -> None:
         """Nobody can go on with its stream any more, so it is not read from here on."""
@@ -238,6 +244,8 @@ class Continuing:
         """Why nobody goes on with it, or "": then the way is found."""
         if isinstance(attempt.error, UpstreamError) and attempt.error.kind == DIFFERS:
             return DIFFERS
+        if continuation.is_frozen:
+            return "budget"
         exchange.crash_count = exchange.crash_count + 1 if continuation.is_stuck else 0
         if exchange.crash_count >= MOST_CRASHES or continuation.breaks >= MOST_BREAKS:
             return "crashes"

@@ -1,5 +1,6 @@
 """With --continue-streams: streams that nobody can go on with pass as they do without the setting."""
 
+import asyncio
 import gzip
 import json
 
@@ -113,3 +114,30 @@ async def test_a_stream_that_is_left_and_breaks_off_is_counted_by_why():
             assert b"broke off" in (await talk.response())[2]
             assert s.metrics.streams_not_continued.total(reason=reason) == 1
         await eventually(s.idle)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+async def test_the_budget_binds_after_a_break_as_well(whole):
+    """The client gets all that the second replica writes; if that breaks off as well, nobody goes on."""
+    most = []
+
+    async def writes_much(reader, writer):
+        given = json.loads((await read_request(reader))[1])["kv_transfer_params"]["prompt_token_ids"]
+        writer.write(SSE_HEAD + event("2", given))
+        for number in range(200):
+            writer.write(event("2", [number], "y" * 1000))
+            await writer.drain()
+            await asyncio.sleep(0)
+            most.append(s.proxy.conductor.continuing.kept)
+        if whole:
+            writer.write(event("2", [7], "z", finish_reason="stop") + chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n")
+            await writer.drain()
+
+    async with continued(engine("1", b"", 2), writes_much, engine("3"), continue_budget=20_000) as s:
+        talk = await s.talk()
+        await talk.say(post(BODY))
+        body = (await talk.response())[2]
+        assert body.count(b"y" * 1000) == 200 and (b"[DONE]" in body, b"broke off" in body) == (whole, not whole)
+        assert max(most) < 60_000
+        assert s.metrics.streams_not_continued.total(reason="budget") == (0 if whole else 1)
+        await eventually(lambda: s.idle() and not s.proxy.conductor.continuing.kept)

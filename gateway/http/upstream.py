@@ -71,7 +71,7 @@ class Head:
 
     @property
     def is_chunked(self) -> bool:
-        return (self.get(b"transfer-encoding") or b"").lower().endswith(b"chunked")
+        return (self.get(b"transfer-encoding") or b"").lower().strip().endswith(b"chunked")
 
     def add(self, header: tuple[bytes, bytes]) -> None:
         """A header for the client that the replica did not send."""
@@ -294,7 +294,7 @@ class Upstream(asyncio.Protocol):
             self.clean = False
         elif name == b"content-length":
             self.framed, self.length = True, int(value)
-        elif name == b"transfer-encoding" and value.lower().endswith(b"chunked"):
+        elif name == b"transfer-encoding" and value.lower().strip().endswith(b"chunked"):
             self.framed = True
         self.headers.append((name, value))
 

@@ -18,6 +18,8 @@ class Chunks:
 
     def feed(self, data: bytes) -> bytes:
         """What the chunks have that are whole now. Raises ValueError."""
+        if self.ended:  # the last line end may come in a read of its own
+            return b""
         raw, at, pieces = self.rest + data, 0, []
         while (found := CHUNK.match(raw, at)) is not None:
             size, start = int(found[1], 16), found.end()

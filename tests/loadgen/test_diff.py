@@ -45,7 +45,8 @@ def test_alike_is_0_and_worse_is_1(file, capsys):
     assert "one: Better: 2 better, 0 worse" in capsys.readouterr().out
 
 
-def test_seeds_say_what_is_noise(file, capsys):
+def test_seeds_say_what_is_noise(monkeypatch, file, capsys):
+    monkeypatch.setenv("COLUMNS", "200")
     assert main(["diff", file("a.json", seeds=3, one=100), file("b.json", seeds=3, one=104)]) == 1
     out = " ".join(capsys.readouterr().out.split())
     assert "worse" in out and "do not overlap" in out and "105 ms (104–106 ms)" in out

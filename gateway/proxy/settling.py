@@ -233,7 +233,8 @@ class Settling:
             self._transferred(attempt, learns)
         # An error took this long, and no first token; and the first byte of an answer in one piece is its last as well.
         if not attempt.fault and attempt.streams and not backend.gone:
-            self.metrics.ttft_seconds.observe(backend.id, at - since)
+            self.metrics.ttft_seconds.observe((), at - since)
+            self.metrics.replica_ttft_seconds.observe(backend.id, at - attempt.sent_at)
             if self._on_first and attempt.status == 200:
                 for told in self._on_first:
                     told(attempt, ours)

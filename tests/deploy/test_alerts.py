@@ -23,7 +23,7 @@ def state(name: str, values: str) -> dict[str, str]:
 
 
 def ttft(replica: str, fast: str, every: str) -> dict[str, str]:
-    series = f'hitherto_ttft_seconds_bucket{{{GATEWAY}, replica="{replica}"'
+    series = f'hitherto_replica_ttft_seconds_bucket{{{GATEWAY}, replica="{replica}"'
     return {f'{series}, le="{le}"}}': values for le, values in (("0.1", fast), ("5", every), ("+Inf", every))} | {
         f'hitherto_replica_models{{replica="{replica}", model="m"}}': "1x100"}  # fmt: skip
 

@@ -26,7 +26,9 @@ async def test_streams_that_are_the_clients_fault_teach_nothing(engines):
         page = (await process.admin.get("/metrics")).text
         assert 'hitherto_requests_total{path="completions",status="4xx"} 41.0' in page
         assert all(
-            line.endswith(" 0.0") for line in page.splitlines() if line.startswith("hitherto_ttft_seconds_count")
+            line.endswith(" 0.0")
+            for line in page.splitlines()
+            if line.startswith(("hitherto_ttft_seconds_count", "hitherto_replica_ttft_seconds_count"))
         )
         status = await process.status()
         assert {one["events"] for one in status["replicas"]} == {"live"} and {

@@ -61,10 +61,10 @@ REPLICAS = Dashboard(
             ],
         ),
         (
-            "What clients get from it",
+            "What it answers",
             [
-                Panel("TTFT, median", quantiles("hitherto_ttft_seconds", "replica", 0.5), "s"),
-                Panel("TTFT, p99", quantiles("hitherto_ttft_seconds", "replica", 0.99), "s"),
+                Panel("TTFT, median", quantiles("hitherto_replica_ttft_seconds", "replica", 0.5), "s"),
+                Panel("TTFT, p99", quantiles("hitherto_replica_ttft_seconds", "replica", 0.99), "s"),
                 Panel(
                     "Hit rate",
                     [

@@ -23,7 +23,7 @@ PIECE = 64  # series
 POINT = 3  # slots that are one point of a curve
 ERRORS = ("5xx", "cut")
 
-_BOUNDS = Metrics.ttft_seconds.bounds  # of both histograms
+_BOUNDS = Metrics.ttft_seconds.bounds  # of all three histograms
 _BUCKETS = len(_BOUNDS) + 2  # above the last, and the sum
 TTFT, E2E = slice(0, _BUCKETS), slice(_BUCKETS, 2 * _BUCKETS)
 # Sums over a slot, then the greatest value within it.
@@ -132,7 +132,6 @@ def _always(*columns: int | slice) -> Callable[[tuple[str, ...]], Columns]:
 
 # Metrics, and the columns that their gains are added to. Of a replica's, its id is the first label.
 _TOKENS: dict[str, Callable[[tuple[str, ...]], Columns]] = {
-    "ttft_seconds": _always(TTFT),
     "prompt_tokens": _always(AT["prompt"]),
     "predicted_cached_tokens": _always(AT["predicted"]),
     "reported_prompt_tokens": _always(AT["reported_prompt"]),
@@ -140,11 +139,18 @@ _TOKENS: dict[str, Callable[[tuple[str, ...]], Columns]] = {
 }
 _OF_GATEWAY = {
     **_TOKENS,
+    "ttft_seconds": _always(TTFT),
     "request_seconds": _always(E2E),
     "requests": _by_status,
     "admission": lambda labels: [AT["refused"]] if labels[0] == REFUSED else [],
 }
-_OF_REPLICA = {**_TOKENS, "replica_requests": _by_status}
+_OF_REPLICA = {
+    **_TOKENS,
+    "replica_ttft_seconds": _always(
+        TTFT
+    ),  # what came before it was asked, a queue or another one's refusal, is not its own
+    "replica_requests": _by_status,
+}
 
 
 # --- what is told of what was kept

@@ -291,7 +291,8 @@ async def test_status_sums_up(http, gateway):
     metrics.prompts.inc("exact", by=4)
     metrics.prompt_tokens.inc("a:1", by=1000)
     metrics.predicted_cached_tokens.inc("a:1", by=640)
-    metrics.ttft_seconds.observe("a:1", 0.05)
+    metrics.ttft_seconds.observe((), 0.05)
+    metrics.replica_ttft_seconds.observe("a:1", 0.05)
     async with http.get("/status") as response:
         status = await response.json()
     assert status["ready"] is True and status["policy"] == "least_time"

@@ -34,15 +34,18 @@ def test_a_counter_shows_up_with_its_labels():
 def test_a_histogram_has_cumulative_buckets_and_a_sum():
     metrics = Metrics()
     for seconds in (0.005, 0.0051, 1000):
-        metrics.ttft_seconds.observe("r1", seconds)
+        metrics.replica_ttft_seconds.observe("r1", seconds)
     page = scrape(metrics)
-    assert page["hitherto_ttft_seconds_bucket", ("le", "0.005"), ("replica", "r1")] == 1
-    assert page["hitherto_ttft_seconds_bucket", ("le", "0.01"), ("replica", "r1")] == 2
-    assert page["hitherto_ttft_seconds_bucket", ("le", "300.0"), ("replica", "r1")] == 2
-    assert page["hitherto_ttft_seconds_bucket", ("le", "+Inf"), ("replica", "r1")] == 3
-    assert page["hitherto_ttft_seconds_count", ("replica", "r1")] == 3
-    assert page["hitherto_ttft_seconds_sum", ("replica", "r1")] == pytest.approx(1000.0101)
-    assert metrics.ttft_seconds.mean("r1") == pytest.approx(1000.0101 / 3) and metrics.ttft_seconds.mean("r2") is None
+    assert page["hitherto_replica_ttft_seconds_bucket", ("le", "0.005"), ("replica", "r1")] == 1
+    assert page["hitherto_replica_ttft_seconds_bucket", ("le", "0.01"), ("replica", "r1")] == 2
+    assert page["hitherto_replica_ttft_seconds_bucket", ("le", "300.0"), ("replica", "r1")] == 2
+    assert page["hitherto_replica_ttft_seconds_bucket", ("le", "+Inf"), ("replica", "r1")] == 3
+    assert page["hitherto_replica_ttft_seconds_count", ("replica", "r1")] == 3
+    assert page["hitherto_replica_ttft_seconds_sum", ("replica", "r1")] == pytest.approx(1000.0101)
+    assert (
+        metrics.replica_ttft_seconds.mean("r1") == pytest.approx(1000.0101 / 3)
+        and metrics.replica_ttft_seconds.mean("r2") is None
+    )
 
 
 @given(st.lists(st.floats(0, 500), min_size=1, max_size=60))
@@ -88,7 +91,7 @@ def test_what_can_be_counted_is_there_at_zero_before_it_happens():
     for series in (
         ("hitherto_requests_total", ("path", "chat"), ("status", "5xx")), ("hitherto_retries_total", ("reason", "connect")),
         ("hitherto_upstream_errors_total", ("kind", "status 500"), ("replica", "r1")), ("hitherto_heals_total", ("replica", "r1")),
-        ("hitherto_ttft_seconds_count", ("replica", "r1")), ("hitherto_request_seconds_bucket", ("le", "0.005"), ("path", "chat")),
+        ("hitherto_replica_ttft_seconds_count", ("replica", "r1")), ("hitherto_request_seconds_bucket", ("le", "0.005"), ("path", "chat")),
         ("hitherto_shadow_decisions_total", ("choice", "same"), ("policy", "random")), ("hitherto_rejections_total", ("reason", "413")),
     ):  # fmt: skip
         assert page.get(series) == 0, series
@@ -122,10 +125,10 @@ def test_what_several_processes_count_adds_up():
     for number, one in enumerate(processes):
         one.requests.inc("chat", "2xx", by=number + 1)
         for replica in ("a", "b")[: number + 1]:
-            one.ttft_seconds.observe(replica, 0.02 * (number + 1))
+            one.replica_ttft_seconds.observe(replica, 0.02 * (number + 1))
         together.add(orjson.loads(orjson.dumps(one.counts())))
     assert together.requests.values == {("chat", "2xx"): 3}
-    assert (together.ttft_seconds.count("a"), together.ttft_seconds.count("b")) == (2, 1)
+    assert (together.replica_ttft_seconds.count("a"), together.replica_ttft_seconds.count("b")) == (2, 1)
 
 
 def test_a_removed_replica_leaves_no_series():
@@ -133,7 +136,7 @@ def test_a_removed_replica_leaves_no_series():
     for replica in ("r1", "r2"):
         metrics.prompt_tokens.inc(replica, by=10)
         metrics.upstream_errors.inc(replica, "connect")
-        metrics.ttft_seconds.observe(replica, 0.1)
+        metrics.replica_ttft_seconds.observe(replica, 0.1)
     metrics.requests.inc("chat", "2xx")
     metrics.forget("r1")
     page = scrape(metrics)
@@ -163,7 +166,7 @@ async def test_the_event_loop_goes_on_while_a_page_is_made(monkeypatch):
         while True:
             turns += 1
             metrics.requests.inc("chat", "2xx")
-            metrics.ttft_seconds.observe(f"10.0.1.{turns}:8000", 0.1)  # replicas come while it is made
+            metrics.replica_ttft_seconds.observe(f"10.0.1.{turns}:8000", 0.1)  # replicas come while it is made
             if turns == 5:
                 metrics.forget("10.0.0.7:8000")
             await asyncio.sleep(0)
@@ -174,9 +177,9 @@ async def test_the_event_loop_goes_on_while_a_page_is_made(monkeypatch):
     assert turns > 50
     for family in text_string_to_metric_families(page.decode()):
         for sample in family.samples:
-            if sample.name == "hitherto_ttft_seconds_count" and sample.value:
+            if sample.name == "hitherto_replica_ttft_seconds_count" and sample.value:
                 assert (
-                    f'hitherto_ttft_seconds_bucket{{le="+Inf",replica="{sample.labels["replica"]}"}} {sample.value}'
+                    f'hitherto_replica_ttft_seconds_bucket{{le="+Inf",replica="{sample.labels["replica"]}"}} {sample.value}'
                     in page.decode()
                 )
 

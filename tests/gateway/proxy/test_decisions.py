@@ -148,7 +148,8 @@ async def test_what_is_told_is_learned_from():
             await d.first_byte(made["id"])
             await d.done(made["id"], ANSWER % (made["tokens"], 20, made["cached_tokens"]))
         assert (
-            s.metrics.predictions.values == {(backend.id, "equal"): 2} and s.metrics.ttft_seconds.count(backend.id) == 2
+            s.metrics.predictions.values == {(backend.id, "equal"): 2}
+            and s.metrics.replica_ttft_seconds.count(backend.id) == 2
         )
         assert backend.candidate.costs.count == 2 and backend.candidate.costs.group.step.count == 2
         assert made["cached_tokens"] > 0 and s.metrics.reported_cached_tokens.total() == made["cached_tokens"]

@@ -51,7 +51,7 @@ async def test_a_stream_that_is_an_error_teaches_nothing_and_counts_as_what_it_i
         assert (got, body) == (200, event + DONE)  # the last replica's word stands
         assert (
             backend.candidate.costs.count == 0
-            and s.metrics.ttft_seconds.count(backend.id) == 0
+            and s.metrics.replica_ttft_seconds.count(backend.id) == s.metrics.ttft_seconds.count(()) == 0
             and s.metrics.predictions.total() == 0
         )
         assert backend.intake.finished == 0, "nothing was computed, so no event must come"
@@ -347,7 +347,11 @@ async def test_pings_reach_a_client_that_waits_for_long_and_are_no_first_token()
         go_on.set()
         assert TOKEN in await talk.until(b"\r\n0\r\n\r\n")
         await eventually(lambda: s.metrics.requests.total(status="2xx") == 1)
-        assert s.faults == [] and backend.candidate.costs.count == 0 and s.metrics.ttft_seconds.count(backend.id) == 0
+        assert (
+            s.faults == []
+            and backend.candidate.costs.count == 0
+            and s.metrics.replica_ttft_seconds.count(backend.id) == s.metrics.ttft_seconds.count(()) == 0
+        )
         await eventually(s.idle)
 
 
@@ -359,7 +363,7 @@ async def test_an_endless_stream_of_junk_teaches_nothing():
         assert (
             s.faults == ["foreign answer"]
             and backend.candidate.costs.count == 0
-            and s.metrics.ttft_seconds.count(backend.id) == 0
+            and s.metrics.replica_ttft_seconds.count(backend.id) == s.metrics.ttft_seconds.count(()) == 0
         )
 
 

@@ -8,7 +8,7 @@ from gateway.ops.metrics import Metrics
 from gateway.proxy.figures import MOST_MODELS, OTHER, Figures
 
 from ..http.talk import eventually, read_request
-from .replies import EVENT, SSE_HEAD, answers, chunk, post, reply
+from .replies import EVENT, SSE_HEAD, answers, chunk, post, reply, streams
 from .stack import stack
 from .test_queue import USAGE, Engine, overload, queued, send, waiting
 
@@ -53,6 +53,43 @@ async def test_a_stream_is_measured_by_class_and_model():
         spent = metrics.answer_phase_seconds.by("phase")
         assert sum(spent.values()) == pytest.approx(metrics.answer_e2e_seconds.mean(key), rel=1e-6)
         assert spent["decode"] > 0.9 and spent["queue"] < 0.5
+
+
+async def test_a_replica_has_not_taken_what_another_one_took_to_refuse():
+    async def refuse(reader, writer):
+        while True:
+            await read_request(reader)
+            await asyncio.sleep(0.5)
+            writer.write(reply(status=b"503 Service Unavailable"))
+
+    async with stack(refuse, streams(chunk(EVENT))) as s:
+        refusing, answering = s.proxy.backends
+        for _ in range(2):  # one of them begins at the second replica
+            assert (await (await send(s, "a")).response())[0] == 200
+        await eventually(s.idle)
+        clients, of_replica = s.metrics.ttft_seconds, s.metrics.replica_ttft_seconds
+        assert s.metrics.retries.total() == 1
+        assert clients.count(()) == of_replica.count(answering) == 2 and of_replica.count(refusing) == 0
+        assert 2 * (clients.mean(()) - of_replica.mean(answering)) >= 0.5
+
+
+async def test_a_replica_has_not_taken_what_its_request_waited_in_the_queue():
+    engine = Engine()
+    async with queued(engine) as (s, queue):
+        first = await send(s, "a")
+        await eventually(lambda: engine.seen == ["a"])
+        second = await send(s, "b")
+        await eventually(lambda: waiting(queue)["free"] == 1)
+        await asyncio.sleep(0.3)
+        engine.answer("a")
+        engine.answer("b")
+        assert (await first.response())[0] == (await second.response())[0] == 200
+        await eventually(s.idle)
+        [replica] = s.proxy.backends
+        clients, of_replica = s.metrics.ttft_seconds, s.metrics.replica_ttft_seconds
+        assert 2 * (clients.mean(()) - of_replica.mean(replica)) >= 0.3
+        # What the limits are about is what clients wait.
+        assert s.metrics.answer_ttft_seconds.mean(("free", "m")) == pytest.approx(clients.mean(()))
 
 
 async def test_an_answer_in_one_piece_has_an_end_and_no_first_token():

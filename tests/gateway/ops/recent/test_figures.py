@@ -15,7 +15,8 @@ def metrics():
 
 def test_figures_are_of_the_window_and_leave_it_after_15_minutes(metrics):
     figures = Figures(metrics, START)
-    metrics.ttft_seconds.observe("a:1", 0.05)
+    metrics.ttft_seconds.observe((), 0.05)
+    metrics.replica_ttft_seconds.observe("a:1", 0.05)
     metrics.request_seconds.observe("chat", 1.2)
     metrics.requests.inc("chat", "2xx")
     metrics.requests.inc("chat", "5xx")
@@ -47,9 +48,11 @@ def test_the_window_is_as_long_as_the_gateway_has_run(metrics):
 
 def test_curves_end_now_and_have_gaps_where_nothing_was(metrics):
     figures = Figures(metrics, START)
-    metrics.ttft_seconds.observe("a:1", 0.05)
+    metrics.ttft_seconds.observe((), 0.05)
+    metrics.replica_ttft_seconds.observe("a:1", 0.05)
     figures.look(START, 4, 0, 0)
-    metrics.ttft_seconds.observe("b:1", 2.5)
+    metrics.ttft_seconds.observe((), 2.5)
+    metrics.replica_ttft_seconds.observe("b:1", 2.5)
     figures.look(START + 60, 9, 0, 0)
     curves = told(figures.kept(), START + 60)["curves"]
     assert len(curves["ttft_p50"]) == 60 and 2 <= curves["ttft_p50"][-1] <= 3 and curves["inflight"][-1] == 9
@@ -58,7 +61,8 @@ def test_curves_end_now_and_have_gaps_where_nothing_was(metrics):
 
 def test_a_replica_has_figures_of_its_own_until_it_is_forgotten(metrics):
     figures = Figures(metrics, START)
-    metrics.ttft_seconds.observe("a:1", 0.05)
+    metrics.ttft_seconds.observe((), 0.05)
+    metrics.replica_ttft_seconds.observe("a:1", 0.05)
     metrics.replica_requests.inc("a:1", "2xx", by=3)
     metrics.replica_requests.inc("b:1", "5xx")
     figures.look(START, 0, 0, 0)
@@ -73,11 +77,13 @@ def test_a_replica_has_figures_of_its_own_until_it_is_forgotten(metrics):
 
 def test_a_replica_that_was_forgotten_and_is_back_counts_from_nothing(metrics):
     figures = Figures(metrics, START)
-    metrics.ttft_seconds.observe("a:1", 0.05)
+    metrics.ttft_seconds.observe((), 0.05)
+    metrics.replica_ttft_seconds.observe("a:1", 0.05)
     metrics.prompt_tokens.inc("a:1", by=1000)
     figures.look(START, 0, 0, 0)
     metrics.forget("a:1")
-    metrics.ttft_seconds.observe("a:1", 0.05)
+    metrics.ttft_seconds.observe((), 0.05)
+    metrics.replica_ttft_seconds.observe("a:1", 0.05)
     metrics.prompt_tokens.inc("a:1", by=10)
     metrics.reported_prompt_tokens.inc("a:1", by=10)
     metrics.predicted_cached_tokens.inc("a:1", by=505)
@@ -112,7 +118,8 @@ def test_workers_are_added_up_slot_by_slot():
         figures = Figures(metrics, START - number)
         metrics.requests.inc("chat", "2xx", by=number)
         metrics.replica_requests.inc("a:1", "2xx", by=number)
-        metrics.ttft_seconds.observe("a:1", 0.05 * number)
+        metrics.ttft_seconds.observe((), 0.05 * number)
+        metrics.replica_ttft_seconds.observe("a:1", 0.05 * number)
         figures.look(START, number, 0, number)
         figures.look(START + 60 * (number - 1), 0, 0, 0)  # the second is ahead by a minute
         kept.append(figures.kept())

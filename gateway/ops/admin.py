@@ -1,7 +1,8 @@
 """The operator's HTTP side, on a port of its own.
 
     GET  /livez                 200 as long as the process turns its event loop; depends on nothing else
-    GET  /readyz                200 when a request could be served; else 503 and why not
+    GET  /readyz                200 when a request could be served, of any model, with ?model=NAME of this one; else 503
+                                and why not
     GET  /metrics               for Prometheus
     GET  /                      live page;  GET /status the state of all, /recent the last 15 minutes as JSON
     GET  /replicas              list

@@ -17,6 +17,7 @@ from gateway.errors import ApiError
 
 from .guard import CHALLENGE, PASSED_ON, Guard, Refusal
 from .page import PAGE, page_file
+from .readiness import readiness
 
 log = logging.getLogger("hitherto.admin")
 _server_log = logging.getLogger("hitherto.admin.http")  # what the server itself has to say
@@ -116,11 +117,13 @@ class Side(ABC):
         return web.Response(text="ok\n")
 
     async def readyz(self, request: web.Request) -> web.Response:
-        status = await self._status()
-        why_not = status["why_not"]
-        if why_not and not self.guard.knows_token(request):
-            why_not = "ask with the admin token to be told"
-        return answer({"ready": status["ready"], "why_not": why_not}, 200 if status["ready"] else 503)
+        asked = request.query.getall("model", [])
+        if "" in asked:
+            raise ApiError(400, "model= names no model: /readyz?model=NAME, or /readyz for the gateway", param="model")
+        found = readiness(await self._status(), asked)
+        if not self.guard.knows_token(request):
+            found = {"ready": found["ready"], "why_not": found["why_not"] and "ask with the admin token to be told"}
+        return answer(found, 200 if found["ready"] else 503)
 
     async def status(self, request: web.Request) -> web.Response:
         return answer(await self._status())

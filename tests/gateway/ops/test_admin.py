@@ -108,11 +108,41 @@ async def test_ready_once_a_replica_takes_traffic(http, gateway):
         assert await response.json() == {
             "ready": False,
             "why_not": "no replica is ready: a:1 is starting (not heard yet)",
+            "models": {},
         }
     for state, expected in ((State.READY, 200), (State.DEGRADED, 200), (State.FAILED, 503), (State.DRAINING, 503)):
         replica.state = state
         async with http.get("/readyz") as response:
             assert response.status == expected, state
+
+
+async def test_readiness_is_of_the_gateway_or_of_the_models_that_are_named(http, gateway):
+    """One model without a replica is no reason to take the others' requests from the gateway."""
+    up, down = gateway.fleet.add("http://a:1"), gateway.fleet.add("http://b:1")
+    up.models, down.models = {"one": None, "adapter": "one"}, {"two": None}
+    up.state, down.state, down.reason = State.READY, State.FAILED, "connection refused"
+
+    async def ask(query=""):
+        async with http.get(f"/readyz{query}") as response:
+            return response.status, await response.json()
+
+    each = {"adapter": True, "one": True, "two": False}
+    assert await ask() == (200, {"ready": True, "why_not": None, "models": each})
+    assert await ask("?model=adapter") == (200, {"ready": True, "why_not": None, "models": {"adapter": True}})
+    for query in ("?model=two", "?model=one&model=two"):
+        status, said = await ask(query)
+        assert status == 503 and said["ready"] is False and said["models"]["two"] is False
+        assert said["why_not"] == "no replica of 'two' is ready: b:1 is failed (connection refused)"
+    status, said = await ask("?model=three")
+    assert (status, said["why_not"]) == (503, "no replica has served 'three' yet; known are: adapter, one, two")
+    status, said = await ask("?model=")
+    assert status == 400 and "/readyz?model=NAME" in said["error"]["message"]
+    down.models = {}  # one that tells no models serves any
+    down.state = State.READY
+    assert (await ask("?model=three"))[0] == 200
+    gateway.view.draining = True
+    status, said = await ask("?model=one")
+    assert status == 503 and "is stopping" in said["why_not"] and said["models"] == {"one": False}
 
 
 async def test_not_ready_while_stopping(http, gateway):

@@ -195,6 +195,9 @@ async def test_with_a_token_nobody_gets_further_without():
         status, _, body = await say("GET /readyz HTTP/1.1", "Host: localhost")
         assert status == 503 and b"a:1" not in body, "probes carry no token, and are told no more than they need"
         assert b"a:1" in (await say("GET /readyz HTTP/1.1", "Host: localhost", good))[2]
+        assert b"models" not in body
+        status, _, body = await say("GET /readyz?model=secret HTTP/1.1", "Host: localhost")
+        assert status == 503 and b"secret" not in body and b"a:1" not in body
         assert (await say("GET /livez HTTP/1.1", "Host: localhost"))[0] == 200
 
 

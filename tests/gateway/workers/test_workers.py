@@ -192,7 +192,11 @@ async def test_the_last_15_minutes_are_of_all_workers(gateway):
 @pytest.mark.asyncio(loop_scope="module")
 async def test_the_admin_side_answers_for_all(gateway):
     assert (await gateway.admin.get("/livez")).text == "ok\n"
-    assert (await gateway.admin.get("/readyz")).json() == {"ready": True, "why_not": None}
+    ready = (await gateway.admin.get("/readyz")).json()
+    assert ready == {"ready": True, "why_not": None, "models": dict.fromkeys(ready["models"], True)} and ready["models"]
+    (name, *_) = ready["models"]
+    assert (await gateway.admin.get("/readyz", params={"model": name})).status_code == 200
+    assert (await gateway.admin.get("/readyz", params={"model": "another"})).status_code == 503
     assert "<title>" in (await gateway.admin.get("/")).text
     nothing = await gateway.admin.get("/worker/costs")
     assert nothing.status_code == 404 and nothing.json()["error"]["message"].startswith(

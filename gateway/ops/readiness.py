@@ -1,0 +1,34 @@
+"""What `/readyz` answers, from a status: of the gateway, and of each model. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from replicas.lifecycle import TAKES_TRAFFIC
+
+
+def readiness(status: Mapping[str, Any], asked: Sequence[str]) -> dict[str, Any]:
+    """`asked`: models that all have to be ready; none: the gateway is ready while it can serve any model at all."""
+    names = asked or status["models"]
+    models = {name: status["ready"] and any(map(_takes_requests, _of(status, name))) for name in names}
+    why_not = status["why_not"]
+    if why_not is None and asked:
+        why_not = next((_why_not(status, name) for name in asked if not models[name]), None)
+    return {"ready": why_not is None, "why_not": why_not, "models": models}
+
+
+def _of(status: Mapping[str, Any], model: str) -> list[Mapping[str, Any]]:
+    """The replicas that serve it when they are well. One that has told no models may serve any."""
+    return [one for one in status["replicas"] if model in one["models"] or not one["models"]]
+
+
+def _takes_requests(replica: Mapping[str, Any]) -> bool:
+    return replica["state"] in TAKES_TRAFFIC
+
+
+def _why_not(status: Mapping[str, Any], model: str) -> str:
+    states = "; ".join(f"{one['id']} is {one['state']} ({one['reason']})" for one in _of(status, model))
+    if states:
+        return f"no replica of {model!r} is ready: {states}"
+    return f"no replica has served {model!r} yet; known are: {', '.join(status['models']) or 'none'}"

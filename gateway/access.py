@@ -12,9 +12,10 @@ from .tls import Certificate, CertificateError
 class Unusable(ValueError):
     """The text says why this setting cannot be used, and what would be right."""
 
-    def __init__(self, setting: str, why: str):
+    def __init__(self, setting: str, why: str, place: str = ""):
+        """`place`: the part of the setting that it is about."""
         super().__init__(why)
-        self.setting = setting
+        self.setting, self.place = setting, place or setting
 
 
 def check_keys(file: Path | None, classes: Collection[str], forward: bool) -> None:

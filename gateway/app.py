@@ -47,7 +47,7 @@ log = logging.getLogger("hitherto")
 CARE_SECONDS = 0.25
 # Kinds of background work
 CARE, FOLLOW_KEYS, FOLLOW_CERTIFICATE = "care for replicas", "API keys", "TLS certificate"
-FOLLOW_RECENT = "recent figures"
+FOLLOW_RECENT, FOLLOW_PODS = "recent figures", "pods of the cluster"
 
 
 class Gateway:
@@ -85,6 +85,7 @@ class Gateway:
         self.usage_log = datapath.usage_log(settings, self.metrics)
         self.fleet.on_change.append(self._replica_changed)
         self.kept = kept_replicas(settings)
+        self.discovery = datapath.discovery(settings, self.fleet)
         self.slots: dict[str, int] = {}
         self.intakes: dict[str, EventIntake | SharedIntake] = {}
         self.shared = _shared_map(settings, self.map, self.background)
@@ -119,6 +120,7 @@ class Gateway:
         self.view.background = self.background
         self.view.keys, self.view.metering = self.keys, self.metering
         self.view.certificate, self.view.control = self.certificate, self.proxy.control
+        self.view.discovery = self.discovery
         self.shared_ledger = datapath.shared_ledger(settings, self.metrics, self.ledger, self.background)
         self.proxy.placing.shared = self.view.shared_ledger = self.shared_ledger
         if self.shared_ledger is not None:
@@ -171,6 +173,8 @@ class Gateway:
             await self.fleet.launch(*launch)
         self._caring = self.background.spawn(CARE, self._care)
         self._following.append(self.background.spawn(FOLLOW_RECENT, self.recent.follow))
+        if self.discovery is not None:
+            self._following.append(self.background.spawn(FOLLOW_PODS, self.discovery.run))
         if self.keys is not None:
             self._following.append(self.background.spawn(FOLLOW_KEYS, self.keys.follow))
         if self.certificate is not None:

@@ -33,6 +33,7 @@ METAVARS = {
     "replica_url": "URL",
     "redis_url": "URL",
     "pools": "YAML",
+    "discover": "YAML",
     "allow_path": "PATH,...",
     "admin_allow_host": "NAME,...",
     "slo": "LIMITS",
@@ -196,9 +197,11 @@ def ignored_variables(environ: Mapping[str, str]) -> list[str]:
 
 def serve(args: argparse.Namespace) -> int:
     settings = load_config(args).settings
-    if not settings.replica_url and not settings.launches and not settings.replica_file:
-        raise ConfigError("there is no replica to send requests to. Give --replica-url http://HOST:PORT for engines "
-                          "that run already, --launch 2 to start simulated ones, or --replica-file FILE to add them by POST /replicas")  # fmt: skip
+    if not (settings.replica_url or settings.launches or settings.replica_file or settings.discover):
+        raise ConfigError(
+            "there is no replica to send requests to. Give --replica-url http://HOST:PORT for engines that run already, "
+            "--launch 2 to start simulated ones, --discover for pods of a cluster, or --replica-file FILE to add them by POST /replicas"
+        )
     if settings.workers > 1:
         from gateway.workers import supervisor
 

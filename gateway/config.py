@@ -21,15 +21,14 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from replicas import tls, yaml_text
+from replicas import yaml_text
 from replicas.kept import KeptReplicas
-from replicas.launch import profile
+from replicas.pods import Discover
 from replicas.replica import parse_url
 
-from . import access, complaints, credentials
+from . import access, complaints, credentials, named
 from .credentials import MAKE_TOKEN
-from .files import check_appendable
-from .overload_fields import Admission, Routes, Scheduler, Slo, check_routes, class_names
+from .overload_fields import Admission, Routes, Scheduler, Slo, check_routes, class_names, read_mapping
 from .pools import Pool
 from .proxy.paths import check_allowed
 from .sizes import Bytes, show_bytes
@@ -75,11 +74,6 @@ def _check_paths(paths: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(map(check_allowed, paths))
 
 
-def _read_mapping(value: Any) -> Any:
-    """A flag and the environment say in one line of YAML what a file says in several."""
-    return yaml_text.load(value) if isinstance(value, str) else value
-
-
 def _check_names(names: tuple[str, ...]) -> tuple[str, ...]:
     for name in names:
         if not re.fullmatch(r"[\w.-]{1,253}", name, re.ASCII):
@@ -103,7 +97,8 @@ EngineKey = Annotated[str, AfterValidator(credentials.check_engine_key)]
 Paths = Annotated[tuple[str, ...], BeforeValidator(_split_names), AfterValidator(_check_paths)]
 RedisUrl = Annotated[str, AfterValidator(_check_redis)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
-Pools = Annotated[dict[Name, Pool], BeforeValidator(_read_mapping)]
+Pools = Annotated[dict[Name, Pool], BeforeValidator(read_mapping)]
+Cluster = Annotated[Discover, BeforeValidator(read_mapping)]
 PolicyName = Literal[
     "least_time", "overlap_cost", "prefix_affinity", "consistent_hash",
     "least_load", "power_of_two", "round_robin", "random",
@@ -182,6 +177,11 @@ class Settings(BaseModel):
     )
     replica_file: Path | None = Field(
         None, description="file that keeps the replicas added by POST /replicas, so that they are there after a restart"
+    )
+    discover: Cluster | None = Field(
+        None,
+        description="engines that are pods of a Kubernetes cluster, {selector, namespace, url: 'http://{ip}:8000#events=tcp://{ip}:5557', "
+        "labels: {role: LABEL, model: LABEL, spill: LABEL, transfer: LABEL}, api}: added and removed as pods come and go",
     )
     replica_ca: Path | None = Field(
         None,
@@ -500,7 +500,8 @@ def _explain(item: Any, sources: Mapping[str, str]) -> str:
     if item["type"] == "value_error":
         return f"{place}: {item['ctx']['error']}"
     if item["type"] == "extra_forbidden":
-        known = (Pool if len(item["loc"]) > 1 else Settings).model_fields
+        of = {"pools": Pool, "discover": Discover}.get(name) if len(item["loc"]) > 1 else None
+        known = (of or Settings).model_fields
         return f"{place}: unknown setting. {suggest(item['loc'][-1], known)}"
     if item["type"] == "missing":
         return f"{place}: it is missing. {flag(name)}: {Settings.model_fields[name].description}"
@@ -528,7 +529,6 @@ def _check_together(settings: Settings, sources: Mapping[str, str]) -> None:
         check_routes(settings.request_router, settings.scheduler)
     except ValueError as error:
         raise ConfigError(f"{sources['request_router']}: request_router: {error}") from None
-    _check_files(settings, sources)
 
 
 def _check_admin(settings: Settings, sources: Mapping[str, str]) -> None:
@@ -561,40 +561,8 @@ def _check_access(settings: Settings, sources: Mapping[str, str]) -> None:
     try:
         access.check_keys(settings.api_keys, class_names(settings.scheduler), settings.forward_api_keys)
         access.check_tls(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
+        named.check_profiles(settings.profile if settings.launch else None, settings.pools)
+        named.check_files(settings.usage_log, settings.replica_ca, settings.chat_template)
+        named.check_cluster(settings.discover)
     except access.Unusable as error:
-        raise ConfigError(f"{sources[error.setting]}: {error.setting}: {error}") from None
-
-
-def _check_files(settings: Settings, sources: Mapping[str, str]) -> None:
-    """What settings name can be read."""
-    if settings.launch:
-        try:
-            profile.load(settings.profile)
-        except ValueError as error:
-            raise ConfigError(f"{sources['profile']}: profile: {error}") from None
-    for name, pool in settings.pools.items():
-        try:
-            profile.load(pool.profile)
-        except ValueError as error:
-            raise ConfigError(f"{sources['pools']}: pools.{name}.profile: {error}") from None
-    if settings.usage_log:
-        try:
-            check_appendable(settings.usage_log)
-        except OSError as error:
-            raise ConfigError(
-                f"{sources['usage_log']}: usage_log: {settings.usage_log} cannot be written: {error.strerror or error}. "
-                "Its folder must exist, and the gateway may write there"
-            ) from None
-    if settings.replica_ca:
-        try:
-            tls.context(settings.replica_ca)
-        except OSError as error:
-            raise ConfigError(
-                f"{sources['replica_ca']}: replica_ca: {settings.replica_ca} cannot be read as certificates: {error.strerror or error}. "
-                "Name a PEM file with the certificates of the authorities that signed the replicas'"
-            ) from None
-    if settings.chat_template and not settings.chat_template.is_file():
-        raise ConfigError(
-            f"{sources['chat_template']}: chat_template: there is no file {settings.chat_template}. "
-            "Name the Jinja file the engines were started with, or leave it out to use the model's own"
-        )
+        raise ConfigError(f"{sources[error.setting]}: {error.place}: {error}") from None

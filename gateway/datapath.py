@@ -33,6 +33,8 @@ from .tls import Certificate, CertificateError
 if TYPE_CHECKING:
     from cachemap import CacheMap
     from cachemap.background import Background
+    from replicas import Fleet
+    from replicas.discovery import Discovery
 
     from .ops.spans import Spans
     from .proxy.shared import SharedLedger
@@ -163,6 +165,15 @@ def metering(settings: Settings, keys: Keys | None, metrics: Metrics, background
             ways, settings.deployment, made.accounts, background, observe=metrics.limit_decisions.inc
         )
     return made
+
+
+def discovery(settings: Settings, fleet: Fleet) -> Discovery | None:
+    if settings.discover is None:
+        return None
+    from replicas.discovery import Discovery
+    from replicas.pods import place
+
+    return Discovery(fleet, settings.discover, place(settings.discover))
 
 
 def certificate(settings: Settings) -> Certificate | None:

@@ -12,6 +12,7 @@ from gateway.pools import Kind, complaints
 from replicas.launch import profile as profiles
 from replicas.launch.command import LaunchProfile
 from replicas.replica import parse_url
+from replicas.roles import DECODE, PREFILL
 
 SIM = "sim"  # what the simulated engine calls the model that comes with it
 
@@ -89,7 +90,10 @@ def launches(settings: Settings) -> list[Launch]:
     kinds: dict[str, list[Kind]] = {}
     for place, one in found.items():
         kinds.setdefault(one.served_name, []).append((place, one.role, one.profile))
-    if wrong := complaints(kinds, (parse_url(url).role for url in known_urls(settings))):
+    adopted = {parse_url(url).role for url in known_urls(settings)}
+    if settings.discover is not None:
+        adopted |= {PREFILL, DECODE}  # pods of either role may come
+    if wrong := complaints(kinds, adopted):
         raise ConfigError("\n".join(wrong))
     return [*found.values()]
 

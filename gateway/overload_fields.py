@@ -15,7 +15,8 @@ from replicas import yaml_text
 from .sizes import parse_bytes
 
 
-def _read_mapping(value: Any) -> Any:
+def read_mapping(value: Any) -> Any:
+    """A flag and the environment say in one line of YAML what a file says in several."""
     return yaml_text.load(value) if isinstance(value, str) else value
 
 
@@ -65,6 +66,6 @@ def check_routes(routes: Any, scheduler: Any) -> None:
 
 
 Slo = Annotated[dict[str, Any], BeforeValidator(_check_slo)]
-Scheduler = Annotated[dict[str, Any], BeforeValidator(_check_scheduler), BeforeValidator(_read_mapping)]
-Routes = Annotated[dict[str, Any], BeforeValidator(_read_mapping)]
-Admission = Annotated[dict[str, Any], BeforeValidator(_check_admission), BeforeValidator(_read_mapping)]
+Scheduler = Annotated[dict[str, Any], BeforeValidator(_check_scheduler), BeforeValidator(read_mapping)]
+Routes = Annotated[dict[str, Any], BeforeValidator(read_mapping)]
+Admission = Annotated[dict[str, Any], BeforeValidator(_check_admission), BeforeValidator(read_mapping)]

@@ -51,6 +51,7 @@ from gateway.ops.checks import (
     problems_by_subject,
     running_gateway,
 )
+from gateway.ops.pods_check import find_pods
 from gateway.ops.redis_check import redis_findings
 from gateway.ops.transfer_trial import transfers
 from gateway.ops.trial import Finding, Trial, trials
@@ -128,7 +129,13 @@ class Examination(contextlib.AsyncExitStack):
                           "run the doctor with the --admin-token that the gateway was started with")  # fmt: skip
 
     async def engines(self) -> AsyncIterator[Finding]:
-        addresses = [parse_url(url) for url in known_urls(self._settings)] or known_to(self._running)
+        urls = [*known_urls(self._settings)]
+        if self._settings.discover is not None:
+            found, findings = await find_pods(self._settings.discover)
+            urls += found
+            for finding in findings:
+                yield finding
+        addresses = [parse_url(url) for url in urls] or known_to(self._running)
         untried = set()
         for address in addresses:
             for finding in check_kept_out(address, self._running):
@@ -143,7 +150,7 @@ class Examination(contextlib.AsyncExitStack):
                     yield finding
         for finding in check_seen_by_gateway(self._running, self._replicas, untried):
             yield finding
-        if not addresses and not self._refuses:
+        if not addresses and not self._refuses and self._settings.discover is None:
             yield check_no_replicas(self._settings)
 
     async def _engine(self, address: Address) -> AsyncIterator[Finding]:

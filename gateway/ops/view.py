@@ -22,6 +22,7 @@ from gateway.tenants.metering import Metering
 from gateway.tls import Certificate
 from policies import Ledger, Load
 from policies.verdicts import DECISIONS, REFUSED
+from replicas.discovery import Discovery
 from replicas.lifecycle import ENGINE_THERE, TAKES_TRAFFIC, State
 from replicas.problems import DRAINED, NO_CACHED_TOKENS, Problem
 from replicas.replica import Replica
@@ -67,6 +68,7 @@ class View:
         self.metering: Metering | None = None  # with these
         self.certificate: Certificate | None = None  # with TLS
         self.control: OverloadControl | None = None  # where classes have limits
+        self.discovery: Discovery | None = None  # with --discover
         self.shared: Any = None  # SharedMap, where several gateways share one map
 
     def why_not_ready(self) -> str | None:
@@ -77,6 +79,8 @@ class View:
             return f"waiting for {missing}"
         if any(replica.state in TAKES_TRAFFIC for replica in self.replicas.values()):
             return None
+        if not self.replicas and self.discovery is not None:
+            return f"no pod is a replica yet: {self.discovery.problem or 'none has the labels of discover.selector'}"
         if not self.replicas:
             return 'there is no replica; add one with POST /replicas {"url": "http://HOST:PORT"}'
         return "no replica is ready: " + "; ".join(
@@ -106,6 +110,7 @@ class View:
             "control": self.control.status() if self.control is not None else None,
             "api_keys": self._keys(),
             "tls": self.certificate.status() if self.certificate is not None else None,
+            "discovery": self.discovery.to_dict() if self.discovery is not None else None,
             "background_failures": self.background.recent() if self.background else {},
             "replicas": replicas,
         }

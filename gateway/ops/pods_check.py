@@ -1,0 +1,30 @@
+"""What the doctor finds of a cluster's pods: whether the API tells of them, and which of them are replicas."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from gateway.ops.trial import Finding
+from replicas.cluster_api import Pods, PodsError
+from replicas.discovery import wanted
+from replicas.pods import Discover, place
+from replicas.replica import parse_url
+
+
+async def find_pods(discover: Discover) -> tuple[list[str], list[Finding]]:
+    """The URLs of the replicas that pods are, and what to say."""
+    try:
+        pods = await Pods(discover, place(discover), lambda _: None).list()
+    except PodsError as error:
+        return [], [Finding("fail", "pods", str(error), "the gateway goes on with the replicas that it knows")]
+    urls, complaints = wanted(discover, pods)
+    none = [
+        Finding("warn", "pods", f"{one}: it gets no requests", "correct the label, or the selector")
+        for one in sorted(complaints)
+    ]
+    if not urls:
+        return [], [*none, Finding("fail", "pods", f"none that {discover.selector!r} selects is a replica",
+                                   "see discover.selector and discover.namespace; a pod needs an address")]  # fmt: skip
+    roles = Counter(parse_url(url).role for url in urls.values())
+    said = ", ".join(f"{count} {role}" for role, count in sorted(roles.items()))
+    return [*urls.values()], [Finding("ok", "pods", f"{len(urls)} are replicas ({said})"), *none]

@@ -1,0 +1,125 @@
+"""What a Kubernetes API tells of its pods.
+
+Two of its calls are used: the list of pods that a selector finds, and the stream of changes since that list.
+"""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import aiohttp
+
+from replicas import tls
+from replicas.pods import Discover, Place, Pod
+
+ENDED = ("Succeeded", "Failed")  # phases of pods that never serve again
+WATCH_SECONDS = 60  # the API ends a stream of changes after these ...
+SILENT_SECONDS = 90.0  # ... and one that is silent for so long is dead
+PAUSE_SECONDS = 0.5  # between two such streams
+LONGEST_LINE = 2**20  # bytes of one change, twice that at most
+FORGOTTEN = 410  # the status for a version that the API no longer knows
+
+
+class PodsError(Exception):
+    """The API did not tell of its pods. The text says why, and what would help."""
+
+
+class Pods:
+    """The pods that can be replicas, as the API tells of them: `changed` hears of all of them after each change."""
+
+    def __init__(self, discover: Discover, where: Place, changed: Callable[[list[Pod]], None]):
+        self._path = f"{where.api}/api/v1/namespaces/{where.namespace}/pods"
+        self._selector, self._where, self._changed = discover.selector, where, changed
+        self._known: dict[str, Pod] = {}  # by uid
+
+    async def list(self) -> list[Pod]:
+        """Those that there are now. Raises PodsError."""
+        async with self._session() as session:
+            await self._list(session)
+        return [*self._known.values()]
+
+    async def follow(self) -> None:
+        """Tell of all pods now, and after each change. Returns when the API has forgotten what was told: ask it all
+        over again. Raises PodsError; what was told then stays true until it is asked again."""
+        async with self._session() as session:
+            version = await self._list(session)
+            self._changed([*self._known.values()])
+            while version:
+                version = await self._watch(session, version)
+                await asyncio.sleep(PAUSE_SECONDS)
+
+    def _session(self) -> aiohttp.ClientSession:
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=10.0, sock_read=SILENT_SECONDS)
+        connector = aiohttp.TCPConnector(ssl=tls.context(self._where.authorities))
+        return aiohttp.ClientSession(connector=connector, timeout=timeout, read_bufsize=LONGEST_LINE)
+
+    async def _list(self, session: aiohttp.ClientSession) -> str:
+        async with self._ask(session, {}) as answer:
+            told = _read(await answer.read())
+            self._known = {}
+            for one in told.get("items") or ():
+                self._take("ADDED", one)
+            return told["metadata"]["resourceVersion"]
+
+    async def _watch(self, session: aiohttp.ClientSession, version: str) -> str:
+        """Take changes since `version`, until the API ends the stream; the version then, "" for none to go on from."""
+        asked = {
+            "watch": "true",
+            "allowWatchBookmarks": "true",
+            "timeoutSeconds": str(WATCH_SECONDS),
+            "resourceVersion": version,
+        }
+        async with self._ask(session, asked) as answer:
+            if answer.status == FORGOTTEN:
+                return ""
+            async for line in answer.content:
+                change = _read(line)
+                kind, what = change["type"], change["object"]
+                if kind == "ERROR":
+                    return ""
+                version = what["metadata"]["resourceVersion"]
+                if kind != "BOOKMARK" and self._take(kind, what):
+                    self._changed([*self._known.values()])
+        return version
+
+    def _take(self, kind: str, told: dict[str, Any]) -> bool:
+        """Whether one pod is another than before. A pod that is to end is gone: what it computes it may finish."""
+        metadata, status = told["metadata"], told.get("status") or {}
+        before, now = self._known.pop(metadata["uid"], None), None
+        ended = kind == "DELETED" or metadata.get("deletionTimestamp") or status.get("phase") in ENDED
+        if not ended and status.get("podIP"):
+            now = self._known[metadata["uid"]] = Pod(metadata["name"], status["podIP"], metadata.get("labels") or {})
+        return now != before
+
+    @asynccontextmanager
+    async def _ask(
+        self, session: aiohttp.ClientSession, options: dict[str, str]
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        try:
+            query = {"labelSelector": self._selector, **options}
+            async with session.get(self._path, params=query, headers=self._where.headers) as answer:
+                if answer.status not in (200, FORGOTTEN):
+                    raise PodsError(self._refusal(answer.status, await answer.read()))
+                yield answer
+        except (aiohttp.ClientError, OSError) as error:
+            raise PodsError(f"{self._path} does not answer: {str(error) or type(error).__name__}") from None
+        except (ValueError, LookupError, TypeError) as error:  # also of a line that is too long
+            raise PodsError(f"{self._path} tells what no Kubernetes API tells ({error!r}); see discover.api") from None
+
+    def _refusal(self, status: int, body: bytes) -> str:
+        try:
+            said = str(json.loads(body)["message"])
+        except (ValueError, KeyError, TypeError):
+            said = body[:200].decode(errors="replace")
+        rights = "let the gateway's ServiceAccount get, list and watch pods in that namespace"
+        remedy = rights if status in (401, 403) else "see discover.selector and discover.namespace"
+        return f"{self._path} answers {status}: {said[:300]}; {remedy}"
+
+
+def _read(text: bytes) -> dict[str, Any]:
+    found = json.loads(text)
+    if not isinstance(found, dict):
+        raise ValueError(f"{text[:100]!r} is no object")
+    return found

@@ -1,0 +1,84 @@
+"""Replicas that come and go with the pods of a cluster: added, drained and removed as labels and pods change."""
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from replicas.cluster_api import Pods, PodsError
+from replicas.fleet import Fleet
+from replicas.pods import Discover, Place, Pod
+from replicas.replica import parse_url
+
+log = logging.getLogger("replicas")
+
+RETRY_SECONDS = 1.0  # before the API is asked again that did not answer
+
+
+class Discovery:
+    """Keeps a fleet as the pods are. What an operator removes stays out until its pod is another; replicas that were
+    given by URL are not touched."""
+
+    def __init__(self, fleet: Fleet, discover: Discover, where: Place):
+        self._fleet, self._discover = fleet, discover
+        self._pods = Pods(discover, where, self.changed)
+        self._wanted: dict[str, str] = {}  # URLs by replicas' ids
+        self._added: dict[str, str] = {}  # those that are in the fleet because of their pods
+        self._said: set[str] = set()  # of pods that cannot be replicas
+        self.problem = "not asked yet"  # why the API tells nothing; "" while it does
+
+    async def run(self) -> None:
+        """Until cancelled. While the API is away, what it told last stays true."""
+        while True:
+            try:
+                await self._pods.follow()
+            except PodsError as error:
+                if str(error) != self.problem:
+                    log.warning("pods: %s", error)
+                self.problem = str(error)
+            await asyncio.sleep(RETRY_SECONDS)
+
+    def changed(self, pods: Sequence[Pod]) -> None:
+        """These pods there are now."""
+        if self.problem:
+            log.info("pods: the API tells of %d", len(pods))
+        self.problem = ""
+        self._wanted, complaints = wanted(self._discover, pods)
+        for complaint in sorted(complaints - self._said):
+            log.warning("%s: it gets no requests", complaint)
+        self._said = complaints
+        self._reconcile()
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"selector": self._discover.selector, "replicas": len(self._wanted), "problem": self.problem or None}
+
+    def _reconcile(self) -> None:
+        """Let go of what is not wanted, or wanted otherwise, and add what is missing. One that goes has to be gone
+        before its place is taken again."""
+        for id in [id for id, url in self._added.items() if self._wanted.get(id) != url]:
+            del self._added[id]
+            if id in self._fleet.engines:
+                log.info("replica %s: its pod is gone, is to end, or says something else now", id)
+                self._fleet.remove(id).add_done_callback(self._removed)
+        for id, url in self._wanted.items():
+            if id not in self._added and id not in self._fleet.engines:
+                self._fleet.add(url)
+                self._added[id] = url
+                log.info("replica %s: added for its pod, %s", id, url)
+
+    def _removed(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled():
+            self._reconcile()
+
+
+def wanted(discover: Discover, pods: Sequence[Pod]) -> tuple[dict[str, str], set[str]]:
+    """The URLs of the replicas that these pods are, by their ids, and why others are none."""
+    found, complaints = {}, set()
+    for pod in pods:
+        try:
+            url = discover.url_of(pod.ip, pod.labels)
+        except ValueError as error:
+            complaints.add(f"pod {pod.name}: {error}")
+        else:
+            found[parse_url(url).id] = url
+    return found, complaints

@@ -1,0 +1,95 @@
+"""A gateway process whose replicas are pods: roles by label, in one process and in workers, and for the doctor."""
+
+import asyncio
+import json
+import sys
+
+import pytest
+
+from tests.replicas.cluster import Cluster
+
+from .running import running
+
+APP = {"app": "vllm"}
+TEXT = "Down the rabbit hole, and what Alice found there: a table, a key and a very small door. "
+
+
+@pytest.fixture(scope="module")
+def pair(start_engine):
+    made = [start_engine("--kv-connector"), start_engine("--kv-connector")]
+    return [one.wait() for one in made]
+
+
+@pytest.fixture
+async def cluster():
+    cluster = Cluster()
+    await cluster.start()
+    yield cluster
+    await cluster.stop()
+
+
+def settings(cluster, engine, **fields) -> str:
+    """Where `cluster` is, for pods that listen where `engine` does."""
+    return json.dumps(
+        {
+            "selector": "app=vllm",
+            "namespace": "inference",
+            "api": f"http://127.0.0.1:{cluster.port}",
+            "url": f"http://{{ip}}:{engine.port}",
+            **fields,
+        }
+    )
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+async def test_a_pod_computes_the_prompts_that_its_label_says(cluster, pair, workers):
+    prefiller, decoder = pair
+    url = f"{decoder.url}#role=decode"
+    given = ["--discover", settings(cluster, prefiller, labels={"role": "part"}), "--replica-url", url]
+    async with running(*given, "--policy", "round_robin", "--workers", str(workers)) as gateway:
+        await gateway.ready(1)
+        await cluster.create("p", "127.0.0.1", APP | {"part": "prefill"})
+        await gateway.ready(2)
+        status = await gateway.status()
+        assert {one["url"]: one["role"] for one in status["replicas"]} == {
+            prefiller.url: "prefill",
+            decoder.url: "decode",
+        }
+        assert status["discovery"] == {"selector": "app=vllm", "replicas": 1, "problem": None}
+        answer = await gateway.chat([{"role": "user", "content": f"With {workers}. " + TEXT * 20}])
+        assert answer.headers["x-hitherto-replica"] == f"127.0.0.1:{decoder.port}"
+        assert await gateway.counted("hitherto_legs_total", leg="prefill", outcome="complete") == 1
+        await cluster.delete("p")
+        await gateway.until(lambda status: [one["role"] for one in status["replicas"]] == ["decode"])
+        answer = await gateway.chat([{"role": "user", "content": f"With {workers}, alone. " + TEXT * 20}])
+        assert answer.status_code == 200
+
+
+async def test_without_any_pod_it_is_said_what_is_waited_for(cluster, pair):
+    async with running("--discover", settings(cluster, pair[0])) as gateway:
+        await gateway.until(lambda status: "has the labels of discover.selector" in (status["why_not"] or ""))
+        cluster.refuses = 403
+        await cluster.stop()
+        await gateway.until(lambda status: "does not answer" in status["why_not"])
+
+
+async def doctor(*args: str) -> str:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "gateway", "doctor", *args, stdout=asyncio.subprocess.PIPE
+    )
+    out, _ = await process.communicate()
+    return out.decode()
+
+
+async def test_the_doctor_says_which_pods_are_replicas_and_tries_them(cluster, pair):
+    given = ["--discover", settings(cluster, pair[0]), "--admin-port", "0", "--port", "0"]
+    assert "none that 'app=vllm' selects is a replica" in await doctor(*given)
+    await cluster.create("p", "127.0.0.1", APP | {"llm-d.ai/role": "prefill"})
+    await cluster.create("odd", "127.0.0.9", APP | {"llm-d.ai/role": "encode"})
+    told = await doctor(*given)
+    assert "1 are replicas (1 prefill)" in told and f"replica 127.0.0.1:{pair[0].port}" in told, told
+    assert "pod odd: its label llm-d.ai/role says 'encode'" in told
+    assert "none has role=decode" in told
+    cluster.refuses = 403
+    told = await doctor(*given)
+    assert "get, list and watch pods" in told

@@ -1,0 +1,214 @@
+"""Replicas that come and go with pods, as a real API server over HTTP tells of them."""
+
+import asyncio
+import ssl
+
+import pytest
+
+from replicas.discovery import Discovery
+from replicas.pods import Discover, Place, place
+
+from .certificates import authority, issue
+from .cluster import Cluster
+
+APP = {"app": "vllm"}
+P, D = APP | {"llm-d.ai/role": "prefill"}, APP | {"llm-d.ai/role": "decode"}
+
+
+@pytest.fixture
+async def cluster():
+    cluster = Cluster()
+    await cluster.start()
+    yield cluster
+    await cluster.stop()
+
+
+@pytest.fixture
+async def discover(cluster, fleet, tmp_path):
+    """Starts a discovery of that cluster's pods."""
+    tasks = []
+
+    def start(**fields) -> Discovery:
+        where = Place(f"http://127.0.0.1:{cluster.port}", "inference", tmp_path)
+        found = Discovery(fleet, Discover(selector="app=vllm", url="http://{ip}:1", **fields), where)
+        tasks.append(asyncio.create_task(found.run()))
+        return found
+
+    yield start
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def roles(fleet) -> dict[str, str]:
+    return {one.host: one.role for one in fleet.replicas.values()}
+
+
+async def test_pods_are_replicas_with_the_role_of_their_label(cluster, fleet, discover, until):
+    await cluster.create("p", "127.0.1.1", P)
+    await cluster.create("d", "127.0.1.2", D)
+    await cluster.create("other", "127.0.1.3", {"app": "redis"})
+    await cluster.create("unplaced", None, D, "Pending")
+    found = discover()
+    await until(lambda: roles(fleet) == {"127.0.1.1": "prefill", "127.0.1.2": "decode"}, lambda: str(roles(fleet)))
+    assert found.to_dict() == {"selector": "app=vllm", "replicas": 2, "problem": None}
+    assert cluster.asked[0] == {"labelSelector": "app=vllm", "namespace": "inference"}
+
+
+async def test_those_that_come_and_go_later_are_followed(cluster, fleet, discover, until):
+    discover()
+    await cluster.watched.wait()
+    await cluster.create("d", "127.0.1.2", D)
+    await until(lambda: roles(fleet) == {"127.0.1.2": "decode"})
+    await cluster.create("p", "127.0.1.1", P)
+    await until(lambda: len(fleet.replicas) == 2)
+    await cluster.change("d", deletionTimestamp="2026-11-24T00:00:00Z")
+    await until(lambda: roles(fleet) == {"127.0.1.1": "prefill"}, "a pod that is to end went on getting requests")
+    await cluster.delete("d")
+    await cluster.delete("p")
+    await until(lambda: not fleet.replicas)
+
+
+async def test_one_that_is_to_end_finishes_what_it_has(cluster, fleet, discover, until):
+    running = {"127.0.1.1:1": 1}
+    fleet._inflight, fleet._drain_timeout = lambda id: running.get(id, 0), 60.0
+    await cluster.create("p", "127.0.1.1", P)
+    discover()
+    (replica,) = await until(lambda: [*fleet.replicas.values()])
+    await cluster.watched.wait()
+    await cluster.change("p", deletionTimestamp="2026-11-24T00:00:00Z")
+    await until(lambda: "1 requests to finish" in replica.reason, lambda: f"{replica.state}: {replica.reason}")
+    assert replica.id in fleet.replicas
+    running.clear()
+    await until(lambda: not fleet.replicas)
+
+
+async def test_a_label_that_changes_changes_the_role(cluster, fleet, discover, until):
+    await cluster.create("one", "127.0.1.1", P)
+    discover()
+    await until(lambda: roles(fleet) == {"127.0.1.1": "prefill"})
+    await cluster.watched.wait()
+    await cluster.change("one", D)
+    await until(lambda: roles(fleet) == {"127.0.1.1": "decode"})
+    await cluster.change("one", {"app": "vllm", "llm-d.ai/role": "encode"})
+    await until(lambda: not fleet.replicas)
+
+
+async def test_a_pod_whose_label_makes_no_sense_is_named_once(cluster, fleet, discover, until, caplog):
+    await cluster.create("odd", "127.0.1.1", APP | {"llm-d.ai/role": "prefil"})
+    discover()
+    await until(lambda: "pod odd: its label llm-d.ai/role says 'prefil'" in caplog.text)
+    await cluster.create("p", "127.0.1.2", P)
+    await until(lambda: roles(fleet) == {"127.0.1.2": "prefill"})
+    assert caplog.text.count("pod odd") == 1
+
+
+async def test_while_the_api_is_away_its_replicas_stay_and_then_follow(cluster, fleet, discover, until):
+    await cluster.create("p", "127.0.1.1", P)
+    found = discover()
+    await until(lambda: fleet.replicas)
+    (replica,) = fleet.replicas.values()
+    port = cluster.port
+    await cluster.stop()
+    await until(lambda: "does not answer" in found.problem, lambda: found.problem)
+    assert [*fleet.replicas.values()] == [replica]
+    await cluster.delete("p")
+    await cluster.create("d", "127.0.1.2", D)
+    await cluster.start(port)
+    await until(lambda: roles(fleet) == {"127.0.1.2": "decode"})
+    assert not found.problem
+
+
+async def test_versions_that_the_api_has_forgotten_are_asked_all_over_again(cluster, fleet, discover, until):
+    await cluster.create("p", "127.0.1.1", P)
+    discover()
+    await cluster.watched.wait()
+    (replica,) = fleet.replicas.values()
+    cluster.watched.clear()
+    await cluster.forget()
+    await cluster.watched.wait()
+    await cluster.create("d", "127.0.1.2", D)
+    await until(lambda: roles(fleet) == {"127.0.1.1": "prefill", "127.0.1.2": "decode"})
+    assert fleet.replicas[replica.id] is replica, "it lost what was known of its cache"
+
+
+async def test_what_an_operator_removed_stays_out_until_its_pod_is_another(cluster, fleet, discover, until):
+    await cluster.create("p", "127.0.1.1", P)
+    discover()
+    await cluster.watched.wait()
+    await fleet.remove("127.0.1.1:1")
+    await cluster.create("d", "127.0.1.2", D)
+    await until(lambda: roles(fleet) == {"127.0.1.2": "decode"})
+    await cluster.delete("p")
+    await cluster.create("p", "127.0.1.1", P)
+    await until(lambda: "127.0.1.1" in roles(fleet))
+
+
+async def test_replicas_given_by_their_urls_are_not_touched(cluster, fleet, discover, until):
+    fleet.add("http://127.0.1.1:1#role=both")
+    await cluster.create("p", "127.0.1.1", P)
+    await cluster.create("d", "127.0.1.2", D)
+    discover()
+    await until(lambda: len(fleet.replicas) == 2)
+    assert roles(fleet) == {"127.0.1.1": "both", "127.0.1.2": "decode"}
+    await cluster.watched.wait()
+    await cluster.delete("p")
+    await cluster.delete("d")
+    await until(lambda: roles(fleet) == {"127.0.1.1": "both"})
+
+
+async def test_an_api_that_refuses_is_said_with_what_would_help(cluster, fleet, discover, until):
+    cluster.refuses = 403
+    found = discover()
+    await until(lambda: "answers 403: pods is forbidden" in found.problem, lambda: found.problem)
+    assert "get, list and watch pods" in found.problem
+    cluster.refuses = 0
+    await cluster.create("p", "127.0.1.1", P)
+    await until(lambda: fleet.replicas)
+
+
+async def test_what_is_no_api_is_said(serve, fleet, until, tmp_path):
+    from aiohttp import web
+
+    async def page(request):
+        return web.Response(text="<html>")
+
+    found = Discovery(fleet, Discover(selector="app=vllm"), Place(await serve(page), "inference", tmp_path))
+    task = asyncio.create_task(found.run())
+    await until(lambda: "no Kubernetes API" in found.problem, lambda: found.problem)
+    task.cancel()
+
+
+async def test_inside_a_cluster_the_account_of_the_pod_opens_the_api(fleet, until, tmp_path):
+    """Over TLS, by the authority and the token that the pod is given, and by the token that replaces it."""
+    authority(tmp_path)
+    issue(tmp_path, "server", "IP:127.0.0.1")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(tmp_path / "server.pem", tmp_path / "server.key")
+    for name, text in (
+        ("namespace", "inference"),
+        ("token", "of this hour"),
+        ("ca.crt", (tmp_path / "ca.pem").read_text()),
+    ):
+        (tmp_path / name).write_text(text)
+    cluster = Cluster(token="of this hour")
+    await cluster.start(tls=context)
+    await cluster.create("p", "127.0.1.1", P)
+    settings = Discover(selector="app=vllm")
+    where = place(
+        settings, tmp_path, {"KUBERNETES_SERVICE_HOST": "127.0.0.1", "KUBERNETES_SERVICE_PORT": str(cluster.port)}
+    )
+    found = Discovery(fleet, settings, where)
+    task = asyncio.create_task(found.run())
+    try:
+        await until(lambda: roles(fleet) == {"127.0.1.1": "prefill"}, lambda: found.problem)
+        cluster.token = "of the next one"
+        await cluster.watched.wait()
+        await cluster.forget()
+        await until(lambda: "answers 401" in found.problem, lambda: found.problem)
+        (tmp_path / "token").write_text("of the next one\n")
+        await until(lambda: not found.problem)
+        assert roles(fleet) == {"127.0.1.1": "prefill"}
+    finally:
+        task.cancel()
+        await cluster.stop()

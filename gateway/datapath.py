@@ -213,7 +213,7 @@ async def explain(proxy: Proxy, path: str, body: bytes, headers: dict[str, str])
     now = monotonic()
     demand, targets = proxy.placing.demand(prompt, now), proxy.eligible.targets(prompt)
     evaluation = proxy.router.evaluate(demand, targets, now, explain=True)
-    told = describe(proxy.router.policy, prompt, evaluation)
+    told = describe(proxy.router.policy, prompt, evaluation, proxy.router.outputs)
     if proxy.eligible.roles.any:
         told["legs"] = legs_told(proxy.placing.legs.choose(prompt, evaluation, now))
     return explained(told)

@@ -12,6 +12,7 @@ differ: short and long answers are met in proportion to how long they take. So t
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple, TypeVar
 
 from .vocabulary import Demand
@@ -29,6 +30,14 @@ class Expected(NamedTuple):
 
     mean: float
     residual: int
+
+
+class Basis(NamedTuple):
+    """What an expected length was learned from."""
+
+    kind: str  # the narrowest that an answer was of: "session", "prefix" or "model"; "prior": there was none
+    answers: int  # of that kind, which its running mean is of
+    mean: float  # tokens, before `max_tokens` bounds them
 
 
 class _Kind:
@@ -75,6 +84,16 @@ class Outputs:
                 mean = float(most)
         residual = round(square / (2.0 * mean)) or 1
         return Expected(mean, residual if most is None or residual < most else most)
+
+    def basis(self, demand: Demand) -> Basis:
+        """What `expected` is based on."""
+        mean = self.expected(replace(demand, max_tokens=None)).mean
+        session = self._sessions.get((demand.space, demand.session)) if demand.session is not None else None
+        kinds = {"session": session, "prefix": self._roots.get(demand.root), "model": self._spaces.get(demand.space)}
+        for name, kind in kinds.items():
+            if kind is not None:
+                return Basis(name, round(kind.count), mean)
+        return Basis("prior", 0, mean)
 
     def learn(self, demand: Demand, tokens: int) -> None:
         tokens = tokens or 1

@@ -126,7 +126,8 @@ async def alone(settings: Settings, path: str, body: bytes) -> dict[str, Any]:
     prompt, up, pipeline = _prepared(settings, path, body, up)
     router = await _router(settings, up, pipeline)
     targets = Targets([*router.candidates.values()])
-    return explained(describe(router.policy, prompt, router.evaluate(demand_of(prompt), targets, 0.0, explain=True)))
+    evaluation = router.evaluate(demand_of(prompt), targets, 0.0, explain=True)
+    return explained(describe(router.policy, prompt, evaluation, router.outputs))
 
 
 async def _serving(settings: Settings) -> list[Replica]:

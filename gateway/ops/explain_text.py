@@ -11,6 +11,7 @@ WIDTH = 100
 MOST_ROWS = 20  # replicas that are shown, the cheapest first
 LONGEST_ID = 26  # characters of a replica's name: of a longer one its beginning and its end
 LEAST_SHOWN = 5e-6  # seconds: a term that would read 0.00 ms for every replica gets no column
+OF_KIND = {"session": "of its session", "prefix": "to prompts with the same first block", "model": "of this model"}
 REST = "rest"  # the terms that there is no room for, added up
 
 
@@ -40,6 +41,7 @@ def _head(told: Mapping[str, Any]) -> list[tuple[str, str]]:
     head = [
         ("request", f"POST {told['path']}{model}{adapter}"),
         ("prompt", _prompt_line(told)),
+        *([] if told["mode"] == "load" else [("answer", _answer_line(told))]),
         ("policy", told["policy"]),
     ]
     if told["reason"]:
@@ -51,8 +53,20 @@ def _prompt_line(told: Mapping[str, Any]) -> str:
     if told["mode"] == "load":
         return "not read: this request goes to the least loaded replica"
     chars = f"{told['rendered_chars']} characters rendered, " if told["rendered_chars"] else ""
-    tokens = f"{told['tokens']} tokens, {told['blocks']} full blocks of {told['block_size']} ({told['mode']})"
-    return f"{chars}{tokens}; expecting {told['output_tokens']:.0f} tokens of output"
+    return f"{chars}{told['tokens']} tokens, {told['blocks']} full blocks of {told['block_size']} ({told['mode']})"
+
+
+def _answer_line(told: Mapping[str, Any]) -> str:
+    """How many tokens are expected, and what says so."""
+    basis, expected = told["output_basis"], f"{told['output_tokens']:.0f} tokens expected"
+    if basis["kind"] == "prior":
+        source = "assumed, as no answer of this model has ended yet"
+    else:
+        answers = "answer" if basis["answers"] == 1 else f"{basis['answers']} answers"
+        source = f"learned from the last {answers} {OF_KIND[basis['kind']]}"
+    if told["output_tokens"] < basis["mean"]:
+        return f"{expected}, which the request allows at most; else {basis['mean']:.0f}, {source}"
+    return f"{expected}, {source}"
 
 
 # --- the table: a list of columns, each with its head first

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from gateway.prompt import Prompt
 from policies import Candidate, Demand, Evaluation, Policy, legs
+from policies.outputs import Outputs
 
 LOAD_FIELDS = ("requests", "prefill_tokens", "decoding", "context_tokens", "waiting")
 MOST_NAMED = 3  # of replicas that cost the same
@@ -37,11 +38,12 @@ TERMS = {
 }
 
 
-def describe(policy: Policy, prompt: Prompt, evaluation: Evaluation) -> dict[str, Any]:
-    """One decision as plain data. `output_tokens` are those that the answer is expected to have, `ttft_seconds` and
-    `answer_seconds` when its first and its last one would come from each replica. `terms` are seconds and add up to
-    `seconds`; policies that do not weigh seconds have none. `tied`: among the least by the policy's own measure, which
-    takes costs for the same that are within `tolerance_seconds` of the least."""
+def describe(policy: Policy, prompt: Prompt, evaluation: Evaluation, outputs: Outputs) -> dict[str, Any]:
+    """One decision as plain data. `output_tokens` are those that the answer is expected to have, `output_basis` what
+    `outputs` learned that from, with the mean that `max_tokens` may have bounded; `ttft_seconds` and `answer_seconds`
+    when its first and its last one would come from each replica. `terms` are seconds and add up to `seconds`; policies
+    that do not weigh seconds have none. `tied`: among the least by the policy's own measure, which takes costs for the
+    same that are within `tolerance_seconds` of the least."""
     demand, candidates, choice, *_ = evaluation
     terms = choice.terms or [{}] * len(candidates)
     totals = [sum(parts.values()) for parts in choice.terms] if choice.terms else []
@@ -58,6 +60,7 @@ def describe(policy: Policy, prompt: Prompt, evaluation: Evaluation) -> dict[str
         "block_size": demand.block_size,
         "blocks": len(prompt.hashes),
         "output_tokens": demand.output,
+        "output_basis": outputs.basis(demand)._asdict(),
         "policy": policy.name,
         "choice": candidates[choice.index].replica,
         "reason": choice.reason,

@@ -89,7 +89,10 @@ class Sampler:
         choice = placing.router.policy.choose(demand, candidates, explain=True)
         # What was admitted among some of the candidates, or drawn, is as it was.
         told = describe(
-            placing.router.policy, prompt, evaluation._replace(choice=choice._replace(index=evaluation.choice.index))
+            placing.router.policy,
+            prompt,
+            evaluation._replace(choice=choice._replace(index=evaluation.choice.index)),
+            placing.router.outputs,
         )
         if placing.eligible.roles.any and asker.prompt is not None:
             told["legs"] = legs_told(placing.legs.choose(prompt, evaluation, monotonic(), asker.tried))

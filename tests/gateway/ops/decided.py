@@ -3,6 +3,7 @@
 from gateway.ops import reasons
 from gateway.prompt import Prompt
 from policies import Candidate, CostGroup, Demand, Evaluation, Load, make
+from policies.outputs import Outputs
 
 TOKENS = 1000
 BUSY = Load(requests=2, decoding=2, context_tokens=800)
@@ -12,12 +13,17 @@ def replica(name, overlap=0, load=None, **more):
     return name, overlap, load or Load(), more
 
 
-def decided(policy, *replicas, tokens=TOKENS, draw=0.0, mode="exact", note=""):
+def decided(
+    policy, *replicas, tokens=TOKENS, draw=0.0, mode="exact", note="", outputs=None, session=None, max_tokens=None
+):
     """As `describe` tells it of a prompt for these replicas."""
     costs, rule = CostGroup(), policy if not isinstance(policy, str) else make(policy)
     candidates = [Candidate(name, overlap, load, costs.add(name), **more) for name, overlap, load, more in replicas]
-    demand = Demand(tokens, 16, 77, draw=draw)
+    outputs = outputs or Outputs()
+    demand = Demand(tokens, 16, 77, session=session, max_tokens=max_tokens, draw=draw)
+    demand.output, demand.residual = outputs.expected(demand)
     path = "/v1/chat/completions"
     prompt = Prompt(path, "sim", tokens=tokens, hashes=range(tokens // 16), rendered_chars=4321, mode=mode, note=note)
     choice = rule.choose(demand, candidates, explain=True)
-    return reasons.describe(rule, prompt, Evaluation(demand, candidates, choice, candidates[choice.index].overlap))
+    evaluation = Evaluation(demand, candidates, choice, candidates[choice.index].overlap)
+    return reasons.describe(rule, prompt, evaluation, outputs)

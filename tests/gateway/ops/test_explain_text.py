@@ -4,13 +4,41 @@ import pytest
 
 from gateway.ops.explain_text import WIDTH, show
 from gateway.ops.reasons import TERMS, sentence
-from policies import Load
+from policies import Demand, Load
+from policies.outputs import Outputs
 
-from .decided import BUSY, decided, replica
+from .decided import BUSY, TOKENS, decided, replica
 
 
 def two():
     return decided("least_time", replica("a:1"), replica("b:1", 960, BUSY, lower=(("cpu", 32),)))
+
+
+def learned(*answers):
+    """`answers`: (tokens, root, session) of those that ended."""
+    made = Outputs()
+    for tokens, root, session in answers:
+        made.learn(Demand(TOKENS, root=root, session=session), tokens)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("outputs", "max_tokens", "said"),
+    [
+        (learned(), None, "200 tokens expected, assumed, as no answer of this model has ended yet"),
+        (learned(), 16, "16 tokens expected, which the request allows at most; else 200, assumed, as no answer of this model has ended yet"),
+        (learned((50, 1, None)), None, "170 tokens expected, learned from the last answer of this model"),
+        (learned(*[(50, 77, None)] * 90), None, "50 tokens expected, learned from the last 64 answers to prompts with the same first block"),
+        (learned(*[(50, 77, None)] * 90, *[(500, 1, "s")] * 3), 900, "244 tokens expected, learned from the last 3 answers of its session"),
+        (learned(*[(50, 77, "s")] * 90), 9, "9 tokens expected, which the request allows at most; else 50, learned from the last 16 answers of its session"),
+    ],
+)  # fmt: skip
+def test_it_says_where_the_expected_tokens_come_from(outputs, max_tokens, said):
+    told = decided("least_time", replica("a:1"), outputs=outputs, session="s", max_tokens=max_tokens)
+    text = show(told)
+    head = text.partition("\n\n")[2].partition("\n\n")[0]
+    assert f"answer {said} policy" in " ".join(head.split())
+    assert max(map(len, text.splitlines())) <= WIDTH
 
 
 def rows_of(text):
@@ -26,7 +54,10 @@ def test_the_sentence_comes_first_and_the_chosen_row_has_its_figures():
     assert "4321 characters rendered, 1000 tokens, 62 full blocks of 16 (exact)" in text
     head, chosen, other = rows_of(text)
     assert chosen.split()[:6] == ["->", "b:1", "992", "(99%),", "32", "cpu"] and other.split()[0] == "a:1"
-    assert chosen.split()[-1] == f"{1e3 * told['replicas'][1]['seconds']:.1f}" and head.split()[-1] == "cost"
+    assert (
+        float(chosen.split()[-1]) == pytest.approx(1e3 * told["replicas"][1]["seconds"], rel=0.005)
+        and head.split()[-1] == "cost"
+    )
 
 
 def test_terms_that_cost_nothing_on_any_replica_take_no_column_and_no_line_of_the_legend():

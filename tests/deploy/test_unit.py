@@ -1,6 +1,7 @@
 """deploy/hitherto.service: systemd takes it, and it fits what the gateway does."""
 
 import configparser
+import re
 import shlex
 import shutil
 import stat
@@ -13,6 +14,8 @@ import pytest
 from gateway import cli
 from gateway.config import Settings
 from gateway.tenants.key_file import read as read_keys
+from gateway.tls import Certificate
+from tests.replicas.certificates import authority, issue
 
 FILE = Path(__file__).parents[2] / "deploy" / "hitherto.service"
 
@@ -25,15 +28,39 @@ def service() -> dict[str, str]:
     return dict(unit["Service"])
 
 
-def test_systemd_takes_it(tmp_path):
+def with_tls() -> str:
+    """The unit with the lines for TLS that it has as comments."""
+    return re.sub("^#(?=(?:LoadCredential|Environment)=)", "", FILE.read_text(), flags=re.MULTILINE)
+
+
+@pytest.mark.parametrize("text", [FILE.read_text(), with_tls()], ids=["as it is", "with TLS"])
+def test_systemd_takes_it(tmp_path, text):
     if not shutil.which("systemd-analyze"):
         pytest.skip("systemd-analyze is not installed (Debian: apt-get install systemd)")
     unit = tmp_path / FILE.name
-    unit.write_text(FILE.read_text().replace("/opt/hitherto/bin/hitherto", sys.executable))
+    unit.write_text(text.replace("/opt/hitherto/bin/hitherto", sys.executable))
     done = subprocess.run(
         ["systemd-analyze", "verify", "--man=no", str(unit)], capture_output=True, text=True, timeout=60
     )
     assert done.returncode == 0 and not done.stderr, done.stderr
+
+
+def test_its_lines_for_tls_name_files_that_the_gateway_reads(tmp_path, monkeypatch):
+    lines = [line.partition("=")[::2] for line in with_tls().splitlines() if line not in FILE.read_text().splitlines()]
+    copies = {
+        value.partition(":")[0]: tmp_path / value.partition(":")[0] for key, value in lines if key == "LoadCredential"
+    }
+    (places,) = (value for key, value in lines if key == "Environment")
+    authority(tmp_path)
+    issue(tmp_path, "server", "DNS:localhost")
+    for copy, made in zip(copies.values(), ("server.pem", "server.key"), strict=True):
+        (tmp_path / made).rename(copy)
+        copy.chmod(0o400)  # as systemd makes them
+    for place in places.replace("%d", str(tmp_path)).split():
+        monkeypatch.setenv(*place.split("=", 1))
+    settings = cli.load_config(cli._parse(["serve", "--replica-url", "http://gpu1:8000"])).settings
+    assert {Path(settings.tls_cert), Path(settings.tls_key)} == {*copies.values()}
+    Certificate(Path(settings.tls_cert), Path(settings.tls_key))
 
 
 def test_its_command_is_one_that_the_gateway_takes(service, tmp_path):

@@ -29,6 +29,7 @@ from replicas.replica import parse_url
 from . import access, complaints, credentials, named
 from .credentials import MAKE_TOKEN
 from .overload_fields import Admission, Routes, Scheduler, Slo, check_routes, class_names, read_mapping
+from .policy_fields import PolicyName, Shadows, acts, split_names
 from .pools import Pool
 from .proxy.paths import check_allowed
 from .sizes import Bytes, show_bytes
@@ -49,17 +50,6 @@ def _split_urls(value: Any) -> Any:
     if isinstance(value, list | tuple) and all(isinstance(one, str) for one in value):
         return [url for one in value for url in _split_urls(one)]
     return re.split(r",?\s+|,(?=https?://)", value.strip()) if isinstance(value, str) else value
-
-
-def _split_names(value: Any) -> Any:
-    return re.findall(r"[^,\s]+", value) if isinstance(value, str) else value
-
-
-def _check_once(names: tuple[str, ...]) -> tuple[str, ...]:
-    for name in names:
-        if names.count(name) > 1:
-            raise ValueError(f"{name} is given twice; name each policy once")
-    return names
 
 
 def _check_urls(urls: tuple[str, ...]) -> tuple[str, ...]:
@@ -91,19 +81,14 @@ def _check_redis(url: str) -> str:
 Port = Annotated[int, Field(ge=0, le=65535)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Urls = Annotated[tuple[str, ...], BeforeValidator(_split_urls), AfterValidator(_check_urls)]
-HostNames = Annotated[tuple[str, ...], BeforeValidator(_split_names), AfterValidator(_check_names)]
+HostNames = Annotated[tuple[str, ...], BeforeValidator(split_names), AfterValidator(_check_names)]
 Token = Annotated[str, AfterValidator(credentials.check_token)]
 EngineKey = Annotated[str, AfterValidator(credentials.check_engine_key)]
-Paths = Annotated[tuple[str, ...], BeforeValidator(_split_names), AfterValidator(_check_paths)]
+Paths = Annotated[tuple[str, ...], BeforeValidator(split_names), AfterValidator(_check_paths)]
 RedisUrl = Annotated[str, AfterValidator(_check_redis)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
 Pools = Annotated[dict[Name, Pool], BeforeValidator(read_mapping)]
 Cluster = Annotated[Discover, BeforeValidator(read_mapping)]
-PolicyName = Literal[
-    "least_time", "overlap_cost", "prefix_affinity", "consistent_hash",
-    "least_load", "power_of_two", "round_robin", "random",
-]  # fmt: skip
-Policies = Annotated[tuple[PolicyName, ...], BeforeValidator(_split_names), AfterValidator(_check_once)]
 
 
 class Settings(BaseModel):
@@ -196,9 +181,10 @@ class Settings(BaseModel):
     )
 
     policy: PolicyName = Field("least_time", description="how a replica is chosen")
-    shadow: Policies = Field(
+    shadow: Shadows = Field(
         (),
-        description="policies to ask about each request as well, without acting: what they would have saved or cost is in the metrics",
+        description="policies, and rules for two legs as legs:RULE, to ask about each request as well, without acting: what they would have "
+        "saved or cost is in the metrics",
     )
     cache_budget: Bytes = Field(
         512 * 2**20, ge=2**20, description="memory for the map of who holds which block, like 512MiB"
@@ -520,10 +506,10 @@ def _check_together(settings: Settings, sources: Mapping[str, str]) -> None:
         raise ConfigError(
             f"{sources['workers']}: workers: several share a port as only Linux spreads connections over processes (SO_REUSEPORT). Leave it at 1"
         )
-    if settings.policy in settings.shadow:
+    for name in [name for name in settings.shadow if acts(name, settings.policy)]:
         place = sources["shadow"] if sources["shadow"] != "default" else sources["policy"]
         raise ConfigError(
-            f"{place}: shadow: {settings.policy} is the policy that acts, and has nothing to be compared with. Name others with --shadow, or another --policy"
+            f"{place}: shadow: {name} is the policy that acts, and has nothing to be compared with. Name others with --shadow, or another --policy"
         )
     try:
         check_routes(settings.request_router, settings.scheduler)

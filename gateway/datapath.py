@@ -215,7 +215,8 @@ async def explain(proxy: Proxy, path: str, body: bytes, headers: dict[str, str])
     evaluation = proxy.router.evaluate(demand, targets, now, explain=True)
     told = describe(proxy.router.policy, prompt, evaluation, proxy.router.outputs)
     if proxy.eligible.roles.any:
-        told["legs"] = legs_told(proxy.placing.legs.choose(prompt, evaluation, now))
+        chosen, other = proxy.placing.legs.choose(prompt, evaluation, now)
+        told |= {"legs": legs_told(chosen), "other_legs": legs_told(other)}
     return explained(told)
 
 

@@ -4,7 +4,7 @@ One policy a file; the vocabulary they share is `Load`, `Demand`, `Candidate`, `
 keeps the load they see, `CostGroup` and `Costs` turn it into predicted seconds.
 """
 
-from . import legs
+from . import leg_rules, legs
 from .admission import Admission
 from .classes import Classes, QosClass, Rule, Slo
 from .control import Control
@@ -14,7 +14,7 @@ from .lines import Ticket
 from .offers import admit
 from .quotes import Quote
 from .roster import Roster
-from .router import Decision, Evaluation, Placement, PrefixMap, Router, Targets, behind, hittable
+from .router import Decision, Evaluation, Pairing, Placement, PrefixMap, Router, Targets, behind, hittable
 from .rules.consistent_hash import ConsistentHash
 from .rules.least_cost import Cost
 from .rules.least_load import LeastLoad
@@ -61,6 +61,7 @@ __all__ = [
     "Ledger",
     "Load",
     "Lower",
+    "Pairing",
     "Placement",
     "Policy",
     "PrefixMap",
@@ -78,6 +79,7 @@ __all__ = [
     "admit",
     "behind",
     "hittable",
+    "leg_rules",
     "legs",
     "make",
 ]

@@ -17,7 +17,7 @@ long each time in a row.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import exp, log
 from typing import NamedTuple, Protocol, cast
@@ -134,6 +134,12 @@ class LegRule(Protocol):
     """A pure choice of legs; None: the request stays whole."""
 
     def __call__(self, policy: Policy, ways: Ways) -> LegChoice | None: ...
+
+
+def best(found: Iterable[LegChoice | None]) -> LegChoice | None:
+    """Return the legs that cost least of those that a rule chose, each time among other replicas."""
+    chosen = [one for one in found if one is not None]
+    return min(chosen, key=lambda one: one.seconds or 0.0, default=None)
 
 
 def of_policy(policy: Policy) -> Cost | None:

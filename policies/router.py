@@ -144,6 +144,10 @@ class Decision(NamedTuple):
     note: bytes = b""
 
 
+# Who may compute a request's prompt, and who may write its answer with the cache of one of these.
+Pairing = tuple[Sequence[Candidate], Sequence[Candidate]]
+
+
 @dataclass(slots=True, eq=False)
 class Placement:
     """A request on a replica, from the choice to its end. `overlap`: prompt tokens that are taken to be held in its
@@ -342,17 +346,28 @@ class Router:
     ) -> legs.LegChoice | None:
         """Return who computes its prompt and who writes its answer, if the rule has two do it rather than the one where
         the `whole` request would go; else None. Nothing is done yet."""
+        return self.choose_among(self.ways(whole, ((prefillers, decoders),), now))
+
+    def choose_among(self, ways: Iterable[legs.Ways]) -> legs.LegChoice | None:
+        """As `choose_legs`, for what `ways` has just returned."""
+        return legs.best(self._leg_rule(self.policy, one) for one in ways)
+
+    def ways(self, whole: Evaluation, pairings: Iterable[Pairing], now: float) -> list[legs.Ways]:
+        """Return what a rule of legs chooses by, for each of the `pairings` that has replicas for both legs of a
+        request that would go `whole` as evaluated. All of them are weighed for it."""
         demand, space = whole.demand, whole.demand.space
         if whole.spaces is not None or not demand.reads_cache or not demand.tokens:
-            return None
-        prefillers = [one for one in prefillers if one.space == space]
-        decoders = [one for one in decoders if one.space == space]
-        if not prefillers or not decoders:
-            return None
+            return []
+        sides = [
+            ([p for p in first if p.space == space], [d for d in second if d.space == space])
+            for first, second in pairings
+        ]
+        sides = [(first, second) for first, second in sides if first and second]
+        if not sides:
+            return []
         best = whole.candidates[whole.choice.index]
-        self.weighed(demand, Targets([*prefillers, *decoders, best]), now)
-        ways = legs.Ways(demand, best, whole.choice, prefillers, decoders, self.transfers, now)
-        return self._leg_rule(self.policy, ways)
+        self.weighed(demand, Targets([best, *(one for first, second in sides for one in (*first, *second))]), now)
+        return [legs.Ways(demand, best, whole.choice, first, second, self.transfers, now) for first, second in sides]
 
     def commit_legs(
         self, whole: Evaluation, chosen: legs.LegChoice, now: float, decided: tuple[Decision, Decision] | None = None

@@ -25,11 +25,12 @@ from gateway.config import Config, ConfigError, Settings, admin_headers, admin_u
 from gateway.errors import ApiError
 from gateway.model import model_dir
 from gateway.prompt import Prompt
-from policies import CostGroup, Ledger, Load, Router, Targets, make
+from policies import Candidate, CostGroup, Ledger, Load, Pairing, Router, Targets, make
+from replicas.roles import BOTH, DECODERS, PREFILL, PREFILLERS
 from replicas.served import base_names
 
 from .explain_text import show
-from .reasons import describe, explained
+from .reasons import describe, explained, legs_told
 
 if TYPE_CHECKING:
     from gateway.prompt.pipeline import Pipeline
@@ -125,9 +126,30 @@ async def alone(settings: Settings, path: str, body: bytes) -> dict[str, Any]:
     up = await _serving(settings)
     prompt, up, pipeline = _prepared(settings, path, body, up)
     router = await _router(settings, up, pipeline)
-    targets = Targets([*router.candidates.values()])
+    targets = Targets([router.candidates[one.id] for one in _taking(up)])
     evaluation = router.evaluate(demand_of(prompt), targets, 0.0, explain=True)
-    return explained(describe(router.policy, prompt, evaluation, router.outputs))
+    told = describe(router.policy, prompt, evaluation, router.outputs)
+    if any(one.role != BOTH for one in up):
+        pairings = _pairings(up, router.candidates, prompt.path)
+        told["legs"] = legs_told(router.choose_among(router.ways(evaluation, pairings, 0.0)))
+    return explained(told)
+
+
+def _taking(up: list[Replica]) -> list[Replica]:
+    """Who may get a request as a whole."""
+    return [one for one in up if one.role != PREFILL] or up
+
+
+def _pairings(up: list[Replica], candidates: Mapping[str, Candidate], path: str) -> list[Pairing]:
+    """Who may compute its prompt and who may write its answer, of each way in which caches are passed on."""
+    ways = {one.transfer for one in up if one.transfer is not None and path in one.transfer.paths}
+    return [
+        (
+            [candidates[one.id] for one in up if one.transfer is way and one.role in PREFILLERS],
+            [candidates[one.id] for one in up if one.transfer is way and one.role in DECODERS],
+        )
+        for way in ways
+    ]
 
 
 async def _serving(settings: Settings) -> list[Replica]:

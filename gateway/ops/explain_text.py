@@ -46,6 +46,9 @@ def _head(told: Mapping[str, Any]) -> list[tuple[str, str]]:
     ]
     if told["reason"]:
         head[-1] = ("policy", f"{told['policy']}: {told['reason']}")
+    if apart := told.get("legs"):
+        held, moved = apart["held_tokens"], apart["moved_tokens"]
+        head.append(("legs", f"P {apart['prefill']} holds {held:,} tokens of it, D {apart['decode']} lacks {moved:,}"))
     return [*head, ("note", told["note"])] if told["note"] else head
 
 
@@ -74,13 +77,19 @@ def _answer_line(told: Mapping[str, Any]) -> str:
 
 def _columns(told: Mapping[str, Any], shown: Sequence[Mapping[str, Any]], weighed: bool) -> list[list[str]]:
     return [
-        ["", *("->" if one["chosen"] else "=" if one["tied"] else "" for one in shown)],
+        ["", *(_mark(one, told.get("legs")) for one in shown)],
         ["replica", *(_short(one["id"]) for one in shown)],
         ["held", *(_held(one, told["tokens"]) for one in shown)],
         ["active", *(str(one["load"]["requests"]) for one in shown)],
         ["TTFT", *(_ms(one["ttft_seconds"]) for one in shown)],
         *([] if weighed else [["answer", *(_ms(one["answer_seconds"]) for one in shown)]]),
     ]
+
+
+def _mark(one: Mapping[str, Any], apart: Mapping[str, Any] | None) -> str:
+    if apart:
+        return {apart["prefill"]: "P", apart["decode"]: "D"}.get(one["id"], "")
+    return "->" if one["chosen"] else "=" if one["tied"] else ""
 
 
 def _held(one: Mapping[str, Any], tokens: int) -> str:

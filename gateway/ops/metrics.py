@@ -326,6 +326,8 @@ class Metrics:
     decisions = Counter("Decisions for another proxy, by how they ended: it told, or its lease ran out", outcome=("done", "expired"))
     # shadow mode: by policies that did not act
     shadow_decisions = Counter("Choices a policy in shadow would have made, by whether the acting one made the same", policy=POLICY, choice=("same", "other"))
+    shadow_legs = Counter("Choices of a policy in shadow where replicas have roles, by whether two of them would share the request", policy=POLICY,
+        choice=("apart", "whole"))
     shadow_prefill_tokens = Counter("Prompt tokens to compute that its other choices would have saved, or cost", policy=POLICY, effect=("saved", "cost"))
     shadow_ttft_seconds = Counter("Predicted time to the first token that its other choices would have saved, or cost", policy=POLICY,
         effect=("saved", "cost"))

@@ -114,6 +114,7 @@ def legs_told(chosen: legs.LegChoice | None) -> dict[str, Any] | None:
     return {
         "prefill": chosen.prefiller.replica,
         "decode": chosen.decoder.replica,
+        "held_tokens": chosen.prefiller.cached,
         "moved_tokens": chosen.moved,
         "seconds": chosen.seconds,
         "whole_seconds": chosen.whole_seconds,
@@ -125,9 +126,19 @@ def legs_told(chosen: legs.LegChoice | None) -> dict[str, Any] | None:
 
 def sentence(told: Mapping[str, Any]) -> str:
     """Where the request goes, why, and what it would have cost elsewhere. `told`: as `describe` returns it, with the
-    `legs` of `legs_told` where replicas have roles."""
+    `legs` of `legs_told` where replicas have roles, or else `other_legs`, the cheapest ones that were not taken."""
     if told.get("legs"):
         return _in_legs(told["legs"], told["choice"])
+    if other := told.get("other_legs"):
+        instead = (
+            f"Apart, with the prompt on {other['prefill']} and the answer on {other['decode']}, it would cost "
+            f"{span(other['seconds'])} with {other['moved_tokens']:,} tokens moved."
+        )
+        return f"{_whole(told)} {instead}"
+    return _whole(told)
+
+
+def _whole(told: Mapping[str, Any]) -> str:
     chosen = next(one for one in told["replicas"] if one["chosen"])
     if len(told["replicas"]) == 1:
         return f"{chosen['id']}, the only replica that can take it: {_price(chosen)}."

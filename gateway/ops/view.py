@@ -16,6 +16,7 @@ from gateway.models import Models
 from gateway.ops.metrics import Metrics, Reading
 from gateway.proxy.control import OverloadControl
 from gateway.proxy.shadow import told
+from gateway.proxy.states import Leg
 from gateway.spaces import ModelSpace
 from gateway.tenants.keys import Keys
 from gateway.tenants.metering import Metering
@@ -293,9 +294,19 @@ def counted(metrics: Metrics, shadows: Sequence[str], replicas: Sequence[Mapping
             "p50": metrics.request_seconds.quantile(0.5),
             "p99": metrics.request_seconds.quantile(0.99),
         },
+        "legs": _legs(metrics),
         "shadow": told(metrics, shadows),
         "admission": _admission(metrics),
     }
+
+
+def _legs(metrics: Metrics) -> dict[str, Any]:
+    """How many requests could have been computed on two replicas and were or stayed whole, and of both legs how they
+    ended."""
+    ended: dict[str, dict[str, float]] = {str(leg.value): {} for leg in Leg}
+    for (leg, outcome), number in metrics.legs.values.items():
+        ended[leg][outcome] = number
+    return {**{choice: metrics.leg_choices.total(choice=choice) for choice in ("apart", "whole")}, **ended}
 
 
 def _admission(metrics: Metrics) -> list[dict[str, Any]]:

@@ -260,7 +260,7 @@ class Legs:
     is sent, `unsent` the first leg's where somebody else sends that, until the answer begins, and `computing` the
     seconds that it is predicted to take there. `parameters`: what the first leg's answer says, good until `until`, in
     monotonic seconds. `cached`: prompt tokens that the first leg was predicted to find; `moved`: those that the decoder
-    lacks."""
+    lacks, whose transfer takes `moving` seconds as predicted and took `moved_in`, if that is known."""
 
     __slots__ = (
         "transfer",
@@ -271,19 +271,29 @@ class Legs:
         "computing",
         "cached",
         "moved",
+        "moving",
+        "moved_in",
         "usage",
         "parameters",
         "until",
     )
 
     def __init__(
-        self, transfer: Transfer, prefiller: Backend, decoder: Backend, placement: Placement, cached: int, moved: int
+        self,
+        transfer: Transfer,
+        prefiller: Backend,
+        decoder: Backend,
+        placement: Placement,
+        cached: int,
+        moved: int,
+        moving: float,
     ):
         self.transfer, self.prefiller, self.decoder = transfer, prefiller, decoder
         self.placement: Placement | None = placement
         self.unsent: Placement | None = None
         self.computing = 0.0
-        self.cached, self.moved = cached, moved
+        self.cached, self.moved, self.moving = cached, moved, moving
+        self.moved_in: float | None = None
         self.usage: Usage | None = None  # of the first leg's answer
         self.parameters, self.until = b"", 0.0
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 from time import monotonic
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from policies import Candidate, Decision, Demand, Evaluation, Router, legs
+from policies import Candidate, Decision, Demand, Evaluation, Pairing, Router, legs
 from replicas import TAKES_TRAFFIC
 from replicas.names import bracketed
 from replicas.roles import BOTH, DECODERS, PREFILL, PREFILLERS, REMEDY, SPEAK_ALIKE, lacks, unlike
@@ -163,16 +163,20 @@ class LegPlacing:
         return made
 
     def _plan(self, exchange: Exchange, evaluation: Evaluation, now: float) -> LegPlan | None:
-        prompt, body = exchange.prompt, exchange.request.body
-        if exchange.stays_whole or exchange.response is not None or prompt is None or len(body) > MOST_BYTES:
-            return None
-        chosen = self.choose(prompt, evaluation, now, exchange.tried)
-        if chosen is None:
+        prompt = exchange.prompt
+        chosen = self._router.choose_among(self.ways(exchange, evaluation, now))
+        if chosen is None or prompt is None:
             return None
         transfer = self._eligible.backends[chosen.prefiller.replica].replica.transfer
-        if transfer is None or (first_body := transfer.first_body(prompt.path, body)) is None:
+        if transfer is None or (first_body := transfer.first_body(prompt.path, exchange.request.body)) is None:
             return None
         return LegPlan(chosen, transfer, first_body)
+
+    def ways(self, exchange: Exchange, evaluation: Evaluation, now: float) -> list[legs.Ways]:
+        """What a rule chooses the exchange's legs by; nothing where it is to stay whole."""
+        if exchange.stays_whole or exchange.response is not None or len(exchange.request.body) > MOST_BYTES:
+            return []
+        return self._router.ways(evaluation, self._pairings(exchange.prompt, exchange.tried), now)
 
     def are_there(self, chosen: legs.LegChoice) -> bool:
         """Whether both replicas still are what they were when they were chosen."""
@@ -199,7 +203,8 @@ class LegPlacing:
         prefiller, decoder = backends[chosen.prefiller.replica], backends[chosen.decoder.replica]
         prompt.token_ids = b""  # legs carry text
         placement, reserved = self._router.commit_legs(evaluation, chosen, now, decided)
-        held = exchange.legs = Legs(transfer, prefiller, decoder, reserved, placement.cached, chosen.moved)
+        moving = self._router.transfers.seconds(prefiller.id, decoder.id, chosen.moved)
+        held = exchange.legs = Legs(transfer, prefiller, decoder, reserved, placement.cached, chosen.moved, moving)
         if transfer.header:  # what stands before the decoder sends the first leg
             held.unsent, held.computing = placement, placement.ttft
             second_leg(exchange, now)
@@ -208,26 +213,29 @@ class LegPlacing:
         exchange.add_attempt(first)
 
     def choose(
-        self, prompt: Prompt | None, evaluation: Evaluation, now: float, tried: tuple[Backend, ...] = ()
-    ) -> legs.LegChoice | None:
-        """What `take` would do. Changes nothing."""
+        self, prompt: Prompt, evaluation: Evaluation, now: float
+    ) -> tuple[legs.LegChoice | None, legs.LegChoice | None]:
+        """Return the legs that a request would have, or else those that cost least of what it would not have. Changes
+        nothing."""
+        ways = self._router.ways(evaluation, self._pairings(prompt, ()), now)
+        chosen, cost = self._router.choose_among(ways), legs.of_policy(self._router.policy)
+        if chosen is not None or cost is None:
+            return chosen, None
+        return None, legs.best(legs.cheapest(cost, one) for one in ways)
+
+    def _pairings(self, prompt: Prompt | None, tried: tuple[Backend, ...]) -> list[Pairing]:
+        """Who may compute a prompt and who may write its answer, of each way in which caches are passed on."""
         if prompt is None or prompt.several or prompt.copies != 1 or prompt.previous_response is not None:
-            return None
+            return []
         sides = self._eligible.sides(prompt.model or None)
-        if sides is None:
-            return None
-        best: legs.LegChoice | None = None
-        for kind in sides.kinds:
-            if prompt.path not in kind.transfer.paths:
-                continue
-            prefillers = [
-                one.candidate for one in kind.prefillers if one not in tried and self._may_prefill(one, prompt)
-            ]
-            decoders = [one.candidate for one in kind.decoders if one not in tried and self._may_decode(one, prompt)]
-            found = self._router.choose_legs(evaluation, prefillers, decoders, now)
-            if found is not None and (best is None or (found.seconds or 0.0) < (best.seconds or 0.0)):
-                best = found
-        return best
+        return [
+            (
+                [one.candidate for one in kind.prefillers if one not in tried and self._may_prefill(one, prompt)],
+                [one.candidate for one in kind.decoders if one not in tried and self._may_decode(one, prompt)],
+            )
+            for kind in (sides.kinds if sides is not None else ())
+            if prompt.path in kind.transfer.paths
+        ]
 
     def patience(self, exchange: Exchange, second: Attempt) -> float:
         """Seconds from the sending of a second leg after which its transfer is taken to have stalled."""
@@ -238,8 +246,7 @@ class LegPlacing:
     def fetching(self, held: Legs) -> float:
         """Seconds that a decoder is predicted to wait for the prompt's cache, with its computation where that is part
         of the same request."""
-        moving = self._router.transfers.seconds(held.prefiller.id, held.decoder.id, held.moved)
-        return moving + held.computing
+        return held.moving + held.computing
 
     def next_decoder(self, exchange: Exchange, demand: Demand, now: float) -> bool:
         """Give the exchange a second leg on another decoder, with the parameters that it has."""
@@ -258,6 +265,7 @@ class LegPlacing:
         if candidate is None:
             return False
         held.decoder, held.moved = left[candidate.replica], demand.tokens - candidate.overlap
+        held.moving = self._router.transfers.seconds(held.prefiller.id, held.decoder.id, held.moved)
         held.placement = self._router.commit_decoder(demand, candidate, now)
         second_leg(exchange, now)
         return True

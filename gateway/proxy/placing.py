@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import replace
 from random import random
 from time import monotonic, perf_counter
 from typing import TYPE_CHECKING, Protocol
 
-from policies import UNTIMED, Decision, Demand, Evaluation, Router, Targets
+from policies import UNTIMED, Decision, Demand, Evaluation, Router, Targets, legs
 from replicas import TAKES_TRAFFIC, State
 from replicas.roles import PREFILL
 
@@ -17,7 +17,7 @@ from .backend import Backend
 from .exchange import Attempt, Exchange
 from .legs import LegPlacing, LegPlan, Roles, Sides
 from .responses import Responses
-from .shadow import Shadows
+from .shadow import Shadows, Went
 from .tails import add_tail
 
 if TYPE_CHECKING:
@@ -269,15 +269,15 @@ class Gate(Protocol):
         """It wants no replica any more."""
 
 
-Acted = Callable[[int | None], None]  # told where a request that was seen went, see `Onlooker`
+Acted = Callable[[Went], None]  # told where a request that was seen went, see `Onlooker`
 
 
 class Onlooker(Protocol):
     """Who wants to know of decisions."""
 
-    def see(self, asker: Asker, evaluation: Evaluation) -> Acted | None:
-        """A request is about to be placed by this evaluation, which holds until the next one is made. What is returned
-        is called once it has been: with the index of the candidate, or None where it goes in two legs."""
+    def see(self, asker: Asker, evaluation: Evaluation, ways: Callable[[], Sequence[legs.Ways]]) -> Acted | None:
+        """A request is about to be placed by this evaluation, which holds until `ways` is called, where replicas have
+        roles, or the next one is made. What is returned is called once it has been."""
 
 
 class Placing:
@@ -334,14 +334,14 @@ class Placing:
             if admitted is None:
                 return
             evaluation = admitted
-        acted = self.onlooker.see(asker, evaluation) if self.onlooker is not None else None
+        acted = self._seen(self.onlooker, asker, evaluation, now) if self.onlooker is not None else None
         if (
             self.eligible.roles.any
             and isinstance(asker, Exchange)
             and (plan := self.legs.plan(asker, evaluation, now)) is not None
         ):
             if acted is not None:
-                acted(None)
+                acted(plan.chosen)
             self._place_legs(asker, evaluation, plan, begun, now)
             return
         shared = self.shared
@@ -355,6 +355,12 @@ class Placing:
         self._take(asker, evaluation, acted, now)
         asker.stages.append(("choose", perf_counter() - begun))
         self._go_on(asker)
+
+    def _seen(self, onlooker: Onlooker, asker: Asker, evaluation: Evaluation, now: float) -> Acted | None:
+        def ways() -> Sequence[legs.Ways]:
+            return self.legs.ways(asker, evaluation, now) if isinstance(asker, Exchange) else ()
+
+        return onlooker.see(asker, evaluation, ways if self.eligible.roles.any else tuple)
 
     def _place_legs(self, exchange: Exchange, evaluation: Evaluation, plan: LegPlan, begun: float, now: float) -> None:
         shared = self.shared

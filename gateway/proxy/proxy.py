@@ -312,7 +312,11 @@ class Proxy:
         self.backends = self.eligible.backends
         responses = Responses()
         self.placing = Placing(
-            self.eligible, router, responses, metrics, Shadows(shadows, metrics) if shadows else None
+            self.eligible,
+            router,
+            responses,
+            metrics,
+            Shadows(shadows, metrics, router.policy.name) if shadows else None,
         )
         self.keys, self.metering = keys, metering
         self.figures = figures = Figures(metrics) if slo_figures or overload is not None else None

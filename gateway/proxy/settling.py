@@ -175,7 +175,8 @@ class Settling:
         if legs is None or second.status != 200 or second.fault or not second.streams or second.backend.gone:
             return
         moving = self._router.moving_seconds(placement, seconds) - legs.computing
-        self.metrics.transfer_seconds.observe(second.backend.id, max(0.0, moving))
+        legs.moved_in = max(0.0, moving)
+        self.metrics.transfer_seconds.observe(second.backend.id, legs.moved_in)
         if learns:
             self._router.transfers.observe(legs.prefiller.id, legs.decoder.id, legs.moved, moving)
 

@@ -7,6 +7,9 @@ shadow has its own turns and memory, but the caches and the load are those that 
 is about one request that goes another way while all others stay, which is not what the fleet would come to if they all
 did: a policy that would pile requests up never meets its own pile.
 
+Where replicas have roles a request has two legs, or one, and both are compared in the same figures. `legs:RULE` is the
+acting policy with another rule for legs (`policies.leg_rules`), a policy is asked with the gateway's own.
+
 Before the choice is sent, a copy of the candidates is made (1 us each); the rest waits for the next turn of the event
 loop, when the request's bytes have left.
 """
@@ -18,60 +21,119 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from policies import Candidate, Demand, Evaluation, make
+from policies import Candidate, Demand, Evaluation, Policy, legs, make
+from policies.leg_rules import make_leg_rule
 from policies.rules.least_time import COST, WAITS
 
 if TYPE_CHECKING:
     from ..ops.metrics import Counter, Metrics
 
+LEGS = "legs:"  # before the name of a rule for legs
+
+Went = int | legs.LegChoice  # the candidate of this index, or two legs
+
 
 class Seen(NamedTuple):
-    """What a decision was made from, as it was then."""
+    """What a decision was made from, as it was then. `ways`: where replicas have roles, what legs were chosen by, of
+    the same copies."""
 
     demand: Demand
     candidates: list[Candidate]
+    ways: Sequence[legs.Ways] = ()
 
 
 class Shadows:
-    def __init__(self, names: Sequence[str], metrics: Metrics):
-        self._policies = {name: make(name) for name in names}
+    """`acting`: the policy's name that `legs:RULE` goes with."""
+
+    def __init__(self, names: Sequence[str], metrics: Metrics, acting: str = ""):
+        self._policies = {name: make(acting if name.startswith(LEGS) else name) for name in names}
+        self._leg_rules = {name: make_leg_rule(name.removeprefix(LEGS)) for name in names if name.startswith(LEGS)}
         self._metrics = metrics
 
-    def see(self, asker: object, evaluation: Evaluation) -> Callable[[int | None], None]:
+    def see(
+        self, asker: object, evaluation: Evaluation, ways: Callable[[], Sequence[legs.Ways]]
+    ) -> Callable[[Went], None]:
         """As `placing.Onlooker`."""
-        return partial(self.acted, self.seen(evaluation.demand, evaluation.candidates))
+        seen = self.seen(evaluation.demand, evaluation.candidates)
+        if found := ways():
+            seen = _with_legs(seen, evaluation.candidates, found)
+        return partial(self.acted, seen)
 
     def seen(self, demand: Demand, candidates: Sequence[Candidate]) -> Seen:
-        return Seen(
-            demand, [Candidate(one.replica, one.overlap, one.load.copy(), one.costs, one.lower) for one in candidates]
-        )
+        return Seen(demand, [_copy(one) for one in candidates])
 
-    def acted(self, seen: Seen, index: int | None) -> None:
-        """The acting policy's choice is `index`; None: two replicas share the request, which no shadow is asked of."""
-        if index is not None:
-            asyncio.get_running_loop().call_soon(self.judge, seen, index)
+    def acted(self, seen: Seen, went: Went) -> None:
+        """The acting policy's choice is known."""
+        asyncio.get_running_loop().call_soon(self.judge, seen, went)
 
-    def judge(self, seen: Seen, index: int) -> None:
-        demand, candidates = seen
-        tokens, first, last = _price(demand, candidates[index])
+    def judge(self, seen: Seen, went: Went) -> None:
+        metrics = self._metrics
+        tokens, first, last = _price(seen, went)
         for name, policy in self._policies.items():
-            choice = policy.choose(demand, candidates)
-            if hasattr(policy, "placed"):
-                policy.placed(demand, candidates, choice)  # as if it had acted: it has a memory of its own
-            other = choice.index
-            self._metrics.shadow_decisions.inc(name, "same" if other == index else "other")
-            if other != index:
-                its_tokens, its_first, its_last = _price(demand, candidates[other])
-                _add(self._metrics.shadow_prefill_tokens, name, tokens - its_tokens)
-                _add(self._metrics.shadow_ttft_seconds, name, first - its_first)
-                _add(self._metrics.shadow_answer_seconds, name, last - its_last)
+            other = self._choice(name, policy, seen)
+            same = _replicas(seen, other) == _replicas(seen, went)
+            metrics.shadow_decisions.inc(name, "same" if same else "other")
+            if seen.ways:
+                metrics.shadow_legs.inc(name, "whole" if isinstance(other, int) else "apart")
+            if not same:
+                its_tokens, its_first, its_last = _price(seen, other)
+                _add(metrics.shadow_prefill_tokens, name, tokens - its_tokens)
+                _add(metrics.shadow_ttft_seconds, name, first - its_first)
+                _add(metrics.shadow_answer_seconds, name, last - its_last)
+
+    def _choice(self, name: str, policy: Policy, seen: Seen) -> Went:
+        """Where it would go, as if this policy had acted: it has a memory of its own."""
+        demand, candidates, ways = seen
+        choice = policy.choose(demand, candidates)
+        chosen = None
+        if ways:
+            rule, whole = self._leg_rules.get(name, legs.choose), candidates[choice.index]
+            chosen = legs.best(rule(policy, one._replace(whole=whole, choice=choice)) for one in ways)
+        if (placed := getattr(policy, "placed", None)) is not None:
+            for among, one in chosen.preferred if chosen is not None and chosen.preferred else ((candidates, choice),):
+                placed(demand, among, one)
+        return choice.index if chosen is None else chosen
 
 
-def _price(demand: Demand, candidate: Candidate) -> tuple[int, float, float]:
-    """Prompt tokens it would compute, and predicted seconds to the first token and to the last."""
-    first = sum(COST.of_all(demand, (candidate,))[0][:WAITS])
-    last = first + candidate.costs.decode_seconds(candidate.load, demand.tokens, demand.output)
-    return demand.tokens - candidate.cached, first, last
+def _copy(one: Candidate) -> Candidate:
+    return Candidate(one.replica, one.overlap, one.load.copy(), one.costs, one.lower)
+
+
+def _with_legs(seen: Seen, candidates: Sequence[Candidate], ways: Sequence[legs.Ways]) -> Seen:
+    """With a copy of what legs were chosen by, in which a replica that is a candidate as well has the same copy."""
+    copies = {one.replica: copy for one, copy in zip(candidates, seen.candidates)}
+
+    def of(side: Sequence[Candidate]) -> list[Candidate]:
+        return [copies.get(one.replica) or copies.setdefault(one.replica, _copy(one)) for one in side]
+
+    return seen._replace(ways=[one._replace(prefillers=of(one.prefillers), decoders=of(one.decoders)) for one in ways])
+
+
+def _replicas(seen: Seen, went: Went) -> tuple[str, ...]:
+    if isinstance(went, int):
+        return (seen.candidates[went].replica,)
+    return went.prefiller.replica, went.decoder.replica
+
+
+def _price(seen: Seen, went: Went) -> tuple[int, float, float]:
+    """Prompt tokens that would be computed, and predicted seconds to the first token and to the last."""
+    demand = seen.demand
+    if isinstance(went, int):
+        candidate = seen.candidates[went]
+        first, moved = candidate, 0.0
+    else:
+        first, candidate = _seen_as(seen, went.prefiller), _seen_as(seen, went.decoder)
+        moved = seen.ways[0].transfers.seconds(first.replica, candidate.replica, went.moved)
+        moved += sum(COST.of_all(demand, (candidate,), held=max(0, demand.tokens - 1))[0][:WAITS])
+    computed = sum(COST.of_all(demand, (first,))[0][:WAITS]) + moved
+    written = candidate.costs.decode_seconds(candidate.load, demand.tokens, demand.output)
+    return demand.tokens - first.cached, computed, computed + written
+
+
+def _seen_as(seen: Seen, one: Candidate) -> Candidate:
+    """The copy of one that legs were chosen among."""
+    sides = (side for ways in seen.ways for side in (ways.prefillers, ways.decoders))
+    return next(copy for side in sides for copy in side if copy.replica == one.replica)
 
 
 def _add(counter: Counter, name: str, less: float) -> None:
@@ -93,6 +155,7 @@ def told(metrics: Metrics, names: Sequence[str]) -> list[dict[str, Any]]:
             "saved_prefill_tokens": net(metrics.shadow_prefill_tokens, name),
             "saved_ttft_seconds": net(metrics.shadow_ttft_seconds, name),
             "saved_answer_seconds": net(metrics.shadow_answer_seconds, name),
+            "two_legs": metrics.shadow_legs.total(policy=name, choice="apart"),
         }
         for name in names
     ]

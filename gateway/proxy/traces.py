@@ -79,6 +79,7 @@ class Traces:
             "error.type": None if not failed else _kind(tried[-1]) if outcome == "cut" else str(status),
             "hitherto.outcome": outcome,
             "hitherto.request_id": exchange.id.decode("latin-1")[:LONGEST],
+            **_both_legs(exchange),
             **_tokens(exchange, usage or NOTHING),
         }
         self._spans.end(
@@ -110,6 +111,7 @@ class Traces:
             "error.type": str(fault or attempt.status) if refused else kind,
             "hitherto.replica": attempt.backend.id,
             "hitherto.leg": attempt.leg.value if attempt.leg is not None else None,
+            **_both_legs(exchange),
             "hitherto.policy": self._policy,
             "hitherto.retry_reason": before,
             "hitherto.cached_tokens.observed": usage.cached if usage is not None else None,
@@ -132,6 +134,20 @@ class Traces:
 def _kind(attempt: Attempt) -> str | None:
     """Of the error that it ended with."""
     return None if attempt.error is None else getattr(attempt.error, "kind", TIMEOUT)
+
+
+def _both_legs(exchange: Exchange) -> dict[str, Any]:
+    """Where a request in two legs is computed and answered, and what is moved from one to the other."""
+    legs = exchange.legs
+    if legs is None:
+        return {}
+    return {
+        "hitherto.legs.prefill": legs.prefiller.id,
+        "hitherto.legs.decode": legs.decoder.id,
+        "hitherto.legs.moved_tokens": legs.moved,
+        "hitherto.legs.transfer.predicted": legs.moving,
+        "hitherto.legs.transfer.observed": legs.moved_in,
+    }
 
 
 def _name(exchange: Exchange) -> str:

@@ -21,11 +21,11 @@ from dataclasses import dataclass, replace
 from itertools import count
 
 from policies import Admission, Ledger, Placement, Ticket
+from policies.leg_rules import make_leg_rule
 from replicas.simulated.engine import EngineRequest, Output
 from replicas.simulated.profile import Profile
 
 from .field import make
-from .field.legs import make_leg_rule
 from .gate import Gate
 from .gateway import Gateway, Legs, Wire
 from .links import Links, Network
@@ -66,7 +66,7 @@ class _Live:
 class Fleet:
     """One simulated run. `profiles`: one per replica, all of the same block size; `policy`: a name that
     `loadgen.simulate.field.make` knows; `roles`: one per replica (None: nobody has one); `legs`: a name that
-    `field.legs.make_leg_rule` knows; `timed`: keep the times between tokens; `keep`: keep the records of requests that
+    `policies.leg_rules` knows; `timed`: keep the times between tokens; `keep`: keep the records of requests that
     ended, with their hashes; `admission`: makes what says for a gateway when its requests are sent."""
 
     def __init__(

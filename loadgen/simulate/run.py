@@ -52,7 +52,7 @@ class Setting:
     admission: str | None = None  # what happens while all engines are full, as the gateway's `when_full`; None: nothing
     slo: Slo = NO_LIMITS  # that requests are admitted by
     roles: Sequence[str] | None = None  # one a replica; None: nobody has one
-    legs: str = "seconds"  # the rule for two legs, of those in `field.legs`
+    legs: str = "seconds"  # the rule for two legs, of those in `policies.leg_rules`
     network: Network = field(default_factory=Network)
     timed: bool = False  # keep the times between tokens
 

@@ -22,12 +22,12 @@ from loadgen.report import comparison, files, seeds, show
 from loadgen.report.summary import Report, setting, spread, summarise
 from loadgen.workload import datasets, limits
 from loadgen.workload.conversations import Workload
-from policies import Slo
+from policies import Slo, leg_rules
 from policies.classes import NO_LIMITS
 from replicas.simulated.pools import read_pools
 from replicas.simulated.profile import Profile, load_profile
 
-from .field import NAMES, legs
+from .field import NAMES
 from .links import Network
 from .run import Outage, Outcome, Setting, simulate
 
@@ -110,7 +110,7 @@ def _add_legs(group: argparse._ArgumentGroup) -> None:
     options.flags(
         group,
         ("--pools", str, "YAML", None, "kinds of engine, not --replicas: {NAME: {launch: N, role: prefill|decode|both, profile: NAME|FILE, speed: X}}"),
-        ("--legs", str, "RULE", "seconds", f"when a request has two: {', '.join(legs.NAMES)} (default %(default)s, the gateway's)"),
+        ("--legs", str, "RULE", "seconds", f"when a request has two: {', '.join(leg_rules.NAMES)} (default %(default)s, the gateway's)"),
         ("--link-gbit-per-s", options.positive, "X", default.gbit_per_s, "bandwidth of an engine's network card, each way (default %(default)g)"),
         ("--transfer-latency", options.seconds, "S", default.fixed, "what each transfer takes beside its bytes (default %(default)g)"),
         ("--kv-lease", options.positive, "S", default.lease, "how long a computed prompt is kept for another engine (default %(default)g)"),
@@ -170,7 +170,7 @@ def settings(args: argparse.Namespace) -> dict[str, Setting]:
     if args.losses_unseen and not args.event_loss:
         raise options.BadOption("--losses-unseen needs --event-loss")
     try:
-        legs.make_leg_rule(args.legs)
+        leg_rules.make_leg_rule(args.legs)
     except ValueError as error:
         raise options.BadOption(f"--legs: {error}") from None
     if roles is not None and (oracles := [name for name in args.policies if name.startswith("oracle")]):

@@ -244,10 +244,18 @@ def test_policies_in_shadow_in_one_string_or_a_list(empty_folder):
     assert load(environ={}).settings.shadow == ("round_robin", "least_load")
     assert load(environ={"HITHERTO_SHADOW": "round_robin, least_load"}).settings.shadow == ("round_robin", "least_load")
     assert load(flags={"shadow": "random"}, environ={}).settings.shadow == ("random",)
+    assert load(flags={"shadow": "legs:over:8192,legs:never"}, environ={}).settings.shadow == (
+        "legs:over:8192",
+        "legs:never",
+    )
 
 
 def test_what_cannot_be_in_shadow_is_said():
     assert "Did you mean 'least_load'?" in wrong(flags={"shadow": "least_laod"})
+    assert "shadow: 'over:x' is no rule for legs; there are seconds, always, over:N" in wrong(
+        flags={"shadow": "legs:over:x"}
+    )
+    assert "shadow: legs:seconds is the policy that acts" in wrong(flags={"shadow": "legs:seconds"})
     assert "shadow: random is given twice" in wrong(flags={"shadow": "random,random"})
     assert wrong(flags={"shadow": "random,least_time"}).startswith(
         "flag --shadow: shadow: least_time is the policy that acts"

@@ -60,6 +60,12 @@ async def test_two_legs_say_what_one_engine_says(trio, way):
         assert counted(page, "hitherto_legs_total", leg="prefill", outcome="complete") == 5
         assert counted(page, "hitherto_legs_total", leg="decode", outcome="complete") == 5
         assert counted(page, "hitherto_predictions_total", outcome="equal") == 5
+        assert (await gateway.status())["legs"] == {
+            "apart": 5,
+            "whole": 0,
+            "prefill": {"complete": 5},
+            "decode": {"complete": 5},
+        }
         assert counted(page, "hitherto_reservations") == 0
 
 
@@ -103,6 +109,9 @@ async def test_explain_tells_both_ways_and_reserves_nothing(trio):
         told = (await gateway.admin.post("/explain", params={"path": path}, json=body)).json()
         # nothing there is to be held up, so moving the cache is not worth it
         assert told["choice"] == f"127.0.0.1:{decoder.port}" and told["legs"] is None
+        other = told["other_legs"]
+        assert (other["prefill"], other["decode"]) == (f"127.0.0.1:{prefiller.port}", told["choice"])
+        assert other["seconds"] > other["whole_seconds"] > 0 and f"prompt on {other['prefill']}" in told["sentence"]
         assert (await gateway.client.post(path, json=body)).headers["x-hitherto-replica"] == told["choice"]
         assert await gateway.counted("hitherto_leg_choices_total", choice="whole") == 1
     async with running(

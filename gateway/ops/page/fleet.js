@@ -48,13 +48,15 @@ function shadows(s) {
   $("shadow").hidden = !s.shadow.length;
   const signed = (x, show) => (x < 0 ? "−" : x > 0 ? "+" : "") + show(Math.abs(x));
   const heads = [["Policy"], ["The same choice"], ["Prefill saved", "n"], ["TTFT saved, predicted", "n"], ["Whole answer, predicted", "n"]];
+  const legs = s.shadow.some(one => one.two_legs) ? [["Two legs"]] : [];
   const row = one => make("tr", {},
     make("td", {}, make("div", {class: "id"}, one.policy), make("div", {class: "sub"}, several(one.decisions, "request", "requests"))),
     cell(heads[1][0], "", percent(share(one.same, one.decisions)), bar(share(one.same, one.decisions))),
     cell(heads[2][0], "n", signed(one.saved_prefill_tokens, count) + " tokens", make("div", {class: "sub"}, one.decisions ? signed(one.saved_prefill_tokens / one.decisions, count) + " a request" : "")),
     ...[one.saved_ttft_seconds, one.saved_answer_seconds].map((saved, at) =>
-      cell(heads[3 + at][0], "n", one.decisions ? signed(saved / one.decisions, time) : "–", make("div", {class: "sub"}, "a request"))));
-  fill($("shadows"), table("cards", heads, s.shadow.map(row)));
+      cell(heads[3 + at][0], "n", one.decisions ? signed(saved / one.decisions, time) : "–", make("div", {class: "sub"}, "a request"))),
+    ...legs.map(([name]) => cell(name, "", percent(share(one.two_legs, one.decisions)))));
+  fill($("shadows"), table("cards", [...heads, ...legs], s.shadow.map(row)));
 }
 
 function admissions(s) {

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from array import array
 from collections import deque
+from collections.abc import Callable, Sequence
 from functools import partial
 from time import monotonic, perf_counter, time
 from typing import Any, NamedTuple
@@ -19,7 +20,9 @@ from gateway.prompt import Prompt
 from gateway.prompt.prompt import unread
 from gateway.proxy.exchange import Exchange
 from gateway.proxy.placing import Acted, Asker, Placing
+from gateway.proxy.shadow import Went
 from policies import Evaluation
+from policies.legs import Ways
 
 from ..reasons import describe, legs_told, sentence
 
@@ -67,20 +70,17 @@ class Sampler:
     def disarm(self) -> None:
         self._placing.onlooker = self._placing.shadows
 
-    def see(self, asker: Asker, evaluation: Evaluation) -> Acted | None:
+    def see(self, asker: Asker, evaluation: Evaluation, ways: Callable[[], Sequence[Ways]]) -> Acted | None:
         """As `placing.Onlooker`."""
         self.disarm()
-        beyond = self._placing.shadows.see(asker, evaluation) if self._placing.shadows is not None else None
-        begun = perf_counter()
+        begun, told = perf_counter(), None
         try:
             told = self._described(asker, evaluation)
         except Exception:  # the request must not suffer for it
             log.exception("a decision could not be explained")
-            return beyond
-        finally:
-            took = perf_counter() - begun
-            self._next = monotonic() + max(LEAST_PAUSE, took / SHARE)
-        return partial(self._acted, asker, told, beyond)
+        self._next = monotonic() + max(LEAST_PAUSE, (perf_counter() - begun) / SHARE)
+        beyond = self._placing.shadows.see(asker, evaluation, ways) if self._placing.shadows is not None else None
+        return partial(self._acted, asker, told, beyond) if told is not None else beyond
 
     def _described(self, asker: Asker, evaluation: Evaluation) -> dict[str, Any]:
         placing = self._placing
@@ -88,31 +88,30 @@ class Sampler:
         demand, candidates = evaluation.demand, evaluation.candidates
         choice = placing.router.policy.choose(demand, candidates, explain=True)
         # What was admitted among some of the candidates, or drawn, is as it was.
-        told = describe(
+        return describe(
             placing.router.policy,
             prompt,
             evaluation._replace(choice=choice._replace(index=evaluation.choice.index)),
             placing.router.outputs,
         )
-        if placing.eligible.roles.any and asker.prompt is not None:
-            told["legs"] = legs_told(placing.legs.choose(prompt, evaluation, monotonic(), asker.tried))
-        return told
 
-    def _acted(self, asker: Asker, told: dict[str, Any], beyond: Acted | None, index: int | None) -> None:
+    def _acted(self, asker: Asker, told: dict[str, Any], beyond: Acted | None, went: Went) -> None:
         if beyond is not None:
-            beyond(index)
+            beyond(went)
         try:
-            self._keep(asker, told, index)
+            self._keep(asker, told, went)
         except Exception:
             log.exception("a decision could not be kept")
 
-    def _keep(self, asker: Asker, told: dict[str, Any], index: int | None) -> None:
-        if index is not None:
+    def _keep(self, asker: Asker, told: dict[str, Any], went: Went) -> None:
+        if not isinstance(went, int):
+            told["legs"] = legs_told(went)
+        else:
             told["legs"] = None
-            if not told["replicas"][index]["chosen"]:
-                told["shared"], told["choice"] = True, told["replicas"][index]["id"]
+            if not told["replicas"][went]["chosen"]:
+                told["shared"], told["choice"] = True, told["replicas"][went]["id"]
                 for at, one in enumerate(told["replicas"]):
-                    one["chosen"] = at == index
+                    one["chosen"] = at == went
         legs, prompt = told.get("legs"), asker.prompt
         chosen = next(one for one in told["replicas"] if one["chosen"])
         body = asker.request.body if self._texts and isinstance(asker, Exchange) else b""

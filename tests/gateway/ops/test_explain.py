@@ -132,6 +132,21 @@ async def test_alone_against_replicas(listen, empty_folder, capsys, unused_tcp_p
     assert "no gateway runs here" in err and "left out: 127.0.0.1:9: " in err
 
 
+async def test_alone_both_legs_are_named(listen, empty_folder, capsys, unused_tcp_port):
+    prefiller, decoder = await listen(*engine()), await listen(*engine())
+    (empty_folder / "body.json").write_bytes(CHAT)
+    urls = [f"{prefiller}#role=prefill", f"{decoder}#role=decode"]
+    arguments = ["body.json", "--admin-port", str(unused_tcp_port), "--policy", "round_robin", "--replica-url", *urls]
+    assert await in_thread(*arguments, "--json") == 0
+    told = json.loads(capsys.readouterr().out)
+    ids = [url.removeprefix("http://") for url in (prefiller, decoder)]
+    assert [told["legs"][leg] for leg in ("prefill", "decode")] == ids
+    assert [one["id"] for one in told["replicas"]] == ids[1:], "a prefiller gets no whole request beside a decoder"
+    assert await in_thread(*arguments) == 0
+    out = capsys.readouterr().out
+    assert f"legs     P {ids[0]} holds 0 tokens of it, D {ids[1]} lacks " in out and f"\nD  {ids[1]}" in out
+
+
 async def test_alone_overlap_comes_from_the_engines_event_history(start_engine, empty_folder, capsys, unused_tcp_port):
     holder, other = [engine.wait() for engine in (start_engine(), start_engine())]
     (empty_folder / "body.json").write_bytes(CHAT)

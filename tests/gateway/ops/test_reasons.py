@@ -113,6 +113,18 @@ def test_two_legs_name_both_replicas_and_the_price_of_one_alone():
     assert sentence(told).endswith("writes the answer: the policy chose both, 2,048 tokens are moved.")
 
 
+def test_legs_that_were_not_taken_are_named_with_their_price():
+    told = decided("least_time", replica("d:1"))
+    told |= {
+        "legs": None,
+        "other_legs": {"prefill": "p:1", "decode": "d:1", "moved_tokens": 2048, "seconds": 0.5, "whole_seconds": 0.4},
+    }
+    assert sentence(told).startswith("d:1, the only replica that can take it: ")
+    assert sentence(told).endswith(
+        " Apart, with the prompt on p:1 and the answer on d:1, it would cost 500 ms with 2,048 tokens moved."
+    )
+
+
 def test_every_term_has_a_meaning():
     assert {*TERMS} == {*least_time.TERMS}
 

@@ -12,11 +12,13 @@ from gateway.ops.metrics import Metrics
 from gateway.proxy import shadow
 from gateway.proxy.shadow import Shadows, told
 from gateway.proxy.states import AttemptState
-from policies import NAMES, Candidate, Choice, CostGroup, Demand, Load, make
+from policies import NAMES, Candidate, Choice, CostGroup, Demand, Ledger, Load, Router, make
 
+from ...policies.test_router import Prefixes
 from ..http.talk import eventually
-from .replies import answers, post
+from .replies import BODY, answers, post
 from .stack import stack
+from .test_legs import HANDED, asks, disaggregated
 
 LOADS = st.builds(
     lambda prefilling, decoding, tokens: Load(prefilling + decoding, prefilling, prefilling * tokens, decoding, decoding * tokens),
@@ -61,6 +63,7 @@ def test_what_another_choice_would_have_saved_and_cost():
     assert last_here - last_there > here - there > 0, "a queue, and a batch that slows each step"
     assert counts(metrics) == {
         "shadow_decisions": {("least_load", "other"): 1},
+        "shadow_legs": {},
         "shadow_prefill_tokens": {("least_load", "cost"): 800},
         "shadow_ttft_seconds": {("least_load", "saved"): pytest.approx(here - there)},
         "shadow_answer_seconds": {("least_load", "saved"): pytest.approx(last_here - last_there)},
@@ -73,6 +76,7 @@ def test_what_another_choice_would_have_saved_and_cost():
             "saved_prefill_tokens": -800,
             "saved_ttft_seconds": pytest.approx(here - there),
             "saved_answer_seconds": pytest.approx(last_here - last_there),
+            "two_legs": 0,
         }
     ]
 
@@ -89,6 +93,7 @@ def test_the_same_policy_in_shadow_agrees(made, name):
         shadows.judge(shadows.seen(demand, candidates), choice.index)
     assert counts(metrics) == {
         "shadow_decisions": {(name, "same"): len(made)},
+        "shadow_legs": {},
         "shadow_prefill_tokens": {},
         "shadow_ttft_seconds": {},
         "shadow_answer_seconds": {},
@@ -115,6 +120,72 @@ def test_what_was_seen_stays_as_it_was():
     candidates[0].load.requests, candidates[0].overlap, candidates[0].lower = 9, 16, (("cpu", 16),)
     first = seen.candidates[0]
     assert (first.overlap, first.lower, first.load) == (800, (), Load(1, 1, 5000))
+
+
+def in_roles(streams=40, tokens=16_001, policy="least_time"):
+    """A router whose decoder writes so many answers beside an idle prefiller, and a prompt as evaluated whole."""
+    router = Router(make(policy), Prefixes(0, 0), Ledger(), CostGroup())
+    prefiller, decoder = [router.add(name, slot) for slot, name in enumerate(("p", "d"))]
+    for _ in range(streams):
+        router.commit_decoder(Demand(4000), decoder, 1.0)
+    asked = Demand(tokens, 16, 1, hashes=range(1, tokens // 16 + 1), now=1.0)
+    whole = router.evaluate(asked, router.targets([decoder]), 1.0)
+    return router, whole, lambda: router.ways(whole, [([prefiller], [decoder])], 1.0)
+
+
+def judged(names, made, acting="least_time"):
+    """What shadows say of where the gateway's own rule has it go, and where that is."""
+    router, whole, ways = made
+    metrics = Metrics()
+    shadows = Shadows(names, metrics, acting)
+    seen = shadows.see(None, whole, ways).args[0]
+    went = router.choose_among(ways())
+    shadows.judge(seen, whole.choice.index if went is None else went)
+    return {one["policy"]: one for one in told(metrics, names)}, went
+
+
+def test_rules_for_legs_are_held_against_the_one_that_acts():
+    rules = ["legs:always", "legs:never", "legs:over:16001", "legs:over:16002", "legs:llmd:16", "legs:llmd:0"]
+    busy, went = judged(rules, in_roles())
+    assert went is not None
+    assert [busy[name]["same"] for name in rules] == [1, 0, 1, 0, 1, 0] == [busy[name]["two_legs"] for name in rules]
+    idle, went = judged(rules, in_roles(streams=0))
+    assert went is None
+    assert [idle[name]["same"] for name in rules] == [0, 1, 0, 1, 0, 1]
+    assert [idle[name]["two_legs"] for name in rules] == [1, 0, 1, 0, 1, 0]
+
+
+def test_what_legs_would_have_saved_is_what_both_replicas_and_the_transfer_take():
+    router, whole, ways = in_roles(streams=0)
+    rows, _ = judged(["legs:always"], (router, whole, ways))
+    demand, (prefiller, decoder) = whole.demand, router.candidates.values()
+    alone = decoder.costs.ttft_seconds(decoder.load, demand.tokens, 0, 1.0)
+    apart = prefiller.costs.ttft_seconds(prefiller.load, demand.tokens, 0, 1.0)
+    apart += router.transfers.seconds("p", "d", demand.tokens) + decoder.costs.ttft_seconds(
+        decoder.load, 1, demand.tokens - 1, 1.0
+    )
+    assert apart > alone
+    assert rows["legs:always"]["saved_ttft_seconds"] == pytest.approx(alone - apart)
+    assert rows["legs:always"]["saved_answer_seconds"] == pytest.approx(alone - apart), "the same decoder writes it"
+    assert rows["legs:always"]["saved_prefill_tokens"] == 0
+
+
+def test_a_policy_in_shadow_chooses_legs_by_the_gateways_own_rule():
+    """By seconds where it counts in them, else wherever there is more than a block to compute."""
+    idle, _ = judged(["round_robin", "least_load"], in_roles(streams=0))
+    assert [one["two_legs"] for one in idle.values()] == [1, 1]
+    busy, _ = judged(["least_time"], in_roles(policy="round_robin"), acting="round_robin")
+    quiet, went = judged(["least_time"], in_roles(streams=0, policy="round_robin"), acting="round_robin")
+    assert went is not None and (busy["least_time"]["two_legs"], quiet["least_time"]["two_legs"]) == (1, 0)
+
+
+def test_what_legs_were_chosen_by_stays_as_it_was():
+    router, whole, ways = in_roles()
+    seen = Shadows(["legs:always"], Metrics(), "least_time").see(None, whole, ways).args[0]
+    before = copy.deepcopy([(one.load, one.overlap) for way in seen.ways for one in (*way.prefillers, *way.decoders)])
+    router.commit_legs(whole, router.choose_among(ways()), 1.0)
+    assert before == [(one.load, one.overlap) for way in seen.ways for one in (*way.prefillers, *way.decoders)]
+    assert seen.ways[0].decoders[0] is seen.candidates[0], "one copy of a replica, whatever it is a candidate for"
 
 
 class Watched:
@@ -144,6 +215,25 @@ async def test_shadows_are_asked_when_the_request_is_on_its_way_and_act_on_nothi
             ("least_time", "same"): 3,
             ("least_time", "other"): 3,
             ("round_robin", "same"): 6,
+        }
+
+
+async def test_shadows_judge_requests_in_two_legs():
+    async with disaggregated(
+        answers(HANDED), answers(), policy="round_robin", shadows=["legs:never", "least_load"]
+    ) as s:
+        assert (await asks(s))[0] == 200 and (await asks(s, BODY))[0] == 200
+        await eventually(s.idle)
+        assert s.metrics.legs.total(leg="decode") == 1
+        assert s.metrics.shadow_decisions.values == {
+            ("legs:never", "other"): 1,
+            ("legs:never", "same"): 1,
+            ("least_load", "same"): 2,
+        }
+        assert s.metrics.shadow_legs.values == {
+            ("legs:never", "whole"): 2,
+            ("least_load", "apart"): 1,
+            ("least_load", "whole"): 1,
         }
 
 

@@ -8,8 +8,8 @@ from cachemap import CacheMap
 from cachemap.cluster.connect import Ways, parse
 from gateway.proxy.legs import LegPlan
 from gateway.proxy.shared import SharedLedger
-from loadgen.simulate.field.legs import make_leg_rule
 from policies import UNTIMED, CostGroup, Demand, Ledger, Router, Targets, make
+from policies.leg_rules import make_leg_rule
 from replicas.engines import TRANSFERS
 from tests.redis_server import Proxy
 

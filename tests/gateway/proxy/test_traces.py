@@ -18,6 +18,7 @@ from ..collector import collecting
 from ..http.talk import eventually, free_port, read_request
 from .replies import EVENT, LONG, SSE_HEAD, USAGE, answers, chunk, post, reply, says, streams
 from .stack import stack
+from .test_legs import HANDED, give_roles
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
@@ -171,6 +172,20 @@ async def test_a_retry_is_a_second_attempt_and_says_why(monkeypatch):
     assert (server.told["http.response.status_code"], server.failed) == (200, False)
     assert [name for name, _, _ in server.events] == ["prepared", "chosen", "chosen"]
     assert [told_of(head)[0].split(b"-")[2].decode() for head, _ in first + second] == [failed.id, went.id]
+
+
+async def test_both_legs_are_attempts_that_name_each_other(monkeypatch):
+    async with traced(monkeypatch, answers(HANDED), streams(chunk(EVENT), chunk(EVENT))) as made:
+        give_roles(made, "prefill", "decode")
+        await ask(made, post(LONG.replace(b"{", b'{"stream": true, ', 1)))
+        collector = await made.collected()
+    (server,), legs = collector.of("SERVER"), collector.of("CLIENT")
+    assert [leg.told["hitherto.leg"] for leg in legs] == ["prefill", "decode"]
+    ids = [leg.told["hitherto.replica"] for leg in legs]
+    for span in (server, *legs):
+        assert [span.told[f"hitherto.legs.{leg}"] for leg in ("prefill", "decode")] == ids
+        assert span.told["hitherto.legs.moved_tokens"] > 16 and span.told["hitherto.legs.transfer.predicted"] > 0.01
+        assert span.told["hitherto.legs.transfer.observed"] >= 0
 
 
 async def test_an_attempt_without_a_connection(monkeypatch):

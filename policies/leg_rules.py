@@ -1,4 +1,5 @@
-"""When the field computes a prompt on another replica than writes its answer: rules to set beside the gateway's own.
+"""When the field computes a prompt on another replica than writes its answer: rules to set beside the gateway's own,
+in `loadgen simulate --legs` and in the gateway's shadow mode.
 
 `seconds`   the gateway's rule (`policies.legs.choose`): two legs where they cost less than one.
 `always`    every request that some pair of replicas can take, as vllm-router and sglang-router do in their P/D modes.
@@ -14,7 +15,8 @@ from __future__ import annotations
 
 from functools import partial
 
-from policies import Policy, legs
+from . import legs
+from .vocabulary import Policy
 
 NAMES = ("seconds", "always", "over:N", "llmd:N", "never")
 

@@ -2,10 +2,10 @@
 
 import pytest
 
-from loadgen.simulate.field import make
-from loadgen.simulate.field.legs import make_leg_rule
-from policies import CostGroup, Demand, Ledger, Router
-from tests.policies.test_router import Prefixes
+from policies import CostGroup, Demand, Ledger, Router, make
+from policies.leg_rules import make_leg_rule
+
+from .test_router import Prefixes
 
 
 def chosen(rule, held=(0, 0, 0), tokens=16_001, policy="least_time"):
@@ -29,7 +29,7 @@ def test_a_threshold_counts_what_is_not_cached_where_the_whole_request_would_go(
 
 
 def test_llmd_keeps_the_decoder_that_the_policy_chose_and_zero_means_never():
-    apart = chosen("llmd:16", held=(0, 0, 500), policy="llmd_weights")
+    apart = chosen("llmd:16", held=(0, 0, 500), policy="prefix_affinity")
     assert (apart.prefiller.replica, apart.decoder.replica, apart.moved) == ("p", "e", 16_001 - 8_000)
     assert chosen("llmd:0") is None
 

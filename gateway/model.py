@@ -89,7 +89,7 @@ def launches(settings: Settings) -> list[Launch]:
         found[f"pools.{name}"] = Launch(pool.launch, profile, *where, pool.role_of(profile), pool.spill)
     kinds: dict[str, list[Kind]] = {}
     for place, one in found.items():
-        kinds.setdefault(one.served_name, []).append((place, one.role, one.profile))
+        kinds.setdefault(one.served_name, []).append(Kind(place, one.role, one.profile, one.directory))
     adopted = {parse_url(url).role for url in known_urls(settings)}
     if settings.discover is not None:
         adopted |= {PREFILL, DECODE}  # pods of either role may come

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal
+from itertools import product
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -44,7 +46,13 @@ class Pool(BaseModel):
         return self.role or profile.role
 
 
-Kind = tuple[str, str, LaunchProfile]  # a pool's name, its role, and how its engines are launched
+class Kind(NamedTuple):
+    """Engines that are launched alike: a pool's name, its role, how they are launched, and with which model."""
+
+    name: str
+    role: str
+    profile: LaunchProfile
+    directory: Path | None = None
 
 
 def complaints(kinds: Mapping[str, list[Kind]], adopted: Iterable[str]) -> list[str]:
@@ -53,12 +61,12 @@ def complaints(kinds: Mapping[str, list[Kind]], adopted: Iterable[str]) -> list[
     elsewhere = {role for role in adopted if role != BOTH}
     found = []
     for pools in kinds.values():
-        roles = {role for _, role, _ in pools}
+        roles = {one.role for one in pools}
         if roles == {BOTH}:
             continue  # what is adopted may be of another model, and whole requests are what these can take
-        found += [f"{name}: {profile.no_transfer}" for name, _, profile in pools if profile.no_transfer]
+        found += [f"{one.name}: {why}" for one in pools if (why := one.profile.no_transfer)]
         if what := lacks(roles | elsewhere):
-            found.append(f"{' and '.join(name for name, *_ in pools)}: {what}. Add a pool with the role that is missing, of the same model, "
+            found.append(f"{' and '.join(one.name for one in pools)}: {what}. Add a pool with the role that is missing, of the same model, "
                          "or leave the role out")  # fmt: skip
         found += _unlike(pools)
     return found
@@ -67,14 +75,16 @@ def complaints(kinds: Mapping[str, list[Kind]], adopted: Iterable[str]) -> list[
 def _unlike(pools: list[Kind]) -> list[str]:
     """Pairs of pools of which one is to fetch what the other computed, and cannot."""
     found: dict[frozenset[str], str] = {}
-    for one, role, prefiller in pools:
-        for other, its_role, decoder in pools:
-            if one == other or role not in PREFILLERS or its_role not in DECODERS or prefiller.no_transfer:
-                continue
-            if decoder.engine != prefiller.engine:
-                why = [f"their engines are {prefiller.engine} and {decoder.engine}: let both be of one kind"]
-            else:
-                why = prefiller.unlike(decoder)
-            if why:
-                found.setdefault(frozenset((one, other)), f"{one} and {other}: {'; '.join(why)}")
+    for one, other in product(pools, pools):
+        if one is other or one.role not in PREFILLERS or other.role not in DECODERS or one.profile.no_transfer:
+            continue
+        if one.profile.engine != other.profile.engine:
+            why = [f"their engines are {one.profile.engine} and {other.profile.engine}: let both be of one kind"]
+        else:
+            why = one.profile.unlike(other.profile)
+        if one.directory != other.directory:
+            why.append(f"they are started with different models, {one.directory} and {other.directory}, under one name: "
+                       "give both the same, or each its own served_model_name and both roles")  # fmt: skip
+        if why:
+            found.setdefault(frozenset((one.name, other.name)), f"{one.name} and {other.name}: {'; '.join(why)}")
     return [*found.values()]

@@ -132,6 +132,28 @@ def test_what_vllm_would_refuse_at_the_first_transfer_is_refused_here(tmp_path):
     assert [one.role for one in planned(tmp_path, pair, model="sim")] == ["prefill", "decode"]
 
 
+def test_a_connector_that_is_not_there_is_refused_with_what_to_install(tmp_path):
+    (tmp_path / "lib/python3.11/site-packages/vllm-0.32.0.dist-info").mkdir(parents=True)
+    bare = tmp_path / "bare.yaml"
+    bare.write_text(
+        f"engine: vllm\nexecutable: {tmp_path}/bin/vllm\nkv_transfer_config: {{kv_connector: NixlConnector}}\n"
+    )
+    pools = f"p: {{profile: {bare}, launch: 1, role: prefill}}\nd: {{profile: {bare}, launch: 1, role: decode}}"
+    said = refused(tmp_path, pools, model="sim")
+    assert "pools.p: its connector NixlConnector needs the package nixl" in said and "pools.d: " in said
+    assert f"beside {tmp_path}/bin/vllm: `pip install nixl`" in said
+
+
+def test_two_models_under_one_name_pass_nothing_to_each_other(tmp_path, connected):
+    other = other_model(tmp_path / "another")
+    pools = (
+        f"p: {{profile: {connected}, launch: 1, role: prefill, model: sim, served_model_name: m}}\n"
+        f"d: {{profile: {connected}, launch: 1, role: decode, model: {other}, served_model_name: m}}"
+    )
+    said = refused(tmp_path, pools)
+    assert "pools.p and pools.d: they are started with different models" in said and "give both the same" in said
+
+
 @pytest.mark.parametrize("workers", ["1", "2"])
 async def test_prompts_are_computed_in_one_pool_and_answered_by_the_other(tmp_path, connected, workers):
     config = tmp_path / "hitherto.yaml"

@@ -6,10 +6,11 @@ of version, model, types, backend and speculator; block sizes and parallel sizes
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+from replicas.engines.vllm.connectors import CONNECTORS, SEVERAL, connector_of, names
 from replicas.engines.vllm.fields import Fields
 
-# Whose parameters are those that the dialect's `Transfer` writes and reads: decoders fetch, nobody pushes.
-CONNECTORS = ("NixlConnector", "NixlPullConnector", "MultiConnector")
 # Speculators that read the model's hidden states, and have a cache of their own.
 WITH_HIDDEN_STATES = ("eagle", "eagle3", "mtp", "dflash", "dspark")
 
@@ -18,9 +19,21 @@ def no_transfer(one: Fields) -> str:
     """Why its engines pass no prompt's cache on; "" if they do."""
     if one.kv_transfer_config is None:
         return "its engines pass no cache on: add `kv_transfer_config: {kv_connector: NixlConnector}` to the profile"
-    if (connector := one.kv_transfer_config.kv_connector) not in CONNECTORS:
-        return f"the gateway moves caches by none but {', '.join(CONNECTORS)}, and its kv_connector is {connector}"
+    if connector_of(one) is None:
+        has = ", ".join(names(one)) or f"{SEVERAL} without connectors"
+        return f"the gateway moves caches by none but {', '.join(CONNECTORS)}, and its kv_connector is {has}"
     return ""
+
+
+def not_installed(one: Fields, executable: str, packages: Mapping[str, str]) -> str:
+    """Why its connector cannot run, by what is installed where `executable` is; "" if nothing speaks against it."""
+    connector = connector_of(one)
+    if connector is None or not packages or connector.package in packages:
+        return ""
+    return (
+        f"its connector {', '.join(names(one))} needs the package {connector.package}, which is not installed beside "
+        f"{executable}: `pip install {connector.install}` in that environment"
+    )
 
 
 def unlike(prefiller: Fields, decoder: Fields, its_version: str | None, version: str | None) -> list[str]:
@@ -40,6 +53,9 @@ def unlike(prefiller: Fields, decoder: Fields, its_version: str | None, version:
         for name, (one, other) in compared.items()
         if one != other
     ]
+    if connector_of(prefiller) is not connector_of(decoder):
+        one, other = (", ".join(names(fields)) or "none" for fields in (prefiller, decoder))
+        found.append(f"kv_connector is {one} in one and {other} in the other: give both the same")
     theirs, ours = prefiller.block_size, decoder.block_size
     if theirs and ours and ours % theirs:
         found.append(f"block_size {ours} of the decoder is no multiple of the prefiller's {theirs}")

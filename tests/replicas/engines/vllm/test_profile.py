@@ -119,10 +119,31 @@ def test_each_rank_has_ports_of_its_own():
 
 def test_engines_that_hand_over_kv_meet_on_ports_of_their_own():
     nixl = parse("kv_transfer_config: {kv_connector: NixlConnector}")
-    assert nixl.command("127.0.0.1", PORTS, MODEL).env == {
-        "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
-        "VLLM_NIXL_SIDE_CHANNEL_PORT": str(PORTS.side),
-    }
+    first, second = (nixl.command("127.0.0.1", Ports.run(at, 2), MODEL).env for at in (20000, 20100))
+    for env, side in ((first, "20005"), (second, "20105")):
+        assert env["VLLM_NIXL_SIDE_CHANNEL_HOST"] == "127.0.0.1" and env["VLLM_NIXL_SIDE_CHANNEL_PORT"] == side
+
+
+def test_what_moves_caches_is_told_what_it_needs_and_a_profile_has_the_last_word():
+    nixl = "kv_transfer_config: {kv_connector: NixlConnector}\n"
+    env = parse(nixl).command("127.0.0.1", PORTS, MODEL).env
+    assert (env["UCX_RNDV_THRESH"], env["UCX_MAX_EAGER_RAILS"], env["PYTHONHASHSEED"]) == ("16384", "1", "0")
+    assert "cuda_ipc" in env["UCX_TLS"]
+    assert "cuda" not in parse(nixl + "device: cpu").command("127.0.0.1", PORTS, MODEL).env["UCX_TLS"]
+    own = parse(nixl + "env: {UCX_TLS: tcp, PYTHONHASHSEED: '7'}").command("127.0.0.1", PORTS, MODEL).env
+    assert (own["UCX_TLS"], own["PYTHONHASHSEED"]) == ("tcp", "7")
+    assert parse("").command("127.0.0.1", PORTS, MODEL).env == {}
+
+
+def test_a_connector_among_several_is_told_as_well():
+    several = "kv_transfer_config: {kv_connector: MultiConnector, kv_connector_extra_config: {connectors: [%s]}}"
+    nixl = parse(several % "{kv_connector: OffloadingConnector}, {kv_connector: NixlConnector, kv_role: kv_both}")
+    assert nixl.command("127.0.0.1", PORTS, MODEL).env["VLLM_NIXL_SIDE_CHANNEL_PORT"] == str(PORTS.side)
+    assert not nixl.no_transfer
+    assert "OffloadingConnector" in parse(several % "{kv_connector: OffloadingConnector}").no_transfer
+    assert (
+        "MultiConnector without connectors" in parse("kv_transfer_config: {kv_connector: MultiConnector}").no_transfer
+    )
 
 
 def test_an_engine_that_offloads_tells_of_whole_blocks():

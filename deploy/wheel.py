@@ -2,7 +2,8 @@
 
     python deploy/wheel.py --repository https://HOST/OWNER/hitherto [--ref v0.1.0] [--out dist]
 
-The README's links become absolute: to REPOSITORY/blob/REF/PATH, and for images to REPOSITORY/raw/REF/PATH.
+The README's links become absolute: to REPOSITORY/blob/REF/PATH, and for images to REPOSITORY/raw/REF/PATH. So do the
+project's URLs in the metadata; pyproject.toml has none, since only whoever publishes knows where the repository is.
 """
 
 import argparse
@@ -32,6 +33,14 @@ def absolute(text: str, repository: str, ref: str) -> str:
     return re.sub(r"(!?)\[([^\]]*)\]\(([^)\s]+)\)", lead, text)
 
 
+def urls(repository: str, ref: str) -> str:
+    """The table of pyproject.toml that says where the project is."""
+    pages = {"Documentation": "docs/README.md", "Changelog": "CHANGELOG.md", "Security": "SECURITY.md"}
+    repository = repository.rstrip("/")
+    each = {"Repository": repository} | {name: f"{repository}/blob/{ref}/{path}" for name, path in pages.items()}
+    return "\n[project.urls]\n" + "".join(f'{name} = "{url}"\n' for name, url in each.items())
+
+
 def build(repository: str, ref: str, out: Path) -> Path:
     """Build from a copy of the tree; returns the wheel's path."""
     with tempfile.TemporaryDirectory() as folder:
@@ -43,6 +52,8 @@ def build(repository: str, ref: str, out: Path) -> Path:
                 shutil.copy(ROOT / name, tree)
         readme = tree / "README.md"
         readme.write_text(absolute(readme.read_text(), repository, ref))
+        pyproject = tree / "pyproject.toml"
+        pyproject.write_text(pyproject.read_text() + urls(repository, ref))
         hook = "import setuptools.build_meta as backend; print(backend.build_wheel('out'))"
         subprocess.run([sys.executable, "-W", "ignore", "-c", hook], cwd=tree, check=True, capture_output=True)
         [made] = (tree / "out").glob("*.whl")

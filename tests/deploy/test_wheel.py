@@ -52,6 +52,14 @@ def test_links_of_its_description_lead_to_files_of_the_repository(wheel):
         assert (ROOT / target.removeprefix(start).partition("#")[0]).exists(), target
 
 
+def test_its_urls_lead_to_files_of_the_repository_that_was_named(wheel):
+    [name] = [name for name in wheel.namelist() if name.endswith("/METADATA")]
+    urls = dict(re.findall(r"^Project-URL: (\w+), (.*)$", wheel.read(name).decode(), re.M))
+    assert urls.pop("Repository") == REPOSITORY
+    assert urls.keys() == {"Documentation", "Changelog", "Security"}
+    assert all((ROOT / url.removeprefix(f"{REPOSITORY}/blob/v1/")).is_file() for url in urls.values())
+
+
 def test_its_assets_are_those_of_the_checkout(wheel, tmp_path):
     """`hitherto assets` of an installed wheel: the same files, from which the image can be built."""
     prefix = tmp_path / "prefix"
@@ -79,7 +87,9 @@ def test_its_assets_are_those_of_the_checkout(wheel, tmp_path):
         }
     assert written["wheel"].keys() == written["checkout"].keys(), "pyproject.toml: data-files"
     differ = [name for name, content in written["wheel"].items() if content != written["checkout"][name]]
-    assert differ == ["README.md"], "whose links are absolute"
+    assert sorted(differ) == ["README.md", "pyproject.toml"], (
+        "whose links are absolute, and which says where the project is"
+    )
     dockerfile = written["wheel"]["deploy/Dockerfile"].decode()
     for source in re.findall(r"^COPY (?!--from)(.+) \S+$", dockerfile, re.M):
         for name in source.split():

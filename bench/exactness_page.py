@@ -55,7 +55,7 @@ def main() -> int:
 
 def page() -> str:
     rows = recorded()
-    parts = [HEAD + "".join(map(_row, rows)), KIMI, _declined(rows), _by_load(), _templates(), CACHES]
+    parts = [HEAD + "".join(map(_row, rows)), KIMI, _declined(rows), _by_load(), _templates(), MEDIA, CACHES]
     return "\n".join(parts)
 
 
@@ -128,6 +128,18 @@ def _templates() -> str:
 KIMI = """\
 Kimi K2's own program, which vLLM runs to read `tiktoken.model`, could not be had: the bodies were made with one that the tests have,
 written by its rules. A gateway calls such a model exact only after an engine's own ids of some twenty texts were the same.
+"""
+MEDIA = """\
+## Prompts with media
+
+What an engine makes of the text before a prompt's first image, sound or video does not depend on that item, so the blocks before it
+are exact: system prompt, tools, earlier turns. `hitherto explain` calls such a prompt *partly* known. From the last special token
+before the item on its blocks have names of the gateway's own, made of the text and of a digest of each item (its URL, its base64
+or its `uuid`), of which no engine tells. The same conversation with the same images goes where it was sent before as long as that
+replica still holds the exact part: that is a guess, it is never compared with what engines report, and gateways that share a
+Redis each have their own. `hitherto_media_prompts_total{why}` counts what is not known: `family` (how many tokens this model makes of
+an item), or `load` (nothing: a model of text alone, parts that vLLM does not know).
+
 """
 CACHES = """\
 ## From tokens to hits

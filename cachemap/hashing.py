@@ -6,7 +6,10 @@ block is seeded with what must never be shared: the model, the block size, the L
 adapter and the tenant's cache salt.
 """
 
+from array import array
+from collections.abc import Sequence
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 from xxhash import xxh3_64_intdigest
@@ -52,6 +55,57 @@ def hash_blocks(tokens: bytes | memoryview, block_size: int, seed: int) -> list[
     hashes += map(xxh3_64_intdigest, blocks, hashes)
     del hashes[0]
     return hashes if all(hashes) else _without_zero(blocks, seed)
+
+
+def covering(keys: Sequence[object], seed: int) -> int:
+    """The seed of a block that covers `keys` besides its tokens, where the block before it gives `seed`.
+
+    For an item of media the key is [its identity, its offset from the block's start in tokens], as engines tell it.
+    """
+    return xxh3_64_intdigest(repr(keys).encode("utf-8", "surrogatepass"), seed)
+
+
+class Span(NamedTuple):
+    """An item of media in a prompt: `length` placeholder tokens from the one at `offset` on."""
+
+    identity: str
+    offset: int
+    length: int
+
+
+def hash_with_media(tokens: bytes | memoryview, block_size: int, seed: int, spans: Sequence[Span]) -> list[int]:
+    """As `hash_blocks`, where each block that has placeholders of an item covers that item too. `spans` are in order
+    and do not overlap."""
+    keys: dict[int, list[list[object]]] = {}
+    for identity, offset, length in spans:
+        for block in range(offset // block_size, -(-(offset + length) // block_size)):
+            keys.setdefault(block, []).append([identity, offset - block * block_size])
+    width, hashes, done = block_size * TOKEN_BYTES, [seed], 0
+    for block in sorted(keys):
+        start, end = block * width, (block + 1) * width
+        if end > len(tokens):
+            break
+        hashes += hash_blocks(tokens[done:start], block_size, hashes[-1])
+        hashes += hash_blocks(tokens[start:end], block_size, covering(keys[block], hashes[-1]))
+        done = end
+    hashes += hash_blocks(tokens[done:], block_size, hashes[-1])
+    return hashes[1:]
+
+
+class GuessedBlocks(array):  # type: ignore[type-arg]
+    """The names of a prompt's blocks, as array("Q"), of which only the first `known` are made of the engine's tokens.
+
+    The others stand for what the engine makes of the rest: equal names mean the same text and media, but no event tells
+    of them.
+    """
+
+    known = 0
+
+    @classmethod
+    def of(cls, hashes: Sequence[int], known: int) -> "GuessedBlocks":
+        guessed = cls("Q", hashes)
+        guessed.known = known
+        return guessed
 
 
 def _without_zero(blocks: list[bytes], seed: int) -> list[int]:

@@ -2,7 +2,8 @@
 
 Confirmed blocks, those that engines reported by events, lie in block tables, one a tier.
 Predicted blocks, those of prompts just routed, lie apart and expire. A replica without
-events has neither: it has a model of the engine's own cache instead.
+events has neither: it has a model of the engine's own cache instead. So have the others, for
+the parts of prompts of which no event tells (`GuessedBlocks`).
 """
 
 from array import array
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from cachemap.changes import CacheGroup, Change, Clear, Contents, Observe, Remove, Store
+from cachemap.hashing import GuessedBlocks
 from cachemap.table.block_table import BlockTable
 from cachemap.table.blocks import NO_BLOCKS, u64
 from cachemap.table.capacity import Budget
@@ -128,9 +130,10 @@ class CacheMap:
         self._modelled = [(slot, one.model) for slot, one in self._live if not one.observed]
         self._observed = len(self._modelled) < len(self._live)  # only of these anything is predicted
         most = self._chain_budget // BYTES_PER_BLOCK // max(len(self._live), 1)
-        self._routed.most = most * (len(self._live) - len(self._modelled)) // 2  # two generations
+        guessed = most // 4  # of an observed replica only what `GuessedBlocks` say is modelled
+        self._routed.most = (most - guessed) * (len(self._live) - len(self._modelled)) // 2  # two generations
         for _, replica in self._live:
-            replica.model.most = most
+            replica.model.most = guessed if replica.observed else most
 
     def match(self, hashes: Sequence[int], now: float, most: int | None = None) -> Match:
         """How much of the prompt with these block hashes each replica holds. `most`: blocks that can be hits, as the
@@ -155,6 +158,8 @@ class CacheMap:
             held = confirmed.copy()
         for slot, model in self._modelled:
             held[slot] = model.reach(hashes)
+        if type(hashes) is GuessedBlocks:
+            self._guess(hashes, held)
         self._last = (hashes, full, most)
         return Match(held, confirmed, self._further(hashes, held) if self._lower else {})
 
@@ -164,6 +169,13 @@ class CacheMap:
         for slot, reach in self._groups.reach(hashes, full, len(hashes) if most is None else most).items():
             held[slot] = reach
         return held
+
+    def _guess(self, hashes: GuessedBlocks, held: list[int]) -> None:
+        """No event tells of the blocks behind the known ones. They are taken to be where this prompt was sent before,
+        as far as the known ones are still there and the replica's cache has room."""
+        for slot, replica in self._live:
+            if replica.observed and held[slot] >= hashes.known:
+                held[slot] = max(held[slot], replica.model.reach(hashes))
 
     def _further(self, hashes: Sequence[int], held: list[int]) -> dict[int, list[tuple[str, int]]]:
         """For each slot the runs of blocks after the held ones that lie in lower tiers."""
@@ -190,6 +202,8 @@ class CacheMap:
         Called right after `match` of the same list, it leaves out one that is confirmed as a whole.
         """
         replica, (last, confirmed, most) = self._replica(slot), self._last
+        if replica.observed and type(hashes) is GuessedBlocks:
+            replica.model.add(hashes)
         if not replica.observed or last is not hashes or slot >= len(confirmed) or confirmed[slot] < len(hashes):
             if replica.observed and slot in self._groups.of:
                 asked = last is hashes and slot < len(confirmed)
@@ -206,7 +220,7 @@ class CacheMap:
         replica = self._replica(slot)
         if replica.observed:
             self._routed.take_back(slot, hashes, held, now)
-        else:
+        if not replica.observed or type(hashes) is GuessedBlocks:
             replica.model.take_back(hashes, held)
 
     def store(
@@ -359,10 +373,10 @@ class CacheMap:
         if self._replica(slot).observed != observed:
             self.change(slot, Observe(observed))
 
-    def learn(self, slot: int, predicted_blocks: int, reported_blocks: int) -> None:
-        """The engine reported how much of a prompt it had; corrects a modelled replica."""
+    def learn(self, slot: int, hashes: Sequence[int], predicted_blocks: int, reported_blocks: int) -> None:
+        """The engine reported how much of a prompt it had; corrects what is modelled of the replica."""
         replica = self._replica(slot)
-        if not replica.observed:
+        if not replica.observed or type(hashes) is GuessedBlocks:
             replica.model.learn(predicted_blocks, reported_blocks)
 
     def stats(self) -> dict[str, Any]:

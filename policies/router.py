@@ -79,8 +79,8 @@ class PrefixMap(Protocol):
     def take_back(self, slot: int, hashes: Sequence[int], held: int, now: float) -> None:
         """It was not computed there: what was expected at `now`, beyond the `held` blocks, will not come."""
 
-    def learn(self, slot: int, predicted: int, reported: int) -> None:
-        """The engine told how many blocks of a prompt it had found."""
+    def learn(self, slot: int, hashes: Sequence[int], predicted: int, reported: int) -> None:
+        """The engine told how many blocks of this prompt it had found."""
 
     def clear(self, slot: int) -> None:
         """The replica holds nothing."""
@@ -533,7 +533,7 @@ class Router:
             self.outputs.learn(demand, output)
         if reported is not None and demand.hashes and candidate.slot >= 0:
             size = demand.block_size
-            self.map.learn(candidate.slot, placement.cached // size, reported // size)
+            self.map.learn(candidate.slot, demand.hashes, placement.cached // size, reported // size)
 
     def abandon(self, placement: Placement, computed: bool = True) -> None:
         """It has ended otherwise. Unless it was `computed`, its blocks are not going to be there."""

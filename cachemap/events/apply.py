@@ -8,12 +8,10 @@ costs about 40 us and a further block in it 0.3.
 
 from collections.abc import Sequence
 
-import xxhash
-
 from cachemap.events.groups import GroupEvents
 from cachemap.events.pages import Pages
 from cachemap.events.records import FULL_ATTENTION, Cleared, Removed, Stored
-from cachemap.hashing import chain_seed, hash_blocks
+from cachemap.hashing import chain_seed, covering, hash_blocks
 from cachemap.map import CacheMap
 
 MOST_PENDING = 2048  # blocks gathered before they go to the map
@@ -248,20 +246,21 @@ class EventApplier:
             return hash_blocks(tokens, self._block_size, seed)
         extra = [_besides(keys, adapter) for keys in event.extra]
         salt = None
-        if not parent and len(extra[0]) == 1 and isinstance(only := extra[0][0], str):
-            salt, extra[0] = only, []  # only a prompt's first block covers the tenant's salt
+        if not parent and len(salts := [key for key in extra[0] if isinstance(key, str)]) == 1:
+            # Only a prompt's first block covers the tenant's salt; an item of media has a key of two parts.
+            salt, extra[0] = salts[0], [key for key in extra[0] if not isinstance(key, str)]
         seed = parent or chain_seed(self._model, self._block_size, adapter, salt)
         if any(extra):
             return self._hashes_apart(tokens, extra, seed)
         return hash_blocks(tokens, self._block_size, seed)
 
     def _hashes_apart(self, tokens: bytes, extra: list[list[object]], seed: int) -> list[int]:
-        """Blocks that cover more than tokens, an image say: no prompt of text meets them."""
+        """Blocks that cover more than tokens, an image say: no prompt of text meets them, see `hash_with_media`."""
         width = len(tokens) // len(extra)
         hashes: list[int] = []
         for i, keys in enumerate(extra):
             if keys:
-                seed = xxhash.xxh3_64_intdigest(repr(keys).encode(), seed)
+                seed = covering(keys, seed)
             hashes += hash_blocks(tokens[i * width : (i + 1) * width], self._block_size, seed)
             seed = hashes[-1]
         return hashes

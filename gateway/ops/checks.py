@@ -252,8 +252,8 @@ def _files(pipeline: Pipeline) -> Iterator[Finding]:
             "ok", "tokenizer files", f"transformers does not use tokenizer.json as it is: it is {reading.how}, here too"
         )
     if pipeline.takes_media:
-        yield Finding("warn", "media", "the model takes more than text: prompts with media are routed by load, all others exactly",
-                      "nothing to mend; send what has media to replicas of its own if it is most of the traffic")  # fmt: skip
+        yield Finding("warn", "media", "the model takes more than text: prompts with media are exact up to the first item, and by text from there on",
+                      "nothing to mend; hitherto_media_prompts_total counts them, hitherto explain shows one")  # fmt: skip
 
 
 def _template(pipeline: Pipeline) -> list[Finding]:

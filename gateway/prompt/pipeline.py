@@ -17,19 +17,20 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from cachemap import chain_seed, hash_blocks
+from cachemap import GuessedBlocks, chain_seed, hash_blocks
 
 from ..errors import ApiError, bad
 from .api.anthropic import Habits, from_messages, habits
-from .api.conversation import Multimodal, Rounded, Unroutable, has_media, refuse_deep_arguments
+from .api.conversation import Multimodal, Rounded, Unroutable, refuse_deep_arguments
 from .api.items import from_items
 from .api.openai import (
     Chat,
     boolean,
+    forwarded_ids,
     from_chat,
     from_embeddings,
     integer,
-    packed,
+    most_ids,
     parse,
     parse_exactly,
     prompts_of,
@@ -37,6 +38,7 @@ from .api.openai import (
 )
 from .api.responses import from_responses
 from .forward import LEAST_TOKENS, kind_of
+from .media import partly
 from .offload import TakesLong
 from .prompt import CHAT, COMPLETIONS, EMBEDDINGS, MESSAGES, NO_PREFILL, RESPONSES, Prompt
 from .quirks import NEWEST, VersionQuirks
@@ -404,7 +406,7 @@ class Pipeline:
         """Returns the roles, where messages have nothing else but a text each."""
         ids, as_received = None, self._as_received
         if "kv_transfer_params" in request and not (as_received and prompt.path == RESPONSES):
-            ids = _forwarded_ids(request, self._quirks.forwards_past_media)
+            ids = forwarded_ids(request, self._quirks.forwards_past_media)
         chat = None
         if ids is None:
             if self._differs or self._doubt:
@@ -416,7 +418,13 @@ class Pipeline:
             chat.body = body
             if self._sorts_tools:
                 chat.tools = with_sorted_keys(chat.tools)
-            prompt.token_ids, prompt.hashes, prompt.rendered_chars = self._render(chat, seed)
+            try:
+                prompt.token_ids, prompt.hashes, prompt.rendered_chars = self._render(chat, seed)
+            except Multimodal:
+                if not self.takes_media:
+                    raise
+                self._with_media(prompt, chat, seed, request)
+                return None
         else:
             prompt.token_ids, prompt.hashes = ids, self._hashed(ids, seed)
         cuts = "truncate_prompt_tokens" in request or "truncation" in request
@@ -430,6 +438,11 @@ class Pipeline:
                     prompt.token_ids, prompt.hashes = cut, self._hashed(cut, seed)
         prompt.tokens = len(prompt.token_ids) // 4
         return chat.roles if chat is not None else None
+
+    def _with_media(self, prompt: Prompt, chat: Chat, seed: int, request: dict[str, Any]) -> None:
+        if "truncate_prompt_tokens" in request or "truncation" in request:
+            raise Unroutable("truncation of a prompt with media")
+        partly.fill(prompt, chat, self._renderer(chat), self.tokenizer, seed, "family")
 
     def _chat_as_received(self, path: str, request: dict[str, Any]) -> Chat:
         """Where the engine hands messages to its rules as they are, and reads few other fields."""
@@ -451,11 +464,15 @@ class Pipeline:
             return from_embeddings(request)
         return from_messages(request, self._habits)
 
-    def _render(self, chat: Chat, seed: int) -> Found:
+    def _renderer(self, chat: Chat) -> Renderer:
         renderer = self.renderers.get("tool_use") if chat.tools is not None else None
         renderer = renderer or self.renderers.get("default")
         if renderer is None:
             raise TemplateError(self.template_error or "the model has no chat template: give one with --chat-template")
+        return renderer
+
+    def _render(self, chat: Chat, seed: int) -> Found:
+        renderer = self._renderer(chat)
         if not chat.special:
             return renderer.tokens(seed, chat)
         if self._lead is not None:
@@ -472,7 +489,7 @@ class Pipeline:
         given = request.get(key)
         special = boolean(request.get("add_special_tokens", True), "add_special_tokens")
         if self.max_model_len is not None and "truncate_prompt_tokens" not in request:
-            longest = _most_ids(given)
+            longest = most_ids(given)
             if longest > self.max_model_len:
                 raise self._too_long(prompt.path, str(longest))
         prompts = prompts_of(given, key)
@@ -550,24 +567,8 @@ class Pipeline:
         prompt.mode, prompt.note = "text", why
         prompt.rendered_chars = len(text)
         prompt.tokens = len(text) // 4
-        prompt.hashes = self._hashed(text, seed)
+        prompt.hashes = GuessedBlocks.of(hash_blocks(text, self.block_size, seed), 0)
         return prompt
-
-
-def _most_ids(given: Any) -> int:
-    """The length of the longest prompt that came as ids."""
-    if type(given) is not list or not given or type(given[0]) is str:
-        return 0
-    return len(given) if type(given[0]) is not list else max(len(one) for one in given if type(one) is list)
-
-
-def _forwarded_ids(request: dict[str, Any], past_media: bool) -> bytes | None:
-    """Ids that came with the request, which the engine uses instead of the messages, as a rule if they are all text."""
-    if not past_media and (request.get("echo") or has_media(request.get("messages"))):
-        return None
-    transfer = request.get("kv_transfer_params")
-    ids = transfer.get("prompt_token_ids") if isinstance(transfer, dict) else None
-    return packed(ids, "kv_transfer_params.prompt_token_ids") if isinstance(ids, list) and ids else None
 
 
 def _by_load(prompt: Prompt, request: dict[str, Any], body: bytes, error: Exception) -> Prompt:
@@ -575,7 +576,7 @@ def _by_load(prompt: Prompt, request: dict[str, Any], body: bytes, error: Except
     refuse_deep_arguments(request)
     prompt.mode = "load"
     if isinstance(error, Multimodal):
-        note = f"media in the prompt ({error})"
+        prompt.media, note = "load", f"media in the prompt ({error})"
     elif isinstance(error, (Unroutable, TemplateError)):
         note = str(error)
     else:

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-Mode = Literal["exact", "engine", "text", "load"]
+Mode = Literal["exact", "engine", "partly", "text", "load"]
+GUESSED = frozenset(("partly", "text"))  # the modes in which some names of blocks are the gateway's own
 LONGEST_RESPONSE_ID = 200  # of a stored response
 
 # The paths of which the bodies differ in how they name the prompt, the output limit, or the parameter at fault.
@@ -30,14 +31,20 @@ PROMPT_PATHS = {
 }
 NO_PREFILL = frozenset(("/tokenize", "/detokenize"))  # of these, those for which engines compute no prompt
 
+# What is known of a prompt's media, in words.
+MEDIA = {
+    "load": "nothing: the request is routed by load",
+    "family": "how many tokens this model makes of an item is not known",
+}
+
 
 @dataclass(slots=True)
 class Prompt:
     """One request, as far as routing is concerned.
 
     `mode` says how sure we are: "exact" (the ids the engine will compute), "engine" (ids the
-    engine computed for us), "text" (no tokenizer: 4 UTF-8 bytes stand for one token), "load"
-    (route by load alone; `note` says why).
+    engine computed for us), "partly" (exact up to the first item of media, by text from there on), "text" (no
+    tokenizer: 4 UTF-8 bytes stand for one token), "load" (route by load alone; `note` says why).
 
     For a list of prompts `tokens` is the sum over all of them, while `token_ids` and `hashes`
     are those of the longest: one replica gets the whole list, and the longest prompt is where
@@ -65,6 +72,7 @@ class Prompt:
     include_usage: bool = False
     previous_response: str | None = None  # the stored response that it goes on from
     note: str = ""
+    media: str = ""  # of one with media: what is known of it, one of MEDIA
     block_size: int = 16  # tokens in each block of `hashes`
     seed: int = 0  # what the chain of `hashes` starts from
     space: int = 0  # the pipeline's number for its tokens and blocks, see `Pipeline.space`

@@ -262,7 +262,7 @@ class Continuing:
         terms, prompt = continuation.terms, continuation.prompt
         known = continuation.prompt_ids and continuation.ids and continuation.way is not Way.TEXT
         reason = terms.no_ids or ("ids" if not known else "")
-        if not reason and len(continuation.prompt_ids) != 4 * prompt.tokens:
+        if not reason and (prompt.media or len(continuation.prompt_ids) != 4 * prompt.tokens):
             reason = "prompt"  # media, or another tokenizer: the ids are not all that the engine has
         whole = continuation.clean == (len(continuation.ids), len(continuation.text))
         if not reason and not whole and not terms.greedy and continuation.text[continuation.clean[1] :]:

@@ -263,12 +263,19 @@ class Preparation:
         if self._eligible.is_unknown(prompt.model):
             self._ask_anew(self._anew(exchange, prompt))
             return
-        if prompt.mode == "load" and prompt.path not in NO_PREFILL:
-            metrics.prompt_failures.inc(prompt.path)
+        if prompt.note:
+            self._count(prompt)
         if exchange.tenant is not None:
             self._ready(exchange, prompt)
         else:
             exchange.prepared(prompt)
+
+    def _count(self, prompt: Prompt) -> None:
+        """A prompt that is not known to its end."""
+        if prompt.media:
+            self._metrics.media_prompts.inc(prompt.media)
+        if prompt.mode == "load" and prompt.path not in NO_PREFILL:
+            self._metrics.prompt_failures.inc(prompt.path)
 
     async def _anew(self, exchange: Exchange, prompt: Prompt) -> None:
         """Perhaps its model was loaded just now; if so, as an adapter, whose blocks are its own."""

@@ -14,7 +14,7 @@ from policies import Placement, Router, hittable
 from policies.outputs import LEAST_OUTPUT
 from replicas.engines.dialect import ANY_PATH
 
-from ..prompt.prompt import NO_PREFILL
+from ..prompt.prompt import GUESSED, NO_PREFILL
 from .answers import NEVER_TELL_CACHED, NOTHING, Usage, error_status, read_usage, speaks_api
 from .blame import DOUBTFUL, REFUSALS, REFUSED_ALIKE, SAME, UnattributedError, agree
 from .drift import TOLERATED
@@ -164,7 +164,7 @@ class Settling:
             return
         self.metrics.replica_requests.inc(backend.id, "2xx")
         self._compare(placement, backend, prompt, usage, tells_blocks)
-        if backend.intake is not None and tells_blocks:
+        if backend.intake is not None and tells_blocks and not prompt.media:  # how many blocks media have is not known
             backend.intake.request_finished(len(prompt.hashes) - placement.overlap_blocks)
 
     def _transferred(self, second: Attempt, learns: bool) -> None:
@@ -332,7 +332,7 @@ class Settling:
             self._compare(placement, backend, prompt, usage, tells_blocks)
         else:
             backend.drift.aside()
-        if backend.intake is not None and tells_blocks:
+        if backend.intake is not None and tells_blocks and not prompt.media:  # how many blocks media have is not known
             backend.intake.request_finished(len(prompt.hashes) - placement.overlap_blocks)
 
     def _counted_otherwise(self, backend: Backend, prompt: Prompt, counted: int) -> None:
@@ -358,8 +358,8 @@ class Settling:
         if prompt.mode == "exact" and not prompt.several and counted not in (None, prompt.tokens):
             self._counted_otherwise(backend, prompt, counted)
         saved = predicted
-        # What was guessed from text says nothing of a map that an engine's events keep.
-        guessed = prompt.mode == "text" and backend.intake is not None
+        # What was guessed says nothing of a map that an engine's events keep.
+        guessed = prompt.mode in GUESSED and backend.intake is not None
         if prompt.several or guessed or not tells_blocks:
             backend.drift.aside()
         if not prompt.copies or not tells_blocks or (prompt.several and cached is None):

@@ -91,7 +91,7 @@ class Holders:
         else:
             self._routed.take_back(replica, hashes, held, now)
 
-    def learn(self, replica: int, predicted: int, reported: int) -> None:
+    def learn(self, replica: int, hashes: list[int], predicted: int, reported: int) -> None:
         """The engine told how many blocks of a prompt it had."""
         if self._models:
             self._models[replica].learn(predicted, reported)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cachemap import CacheMap, chain_seed, hash_blocks
+from cachemap import CacheMap, GuessedBlocks, chain_seed, hash_blocks
 from cachemap.table.blocks import u64
 
 MIB = 1 << 20
@@ -291,11 +291,11 @@ def test_the_model_learns_from_reported_cached_tokens():
         table.expect(slot, chain(number, 7), 0.0)
     assert table.stats()["modelled"] == 1000
     for _ in range(200):
-        table.learn(slot, 6, 0)
+        table.learn(slot, [], 6, 0)
     table.expect(slot, chain(7), 0.0)
     assert table.stats()["modelled"] == 250  # a quarter at least
     for _ in range(200):
-        table.learn(slot, 0, 6)
+        table.learn(slot, [], 0, 6)
     for number in range(100):
         table.expect(slot, chain(number, 7), 0.0)
     assert table.stats()["modelled"] == 1000
@@ -395,3 +395,67 @@ def test_a_replica_that_joins_a_full_map_gets_its_part():
         assert table.match(prompt, 0.0).held == [0, 500]
     stats = table.stats()
     assert stats["refused"] == 0 and stats["bytes"] <= MIB and stats["slots"][second] > 2000
+
+
+class TestGuessedBlocks:
+    """Two replicas that report their blocks; of the prompts' last four blocks no event tells."""
+
+    @pytest.fixture
+    def table(self):
+        table = CacheMap(MIB)
+        for name in "ab":
+            table.attach(name, 100, True)
+        return table
+
+    def sent(self, table, slot, hashes, now=0.0):
+        table.match(hashes, now)
+        table.expect(slot, hashes, now)
+
+    def held(self, table, hashes, now=1000.0):
+        return table.match(hashes, now).held
+
+    def test_are_where_the_prompt_was_sent_long_ago(self, table):
+        prompt = chain(1, 2)
+        self.sent(table, 1, GuessedBlocks.of(prompt, 0))
+        longer = chain(1, 2, 3)
+        assert self.held(table, GuessedBlocks.of(longer, 0)) == [0, 12]
+        assert table.match(GuessedBlocks.of(longer, 0), 1000.0).confirmed == [0, 0]
+        assert self.held(table, GuessedBlocks.of(chain(1, 3), 0)) == [0, 6]
+        assert self.held(table, longer) == [0, 0]  # of blocks that are the engine's, events tell
+
+    def test_count_only_where_the_known_ones_are_still_held(self, table):
+        prompt = GuessedBlocks.of(chain(1, 2), 6)
+        self.sent(table, 0, prompt)
+        assert self.held(table, prompt) == [0, 0]
+        table.store(0, list(prompt[:6]), keys(0, prompt[:6]))
+        assert self.held(table, prompt) == [12, 0]
+        table.remove(0, keys(0, prompt[5:6]))
+        assert self.held(table, prompt) == [5, 0]
+
+    def test_go_with_what_the_replica_holds_and_with_a_refusal(self, table):
+        prompt = GuessedBlocks.of(chain(1, 2), 0)
+        self.sent(table, 0, prompt)
+        table.clear(0)
+        assert self.held(table, prompt) == [0, 0]
+        self.sent(table, 0, prompt)
+        table.take_back(0, prompt, 0, 0.0)
+        assert self.held(table, prompt) == [0, 0]
+
+    def test_are_bounded_by_the_replicas_cache_and_by_what_it_reports(self, table):
+        for name in range(30):
+            self.sent(table, 0, GuessedBlocks.of(chain(name), 0), float(name))
+        assert [self.held(table, GuessedBlocks.of(chain(name), 0))[0] for name in (0, 29)] == [0, 6]
+        assert table.stats()["modelled"] == 100
+        for _ in range(20):
+            table.learn(0, GuessedBlocks.of(chain(29), 0), 6, 0)
+        self.sent(table, 0, GuessedBlocks.of(chain(40), 0), 100.0)
+        assert table.stats()["modelled"] < 80
+
+    def test_fit_in_the_budget(self):
+        table = CacheMap(MIB)
+        table.attach("a", 1 << 20, True)
+        for name in range(3000):
+            prompt = GuessedBlocks.of(chain(name), 0)
+            table.match(prompt, name / 1000)
+            table.expect(0, prompt, name / 1000)
+        assert table.stats()["bytes"] < MIB

@@ -28,7 +28,7 @@ class Prefixes:
     def take_back(self, slot, hashes, held, now):
         self.told.append(("take back", slot, len(hashes), held, now))
 
-    def learn(self, slot, predicted, reported):
+    def learn(self, slot, hashes, predicted, reported):
         self.told.append(("learn", slot, predicted, reported))
 
 

@@ -126,6 +126,8 @@ def _add(messages: list[dict[str, Any]], message: dict[str, Any], where: str) ->
                 calls.append(_tool_use(block))
             elif kind == "tool_result":
                 _tool_result(block, role, messages, parts)
+            elif kind == "image":
+                parts.append(_image(block))
             elif kind not in ("redacted_thinking", "tool_reference"):
                 raise Multimodal(str(kind))
         if thoughts:
@@ -133,11 +135,23 @@ def _add(messages: list[dict[str, Any]], message: dict[str, Any], where: str) ->
         if calls:
             result["tool_calls"] = calls
         if parts:
-            result["content"] = parts[0]["text"] if len(parts) == 1 else parts
+            only = parts[0] if len(parts) == 1 else {}
+            result["content"] = only["text"] if only.get("type") == "text" else parts
     else:
         raise bad(f"{where}.content must be a string or a list of blocks", f"{where}.content")
     if role != "user" or "content" in result:
         messages.append(result)
+
+
+def _image(block: dict[str, Any]) -> dict[str, Any]:
+    source = block.get("source")
+    if not isinstance(source, dict) or not source:
+        raise Multimodal("image")
+    if source.get("type") == "url":
+        url = source.get("url", "")
+    else:
+        url = f"data:{source.get('media_type', 'image/jpeg')};base64,{source.get('data', '')}"
+    return {"type": "image_url", "image_url": {"url": url}}
 
 
 def _tool_use(block: dict[str, Any]) -> dict[str, Any]:
@@ -157,12 +171,15 @@ def _tool_result(block: dict[str, Any], role: str, messages: list[dict[str, Any]
     if role != "user":
         parts.append({"type": "text", "text": f"Tool result: {str(content) if content else ''}"})
         return
+    images = []
     if isinstance(content, list):
         texts = []
         for item in content:
             kind = item.get("type") if isinstance(item, dict) else None
             if kind == "text":
                 texts.append(item.get("text", ""))
+            elif kind == "image":
+                images.append(_image(item))
             elif kind is not None:
                 raise Multimodal(str(kind))
         content = "\n".join(texts)
@@ -173,6 +190,8 @@ def _tool_result(block: dict[str, Any], role: str, messages: list[dict[str, Any]
             "content": content if isinstance(content, str) else "",
         }
     )
+    if images:
+        messages.append({"role": "user", "content": images})
 
 
 def _tools(request: dict[str, Any]) -> list[dict[str, Any]] | None:

@@ -10,7 +10,7 @@ versions do otherwise is in `quirks.VersionQuirks`.
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, Protocol
 
 from ...errors import bad
 from ..quirks import NEWEST, VersionQuirks
@@ -49,6 +49,18 @@ class Rounded(Exception):
 
 class Multimodal(Exception):
     """A message holds media: the engine inserts tokens we can't know from the text."""
+
+
+class MediaPlacing(Protocol):
+    """What stands for the parts of messages that are no text."""
+
+    def place(self, part: dict[str, Any], more: dict[str, Any], as_parts: bool) -> Any:
+        """What the template gets in place of `part`: a part or a text, None for nothing. `more`: its fields that no
+        engine knows, which a template that takes parts gets too."""
+
+
+class Placeholder(str):
+    """A text that stands for media, and before the texts of its message where these are joined."""
 
 
 class Unroutable(Exception):
@@ -104,18 +116,20 @@ def conversation(
     by_schema: bool = True,
     quirks: VersionQuirks = NEWEST,
     reads_thinking: bool = False,
+    media: MediaPlacing | None = None,
 ) -> list[dict[str, Any]]:
     """Messages of a chat request -> what the template gets as `messages`.
 
     `as_parts`: the template loops over content parts (vLLM's content format "openai"), so text
     comes to it as `[{"type": "text", "text": ...}]`. `by_schema`: tool calls went through vLLM's
     schema (all but those of Responses do), which puts their keys in its own order: a template may
-    dump them. `reads_thinking`: the template may look for reasoning under that name. Raises ApiError
-    (not a conversation), Multimodal, or Unroutable where releases of transformers differ.
+    dump them. `reads_thinking`: the template may look for reasoning under that name. `media`: what stands for
+    parts that are no text. Raises ApiError (not a conversation), Multimodal where there are such parts and no
+    `media`, or Unroutable where releases of transformers differ.
     """
     if not isinstance(messages, list) or not messages:
         raise bad("'messages' must be a non-empty list", "messages")
-    talk = [_message(message, as_parts, by_schema, quirks, i) for i, message in enumerate(messages)]
+    talk = [_message(message, as_parts, by_schema, quirks, i, media) for i, message in enumerate(messages)]
     if not knows_developer and any(message["role"] == "developer" for message in talk):
         talk = _one_system(
             [{**message, "role": "system"} if message["role"] == "developer" else message for message in talk]
@@ -161,7 +175,9 @@ def _one_system(talk: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{"role": "system", "content": "\n\n".join(texts)}, *(m for m in talk if m["role"] != "system")]
 
 
-def _message(message: Any, as_parts: bool, by_schema: bool, quirks: VersionQuirks, index: int) -> dict[str, Any]:
+def _message(
+    message: Any, as_parts: bool, by_schema: bool, quirks: VersionQuirks, index: int, media: MediaPlacing | None
+) -> dict[str, Any]:
     where = f"messages[{index}]"
     if not isinstance(message, dict):
         raise bad(f"{where} must be an object", where)
@@ -185,7 +201,9 @@ def _message(message: Any, as_parts: bool, by_schema: bool, quirks: VersionQuirk
     if role == "system" and quirks.drops_attribution:
         parts = _drop_billing_header(parts)
     # an empty text is dropped, too (as a part it is an object, and stays)
-    parts = [p for p in (_part(part, as_parts, where) for part in parts) if p]
+    parts = [p for p in (_part(part, as_parts, where, media) for part in parts) if p]
+    if media is not None and not as_parts:
+        parts.sort(key=lambda part: not isinstance(part, Placeholder))
     result: dict[str, Any] = {"role": role, "content": parts if as_parts else "\n".join(parts)}
     if role == "assistant":
         _assistant_fields(message, result, by_schema, quirks, where)
@@ -203,7 +221,7 @@ def _message(message: Any, as_parts: bool, by_schema: bool, quirks: VersionQuirk
     return result
 
 
-def _part(part: Any, as_parts: bool, where: str) -> Any:
+def _part(part: Any, as_parts: bool, where: str, media: MediaPlacing | None) -> Any:
     """One content part -> text (or a text part), None for one without text."""
     if isinstance(part, str):
         return {"type": "text", "text": part} if as_parts else part
@@ -214,7 +232,9 @@ def _part(part: Any, as_parts: bool, where: str) -> Any:
         name = part.get("name") or part.get("tool_reference")
         return {"type": "tool_reference", "name": name} if as_parts else name
     if kind not in _TEXT_PARTS:
-        raise Multimodal(str(kind))
+        if media is None:
+            raise Multimodal(str(kind))
+        return media.place(part, _unknown_fields(part), as_parts)
     text = part.get(kind if kind in ("refusal", "thinking") else "text")
     if text is None:
         return None
@@ -222,10 +242,14 @@ def _part(part: Any, as_parts: bool, where: str) -> Any:
         raise bad(f"{where}: the text of a content part must be a string", f"{where}.content")
     if not as_parts:
         return text
+    return {"type": "text", "text": text, **_unknown_fields(part)}
+
+
+def _unknown_fields(part: dict[str, Any]) -> dict[str, Any]:
     more = {key: value for key, value in part.items() if key not in _PART_KEYS}
     if more:
         require_exact(more)
-    return {"type": "text", "text": text, **more}
+    return more
 
 
 def _drop_billing_header(parts: list[Any]) -> list[Any]:

@@ -20,7 +20,7 @@ import orjson
 from ...errors import ApiError, bad
 from ..offload import TakesLong, event_loop
 from ..prompt import CHAT, COMPLETIONS, EMBEDDINGS, LONGEST_RESPONSE_ID, MESSAGES, RESPONSES, Prompt
-from .conversation import Unroutable, tool_schemas
+from .conversation import Unroutable, has_media, tool_schemas
 from .structure import MOST_OBJECTS, MOST_STRINGS, MOST_VALUES, arguments_too_much, too_much
 
 _TRUE = frozenset({"1", "on", "t", "true", "y", "yes"})
@@ -356,3 +356,19 @@ def template_variables(
 
 def _flag(request: dict[str, Any], key: str, default: bool) -> bool:
     return boolean(request.get(key, default), key)
+
+
+def most_ids(given: Any) -> int:
+    """The length of the longest prompt that came as ids."""
+    if type(given) is not list or not given or type(given[0]) is str:
+        return 0
+    return len(given) if type(given[0]) is not list else max(len(one) for one in given if type(one) is list)
+
+
+def forwarded_ids(request: dict[str, Any], past_media: bool) -> bytes | None:
+    """Ids that came with the request, which the engine uses instead of the messages, as a rule if they are all text."""
+    if not past_media and (request.get("echo") or has_media(request.get("messages"))):
+        return None
+    transfer = request.get("kv_transfer_params")
+    ids = transfer.get("prompt_token_ids") if isinstance(transfer, dict) else None
+    return packed(ids, "kv_transfer_params.prompt_token_ids") if isinstance(ids, list) and ids else None

@@ -18,7 +18,7 @@ from typing import Any
 
 import orjson
 
-from ..api.conversation import PLAIN_ROLES, conversation, is_plain, messages_of, require_exact
+from ..api.conversation import PLAIN_ROLES, MediaPlacing, conversation, is_plain, messages_of, require_exact
 from ..api.openai import Chat
 from ..api.structure import more_values
 from ..offload import TakesLong, event_loop
@@ -104,13 +104,18 @@ class Renderer:
         pieces = self._pieces(text)
         return self._prefixes.tokens(seed, bare(len(pieces)), pieces, lead)
 
-    def text(self, chat: Chat) -> str:
+    def text(self, chat: Chat, media: MediaPlacing | None = None) -> str:
         """The rendered text, by plain Jinja. Raises TakesLong on the event loop."""
         _weigh(chat, chat.messages if isinstance(chat.messages, list) else ())
         variables = DEFAULTS if chat.variables is None else chat.variables
-        return self.template.render(self._conversation(chat), chat.tools, variables)
+        return self.template.render(self._conversation(chat, media), chat.tools, variables)
 
-    def _conversation(self, chat: Chat) -> list[dict[str, Any]]:
+    def last_cut(self, text: str) -> int:
+        """Where the last added token of `text` begins before which it may be cut, see `Tokenizer.safe_cuts`; 0 where
+        there is none."""
+        return max([0, *(text.rfind(cut) for cut in self._cuts)])
+
+    def _conversation(self, chat: Chat, media: MediaPlacing | None = None) -> list[dict[str, Any]]:
         template = self.template
         if template.as_received:
             return messages_of(chat.messages)
@@ -121,6 +126,7 @@ class Renderer:
             chat.by_schema,
             template.quirks,
             template.reads_thinking,
+            media,
         )
 
     def _by_plan(self, plan: Plan, seed: int, slots: Sequence[Any], lead: bytes) -> Found | None:

@@ -5,7 +5,7 @@ from array import array
 import msgspec
 import pytest
 
-from cachemap import CacheMap, chain_seed, hash_blocks
+from cachemap import CacheMap, Span, chain_seed, hash_blocks, hash_with_media
 from cachemap.events.apply import EventApplier
 from cachemap.events.records import Cleared, EventError, Removed
 from cachemap.events.sequence import Order, classify
@@ -130,6 +130,32 @@ def test_blocks_that_cover_an_image_match_no_text_but_can_be_removed(setting):
     apply(setting, stored([9], TOKENS[:4], extra_keys=[[["img", 0]]]))
     apply(setting, removed(1), removed(2), removed(3), removed(4), removed(9))
     assert setting[0].stats()["blocks"] == 0
+
+
+def with_media(*spans, **seed):
+    ids = array("I", TOKENS).tobytes()
+    return hash_with_media(ids, BLOCK, chain_seed("m", BLOCK, **seed), [Span(*span) for span in spans])
+
+
+def test_a_prompt_meets_the_blocks_that_cover_the_same_items_at_the_same_places(setting):
+    """As vLLM publishes two items, of which one begins where the other ends, inside the second of four blocks."""
+    keys = [None, [["one", 1], ["two", 3]], [["two", -1]], None]
+    apply(setting, stored([1, 2, 3, 4], TOKENS, extra_keys=keys))
+    assert held(setting, with_media(("one", 5, 2), ("two", 7, 3))) == 4
+    assert held(setting, with_media(("one", 5, 2), ("other", 7, 3))) == 1
+    assert held(setting, with_media(("one", 4, 2), ("two", 7, 3))) == 1
+    assert held(setting, with_media(("one", 5, 2), ("two", 7, 2))) == 4  # it ends in the same block
+    assert held(setting, with_media(("one", 5, 2), ("two", 7, 1))) == 2
+
+
+@pytest.mark.parametrize("adapter", [None, "ad"])
+def test_an_item_and_a_tenants_salt_in_the_first_block(setting, adapter):
+    first = [*filter(None, [adapter]), ["one", 1], "t1"]
+    rest = [adapter] if adapter else None
+    apply(setting, stored([1, 2], TOKENS[:8], lora_name=adapter, extra_keys=[first, rest]))
+    assert held(setting, with_media(("one", 1, 2), adapter=adapter, cache_salt="t1")) == 2
+    assert held(setting, with_media(("one", 1, 2), adapter=adapter)) == 0
+    assert held(setting, with_media(("two", 1, 2), adapter=adapter, cache_salt="t1")) == 0
 
 
 def test_a_block_whose_parent_is_unknown_is_left_out(setting):

@@ -366,7 +366,7 @@ def test_a_model_that_takes_media(capsys, fake, tmp_path):
     (tmp_path / "model" / "preprocessor_config.json").write_text("{}")
     once_read.cache_clear()
     _, found = examine(capsys, "--replica-url", fake(TRIED), "--model", str(tmp_path / "model"))
-    assert found["media"][0] == "warn" and "routed by load" in found["media"][1]
+    assert found["media"][0] == "warn" and "exact up to the first item" in found["media"][1]
 
 
 def test_tokenizer_files_that_transformers_rebuilds_or_that_bring_code(capsys, fake, tmp_path):

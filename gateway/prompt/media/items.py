@@ -1,0 +1,74 @@
+"""The parts of messages that are no text: which they are, and what stands for them when a template is rendered.
+
+An engine renders a conversation with a placeholder in place of each item. `Seen` gives the template what vLLM gives it;
+`StandIns` writes a digest of the item there, so that equal conversations with equal media are equal texts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+from xxhash import xxh3_64_hexdigest
+
+from ..api.conversation import Multimodal, Placeholder
+
+# The fields that vLLM knows media by, and what its templates call them.
+_KINDS = {
+    "image_url": "image",
+    "input_image": "image",
+    "image_pil": "image",
+    "image_embeds": "image",
+    "audio_url": "audio",
+    "input_audio": "audio",
+    "audio_embeds": "audio",
+    "video_url": "video",
+    "video_embeds": "video",
+}
+_BY_URL = frozenset({"image_url", "input_image"})  # images that are written in a URL, or fetched from one
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One item of media. `url` is that of an image, "" where it has none; `uuid` the name that its client gave it."""
+
+    kind: str
+    url: str = ""
+    uuid: str | None = None
+
+
+def item_of(part: dict[str, Any]) -> Item:
+    """The item of a part that is no text. Raises Multimodal for what no engine is known to take."""
+    name, uuid = part.get("type"), part.get("uuid")
+    if name is None or uuid is not None:
+        name = next((key for key in _KINDS if key in part), None)
+    if not isinstance(name, str) or name not in _KINDS:
+        raise Multimodal(str(part.get("type")))
+    given = part.get("image_url") if name in _BY_URL else None
+    url = given.get("url") if isinstance(given, dict) else given
+    return Item(_KINDS[name], url if isinstance(url, str) else "", None if uuid is None else str(uuid))
+
+
+class Seen:
+    """Gives a template what vLLM gives it, and has the items in their order."""
+
+    def __init__(self) -> None:
+        self.items: list[Item] = []
+
+    def place(self, part: dict[str, Any], more: dict[str, Any], as_parts: bool) -> Any:
+        item = item_of(part)
+        self.items.append(item)
+        # Where texts are joined vLLM puts the model's placeholder before them or between them; it is not known here.
+        return {"type": item.kind, **more} if as_parts else None
+
+
+class StandIns:
+    """Gives a template a text for each item. Which of two texts it is says which item it is, not what is in it."""
+
+    def place(self, part: dict[str, Any], more: dict[str, Any], as_parts: bool) -> Any:
+        item = item_of(part)
+        known = item.uuid if item.uuid is not None else item.url
+        named = known.encode("utf-8", "surrogatepass") if known else orjson.dumps(part, default=str)
+        text = f"\ufffc{item.kind} {xxh3_64_hexdigest(named)}"
+        return {"type": "text", "text": text, **more} if as_parts else Placeholder(text)

@@ -1,0 +1,92 @@
+"""Folders of small models that take images, and requests with images for them."""
+
+from __future__ import annotations
+
+import base64
+import json
+import struct
+import zlib
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+from gateway.prompt.pipeline import Pipeline
+from replicas.simulated.model import sim_model_dir
+
+from ....vllm.chat_templates import small_tokenizer
+
+_PART = (
+    "{% if part.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
+    "{% elif part.type == 'text' %}{{ part.text }}{% endif %}"
+)
+_CONTENT = (
+    "{% if message.content is string %}{{ message.content }}"
+    "{% else %}{% for part in message.content %}" + _PART + "{% endfor %}{% endif %}"
+)
+_AROUND = """{% for message in messages %}<|im_start|>{{ message.role }}
+CONTENT<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+PARTS = _AROUND.replace("CONTENT", _CONTENT)
+TEXTS = _AROUND.replace("CONTENT", "{{ message.content }}")
+SPECIAL = ("<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|image_pad|>", "<|vision_end|>")
+QWEN2_VL = {
+    "architectures": ["Qwen2VLForConditionalGeneration"],
+    "model_type": "qwen2_vl",
+    "vision_config": {"patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2},
+}
+
+
+def folder(config: dict[str, Any], template: str = PARTS, **files: dict[str, Any]) -> Path:
+    """`files`: further ones, by name without .json."""
+    made, base = Path(mkdtemp(prefix="hitherto-media-")), sim_model_dir()
+    (made / "tokenizer.json").write_text(small_tokenizer(base / "tokenizer.json", SPECIAL))
+    (made / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
+    (made / "chat_template.jinja").write_text(template)
+    for name, content in {"config": config, **files}.items():
+        (made / f"{name}.json").write_text(json.dumps(content))
+    return made
+
+
+@cache
+def pipeline(template: str = PARTS, model_type: str = "of_nobody") -> Pipeline:
+    return Pipeline(folder({**QWEN2_VL, "model_type": model_type}, template), "m", 16)
+
+
+def png(width: int = 64, height: int = 48, shade: int = 0, colour: int = 2) -> bytes:
+    """An image of one colour; `colour` is PNG's type, 2 for RGB."""
+    channels = {0: 1, 2: 3, 4: 2, 6: 4}[colour]
+    row = b"\0" + bytes([shade]) * (channels * width)
+    return b"".join(
+        (b"\x89PNG\r\n\x1a\n", chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, colour, 0, 0, 0)),
+         chunk(b"IDAT", zlib.compress(row * height)), chunk(b"IEND", b""))
+    )  # fmt: skip
+
+
+def chunk(name: bytes, data: bytes) -> bytes:
+    return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+
+
+def data_url(image: bytes, kind: str = "image/png") -> str:
+    return f"data:{kind};base64,{base64.b64encode(image).decode()}"
+
+
+def image(url: str, **more: Any) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": url}, **more}
+
+
+def text(said: str) -> dict[str, Any]:
+    return {"type": "text", "text": said}
+
+
+def user(*parts: Any) -> dict[str, Any]:
+    return {"role": "user", "content": list(parts)}
+
+
+def assistant(said: str) -> dict[str, Any]:
+    return {"role": "assistant", "content": said}
+
+
+def system(words: int = 100) -> dict[str, Any]:
+    return {"role": "system", "content": " ".join(f"rule {i}" for i in range(words))}

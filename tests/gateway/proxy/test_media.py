@@ -1,0 +1,52 @@
+"""Prompts with images through a whole proxy: where they go, and what is counted."""
+
+import json
+
+import pytest
+
+from gateway.prompt.pipeline import Pipeline
+from replicas.simulated.model import sim_model_dir
+
+from ..prompt.media.models import assistant, data_url, image, pipeline, png, text, user
+from .replies import answers, post
+from .stack import stack
+
+URLS = [data_url(png(shade=shade)) for shade in range(6)]
+
+
+def asks(*messages):
+    return post(json.dumps({"model": "m", "messages": messages}).encode())
+
+
+def urls(seen):
+    return [next(url for url in URLS if url.encode() in body) for _, body in seen]
+
+
+@pytest.mark.parametrize("observed", [False, True])
+async def test_a_conversation_goes_on_where_its_image_was_seen(observed):
+    """At replicas whose caches are modelled, and at such that tell their blocks."""
+    seen = [[], []]
+    async with stack(*[answers(seen=one) for one in seen], policy="overlap_cost", pipeline=pipeline()) as s:
+        for slot in range(2):
+            s.proxy.router.map.observed(slot, observed)
+        talk = await s.talk()
+        for more in ((), (assistant("A house."), user(text("Are you sure?")))):
+            for url in URLS:
+                await talk.say(asks(user(image(url), text("What is on this picture? " * 20)), *more))
+                assert (await talk.response())[0] == 200
+        assert all(seen)
+        for one in seen:
+            went = urls(one)
+            assert all(went.count(url) == 2 for url in went), "not where its image was seen"
+        assert s.metrics.media_prompts.values == {("family",): 12}
+        assert s.metrics.prompts.values == {("partly",): 12}
+        assert s.metrics.prompt_failures.total() == 0 and s.metrics.heals.total() == 0
+
+
+async def test_media_for_a_model_of_text_alone_are_counted_as_well():
+    async with stack(answers(), pipeline=Pipeline(sim_model_dir(), "m", 16)) as s:
+        talk = await s.talk()
+        await talk.say(asks(user(image("https://example.com/a.png"))))
+        assert (await talk.response())[0] == 200
+        assert s.metrics.media_prompts.values == {("load",): 1}
+        assert s.metrics.prompt_failures.total() == 1

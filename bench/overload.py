@@ -38,6 +38,7 @@ from typing import Any
 from loadgen.simulate import Fleet, Record, Turn
 from loadgen.simulate.gateway import Gateway
 from policies import Admission, Candidate, Classes, QosClass, Quote, Rules, Ticket, Verdict
+from policies.quotes import Place
 from policies.verdicts import NO_OFFERS, Offers
 from replicas.simulated.profile import load_profile
 
@@ -67,7 +68,7 @@ class Limit(Admission):
         tokens: int,
         quotes: Sequence[Quote],
         now: float,
-        candidates: Sequence[Candidate] = (),
+        places: Sequence[Place] = (),
         offers: Offers = NO_OFFERS,
     ) -> Verdict:
         pairs = enumerate(zip(self._candidates, quotes, strict=True))

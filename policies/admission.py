@@ -17,22 +17,23 @@ until one takes it, and is refused if none does:
     observe   alone: always sent; what `reject` would have refused is counted
 
 Whose turn it is: classes that have had less than their reserved fraction go before those that have had it, the higher
-priority first in each; in a class `lines` has the rule. What a class has had is its share of the prefill seconds or of
-the cache's token-seconds that were admitted lately, whichever is more (dominant resource fairness: Ghodsi et al., NSDI
-2011). Where a queue is full, the lowest class gives way.
+priority first in each (`reserves`); in a class `lines` has the rule. Where a queue is full, the lowest class gives way.
 
 Predictions are checked: of those that came near a limit, the ratio of what was met to what was predicted has a running
 quantile, and a prediction counts that much longer.
 
 Not every request may go to every replica. Those that may go to the same ones wait in a line of their own, and whoever
-waits keeps only its own replicas from those behind it. No I/O, no clock: `now` is in seconds of the caller's.
+waits keeps only its own replicas from those behind it.
+
+What is a candidate here is one *way* of a request: through one replica, or through two, of which one computes its
+prompt and the other writes its answer (`quotes`). No I/O, no clock: `now` is in seconds of the caller's.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import count
 from math import ceil, exp, inf, log
 
@@ -40,7 +41,8 @@ from .classes import NO_LIMITS, Classes, QosClass
 from .control import CAP, SHED, TIGHT, TIGHTEN, Control
 from .costs import Costs
 from .lines import Line, Resource, Ticket
-from .quotes import Quote
+from .quotes import Place, Quote
+from .reserves import Reserves
 from .verdicts import (
     ADMITTED,
     CONTROL,
@@ -58,9 +60,7 @@ from .verdicts import (
     Rules,
     Verdict,
 )
-from .vocabulary import Candidate
 
-_USED_SECONDS = 10.0  # over which a class's share is taken
 _GUESS = 0.5  # seconds of prefill that a replica does in a second, until a line's pace is known
 _QUANTILE, _GAIN = 0.95, 0.01  # of the ratios, and how far one moves it, as a logarithm
 _MOST = log(1.5)  # that a margin gets: answers come late, so a crowd of bad ones says more than it should
@@ -98,6 +98,41 @@ class Space:
         self.requests = self.bytes = self.untold = 0
 
 
+class Question:
+    """A request that is judged now. `quotes`: of each of its ways, with their `places`; `best`: the one of the least
+    TTFT; `room`: the indices of the ways that have room for it, as far as is known yet."""
+
+    __slots__ = ("ticket", "quotes", "best", "places", "replicas", "offers", "now", "waited", "room")
+
+    def __init__(
+        self, ticket: Ticket, quotes: Sequence[Quote], now: float, places: Sequence[Place], offers: Offers
+    ) -> None:
+        self.ticket, self.quotes, self.places, self.offers, self.now = ticket, quotes, places, offers, now
+        self.best, self.waited = min(quotes), now - ticket.since
+        self.replicas: frozenset[str] = frozenset().union(*places)
+        self.room: Sequence[int] = ()
+
+    @property
+    def limited(self) -> bool:
+        """Without limits every quote would meet them, and nobody would ever be refused."""
+        return self.ticket.slo != NO_LIMITS
+
+    @property
+    def ttft(self) -> float:
+        """Seconds to its first token, with those that it has waited, if it is sent now."""
+        return self.waited + self.best.ttft
+
+    def computing(self, whole: bool) -> dict[int | str, int]:
+        """Return by replica how many prompts it computes; of those that take whole requests, or first legs."""
+        if not self.places:
+            return {index: one.computing for index, one in enumerate(self.quotes)} if whole else {}
+        pairs = zip(self.places, self.quotes, strict=True)
+        return {place[0]: one.computing for place, one in pairs if (len(place) == 1) is whole}
+
+    def is_whole(self, index: int) -> bool:
+        return not self.places or len(self.places[index]) == 1
+
+
 class Admission:
     """Of one fleet. `space`: shared with other fleets of the same process."""
 
@@ -107,10 +142,7 @@ class Admission:
         self.lines: list[Line] = []
         self.ttft_margin, self.tpot_margin = Margin(), Margin()
         self._tpot = min([one.slo.tpot for one in classes.all if one.slo.tpot is not None], default=inf)
-        self._used = {one.name: [0.0, 0.0] for one in classes.all}  # prefill seconds, token-seconds
-        self._used_at = 0.0
-        self._places = {one.name: place for place, one in enumerate(classes.all)}
-        self._asked: dict[str, float] = {}  # when each class was asked for last
+        self._reserves = Reserves(classes)
         self._deadlines: list[tuple[float, int, Ticket]] = []
         self._number = count()
         self._gave_way: deque[tuple[Ticket, str]] = deque()  # and why
@@ -145,139 +177,114 @@ class Admission:
         tokens: int,
         quotes: Sequence[Quote],
         now: float,
-        candidates: Sequence[Candidate] = (),
+        places: Sequence[Place] = (),
         offers: Offers = NO_OFFERS,
     ) -> Verdict:
         """Judge a request that has just come, or that is one of the `heads` of those that wait. `tokens`: those that
-        must be computed where it would go; `quotes`: of each of the `candidates`, which are all there are if they are
-        not said; `offers`: what there is besides."""
-        verdict = self._judge(ticket, tokens, quotes, now, candidates, offers)
-        floor = ticket.qos.max_tokens_floor or self.rules.max_tokens_floor
+        must be computed where it would go; `quotes`: of each of its ways; `places`: the replicas of each, which are all
+        there are if they are not said; `offers`: what there is besides."""
+        verdict = self._judge(Question(ticket, quotes, now, places, offers), tokens)
+        floor = self._floor(ticket)
         watched = self.steps(ticket.qos) == (OBSERVE,)
         if ticket.qos.name in self.capped and not watched and verdict.decision == ADMITTED and offers.may_cap(floor):
             return verdict._replace(decision=DEGRADED, reason=CONTROL, cap=floor)
         return verdict
 
-    def _judge(
-        self,
-        ticket: Ticket,
-        tokens: int,
-        quotes: Sequence[Quote],
-        now: float,
-        candidates: Sequence[Candidate],
-        offers: Offers,
-    ) -> Verdict:
-        best = min(quotes)
+    def _judge(self, asked: Question, tokens: int) -> Verdict:
+        ticket, now = asked.ticket, asked.now
         if not ticket.waits:
-            ticket.tokens, ticket.own = tokens, best.own
-        self._asked[ticket.qos.name] = now
-        steps, room = self.steps(ticket.qos), self._room(ticket, quotes, now, self._has_room)
-        targets = [one.replica for one in candidates]
+            ticket.tokens, ticket.own = tokens, asked.best.own
+        self._reserves.ask(ticket.qos, now)
+        steps = self.steps(ticket.qos)
         if ticket.qos.name in self.shed and steps != (OBSERVE,):
             self.leave(ticket, now)
             return Verdict(REFUSED, CONTROL, (), self.rules.control_window or 0.0)
-        if steps[0] == DEGRADE and WAIT not in steps:
-            verdict = self._newcomer(ticket, quotes, best, room, targets, now)
-        elif WAIT not in steps:
-            verdict = self._at_once(ticket, quotes, best, room, now)
+        asked.room = self._room(asked, asked.quotes, self._has_room)
+        if WAIT not in steps and steps[0] != DEGRADE:
+            verdict = self._at_once(asked, asked.room)
             if steps == (OBSERVE,):
                 return verdict._replace(decision=OBSERVED) if verdict.decision == REFUSED else verdict
         elif ticket.waits:
-            verdict = self._turn(ticket, quotes, best, room, targets, now)
+            verdict = self._turn(asked)
             steps = steps[steps.index(WAIT) + 1 :]
         else:
-            verdict = self._newcomer(ticket, quotes, best, room, targets, now)
-        if verdict.decision != REFUSED:
-            return verdict
-        return self._otherwise(steps, verdict, ticket, quotes, best, targets, offers, now)
+            verdict = self._newcomer(asked)
+        return self._otherwise(asked, steps, verdict) if verdict.decision == REFUSED else verdict
 
-    def _otherwise(
-        self,
-        steps: Sequence[str],
-        refused: Verdict,
-        ticket: Ticket,
-        quotes: Sequence[Quote],
-        best: Quote,
-        targets: list[str],
-        offers: Offers,
-        now: float,
-    ) -> Verdict:
+    def _otherwise(self, asked: Question, steps: Sequence[str], refused: Verdict) -> Verdict:
         """Go through the steps of a request that would be refused so, until one takes it."""
         for step in steps:
             found: Verdict | None = None
             if step == WAIT and refused.reason != "tpot":  # waiting does not make an answer quicker
-                found = self._line_up(ticket, len(quotes), best, targets, now)
+                found = self._line_up(asked)
             elif step == DEGRADE:
-                found = self._degraded(ticket, offers, refused.reason, targets, now)
-                if found is None and WAIT not in self.steps(ticket.qos):  # it may be short already
-                    found = self._at_once(ticket, quotes, best, [], now)
+                found = self._degraded(asked, refused.reason)
+                if found is None and WAIT not in self.steps(asked.ticket.qos):  # it may be short already
+                    found = self._at_once(asked, ())
             elif step == SPILL:
-                found = self._spilled(ticket, offers, refused.reason, now)
+                found = self._spilled(asked, refused.reason)
             if found is not None and found.decision != REFUSED:
                 return found
             refused = found or refused
         return refused
 
-    def _degraded(self, ticket: Ticket, offers: Offers, reason: str, targets: list[str], now: float) -> Verdict | None:
+    def _floor(self, ticket: Ticket) -> int:
+        return ticket.qos.max_tokens_floor or self.rules.max_tokens_floor
+
+    def _degraded(self, asked: Question, reason: str) -> Verdict | None:
         """Send it where it meets its limits with a short answer, unless a higher class waits for that replica."""
-        floor = ticket.qos.max_tokens_floor or self.rules.max_tokens_floor
-        quotes = offers.capped(floor)
+        floor = self._floor(asked.ticket)
+        quotes = asked.offers.capped(floor)
         if not quotes:
             return None
-        waited, limited = now - ticket.since, ticket.slo != NO_LIMITS
 
         def fits(quote: Quote, share: float, tight: float) -> bool:
-            meets = limited and quote.full <= share and self._too_much(quote, ticket, waited) is None
+            meets = asked.limited and quote.full <= share and self._too_much(quote, asked) is None
             return meets or self._has_room(quote, share, tight)
 
-        own = self._rank(ticket.qos)
-        higher = [one for one in self._in_order(now) if self._rank(one.qos) < own]
-        room = _unclaimed(self._fast(ticket, quotes, self._room(ticket, quotes, now, fits)), targets, higher)
+        order, own = self._in_order(asked.now), self._reserves.rank(asked.ticket.qos)
+        higher = [one for one in order if self._reserves.rank(one.qos) < own]
+        fast = self._fast(asked.ticket, quotes, self._room(asked, quotes, fits))
+        room = _unclaimed(fast, asked.places, higher)
         return Verdict(DEGRADED, reason, room, cap=floor) if room else None
 
-    def _spilled(self, ticket: Ticket, offers: Offers, reason: str, now: float) -> Verdict | None:
+    def _spilled(self, asked: Question, reason: str) -> Verdict | None:
         """Send it to the slow pool, also if it is late there, as long as it does not wait in front of an engine."""
-        quotes, waited = offers.spilled(), now - ticket.since
-        limited = ticket.slo != NO_LIMITS
-        among = [i for i, one in enumerate(quotes) if limited and self._too_much(one, ticket, waited) is None] or [
-            i
-            for i, one in enumerate(quotes)
+        quotes = asked.offers.spilled()
+        among = self._meeting(quotes, asked) or [
+            index
+            for index, one in enumerate(quotes)
             if not one.there or (one.wait <= self.rules.engine_wait and one.full <= 1.0)
         ]
         return Verdict(SPILLED, reason, among) if among else None
 
-    def _at_once(self, ticket: Ticket, quotes: Sequence[Quote], best: Quote, room: list[int], now: float) -> Verdict:
-        waited = now - ticket.since
-        # Without limits every quote would meet them, and nobody would ever be refused.
-        limited = ticket.slo != NO_LIMITS
-        meets = [i for i, one in enumerate(quotes) if limited and self._too_much(one, ticket, waited) is None]
-        if among := meets or self._fast(ticket, quotes, room):
+    def _at_once(self, asked: Question, room: Sequence[int]) -> Verdict:
+        meets = self._meeting(asked.quotes, asked)
+        if among := meets or self._fast(asked.ticket, asked.quotes, room):
             return Verdict(ADMITTED, "met" if meets else "room", among)
-        return self._refused(ticket, best, self._too_much(best, ticket, waited) or "full", waited + best.ttft)
+        return self._refused(asked, self._too_much(asked.best, asked) or "full", asked.ttft)
 
-    def _newcomer(
-        self, ticket: Ticket, quotes: Sequence[Quote], best: Quote, room: list[int], targets: list[str], now: float
-    ) -> Verdict:
+    def _newcomer(self, asked: Question) -> Verdict:
         """Send it where there is room that nobody before it waits for; else say that all is full."""
-        waited = now - ticket.since
-        room = _unclaimed(room, targets, self._before(ticket, now))
+        room = _unclaimed(asked.room, asked.places, self._before(asked.ticket, asked.now))
         if not room:
-            return self._refused(ticket, best, "full", waited + best.ttft)
-        if fast := self._fast(ticket, quotes, room):
+            return self._refused(asked, "full", asked.ttft)
+        if fast := self._fast(asked.ticket, asked.quotes, room):
             return Verdict(ADMITTED, "room", fast)
-        return self._refused(ticket, best, "tpot", waited + best.ttft)
+        return self._refused(asked, "tpot", asked.ttft)
 
-    def _line_up(self, ticket: Ticket, replicas: int, best: Quote, targets: list[str], now: float) -> Verdict:
+    def _line_up(self, asked: Question) -> Verdict:
+        ticket, now, places = asked.ticket, asked.now, asked.replicas
         ahead = self._before(ticket, now)
-        line = self._line(ticket.qos, frozenset(targets), _GUESS * replicas)
+        line = self._line(ticket.qos, places, _GUESS * max(len(places), len(asked.computing(True))))
         line.pace.passed(now, line.count > 0)
-        others = [one.work for one in ahead if one is not line and not (targets and one.targets.isdisjoint(targets))]
+        others = [one.work for one in ahead if one is not line and not (places and one.targets.isdisjoint(places))]
         waits = sum(others) + line.ahead(ticket.tenant)
-        ttft = now - ticket.since + waits / max(line.pace.value, 1e-6) + best.ttft
+        ttft = asked.ttft + waits / max(line.pace.value, 1e-6)
         limit = ticket.slo.ttft
-        if limit is not None and ttft * self.ttft_margin.factor > limit and ttft > now - ticket.since + best.own:
-            return self._refused(ticket, best, "ttft", ttft)
-        return self._queue(ticket, line, best, ttft, now)
+        if limit is not None and ttft * self.ttft_margin.factor > limit and ttft > asked.waited + asked.best.own:
+            return self._refused(asked, "ttft", ttft)
+        return self._queue(asked, line, ttft)
 
     def _line(self, qos: QosClass, targets: frozenset[str], guess: float) -> Line:
         """Return where such requests wait."""
@@ -288,30 +295,28 @@ class Admission:
             self.lines.append(found := Line(qos, guess, targets))
         return found
 
-    def _turn(
-        self, ticket: Ticket, quotes: Sequence[Quote], best: Quote, room: list[int], targets: list[str], now: float
-    ) -> Verdict:
+    def _turn(self, asked: Question) -> Verdict:
         """Judge the first of a line. One that would be late now is not computed for nothing. One that brings a TPOT
         limit which no replica with room keeps is refused: if it waited for an idle one, all behind it would."""
-        line = ticket.line
+        ticket, now, line = asked.ticket, asked.now, asked.ticket.line
         assert line is not None
         if ticket.deadline <= now and self.has_more_steps(ticket.qos):
             self.leave(ticket, now)
             return Verdict(REFUSED, "deadline", (), _drain(line))
-        line.targets = frozenset(targets)  # replicas may have come and gone
+        line.targets = asked.replicas  # they may have come and gone
         order = self._in_order(now)
-        room = _unclaimed(room, targets, order[: order.index(line)])
+        room = _unclaimed(asked.room, asked.places, order[: order.index(line)])
         if not room:
             return Verdict(QUEUED, "full")
-        limit, waited = ticket.slo.ttft, now - ticket.since
-        if limit is not None and (in_time := [i for i in room if self._within(quotes[i], waited, limit)]) != room:
-            if not in_time:
+        limit = ticket.slo.ttft
+        if limit is not None:
+            room = [index for index in room if self._within(asked.quotes[index], asked.waited, limit)]
+            if not room:
                 self.leave(ticket, now)
                 return Verdict(REFUSED, "deadline", (), _drain(line))
-            room = in_time
-        if not (fast := self._fast(ticket, quotes, room)):
+        if not (fast := self._fast(ticket, asked.quotes, room)):
             self.leave(ticket, now)
-            return self._refused(ticket, best, "tpot", waited + best.ttft)
+            return self._refused(asked, "tpot", asked.ttft)
         line.take(ticket, now)
         self._left(ticket)
         return Verdict(ADMITTED, "turn", fast)
@@ -319,12 +324,12 @@ class Admission:
     def _within(self, quote: Quote, waited: float, limit: float) -> bool:
         return waited + quote.ttft * self.ttft_margin.factor <= limit
 
-    def _queue(self, ticket: Ticket, line: Line, best: Quote, ttft: float, now: float) -> Verdict:
-        space = self.space
-        if not self._make_space(ticket, now):
-            return self._refused(ticket, best, "queue_full", ttft)
-        ticket.deadline = max(now, ticket.since + self._longest_wait(ticket, best))
-        line.add(ticket, now)
+    def _queue(self, asked: Question, line: Line, ttft: float) -> Verdict:
+        ticket, space = asked.ticket, self.space
+        if not self._make_space(ticket, asked.now):
+            return self._refused(asked, "queue_full", ttft)
+        ticket.deadline = max(asked.now, ticket.since + self._longest_wait(ticket, asked.best))
+        line.add(ticket, asked.now)
         space.requests += 1
         space.bytes += ticket.size
         heapq.heappush(self._deadlines, (ticket.deadline, next(self._number), ticket))
@@ -338,8 +343,9 @@ class Admission:
             return self.rules.max_wait
         return min(limit - best.own, max(self.rules.max_wait, of_class or 0.0))
 
-    def _refused(self, ticket: Ticket, best: Quote, reason: str, ttft: float) -> Verdict:
-        limit = ticket.slo.tpot if reason == "tpot" else ticket.slo.ttft
+    def _refused(self, asked: Question, reason: str, ttft: float) -> Verdict:
+        slo, best = asked.ticket.slo, asked.best
+        limit = slo.tpot if reason == "tpot" else slo.ttft
         if reason == "tpot" and limit is not None:  # streams end, and those that are left are quicker
             return Verdict(REFUSED, reason, (), best.left * max(0.0, 1.0 - limit / best.tpot))
         return Verdict(REFUSED, reason, (), ttft - (limit if limit is not None else 0.0))
@@ -348,27 +354,27 @@ class Admission:
         """It goes where this was quoted by these costs, and holds so many tokens of cache there."""
         ticket.ttft, ticket.costs = now - ticket.since + quote.ttft, costs
         ticket.streams, ticket.context = quote.streams, quote.context
-        self._decay(now)
-        used = self._used[ticket.qos.name]
-        used[0] += quote.own
-        used[1] += tokens * quote.tpot
+        self._reserves.take(ticket.qos, quote.own, tokens * quote.tpot, now)
 
     # --- what a candidate gives it
 
     def _room(
-        self, ticket: Ticket, quotes: Sequence[Quote], now: float, fits: Callable[[Quote, float, float], bool]
-    ) -> list[int]:
-        """Return the candidates that it `fits`, besides what is kept for classes above its own. A prompt that has begun
+        self, asked: Question, quotes: Sequence[Quote], fits: Callable[[Quote, float, float], bool]
+    ) -> Sequence[int]:
+        """Return the ways that it `fits`, besides what is kept for classes above its own. A prompt that has begun
         cannot be interrupted, so the whole of their fractions is kept from computing lower ones' at a time; of streams
         and cache, what they have not used of it lately."""
-        qos = ticket.qos
-        above = [one for one in self.classes.all if one.priority > qos.priority and self._is_within(one, now)]
-        first = self._others_yield(qos, now)
+        qos, reserves = asked.ticket.qos, self._reserves
+        above, first = reserves.above(qos, asked.now), reserves.others_yield(qos, asked.now)
         tight = TIGHT if qos.name in self.tight else 1.0
-        share = inf if first else tight * (1.0 - sum([self._unused(one) for one in above]))
-        kept = ceil(sum([one.reserved_fraction for one in above]) * len(quotes) - 1e-9)
-        clear = sum([not one.computing for one in quotes]) - min(kept, len(quotes) - 1)
-        room = [index for index, one in enumerate(quotes) if clear >= (not one.computing) and fits(one, share, tight)]
+        share = inf if first else tight * (1.0 - sum([reserves.unused(one) for one in above]))
+        kept = sum([one.reserved_fraction for one in above])
+        clear = [_clear(asked.computing(whole).values(), kept) for whole in (False, True)]
+        room = [
+            index
+            for index, one in enumerate(quotes)
+            if clear[asked.is_whole(index)] >= (not one.computing) and fits(one, share, tight)
+        ]
         return [index for index in room if not quotes[index].computing] or room if first else room
 
     def _has_room(self, quote: Quote, share: float, tight: float) -> bool:
@@ -382,36 +388,22 @@ class Admission:
             and quote.full <= share
         )
 
-    def _fast(self, ticket: Ticket, quotes: Sequence[Quote], room: list[int]) -> list[int]:
-        """Return those of the candidates with room that keep its own TPOT limit, as an idle one does as well as any."""
+    def _fast(self, ticket: Ticket, quotes: Sequence[Quote], room: Sequence[int]) -> Sequence[int]:
+        """Return those of the ways with room that keep its own TPOT limit, as an idle one does as well as any."""
         limit = ticket.slo.tpot
         if limit is None or limit >= self._tpot:
             return room
         factor = self.tpot_margin.factor
         return [index for index in room if not quotes[index].there or quotes[index].tpot * factor <= limit]
 
-    def _others_yield(self, qos: QosClass, now: float) -> bool:
-        """Whether it is within its reserve while a lower class asks: then it is that one which is held back where
-        streams are many."""
-        return self._unused(qos) > 0.0 and any(
-            one.priority < qos.priority and self._is_active(one, now) for one in self.classes.all
-        )
+    def _meeting(self, quotes: Sequence[Quote], asked: Question) -> list[int]:
+        """Return those that meet its limits; none where it has no limits."""
+        return [i for i, one in enumerate(quotes) if self._too_much(one, asked) is None] if asked.limited else []
 
-    def _is_within(self, qos: QosClass, now: float) -> bool:
-        """Whether the class asks, and has not had its reserve."""
-        return self._is_active(qos, now) and self._unused(qos) > 0.0
-
-    def _is_active(self, qos: QosClass, now: float) -> bool:
-        return now - self._asked.get(qos.name, -inf) < _USED_SECONDS
-
-    def _unused(self, qos: QosClass) -> float:
-        """Return what it has reserved and not used lately."""
-        return max(0.0, qos.reserved_fraction - self._share(qos))
-
-    def _too_much(self, quote: Quote, ticket: Ticket, waited: float) -> str | None:
+    def _too_much(self, quote: Quote, asked: Question) -> str | None:
         """Return which of its limits it does not meet."""
-        ttft, tpot = ticket.slo
-        if ttft is not None and not self._within(quote, waited, ttft):
+        ttft, tpot = asked.ticket.slo
+        if ttft is not None and not self._within(quote, asked.waited, ttft):
             return "ttft"
         limit = self._tpot if tpot is None else min(self._tpot, tpot)
         return "tpot" if quote.tpot * self.tpot_margin.factor > limit else None
@@ -438,32 +430,16 @@ class Admission:
 
     def _in_order(self, now: float) -> list[Line]:
         """Return the lines in which somebody waits; of a class those first whose first came first."""
-        self._decay(now)
-        return sorted(
-            [one for one in self.lines if one.count], key=lambda one: (*self._rank(one.qos), _first_since(one))
-        )
+        self._reserves.decay(now)
+        rank = self._reserves.rank
+        return sorted([one for one in self.lines if one.count], key=lambda one: (*rank(one.qos), _first_since(one)))
 
     def _before(self, ticket: Ticket, now: float) -> list[Line]:
         """Return the lines with somebody who goes before a newcomer: its class's, and those that are before that."""
-        self._decay(now)
-        own = self._rank(ticket.qos)
-        return [one for one in self.lines if one.count and self._rank(one.qos) <= own]
-
-    def _rank(self, qos: QosClass) -> tuple[bool, int, int]:
-        return not self._unused(qos), -qos.priority, self._places[qos.name]
-
-    def _share(self, qos: QosClass) -> float:
-        """Return what the class has had lately, of the resource of which it had more."""
-        sums = [sum(column) for column in zip(*self._used.values())]
-        return max([used / total if total else 0.0 for used, total in zip(self._used[qos.name], sums)])
-
-    def _decay(self, now: float) -> None:
-        if now > self._used_at:
-            kept = exp((self._used_at - now) / _USED_SECONDS)
-            for used in self._used.values():
-                used[0] *= kept
-                used[1] *= kept
-        self._used_at = now
+        self._reserves.decay(now)
+        rank = self._reserves.rank
+        own = rank(ticket.qos)
+        return [one for one in self.lines if one.count and rank(one.qos) <= own]
 
     # --- who leaves unsent
 
@@ -525,14 +501,15 @@ class Admission:
     def _lower(self, qos: QosClass) -> list[tuple[Admission, Line]]:
         """Return the lines that give way to a class, the lowest first. What a class has had of one fleet says nothing
         of another."""
-        own = self._rank(qos)
+        rank = self._reserves.rank
+        own = rank(qos)
         found = [
             (fleet, line)
             for fleet in self.space.fleets
             for line in fleet.lines
-            if line.count and (self._rank(line.qos) > own if fleet is self else line.qos.priority < qos.priority)
+            if line.count and (rank(line.qos) > own if fleet is self else line.qos.priority < qos.priority)
         ]
-        return sorted(found, key=lambda one: one[0]._rank(one[1].qos), reverse=True)
+        return sorted(found, key=lambda one: one[0]._reserves.rank(one[1].qos), reverse=True)
 
     def _of_peers(self, ticket: Ticket, count: int, size: int) -> list[Ticket] | None:
         resource: Resource = "count" if count > 0 else "size"
@@ -577,14 +554,19 @@ class Admission:
         )
 
 
-def _unclaimed(room: list[int], targets: list[str], ahead: Sequence[Line]) -> list[int]:
-    """Return those of the candidates with room that nobody in the lines `ahead` waits for."""
+def _clear(computing: Collection[int], kept: float) -> int:
+    """Return how many replicas compute nothing, besides the fraction that is kept so, which leaves one at least."""
+    return sum([not one for one in computing]) - min(ceil(kept * len(computing) - 1e-9), len(computing) - 1)
+
+
+def _unclaimed(room: Sequence[int], places: Sequence[Place], ahead: Sequence[Line]) -> Sequence[int]:
+    """Return those of the ways with room of which nobody in the lines `ahead` waits for a replica."""
     if not ahead or not room:
         return room
-    if not targets:
-        return []
+    if not places:
+        return ()
     claimed: frozenset[str] = frozenset().union(*[one.targets for one in ahead])
-    return [index for index in room if targets[index] not in claimed]
+    return [index for index in room if claimed.isdisjoint(places[index])]
 
 
 def _first_since(line: Line) -> float:

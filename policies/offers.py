@@ -68,7 +68,7 @@ def admit(
     quotes = router.quotes(evaluation)
     offers = Offers(router, evaluation, now, spill, may_cap)
     tokens = demand.tokens - candidates[choice.index].cached
-    verdict = admission.ask(ticket, tokens, quotes, now, candidates, offers)
+    verdict = admission.ask(ticket, tokens, quotes, now, [(one.replica,) for one in candidates], offers)
     if verdict.among and (offers.slow or verdict.cap or choice.index not in verdict.among):
         among = offers.slow if verdict.decision == SPILLED else candidates
         if verdict.cap:

@@ -16,6 +16,8 @@ from typing import NamedTuple
 from .ledger import Load
 from .vocabulary import Candidate, Demand
 
+Place = tuple[str, ...]  # the replicas of a way: the one that computes the prompt, and the one that writes, if another
+
 
 class Quote(NamedTuple):
     """Predicted seconds on one candidate. `wait` is the part of `ttft` before its own prompt is computed; `left`: what

@@ -104,13 +104,13 @@ def test_a_newcomer_does_not_overtake_its_own_class():
     assert ask(admission, ticket(), ROOM, now=0.1).decision == "queued"
 
 
-def candidates(names):
-    return [Candidate(name, 0, Ledger().add(name), CostGroup().add(name)) for name in names]
+def places(names):
+    return [(name,) for name in names]
 
 
 def test_who_waits_keeps_only_its_own_replicas_from_others():
     admission, pinned, behind = Admission(CLASSES, Rules()), ticket(), ticket()
-    both, alone = candidates("ab"), candidates("b")
+    both, alone = places("ab"), places("b")
     assert admission.ask(pinned, 1000, [FULL], 0.0, alone).decision == "queued"
     assert admission.ask(ticket(), 1000, [ROOM, ROOM], 0.1, both).among == [0]
     assert admission.ask(behind, 1000, [FULL, ROOM], 0.1, both).decision == "queued"
@@ -123,7 +123,7 @@ def test_who_waits_keeps_only_its_own_replicas_from_others():
 def test_of_a_class_whoever_came_first_goes_first_also_where_others_may_go_to_more_replicas():
     admission, waiting = Admission(CLASSES, Rules()), [ticket(now=0.1 * number) for number in range(4)]
     for number, one in enumerate(waiting):
-        admission.ask(one, 1000, [FULL] * (2 - number % 2), 0.1 * number, candidates("ab"[number % 2 :]))
+        admission.ask(one, 1000, [FULL] * (2 - number % 2), 0.1 * number, places("ab"[number % 2 :]))
     for one in waiting:
         assert admission.head(0.5) is one
         admission.leave(one, 0.5)

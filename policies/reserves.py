@@ -1,0 +1,72 @@
+"""What classes have had of a fleet lately, and so how much of their reserve is left and who goes before whom.
+
+What a class has had is its share of the prefill seconds or of the cache's token-seconds that were admitted in the last
+_USED_SECONDS, whichever is more (dominant resource fairness: Ghodsi et al., NSDI 2011). No I/O, no clock.
+"""
+
+from __future__ import annotations
+
+from math import exp, inf
+
+from .classes import Classes, QosClass
+
+_USED_SECONDS = 10.0  # over which a class's share is taken
+
+
+class Reserves:
+    def __init__(self, classes: Classes) -> None:
+        self._all = classes.all
+        self._used = {one.name: [0.0, 0.0] for one in classes.all}  # prefill seconds, token-seconds
+        self._used_at = 0.0
+        self._places = {one.name: place for place, one in enumerate(classes.all)}
+        self._asked: dict[str, float] = {}  # when each class was asked for last
+
+    def ask(self, qos: QosClass, now: float) -> None:
+        """The class is asked for now."""
+        self._asked[qos.name] = now
+
+    def take(self, qos: QosClass, prefill: float, held: float, now: float) -> None:
+        """It gets so many seconds of prefill and so many token-seconds of cache."""
+        self.decay(now)
+        used = self._used[qos.name]
+        used[0] += prefill
+        used[1] += held
+
+    def decay(self, now: float) -> None:
+        """It is `now`, which all that follows goes by."""
+        if now > self._used_at:
+            kept = exp((self._used_at - now) / _USED_SECONDS)
+            for used in self._used.values():
+                used[0] *= kept
+                used[1] *= kept
+        self._used_at = now
+
+    def rank(self, qos: QosClass) -> tuple[bool, int, int]:
+        """Classes of lower ranks go first: those within their reserve, then those of higher priority."""
+        return not self.unused(qos), -qos.priority, self._places[qos.name]
+
+    def unused(self, qos: QosClass) -> float:
+        """Return what it has reserved and not used lately."""
+        return max(0.0, qos.reserved_fraction - self._share(qos))
+
+    def above(self, qos: QosClass, now: float) -> list[QosClass]:
+        """Return the classes of higher priority that ask, and have not had their reserve."""
+        return [one for one in self._all if one.priority > qos.priority and self._is_within(one, now)]
+
+    def others_yield(self, qos: QosClass, now: float) -> bool:
+        """Whether it is within its reserve while a lower class asks: then it is that one which is held back where
+        streams are many."""
+        return self.unused(qos) > 0.0 and any(
+            one.priority < qos.priority and self._is_active(one, now) for one in self._all
+        )
+
+    def _is_within(self, qos: QosClass, now: float) -> bool:
+        return self._is_active(qos, now) and self.unused(qos) > 0.0
+
+    def _is_active(self, qos: QosClass, now: float) -> bool:
+        return now - self._asked.get(qos.name, -inf) < _USED_SECONDS
+
+    def _share(self, qos: QosClass) -> float:
+        """Return what the class has had lately, of the resource of which it had more."""
+        sums = [sum(column) for column in zip(*self._used.values())]
+        return max([used / total if total else 0.0 for used, total in zip(self._used[qos.name], sums)])

@@ -15,10 +15,13 @@ Then classes: premium (6 % of saturation), standard (16 %) and free, once with f
 fifths of what it can answer within the limits, and once with free at ten times saturation. `premium_p99_change`
 compares premium's p99 TTFT in the two.
 
+Then a fleet with roles: one of the four engines computes prompts for the others (`roles`), with and without admission.
+
 Then one engine turns slow (`bench.chaos`), with the control of overload: `premium_kept_while_slow` is the share of
 premium's requests that kept their limits meanwhile. With `--quick` its windows are of 15 s in the place of 30.
 
 `goodput_share_at_200`: the gateway's goodput (`wait`) at twice saturation, by the highest of any rule at any load.
+`roles_goodput_share_at_200`: the same where replicas have roles, by the highest there.
 `calibration`: of the requests that it admitted there, the share that was answered within the limits as predicted.
 """
 
@@ -49,6 +52,7 @@ from .overload_load import CLASSES, REPLICAS, SLO, met, turns
 WARM, SETTLE = 15.0, 10.0  # seconds at half of saturation, and of the load before what is counted
 ORDINARY = {"premium": 0.06, "standard": 0.16, "free": 0.46}  # of saturation
 FLOOD = {**ORDINARY, "free": 10.0}
+ROLES = ("prefill", "decode", "decode", "decode")
 WAITING, CONCURRENT = (2, 8), (64, 48)  # limits that are tried, the better one first
 
 
@@ -103,10 +107,17 @@ def rule(name: str, limit: int, gateway: Gateway) -> Admission:
 
 
 def played(
-    load: Sequence[tuple[float, Turn]], name: str, limit: int, seed: int, gateways: int = 1, until: float = float("inf")
+    load: Sequence[tuple[float, Turn]],
+    name: str,
+    limit: int,
+    seed: int,
+    gateways: int = 1,
+    until: float = float("inf"),
+    roles: Sequence[str] | None = None,
 ) -> list[Record]:
     admission = partial(rule, name, limit) if name != "none" else None
-    fleet = Fleet([load_profile("gpu-8b")] * REPLICAS, "least_time", seed, admission=admission, gateways=gateways)
+    profiles = [load_profile("gpu-8b")] * REPLICAS
+    fleet = Fleet(profiles, "least_time", seed, admission=admission, gateways=gateways, roles=roles)
     for when, turn in load:
         fleet.at(when, fleet.send, turn)
     return fleet.run(until).records
@@ -119,17 +130,25 @@ def saturation(seed: int) -> float:
     return sum([0.5 * end <= record.end for record in records]) / (0.5 * end)
 
 
-def goodput(job: tuple[str, int, float], full: float, seconds: float, seed: int, gateways: int = 1) -> dict[str, Any]:
+def goodput(
+    job: tuple[str, int, float],
+    full: float,
+    seconds: float,
+    seed: int,
+    gateways: int = 1,
+    roles: Sequence[str] | None = None,
+) -> dict[str, Any]:
     """One rule under one load, as a share of saturation."""
     name, limit, share = job
     end = WARM + SETTLE + seconds
     load = turns(0.5 * full, 0.0, WARM, 2, seed) + turns(share * full, WARM, end, 3, seed)
-    counted = [one for one in played(load, name, limit, seed, gateways) if WARM + SETTLE <= one.sent < end]
+    records = played(load, name, limit, seed, gateways, roles=roles)
+    counted = [one for one in records if WARM + SETTLE <= one.sent < end]
     admitted = [one for one in counted if one.error is None]
     each = Counter(int(one.first) for one in admitted)
     starts = [each[second] for second in range(int(WARM + SETTLE), int(end))]
     return {
-        "rule": name,
+        "rule": name + (", roles" if roles else ""),
         "limit": limit,
         "load": share,
         "goodput": sum(map(met, counted)) / seconds,
@@ -138,6 +157,7 @@ def goodput(job: tuple[str, int, float], full: float, seconds: float, seed: int,
         "ttft_p99": quantile([one.first - one.sent for one in admitted], 0.99),
         "tpot_p99": quantile([(one.end - one.first) / max(1, one.output - 1) for one in admitted], 0.99),
         "uneven": statistics.pstdev(starts) / max(1e-9, statistics.mean(starts)),
+        "legs": sum(one.prefilled_by >= 0 for one in admitted) / max(1, len(admitted)),
     }
 
 
@@ -197,20 +217,27 @@ def measure(quick: bool, seed: int, processes: int) -> dict[str, Any]:
         }
         cells = [pool.submit(goodput, job, full, seconds, seed) for job in jobs(quick)]
         shared = pool.submit(goodput, ("wait", 0, 2.0), full, seconds, seed, 2)
+        parted = [
+            pool.submit(goodput, (name, 0, load), full, seconds, seed, 1, ROLES)
+            for name in ("wait", "none")
+            for load in ((1.0, 2.0) if quick else (1.0, 1.5, 2.0))
+        ]
         slowed = pool.submit(chaos, full, seed, window)
         told = {kind: _merged([one.result() for one in by_class[kind]]) for kind in kinds}
         found = [one.result() for one in cells]
-        two, faulty = shared.result(), slowed.result()
+        two, faulty, legs = shared.result(), slowed.result(), [one.result() for one in parted]
     ours = next(one for one in found if (one["rule"], one["load"]) == ("wait", 2.0))
-    peak = max(one["goodput"] for one in found)
+    peak, peak_of_legs = [max(one["goodput"] for one in cells) for cells in (found, legs)]
+    ours_in_legs = next(one for one in legs if (one["rule"], one["load"]) == ("wait, roles", 2.0))
     return {
         "goodput_share_at_200": ours["goodput"] / peak,
         "premium_p99_change": told["flood"]["premium"]["ttft_p99"] / told["ordinary"]["premium"]["ttft_p99"] - 1.0,
         "calibration": ours["kept"],
         "two_gateways_share_at_200": two["goodput"] / peak,
         "premium_kept_while_slow": faulty["premium_kept_while_slow"],
+        "roles_goodput_share_at_200": ours_in_legs["goodput"] / peak_of_legs,
         "saturation": full,
-        "goodput": found,
+        "goodput": found + legs,
         "classes": told,
         "chaos": faulty,
     }
@@ -252,7 +279,7 @@ def tables(found: dict[str, Any]) -> str:
     lines += ["", chaos_table(found["chaos"])]
     keys = (
         "goodput_share_at_200", "two_gateways_share_at_200", "premium_p99_change", "calibration",
-        "premium_kept_while_slow",
+        "premium_kept_while_slow", "roles_goodput_share_at_200",
     )  # fmt: skip
     return "\n".join([*lines, "", *[f"{key}: {found[key]:.3f}" for key in keys]])
 

@@ -17,11 +17,12 @@ long each time in a row.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import exp, log
 from typing import NamedTuple, Protocol, cast
 
+from .quotes import Place
 from .rules.least_cost import Cost
 from .vocabulary import Candidate, Choice, Demand, Policy, pick
 
@@ -31,7 +32,7 @@ LATENCY, TOKEN = 0.010, 131_072 / 12.5e9
 _BOUND = 1000.0  # the factor stays within this and its inverse
 _GAIN = 0.1  # of one observation, once there are some
 _PAUSE, _LONGEST_PAUSE = 10.0, 320.0  # seconds without a pair whose transfer failed
-_FEW = 8  # of each side, the cheapest are paired: with hundreds of replicas all pairs are too many
+FEW = 8  # of each side, the cheapest are paired: with hundreds of replicas all pairs are too many
 _SLACK = (1.001, 1e-4)  # prices within 0.1 % or 0.1 ms are equal
 
 
@@ -104,7 +105,7 @@ class LegChoice(NamedTuple):
 
 class Ways(NamedTuple):
     """What a rule of legs chooses by. `whole` and `choice`: where the request would go in one piece, and the policy's
-    choice of that. All candidates have been weighed for this demand."""
+    choice of that. `among`: pairs that may be taken, None for all. All candidates have been weighed for this demand."""
 
     demand: Demand
     whole: Candidate
@@ -113,6 +114,7 @@ class Ways(NamedTuple):
     decoders: Sequence[Candidate]
     transfers: Transfers
     now: float
+    among: Collection[Place] | None = None
 
     def near(self, prefiller: Candidate, decoder: Candidate) -> list[Candidate]:
         """Those to which it makes no difference for this decoder which of them computes: the cache takes as long."""
@@ -122,12 +124,26 @@ class Ways(NamedTuple):
             one
             for one in self.prefillers
             if one is not decoder
-            and not self.paused(one, decoder)
+            and self.can_pair(one, decoder)
             and self.transfers.seconds(one.replica, decoder.replica, moved) <= most
         ]
 
-    def paused(self, prefiller: Candidate, decoder: Candidate) -> bool:
-        return self.transfers.paused(prefiller.replica, decoder.replica, self.now)
+    def can_pair(self, prefiller: Candidate, decoder: Candidate) -> bool:
+        pair = prefiller.replica, decoder.replica
+        return (self.among is None or pair in self.among) and not self.transfers.paused(*pair, self.now)
+
+    def only(self, among: Collection[Place]) -> Ways | None:
+        """Return the same for these pairs alone; None: none of them is of its replicas."""
+        first, second = [{place[at] for place in among} for at in (0, 1)]
+        prefillers = [one for one in self.prefillers if one.replica in first]
+        decoders = [one for one in self.decoders if one.replica in second]
+        return self._replace(prefillers=prefillers, decoders=decoders, among=among) if prefillers and decoders else None
+
+    def taken(self, choice: LegChoice | None) -> LegChoice | None:
+        """Return what a rule chose, unless those are no pair that may be taken."""
+        if choice is None or self.among is None or (choice.prefiller.replica, choice.decoder.replica) in self.among:
+            return choice
+        return None
 
 
 class LegRule(Protocol):
@@ -160,7 +176,7 @@ def choose(policy: Policy, ways: Ways) -> LegChoice | None:
 
 def cheapest(cost: Cost, ways: Ways) -> LegChoice | None:
     """Return the legs that cost least, whatever the whole request costs; None: no two replicas can be paired."""
-    demand, whole, choice, prefillers, decoders, transfers, _ = ways
+    demand, whole, choice, prefillers, decoders, transfers, *_ = ways
     asked = replace(demand, output=0.0, residual=0)
     computed = [sum(terms) for terms in cost.of_all(asked, prefillers, choice.future, choice.after)]
     written = _written(cost, demand, decoders, choice.future, choice.after)
@@ -168,7 +184,7 @@ def cheapest(cost: Cost, ways: Ways) -> LegChoice | None:
     for d in _cheapest(written):
         for p in _cheapest(computed):
             first, second = prefillers[p], decoders[d]
-            if first is not second and not ways.paused(first, second):
+            if first is not second and ways.can_pair(first, second):
                 moving = transfers.seconds(first.replica, second.replica, demand.tokens - second.overlap)
                 priced.append((computed[p] + moving + written[d], first, second))
     if not priced:
@@ -204,7 +220,7 @@ def by_preference(policy: Policy, ways: Ways) -> LegChoice | None:
     second = decoders[written.index]
     if demand.tokens - second.overlap <= demand.block_size:
         return None
-    left = [one for one in ways.prefillers if one is not second and not ways.paused(one, second)]
+    left = [one for one in ways.prefillers if one is not second and ways.can_pair(one, second)]
     if not left:
         return None
     computed = policy.choose(demand, left)
@@ -213,4 +229,4 @@ def by_preference(policy: Policy, ways: Ways) -> LegChoice | None:
 
 
 def _cheapest(prices: Sequence[float]) -> list[int]:
-    return sorted(range(len(prices)), key=prices.__getitem__)[:_FEW]
+    return sorted(range(len(prices)), key=prices.__getitem__)[:FEW]

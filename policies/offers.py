@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from .admission import Admission
+from .legs import LegChoice
 from .lines import Ticket
+from .pairs import Pair, best_legs, pairs, quoted
 from .quotes import Quote
-from .router import Evaluation, Router, Targets
+from .router import Evaluation, Pairing, Router, Targets
 from .verdicts import SENT, SPILLED, Verdict
 from .vocabulary import Candidate
 
@@ -18,13 +20,19 @@ def nobody() -> Targets | None:
 
 
 class Offers:
-    """What a request can be given besides what it asks for. Quotes are made when they are asked for."""
+    """What a request can be given bepairings what it asks for. Quotes are made when they are asked for."""
 
     def __init__(
-        self, router: Router, evaluation: Evaluation, now: float, spill: Callable[[], Targets | None], may_cap: bool
+        self,
+        router: Router,
+        evaluation: Evaluation,
+        now: float,
+        spill: Callable[[], Targets | None],
+        may_cap: bool,
+        pairings: Sequence[Pairing],
     ) -> None:
         self._router, self._evaluation, self._now = router, evaluation, now
-        self._spill, self._may_cap = spill, may_cap
+        self._spill, self._may_cap, self._pairings = spill, may_cap, pairings
         self.slow: Sequence[Candidate] = ()  # of the slow pool, once they were asked for
 
     def may_cap(self, most: int) -> bool:
@@ -35,11 +43,12 @@ class Offers:
         demand, evaluation = self._evaluation.demand, self._evaluation
         if not self.may_cap(most):
             return ()
-        if self.slow:  # they were weighed after it
+        if self.slow or self._pairings:  # they were weighed after it
             evaluation = self._router.evaluate(demand, Targets([*evaluation.candidates]), self._now)
         demand.output, output = min(demand.output, most), demand.output
         try:
-            return self._router.quotes(evaluation)
+            whole = self._router.quotes(evaluation)
+            return whole + [one.quote for one in pairs(self._router, evaluation, self._pairings, self._now)]
         finally:
             demand.output = output
 
@@ -60,25 +69,70 @@ def admit(
     now: float,
     spill: Callable[[], Targets | None] = nobody,
     may_cap: bool = False,
+    pairings: Sequence[Pairing] = (),
 ) -> tuple[Verdict, Evaluation]:
-    """Ask whether to send a request, right after `Router.evaluate`; where not all candidates are good for it, evaluate
-    it among those that are. One that is sent is to be committed at once. `spill`: the slow pool's replicas that can
-    take it; `may_cap`: whether its answer can be capped."""
-    demand, candidates, choice = evaluation.demand, evaluation.candidates, evaluation.choice
+    """Ask whether to send a request, right after `Router.evaluate`; where not all of its ways are good for it, choose
+    among those that are. One that is sent is to be committed at once. `spill`: the slow pool's replicas that can take
+    it; `may_cap`: whether its answer can be capped; `pairings`: who may have legs of it."""
+    demand, candidates = evaluation.demand, evaluation.candidates
     quotes = router.quotes(evaluation)
-    offers = Offers(router, evaluation, now, spill, may_cap)
-    tokens = demand.tokens - candidates[choice.index].cached
-    verdict = admission.ask(ticket, tokens, quotes, now, [(one.replica,) for one in candidates], offers)
-    if verdict.among and (offers.slow or verdict.cap or choice.index not in verdict.among):
-        among = offers.slow if verdict.decision == SPILLED else candidates
-        if verdict.cap:
-            demand.max_tokens = verdict.cap
-            if demand.also is not None:
-                demand.also.max_tokens = verdict.cap
-        evaluation = router.evaluate(demand, Targets([among[index] for index in verdict.among]), now)
+    paired = pairs(router, evaluation, pairings, now) if pairings else []
+    offers = Offers(router, evaluation, now, spill, may_cap, pairings)
+    verdict = admission.ask(
+        ticket,
+        _uncached(evaluation, quotes, paired),
+        quotes + [one.quote for one in paired],
+        now,
+        [*[(one.replica,) for one in candidates], *[one.place for one in paired]],
+        offers,
+    )
+    if verdict.decision not in SENT:
+        return verdict, evaluation
+    if verdict.cap:
+        demand.max_tokens = verdict.cap
+        if demand.also is not None:
+            demand.also.max_tokens = verdict.cap
+    whole, allowed = [index for index in verdict.among if index < len(candidates)], paired
+    if verdict.decision == SPILLED:
+        candidates, allowed, whole = offers.slow, [], [*verdict.among]
+    elif verdict.among:
+        allowed = [paired[index - len(candidates)] for index in verdict.among if index >= len(candidates)]
+    if offers.slow or verdict.cap or (whole and evaluation.choice.index not in whole):
+        targets = Targets([candidates[index] for index in whole or range(len(candidates))])
+        evaluation = router.evaluate(demand, targets, now)
         quotes = router.quotes(evaluation)
-    if verdict.decision in SENT:
-        index = evaluation.choice.index
-        costs = evaluation.candidates[index].costs
-        admission.sent(ticket, quotes[index], costs, demand.tokens + demand.output, now)
+    chosen = quotes[evaluation.choice.index]
+    writer = evaluation.candidates[evaluation.choice.index]
+    if pairings:
+        legs = _legs(router, evaluation, pairings, now, allowed, bool(whole) or not verdict.among)
+        evaluation = evaluation._replace(settled=True, legs=legs)
+        if legs is not None:
+            chosen, writer = quoted(router, legs.prefiller, legs.decoder, demand), legs.decoder
+    admission.sent(ticket, chosen, writer.costs, demand.tokens + demand.output, now)
     return verdict, evaluation
+
+
+def _uncached(evaluation: Evaluation, quotes: Sequence[Quote], paired: Sequence[Pair]) -> int:
+    """Return the tokens of its prompt that must be computed where it would go."""
+    tokens, best = evaluation.demand.tokens, min(paired, key=lambda one: one.quote, default=None)
+    if best is not None and best.quote < min(quotes):
+        return tokens - best.prefiller.cached
+    return tokens - evaluation.candidates[evaluation.choice.index].cached
+
+
+def _legs(
+    router: Router,
+    evaluation: Evaluation,
+    pairings: Sequence[Pairing],
+    now: float,
+    allowed: Sequence[Pair],
+    whole: bool,
+) -> LegChoice | None:
+    """Return the legs in which it goes; None: it goes whole, where it may go so."""
+    if not allowed:
+        return None
+    found = best_legs(router, evaluation, pairings, now, {one.place for one in allowed})
+    if found is not None or whole:
+        return found
+    first, second, _ = min(allowed, key=lambda one: one.quote)
+    return LegChoice(first, second, evaluation.demand.tokens - second.overlap, None, None)

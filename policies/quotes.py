@@ -3,6 +3,9 @@
     ttft = what `costs.ttft_features` predicts by the load there now + fetching from slower tiers + blocks to come free
     tpot = a decode step with the streams that are there when its first token is out
 
+Where one replica computes the prompt and another writes the answer (`pairs`), `first_leg` is what the former predicts,
+and `after_prefill` what the latter makes of it.
+
 A stream that is there now is still there after `ttft` with probability exp(-ttft / left), where `left` is the time that
 an answer has left when it is met at a random moment (`Load.output_tokens` over its requests). Prompts that wait there
 are computed before its own, so they are streams by then. While the cache is full, blocks come free as streams end.
@@ -41,21 +44,59 @@ class Quote(NamedTuple):
         return self.ttft - self.wait
 
 
+class FirstLeg(NamedTuple):
+    """A prompt computed on one candidate: seconds until that is done, those of them before it is begun, and what is
+    there now."""
+
+    ttft: float
+    wait: float
+    load: Load
+
+
 def quote(candidate: Candidate, demand: Demand) -> Quote:
     """Return what the candidate would give it. The demand has been weighed and has its `output`."""
-    load, costs, cached = candidate.load, candidate.costs, candidate.cached
-    base, own, queue, crowd = costs.ttft_parts(load, demand.tokens - cached, cached, demand.now)
+    load, costs = candidate.load, candidate.costs
+    ttft, queue, _ = first_leg(candidate, demand)
     left = _left(load, costs.step_seconds(load))
-    held = load.context_tokens + load.prefill_tokens + demand.tokens + demand.output
-    wait = queue + _until_free(load, held - load.capacity_tokens, left)
-    ttft = base + own + crowd + wait
-    if candidate.lower:
-        ttft += costs.group.fetch.seconds(candidate.lower)
+    held = _held(load, demand)
+    free = _until_free(load, held - load.capacity_tokens, left)
+    return _quote(candidate, demand, left, held, ttft + free, queue + free, load.requests, load.prefilling)
+
+
+def first_leg(candidate: Candidate, demand: Demand) -> FirstLeg:
+    """Return when the candidate would have computed its prompt. The demand has been weighed."""
+    cached, costs = candidate.cached, candidate.costs
+    base, own, queue, crowd = costs.ttft_parts(candidate.load, demand.tokens - cached, cached, demand.now)
+    fetched = costs.group.fetch.seconds(candidate.lower) if candidate.lower else 0.0
+    return FirstLeg(base + own + queue + crowd + fetched, queue, candidate.load)
+
+
+def after_prefill(first: FirstLeg, moving: float, decoder: Candidate, demand: Demand) -> Quote:
+    """Return what it would be given by a `decoder` that the prompt's cache takes `moving` seconds to, once the first
+    leg is done. What the decoder has to do before it counts as far as that takes longer than the first leg."""
+    load, costs = decoder.load, decoder.costs
+    left, held = _left(load, costs.step_seconds(load)), _held(load, demand)
+    base, own, queue, crowd = costs.ttft_parts(load, 1, max(0, demand.tokens - 1), demand.now)
+    late = max(0.0, queue + _until_free(load, held - load.capacity_tokens, left) - first.ttft)
+    ttft, there = first.ttft + moving + late + base + own + crowd, first.load.requests + load.requests
+    return _quote(decoder, demand, left, held, ttft, first.wait + late, there, first.load.prefilling)
+
+
+def _quote(
+    candidate: Candidate, demand: Demand, left: float, held: float, ttft: float, wait: float, there: int, computing: int
+) -> Quote:
+    """By the streams that are there after `ttft`."""
+    load = candidate.load
     stay = exp(-ttft / left) if left > 0.0 else 0.0
     streams = load.decoding * stay + load.prefilling + 1
     context = load.context_tokens * stay + load.prefill_tokens + demand.tokens + 0.5 * demand.output
-    tpot = costs.stream_step(streams, context)
-    return Quote(ttft, wait, tpot, left, load.requests, load.prefilling, held / load.capacity_tokens, streams, context)
+    tpot = candidate.costs.stream_step(streams, context)
+    return Quote(ttft, wait, tpot, left, there, computing, held / load.capacity_tokens, streams, context)
+
+
+def _held(load: Load, demand: Demand) -> float:
+    """Tokens of cache that those there and this one take."""
+    return load.context_tokens + load.prefill_tokens + demand.tokens + demand.output
 
 
 def _left(load: Load, step: float) -> float:

@@ -119,7 +119,8 @@ class Held(NamedTuple):
 
 class Evaluation(NamedTuple):
     """What the policy would do with a request by the loads known here. Nothing is done yet. `overlap`: prompt tokens
-    that the candidate it chose holds in its first tier; `lower`: those that follow in slower tiers."""
+    that the candidate it chose holds in its first tier; `lower`: those that follow in slower tiers. `settled`:
+    admission has chosen how it goes, in these `legs`, or whole if there are none."""
 
     demand: Demand
     candidates: Sequence[Candidate]
@@ -127,6 +128,8 @@ class Evaluation(NamedTuple):
     overlap: int
     spaces: Mapping[int, Held] | None = None  # by space, where the candidates are of several
     lower: Lower = ()
+    settled: bool = False
+    legs: legs.LegChoice | None = None
 
 
 class Decision(NamedTuple):
@@ -311,7 +314,7 @@ class Router:
     def commit(self, evaluation: Evaluation, now: float, decision: Decision | None = None) -> Placement:
         """Do it: count the load, expect the blocks, and tell the policy, once per placement. `decision`: where that was
         made by the load of all gateways, of the same candidates."""
-        demand, candidates, choice, overlap, spaces, lower = evaluation
+        demand, candidates, choice, overlap, spaces, lower, *_ = evaluation
         placed, counted, begins = demand, False, demand.now if demand.now != UNTIMED else None
         if decision is not None:
             choice, overlap, lower = choice._replace(index=decision.index), decision.overlap, decision.lower
@@ -350,7 +353,7 @@ class Router:
 
     def choose_among(self, ways: Iterable[legs.Ways]) -> legs.LegChoice | None:
         """As `choose_legs`, for what `ways` has just returned."""
-        return legs.best(self._leg_rule(self.policy, one) for one in ways)
+        return legs.best(one.taken(self._leg_rule(self.policy, one)) for one in ways)
 
     def ways(self, whole: Evaluation, pairings: Iterable[Pairing], now: float) -> list[legs.Ways]:
         """Return what a rule of legs chooses by, for each of the `pairings` that has replicas for both legs of a

@@ -164,8 +164,12 @@ class LegPlacing:
 
     def _plan(self, exchange: Exchange, evaluation: Evaluation, now: float) -> LegPlan | None:
         prompt = exchange.prompt
-        chosen = self._router.choose_among(self.ways(exchange, evaluation, now))
-        if chosen is None or prompt is None:
+        if prompt is None:
+            return None
+        chosen = evaluation.legs
+        if not evaluation.settled:
+            chosen = self._router.choose_among(self.ways(exchange, evaluation, now))
+        if chosen is None:
             return None
         transfer = self._eligible.backends[chosen.prefiller.replica].replica.transfer
         if transfer is None or (first_body := transfer.first_body(prompt.path, exchange.request.body)) is None:
@@ -174,9 +178,22 @@ class LegPlacing:
 
     def ways(self, exchange: Exchange, evaluation: Evaluation, now: float) -> list[legs.Ways]:
         """What a rule chooses the exchange's legs by; nothing where it is to stay whole."""
+        return self._router.ways(evaluation, self.pairings_of(exchange), now)
+
+    def pairings_of(self, exchange: Exchange) -> Sequence[Pairing]:
+        """Who may have its legs; nobody where it is to stay whole."""
         if exchange.stays_whole or exchange.response is not None or len(exchange.request.body) > MOST_BYTES:
-            return []
-        return self._router.ways(evaluation, self._pairings(exchange.prompt, exchange.tried), now)
+            return ()
+        return self._pairings(exchange.prompt, exchange.tried)
+
+    def look_into(self, exchange: Exchange) -> None:
+        """Have a request stay whole whose body can be that of no first leg, before it is judged by two."""
+        prompt, body = exchange.prompt, exchange.request.body
+        sides = self._eligible.sides(prompt.model or None) if prompt is not None else None
+        if prompt is None or sides is None or len(body) > MOST_BYTES:
+            return
+        kinds = [kind.transfer for kind in sides.kinds if prompt.path in kind.transfer.paths]
+        exchange.stays_whole = all(one.first_body(prompt.path, body) is None for one in kinds)
 
     def are_there(self, chosen: legs.LegChoice) -> bool:
         """Whether both replicas still are what they were when they were chosen."""

@@ -125,8 +125,9 @@ class Eligibility:
         model = prompt.model or None
         found = self._slow.get(model)
         if found is None:
-            ready = [one for one in self.backends.values() if one.replica.spill and one.replica.state is State.READY]
-            found = Targets([one.candidate for one in ready if one.serves(model)])
+            slow = [one for one in self.backends.values() if one.replica.spill and one.serves(model)]
+            ready = [one for one in slow if one.replica.state is State.READY and one.replica.role != PREFILL]
+            found = Targets([one.candidate for one in ready])
             if model is None or model in self.names:
                 self._slow[model] = found
         if self.models.routes.differ_in_context(model):

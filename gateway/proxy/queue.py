@@ -79,8 +79,10 @@ class Queue:
         known = self._tickets.get(asker)
         if known is None:
             prompt = _computed(asker)
-            if prompt is None or asker.tried or self._placing.eligible.roles.any:
+            if prompt is None or asker.tried:
                 return evaluation
+            if self._placing.eligible.roles.any and isinstance(asker, Exchange):
+                self._placing.legs.look_into(asker)
             try:
                 known = self._tickets[asker] = self._ticket(asker, prompt, evaluation.candidates[0].space, now)
             except ApiError as error:
@@ -93,16 +95,17 @@ class Queue:
     def _judge(
         self, asker: Asker, fleet: Admission, ticket: Ticket, evaluation: Evaluation, now: float
     ) -> Evaluation | None:
-        waited, prompt = ticket.waits, _computed(asker)
+        waited, prompt, placing = ticket.waits, _computed(asker), self._placing
         verdict, evaluation = admit(
-            self._placing.router,
+            placing.router,
             fleet,
             ticket,
             evaluation,
             now,
-            lambda: self._placing.eligible.slow_pool(prompt),
+            lambda: placing.eligible.slow_pool(prompt),
             # Of one that passes elsewhere nobody here writes the body.
             isinstance(asker, Exchange) and prompt is not None and prompt.path in LIMITS,
+            placing.legs.pairings_of(asker) if placing.eligible.roles.any and isinstance(asker, Exchange) else (),
         )
         if not (waited and verdict.decision == QUEUED):
             self._metrics.admission.inc(verdict.decision, ticket.qos.name, verdict.reason)

@@ -74,7 +74,10 @@ class Gate:
             self.admission.leave(ticket, now)
             self._send(request, None)
             return
-        verdict, evaluation = admit(gateway.router, self.admission, ticket, evaluation, now, may_cap=True)
+        pairings = gateway.pairings(request.turn)
+        verdict, evaluation = admit(
+            gateway.router, self.admission, ticket, evaluation, now, may_cap=True, pairings=pairings
+        )
         if verdict.cap:
             request.cap(verdict.cap)
         if verdict.decision == REFUSED:

@@ -14,7 +14,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
 
-from policies import Candidate, CostGroup, Demand, Evaluation, Ledger, Placement, Policy, Router, Targets
+from policies import (
+    Candidate,
+    CostGroup,
+    Demand,
+    Evaluation,
+    Ledger,
+    Pairing,
+    Placement,
+    Policy,
+    Router,
+    Targets,
+)
 from policies.legs import LegRule
 from policies.outputs import LEAST_OUTPUT
 from replicas.simulated.engine import Cleared, Removed, Stored
@@ -102,12 +113,18 @@ class Gateway:
         self, evaluation: Evaluation, turn: Turn, now: float, tried: tuple[int, ...] = (), stays_whole: bool = False
     ) -> Placement | Legs:
         """Place it as evaluated, or in two legs if they are better."""
-        if self._prefillers and not stays_whole:
-            prefillers, decoders = self._able(self._prefillers, turn, tried), self._able(self._decoders, turn, tried)
-            chosen = self.router.choose_legs(evaluation, prefillers, decoders, now)
-            if chosen is not None:
-                return Legs(*self.router.commit_legs(evaluation, chosen, now), chosen.moved)
+        chosen = evaluation.legs
+        if not evaluation.settled and not stays_whole:
+            chosen = self.router.choose_among(self.router.ways(evaluation, self.pairings(turn, tried), now))
+        if chosen is not None:
+            return Legs(*self.router.commit_legs(evaluation, chosen, now), chosen.moved)
         return self.router.commit(evaluation, now)
+
+    def pairings(self, turn: Turn, tried: tuple[int, ...] = ()) -> list[Pairing]:
+        """Who may have legs of it."""
+        if not self._prefillers:
+            return []
+        return [(self._able(self._prefillers, turn, tried), self._able(self._decoders, turn, tried))]
 
     def _able(self, side: Sequence[int], turn: Turn, tried: tuple[int, ...]) -> list[Candidate]:
         """Those of a side that were not tried and have room for a prompt and its answer."""

@@ -177,11 +177,6 @@ def settings(args: argparse.Namespace) -> dict[str, Setting]:
         raise options.BadOption(
             f"--policies {oracles[0]}: an oracle knows nothing of legs, leave --pools or the oracle out"
         )
-    if args.admission is not None and roles is not None and set(roles) != {"both"}:
-        raise options.BadOption(
-            "--admission: where replicas have roles the gateway sends all requests at once, leave --admission or the "
-            "roles in --pools out"
-        )
     made = Setting(
         policy="",
         profiles=engines,

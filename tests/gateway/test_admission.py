@@ -27,11 +27,11 @@ request_router:
 
 
 @contextmanager
-def engines(count):
+def engines(count, *flags):
     """So many simulated engines, each a process: an eighth as fast as a GPU, so that few clients are many."""
     made = []
     try:
-        made += [Engine("--profile", "gpu-8b", "--speedup", "0.125") for _ in range(count)]
+        made += [Engine("--profile", "gpu-8b", "--speedup", "0.125", *flags) for _ in range(count)]
         yield [one.wait().url for one in made], [one.process for one in made]
     finally:
         for one in made:
@@ -140,3 +140,47 @@ async def test_two_gateways_on_one_redis_admit_by_the_load_of_both(tmp_path, red
                 queued += sum(each["queued"] for each in (await one.status())["admission"])
                 await nothing_left(one)
             assert queued > 0, "of one or the other: who comes first has the room"
+
+
+@contextmanager
+def parted():
+    """One engine that computes prompts for others, and two that write answers."""
+    with engines(3, "--kv-connector") as (urls, _):
+        yield [f"{url}#role={role}" for url, role in zip(urls, ("prefill", "decode", "decode"), strict=True)]
+
+
+async def test_where_replicas_have_roles_a_flood_waits_for_pairs_and_premium_passes_it(tmp_path):
+    with parted() as urls:
+        async with gateway(tmp_path, urls, "--policy", "least_load") as one:
+            free = asyncio.ensure_future(flood(one, 60, 6.0))
+            await one.until(lambda status: any(each["queued"] for each in status["admission"]))
+            premium = await flood(one, 1, 4.0, tier="premium")
+            leaving = await asyncio.gather(*[ask(one, leave_after=0.3) for _ in range(10)])
+            free = await free
+            assert {status for status, _, whole in premium if whole} == {200}
+            assert {status for status, *_ in free + leaving} <= {200, 429, "left"}
+            assert all(whole for status, _, whole in free if status == 200)
+            await nothing_left(one)
+            told = {each["class"]: each for each in (await one.status())["admission"]}
+            assert told["premium"]["refused"] == 0 and told["free"]["met"] > 0 and told["free"]["ttft_seconds"] > 0
+            legs = await one.counted("hitherto_legs_total", leg="decode", outcome="complete")
+            answered = Counter(status for status, *_ in premium + free)[200]
+            assert 0.3 * answered < legs
+
+
+async def test_two_gateways_on_one_redis_admit_to_pairs_by_the_load_of_both(tmp_path, redis_server):
+    with parted() as urls:
+        async with AsyncExitStack() as stack:
+            flags = "--policy", "least_load", "--redis-url", redis_server.url
+            gateways = [await stack.enter_async_context(gateway(tmp_path, urls, *flags)) for _ in range(2)]
+            for one in gateways:
+                await one.until(lambda status: status["map"]["redis"]["ledger_joined"])
+            floods = await asyncio.gather(*[flood(one, 30, 5.0) for one in gateways])
+            queued = legs = 0
+            for one, found in zip(gateways, floods):
+                statuses = Counter(status for status, *_ in found)
+                assert set(statuses) <= {200, 429} and statuses[200] > 0
+                queued += sum(each["queued"] for each in (await one.status())["admission"])
+                legs += await one.counted("hitherto_legs_total", leg="decode", outcome="complete")
+                await nothing_left(one)
+            assert queued > 0 and legs > 0

@@ -55,8 +55,29 @@ def test_under_twice_what_it_can_do_a_fleet_still_does_what_it_can(mode):
     assert known[20.0][0] >= 0.8 * known[20.0][1]
 
 
-def test_every_request_ends_and_nothing_is_left():
-    one = fleet("wait", gateways=2)
+@pytest.mark.parametrize("mode, share", [("wait", 0.95), ("reject", 0.6)])
+def test_a_fleet_with_roles_does_what_it_can_under_three_times_that(mode, share):
+    """Without admission nobody is answered in time then. Whoever has two legs is judged by both engines."""
+    known, roles = {}, ["prefill", "decode", "decode"]
+    for rate in (24.0, 80.0):
+        one = fleet(mode, replicas=3, roles=roles, legs="always")
+        load(one, 14.0, 15.0)
+        load(one, rate, 50.0, begin=15.0)
+        records = one.run().records
+        known[rate] = good(records)
+        answered = [record for record in records if not record.error]
+        assert sum(record.prefilled_by == 0 for record in answered) > 0.5 * len(answered)
+    assert known[80.0][0] >= share * known[24.0][0]
+    assert known[24.0][0] >= 0.9 * known[24.0][1]
+    plain = Fleet([load_profile("gpu-8b")] * 3, "least_time", 1, roles=roles, legs="always")
+    load(plain, 14.0, 15.0)
+    load(plain, 80.0, 50.0, begin=15.0)
+    assert good(plain.run().records)[0] < 0.2 * known[80.0][0]
+
+
+@pytest.mark.parametrize("roles", [None, ["prefill", "decode", "both"]])
+def test_every_request_ends_and_nothing_is_left(roles):
+    one = fleet("wait", replicas=3 if roles else 2, gateways=2, roles=roles)
     load(one, 45.0, 20.0)
     one.at(8.0, one.lose, 0)
     one.at(14.0, one.restore, 0)

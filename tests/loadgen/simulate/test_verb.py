@@ -195,10 +195,6 @@ def test_pools_have_roles_and_speeds_and_the_report_says_what_was_moved(figures)
         (["--pools", "{p: {launch: 2"], "--pools: line 1 is not YAML"),
         (["--pools", "{p: {launch: 2}}", "--replicas", "2"], "leave --replicas and --speeds out"),
         (["--pools", POOLS, "--policies", "oracle"], "an oracle knows nothing of legs"),
-        (
-            ["--pools", POOLS, "--admission", "wait", "--goodput", "ttft:2000"],
-            "leave --admission or the roles in --pools out",
-        ),
         (["--pools", POOLS, "--outage", "3:1"], "there are replicas 0 to 2"),
         (["--legs", "over"], "'over' is no rule for legs; there are seconds, always, over:N, llmd:N, never"),
         (["--trace", "/nowhere/trace.jsonl"], "/nowhere/trace.jsonl"),
@@ -256,6 +252,15 @@ def test_admission_by_the_limits_of_goodput_refuses_who_cannot_be_in_time(figure
         assert one["goodput"]["share"] > sent["goodput"]["share"]
     assert main([*crowd[:-2], "--admission", "wait"]) == 2
     assert "--goodput ttft:2s" in capsys.readouterr().err
+
+
+def test_admission_judges_requests_by_both_their_legs(figures):
+    crowd = ["simulate", "--dataset-name", "random", "--suffix-len", "3000", "--output-len", "100", "--num-prompts", "400",
+             "--request-rate", "30", "--pools", POOLS, "--legs", "always", "--goodput", "ttft:1s"]  # fmt: skip
+    sent = json.loads(figures(*crowd))["targets"]["least_time"]
+    one = json.loads(figures(*crowd, "--admission", "wait"))["targets"]["least_time"]
+    assert one["failed"] > 0 and one["completed"] + one["failed"] == 400 and one["legs"]["requests"] > 20
+    assert one["goodput"]["share"] > 2 * sent["goodput"]["share"]
 
 
 def test_interrupted_it_tells_of_the_policies_played_until_then(tmp_path):

@@ -1,0 +1,63 @@
+"""Pairs: the ways of a request that is computed on one replica and answered by another, and what each would give it.
+
+    ttft = what the prefiller predicts for the prompt alone + the transfer + the decoder's step
+           + what the decoder is not ready for by then: prompts that it computes itself, blocks that must come free
+    tpot = a step of the decoder with the streams that are there when the first token is out
+
+The load on a decoder has those in it whose prompts are still computed elsewhere, so it is what comes as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from typing import NamedTuple
+
+from .legs import FEW, LegChoice
+from .quotes import Place, Quote, after_prefill, first_leg
+from .router import Evaluation, Pairing, Router
+from .vocabulary import Candidate, Demand
+
+
+class Pair(NamedTuple):
+    prefiller: Candidate
+    decoder: Candidate
+    quote: Quote
+
+    @property
+    def place(self) -> Place:
+        return self.prefiller.replica, self.decoder.replica
+
+
+def pairs(router: Router, whole: Evaluation, pairings: Sequence[Pairing], now: float) -> list[Pair]:
+    """Return the pairs that could take a request, right after its evaluation: all of them, or where replicas are many
+    those of the quickest on each side, with one for every other replica."""
+    return [
+        Pair(first, second, quoted(router, first, second, whole.demand))
+        for ways in router.ways(whole, pairings, now)
+        for first, second in _combined(whole.demand, ways.prefillers, ways.decoders)
+        if first is not second and ways.can_pair(first, second)
+    ]
+
+
+def quoted(router: Router, prefiller: Candidate, decoder: Candidate, demand: Demand) -> Quote:
+    """Return what this pair would give it. Both have been weighed for it."""
+    moving = router.transfers.seconds(prefiller.replica, decoder.replica, demand.tokens - decoder.overlap)
+    return after_prefill(first_leg(prefiller, demand), moving, decoder, demand)
+
+
+def best_legs(
+    router: Router, whole: Evaluation, pairings: Sequence[Pairing], now: float, among: Collection[Place]
+) -> LegChoice | None:
+    """Return the legs that the rule takes, of these pairs, if it takes any."""
+    ways = [only for one in router.ways(whole, pairings, now) if (only := one.only(among)) is not None]
+    return router.choose_among(ways)
+
+
+def _combined(
+    demand: Demand, prefillers: Sequence[Candidate], decoders: Sequence[Candidate]
+) -> Iterator[tuple[Candidate, Candidate]]:
+    firsts = sorted(prefillers, key=lambda one: first_leg(one, demand).ttft)
+    seconds = sorted(decoders, key=lambda one: one.costs.step_seconds(one.load))
+    yield from [(first, second) for first in firsts[:FEW] for second in seconds[:FEW]]
+    yield from [(first, seconds[0]) for first in firsts[FEW:]]
+    yield from [(firsts[0], second) for second in seconds[FEW:]]

@@ -367,11 +367,11 @@ class Metrics:
     retries = Counter("Requests sent to another replica before their first byte, or once more to the same one",
         reason=(*CONNECTION_FAULTS, *STATUS_FAULTS, *ANSWER_FAULTS, "removed", "replaced", "elsewhere", "ids", "reconnect", "not kept", "leg refused",
                 "transfer stalled", "prefill failed", "differs"))
-    continued_streams = Counter("With --continue-streams: breaks of streams that were gone on with, by how: from the ids, by repetition, from the text, or "
-        "only the end was missing (over)", way=("ids", "repeat", "text", "over"))
+    continued_streams = Counter("With --continue-streams: breaks of streams that were gone on with, by how: from the ids, by repetition, from the text, "
+        "from the beginning since there was no text yet (again), or only the end was missing (over)", way=("ids", "repeat", "text", "again", "over"))
     streams_not_continued = Counter("With --continue-streams: streams that broke off and were not gone on with", reason=NOT_CONTINUED)
     continue_gap_seconds = Histogram("From a stream's break to the first text of the replica that went on with it", "way", LATENCY_BUCKETS,
-        ("ids", "repeat", "text"))
+        ("ids", "repeat", "text", "again"))
     leg_choices = Counter("Requests that could have been computed on two replicas, by whether they were", choice=("apart", "whole"))
     legs = Counter("Legs of requests that were computed on two replicas, by how each ended", leg=("prefill", "decode"),
         outcome=("complete", "failed", "not kept", "abandoned"))

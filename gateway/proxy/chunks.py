@@ -5,35 +5,56 @@ from __future__ import annotations
 import re
 
 CHUNK = re.compile(rb"([0-9A-Fa-f]{1,8})[^\r\n]*\r\n")
+END_OF_BODY = b"0\r\n\r\n"
+LONGEST_LINES = 65_536  # bytes of a chunk's size with its extensions, and of all that follows the last chunk
 
 
 class Chunks:
-    """Takes the framing off a body that comes in reads. `rest`: what is not a whole chunk yet."""
+    """Takes the framing off a body that comes in reads. A chunk is handed out as it comes, whatever its size, but for
+    its last byte, which waits for the line end behind it. `left`: bytes of a chunk that are not handed out yet; `rest`:
+    what has been read of them, or of a line; `ended`: the last chunk is here."""
 
-    __slots__ = ("rest", "ended")
+    __slots__ = ("rest", "left", "ended")
 
     def __init__(self) -> None:
         self.rest = b""
+        self.left = 0
         self.ended = False
 
     def feed(self, data: bytes) -> bytes:
-        """What the chunks have that are whole now. Raises ValueError."""
-        if self.ended:  # the last line end may come in a read of its own
-            return b""
-        raw, at, pieces = self.rest + data, 0, []
-        while (found := CHUNK.match(raw, at)) is not None:
-            size, start = int(found[1], 16), found.end()
-            if not size:
-                self.ended, at = True, len(raw)
+        """Return what a read has of the body. Raises ValueError."""
+        raw, at, pieces = self.rest + data if self.rest else data, 0, []
+        while not self.ended:
+            if self.left:
+                is_whole = len(raw) - at >= self.left + 2
+                size = self.left if is_whole else min(self.left - 1, len(raw) - at)
+                pieces.append(raw[at : at + size])
+                self.left, at = self.left - size, at + size
+                if not is_whole:
+                    break
+                at += 2
+            elif (found := CHUNK.match(raw, at)) is not None:
+                self.left = int(found[1], 16)
+                self.ended = not self.left
+                at = at if self.ended else found.end()
+            else:
                 break
-            if start + size + 2 > len(raw):
-                break
-            pieces.append(raw[start : start + size])
-            at = start + size + 2
         self.rest = raw[at:]
-        if self.rest and found is None and b"\n" in self.rest:
+        if not self.ended and not self.left and b"\n" in self.rest:
             raise ValueError("a chunk has no size")
+        if len(self.rest) > LONGEST_LINES:
+            raise ValueError(f"more than {LONGEST_LINES} bytes of framing")
         return b"".join(pieces)
+
+    @property
+    def resumption(self) -> bytes:
+        """What stands between a body of whole chunks that has all that was handed out, and the bytes that come next."""
+        return b"%x\r\n%b" % (self.left, self.rest) if self.left else self.rest
+
+
+def framed(data: bytes) -> bytes:
+    """A chunk of this data; nothing of none."""
+    return b"%x\r\n%b\r\n" % (len(data), data) if data else b""
 
 
 def unchunked(data: bytes) -> bytes:

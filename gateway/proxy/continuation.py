@@ -2,12 +2,13 @@
 
 The stream is read event by event. The client gets whole events only, so that whatever breaks off the client's part ends
 where an event does. What it got is kept as text and, where the engine tells them, as token ids. After a break the rest
-comes in one of three ways:
+comes in one of four ways:
 
 - by ids: another engine is asked for what follows prompt and ids. Ids at the end whose text is not complete (part of a
   character) or that came together with others are left to it to write again.
 - by repetition: the same request once more, where the engine tells no ids and decoding is greedy.
 - by text: as by ids, with those that the text is tokenized to; another stream than the engine had begun, perhaps.
+- anew: the same request once more, where the client has no text yet.
 
 Text that the client has is compared with what comes, and left out. A difference ends the stream: nothing is ever joined
 to what does not lead there.
@@ -16,7 +17,6 @@ to what does not lead there.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
 from enum import Enum
 from sys import getsizeof
 from time import monotonic
@@ -25,23 +25,26 @@ from typing import TYPE_CHECKING, Any, Protocol
 from ..http.upstream import Head, UpstreamError
 from ..prompt.api.continuable import Terms
 from .answers import error_status
-from .chunks import Chunks
-from .events import Event, Kind, Names, hide_ids, join_counts, put_before, read, with_text, without_ids, write
+from .chunks import END_OF_BODY, Chunks, framed
+from .events import Event, Events, Kind, Names, hide_ids, join_counts, put_before, read, with_text, without_ids, write
 from .retries import ABORTED, DIFFERS, ERROR_ANSWER, PROTOCOL
 
 if TYPE_CHECKING:
     from ..prompt import Prompt
 
-END_OF_BODY = b"0\r\n\r\n"
-LONGEST_EVENT = 2**22  # bytes; engines write no such event
+LONGEST_EVENT = 2**22  # bytes, but for the prompt's ids; engines write no such event
+ID_BYTES = 12  # of an id in an event at most: ten digits, a comma and a blank
+LONGEST_FROZEN = 2**16  # bytes of an event of a stream that is over the budget
+OVERHEAD = 1024  # bytes of a stream's objects, besides what they hold: 900 with Python 3.11
 # What reading an event raises that no engine known here writes.
-_UNKNOWN = (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError)
+UNKNOWN = (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError, RecursionError)
 
 
 class Way(Enum):
     IDS = "ids"
     REPEAT = "repeat"
     TEXT = "text"
+    AGAIN = "again"
 
     __hash__ = object.__hash__
 
@@ -69,24 +72,24 @@ class Continuation:
         # which of its exchange's attempts began the answer; events that the client has got of those before the last one
         "first", "events",
         # read and not passed on: of HTTP's framing, None without one, and of an event
-        "chunks", "part",
+        "chunks", "unread",
         # what the client has; `clean`: how many ids, and bytes of the text, up to which both say the same
         "names", "text", "ids", "prompt_ids", "opened", "opening", "closing", "finished", "complete", "clean",
         # since the last break: text and closing events that the client has already, whether this engine has shown that
-        # it goes on from the ids, how many ids and how much text it was given
-        "skip", "skip_closing", "told_reason", "shown", "given", "given_text", "proven", "begun_at",
-        "breaks", "broke_at", "counted", "handler", "is_frozen",
+        # it goes on from the ids, how many ids it was given, and how many bytes of text there were
+        "skip", "skip_closing", "told_reason", "shown", "given", "proven", "begun_at",
+        "breaks", "broke_at", "counted", "handler", "is_frozen", "is_strange", "keeps_body",
     )  # fmt: skip
 
     def __init__(self, handler: StreamHandler, terms: Terms, label: str, prompt: Prompt):
-        self.handler, self.body = handler, b""
+        self.handler, self.body, self.keeps_body = handler, b"", False
         self.terms, self.label, self.prompt = terms, label, prompt
         self.way: Way | None = None
         self.head: Head | None = None
         self.chunked = False
         self.first = self.events = 0
         self.chunks: Chunks | None = None
-        self.part = b""
+        self.unread = Events()
         self.names = Names()
         self.text = bytearray()  # UTF-8
         self.ids = array("I")
@@ -95,20 +98,26 @@ class Continuation:
         self.finished: str | None = None
         self.complete = False
         self.clean = (0, 0)
-        self.skip, self.skip_closing, self.told_reason, self.shown = "", 0, False, False
-        self.given, self.given_text, self.proven = 0, "", True
-        self.begun_at = 0  # bytes of text that there were
+        self.skip, self.skip_closing, self.told_reason, self.shown = bytearray(), 0, False, False
+        self.given, self.proven = 0, True
+        self.begun_at = 0
         self.breaks, self.broke_at = 0, 0.0
         self.counted = 0  # bytes of `size` that are in the budget
         self.is_frozen = False  # over the budget: joined as before, and after another break nobody goes on with it
+        self.is_strange = False  # has had what only its engine's parser can go on with
 
     @property
     def size(self) -> int:
         """Bytes that are kept of it."""
-        held = len(self.body) + len(self.terms.kept) + len(self.names.settings) + len(self.prompt_ids) + len(self.part)
+        held = OVERHEAD + len(self.body) + len(self.terms.kept) + len(self.names.settings) + len(self.prompt_ids)
         if self.chunks is not None:
             held += len(self.chunks.rest)
-        return held + getsizeof(self.text) + getsizeof(self.ids) + len(self.skip) + len(self.given_text)
+        return held + getsizeof(self.unread.part) + getsizeof(self.text) + getsizeof(self.ids) + getsizeof(self.skip)
+
+    @property
+    def longest_event(self) -> int:
+        """Bytes of an event that is waited for. One has the prompt's ids."""
+        return LONGEST_FROZEN if self.is_frozen else LONGEST_EVENT + ID_BYTES * self.prompt.tokens
 
     # --- the stream as it passes
 
@@ -116,7 +125,7 @@ class Continuation:
         """It goes to the first replica. `body`: without the gateway's fields, where it may have to be sent once more or
         tokenized; else b""."""
         self.terms.limit = self.terms.limit_of(self.prompt)
-        self.body = body
+        self.body, self.keeps_body = body, bool(body)
 
     def begin(self, head: Head, first: int) -> None:
         """The first replica's head goes to the client. `first`: which attempt that is."""
@@ -126,7 +135,7 @@ class Continuation:
 
     def read_from(self, head: Head) -> None:
         """What comes now is framed as this head says."""
-        self.chunks, self.part = Chunks() if head.is_chunked else None, b""
+        self.chunks, self.unread = Chunks() if head.is_chunked else None, Events()
 
     def take(self, data: bytes) -> tuple[bytes, UpstreamError | None]:
         """A read of the replica's: what the client gets of it, and why nothing more follows, if so. Raises Unreadable
@@ -140,13 +149,13 @@ class Continuation:
 
     def take_last(self) -> tuple[bytes, UpstreamError | None]:
         """As `take`, of a last event without the blank line behind it."""
-        if not self.part or read(self.label, self.part).kind is Kind.STRANGE:
+        part = bytes(self.unread.part)
+        if not part or read(self.label, part).kind is Kind.STRANGE:
             return b"", None
         return self._read(b"\n\n")
 
     def _read(self, body: bytes) -> tuple[bytes, UpstreamError | None]:
-        told = self.part + body
-        *events, self.part = (told.replace(b"\r\n", b"\n") if b"\r" in told else told).split(b"\n\n")
+        events = self.unread.feed(body)
         out: list[bytes] = []
         error = None
         for at, raw in enumerate(events):
@@ -155,25 +164,24 @@ class Continuation:
             except UpstreamError as found:
                 error = found
                 break
-            except _UNKNOWN:
+            except UNKNOWN:
                 if not self.breaks:
-                    raise Unreadable(self._left((*out, *(one + b"\n\n" for one in events[at:]), self.part))) from None
+                    raise Unreadable(b"".join((*out, *(one + b"\n\n" for one in events[at:]), self.leave()))) from None
                 error = UpstreamError(DIFFERS, "went on with events of another kind")
                 break
-        if error is None and len(self.part) > LONGEST_EVENT:
-            error = UpstreamError(PROTOCOL, f"sent an event of more than {LONGEST_EVENT} bytes")
+        if error is None and len(self.unread.part) > self.longest_event:
+            if not self.breaks:  # nothing is wrong with it
+                raise Unreadable(b"".join((*out, self.leave())))
+            error = UpstreamError(PROTOCOL, f"sent an event of more than {self.longest_event} bytes")
         return self.framed(b"".join(out)), error
 
     def leave(self) -> bytes:
-        """What the client gets of the bytes that were held back, so that all that follow may pass as they come."""
-        return self._left((self.part,))
-
-    def _left(self, events: Iterable[bytes]) -> bytes:
-        framed, chunks = self.framed(b"".join(events)), self.chunks
-        return framed if chunks is None else framed + (END_OF_BODY if chunks.ended else chunks.rest)
+        """What was held back, so that all that follow may pass as they come."""
+        part, self.unread = bytes(self.unread.part), Events()
+        return part
 
     def framed(self, events: bytes) -> bytes:
-        return b"%x\r\n%b\r\n" % (len(events), events) if events and self.chunked else events
+        return framed(events) if self.chunked else events
 
     @property
     def end(self) -> bytes:
@@ -181,7 +189,7 @@ class Continuation:
         return END_OF_BODY if self.chunked else b""
 
     def _passed(self, raw: bytes) -> bytes:
-        """An event -> what the client gets of it. Raises UpstreamError, or one of _UNKNOWN."""
+        """An event -> what the client gets of it. Raises UpstreamError, or one of UNKNOWN."""
         event = read(self.label, raw)
         kind = event.kind
         if kind is Kind.BESIDE:
@@ -190,6 +198,9 @@ class Continuation:
             raise UpstreamError(ERROR_ANSWER, f"ended its stream with an error that amounts to {status}")
         if event.reason == "abort" or (self.label == "messages" and _aborts(event)):
             raise UpstreamError(ABORTED, "aborted it")
+        if kind is Kind.STRANGE and self.way is Way.AGAIN and self.label != "responses" and event.data:
+            self.is_strange = True
+            return self._mended(event, "")
         if kind in (Kind.STRANGE, Kind.ERROR) or (kind is Kind.OPENS and self.text and not self.breaks):
             raise ValueError(kind)
         return self._joined(event) if self.breaks else self._first(event, raw)
@@ -204,17 +215,18 @@ class Continuation:
 
     def freeze(self) -> None:
         """Keep only what the rest of this replica is joined by."""
-        self.is_frozen, self.body, self.text = True, b"", bytearray()
-        del self.ids[self.given :]
+        self.is_frozen, self.body = True, b""
+        del self.ids[self.given :], self.text[self.begun_at if self.label == "responses" else 0 :]
 
     def _keep(self, event: Event) -> None:
         kind = event.kind
-        if event.prompt_ids and not self.breaks:
+        begins = not self.breaks or self.way is Way.AGAIN
+        if event.prompt_ids and begins:
             self.prompt_ids = array("I", event.prompt_ids).tobytes()
         if kind is Kind.TEXT and not self.is_frozen:
             if event.ids:
                 self.ids.extend(event.ids)
-            elif event.text and not self.breaks:
+            elif event.text and begins:
                 self.prompt_ids = b""  # not all of its text has ids
             if event.text:
                 self.text += event.text.encode()
@@ -227,6 +239,8 @@ class Continuation:
         elif kind is Kind.END:
             self.complete = True
         self.finished = event.reason or self.finished
+        if self.body and not self.keeps_body and not self.is_untouched:
+            self.body = b""
 
     def _joined(self, event: Event) -> bytes:
         """An event of a replica that goes on."""
@@ -235,16 +249,20 @@ class Continuation:
             self._prove(event)
         if kind is Kind.OPENS:
             self.opening += 1
+            if self.way is Way.AGAIN and event.prompt_ids:
+                self.prompt_ids = array("I", event.prompt_ids).tobytes()
             if self.opening <= self.opened:
                 return b""
             self.opened = self.opening
         text = event.text
         if kind is Kind.TEXT:
             if self.skip and text:
-                same = min(len(text), len(self.skip))
-                if text[:same] != self.skip[:same]:
+                told = text.encode()
+                same = min(len(told), len(self.skip))
+                if told[:same] != self.skip[:same]:
                     raise UpstreamError(DIFFERS, "wrote another text than the client has")
-                self.skip, text = self.skip[same:], text[same:]
+                del self.skip[:same]
+                text = told[same:].decode()
             self._keep(event)
             if not text and (event.reason is None or self.told_reason):
                 return b""
@@ -266,10 +284,10 @@ class Continuation:
             with_text(self.label, data, text)
         if not self.terms.tells_ids:
             without_ids(self.label, data)
-        if self.way is not Way.REPEAT:
+        if self.way in (Way.IDS, Way.TEXT):
             join_counts(self.label, data, self.given, len(self.prompt_ids) // 4)
             if self.label == "responses" and event.kind in (Kind.CLOSES, Kind.END):
-                put_before(data, self.given_text)
+                put_before(data, self.text[: self.begun_at].decode())
         return write(self.label, data)
 
     def _prove(self, event: Event) -> None:
@@ -296,40 +314,64 @@ class Continuation:
         return self.finished is not None or (limit is not None and self.clean[0] >= limit > 0)
 
     @property
+    def lacks_end(self) -> bool:
+        """Whether only the event is missing with which a stream ends that has told why, and its usage."""
+        if self.finished is None or self.complete or self.skip:
+            return False
+        if self.label in ("chat", "completions"):
+            return self.closing > 0 or not self.prompt.include_usage
+        return False
+
+    @property
+    def is_untouched(self) -> bool:
+        """Whether its client has nothing of the answer but what announces it."""
+        told = self.text or self.skip or self.closing or self.complete or self.finished is not None
+        return not (told or (self.ids and self.terms.tells_ids))
+
+    @property
     def is_stuck(self) -> bool:
-        """Whether the replica that was to go on wrote nothing at all, not even what the client has."""
-        return self.breaks > 0 and len(self.text) == self.begun_at
+        """Whether the replica that wrote it last wrote nothing at all, not even what the client has."""
+        return len(self.text) == self.begun_at
 
     def break_off(self) -> None:
         """The replica is gone; what the client has stands."""
         self.breaks += 1
         self.broke_at = monotonic()
-        self.chunks, self.part, self.opening = None, b"", 0
+        self.chunks, self.unread, self.opening = None, Events(), 0
 
     def go_by_ids(self, ids: bytes | None = None, prompt_ids: bytes = b"") -> bytes:
         """From now on the rest comes by ids; returns all that it follows. `ids`, `prompt_ids`: those of the text, where
         the engine told none."""
         if ids is None:
             count, end = self.clean
-            self.way, self.skip = Way.IDS, self.text[end:].decode() + self.skip
+            self.way, self.skip = Way.IDS, self.text[end:] + self.skip
             del self.ids[count:], self.text[end:]
         else:
-            self.way, self.skip, self.ids = Way.TEXT, "", array("I", ids)
+            self.text += self.skip
+            self.way, self.skip, self.ids = Way.TEXT, bytearray(), array("I", ids)
             self.prompt_ids = prompt_ids
             self.clean = len(self.ids), len(self.text)
-        self.given, self.given_text, self.begun_at = len(self.ids), self.text.decode(), len(self.text)
+        self.given, self.begun_at = len(self.ids), len(self.text)
         self.skip_closing, self.shown, self.proven = 0, False, False
         return self.prompt_ids + self.ids.tobytes()
 
+    def go_again(self) -> None:
+        """What comes now is the answer from its beginning, of which the client has nothing."""
+        self.way, self.prompt_ids, self.ids, self.clean = Way.AGAIN, b"", array("I"), (0, 0)
+        self.given, self.begun_at, self.shown, self.proven = 0, 0, False, True
+
     def go_by_repetition(self) -> None:
-        self.way, self.skip = Way.REPEAT, self.text.decode() + self.skip
+        self.way, self.skip = Way.REPEAT, self.text + self.skip
         self.skip_closing = max(self.closing, self.skip_closing)
         self.told_reason = self.told_reason or self.finished is not None
-        self.text, self.closing, self.given, self.given_text, self.begun_at = bytearray(), 0, 0, "", 0
+        self.text, self.closing, self.given, self.begun_at = bytearray(), 0, 0, 0
         self.finished, self.shown, self.proven = None, False, True
 
     def closing_events(self) -> bytes:
-        """What is missing where all of the text is there: of chats and completions, whose ids are known."""
+        """What is missing where all of the text is there: of chats and completions, whose ids are known or that lack no
+        usage. Nothing of a stream that is complete."""
+        if self.complete:
+            return b""
         events, prompt, written = b"", len(self.prompt_ids) // 4, len(self.ids)
         if self.terms.limit is not None:
             written = min(written, self.terms.limit)

@@ -20,6 +20,7 @@ from ..prompt.api.continuable import PATHS, terms_of
 from ..prompt.long import LongPrompts
 from ..prompt.longer import longer, repeated
 from ..prompt.prompt import CHAT, COMPLETIONS
+from .blanking import Blanking
 from .continuation import Continuation, Unreadable, Way
 from .exchange import Attempt, ContinuableAttempt, Exchange, MeteredAttempt
 from .forwarding import process_of
@@ -103,19 +104,30 @@ class Continuing:
             return self._first_body(exchange, continuation, attempt, body)
         if continuation.way is Way.REPEAT:
             return continuation.body
+        if continuation.way is Way.AGAIN:
+            return self._asking(continuation, attempt, continuation.body)
         around = attempt.backend.replica.dialect.chat_token_ids
         ids = continuation.prompt_ids + continuation.ids.tobytes()
         return terms.rest(ids, continuation.given, around or (b"", b""))
 
     def _first_body(self, exchange: Exchange, continuation: Continuation, attempt: Attempt, body: bytes) -> bytes:
-        terms, prompt = continuation.terms, continuation.prompt
-        may_ask = prompt.path in (CHAT, COMPLETIONS) and not terms.no_ids and len(body) > 2
-        asks = may_ask and not terms.tells_ids and not self._is_silent(attempt)
-        told = prompt.mode == "exact" and (asks or (may_ask and terms.tells_ids))
+        terms = continuation.terms
+        may_ask = self._may_ask(continuation)
+        told = may_ask and (terms.tells_ids or not self._is_silent(attempt))
         continuation.sent(exchange.request.body if (self._as_text or terms.greedy) and not told else b"")
         self._count(exchange, continuation)
+        return body if exchange.continuation is None else self._asking(continuation, attempt, body)
+
+    def _may_ask(self, continuation: Continuation) -> bool:
+        """Whether ids would be of use: where the gateway does not know the prompt's, those of the engine may not be all
+        that it has."""
+        terms, prompt = continuation.terms, continuation.prompt
+        return prompt.path in (CHAT, COMPLETIONS) and not terms.no_ids and prompt.mode == "exact"
+
+    def _asking(self, continuation: Continuation, attempt: Attempt, body: bytes) -> bytes:
+        """This body, which asks for the ids that are written, if that is of use."""
         at = body.find(b"{") + 1
-        if not asks or not at or exchange.continuation is None:
+        if continuation.terms.tells_ids or not at or self._is_silent(attempt) or not self._may_ask(continuation):
             return body
         assert isinstance(attempt, ContinuableAttempt)
         attempt.asks_ids = True
@@ -133,7 +145,7 @@ class Continuing:
         assert isinstance(attempt, ContinuableAttempt)
         if attempt.status != 200 or not attempt.streams or attempt.fault:
             self._leave(exchange, "")
-            return attempt.unread(data), None
+            return data, None
         if attempt.without_ids and exchange.label not in (silent := process_of(attempt.backend).silent_at):
             silent.add(exchange.label)
             log.warning("replica %s refuses to tell the token ids that it writes (%s): its streams are gone on with by "
@@ -141,9 +153,12 @@ class Continuing:
         encoded = head.get(b"content-encoding") is not None
         if encoded or head.get(b"content-length") is not None:
             self._leave(exchange, "framing")
-            attempt.asks_ids &= not encoded
-            return attempt.unread(data), None
+            if encoded or not attempt.asks_ids:
+                return data, None
+            attempt.blanking = Blanking(None)
+            return attempt.blanking.start(data), None
         continuation.begin(head, len(exchange.attempts) - 1)
+        continuation.body = continuation.body or exchange.request.body  # until there is text, if it is not kept
         return self._given(exchange, attempt, continuation, continuation.take, data)
 
     def streamed(self, attempt: Attempt, data: bytes) -> None:
@@ -165,8 +180,9 @@ class Continuing:
         continuation = exchange.continuation
         assert continuation is not None
         written, error = self._given(exchange, attempt, continuation, continuation.take_last)
-        told = continuation.complete or (continuation.finished and exchange.label in ("chat", "completions"))
-        if error is None and exchange.continuation is not None and not told:
+        if error is None and exchange.continuation is not None and continuation.lacks_end:
+            written += continuation.framed(continuation.closing_events())
+        if error is None and exchange.continuation is not None and not continuation.complete:
             error = UpstreamError(CLOSED, "ended its stream before the last event")
         if written or error is not None:
             self._write(attempt, written, error)
@@ -185,12 +201,12 @@ class Continuing:
             written, error = take(*data)
         except Unreadable as found:
             self._leave(exchange, "events")
-            return attempt.unread(found.data), None
+            return _passed(attempt, continuation, b"", found.data), None
         if continuation.shown and not shown and continuation.way is not None:
             self._metrics.continue_gap_seconds.observe(continuation.way.value, monotonic() - continuation.broke_at)
         self._count(exchange, continuation)
         if exchange.continuation is None and error is None:
-            written += attempt.unread(continuation.leave())
+            written = _passed(attempt, continuation, written, continuation.leave())
         return written, error
 
     def _count(self, exchange: Exchange, continuation: Continuation) -> None:
@@ -244,8 +260,13 @@ class Continuing:
         """Why nobody goes on with it, or "": then the way is found."""
         if isinstance(attempt.error, UpstreamError) and attempt.error.kind == DIFFERS:
             return DIFFERS
+        if continuation.complete or continuation.lacks_end:
+            continuation.way = Way.IDS
+            return ""
         if continuation.is_frozen:
             return "budget"
+        if continuation.is_strange:
+            return "events"
         exchange.crash_count = exchange.crash_count + 1 if continuation.is_stuck else 0
         if exchange.crash_count >= MOST_CRASHES or continuation.breaks >= MOST_BREAKS:
             return "crashes"
@@ -260,6 +281,8 @@ class Continuing:
 
     def _way(self, continuation: Continuation) -> tuple[Way | None, str]:
         terms, prompt = continuation.terms, continuation.prompt
+        if continuation.is_untouched and continuation.body:
+            return Way.AGAIN, ""
         known = continuation.prompt_ids and continuation.ids and continuation.way is not Way.TEXT
         reason = terms.no_ids or ("ids" if not known else "")
         if not reason and (prompt.media or len(continuation.prompt_ids) != 4 * prompt.tokens):
@@ -282,7 +305,7 @@ class Continuing:
 
         def may(one: Backend) -> bool:
             return one.candidate.space == gone.candidate.space and (
-                way is Way.REPEAT
+                way in (Way.REPEAT, Way.AGAIN)
                 or (
                     (label == "completions" or one.replica.dialect.chat_token_ids is not None)
                     and label not in process_of(one).silent_at
@@ -303,17 +326,18 @@ class Continuing:
         continuation.events = attempt.events
         if continuation.way is Way.TEXT:
             self._made_of_text(exchange, continuation)
-        elif continuation.way is Way.IDS and continuation.is_over():
+        elif continuation.way is Way.IDS and (continuation.complete or continuation.is_over()):
             self._close(exchange, continuation)
         elif continuation.way is Way.IDS:
             self._place(exchange, continuation, continuation.go_by_ids())
         else:
-            continuation.go_by_repetition()
+            begin_anew = continuation.go_again if continuation.way is Way.AGAIN else continuation.go_by_repetition
+            begin_anew()
             self._place(exchange, continuation, None)
 
     def _made_of_text(self, exchange: Exchange, continuation: Continuation) -> None:
         """Have the prompt's ids and the text's made, in a thread: of one replica's streams they are many at once."""
-        path, body, text = continuation.prompt.path, continuation.body, continuation.text.decode() + continuation.skip
+        path, body, text = continuation.prompt.path, continuation.body, (continuation.text + continuation.skip).decode()
 
         def make() -> tuple[bytes, bytes]:
             made = self._remake(path, body)
@@ -363,6 +387,8 @@ class Continuing:
         """An action: the first bytes of a replica that goes on."""
         continuation, attempt = exchange.continuation, exchange.attempts[-1]
         assert continuation is not None and continuation.head is not None and continuation.way is not None
+        if continuation.way is Way.AGAIN:
+            continuation.first = len(exchange.attempts) - 1
         attempt.events = continuation.events
         continuation.read_from(attempt.response_head)
         attempt.response_head = continuation.head
@@ -385,6 +411,15 @@ class Continuing:
         exchange.client.write(continuation.framed(event) + continuation.end)
         exchange.client.finish(keep_alive=continuation.chunked)
         self._conductor.settling.ended(exchange, "cut")
+
+
+def _passed(attempt: ContinuableAttempt, continuation: Continuation, written: bytes, held: bytes) -> bytes:
+    """What the client gets behind what is written, now that its stream passes as it comes: what was held back of it."""
+    chunks = continuation.chunks
+    if attempt.asks_ids:
+        attempt.blanking = Blanking(chunks)
+        return written + attempt.blanking.start(held)
+    return written + continuation.framed(held) + (b"" if chunks is None else chunks.resumption)
 
 
 def rest_error(attempt: Attempt) -> UpstreamError | None:

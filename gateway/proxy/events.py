@@ -13,7 +13,10 @@ from typing import Any, NamedTuple
 
 import orjson
 
-_TOKEN_IDS = re.compile(rb'("(?:prompt_token_ids|token_ids)":)\[([0-9,]*)\]')
+from ..prompt.api.continuable import exact
+
+_TOKEN_IDS = re.compile(rb'("(?:prompt_token_ids|token_ids)"\s*:\s*)\[[0-9,\s]*\]')
+_LONGEST_NAME = 1000  # characters of a stream's id
 _HIDDEN = ("reasoning", "reasoning_content", "tool_calls", "function_call", "refusal", "audio")
 _OUTCOME = frozenset(("status", "output", "usage", "error", "incomplete_details", "completed_at"))  # of a response
 _ENDS = frozenset(("response.completed", "response.incomplete"))
@@ -63,9 +66,26 @@ def read(label: str, raw: bytes) -> Event:
         # a response that is well has an error as well: null
         return Event(Kind.ERROR, data)
     try:
-        return _READERS[label](data)
+        event = _READERS[label](data)
     except (KeyError, TypeError, AttributeError, IndexError):
-        return STRANGE
+        return Event(Kind.STRANGE, data)
+    return event if event.kind is not Kind.STRANGE and _is_typed(event) else Event(Kind.STRANGE, data)
+
+
+def _is_typed(event: Event) -> bool:
+    """Whether all that an event brings is of the type that it is read as."""
+    text, reason, ids, prompt_ids = event[2:]
+    return (
+        type(text) is str
+        and (reason is None or type(reason) is str)
+        and (ids is None or _are_ids(ids))
+        and (prompt_ids is None or _are_ids(prompt_ids))
+    )
+
+
+def _are_ids(told: object) -> bool:
+    """As `array("I")` takes them, but for true and false."""
+    return type(told) is list and {*map(type, told)} <= {int} and (not told or (min(told) >= 0 and max(told) < 2**32))
 
 
 def _openai(data: dict[str, Any], choice: dict[str, Any], text: str, opens: bool) -> Event:
@@ -73,7 +93,8 @@ def _openai(data: dict[str, Any], choice: dict[str, Any], text: str, opens: bool
     kind = (
         Kind.STRANGE if choice.get("logprobs") else Kind.OPENS if opens and not text and reason is None else Kind.TEXT
     )
-    prompt_ids = data.get("prompt_token_ids") or choice.get("prompt_token_ids")
+    prompt_ids = data.get("prompt_token_ids")
+    prompt_ids = choice.get("prompt_token_ids") if prompt_ids is None else prompt_ids
     return Event(kind, data, text, reason, ids, prompt_ids)
 
 
@@ -84,13 +105,17 @@ def _chat(data: dict[str, Any]) -> Event:
     delta = choice["delta"]
     if any(delta.get(name) for name in _HIDDEN):
         return STRANGE
-    return _openai(data, choice, delta.get("content") or "", "role" in delta and not choice.get("token_ids"))
+    return _openai(data, choice, _said(delta.get("content")), "role" in delta and not choice.get("token_ids"))
 
 
 def _completions(data: dict[str, Any]) -> Event:
     if not data["choices"]:
         return Event(Kind.CLOSES, data)
-    return _openai(data, data["choices"][0], data["choices"][0]["text"] or "", False)
+    return _openai(data, data["choices"][0], _said(data["choices"][0]["text"]), False)
+
+
+def _said(told: Any) -> Any:
+    return "" if told is None else told
 
 
 def _messages(data: dict[str, Any]) -> Event:
@@ -158,9 +183,29 @@ def hide_ids(raw: bytes) -> bytes:
     return _TOKEN_IDS.sub(rb"\1null", raw)
 
 
-def blank_ids(data: bytes) -> bytes:
-    """No ids in a read of a stream that is not parsed any more, and as many bytes: HTTP's framing may be among them."""
-    return _TOKEN_IDS.sub(lambda found: b"%b[%b]" % (found[1], b" " * len(found[2])), data)
+class Events:
+    """Splits a stream at the blank lines behind its events. `part`: what is not a whole event yet."""
+
+    __slots__ = ("part",)
+
+    def __init__(self) -> None:
+        self.part = bytearray()
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """Return the events that are whole now, with line ends of one byte."""
+        part = self.part
+        if part.endswith(b"\r"):
+            del part[-1:]
+            data = b"\r" + data
+        if b"\r" in data:
+            data = data.replace(b"\r\n", b"\n")
+        known = len(part)
+        part += data
+        if part.find(b"\n\n", max(0, known - 1)) < 0:
+            return []
+        *events, rest = bytes(part).split(b"\n\n")
+        self.part = bytearray(rest)
+        return events
 
 
 class Names:
@@ -179,16 +224,17 @@ class Names:
         """Of an event that goes to the client as it is."""
         self._learn(label, data)
         if label == "responses":
-            self.number = data.get("sequence_number", self.number)
+            self.number = _whole(data.get("sequence_number", self.number))
 
     def _learn(self, label: str, data: dict[str, Any]) -> None:
         told = data.get("response") if label == "responses" else data
         if self.id is None and told:
-            self.id, self.created = told.get("id"), told.get("created_at" if label == "responses" else "created")
+            self.id = _name(told.get("id"))
+            self.created = _name(told.get("created_at" if label == "responses" else "created"))
             if label == "responses":
-                self.settings = orjson.dumps({name: value for name, value in told.items() if name not in _OUTCOME})
+                self.settings = exact({name: value for name, value in told.items() if name not in _OUTCOME})
         if self.item is None and isinstance(data.get("item"), dict):
-            self.item = data["item"]["id"]
+            self.item = _name(data["item"]["id"])
 
     def give(self, label: str, data: dict[str, Any]) -> None:
         """To an event of another stream."""
@@ -207,6 +253,19 @@ class Names:
                 data["response"] |= orjson.loads(self.settings or b"{}")
                 if "store" in data["response"]:
                     data["response"]["store"] = False  # under this id no replica has it
+
+
+def _name(told: Any) -> Any:
+    """What a stream is known by is kept as long as it runs. Raises ValueError."""
+    if not (told is None or type(told) in (int, float) or (type(told) is str and len(told) <= _LONGEST_NAME)):
+        raise ValueError("a name that is neither a number nor a short text")
+    return told
+
+
+def _whole(told: Any) -> int:
+    if type(told) is not int:
+        raise ValueError("a number that is none")
+    return told
 
 
 def join_counts(label: str, data: dict[str, Any], written: int, prompt: int) -> None:

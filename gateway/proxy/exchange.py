@@ -22,7 +22,8 @@ from ..http.downstream import Downstream
 from ..http.messages import Request
 from ..http.upstream import Head, Upstream, UpstreamError
 from .blame import UnattributedError
-from .events import blank_ids
+from .blanking import Blanking
+from .retries import PROTOCOL
 from .states import ATTEMPT_TRANSITIONS, AttemptEvent, AttemptState, ExchangeEvent, ExchangeState, Leg
 
 if TYPE_CHECKING:
@@ -208,13 +209,14 @@ def meter(attempt: Attempt, data: bytes) -> None:
 
 class ContinuableAttempt(Attempt):
     """One whose stream is read, so that another replica can go on with it. `asks_ids`: it asks for token ids that its
-    client did not ask for."""
+    client did not ask for; `blanking` takes them out once the stream is not read any more."""
 
-    __slots__ = ("asks_ids",)
+    __slots__ = ("asks_ids", "blanking")
 
     def __init__(self, *given: Any, **options: Any):
         super().__init__(*given, **options)
         self.asks_ids = False
+        self.blanking: Blanking | None = None
 
     @property
     def is_continued(self) -> bool:  # type: ignore[override]
@@ -228,9 +230,18 @@ class ContinuableAttempt(Attempt):
         elif continuation is not None:
             continuation.handler.streamed(self, data)
         else:
-            data = self.unread(data)
-            self.note(data)
-            self.client.transport.write(data)
+            self._pass_on(data)
+
+    def _pass_on(self, data: bytes) -> None:
+        """A read of a stream that nobody can go on with any more."""
+        if self.blanking is not None:
+            try:
+                data = self.blanking.feed(data)
+            except ValueError as error:
+                self.lost(UpstreamError(PROTOCOL, f"broke HTTP's framing: {error}"))
+                return
+        self.note(data)
+        self.client.transport.write(data)
 
     def end(self) -> None:
         self.upstream = None
@@ -239,10 +250,6 @@ class ContinuableAttempt(Attempt):
             continuation.handler.ended(self)
         else:
             self.conductor.on_complete(self)
-
-    def unread(self, data: bytes) -> bytes:
-        """What the client gets of a read once nobody can go on with its stream any more."""
-        return blank_ids(data) if self.asks_ids else data
 
     def note(self, data: bytes) -> None:
         """Take note of what the client gets of a read."""

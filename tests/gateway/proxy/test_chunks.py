@@ -2,7 +2,7 @@
 
 import pytest
 
-from gateway.proxy.chunks import Chunks
+from gateway.proxy.chunks import LONGEST_LINES, Chunks, framed
 
 BODY = b"3\r\nabc\r\n2;ext=1\r\nde\r\n0\r\n\r\n"
 
@@ -11,3 +11,27 @@ BODY = b"3\r\nabc\r\n2;ext=1\r\nde\r\n0\r\n\r\n"
 def test_reads_may_end_anywhere(at):
     chunks = Chunks()
     assert chunks.feed(BODY[:at]) + chunks.feed(BODY[at:]) == b"abcde" and chunks.ended
+
+
+def test_a_chunk_of_any_size_is_handed_out_as_it_comes():
+    chunks, read, out = Chunks(), b"x" * 2**16, 0
+    out += len(chunks.feed(b"ffffffff\r\n" + read))
+    for _ in range(100):
+        out += len(chunks.feed(read))
+        assert len(chunks.rest) <= 1
+    assert out == 101 * len(read)
+
+
+@pytest.mark.parametrize("at", range(len(BODY) + 1))
+def test_what_is_not_handed_out_may_pass_as_it_is_behind_the_rest(at):
+    """For a client that has had what was handed out in chunks of the gateway's."""
+    chunks = Chunks()
+    body = framed(chunks.feed(BODY[:at])) + chunks.resumption + BODY[at:]
+    again = Chunks()
+    assert again.feed(body) == b"abcde" and again.ended and body.endswith(b"\r\n0\r\n\r\n")
+
+
+@pytest.mark.parametrize("raw", [b"\r\n", b"x\r\n", b"1;" + b"e" * LONGEST_LINES, b"0\r\n" + b"t" * LONGEST_LINES])
+def test_what_is_no_framing_is_an_error(raw):
+    with pytest.raises(ValueError):
+        Chunks().feed(raw)

@@ -1,0 +1,273 @@
+"""With --continue-streams: breaks before the first word and behind the last one, and engines that write what no engine
+writes."""
+
+import asyncio
+import tracemalloc
+
+import orjson
+import pytest
+
+from gateway.proxy.chunks import Chunks
+
+from ..http.talk import eventually, read_request
+from .replies import SSE_HEAD, chunk, post
+from .test_continuing import BODY, DONE, GREEDY, PROMPT_IDS, WORDS, continued, engine, event, told
+
+SAMPLED = GREEDY | {"temperature": 1, "stop": ["zzz"]}
+# More than is held back before the first word.
+MUCH = chunk(b": " + b"x" * 2**18 + b"\n\n")
+ROLE = event("1", None)
+DIED = chunk(b'data: {"error":{"message":"died","code":500}}\n\n')
+USAGE = {"stream_options": {"include_usage": True}}
+
+
+def writes(*pieces, seen=None, then=None):
+    """An engine that writes this to one request, and breaks off."""
+
+    async def script(reader, writer):
+        _, body = await read_request(reader)
+        if seen is not None:
+            seen.append(body)
+        writer.write(SSE_HEAD)
+        for piece in pieces:
+            writer.write(piece)
+            await writer.drain()
+        if then is not None:
+            await then(reader)
+
+    return script
+
+
+def words(name: str, first: int = 1, ids: bool = True, end: bytes = chunk(DONE) + b"0\r\n\r\n") -> list[bytes]:
+    """The events of these words, and the end of their stream."""
+    reasons = [None] * 5 + ["length"]
+    return [
+        *(
+            event(name, [number] if ids else None, WORDS[number - 1], finish_reason=reasons[number - 1])
+            for number in range(first, 7)
+        ),
+        end,
+    ]
+
+
+async def read_to(talk, mark: bytes) -> None:
+    """To where this stands, or to the end; more than a reader takes may come before."""
+    end = b""
+    while mark not in end and (data := await talk.reader.read(2**16)):
+        end = end[-100:] + data
+
+
+# --- before the first word
+
+
+@pytest.mark.parametrize("fields", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(
+    "begun", [[MUCH], [MUCH, ROLE], [MUCH, ROLE, event("1", [200], "")]], ids=["ping", "role", "part"]
+)
+@pytest.mark.parametrize("ends", [b"", b"0\r\n\r\n", DIED], ids=["close", "end", "error"])
+async def test_a_request_whose_client_has_no_word_yet_is_asked_again(fields, begun, ends):
+    seen = []
+    async with continued(writes(*begun, ends, seen=seen), writes(event("2", PROMPT_IDS), *words("2"), seen=seen)) as s:
+        talk = await s.talk()
+        await talk.say(post(orjson.dumps(fields)))
+        body = (await talk.response())[2]
+        text, names = told(body)
+        assert text == "abcdef" and len(names) == 1 and body.count(b'"role"') == 1
+        assert seen[0] == seen[1]
+        # an error is looked for before anything goes out, where it comes with what announces the answer
+        assert s.metrics.continued_streams.total(way="again") == 1 or ends == DIED
+        await eventually(lambda: s.idle() and not s.proxy.conductor.continuing.kept)
+
+
+async def test_a_stream_that_was_asked_again_is_gone_on_with_by_its_ids():
+    async with continued(writes(MUCH, ROLE), engine("2", b"", 2), engine("3")) as s:
+        talk = await s.talk()
+        await talk.say(post(BODY))
+        assert told((await talk.response())[2]) == ("abcdef", {"1"})
+        ways = s.metrics.continued_streams
+        assert ways.total(way="again") == 1 and ways.total(way="ids") >= 1
+        await eventually(s.idle)
+
+
+async def test_two_replicas_that_die_before_a_word_get_no_third():
+    async with continued(writes(MUCH, ROLE), writes(ROLE, MUCH), engine("3")) as s:
+        talk = await s.talk()
+        await talk.say(post(BODY))
+        assert b"broke off" in (await talk.response())[2]
+        assert s.metrics.streams_not_continued.total(reason="crashes") == 1
+        await eventually(s.idle)
+
+
+async def test_what_a_parser_makes_passes_where_nothing_was_given():
+    """Reasoning, say; after a second break nobody goes on with it."""
+    thinks = event("2", None, None, delta={"reasoning": "Hm"})
+    async with continued(writes(MUCH, ROLE), writes(event("2", None), thinks, *words("2", ids=False))) as s:
+        talk = await s.talk()
+        await talk.say(post(BODY))
+        body = (await talk.response())[2]
+        assert b'"reasoning":"Hm"' in body and body.endswith(DONE) and b'"id":"2"' not in body
+        await eventually(s.idle)
+    async with continued(writes(MUCH, ROLE), writes(event("2", None), thinks), engine("3")) as s:
+        talk = await s.talk()
+        await talk.say(post(BODY))
+        body = (await talk.response())[2]
+        assert b'"reasoning":"Hm"' in body and b"broke off" in body
+        assert s.metrics.streams_not_continued.total(reason="events") == 1
+        await eventually(s.idle)
+
+
+async def test_a_client_that_has_a_word_keeps_no_body():
+    """Of a sampled stream, which cannot be asked again."""
+    rest = asyncio.Event()
+
+    async def waits(reader):
+        await rest.wait()
+
+    async with continued(writes(MUCH, ROLE, event("1", None, "a"), then=waits)) as s:
+        talk = await s.talk()
+        await talk.say(post(orjson.dumps(SAMPLED | {"user": "x" * 50_000})))
+        await read_to(talk, b'"content":"a"')
+        # its fields are kept, its body is not
+        assert 50_000 < s.proxy.conductor.continuing.kept < 60_000
+        rest.set()
+        await eventually(s.idle)
+
+
+# --- behind the last word
+
+
+@pytest.mark.parametrize("end", [b"0\r\n\r\n", b""])
+async def test_usage_that_was_asked_for_is_written_where_the_stream_ends_without(end):
+    async with continued(writes(event("1", PROMPT_IDS), *words("1", end=end)), engine("2")) as s:
+        talk = await s.talk()
+        await talk.say(post(orjson.dumps(GREEDY | USAGE)))
+        body = (await talk.response())[2]
+        assert told(body)[0] == "abcdef" and b'"completion_tokens":6' in body and body.count(b"[DONE]") == 1
+        await eventually(s.idle)
+
+
+@pytest.mark.parametrize("fields", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("end", [b"0\r\n\r\n", b""])
+async def test_a_stream_that_lacks_done_alone_gets_it(end, fields):
+    async with continued(writes(event("1", PROMPT_IDS), *words("1", end=end)), engine("2")) as s:
+        talk = await s.talk()
+        await talk.say(post(orjson.dumps(fields)))
+        body = (await talk.response())[2]
+        assert told(body)[0] == "abcdef" and body.count(b"[DONE]") == 1
+        assert not s.metrics.streams_not_continued.total() and bool(s.faults) == (not end)
+        await eventually(s.idle)
+
+
+async def test_a_connection_that_breaks_behind_the_end_adds_nothing():
+    async with continued(writes(event("1", PROMPT_IDS), *words("1", end=chunk(DONE))), engine("2")) as s:
+        talk = await s.talk()
+        await talk.say(post(BODY))
+        body = (await talk.response())[2]
+        assert told(body)[0] == "abcdef" and body.count(b"[DONE]") == 1
+        await eventually(s.idle)
+
+
+@pytest.mark.parametrize("fields", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+async def test_a_stream_that_ends_with_nothing_is_a_death(fields):
+    """No reason, no usage, no [DONE], and an end as HTTP has it."""
+    async with continued(writes(event("1", None), event("1", None, "a"), b"0\r\n\r\n")) as s:
+        talk = await s.talk()
+        await talk.say(post(orjson.dumps(fields)))
+        body = (await talk.response())[2]
+        assert b"broke off" in body and b"[DONE]" not in body
+        assert s.metrics.streams_not_continued.total() == 1
+        await eventually(s.idle)
+
+
+# --- what no engine writes
+
+
+def body_of(raw: bytes) -> bytes:
+    chunks = Chunks()
+    found = chunks.feed(raw)
+    assert chunks.ended
+    return found
+
+
+STRANGE = event("1", None, None, delta={"reasoning": "Hm"})
+IDS = b'data: {"choices":[{"index":0,"delta":{"content":"a"},"token_ids":[11111,22222]}],"prompt_token_ids" : [33333, 4]}\n\n'
+
+
+@pytest.mark.parametrize("at", range(50, len(IDS), 3))
+@pytest.mark.parametrize("in_chunks", [False, True])
+async def test_ids_are_hidden_where_reads_end_within_them(at, in_chunks):
+    """Once the stream is not read any more; the engine's own chunks may end there as well."""
+    gone_on = asyncio.Event()
+    first, second = (chunk(IDS[:at]), chunk(IDS[at:])) if in_chunks else (chunk(IDS)[:at], chunk(IDS)[at:])
+
+    async def script(reader, writer):
+        await read_request(reader)
+        writer.write(SSE_HEAD + STRANGE + first)
+        await writer.drain()
+        await asyncio.wait_for(gone_on.wait(), 5)
+        writer.write(second + chunk(DONE) + b"0\r\n\r\n")
+
+    async with continued(script) as s:
+        talk = await s.talk()
+        await talk.say(post(BODY))
+        await talk.until(b"\r\n\r\n")
+        begun = await talk.until(b"Hm")
+        gone_on.set()
+        raw = begun + await talk.until(b"\r\n0\r\n\r\n")
+        lists = body_of(raw).partition(b"token_ids")[2]
+        assert not any(digit in lists for digit in b"12345")
+        await eventually(s.idle)
+
+
+async def test_an_event_that_is_too_long_to_be_read_passes_as_it_is():
+    """Nothing is wrong with it; but its stream is not gone on with."""
+    long, size = event("1", [1], "x" * 6_000_000), 2**16
+    pieces = [chunk(long[at : at + size]) for at in range(0, len(long), size)]
+    async with continued(writes(event("1", PROMPT_IDS), *pieces, *words("1"))) as s:
+        talk = await s.talk()
+        await talk.say(post(BODY))
+        body = (await talk.response())[2]
+        assert b"x" * 6_000_000 in body and body.endswith(DONE)
+        await eventually(s.idle)
+
+
+@pytest.mark.parametrize("is_one_chunk", [True, False])
+@pytest.mark.parametrize("after_a_break", [False, True])
+async def test_engines_that_write_without_end_take_no_more_than_the_budget(is_one_chunk, after_a_break):
+    """Eight streams of 24 MB in one event or one chunk, or in lines without an event's end; measured."""
+    budget, size, count = 2**22, 2**16, 384
+    piece = b"a" * (size - 1) + b"\n"
+    wide = [b"%x\r\n" % (size * count), *[piece] * count, b"\r\n"] if is_one_chunk else [chunk(piece)] * count
+    begun = event("1", PROMPT_IDS)
+
+    def attacks():
+        async def script(reader, writer):
+            while True:
+                body = (await read_request(reader))[1]
+                writer.write(SSE_HEAD)
+                if after_a_break and b"prompt_token_ids" not in body:
+                    writer.write(begun + event("1", [1], "a"))
+                    return
+                writer.write(event("1", [*PROMPT_IDS, 1] if after_a_break else PROMPT_IDS))
+                for one in wide:
+                    writer.write(one)
+                    await writer.drain()
+                return
+
+        return script
+
+    async with continued(attacks(), attacks(), continue_budget=budget) as s:
+
+        async def client():
+            talk = await s.talk()
+            await talk.say(post(BODY))
+            await read_to(talk, b"0\r\n\r\n")
+
+        tracemalloc.start()
+        try:
+            await asyncio.wait_for(asyncio.gather(*(client() for _ in range(8))), 60)
+            peak = tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+        assert not s.proxy.conductor.continuing.kept and s.idle()
+        assert peak < 3 * budget + 2**23, peak

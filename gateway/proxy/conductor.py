@@ -159,9 +159,11 @@ class Judge:
         attempt.first_at = monotonic()
         return data
 
-    def may_retry(self, exchange: Exchange, attempt: Attempt) -> bool:
-        """Whether a failing answer may be thrown away: an attempt and another replica are left."""
-        return exchange.attempts_used < self._retries and bool(self.others(exchange, attempt))
+    def may_retry(self, exchange: Exchange, attempt: Attempt, kind: str = "") -> bool:
+        """Whether a failing answer may be thrown away: an attempt is left, and another replica, or this one for all of
+        a request of which it could not fetch the prompt's cache."""
+        unfetched = attempt.leg is Leg.DECODE and kind in TRANSFER_FAILED
+        return exchange.attempts_used < self._retries and (unfetched or bool(self.others(exchange, attempt)))
 
     def others(self, exchange: Exchange, attempt: Attempt) -> list[Backend]:
         """Replicas that are left to try if this attempt fails."""
@@ -170,7 +172,7 @@ class Judge:
     def _unsettled(self, exchange: Exchange, attempt: Attempt, kind: str) -> bool:
         """Whether to ask another replica, now that this one has answered with an error. Else the client gets that."""
         self._settling.record_error(exchange, attempt, kind)
-        if not settled(exchange.unattributed_errors) and self.may_retry(exchange, attempt):
+        if not settled(exchange.unattributed_errors) and self.may_retry(exchange, attempt, kind):
             return True
         if agree(exchange.unattributed_errors):
             attempt.response_head.add(NO_RETRY)
@@ -415,7 +417,8 @@ class Conductor:
         if exchange.legs is not None:
             self._leg_failed(exchange, attempt, kind, following)
         if following is not Next.ANEW and (following is not Next.WHOLE or KINDS[kind].counts):
-            exchange.tried += (attempt.backend,)
+            is_last = following is Next.WHOLE and not self.judge.others(exchange, attempt)
+            exchange.tried += () if is_last else (attempt.backend,)
             exchange.attempts_used += KINDS[kind].counts
         exchange.crash_count += is_crash(failed)
         if following is Next.LOST:

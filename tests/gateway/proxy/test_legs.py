@@ -271,6 +271,35 @@ async def test_a_second_leg_that_is_refused_is_said_whole():
         await eventually(s.idle)
 
 
+UNFETCHED = {
+    "500": reply(b"{}", b"500 Internal Server Error"),
+    "an error behind a 200": reply(b'{"error":{"message":"x","code":500}}'),
+    "silent": b"",
+}
+
+
+@pytest.mark.parametrize("said", UNFETCHED)
+async def test_a_decoder_computes_all_itself_where_its_transfer_failed_and_nobody_else_is_left(said, monkeypatch):
+    """The prefiller died with the cache; that is no fault of the decoder."""
+    monkeypatch.setattr(legs, "STALLS_SECONDS", 0.3)
+    monkeypatch.setattr(legs, "STALLS_TIMES", 1.0)
+    seen = []
+
+    async def bereft(reader, writer):
+        while True:
+            seen.append(await read_request(reader))
+            whole = leg_of(json.loads(seen[-1][1])) == "whole"
+            prefiller, _ = s.proxy.backends.values()
+            prefiller.replica.state = State.FAILED
+            s.proxy.changed()
+            writer.write(reply() if whole else UNFETCHED[said])
+
+    async with disaggregated(answers(HANDED), bereft, request_timeout=60.0) as s:
+        assert (await asks(s))[0::2] == (200, ANSWER)
+        assert legs_of(seen) == ["decode", "whole"] and s.metrics.retries.total() == 1
+        await eventually(s.idle)
+
+
 @pytest.mark.parametrize("kept", [True, False], ids=["while the lease lasts", "after it"])
 async def test_a_decoder_that_nobody_reaches_is_replaced_by_another(kept, monkeypatch):
     """Nothing of the second leg was sent, so the parameters are as good as they were."""

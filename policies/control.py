@@ -13,7 +13,8 @@ taken from the classes of the highest priority. Steps are undone in reverse orde
 SLACK below where the step is taken; where nobody asks any more there is none. In a window steps are taken or undone,
 never both.
 
-Besides, `wants_more` says that more replicas are needed: some class missed its limits, whatever was taken from others.
+Besides, `wants_more` says that more replicas are needed: some class missed its limits, whatever was taken from others,
+or its requests wait longer than that for an answer (`is_late`): where few are answered no pressure is known.
 No I/O, no clock.
 """
 
@@ -63,6 +64,13 @@ def pressure(limits: Slo, ttft: Seen | None, tpot: Seen | None) -> float:
     return max(found)
 
 
+def is_late(answers: float, late: int, wanted: bool) -> bool:
+    """Return whether more than one in a hundred of a class have missed the limit on the first token by waiting longer
+    than that without one: `late` of them, beside those that were answered. Of few they say nothing, unless more
+    replicas are `wanted` already."""
+    return late > 0.01 * (answers + late) and (wanted or answers + late >= ENOUGH)
+
+
 class Control:
     """Of one fleet, from `now` on. `window`: seconds."""
 
@@ -80,12 +88,12 @@ class Control:
         ]
         self.level = 0  # of the rungs, those that are taken
 
-    def ended(self, pressures: Mapping[str, float], now: float) -> list[Change]:
-        """A window is over, with these pressures by class: return what changes, in its order."""
+    def ended(self, pressures: Mapping[str, float], now: float, late: bool = False) -> list[Change]:
+        """A window is over, with these pressures by class: return what changes, in its order. `late`: of some class."""
         self.until = now + self.window
         self.pressures = {name: pressures.get(name, 0.0) for name in self.pressures}
         worst = max(self.pressures.values())
-        self.wants_more = worst >= (FROM[SHED] - SLACK if self.wants_more else FROM[SHED])
+        self.wants_more = late or worst >= (FROM[SHED] - SLACK if self.wants_more else FROM[SHED])
         return self._climb() or self._descend()
 
     def _climb(self) -> list[Change]:

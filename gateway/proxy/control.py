@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from policies import Control, QosClass
 from policies.classes import NO_LIMITS
-from policies.control import CAP, SHED, TIGHTEN, Change, Seen, pressure
+from policies.control import CAP, SHED, TIGHTEN, Change, Seen, is_late, pressure
 from policies.verdicts import OBSERVE
 
 from ..ops.gains import Gains
@@ -62,8 +62,11 @@ class OverloadControl:
         window: float,
         metrics: Metrics,
         look_at_queue: Callable[[], None],
+        unanswered: Callable[[float], Mapping[tuple[str, str], Sequence[float]]],
     ):
-        """`look_at_queue`: have it seen to that who waits may have to go, or may be sent."""
+        """`look_at_queue`: have it seen to that who waits may have to go, or may be sent. `unanswered`: at a moment,
+        how many seconds streams have waited for a first token, by class and model."""
+        self._unanswered = unanswered
         self._classes, self._window, self._metrics = classes, window, metrics
         self._look_at_queue = look_at_queue
         self._until = monotonic() + window
@@ -95,20 +98,20 @@ class OverloadControl:
         metrics = self._metrics
         ttft, tpot = metrics.answer_ttft_seconds, metrics.answer_tpot_seconds
         ttfts, tpots = dict(self._ttft.look(ttft)), dict(self._tpot.look(tpot))
+        waited = self._unanswered(now)
         for fleet in self._fleets.values():
-            pressures = {
-                one.name: pressure(
-                    one.slo,
-                    _seen(ttft.bounds, ttfts, one.name, fleet.names),
-                    _seen(tpot.bounds, tpots, one.name, fleet.names),
-                )
-                for one in self._classes
-            }
-            self._judge(fleet, pressures, now)
+            pressures, late = {}, False
+            for one in self._classes:
+                first = _seen(ttft.bounds, ttfts, one.name, fleet.names)
+                pressures[one.name] = pressure(one.slo, first, _seen(tpot.bounds, tpots, one.name, fleet.names))
+                if (limit := one.slo.ttft) is not None:
+                    count = sum(age > limit for name in fleet.names for age in waited.get((one.name, name), ()))
+                    late |= is_late(first.answers if first else 0, count, fleet.control.wants_more)
+            self._judge(fleet, pressures, late, now)
 
-    def _judge(self, fleet: Fleet, pressures: dict[str, float], now: float) -> None:
+    def _judge(self, fleet: Fleet, pressures: dict[str, float], late: bool, now: float) -> None:
         control, wanted = fleet.control, fleet.control.wants_more
-        changes = control.ended(pressures, now)
+        changes = control.ended(pressures, now, late)
         for one in changes:
             self._metrics.control_steps.inc(one.rung.step, one.rung.qos, "taken" if one.taken else "undone")
             self._tell(fleet, one)
@@ -167,12 +170,17 @@ class OverloadControl:
         return {"control_level": level, "control_pressure_ratio": ratio, "more_replicas_wanted": wanted}
 
 
-def control_of(overload: Overload, metrics: Metrics, look_at_queue: Callable[[], None]) -> OverloadControl | None:
+def control_of(
+    overload: Overload,
+    metrics: Metrics,
+    look_at_queue: Callable[[], None],
+    unanswered: Callable[[float], Mapping[tuple[str, str], Sequence[float]]],
+) -> OverloadControl | None:
     """None where it is switched off, nobody is refused, or there are no limits that could be missed."""
     classes, rules = overload.classes.all, overload.rules
     if rules.control_window is None or rules.when_full == (OBSERVE,) or all(one.slo == NO_LIMITS for one in classes):
         return None
-    return OverloadControl(classes, rules.control_window, metrics, look_at_queue)
+    return OverloadControl(classes, rules.control_window, metrics, look_at_queue, unanswered)
 
 
 def _seen(bounds: Sequence[float], gained: Mapping[Key, list[float]], qos: str, names: Iterable[str]) -> Seen | None:

@@ -17,12 +17,14 @@ from policies.outputs import LEAST_OUTPUT
 from ..ops.metrics import Metrics
 from .answers import Usage
 from .exchange import Attempt, Exchange
+from .states import ExchangeState
 
 if TYPE_CHECKING:
     from ..prompt import Prompt
 
 MOST_MODELS = 64  # names that a label can have; of a gateway that serves more, the rest are one
 OTHER = "other"
+UNANSWERED = frozenset((ExchangeState.PLACING, ExchangeState.QUEUED, ExchangeState.TRYING))
 
 
 class Figures:
@@ -65,6 +67,15 @@ class Figures:
         if exchange is not None and prompt is not None:
             key = self.class_of(exchange), self.model_of(prompt)
             self._metrics.answer_ttft_seconds.observe(key, attempt.first_at - exchange.begun)
+
+    def unanswered(self, exchanges: Iterable[Exchange], now: float) -> dict[tuple[str, str], list[float]]:
+        """Return how many seconds clients have waited for the first token of a stream, by class and model."""
+        waited: dict[tuple[str, str], list[float]] = {}
+        for one in exchanges:
+            if one.state in UNANSWERED and (prompt := one.prompt) is not None and prompt.stream:
+                key = self.class_of(one), self.model_of(prompt)
+                waited.setdefault(key, []).append(now - one.begun)
+        return waited
 
     def passing(self, exchange: Exchange, attempt: Attempt, now: float) -> None:
         """A stream has had more pieces since the sweep looked at it last."""

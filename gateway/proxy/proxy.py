@@ -336,7 +336,9 @@ class Proxy:
         if overload is not None and figures is not None:
             self.placing.queue = queue = Queue(overload, self.placing, metrics, figures.model_of)
             figures.class_of = queue.class_of
-            self.control = queue.control = control_of(overload, metrics, queue.look)
+            self.control = queue.control = control_of(
+                overload, metrics, queue.look, lambda now: figures.unanswered(self.conductor.under_way, now)
+            )
             added = AddedByQueue(response_headers, cached_tokens_header, queue)
             # After the figures, which ask it for the request's class.
             on_end, on_first = (on_end[0], queue.ended, *on_end[1:]), (*on_first, queue.first_token)

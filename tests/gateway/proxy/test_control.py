@@ -2,12 +2,18 @@
 
 from time import monotonic, process_time
 
+import orjson
 import pytest
 
 from gateway.ops.metrics import Metrics
+from gateway.overload import Overload
 from gateway.proxy.control import OverloadControl
 from policies import Admission, Classes, QosClass, Rules, Slo
 from policies.control import ENOUGH
+
+from ..http.talk import eventually, read_request
+from .replies import post
+from .stack import stack
 
 WINDOW = 30.0
 PREMIUM, FREE = QosClass("premium", priority=2, slo=Slo(1.0, 0.05)), QosClass("free", priority=1)
@@ -18,7 +24,8 @@ class Controlled:
 
     def __init__(self, *fleets, classes=(PREMIUM, FREE)):
         self.metrics, self.classes = Metrics(), classes
-        self.control = OverloadControl(classes, WINDOW, self.metrics, lambda: None)
+        self.waited = {}  # by class and model: seconds that requests have waited for their first token
+        self.control = OverloadControl(classes, WINDOW, self.metrics, lambda: None, lambda now: self.waited)
         self.now = monotonic() + 1.0
         self.admissions = [Admission(Classes(classes), Rules((), engine_wait=0.0)) for _ in fleets]
         for admission, names in zip(self.admissions, fleets, strict=True):
@@ -82,6 +89,67 @@ def test_of_two_fleets_of_one_name_the_worse_is_counted():
     reading = one.control.reading()
     assert reading["control_level"] == {"m": 3} and reading["more_replicas_wanted"] == {"m": 1}
     assert reading["control_pressure_ratio"]["premium", "m"] == pytest.approx(2.0, rel=0.13)
+
+
+def test_more_replicas_are_wanted_where_so_few_answers_come_that_nothing_is_known_of_them():
+    """A fleet that answers hardly anybody is the most overloaded of all."""
+    one = Controlled(["m"])
+    wanted = lambda: one.control.reading()["more_replicas_wanted"]["m"]  # noqa: E731
+    one.waited = {("premium", "m"): [1.5] * ENOUGH}
+    one.end_window()
+    assert wanted() == 1
+    one.answers("m", ENOUGH // 2, ttft=2.0)
+    one.waited = {("premium", "m"): [0.2] * 5 + [1.5]}  # few of both
+    one.end_window()
+    assert wanted() == 1
+    one.waited = {("premium", "m"): [0.2] * 5}
+    one.end_window()
+    assert wanted() == 0
+
+
+async def test_who_waits_is_known_by_class_and_model_until_a_first_token():
+    async def silent(reader, writer):
+        await read_request(reader)
+        await reader.read()
+
+    overload = Overload(Classes((PREMIUM,), []), Rules(control_window=WINDOW), None)
+    body = orjson.dumps({"model": "m", "stream": True, "prompt": "one"})
+    async with stack(silent, overload=overload, retries=0) as s:
+        for _ in range(ENOUGH):
+            await (await s.talk()).say(post(body, b"/v1/completions"))
+        await eventually(lambda: len(s.proxy.exchanges) == ENOUGH)
+        await (await s.talk()).say(post(orjson.dumps({"model": "m", "prompt": "one"}), b"/v1/completions"))
+        await eventually(lambda: len(s.proxy.exchanges) == ENOUGH + 1)
+        (key, ages), *others = s.proxy.figures.unanswered(s.proxy.exchanges, monotonic() + 2.0).items()
+        assert key[0] == "premium" and len(ages) == ENOUGH and all(2.0 <= age < 30.0 for age in ages) and not others
+        s.proxy.control.look(monotonic() + WINDOW + 2.0)
+        assert [*s.proxy.control.reading()["more_replicas_wanted"].values()] == [1]
+
+
+@pytest.mark.parametrize(
+    "waited",
+    [
+        {("premium", "m"): [0.9] * 100},  # within the limit
+        {("premium", "m"): [1.5] * (ENOUGH - 1)},  # few, of which one that hangs may be all
+        {("premium", "other"): [1.5] * 100},  # of another fleet
+        {("free", "m"): [9.0] * 100},  # of a class without a limit
+    ],
+)
+def test_who_waits_for_an_answer_alone_does_not_ask_for_more_replicas(waited):
+    one = Controlled(["m"])
+    one.waited = waited
+    one.end_window()
+    assert one.control.reading()["more_replicas_wanted"]["m"] == 0
+
+
+def test_one_in_a_thousand_that_waits_is_no_missed_limit():
+    one = Controlled(["m"])
+    one.answers("m", 1000, ttft=2.0)
+    one.end_window()
+    one.answers("m", 1000, ttft=0.2)
+    one.waited = {("premium", "m"): [1.5]}
+    one.end_window()
+    assert one.control.reading()["more_replicas_wanted"]["m"] == 0
 
 
 def test_a_fleet_that_is_none_any_more_is_not_judged():

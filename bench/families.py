@@ -82,7 +82,7 @@ def _real(model: str, family: str) -> Row:
 def _family(one: known.Recording) -> Row:
     with tempfile.TemporaryDirectory() as store:
         folder = known.FAMILIES[one.family](Path(store) / "model")
-        found = known.compare(folder, one.version, one.answers)
+        found = known.compare(one.family, folder, one.version, one.answers)
     return _row(one.family, f"vLLM {one.version}", found.requests, len(found.equal), found.reasons)
 
 

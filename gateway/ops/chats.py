@@ -27,7 +27,7 @@ _TOOL = {
         "parameters": {"type": "object", "properties": {"place": {"type": "string"}}, "required": ["place"]},
     },
 }
-_CALL = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"place": "Rome"}'}}
+_CALL = {"id": "call00001", "type": "function", "function": {"name": "weather", "arguments": '{"place": "Rome"}'}}
 _ASKED = {"role": "user", "content": "Which way did the white rabbit go?"}
 CHATS: tuple[dict[str, Any], ...] = (
     {"messages": [_ASKED]},
@@ -39,7 +39,7 @@ CHATS: tuple[dict[str, Any], ...] = (
         "messages": [
             _ASKED,
             {"role": "assistant", "content": None, "tool_calls": [_CALL]},
-            {"role": "tool", "tool_call_id": "call_1", "content": "Sunny."},
+            {"role": "tool", "tool_call_id": "call00001", "content": "Sunny."},
         ],
         "tools": [_TOOL],
     },

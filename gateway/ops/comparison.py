@@ -189,7 +189,7 @@ class TokenizerComparison:
         else:
             log.info("replica %s: same token ids as the gateway for %d texts (%s)", id, len(answers), verdict.how)
         await self._adopt(pipeline, verdict)
-        if not verdict.differs and not replica.dialect.fills_templates_alike:
+        if not verdict.differs and (pipeline.shows_chats or not replica.dialect.fills_templates_alike):
             await self._compare_chats(replica, engine)
         self._judged()
 

@@ -49,6 +49,7 @@ from .tokens.agreement import Answer, difference, fixed_texts
 from .tokens.model import LoadedModel, load_model
 from .tokens.prefixes import Found, Prefixes
 from .tokens.reading import Reading, Readings
+from .tokens.tekken_files import TekkenReadings
 from .tokens.tiktoken_files import TiktokenReadings
 from .tokens.tiktoken_program import with_sorted_keys
 from .tokens.tokenizer import Tokenizer, TooLong
@@ -126,7 +127,7 @@ class Pipeline:
         self._quirks = NEWEST
         self._habits = Habits(True, "low")
         self.reading: Reading | None = None  # how the model's tokenizer files are read
-        self._readings: Readings | TiktokenReadings | None = None
+        self._readings: Readings | TiktokenReadings | TekkenReadings | None = None
         self._sorts_tools = False  # a template gets tools with their keys in alphabetical order
         self._doubt = ""  # why the files do not tell how the engine reads them
         self._confirmed = False  # an engine has made the same ids of the fixed texts
@@ -136,6 +137,7 @@ class Pipeline:
         self._cuts: frozenset[str] = frozenset()
         self._template_given = chat_template is not None
         self._as_received = False  # messages are written as they were received
+        self._makes_tokens = False  # whatever a request says of special tokens
         self._lead: bytes | None = None  # special tokens before a text, if there are none behind it
         self.made_by = 0  # another number whenever ids may be made in another way than before
         self.space = 0  # the number of those replicas whose tokens and blocks are these
@@ -144,16 +146,18 @@ class Pipeline:
 
     def _load(self, model_dir: Path, chat_template: str | Path | None) -> None:
         self._files = files = load_model(model_dir, chat_template)
-        self._as_received = files.program is not None and files.program.as_received
+        if files.program is not None:
+            self._as_received, self._makes_tokens = files.program.as_received, files.program.makes_tokens
         if files.no_tokenizer:
             self.template_error = files.no_template
             return
         self._sorts_tools = files.sorts_tools
-        self._readings = (
-            TiktokenReadings(model_dir, files.config)
-            if files.tiktoken
-            else Readings(model_dir, files.config, files.settings)
-        )
+        if files.tekken:
+            self._readings = TekkenReadings(model_dir)
+        elif files.tiktoken:
+            self._readings = TiktokenReadings(model_dir, files.config)
+        else:
+            self._readings = Readings(model_dir, files.config, files.settings)
         reading, self._doubt = self._readings.likeliest(self._quirks.transformers)
         self._enter(self._loaded(reading))
         self._readings.let_go()
@@ -279,6 +283,11 @@ class Pipeline:
     def writes_as_received(self) -> bool:
         """Whether conversations are written by rules that get them as they are, see `Program.as_received`."""
         return self._as_received
+
+    @property
+    def shows_chats(self) -> bool:
+        """Whether an engine's chats have to be shown to be the gateway's, whatever its kind, as its tokens have."""
+        return self._makes_tokens
 
     @property
     def takes_media(self) -> bool:
@@ -416,6 +425,7 @@ class Pipeline:
             else:
                 chat = from_chat(request) if prompt.path == CHAT else self._chat(prompt.path, request)
             chat.body = body
+            chat.special = chat.special and not self._makes_tokens
             if self._sorts_tools:
                 chat.tools = with_sorted_keys(chat.tools)
             try:

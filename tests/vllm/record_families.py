@@ -22,9 +22,9 @@ RENDERING = Path(__file__).with_name("rendering.py")
 
 def ask(names: list[str], store: Path) -> dict[str, dict[str, str | None]]:
     """Of each family the digests of its bodies' ids, None where vLLM refuses the body."""
-    asked, jobs, results = bodies(), store / "jobs", store / "results"
+    jobs, results = store / "jobs", store / "results"
     jobs.write_text("".join(json.dumps({
-        "folder": str(FAMILIES[name](store / name)), "chat_template": None, "bodies": list(asked.values()),
+        "folder": str(FAMILIES[name](store / name)), "chat_template": None, "bodies": list(bodies(name).values()),
     }) + "\n" for name in names))  # fmt: skip
     more = {"VLLM_SYSTEM_START_DATE": TODAY}
     if "gpt-oss" in names:
@@ -40,7 +40,7 @@ def ask(names: list[str], store: Path) -> dict[str, dict[str, str | None]]:
     return {
         name: {
             body: digest(answer["ids"]) if "ids" in answer else None
-            for body, answer in zip(asked, answered, strict=True)
+            for body, answer in zip(bodies(name), answered, strict=True)
         }
         for name, answered in zip(names, answers, strict=True)
     }
@@ -54,8 +54,8 @@ def main() -> None:
         kept[told["family"], told["vllm"]] = line
     with tempfile.TemporaryDirectory() as store:
         answers = ask(names, Path(store))
-    asked = {name: digest_of_body(*case) for name, case in bodies().items()}
     for name, answered in answers.items():
+        asked = {body: digest_of_body(*case) for body, case in bodies(name).items()}
         told = {"family": name, "vllm": number, "answers": {body: [asked[body], ids] for body, ids in answered.items()}}
         kept[name, number] = json.dumps(told)
         print(name, number, f"{sum(ids is not None for ids in answered.values())} of {len(answered)} bodies taken")

@@ -16,6 +16,6 @@ def answers(vllm_python, tmp_path_factory):
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_ids_are_vllms_or_the_gateway_declines(name, answers, tmp_path):
-    found = compare(FAMILIES[name](tmp_path / "model"), ".".join(map(str, version())), answers[name])
+    found = compare(name, FAMILIES[name](tmp_path / "model"), ".".join(map(str, version())), answers[name])
     assert not found.wrong
     assert len(found.equal) >= 0.9 * found.requests >= 200, found.reasons

@@ -292,7 +292,7 @@ def _tool_call(call: Any, by_schema: bool, quirks: VersionQuirks, where: str) ->
             f"{where}.tool_calls: every entry must be of type 'function' with a 'function' object",
             f"{where}.tool_calls",
         )
-    seen = {**function, "arguments": _arguments(function.get("arguments"), quirks)}
+    seen = {**function, "arguments": call_arguments(function.get("arguments"), quirks)}
     if not by_schema:
         return {**call, "function": seen}
     return _ordered(
@@ -300,8 +300,9 @@ def _tool_call(call: Any, by_schema: bool, quirks: VersionQuirks, where: str) ->
     )
 
 
-def _arguments(given: Any, quirks: VersionQuirks) -> Any:
-    """`{}` when they are missing, null or no JSON; as a rule also when they are no object."""
+def call_arguments(given: Any, quirks: VersionQuirks) -> Any:
+    """Arguments of a tool call as an object: `{}` when they are missing, null or no JSON; as a rule also when they are
+    no object."""
     if isinstance(given, str) and given:
         try:
             given = _read(given)

@@ -20,6 +20,8 @@ _UNTOUCHED = Transformers(below=(5, 20))
 
 # What a program puts between texts that the engine turns into tokens one by one, though no special token parts them.
 BOUNDARY = "\ufdd0"
+# What the names of special tokens begin with where no text of a request may be taken for one.
+UNSPOKEN = "\ufdd1"
 
 
 class Refused(Exception):
@@ -33,7 +35,9 @@ class Program:
     `write` turns a conversation, its tools and the template variables into text, as an engine with these quirks does;
     it raises whatever it likes where the engine refuses. `prints` holds all special tokens that it may print.
     `takes_parts`: texts come to it as lists of parts. `as_received`: it gets a request's messages as they are, and what
-    a request says of template variables, special tokens or truncation is not for it.
+    a request says of template variables, special tokens or truncation is not for it. `raw_messages`: it gets messages
+    as they are, and all else as a template does. `makes_tokens`: it writes all special tokens itself, whatever a
+    request says of them.
     """
 
     family: str
@@ -42,6 +46,8 @@ class Program:
     write: Callable[[list[Message], list[Message] | None, Mapping[str, Any], VersionQuirks], str]
     as_received: bool = False
     prints_date: bool = False
+    raw_messages: bool = False
+    makes_tokens: bool = False
 
 
 class ProgramTemplate:
@@ -53,7 +59,7 @@ class ProgramTemplate:
     def __init__(self, program: Program, quirks: VersionQuirks = NEWEST) -> None:
         self.program = program
         self.source, self.takes_parts = program.prints, program.takes_parts(quirks)
-        self.as_received, self.prints_date = program.as_received, program.prints_date
+        self.as_received, self.prints_date = program.as_received or program.raw_messages, program.prints_date
         self.special_tokens: dict[str, str] = {}
         self.quirks = replace(quirks, transformers=_UNTOUCHED)
         self.not_compiled = f"the engine writes {program.family}'s conversations by rules of its own"

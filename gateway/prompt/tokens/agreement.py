@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+from ..render.program import UNSPOKEN
 from .tokenizer import Tokenizer
 
 _TEXTS = (
@@ -42,10 +43,11 @@ class Answer(NamedTuple):
 def fixed_texts(tokenizer: Tokenizer, named: Mapping[str, str], mentioned: Iterable[str] = ()) -> list[str]:
     """The texts to compare. `named` are the special tokens that a template may print; `mentioned` is whatever the
     model's files call a token: one that is none here may be one for the engine, and no ordinary text would show it."""
-    added = [token["content"] for token in tokenizer.added_tokens]
+    # Where no text can spell a special token, its name is a text like any other.
+    added = [token["content"].removeprefix(UNSPOKEN) for token in tokenizer.added_tokens]
     some = added[:: max(1, len(added) // (_MOST_TOKENS // 2))]
     tokens = list(dict.fromkeys([*named.values(), *some, *added[-1:]]))[:_MOST_TOKENS]
-    known = {token["content"] for token in tokenizer.added_tokens}
+    known = set(added)
     strange = [one for one in dict.fromkeys(mentioned) if one not in known and 1 < len(one) <= _LONGEST][:_MOST_STRANGE]
     rows = [strange[at : at + 8] for at in range(0, len(strange), 8)]
     return [

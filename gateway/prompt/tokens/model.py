@@ -13,10 +13,11 @@ from xxhash import xxh3_64
 
 from ..render.program import Program
 from ..render.programs import program_for
+from .tekken_program import FILE, program_of
 from .tiktoken_program import can_be_read, sorts_tools
 
 _FILES = """
-    tokenizer.json tiktoken.model tokenization_*.py tokenizer_config.json special_tokens_map.json added_tokens.json
+    tokenizer.json tekken.json tiktoken.model tokenization_*.py tokenizer_config.json special_tokens_map.json added_tokens.json
     chat_template.jinja chat_template.json config.json params.json processor_config.json preprocessor_config.json
     additional_chat_templates/*.jinja
 """.split()
@@ -79,6 +80,7 @@ class LoadedModel:
     tiktoken: bool = False  # the tokenizer is a tiktoken.model
     sorts_tools: bool = False  # a template gets tools with their keys in alphabetical order
     program: Program | None = None  # what writes its conversations in place of a template
+    tekken: bool = False  # Mistral's own format: the tokenizer is a tekken.json
 
     @functools.cached_property
     def takes_media(self) -> bool:
@@ -119,7 +121,10 @@ def load_model(directory: Path, chat_template: str | Path | None = None) -> Load
     )
     no_tokenizer = _mistral_format(directory)
     if no_tokenizer:
-        no_template = no_tokenizer
+        program, why = program_of(directory) if (directory / FILE).is_file() else (None, "")
+        if program is not None:
+            return LoadedModel(directory, {}, config, settings, program=program, tekken=True)
+        no_template = no_tokenizer = f"{no_tokenizer}; {why}" if why else no_tokenizer
     architectures = [one for one in settings.get("architectures") or () if isinstance(one, str)]
     program = program_for(architectures) if not no_tokenizer else None
     if program is None and not no_tokenizer and not WRITTEN_BY_UNKNOWN_RULES.isdisjoint(architectures):

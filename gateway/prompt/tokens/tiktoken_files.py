@@ -64,7 +64,7 @@ class TiktokenReadings:
             if line:
                 token, rank = line.split()
                 ranks[base64.b64decode(token)] = int(rank)
-        symbols = {rank: _symbols(token) for token, rank in ranks.items()}
+        symbols = {rank: symbols_of(token) for token, rank in ranks.items()}
         vocabulary = {token: rank for rank, token in symbols.items()}
         names = {int(id): _text(one) for id, one in (self._config.get("added_tokens_decoder") or {}).items()}
         plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
@@ -81,7 +81,7 @@ class TiktokenReadings:
         level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
         model = {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
                  "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": True,
-                 "vocab": vocabulary, "merges": _merges(ranks, symbols)}  # fmt: skip
+                 "vocab": vocabulary, "merges": merges_of(ranks, symbols)}  # fmt: skip
         return orjson.dumps({
             "version": "1.0", "truncation": None, "padding": None, "added_tokens": added, "normalizer": None,
             "pre_tokenizer": {"type": "Sequence", "pretokenizers": [words, level]}, "post_processor": None,
@@ -90,7 +90,7 @@ class TiktokenReadings:
         }).decode()  # fmt: skip
 
 
-def _merges(ranks: dict[bytes, int], symbols: dict[int, str]) -> list[list[str]]:
+def merges_of(ranks: dict[bytes, int], symbols: dict[int, str]) -> list[list[str]]:
     """Every pair of tokens that make a token, by the rank of what they make: so merges are chosen as tiktoken does."""
     rank_of, merges = ranks.get, []
     for token in sorted(ranks, key=ranks.__getitem__):
@@ -108,7 +108,7 @@ _OTHERS = [byte for byte in range(256) if byte not in _PRINTED]
 _SYMBOLS = {**{byte: chr(byte) for byte in _PRINTED}, **{byte: chr(256 + i) for i, byte in enumerate(_OTHERS)}}
 
 
-def _symbols(token: bytes) -> str:
+def symbols_of(token: bytes) -> str:
     """Bytes as a byte-level vocabulary writes them."""
     return "".join(map(_SYMBOLS.__getitem__, token))
 

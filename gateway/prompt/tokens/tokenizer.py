@@ -20,6 +20,7 @@ import orjson
 import tokenizers
 
 from ..offload import TakesLong, event_loop
+from ..render.program import UNSPOKEN
 from .model import ModelError
 from .reading import Reading
 from .tiktoken_program import LONGEST_TEXT
@@ -106,6 +107,7 @@ class Tokenizer:
         self.added_tokens: list[dict[str, Any]] = settings.get("added_tokens") or []
         self._normalizes = not _changes_nothing(settings.get("normalizer"))
         self._splits_special_tokens = splits
+        self._unspoken = any(token["content"].startswith(UNSPOKEN) for token in self.added_tokens)
         run = reading.longest_run if reading else 0
         self._run = re.compile(rf"\S{{{run}}}|\s{{{run}}}") if run else None
         self._longest = _longest_token(settings)
@@ -173,7 +175,10 @@ class Tokenizer:
         return self._ids(texts, False)
 
     def encode_each(self, texts: list[str], special: bool) -> list[bytes]:
-        """Ids of texts that are prompts of their own. Raises TooLong if one is, or TakesLong on the event loop."""
+        """Ids of texts that are prompts of their own. Raises TooLong if one is, UnlikeEngine, or TakesLong on the event
+        loop."""
+        if self._unspoken and any(UNSPOKEN in one for one in texts):
+            raise UnlikeEngine("a text with Unicode non-characters")
         if len(texts) > 1:
             self._weigh(texts)
         return [self.encode(text, special) for text in texts]

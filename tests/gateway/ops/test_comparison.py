@@ -17,6 +17,7 @@ from replicas.engines.sglang import SGLANG
 from replicas.simulated.model import sim_model_dir
 from replicas.simulated.tokens import Tokens
 
+from ..prompt.families import FAMILIES
 from ..running import running
 
 LONG = "All the world's a stage, and all the men and women merely players. " * 80
@@ -316,3 +317,37 @@ async def test_a_busy_engine_leaves_a_model_exact_whose_chats_another_has_shown(
         comparison.compare(busy.replica())
         await asyncio.wait_for(busy.asked_often.wait(), 20)
         assert mode(pipeline, "sim") == "exact"
+
+
+class MistralEngine(ChatEngine):
+    """One whose mistral-common writes Mistral's own format by the rules of version `tekken`."""
+
+    def __init__(self, folder: Path, tekken: int):
+        super().__init__()
+        self.pipeline = Pipeline(FAMILIES[f"Mistral (tekken v{tekken})"](folder), "sim", 16)
+        self.pipeline.adopt(self.pipeline.likeliest(), True, {})
+
+    async def tokenize(self, request: web.Request) -> web.Response:
+        said = await request.json()
+        if "messages" not in said:
+            return await Engine.tokenize(self, request)
+        self.chats += 1
+        made = self.pipeline.prepare("/v1/chat/completions", json.dumps(said).encode())
+        return web.json_response({"tokens": memoryview(made.token_ids).cast("I").tolist()})
+
+    def replica(self, *given, **more) -> Replica:
+        return Engine.replica(self, *given, **more)
+
+
+@pytest.mark.parametrize("theirs, found", [(13, "exact"), (11, "text")])
+async def test_rules_that_follow_a_librarys_version_are_shown_by_chats(theirs, found, compared, tmp_path):
+    """The two versions make the same tokens of texts, and write the results of tools otherwise."""
+    pipeline = Pipeline(FAMILIES["Mistral (tekken v13)"](tmp_path / "ours"), "sim", 16)
+    comparison = compared(pipeline)
+    async with MistralEngine(tmp_path / "theirs", theirs) as engine:
+        replica = engine.replica()
+        assert replica.dialect.fills_templates_alike and mode(pipeline, "sim") == "text"
+        comparison.compare(replica)
+        await all_done(comparison)
+        assert engine.chats and mode(pipeline, "sim") == found
+        assert ("of a chat it makes other tokens" in replica.tokenizer) == (found == "text")

@@ -10,17 +10,19 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 from xxhash import xxh3_64_hexdigest
 
 from gateway.errors import ApiError
 from gateway.prompt.pipeline import Pipeline
-from gateway.prompt.render.programs import deepseek, harmony
+from gateway.prompt.render.programs import deepseek, harmony, mistral
 from replicas.engines.vllm.versions import version_quirks
 from replicas.simulated.model import sim_model_dir
 
@@ -29,6 +31,7 @@ from ...vllm.chat_templates import small_tokenizer
 from ...vllm.mixed_bodies import random_bodies, random_tools
 from .kimi import bytes_to_symbols, kimi_folder
 from .reference import model_dir
+from .tekken import tekken_folder
 
 RECORDED = Path(__file__).with_name("families.jsonl")
 CONTEXT = 131_072
@@ -41,11 +44,21 @@ _DEEPSEEK = {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_nope_head_dim": 16, "qk_
              "index_topk": 16, "index_head_dim": 16, "index_n_heads": 2}  # fmt: skip
 
 
-def bodies() -> dict[str, tuple[str, Body]]:
-    """What is asked of each family, by name."""
+def bodies(family: str) -> dict[str, tuple[str, Body]]:
+    """What is asked of a family, by name. Mistral's own format takes functions with plain names only."""
     mixed = {f"random {i}": case for i, case in enumerate(random_bodies(7, RANDOM))}
     tools = {f"random tools {i}": case for i, case in enumerate(random_tools(7, RANDOM_TOOLS))}
-    return {**CORPUS, **mixed, **tools}
+    asked = {**CORPUS, **mixed, **tools}
+    return {name: (path, plainly_named(body)) for name, (path, body) in asked.items()} if "tekken" in family else asked
+
+
+def plainly_named(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {
+            key: re.sub(r"[^a-zA-Z0-9_-]", "_", one) if key == "name" and isinstance(one, str) else plainly_named(one)
+            for key, one in value.items()
+        }
+    return [plainly_named(one) for one in value] if isinstance(value, list) else value
 
 
 def _folder(folder: Path, config: dict, special: tuple[str, ...]) -> Path:
@@ -92,11 +105,17 @@ def _kimi_k2(folder: Path) -> Path:
     )
 
 
+def _tekken(version: int) -> Callable[[Path], Path]:
+    config = {**_CONFIG, "architectures": ["MistralForCausalLM"], "model_type": "mistral"}
+    return lambda folder: tekken_folder(folder, config, version)
+
+
 FAMILIES: dict[str, Callable[[Path], Path]] = {
     "DeepSeek-V3.2": _deepseek_v32,
     "DeepSeek-V4": _deepseek_v4,
     "gpt-oss": _gpt_oss,
     "Kimi K2": _kimi_k2,
+    **{f"Mistral (tekken v{version})": _tekken(version) for version in mistral.VERSIONS},
 }
 
 
@@ -140,17 +159,17 @@ class Compared:
         return dict(Counter(self.declined.values()).most_common())
 
 
-def compare(folder: Path, version: str, theirs: dict[str, str | None]) -> Compared:
+def compare(family: str, folder: Path, version: str, theirs: dict[str, str | None]) -> Compared:
     """`theirs`: of each body's name the digest of the engine's ids, None where it refuses."""
     with patch.object(harmony, "today", lambda: TODAY):
-        return _compare(folder, version, theirs)
+        return _compare(family, folder, version, theirs)
 
 
-def _compare(folder: Path, version: str, theirs: dict[str, str | None]) -> Compared:
+def _compare(family: str, folder: Path, version: str, theirs: dict[str, str | None]) -> Compared:
     pipeline = Pipeline(folder, "tiny", 16, max_model_len=CONTEXT)
     pipeline.follow(version_quirks(version))
     pipeline.adopt(pipeline.likeliest(), True, {})  # as after the engine's tokens were found to be the same
-    found, asked = Compared(), bodies()
+    found, asked = Compared(), bodies(family)
     for name, ids in theirs.items():
         if ids is None:
             continue
@@ -183,10 +202,10 @@ class Recording:
 
 def recordings() -> list[Recording]:
     """All that was recorded. Raises ValueError where bodies have changed since."""
-    asked = {name: digest_of_body(*case) for name, case in bodies().items()}
     found = []
     for line in RECORDED.read_text().splitlines():
         told = json.loads(line)
+        asked = {name: digest_of_body(*case) for name, case in bodies(told["family"]).items()}
         if {name: body for name, (body, _) in told["answers"].items()} != asked:
             raise ValueError(f"{told['family']}: the bodies have changed: run python -m tests.vllm.record_families")
         answers = {name: ids for name, (_, ids) in told["answers"].items()}

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from gateway.prompt.pipeline import Pipeline
+from gateway.prompt.render.programs import mistral
 from gateway.prompt.report import template_report
 from gateway.prompt.tokens.agreement import Answer
 from gateway.prompt.tokens.model import ModelError
@@ -12,13 +13,14 @@ from replicas.engines.sglang import Sglang
 from replicas.engines.vllm.versions import version_quirks
 
 from .families import FAMILIES, compare, recordings
+from .tekken import RESERVED, tekken_json
 
 RECORDINGS = recordings()
 
 
 @pytest.mark.parametrize("one", RECORDINGS, ids=lambda one: f"{one.family}, {one.version}")
 def test_the_ids_are_vllms_or_the_gateway_declines(one, tmp_path):
-    found = compare(FAMILIES[one.family](tmp_path / "model"), one.version, one.answers)
+    found = compare(one.family, FAMILIES[one.family](tmp_path / "model"), one.version, one.answers)
     assert not found.wrong
     assert len(found.equal) >= 0.9 * found.requests >= 200, found.reasons
 
@@ -109,6 +111,65 @@ def test_a_vocabulary_that_is_none_is_said(content, tmp_path):
     (folder / "tiktoken.model").write_text(content)
     with pytest.raises(ModelError, match=r"can't read tiktoken\.model"):
         Pipeline(folder, "m", 16)
+
+
+HI = b'{"messages": [{"role": "user", "content": "hi"}]}'
+
+
+def ids_of(pipeline: Pipeline, text: str) -> list[int]:
+    prompt = pipeline.prepare("/v1/completions", json.dumps({"prompt": text}).encode())
+    assert prompt.mode == "exact", prompt.note
+    return memoryview(prompt.token_ids).cast("I").tolist()
+
+
+def test_no_text_spells_a_special_token_of_mistrals_own_format(tmp_path):
+    pipeline = Pipeline(FAMILIES["Mistral (tekken v7)"](tmp_path / "model"), "m", 16)
+    assert pipeline.prepare("/v1/chat/completions", HI).mode == "text"
+    pipeline.adopt(pipeline.likeliest(), True, {})
+    assert pipeline.prepare("/v1/chat/completions", HI).mode == "exact"
+    begin, *rest = ids_of(pipeline, "[INST]")
+    assert begin == 1 and min(rest) >= RESERVED
+    for name in (mistral.spelled("[INST]"), f"a {mistral.spelled('</s>')} b"):
+        for path, body in (
+            ("/v1/completions", {"prompt": name}),
+            ("/v1/chat/completions", {"messages": [{"role": "user", "content": name}]}),
+        ):
+            assert pipeline.prepare(path, json.dumps(body).encode()).mode == "load"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda told: told["config"].update(version="v99"),
+        lambda told: told.pop("config"),
+        lambda told: told.pop("special_tokens"),
+        lambda told: told["special_tokens"].pop(3),
+    ],
+)
+def test_a_tekken_json_of_another_form_is_not_guessed(change, tmp_path):
+    folder = FAMILIES["Mistral (tekken v13)"](tmp_path / "model")
+    told = tekken_json(13)
+    change(told)
+    (folder / "tekken.json").write_text(json.dumps(told))
+    prompt = Pipeline(folder, "m", 16).prepare("/v1/chat/completions", HI)
+    assert prompt.mode == "load" and "can't read tekken.json" in prompt.note
+
+
+def test_a_tekken_json_whose_words_cannot_be_read_is_said(tmp_path):
+    folder = FAMILIES["Mistral (tekken v13)"](tmp_path / "model")
+    told = tekken_json(13)
+    del told["vocab"][400]["token_bytes"]
+    (folder / "tekken.json").write_text(json.dumps(told))
+    with pytest.raises(ModelError, match="token_bytes"):
+        Pipeline(folder, "m", 16)
+
+
+@pytest.mark.parametrize("effort, mode", [(None, "exact"), ("none", "exact"), ("high", "exact"), ("low", "load")])
+def test_efforts_are_those_that_a_tekken_json_lists(effort, mode, tmp_path):
+    pipeline = Pipeline(FAMILIES["Mistral (tekken v15)"](tmp_path / "model"), "m", 16)
+    pipeline.adopt(pipeline.likeliest(), True, {})
+    body = {"messages": [{"role": "user", "content": "hi"}], **({"reasoning_effort": effort} if effort else {})}
+    assert pipeline.prepare("/v1/chat/completions", json.dumps(body).encode()).mode == mode
 
 
 @pytest.mark.parametrize("name", ["DeepSeek-V3.2", "DeepSeek-V4", "gpt-oss"])

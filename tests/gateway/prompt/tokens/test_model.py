@@ -193,6 +193,7 @@ def test_report_on_a_template_that_fails(tmp_path, template, refused):
         ({"config_json": {"architectures": ["DeepseekV32ForCausalLM"]}}, "exact", "exact"),
         ({"config_json": {"architectures": ["InklingForCausalLM"]}}, "load", "exact"),
         ({"consolidated.safetensors": "", "tekken.json": ""}, "load", "load"),
+        ({"consolidated.safetensors": "", "tokenizer.model.v3": ""}, "load", "load"),
         ({"tekken.json": ""}, "exact", "exact"),
         ({"params.json": "", "model.safetensors": ""}, "exact", "exact"),
         ({"params.json": ""}, "load", "load"),

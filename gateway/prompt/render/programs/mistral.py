@@ -1,0 +1,295 @@
+"""Mistral's own format: conversations as mistral-common 1.13 writes them for a `tekken.json` of version 3 to 15.
+
+It encodes texts one by one between special tokens, and nothing that stands in a text is ever a special
+token. So the tokenizer that is made of `tekken.json` calls special tokens by names that no text has (`spelled`).
+Messages of one role in a row are one message, and each version says anew where tools, results and system messages go.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import Any
+
+from ...api.conversation import call_arguments
+from ...quirks import VersionQuirks
+from ..program import BOUNDARY, UNSPOKEN, Message, Program, Refused
+
+VERSIONS = (3, 7, 11, 13, 15)
+_ID_LENGTH = 9  # of a tool call's id vLLM keeps the end
+_NO_ID = "null"
+
+
+def spelled(token: str) -> str:
+    """A special token as it is written here."""
+    return UNSPOKEN + token
+
+
+@dataclass(frozen=True)
+class Thought:
+    text: str
+    closed: bool = True
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One message, or several of one role as one."""
+
+    role: str
+    content: str | tuple[str | Thought, ...]
+    calls: tuple[Mapping[str, Any], ...] = ()
+    call_id: str | None = None
+    unfinished: bool = False
+
+
+@dataclass(frozen=True)
+class Rules:
+    """Those of one version. `efforts`: what a model of version 15 lets a request choose, by default the first one."""
+
+    version: int
+    efforts: tuple[str, ...] = ()
+
+    def write(
+        self, talk: list[Message], tools: list[Message] | None, variables: Mapping[str, Any], quirks: VersionQuirks
+    ) -> str:
+        goes_on = bool(variables.get("continue_final_message"))
+        turns = [_turn(message, quirks) for message in talk]
+        if goes_on:
+            turns[-1] = replace(turns[-1], unfinished=True)
+        system = ""
+        if self.version < 7:
+            system = "\n\n".join(self._whole(one) for one in turns if one.role == "system" and one.content)
+        merged = list(self._merged(turns))
+        if self.version < 7 and (not merged or merged[0].role != "user"):
+            merged.insert(0, Turn("user", ""))
+        users = [i for i, one in enumerate(merged) if one.role == "user"]
+        at = (users[-1] if self.version < 13 else users[0]) if users else -1
+        head = self._tools(tools) + self._settings(variables.get("reasoning_effort"))
+        last = users[-1] if users else -1
+        written = (
+            (head if i == at else "") + self._written(one, system if i == last else "") for i, one in enumerate(merged)
+        )
+        return spelled("<s>") + "".join(written)
+
+    # --- messages that follow each other
+
+    def _merged(self, turns: Sequence[Turn]) -> Iterator[Turn]:
+        asked: list[str] = []  # ids of the calls of which the results come next
+        for role, group in groupby(turns, key=lambda one: one.role):
+            run = list(group)
+            if role == "tool":
+                yield from self._results(run, asked)
+                asked.clear()
+            elif role == "system":
+                if self.version >= 7:
+                    yield from (replace(one, content=self._joined([one])) for one in run)
+            else:
+                calls = tuple(call for one in run for call in one.calls)
+                asked += [call["id"] for call in calls]
+                yield Turn(role, self._joined(run), calls, unfinished=any(one.unfinished for one in run))
+
+    def _results(self, run: list[Turn], asked: Sequence[str]) -> list[Turn]:
+        told = [replace(one, content=self._whole(one)) for one in run]
+        if self.version < 11:
+            return told
+        order = {id: i for i, id in enumerate(asked)}
+        given = {one.call_id: i for i, one in enumerate(told)}
+        return sorted(told, key=lambda one: (order.get(one.call_id or _NO_ID, len(order)), given[one.call_id]))
+
+    def _joined(self, run: Iterable[Turn]) -> str | tuple[str | Thought, ...]:
+        """The contents of messages as one: texts beside each other are one text."""
+        parts: list[str | Thought] = []
+        text: list[str] = []
+        for one in run:
+            between = "\n\n"
+            for part in (one.content,) if isinstance(one.content, str) else one.content:
+                if isinstance(part, Thought):
+                    parts += ["".join(text)] if text else []
+                    parts.append(part)
+                    text.clear()
+                elif part:
+                    text += [between, part] if text else [part]
+                    between = "" if self.version >= 15 else "\n\n"
+        if not parts:
+            return "".join(text)
+        return (*parts, "".join(text)) if text else tuple(parts)
+
+    def _whole(self, one: Turn) -> str:
+        text = self._joined([one])
+        if not isinstance(text, str):
+            raise Refused("reasoning where a text belongs")
+        return text
+
+    # --- one message
+
+    def _written(self, one: Turn, system: str) -> str:
+        if one.role == "user":
+            if not isinstance(one.content, str):
+                raise Refused("reasoning in a user's message")
+            text = f"{system}\n\n{one.content}" if system else one.content
+            return spelled("[INST]") + text + spelled("[/INST]")
+        if one.role == "system":
+            return spelled("[SYSTEM_PROMPT]") + self._content(one.content) + spelled("[/SYSTEM_PROMPT]")
+        if one.role == "tool":
+            return spelled("[TOOL_RESULTS]") + self._result(one) + spelled("[/TOOL_RESULTS]")
+        end = "" if one.unfinished else spelled("</s>")
+        return self._answer(one) + self._calls(one.calls) + end
+
+    def _answer(self, one: Turn) -> str:
+        if not one.content and not one.calls:
+            raise Refused("an assistant's message that says nothing")
+        if self.version < 7 and one.content and one.calls:
+            raise Refused("an assistant's message with text and tool calls")
+        return one.content.rstrip(" ") if isinstance(one.content, str) else self._content(one.content)
+
+    def _content(self, content: str | tuple[str | Thought, ...]) -> str:
+        if isinstance(content, str):
+            return content
+        if self.version < 13:
+            raise Refused("reasoning, of which this version has no token")
+        written = [
+            part
+            if isinstance(part, str)
+            else spelled("[THINK]") + part.text + (spelled("[/THINK]") if part.closed else BOUNDARY)
+            for part in content
+        ]
+        return "".join(written)
+
+    def _result(self, one: Turn) -> str:
+        content, id = str(one.content), one.call_id
+        if self.version >= 13:
+            return content
+        if self.version >= 7:
+            return f"{id}{spelled('[TOOL_CONTENT]')}{content}"
+        try:
+            told = json.loads(content or "{}")
+        except json.JSONDecodeError:
+            told = content
+        return _dumped({"content": told, "call_id": id})
+
+    def _calls(self, calls: Sequence[Mapping[str, Any]]) -> str:
+        if not calls:
+            return ""
+        if self.version < 11:
+            return spelled("[TOOL_CALLS]") + _dumped([_with_id(call) for call in calls])
+        return "".join(
+            spelled("[TOOL_CALLS]") + call["name"] + self._id(call) + spelled("[ARGS]") + _dumped(call["arguments"])
+            for call in calls
+        )
+
+    def _id(self, call: Mapping[str, Any]) -> str:
+        return spelled("[CALL_ID]") + call["id"] if self.version == 11 else ""
+
+    def _tools(self, tools: list[Message] | None) -> str:
+        if not tools:
+            return ""
+        told = [{"type": "function", "function": _function(tool["function"])} for tool in tools]
+        return spelled("[AVAILABLE_TOOLS]") + _text(_dumped(told)) + spelled("[/AVAILABLE_TOOLS]")
+
+    def _settings(self, effort: Any) -> str:
+        if not self.efforts:
+            return ""
+        if effort is not None and effort not in self.efforts:
+            raise Refused(f"there is no effort {effort}")
+        told = _dumped({"reasoning_effort": effort or self.efforts[0]})
+        return spelled("[MODEL_SETTINGS]") + told + spelled("[/MODEL_SETTINGS]")
+
+
+def program(version: int, efforts: tuple[str, ...] = ()) -> Program:
+    """The rules for a `tekken.json` of this version."""
+    rules = Rules(version, efforts)
+    named = ["<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]",
+             "[/TOOL_RESULTS]", "[TOOL_CALLS]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[TOOL_CONTENT]", "[ARGS]",
+             "[CALL_ID]", "[THINK]", "[/THINK]", "[MODEL_SETTINGS]", "[/MODEL_SETTINGS]"]  # fmt: skip
+    return Program(
+        f"Mistral (tekken v{version})",
+        "".join(map(spelled, named)),
+        takes_parts=lambda quirks: False,
+        write=rules.write,
+        raw_messages=True,
+        makes_tokens=True,
+    )
+
+
+# --- what a request says
+
+
+def _turn(message: Message, quirks: VersionQuirks) -> Turn:
+    role, content = message.get("role"), _parts(message.get("content"))
+    if role in ("system", "developer", "user"):
+        if content is None:
+            raise Refused("a message without content")
+        return Turn("user" if role == "user" else "system", content)
+    if role == "tool":
+        if content is None:
+            raise Refused("a message without content")
+        return Turn("tool", content, call_id=_text(message["tool_call_id"])[-_ID_LENGTH:])
+    if role != "assistant":
+        raise Refused(f"there is no role {role}")
+    reasoning = message.get("reasoning")
+    if reasoning is None:
+        reasoning = message.get("reasoning_content")
+    content = content or ""
+    if reasoning is not None:
+        if not isinstance(content, str) and any(isinstance(part, Thought) for part in content):
+            raise Refused("reasoning in two places")
+        said = (content,) if isinstance(content, str) else content
+        content = (Thought(_text(reasoning)), *said)
+    calls = tuple(_call(call, quirks) for call in message.get("tool_calls") or ())
+    return Turn("assistant", content, calls)
+
+
+def _parts(content: Any) -> str | tuple[str | Thought, ...] | None:
+    if content is None or isinstance(content, str):
+        return None if content is None else _text(content)
+    parts: list[str | Thought] = []
+    for part in content:
+        kind = part.get("type")
+        if kind == "text":
+            parts.append(_text(part["text"]))
+        elif kind == "thinking":
+            parts.append(Thought(_text(part["thinking"]), _flag(part.get("closed", True))))
+        elif kind:
+            raise Refused("a part that is no text")
+    return tuple(parts)
+
+
+def _flag(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise Refused("a part that is neither closed nor open")
+    return value
+
+
+def _call(call: Mapping[str, Any], quirks: VersionQuirks) -> dict[str, Any]:
+    function = call["function"]
+    arguments = call_arguments(function.get("arguments"), quirks)
+    if not isinstance(arguments, dict):
+        raise Refused("a tool call's arguments that are no object")
+    _text(_dumped(arguments))
+    return {"name": _text(function["name"]), "arguments": arguments, "id": _text(call["id"])[-_ID_LENGTH:]}
+
+
+def _with_id(call: Mapping[str, Any]) -> dict[str, Any]:
+    if not call["id"] or call["id"] == _NO_ID:
+        raise Refused("a tool call without an id")
+    return dict(call)
+
+
+def _function(told: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "name": told["name"],
+        "description": told.get("description") or "",
+        "parameters": told.get("parameters") or {},
+    }
+
+
+def _dumped(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str) or BOUNDARY in value or UNSPOKEN in value:
+        raise Refused("a text that is none, or has Unicode non-characters")
+    return value

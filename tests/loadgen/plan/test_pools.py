@@ -55,15 +55,39 @@ def test_decode_steps_take_as_long_as_in_virtual_time(tmp_path, replicas):
     assert decode_pool(load(share=0.9), engine, replicas).step * 1000 == pytest.approx(measured["p90"], rel=0.1)
 
 
-def apart(tmp_path, prefill: int, decode: int, prompt: int, output: int, rate: int, slo: str) -> dict:
+# As `hitherto calibrate` writes what it has learned of an engine: times of requests and steps, and how far these vary.
+LEARNED = """num_blocks: 32768
+request: {latency: 1.2, work: 0.8, token: 0.0003, text: 0.4, text_token: 0.0011}
+step: {base: 4.1, prefill: 3.8, prefill_token: 0.0152, attention: 1.2e-6, decode_sequence: 0.11, decode_context_token: 0.00011, spread: 0.08}
+"""
+
+
+def apart(
+    tmp_path, prefill: int, decode: int, prompt: int, output: int, rate: int, slo: str, profile: str = "gpu-8b"
+) -> dict:
     """The same load in virtual time, each request in two legs."""
     report = tmp_path / "report.json"
     pools = f"{{p: {{launch: {prefill}, role: prefill}}, d: {{launch: {decode}, role: decode}}}}"
     flags = ("--pools", pools, "--legs", "always", "--link-gbit-per-s", "100", "--dataset-name", "random", "--random-input-len", str(prompt),
              "--random-output-len", str(output), "--range-ratio", "0", "--request-rate", str(rate), "--num-prompts", "1000", "--slo", slo)  # fmt: skip
-    assert main(["simulate", *flags, "--policies", "least_time", "--json", str(report)]) == 0
+    assert main(["simulate", *flags, "--policies", "least_time", "--profile", profile, "--json", str(report)]) == 0
     (found,) = json.loads(report.read_text())["targets"].values()
     return found
+
+
+def test_pools_of_an_engine_that_was_measured_do_as_in_virtual_time(tmp_path):
+    profile, report, slo = tmp_path / "learned.yaml", tmp_path / "plan.json", "ttft:300ms,tpot:30ms"
+    profile.write_text(LEARNED)
+    model = ("--layers", "32", "--kv-heads", "8", "--head-dim", "128", "--chunk-size", "8192", "--link", "100Gbit/s")
+    load = ("--rate", "60", "--prompt-tokens", "1000", "--output-tokens", "200", "--slo", slo)
+    assert main(["plan", "--pools", *model, *load, "--profile", str(profile), "--json", str(report)]) == 0
+    plan = json.loads(report.read_text())["pools"]
+    prefill, decode = plan["prefill"]["pool"], plan["decode"]["pool"]
+    enough = apart(tmp_path, prefill["replicas"], decode["replicas"], 1_000, 200, 60, slo, str(profile))
+    assert prefill["ttft"] * 1000 == pytest.approx(enough["ttft_ms"]["p90"], rel=0.15)
+    assert decode["step"] * 1000 == pytest.approx(enough["tpot_ms"]["p90"], rel=0.1)
+    fewer = apart(tmp_path, prefill["replicas"], decode["replicas"] - 1, 1_000, 200, 60, slo, str(profile))
+    assert enough["goodput"]["share"] > 0.9 > fewer["goodput"]["share"]
 
 
 def test_both_pools_do_as_in_virtual_time_and_one_decode_replica_less_does_not(tmp_path, capsys):

@@ -121,6 +121,7 @@ class Models:
         space.names |= names
         if replica.version:
             space.pipeline.follow(replica.version_quirks, at_once=False)
+        space.pipeline.media.root = space.root
         space.comparison.compare(replica)
         return space
 
@@ -318,6 +319,7 @@ class Models:
             space.use(pipeline)
             told = next((one.replica.version_quirks for one in space.members.values() if one.replica.version), {})
             pipeline.follow(told, at_once=False)
+            pipeline.media.root = space.root
             for member in space.members.values():
                 space.comparison.compare(member.replica)
         space.loading = None

@@ -90,6 +90,12 @@ class ModelSpace:
         """The longest context of its replicas in tokens."""
         return max((one.context or 0 for one in self.members.values()), default=0) or None
 
+    @property
+    def root(self) -> str:
+        """Where its engines have the model from; "" where they do not tell, or not all the same."""
+        roots = {one.replica.root for one in self.members.values()}
+        return (roots.pop() or "") if len(roots) == 1 else ""
+
     def use(self, pipeline: Pipeline) -> None:
         self.pipeline = pipeline
         pipeline.space, pipeline.block_size = self.number, self.format.block_size

@@ -251,7 +251,13 @@ def _files(pipeline: Pipeline) -> Iterator[Finding]:
         yield Finding(
             "ok", "tokenizer files", f"transformers does not use tokenizer.json as it is: it is {reading.how}, here too"
         )
-    if pipeline.takes_media:
+    if pipeline.media.images is not None:
+        yield Finding(
+            "ok",
+            "media",
+            "images that are written in a request are exact; what is at a URL, sound and video are so up to where they begin",
+        )
+    elif pipeline.takes_media:
         yield Finding("warn", "media", "the model takes more than text: prompts with media are exact up to the first item, and by text from there on",
                       "nothing to mend; hitherto_media_prompts_total counts them, hitherto explain shows one")  # fmt: skip
 

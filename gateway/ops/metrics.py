@@ -302,8 +302,8 @@ class Metrics:
     stage_seconds = Histogram("Time in the gateway's own stages", "stage", STAGE_BUCKETS, ("prepare", "prepare_offloaded", "choose"))
     loop_delay_seconds = Histogram("How much later than it was due a timer of the event loop ran, four times a second", (), DELAY_BUCKETS)
     # prompts
-    prompts = Counter("Prompts that were sent to a replica, by how their tokens were found", mode=("exact", "engine", "partly", "text", "load"))
-    media_prompts = Counter("Prompts with images, sound or video, by what of their blocks is not known", why=tuple(MEDIA))
+    prompts = Counter("Prompts that were sent to a replica, by how their tokens were found", mode=("exact", "media", "engine", "partly", "text", "load"))
+    media_prompts = Counter("Prompts with images, sound or video, by what of their blocks is not known (exact: nothing)", why=tuple(MEDIA))
     prompt_failures = Counter("Prompts routed by load because a template or tokenizer failed", reason=tuple(PROMPT_PATHS))
     # the cache: predicted when choosing, reported by the engine in its answer
     prompt_tokens = Counter("Prompt tokens sent to a replica", replica=REPLICA)

@@ -38,7 +38,8 @@ from .api.openai import (
 )
 from .api.responses import from_responses
 from .forward import LEAST_TOKENS, kind_of
-from .media import partly
+from .media.exactly import images_of
+from .media.filling import Media
 from .offload import TakesLong
 from .prompt import CHAT, COMPLETIONS, EMBEDDINGS, MESSAGES, NO_PREFILL, RESPONSES, Prompt
 from .quirks import NEWEST, VersionQuirks
@@ -140,6 +141,7 @@ class Pipeline:
         self._makes_tokens = False  # whatever a request says of special tokens
         self._lead: bytes | None = None  # special tokens before a text, if there are none behind it
         self.made_by = 0  # another number whenever ids may be made in another way than before
+        self.media = Media()
         self.space = 0  # the number of those replicas whose tokens and blocks are these
         if model_dir is not None:
             self._load(model_dir, chat_template)
@@ -152,6 +154,7 @@ class Pipeline:
             self.template_error = files.no_template
             return
         self._sorts_tools = files.sorts_tools
+        self.media.images = images_of(model_dir, files.settings) if files.takes_media else None
         if files.tekken:
             self._readings = TekkenReadings(model_dir)
         elif files.tiktoken:
@@ -433,7 +436,8 @@ class Pipeline:
             except Multimodal:
                 if not self.takes_media:
                     raise
-                self._with_media(prompt, chat, seed, request)
+                of_engine = self._quirks.media_identity, self._max_model_len or _UNKNOWN_CONTEXT
+                self.media.fill(prompt, chat, request, self._renderer(chat), self.tokenizer, seed, *of_engine)
                 return None
         else:
             prompt.token_ids, prompt.hashes = ids, self._hashed(ids, seed)
@@ -448,11 +452,6 @@ class Pipeline:
                     prompt.token_ids, prompt.hashes = cut, self._hashed(cut, seed)
         prompt.tokens = len(prompt.token_ids) // 4
         return chat.roles if chat is not None else None
-
-    def _with_media(self, prompt: Prompt, chat: Chat, seed: int, request: dict[str, Any]) -> None:
-        if "truncate_prompt_tokens" in request or "truncation" in request:
-            raise Unroutable("truncation of a prompt with media")
-        partly.fill(prompt, chat, self._renderer(chat), self.tokenizer, seed, "family")
 
     def _chat_as_received(self, path: str, request: dict[str, Any]) -> Chat:
         """Where the engine hands messages to its rules as they are, and reads few other fields."""

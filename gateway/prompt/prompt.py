@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-Mode = Literal["exact", "engine", "partly", "text", "load"]
+Mode = Literal["exact", "media", "engine", "partly", "text", "load"]
 GUESSED = frozenset(("partly", "text"))  # the modes in which some names of blocks are the gateway's own
 LONGEST_RESPONSE_ID = 200  # of a stored response
 
@@ -33,8 +33,16 @@ NO_PREFILL = frozenset(("/tokenize", "/detokenize"))  # of these, those for whic
 
 # What is known of a prompt's media, in words.
 MEDIA = {
+    "exact": "nothing is missing: all blocks are known",
     "load": "nothing: the request is routed by load",
     "family": "how many tokens this model makes of an item is not known",
+    "kind": "sound, video and embeddings are not counted here",
+    "remote": "what is at a URL, or behind a uuid alone, only the engine sees",
+    "image": "an image of which the size is not read here, or that engines refuse",
+    "request": "the request has settings of its own for its media",
+    "engine": "by which name the engine knows an image is not known",
+    "template": "the template prints other placeholders than there are images",
+    "length": "it would not fit the context",
 }
 
 
@@ -42,7 +50,8 @@ MEDIA = {
 class Prompt:
     """One request, as far as routing is concerned.
 
-    `mode` says how sure we are: "exact" (the ids the engine will compute), "engine" (ids the
+    `mode` says how sure we are: "exact" (the ids the engine will compute), "media" (the blocks are
+    the engine's, but it needs more than ids to compute them), "engine" (ids the
     engine computed for us), "partly" (exact up to the first item of media, by text from there on), "text" (no
     tokenizer: 4 UTF-8 bytes stand for one token), "load" (route by load alone; `note` says why).
 

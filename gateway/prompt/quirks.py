@@ -42,6 +42,7 @@ class VersionQuirks:
     harmony_recipient_last: bool | None = True  # 0.32 (oss-harmony): as now; False: as in 0.28; None: it is not known
     deepseek_v4: bool | None = True  # 0.32: its rules as now; False: as in 0.28; None: it is not known
     forwards_past_media: bool = False  # until 0.31: forwarded ids count though `echo` or media need the messages
+    media_identity: str | None = "framed"  # how an image's name is made, see `media.identity`; None: it is not known
     transformers: Transformers = Transformers()
 
     @property

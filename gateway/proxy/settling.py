@@ -355,11 +355,15 @@ class Settling:
             cached = min(cached, hittable(prompt.tokens, size) * size)
         predicted = held if prompt.copies < 2 else _of_copies(prompt, held, cached, size)
         metrics.predicted_cached_tokens.inc(name, by=predicted)
-        if prompt.mode == "exact" and not prompt.several and counted not in (None, prompt.tokens):
+        if prompt.mode in ("exact", "media") and not prompt.several and counted not in (None, prompt.tokens):
             self._counted_otherwise(backend, prompt, counted)
         saved = predicted
         # What was guessed says nothing of a map that an engine's events keep.
-        guessed = prompt.mode in GUESSED and backend.intake is not None
+        guessed = backend.intake is not None and (
+            prompt.mode in GUESSED
+            # An engine that finds more may know images by other names (flags of its own): not the map's fault.
+            or (prompt.mode == "media" and cached is not None and cached > held)
+        )
         if prompt.several or guessed or not tells_blocks:
             backend.drift.aside()
         if not prompt.copies or not tells_blocks or (prompt.several and cached is None):

@@ -63,7 +63,7 @@ class Sglang:
     def version_quirks(self, version: str | None) -> dict[str, Any]:
         """None are known: prompts are made as for the newest, and held against what it makes itself. What it writes
         by rules in its code has not been compared."""
-        return {"rules_are_known": False}
+        return {"rules_are_known": False, "media_identity": None}
 
     def has_random_hash_seed(self, version: str | None) -> bool:
         """Its keys are SHA-256 of the tokens, in all processes alike."""

@@ -25,6 +25,7 @@ def version_quirks(version: str | None) -> dict[str, Any]:
         "drops_attribution": number >= (0, 32),
         "harmony_recipient_last": as_now,
         "deepseek_v4": as_now,
+        "media_identity": "framed" if as_now else "plain" if as_now is False else None,
         "truncates_to_output": number < (0, 32),
         "forwards_past_media": number < (0, 32),
         "transformers": _transformers(number),

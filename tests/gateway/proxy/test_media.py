@@ -5,6 +5,7 @@ import json
 import pytest
 
 from gateway.prompt.pipeline import Pipeline
+from policies import make
 from replicas.simulated.model import sim_model_dir
 
 from ..prompt.media.models import assistant, data_url, image, pipeline, png, text, user
@@ -26,15 +27,16 @@ def urls(seen):
 async def test_a_conversation_goes_on_where_its_image_was_seen(observed):
     """At replicas whose caches are modelled, and at such that tell their blocks."""
     seen = [[], []]
-    async with stack(*[answers(seen=one) for one in seen], policy="overlap_cost", pipeline=pipeline()) as s:
+    async with stack(*[answers(seen=one) for one in seen], pipeline=pipeline()) as s:
         for slot in range(2):
             s.proxy.router.map.observed(slot, observed)
         talk = await s.talk()
         for more in ((), (assistant("A house."), user(text("Are you sure?")))):
-            for url in URLS:
+            for url in URLS if not more else reversed(URLS):
                 await talk.say(asks(user(image(url), text("What is on this picture? " * 20)), *more))
                 assert (await talk.response())[0] == 200
-        assert all(seen)
+            s.proxy.router.policy = make("overlap_cost")  # the first turns went to one after the other
+        assert list(map(len, seen)) == [6, 6]
         for one in seen:
             went = urls(one)
             assert all(went.count(url) == 2 for url in went), "not where its image was seen"

@@ -30,7 +30,7 @@ CONTENT<|im_end|>
 {% endif %}"""
 PARTS = _AROUND.replace("CONTENT", _CONTENT)
 TEXTS = _AROUND.replace("CONTENT", "{{ message.content }}")
-SPECIAL = ("<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|image_pad|>", "<|vision_end|>")
+SPECIAL = ("<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>")
 QWEN2_VL = {
     "architectures": ["Qwen2VLForConditionalGeneration"],
     "model_type": "qwen2_vl",

@@ -1,0 +1,131 @@
+"""A prompt with images of which all blocks are known: the tokens of each, and the name by which the engine knows it."""
+
+from __future__ import annotations
+
+import json
+from array import array
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cachemap import Span, hash_with_media
+
+from ..api.openai import Chat
+from ..prompt import Prompt
+from ..render.renderer import Renderer
+from ..tokens.tokenizer import Tokenizer
+from . import qwen_vl
+from .families import Family
+from .identity import Identities
+from .images import Unreadable
+from .items import Item, Seen
+
+_FAMILIES = (qwen_vl.family,)
+# Fields of a request that change what an engine makes of its media, or the name that it knows them by.
+_CHANGING = ("mm_processor_kwargs", "media_io_kwargs")
+
+
+class Unknown(Exception):
+    """Its argument is one of MEDIA."""
+
+
+class Engine(NamedTuple):
+    """What the engines tell that makes an image's name."""
+
+    rule: str | None  # one of `identity`'s; None: theirs is not known
+    model: str  # where they have the model from; "": they do not tell, or not the same
+    context: int  # tokens that a prompt may have
+
+
+class Images:
+    """The images of one model."""
+
+    def __init__(self, family: Family) -> None:
+        self.family = family
+        self._identities = Identities()
+
+    def fill(
+        self,
+        prompt: Prompt,
+        chat: Chat,
+        request: dict[str, Any],
+        renderer: Renderer,
+        tokenizer: Tokenizer,
+        seed: int,
+        engine: Engine,
+    ) -> str:
+        """Give a prompt its blocks. Returns "exact", or which of MEDIA is not known of them: then nothing was changed.
+
+        Raises what rendering raises."""
+        seen = Seen()
+        text = renderer.text(chat, seen)
+        try:
+            if prompt.adapter is not None or not engine.model or engine.rule is None:
+                raise Unknown("engine")
+            if any(request.get(field) for field in _CHANGING):
+                raise Unknown("request")
+            items = [self._known(item, engine) for item in seen.items]
+            ids, spans = self._expanded(tokenizer.encode(text, special=chat.special), items, engine.context)
+        except Unknown as unknown:
+            return str(unknown)
+        prompt.mode, prompt.media = "media", "exact"
+        prompt.hashes = array("Q", hash_with_media(ids, prompt.block_size, seed, spans))
+        prompt.tokens, prompt.rendered_chars = len(ids) // 4, len(text)
+        prompt.note = (
+            f"{len(items)} of media, {sum(span.length for span in spans)} tokens of them: all blocks are known"
+        )
+        return "exact"
+
+    def _known(self, item: Item, engine: Engine) -> tuple[int, str]:
+        """Its tokens and its name."""
+        if item.kind != "image":
+            raise Unknown("kind")
+        if item.url[:5].lower() != "data:":
+            raise Unknown("remote" if item.url or item.uuid else "kind")
+        assert engine.rule is not None
+        try:
+            image, identity = self._identities.of(item.url, engine.rule, engine.model)
+        except Unreadable:
+            raise Unknown("image") from None
+        count = self.family.count(image.width, image.height)
+        if count is None:
+            raise Unknown("image")
+        return count, item.uuid if item.uuid is not None else identity
+
+    def _expanded(self, ids: bytes, items: list[tuple[int, str]], context: int) -> tuple[bytes, list[Span]]:
+        tokens = np.frombuffer(ids, "<u4")
+        places = np.flatnonzero(tokens == self.family.placeholder)
+        if len(places) != len(items):
+            raise Unknown("template")  # it prints them otherwise, or somebody wrote one
+        if len(tokens) + sum(count for count, _ in items) > context:
+            raise Unknown("length")
+        repeats = np.ones(len(tokens), np.int64)
+        repeats[places] = [count for count, _ in items]
+        starts = np.cumsum(repeats) - repeats
+        spans = [
+            Span(identity, int(starts[place]), count) for place, (count, identity) in zip(places, items, strict=True)
+        ]
+        return np.repeat(tokens, repeats).tobytes(), spans
+
+
+def images_of(directory: Path, settings: dict[str, Any]) -> Images | None:
+    """None where it is not known how many tokens the model in this folder makes of an image."""
+    own, shared = (_read(directory / f"{name}_config.json") for name in ("preprocessor", "processor"))
+    inner = shared.get("image_processor")
+    if own and inner:
+        return None  # which of the two counts is transformers' affair
+    processor = own or inner
+    if isinstance(processor, dict) and processor:
+        for family in _FAMILIES:
+            if (found := family(settings, processor)) is not None:
+                return Images(found)
+    return None
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        read = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return read if isinstance(read, dict) else {}

@@ -1,0 +1,53 @@
+"""Qwen2-VL, Qwen2.5-VL and Qwen3-VL: an image is scaled to whole tiles of `patch_size * merge_size` pixels, within a
+least and a most number of pixels, and each tile is a token.
+
+As in `smart_resize` of transformers' image processor of Qwen2-VL, which all of them have.
+"""
+
+from __future__ import annotations
+
+from math import ceil, floor, sqrt
+from typing import Any
+
+from .families import Family, integer
+
+_TYPES = frozenset({"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"})
+_PROCESSORS = frozenset({None, "Qwen2VLImageProcessor", "Qwen2VLImageProcessorFast", "Qwen2VLImageProcessorPil"})
+_LEAST_PIXELS, _MOST_PIXELS = 56 * 56, 28 * 28 * 1280  # of the processor, where its file names none
+_MOST_RATIO = 200  # of an image's sides: it refuses narrower ones
+
+
+def family(settings: dict[str, Any], processor: dict[str, Any]) -> Family | None:
+    """`settings`: config.json; `processor`: the image processor's."""
+    vision, token = settings.get("vision_config"), settings.get("image_token_id")
+    kind = processor.get("image_processor_type")
+    if settings.get("model_type") not in _TYPES or kind not in _PROCESSORS or not isinstance(vision, dict):
+        return None
+    patch, merge = integer(processor, "patch_size", 14), integer(processor, "merge_size", 2)
+    if type(token) is not int or patch is None or merge is None or processor.get("do_resize", True) is not True:
+        return None
+    # What the processor makes and what the model takes has to be the same.
+    if vision.get("patch_size", patch) != patch or vision.get("spatial_merge_size", merge) != merge:
+        return None
+    size = processor.get("size")
+    size = size if isinstance(size, dict) else {}
+    least = integer(processor, "min_pixels", size.get("shortest_edge", _LEAST_PIXELS))
+    most = integer(processor, "max_pixels", size.get("longest_edge", _MOST_PIXELS))
+    if type(least) is not int or type(most) is not int or not 0 < least <= most:
+        return None
+    tile = patch * merge
+    return Family("Qwen-VL", token, lambda width, height: tokens(width, height, tile, least, most))
+
+
+def tokens(width: int, height: int, tile: int, least: int, most: int) -> int | None:
+    """Tokens of an image of these pixels; None for one that is refused."""
+    if max(width, height) / min(width, height) > _MOST_RATIO:
+        return None
+    high, wide = round(height / tile) * tile, round(width / tile) * tile
+    if high * wide > most:
+        by = sqrt(height * width / most)
+        high, wide = max(tile, floor(height / by / tile) * tile), max(tile, floor(width / by / tile) * tile)
+    elif high * wide < least:
+        by = sqrt(least / (height * width))
+        high, wide = ceil(height * by / tile) * tile, ceil(width * by / tile) * tile
+    return high // tile * (wide // tile)

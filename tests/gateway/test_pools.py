@@ -128,6 +128,10 @@ def test_what_vllm_would_refuse_at_the_first_transfer_is_refused_here(tmp_path):
     )
     said = refused(tmp_path, f"p: {{profile: pd-prefill, launch: 1}}\nd: {{profile: {other}, launch: 1}}", model="sim")
     assert "pools.p and pools.d: kv_cache_dtype is auto in one and fp8 in the other" in said
+    staged = "p: {profile: pd-prefill, launch: 1}\nd: {profile: pd-prefill, launch: 1, role: decode}"
+    assert "one pipeline stage only, and the decoder's pipeline_parallel_size is 2" in refused(
+        tmp_path, staged, model="sim"
+    )
     pair = "p: {profile: pd-prefill, launch: 1}\nd: {profile: pd-decode, launch: 4}"
     assert [one.role for one in planned(tmp_path, pair, model="sim")] == ["prefill", "decode"]
 

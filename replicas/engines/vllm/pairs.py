@@ -56,6 +56,11 @@ def unlike(prefiller: Fields, decoder: Fields, its_version: str | None, version:
     if connector_of(prefiller) is not connector_of(decoder):
         one, other = (", ".join(names(fields)) or "none" for fields in (prefiller, decoder))
         found.append(f"kv_connector is {one} in one and {other} in the other: give both the same")
+    if decoder.pipeline_parallel_size > 1:
+        found.append(
+            f"vLLM moves caches to engines of one pipeline stage only, and the decoder's pipeline_parallel_size is "
+            f"{decoder.pipeline_parallel_size}: use tensor_parallel_size in its place"
+        )
     theirs, ours = prefiller.block_size, decoder.block_size
     if theirs and ours and ours % theirs:
         found.append(f"block_size {ours} of the decoder is no multiple of the prefiller's {theirs}")

@@ -4,7 +4,8 @@ Engines take it in the body, or in a header where an API's body has no place for
 class, and what an engine takes a request for that says nothing; a lower class has as much more as its priority is less.
 Some versions refuse a priority unless they were started to schedule by it, and others ignore it then: each process is
 asked once, with a prompt of one word and an answer of one token, and is sent none before it has answered 200. The
-client's own priority is replaced from then on: it would pass all classes.
+client's own priority is replaced wherever it stands, since it would pass all classes; an engine that refuses priorities
+refuses it as well.
 """
 
 from __future__ import annotations
@@ -13,15 +14,16 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from time import monotonic
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import aiohttp
+import msgspec
 import orjson
 
 from replicas.access import session_to
 
 from ..members import with_members
-from ..prompt.prompt import COMPLETIONS
+from ..prompt.prompt import COMPLETIONS, unread
 from .backend import Backend
 from .exchange import Attempt, Exchange, Parent
 from .token_ids import poster
@@ -39,6 +41,23 @@ REFUSALS = (400, 422)  # of the field; others speak of the client's key or model
 
 # What makes the head of a request of this length: `exchange.request_head`, or one like it.
 HeadOf = Callable[[Exchange, Attempt, int, Parent | None], bytes]
+
+
+class _Body(msgspec.Struct):
+    priority: Any = None
+
+
+_DECODER = msgspec.json.Decoder(_Body)
+
+
+def has_priority(body: bytes) -> bool:
+    """Whether a JSON object has a priority of its own, as far as one can tell: engines read some JSON that is none."""
+    if FIELD not in body and b"\\u" not in body:
+        return False
+    try:
+        return _DECODER.decode(body).priority is not None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return True
 
 
 class _Known:
@@ -65,19 +84,28 @@ class Priorities:
         prompt, backend = attempt.prompt, attempt.backend
         dialect = backend.replica.dialect
         if prompt is None or prompt.path not in dialect.priority_paths + dialect.priority_header_paths:
-            return body, head_of
+            known = self._known.get(backend)
+            refuses = known is not None and known.takes is False
+            return body if refuses else self._instead(exchange, body), head_of
         known = self._known.get(backend)
         if known is None or known.incarnation != backend.incarnation:
             known = self._known[backend] = _Known(backend.incarnation)
         if known.takes is None:
             self._ask(known, backend, exchange, prompt)
         if not known.takes:
-            return body, head_of
+            return body if known.takes is False else self._instead(exchange, body), head_of
         priority = self._highest - self._class_of(exchange, prompt).priority
         if prompt.path in dialect.priority_paths:
             return with_members(body, {FIELD: b"%d" % priority}) or body, head_of
         assert dialect.priority_header is not None
         return body, _with_line(head_of, b"%b: %d\r\n" % (dialect.priority_header, priority))
+
+    def _instead(self, exchange: Exchange, body: bytes) -> bytes:
+        """The class's priority where the client says one, in a body that else is not read."""
+        if not body or not has_priority(body):
+            return body
+        prompt = exchange.prompt or unread(exchange.request.path, exchange.model)
+        return with_members(body, {FIELD: b"%d" % (self._highest - self._class_of(exchange, prompt).priority)}) or body
 
     def _ask(self, known: _Known, backend: Backend, exchange: Exchange, prompt: Prompt) -> None:
         """In the background, as the client of this request would ask."""

@@ -11,7 +11,7 @@ from policies import Classes, QosClass, Rule, Rules
 from replicas.engines.vllm import VLLM
 
 from ..http.talk import eventually, read_request
-from .replies import ANSWER, post, reply
+from .replies import ANSWER, answers, post, reply
 from .stack import stack
 
 PREMIUM, FREE = QosClass("premium", 0.1, 100), QosClass("free", 0.6, 10)
@@ -82,6 +82,48 @@ async def test_a_clients_own_priority_does_not_pass_the_classes():
     engine = Engine(200)
     async with classed(engine) as s:
         await known(s, engine)
+        await send(s, priority=-1000)
+        assert [one["priority"] for one in engine.bodies] == [90]
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        b'{"priority":-1000,"input":"hello"}',
+        b'{"input":"hello","priorit\\u0079":-1000}',
+        b'{"temperature":NaN,"priority":-1000}',  # Python reads it
+        b'{"priority":0,"priority":-1000} ',
+    ],
+)
+@pytest.mark.parametrize("path", [b"/pooling", b"/v1/embeddings", b"/invocations", b"/v1/chat/completions/batch"])
+async def test_nor_where_its_body_is_not_read(path, own):
+    engine = Engine(200)
+    async with classed(engine) as s:
+        for first in (True, False):  # before the engine was asked whether it takes any, and after
+            for headers, priority in ((b"", 90), (b"x-tier: premium\r\n", 0)):
+                talker = await s.talk()
+                await talker.say(post(own, path, headers))
+                await talker.response()
+                assert engine.bodies[-1]["priority"] == priority
+            if first:
+                await known(s, engine)
+
+
+@pytest.mark.parametrize(
+    "body", [b'{"input":"my \\u0070riority"}', b'{"input":["priority"]}', b"--x\r\npriority\r\n--x--"]
+)
+async def test_a_body_that_only_speaks_of_priority_passes_as_it_is(body):
+    seen = []
+    async with classed(answers(seen=seen)) as s:
+        talker = await s.talk()
+        await talker.say(post(body, b"/pooling"))
+        await talker.response()
+        assert [given for _, given in seen] == [body]
+
+
+async def test_before_an_engine_has_said_whether_it_takes_priorities_a_clients_own_is_replaced():
+    engine = Engine(503)
+    async with classed(engine) as s:
         await send(s, priority=-1000)
         assert [one["priority"] for one in engine.bodies] == [90]
 

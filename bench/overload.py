@@ -41,8 +41,6 @@ from typing import Any
 from loadgen.simulate import Fleet, Record, Turn
 from loadgen.simulate.gateway import Gateway
 from policies import Admission, Candidate, Classes, QosClass, Quote, Rules, Ticket, Verdict
-from policies.quotes import Place
-from policies.verdicts import NO_OFFERS, Offers
 from replicas.simulated.profile import load_profile
 
 from .chaos import chaos
@@ -66,15 +64,8 @@ class Limit(Admission):
         super().__init__(Classes((QosClass("default", slo=SLO),)), Rules())
         self._candidates, self._takes = candidates, takes
 
-    def ask(
-        self,
-        ticket: Ticket,
-        tokens: int,
-        quotes: Sequence[Quote],
-        now: float,
-        places: Sequence[Place] = (),
-        offers: Offers = NO_OFFERS,
-    ) -> Verdict:
+    def ask(self, ticket: Ticket, tokens: int, quotes: Sequence[Quote], *besides: Any) -> Verdict:
+        """By the candidates and their quotes alone."""
         pairs = enumerate(zip(self._candidates, quotes, strict=True))
         if among := [index for index, (one, quote) in pairs if self._takes(one, quote)]:
             return Verdict("admitted", "room", among)

@@ -276,7 +276,8 @@ class Ways:
             self._asking.cancel()
             await asyncio.gather(self._asking, return_exceptions=True)
         for client in self._clients.values():
-            await client.aclose()
+            with contextlib.suppress(*FAILURES):  # the others are to be closed all the same
+                await client.aclose()
 
     def _client(self, node: tuple[str, int]) -> Redis:
         if node not in self._clients:

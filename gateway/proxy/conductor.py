@@ -101,6 +101,10 @@ class Judge:
         attempt.streams = content_type.startswith(b"text/event-stream")
         if status == 200 and (attempt.streams or content_type.startswith(b"application/json")):
             return None
+        content_type = content_type.lower()  # names of media types have no case (RFC 9110, 8.3.1)
+        attempt.streams = content_type.startswith(b"text/event-stream")
+        if status == 200 and (attempt.streams or content_type.startswith(b"application/json")):
+            return None
         has_prompt = exchange.prompt is not None
         if attempt.leg is not None and status >= 300 and exchange.legs is not None and exchange.legs.transfer.header:
             kind = LEG_REFUSED if status in MAY_BE_OURS else PREFILL_FAILED
@@ -135,7 +139,7 @@ class Judge:
             head = attempt.response_head
             began = not held_back and begins(exchange.label, data, attempt.streams)
             if not began and head.get(b"content-encoding") is None:
-                sight = look(exchange.label, data, attempt.streams, head.get(b"content-type") or b"", whole)
+                sight = look(exchange.label, data, attempt.streams, (head.get(b"content-type") or b"").lower(), whole)
                 if sight is Sight.FOREIGN:
                     return _foreign(f"answered 200 with {data[:40]!r}")
                 if sight is Sight.EARLY:

@@ -346,7 +346,7 @@ class FirstLegs:
 
     def _head_error(self, attempt: Attempt) -> UpstreamError | None:
         status = attempt.status
-        content_type = attempt.response_head.get(b"content-type") or b""
+        content_type = (attempt.response_head.get(b"content-type") or b"").lower()
         if status == 200:
             if content_type.startswith(b"application/json"):
                 return None

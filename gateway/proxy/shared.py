@@ -476,16 +476,20 @@ class SharedLedger:
         )
 
     async def stop(self) -> None:
-        """Take this gateway's load out of the sums, and close the connections."""
+        """Take this gateway's load out of the sums, and close the connections, also of a Redis that does not answer."""
         self._stopped = True
         if self._beats is not None:
             self._beats.cancel()
         was_joined, self.joined = self.joined, False
-        with contextlib.suppress(*FAILURES):
-            async with asyncio.timeout(PATIENCE):
-                if was_joined:
+        if was_joined:
+            with contextlib.suppress(*FAILURES):
+                async with asyncio.timeout(PATIENCE):
                     await self._run("leave", self._token)
-                await self._ways.aclose()
+        for task in (self._beats, self._pump):  # what is on its way there would open a connection anew
+            while task is not None and not task.done():
+                task.cancel()
+                await asyncio.wait((task,), timeout=PATIENCE)
+        await self._ways.aclose()
 
     async def _keep(self) -> None:
         while not self._stopped:  # redis-py's waits may swallow a cancellation on Python 3.11

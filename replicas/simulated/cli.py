@@ -209,7 +209,7 @@ async def _listen(args: argparse.Namespace, profile, model_dir: Path, publisher)
     from .engine import Engine
     from .metrics import Metrics
     from .runner import Runner
-    from .server import KEEP_ALIVE, Server
+    from .server import HEAD_BYTES, KEEP_ALIVE, Server
     from .sglang import SglangMetrics, SglangServer
     from .transfers import Transfers
     from .wires import WIRES
@@ -234,7 +234,13 @@ async def _listen(args: argparse.Namespace, profile, model_dir: Path, publisher)
         WIRES[args.kv_connector or "nixl"](),
     )
     http = web.AppRunner(
-        server.app(), handler_cancellation=True, keepalive_timeout=KEEP_ALIVE, access_log=None, shutdown_timeout=1.0
+        server.app(),
+        handler_cancellation=True,
+        keepalive_timeout=KEEP_ALIVE,
+        access_log=None,
+        shutdown_timeout=1.0,
+        max_line_size=HEAD_BYTES,
+        max_field_size=HEAD_BYTES,
     )
     await http.setup()
     site = web.TCPSite(http, args.host, args.port, backlog=1024, reuse_address=True)

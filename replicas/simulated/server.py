@@ -29,6 +29,7 @@ from .wires import Nixl, Wire
 
 VERSION = "0.33.0+simulated"
 KEEP_ALIVE = 5.0  # s, as uvicorn in vLLM
+HEAD_BYTES = 2**17  # of a header, where uvicorn has no limit: more than a gateway lets through
 INLINE_BYTES = 256 << 10  # a body up to here is rendered and tokenized on the event loop (about 3 ms of prose)
 EMBEDDING = 64  # numbers in an embedding
 log = logging.getLogger(__name__)

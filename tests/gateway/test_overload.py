@@ -4,6 +4,7 @@ import pytest
 
 from gateway import cli
 from gateway.config import ConfigError, load
+from gateway.model import lacks_slow_pool
 from gateway.overload import overload, parse_seconds
 from policies import QosClass, Rule, Slo
 
@@ -34,6 +35,28 @@ def read(text, **flags):
         file.write(text)
     settings = load(flags, environ={}).settings
     return overload(settings.slo, settings.scheduler, settings.request_router, settings.admission)
+
+
+@pytest.mark.parametrize(
+    ("more", "places"),
+    [
+        ("admission: {when_full: [wait, spill]}", "admission.when_full"),
+        ("scheduler: {qos_classes: [{name: free, when_full: spill}]}", "scheduler.qos_classes.free.when_full"),
+        ("admission: {when_full: wait}", ""),
+        ("admission: {when_full: spill}\nreplica_url: ['http://a:1#spill=yes']", ""),
+        ("admission: {when_full: spill}\npools: {slow: {profile: sim, launch: 1, spill: true}}", ""),
+        (
+            "admission: {when_full: spill}\ndiscover: {selector: app=vllm, url: 'http://{ip}:8000', labels: {spill: slow}, namespace: n, api: 'http://127.0.0.1:8001'}",
+            "",
+        ),
+        ("", ""),
+    ],
+)
+def test_spilling_without_a_slow_pool_is_warned_of(more, places):
+    with open("hitherto.yaml", "w") as file:
+        file.write(more)
+    said = lacks_slow_pool(load({}, environ={}).settings)
+    assert (said.startswith(f"{places}: spill is passed over") and "#spill=yes" in said) if places else said == ""
 
 
 def test_the_file_is_read_as_it_stands():

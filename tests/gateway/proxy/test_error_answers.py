@@ -141,6 +141,39 @@ async def test_what_no_engine_wrote_reaches_no_client_and_counts_as_a_failure(he
         await eventually(s.idle)
 
 
+@pytest.mark.parametrize("spelling", [b"Application/JSON", b"APPLICATION/json; Charset=UTF-8"])
+async def test_a_media_type_may_be_written_in_any_case(spelling):
+    async def script(reader, writer):
+        while True:
+            await read_request(reader)
+            head = b"HTTP/1.1 200 OK\r\nContent-Type: %b\r\nContent-Length: %d\r\n\r\n"
+            writer.write(head % (spelling, len(ANSWER)) + ANSWER)
+
+    async with stack(script) as s:
+        talk = await s.talk()
+        await talk.say(post())
+        assert (await talk.response())[0::2] == (200, ANSWER) and s.faults == []
+        await eventually(s.idle)
+
+
+async def test_nor_has_that_of_a_stream():
+    """It is one: its first token is learned from."""
+    head = b"HTTP/1.1 200 OK\r\nContent-Type: Text/Event-Stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+    async def script(reader, writer):
+        await read_request(reader)
+        writer.write(head + chunk(TOKEN) + chunk(DONE) + b"0\r\n\r\n")
+        await writer.drain()
+        await reader.read()
+
+    async with stack(script) as s:
+        talk = await s.talk()
+        await talk.say(post())
+        assert (await talk.response())[2] == TOKEN + DONE
+        await eventually(s.idle)
+        assert s.metrics.ttft_seconds.count(()) == 1
+
+
 async def test_what_a_client_asks_of_other_paths_may_have_any_shape():
     async with stack(answers(b"<html>", b"200 OK", b"X-Kind: any\r\n")) as s:
         talk = await s.talk()

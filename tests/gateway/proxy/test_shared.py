@@ -210,6 +210,23 @@ async def test_leaving_takes_the_load_along_at_once(redis_server):
         assert together(redis_server) == {}
 
 
+@pytest.mark.parametrize("is_deciding", [False, True])
+async def test_a_gateway_that_stops_leaves_no_connection_to_a_redis_that_does_not_answer(start_redis, is_deciding):
+    server = start_redis()
+    async with gateways(server, 1) as (one,):
+        await one.route(prompt(1))
+        server.freeze()
+        asked = asyncio.ensure_future(one.route(prompt(2))) if is_deciding else None
+        await asyncio.sleep(0)
+        await asyncio.wait_for(one.shared.stop(), 10)
+        server.thaw()
+        client = server.client()
+        await until(lambda: len(client.client_list()) == 1)
+        if asked is not None:
+            await asked
+        assert len(client.client_list()) == 1
+
+
 @pytest.mark.parametrize("empty", (True, False), ids=("empty", "with its data"))
 async def test_redis_restarted(start_redis, empty):
     server = start_redis(appendonly="yes", appendfsync="always")

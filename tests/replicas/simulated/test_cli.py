@@ -57,6 +57,8 @@ async def test_it_serves_until_told_to_stop_and_closes_idle_connections():
         answer = await ask(address, "/v1/completions", {"model": "extra", "prompt": "Once", "max_tokens": 3})
         assert answer["usage"]["completion_tokens"] == 3
         assert (await ask(address, "/kv_event_sources"))["0"]["topic"] == "t"
+        # a head as large as a gateway lets through, which has its own words for a larger one
+        assert [one["id"] for one in (await ask(address, f"/v1/models?{'q' * 60_000}"))["data"]] == ["mine", "extra"]
         host, port = address.split(":")
         reader, writer = await asyncio.open_connection(host, int(port))
         writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")

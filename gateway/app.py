@@ -116,7 +116,7 @@ class Gateway:
         self.view = View(settings, self.metrics, self.fleet.replicas, self.ledger, self.map, self.slots, self.intakes)
         self.models.moved, self.models.on_change = self._moved, self._models_changed
         self.view.shared = self.shared
-        self.view.models = self.models
+        self.view.models, self.view.served_by = self.models, self.proxy.eligible.served_by
         self.view.background = self.background
         self.view.keys, self.view.metering = self.keys, self.metering
         self.view.certificate, self.view.control = self.certificate, self.proxy.control

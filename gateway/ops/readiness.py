@@ -10,7 +10,7 @@ from replicas.lifecycle import TAKES_TRAFFIC
 
 def readiness(status: Mapping[str, Any], asked: Sequence[str]) -> dict[str, Any]:
     """`asked`: models that all have to be ready; none: the gateway is ready while it can serve any model at all."""
-    names = asked or status["models"]
+    names = asked or _known(status)
     models = {name: status["ready"] and any(map(_takes_requests, _of(status, name))) for name in names}
     why_not = status["why_not"]
     if why_not is None and asked:
@@ -20,7 +20,11 @@ def readiness(status: Mapping[str, Any], asked: Sequence[str]) -> dict[str, Any]
 
 def _of(status: Mapping[str, Any], model: str) -> list[Mapping[str, Any]]:
     """The replicas that serve it when they are well. One that has told no models may serve any."""
-    return [one for one in status["replicas"] if model in one["models"] or not one["models"]]
+    return [one for one in status["replicas"] if model in one["served_models"] or not one["served_models"]]
+
+
+def _known(status: Mapping[str, Any]) -> list[str]:
+    return sorted({name for one in status["replicas"] for name in one["served_models"]})
 
 
 def _takes_requests(replica: Mapping[str, Any]) -> bool:
@@ -31,4 +35,4 @@ def _why_not(status: Mapping[str, Any], model: str) -> str:
     states = "; ".join(f"{one['id']} is {one['state']} ({one['reason']})" for one in _of(status, model))
     if states:
         return f"no replica of {model!r} is ready: {states}"
-    return f"no replica has served {model!r} yet; known are: {', '.join(status['models']) or 'none'}"
+    return f"no replica has served {model!r} yet; known are: {', '.join(_known(status)) or 'none'}"

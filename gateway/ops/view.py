@@ -7,7 +7,7 @@ a scrape adds to the counters. Both only read. Tokens and blocks are counts, tim
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from gateway import __version__
@@ -63,6 +63,9 @@ class View:
         self.started = time.monotonic()
         self.draining = False
         self.models: Models | None = None  # what is known of each model
+        self.served_by: Callable[[str], frozenset[str]] = lambda id: (
+            frozenset()
+        )  # names that it told last, if it is away
         self.shared_ledger: Any = None  # SharedLedger, with Redis
         self.background: Any = None  # Background, whose failures are shown
         self.keys: Keys | None = None  # with --api-keys
@@ -135,6 +138,7 @@ class View:
             "restarts": replica.restarts,
             "version": replica.version,
             "models": list(replica.models),
+            "served_models": sorted(self.served_by(replica.id) or replica.models),
             "adapters": {name: parent for name, parent in replica.models.items() if parent},
             "block_size": replica.block_size,
             "num_blocks": replica.num_blocks,

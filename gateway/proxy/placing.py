@@ -99,6 +99,10 @@ class Eligibility:
             found = [backend for backend in found if self.models.has_room(backend.id, least)]
         return found
 
+    def served_by(self, replica: str) -> frozenset[str]:
+        """The names that it told last, also while it is away."""
+        return self._served.get(replica, frozenset())
+
     def is_unknown(self, model: str) -> bool:
         """Replicas are ready and have told their models, and this is none of them."""
         known = model in self.names or not (model and self.names) or self._is_away(model)

@@ -270,6 +270,10 @@ async def test_a_model_that_is_away_is_not_answered_for_by_another(start_engine,
             assert answer.status_code == 503, answer.text
             answer = await gateway.client.post("/v1/rerank", json={"model": model, "query": "x", "documents": ["y"]})
             assert answer.status_code == 503, answer.text
+        ready = (await gateway.admin.get("/readyz")).json()
+        assert ready == {"ready": True, "why_not": None, "models": {"long": False, "red": False, "short": True}}
+        assert (await gateway.admin.get("/readyz", params={"model": "red"})).status_code == 503
+        assert (await gateway.admin.get("/readyz", params={"model": "short"})).status_code == 200
         answer = await gateway.chat([{"role": "user", "content": PROSE * 150}], model="nobody")
         assert answer.status_code == 404 and answer.json()["error"]["code"] == "model_not_found", answer.text
 

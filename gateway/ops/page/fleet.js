@@ -5,6 +5,7 @@ const DENSE = 12; // replicas from which a row has one line, where nothing is am
 const TROUBLE = ["failed", "degraded", "starting", "warming", "draining", "stopped"]; // in the order in which they stand
 
 const bases = r => r.models.filter(name => !(name in r.adapters));
+const served = r => (r.models.length ? bases(r) : r.served_models).join(", "); // while it is away, what it told last
 
 function replicaRow(r, recent, whole, most, now, several_models) {
   const f = recent.figures.replicas[r.id] || {}, last = recent.failures[r.id];
@@ -15,7 +16,7 @@ function replicaRow(r, recent, whole, most, now, several_models) {
   return make("tr", {},
     make("td", {}, make("div", {class: "id"}, make("span", {class: "dot " + r.state, "aria-hidden": "true"}), r.id,
         r.role && r.role !== "both" ? make("span", {class: "tag"}, r.role) : null,
-        several_models ? make("span", {class: "tag"}, bases(r).join(", ") || "no model yet") : null, make("span", {class: "unseen"}, r.state)),
+        several_models ? make("span", {class: "tag"}, served(r) || "no model yet") : null, make("span", {class: "unseen"}, r.state)),
       make("div", {class: "sub why " + calm}, r.state === "ready" ? "ready for " + span(r.since_seconds) : r.reason.startsWith(r.state) ? r.reason : r.state === "stopped" ? `stopped for ${span(r.since_seconds)}: ${r.reason}` : `${r.state}: ${r.reason}`)),
     cell("Requests", "", `${count(f.requests || 0)} `, make("span", {class: "sub"}, part == null ? "" : percent(part)), bar(most ? (f.requests || 0) / most : 0)),
     cell("In flight", "n", count(r.inflight), make("div", {class: "sub " + (r.waiting ? "" : "calm")}, r.waiting == null ? "" : `${r.waiting} waiting`)),
@@ -37,7 +38,7 @@ function replicas(s, recent) {
   }
   const requests = known.map(r => recent.figures.replicas[r.id]?.requests || 0);
   const whole = requests.reduce((sum, x) => sum + x, 0), most = Math.max(...requests);
-  const dense = known.length > DENSE, models = new Set(known.flatMap(bases)).size;
+  const dense = known.length > DENSE, models = new Set(known.map(served).filter(Boolean)).size;
   const heads = [["Replica"], ["Requests"], ["In flight", "n"], ["Hit rate"], ["TTFT", "n"], ["KV cache used"], ["Blocks known", "n"], ["KV events"], ["Last failure"]];
   const amiss = r => TROUBLE.includes(r.state) ? TROUBLE.indexOf(r.state) : TROUBLE.length;
   const order = dense ? [...known].sort((a, b) => amiss(a) - amiss(b)) : known;

@@ -119,7 +119,8 @@ async def test_ready_once_a_replica_takes_traffic(http, gateway):
 async def test_readiness_is_of_the_gateway_or_of_the_models_that_are_named(http, gateway):
     """One model without a replica is no reason to take the others' requests from the gateway."""
     up, down = gateway.fleet.add("http://a:1"), gateway.fleet.add("http://b:1")
-    up.models, down.models = {"one": None, "adapter": "one"}, {"two": None}
+    up.models, served = {"one": None, "adapter": "one"}, {"b:1": frozenset(["two"])}
+    gateway.view.served_by = lambda id: served.get(id, frozenset())  # what an engine told goes with it
     up.state, down.state, down.reason = State.READY, State.FAILED, "connection refused"
 
     async def ask(query=""):
@@ -137,7 +138,7 @@ async def test_readiness_is_of_the_gateway_or_of_the_models_that_are_named(http,
     assert (status, said["why_not"]) == (503, "no replica has served 'three' yet; known are: adapter, one, two")
     status, said = await ask("?model=")
     assert status == 400 and "/readyz?model=NAME" in said["error"]["message"]
-    down.models = {}  # one that tells no models serves any
+    served.clear()  # one that tells no models serves any
     down.state = State.READY
     assert (await ask("?model=three"))[0] == 200
     gateway.view.draining = True

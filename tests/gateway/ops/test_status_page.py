@@ -211,6 +211,8 @@ async def test_with_several_models_each_replica_says_which_it_serves():
     for id, names in (("a:1", {"chat-model": None, "my-lora": "chat-model"}), ("b:1", {"sql-model": None})):
         replica = gateway.fleet.add(f"http://{id}")
         replica.state, replica.models = State.READY, names
+    replica.models, replica.state = {}, State.FAILED  # what an engine told goes with it
+    gateway.view.served_by = lambda id: frozenset(["sql-model"] if id == "b:1" else [])
     async with served(gateway) as host, browser() as page:
         await page.open(f"http://{host}/")
         await page.until("document.querySelectorAll('#replicas tbody tr').length == 2")

@@ -325,11 +325,12 @@ class Gateway:
             "endpoint": source.endpoint,
             "replay": source.replay,
             "snapshot": source.snapshot,
-            "decode": backend.replica.dialect.event_decoder(records),
+            "decode": backend.replica.dialect.event_decoder(records, block_size),
             "topic": "",  # all: one publisher an endpoint, and a topic nobody expected must not make us deaf
             "model": HASHED_AS,
             "block_size": block_size,
             "page_size": backend.replica.page_size,
+            "headers": backend.replica.credentials if source.hands_out_once else None,
             "on_change": lambda state, reason: log.info("events of %s: %s: %s", backend.id, state, reason),
         }
         if self.shared is not None:

@@ -116,8 +116,9 @@ async def probe(
         facts.over = alive.over
     _models(facts, answers["/v1/models"])
     facts.root = facts.told.root or facts.root
-    _metrics(facts, answers["/metrics"])
-    facts.sources, problems = facts.dialect.event_sources(answers, address or urlsplit(url).hostname or "")
+    _metrics(facts, answers[facts.dialect.metrics_path])
+    sources, problems = facts.dialect.event_sources(answers, address or urlsplit(url).hostname or "")
+    facts.sources = sources and {rank: one and one.below(url) for rank, one in sources.items()}
     facts.problems |= problems
     return facts
 

@@ -260,7 +260,7 @@ class Watch:
             return None
         due = 0.0 if self.busy() else IDLE_SCRAPE
         if facts.alive and now - self._scraped_at >= due:
-            page = await get(self.access.session, f"{self.replica.url}/metrics", DEADLINE)
+            page = await get(self.access.session, self.replica.url + self.replica.dialect.metrics_path, DEADLINE)
             if page.fault == "timeout":
                 facts.over = None  # we closed its connection, which may have been the same
             if page.status == 200:

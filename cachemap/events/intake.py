@@ -8,13 +8,15 @@ and filled anew from what comes. A replica that computes blocks but reports none
 
 import asyncio
 import struct
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from itertools import groupby
 from time import time
 
 import zmq
 
 from cachemap.events.apply import EventApplier
+from cachemap.events.polled import PolledInbox, polled
 from cachemap.events.records import Batch, Cleared, Decoder, EventError, Removed, Stored
 from cachemap.events.sequence import Order, classify
 from cachemap.events.sockets import WAKE_SECONDS, Inbox, connected, publisher_of, replay, snapshot
@@ -41,7 +43,8 @@ class EventIntake:
     """Follows one replica; `run` until cancelled.
 
     `endpoint` and `replay` are ZMQ addresses of the engine's PUB and ROUTER sockets, `snapshot` that of one that tells
-    all that the engine holds, which is asked before `replay` where there is one;
+    all that the engine holds, which is asked before `replay` where there is one; or `endpoint` is a URL that is asked
+    for events, with these `headers`;
     `topic` is the prefix its messages must have; `decode` reads their payload. `model` and `block_size` must be those
     prompts are hashed with; `page_size`: of the parts of a block that the engine finds too, None if it finds whole ones
     only. `on_change(state, reason)` is called when `state` changes or the
@@ -62,12 +65,13 @@ class EventIntake:
         model: str,
         block_size: int,
         page_size: int | None = None,
+        headers: Mapping[str, str] | None = None,
         on_change: Callable[[str, str], None] = lambda state, reason: None,
         on_unreachable: Callable[[], None] = lambda: None,
     ):
         self._map = cache_map
         self._slot = slot
-        self._endpoint = endpoint
+        self._endpoint, self._headers = endpoint, headers
         self._replay_endpoint, self._snapshot_endpoint = replay, snapshot
         self._topic = topic.encode()
         self._decode = decode
@@ -75,7 +79,7 @@ class EventIntake:
         self._events = EventApplier(cache_map, slot, model, block_size)
         self._pages = page_size is not None and page_size < block_size
 
-        self._inbox: Inbox | None = None
+        self._inbox: Inbox | PolledInbox | None = None
         self._last_timestamp = 0.0
         self._publisher = b""  # the id of the process that events come from, of engines that tell it
         self._replay_wanted = replay is not None or snapshot is not None
@@ -169,7 +173,7 @@ class EventIntake:
 
     async def run(self) -> None:
         """Read events until cancelled."""
-        with connected(zmq.SUB, self._endpoint) as inbox:
+        with self._subscribed() as inbox:
             self._inbox, self._unlinked_at, self.unreachable = inbox, _now(), False
             if self.last_seq is None and self.state == "connecting":
                 self._map.observed(self._slot, False)
@@ -193,7 +197,14 @@ class EventIntake:
                 self._events.pages = None  # nobody tells of them any more
                 await self._unask()
 
-    def _follow_link(self, inbox: Inbox) -> None:
+    def _subscribed(self) -> AbstractContextManager[Inbox | PolledInbox]:
+        return (
+            polled(self._endpoint, self._headers)
+            if self._endpoint.startswith("http")
+            else connected(zmq.SUB, self._endpoint)
+        )
+
+    def _follow_link(self, inbox: Inbox | PolledInbox) -> None:
         """While the publisher cannot be reached the replica's cache is modelled: a map that is told of no eviction
         would promise what is long gone."""
         inbox.look()

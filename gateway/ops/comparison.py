@@ -19,6 +19,7 @@ import aiohttp
 
 from replicas import Replica
 from replicas.access import session_to
+from replicas.engines.dialect import Tokenizing
 from replicas.served import base_names
 
 from ..prompt.pipeline import Pipeline, Verdict
@@ -40,17 +41,22 @@ class Unanswered(Exception):
         self.final = final
 
 
-async def engine_answers(session: aiohttp.ClientSession, url: str, model: str | None, texts: list[str]) -> list[Answer]:
+async def engine_answers(
+    session: aiohttp.ClientSession, url: str, model: str | None, texts: list[str], how: Tokenizing
+) -> list[Answer]:
     """What /tokenize says of each text, without and with special tokens. Raises Unanswered."""
     gate = asyncio.Semaphore(AT_ONCE)
+    specials = (False, True) if how.chooses_special else (True,)
 
     async def ask(text: str, special: bool) -> Answer:
-        body: dict[str, Any] = {"prompt": text, "add_special_tokens": special}
+        body: dict[str, Any] = {"prompt": text}
+        if how.chooses_special:
+            body["add_special_tokens"] = special
         if model is not None:
             body["model"] = model
         async with (
             gate,
-            session.post(url + "/tokenize", json=body, timeout=aiohttp.ClientTimeout(ANSWER_SECONDS)) as response,
+            session.post(url + how.path, json=body, timeout=aiohttp.ClientTimeout(ANSWER_SECONDS)) as response,
         ):
             if response.status in (401, 403):
                 raise Unanswered(
@@ -65,7 +71,7 @@ async def engine_answers(session: aiohttp.ClientSession, url: str, model: str | 
         return Answer(text, special, ids)
 
     try:
-        return await asyncio.gather(*(ask(text, special) for text in texts for special in (False, True)))
+        return await asyncio.gather(*(ask(text, special) for text in texts for special in specials))
     except (aiohttp.ClientError, TimeoutError, ValueError, AttributeError) as error:
         raise Unanswered(f"/tokenize does not answer: {error or type(error).__name__}") from None
 
@@ -172,6 +178,8 @@ class TokenizerComparison:
             if pipeline is not self._pipeline():
                 return
             engine.how = engine.differs = ""
+            if not replica.dialect.fills_templates_alike:
+                engine.unproven = f"nothing shows what tokens it makes: {why}"
             engine.tell(f"cannot be compared: {why}")
             await self._adopt(pipeline)
             log.warning("replica %s: whether it makes the gateway's tokens cannot be compared: %s%s", id, why,
@@ -240,12 +248,12 @@ class TokenizerComparison:
         async with session_to(replica.address, replica.tls, headers=replica.credentials) as session:
             for pause in PAUSES:
                 try:
-                    return await engine_answers(session, replica.url, model, texts)
+                    return await engine_answers(session, replica.url, model, texts, replica.dialect.tokenizing)
                 except Unanswered as why:
                     if why.final:
                         raise
                 await asyncio.sleep(pause)
-            return await engine_answers(session, replica.url, model, texts)
+            return await engine_answers(session, replica.url, model, texts, replica.dialect.tokenizing)
 
     async def _adopt(self, pipeline: Pipeline, found: Verdict | None = None) -> None:
         """Read the files as the engines do that were compared; where they differ, as the first one does."""

@@ -240,7 +240,10 @@ async def _replay(cachemap: Any, slot: int, replica: Any, served: str, size: int
     from cachemap import EventIntake
     from cachemap.events import records
 
-    source, decode = replica.events, replica.dialect.event_decoder(records)
+    source, decode = replica.events, replica.dialect.event_decoder(records, size)
+    if source.hands_out_once:
+        print(f"the KV events at {source.endpoint} are left to the gateway that follows them", file=sys.stderr)
+        return
     live = asyncio.Event()
     intake = EventIntake(
         cachemap, slot, endpoint=source.endpoint, replay=source.replay, topic="", decode=decode, model=served, block_size=size,

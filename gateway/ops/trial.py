@@ -174,7 +174,9 @@ async def _same_tokenizer(trial: Trial) -> Finding:
     """The engine's ids of fixed texts against ours; from then on its way of reading the files is taken."""
     subject, pipeline = f"tokenizer {trial.id}", trial.pipeline
     try:
-        answers = await engine_answers(trial.session, trial.replica.url, trial.model, pipeline.fixed_texts())
+        answers = await engine_answers(
+            trial.session, trial.replica.url, trial.model, pipeline.fixed_texts(), trial.replica.dialect.tokenizing
+        )
     except Unanswered as error:
         doubt = pipeline.inexact()
         return Finding("warn", subject, f"cannot be compared with the engine's: {error}" + (f"; {doubt}: prompts are matched as text" if doubt else ""),
@@ -227,9 +229,14 @@ async def _same_tokens(trial: Trial) -> Finding:
 async def _blocks_arrive(trial: Trial, source: EventSource, text: str) -> AsyncIterator[Finding]:
     """Send the prompt while listening; its blocks must come, and be the ones the gateway would look for."""
     subject, cachemap = f"events {trial.id}", CacheMap(64 * 2**20)
+    if source.hands_out_once:
+        yield Finding(
+            "ok", subject, f"are handed out once at {source.endpoint}: not fetched, so that no gateway misses any"
+        )
+        return
     slot = cachemap.attach(trial.id, trial.replica.num_blocks, True)
     intake = EventIntake(cachemap, slot, endpoint=source.endpoint, replay=source.replay, topic="",
-                         decode=trial.replica.dialect.event_decoder(records), model=trial.served, block_size=trial.block_size,
+                         decode=trial.replica.dialect.event_decoder(records, trial.block_size), model=trial.served, block_size=trial.block_size,
                          on_change=lambda state, reason: None)  # fmt: skip
     task = asyncio.create_task(intake.run())
     try:

@@ -7,11 +7,11 @@ from replicas.engines.dialect import EngineDialect, Transfer
 from replicas.engines.llmd import LLMD
 from replicas.engines.sglang import SGLANG
 from replicas.engines.simulated import SIMULATED
-from replicas.engines.tensorrt_llm import TENSORRT_LLM
+from replicas.engines.tensorrt_llm import TENSORRT_LLM, TRTLLM_SERVE
 from replicas.engines.vllm import VLLM
 from replicas.engines.vllm.transfer import NIXL
 
-DIALECTS: list[EngineDialect] = [SIMULATED, SGLANG, VLLM]
+DIALECTS: list[EngineDialect] = [SIMULATED, SGLANG, TRTLLM_SERVE, VLLM]
 DEFAULT: EngineDialect = VLLM  # what an engine that tells nothing of its kind is taken for
 
 # Ways of moving prompts' caches that an operator can name, whatever kind of engine is behind a URL.

@@ -80,6 +80,13 @@ class Transfer(Protocol):
         """The second leg's body, which is the client's but for where the cache comes from."""
 
 
+class Tokenizing(NamedTuple):
+    """How an engine is asked for the tokens of a text."""
+
+    path: str = "/tokenize"
+    chooses_special: bool = True  # whether a question can say that special tokens are left out
+
+
 class EngineDialect(Protocol):
     """One kind of engine. It has no state: there is one object for all replicas of the kind."""
 
@@ -88,6 +95,8 @@ class EngineDialect(Protocol):
     paths: tuple[str, ...]  # what a full probe asks besides /health, /v1/models, /version and /metrics
     health_seconds: float  # that /health takes, where it is answered late though all is well
     metrics: MetricNames
+    metrics_path: str  # where its series are
+    tokenizing: Tokenizing
     remedies: Remedies
     log: LogGrammar
     rank_header: str  # chooses the data-parallel rank that computes a request ...
@@ -117,9 +126,9 @@ class EngineDialect(Protocol):
     def event_sources(self, answers: Mapping[str, Answer], host: str) -> Sources:
         """Where it publishes KV events, as seen from `host`'s clients."""
 
-    def event_decoder(self, records: EventRecords) -> Callable[[bytes], Any]:
+    def event_decoder(self, records: EventRecords, block_size: int) -> Callable[[bytes], Any]:
         """A function that makes `records.Batch` of one message's payload, and raises `records.EventError` if it is
-        none."""
+        none. `block_size`: of the map's blocks."""
 
     def version_quirks(self, version: str | None) -> dict[str, Any]:
         """In what this version makes a prompt otherwise than the newest: fields of

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from . import complaints
 
-ABOUT = "Run one simulated engine behind the endpoints, metrics and KV events of vLLM or SGLang."
+ABOUT = "Run one simulated engine behind the endpoints, metrics and KV events of vLLM, SGLang or TensorRT-LLM."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,10 +43,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-num-batched-tokens", type=int, metavar="N", help="tokens in one step")
     parser.add_argument(
         "--speaks",
-        choices=("vllm", "sglang"),
+        choices=("vllm", "sglang", "tensorrt-llm"),
         default="vllm",
         help="whose endpoints, metrics and KV events it has; as sglang it caches in pages of --block-size tokens, 1 by "
-        "default, in as much memory (default: %(default)s)",
+        "default, in as much memory; as tensorrt-llm its blocks have 32 (default: %(default)s)",
     )
     group = parser.add_argument_group("slower tiers behind the cache, as vLLM's offloading connector has them")
     group.add_argument("--cpu-blocks", type=int, metavar="N", help="KV blocks that host memory has room for")
@@ -107,9 +107,13 @@ def _profile(args: argparse.Namespace):
     from .profile import load_profile
 
     num_blocks, block_size = args.num_blocks, args.block_size
+    if args.speaks != "vllm" and (args.windows or args.cpu_blocks or args.disk_blocks or args.kv_connector):
+        raise ValueError(
+            f"--speaks {args.speaks}: only its one cache is simulated, without tiers, windows or connectors"
+        )
+    if args.speaks == "tensorrt-llm":
+        block_size = block_size or 32
     if args.speaks == "sglang":
-        if args.windows or args.cpu_blocks or args.disk_blocks or args.kv_connector:
-            raise ValueError("--speaks sglang: only its one cache is simulated, without tiers, windows or connectors")
         whole, block_size = load_profile(args.profile), block_size or 1
         num_blocks = num_blocks or whole.num_blocks * whole.block_size // block_size
     return load_profile(
@@ -185,9 +189,12 @@ def _publisher(args: argparse.Namespace, profile):
     """Of its KV events, if it has any."""
     from .publisher import Publisher
     from .sglang import PagePublisher
+    from .tensorrt_llm import EventBuffer
 
     if args.no_events:
         return None
+    if args.speaks == "tensorrt-llm":
+        return EventBuffer(profile.block_size)
     return (PagePublisher if args.speaks == "sglang" else Publisher)(
         args.host,
         args.events_port,
@@ -211,15 +218,20 @@ async def _listen(args: argparse.Namespace, profile, model_dir: Path, publisher)
     from .runner import Runner
     from .server import HEAD_BYTES, KEEP_ALIVE, Server
     from .sglang import SglangMetrics, SglangServer
+    from .tensorrt_llm import TensorrtMetrics, TensorrtServer
     from .transfers import Transfers
     from .wires import WIRES
 
     tokens, replies = await loading
     engine = Engine(profile, every_token=True)
-    own = args.speaks == "sglang"
-    metrics = (SglangMetrics if own else Metrics)(engine, args.served_model_name)
+    server_of, metrics_of = {
+        "vllm": (Server, Metrics),
+        "sglang": (SglangServer, SglangMetrics),
+        "tensorrt-llm": (TensorrtServer, TensorrtMetrics),
+    }[args.speaks]
+    metrics = metrics_of(engine, args.served_model_name)
     runner = Runner(engine, metrics, publisher, args.seed)
-    server = (SglangServer if own else Server)(
+    server = server_of(
         runner,
         tokens,
         replies,

@@ -12,7 +12,7 @@ from cachemap.events import records
 from replicas.engines.vllm import VLLM
 
 BLOCK = 4
-decode = VLLM.event_decoder(records)
+decode = VLLM.event_decoder(records, 16)
 
 
 def stored(keys, tokens, parent=None, **fields):

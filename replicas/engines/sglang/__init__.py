@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from replicas.answer import Answer
-from replicas.engines.dialect import EventRecords, Sources, Told
+from replicas.engines.dialect import EventRecords, Sources, Tokenizing, Told
 from replicas.engines.sglang import facts, metrics
 from replicas.engines.sglang.events import Decoder
 from replicas.engines.vllm import aborts
@@ -37,6 +37,8 @@ class Sglang:
     paths = facts.PATHS
     health_seconds = 3.0  # it looks once a second whether anything was computed since it was asked
     metrics = metrics.NAMES
+    metrics_path = "/metrics"
+    tokenizing = Tokenizing()
     remedies = REMEDIES
     log = PLAIN
     rank_header = "X-Data-Parallel-Rank"  # before the `routed_dp_rank` of a body
@@ -57,7 +59,7 @@ class Sglang:
     def event_sources(self, answers: Mapping[str, Answer], host: str) -> Sources:
         return facts.sources(answers, host, self.remedies)
 
-    def event_decoder(self, records: EventRecords) -> Callable[[bytes], Any]:
+    def event_decoder(self, records: EventRecords, block_size: int) -> Callable[[bytes], Any]:
         return Decoder(records).decode
 
     def version_quirks(self, version: str | None) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from replicas.answer import Answer
-from replicas.engines.dialect import EventRecords, Sources, Told
+from replicas.engines.dialect import EventRecords, Sources, Tokenizing, Told
 from replicas.engines.vllm import aborts, log, metrics, sources
 from replicas.engines.vllm.events import Decoder
 from replicas.engines.vllm.transfer import NIXL
@@ -39,6 +39,8 @@ class Vllm:
     paths = (sources.PATH,)
     health_seconds = 0.0
     metrics = metrics.NAMES
+    metrics_path = "/metrics"
+    tokenizing = Tokenizing()
     remedies = REMEDIES
     log = log.GRAMMAR
     rank_header = "X-data-parallel-rank"
@@ -65,7 +67,7 @@ class Vllm:
     def event_sources(self, answers: Mapping[str, Answer], host: str) -> Sources:
         return Sources(*sources.read(answers[sources.PATH], host, self.remedies))
 
-    def event_decoder(self, records: EventRecords) -> Callable[[bytes], Any]:
+    def event_decoder(self, records: EventRecords, block_size: int) -> Callable[[bytes], Any]:
         return Decoder(records).decode
 
     def version_quirks(self, version: str | None) -> dict[str, Any]:

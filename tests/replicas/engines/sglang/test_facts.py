@@ -5,7 +5,7 @@ import json
 import pytest
 
 from replicas.answer import Answer
-from replicas.engines import recognize
+from replicas.engines import DIALECTS, recognize
 from replicas.engines.sglang import SGLANG
 from replicas.engines.vllm import VLLM
 from replicas.event_source import EventSource
@@ -18,7 +18,8 @@ EVENTS = {"publisher": "zmq", "endpoint_host": "*", "endpoint_port_base": 5557, 
 
 def answers(info=None, path="/server_info", metrics=b"", status=200):
     found = {
-        one: Answer(404, b"") for one in ("/v1/models", "/version", "/metrics", "/kv_event_sources", *SGLANG.paths)
+        one: Answer(404, b"")
+        for one in ("/v1/models", "/version", "/metrics", *(path for dialect in DIALECTS for path in dialect.paths))
     }
     if info is not None:
         found[path] = Answer(status, json.dumps(info).encode())

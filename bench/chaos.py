@@ -1,10 +1,11 @@
 """One engine of four turns slow, in virtual time, while lower classes ask for more than there is.
 
-    python -m bench.chaos [--window SECONDS] [--seed N] [--saturation RATE]
+    python -m bench.chaos [--window SECONDS] [--seed N] [--free SHARE] [--saturation RATE]
 
 Premium asks for 6 % of saturation, standard for 16 %, free for all of it. One engine takes twice as long for each step
 from the second window to the end of the fourth. By window: the share of premium's requests that kept its limits, what
-free got of its answers within limits a second, and what the control of overload held at its end.
+free got of its answers within limits a second, and what the control of overload held at its end. `windows_to_normal`:
+after how many windows from the fault's end no more was held than before it, none if it was longer than the run.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from replicas.simulated.profile import Profile, StepDurations, load_profile
 from .overload_load import CLASSES, REPLICAS, met, turns
 
 LOAD = {"premium": 0.06, "standard": 0.16, "free": 1.0}
-SLOW_FROM, SLOW_TO, WINDOWS = 1, 4, 6
+SLOW_FROM, SLOW_TO, WINDOWS = 1, 4, 7
 FACTOR = 2.0
 
 
@@ -38,13 +39,15 @@ def _turn(engine: Engine, durations: type[StepDurations], profile: Profile) -> N
     engine.durations = durations(profile)
 
 
-def chaos(full: float, seed: int, window: float = 30.0, control: bool = True) -> dict[str, Any]:
+def chaos(
+    full: float, seed: int, window: float = 30.0, control: bool = True, free: float = LOAD["free"]
+) -> dict[str, Any]:
     """By window, from the first on."""
     end, profile = WINDOWS * window, load_profile("gpu-8b")
     rules = Rules(control_window=window if control else None)
     fleet = Fleet([profile] * REPLICAS, "least_time", seed, admission=lambda _: Admission(Classes(CLASSES), rules))
     for kind, one in enumerate(CLASSES, 20):
-        for when, turn in turns(LOAD[one.name] * full, 0.0, end, kind, seed, one.name):
+        for when, turn in turns((LOAD | {"free": free})[one.name] * full, 0.0, end, kind, seed, one.name):
             fleet.at(when, fleet.send, turn)
     for when, durations in ((SLOW_FROM, Slow), (SLOW_TO, StepDurations)):
         fleet.at(when * window, _turn, fleet.replicas[0].engine, durations, profile)
@@ -64,7 +67,9 @@ def chaos(full: float, seed: int, window: float = 30.0, control: bool = True) ->
             }
         )
     slow = [one for one in found if one["slow"]]
+    after = [one["held"] <= found[SLOW_FROM - 1]["held"] for one in found[SLOW_TO:]]
     return {
+        "windows_to_normal": after.index(True) + 1 if True in after else None,
         "premium_kept_while_slow": sum(one["premium_kept"] for one in slow) / len(slow),
         "steps": [(when, change.rung.step, change.rung.qos, change.taken) for when, change in steps],
         "windows": found,
@@ -83,13 +88,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--window", type=float, default=30.0)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--free", type=float, default=LOAD["free"], help="what it asks for, as a share of saturation")
     parser.add_argument("--saturation", type=float, default=73.4, help="requests a second, as bench.overload finds it")
     args = parser.parse_args()
     full = args.saturation
     for control in (False, True):
-        found = chaos(full, args.seed, args.window, control)
+        found = chaos(full, args.seed, args.window, control, args.free)
         print("with the control of overload" if control else "without", table(found), sep="\n")
-        print(f"premium_kept_while_slow: {found['premium_kept_while_slow']:.3f}\n")
+        print(f"premium_kept_while_slow: {found['premium_kept_while_slow']:.3f}")
+        print(f"windows_to_normal: {found['windows_to_normal']}\n")
     return 0
 
 

@@ -132,6 +132,8 @@ class Gateway:
         self.metrics.read_from(self._connections)
         self.recent = Recent(self.view, self.proxy.placing, settings.live_prompts)
         self.fleet.on_change.append(self.recent.replica_changed)
+        if self.proxy.control is not None:
+            self.proxy.control.on_change = self.recent.control_changed
         self.admin = Admin(self, Guard((settings.admin_host, *settings.admin_allow_host), read_token(settings)))
         self.port = self.admin_port = 0
         self._caring: asyncio.Task[None] | None = None

@@ -38,7 +38,7 @@ from itertools import count
 from math import ceil, exp, inf, log
 
 from .classes import NO_LIMITS, Classes, QosClass
-from .control import CAP, SHED, TIGHT, TIGHTEN, Control
+from .control import CAP, HALVE, SHED, TIGHT, TIGHTEN, Control
 from .costs import Costs
 from .lines import Line, Resource, Ticket
 from .quotes import Place, Quote
@@ -148,7 +148,9 @@ class Admission:
         self._gave_way: deque[tuple[Ticket, str]] = deque()  # and why
         self.tight: frozenset[str] = frozenset()  # classes from which `control` takes this
         self.capped: frozenset[str] = frozenset()
+        self.halved: frozenset[str] = frozenset()
         self.shed: frozenset[str] = frozenset()
+        self._odd: set[str] = set()  # of halved classes, those of which the next newcomer is admitted
 
     @property
     def waiting(self) -> bool:
@@ -196,7 +198,7 @@ class Admission:
             ticket.tokens, ticket.own = tokens, asked.best.own
         self._reserves.ask(ticket.qos, now)
         steps = self.steps(ticket.qos)
-        if ticket.qos.name in self.shed and steps != (OBSERVE,):
+        if steps != (OBSERVE,) and self._is_shed(ticket):
             self.leave(ticket, now)
             return Verdict(REFUSED, CONTROL, (), self.rules.control_window or 0.0)
         asked.room = self._room(asked, asked.quotes, self._has_room)
@@ -527,10 +529,19 @@ class Admission:
 
     def obey(self, control: Control, now: float) -> None:
         """Take from classes what it says now. Those of a shed class that wait are told of next."""
-        self.tight, self.capped, self.shed = [control.taken_from(step) for step in (TIGHTEN, CAP, SHED)]
+        taken = [control.taken_from(step) for step in (TIGHTEN, CAP, HALVE, SHED)]
+        self.tight, self.capped, self.halved, self.shed = taken
         for line in self.lines:
             while line.qos.name in self.shed and (last := line.last("count")) is not None:
                 self._give_way(last, now, CONTROL)
+
+    def _is_shed(self, ticket: Ticket) -> bool:
+        """Whether it is refused for the sake of higher classes: all of its class, or every other newcomer."""
+        name = ticket.qos.name
+        if name in self.shed or name not in self.halved or ticket.waits:
+            return name in self.shed
+        self._odd ^= {name}
+        return name in self._odd
 
     # --- what became of it
 

@@ -5,13 +5,16 @@ first token and per token, as shares of its limits. The steps of a class answer 
 
     tighten   from 0.8   a replica counts as full for it at 0.8 of what it else may have
     cap       from 0.9   its answers are capped at `max_tokens_floor`
-    shed      from 1.0   its requests are refused
+    halve     from 1.0   every other request of it is refused
+    shed      from 1.0   all of them are
 
 So it is for the lowest class, from which as many steps are taken in a window as its pressure demands. The next class
 follows only once that is shed and limits are missed all the same, from 1.0 for each step, one a window. Nothing is
-taken from the classes of the highest priority. Steps are undone in reverse order, one a window, once the pressure is
-SLACK below where the step is taken; where nobody asks any more there is none. In a window steps are taken or undone,
-never both.
+taken from the classes of the highest priority. Steps are undone in reverse order, as far as the pressure is SLACK below
+where each is taken; where nobody asks any more there is none. A class that was shed comes back by half, though, and
+nothing before that is undone in the same window: half of its crowd shows what all of it would do to others. So all is
+undone in two windows if one class was shed, and in one more for each further one. In a window steps are taken or
+undone, never both.
 
 Besides, `wants_more` says that more replicas are needed: some class missed its limits, whatever was taken from others,
 or its requests wait longer than that for an answer (`is_late`): where few are answered no pressure is known.
@@ -25,8 +28,8 @@ from typing import NamedTuple
 
 from .classes import QosClass, Slo
 
-TIGHTEN, CAP, SHED = "tighten", "cap", "shed"
-FROM = {TIGHTEN: 0.8, CAP: 0.9, SHED: 1.0}  # of the limit
+TIGHTEN, CAP, HALVE, SHED = "tighten", "cap", "halve", "shed"
+FROM = {TIGHTEN: 0.8, CAP: 0.9, HALVE: 1.0, SHED: 1.0}  # of the limit
 SLACK = 0.1
 TIGHT = 0.8  # of what a class may else take of a replica
 ENOUGH, ENOUGH_FOR_P999 = 20, 1000  # answers in a window: of fewer, one that is slow says nothing of the others
@@ -72,10 +75,9 @@ def is_late(answers: float, late: int, wanted: bool) -> bool:
 
 
 class Control:
-    """Of one fleet, from `now` on. `window`: seconds."""
+    """Of one fleet."""
 
-    def __init__(self, classes: Sequence[QosClass], window: float, now: float) -> None:
-        self.window, self.until = window, now + window
+    def __init__(self, classes: Sequence[QosClass]) -> None:
         self.pressures: dict[str, float] = {one.name: 0.0 for one in classes}  # as the last window had them
         self.wants_more = False
         self._priorities = {one.name: one.priority for one in classes}
@@ -88,9 +90,8 @@ class Control:
         ]
         self.level = 0  # of the rungs, those that are taken
 
-    def ended(self, pressures: Mapping[str, float], now: float, late: bool = False) -> list[Change]:
+    def ended(self, pressures: Mapping[str, float], late: bool = False) -> list[Change]:
         """A window is over, with these pressures by class: return what changes, in its order. `late`: of some class."""
-        self.until = now + self.window
         self.pressures = {name: pressures.get(name, 0.0) for name in self.pressures}
         worst = max(self.pressures.values())
         self.wants_more = late or worst >= (FROM[SHED] - SLACK if self.wants_more else FROM[SHED])
@@ -100,21 +101,23 @@ class Control:
         taken: list[Change] = []
         for rung in self.rungs[self.level :]:
             above = self._above(rung)
-            if above < rung.at or (taken and taken[-1].rung.at == rung.at):
+            if above < rung.at or (taken and rung.qos != self.rungs[0].qos):
                 break
             taken.append(Change(rung, True, above))
         self.level += len(taken)
         return taken
 
     def _descend(self) -> list[Change]:
-        if not self.level:
-            return []
-        rung = self.rungs[self.level - 1]
-        above = self._above(rung)
-        if above >= rung.at - SLACK:
-            return []
-        self.level -= 1
-        return [Change(rung, False, above)]
+        undone: list[Change] = []
+        for rung in reversed(self.rungs[: self.level]):
+            above = self._above(rung)
+            if above >= rung.at - SLACK:
+                break
+            undone.append(Change(rung, False, above))
+            if rung.step == SHED:
+                break
+        self.level -= len(undone)
+        return undone
 
     def _above(self, rung: Rung) -> float:
         """Return the highest pressure of the classes above the one that a step takes from."""

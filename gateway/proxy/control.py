@@ -2,7 +2,7 @@
 
 `policies.Control` decides, one for each model's replicas; here are the clock, the figures, and what is said of it. The
 sweep calls `look`. For the status page and whoever else shows it, `status` has the state and the last events
-(`/status`, `control`); `on_change` is for an event log.
+(`/status`, `control`); `on_change` is for the journal of the live page.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from policies import Control, QosClass
 from policies.classes import NO_LIMITS
-from policies.control import CAP, SHED, TIGHTEN, Change, Seen, is_late, pressure
+from policies.control import CAP, HALVE, SHED, TIGHTEN, Change, Seen, is_late, pressure
 from policies.verdicts import OBSERVE
 
 from ..ops.gains import Gains
@@ -38,7 +38,8 @@ WORDS = {
         "class {qos} may fill replicas again",
     ),
     CAP: ("answers of class {qos} are capped", "answers of class {qos} are as long as asked for again"),
-    SHED: ("class {qos} is refused", "class {qos} is admitted again"),
+    HALVE: ("every other request of class {qos} is refused", "class {qos} is admitted again"),
+    SHED: ("class {qos} is refused", "every other request of class {qos} is admitted again"),
 }
 MORE, ENOUGH = "more replicas are needed: limits are missed", "no more replicas are needed"
 
@@ -76,11 +77,11 @@ class OverloadControl:
         self.on_change: Callable[[dict[str, Any]], None] = lambda event: None
         metrics.read_from(self.reading)
 
-    def follow(self, admission: Admission, name: str, now: float) -> None:
+    def follow(self, admission: Admission, name: str) -> None:
         """Requests of this name are admitted there."""
         fleet = self._fleets.get(admission)
         if fleet is None:
-            fleet = self._fleets[admission] = Fleet(admission, Control(self._classes, self._window, now))
+            fleet = self._fleets[admission] = Fleet(admission, Control(self._classes))
         fleet.names.add(name)
 
     def keep(self, admissions: Iterable[Admission], models: Set[str]) -> None:
@@ -111,7 +112,7 @@ class OverloadControl:
 
     def _judge(self, fleet: Fleet, pressures: dict[str, float], late: bool, now: float) -> None:
         control, wanted = fleet.control, fleet.control.wants_more
-        changes = control.ended(pressures, now, late)
+        changes = control.ended(pressures, late)
         for one in changes:
             self._metrics.control_steps.inc(one.rung.step, one.rung.qos, "taken" if one.taken else "undone")
             self._tell(fleet, one)

@@ -152,7 +152,7 @@ class Queue:
         since = asker.begun if isinstance(asker, Exchange) else now
         fleet = self._fleet(prompt.space if asker.prompt is not None else space)
         if self.control is not None and asker.prompt is not None:  # else there are no figures of it
-            self.control.follow(fleet, self._model_of(prompt), now)
+            self.control.follow(fleet, self._model_of(prompt))
         return fleet, Ticket(qos, slo, since, tenant or "", asker.size, asker)
 
     def _class(self, asker: Asker, prompt: Prompt) -> QosClass:

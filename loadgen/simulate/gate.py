@@ -40,8 +40,9 @@ class Gate:
         self.admission, self._gateway = admission, gateway
         self._send, self._refuse, self._at = send, refuse, at
         self._classes = {one.name: one for one in admission.classes.all}
-        window = admission.rules.control_window
-        self.control = None if window is None else Control(admission.classes.all, window, 0.0)
+        self._window = admission.rules.control_window
+        self._until = self._window or 0.0
+        self._control = Control(admission.classes.all)
         self.changes: list[tuple[float, Change]] = []
         self._ttfts: dict[str, list[float]] = {}  # of this window, by class
         self._tpots: dict[str, list[float]] = {}
@@ -98,17 +99,17 @@ class Gate:
 
     def _look(self, now: float) -> None:
         """Judge the windows that are over by now: while nothing happens nobody looks, and nobody asks."""
-        control = self.control
-        while control is not None and control.until <= now:
-            until, none = control.until, ()
+        while self._window is not None and self._until <= now:
+            until, none = self._until, ()
+            self._until += self._window
             pressures = {
                 name: pressure(one.slo, _seen(self._ttfts.get(name, none)), _seen(self._tpots.get(name, none)))
                 for name, one in self._classes.items()
             }
             self._ttfts, self._tpots = {}, {}
-            if changes := control.ended(pressures, until):
+            if changes := self._control.ended(pressures):
                 self.changes += [(until, one) for one in changes]
-                self.admission.obey(control, now)
+                self.admission.obey(self._control, now)
                 self._at(now, self.drain, now)
 
 

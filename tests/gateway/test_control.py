@@ -23,8 +23,23 @@ async def gateway(tmp_path, urls, premium, window=WINDOW):
         yield one
 
 
+def events(status):
+    return [event for event in status["control"]["events"] if event["class"]]
+
+
 def told(status):
-    return [(event["step"], event["class"], event["taken"]) for event in status["control"]["events"] if event["class"]]
+    return [(event["step"], event["class"], event["taken"]) for event in events(status)]
+
+
+def windows(events):
+    """Those of each window together: they are told of at once."""
+    found = [[events[0]]]
+    for event in events[1:]:
+        if event["at"] - found[-1][-1]["at"] < WINDOW / 4:
+            found[-1].append(event)
+        else:
+            found.append([event])
+    return [[(event["step"], event["class"]) for event in one] for one in found]
 
 
 async def test_what_is_taken_from_lower_classes_is_told_and_given_back_in_reverse_order(tmp_path):
@@ -35,8 +50,8 @@ async def test_what_is_taken_from_lower_classes_is_told_and_given_back_in_revers
             premium = asyncio.ensure_future(flood(one, 30, 5 * WINDOW, tier="premium"))
             await one.until(lambda status: ("shed", "free", True) in told(status))
             status = await one.status()
-            assert told(status)[:3] == [(step, "free", True) for step in ("tighten", "cap", "shed")]
-            assert status["control"]["models"][0]["wants_more"] and status["control"]["models"][0]["level"] >= 3
+            assert told(status)[:4] == [(step, "free", True) for step in ("tighten", "cap", "halve", "shed")]
+            assert status["control"]["models"][0]["wants_more"] and status["control"]["models"][0]["level"] >= 4
             assert await one.counted("hitherto_more_replicas_wanted", model="sim") == 1
             assert await one.counted("hitherto_control_steps_total", step="shed", change="taken") >= 1
             refused = await ask(one)
@@ -46,7 +61,14 @@ async def test_what_is_taken_from_lower_classes_is_told_and_given_back_in_revers
             taken = [(step, qos) for step, qos, was_taken in told(status) if was_taken]
             undone = [(step, qos) for step, qos, was_taken in told(status) if not was_taken]
             assert undone == taken[::-1] and not status["control"]["models"][0]["wants_more"]
+            *before, last = windows([event for event in events(status) if not event["taken"]])
+            assert before[-1][-1] == ("shed", "free") and last == [
+                (step, "free") for step in ("halve", "cap", "tighten")
+            ]
+            assert len(before) == taken.count(("shed", "free")) + taken.count(("shed", "standard"))
             assert (await ask(one))[0] == 200
+            shown = [entry["text"] for entry in (await one.admin.get("/recent")).json()["journal"]]
+            assert {event["text"] for event in status["control"]["events"]} <= {*shown}, "lines of the live page"
 
 
 async def test_premium_keeps_its_limits_while_an_engine_is_at_half_its_speed_and_free_floods(tmp_path):

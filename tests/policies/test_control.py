@@ -21,7 +21,7 @@ def after(control, *windows, name="premium"):
     """What changed in the last of these windows, of which each has the pressure of one class."""
     changes = []
     for value in windows:
-        changes = control.ended({name: value}, control.until)
+        changes = control.ended({name: value})
     return [(one.rung.step, one.rung.qos, one.taken) for one in changes]
 
 
@@ -43,39 +43,65 @@ def test_a_few_answers_say_nothing():
 
 
 @pytest.mark.parametrize(
-    "value, steps", [(0.79, []), (0.8, ["tighten"]), (0.9, ["tighten", "cap"]), (1.0, ["tighten", "cap", "shed"])]
+    "value, steps",
+    [
+        (0.79, []),
+        (0.8, ["tighten"]),
+        (0.9, ["tighten", "cap"]),
+        (0.99, ["tighten", "cap"]),
+        (1.0, ["tighten", "cap", "halve", "shed"]),
+    ],
 )
 def test_the_lowest_class_gives_what_the_pressure_demands(value, steps):
-    assert after(Control(CLASSES, 30.0, 0.0), value) == [(step, "free", True) for step in steps]
+    assert after(Control(CLASSES), value) == [(step, "free", True) for step in steps]
 
 
 def test_the_next_class_gives_only_what_a_window_later_is_still_lacking():
-    control = Control(CLASSES, 30.0, 0.0)
-    assert len(after(control, 1.5)) == 3
+    control = Control(CLASSES)
+    assert len(after(control, 1.5)) == 4
     assert after(control, 0.99) == []
-    for step in ("tighten", "cap", "shed"):
+    for step in ("tighten", "cap", "halve", "shed"):
         assert after(control, 1.5) == [(step, "standard", True)]
     assert after(control, 1.5) == [], "premium has nobody above it"
 
 
 def test_a_class_takes_nothing_from_its_like_nor_from_those_above():
-    control = Control(CLASSES, 30.0, 0.0)
+    control = Control(CLASSES)
     assert after(control, 9.0, name="free") == []
     after(control, 9.0, name="standard")
-    assert after(control, 9.0, name="standard") == [] and control.level == 3, "free's three"
+    assert after(control, 9.0, name="standard") == [] and control.level == 4, "free's four"
 
 
-def test_steps_are_undone_in_reverse_order_one_a_window_below_where_they_were_taken():
-    control = Control(CLASSES, 30.0, 0.0)
-    assert after(control, 1.0, 0.95) == [], "within the slack"
-    assert after(control, 0.89) == [("shed", "free", False)]
-    assert after(control, 0.5) == [("cap", "free", False)]
-    assert after(control, 0.5) == [("tighten", "free", False)]
+def test_steps_are_undone_in_reverse_order_below_where_they_were_taken():
+    control = Control(CLASSES)
+    after(control, 0.95)
+    assert after(control, 0.81) == [], "within the slack"
+    assert after(control, 0.75) == [("cap", "free", False)]
+    assert after(control, 0.69) == [("tighten", "free", False)]
     assert after(control, 0.5) == []
+    after(control, 0.95)
+    assert after(control, 0.69) == [("cap", "free", False), ("tighten", "free", False)]
+
+
+def test_a_class_that_was_shed_comes_back_by_half_and_whole_a_window_later():
+    control = Control(CLASSES)
+    assert after(control, 1.0, 0.95) == [], "within the slack"
+    assert after(control, 0.5) == [("shed", "free", False)]
+    assert after(control, 0.5) == [(step, "free", False) for step in ("halve", "cap", "tighten")]
+    assert control.level == 0
+
+
+def test_of_two_classes_that_were_shed_the_higher_is_back_when_the_lower_is_by_half():
+    control = Control(CLASSES)
+    after(control, *[1.5] * 5)
+    assert control.level == 8
+    assert after(control, 0.5) == [("shed", "standard", False)]
+    assert after(control, 0.5)[-2:] == [("tighten", "standard", False), ("shed", "free", False)]
+    assert len(after(control, 0.5)) == 3 and control.level == 0
 
 
 def test_more_replicas_are_wanted_while_limits_are_missed_whatever_else_there_is_to_take():
-    alone = Control((FREE,), 30.0, 0.0)
+    alone = Control((FREE,))
     assert alone.rungs == [] and after(alone, 1.1, name="free") == [] and alone.wants_more
     after(alone, 0.95, name="free")
     assert alone.wants_more
@@ -88,9 +114,9 @@ figures = st.dictionaries(st.sampled_from(["premium", "standard", "free"]), st.f
 
 @given(st.lists(figures, max_size=40))
 def test_whatever_comes_windows_only_climb_or_descend_lower_classes_first_and_all_is_undone(windows):
-    control, held = Control(CLASSES, 30.0, 0.0), []
-    for number, pressures in enumerate(windows):
-        changes = control.ended(pressures, 30.0 * (number + 1))
+    control, held = Control(CLASSES), []
+    for pressures in windows:
+        changes = control.ended(pressures)
         assert len({one.taken for one in changes}) <= 1, "one direction a window"
         for one in changes:
             above = max(
@@ -105,18 +131,26 @@ def test_whatever_comes_windows_only_climb_or_descend_lower_classes_first_and_al
         assert held == control.rungs[: control.level]
         assert [one.qos for one in held] == sorted([one.qos for one in held]), "free before standard"
         assert "premium" not in {one.qos for one in held}
-    for number in range(len(control.rungs)):
-        control.ended({}, 1e6 + number)
-    assert control.level == 0 and not control.wants_more
+    shed = len([one for one in held if one.step == "shed"])
+    for _ in range(shed + 1):
+        control.ended({})
+    assert control.level == 0 and not control.wants_more, "two windows where one class was shed"
+
+
+@given(st.lists(figures, max_size=40))
+def test_no_class_is_shed_or_halved_while_a_lower_one_is_not_shed(windows):
+    control = Control(CLASSES)
+    for pressures in windows:
+        control.ended(pressures)
+        halved, shed = control.taken_from("halve"), control.taken_from("shed")
+        assert "premium" not in halved | shed and ("standard" not in halved or "free" in shed) and shed <= halved
 
 
 @given(st.floats(0.0, 2.0), st.lists(st.floats(0.0, 0.099), max_size=9))
 def test_a_pressure_that_trembles_by_less_than_the_slack_takes_nothing_back_and_forth(value, trembles):
-    control = Control(CLASSES, 30.0, 0.0)
+    control = Control(CLASSES)
     directions = [
-        change.taken
-        for tremble in [0.0, *trembles]
-        for change in control.ended({"premium": value - tremble}, control.until)
+        change.taken for tremble in [0.0, *trembles] for change in control.ended({"premium": value - tremble})
     ]
     assert set(directions) <= {True}
 
@@ -125,8 +159,8 @@ def test_a_pressure_that_trembles_by_less_than_the_slack_takes_nothing_back_and_
 
 
 def gate(value, *steps):
-    admission, control = Admission(Classes(CLASSES), Rules(steps or ("wait",))), Control(CLASSES, 30.0, 0.0)
-    control.ended({"premium": value}, 30.0)
+    admission, control = Admission(Classes(CLASSES), Rules(steps or ("wait",))), Control(CLASSES)
+    control.ended({"premium": value})
     admission.obey(control, 30.0)
     return admission, control
 
@@ -148,9 +182,9 @@ def test_a_tightened_class_finds_less_room_and_others_as_much_as_before():
 
 
 def test_a_capped_class_gets_short_answers_where_there_is_room_too():
-    assert ask(gate(0.95)[0], FREE, ROOM, Any())[:2] == ("degraded", "control")
-    assert ask(gate(0.95)[0], FREE, ROOM, Any()).cap == 128
-    assert ask(gate(0.95)[0], STANDARD, ROOM, Any())[:2] == ("admitted", "room")
+    assert ask(gate(0.92)[0], FREE, ROOM, Any())[:2] == ("degraded", "control")
+    assert ask(gate(0.92)[0], FREE, ROOM, Any()).cap == 128
+    assert ask(gate(0.92)[0], STANDARD, ROOM, Any())[:2] == ("admitted", "room")
 
 
 def test_a_shed_class_is_refused_until_the_next_window_and_so_are_those_that_wait():
@@ -158,12 +192,25 @@ def test_a_shed_class_is_refused_until_the_next_window_and_so_are_those_that_wai
     waits, stays = Ticket(FREE, SLO, 30.0), Ticket(STANDARD, SLO, 30.0)
     for one in (waits, stays):
         assert admission.ask(one, 1000, [FULL], 30.0).decision == "queued"
-    control.ended({"premium": 1.0}, 60.0)
+    control.ended({"premium": 1.0})
     admission.obey(control, 60.0)
     assert [(one, verdict[:2]) for one, verdict in admission.turned_out(30.1)] == [(waits, ("refused", "control"))]
     verdict = ask(admission, FREE, ROOM)
     assert verdict[:2] == ("refused", "control") and verdict.retry_after == 30.0
     assert stays.waits and ask(admission, PREMIUM, ROOM).decision in ("admitted", "queued")
+
+
+def test_of_a_halved_class_every_other_newcomer_is_refused_and_nobody_who_waits():
+    admission, control = gate(1.0)
+    control.ended({"premium": 0.5})
+    admission.obey(control, 60.0)
+    decisions = [ask(admission, FREE, ROOM).decision for _ in range(6)]
+    assert decisions == ["refused", "admitted"] * 3 and ask(admission, STANDARD, ROOM).decision == "admitted"
+    waits = Ticket(FREE, SLO, 30.0)
+    while admission.ask(waits, 1000, [FULL], 30.0).decision != "queued":
+        pass
+    for _ in range(3):
+        assert admission.ask(waits, 1000, [FULL], 30.0).decision == "queued"
 
 
 def test_nothing_is_taken_in_shadow_mode():
@@ -172,4 +219,9 @@ def test_nothing_is_taken_in_shadow_mode():
 
 
 def test_what_is_taken_is_named_by_step_and_class():
-    assert gate(1.0)[1].rungs[:3] == [Rung("tighten", "free", 0.8), Rung("cap", "free", 0.9), Rung("shed", "free", 1.0)]
+    assert gate(1.0)[1].rungs[:4] == [
+        Rung("tighten", "free", 0.8),
+        Rung("cap", "free", 0.9),
+        Rung("halve", "free", 1.0),
+        Rung("shed", "free", 1.0),
+    ]

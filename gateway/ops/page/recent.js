@@ -1,7 +1,7 @@
 "use strict";
 // What was so in the last 15 minutes, from /recent: tiles, decisions, prefixes, the log.
 
-const KINDS = {state: "state", fleet: "fleet", events: "KV events", failure: "failure", gateway: "gateway", redis: "Redis"};
+const KINDS = {state: "state", fleet: "fleet", events: "KV events", failure: "failure", gateway: "gateway", redis: "Redis", control: "overload"};
 const CELLS = 5; // replicas from which holders are squares, one for each replica, instead of names
 
 // The window that the figures are of: 15 minutes, or as long as the gateway has run.

@@ -80,6 +80,10 @@ class Recent:
         if new in FAILURES:
             self.journal.failed(now, replica.id, replica.reason)
 
+    def control_changed(self, event: Mapping[str, Any]) -> None:
+        """For `OverloadControl.on_change`."""
+        self.journal.note(event["at"], "control", event["text"], level=WARN if event["taken"] else GOOD)
+
     def _meet(self, now: float, replica: str) -> None:
         if replica not in self._known:
             self._known.add(replica)

@@ -30,7 +30,7 @@ class Controlled:
         self.admissions = [Admission(Classes(classes), Rules((), engine_wait=0.0)) for _ in fleets]
         for admission, names in zip(self.admissions, fleets, strict=True):
             for name in names:
-                self.control.follow(admission, name, self.now)
+                self.control.follow(admission, name)
 
     def answers(self, name, count, ttft=0.5, tpot=0.01, qos="premium"):
         for _ in range(count):
@@ -84,10 +84,10 @@ def test_of_two_fleets_of_one_name_the_worse_is_counted():
     one.answers("a", ENOUGH, ttft=2.0)
     one.end_window()
     reading = one.control.reading()
-    assert reading["control_level"] == {"a": 3, "m": 0}
+    assert reading["control_level"] == {"a": 4, "m": 0}
     one.control.keep(one.admissions, {"m"})
     reading = one.control.reading()
-    assert reading["control_level"] == {"m": 3} and reading["more_replicas_wanted"] == {"m": 1}
+    assert reading["control_level"] == {"m": 4} and reading["more_replicas_wanted"] == {"m": 1}
     assert reading["control_pressure_ratio"]["premium", "m"] == pytest.approx(2.0, rel=0.13)
 
 

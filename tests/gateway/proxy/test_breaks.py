@@ -8,6 +8,7 @@ import orjson
 import pytest
 
 from gateway.proxy.chunks import Chunks
+from gateway.proxy.states import ExchangeState
 
 from ..http.talk import eventually, read_request
 from .replies import SSE_HEAD, chunk, post
@@ -229,6 +230,34 @@ async def test_an_event_that_is_too_long_to_be_read_passes_as_it_is():
         body = (await talk.response())[2]
         assert b"x" * 6_000_000 in body and body.endswith(DONE)
         await eventually(s.idle)
+
+
+@pytest.mark.parametrize(
+    "large", [{"user": "x" * 100_000}, {"messages": [{"role": "user", "content": "one " * 25_000}]}]
+)
+async def test_many_streams_of_large_requests_keep_no_more_than_the_budget(large):
+    """Of their fields, and of their bodies while there is no word yet; whatever is kept, all are answered."""
+    budget, count, may = 2**20, 30, asyncio.Event()
+
+    async def script(reader, writer):
+        await read_request(reader)
+        writer.write(SSE_HEAD + MUCH)
+        await writer.drain()
+        await may.wait()
+        writer.write(b"".join(words("1", ids=False)))
+        await writer.drain()
+
+    async with continued(script, continue_budget=budget) as s:
+        continuing = s.proxy.conductor.continuing
+        talkers = [await s.talk() for _ in range(count)]
+        for talk in talkers:
+            await talk.say(post(orjson.dumps(SAMPLED | large)))
+        await eventually(lambda: [one.state for one in s.proxy.exchanges].count(ExchangeState.ANSWERING) == count, 30)
+        assert budget / 2 < continuing.kept <= budget
+        may.set()
+        for talk in talkers:
+            assert (await talk.response(30))[2].endswith(DONE)
+        await eventually(lambda: s.idle() and not continuing.kept)
 
 
 @pytest.mark.parametrize("is_one_chunk", [True, False])

@@ -14,7 +14,7 @@ from typing import Any
 import aiohttp
 
 from gateway.config import Config, ConfigError, Settings, admin_headers, admin_url
-from gateway.model import folder_here, model_dir
+from gateway.model import folder_here, launches, model_dir
 from gateway.ops import traces
 from gateway.ops.trial import WORDS, Finding
 from gateway.prompt.pipeline import Pipeline
@@ -148,6 +148,16 @@ def _taken(host: str, port: int) -> str | None:
     except OSError as error:
         return error.strerror or str(error)
     return None
+
+
+def check_launches(settings: Settings) -> Iterator[Finding]:
+    """What keeps engines from being launched, as the gateway says it when it starts."""
+    try:
+        launches(settings)
+    except ConfigError as error:
+        yield from (
+            Finding("fail", "launch", line, "the gateway does not start with that") for line in str(error).splitlines()
+        )
 
 
 def check_no_replicas(settings: Settings) -> Finding:

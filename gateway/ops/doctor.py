@@ -34,6 +34,7 @@ from gateway.ops.checks import (
     check_gateway,
     check_hash_seeds,
     check_kept_out,
+    check_launches,
     check_model,
     check_models,
     check_no_replicas,
@@ -121,7 +122,7 @@ class Examination(contextlib.AsyncExitStack):
         try:
             async with aiohttp.ClientSession() as session:
                 self._running = await running_gateway(self._settings, session)
-            for finding in check_gateway(self._settings, self._running):
+            for finding in (*check_gateway(self._settings, self._running), *check_launches(self._settings)):
                 yield finding
         except Refused as refused:
             self._refuses = True

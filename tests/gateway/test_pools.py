@@ -7,6 +7,7 @@ import pytest
 
 from gateway.config import ConfigError, load
 from gateway.model import launches
+from gateway.ops.doctor import examine
 
 from .running import counted, running
 from .test_models import compared, held, other_model
@@ -146,6 +147,15 @@ def test_a_connector_that_is_not_there_is_refused_with_what_to_install(tmp_path)
     said = refused(tmp_path, pools, model="sim")
     assert "pools.p: its connector NixlConnector needs the package nixl" in said and "pools.d: " in said
     assert f"beside {tmp_path}/bin/vllm: `pip install nixl`" in said
+
+
+async def test_the_doctor_says_of_pools_what_the_gateway_would(tmp_path, connected):
+    alone = f"{{p: {{profile: {connected}, launch: 1, role: prefill}}}}"
+    whole = f"{{p: {{profile: {connected}, launch: 1, role: prefill}}, d: {{profile: {connected}, launch: 1, role: decode}}}}"
+    for pools, wrong in ((alone, ["pools.p: a replica has role=prefill and none has role=decode"]), (whole, [])):
+        config = load(flags={"pools": pools, "port": 0, "admin_port": 0}, environ={})
+        said = [one.text async for one in examine(config) if one.subject == "launch"]
+        assert [one[: len(start)] for one, start in zip(said, wrong, strict=True)] == wrong
 
 
 def test_two_models_under_one_name_pass_nothing_to_each_other(tmp_path, connected):

@@ -107,11 +107,12 @@ def test_who_waits_goes_on_when_the_engine_refuses_who_was_before_it():
     assert waited and record.error is None and record.first < 0.5
 
 
-def test_a_flood_of_the_lowest_class_does_not_reach_the_highest():
+@pytest.mark.parametrize("roles", [None, ["prefill", "prefill", "decode", "decode"]])
+def test_a_flood_of_the_lowest_class_does_not_reach_the_highest(roles):
     """Premium, which asks for less than it has reserved, is answered, all of it, and quickly."""
     seconds = {}
     for flood in (12.0, 200.0):
-        one = fleet("wait", replicas=4)
+        one = fleet("wait", replicas=4, roles=roles, legs="always")
         load(one, 2.0, 45.0, "premium")
         load(one, 12.0, 15.0, "free")
         load(one, flood, 45.0, "free", begin=15.0)

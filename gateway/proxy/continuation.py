@@ -210,7 +210,7 @@ class Continuation:
         self._keep(event)
         if event.data is not None:
             self.names.note(self.label, event.data)
-        told = event.ids or event.prompt_ids
+        told = event.ids is not None or event.prompt_ids is not None
         return (hide_ids(raw) if told and not self.terms.tells_ids else raw) + b"\n\n"
 
     def freeze(self) -> None:

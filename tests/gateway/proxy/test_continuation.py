@@ -371,6 +371,13 @@ def test_whatever_types_an_engine_writes_its_stream_passes_or_ends(label, way, d
         assert one.size and (one.is_over() or one.lacks_end or one.go_by_repetition() is None)
 
 
+@pytest.mark.parametrize("written", [b'"token_ids":[]', b'"token_ids": [1, 2]', b'"prompt_token_ids" :[ 7 ]'])
+def test_lists_that_the_client_did_not_ask_for_are_null_however_they_are_written(written):
+    raw = b'data: {"choices":[{"index":0,"delta":{"content":"a"},"finish_reason":null,%b}]}\n\n' % written
+    out, error = continuation("chat", TEXT).take(b"%x\r\n%b\r\n" % (len(raw), raw))
+    assert error is None and b"[" not in out.replace(b'"choices":[', b"") and b"null" in out.rpartition(b"ids")[2]
+
+
 def test_an_event_has_room_for_a_prompt_of_a_million_ids():
     """In chunks of a proxy's size, as between a gateway and engines it may stand."""
     ids = [*range(100_000, 1_100_000)]

@@ -20,6 +20,7 @@ from policies import (
     admit,
     make,
 )
+from policies.leg_rules import make_leg_rule
 from policies.legs import FEW
 from policies.pairs import pairs, quoted
 from policies.quotes import quote
@@ -40,9 +41,9 @@ def demand(blocks=100, **more):
 class Fleet:
     """So many prefillers and decoders, of one class."""
 
-    def __init__(self, prefillers=1, decoders=1, policy="least_time", rules=Rules(), classes=(FREE,)):
+    def __init__(self, prefillers=1, decoders=1, policy="least_time", rules=Rules(), classes=(FREE,), rule="seconds"):
         names = [f"p{n}" for n in range(prefillers)] + [f"d{n}" for n in range(decoders)]
-        self.router = Router(make(policy), Prefixes(*[0] * len(names)), Ledger(), CostGroup())
+        self.router = Router(make(policy), Prefixes(*[0] * len(names)), Ledger(), CostGroup(), make_leg_rule(rule))
         everybody = [self.router.add(name, slot) for slot, name in enumerate(names)]
         self.prefillers, self.decoders = everybody[:prefillers], everybody[prefillers:]
         self.pairings = [(self.prefillers, self.decoders)]
@@ -158,6 +159,15 @@ def test_who_finds_room_on_one_pair_alone_takes_that():
         ("admitted", ("p1", "d0")),
         ("admitted", ("d0",)),
     }
+
+
+def test_a_ledger_of_several_gateways_chooses_among_prefillers_with_room_alone():
+    made = Fleet(4, 1, rule="always")
+    for one in made.prefillers[:2]:
+        made.compute(one, 4)
+    evaluation = made.evaluate(demand())
+    _, evaluation = admit(made.router, made.admission, Ticket(FREE, SLO, 1.0), evaluation, 1.0, pairings=made.pairings)
+    assert [one.replica for one in evaluation.legs.near] == ["p2", "p3"]
 
 
 def test_who_finds_room_nowhere_waits_and_goes_by_the_way_that_has_some_then():

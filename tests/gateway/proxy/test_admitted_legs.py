@@ -142,6 +142,12 @@ async def test_who_no_pair_answers_in_time_is_refused_or_counted_in_shadow_mode(
             assert 1 <= int(headers["retry-after"]) <= 600 and json.loads(body)["error"]["code"] == "overloaded"
 
 
+async def test_a_limit_of_a_requests_own_counts_for_both_legs():
+    async with all_busy(when_full=("reject",)) as (s, *_):
+        third = await send(s, "third", b"x-hitherto-slo: ttft=1ms")
+        assert (await third.response())[0] == 429 and counted(s)["refused", "ttft"] == 1
+
+
 async def test_a_degraded_request_goes_in_two_legs_with_a_short_answer():
     async with all_busy(when_full=("degrade",)) as (s, _, prefiller, decoder):
         third = await send(s, "third")

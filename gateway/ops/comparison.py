@@ -178,7 +178,7 @@ class TokenizerComparison:
             if pipeline is not self._pipeline():
                 return
             engine.how = engine.differs = ""
-            if not replica.dialect.fills_templates_alike:
+            if pipeline.shows_chats or not replica.dialect.fills_templates_alike:
                 engine.unproven = f"nothing shows what tokens it makes: {why}"
             engine.tell(f"cannot be compared: {why}")
             await self._adopt(pipeline)

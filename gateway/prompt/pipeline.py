@@ -290,7 +290,7 @@ class Pipeline:
     @property
     def shows_chats(self) -> bool:
         """Whether an engine's chats have to be shown to be the gateway's, whatever its kind, as its tokens have."""
-        return self._makes_tokens
+        return self._files is not None and self._files.program is not None and self._files.program.to_be_shown
 
     @property
     def takes_media(self) -> bool:

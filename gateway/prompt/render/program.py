@@ -37,7 +37,7 @@ class Program:
     `takes_parts`: texts come to it as lists of parts. `as_received`: it gets a request's messages as they are, and what
     a request says of template variables, special tokens or truncation is not for it. `raw_messages`: it gets messages
     as they are, and all else as a template does. `makes_tokens`: it writes all special tokens itself, whatever a
-    request says of them.
+    request says of them. `to_be_shown`: fixed chats of an engine have to be the gateway's before its prompts are exact.
     """
 
     family: str
@@ -48,6 +48,7 @@ class Program:
     prints_date: bool = False
     raw_messages: bool = False
     makes_tokens: bool = False
+    to_be_shown: bool = False
 
 
 class ProgramTemplate:

@@ -25,7 +25,7 @@ _FILES = """
 # rules are not known here (`render.programs` has the others).
 WRITTEN_BY_UNKNOWN_RULES = frozenset(
     """
-    DeepseekV41ForCausalLM KimiK3ForConditionalGeneration MoonshotKimiaForCausalLM InklingForCausalLM
+    KimiK3ForConditionalGeneration MoonshotKimiaForCausalLM InklingForCausalLM
     InklingForConditionalGeneration
     """.split()
 )

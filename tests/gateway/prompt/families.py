@@ -88,6 +88,19 @@ def _deepseek_v4(folder: Path) -> Path:
     )
 
 
+def deepseek_v41(folder: Path) -> Path:
+    special = (
+        *_DEEPSEEK_TOKENS,
+        "<\uff5cSystem\uff5c>",
+        "<\uff5clatest_reminder\uff5c>",
+        "<\uff5caction\uff5c>",
+        "<\uff5ctitle\uff5c>",
+    )
+    return _folder(
+        folder, {"architectures": ["DeepseekV41ForCausalLM"], "model_type": "deepseek_v41", **_DEEPSEEK}, special
+    )
+
+
 def _gpt_oss(folder: Path) -> Path:
     """With the real vocabulary: Harmony has it built in."""
     real = model_dir("gptoss")

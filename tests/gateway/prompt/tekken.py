@@ -1,6 +1,7 @@
 """A model folder in Mistral's own format: `tekken.json` of a version, and weights that are none."""
 
 import base64
+import functools
 import json
 from pathlib import Path
 
@@ -23,13 +24,18 @@ LATER = ("[ARGS]", "[CALL_ID]", "[THINK]", "[/THINK]", "[MODEL_SETTINGS]", "[/MO
 RESERVED = 40
 
 
-def tekken_json(version: int) -> dict:
-    """With the merges of the simulated engine's tokenizer, behind all bytes."""
+@functools.cache
+def _tokens() -> list[bytes]:
+    """All bytes, and what the merges of the simulated engine's tokenizer make."""
     byte_of = {symbol: byte for byte, symbol in bytes_to_symbols().items()}
     whole = json.loads(small_tokenizer(sim_model_dir() / "tokenizer.json", ()))
     pairs = [merge.split(" ") if isinstance(merge, str) else merge for merge in whole["model"]["merges"]]
     tokens = [bytes([byte]) for byte in range(256)] + [bytes(byte_of[one] for one in a + b) for a, b in pairs]
-    tokens = list(dict.fromkeys(tokens))
+    return list(dict.fromkeys(tokens))
+
+
+def tekken_json(version: int) -> dict:
+    tokens = _tokens()
     told: dict = {
         "config": {
             "pattern": WORDS,

@@ -21,21 +21,22 @@ def schemas(tools: Iterable[Mapping[str, Any]]) -> str:
     return "\n".join(as_json(tool["function"]) for tool in tools)
 
 
-def calls(given: Iterable[Mapping[str, Any]], block: str) -> str:
-    """An assistant's tool calls, in a block of that name."""
-    written = "\n".join(_call(one["function"]) for one in given)
-    return f"\n\n<{DSML}{block}>\n{written}\n</{DSML}{block}>"
+def calls(given: Iterable[Mapping[str, Any]], block: str, gap: str = "") -> str:
+    """An assistant's tool calls, in a block of that name. `gap`: between the mark of a tag and its name."""
+    mark = DSML + gap
+    written = "\n".join(_call(one["function"], mark) for one in given)
+    return f"\n\n<{mark}{block}>\n{written}\n</{mark}{block}>"
 
 
-def _call(function: Mapping[str, Any]) -> str:
-    parameters = "\n".join(_parameter(name, value) for name, value in function["arguments"].items())
-    return f'<{DSML}invoke name="{function["name"]}">\n{parameters}\n</{DSML}invoke>'
+def _call(function: Mapping[str, Any], mark: str) -> str:
+    parameters = "\n".join(_parameter(name, value, mark) for name, value in function["arguments"].items())
+    return f'<{mark}invoke name="{function["name"]}">\n{parameters}\n</{mark}invoke>'
 
 
-def _parameter(name: str, value: Any) -> str:
+def _parameter(name: str, value: Any, mark: str) -> str:
     is_text = isinstance(value, str)
     told = "true" if is_text else "false"
-    return f'<{DSML}parameter name="{name}" string="{told}">{value if is_text else as_json(value)}</{DSML}parameter>'
+    return f'<{mark}parameter name="{name}" string="{told}">{value if is_text else as_json(value)}</{mark}parameter>'
 
 
 def last_said_by_user(talk: list[dict[str, Any]]) -> int:

@@ -10,22 +10,26 @@ from ...quirks import VersionQuirks
 from ..program import Message, Program, Refused
 from .deepseek import ASSISTANT, BEGIN, DSML, END, NO_THINK, THINK, USER, calls, last_said_by_user, schemas
 
-_REMINDER = "<\uff5clatest_reminder\uff5c>"
-_TASKS = {name: f"<\uff5c{name}\uff5c>" for name in ("action", "query", "authority", "domain", "title", "read_url")}
+REMINDER = "<\uff5clatest_reminder\uff5c>"
+TASKS = {name: f"<\uff5c{name}\uff5c>" for name in ("action", "query", "authority", "domain", "title", "read_url")}
+
+
 # What the model was trained to be told of its tools, and of how hard to think: part of the format.
-_TOOLS = f"""## Tools
+def tools_head(gap: str = "", block: str = "tool_calls") -> str:
+    """What stands before the schemas of tools. `gap`: between the mark of a tag and its name."""
+    return f"""## Tools
 
-You have access to a set of tools to help answer the user's question. You can invoke tools by writing a "<{DSML}tool_calls>" block like the following:
+You have access to a set of tools to help answer the user's question. You can invoke tools by writing a "<{DSML}{gap}{block}>" block like the following:
 
-<{DSML}tool_calls>
-<{DSML}invoke name="$TOOL_NAME">
-<{DSML}parameter name="$PARAMETER_NAME" string="true|false">$PARAMETER_VALUE</{DSML}parameter>
+<{DSML}{gap}{block}>
+<{DSML}{gap}invoke name="$TOOL_NAME">
+<{DSML}{gap}parameter name="$PARAMETER_NAME" string="true|false">$PARAMETER_VALUE</{DSML}{gap}parameter>
 ...
-</{DSML}invoke>
-<{DSML}invoke name="$TOOL_NAME2">
+</{DSML}{gap}invoke>
+<{DSML}{gap}invoke name="$TOOL_NAME2">
 ...
-</{DSML}invoke>
-</{DSML}tool_calls>
+</{DSML}{gap}invoke>
+</{DSML}{gap}{block}>
 
 String parameters should be specified as is and set `string="true"`. For all other types (numbers, booleans, arrays, objects), pass the value in JSON format and set `string="false"`.
 
@@ -36,7 +40,9 @@ Otherwise, output directly after {NO_THINK} with tool calls or final response.
 ### Available Tool Schemas
 
 """  # noqa: E501
-_TOOLS_END = "\n\nYou MUST strictly follow the above defined tool name and parameter schemas to invoke tool calls.\n"
+
+
+TOOLS_END = "\n\nYou MUST strictly follow the above defined tool name and parameter schemas to invoke tool calls.\n"
 _EFFORT = {
     "low": "",
     "high": "Reasoning Effort: Absolute maximum with no shortcuts permitted.\n"
@@ -46,7 +52,7 @@ _EFFORT = {
     "You MUST reason with the utmost depth and rigor, leaving absolutely nothing to chance: exhaustively decompose the problem into its most fundamental components, trace every causal chain to its root, and resolve the underlying cause rather than any surface symptom.\n"  # noqa: E501
     "Do not stop reasoning until you have independently verified the solution from multiple angles and are certain that no assumption remains unchecked and no error remains undiscovered.\n\n",  # noqa: E501
 }
-_KEPT = frozenset(("user", "system", "tool", "latest_reminder", "direct_search_results"))
+KEPT = frozenset(("user", "system", "tool", "latest_reminder", "direct_search_results"))
 
 
 def write(talk: list[Message], tools: list[Message] | None, variables: Mapping[str, Any], quirks: VersionQuirks) -> str:
@@ -59,7 +65,7 @@ def write(talk: list[Message], tools: list[Message] | None, variables: Mapping[s
     effort = variables.get("reasoning_effort")
     if effort == "none":
         thinks = False
-    talk = _with_results_of_tools(
+    talk = with_results_of_tools(
         [{**one, "content": _flat(one.get("content"))} for one in _with_tools(talk, tools, newer)]
     )
     drops = bool(variables.get("drop_thinking", True)) and not any(one.get("tools") for one in talk)
@@ -94,7 +100,7 @@ def _flat(content: Any) -> Any:
     return "\n\n".join(part["text"] for part in content)
 
 
-def _with_results_of_tools(talk: list[Message]) -> list[Message]:
+def with_results_of_tools(talk: list[Message]) -> list[Message]:
     """Consecutive messages of users and tools as one message of a user, with `parts` (what was said) in order, but
     results in the order in which they were asked for."""
     merged: list[Message] = []
@@ -133,7 +139,7 @@ def _without_old_reasoning(talk: list[Message]) -> list[Message]:
     last = last_said_by_user(talk)
     kept = []
     for i, message in enumerate(talk):
-        if i >= last or message["role"] in _KEPT:
+        if i >= last or message["role"] in KEPT:
             kept.append(message)
         elif message["role"] == "assistant":
             kept.append({key: value for key, value in message.items() if key != "reasoning"})
@@ -147,9 +153,9 @@ def _message(talk: Sequence[Message], i: int, last: int, thinks: bool, drops: bo
         return text
     role, task = talk[i]["role"], talk[i].get("task")
     if task is not None:
-        if task not in _TASKS:
+        if task not in TASKS:
             raise Refused(f"there is no task {task}")
-        return text + (f"{ASSISTANT}{THINK if thinks else NO_THINK}" if task == "action" else "") + _TASKS[task]
+        return text + (f"{ASSISTANT}{THINK if thinks else NO_THINK}" if task == "action" else "") + TASKS[task]
     if role in ("user", "developer") or (newer and role == "system" and following != "latest_reminder"):
         return f"{text}{ASSISTANT}{THINK if thinks and (not drops or i >= last) else NO_THINK}"
     return text
@@ -167,7 +173,7 @@ def _said(talk: Sequence[Message], i: int, last: int, thinks: bool, drops: bool)
     if role == "user":
         return USER + "\n\n".join(part for _, part in message["parts"])
     if role == "latest_reminder":
-        return f"{_REMINDER}{content}"
+        return f"{REMINDER}{content}"
     if role != "assistant":
         raise Refused(f"there is no role {role}")
     asked = message.get("tool_calls")
@@ -178,12 +184,12 @@ def _said(talk: Sequence[Message], i: int, last: int, thinks: bool, drops: bool)
 
 def _told_tools(message: Message) -> str:
     tools = message.get("tools")
-    return f"\n\n{_TOOLS}{schemas(tools)}{_TOOLS_END}" if tools else ""
+    return f"\n\n{tools_head()}{schemas(tools)}{TOOLS_END}" if tools else ""
 
 
 PROGRAM = Program(
     "DeepSeek-V4",
-    "".join((BEGIN, END, USER, ASSISTANT, THINK, NO_THINK, _REMINDER, *_TASKS.values())),
+    "".join((BEGIN, END, USER, ASSISTANT, THINK, NO_THINK, REMINDER, *TASKS.values())),
     takes_parts=lambda quirks: quirks.deepseek_v4 is True,
     write=write,
 )

@@ -210,6 +210,7 @@ def program(version: int, efforts: tuple[str, ...] = ()) -> Program:
         write=rules.write,
         raw_messages=True,
         makes_tokens=True,
+        to_be_shown=True,
     )
 
 

@@ -35,7 +35,7 @@ Each row below was counted against the ids that vLLM's own renderers made of req
 completions with tools, tool calls, reasoning, parts, template variables, truncation, and texts that look like special tokens.
 `make test-vllm ARGS="-m exact"` asks an installed vLLM again, and `python -m bench.exactness` prints this table with the hits
 of simulated engines. Bodies that vLLM refuses are not counted. What tokens an engine makes of a text is asked of each engine when
-it is adopted, whatever its model (`docs/vllm.md`, Tokenizers).
+it is adopted, whatever its model ([tokenizers](vllm.md#tokenizers)).
 
 ## Families with rules or files of their own
 
@@ -171,9 +171,9 @@ CACHES = """\
 ## From tokens to hits
 
 Exact tokens are half of a prediction; the other half is which blocks a replica holds. `python -m bench.exactness` counts predicted
-against delivered hits for full attention, for caches with slower tiers and for hybrid caches (windows beside full attention), and
-`docs/operations.md` says of which models the hits cannot be known (groups with blocks of unlike sizes, as in DeepSeek-V4; chunked
-local attention): there prompts are exact, and hits are guessed from traffic.
+against delivered hits for full attention, for caches with slower tiers and for hybrid caches (windows beside full attention).
+Of some models hits cannot be known ([which, and why](operations.md#how-much-to-trust-a-prediction)): there prompts are exact, and
+hits are guessed from traffic.
 """
 
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
-from math import exp, log
+from math import exp, inf, log
 from typing import NamedTuple, Protocol, cast
 
 from .quotes import Place
@@ -105,7 +105,8 @@ class LegChoice(NamedTuple):
 
 class Ways(NamedTuple):
     """What a rule of legs chooses by. `whole` and `choice`: where the request would go in one piece, and the policy's
-    choice of that. `among`: pairs that may be taken, None for all. All candidates have been weighed for this demand."""
+    choice of that. `among`: pairs that may be taken, None for all. `always`: it cannot go whole. All candidates have
+    been weighed for this demand."""
 
     demand: Demand
     whole: Candidate
@@ -115,6 +116,7 @@ class Ways(NamedTuple):
     transfers: Transfers
     now: float
     among: Collection[Place] | None = None
+    always: bool = False
 
     def near(self, prefiller: Candidate, decoder: Candidate) -> list[Candidate]:
         """Those to which it makes no difference for this decoder which of them computes: the cache takes as long."""
@@ -174,6 +176,16 @@ def choose(policy: Policy, ways: Ways) -> LegChoice | None:
     return apart if apart.seconds * _SLACK[0] + _SLACK[1] < apart.whole_seconds else None
 
 
+def forced(policy: Policy, ways: Ways) -> LegChoice | None:
+    """Return the legs that cost least, where no replica answers whole requests: if there is no other pair, those of one
+    whose transfer failed."""
+    cost = of_policy(policy)
+    for one in (ways, ways._replace(now=inf)):
+        if (found := cheapest(cost, one) if cost is not None else by_preference(policy, one, least=-1)) is not None:
+            return found
+    return None
+
+
 def cheapest(cost: Cost, ways: Ways) -> LegChoice | None:
     """Return the legs that cost least, whatever the whole request costs; None: no two replicas can be paired."""
     demand, whole, choice, prefillers, decoders, transfers, *_ = ways
@@ -213,12 +225,14 @@ def _written(
     return [sum(terms) for terms in cost.of_all(demand, decoders, future, after, held)]
 
 
-def by_preference(policy: Policy, ways: Ways) -> LegChoice | None:
-    """Return the legs that a policy without seconds prefers, if more than one block is to be computed."""
+def by_preference(policy: Policy, ways: Ways, least: int | None = None) -> LegChoice | None:
+    """Return the legs that a policy without seconds prefers, if more than `least` tokens are to be computed, by default
+    one block."""
     demand, decoders = ways.demand, ways.decoders
+    least = demand.block_size if least is None else least
     written = policy.choose(demand, decoders)
     second = decoders[written.index]
-    if demand.tokens - second.overlap <= demand.block_size:
+    if demand.tokens - second.overlap <= least:
         return None
     left = [one for one in ways.prefillers if one is not second and ways.can_pair(one, second)]
     if not left:

@@ -353,24 +353,31 @@ class Router:
 
     def choose_among(self, ways: Iterable[legs.Ways]) -> legs.LegChoice | None:
         """As `choose_legs`, for what `ways` has just returned."""
-        return legs.best(one.taken(self._leg_rule(self.policy, one)) for one in ways)
+        return legs.best(one.taken((legs.forced if one.always else self._leg_rule)(self.policy, one)) for one in ways)
 
-    def ways(self, whole: Evaluation, pairings: Iterable[Pairing], now: float) -> list[legs.Ways]:
+    def ways(self, whole: Evaluation, pairings: Sequence[Pairing], now: float, always: bool = False) -> list[legs.Ways]:
         """Return what a rule of legs chooses by, for each of the `pairings` that has replicas for both legs of a
-        request that would go `whole` as evaluated. All of them are weighed for it."""
+        request that would go `whole` as evaluated. All of them are weighed for it. `always`: it cannot go whole."""
         demand, space = whole.demand, whole.demand.space
-        if whole.spaces is not None or not demand.reads_cache or not demand.tokens:
+        if not always and (whole.spaces is not None or not demand.reads_cache or not demand.tokens):
             return []
         sides = [
             ([p for p in first if p.space == space], [d for d in second if d.space == space])
             for first, second in pairings
         ]
+        if always:  # of what those of another space hold nothing is known
+            sides = [
+                pair if all(pair) else ([*given[0]], [*given[1]]) for pair, given in zip(sides, pairings, strict=True)
+            ]
         sides = [(first, second) for first, second in sides if first and second]
         if not sides:
             return []
         best = whole.candidates[whole.choice.index]
         self.weighed(demand, Targets([best, *(one for first, second in sides for one in (*first, *second))]), now)
-        return [legs.Ways(demand, best, whole.choice, first, second, self.transfers, now) for first, second in sides]
+        return [
+            legs.Ways(demand, best, whole.choice, first, second, self.transfers, now, always=always)
+            for first, second in sides
+        ]
 
     def commit_legs(
         self, whole: Evaluation, chosen: legs.LegChoice, now: float, decided: tuple[Decision, Decision] | None = None

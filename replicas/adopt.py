@@ -123,6 +123,22 @@ async def probe(
     return facts
 
 
+async def engine_ids(session: aiohttp.ClientSession, replica: Replica, deadline: float) -> Problem | None:
+    """Learn the ids by which engines that fetch caches from this one ask for its own, where they are needed. Returns
+    what is amiss, and keeps what was known before where there is no answer."""
+    transfer, url = replica.transfer, replica.ids_url
+    if transfer is None or not url:
+        return None
+    answer = await get(session, url, deadline)
+    found = transfer.engine_ids(answer.json()) if answer.status == 200 else {}
+    if found:
+        replica.engine_ids = found
+        return None
+    why = answer.error or (f"answers {answer.status}" if answer.status != 200 else "names no engine")
+    what = f"{url} cannot be read ({why}), so no prompt is computed there for another replica"
+    return Problem(what, "give its port as #bootstrap=PORT behind the URL, and let the gateway reach it")
+
+
 async def served_models(session: aiohttp.ClientSession, url: str, deadline: float) -> Facts:
     """What the engine tells of models and adapters, and nothing else."""
     facts = Facts()
@@ -231,6 +247,7 @@ def described(address: Address, facts: Facts) -> list[Replica]:
         version=facts.version, scrape=facts.scrape,
         block_size=facts.block_size, num_blocks=facts.num_blocks, page_size=facts.told.page_size, max_model_len=facts.max_model_len, events=sources[0],
         problems=tuple(map(str, problems_of(facts, address.source, sources).values())), role=address.role, moves_by=address.transfer,
+        bootstrap=address.bootstrap, meets_at=facts.told.meets_at,
     )  # fmt: skip
     if len(sources) == 1:
         return [lead]

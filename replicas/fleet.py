@@ -104,7 +104,7 @@ class Fleet:
                 self.resume(replica.id)
             return known.replicas[0]
         replica = Replica(address.id, address.url, address.host, address.port, since=monotonic(), role=address.role)
-        replica.spill, replica.moves_by = address.spill, address.transfer
+        replica.spill, replica.moves_by, replica.bootstrap = address.spill, address.transfer, address.bootstrap
         replica.tls, replica.key = tls.context_for(address.url, self._authorities), self._engine_key
         self._follow(replica, given=address.source, model=address.model or self._model)
         return replica

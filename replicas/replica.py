@@ -8,11 +8,12 @@ from urllib.parse import urlsplit
 
 from replicas.addresses import check_endpoint, check_host, one_spelling
 from replicas.engines import DEFAULT, TRANSFERS, EngineDialect, Transfer
+from replicas.engines.transfer import Meeting
 from replicas.event_source import EventSource
 from replicas.lifecycle import Event, State, follows
 from replicas.metrics import Scrape
 from replicas.names import bracketed
-from replicas.roles import BOTH, DECODE, PREFILL, ROLES
+from replicas.roles import BOTH, DECODE, PREFILL, PREFILLERS, ROLES
 
 
 class Address(NamedTuple):
@@ -27,13 +28,14 @@ class Address(NamedTuple):
     role: str = BOTH
     spill: bool = False
     transfer: str = ""  # one of `TRANSFERS`, or nothing
+    bootstrap: int = 0  # the port at which engines that fetch a prompt's cache find it; 0: not given
 
 
 DEFAULT_PORTS = {"http": 80, "https": 443}
 # What the ranks of one engine have in common.
 SHARED = tuple(
     """
-    dialect address proof models adapter_roots root block_size page_size num_blocks max_model_len version pid restarts problems
+    dialect address proof models adapter_roots root block_size page_size num_blocks max_model_len version pid restarts problems meets_at engine_ids
     """.split()
 )
 
@@ -57,6 +59,9 @@ class Replica:
     role: str = BOTH  # which part of a request it is for: `replicas.roles`
     spill: bool = False  # of a slow pool, which gets what nobody else can answer in time
     moves_by: str = ""  # how it passes caches on, one of `TRANSFERS`; "": as engines of its kind do
+    bootstrap: int = 0  # the port at which engines that fetch a prompt's cache find it, as the operator wrote it
+    meets_at: int | None = None  # ... as its engine tells it
+    engine_ids: dict[int, str] = field(default_factory=dict)  # by rank, as told there, where they are needed
     state: State = State.STARTING
     reason: str = "not heard yet"
     since: float = 0.0  # when the state began
@@ -100,6 +105,32 @@ class Replica:
     def transfer(self) -> Transfer | None:
         """How it passes caches on; None: not at all."""
         return TRANSFERS[self.moves_by] if self.moves_by else self.dialect.transfer
+
+    @property
+    def takes_whole(self) -> bool:
+        """Whether its engine answers requests in one piece, and not legs alone."""
+        return self.role == BOTH or (transfer := self.transfer) is None or transfer.takes_whole
+
+    @property
+    def meeting(self) -> Meeting | None:
+        """Where an engine finds it that fetches the cache of a prompt while that is computed; None: nobody knows, or
+        caches are passed on in another way."""
+        transfer = self.transfer
+        if transfer is None or not transfer.at_once:
+            return None
+        engine = self.engine_ids.get(self.rank or 0, "")
+        if transfer.ids_path and not engine:
+            return None
+        port = self.bootstrap or self.meets_at or transfer.meets_at
+        return Meeting(self.address or self.host, port, engine, self.rank)
+
+    @property
+    def ids_url(self) -> str:
+        """What tells its engines' ids; "" where none are needed."""
+        transfer = self.transfer
+        if transfer is None or not transfer.ids_path or self.role not in PREFILLERS:
+            return ""
+        return f"http://{bracketed(self.host)}:{self.bootstrap or transfer.meets_at}{transfer.ids_path}"
 
     @property
     def is_proven(self) -> bool:
@@ -146,6 +177,7 @@ class Replica:
             role=self.role,
             spill=self.spill,
             moves_by=self.moves_by,
+            bootstrap=self.bootstrap,
         )
 
     def become(self, incarnation: str) -> None:
@@ -157,7 +189,8 @@ class Replica:
     def forget(self) -> None:
         """What the engine's process told of itself is of the past."""
         self.models, self.root, self.version, self.max_model_len = {}, None, None, None
-        self.block_size = self.num_blocks = self.scrape = None
+        self.block_size = self.num_blocks = self.scrape = self.meets_at = None
+        self.engine_ids = {}
         self.problems = ()
 
     def follow(self, engine: "Replica", events: EventSource | None) -> None:
@@ -197,8 +230,8 @@ def bearer(key: str | None) -> dict[str, str]:
 
 
 def parse_url(text: str) -> Address:
-    """`http[s]://host:port[#events=tcp://h:p,replay=tcp://h:p,topic=t,model=m,role=r,spill=yes,transfer=w]`, also
-    without the scheme and with the `/v1` of an OpenAI base URL. Raises ValueError, saying what to write."""
+    """`http[s]://host:port[#events=tcp://h:p,replay=tcp://h:p,topic=t,model=m,role=r,spill=yes,transfer=w,bootstrap=p]`,
+    also without the scheme and with the `/v1` of an OpenAI base URL. Raises ValueError, saying what to write."""
     text = text.strip()
     hint = f"replica URL {text[:200]!r}: "
     if len(text) > MAX_URL:
@@ -221,6 +254,7 @@ def url_of(
     role: str = BOTH,
     spill: bool = False,
     transfer: str = "",
+    bootstrap: int = 0,
 ) -> str:
     """The URL that `parse_url` reads these from."""
     said = []
@@ -238,6 +272,8 @@ def url_of(
         said.append("spill=yes")
     if transfer:
         said.append(f"transfer={transfer}")
+    if bootstrap:
+        said.append(f"bootstrap={bootstrap}")
     return f"{url}#{','.join(said)}" if said else url
 
 
@@ -262,15 +298,16 @@ def _place(url: str) -> tuple[str, str, int]:
     return parts.scheme, one_spelling(host), port
 
 
-def _fragment(text: str) -> tuple[EventSource | None, str | None, str, bool, str]:
+KEYS = ("events", "replay", "topic", "model", "role", "spill", "transfer", "bootstrap")
+
+
+def _fragment(text: str) -> tuple[EventSource | None, str | None, str, bool, str, int]:
     """What follows the # of a replica's URL. Raises ValueError."""
     given: dict[str, str] = {}
     for item in filter(None, text.split(",")):
         key, _, value = item.partition("=")
-        if key not in ("events", "replay", "topic", "model", "role", "spill", "transfer") or not value:
-            raise ValueError(
-                f"{item[:100]!r} after # is none of events=, replay=, topic=, model=, role=, spill=, transfer="
-            )
+        if key not in KEYS or not value:
+            raise ValueError(f"{item[:100]!r} after # is none of {', '.join(f'{one}=' for one in KEYS)}")
         if key in given:
             raise ValueError(f"{key}= is given twice after #")
         if key in ("events", "replay"):
@@ -284,18 +321,21 @@ def _fragment(text: str) -> tuple[EventSource | None, str | None, str, bool, str
             raise ValueError(f"spill={value[:100]} is not spill=yes; leave it out of replicas that are not slow")
         if key == "transfer" and value not in TRANSFERS:
             raise ValueError(f"transfer={value[:100]} is none of {', '.join(TRANSFERS)}")
+        if key == "bootstrap" and not (value.isdecimal() and 0 < int(value[:6]) < 65_536):
+            raise ValueError(f"bootstrap={value[:100]} is no port")
         given[key] = value
-    model, role, spill, transfer = (
+    model, role, spill, transfer, bootstrap = (
         given.get("model"),
         given.get("role", BOTH),
         "spill" in given,
         given.get("transfer", ""),
+        int(given.get("bootstrap", 0)),
     )
     if spill and role != BOTH:
         raise ValueError(f"spill=yes and role={role} exclude each other: a slow pool takes whole requests")
     if "events" not in given:
         if "replay" in given or "topic" in given:
             raise ValueError("replay= and topic= need events=tcp://HOST:PORT beside them")
-        return None, model, role, spill, transfer
+        return None, model, role, spill, transfer, bootstrap
     source = EventSource(given["events"], given.get("replay"), given.get("topic", ""))
-    return source, model, role, spill, transfer
+    return source, model, role, spill, transfer, bootstrap

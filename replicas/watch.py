@@ -13,7 +13,7 @@ from time import monotonic
 from typing import NamedTuple
 
 from replicas.access import Access
-from replicas.adopt import Facts, health, problems_of, served_models
+from replicas.adopt import Facts, engine_ids, health, problems_of, served_models
 from replicas.ask import get
 from replicas.health import Health, Limits, Verdict
 from replicas.launch.exits import said
@@ -192,6 +192,10 @@ class Watch:
         elif facts.fault:
             self._missed(now, facts)
         elif (self._moved or not await self._stalls(now, facts)) and await self._warm(facts):
+            if full and (problem := await engine_ids(self.access.session, replica, DEADLINE)) is not None:
+                facts.problems["transfer"] = problem
+            if replica.pid != pid:
+                return False
             self._answered(monotonic(), facts, full)
             await self._question()
             answered = True
@@ -398,7 +402,7 @@ class Watch:
         replica.block_size = facts.block_size or replica.block_size
         replica.num_blocks = facts.num_blocks or replica.num_blocks
         if "version" not in facts.silent:
-            replica.page_size = facts.told.page_size
+            replica.page_size, replica.meets_at = facts.told.page_size, facts.told.meets_at
         if self.given or facts.sources is not None:  # a late answer is no news about where events are
             self.sources = facts.events(self.access.events, len(self.sources))
         replica.events = self.sources[0]

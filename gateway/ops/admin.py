@@ -111,7 +111,7 @@ def _refuse_another(engine: Any, address: Address) -> None:
     said = (address.source not in (None, source), address.model not in (None, model))
     kept = engine.lead
     said += (address.role not in (BOTH, kept.role), address.spill and not kept.spill)
-    said += (address.transfer not in ("", kept.moves_by),)
+    said += (address.transfer not in ("", kept.moves_by), address.bootstrap not in (0, kept.bootstrap))
     if any(said):
         raise Refusal(409, f"replica {address.id} was added with another #fragment, which it keeps: DELETE /replicas/{address.id} first, then post this again",
                       "replica_exists")  # fmt: skip

@@ -310,7 +310,10 @@ def known_to(running: dict[str, Any] | None) -> list[Address]:
         source = one.get("event_source") if not one.get("rank") else None
         role, way = one.get("role") or BOTH, one.get("transfer")
         address = parse_url(one["url"])._replace(
-            source=EventSource(**source) if source else None, role=role, transfer=way if way in TRANSFERS else ""
+            source=EventSource(**source) if source else None,
+            role=role,
+            transfer=way if way in TRANSFERS else "",
+            bootstrap=one.get("bootstrap") or 0,
         )
         if address.url not in found or address.source is not None:
             found[address.url] = address

@@ -6,6 +6,7 @@ the pairs of two kinds have the same to go wrong, but for addresses and networks
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Sequence
 from itertools import product
 from typing import TYPE_CHECKING, Any
@@ -13,13 +14,17 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from gateway.ops.trial import Finding, Locked, Refused, Trial, new_prompt
+from replicas.adopt import engine_ids
+from replicas.engines.transfer import with_first
 from replicas.names import bracketed
+from replicas.problems import Problem
 from replicas.roles import BOTH, DECODERS, PREFILLERS
 
 if TYPE_CHECKING:
-    from replicas.engines.dialect import Transfer
+    from replicas.engines.transfer import Transfer
 
 PATH = "/v1/completions"
+ASKED_SECONDS = 5.0  # for the ids of a prefiller's engines
 
 
 async def transfers(trials: Sequence[Trial]) -> AsyncIterator[Finding]:
@@ -36,7 +41,8 @@ async def transfers(trials: Sequence[Trial]) -> AsyncIterator[Finding]:
         tried.add(kinds)
         subject = f"transfer {first.id}"
         try:
-            yield await (_relayed if transfer.header else _in_turn)(first, second, transfer, subject)
+            way = _relayed if transfer.header else _at_once if transfer.at_once else _in_turn
+            yield await way(first, second, transfer, subject)
         except Locked:
             yield Finding(
                 "warn",
@@ -76,6 +82,29 @@ async def _in_turn(first: Trial, second: Trial, transfer: Transfer, subject: str
         return Finding("fail", subject, f"{second.id}{where} did not answer the second leg: {error}",
                        f"see the log of {second.id}" + (f"; {reach}" if reach else ""))  # fmt: skip
     return await _fetches(first, second, transfer, subject, body)
+
+
+async def _at_once(first: Trial, second: Trial, transfer: Transfer, subject: str) -> Finding:
+    """The gateway's two legs, at the same time; what one of them waits for the other lacks."""
+    problem = await engine_ids(first.session, first.replica, ASKED_SECONDS)
+    meeting = first.replica.meeting
+    if problem is not None or meeting is None:
+        what = problem or Problem("nobody knows where it is met", first.replica.dialect.remedies.transfer)
+        return Finding("fail", subject, what.what, what.remedy)
+    body = orjson.dumps(_body(first))
+    leg = transfer.first_body(PATH, body)
+    assert leg is not None
+    for_first, for_second = transfer.meet(meeting)
+    bodies = with_first(leg, for_first), transfer.second_body(body, for_second)
+    asked = [one.post(PATH, orjson.loads(raw)) for one, raw in zip((first, second), bodies, strict=True)]
+    answers = await asyncio.gather(*asked, return_exceptions=True)
+    failed = [one for one in answers if isinstance(one, BaseException)]
+    said = "; ".join(str(one) or "an API key is wanted" for one in failed)
+    if not failed:
+        return Finding("ok", subject, f"{second.id} answered a prompt that was computed there ({transfer.name})")
+    at = f"{bracketed(meeting.host)}:{meeting.port}"
+    return Finding("fail", subject, f"{second.id} did not answer a prompt that was computed there: {said}",
+                   f"see the logs of both; {at} has to be reached from {second.id}: {first.replica.dialect.remedies.transfer}")  # fmt: skip
 
 
 async def _fetches(first: Trial, second: Trial, transfer: Transfer, subject: str, body: bytes) -> Finding:

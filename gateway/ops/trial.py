@@ -130,6 +130,11 @@ class Locked(Exception):
 
 
 async def trials(trial: Trial) -> AsyncIterator[Finding]:
+    if not trial.replica.takes_whole:
+        yield Finding(
+            "ok", f"trial {trial.id}", "it takes requests in two legs alone, so no prompt was tried with it by itself"
+        )
+        return
     try:
         async for finding in _trials(trial):
             yield finding

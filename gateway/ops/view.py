@@ -128,6 +128,7 @@ class View:
             "role": replica.role,
             "spill": replica.spill,
             "transfer": replica.transfer.id if replica.transfer is not None else None,
+            "bootstrap": replica.bootstrap or None,
             "url": replica.url,
             "address": replica.address or None,
             "state": str(replica.state),

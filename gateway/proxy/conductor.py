@@ -30,6 +30,7 @@ from .continuing import Continuing, rest_error
 from .exchange import Added, Attempt, Exchange, meter, request_head
 from .figures import Figures
 from .forwarding import TokenIdForwarding
+from .leg_ends import LegEnds, may_be_whole
 from .legs import FirstLegs, leg_head, second_leg
 from .placing import Eligibility, Placing
 from .priorities import HeadOf, Priorities
@@ -45,7 +46,6 @@ from .retries import (
     IDS,
     KINDS,
     LEG_REFUSED,
-    NOT_KEPT,
     PREFILL_FAILED,
     RETRYABLE,
     STALLED,
@@ -119,7 +119,7 @@ class Judge:
             return UpstreamError(ELSEWHERE, "answered 404")
         if (attempt.sent_ids or attempt.asks_ids) and status in MAY_BE_OURS:
             return UpstreamError(IDS, f"answered {status}")
-        if attempt.leg is not None and status in MAY_BE_OURS:
+        if attempt.leg is not None and status in MAY_BE_OURS and may_be_whole(exchange):
             return UpstreamError(LEG_REFUSED, f"answered a second leg with {status}")
         return None
 
@@ -152,7 +152,7 @@ class Judge:
                 return UpstreamError(ERROR_ANSWER, f"answered 200 with an error that amounts to {fault}")
             if fault in MAY_BE_OURS and (attempt.sent_ids or attempt.asks_ids):
                 return UpstreamError(IDS, f"answered 200 with an error that amounts to {fault}")
-            if attempt.leg is not None and fault in MAY_BE_OURS:
+            if attempt.leg is not None and fault in MAY_BE_OURS and may_be_whole(exchange):
                 return UpstreamError(LEG_REFUSED, f"answered a second leg with an error that amounts to {fault}")
             attempt.fault = fault
         if cut_short(attempt, exchange.request.path, data):
@@ -208,7 +208,7 @@ class Conductor:
         self._traces = traces
         self.figures: Figures | None = None
         self.priorities: Priorities | None = None
-        self.first_legs = FirstLegs(self)
+        self.first_legs, self.leg_ends = FirstLegs(self), LegEnds(self, settling, metrics)
         self.under_way: set[Exchange] = set()
         self.draining = False
         self.continuing: Continuing | None = None  # with --continue-streams
@@ -271,10 +271,16 @@ class Conductor:
         # A kept connection may die of old age under the request; that says nothing about the replica.
         stale = attempt.upstream is not None and attempt.upstream.used and attempt.response_head is None
         attempt.end_as(AttemptEvent.FAILED, error)
-        failed, legs = Failed(error.kind, stale, attempt.new_connection), attempt.exchange.legs
-        if legs is not None and attempt.leg is Leg.DECODE:
-            failed = failed._replace(handed_over=True, still_kept=monotonic() < legs.until)
-        event, exchange = ExchangeEvent.FAILED, attempt.exchange
+        failed, event, exchange = (
+            Failed(error.kind, stale, attempt.new_connection),
+            ExchangeEvent.FAILED,
+            attempt.exchange,
+        )
+        if attempt.leg is not None:
+            of_leg = self.leg_ends.what_failed(exchange, attempt, error, failed)
+            if of_leg is None:
+                return
+            failed = of_leg
         if self.continuing is not None and exchange.state is ExchangeState.ANSWERING:
             event = self.continuing.event_after(exchange)
         self.dispatch(exchange, event, failed)
@@ -316,23 +322,27 @@ class Conductor:
             data, attempt.withheld = attempt.withheld, b""
             self._answered(exchange, attempt, data)
         elif self._better_elsewhere(exchange, attempt, now):
-            self.failed(
-                attempt,
-                UpstreamError(
-                    HUNG, f"is {attempt.backend.replica.state} and sent no byte for {now - attempt.sent_at:.0f} s"
-                ),
-            )
+            self._hangs(attempt, now)
         elif attempt.leg is Leg.DECODE and now - attempt.sent_at > (
             limit := self.placing.legs.patience(exchange, attempt)
         ):
             self.failed(attempt, UpstreamError(TRANSFER_STALLED, f"sent no byte of a second leg for {limit:.0f} s"))
-        elif attempt.leg is Leg.DECODE and (legs := exchange.legs) is not None and legs.unsent is not None:
+        elif attempt.leg is Leg.DECODE and (legs := exchange.legs) is not None and legs.first is not None:
+            if legs.first.state is AWAITING and self._better_elsewhere(exchange, legs.first, now):
+                self._hangs(legs.first, now)
+        elif attempt.leg is Leg.DECODE and legs is not None and legs.unsent is not None:
             if legs.prefiller.replica.state is State.FAILED:
                 self.failed(attempt, UpstreamError(PREFILL_FAILED, f"waits for {legs.prefiller.id}, which is gone"))
             elif not attempt.streams and now - attempt.sent_at > self.placing.legs.fetching(legs):
                 self.settling.prefilled_elsewhere(legs, computed=True)
         elif not attempt.streams and not first_leg:
             self.settling.assume_prefilled(attempt, now)
+
+    def _hangs(self, attempt: Attempt, now: float) -> None:
+        silent = now - attempt.sent_at
+        self.failed(
+            attempt, UpstreamError(HUNG, f"is {attempt.backend.replica.state} and sent no byte for {silent:.0f} s")
+        )
 
     def _better_elsewhere(self, exchange: Exchange, attempt: Attempt, now: float) -> bool:
         """Whether an unanswered request should leave a replica that is lost, or that is unwell and has had its time,
@@ -379,6 +389,13 @@ class Conductor:
 
     def _try(self, exchange: Exchange, _: Any) -> None:
         attempt = exchange.attempts[-1]
+        if attempt.leg is not None and (legs := exchange.legs) is not None and legs.first is not None:
+            first = exchange.attempts[-2]
+            if first is legs.first:  # else it is under way
+                self.begin_attempt(exchange, first)
+        self.begin_attempt(exchange, attempt)
+
+    def begin_attempt(self, exchange: Exchange, attempt: Attempt) -> None:
         if self._traces is not None:
             self._traces.attempt(exchange, attempt)
         self._connect(exchange, attempt)
@@ -419,15 +436,18 @@ class Conductor:
             self.settling.failed(attempt.backend, kind)
         self.settling.abandon(attempt, computed=KINDS[kind].computed)
         if exchange.legs is not None:
-            self._leg_failed(exchange, attempt, kind, following)
+            self.leg_ends.failed(exchange, attempt, kind, following)
         if following is not Next.ANEW and (following is not Next.WHOLE or KINDS[kind].counts):
-            is_last = following is Next.WHOLE and not self.judge.others(exchange, attempt)
+            again = following in (Next.WHOLE, Next.LEGS)
+            is_last = again and (failed.beside or not self.judge.others(exchange, attempt))
             exchange.tried += () if is_last else (attempt.backend,)
             exchange.attempts_used += KINDS[kind].counts
         exchange.crash_count += is_crash(failed)
         if following is Next.LOST:
             message = f"{exchange.crash_count} replicas went down or hung with this request, so no other is tried; the last: {exchange.last_failure}"
             self.dispatch(exchange, ExchangeEvent.EXHAUSTED, ApiError(502, message, again=False, code="replicas_lost"))
+        elif following is Next.REFUSED:
+            self.dispatch(exchange, ExchangeEvent.EXHAUSTED, ApiError(attempt.status, str(attempt.error)))
         elif following is Next.EXHAUSTED:
             message = f"no replica answered after {len(exchange.tried)} attempt(s); the last: {exchange.last_failure}"
             self.dispatch(exchange, ExchangeEvent.EXHAUSTED, ApiError(502, message))
@@ -439,25 +459,6 @@ class Conductor:
             else:
                 exchange.legs = None
                 self.placing.place(exchange)
-
-    def _leg_failed(self, exchange: Exchange, attempt: Attempt, kind: str, following: Next) -> None:
-        legs, leg = exchange.legs, attempt.leg
-        if legs is None or leg is None:
-            return
-        self._metrics.legs.inc(leg.value, NOT_KEPT if kind == NOT_KEPT else "failed")
-        exchange.stays_whole = following is Next.WHOLE
-        if leg is Leg.DECODE and (kind in TRANSFER_FAILED or kind == HUNG):
-            self.settling.transfer_failed(legs)
-        if following is not Next.DECODER:
-            self._drop_legs(exchange)
-
-    def _drop_legs(self, exchange: Exchange) -> None:
-        """The second leg is not sent any more: its reservation is given back, and nothing is expected there."""
-        legs, exchange.legs = exchange.legs, None
-        if legs is not None:
-            for placement in (legs.placement, legs.unsent):
-                if placement is not None:
-                    self.settling.release(placement)
 
     def _hand_over(self, exchange: Exchange, _: Any) -> None:
         """The cache of the first leg's prompt stays where it is until the second leg's engine has fetched it."""
@@ -540,7 +541,7 @@ class Conductor:
         """One of them broke off with a part of its answer written."""
         if exchange.legs is not None:
             self._metrics.legs.inc(Leg.DECODE.value, "failed")
-            self._drop_legs(exchange)
+            self.leg_ends.drop(exchange)
 
     def _turn_away(self, exchange: Exchange, error: ApiError) -> None:
         self.settling.turned_away(error)
@@ -572,7 +573,7 @@ class Conductor:
         if exchange.legs is not None:
             if attempt is not None and attempt.leg is not None:
                 self._metrics.legs.inc(attempt.leg.value, "abandoned")
-            self._drop_legs(exchange)
+            self.leg_ends.drop(exchange)
         if attempt is not None:
             if attempt.state is not AttemptState.ENDED:
                 attempt.end_as(AttemptEvent.DROPPED)

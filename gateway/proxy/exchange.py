@@ -28,7 +28,7 @@ from .states import ATTEMPT_TRANSITIONS, AttemptEvent, AttemptState, ExchangeEve
 
 if TYPE_CHECKING:
     from policies import Placement
-    from replicas.engines.dialect import Transfer
+    from replicas.engines.transfer import Transfer
 
     from ..prompt import Prompt
     from ..tenants.metering import Charge
@@ -264,13 +264,17 @@ class ContinuableAttempt(Attempt):
 
 class Legs:
     """What an exchange in two legs has besides its attempts: `placement` is the second leg's reservation until that leg
-    is sent, `unsent` the first leg's where somebody else sends that, until the answer begins, and `computing` the
-    seconds that it is predicted to take there. `parameters`: what the first leg's answer says, good until `until`, in
-    monotonic seconds. `cached`: prompt tokens that the first leg was predicted to find; `moved`: those that the decoder
-    lacks, whose transfer takes `moving` seconds as predicted and took `moved_in`, if that is known."""
+    is sent, `unsent` the first leg's where somebody else sends that, until the answer begins; `first` is the first leg
+    while it runs beside the second one, which is the last attempt, and `computed_at` when it was complete. `computing`:
+    the seconds that it is predicted to take where the second one waits for it. `parameters`: what the second leg is
+    told of the first, by an answer of that good until `until`, in monotonic seconds. `cached`: prompt tokens that the
+    first leg was predicted to find; `moved`: those that the decoder lacks, whose transfer takes `moving` seconds as
+    predicted and took `moved_in`, if that is known."""
 
     __slots__ = (
         "transfer",
+        "first",
+        "computed_at",
         "prefiller",
         "decoder",
         "placement",
@@ -298,7 +302,8 @@ class Legs:
         self.transfer, self.prefiller, self.decoder = transfer, prefiller, decoder
         self.placement: Placement | None = placement
         self.unsent: Placement | None = None
-        self.computing = 0.0
+        self.first: Attempt | None = None
+        self.computing = self.computed_at = 0.0
         self.cached, self.moved, self.moving = cached, moved, moving
         self.moved_in: float | None = None
         self.usage: Usage | None = None  # of the first leg's answer
@@ -427,6 +432,8 @@ class Exchange:
         self.request.body = b""
         if self.legs is not None:
             self.attempts[-1].body = None
+            if self.legs.first is not None:
+                self.legs.first.body = None
         self.client.release()
 
     # --- what the client's side calls

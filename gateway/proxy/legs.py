@@ -15,10 +15,13 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from policies import Candidate, Decision, Demand, Evaluation, Pairing, Router, legs
 from replicas import TAKES_TRAFFIC
+from replicas.engines.transfer import json_object, with_first
 from replicas.names import bracketed
-from replicas.roles import BOTH, DECODERS, PREFILL, PREFILLERS, REMEDY, SPEAK_ALIKE, lacks, unlike
+from replicas.roles import BOTH, DECODE, DECODERS, PREFILL, PREFILLERS, REMEDY, SPEAK_ALIKE, lacks, unlike
 
+from ..errors import ApiError, bad
 from ..http.upstream import Upstream, UpstreamError
+from ..prompt.prompt import NO_PREFILL
 from .answers import error_status, foreign_head, read_usage
 from .backend import Backend
 from .blame import DOUBTFUL
@@ -37,7 +40,7 @@ from .settling import Settling, cut_short
 from .states import AttemptEvent, ExchangeEvent, Leg
 
 if TYPE_CHECKING:
-    from replicas.engines.dialect import Transfer
+    from replicas.engines.transfer import Transfer
 
     from ..ops.metrics import Metrics
     from ..prompt import Prompt
@@ -47,6 +50,7 @@ log = logging.getLogger("hitherto.proxy")
 # The first leg's body is written by parsing the client's: 2 ms a MiB on the event loop. What is larger stays whole.
 MOST_BYTES = 2 * 2**20
 MOST_KEPT = 4 * 2**20  # bytes of a first leg's answer: of a million tokens it names 65,536 blocks
+LONGEST_REFUSAL = 2000  # characters of what an engine says to a first leg that the client is told
 # Seconds before the end of a lease from which it is taken to be over: the engine has to begin to read before that.
 MARGIN = 10.0
 # A second leg without a byte is given up after so many times what was predicted, and these seconds on top of that: an
@@ -59,6 +63,8 @@ class Kind:
 
     def __init__(self, transfer: Transfer, backends: Sequence[Backend]):
         self.transfer = transfer
+        if not transfer.takes_whole:  # one without a role takes nothing else
+            backends = [one for one in backends if one.replica.role != BOTH]
         # A header names no rank.
         self.prefillers = [
             one
@@ -167,7 +173,7 @@ class LegPlacing:
         if prompt is None:
             return None
         chosen = evaluation.legs
-        if not evaluation.settled:
+        if not evaluation.settled or (chosen is None and self._is_always(prompt, evaluation)):
             chosen = self._router.choose_among(self.ways(exchange, evaluation, now))
         if chosen is None:
             return None
@@ -178,13 +184,16 @@ class LegPlacing:
 
     def ways(self, exchange: Exchange, evaluation: Evaluation, now: float) -> list[legs.Ways]:
         """What a rule chooses the exchange's legs by; nothing where it is to stay whole."""
-        return self._router.ways(evaluation, self.pairings_of(exchange), now)
+        always = self._is_always(exchange.prompt, evaluation)
+        return self._router.ways(evaluation, self.pairings_of(exchange, always), now, always)
 
-    def pairings_of(self, exchange: Exchange) -> Sequence[Pairing]:
+    def pairings_of(self, exchange: Exchange, always: bool = False) -> Sequence[Pairing]:
         """Who may have its legs; nobody where it is to stay whole."""
-        if exchange.stays_whole or exchange.response is not None or len(exchange.request.body) > MOST_BYTES:
+        if exchange.stays_whole or exchange.response is not None:
             return ()
-        return self._pairings(exchange.prompt, exchange.tried)
+        if not always and len(exchange.request.body) > MOST_BYTES:
+            return ()
+        return self._pairings(exchange.prompt, exchange.tried, always)
 
     def look_into(self, exchange: Exchange) -> None:
         """Have a request stay whole whose body can be that of no first leg, before it is judged by two."""
@@ -194,6 +203,27 @@ class LegPlacing:
             return
         kinds = [kind.transfer for kind in sides.kinds if prompt.path in kind.transfer.paths]
         exchange.stays_whole = all(one.first_body(prompt.path, body) is None for one in kinds)
+
+    def _is_always(self, prompt: Prompt | None, evaluation: Evaluation) -> bool:
+        """Whether a request has to be in legs: nobody is there that would compute a whole one."""
+        chosen = self._eligible.backends.get(evaluation.candidates[evaluation.choice.index].replica)
+        if prompt is None or prompt.path in NO_PREFILL or chosen is None:
+            return False
+        return not chosen.replica.takes_whole
+
+    def refusal(self, exchange: Exchange, evaluation: Evaluation) -> ApiError | None:
+        """Why a request that could not be given legs cannot go whole either; None: it can."""
+        prompt = exchange.prompt
+        if prompt is None or not self._is_always(prompt, evaluation):
+            return None
+        sides = self._eligible.sides(prompt.model or None)
+        kinds = sides.kinds if sides is not None else []
+        paths = sorted({path for kind in kinds for path in kind.transfer.paths})
+        if kinds and prompt.path not in paths:
+            return bad(f"{prompt.path} is not served here: these engines take requests in two legs alone, posted to {' or '.join(paths)}")  # fmt: skip
+        if not any(kind.prefillers and kind.decoders for kind in kinds):
+            return ApiError(503, f"no replica with role={PREFILL} is ready, and those with role={DECODE} compute no prompts")  # fmt: skip
+        return ApiError(503, "no two replicas are left to take this request in two legs, and none takes it whole")
 
     def are_there(self, chosen: legs.LegChoice) -> bool:
         """Whether both replicas still are what they were when they were chosen."""
@@ -226,23 +256,34 @@ class LegPlacing:
             held.unsent, held.computing = placement, placement.ttft
             second_leg(exchange, now)
             return
+        if transfer.at_once:
+            meeting = prefiller.replica.meeting
+            assert meeting is not None, "one that nobody finds is given no first leg"
+            members, held.parameters = transfer.meet(meeting)
+            first_body = with_first(first_body, members)
         first = exchange.attempt_type(prefiller, placement, prompt, False, now, leg=Leg.PREFILL, body=first_body)
         exchange.add_attempt(first)
+        if transfer.at_once:
+            held.first, held.computing = first, placement.ttft
+            second_leg(exchange, now)
 
     def choose(
         self, prompt: Prompt, evaluation: Evaluation, now: float
     ) -> tuple[legs.LegChoice | None, legs.LegChoice | None]:
         """Return the legs that a request would have, or else those that cost least of what it would not have. Changes
         nothing."""
-        ways = self._router.ways(evaluation, self._pairings(prompt, ()), now)
+        always = self._is_always(prompt, evaluation)
+        ways = self._router.ways(evaluation, self._pairings(prompt, (), always), now, always)
         chosen, cost = self._router.choose_among(ways), legs.of_policy(self._router.policy)
         if chosen is not None or cost is None:
             return chosen, None
         return None, legs.best(legs.cheapest(cost, one) for one in ways)
 
-    def _pairings(self, prompt: Prompt | None, tried: tuple[Backend, ...]) -> list[Pairing]:
+    def _pairings(self, prompt: Prompt | None, tried: tuple[Backend, ...], always: bool) -> list[Pairing]:
         """Who may compute a prompt and who may write its answer, of each way in which caches are passed on."""
-        if prompt is None or prompt.several or prompt.copies != 1 or prompt.previous_response is not None:
+        if prompt is None or prompt.previous_response is not None:
+            return []
+        if not always and (prompt.several or prompt.copies != 1):
             return []
         sides = self._eligible.sides(prompt.model or None)
         return [
@@ -258,11 +299,12 @@ class LegPlacing:
         """Seconds from the sending of a second leg after which its transfer is taken to have stalled."""
         held = exchange.legs
         assert held is not None
-        return STALLS_SECONDS + STALLS_TIMES * (self.fetching(held) + second.placement.ttft)
+        computed = max(0.0, held.computed_at - second.sent_at)
+        return computed + STALLS_SECONDS + STALLS_TIMES * (self.fetching(held) + second.placement.ttft)
 
     def fetching(self, held: Legs) -> float:
-        """Seconds that a decoder is predicted to wait for the prompt's cache, with its computation where that is part
-        of the same request."""
+        """Seconds that a decoder is predicted to wait for the prompt's cache, with its computation where it waits for
+        that as well."""
         return held.moving + held.computing
 
     def next_decoder(self, exchange: Exchange, demand: Demand, now: float) -> bool:
@@ -288,6 +330,9 @@ class LegPlacing:
         return True
 
     def _may_prefill(self, backend: Backend, prompt: Prompt) -> bool:
+        transfer = backend.replica.transfer
+        if transfer is not None and transfer.at_once and backend.replica.meeting is None:
+            return False
         return prompt.path not in backend.keeps_nothing and self._may_decode(backend, prompt)
 
     def _may_decode(self, backend: Backend, prompt: Prompt) -> bool:
@@ -339,7 +384,10 @@ class FirstLegs:
         self._conductor.lost(attempt, error)
 
     def head(self, attempt: Attempt, body: bytes) -> None:
-        if (error := self._head_error(attempt)) is not None:
+        error, legs = self._head_error(attempt), attempt.exchange.legs
+        # What is the last word, the client gets: it is in the body.
+        final = legs is not None and not legs.transfer.takes_whole and error is not None and error.kind == LEG_REFUSED
+        if error is not None and not final:
             self._conductor.failed(attempt, error)
         elif body:
             self.on_body(attempt, body)
@@ -378,13 +426,19 @@ class FirstLegs:
             self._conductor.failed(attempt, found)
             return
         attempt.first_at = monotonic()
-        held.usage, held.parameters = read_usage(answer), found
-        held.until = attempt.first_at + held.transfer.lease_seconds - MARGIN
+        held.usage = read_usage(answer)
         attempt.end_as(AttemptEvent.FINISHED)
+        if held.first is attempt:
+            held.first, held.computing, held.computed_at, attempt.body = None, 0.0, attempt.first_at, None
+            self._conductor.settling.handed_over(exchange, attempt, held)
+            return
+        held.parameters, held.until = found, attempt.first_at + held.transfer.lease_seconds - MARGIN
         self._conductor.dispatch(exchange, ExchangeEvent.HANDED_OVER, found)
 
     def _read(self, exchange: Exchange, attempt: Attempt, held: Legs, answer: bytes) -> bytes | UpstreamError:
         """What the second leg needs of a complete answer, or why there is none."""
+        if attempt.status != 200:
+            return UpstreamError(LEG_REFUSED, _refusal(answer))
         if fault := error_status(answer, False):
             self._conductor.settling.record_error(exchange, attempt, ERROR_ANSWER)
             return UpstreamError(ERROR_ANSWER, f"answered 200 with an error that amounts to {fault}")
@@ -406,6 +460,14 @@ class FirstLegs:
             backend.keeps_nothing.add(path)
             log.warning("replica %s keeps no KV cache for other replicas (%s, %s), so requests to it stay whole: %s",
                         backend.id, held.transfer.name, path, backend.replica.dialect.remedies.transfer)  # fmt: skip
+
+
+def _refusal(answer: bytes) -> str:
+    """What an engine's error says, in its own words."""
+    told = json_object(answer) or {}
+    inner = told.get("error")
+    said = (inner if isinstance(inner, dict) else told).get("message")
+    return said[:LONGEST_REFUSAL] if isinstance(said, str) and said else "it was refused"
 
 
 def _foreign(what: str) -> UpstreamError:

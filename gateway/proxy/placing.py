@@ -118,9 +118,7 @@ class Eligibility:
         left = [one for one in self.backends.values() if one not in passed_over and one.serves(model)]
         if self.spills and _in_best_state(quick := [one for one in left if not one.replica.spill]):
             left = quick
-        if self.roles.any and (found := _in_best_state([one for one in left if one.replica.role != PREFILL])):
-            return found
-        return _in_best_state(left)
+        return _by_role(left) if self.roles.any else _in_best_state(left)
 
     def slow_pool(self, prompt: Prompt | None) -> Targets | None:
         """Those of slow pools that are ready for it; None where there are none."""
@@ -197,6 +195,17 @@ def _in_best_state(backends: list[Backend]) -> list[Backend]:
         if found := [one for one in backends if one.replica.state is state]:
             return found
     return []
+
+
+def _by_role(backends: list[Backend]) -> list[Backend]:
+    """Those that answer whole requests, of which prefillers come last. Where there are none, those stand in for them
+    that write the answers of requests in legs: the legs are chosen from there."""
+    whole = [one for one in backends if one.replica.takes_whole]
+    return (
+        _in_best_state([one for one in whole if one.replica.role != PREFILL])
+        or _in_best_state(whole)
+        or _in_best_state([one for one in backends if one.replica.role != PREFILL])
+    )
 
 
 class Asker(Protocol):
@@ -340,15 +349,15 @@ class Placing:
                 return
             evaluation = admitted
         acted = self._seen(self.onlooker, asker, evaluation, now) if self.onlooker is not None else None
-        if (
-            self.eligible.roles.any
-            and isinstance(asker, Exchange)
-            and (plan := self.legs.plan(asker, evaluation, now)) is not None
-        ):
-            if acted is not None:
-                acted(plan.chosen)
-            self._place_legs(asker, evaluation, plan, begun, now)
-            return
+        if self.eligible.roles.any and isinstance(asker, Exchange):
+            if (plan := self.legs.plan(asker, evaluation, now)) is not None:
+                if acted is not None:
+                    acted(plan.chosen)
+                self._place_legs(asker, evaluation, plan, begun, now)
+                return
+            if (refusal := self.legs.refusal(asker, evaluation)) is not None:
+                asker.unplaced(refusal)
+                return
         shared = self.shared
         if shared is not None:
             if shared.joined:

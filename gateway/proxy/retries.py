@@ -9,7 +9,9 @@ others, or that it does not take the leg's body, the request stays whole. A seco
 decoder, with the same parameters while they are good: an engine that was sent it may have fetched the cache, or had it
 freed. After that the prompt is computed again, by a replica that most likely still has it in its own cache. An error
 that an engine answers to a second leg is what a failed transfer looks like, and no answer for many times as long as
-predicted what a stalled one does, so from then on the request stays whole.
+predicted what a stalled one does, so from then on the request stays whole. Where engines take legs alone it is placed
+anew as legs, and what they refuse is refused. Of legs that run at the same time an engine also answers with an error
+where the other one died, so that says of neither which it was: their pair is left out for a while, and both stay.
 """
 
 from __future__ import annotations
@@ -90,6 +92,8 @@ class Next(Enum):
     OTHER = "another replica"
     DECODER = "another decoder, with the same parameters"
     WHOLE = "any replica, and no legs any more"
+    REFUSED = "none: the engine refused it, and so would any"
+    LEGS = "any two replicas, as legs anew"
     LOST = "none: too many went down with it"
     EXHAUSTED = "none: it has had its attempts"
 
@@ -102,6 +106,8 @@ class Failed(NamedTuple):
     repeated: bool = False  # it was itself the repetition on a connection of its own
     handed_over: bool = False  # it was a second leg ...
     still_kept: bool = False  # ... whose parameters were good
+    beside: bool = False  # it was a first leg while the second one waited for it, and may have failed because of that
+    may_be_whole: bool = True  # the request may go in one piece
 
 
 def is_crash(failed: Failed) -> bool:
@@ -118,13 +124,15 @@ def after(failed: Failed, used: int, crash_count: int, retries: int) -> Next:
     if crash_count + is_crash(failed) >= MOST_CRASHES:
         return Next.LOST
     if failed.kind in (NOT_KEPT, LEG_REFUSED, PREFILL_FAILED):
-        return Next.WHOLE
+        return Next.WHOLE if failed.may_be_whole else Next.REFUSED
     if failed.still_kept and not KINDS[failed.kind].sent and used < retries:
         return Next.DECODER
     if failed.kind == REPLACED:
         return Next.ANEW
     if KINDS[failed.kind].counts and used >= retries:
         return Next.EXHAUSTED
+    if failed.beside and failed.kind in TRANSFER_FAILED:
+        return Next.LEGS
     if failed.handed_over and failed.kind in TRANSFER_FAILED:
-        return Next.WHOLE
+        return Next.WHOLE if failed.may_be_whole else Next.LEGS
     return Next.OTHER

@@ -5,6 +5,7 @@ Nobody else calls `Router.finish`.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from time import monotonic
@@ -21,7 +22,7 @@ from .drift import TOLERATED
 from .exchange import TAIL, TAIL_BYTES, Attempt, Batcher, Exchange, Legs
 from .forwarding import TokenIdForwarding
 from .retries import ABORTED, ERROR_ANSWER, FOREIGN_ANSWER, FULL, RETRYABLE, UNCONFIRMED
-from .states import BROKEN_OFF, Leg
+from .states import BROKEN_OFF, AttemptEvent, AttemptState, Leg
 
 if TYPE_CHECKING:
     from ..errors import ApiError
@@ -34,6 +35,10 @@ log = logging.getLogger("hitherto.proxy")
 REQUEST = "request"  # an error that is known to be the request's fault is counted as this
 STREAMING_APIS = frozenset(("chat", "completions", "responses", "messages"))
 STATUS_CLASS = ("0xx", "1xx", "2xx", "3xx", "4xx", "5xx", "6xx", "7xx", "8xx", "9xx")
+
+# An engine that computed a prompt while another one waited for it answers at about the time at which that begins to
+# write; so long it is waited for. Closing the connection before could cost the other one its cache.
+TRAILS_SECONDS = 10.0
 
 OnTraffic = Callable[[str, str | None, int], None]
 OnFirst = Callable[[Attempt, bool], None]  # whether the event loop was held up meanwhile
@@ -174,6 +179,7 @@ class Settling:
             self.prefilled_elsewhere(legs, second.status == 200 and not second.fault)
         if legs is None or second.status != 200 or second.fault or not second.streams or second.backend.gone:
             return
+        seconds -= max(0.0, legs.computed_at - second.sent_at)
         moving = self._router.moving_seconds(placement, seconds) - legs.computing
         legs.moved_in = max(0.0, moving)
         self.metrics.transfer_seconds.observe(second.backend.id, legs.moved_in)
@@ -181,7 +187,13 @@ class Settling:
             self._router.transfers.observe(legs.prefiller.id, legs.decoder.id, legs.moved, moving)
 
     def prefilled_elsewhere(self, legs: Legs, computed: bool) -> None:
-        """A first leg that the gateway did not send is over, with its replica's answer or without."""
+        """A first leg that the gateway did not send is over, with its replica's answer or without. One that runs beside
+        the second is about to be: its answer comes soon, or is of no use any more."""
+        if legs.first is not None:
+            if computed:
+                asyncio.get_running_loop().call_later(TRAILS_SECONDS, self.drop_first, legs)
+            else:
+                self.drop_first(legs)
         placement, legs.unsent = legs.unsent, None
         if placement is None:
             return
@@ -192,6 +204,14 @@ class Settling:
         self._router.finish(placement)
         self.metrics.legs.inc(Leg.PREFILL.value, "complete")
         legs.prefiller.drift.aside()  # nobody tells what was found cached there
+
+    def drop_first(self, legs: Legs) -> None:
+        """Nobody waits for the first leg any more, if it still runs beside the second."""
+        first, legs.first = legs.first, None
+        if first is not None and first.state is not AttemptState.ENDED:
+            first.end_as(AttemptEvent.DROPPED)
+            self.abandon(first, computed=first.sent_at > 0)
+            self.metrics.legs.inc(Leg.PREFILL.value, "abandoned")
 
     def transfer_failed(self, legs: Legs) -> None:
         self._router.transfers.failed(legs.prefiller.id, legs.decoder.id, monotonic())

@@ -127,7 +127,14 @@ class Traces:
         ]
         error = str(attempt.error or "") if kind or refused else None
         self._spans.end(
-            exchange.trace, attempt.context, _name(exchange), attempt.begun_at, attempt.ended_at, told, moments, error
+            exchange.trace,
+            attempt.context,
+            _name(exchange),
+            attempt.begun_at,
+            attempt.ended_at or monotonic(),
+            told,
+            moments,
+            error,
         )
 
 

@@ -155,6 +155,7 @@ class Workers:
                     engine.lead.role,
                     engine.lead.spill,
                     engine.lead.moves_by,
+                    engine.lead.bootstrap,
                 )
         self._launched.set()
         await all_of(self._listening)

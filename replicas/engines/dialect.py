@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
 from replicas.answer import Answer
+from replicas.engines.transfer import Transfer
 from replicas.event_source import EventSource
 from replicas.launch.command import LaunchProfile
 from replicas.launch.exits import LogGrammar
@@ -47,37 +48,7 @@ class Told(NamedTuple):
     # Tokens of the parts in which it caches and finds prompts, where they may be smaller than blocks.
     page_size: int | None = None
     prefix_caching: bool | None = None
-
-
-class Transfer(Protocol):
-    """How engines of one kind pass a prompt's KV cache on: what is written into a request's two legs. The first is
-    sent to the replica that computes the prompt, the second, with what the first one's answer says, to the replica
-    that writes the answer. Without state."""
-
-    id: str  # for operators: `#transfer=ID` behind a replica's URL
-    name: str  # for people
-    # A request goes once, to what stands before the second replica, and this header of it names the first one
-    # (HOST:PORT), where the prompt is to be computed; b"" where the gateway sends both legs. Of such a way `first_body`
-    # only says whether a request can have legs, and `parameters` is not asked.
-    header: bytes
-    paths: tuple[str, ...]  # posted to these, a request can have two legs
-    lease_seconds: float  # the first replica keeps the cache so long for the second one to fetch
-
-    def first_body(self, path: str, body: bytes) -> bytes | None:
-        """The first leg's body: of the same prompt, one token, in one piece, to be passed on. None: this request can
-        have no legs."""
-
-    def parameters(self, answer: bytes) -> bytes | None:
-        """What the second leg needs of the first one's answer; None where the engine did not keep the cache, b"" where
-        there is nothing to go on with, since the answer ended with its first token. Raises ValueError if that is no
-        answer at all."""
-
-    def fetched_from(self, parameters: bytes) -> str:
-        """Where the second replica connects to for the cache, HOST:PORT by what the first one says; "" if it does not
-        say that."""
-
-    def second_body(self, body: bytes, parameters: bytes) -> bytes:
-        """The second leg's body, which is the client's but for where the cache comes from."""
+    meets_at: int | None = None  # the port at which a decoding engine finds it, where both legs are sent at once
 
 
 class Tokenizing(NamedTuple):

@@ -7,29 +7,21 @@ gets the prefiller's status, and 403 for one that is not on the sidecar's list. 
 as they are, so whole requests and probes go through it as well.
 """
 
-from replicas.engines.vllm.transfer import CHAT, COMPLETIONS, MESSAGES, RESPONSES
+from replicas.engines.transfer import Transfer
 
 # A request with one of these can have no legs; text that happens to look like one stays whole, which is never wrong.
 _WHOLE = (b'"kv_transfer_params"', b'"use_beam_search"', b'"background"', b'"bootstrap_room"')
 
 
-class Sidecar:
-    """One request, which the sidecar makes two of. `replicas.engines.dialect.Transfer` says what each part is."""
+class Sidecar(Transfer):
+    """One request, which the sidecar makes two of."""
 
     id = "llm-d"
     name = "llm-d's sidecar"
     header = b"x-prefiller-host-port"
-    paths = (CHAT, COMPLETIONS, RESPONSES, MESSAGES)
-    lease_seconds = 30.0
 
     def first_body(self, path: str, body: bytes) -> bytes | None:
         return None if any(one in body for one in _WHOLE) else body
-
-    def parameters(self, answer: bytes) -> bytes | None:
-        return None
-
-    def fetched_from(self, parameters: bytes) -> str:
-        return ""
 
     def second_body(self, body: bytes, parameters: bytes) -> bytes:
         return body

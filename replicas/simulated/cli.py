@@ -93,9 +93,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--no-cached-tokens", action="store_true", help="leave cached_tokens out of usage, which is vLLM's default"
     )
     parser.add_argument(
-        "--kv-connector", nargs="?", const="nixl", choices=("nixl", "llm-d", "tensorrt-llm"), metavar="WIRE",
-        help="pass prompts' caches on to other engines, as vLLM with NIXL does (nixl, the default), as one behind llm-d's sidecar (llm-d) or as "
-        "TensorRT-LLM (tensorrt-llm)",
+        "--kv-connector", nargs="?", const="nixl", metavar="WIRE",
+        choices=("nixl", "llm-d", "tensorrt-llm", "mooncake", "sglang-prefill", "sglang-decode"),
+        help="pass prompts' caches on to other engines, as vLLM with NIXL does (nixl, the default), as one behind llm-d's sidecar (llm-d), as "
+        "TensorRT-LLM (tensorrt-llm), as vLLM with Mooncake's connector (mooncake), whose bootstrap server is the engine itself, or as SGLang in one "
+        "of its disaggregation modes",
+    )  # fmt: skip
+    parser.add_argument(
+        "--room-seconds", type=float, metavar="S",
+        help="mooncake and SGLang: how long an engine waits for the other one that has the same request; default 300",
     )  # fmt: skip
     parser.add_argument(
         "--api-key", metavar="KEY", help="asked for on all paths but /health; vLLM asks for it below /v1 alone"
@@ -107,9 +113,10 @@ def _profile(args: argparse.Namespace):
     from .profile import load_profile
 
     num_blocks, block_size = args.num_blocks, args.block_size
-    if args.speaks != "vllm" and (args.windows or args.cpu_blocks or args.disk_blocks or args.kv_connector):
+    connects = args.kv_connector and not (args.speaks == "sglang" and args.kv_connector.startswith("sglang"))
+    if args.speaks != "vllm" and (args.windows or args.cpu_blocks or args.disk_blocks or connects):
         raise ValueError(
-            f"--speaks {args.speaks}: only its one cache is simulated, without tiers, windows or connectors"
+            f"--speaks {args.speaks}: only its one cache is simulated, without tiers, windows or other engines' connectors"
         )
     if args.speaks == "tensorrt-llm":
         block_size = block_size or 32
@@ -215,6 +222,7 @@ async def _listen(args: argparse.Namespace, profile, model_dir: Path, publisher)
 
     from .engine import Engine
     from .metrics import Metrics
+    from .rooms import Rooms
     from .runner import Runner
     from .server import HEAD_BYTES, KEEP_ALIVE, Server
     from .sglang import SglangMetrics, SglangServer
@@ -243,7 +251,8 @@ async def _listen(args: argparse.Namespace, profile, model_dir: Path, publisher)
         not args.no_cached_tokens,
         Transfers() if args.kv_connector else None,
         args.api_key,
-        WIRES[args.kv_connector or "nixl"](),
+        WIRES[args.kv_connector or "nixl"],
+        Rooms() if args.room_seconds is None else Rooms(args.room_seconds),
     )
     http = web.AppRunner(
         server.app(),

@@ -22,15 +22,17 @@ from .metrics import Metrics
 from .publisher import Publisher
 from .replies import Replies
 from .requests import Asked
+from .rooms import Prompts, Rooms
 from .runner import Generation, Runner
 from .tokens import RequestError, Tokens
 from .transfers import NotThere, Transfers
-from .wires import Nixl, Wire
+from .wires import ROOM, Nixl, Wire
 
 VERSION = "0.33.0+simulated"
 KEEP_ALIVE = 5.0  # s, as uvicorn in vLLM
 HEAD_BYTES = 2**17  # of a header, where uvicorn has no limit: more than a gateway lets through
 INLINE_BYTES = 256 << 10  # a body up to here is rendered and tokenized on the event loop (about 3 ms of prose)
+ENGINE_ID = "engine-{}"  # by which others ask for what it computes: of its port
 EMBEDDING = 64  # numbers in an embedding
 log = logging.getLogger(__name__)
 
@@ -67,11 +69,13 @@ class Server:
         transfers: Transfers | None = None,
         api_key: str | None = None,
         wire: Wire | None = None,
+        rooms: Rooms | None = None,
     ):
         self.runner, self.tokens, self.replies, self.metrics = runner, tokens, replies, metrics
         # -> path
         self.publisher, self.model, self.root, self.adapters = publisher, model, root, {name: name for name in adapters}
         self.show_cached, self.transfers, self.wire = show_cached, transfers, wire or Nixl()
+        self.rooms = rooms or Rooms()
         self.authorization = f"Bearer {api_key}" if api_key else None
         self.faults = Faults(runner, publisher)
         self.context_length = runner.engine.profile.context_length
@@ -93,6 +97,10 @@ class Server:
         app.router.add_route("*", "/faults", self._faults)
         if self.transfers is not None:
             app.router.add_post("/kv/{name}", self._hand_over)
+            app.router.add_post("/rooms/{name}", self._meet)
+            app.router.add_get("/rooms", self._rooms_open)
+            if self.wire.ids:
+                app.router.add_get("/query", self._engine_ids)
         return app
 
     def _tell(self, router: web.UrlDispatcher) -> None:
@@ -145,9 +153,12 @@ class Server:
         try:
             if asked.stream:
                 return await self._stream(request, answer, generations, failure)
-            await self._finish(generations)
+            if passed_on and passed_on.get("do_remote_decode") and ROOM in passed_on:
+                await self._compute_for(passed_on, generations)
+            else:
+                await self._finish(generations)
             said = answer.whole(generations)
-            if self.transfers is not None:
+            if self.transfers is not None and not (passed_on and ROOM in passed_on):
                 kept = self._keep(request, passed_on, generations)
                 self.wire.tell(said, kept, body, generations[0].prompt.tolist())
             return reply_json(said)
@@ -156,8 +167,28 @@ class Server:
             for generation in generations:
                 self.runner.abort(generation)
 
+    async def _compute_for(self, parameters: dict, generations: list[Generation]) -> None:
+        """For the engine that waits, or is going to, in the room that these name. What ends by itself is not kept."""
+
+        async def compute() -> Prompts | None:
+            await self._finish(generations)
+            kept = parameters["waits"] or all(one.reason == "length" for one in generations)
+            return [(len(one.prompt), one.cached) for one in generations] if kept else None
+
+        try:
+            await self.rooms.compute(parameters[ROOM], parameters["waits"], compute)
+        except NotThere:
+            raise RequestError("Prefill transfer failed", 500, "InternalServerError") from None
+
     async def _receive(self, parameters: dict, generations: list[Generation]) -> None:
         try:
+            if ROOM in parameters:
+                if parameters.get("engine") not in (None, ENGINE_ID.format(parameters["at"].rpartition(":")[2])):
+                    raise NotThere
+                found = await self.rooms.fetch(parameters["at"], parameters[ROOM])
+                for generation, (tokens, cached) in zip(generations, found, strict=True):
+                    generation.received, generation.cached_there = tokens, cached
+                return
             for generation in generations:
                 generation.received = await self.transfers.fetch(parameters)
                 generation.cached_there = parameters.get("remote_prefill_cached_tokens")
@@ -171,6 +202,20 @@ class Server:
         blocks = -(-tokens // self.runner.engine.profile.block_size)
         address = request.transport.get_extra_info("sockname")[:2]
         return self.transfers.keep(tokens, blocks, address, generations[0].cached)
+
+    async def _meet(self, request: web.Request) -> web.Response:
+        """An engine waits here for a prompt that is being computed, or is going to be."""
+        try:
+            return reply_json(await self.rooms.hand_over(request.match_info["name"]))
+        except NotThere:
+            return reply_json({"error": "nobody computes it"}, 404)
+
+    async def _rooms_open(self, request: web.Request) -> web.Response:
+        return reply_json({"open": self.rooms.open})
+
+    async def _engine_ids(self, request: web.Request) -> web.Response:
+        port = request.transport.get_extra_info("sockname")[1] if request.transport is not None else 0
+        return reply_json({"0": {"engine_id": ENGINE_ID.format(port), "worker_addr": {}}})
 
     async def _hand_over(self, request: web.Request) -> web.Response:
         tokens = self.transfers.hand_over(request.match_info["name"])

@@ -5,6 +5,7 @@ What is kept and fetched is the same in all of them (`transfers`), and what name
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import aiohttp
@@ -20,6 +21,8 @@ LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 class Wire(Protocol):
     """Without state."""
 
+    ids: bool  # it tells its engine's id at /query
+
     async def read(self, request: web.Request, body: dict[str, Any]) -> dict[str, Any] | None:
         """What NIXL's parameters of this request would be, if it has any. Raises RequestError."""
 
@@ -31,6 +34,8 @@ class Wire(Protocol):
 
 class Nixl:
     """vLLM's `kv_transfer_params`."""
+
+    ids = False
 
     async def read(self, request: web.Request, body: dict[str, Any]) -> dict[str, Any] | None:
         return body.get("kv_transfer_params")
@@ -70,6 +75,8 @@ class Sidecar(Nixl):
 class TensorRtLlm:
     """TensorRT-LLM's `disaggregated_params`, of which nobody else reads what `encoded_opaque_state` has."""
 
+    ids = False
+
     async def read(self, request: web.Request, body: dict[str, Any]) -> dict[str, Any] | None:
         given = body.get("disaggregated_params")
         if given is None:
@@ -100,4 +107,60 @@ class TensorRtLlm:
         answer["prompt_token_ids"] = prompt
 
 
-WIRES: dict[str, type[Wire]] = {"nixl": Nixl, "llm-d": Sidecar, "tensorrt-llm": TensorRtLlm}
+ROOM = "room"  # what the parameters of legs that are sent at once have in NIXL's place
+
+
+class Silent:
+    """An engine whose answer says nothing of what it kept."""
+
+    ids = False
+
+    def tell(
+        self, answer: dict[str, Any], kept: dict[str, Any] | None, body: dict[str, Any], prompt: list[int]
+    ) -> None:
+        """Nothing."""
+
+
+class Mooncake(Silent):
+    """vLLM's `kv_transfer_params` with Mooncake's connector. What is computed is kept for whoever comes."""
+
+    ids = True
+
+    async def read(self, request: web.Request, body: dict[str, Any]) -> dict[str, Any] | None:
+        given = body.get("kv_transfer_params") or {}
+        name = given.get("transfer_id")
+        if not name:
+            return None
+        if given.get("do_remote_decode"):
+            return {"do_remote_decode": True, ROOM: name, "waits": False}
+        at = str(given.get("remote_bootstrap_addr", "")).removeprefix("http://")
+        return {"do_remote_prefill": True, ROOM: name, "at": at, "engine": given.get("remote_engine_id")}
+
+
+@dataclass(frozen=True)
+class Bootstrap(Silent):
+    """SGLang's `bootstrap_room`. An engine has one role, and takes no request without a room."""
+
+    computes: bool
+
+    async def read(self, request: web.Request, body: dict[str, Any]) -> dict[str, Any] | None:
+        room = body.get("bootstrap_room")
+        if room is None:
+            raise RequestError("Invalid request: Disaggregated request received without bootstrap room id.")
+        if not isinstance(room, int) or not 0 <= room < 1 << 63:
+            raise RequestError(f"bootstrap_room {room!r} is no room")
+        if not self.computes:
+            at = f"{body.get('bootstrap_host')}:{body.get('bootstrap_port')}"
+            return {"do_remote_prefill": True, ROOM: str(room), "at": at}
+        body |= {"max_tokens": 1, "max_completion_tokens": 1, "min_tokens": 0}
+        return {"do_remote_decode": True, ROOM: str(room), "waits": True}
+
+
+WIRES: dict[str, Wire] = {
+    "nixl": Nixl(),
+    "llm-d": Sidecar(),
+    "tensorrt-llm": TensorRtLlm(),
+    "mooncake": Mooncake(),
+    "sglang-prefill": Bootstrap(computes=True),
+    "sglang-decode": Bootstrap(computes=False),
+}

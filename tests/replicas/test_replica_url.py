@@ -133,7 +133,7 @@ def test_what_is_said_wrongly_of_a_slow_pool_is_refused(fragment, said):
         parse_url(f"http://h:1#{fragment}")
 
 
-@pytest.mark.parametrize("way", ["NIXL", "mooncake", "x" * 500])
+@pytest.mark.parametrize("way", ["NIXL", "Mooncake", "x" * 500])
 def test_a_way_of_moving_caches_that_there_is_not_is_refused_with_those_that_there_are(way):
-    with pytest.raises(ValueError, match="is none of nixl, llm-d, tensorrt-llm$"):
+    with pytest.raises(ValueError, match="is none of nixl, mooncake, sglang, llm-d, tensorrt-llm$"):
         parse_url(f"http://h:1#transfer={way}")

@@ -7,6 +7,7 @@ from replicas.answer import Answer
 from replicas.engines.dialect import EventRecords, Sources, Tokenizing, Told
 from replicas.engines.sglang import facts, metrics
 from replicas.engines.sglang.events import Decoder
+from replicas.engines.sglang.transfer import BOOTSTRAP
 from replicas.engines.vllm import aborts
 from replicas.launch.exits import PLAIN
 from replicas.problems import EVENTS_BY_HAND, Remedies
@@ -25,7 +26,8 @@ REMEDIES = Remedies(
     nodes="start one engine a rank and give the URL of each",
     replay='add "replay_endpoint":"tcp://*:PORT" to --kv-events-config, and replay=tcp://HOST:PORT if events= is given in the URL',
     cached_tokens="start SGLang with --enable-cache-report",
-    transfer="its engines pass no cache on through the gateway",
+    transfer="start it with --disaggregation-mode prefill or decode, as its role, and let its counterparts reach its "
+             "--disaggregation-bootstrap-port",
 )  # fmt: skip
 
 
@@ -47,7 +49,7 @@ class Sglang:
     fills_templates_alike = False
     priority_paths, priority_header, priority_header_paths = (), None, ()
     limits_path = "/server_info"
-    transfer = None
+    transfer = BOOTSTRAP
     aborted = aborts.ABORTED  # as vLLM's: the finish reason "abort"
 
     def speaks(self, answers: Mapping[str, Answer]) -> bool:

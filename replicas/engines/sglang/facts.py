@@ -42,6 +42,7 @@ def told(answers: Mapping[str, Answer]) -> Told:
         tokens // block if tokens else None,
         page,
         found.get("disable_radix_cache") is not True,
+        _number(found.get("disaggregation_bootstrap_port")),
     )
 
 

@@ -13,7 +13,7 @@ import secrets
 
 import orjson
 
-from replicas.engines.vllm.transfer import CHAT, COMPLETIONS, json_object, with_first
+from replicas.engines.transfer import CHAT, COMPLETIONS, Transfer, json_object
 
 _FIELD = "disaggregated_params"
 _LEAST_ID, _ABOVE_IDS = 1 << 42, 1 << 63
@@ -21,12 +21,11 @@ _LEAST_ID, _ABOVE_IDS = 1 << 42, 1 << 63
 _GOES_ON = ("length", "not_finished")
 
 
-class DisaggregatedParams:
-    """One leg after the other. `replicas.engines.dialect.Transfer` says what each part is."""
+class DisaggregatedParams(Transfer):
+    """One leg after the other."""
 
     id = "tensorrt-llm"
     name = "TensorRT-LLM's disaggregated_params"
-    header = b""
     paths = (CHAT, COMPLETIONS)
     lease_seconds = 60.0  # of kv_transfer_timeout_ms
 
@@ -56,12 +55,6 @@ class DisaggregatedParams:
         if isinstance(ids := told.get("prompt_token_ids"), list) and ids and told.get("object") == "chat.completion":
             fields["prompt_token_ids"] = ids
         return orjson.dumps(fields)[1:-1]
-
-    def fetched_from(self, parameters: bytes) -> str:
-        return ""
-
-    def second_body(self, body: bytes, parameters: bytes) -> bytes:
-        return with_first(body, parameters)
 
 
 TENSORRT_LLM = DisaggregatedParams()

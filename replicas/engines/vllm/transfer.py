@@ -1,57 +1,51 @@
-"""What vLLM's NIXL connector is told: keep this prompt's KV cache, and fetch it from there.
+"""What vLLM's connectors are told: keep this prompt's KV cache, and fetch it from there.
 
-Read in the sources of 0.32 (`distributed/kv_transfer/kv_connector/v1/nixl`) and tried against them (`tests/vllm`). The
-replica that computed a prompt answers with `kv_transfer_params`, which go unchanged into the request that is to decode;
-its engine then reads the blocks by itself. They are kept for `kv_lease_duration`, 30 s by default, which a request that
-waits in the decoding engine's queue extends. An engine that refuses or drops the second request has the blocks freed,
-so its parameters are good for another replica only where none of it was sent.
+`Nixl` was read in the sources of 0.32 (`distributed/kv_transfer/kv_connector/v1/nixl`) and tried against them
+(`tests/vllm`). The replica that computed a prompt answers with `kv_transfer_params`, which go unchanged into the
+request that is to decode; its engine then reads the blocks by itself. They are kept for `kv_lease_duration`, 30 s by
+default, which a request that waits in the decoding engine's queue extends. An engine that refuses or drops the second
+request has the blocks freed, so its parameters are good for another replica only where none of it was sent.
+
+`Mooncake` was read in the sources of 0.32 (`kv_connector/v1/mooncake`). Both requests have the same `transfer_id`, and
+whichever engine knows it first waits for the other. The decoding engine looks the other one up at its bootstrap server,
+so a request may be there before the prompt is computed, and it asks for the blocks of the engine with that id. The
+prompt's blocks are sent only where its request ended at its limit: one that ended by itself is not heard of again, and
+the other engine would wait for 480 s.
 """
 
 from __future__ import annotations
 
+import secrets
 from typing import Any
 
 import orjson
 
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
-RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
+from replicas.engines.transfer import (
+    CHAT,
+    COMPLETIONS,
+    Meeting,
+    Transfer,
+    json_object,
+    one_sequence,
+    one_token,
+)
+from replicas.names import bracketed
+
 _FIELD = "kv_transfer_params"
-# What limits the answer of each API; the first is written where the client gives none.
-_LIMITS = {
-    CHAT: ("max_completion_tokens", "max_tokens"),
-    COMPLETIONS: ("max_tokens",),
-    RESPONSES: ("max_output_tokens",),
-    MESSAGES: ("max_tokens",),
-}
-# What speaks of the rest of the answer: it would be refused beside a limit of one token, or makes the answer larger.
-_LATER = ("stream_options", "min_tokens", "return_token_ids", "logprobs", "top_logprobs", "echo")
 _KEPT = {"do_remote_decode": True, "do_remote_prefill": False}
+# What may end an answer before its limit.
+_ENDINGS = ("stop", "stop_token_ids", "stop_sequences")
 
 
-class Nixl:
-    """NIXL, one leg after the other. `replicas.engines.dialect.Transfer` says what each part is."""
+class Nixl(Transfer):
+    """NIXL, one leg after the other."""
 
     id = "nixl"
     name = "NIXL"
-    header = b""
-    paths = (CHAT, COMPLETIONS, RESPONSES, MESSAGES)
-    lease_seconds = 30.0
 
     def first_body(self, path: str, body: bytes) -> bytes | None:
-        request = json_object(body)
-        # One that brings such parameters is another gateway's leg; several sequences cannot share one transfer.
-        if request is None or _FIELD in request or request.get("n") not in (None, 1):
-            return None
-        if request.get("use_beam_search") or request.get("background"):
-            return None
-        limits = _LIMITS[path]
-        for name in _LATER:
-            request.pop(name, None)
-        request |= dict.fromkeys([name for name in limits if name in request] or limits[:1], 1)
-        request |= {"stream": False, _FIELD: _KEPT}
-        if path == RESPONSES:
-            request["store"] = False
-        return orjson.dumps(request)
+        request = one_sequence(body, _FIELD)
+        return None if request is None else orjson.dumps(one_token(path, request) | {_FIELD: _KEPT})
 
     def parameters(self, answer: bytes) -> bytes | None:
         told = json_object(answer)
@@ -61,28 +55,63 @@ class Nixl:
         # Without blocks there is nothing to fetch: the engine freed them already, or keeps none.
         if not isinstance(given, dict) or not given.get("do_remote_prefill") or not given.get("remote_block_ids"):
             return None
-        return orjson.dumps(given)
+        return _members(given)
 
     def fetched_from(self, parameters: bytes) -> str:
-        told = json_object(parameters) or {}
+        told = (json_object(b"{%b}" % parameters) or {}).get(_FIELD, {})
         return f"{told['remote_host']}:{told.get('remote_port')}" if told.get("remote_host") else ""
 
-    def second_body(self, body: bytes, parameters: bytes) -> bytes:
-        return with_first(body, b'"%b":%b' % (_FIELD.encode(), parameters))
+
+class Mooncake(Transfer):
+    """Mooncake's connector, both legs at once."""
+
+    id = "mooncake"
+    name = "Mooncake"
+    at_once = True
+    lease_seconds = 480.0  # of VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT
+    meets_at = 8998  # of VLLM_MOONCAKE_BOOTSTRAP_PORT
+    ids_path = "/query"
+
+    def first_body(self, path: str, body: bytes) -> bytes | None:
+        request = one_sequence(body, _FIELD)
+        if request is None:
+            return None
+        for name in _ENDINGS:
+            request.pop(name, None)
+        if path in (CHAT, COMPLETIONS):  # the others have no such field
+            request["ignore_eos"] = True
+        return orjson.dumps(one_token(path, request))
+
+    def meet(self, meeting: Meeting) -> tuple[bytes, bytes]:
+        name = f"xfer-{secrets.token_hex(16)}"
+        at = {"remote_bootstrap_addr": f"http://{bracketed(meeting.host)}:{meeting.port}"}
+        fetched = {"do_remote_decode": False, "do_remote_prefill": True, "remote_engine_id": meeting.engine}
+        return _members(_KEPT | {"transfer_id": name}), _members(fetched | at | {"transfer_id": name})
+
+    def engine_ids(self, told: dict[str, Any]) -> dict[int, str]:
+        return {
+            int(rank): one["engine_id"]
+            for rank, one in told.items()
+            if rank.isdecimal() and isinstance(one, dict) and isinstance(one.get("engine_id"), str)
+        }
+
+    def parameters(self, answer: bytes) -> bytes | None:
+        told = json_object(answer)
+        if told is None:
+            raise ValueError("it is no JSON object")
+        return b"{}" if _reached_its_limit(told) else b""
 
 
-NIXL = Nixl()
+NIXL, MOONCAKE = Nixl(), Mooncake()
 
 
-def with_first(body: bytes, members: bytes) -> bytes:
-    """A JSON object with these members in front, as it was received else: the prompt is not written again."""
-    at = body.index(b"{") + 1
-    return b"".join((body[:at], members, b",", body[at:]))
+def _members(given: dict[str, Any]) -> bytes:
+    return b'"%b":%b' % (_FIELD.encode(), orjson.dumps(given))
 
 
-def json_object(text: bytes) -> dict[str, Any] | None:
-    try:
-        found = orjson.loads(text)
-    except orjson.JSONDecodeError:
-        return None
-    return found if isinstance(found, dict) else None
+def _reached_its_limit(told: dict[str, Any]) -> bool:
+    """Whether an answer of one token, of any API, ended at its limit, by its own account."""
+    choices = told.get("choices")
+    if isinstance(choices, list):
+        return len(choices) == 1 and isinstance(choices[0], dict) and choices[0].get("finish_reason") == "length"
+    return told.get("stop_reason") == "max_tokens" or told.get("status") == "incomplete"

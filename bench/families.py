@@ -20,6 +20,8 @@ from xxhash import xxh3_64_hexdigest
 from gateway.prompt.pipeline import Pipeline
 from replicas.engines.vllm.versions import version_quirks
 from tests.gateway.prompt import families as known
+from tests.gateway.prompt.media import bodies as images
+from tests.gateway.prompt.media.vision_model import tiny_qwen2_vl
 from tests.gateway.prompt.reference import CACHED, HERE, model_dir
 
 # Real tokenizers and templates of which random bodies were rendered by vLLM 0.32: how the table calls them.
@@ -43,7 +45,8 @@ def of_cache(family: str, equal: Sequence[bool]) -> Row:
 
 def recorded() -> list[Row]:
     families = [one for one in known.recordings() if one.family != "gpt-oss" or _is_here("gptoss")]
-    return [*(_real(model, name) for model, name in REAL.items() if _is_here(model)), *map(_family, families)]
+    real = (_real(model, name) for model, name in REAL.items() if _is_here(model))
+    return [*real, *map(_family, families), *(_images(*one) for one in images.recordings())]
 
 
 def _row(family: str, engine: str, requests: int, equal: int, why: dict[str, int]) -> Row:
@@ -84,6 +87,14 @@ def _family(one: known.Recording) -> Row:
         folder = known.FAMILIES[one.family](Path(store) / "model")
         found = known.compare(one.family, folder, one.version, one.answers)
     return _row(one.family, f"vLLM {one.version}", found.requests, len(found.equal), found.reasons)
+
+
+def _images(version: str, answers: dict[str, str | None]) -> Row:
+    """Of requests with images the names of blocks, in place of the ids."""
+    with tempfile.TemporaryDirectory() as store:
+        found = images.compare(tiny_qwen2_vl(Path(store) / "model"), version, answers)
+    requests = len(found.equal) + sum(found.declined.values()) + len(found.wrong)
+    return _row(images.FAMILY, f"vLLM {version}", requests, len(found.equal), dict(found.declined))
 
 
 def table(rows: Sequence[Row]) -> str:

@@ -379,11 +379,10 @@ class Settling:
             self._counted_otherwise(backend, prompt, counted)
         saved = predicted
         # What was guessed says nothing of a map that an engine's events keep.
-        guessed = backend.intake is not None and (
-            prompt.mode in GUESSED
+        guessed = prompt.mode != "exact" and backend.intake is not None
+        if guessed and prompt.mode not in GUESSED:
             # An engine that finds more may know images by other names (flags of its own): not the map's fault.
-            or (prompt.mode == "media" and cached is not None and cached > held)
-        )
+            guessed = prompt.mode == "media" and cached is not None and cached > held
         if prompt.several or guessed or not tells_blocks:
             backend.drift.aside()
         if not prompt.copies or not tells_blocks or (prompt.several and cached is None):

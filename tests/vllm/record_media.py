@@ -7,17 +7,24 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from ..gateway.prompt.media import pictures
+from ..gateway.prompt.media.bodies import RECORDED as RECORDED_BODIES
+from ..gateway.prompt.media.bodies import ROOT, bodies, digest_of_blocks, digest_of_body
+from ..gateway.prompt.media.vision_model import tiny_qwen2_vl
+from .engines import ENVIRONMENT
 
 RECORDED = Path(pictures.__file__).with_name("recorded.json")
 MODEL = "somebody/Tiny-Qwen2-VL"
 PROCESSOR = {"min_pixels": 56 * 56, "max_pixels": 28 * 28 * 200, "patch_size": 14, "merge_size": 2}
+RENDERING = Path(__file__).with_name("rendering.py")
 _LARGEST = 6000  # bytes of an image that is recorded
 
 
@@ -32,14 +39,42 @@ def asked(python: Path | str, images: Mapping[str, bytes]) -> list[Any]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+def blocks(environment: Path, store: Path) -> dict[str, str | None]:
+    """Of each body's name the digest of its blocks, None where vLLM refuses it."""
+    tiny_qwen2_vl(store / ROOT)
+    jobs, results = store / "jobs", store / "results"
+    cases = bodies()
+    jobs.write_text(json.dumps({"folder": ROOT, "chat_template": None, "bodies": list(cases.values())}) + "\n")
+    done = subprocess.run(
+        [environment / "bin" / "python", RENDERING, jobs, results], capture_output=True, text=True, cwd=store,
+        env={**os.environ, **ENVIRONMENT, "PYTHONPATH": str(environment / "vision")},
+    )  # fmt: skip
+    if done.returncode:
+        raise RuntimeError(done.stderr[-3000:])
+    told = dict(zip(cases, json.loads(results.read_text()), strict=True))
+    return {name: digest_of_blocks(one["ids"], one["keys"]) if "keys" in one else None for name, one in told.items()}
+
+
 def main() -> None:
+    environments = {version: Path(folder) for version, _, folder in (one.partition("=") for one in sys.argv[1:])}
     images = {name: image for name, image in pictures.readable().items() if len(image) <= _LARGEST}
-    told = {version: asked(Path(folder) / "bin" / "python", images) for version, folder in (a.split("=") for a in sys.argv[1:])}  # fmt: skip
+    told = {version: asked(folder / "bin" / "python", images) for version, folder in environments.items()}
     recorded = [
         {"what": name, "data": base64.b64encode(image).decode(), **{version: told[version][i] for version in told}}
         for i, (name, image) in enumerate(images.items())
     ]
     RECORDED.write_text(json.dumps({"model": MODEL, "processor": PROCESSOR, "images": recorded}, indent=1) + "\n")
+    record_bodies(environments)
+
+
+def record_bodies(environments: Mapping[str, Path]) -> None:
+    lines = []
+    for version, folder in environments.items():
+        with tempfile.TemporaryDirectory() as store:
+            found = blocks(folder, Path(store))
+        answers = {name: [digest_of_body(*case), found[name]] for name, case in bodies().items()}
+        lines.append(json.dumps({"vllm": version, "answers": answers}) + "\n")
+    RECORDED_BODIES.write_text("".join(lines))
 
 
 if __name__ == "__main__":

@@ -3,7 +3,8 @@
     rendering.py JOBS RESULTS
 
 JOBS has a line of JSON for each model folder, {"folder": ..., "chat_template": a file or null, "bodies": [[path, body],
-...]}. RESULTS gets a line for each: what became of its bodies, {"ids": [...]} or {"refused": why}.
+...]}. RESULTS gets a line for each: what became of its bodies, {"ids": [...]} or {"refused": why}; of those with media
+also "keys", for each block of SIZE tokens what it covers besides them.
 """
 
 import asyncio
@@ -11,6 +12,7 @@ import gc
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from vllm.config import VllmConfig
@@ -25,11 +27,13 @@ from vllm.entrypoints.scale_out.render.serving import ServingRender
 from vllm.renderers import renderer_from_config
 from vllm.renderers.online_renderer import OnlineRenderer
 from vllm.tokenizers.registry import cached_get_tokenizer
+from vllm.v1.core import kv_cache_utils
 
 NAME = "tiny"
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 RESPONSES = "/v1/responses"
+SIZE = 16
 
 
 class Serving:
@@ -70,7 +74,10 @@ class Serving:
         if isinstance(made, list):
             made = max(made, key=lambda one: len(one.token_ids))
         ids = getattr(made, "token_ids", None)
-        return {"refused": str(made)[:300]} if ids is None else {"ids": list(ids)}
+        if ids is None:
+            return {"refused": str(made)[:300]}
+        media = getattr(made, "features", None)
+        return {"ids": list(ids)} | ({"keys": _keys(media, len(ids), body.get("cache_salt"))} if media else {})
 
     async def _rendered(self, path: str, body: dict[str, Any]) -> Any:
         if path == COMPLETIONS:
@@ -93,6 +100,23 @@ class Serving:
             disabled = request.thinking is not None and request.thinking.type == "disabled"
             more["disabled_thinking_effort"] = await serving._get_disabled_thinking_effort() if disabled else "none"
         return serving.to_chat_completion_request(request, merge_inline_system=self._merge, **more)
+
+
+def _keys(media: Any, tokens: int, salt: str | None) -> list[Any]:
+    """Per block of SIZE tokens, what events tell of it besides them, by the engine's own rule."""
+    items = [
+        SimpleNamespace(identifier=name, mm_position=SimpleNamespace(offset=place.offset, length=place.length))
+        for kind, names in media.mm_hashes.items()
+        for name, place in zip(names, media.mm_placeholders[kind], strict=True)
+    ]
+    items.sort(key=lambda item: item.mm_position.offset)
+    request = SimpleNamespace(mm_features=items, lora_request=None, cache_salt=salt, prompt_embeds=None)
+    keys, at = [], 0
+    for start in range(0, tokens - SIZE + 1, SIZE):
+        extra, at = kv_cache_utils.generate_block_hash_extra_keys(request, start, start + SIZE, at)
+        keys.append(extra)
+    told = getattr(kv_cache_utils, "to_event_extra_keys", list)  # before 0.32 or so keys are told as they are
+    return told(keys) or [None] * len(keys)
 
 
 async def main(jobs: str, results: str) -> None:

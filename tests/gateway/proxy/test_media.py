@@ -52,3 +52,16 @@ async def test_media_for_a_model_of_text_alone_are_counted_as_well():
         assert (await talk.response())[0] == 200
         assert s.metrics.media_prompts.values == {("load",): 1}
         assert s.metrics.prompt_failures.total() == 1
+
+
+async def test_images_are_named_only_where_all_engines_have_the_model_from_one_place():
+    made = Pipeline(sim_model_dir(), "m", 16)
+    async with stack(answers(), answers(), pipeline=made) as s:
+        first, second = (backend.replica for backend in s.proxy.backends.values())
+        found = []
+        for roots in (("a", "a"), ("a", "b"), (None, "a"), ("b", "b")):
+            first.root, second.root = roots
+            for replica in (first, second):
+                space = s.proxy.models.adopt(replica)
+            found.append(space.pipeline.media.root)
+        assert found == ["a", "", "", "b"]

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 
 from loadgen.demo.tiny_model import HEADS, HIDDEN, KV_HEADS, LAYERS, MAX_POSITION
 
-from ..gateway.prompt.media.models import PARTS, SPECIAL, folder
+from .models import PARTS, SPECIAL, folder
 
 PROCESSOR = {
     "image_processor_type": "Qwen2VLImageProcessor", "processor_class": "Qwen2VLProcessor", "min_pixels": 56 * 56,

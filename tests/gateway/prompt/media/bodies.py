@@ -1,0 +1,127 @@
+"""Requests with images for a small Qwen2-VL, and what a real vLLM made of them.
+
+`bodies.jsonl` has digests of the names of their blocks, made of the ids and of the keys besides tokens that vLLM's own
+renderer and its own rule gave; `python -m tests.vllm.record_media` writes it, `tests/vllm/test_media.py` asks again.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from array import array
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from xxhash import xxh3_64_hexdigest
+
+from cachemap import chain_seed, hash_blocks
+from cachemap.hashing import covering
+from gateway.prompt.pipeline import Pipeline
+from gateway.prompt.prompt import CHAT, MESSAGES
+from replicas.engines.vllm.versions import version_quirks
+
+from .models import assistant, image, system, text, user
+
+HERE = Path(__file__).parent
+RECORDED = HERE / "bodies.jsonl"
+ROOT = "tiny-qwen2-vl"  # where the engine was told that the model is
+SIZE = 16
+RANDOM = 120
+FAMILY = "Qwen2-VL with images"
+
+
+def bodies() -> dict[str, tuple[str, dict[str, Any]]]:
+    urls = [
+        f"data:image/png;base64,{one['data']}" for one in json.loads((HERE / "recorded.json").read_text())["images"]
+    ]
+    dice = random.Random(11)
+    cases: dict[str, tuple[str, dict[str, Any]]] = {
+        f"image {i}": (CHAT, {"messages": [system(20), user(text("What is this?"), image(url))]})
+        for i, url in enumerate(urls)
+    }
+    cases["named"] = CHAT, {"messages": [user(image(urls[0], uuid="mine"), text("word " * 30), image(urls[0]))]}
+    cases["no prompt"] = CHAT, {"messages": [user(image(urls[0]))], "add_generation_prompt": False}
+    blocks = [_block(url) for url in urls[:2]]
+    cases["messages"] = MESSAGES, {"messages": [user(text("See"), *blocks)], "max_tokens": 1, "system": "Look."}
+    result = {"type": "tool_result", "tool_use_id": "1", "content": [{"type": "text", "text": "done"}, blocks[0]]}
+    used = {"type": "tool_use", "id": "1", "name": "look", "input": {}}
+    turns = [user(text("See")), {"role": "assistant", "content": [used]}, user(result)]
+    cases["result of a tool"] = MESSAGES, {"messages": turns, "max_tokens": 1}
+    for i in range(RANDOM):
+        talk = _talk(dice, urls)
+        if any(part["type"] != "text" for message in talk for part in message["content"] if message["role"] == "user"):
+            cases[f"random {i}"] = CHAT, {"messages": talk}
+    return cases
+
+
+def _block(url: str) -> dict[str, Any]:
+    return {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": url.partition(",")[2]}}
+
+
+def _talk(dice: random.Random, urls: list[str]) -> list[dict[str, Any]]:
+    talk = [system(dice.randrange(60))] if dice.random() < 0.7 else []
+    for _ in range(dice.randint(1, 4)):
+        parts = [
+            image(dice.choice(urls))
+            if dice.random() < 0.5
+            else text(" word\n"[: dice.randint(1, 6)] * dice.randint(1, 40))
+            for _ in range(dice.randint(1, 4))
+        ]
+        talk += [user(*parts), assistant("It is " + "so " * dice.randrange(9))]
+    return talk[:-1]
+
+
+def digest_of_body(path: str, body: dict[str, Any]) -> str:
+    return xxh3_64_hexdigest(json.dumps([path, body], sort_keys=True).encode())
+
+
+def digest_of_blocks(ids: Sequence[int], keys: Sequence[Sequence[Any] | None]) -> str:
+    """Of the names that the engine's events give its blocks. `keys`: per block, what it covers besides tokens."""
+    seed, names = chain_seed("m", SIZE), []
+    for start in range(0, len(ids) - SIZE + 1, SIZE):
+        own = [list(key) for key in keys[start // SIZE] or ()]
+        seed = covering(own, seed) if own else seed
+        seed = hash_blocks(array("I", ids[start : start + SIZE]).tobytes(), SIZE, seed)[0]
+        names.append(seed)
+    return xxh3_64_hexdigest(array("Q", names).tobytes())
+
+
+@dataclass
+class Compared:
+    """By name of the body."""
+
+    equal: list[str] = field(default_factory=list)
+    declined: Counter[str] = field(default_factory=Counter)
+    wrong: list[str] = field(default_factory=list)
+
+
+def compare(folder: Path, version: str, answers: dict[str, str | None]) -> Compared:
+    """`answers`: of each body's name the digest of the engine's blocks, None where it refuses."""
+    pipeline, found = Pipeline(folder, "m", SIZE), Compared()
+    pipeline.follow(version_quirks(version))
+    pipeline.media.root = ROOT
+    for name, (path, body) in bodies().items():
+        if answers[name] is None:
+            continue
+        prompt = pipeline.prepare(path, json.dumps(body).encode())
+        if prompt.mode not in ("media", "exact"):
+            found.declined[prompt.note] += 1
+        elif xxh3_64_hexdigest(array("Q", prompt.hashes).tobytes()) == answers[name]:
+            found.equal.append(name)
+        else:
+            found.wrong.append(name)
+    return found
+
+
+def recordings() -> list[tuple[str, dict[str, str | None]]]:
+    """By version what was recorded. Raises ValueError where bodies have changed since."""
+    asked, found = {name: digest_of_body(*case) for name, case in bodies().items()}, []
+    for line in RECORDED.read_text().splitlines():
+        told = json.loads(line)
+        if {name: body for name, (body, _) in told["answers"].items()} != asked:
+            raise ValueError("the bodies have changed: run python -m tests.vllm.record_media")
+        found.append((told["vllm"], {name: blocks for name, (_, blocks) in told["answers"].items()}))
+    return found

@@ -5,11 +5,20 @@
 Engines are `gpu-8b`; a transfer moves 128 KiB a token at 100 Gbit/s and takes 10 ms beside that. A fleet is written
 prefill:both:decode, so 2:0:6 has two engines that only compute prompts for others and 0:8:0 nobody with a role. Rules
 are those of `policies.leg_rules`; with `never` prefillers idle, which is the floor of a fleet. `llmd:100`
-comes with llm-d's weights for the choice of replicas, all others with `least_time`.
+comes with llm-d's weights for the choice of replicas, all others with `least_time`. `queue` and `queue:1000` are a
+global prefill queue of which whoever is free takes the next (`loadgen.simulate.field.prefill_queue`), the second as
+Dynamo had it.
 
 trace   Mooncake's conversations (13,700 tokens of prompt and 340 of answer) on eight engines, at several rates:
         `good` is the share of requests with a first token within 2 s and 50 ms a token after that.
-speeds  the same on four engines that are twice as fast, from the left of the fleet, and four that are not.
+ratios  the same at one rate, with more prefillers.
+lengths prompts of one length, each its own, and answers of 300 tokens, on eight engines: as many tokens a second of
+        each.
+pulls   the first on engines with host memory for 1.6 million tokens, which "pulls" may fetch from one another.
+faults  the first again, while a prefiller is lost from the 20th to the 50th second.
+speeds  the same on four engines that are faster, from the left of the fleet, by the measure of an H100 beside an A100
+        (Splitwise's: prompts take 0.51 and steps of decoding 0.70 of the time), and four that are not; "slow" are eight
+        of these. What such a fleet brings is how much more requests a second it keeps within the SLO.
 chats   chats at 20 requests a second on four engines, with and without a prompt of 100,000 tokens every 5 s: the time
         between tokens of the chats. All figures but `good` and those of transfers are of the chats alone.
 
@@ -34,7 +43,7 @@ import numpy as np
 from bench.conversations import DATA
 from bench.field_cells import MOONCAKE
 from loadgen.report.summary import machine, meets
-from loadgen.simulate import Outcome, Setting, simulate
+from loadgen.simulate import Outage, Outcome, Setting, simulate
 from loadgen.workload import generators, limits
 from loadgen.workload.arrivals import conversation_starts
 from loadgen.workload.conversations import Conversation, Turn, Workload, span
@@ -42,26 +51,56 @@ from loadgen.workload.datasets import DATASETS
 from replicas.simulated.profile import load_profile
 
 PROFILE = load_profile("gpu-8b")
+STEP = PROFILE.step
+FAST = replace(
+    PROFILE,
+    step=replace(
+        STEP,
+        **{
+            name: 0.51 * getattr(STEP, name)
+            for name in ("prefill", "prefill_token", "prefill_token_squared", "attention")
+        },
+        **{
+            name: 0.70 * getattr(STEP, name)
+            for name in (
+                "base",
+                "decode",
+                "decode_least",
+                "decode_sequence",
+                "decode_context_token",
+                "decode_usage",
+                "decode_usage_squared",
+            )
+        },
+    ),
+)
+LOST = Outage(0, 20.0, 50.0)
 SLO = {"ttft": 2000.0, "tpot": 50.0}
 SEED = 1
 ROLES = ("prefill", "both", "decode")
 LONG, EVERY, NAMES = 100_000, 5.0, 1 << 41  # tokens of the long prompts, seconds between them, names nobody else has
 CHATS = 20.0  # requests a second
-RULES = ("seconds", "never", "always", "over:8192", "llmd:100")
+RULES = ("seconds", "never", "always", "over:8192", "llmd:100", "queue", "queue:1000")
+MODES = ("seconds", "over:8192", "queue", "queue:1000")  # the price, a threshold, and a global queue beside them
+TOKENS = 26_000  # of prompts, a second: what all lengths of a prompt have in common
 
 
 @dataclass(frozen=True)
 class Run:
-    part: str  # trace, speeds or chats
+    part: str  # trace, ratios, lengths, pulls, faults, speeds, slow or chats
     fleet: str
     rule: str = "seconds"
     policy: str = "least_time"
     rate: float = 6.0
     long: bool = True
     requests: int = 400
+    length: int = 0  # of prompts, where they have one
+    pulls: bool = False
 
     @property
     def named(self) -> str:
+        if self.pulls:
+            return "pulls"
         return f"{self.policy}, no roles" if self.fleet.split(":")[1] == str(self.engines) else self.rule
 
     @property
@@ -105,23 +144,41 @@ def chats(requests: int, long: bool, seed: int) -> Workload:
     return Workload(asked, starts)
 
 
+def prompts(length: int, rate: float, requests: int, seed: int) -> Workload:
+    """Nothing is asked twice."""
+    rng = random.Random(seed)
+    asked = [
+        Conversation(f"prompt-{number}", [Turn([generators.say("user", span(NAMES + number, length))], 300)])
+        for number in range(requests)
+    ]
+    return Workload(asked, conversation_starts([1] * requests, rate, rng))
+
+
 def setting(run: Run) -> Setting:
     counts = [*map(int, run.fleet.split(":"))]
     roles = [role for role, count in zip(ROLES, counts) for _ in range(count)]
-    speeds = [2.0 if run.part == "speeds" and number < run.engines // 2 else 1.0 for number in range(run.engines)]
+    fast = run.engines // 2 if run.part == "speeds" else 0
+    slow = replace(PROFILE, cpu_blocks=100_000) if run.part == "pulls" else PROFILE
     return Setting(
         run.policy,
-        [replace(PROFILE, speedup=speed) for speed in speeds],
+        [FAST] * fast + [slow] * (run.engines - fast),
         SEED,
+        outages=[LOST] if run.part == "faults" else [],
         engine_replies=True,
         roles=roles,
         legs=run.rule,
         timed=run.part == "chats",
+        pulls=run.pulls,
     )
 
 
 def play(run: Run) -> Figures:
-    load = chats(run.requests, run.long, SEED) if run.part == "chats" else trace(run.rate, run.requests, SEED)
+    if run.part == "chats":
+        load = chats(run.requests, run.long, SEED)
+    elif run.part == "lengths":
+        load = prompts(run.length, run.rate, run.requests, SEED)
+    else:
+        load = trace(run.rate, run.requests, SEED)
     limits.set_limits(load.conversations, "mixed", SEED)
     return figures(simulate(load, setting(run)))
 
@@ -152,24 +209,41 @@ def figures(outcome: Outcome) -> Figures:
 
 def runs(quick: bool) -> list[Run]:
     found = []
-    for part, rates, ratios in (
-        ("trace", (4.0,) if quick else (4.0, 6.0, 8.0), ("2:0:6",) if quick else ("1:0:7", "2:0:6")),
-        ("speeds", () if quick else (8.0,), ("4:0:4",)),
-    ):
-        for rate in rates:
-            base = Run(part, "0:8:0", rate=rate, requests=200 if quick else 400)
-            found += [base, replace(base, policy="least_load"), replace(base, fleet="0:4:4"), *by_rule(base, ratios)]
+    for rate in (4.0,) if quick else (4.0, 6.0, 8.0):
+        base = Run("trace", "0:8:0", rate=rate, requests=200 if quick else 400)
+        ratios = ("2:0:6",) if quick else ("1:0:7", "2:0:6")
+        found += [base, replace(base, policy="least_load"), replace(base, fleet="0:4:4"), *by_rule(base, ratios)]
+    if not quick:
+        found += beside()
     base = Run("chats", "0:4:0", requests=300 if quick else 1200)
     with_long = [base, replace(base, fleet="0:2:2"), *by_rule(base, ("1:0:3",))]
     return found + [replace(run, long=long) for run in with_long for long in (True, False)]
 
 
-def by_rule(base: Run, fleets: Iterable[str]) -> list[Run]:
+def beside() -> list[Run]:
+    """What is asked of a few rules alone."""
+    found = by_rule(Run("ratios", "", rate=6.0), ("3:0:5", "4:0:4"), MODES)
+    for length in (2_000, 8_000, 32_000):
+        base = Run("lengths", "0:8:0", rate=TOKENS / length, requests=300, length=length)
+        found += [base, *by_rule(base, ("2:0:6",), MODES)]
+    for rate in (4.0, 6.0, 8.0):
+        base = Run("pulls", "0:8:0", rate=rate)
+        found += [base, replace(base, pulls=True)]
+    for rate in (4.0, 6.0):
+        base = Run("faults", "0:8:0", rate=rate)
+        found += [base, *by_rule(base, ("2:0:6",), MODES)]
+    for rate in (4.0, 6.0, 8.0, 10.0, 12.0):
+        base = Run("speeds", "0:8:0", rate=rate)
+        found += [replace(base, part="slow"), base, *by_rule(base, ("4:0:4",), ("always", *MODES))]
+    return found
+
+
+def by_rule(base: Run, fleets: Iterable[str], rules: Iterable[str] = RULES) -> list[Run]:
     """Each rule on each fleet; llm-d's with its own choice of replicas."""
     return [
         replace(base, fleet=fleet, rule=rule, policy="llmd_weights" if rule.startswith("llmd") else base.policy)
         for fleet in fleets
-        for rule in RULES
+        for rule in rules
     ]
 
 
@@ -179,6 +253,7 @@ def table(done: dict[Run, Figures]) -> str:
         if not run.long:
             continue
         about = f"{run.part}, {CHATS if run.part == 'chats' else run.rate:g} requests/s"
+        about += f" of {run.length:,} tokens" if run.length else ""
         if about != heading:
             lines += ["", about, f"{'fleet':7} {'rule':20} {'good':>6} {'TTFT':>7} {'p99':>7} {'E2E':>7} {'TPOT p99':>8} {'legs':>6} "
                       f"{'transfer':>8} {'p99':>6} {'of E2E':>6}" + "  ITL p99, p99.9 (without long prompts)" * (run.part == "chats")]  # fmt: skip

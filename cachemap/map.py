@@ -196,6 +196,14 @@ class CacheMap:
                 lower[slot] = runs
         return lower
 
+    def leading(self, tier: str, hashes: Sequence[int]) -> list[int]:
+        """How many leading blocks each replica is known to hold in this slower tier, whatever it holds elsewhere. One
+        with several cache groups has none: which of them the tier holds is not known."""
+        if (table := self._lower.get(tier)) is None:
+            return [0] * len(self._replicas)
+        found = table.blocks.reach(table.blocks.prefix(hashes), len(self._replicas))
+        return [0 if slot in self._groups.of else blocks for slot, blocks in enumerate(found)]
+
     def expect(self, slot: int, hashes: Sequence[int], now: float) -> None:
         """A prompt with these blocks was just routed to this replica.
 

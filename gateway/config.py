@@ -158,7 +158,7 @@ class Settings(BaseModel):
 
     replica_url: Urls = Field(
         (),
-        description="engines that run already: http[s]://HOST:PORT[#events=tcp://HOST:PORT,replay=tcp://HOST:PORT,topic=T,model=M,role=prefill|decode|both,spill=yes,transfer=W,bootstrap=PORT]",
+        description="engines that run already: http[s]://HOST:PORT[#events=tcp://HOST:PORT,replay=tcp://HOST:PORT,topic=T,model=M,role=prefill|decode|both,spill=yes,transfer=W,bootstrap=PORT,peer=HOST:PORT]",
     )
     replica_file: Path | None = Field(
         None, description="file that keeps the replicas added by POST /replicas, so that they are there after a restart"

@@ -12,9 +12,10 @@ from .costs import CostGroup, Costs, Lower
 from .ledger import UNTIMED, Ledger, Load, Reservation
 from .lines import Ticket
 from .offers import admit
+from .placement import Decision, Evaluation, Pairing, PrefixMap, behind
 from .quotes import Quote
 from .roster import Roster
-from .router import Decision, Evaluation, Pairing, Placement, PrefixMap, Router, Targets, behind, hittable
+from .router import Placement, Router, Targets, hittable
 from .rules.consistent_hash import ConsistentHash
 from .rules.least_cost import Cost
 from .rules.least_load import LeastLoad
@@ -25,7 +26,7 @@ from .rules.prefix_affinity import PrefixAffinity
 from .rules.random import Random
 from .rules.round_robin import RoundRobin
 from .verdicts import Rules, Verdict
-from .vocabulary import Candidate, Choice, Demand, Policy
+from .vocabulary import Candidate, Choice, Demand, Policy, Pull
 
 _POLICIES = {
     p.name: p
@@ -65,6 +66,7 @@ __all__ = [
     "Placement",
     "Policy",
     "PrefixMap",
+    "Pull",
     "QosClass",
     "Quote",
     "Reservation",

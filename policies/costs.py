@@ -61,6 +61,7 @@ Lower = tuple[tuple[str, int], ...]
 # Seconds to bring one token's keys and values back to the GPU: 128 KiB a token (Llama 3 8B in 16 bits), at 25 GB/s from
 # host memory (PCIe 4.0 x16), 6 GB/s from NVMe and 2.5 GB/s from another machine (25 Gbit/s, 80 % of it). Learned since.
 FETCH_PRIOR = {tier: 131_072 / bandwidth for tier, bandwidth in (("cpu", 25e9), ("disk", 6e9), ("remote", 2.5e9))}
+PEER = "peer"  # the tier of what another replica passes on, of which `Pull` says how long that takes
 _ASIDE = 0.1  # share of a prediction below which the fetch in it disturbs nobody who learns from the rest
 _FETCH_LIMIT = 1.0  # of a log error: a client's stall moves nothing far
 
@@ -211,11 +212,11 @@ class Fetch:
     __slots__ = ("_seconds", "_variance")
 
     def __init__(self) -> None:
-        self._seconds = dict(FETCH_PRIOR)
+        self._seconds = {**FETCH_PRIOR, PEER: 0.0}
         self._variance = dict.fromkeys(FETCH_PRIOR, _COMMON + _OWN)
 
     def state(self) -> dict[str, list[float]]:
-        return {tier: [seconds, self._variance[tier]] for tier, seconds in self._seconds.items()}
+        return {tier: [self._seconds[tier], variance] for tier, variance in self._variance.items()}
 
     def restore(self, state: Mapping[str, Sequence[float]]) -> None:
         for tier, (seconds, variance) in state.items():

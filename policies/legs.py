@@ -33,7 +33,7 @@ _BOUND = 1000.0  # the factor stays within this and its inverse
 _GAIN = 0.1  # of one observation, once there are some
 _PAUSE, _LONGEST_PAUSE = 10.0, 320.0  # seconds without a pair whose transfer failed
 FEW = 8  # of each side, the cheapest are paired: with hundreds of replicas all pairs are too many
-_SLACK = (1.001, 1e-4)  # prices within 0.1 % or 0.1 ms are equal
+SLACK = (1.001, 1e-4)  # prices within 0.1 % or 0.1 ms are equal
 
 
 @dataclass(slots=True)
@@ -121,7 +121,7 @@ class Ways(NamedTuple):
     def near(self, prefiller: Candidate, decoder: Candidate) -> list[Candidate]:
         """Those to which it makes no difference for this decoder which of them computes: the cache takes as long."""
         moved = self.demand.tokens - decoder.overlap
-        most = self.transfers.seconds(prefiller.replica, decoder.replica, moved) * _SLACK[0] + _SLACK[1]
+        most = self.transfers.seconds(prefiller.replica, decoder.replica, moved) * SLACK[0] + SLACK[1]
         return [
             one
             for one in self.prefillers
@@ -173,7 +173,7 @@ def choose(policy: Policy, ways: Ways) -> LegChoice | None:
     apart = cheapest(cost, ways)
     if apart is None or apart.seconds is None or apart.whole_seconds is None:
         return None
-    return apart if apart.seconds * _SLACK[0] + _SLACK[1] < apart.whole_seconds else None
+    return apart if apart.seconds * SLACK[0] + SLACK[1] < apart.whole_seconds else None
 
 
 def forced(policy: Policy, ways: Ways) -> LegChoice | None:
@@ -202,7 +202,7 @@ def cheapest(cost: Cost, ways: Ways) -> LegChoice | None:
     if not priced:
         return None
     least = min(price for price, _, _ in priced)
-    equal = [number for number, (price, _, _) in enumerate(priced) if price <= least * _SLACK[0] + _SLACK[1]]
+    equal = [number for number, (price, _, _) in enumerate(priced) if price <= least * SLACK[0] + SLACK[1]]
     _, first, second = priced[pick(equal, demand.draw)]
     alone = sum(cost.of_all(demand, (whole,), choice.future, choice.after)[0])
     return LegChoice(first, second, demand.tokens - second.overlap, least, alone, near=ways.near(first, second))

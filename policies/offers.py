@@ -8,8 +8,9 @@ from .admission import Admission
 from .legs import LegChoice
 from .lines import Ticket
 from .pairs import Pair, best_legs, pairs, quoted
+from .placement import Evaluation, Pairing
 from .quotes import Quote
-from .router import Evaluation, Pairing, Router, Targets
+from .router import Router, Targets
 from .verdicts import SENT, SPILLED, Verdict
 from .vocabulary import Candidate
 

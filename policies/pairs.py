@@ -13,8 +13,9 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
 from .legs import FEW, LegChoice
+from .placement import Evaluation, Pairing
 from .quotes import Place, Quote, after_prefill, first_leg
-from .router import Evaluation, Pairing, Router
+from .router import Router
 from .vocabulary import Candidate, Demand
 
 

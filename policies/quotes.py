@@ -67,7 +67,7 @@ def first_leg(candidate: Candidate, demand: Demand) -> FirstLeg:
     """Return when the candidate would have computed its prompt. The demand has been weighed."""
     cached, costs = candidate.cached, candidate.costs
     base, own, queue, crowd = costs.ttft_parts(candidate.load, demand.tokens - cached, cached, demand.now)
-    fetched = costs.group.fetch.seconds(candidate.lower) if candidate.lower else 0.0
+    fetched = candidate.fetch_seconds if candidate.lower else 0.0
     return FirstLeg(base + own + queue + crowd + fetched, queue, candidate.load)
 
 

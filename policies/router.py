@@ -14,19 +14,29 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from . import legs
-from .costs import CostGroup, Costs, Lower
+from . import legs, pulls
+from .costs import PEER, CostGroup, Costs, Lower
 from .ledger import UNTIMED, Ledger, Reservation
 from .outputs import Outputs
+from .placement import (
+    NO_PULLS,
+    Decision,
+    Evaluation,
+    Held,
+    Pairing,
+    PrefixMap,
+    behind,
+    leading,
+)
 from .quotes import Quote, quote
 from .roster import Roster
-from .vocabulary import Candidate, Choice, Demand, Policy
+from .vocabulary import Candidate, Demand, Policy, Pull
 
 MANY = 16  # candidates from which they are weighed as arrays: below, one after the other is quicker
+SHARED_TIER = "cpu"  # of what another replica may fetch
 PASSED_OVER_SECONDS = 2.0  # without a request, while others have some
 
 
@@ -34,59 +44,6 @@ def hittable(tokens: int, block_size: int) -> int:
     """Return how many blocks of a prompt can be found in a cache, all its tiers together: the last token is always
     computed."""
     return (tokens - 1) // block_size
-
-
-def leading(runs: Iterable[tuple[str, int]], most: int, size: int = 1) -> Lower:
-    """Return the first `most` units of runs of a tier each, times `size`."""
-    kept: list[tuple[str, int]] = []
-    for tier, count in runs:
-        if most <= 0:
-            break
-        kept.append((tier, min(count, most) * size))
-        most -= count
-    return tuple(kept)
-
-
-def behind(runs: Iterable[tuple[str, int]], start: int) -> Lower:
-    """Return what is left of runs of a tier each behind their first `start` units."""
-    kept: list[tuple[str, int]] = []
-    for tier, count in runs:
-        if count > start:
-            kept.append((tier, count - start))
-        start = max(0, start - count)
-    return tuple(kept)
-
-
-class Match(Protocol):
-    """How many leading blocks of a prompt each slot of a map holds, and what follows in lower tiers, in runs."""
-
-    @property
-    def held(self) -> Sequence[int]: ...
-
-    @property
-    def lower(self) -> Mapping[int, Sequence[tuple[str, int]]]: ...
-
-
-class PrefixMap(Protocol):
-    """Who holds which prefix. A replica is a slot here, a prompt the hashes of its blocks."""
-
-    def match(self, hashes: Sequence[int], now: float, most: int | None = None) -> Match:
-        """`most`: of these blocks, how many can be hits (None: all)."""
-
-    def expect(self, slot: int, hashes: Sequence[int], now: float) -> None:
-        """The prompt was just sent there, after `match` of the same."""
-
-    def take_back(self, slot: int, hashes: Sequence[int], held: int, now: float) -> None:
-        """It was not computed there: what was expected at `now`, beyond the `held` blocks, will not come."""
-
-    def learn(self, slot: int, hashes: Sequence[int], predicted: int, reported: int) -> None:
-        """The engine told how many blocks of this prompt it had found."""
-
-    def clear(self, slot: int) -> None:
-        """The replica holds nothing."""
-
-    def detach(self, slot: int) -> None:
-        """The replica is gone, and its slot free for another."""
 
 
 class Targets:
@@ -110,47 +67,6 @@ class Targets:
         return Targets([one for one in self.candidates if one.replica == replica])
 
 
-class Held(NamedTuple):
-    """A request in the tokens and blocks of one space, and how many of its blocks each slot of the map holds."""
-
-    demand: Demand
-    match: Match | None
-
-
-class Evaluation(NamedTuple):
-    """What the policy would do with a request by the loads known here. Nothing is done yet. `overlap`: prompt tokens
-    that the candidate it chose holds in its first tier; `lower`: those that follow in slower tiers. `settled`:
-    admission has chosen how it goes, in these `legs`, or whole if there are none."""
-
-    demand: Demand
-    candidates: Sequence[Candidate]
-    choice: Choice
-    overlap: int
-    spaces: Mapping[int, Held] | None = None  # by space, where the candidates are of several
-    lower: Lower = ()
-    settled: bool = False
-    legs: legs.LegChoice | None = None
-
-
-class Decision(NamedTuple):
-    """What a ledger that several gateways share has chosen and counted: `index` into the candidates, prompt tokens held
-    there in the first tier, what other gateways have on it, whether the reservation is in the sums that count now, and
-    prompt tokens held in slower tiers. Tokens are those of the evaluation's demand; what is not held is counted. `note`
-    is the ledger's own, of what it told other gateways."""
-
-    index: int  # type: ignore[assignment]  # hides tuple.index, which nobody calls
-    replica: str
-    overlap: int
-    others: tuple[int, ...]
-    counted: bool
-    lower: Lower = ()
-    note: bytes = b""
-
-
-# Who may compute a request's prompt, and who may write its answer with the cache of one of these.
-Pairing = tuple[Sequence[Candidate], Sequence[Candidate]]
-
-
 @dataclass(slots=True, eq=False)
 class Placement:
     """A request on a replica, from the choice to its end. `overlap`: prompt tokens that are taken to be held in its
@@ -163,6 +79,7 @@ class Placement:
     at: float
     expects: bool = False  # whether the map was told that its blocks will be there
     lower: Lower = ()
+    pull: Pull | None = None  # from whom it is to fetch the last run of `lower`
 
     @property
     def cached(self) -> int:
@@ -189,14 +106,19 @@ class Placement:
         """Seconds to its last token, as predicted by the load that it met and the length that answers have."""
         taken, costs = self.reservation, self.candidate.costs
         seconds = costs.answer_seconds(taken.before, taken.uncached, self.cached, self.demand.output, taken.at)
-        return seconds + costs.group.fetch.seconds(self.lower) if self.lower else seconds
+        return seconds + self._fetch_seconds if self.lower else seconds
 
     @property
     def ttft(self) -> float:
         """Seconds from sending it to its first token, as predicted by the load that it met."""
         taken, costs = self.reservation, self.candidate.costs
         seconds = costs.ttft_seconds(taken.before, taken.uncached, self.cached, taken.at)
-        return seconds + costs.group.fetch.seconds(self.lower) if self.lower else seconds
+        return seconds + self._fetch_seconds if self.lower else seconds
+
+    @property
+    def _fetch_seconds(self) -> float:
+        seconds = self.candidate.costs.group.fetch.seconds(self.lower)
+        return seconds + self.pull.seconds if self.pull is not None else seconds
 
 
 class Router:
@@ -212,6 +134,7 @@ class Router:
         self.policy, self.map, self.ledger, self.costs = policy, prefixes, ledger, costs
         self.outputs = Outputs()
         self.transfers = legs.Transfers()
+        self.pulls = legs.Transfers()
         self.candidates: dict[str, Candidate] = {}
         # What a policy may want to be told, see `Policy`.
         self._placed, self._first, self._ended, self._gone = [
@@ -262,6 +185,7 @@ class Router:
             candidate.costs.group.remove(replica)
         self._used.pop(replica, None)
         self.transfers.forget(replica)
+        self.pulls.forget(replica)
         self.ledger.remove(replica)
         self.lost(replica)
 
@@ -296,16 +220,36 @@ class Router:
     def place(self, demand: Demand, targets: Targets, now: float) -> Placement:
         return self.commit(self.evaluate(demand, targets, now), now)
 
-    def evaluate(self, demand: Demand, targets: Targets, now: float, explain: bool = False) -> Evaluation:
-        """What would be done. Evaluated again at once it is the same."""
+    def evaluate(
+        self, demand: Demand, targets: Targets, now: float, explain: bool = False, peers: Iterable[Candidate] = ()
+    ) -> Evaluation:
+        """What would be done. Evaluated again at once it is the same. `peers`: those that may fetch a prompt from one
+        another's memory."""
         demand.output, demand.residual = self.outputs.expected(demand)
         if demand.also is not None:
             demand.also.output, demand.also.residual = demand.output, demand.residual
         spaces = None if targets.space == demand.space else self._weigh_spaces(demand, targets, now)
         candidates = self.weighed(demand, targets, now) if spaces is None else targets.candidates
+        offered = self._offer_pulls(demand, targets, peers, now) if peers and spaces is None else NO_PULLS
         choice = self.policy.choose(demand, candidates, explain)
         chosen = candidates[choice.index]
-        return Evaluation(demand, candidates, choice, chosen.overlap, spaces, chosen.lower)
+        return Evaluation(demand, candidates, choice, chosen.overlap, spaces, chosen.lower, offered)
+
+    def _offer_pulls(
+        self, demand: Demand, targets: Targets, peers: Iterable[Candidate], now: float
+    ) -> Mapping[str, Pull]:
+        """Let candidates fetch from one another's memory where that costs less, right after they were weighed."""
+        cost = legs.of_policy(self.policy)
+        if cost is None or not demand.reads_cache or not len(demand.hashes):
+            return NO_PULLS
+        size, most = demand.block_size, hittable(demand.tokens, demand.block_size)
+        held = self.map.leading(SHARED_TIER, demand.hashes)
+        reach = {one.replica: min(held[one.slot], most) * size for one in peers if one.space == demand.space}
+        given = pulls.offer(cost, demand, targets.roster or targets.candidates, reach, self.pulls, now)
+        self._tiered += given
+        if targets.roster is not None and given:
+            targets.roster.tiered = True
+        return {one.replica: one.pull for one in given if one.pull is not None}
 
     def quotes(self, evaluation: Evaluation) -> list[Quote]:
         """What each candidate would give the request, right after `evaluate`."""
@@ -314,7 +258,7 @@ class Router:
     def commit(self, evaluation: Evaluation, now: float, decision: Decision | None = None) -> Placement:
         """Do it: count the load, expect the blocks, and tell the policy, once per placement. `decision`: where that was
         made by the load of all gateways, of the same candidates."""
-        demand, candidates, choice, overlap, spaces, lower, *_ = evaluation
+        demand, candidates, choice, overlap, spaces, lower, offered, *_ = evaluation
         placed, counted, begins = demand, False, demand.now if demand.now != UNTIMED else None
         if decision is not None:
             choice, overlap, lower = choice._replace(index=decision.index), decision.overlap, decision.lower
@@ -332,7 +276,8 @@ class Router:
             begins,
             demand.residual,
         )
-        placement = Placement(candidate, placed, overlap, reservation, now, lower=lower)
+        pull = _pulled(offered.get(candidate.replica), lower) if offered else None
+        placement = Placement(candidate, placed, overlap, reservation, now, lower=lower, pull=pull)
         try:
             self._expect(placement)
             if self._placed is not None:
@@ -374,6 +319,11 @@ class Router:
             return []
         best = whole.candidates[whole.choice.index]
         self.weighed(demand, Targets([best, *(one for first, second in sides for one in (*first, *second))]), now)
+        if best.replica in whole.pulls and not any(
+            one is best for first, _ in sides for one in first
+        ):  # no first leg is told to pull
+            best.lower, best.pull = whole.lower, whole.pulls[best.replica]
+            self._tiered.append(best)
         return [
             legs.Ways(demand, best, whole.choice, first, second, self.transfers, now, always=always)
             for first, second in sides
@@ -392,16 +342,8 @@ class Router:
             for one in decided:
                 self.ledger.others(one.replica, one.others)
             overlap, lower, counted, begins = prefill.overlap, prefill.lower, prefill.counted, UNTIMED
-        reservation = self.ledger.reserve(
-            first.replica,
-            demand.tokens - overlap - sum([tokens for _, tokens in lower]),
-            demand.tokens,
-            counted,
-            begins if begins != UNTIMED else None,
-        )
-        placements = [Placement(first, demand, overlap, reservation, now, lower=lower)]
+        placements = [self._commit_prefill(demand, first, overlap, lower, now, counted, begins)]
         try:
-            self._expect(placements[0])
             placements.append(self.commit_decoder(demand, second, now))
             if self._placed is not None:
                 for candidates, choice in chosen.preferred or ((whole.candidates, whole.choice),):
@@ -411,6 +353,36 @@ class Router:
                 self.abandon(placement, computed=False)
             raise
         return placements[0], placements[1]
+
+    def move_prefill(self, first: Placement, replica: str, now: float) -> Placement:
+        """Have another replica compute the prompt of a first leg that was not sent yet."""
+        candidate, demand = self.candidates[replica], first.demand
+        self.abandon(first, computed=False)
+        self.weighed(demand, Targets([candidate]), now)
+        return self._commit_prefill(demand, candidate, candidate.overlap, candidate.lower, now)
+
+    def _commit_prefill(
+        self,
+        demand: Demand,
+        candidate: Candidate,
+        overlap: int,
+        lower: Lower,
+        now: float,
+        counted: bool = False,
+        begins: float = UNTIMED,
+    ) -> Placement:
+        """Count a leg that computes a prompt and writes nothing."""
+        uncached = demand.tokens - overlap - sum([tokens for _, tokens in lower])
+        reservation = self.ledger.reserve(
+            candidate.replica, uncached, demand.tokens, counted, begins if begins != UNTIMED else None
+        )
+        placement = Placement(candidate, demand, overlap, reservation, now, lower=lower)
+        try:
+            self._expect(placement)
+        except BaseException:
+            self.abandon(placement, computed=False)
+            raise
+        return placement
 
     def weigh_decoder(self, demand: Demand, decoders: Sequence[Candidate], now: float) -> Candidate | None:
         """Return who else could write the answer to a prompt that is computed already; None: nobody."""
@@ -483,7 +455,7 @@ class Router:
     def _forget_lower(self) -> None:
         """Also of candidates that are none for this request: it will not be looked for again."""
         for one in self._tiered:
-            one.lower = ()
+            one.lower, one.pull = (), None
         self._tiered = []
 
     def _weigh_spaces(self, demand: Demand, targets: Targets, now: float) -> Mapping[int, Held]:
@@ -520,7 +492,10 @@ class Router:
         self.ledger.first_byte(reservation, now)
         if self._first is not None:
             self._first(reservation.replica, placement.demand)
-        if seconds is not None:
+        if seconds is not None and (pull := placement.pull) is not None:
+            rest = placement.ttft - pull.seconds  # what is predicted without it
+            self.pulls.observe(pull.source, reservation.replica, pull.tokens, seconds - rest)
+        elif seconds is not None:
             placement.candidate.costs.observe_ttft(
                 seconds, reservation.uncached, placement.cached, reservation.before, reservation.at, placement.lower
             )
@@ -560,6 +535,12 @@ class Router:
             self.ledger.release(reservation)
             if self._ended is not None:
                 self._ended(reservation.replica, placement.demand)
+
+
+def _pulled(pull: Pull | None, lower: Lower) -> Pull | None:
+    """What is left of a pull where more is held than was known."""
+    tokens = sum([tokens for tier, tokens in lower if tier == PEER])
+    return pull._replace(tokens=tokens) if pull is not None and tokens else None
 
 
 def _in_space(

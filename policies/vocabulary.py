@@ -30,6 +30,14 @@ class Demand:
     residual: int = 0  # and how many are still to come, seen at a random moment while it comes
 
 
+class Pull(NamedTuple):
+    """What a replica fetches of a prompt from another's memory instead of computing it. `seconds`: as predicted."""
+
+    source: str  # the other replica
+    tokens: int
+    seconds: float
+
+
 @dataclass(slots=True)
 class Candidate:
     """One replica that could serve the request."""
@@ -43,6 +51,13 @@ class Candidate:
     # where requests are computed by this rank of its engine; None: everywhere
     rank_paths: Collection[str] | None = None
     space: int = 0  # in which tokens and blocks its cache is known
+    pull: Pull | None = None  # where the last run of `lower` is of the tier PEER: from whom
+
+    @property
+    def fetch_seconds(self) -> float:
+        """What it takes to fetch the tokens in slower tiers."""
+        seconds = self.costs.group.fetch.seconds(self.lower)
+        return seconds + self.pull.seconds if self.pull is not None else seconds
 
     @property
     def cached(self) -> int:

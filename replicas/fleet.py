@@ -105,6 +105,7 @@ class Fleet:
             return known.replicas[0]
         replica = Replica(address.id, address.url, address.host, address.port, since=monotonic(), role=address.role)
         replica.spill, replica.moves_by, replica.bootstrap = address.spill, address.transfer, address.bootstrap
+        replica.peer = address.peer
         replica.tls, replica.key = tls.context_for(address.url, self._authorities), self._engine_key
         self._follow(replica, given=address.source, model=address.model or self._model)
         return replica

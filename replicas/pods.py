@@ -62,6 +62,8 @@ class Discover(BaseModel):
             ROLES[role],
             SWITCH[spill],
             said.get("transfer", address.transfer),
+            address.bootstrap,
+            address.peer.replace("{ip}", bracketed(ip)),
         )
         parse_url(url)
         return url

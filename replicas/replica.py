@@ -29,6 +29,7 @@ class Address(NamedTuple):
     spill: bool = False
     transfer: str = ""  # one of `TRANSFERS`, or nothing
     bootstrap: int = 0  # the port at which engines that fetch a prompt's cache find it; 0: not given
+    peer: str = ""  # HOST:PORT where its first rank passes its memory on
 
 
 DEFAULT_PORTS = {"http": 80, "https": 443}
@@ -62,6 +63,7 @@ class Replica:
     bootstrap: int = 0  # the port at which engines that fetch a prompt's cache find it, as the operator wrote it
     meets_at: int | None = None  # ... as its engine tells it
     engine_ids: dict[int, str] = field(default_factory=dict)  # by rank, as told there, where they are needed
+    peer: str = ""  # HOST:PORT where others fetch from its memory, as it does from theirs; "": it takes no part
     state: State = State.STARTING
     reason: str = "not heard yet"
     since: float = 0.0  # when the state began
@@ -178,6 +180,7 @@ class Replica:
             spill=self.spill,
             moves_by=self.moves_by,
             bootstrap=self.bootstrap,
+            peer=_of_rank(self.peer, rank),
         )
 
     def become(self, incarnation: str) -> None:
@@ -231,7 +234,8 @@ def bearer(key: str | None) -> dict[str, str]:
 
 def parse_url(text: str) -> Address:
     """`http[s]://host:port[#events=tcp://h:p,replay=tcp://h:p,topic=t,model=m,role=r,spill=yes,transfer=w,bootstrap=p]`,
-    also without the scheme and with the `/v1` of an OpenAI base URL. Raises ValueError, saying what to write."""
+    or `peer=h:p`; also without the scheme and with the `/v1` of an OpenAI base URL. Raises ValueError, saying what to
+    write."""
     text = text.strip()
     hint = f"replica URL {text[:200]!r}: "
     if len(text) > MAX_URL:
@@ -255,6 +259,7 @@ def url_of(
     spill: bool = False,
     transfer: str = "",
     bootstrap: int = 0,
+    peer: str = "",
 ) -> str:
     """The URL that `parse_url` reads these from."""
     said = []
@@ -274,6 +279,8 @@ def url_of(
         said.append(f"transfer={transfer}")
     if bootstrap:
         said.append(f"bootstrap={bootstrap}")
+    if peer:
+        said.append(f"peer={peer}")
     return f"{url}#{','.join(said)}" if said else url
 
 
@@ -298,10 +305,23 @@ def _place(url: str) -> tuple[str, str, int]:
     return parts.scheme, one_spelling(host), port
 
 
-KEYS = ("events", "replay", "topic", "model", "role", "spill", "transfer", "bootstrap")
+KEYS = ("events", "replay", "topic", "model", "role", "spill", "transfer", "bootstrap", "peer")
 
 
-def _fragment(text: str) -> tuple[EventSource | None, str | None, str, bool, str, int]:
+def _of_rank(peer: str, rank: int) -> str:
+    """Each rank listens on a port of its own, in their order."""
+    host, _, port = peer.rpartition(":")
+    return f"{host}:{int(port) + rank}" if peer else ""
+
+
+def _check_peer(peer: str) -> None:
+    host, _, port = peer.rpartition(":")
+    if not host or not (port.isascii() and port.isdigit()) or not 0 < int(port) < 65536:
+        raise ValueError(f"peer={peer[:100]} is not HOST:PORT of the engine's P2P side channel")
+    check_host(host.strip("[]"))
+
+
+def _fragment(text: str) -> tuple[EventSource | None, str | None, str, bool, str, int, str]:
     """What follows the # of a replica's URL. Raises ValueError."""
     given: dict[str, str] = {}
     for item in filter(None, text.split(",")):
@@ -323,19 +343,22 @@ def _fragment(text: str) -> tuple[EventSource | None, str | None, str, bool, str
             raise ValueError(f"transfer={value[:100]} is none of {', '.join(TRANSFERS)}")
         if key == "bootstrap" and not (value.isdecimal() and 0 < int(value[:6]) < 65_536):
             raise ValueError(f"bootstrap={value[:100]} is no port")
+        if key == "peer":
+            _check_peer(value)
         given[key] = value
-    model, role, spill, transfer, bootstrap = (
+    model, role, spill, transfer, bootstrap, peer = (
         given.get("model"),
         given.get("role", BOTH),
         "spill" in given,
         given.get("transfer", ""),
         int(given.get("bootstrap", 0)),
+        given.get("peer", ""),
     )
     if spill and role != BOTH:
         raise ValueError(f"spill=yes and role={role} exclude each other: a slow pool takes whole requests")
     if "events" not in given:
         if "replay" in given or "topic" in given:
             raise ValueError("replay= and topic= need events=tcp://HOST:PORT beside them")
-        return None, model, role, spill, transfer, bootstrap
+        return None, model, role, spill, transfer, bootstrap, peer
     source = EventSource(given["events"], given.get("replay"), given.get("topic", ""))
-    return source, model, role, spill, transfer, bootstrap
+    return source, model, role, spill, transfer, bootstrap, peer

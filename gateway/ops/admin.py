@@ -112,6 +112,7 @@ def _refuse_another(engine: Any, address: Address) -> None:
     kept = engine.lead
     said += (address.role not in (BOTH, kept.role), address.spill and not kept.spill)
     said += (address.transfer not in ("", kept.moves_by), address.bootstrap not in (0, kept.bootstrap))
+    said += (address.peer not in ("", kept.peer),)
     if any(said):
         raise Refusal(409, f"replica {address.id} was added with another #fragment, which it keeps: DELETE /replicas/{address.id} first, then post this again",
                       "replica_exists")  # fmt: skip

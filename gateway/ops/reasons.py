@@ -71,6 +71,7 @@ def describe(policy: Policy, prompt: Prompt, evaluation: Evaluation, outputs: Ou
                 "overlap_tokens": candidate.overlap,
                 "uncached_tokens": demand.tokens - candidate.cached,
                 "lower_tiers": [{"tier": tier, "tokens": tokens} for tier, tokens in candidate.lower],
+                "pulls_from": candidate.pull.source if candidate.pull is not None else None,
                 "load": {name: getattr(candidate.load, name) for name in LOAD_FIELDS},
                 **_predicted(demand, candidate),
                 "terms": dict(parts),
@@ -99,7 +100,7 @@ def _limit(policy: Policy, totals: Sequence[float]) -> float:
 def _predicted(demand: Demand, candidate: Candidate) -> dict[str, float]:
     """When the first and the last token of the answer would come from there."""
     costs, cached = candidate.costs, candidate.cached
-    fetch = costs.group.fetch.seconds(candidate.lower)
+    fetch = candidate.fetch_seconds
     uncached, load, now = demand.tokens - cached, candidate.load, demand.now
     return {
         "ttft_seconds": fetch + costs.ttft_seconds(load, uncached, cached, now),

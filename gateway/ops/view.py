@@ -129,6 +129,7 @@ class View:
             "spill": replica.spill,
             "transfer": replica.transfer.id if replica.transfer is not None else None,
             "bootstrap": replica.bootstrap or None,
+            "peer": replica.peer or None,
             "url": replica.url,
             "address": replica.address or None,
             "state": str(replica.state),

@@ -16,6 +16,7 @@ from ..errors import ApiError
 from .backend import Backend
 from .exchange import Attempt, Exchange
 from .legs import LegPlacing, LegPlan, Roles, Sides
+from .pulling import Pulls
 from .responses import Responses
 from .shadow import Shadows, Went
 from .tails import add_tail
@@ -43,6 +44,7 @@ class Eligibility:
         self._ready: dict[str | None, Targets] = {}
         self._with_room: dict[tuple[str | None, int], Targets] = {}  # of models whose replicas differ in context
         self.roles = Roles()
+        self.pulls: Pulls | None = None  # told when replicas change
         self._sides: dict[str | None, Sides] = {}
         self._slow: dict[str | None, Targets] = {}
         self.spills = False  # some are of a slow pool
@@ -57,6 +59,8 @@ class Eligibility:
         self._slow.clear()
         known = [*self.backends.values()]
         self.roles.look(known, {one.role for id, one in self._replicas.items() if id not in self.backends})
+        if self.pulls is not None:
+            self.pulls.changed()
         self.spills = any(one.replica.spill for one in known)
         self.finer = any(one.is_finer for one in known)
         self.names = {name: parent for one in _in_best_state(known) for name, parent in one.replica.models.items()}
@@ -307,6 +311,7 @@ class Placing:
         self._metrics, self.shadows = metrics, shadows
         self.onlooker: Onlooker | None = shadows
         self.legs = LegPlacing(eligible, router, metrics)
+        self.pulls = eligible.pulls = Pulls(eligible.backends, router, metrics)
         self.shared: SharedLedger | None = None  # with Redis
         self.queue: Gate | None = None  # where requests are admitted by class or limit
         self._found: list[Asker] | None = None  # while they are held back
@@ -342,7 +347,8 @@ class Placing:
         if asker.response is not None and (maker := self.responses.maker(asker.response)) is not None:
             targets = targets.only(maker) or targets
         demand = self.demand(prompt, now)
-        evaluation = self.router.evaluate(demand, targets, now)
+        peers = self.pulls.peers(asker) if self.pulls.any else ()
+        evaluation = self.router.evaluate(demand, targets, now, peers=peers)
         if self.queue is not None:
             admitted = self.queue.admit(asker, evaluation, now)
             if admitted is None:
@@ -432,6 +438,10 @@ class Placing:
         backend = self.eligible.backends[placement.candidate.replica]
         if self.eligible.finer and prompt is not None:
             add_tail(placement, backend, prompt)
+        body = None
+        if placement.pull is not None and prompt is not None and isinstance(asker, Exchange):
+            body = self.pulls.body(asker, placement)
+            prompt.token_ids = b""  # it carries text
         asker.add_attempt(
             asker.attempt_type(
                 backend,
@@ -439,6 +449,7 @@ class Placing:
                 prompt,
                 prompt is not None and prompt.stream,
                 now,
+                body=body,
             )
         )
         if acted is not None:

@@ -16,6 +16,7 @@ from policies.outputs import LEAST_OUTPUT
 from replicas.engines.dialect import ANY_PATH
 
 from ..prompt.prompt import GUESSED, NO_PREFILL
+from . import pulling
 from .answers import NEVER_TELL_CACHED, NOTHING, Usage, error_status, read_usage, speaks_api
 from .blame import DOUBTFUL, REFUSALS, REFUSED_ALIKE, SAME, UnattributedError, agree
 from .drift import TOLERATED
@@ -402,7 +403,9 @@ class Settling:
             metrics.predictions.inc(name, outcome)
             if error:
                 metrics.prediction_error_tokens.inc(name, outcome, by=abs(error))
-            if (
+            if placement.pull is not None and not pulling.ended(self._router, metrics, placement, saved):
+                backend.drift.aside()  # what did not come says nothing of its own cache
+            elif (
                 prompt.hashes
                 and not prompt.several
                 and not guessed

@@ -96,7 +96,7 @@ class Shadows:
 
 
 def _copy(one: Candidate) -> Candidate:
-    return Candidate(one.replica, one.overlap, one.load.copy(), one.costs, one.lower)
+    return Candidate(one.replica, one.overlap, one.load.copy(), one.costs, one.lower, pull=one.pull)
 
 
 def _with_legs(seen: Seen, candidates: Sequence[Candidate], ways: Sequence[legs.Ways]) -> Seen:

@@ -156,6 +156,7 @@ class Workers:
                     engine.lead.spill,
                     engine.lead.moves_by,
                     engine.lead.bootstrap,
+                    engine.lead.peer,
                 )
         self._launched.set()
         await all_of(self._listening)

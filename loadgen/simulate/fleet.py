@@ -21,11 +21,11 @@ from dataclasses import dataclass, replace
 from itertools import count
 
 from policies import Admission, Ledger, Placement, Ticket
-from policies.leg_rules import make_leg_rule
 from replicas.simulated.engine import EngineRequest, Output
 from replicas.simulated.profile import Profile
 
 from .field import make
+from .field.prefill_queue import PrefillQueue, make_legs
 from .gate import Gate
 from .gateway import Gateway, Legs, Wire
 from .links import Links, Network
@@ -66,8 +66,9 @@ class _Live:
 class Fleet:
     """One simulated run. `profiles`: one per replica, all of the same block size; `policy`: a name that
     `loadgen.simulate.field.make` knows; `roles`: one per replica (None: nobody has one); `legs`: a name that
-    `policies.leg_rules` knows; `timed`: keep the times between tokens; `keep`: keep the records of requests that
-    ended, with their hashes; `admission`: makes what says for a gateway when its requests are sent."""
+    `field.prefill_queue.make_legs` knows; `timed`: keep the times between tokens; `keep`: keep the records of
+    requests that ended, with their hashes; `admission`: makes what says for a gateway when its requests are sent;
+    `pulls`: replicas fetch prompts from one another's host memory."""
 
     def __init__(
         self,
@@ -87,6 +88,7 @@ class Fleet:
         timed: bool = False,
         keep: bool = True,
         admission: Callable[[Gateway], Admission] | None = None,
+        pulls: bool = False,
     ) -> None:
         self.now = 0.0
         self.replicas = [Replica(profile, timed) for profile in profiles]
@@ -95,6 +97,8 @@ class Fleet:
         ledger = Ledger()
         truth = Truth(self.replicas, lambda: self.now)
         wire = Wire(event_delay, event_loss, losses_unseen, tiers_known)
+        rule, queue = make_legs(legs)
+        self._queue: PrefillQueue[_Live] | None = queue
         self.gateways = [
             Gateway(
                 self.names,
@@ -105,7 +109,9 @@ class Fleet:
                 truth,
                 seed + number,
                 roles or ["both"] * len(profiles),
-                make_leg_rule(legs),
+                rule,
+                queue,
+                pulls,
             )
             for number in range(gateways)
         ]
@@ -176,7 +182,7 @@ class Fleet:
         self._dispatch(live)
 
     def _sent(self, live: _Live, placed: Placement | Legs | None) -> None:
-        record, turn, request = live.record, live.turn, live.id
+        record = live.record
         if placed is None:
             answered = (
                 ("http_502", "no replica is left to try") if record.tried else ("http_503", "no replica is ready")
@@ -184,6 +190,28 @@ class Fleet:
             self.at(self.now, self._ended, live, *answered)
             return
         legs = live.legs = placed if isinstance(placed, Legs) else None
+        if legs is not None and self._queue is not None:
+            live.placement = legs.first
+            self._queue.add(live)
+            self._take_next()
+            return
+        self._begin(live, placed)
+
+    def _take_next(self) -> None:
+        """Have prefillers that are free compute for those who wait in the queue."""
+        for index, live in self._queue.ready(self.gateways[0].prefillers):
+            live.gateway.computed_by(live.legs, index, self.now)
+            self._begin(live, live.legs)
+
+    def _prefiller_free(self, index: int) -> None:
+        if self._queue is not None:
+            self._queue.freed(index)
+            self._take_next()
+
+    def _begin(self, live: _Live, placed: Placement | Legs) -> None:
+        """Send it, or its first leg."""
+        record, turn, request = live.record, live.turn, live.id
+        legs = live.legs
         placement = live.placement = placed if legs is None else legs.first
         index = record.replica = placement.candidate.slot
         record.predicted, record.expected_ttft = placement.cached, placement.ttft
@@ -192,7 +220,8 @@ class Fleet:
         asked = EngineRequest(request, turn.hashes, turn.tokens, turn.output, turn.all_hashes.__getitem__)
         if legs is not None:
             asked.max_tokens, asked.keeps = 1, True
-        self._when_read(index, turn, self._arrived, index, self.replicas[index].incarnation, asked)
+        follows = self._arrived if placement.pull is None else self._pull
+        self._when_read(index, turn, follows, index, self.replicas[index].incarnation, asked)
 
     def _when_read(self, index: int, turn: Turn, action: Callable, *args) -> None:
         """Go on once the engine's front end has read the request."""
@@ -214,6 +243,7 @@ class Fleet:
             live = self._live[index].pop(asked.id)
             self._abandon(live, computed=False)
             if asked.keeps:
+                self._prefiller_free(index)
                 self.at(self.now, self._again, live, True)  # the refusal is to be of the client's own request
             else:
                 self.at(self.now, self._ended, live, "http_400", str(error))
@@ -223,6 +253,35 @@ class Fleet:
             self._go_on(index, replica)
         elif replica.turn != planned:
             self._plan(index, replica)
+
+    def _pull(self, index: int, incarnation: int, asked: EngineRequest) -> None:
+        """What the request finds nowhere here comes from the memory of the replica that it names, if it is there."""
+        replica = self.replicas[index]
+        if replica.incarnation != incarnation:
+            return
+        source = self.names.index(self._live[index][asked.id].placement.pull.source)
+        holder, size = self.replicas[source], replica.profile.block_size
+        start = replica.engine.found(asked.blocks, asked.prompt_tokens)
+        end = holder.engine.passes_on(asked.blocks) if holder.up else 0
+        if end <= start:
+            self._arrived(index, incarnation, asked)
+            return
+        tokens, each = (end - start) * size, replica.profile.kv_bytes_per_token
+        there = self.links.begin(source, index, tokens, each, self.now, self.now)
+        left = (source, holder.incarnation, start, end)
+        self.at(self.now if there is None else there, self._pulled, index, incarnation, asked, left, there is not None)
+
+    def _pulled(
+        self, index: int, incarnation: int, asked: EngineRequest, left: tuple[int, int, int, int], began: bool
+    ) -> None:
+        """The blocks are there, or the replica that had them is gone."""
+        source, holder, start, end = left
+        replica = self.replicas[index]
+        if replica.incarnation != incarnation:
+            return
+        if began and self.replicas[source].incarnation == holder:
+            replica.engine.take_in(asked, start, end)
+        self._arrived(index, incarnation, asked)
 
     def _abandon(self, live: _Live, computed: bool = True) -> None:
         """Its leg under way comes to nothing, and so does the one that was to follow."""
@@ -270,6 +329,7 @@ class Fleet:
             record.cached, record.prefilled_by = output.cached_tokens, index
             live.gateway.handed_over(legs, self.now, output.cached_tokens)
             self._second_leg(output.id, live, legs)
+            self._prefiller_free(index)
             return
         if output.first:
             record.first = self.now
@@ -381,6 +441,11 @@ class Fleet:
         replica.stop()
         for gateway in self.gateways:
             gateway.lost(index)
+        if self._queue is not None:
+            self._queue.freed(index)
+            for live in [] if self.gateways[0].prefillers else self._queue.leave():
+                self._abandon(live, computed=False)
+                self._again(live, stays_whole=True)
         lives, self._live[index] = self._live[index], {}
         for live in lives.values():
             self._abandon(live)
@@ -401,4 +466,5 @@ class Fleet:
             replica.start()
             for gateway in self.gateways:
                 gateway.back(index)
+            self._prefiller_free(index)
             self._drain()

@@ -32,6 +32,7 @@ from replicas.simulated.engine import Cleared, Removed, Stored
 from replicas.simulated.pools import sides, takes_whole
 from replicas.simulated.profile import Profile
 
+from .field.prefill_queue import PrefillQueue
 from .holders import Holders
 from .truth import Truth
 from .turns import Turn
@@ -74,9 +75,12 @@ class Gateway:
         seed: int,
         roles: Sequence[str],
         leg_rule: LegRule,
+        queue: PrefillQueue | None = None,
+        pulls: bool = False,
     ) -> None:
         self.holders = Holders([profile.num_blocks for profile in profiles], wire.delay is not None)
         self.router = Router(policy, self.holders, ledger, CostGroup(), leg_rule)
+        self._queue, self._pulls = queue, pulls
         self._roles, self._contexts = roles, [profile.context_length for profile in profiles]
         self.candidates = [self.router.add(name, index) for index, name in enumerate(names)]
         self.truth, self._size = truth, profiles[0].block_size
@@ -107,7 +111,7 @@ class Gateway:
         self.truth.among, self.truth.output = taking, turn.output
         root = turn.hashes[0] if turn.hashes else 0
         demand = Demand(turn.tokens, self._size, root, session, turn.max_tokens, now, turn.hashes, self._draw())
-        return self.router.evaluate(demand, targets, now)
+        return self.router.evaluate(demand, targets, now, peers=self._peers)
 
     def commit(
         self, evaluation: Evaluation, turn: Turn, now: float, tried: tuple[int, ...] = (), stays_whole: bool = False
@@ -122,14 +126,21 @@ class Gateway:
 
     def pairings(self, turn: Turn, tried: tuple[int, ...] = ()) -> list[Pairing]:
         """Who may have legs of it."""
-        if not self._prefillers:
+        if not self.prefillers or (self._queue is not None and self._queue.is_full):
             return []
-        return [(self._able(self._prefillers, turn, tried), self._able(self._decoders, turn, tried))]
+        return [(self._able(self.prefillers, turn, tried), self._able(self._decoders, turn, tried))]
 
     def _able(self, side: Sequence[int], turn: Turn, tried: tuple[int, ...]) -> list[Candidate]:
         """Those of a side that were not tried and have room for a prompt and its answer."""
         needed = turn.tokens + (turn.max_tokens or 1)
         return [self.candidates[one] for one in side if one not in tried and self._contexts[one] >= needed]
+
+    def computed_by(self, legs: Legs, index: int, now: float) -> None:
+        """Another prefiller than the one that was counted on is free first."""
+        candidate = self.candidates[index]
+        if legs.first.candidate is not candidate:
+            self._catch_up(now)
+            legs.first = self.router.move_prefill(legs.first, candidate.replica, now)
 
     def handed_over(self, legs: Legs, now: float, cached: int) -> None:
         """The prompt is computed, and kept for the decoder; the engine had found `cached` tokens of it."""
@@ -192,7 +203,8 @@ class Gateway:
     def _be_up(self, up: list[int]) -> None:
         self._up, self._taking = up, takes_whole(self._roles, up)
         self._targets = Targets([self.candidates[index] for index in self._taking])
-        self._prefillers, self._decoders = sides(self._roles, up)
+        self._peers = [self.candidates[index] for index in up] if self._pulls else []
+        self.prefillers, self._decoders = sides(self._roles, up)
 
     # --- their events
 

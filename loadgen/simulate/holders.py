@@ -52,6 +52,12 @@ class Holders:
                 lower[replica] = runs
         return lower
 
+    def leading(self, tier: str, hashes: list[int]) -> list[int]:
+        """As `CacheMap.leading`."""
+        if tier not in self._lower:
+            return self._none
+        return [sum(1 for _ in takewhile(held.__contains__, hashes)) for held in self._lower[tier]]
+
     def _confirmed(self, hashes: list[int]) -> list[int]:
         lengths = self._none.copy()
         masks = list(iter(map(self._holders.get, hashes).__next__, None))  # of the leading blocks that somebody holds

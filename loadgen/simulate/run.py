@@ -55,6 +55,7 @@ class Setting:
     legs: str = "seconds"  # the rule for two legs, of those in `policies.leg_rules`
     network: Network = field(default_factory=Network)
     timed: bool = False  # keep the times between tokens
+    pulls: bool = False  # replicas fetch prompts from one another's host memory
 
     @property
     def admitting(self) -> Callable[[Gateway], Admission] | None:
@@ -108,6 +109,7 @@ def simulate(workload: Workload, setting: Setting) -> Outcome:
         timed=setting.timed,
         keep=False,
         admission=setting.admitting,
+        pulls=setting.pulls,
     )
     for outage in setting.outages:
         fleet.at(outage.at, fleet.lose, outage.replica)

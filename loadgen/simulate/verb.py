@@ -27,11 +27,12 @@ from policies.classes import NO_LIMITS
 from replicas.simulated.pools import read_pools
 from replicas.simulated.profile import Profile, load_profile
 
-from .field import NAMES
+from .field import NAMES, prefill_queue
 from .links import Network
 from .run import Outage, Outcome, Setting, simulate
 
 _REPLICAS = 8
+_LEG_RULES = (*leg_rules.NAMES, *prefill_queue.NAMES)
 _WRITTEN = ("--json", "--result-filename", "--html", "--png", "--csv")
 
 
@@ -92,6 +93,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of the batches of events; what is lost comes with the next one, by replay (default %(default)g)",
     )
     group.add_argument("--losses-unseen", action="store_true", help="lost events are never missed, nor replayed")
+    group.add_argument(
+        "--pulls",
+        action="store_true",
+        help="engines fetch prompts from one another's host memory where that costs less",
+    )
     group.add_argument("--tiers-unseen", action="store_true", help="events tell nothing of host memory and disk")
     group.add_argument(
         "--client-max-tokens",
@@ -110,7 +116,7 @@ def _add_legs(group: argparse._ArgumentGroup) -> None:
     options.flags(
         group,
         ("--pools", str, "YAML", None, "kinds of engine, not --replicas: {NAME: {launch: N, role: prefill|decode|both, profile: NAME|FILE, speed: X}}"),
-        ("--legs", str, "RULE", "seconds", f"when a request has two: {', '.join(leg_rules.NAMES)} (default %(default)s, the gateway's)"),
+        ("--legs", str, "RULE", "seconds", f"when a request has two: {', '.join(_LEG_RULES)} (default %(default)s, the gateway's)"),
         ("--link-gbit-per-s", options.positive, "X", default.gbit_per_s, "bandwidth of an engine's network card, each way (default %(default)g)"),
         ("--transfer-latency", options.seconds, "S", default.fixed, "what each transfer takes beside its bytes (default %(default)g)"),
         ("--kv-lease", options.positive, "S", default.lease, "how long a computed prompt is kept for another engine (default %(default)g)"),
@@ -167,10 +173,12 @@ def settings(args: argparse.Namespace) -> dict[str, Setting]:
     for outage in args.outage:
         if outage.replica >= len(engines):
             raise options.BadOption(f"--outage {outage.replica}: there are replicas 0 to {len(engines) - 1}")
+    if args.pulls and not all(profile.cpu_blocks for profile in engines):
+        raise options.BadOption("--pulls needs engines with host memory: give --cpu-blocks, or a profile that has them")
     if args.losses_unseen and not args.event_loss:
         raise options.BadOption("--losses-unseen needs --event-loss")
     try:
-        leg_rules.make_leg_rule(args.legs)
+        prefill_queue.make_legs(args.legs)
     except ValueError as error:
         raise options.BadOption(f"--legs: {error}") from None
     if roles is not None and (oracles := [name for name in args.policies if name.startswith("oracle")]):
@@ -199,6 +207,7 @@ def settings(args: argparse.Namespace) -> dict[str, Setting]:
         legs=args.legs,
         network=Network(args.link_gbit_per_s, args.transfer_latency, args.kv_lease),
         timed=args.itl,
+        pulls=args.pulls,
     )
     return {policy: replace(made, policy=policy) for policy in args.policies}
 
@@ -332,6 +341,7 @@ def described(args: argparse.Namespace, fleet: Setting) -> dict[str, object]:
         "block_size": profile.block_size,
         **({"cpu_blocks": profile.cpu_blocks, "disk_blocks": profile.disk_blocks} if profile.cpu_blocks else {}),
         **({} if fleet.tiers_known else {"tiers_known": False}),
+        **({"pulls": True} if fleet.pulls else {}),
         "speeds": args.speeds or [1.0],
         **({} if fleet.roles is None else {"pools": args.pools, "legs": fleet.legs, "network": asdict(fleet.network)}),
         "gateways": fleet.gateways,

@@ -96,7 +96,7 @@ class Cost:
         """Its tokens in slower tiers, and the same weighted."""
         lower, shares = candidate.lower, self._shares
         if shares is None:
-            worth = candidate.costs.group.fetch.seconds(lower)
+            worth = candidate.fetch_seconds
         else:
             worth = sum([tokens * shares.get(tier, 0.0) for tier, tokens in lower])
         return sum([tokens for _, tokens in lower]), worth

@@ -58,6 +58,16 @@ class Tokenizing(NamedTuple):
     chooses_special: bool = True  # whether a question can say that special tokens are left out
 
 
+class PeerPull(Protocol):
+    """How a request is told to take the beginning of its prompt from another engine's memory. Without state."""
+
+    paths: tuple[str, ...]  # posted to these, a request may be told so
+
+    def body(self, body: bytes, peer: str, id: str) -> bytes | None:
+        """The client's body with where that is, HOST:PORT; `id`: of this pull, nobody else's. None: it says something
+        of transfers itself."""
+
+
 class EngineDialect(Protocol):
     """One kind of engine. It has no state: there is one object for all replicas of the kind."""
 
@@ -83,6 +93,7 @@ class EngineDialect(Protocol):
     priority_header_paths: tuple[str, ...]
     limits_path: str  # tells the scheduler's limits, where the operator allows it
     transfer: Transfer | None  # None: its engines pass no cache on
+    peer_pull: PeerPull | None  # None: its engines take nothing from one another's memory
     # By the path of a request, and for ANY_PATH else: what is true of an answer of status 200 that says that the engine
     # cut it short because it was asked to stop. It gets the answer's first or last bytes, with the last event of a
     # stream among them.

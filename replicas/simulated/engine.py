@@ -68,6 +68,7 @@ class Engine:
         self._admitted = self._arrivals = 0
         self._by_priority = profile.scheduling_policy == "priority"
         self._cleared = False
+        self._taken_in: list[Stored | Removed] = []  # told with the next step
         self._settled = False  # the next step schedules nobody but those who decode
         self.durations = StepDurations(profile)  # another in its place: an engine that turns slow
 
@@ -92,6 +93,22 @@ class Engine:
         """How many blocks of such a prompt would be hits now."""
         hits = len(self._pool.find(request_blocks, (prompt_tokens - 1) // self._size))
         return self._groups.longest(request_blocks, hits) if self._groups else hits
+
+    def found(self, request_blocks: list[Key], prompt_tokens: int) -> int:
+        """As `cached`, with the blocks that follow in slower tiers."""
+        start = self.cached(request_blocks, prompt_tokens)
+        return self._offload.find(request_blocks, start, prompt_tokens // self._size).end if self._offload else start
+
+    def passes_on(self, request_blocks: list[Key]) -> int:
+        """How many leading blocks of a prompt another engine may fetch from here."""
+        return self._offload.passes_on(request_blocks) if self._offload else 0
+
+    def take_in(self, request: EngineRequest, start: int, end: int) -> None:
+        """Another engine has passed on blocks of a request that is about to be added: they are in host memory now, and
+        it finds them there."""
+        if self._offload is not None:
+            self._offload.take_in(request, request.blocks, start, end, self._taken_in)
+            self._settled = False
 
     def outlook(self) -> tuple[int, int, int, int]:
         """What a new request finds: prompt tokens to compute before its own, blocks they will take beyond those that
@@ -203,6 +220,9 @@ class Engine:
         if self._cleared:
             step.events.append(Cleared())
             self._cleared = False
+        if self._taken_in:
+            step.events += self._taken_in
+            self._taken_in = []
         due = self._grow(step)
         decoding = step.decode_tokens = len(batch.sequences)
         ended: list[Sequence] = []  # whose prompt is complete after this step

@@ -56,6 +56,17 @@ class Offload:
         end = (start // size + len(chunks)) * size
         return Run(end, chunks) if end - start >= size else Run(start, [])  # less than a chunk is not worth a transfer
 
+    def passes_on(self, keys: Sequence[Key]) -> int:
+        """Leading blocks of a prompt that another engine may fetch: those in host memory, in whole chunks."""
+        held, size, count = self._held["cpu"], self.chunk, 0
+        while (count + 1) * size <= len(keys) and keys[(count + 1) * size - 1] in held:
+            count += 1
+        return count * size
+
+    def take_in(self, request: EngineRequest, keys: Sequence[Key], start: int, end: int, events: Events) -> None:
+        """Another engine has passed on these blocks: they are in host memory now, as if they had been stored there."""
+        self._put("cpu", request, keys, list(range(start // self.chunk, end // self.chunk)), events)
+
     def is_loading(self, keys: Sequence[Key], run: Run) -> bool:
         """Whether another request is fetching some of it: vLLM lets the second wait for the first."""
         size = self.chunk

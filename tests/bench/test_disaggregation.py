@@ -1,9 +1,26 @@
 """The bench of one leg or two: what it asks, and of which fleets."""
 
+from dataclasses import replace
+
 import pytest
 
 from bench import disaggregation
-from bench.disaggregation import CHATS, EVERY, LONG, RULES, Run, chats, play, runs, setting, table
+from bench.disaggregation import (
+    CHATS,
+    EVERY,
+    FAST,
+    LONG,
+    MODES,
+    PROFILE,
+    RULES,
+    Run,
+    chats,
+    play,
+    prompts,
+    runs,
+    setting,
+    table,
+)
 
 
 def test_long_prompts_come_every_five_seconds_and_leave_the_chats_as_they_are():
@@ -25,9 +42,9 @@ def test_every_rule_is_run_on_every_fleet_that_has_it(quick):
     for run in asked:
         prefillers, both, decoders = map(int, run.fleet.split(":"))
         if prefillers and not both:
-            assert {
-                one.rule for one in asked if (one.part, one.fleet, one.rate) == (run.part, run.fleet, run.rate)
-            } == set(RULES)
+            alike = [one for one in asked if replace(one, rule=run.rule, policy=run.policy) == run]
+            wanted = {*RULES} if run.part in ("trace", "chats") else {*MODES, *(["always"] * (run.part == "speeds"))}
+            assert {one.rule for one in alike} == wanted
         assert len(setting(run).roles) == prefillers + both + decoders == (4 if run.part == "chats" else 8)
     chats_asked = [run for run in asked if run.part == "chats"]
     assert sum(run.long for run in chats_asked) == len(chats_asked) / 2
@@ -35,11 +52,14 @@ def test_every_rule_is_run_on_every_fleet_that_has_it(quick):
 
 def test_of_two_speeds_the_quick_engines_are_the_prefillers():
     made = setting(Run("speeds", "2:0:6"))
-    assert [one.speedup for one in made.profiles] == [2.0] * 4 + [1.0] * 4 and made.roles[:3] == [
-        "prefill",
-        "prefill",
-        "decode",
-    ]
+    assert made.profiles == [FAST] * 4 + [PROFILE] * 4 and made.roles[:3] == ["prefill", "prefill", "decode"]
+    for tokens, sequences, share in ((8000, 0, 0.51), (0, 50, 0.70)):
+        quick, slow = (
+            one.step.seconds(tokens, 0.0, sequences, 2000 * sequences, 0.5) - one.step.seconds(0, 0.0, 0, 0, 0.0)
+            for one in (FAST, PROFILE)
+        )
+        assert quick == pytest.approx(share * slow)
+    assert setting(Run("slow", "0:8:0")).profiles == [PROFILE] * 8
 
 
 def test_a_run_tells_of_the_chats_times_between_tokens(monkeypatch):
@@ -50,3 +70,15 @@ def test_a_run_tells_of_the_chats_times_between_tokens(monkeypatch):
     alone = Run("chats", "1:0:3", "always", requests=100, long=False)
     printed = table({run: told, alone: play(alone)})
     assert "always" in printed and f"{told.itl_p99:.1f}, {told.itl_p999:.1f} (" in printed
+
+
+def test_prompts_of_one_length_have_nothing_in_common():
+    made = prompts(2000, 13.0, 40, 1)
+    said = [one.turns[0].messages[0]["content"][0] for one in made.conversations]
+    assert {one.length for one in said} == {2000} and len({tuple(one.ids) for one in said}) == 40
+    assert len(made.starts) == 40
+
+
+def test_of_faults_a_prefiller_is_lost_and_comes_back():
+    (outage,) = setting(Run("faults", "2:0:6")).outages
+    assert outage.replica == 0 and outage.at < outage.until

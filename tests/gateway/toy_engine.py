@@ -48,6 +48,7 @@ class ToyDialect:
     chat_token_ids = (b'"toy":{"ids":', b"}")
     aborted = {ANY_PATH: re.compile(b'"toy_cut":true').search}
     transfer = None
+    peer_pull = None
     fills_templates_alike = True
     priority_paths, priority_header, priority_header_paths = (), None, ()
     limits_path = "/toy/limits"

@@ -1,6 +1,6 @@
 import pytest
 
-from replicas.replica import EventSource, parse_url, url_of
+from replicas.replica import EventSource, Replica, parse_url, url_of
 
 
 @pytest.mark.parametrize(
@@ -105,11 +105,26 @@ def test_a_url_nobody_can_use_is_refused_with_the_reason(text, said):
         "http://h:1#model=llama,role=decode",
         "http://h:1#events=tcp://h:5557,replay=tcp://h:5558,topic=t,model=m,role=prefill",
         "http://h:1#model=llama,spill=yes",
+        "http://h:1#peer=10.0.0.7:5710",
+        "http://h:1#role=decode,transfer=nixl,peer=[fd00::7]:5710",
     ],
 )
 def test_a_url_is_written_as_it_was_read(text):
     address = parse_url(text)
-    assert url_of(address.url, address.source, address.model, address.role, address.spill, address.transfer) == text
+    said = address.source, address.model, address.role, address.spill, address.transfer, address.bootstrap, address.peer
+    assert url_of(address.url, *said) == text
+
+
+def test_each_rank_passes_its_memory_on_at_a_port_of_its_own():
+    replica = Replica("h:1", "http://h:1", "h", 1, peer=parse_url("http://h:1#peer=10.0.0.7:5710").peer)
+    assert [replica.at_rank(rank, 0.0).peer for rank in range(3)] == [f"10.0.0.7:571{rank}" for rank in range(3)]
+    assert Replica("h:1", "http://h:1", "h", 1).at_rank(1, 0.0).peer == ""
+
+
+@pytest.mark.parametrize("peer", ["10.0.0.7", ":5710", "h:0", "h:65536", "h:x", "a b:1"])
+def test_a_peer_that_is_no_address_is_refused(peer):
+    with pytest.raises(ValueError, match="peer=|host|space"):
+        parse_url(f"http://h:1#peer={peer}")
 
 
 def test_a_replica_is_for_both_unless_its_url_says_otherwise():

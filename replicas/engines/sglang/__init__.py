@@ -50,6 +50,7 @@ class Sglang:
     priority_paths, priority_header, priority_header_paths = (), None, ()
     limits_path = "/server_info"
     transfer = BOOTSTRAP
+    peer_pull = None
     aborted = aborts.ABORTED  # as vLLM's: the finish reason "abort"
 
     def speaks(self, answers: Mapping[str, Answer]) -> bool:

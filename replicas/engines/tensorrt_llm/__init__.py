@@ -55,6 +55,7 @@ class TrtllmServe:
     priority_paths, priority_header, priority_header_paths = (), None, ()
     limits_path = ""
     transfer = None
+    peer_pull = None
     aborted = aborts.ABORTED
 
     def speaks(self, answers: Mapping[str, Answer]) -> bool:

@@ -7,7 +7,7 @@ from replicas.answer import Answer
 from replicas.engines.dialect import EventRecords, Sources, Tokenizing, Told
 from replicas.engines.vllm import aborts, log, metrics, sources
 from replicas.engines.vllm.events import Decoder
-from replicas.engines.vllm.transfer import NIXL
+from replicas.engines.vllm.transfer import NIXL, PEER_PULL
 from replicas.engines.vllm.versions import has_random_hash_seed, version_quirks
 from replicas.launch.command import LaunchProfile
 from replicas.problems import EVENTS_BY_HAND, Remedies
@@ -55,6 +55,7 @@ class Vllm:
     priority_header, priority_header_paths = b"x-vllm-priority", ("/v1/messages",)
     limits_path = "/server_info?config_format=json"  # with VLLM_SERVER_DEV_MODE=1
     transfer = NIXL
+    peer_pull = PEER_PULL
     aborted = aborts.ABORTED
 
     def speaks(self, answers: Mapping[str, Answer]) -> bool:

@@ -23,11 +23,14 @@ import orjson
 from replicas.engines.transfer import (
     CHAT,
     COMPLETIONS,
+    MESSAGES,
+    RESPONSES,
     Meeting,
     Transfer,
     json_object,
     one_sequence,
     one_token,
+    with_first,
 )
 from replicas.names import bracketed
 
@@ -107,6 +110,25 @@ NIXL, MOONCAKE = Nixl(), Mooncake()
 
 def _members(given: dict[str, Any]) -> bytes:
     return b'"%b":%b' % (_FIELD.encode(), orjson.dumps(given))
+
+
+class PeerPull:
+    """vLLM's offloading connector with the secondary tier `p2p`, read in the sources of 0.32
+    (`v1/kv_offload/tiering/p2p/manager.py`): a request that names a `remote_kv_source` asks there, at the side channel
+    (`VLLM_P2P_SIDE_CHANNEL_HOST`, `_PORT`), for what its own engine finds neither on the GPU nor in host memory. What
+    is not there is computed."""
+
+    paths = (CHAT, COMPLETIONS, RESPONSES, MESSAGES)
+
+    def body(self, body: bytes, peer: str, id: str) -> bytes | None:
+        if f'"{_FIELD}"'.encode() in body:
+            return None
+        host, _, port = peer.rpartition(":")
+        source = {"kv_request_id": id, "remote_host": host.strip("[]"), "remote_port": int(port)}
+        return with_first(body, _members({"remote_kv_source": source}))
+
+
+PEER_PULL = PeerPull()
 
 
 def _reached_its_limit(told: dict[str, Any]) -> bool:

@@ -37,6 +37,8 @@ def test_matches_are_those_of_the_cache_map(script, asked, observed):
             found.confirmed,
         )
         assert {slots.index(slot): runs for slot, runs in match.lower.items()} == found.lower
+        in_memory = real.leading("cpu", hashes)
+        assert [in_memory[slot] for slot in slots] == ours.leading("cpu", hashes)
         return found.held
 
     for kind, replica, chain, detail in script:

@@ -1,0 +1,111 @@
+"""What a Router reads and answers with: the map, and what is evaluated and decided of a request."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+from .costs import Lower
+from .legs import LegChoice
+from .vocabulary import Candidate, Choice, Demand, Pull
+
+
+def leading(runs: Iterable[tuple[str, int]], most: int, size: int = 1) -> Lower:
+    """Return the first `most` units of runs of a tier each, times `size`."""
+    kept: list[tuple[str, int]] = []
+    for tier, count in runs:
+        if most <= 0:
+            break
+        kept.append((tier, min(count, most) * size))
+        most -= count
+    return tuple(kept)
+
+
+def behind(runs: Iterable[tuple[str, int]], start: int) -> Lower:
+    """Return what is left of runs of a tier each behind their first `start` units."""
+    kept: list[tuple[str, int]] = []
+    for tier, count in runs:
+        if count > start:
+            kept.append((tier, count - start))
+        start = max(0, start - count)
+    return tuple(kept)
+
+
+class Match(Protocol):
+    """How many leading blocks of a prompt each slot of a map holds, and what follows in lower tiers, in runs."""
+
+    @property
+    def held(self) -> Sequence[int]: ...
+
+    @property
+    def lower(self) -> Mapping[int, Sequence[tuple[str, int]]]: ...
+
+
+class PrefixMap(Protocol):
+    """Who holds which prefix. A replica is a slot here, a prompt the hashes of its blocks."""
+
+    def match(self, hashes: Sequence[int], now: float, most: int | None = None) -> Match:
+        """`most`: of these blocks, how many can be hits (None: all)."""
+
+    def leading(self, tier: str, hashes: Sequence[int]) -> Sequence[int]:
+        """How many leading blocks each slot is known to hold in this slower tier, whatever it holds elsewhere."""
+
+    def expect(self, slot: int, hashes: Sequence[int], now: float) -> None:
+        """The prompt was just sent there, after `match` of the same."""
+
+    def take_back(self, slot: int, hashes: Sequence[int], held: int, now: float) -> None:
+        """It was not computed there: what was expected at `now`, beyond the `held` blocks, will not come."""
+
+    def learn(self, slot: int, hashes: Sequence[int], predicted: int, reported: int) -> None:
+        """The engine told how many blocks of this prompt it had found."""
+
+    def clear(self, slot: int) -> None:
+        """The replica holds nothing."""
+
+    def detach(self, slot: int) -> None:
+        """The replica is gone, and its slot free for another."""
+
+
+NO_PULLS: Mapping[str, Pull] = {}
+
+
+class Held(NamedTuple):
+    """A request in the tokens and blocks of one space, and how many of its blocks each slot of the map holds."""
+
+    demand: Demand
+    match: Match | None
+
+
+class Evaluation(NamedTuple):
+    """What the policy would do with a request by the loads known here. Nothing is done yet. `overlap`: prompt tokens
+    that the candidate it chose holds in its first tier; `lower`: those that follow in slower tiers. `settled`:
+    admission has chosen how it goes, in these `legs`, or whole if there are none."""
+
+    demand: Demand
+    candidates: Sequence[Candidate]
+    choice: Choice
+    overlap: int
+    spaces: Mapping[int, Held] | None = None  # by space, where the candidates are of several
+    lower: Lower = ()
+    pulls: Mapping[str, Pull] = NO_PULLS  # of the candidates that would fetch from another replica
+    settled: bool = False
+    legs: LegChoice | None = None
+
+
+class Decision(NamedTuple):
+    """What a ledger that several gateways share has chosen and counted: `index` into the candidates, prompt tokens held
+    there in the first tier, what other gateways have on it, whether the reservation is in the sums that count now, and
+    prompt tokens held in slower tiers. Tokens are those of the evaluation's demand; what is not held is counted. `note`
+    is the ledger's own, of what it told other gateways."""
+
+    index: int  # type: ignore[assignment]  # hides tuple.index, which nobody calls
+    replica: str
+    overlap: int
+    others: tuple[int, ...]
+    counted: bool
+    lower: Lower = ()
+    note: bytes = b""
+
+
+# Who may compute a request's prompt, and who may write its answer with the cache of one of these.
+Pairing = tuple[Sequence[Candidate], Sequence[Candidate]]

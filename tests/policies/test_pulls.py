@@ -1,0 +1,154 @@
+"""Peer pulls: who fetches a prompt from whom, what that is taken to cost, and what it teaches."""
+
+import pytest
+
+from policies import CostGroup, Decision, Demand, Ledger, Load, Router, make
+from policies.costs import PEER
+from policies.ledger import NOTHING
+from policies.legs import LATENCY, TOKEN
+
+from .test_router import Prefixes
+
+SIZE = 16
+
+
+class Shared(Prefixes):
+    """A map in which one also says how many leading blocks each holds in its host memory."""
+
+    def __init__(self, *held, memory=(), **more):
+        super().__init__(*held, **more)
+        self.memory = memory
+
+    def leading(self, tier, hashes):
+        assert tier == "cpu"
+        return [min(blocks, len(hashes)) for blocks in self.memory]
+
+
+def fleet(*held, memory, policy="least_time", **more):
+    made = Router(make(policy), Shared(*held, memory=memory, **more), Ledger(), CostGroup())
+    return made, [made.add(f"r{slot}", slot) for slot in range(len(held))]
+
+
+def demand(blocks=1000, **more):
+    return Demand(SIZE * blocks + 1, SIZE, 1, hashes=range(1, blocks + 1), now=1.0, **more)
+
+
+def busy(made, candidate, count=60):
+    for _ in range(count):
+        made.commit_decoder(Demand(4000), candidate, 1.0)
+        made.ledger.reserve(candidate.replica, 4000, 4000)
+
+
+def placed(made, everybody, asked=None, peers=None):
+    asked = asked or demand()
+    evaluation = made.evaluate(asked, made.targets(everybody), 1.0, peers=everybody if peers is None else peers)
+    return made.commit(evaluation, 1.0)
+
+
+def test_an_idle_replica_takes_the_prompt_from_the_memory_of_a_busy_one():
+    made, everybody = fleet(1000, 0, memory=(1000, 0))
+    busy(made, everybody[0])
+    placement = placed(made, everybody)
+    assert placement.candidate is everybody[1] and placement.pull.source == "r0"
+    assert (placement.overlap, placement.pull.tokens, placement.cached) == (0, 16_000, 16_000)
+    assert placement.lower == ((PEER, 16_000),)
+    assert placement.pull.seconds == pytest.approx(LATENCY + 16_000 * TOKEN)
+    assert placement.reservation.uncached == 1, "what is fetched is not computed"
+
+
+def test_where_computing_costs_no_more_nothing_is_pulled():
+    made, everybody = fleet(3, 0, memory=(3, 0))
+    busy(made, everybody[0])
+    assert placed(made, everybody, demand(3)).pull is None
+    made, everybody = fleet(1000, 0, memory=(1000, 0))
+    busy(made, everybody[0])
+    for _ in range(30):
+        made.pulls.observe("r0", "r1", 16_000, 60.0)
+    assert placed(made, everybody).pull is None
+
+
+def test_a_pull_counts_behind_what_the_replica_has_itself():
+    """In its GPU and in its own slower tiers, in that order."""
+    made, everybody = fleet(1000, 100, memory=(900, 0), lower={1: [("cpu", 50), ("disk", 10)]})
+    busy(made, everybody[0])
+    placement = placed(made, everybody)
+    assert placement.candidate is everybody[1]
+    assert placement.lower == (("cpu", 800), ("disk", 160), (PEER, SIZE * (900 - 160)))
+    assert placement.cached == 900 * SIZE and everybody[1].fetch_seconds > placement.pull.seconds > LATENCY
+
+
+def test_only_what_lies_in_host_memory_can_be_pulled_and_only_by_those_who_can():
+    made, everybody = fleet(1000, 0, memory=(0, 0))
+    busy(made, everybody[0])
+    assert placed(made, everybody).pull is None
+    made, everybody = fleet(1000, 0, memory=(1000, 0))
+    busy(made, everybody[0])
+    for peers in ([], everybody[:1], everybody[1:]):
+        assert placed(made, everybody, peers=peers).pull is None
+
+
+@pytest.mark.parametrize("asked", [demand(reads_cache=False), Demand(16_001, SIZE, 1)])
+def test_what_finds_nothing_in_a_cache_pulls_nothing(asked):
+    made, everybody = fleet(1000, 0, memory=(1000, 0))
+    busy(made, everybody[0])
+    assert placed(made, everybody, asked).pull is None
+
+
+def test_a_policy_that_does_not_count_in_seconds_has_no_price_for_it():
+    made, everybody = fleet(1000, 0, memory=(1000, 0), policy="least_load")
+    busy(made, everybody[0])
+    assert placed(made, everybody).pull is None
+
+
+def test_of_several_holders_the_one_from_which_it_costs_least():
+    made, everybody = fleet(1000, 1000, 0, memory=(1000, 1000, 0))
+    for one in everybody[:2]:
+        busy(made, one)
+    for _ in range(20):
+        made.pulls.observe("r0", "r2", 16_000, 0.5)
+        made.pulls.observe("r1", "r2", 16_000, 0.05)
+    assert placed(made, everybody).pull.source == "r1"
+    made.pulls.failed("r1", "r2", 1.0)
+    assert placed(made, everybody).pull is None or placed(made, everybody).pull.source == "r0"
+
+
+def test_what_a_first_token_took_beyond_its_own_computing_teaches_the_pair():
+    made, everybody = fleet(1000, 0, memory=(1000, 0))
+    busy(made, everybody[0])
+    placement = placed(made, everybody)
+    before = made.pulls.seconds("r0", "r1", 16_000)
+    rest = placement.ttft - placement.pull.seconds
+    ttft = everybody[1].costs.ttft_seconds(Load(), 16_001, 0, 1.0)
+    made.first_token(placement, 1.5, rest + 3 * before)
+    assert made.pulls.seconds("r0", "r1", 16_000) == pytest.approx(3 * before)
+    assert everybody[1].costs.ttft_seconds(Load(), 16_001, 0, 1.0) == ttft, "computing is learned from others"
+
+
+def test_the_next_request_has_no_pull_left_over():
+    made, everybody = fleet(1000, 0, memory=(1000, 0))
+    busy(made, everybody[0])
+    placed(made, everybody)
+    made.evaluate(Demand(100, SIZE), made.targets(everybody), 2.0)
+    assert [(one.lower, one.pull) for one in everybody] == [((), None)] * 2
+
+
+def test_many_replicas_pull_as_few_do():
+    held = [1000] + [0] * 19
+    made, everybody = fleet(*held, memory=held)
+    busy(made, everybody[0])
+    targets = made.targets(everybody)
+    assert targets.roster is not None
+    placement = made.commit(made.evaluate(demand(), targets, 1.0, peers=everybody), 1.0)
+    assert placement.pull is not None and placement.pull.source == "r0" and placement.candidate is not everybody[0]
+
+
+def test_what_a_shared_ledger_knows_to_be_held_is_not_pulled():
+    """Other gateways have sent the beginning there meanwhile."""
+    made, everybody = fleet(1000, 0, memory=(1000, 0))
+    busy(made, everybody[0])
+    evaluation = made.evaluate(demand(), made.targets(everybody), 1.0, peers=everybody)
+    decision = Decision(1, "r1", 400 * SIZE, NOTHING, True, ((PEER, 600 * SIZE),))
+    placement = made.commit(evaluation, 1.0, decision)
+    assert (placement.overlap, placement.pull.tokens) == (400 * SIZE, 600 * SIZE)
+    whole = made.commit(evaluation, 1.0, Decision(1, "r1", 1000 * SIZE, NOTHING, True))
+    assert whole.pull is None

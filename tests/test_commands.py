@@ -294,7 +294,9 @@ async def test_what_operators_ask_the_admin_side_is_answered():
     asked = [words(command) for command in commands(ROOT / "docs/operations.md") if command.startswith("curl")]
     assert len(asked) >= 6
     async with running("--launch", "1") as gateway:
-        name = (await gateway.ready(1))["replicas"][0]["id"]
+        await gateway.ready(1)
+        status = await gateway.until(lambda status: status["ready"])  # its tokenizer is loaded after that
+        name = status["replicas"][0]["id"]
         # Last what ends the engine.
         for given in sorted(asked, key=lambda given: ("DELETE" in given, "drain" in str(given))):
             if any(part in word for part in NOT_ANSWERED for word in given):

@@ -29,7 +29,7 @@ class Running:
         self.process, self.log = process, log
         self.url = f"http://127.0.0.1:{port}"
         self.client = httpx.AsyncClient(base_url=self.url, timeout=30)
-        self.admin = httpx.AsyncClient(base_url=f"http://127.0.0.1:{admin_port}", timeout=10)
+        self.admin = httpx.AsyncClient(base_url=f"http://127.0.0.1:{admin_port}", timeout=30)
 
     async def chat(self, messages, **fields) -> httpx.Response:
         return await self.client.post(
@@ -43,7 +43,7 @@ class Running:
         """The sum of a metric's series with these labels; all of them are on the page from the start."""
         return counted((await self.admin.get("/metrics")).text, name, **labels)
 
-    async def until(self, true, seconds: float = 60) -> dict:
+    async def until(self, true, seconds: float = 180) -> dict:
         """Wait until `true(status)`; returns that status."""
         end = asyncio.get_running_loop().time() + seconds
         while not true(status := await self.status()):
@@ -76,8 +76,8 @@ async def running(*args: str, env: Mapping[str, str] = {}):
 
     reader = asyncio.create_task(read())
     try:
-        # 1 s, but for machines that are busy with other things
-        ports = await asyncio.wait_for(asyncio.shield(found), 60)
+        # 1 s, but for machines that are busy with other things: a minute was too short for workers
+        ports = await asyncio.wait_for(asyncio.shield(found), 180)
         gateway = Running(process, *ports, log)
         async with gateway.client, gateway.admin:
             yield gateway

@@ -1,12 +1,15 @@
 """Virtual and wall clock agree: the same load on the simulator, and on a real gateway with real engine processes.
 
 The engines are made slow, so that what processes and sockets take (about 7 ms a request on two busy cores) is little
-beside what the engines take, which both sides know.
+beside what the engines take, which both sides know. What the processes waited for a core that others had, the kernel
+counts: so much later than in virtual time answers may be.
 """
 
 import asyncio
+import os
 import random
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -21,6 +24,7 @@ from policies.rules import least_time
 from replicas.simulated.profile import load_profile
 
 ENGINES, BLOCKS, SLOW, SALT = 2, 4000, 0.15, 7
+CLOSE = 0.02  # seconds that decide no choice of the load
 
 
 def load() -> Workload:
@@ -36,13 +40,24 @@ def load() -> Workload:
     return Workload(asked, starts)
 
 
-async def on_the_wall(policy: str, profile) -> Run:
+def waited(pid: int) -> float:
+    """Seconds for which this process and those below it were ready to run and had no core. 0 where one has ended."""
+    try:
+        below = [child for one in Path(f"/proc/{pid}/task").glob("*/children") for child in one.read_text().split()]
+        return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9 + sum(map(waited, map(int, below)))
+    except OSError:
+        return 0.0
+
+
+async def on_the_wall(policy: str, profile) -> tuple[Run, float]:
+    """The run, and how long its processes waited for a core meanwhile, and those of others that run beside it."""
     async with Stack(policy, ENGINES, str(profile), isolated=True) as stack:
         client, work = Client(stack.base_url), load()
         run = Run(work.conversations, work.starts, client, Asking("sim", COMPLETIONS, True, ignore_eos=True, salt=SALT))
+        before = waited(os.getpid())
         await run.go()
         client.close()
-    return run
+        return run, waited(os.getpid()) - before
 
 
 def narrowest(setting: Setting) -> float:
@@ -61,14 +76,15 @@ def narrowest(setting: Setting) -> float:
     return min(ahead)
 
 
-def disagreements(virtual: dict, real: dict) -> list[str]:
+def disagreements(virtual: dict, real: dict, held_up: float) -> list[str]:
+    """`held_up`: seconds that each request was, in the mean. A request that waits holds up those behind it."""
     assert real["completed"] == virtual["completed"] == 32
-    pairs = [("hit rate", virtual["cache"]["hit_rate"], pytest.approx(real["cache"]["hit_rate"], abs=0.01))]
-    pairs += [
-        (quantile, virtual["ttft_ms"][quantile], pytest.approx(real["ttft_ms"][quantile], rel=0.1))
-        for quantile in ("p50", "p90")
-    ]
-    return [f"{what}: {ours} in virtual time, {theirs} on the wall" for what, ours, theirs in pairs if ours != theirs]
+    found = [(quantile, virtual["ttft_ms"][quantile], real["ttft_ms"][quantile]) for quantile in ("p50", "p90")]
+    wrong = [one for one in found if not 0.9 * one[1] <= one[2] <= 1.1 * one[1] + 3e3 * held_up]
+    hits = ("hit rate", virtual["cache"]["hit_rate"], real["cache"]["hit_rate"])
+    if held_up < CLOSE / 4 and hits[1] != pytest.approx(hits[2], abs=0.01):  # else it may have decided a choice
+        wrong.append(hits)
+    return [f"{what}: {ours} in virtual time, {theirs} on the wall" for what, ours, theirs in wrong]
 
 
 @pytest.mark.timeout(240)
@@ -77,7 +93,7 @@ async def test_hit_rate_and_ttft_are_those_of_processes(tmp_path):
     profile.write_text(f"engine: sim\ntiming: gpu-8b\nspeedup: {SLOW}\nnum_blocks: {BLOCKS}\n")
     engine = replace(load_profile("gpu-8b", num_blocks=BLOCKS), speedup=SLOW)
     settings = {policy: Setting(policy, [engine] * ENGINES, salt=SALT) for policy in ("round_robin", "least_time")}
-    assert narrowest(settings["least_time"]) > 0.02, (
+    assert narrowest(settings["least_time"]) > CLOSE, (
         "another seed is needed: the load has a choice that some milliseconds decide"
     )
     virtual = {policy: summarise(simulate(load(), setting)) for policy, setting in settings.items()}
@@ -86,8 +102,8 @@ async def test_hit_rate_and_ttft_are_those_of_processes(tmp_path):
         runs = await asyncio.gather(*(on_the_wall(policy, profile) for policy in virtual))
         wrong = [
             f"{policy}: {found}"
-            for policy, run in zip(virtual, runs, strict=True)
-            for found in disagreements(virtual[policy], summarise(run))
+            for policy, (run, seconds) in zip(virtual, runs, strict=True)
+            for found in disagreements(virtual[policy], summarise(run), seconds / (len(runs) * len(load().starts)))
         ]
         if not wrong:
             break

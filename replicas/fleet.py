@@ -145,6 +145,7 @@ class Fleet:
         replica = Replica(name, f"http://{name}", HOST, ports.http, managed=True, since=monotonic())
         replica.reason, replica.dialect = "its process is being started", by_id(profile.engine)
         replica.key, replica.role, replica.spill = self._engine_key, role, spill
+        replica.moves_by, replica.bootstrap = profile.transfer, profile.bootstrap(ports)
 
         def started(pid: int) -> None:
             replica.restarts += replica.state is State.FAILED

@@ -64,6 +64,13 @@ class LaunchProfile(Protocol):
     def no_transfer(self) -> str:
         """Why its engines pass no prompt's cache on, and what would be right; "" if they do."""
 
+    @property
+    def transfer(self) -> str:
+        """How its engines pass caches on, one of `replicas.engines.TRANSFERS`; "": as engines of its kind do."""
+
+    def bootstrap(self, ports: Ports) -> int:
+        """The port at which engines that fetch a prompt's cache find one of its engines; 0: none is needed."""
+
     def unlike(self, decoder: Self) -> list[str]:
         """What keeps engines of `decoder` from fetching a cache from those of this one, which is of the same kind and
         passes caches on; [] if nothing does."""

@@ -133,8 +133,11 @@ def test_what_vllm_would_refuse_at_the_first_transfer_is_refused_here(tmp_path):
     assert "one pipeline stage only, and the decoder's pipeline_parallel_size is 2" in refused(
         tmp_path, staged, model="sim"
     )
-    pair = "p: {profile: pd-prefill, launch: 1}\nd: {profile: pd-decode, launch: 4}"
-    assert [one.role for one in planned(tmp_path, pair, model="sim")] == ["prefill", "decode"]
+    for name in ("pd", "pd-mooncake"):
+        pair = f"p: {{profile: {name}-prefill, launch: 1}}\nd: {{profile: {name}-decode, launch: 4}}"
+        assert [one.role for one in planned(tmp_path, pair, model="sim")] == ["prefill", "decode"]
+    mixed = "p: {profile: pd-prefill, launch: 1}\nd: {profile: pd-mooncake-decode, launch: 4}"
+    assert "kv_connector is NixlConnector in one and MooncakeConnector" in refused(tmp_path, mixed, model="sim")
 
 
 def test_a_connector_that_is_not_there_is_refused_with_what_to_install(tmp_path):
@@ -197,6 +200,30 @@ async def test_prompts_are_computed_in_one_pool_and_answered_by_the_other(tmp_pa
         assert answer.status_code == 200, "a decoder computes the prompt itself while there is no prefiller"
         back = await gateway.ready(4)
         assert {one["id"]: one["role"] for one in back["replicas"]} == roles, "it has its role again"
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+async def test_pools_that_pass_caches_on_by_mooncake_need_no_more_than_their_profile(tmp_path, workers):
+    """The gateway knows where each engine is found by those that fetch, also after it was started again."""
+    profile = tmp_path / "mooncake.yaml"
+    profile.write_text("engine: sim\nkv_connector: mooncake\nspeedup: 50\n")
+    pools = (
+        f"{{p: {{profile: {profile}, launch: 2, role: prefill}}, d: {{profile: {profile}, launch: 1, role: decode}}}}"
+    )
+    async with running("--pools", pools, "--workers", workers, "--policy", "round_robin") as gateway:
+        replicas = (await gateway.ready(3))["replicas"]
+        assert {one["transfer"] for one in replicas} == {"mooncake"}
+        for number in range(4):
+            answer = await gateway.chat([{"role": "user", "content": f"{number}. " + TEXT * 40}])
+            assert answer.status_code == 200, answer.text
+        assert await gateway.counted("hitherto_legs_total", leg="decode", outcome="complete") == 4
+        os.kill(next(one["pid"] for one in replicas if one["role"] == "prefill"), signal.SIGKILL)
+        await gateway.until(lambda status: sum(one["state"] == "ready" for one in status["replicas"]) < 3)
+        await gateway.ready(3)
+        for number in range(4):
+            answer = await gateway.chat([{"role": "user", "content": f"again {number}. " + TEXT * 40}])
+            assert answer.status_code == 200, answer.text
+        assert await gateway.counted("hitherto_legs_total", leg="decode", outcome="complete") == 8
 
 
 async def test_pools_of_two_models_are_each_exact(tmp_path):

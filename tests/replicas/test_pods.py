@@ -52,6 +52,8 @@ def test_a_url_says_what_no_label_says():
         "decode",
     )
     assert parse_url(discover.url_of("10.0.0.7", {"llm-d.ai/role": "prefill"})).role == "prefill"
+    mooncake = Discover(selector="a=b", url="http://{ip}:8000#transfer=mooncake,bootstrap=9000")
+    assert parse_url(mooncake.url_of("10.0.0.7", {})).bootstrap == 9000
 
 
 def test_an_address_of_ipv6_stands_in_brackets():

@@ -26,7 +26,9 @@ class SimProfile(BaseModel):
     kv_events: bool = True
     cached_tokens: bool = True
     role: Literal["prefill", "decode", "both"] = "both"
-    kv_connector: bool = Field(False, description="pass prompts' caches on to other simulated engines")
+    kv_connector: bool | Literal["mooncake"] = Field(
+        False, description="pass prompts' caches on to other simulated engines, as NIXL (true) or Mooncake do"
+    )
     lora: list[str] = []
     seed: int | None = None
     extra_args: list[str] = []
@@ -46,8 +48,19 @@ class SimProfile(BaseModel):
         connects = self.kv_connector or "--kv-connector" in self.extra_args
         return "" if connects else "its engines pass no cache on: add `kv_connector: true` to the profile"
 
+    @property
+    def transfer(self) -> str:
+        return self.kv_connector if isinstance(self.kv_connector, str) else ""
+
+    def bootstrap(self, ports: Ports) -> int:
+        return ports.http if self.transfer else 0  # it is found where it answers
+
     def unlike(self, decoder: Self) -> list[str]:
-        return []  # what is moved is told in tokens
+        if self.transfer == decoder.transfer:
+            return []  # what is moved is told in tokens
+        return [
+            f"kv_connector is {self.kv_connector} in one and {decoder.kv_connector} in the other: give both the same"
+        ]
 
     def place(self, count: int, used: Sequence[str] = ()) -> tuple[Self, list[dict[str, str]]]:
         """The profile as this machine can run it, and each replica's own environment."""
@@ -75,7 +88,7 @@ class SimProfile(BaseModel):
         if not self.cached_tokens:
             argv += ["--no-cached-tokens"]
         if self.kv_connector:
-            argv += ["--kv-connector"]
+            argv += ["--kv-connector", *filter(None, [self.transfer])]
         for name in self.lora:
             argv += ["--lora", name]
         return Command(argv + self.extra_args, _with_import_path(self.env))

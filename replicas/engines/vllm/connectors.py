@@ -22,13 +22,18 @@ UCX_CPU = {"UCX_TLS": "tcp,self,sm,cma"}
 
 
 class Connector(NamedTuple):
-    """`package`: what has to be installed beside vLLM, by the name of its folder; `install`: by pip's."""
+    """`package`: what has to be installed beside vLLM, by the name of its folder; `install`: by pip's. `transfer`: how
+    its engines pass caches on, one of `replicas.engines.TRANSFERS` by id; "": as vLLM's do if nothing is said."""
 
     package: str
     install: str
+    transfer: str = ""
 
     def environment(self, host: str, ports: Ports, on_cpu: bool) -> dict[str, str]:
-        """Each rank listens on the port behind that of the rank before it."""
+        """Side channels of NIXL: each rank listens on the port behind that of the rank before it. Of Mooncake one
+        server tells of all ranks."""
+        if self is MOONCAKE:
+            return {"VLLM_MOONCAKE_BOOTSTRAP_PORT": str(ports.side), "PYTHONHASHSEED": "0"}
         return {
             "VLLM_NIXL_SIDE_CHANNEL_HOST": host,
             "VLLM_NIXL_SIDE_CHANNEL_PORT": str(ports.side),
@@ -38,8 +43,9 @@ class Connector(NamedTuple):
 
 
 NIXL = Connector("nixl", "nixl")
-# Those whose parameters the dialect's `Transfer` writes and reads: decoders fetch, nobody pushes.
-CONNECTORS = {"NixlConnector": NIXL, "NixlPullConnector": NIXL}
+MOONCAKE = Connector("mooncake", "mooncake-transfer-engine", "mooncake")
+# Those that the gateway can speak for, by vLLM's name. Decoders fetch, nobody pushes.
+CONNECTORS = {"NixlConnector": NIXL, "NixlPullConnector": NIXL, "MooncakeConnector": MOONCAKE}
 SEVERAL = "MultiConnector"
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from replicas.engines.vllm.connectors import CONNECTORS, SEVERAL, connector_of, names
+from replicas.engines.vllm.connectors import CONNECTORS, MOONCAKE, NIXL, SEVERAL, connector_of, names
 from replicas.engines.vllm.fields import Fields
 
 # Speculators that read the model's hidden states, and have a cache of their own.
@@ -56,14 +56,27 @@ def unlike(prefiller: Fields, decoder: Fields, its_version: str | None, version:
     if connector_of(prefiller) is not connector_of(decoder):
         one, other = (", ".join(names(fields)) or "none" for fields in (prefiller, decoder))
         found.append(f"kv_connector is {one} in one and {other} in the other: give both the same")
-    if decoder.pipeline_parallel_size > 1:
+    if connector_of(decoder) is NIXL and decoder.pipeline_parallel_size > 1:
         found.append(
             f"vLLM moves caches to engines of one pipeline stage only, and the decoder's pipeline_parallel_size is "
             f"{decoder.pipeline_parallel_size}: use tensor_parallel_size in its place"
         )
+    if connector_of(decoder) is MOONCAKE:
+        found += _unlike_of_mooncake(prefiller, decoder)
     theirs, ours = prefiller.block_size, decoder.block_size
     if theirs and ours and ours % theirs:
         found.append(f"block_size {ours} of the decoder is no multiple of the prefiller's {theirs}")
+    return found
+
+
+def _unlike_of_mooncake(prefiller: Fields, decoder: Fields) -> list[str]:
+    found = []
+    one, other = prefiller.tensor_parallel_size, decoder.tensor_parallel_size
+    if max(one, other) % min(one, other):
+        found.append(f"tensor_parallel_size is {one} in one and {other} in the other: one must divide the other")
+    for side, fields, wrong in (("prefiller", prefiller, "kv_consumer"), ("decoder", decoder, "kv_producer")):
+        if fields.kv_transfer_config is not None and fields.kv_transfer_config.kv_role == wrong:
+            found.append(f"kv_role of the {side} is {wrong}, and Mooncake keeps to it: leave it at kv_both")
     return found
 
 

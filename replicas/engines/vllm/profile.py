@@ -51,6 +51,14 @@ class VllmProfile(Fields):
         executable = find_executable(self.executable)
         return no_transfer(self) or not_installed(self, executable, installed(executable))
 
+    @property
+    def transfer(self) -> str:
+        connector = connector_of(self)
+        return connector.transfer if connector is not None else ""
+
+    def bootstrap(self, ports: Ports) -> int:
+        return ports.side if self.transfer else 0
+
     def unlike(self, decoder: Self) -> list[str]:
         versions = tuple(installed_version(find_executable(one.executable)) for one in (self, decoder))
         return unlike(self, decoder, *versions)

@@ -146,7 +146,7 @@ def _scheduling(p: Fields) -> Iterator[Rule]:
 def _legs(p: Fields) -> Iterator[Rule]:
     connector = p.kv_transfer_config.kv_connector if p.kv_transfer_config else ""
     yield (
-        p.role == DECODE and connector and p.pipeline_parallel_size > 1,
+        p.role == DECODE and connector.startswith("Nixl") and p.pipeline_parallel_size > 1,
         f"role {DECODE}: {connector} moves caches to engines of one pipeline stage only, and pipeline_parallel_size is "
         f"{p.pipeline_parallel_size}: use tensor_parallel_size in its place",
     )

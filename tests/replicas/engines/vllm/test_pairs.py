@@ -61,7 +61,7 @@ def test_versions_are_compared_where_both_are_known():
 
 
 @pytest.mark.parametrize(
-    "connector", ["NixlPushConnector", "LMCacheConnectorV1", "MooncakeConnector", "OffloadingConnector"]
+    "connector", ["NixlPushConnector", "LMCacheConnectorV1", "MooncakeStoreConnector", "OffloadingConnector"]
 )
 def test_connectors_that_the_gateway_cannot_speak_for_are_named(connector):
     assert connector in parse(f"kv_transfer_config: {{kv_connector: {connector}}}").no_transfer
@@ -107,3 +107,30 @@ def test_two_engines_have_one_connector():
     assert "kv_connector is NixlConnector in one and OffloadingConnector" in "; ".join(
         unlike(parse(NIXL), offloads, None, None)
     )
+
+
+MOONCAKE = "kv_transfer_config: {kv_connector: MooncakeConnector%s}\n"
+
+
+def between(prefiller: str, decoder: str) -> str:
+    return "; ".join(unlike(parse(prefiller), parse(decoder), None, None))
+
+
+def test_mooncake_moves_caches_between_sizes_of_which_one_divides_the_other():
+    plain = MOONCAKE % ""
+    assert not between(plain + "tensor_parallel_size: 4\npipeline_parallel_size: 2", plain + "tensor_parallel_size: 2")
+    assert "tensor_parallel_size is 3 in one and 2 in the other" in between(
+        plain + "tensor_parallel_size: 3", plain + "tensor_parallel_size: 2"
+    )
+
+
+def test_mooncake_keeps_to_its_kv_role():
+    consumer, producer = (MOONCAKE % f", kv_role: {role}" for role in ("kv_consumer", "kv_producer"))
+    assert not between(producer, consumer)
+    said = between(consumer, producer)
+    assert "kv_role of the prefiller is kv_consumer" in said and "kv_role of the decoder is kv_producer" in said
+    assert not between(NIXL.replace("}", ", kv_role: kv_consumer}"), NIXL), "NIXL does not"
+
+
+def test_nixl_and_mooncake_pass_nothing_to_each_other():
+    assert "kv_connector is NixlConnector in one and MooncakeConnector in the other" in between(NIXL, MOONCAKE % "")

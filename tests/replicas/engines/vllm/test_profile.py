@@ -135,6 +135,16 @@ def test_what_moves_caches_is_told_what_it_needs_and_a_profile_has_the_last_word
     assert parse("").command("127.0.0.1", PORTS, MODEL).env == {}
 
 
+def test_mooncake_has_a_server_of_its_own_that_the_gateway_knows():
+    mooncake = parse("kv_transfer_config: {kv_connector: MooncakeConnector}")
+    assert (mooncake.transfer, mooncake.bootstrap(PORTS), mooncake.no_transfer) == ("mooncake", PORTS.side, "")
+    first, second = (mooncake.command("127.0.0.1", Ports.run(at, 2), MODEL).env for at in (20000, 20100))
+    assert first == {"VLLM_MOONCAKE_BOOTSTRAP_PORT": "20005", "PYTHONHASHSEED": "0"}
+    assert second["VLLM_MOONCAKE_BOOTSTRAP_PORT"] == "20105"
+    nixl = parse("kv_transfer_config: {kv_connector: NixlConnector}")
+    assert (nixl.transfer, nixl.bootstrap(PORTS)) == ("", 0)
+
+
 def test_a_connector_among_several_is_told_as_well():
     several = "kv_transfer_config: {kv_connector: MultiConnector, kv_connector_extra_config: {connectors: [%s]}}"
     nixl = parse(several % "{kv_connector: OffloadingConnector}, {kv_connector: NixlConnector, kv_role: kv_both}")
@@ -329,7 +339,7 @@ def test_the_executable_is_found_as_the_shell_would_or_beside_our_python(tmp_pat
 
 def test_an_example_for_every_kind_of_machine():
     kinds = {"vllm", "cpu", "small-gpu", "8-gpu", "moe-expert-parallel", "mla", "long-context"}
-    assert set(EXAMPLES) == kinds | {"pd-prefill", "pd-decode", "pd-cpu"}
+    assert set(EXAMPLES) == kinds | {"pd-prefill", "pd-decode", "pd-mooncake-prefill", "pd-mooncake-decode", "pd-cpu"}
     worlds = {name: profile.load(name).world for name in EXAMPLES}
     assert worlds == {
         "vllm": 1,
@@ -341,5 +351,7 @@ def test_an_example_for_every_kind_of_machine():
         "long-context": 4,
         "pd-prefill": 4,
         "pd-decode": 1,
+        "pd-mooncake-prefill": 4,
+        "pd-mooncake-decode": 1,
         "pd-cpu": 1,
     }

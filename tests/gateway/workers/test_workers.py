@@ -67,23 +67,32 @@ class Client:
 async def clients(stack: AsyncExitStack, gateway: Running, each: int) -> list[list[Client]]:
     """So many connections to each worker, by worker: the kernel spreads them, so more are opened until all have
     enough."""
-    found: list[list[Client]] = [[] for _ in connections(await gateway.status())]
+    found: list[list[Client]] = [[] for _ in await connections(gateway)]
     for number in range(200):
-        before = connections(await gateway.status())
+        before = await connections(gateway)
         one = Client(gateway, number)
         await stack.enter_async_context(one.http)
         await one.ask("hello")
-        worker = next(
-            at for at, (now, then) in enumerate(zip(connections(await gateway.status()), before)) if now > then
-        )
+        worker = next(at for at, (now, then) in enumerate(zip(await connections(gateway), before)) if now > then)
         found[worker].append(one)
         if all(len(some) >= each for some in found):
             return found
     raise AssertionError("the kernel gave no connection to some worker")
 
 
-def connections(status) -> list[int]:
+async def connections(gateway: Running) -> list[int]:
+    """Of each worker. One that does not answer within 2 s, as on a busy machine, is neither ready nor counted."""
+    status = await gateway.until(lambda status: all(one["ready"] for one in status["workers"]))
+    return counts(status)
+
+
+def counts(status) -> list[int]:
     return [one["connections"] for one in status["workers"]]
+
+
+def apart(some: Mapping[str, float], others: Mapping[str, float]) -> float:
+    """How far predictions of the same replicas are from each other, in all."""
+    return sum(abs(one - others[id]) for id, one in some.items())
 
 
 def pids(status) -> list[int]:
@@ -138,14 +147,14 @@ async def test_what_one_worker_sent_the_other_knows(gateway):
 
 @pytest.mark.asyncio(loop_scope="module")
 async def test_connections_spread(gateway):
-    before = connections(await gateway.status())
+    before = await connections(gateway)
     readers = [await asyncio.open_connection("127.0.0.1", gateway.client.base_url.port) for _ in range(64)]
-    status = await gateway.until(lambda status: sum(connections(status)) == sum(before) + 64)
+    status = await gateway.until(lambda status: sum(counts(status)) == sum(before) + 64)
     # of 64 coins the worse side shows less once in 10^9
-    assert min(now - then for now, then in zip(connections(status), before)) > 8
+    assert min(now - then for now, then in zip(counts(status), before)) > 8
     for _, writer in readers:
         writer.close()
-    await gateway.until(lambda status: sum(connections(status)) == sum(before))
+    await gateway.until(lambda status: sum(counts(status)) == sum(before))
 
 
 @pytest.mark.asyncio(loop_scope="module")
@@ -227,12 +236,10 @@ async def test_a_killed_worker_takes_its_own_clients_and_is_replaced(engines):
         await gateway.until(lambda status: sum(one.answers for group in some for one in group) > answers + 100)
         ending.set()
         await asyncio.gather(*tasks)
-        # No answer but 200, and no connection refused; but a worker takes those with it that it has not accepted yet,
-        # and its clients open theirs anew while it dies.
-        assert failures(some[1:]) == []
-        for one in some[0]:
-            assert len(one.failures) <= 1 and all("ConnectError" in failure for failure in one.failures)
-        assert {one.broken for one in some[0]} == {1} and {one.broken for one in some[1]} == {0}
+        # No answer but 200. The worker takes those connections with it that it has not accepted yet, too: how many
+        # tries of its clients meet it while it dies is for the kernel to say, and one between two requests meets none.
+        assert failures(some[1:]) == [] and {one.broken for one in some[1]} == {0}
+        assert all("ConnectError" in failure for failure in failures(some[:1])) and sum(one.broken for one in some[0])
         await gateway.until(idle)
         assert min(len(group) for group in await clients(stack, gateway, 1)) > 0  # the new one is given connections
         assert await gateway.counted("hitherto_worker_restarts_total") == 1
@@ -277,9 +284,16 @@ async def test_a_worker_in_anothers_place_knows_what_its_siblings_know(engines, 
         await gateway.ready(3)
         assert (await gateway.admin.post(f"/replicas/127.0.0.1:{third.port}/drain", json={})).status_code == 202
         unlearned = await seconds()
-        for group in await clients(stack, gateway, 1):
-            for turn in range(15):
-                await group[0].ask(f"{group[0].number} {turn} " + TEXT * (1 + turn), stream=True)
+        asking = [group[0] for group in await clients(stack, gateway, 1)]
+        async with asyncio.timeout(120):
+            # Of what came while its event loop was held up, as on a busy machine, a worker learns nothing: ask again.
+            learned = [unlearned]
+            while min(apart(each, unlearned) for each in learned) < 0.5 * sum(unlearned.values()):
+                for one in asking:
+                    for turn in range(15):
+                        await one.ask(f"{one.number} {one.answers} " + TEXT * (1 + turn), stream=True)
+                await gateway.until(idle)
+                learned = [await seconds(), await seconds()]
         before = await gateway.until(idle)
         os.kill(pids(before)[0], signal.SIGKILL)
         status = await replaced(gateway, pids(before)[0])
@@ -289,8 +303,7 @@ async def test_a_worker_in_anothers_place_knows_what_its_siblings_know(engines, 
         )
         one, other = await seconds(), await seconds()
         # Not to the digit: each worker lets a replica that is passed over be thought quicker again, by its own clock.
-        assert one == pytest.approx(other, rel=0.3)
-        assert unlearned != pytest.approx(other, rel=0.3)
+        assert apart(one, other) < 0.5 * min(apart(one, unlearned), apart(other, unlearned)), (unlearned, one, other)
         removed = await gateway.admin.delete(f"/replicas/127.0.0.1:{third.port}")
         assert removed.json() == {"id": f"127.0.0.1:{third.port}", "removed": True}
         assert {one["url"] for one in (await gateway.status())["replicas"]} == {*engines}

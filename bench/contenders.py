@@ -97,9 +97,9 @@ CONTENDERS = (
     ),
     Contender("vllm-router cache_aware", "vllm", f"vllm-router {CACHE}"),
     Contender("sglang-router cache_aware", "sglang", f"sglang-router launch {CACHE}", rule="sglang_chars"),
-    Contender("sglang-router cache_aware, tuned", "sglang", f"sglang-router launch {CACHE} {TUNED}"),
+    Contender("sglang-router cache_aware tuned", "sglang", f"sglang-router launch {CACHE} {TUNED}"),
     Contender("smg cache_aware", "smg", f"smg launch {CACHE}", workers="/workers", rule="smg_spill"),
-    Contender("smg cache_aware, tuned", "smg", f"smg launch {CACHE} {TUNED}", workers="/workers"),
+    Contender("smg cache_aware tuned", "smg", f"smg launch {CACHE} {TUNED}", workers="/workers"),
 )
 
 

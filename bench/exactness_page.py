@@ -161,8 +161,7 @@ images are written in the request, as data URLs of PNG, JPEG or WebP. How many t
 in its header, and from `preprocessor_config.json`; vLLM names it by a BLAKE3 of its bytes as they came, or by the `uuid` of its
 part. Sizes and names were the same as vLLM 0.28.0 and 0.32.0 with transformers' processor found for NAMES images of all colours,
 orientations and encodings, and all blocks of 144 requests had the names that its own renderer and rule gave them (the table above;
-`python -m tests.vllm.record_media`, `tests/vllm/test_media.py`). An engine that takes images was not yet run behind a gateway.
-Engines have to be started from the same
+`python -m tests.vllm.record_media`, `tests/vllm/test_media.py`). Engines have to be started from the same
 path or name, and with vLLM's own `--mm-processor-kwargs`, `--media-io-kwargs` and hash of media: with others the counts differ
 (`hitherto_prompt_mismatches_total`), or images are found that the gateway took for new (`hitherto_predictions_total{outcome="under"}`).
 It takes the gateway some 5 ms per megabyte of image the first time, in a thread, and a tenth of that when it comes again.

@@ -5,11 +5,14 @@
 Work: tau-bench airline conversations (tools, one long system prompt), open loop: conversations begin as a Poisson
 process and go on after a think time; the replies in them are the file's, so all gateways get the same prompts. Engines:
 real scheduler, real prefix cache, a random model of 2 layers; both caches together hold CACHES x the work's distinct
-blocks, so a gateway that spreads a conversation runs out of room. RATE keeps the engines about 65 % busy when prefixes
-are found. Caches are emptied before each run and every gateway is started afresh, knowing nothing.
+blocks, so a gateway that spreads a conversation runs out of room. Caches are emptied before each run and every gateway
+is started afresh, knowing nothing.
+
+A cell is a number of output tokens and a share of saturation: of the requests a second that the engines answer behind
+`least_time` when all conversations begin at once and nobody pauses, measured first for each number of tokens.
 
   hit     cached / looked-up prompt tokens, by the engines' own counters; "ideal": one infinite cache, same order
-  TTFT    ms at the client
+  TTFT    ms at the client; so are TPOT, the time per output token after the first, and E2E, that of the whole answer
   share   requests answered by the first engine, by the engines' own counters
   busy    CPU seconds of the engines' processes a second and engine, while load was full: the later half of the arrivals
 
@@ -26,12 +29,14 @@ import os
 import random
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from statistics import mean
 
-from bench.contenders import Contender, choose, say_hello
+from bench.contenders import Contender, choose, ours, say_hello
 from bench.conversations import DATA, TAU, missing
 from bench.head_to_head import head_to_head
 from gateway.prompt.pipeline import Pipeline
@@ -46,7 +51,9 @@ from loadgen.workload.traces import conversation_file
 from tests.vllm.engines import Engine
 
 REPLICAS, BLOCK, CACHES = 2, 16, 1.0
-REQUESTS, RATE, THINK, OUTPUT = 570, 13.0, 1.0, 16
+SECONDS, THINK = 30.0, 1.0  # of arrivals, and between an answer and the next turn
+OUTPUTS, LOADS = (16, 256), (0.4, 0.7)
+FLOOD = 600  # requests that saturation is measured with, without a pause between turns
 # ChatML that shows tool calls. With a vocabulary of 4,096 a decode step is 2 ms and not 6, so that prefill is the work
 # to save.
 TEMPLATE = (
@@ -82,11 +89,18 @@ class Work:
         return hit / total
 
 
-def make_work(seed: int, requests: int, asking: Asking, model: Path) -> Work:
-    rng = random.Random(seed)
-    conversations = conversation_file(DATA / TAU, requests, OUTPUT, THINK, rng)
-    starts = conversation_starts([len(item.turns) for item in conversations], RATE, rng)
-    return Work(seed, conversations, starts, prompts_of(conversations, asking, Pipeline(model, "tiny", BLOCK)))
+@dataclass(frozen=True, slots=True)
+class Maker:
+    """Makes the work of a cell out of the file of conversations."""
+
+    asking: Asking
+    pipeline: Pipeline
+
+    def make(self, seed: int, output: int, rate: float, requests: int, think: float = THINK) -> Work:
+        rng = random.Random(seed)
+        conversations = conversation_file(DATA / TAU, requests, output, think, rng)
+        starts = conversation_starts([len(item.turns) for item in conversations], rate, rng)
+        return Work(seed, conversations, starts, prompts_of(conversations, self.asking, self.pipeline))
 
 
 def prompts_of(
@@ -120,78 +134,146 @@ async def play(contender: Contender, engines: Sequence[Engine], work: Work, aski
     """One run: fresh gateway, empty caches, the whole load."""
     await empty(engines)
     run, told = await head_to_head(contender, engines, work.conversations, work.starts, asking, log)
-    return {**told, "seed": work.seed, "ideal_hit_rate": round(work.ideal(run.done), 4)}
+    return {
+        **told,
+        "seed": work.seed,
+        "ideal_hit_rate": round(work.ideal(run.done), 4),
+        "answers_a_second": answers_a_second(run.done),
+    }
+
+
+def answers_a_second(records: Sequence[Record]) -> float:
+    """Between the tenth and the sixth in ten of the answers: neither the start nor the last conversations, alone."""
+    ends = sorted(record.sent + record.e2e for record in records)
+    first, last = len(ends) // 10, len(ends) * 6 // 10
+    return round((last - first) / (ends[last] - ends[first]), 3)
 
 
 HEAD = (
-    f"{'gateway':45} {'hit %':>12} {'TTFT mean ms':>13} {'p50':>9} {'p99':>11} {'share':>11} {'busy':>9} {'failed':>6}"
+    f"{'gateway':45} {'hit %':>18} {'TTFT mean ms':>14} {'p99':>15} {'TPOT mean':>14} {'E2E mean':>17} {'p99':>17} "
+    f"{'share':>11} {'busy':>11} {'failed':>6}"
 )
 
 
 def line(runs: Sequence[dict]) -> str:
     """One gateway's runs, in the order of their seeds, side by side."""
     each = lambda form, read: " / ".join(form.format(read(run)) for run in runs)  # noqa: E731
-    latency = lambda name: each("{:.0f}", lambda run: run["ttft_ms"][name] or math.nan)  # noqa: E731
+    ms = lambda form, kind, name: each(form, lambda run: run[kind][name] or math.nan)  # noqa: E731
     share = each("{:.0f}", lambda run: 100 * run["shares"][0])
     busy = each("{:.0f}", lambda run: 100 * mean(run["busy"]))
     hits = each("{:.1f}", lambda run: 100 * run["hit_rate"])
     return (
-        f"{runs[0]['gateway']:45} {hits:>12} {latency('mean'):>13} {latency('p50'):>9} {latency('p99'):>11} {share:>11} "
-        f"{busy:>9} {sum(run['failed'] for run in runs):6d}"
+        f"{runs[0]['gateway']:45} {hits:>18} {ms('{:.0f}', 'ttft_ms', 'mean'):>14} {ms('{:.0f}', 'ttft_ms', 'p99'):>15} "
+        f"{ms('{:.1f}', 'tpot_ms', 'mean'):>14} {ms('{:.0f}', 'e2el_ms', 'mean'):>17} {ms('{:.0f}', 'e2el_ms', 'p99'):>17} "
+        f"{share:>11} {busy:>11} {sum(run['failed'] for run in runs):6d}"
     )
 
 
-def table(runs: Sequence[dict]) -> str:
-    rows = {}
-    for run in sorted(runs, key=lambda one: one["seed"]):
-        rows.setdefault(run["gateway"], []).append(run)
-    ideals = {run["seed"]: 100 * run["ideal_hit_rate"] for run in runs}
-    ordered = sorted(rows.values(), key=lambda row: mean(run["ttft_ms"]["mean"] or math.inf for run in row))
-    ideal = " / ".join(f"{ideals[seed]:.1f}" for seed in sorted(ideals))
-    return "\n".join([HEAD, *map(line, ordered), f"{'an infinite cache':45} {ideal:>12}"])
+def cell_name(output: int, load: float) -> str:
+    return f"{output} tokens out, {load:.0%} of saturation"
 
 
-async def measure(args: argparse.Namespace, chosen: Sequence[Contender], keep: list[dict]) -> list[dict]:
-    asking = Asking("tiny", ignore_eos=True)
+def tables(runs: Sequence[dict]) -> str:
+    """A table for each cell; in it the gateways by their mean E2E over the seeds."""
+    cells: dict[tuple[int, float], dict[str, list[dict]]] = {}
+    for run in sorted(runs, key=lambda one: (one["output"], one["load"], one["seed"])):
+        cells.setdefault((run["output"], run["load"]), {}).setdefault(run["gateway"], []).append(run)
+    parts = []
+    for cell, rows in cells.items():
+        ideals = {run["seed"]: 100 * run["ideal_hit_rate"] for row in rows.values() for run in row}
+        ordered = sorted(rows.values(), key=lambda row: mean(run["e2el_ms"]["mean"] or math.inf for run in row))
+        ideal = " / ".join(f"{ideals[seed]:.1f}" for seed in sorted(ideals))
+        parts += [cell_name(*cell), HEAD, *map(line, ordered), f"{'an infinite cache':45} {ideal:>18}", ""]
+    return "\n".join(parts)
+
+
+@asynccontextmanager
+async def fleet(model: Path, works: Sequence[Work], logs: Path) -> AsyncIterator[list[Engine]]:
+    """Fresh engines whose caches together hold CACHES x the largest work's distinct blocks."""
+    blocks = math.ceil(CACHES * max(work.blocks for work in works) / REPLICAS)
+    engines = [Engine(model, log=logs / f"engine{n}.log", blocks=blocks) for n in range(REPLICAS)]
+    try:
+        for engine in engines:
+            await asyncio.to_thread(engine.wait)
+        yield engines
+    finally:
+        for engine in engines:
+            engine.stop()
+
+
+async def saturation(maker: Maker, output: int, model: Path, logs: Path) -> float:
+    """Requests a second that the engines answer when all conversations begin at once and nobody pauses."""
+    work = maker.make(0, output, math.inf, FLOOD, think=0.0)
+    async with fleet(model, [work], logs) as engines:
+        return (await play(ours("least_time"), engines, work, maker.asking, logs / "gateway.log"))["answers_a_second"]
+
+
+async def measure(args: argparse.Namespace, chosen: Sequence[Contender], kept: dict) -> None:
+    """Adds the runs asked for to those kept, in place of earlier ones of the same cell, seed and gateway."""
     with tempfile.TemporaryDirectory(prefix="real-engines-") as folder:
         logs = Path(folder)
         model = tiny_model(logs / "model")
         (model / "chat_template.jinja").write_text(TEMPLATE)
-        works = [make_work(seed, args.requests, asking, model) for seed in args.seeds]
-        blocks = math.ceil(CACHES * max(work.blocks for work in works) / REPLICAS)
-        engines = [Engine(model, log=logs / f"engine{n}.log", blocks=blocks) for n in range(REPLICAS)]
-        try:
-            for engine in engines:
-                engine.wait()
-            print(
-                f"{args.requests} requests, {RATE:g}/s, {THINK:g} s think time, {OUTPUT} tokens out; "
-                f"{REPLICAS} engines of {blocks} blocks\n{HEAD}",
-                flush=True,
-            )
-            for number, work in enumerate(works):
-                at = number * len(chosen) // len(works)  # no gateway is always first
-                for contender in [*chosen[at:], *chosen[:at]]:
-                    run = await play(contender, engines, work, asking, logs / "gateway.log")
-                    keep = [one for one in keep if (one["gateway"], one["seed"]) != (run["gateway"], run["seed"])] + [
-                        run
-                    ]
-                    print(line([run]), *run["errors"].values(), sep="\n  ", flush=True)
-        finally:
-            for engine in engines:
-                engine.stop()
-    return keep
+        maker = Maker(Asking("tiny", ignore_eos=True), Pipeline(model, "tiny", BLOCK))
+        for output in args.outputs:
+            if str(output) not in kept["saturation"]:
+                kept["saturation"][str(output)] = await saturation(maker, output, model, logs)
+            for load in args.loads:
+                rate = load * kept["saturation"][str(output)]
+                works = [maker.make(seed, output, rate, round(rate * args.seconds)) for seed in args.seeds]
+                print(
+                    f"{cell_name(output, load)}: {round(rate * args.seconds)} requests, {rate:.1f}/s\n{HEAD}",
+                    flush=True,
+                )
+                async with fleet(model, works, logs) as engines:
+                    await play_cell(
+                        chosen,
+                        engines,
+                        works,
+                        maker.asking,
+                        logs / "gateway.log",
+                        {"output": output, "load": load},
+                        kept["runs"],
+                    )
+                write(args.json, kept)
+
+
+async def play_cell(
+    chosen: Sequence[Contender],
+    engines: Sequence[Engine],
+    works: Sequence[Work],
+    asking: Asking,
+    log: Path,
+    cell: dict,
+    runs: list,
+) -> None:
+    same = itemgetter("gateway", "seed", "output", "load")
+    for number, work in enumerate(works):
+        at = number * len(chosen) // len(works)  # no gateway is always first
+        for contender in [*chosen[at:], *chosen[:at]]:
+            run = {**await play(contender, engines, work, asking, log), **cell}
+            runs[:] = [*(one for one in runs if same(one) != same(run)), run]
+            print(line([run]), *run["errors"].values(), sep="\n  ", flush=True)
+
+
+def write(file: Path | None, kept: dict) -> None:
+    if file:
+        setting = {"think_s": THINK, "caches": CACHES}
+        file.write_text(json.dumps({"setting": setting, "machine": machine(), **kept}, indent=1) + "\n")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="160 requests of one seed")
+    parser.add_argument("--quick", action="store_true", help="15 s of one cell and one seed")
     parser.add_argument("--gateways", metavar="A,B", help="those whose names contain one of these; default: all")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2], metavar="N")
-    parser.add_argument("--requests", type=int, default=REQUESTS, metavar="N")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3], metavar="N")
+    parser.add_argument("--outputs", type=int, nargs="+", default=OUTPUTS, metavar="TOKENS", help="of each answer")
+    parser.add_argument("--loads", type=float, nargs="+", default=LOADS, metavar="SHARE", help="of saturation")
+    parser.add_argument("--seconds", type=float, default=SECONDS, metavar="S", help="that requests arrive in a run")
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args()
     if args.quick:
-        args.seeds, args.requests = args.seeds[:1], 160
+        args.seeds, args.outputs, args.loads, args.seconds = args.seeds[:1], args.outputs[:1], args.loads[-1:], 15.0
     why = missing() or (
         ""
         if os.environ.get("HITHERTO_VLLM")
@@ -200,18 +282,10 @@ def main() -> int:
     if why:
         print(why)
         return 3
-    keep = json.loads(args.json.read_text())["runs"] if args.json and args.json.exists() else []
-    runs = asyncio.run(measure(args, choose(args.gateways), keep))
-    print(f"\n{table(runs)}")
-    if args.json:
-        settings = {
-            "requests": args.requests,
-            "rate": RATE,
-            "think_s": THINK,
-            "output_tokens": OUTPUT,
-            "caches": CACHES,
-        }
-        args.json.write_text(json.dumps({"setting": settings, "machine": machine(), "runs": runs}, indent=1) + "\n")
+    before = json.loads(args.json.read_text()) if args.json and args.json.exists() else {}
+    kept = {"saturation": before.get("saturation", {}), "runs": before.get("runs", [])}
+    asyncio.run(measure(args, choose(args.gateways), kept))
+    print(f"\n{tables(kept['runs'])}")
     return 0
 
 

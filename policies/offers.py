@@ -21,7 +21,7 @@ def nobody() -> Targets | None:
 
 
 class Offers:
-    """What a request can be given bepairings what it asks for. Quotes are made when they are asked for."""
+    """What a request can be given besides what it asks for. Quotes are made when they are asked for."""
 
     def __init__(
         self,

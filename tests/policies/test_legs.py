@@ -103,6 +103,22 @@ def test_what_the_decoder_holds_is_not_moved():
     assert (apart.decoder.replica, apart.moved) == ("d", demand().tokens - 300 * SIZE)
 
 
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_prompt_in_host_memory_is_worth_as_much_beside_replicas_that_pass_caches_on_in_another_way(first):
+    """`first`: which of the two ways is named first."""
+    made = Router(make("least_time"), Prefixes(0, 0, 0, 0, lower={0: [("cpu", 1000)]}), Ledger(), CostGroup())
+    p, d, q, e = [made.add(name, slot) for slot, name in enumerate("pdqe")]
+    for one in (d, e):
+        stream_on(made, one)
+    whole = made.evaluate(demand(), made.targets([d, e]), 1.0)
+    alone = made.choose_legs(whole, [p], [d], 1.0)
+    pairings = [([p], [d]), ([q], [e])]
+    apart = made.choose_among(made.ways(whole, [pairings[first], pairings[1 - first]], 1.0))
+    assert apart.prefiller is p and apart.seconds == pytest.approx(alone.seconds)
+    computing, _ = made.commit_legs(whole, apart, 1.0)
+    assert (computing.cached, computing.lower) == (16_000, (("cpu", 16_000),))
+
+
 @pytest.mark.parametrize("policy", ["round_robin", "random", "least_load", "power_of_two", "prefix_affinity"])
 def test_rules_that_do_not_count_in_seconds_take_legs_wherever_there_is_more_than_a_block_to_compute(policy):
     made, everybody = fleet(policy)

@@ -14,6 +14,7 @@ from gateway.ops.comparison import TokenizerComparison
 from gateway.prompt.pipeline import Pipeline, Verdict
 from replicas import Replica
 from replicas.engines.sglang import SGLANG
+from replicas.engines.vllm import VLLM
 from replicas.simulated.model import sim_model_dir
 from replicas.simulated.tokens import Tokens
 
@@ -282,6 +283,22 @@ async def test_chats_are_asked_for_with_the_engines_key(compared):
         comparison.compare(replica)
         await all_done(comparison)
         assert replica.tokenizer.endswith("fills its chat template alike") and mode(pipeline, "sim") == "exact"
+
+
+@pytest.mark.parametrize("dialect, found", [(SGLANG, "text"), (VLLM, "exact")])
+async def test_an_engine_that_is_not_known_to_fill_templates_alike_is_exact_only_if_it_tells_its_tokens(
+    compared, caplog, dialect, found
+):
+    pipeline = Pipeline(sim_model_dir(), "sim", 16)
+    comparison = compared(pipeline)
+    async with Engine(pipeline) as engine:
+        replica = engine.replica()
+        replica.dialect, replica.url = dialect, f"{replica.url}/elsewhere"  # where /tokenize is missing
+        comparison.compare(replica)
+        await all_done(comparison)
+        assert replica.tokenizer == "cannot be compared: /tokenize answers 404"
+        assert mode(pipeline, "sim") == found
+        assert ("matched as text" in caplog.text) == (found == "text")
 
 
 async def test_an_engine_that_is_busy_when_it_comes_is_asked_again_until_it_answers(compared, monkeypatch):

@@ -174,7 +174,7 @@ async def test_a_prefiller_that_fails_or_is_killed_while_it_computes_loses_no_re
     prefiller, decoder, dies = engines[wire].prefiller, engines[wire].decoder, engines[wire].prefiller_that_dies
     async with running(*flags_of(wire, [dies, prefiller], [decoder])) as gateway:
         await gateway.ready(3)
-        await in_trouble(dies, gateway, f"{wire}, of its prefiller,", prefiller, dies)
+        await in_trouble(dies, gateway, f"{wire}, of its prefiller,", prefiller, dies, faults=("refuse", "error_503"))
         asking = []
         for stream in (True, False):  # each prefiller gets one
             path, body = asked("chat", f"{wire}, {stream}: killed. " + LONG, stream)
@@ -185,6 +185,15 @@ async def test_a_prefiller_that_fails_or_is_killed_while_it_computes_loses_no_re
             assert answer.status_code == 200 and "broke off" not in answer.text, answer.text
         await all_well(gateway, "after it")
         await nothing_is_left(gateway, prefiller)
+
+
+@pytest.mark.parametrize("wire", SIDES)
+async def test_a_prefiller_that_answers_500_loses_no_request(engines, wire):
+    """The pair is left out for a while."""
+    prefiller, other, decoder = engines[wire].prefiller, engines[wire].slow, engines[wire].decoder
+    async with running(*flags_of(wire, [prefiller, other], [decoder])) as gateway:
+        await gateway.ready(3)
+        await in_trouble(prefiller, gateway, f"{wire}, of its prefiller,", prefiller, other, faults=("error_500",))
 
 
 @pytest.mark.parametrize("wire", SIDES)

@@ -142,9 +142,6 @@ written by its rules. A gateway calls such a model exact only after an engine's 
 Mistral's own format is written by mistral-common, of which vLLM had 1.13.1 here; the `tekken.json` of each version was made by the
 tests. Which mistral-common an engine has is not to be seen from outside, so a gateway calls such a model exact only after an engine's
 ids of fixed texts and of fixed chats were the same.
-
-DeepSeek-V4.1 was held to the encoder in vLLM 0.32's sources alone, chat by chat (`tests/gateway/prompt/test_deepseek_v41.py`): the texts
-are equal, but for tools in a developer's message, which are declined. So it, too, is exact only after an engine's ids of fixed chats were the same.
 """
 MEDIA = """\
 ## Prompts with media

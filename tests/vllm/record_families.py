@@ -14,7 +14,16 @@ import sys
 import tempfile
 from pathlib import Path
 
-from ..gateway.prompt.families import FAMILIES, RECORDED, TODAY, bodies, digest, digest_of_body, harmony_vocabulary
+from ..gateway.prompt.families import (
+    FAMILIES,
+    RECORDED,
+    TODAY,
+    bodies,
+    digest,
+    digest_of_body,
+    families_of,
+    harmony_vocabulary,
+)
 from .engines import ENVIRONMENT, folder, version
 
 RENDERING = Path(__file__).with_name("rendering.py")
@@ -47,7 +56,7 @@ def ask(names: list[str], store: Path) -> dict[str, dict[str, str | None]]:
 
 
 def main() -> None:
-    names, number = sys.argv[1:] or list(FAMILIES), ".".join(map(str, version()))
+    names, number = sys.argv[1:] or families_of(version()), ".".join(map(str, version()))
     kept = {}
     for line in RECORDED.read_text().splitlines() if RECORDED.is_file() else ():
         told = json.loads(line)

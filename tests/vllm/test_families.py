@@ -2,7 +2,7 @@
 
 import pytest
 
-from ..gateway.prompt.families import FAMILIES, compare
+from ..gateway.prompt.families import FAMILIES, compare, families_of
 from .engines import version
 from .record_families import ask
 
@@ -11,11 +11,13 @@ pytestmark = [pytest.mark.exact, pytest.mark.timeout(300)]
 
 @pytest.fixture(scope="module")
 def answers(vllm_python, tmp_path_factory):
-    return ask(list(FAMILIES), tmp_path_factory.mktemp("families"))
+    return ask(families_of(version()), tmp_path_factory.mktemp("families"))
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_ids_are_vllms_or_the_gateway_declines(name, answers, tmp_path):
+    if name not in answers:
+        pytest.skip("this vLLM is older than the model")
     found = compare(name, FAMILIES[name](tmp_path / "model"), ".".join(map(str, version())), answers[name])
     assert not found.wrong
     assert len(found.equal) >= 0.9 * found.requests >= 200, found.reasons

@@ -88,7 +88,7 @@ def _deepseek_v4(folder: Path) -> Path:
     )
 
 
-def deepseek_v41(folder: Path) -> Path:
+def _deepseek_v41(folder: Path) -> Path:
     special = (
         *_DEEPSEEK_TOKENS,
         "<\uff5cSystem\uff5c>",
@@ -126,10 +126,17 @@ def _tekken(version: int) -> Callable[[Path], Path]:
 FAMILIES: dict[str, Callable[[Path], Path]] = {
     "DeepSeek-V3.2": _deepseek_v32,
     "DeepSeek-V4": _deepseek_v4,
+    "DeepSeek-V4.1": _deepseek_v41,
     "gpt-oss": _gpt_oss,
     "Kimi K2": _kimi_k2,
     **{f"Mistral (tekken v{version})": _tekken(version) for version in mistral.VERSIONS},
 }
+_SINCE = {"DeepSeek-V4.1": (0, 32)}  # the first vLLM that has the model
+
+
+def families_of(vllm: tuple[int, ...]) -> list[str]:
+    """The families that this release of vLLM has."""
+    return [name for name in FAMILIES if vllm >= _SINCE.get(name, ())]
 
 
 def harmony_vocabulary(folder: Path) -> Path:

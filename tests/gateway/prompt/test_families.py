@@ -29,9 +29,15 @@ def test_each_family_was_recorded():
     assert {one.family for one in RECORDINGS} == set(FAMILIES)
 
 
-@pytest.mark.parametrize("version", ["0.29.0", "0.30.1", "0.31.0"])
-def test_rules_that_are_not_known_of_a_version_are_not_guessed(version, tmp_path):
-    pipeline = Pipeline(FAMILIES["DeepSeek-V4"](tmp_path / "model"), "m", 16)
+@pytest.mark.parametrize(
+    "family, version",
+    [
+        *(("DeepSeek-V4", version) for version in ("0.29.0", "0.30.1", "0.31.0")),
+        *(("DeepSeek-V4.1", version) for version in ("0.28.0", "0.31.0")),
+    ],
+)
+def test_rules_that_are_not_known_of_a_version_are_not_guessed(family, version, tmp_path):
+    pipeline = Pipeline(FAMILIES[family](tmp_path / "model"), "m", 16)
     pipeline.follow(version_quirks(version))
     prompt = pipeline.prepare("/v1/chat/completions", b'{"messages": [{"role": "user", "content": "hi"}]}')
     assert prompt.mode == "load" and "this release" in prompt.note and not prompt.hashes

@@ -1,7 +1,5 @@
 """DeepSeek-V4.1: the rules of its encoder, as vLLM 0.32 applies them. They are V4's but for a token before system
-messages, which may stand anywhere, efforts in numbers, and blanks in the names of tags.
-
-Held to the encoder alone (`tests/vllm/record_encoder.py`), so an engine's own chats have to show it."""
+messages, which may stand anywhere, efforts in numbers, and blanks in the names of tags."""
 
 from __future__ import annotations
 
@@ -149,5 +147,4 @@ PROGRAM = Program(
     takes_parts=lambda quirks: False,
     write=write,
     raw_messages=True,
-    to_be_shown=True,
 )

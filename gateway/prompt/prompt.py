@@ -43,6 +43,7 @@ MEDIA = {
     "engine": "by which name the engine knows an image is not known",
     "template": "the template prints other placeholders than there are images",
     "length": "it would not fit the context",
+    "many": "there are more items than an engine takes by default",
 }
 
 

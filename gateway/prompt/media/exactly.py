@@ -21,6 +21,7 @@ from .identity import Identities
 from .images import Unreadable
 from .items import Item, Seen
 
+MOST_ITEMS = 999  # of a request: vLLM refuses more unless it has flags that say otherwise
 _FAMILIES = (qwen_vl.family,)
 # Fields of a request that change what an engine makes of its media, or the name that it knows them by.
 _CHANGING = ("mm_processor_kwargs", "media_io_kwargs")
@@ -65,6 +66,8 @@ class Images:
                 raise Unknown("engine")
             if any(request.get(field) for field in _CHANGING):
                 raise Unknown("request")
+            if len(seen.items) > MOST_ITEMS:
+                raise Unknown("many")
             items = [self._known(item, engine) for item in seen.items]
             ids, spans = self._expanded(tokenizer.encode(text, special=chat.special), items, engine.context)
         except Unknown as unknown:

@@ -6,9 +6,13 @@ than to be wrong.
 
 from __future__ import annotations
 
+import re
 from typing import NamedTuple
 
 HEAD_BYTES = 192 * 1024  # of an image, in which its header has to be; a JPEG's EXIF has up to 64 KiB
+# Parts of an image's header that are looked at; each costs a step of Python. A photograph has a dozen, one with a large
+# colour profile some more, and an engine would read 46,000 of four bytes.
+MOST_PARTS = 512
 # Pillow refuses images of more pixels, and so do engines.
 _MOST_PIXELS = 178_956_970
 _ORIENTATION, _SHORT = 0x0112, 3
@@ -17,6 +21,7 @@ _TURNS_SIDES = range(5, 9)  # the orientations that exchange width and height
 TURNING = (b"tiff:Orientation", b"XML:com.adobe.xmp\0\1", b"Raw profile type", b"acTL")
 _EXIF_OF_PNG = b"eXIf"
 _FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}  # markers of JPEG that begin a frame
+_NO_FILL = re.compile(rb"[^\xff]")
 _BARE = frozenset(range(0xD0, 0xD8)) | {0x01}  # those without content
 
 
@@ -64,21 +69,22 @@ def _png(head: bytes) -> tuple[Image, bool]:
         raise Unreadable("a PNG that does not begin with its header")
     image = Image(_number(head, 16, 4), _number(head, 20, 4), _number(head, 25, 1) == 2)
     at = 8
-    while at + 8 <= len(head):
+    for _ in range(MOST_PARTS):
+        if at + 8 > len(head):
+            break
         size, name = _number(head, at, 4), head[at + 4 : at + 8]
         if name == b"IDAT":
             return image, False
         if name == _EXIF_OF_PNG:
             return _turned(image, head[at + 8 : at + 8 + size]), True
         at += size + 12
-    raise Unreadable("no pixels within its first part")
+    raise Unreadable("no pixels within the parts that are read")
 
 
 def _jpeg(head: bytes) -> Image:
     at, image, exif = 2, None, b""
-    while True:
-        while _number(head, at, 1) == 0xFF:
-            at += 1
+    for _ in range(MOST_PARTS):
+        at = _behind_fill(head, at)
         marker = head[at]
         at += 1
         if marker == 0xDA:
@@ -100,9 +106,19 @@ def _jpeg(head: bytes) -> Image:
         at += size
         if _number(head, at, 1) != 0xFF:
             raise Unreadable("a JPEG with bytes between its parts")
+    else:
+        raise Unreadable(f"a JPEG with more than {MOST_PARTS} parts before its pixels")
     if image is None:
         raise Unreadable("a JPEG without a frame")
     return _turned(image, exif) if exif else image
+
+
+def _behind_fill(head: bytes, at: int) -> int:
+    """Where the marker is that these bytes of 0xFF begin; any number of them may."""
+    found = _NO_FILL.search(head, at)
+    if found is None:
+        raise IndexError
+    return found.start()
 
 
 def _turned(image: Image, exif: bytes) -> Image:
@@ -111,7 +127,10 @@ def _turned(image: Image, exif: bytes) -> Image:
     if order is None or _number(exif, 2, 2, order) != 42:
         raise Unreadable("EXIF that is not read here")
     at = _number(exif, 4, 4, order)
-    for entry in range(at + 2, at + 2 + 12 * _number(exif, at, 2, order), 12):
+    entries = _number(exif, at, 2, order)
+    if entries > MOST_PARTS:
+        raise Unreadable(f"EXIF of more than {MOST_PARTS} entries")
+    for entry in range(at + 2, at + 2 + 12 * entries, 12):
         if _number(exif, entry, 2, order) == _ORIENTATION:
             if _number(exif, entry + 2, 2, order) != _SHORT or _number(exif, entry + 4, 4, order) != 1:
                 raise Unreadable("EXIF that is not read here")

@@ -158,13 +158,14 @@ def test_an_engine_that_does_not_tell_what_names_are_made_of(model):
 
 
 def test_images_without_end_are_not_expanded(model):
-    """A header of a hundred bytes can speak of any size: 2,000 of them of 400,000 tokens."""
+    """A header of a hundred bytes can speak of any size: 999 of them of 400,000 tokens."""
     pipeline = model[0]
     one = image(data_url(png(2, 2).replace(b"\0\0\0\x02\0\0\0\x02", b"\0\0\x30\0\0\0\x30\0", 1)))
-    prompt = ask(model, [user(*[one] * 8000)])
-    assert (prompt.mode, prompt.media) == ("partly", "length")
-    pipeline.max_model_len = 100
     try:
+        pipeline.max_model_len = 150_000
+        prompt = ask(model, [user(*[one] * 999)])
+        assert (prompt.mode, prompt.media) == ("partly", "length")
+        pipeline.max_model_len = 100
         assert ask(model, [user(image(RED), image(BLUE))]).media == "length"  # and no refusal: the engine may take it
     finally:
         pipeline.max_model_len = None
@@ -214,3 +215,11 @@ def test_which_models_are_known(config, files, known):
 def test_tokens_of_a_size(pixels, sides, tokens):
     """The first five as transformers' processor counts them."""
     assert qwen_vl.tokens(*sides, 28, *pixels) == tokens
+
+
+def test_more_images_than_an_engine_takes_are_not_read(model, monkeypatch):
+    prompt = ask(model, [user(*[image(RED)] * 999)])
+    assert prompt.media == "exact"
+    read = []
+    monkeypatch.setattr(Identities, "of", lambda self, *given: read.append(given))
+    assert ask(model, [user(*[image(RED)] * 1000)]).media == "many" and not read

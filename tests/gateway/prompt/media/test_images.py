@@ -5,6 +5,7 @@ import contextlib
 import io
 import json
 import random
+import sys
 from pathlib import Path
 
 import pytest
@@ -107,3 +108,58 @@ def test_an_image_that_was_seen_is_not_read_again(monkeypatch):
     first = names.of(url, FRAMED, "m")
     monkeypatch.setattr("gateway.prompt.media.identity._identify", None)
     assert names.of(url, FRAMED, "m") == first
+
+
+SEGMENT, CHUNK = b"\xfe\0\2\xff", bytes(4) + b"abcd" + bytes(4)
+FRAME = b"\xc0\0\x11\x08\0\x40\0\x40\3" + bytes(9)
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        pytest.param(b"\xff\xd8\xff" + SEGMENT * 46_000 + FRAME + b"\xff\xda\0\2", id="comments"),
+        pytest.param(b"\xff\xd8\xff" + b"\xd0\xff" * 90_000 + FRAME + b"\xff\xda\0\2", id="bare markers"),
+        pytest.param(png()[:33] + CHUNK * 15_000 + png()[33:], id="chunks"),
+        pytest.param(
+            b"\xff\xd8\xff\xe1\xf0\x12Exif\0\0MM\0*\0\0\0\x08\x14\0"
+            + bytes(61_440)
+            + b"\xff"
+            + FRAME
+            + b"\xff\xda\0\2",
+            id="entries of EXIF",
+        ),
+    ],
+)
+def test_a_header_of_many_parts_is_declined_after_a_bounded_number_of_steps(head):
+    """Whole as it is: an engine reads it. Lines of Python are counted, since the machine may be busy."""
+
+    def declined():
+        with pytest.raises(Unreadable):
+            read(head)
+
+    assert lines_of(declined) < 20_000
+
+
+def test_fill_bytes_before_a_part_are_passed_over_in_one_step():
+    whole = READABLE["JPEG 64 x 48"]
+    filled = whole[:2] + b"\xff" * 150_000 + whole[2:]
+    assert read(filled[:HEAD_BYTES])[0] == read(whole)[0]
+    assert lines_of(lambda: read(filled[:HEAD_BYTES])) < 2_000
+
+
+def lines_of(call) -> int:
+    found = 0
+
+    def count(frame, event, argument):
+        nonlocal found
+        if frame.f_code.co_filename.endswith("images.py"):
+            found += event == "line"
+            return count
+        return None
+
+    sys.settrace(count)
+    try:
+        call()
+    finally:
+        sys.settrace(None)
+    return found

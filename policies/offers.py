@@ -45,7 +45,8 @@ class Offers:
         if not self.may_cap(most):
             return ()
         if self.slow or self._pairings:  # they were weighed after it
-            evaluation = self._router.evaluate(demand, Targets([*evaluation.candidates]), self._now)
+            targets = Targets([*evaluation.candidates])
+            evaluation = self._router.evaluate(demand, targets, self._now, peers=evaluation.peers)
         demand.output, output = min(demand.output, most), demand.output
         try:
             whole = self._router.quotes(evaluation)
@@ -57,7 +58,7 @@ class Offers:
         targets = self._spill()
         if not targets:
             return ()
-        found = self._router.evaluate(self._evaluation.demand, targets, self._now)
+        found = self._router.evaluate(self._evaluation.demand, targets, self._now, peers=self._evaluation.peers)
         self.slow = [*found.candidates]
         return self._router.quotes(found)
 
@@ -100,7 +101,7 @@ def admit(
         allowed = [paired[index - len(candidates)] for index in verdict.among if index >= len(candidates)]
     if offers.slow or verdict.cap or (whole and evaluation.choice.index not in whole):
         targets = Targets([candidates[index] for index in whole or range(len(candidates))])
-        evaluation = router.evaluate(demand, targets, now)
+        evaluation = router.evaluate(demand, targets, now, peers=evaluation.peers)
         quotes = router.quotes(evaluation)
     chosen = quotes[evaluation.choice.index]
     writer = evaluation.candidates[evaluation.choice.index]

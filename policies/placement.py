@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from .costs import Lower
@@ -79,7 +79,8 @@ class Held(NamedTuple):
 class Evaluation(NamedTuple):
     """What the policy would do with a request by the loads known here. Nothing is done yet. `overlap`: prompt tokens
     that the candidate it chose holds in its first tier; `lower`: those that follow in slower tiers. `settled`:
-    admission has chosen how it goes, in these `legs`, or whole if there are none."""
+    admission has chosen how it goes, in these `legs`, or whole if there are none. `peers`: the replicas that may fetch
+    its prompt from one another's memory, for whoever evaluates it again."""
 
     demand: Demand
     candidates: Sequence[Candidate]
@@ -90,6 +91,7 @@ class Evaluation(NamedTuple):
     pulls: Mapping[str, Pull] = NO_PULLS  # of the candidates that would fetch from another replica
     settled: bool = False
     legs: LegChoice | None = None
+    peers: Collection[Candidate] = ()
 
 
 class Decision(NamedTuple):

@@ -221,7 +221,7 @@ class Router:
         return self.commit(self.evaluate(demand, targets, now), now)
 
     def evaluate(
-        self, demand: Demand, targets: Targets, now: float, explain: bool = False, peers: Iterable[Candidate] = ()
+        self, demand: Demand, targets: Targets, now: float, explain: bool = False, peers: Collection[Candidate] = ()
     ) -> Evaluation:
         """What would be done. Evaluated again at once it is the same. `peers`: those that may fetch a prompt from one
         another's memory."""
@@ -233,10 +233,10 @@ class Router:
         offered = self._offer_pulls(demand, targets, peers, now) if peers and spaces is None else NO_PULLS
         choice = self.policy.choose(demand, candidates, explain)
         chosen = candidates[choice.index]
-        return Evaluation(demand, candidates, choice, chosen.overlap, spaces, chosen.lower, offered)
+        return Evaluation(demand, candidates, choice, chosen.overlap, spaces, chosen.lower, offered, peers=peers)
 
     def _offer_pulls(
-        self, demand: Demand, targets: Targets, peers: Iterable[Candidate], now: float
+        self, demand: Demand, targets: Targets, peers: Collection[Candidate], now: float
     ) -> Mapping[str, Pull]:
         """Let candidates fetch from one another's memory where that costs less, right after they were weighed."""
         cost = legs.of_policy(self.policy)

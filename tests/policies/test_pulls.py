@@ -2,10 +2,11 @@
 
 import pytest
 
-from policies import CostGroup, Decision, Demand, Ledger, Load, Router, make
+from policies import CostGroup, Decision, Demand, Ledger, Load, Router, Targets, admit, make
 from policies.costs import PEER
 from policies.ledger import NOTHING
 from policies.legs import LATENCY, TOKEN
+from policies.verdicts import ADMITTED, DEGRADED, SPILLED, Verdict
 
 from .test_router import Prefixes
 
@@ -152,3 +153,51 @@ def test_what_a_shared_ledger_knows_to_be_held_is_not_pulled():
     assert (placement.overlap, placement.pull.tokens) == (400 * SIZE, 600 * SIZE)
     whole = made.commit(evaluation, 1.0, Decision(1, "r1", 1000 * SIZE, NOTHING, True))
     assert whole.pull is None
+
+
+class Admits:
+    """Admits to the replica with this index, as an Admission does where the policy's choice has no room. `offer`: what
+    is looked at before that; `more`: of the verdict."""
+
+    def __init__(self, index, offer=None, **more):
+        self.index, self.offer, self.more = index, offer, more
+
+    def ask(self, ticket, tokens, quotes, now, places, offers):
+        self.quoted = (quotes if self.offer is None else self.offer(offers))[self.index].ttft
+        return Verdict(among=(self.index,), **{"decision": ADMITTED, "reason": "room"} | self.more)
+
+    def sent(self, ticket, quote, *more):
+        self.sent_as = quote.ttft
+
+
+def spill_or_cap(step):
+    if step == SPILLED:
+        return Admits(0, lambda offers: offers.spilled(), decision=SPILLED)
+    if step == DEGRADED:
+        return Admits(1, lambda offers: offers.capped(7), decision=DEGRADED, cap=7)
+    return None
+
+
+@pytest.mark.parametrize("step", [ADMITTED, DEGRADED, SPILLED])
+@pytest.mark.parametrize("roles", [False, True])
+def test_a_request_that_is_admitted_by_a_pull_makes_it(step, roles):
+    """Also where it is not sent to the replica that the policy has chosen, or gets a short answer."""
+    made, everybody = fleet(1000, 0, 0, memory=(1000, 0, 0))
+    busy(made, everybody[0])
+    slow = [everybody.pop()] if step == SPILLED else []
+    evaluation = made.evaluate(demand(), made.targets(everybody), 1.0, peers=[*everybody, *slow])
+    gate = spill_or_cap(step) or Admits(2 if evaluation.choice.index == 1 else 1)
+    _, evaluation = admit(
+        made,
+        gate,
+        None,
+        evaluation,
+        1.0,
+        lambda: Targets(slow),
+        True,
+        [(everybody[:1], everybody[1:])] if roles else (),
+    )
+    placement = made.commit(evaluation, 1.0)
+    assert placement.candidate is (slow or everybody)[gate.index]
+    assert placement.pull is not None and placement.pull.source == "r0" and placement.reservation.uncached == 1
+    assert gate.sent_as == pytest.approx(gate.quoted)

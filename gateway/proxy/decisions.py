@@ -184,6 +184,8 @@ class Decisions:
             targets = self._proxy.eligible.targets(leased.prompt, (*leased.tried, chosen))
         except ApiError:
             return order
+        if not self._placing.legs.takes_whole(leased.prompt, targets.candidates[0].replica):
+            return order  # only such are left as take requests in two legs alone
         now = monotonic()
         return order + self._router.ranking(self._placing.demand(leased.prompt, now), targets, now, MOST_CANDIDATES - 1)
 

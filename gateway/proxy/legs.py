@@ -206,14 +206,16 @@ class LegPlacing:
 
     def _is_always(self, prompt: Prompt | None, evaluation: Evaluation) -> bool:
         """Whether a request has to be in legs: nobody is there that would compute a whole one."""
-        chosen = self._eligible.backends.get(evaluation.candidates[evaluation.choice.index].replica)
-        if prompt is None or prompt.path in NO_PREFILL or chosen is None:
-            return False
-        return not chosen.replica.takes_whole
+        return not self.takes_whole(prompt, evaluation.candidates[evaluation.choice.index].replica)
 
-    def refusal(self, exchange: Exchange, evaluation: Evaluation) -> ApiError | None:
-        """Why a request that could not be given legs cannot go whole either; None: it can."""
-        prompt = exchange.prompt
+    def takes_whole(self, prompt: Prompt | None, replica: str) -> bool:
+        """Whether this replica's engine would compute that prompt and answer it by itself."""
+        backend = self._eligible.backends.get(replica)
+        return prompt is None or prompt.path in NO_PREFILL or backend is None or backend.replica.takes_whole
+
+    def refusal(self, prompt: Prompt | None, evaluation: Evaluation, elsewhere: bool) -> ApiError | None:
+        """Why a request that could not be given legs cannot go whole either; None: it can. `elsewhere`: its bytes do
+        not pass here, so it can be given none."""
         if prompt is None or not self._is_always(prompt, evaluation):
             return None
         sides = self._eligible.sides(prompt.model or None)
@@ -221,6 +223,10 @@ class LegPlacing:
         paths = sorted({path for kind in kinds for path in kind.transfer.paths})
         if kinds and prompt.path not in paths:
             return bad(f"{prompt.path} is not served here: these engines take requests in two legs alone, posted to {' or '.join(paths)}")  # fmt: skip
+        if elsewhere:
+            why = "the replicas that are left take requests in two legs alone, and /decide names one replica"
+            return ApiError(501, f"{why}: send the request to the gateway itself, or add a replica that takes whole requests",
+                            code="takes_two_legs", again=False)  # fmt: skip
         if not any(kind.prefillers and kind.decoders for kind in kinds):
             return ApiError(503, f"no replica with role={PREFILL} is ready, and those with role={DECODE} compute no prompts")  # fmt: skip
         return ApiError(503, "no two replicas are left to take this request in two legs, and none takes it whole")

@@ -355,13 +355,13 @@ class Placing:
                 return
             evaluation = admitted
         acted = self._seen(self.onlooker, asker, evaluation, now) if self.onlooker is not None else None
-        if self.eligible.roles.any and isinstance(asker, Exchange):
-            if (plan := self.legs.plan(asker, evaluation, now)) is not None:
+        if self.eligible.roles.any:
+            if isinstance(asker, Exchange) and (plan := self.legs.plan(asker, evaluation, now)) is not None:
                 if acted is not None:
                     acted(plan.chosen)
                 self._place_legs(asker, evaluation, plan, begun, now)
                 return
-            if (refusal := self.legs.refusal(asker, evaluation)) is not None:
+            if (refusal := self.legs.refusal(prompt, evaluation, not isinstance(asker, Exchange))) is not None:
                 asker.unplaced(refusal)
                 return
         shared = self.shared

@@ -279,3 +279,26 @@ async def test_two_gateways_count_both_legs_in_one_ledger(engines, start_redis):
             async with asyncio.timeout(10):
                 while client.hgetall("hitherto:1:default:{pool}:load"):
                     await asyncio.sleep(0.02)
+
+
+async def test_another_proxy_is_told_that_requests_in_two_legs_pass_here(engines, single):
+    """`/decide` names one replica, and nobody could send these engines a request by that."""
+    prefiller, decoder = engines["sglang"].prefiller, engines["sglang"].decoder
+    path, body = asked("chat", "Decided. " + TEXT * 20, False)
+    flags = flags_of("sglang", [prefiller], [decoder])
+    async with running(*flags) as gateway:
+        await gateway.ready(2)
+        refused = await gateway.admin.post("/decide", params={"path": path}, json=body)
+        error = refused.json()["error"]
+        assert (refused.status_code, error["code"]) == (501, "takes_two_legs")
+        assert "/decide names one replica" in error["message"] and "to the gateway itself" in error["message"]
+        assert (await gateway.client.post(path, json=body)).status_code == 200, "which has its own way"
+        await nothing_is_left(gateway, prefiller)
+    async with running(*flags[:1], single.url, *flags[1:]) as gateway:
+        await gateway.ready(3)
+        decided = (await gateway.admin.post("/decide", params={"path": path}, json=body)).json()
+        assert decided["url"] == single.url and decided["candidates"] == [decided["replica"]]
+        await gateway.admin.post(f"/decide/{decided['id']}/done")
+        again = {"path": path, "exclude": decided["replica"]}
+        assert (await gateway.admin.post("/decide", params=again, json=body)).status_code == 501
+        await nothing_is_left(gateway, prefiller)

@@ -19,6 +19,7 @@ from replicas.event_source import EventSource
 from replicas.metrics import Scrape, missing, parse
 from replicas.problems import NO_REPLAY, TIERS_UNKNOWN, Problem
 from replicas.replica import Address, Replica
+from replicas.roles import BOTH
 
 PATHS = ("/v1/models", "/version", "/metrics")  # what any engine is asked
 NOTHING = Told()
@@ -220,9 +221,15 @@ def _metrics(facts: Facts, answer: Answer) -> None:
         )
 
 
-def problems_of(facts: Facts, given: EventSource | None, sources: list[EventSource | None]) -> dict[str, Problem]:
-    """What is amiss, once it is known where events come from: `given` by the operator, in all `sources`, one a rank."""
+def problems_of(
+    facts: Facts, given: EventSource | None, sources: list[EventSource | None], role: str = BOTH
+) -> dict[str, Problem]:
+    """What is amiss, once it is known where events come from: `given` by the operator, in all `sources`, one a rank.
+    `role`: as the operator gave it."""
     found = dict(facts.problems)
+    if (is_for := facts.told.role) is not None and role not in (BOTH, is_for):
+        what = f"it was started for role={is_for} and is given as role={role}, so it counts as what it was started for"
+        found["role"] = Problem(what, "correct the role behind its URL, or start it for that role")
     if given:
         found.pop("events", None)
         found.pop("replay", None)
@@ -246,8 +253,8 @@ def described(address: Address, facts: Facts) -> list[Replica]:
         address.id, address.url, address.host, address.port, dialect=facts.dialect, models=facts.models, root=facts.root,
         version=facts.version, scrape=facts.scrape,
         block_size=facts.block_size, num_blocks=facts.num_blocks, page_size=facts.told.page_size, max_model_len=facts.max_model_len, events=sources[0],
-        problems=tuple(map(str, problems_of(facts, address.source, sources).values())), role=address.role, moves_by=address.transfer,
-        bootstrap=address.bootstrap, meets_at=facts.told.meets_at, peer=address.peer,
+        problems=tuple(map(str, problems_of(facts, address.source, sources, address.role).values())), role=facts.told.role or address.role,
+        moves_by=address.transfer, bootstrap=address.bootstrap, meets_at=facts.told.meets_at, peer=address.peer,
     )  # fmt: skip
     if len(sources) == 1:
         return [lead]

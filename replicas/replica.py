@@ -36,7 +36,7 @@ DEFAULT_PORTS = {"http": 80, "https": 443}
 # What the ranks of one engine have in common.
 SHARED = tuple(
     """
-    dialect address proof models adapter_roots root block_size page_size num_blocks max_model_len version pid restarts problems meets_at engine_ids
+    dialect address proof role models adapter_roots root block_size page_size num_blocks max_model_len version pid restarts problems meets_at engine_ids
     """.split()
 )
 
@@ -57,7 +57,7 @@ class Replica:
     managed: bool = False  # launched by us
     rank: int | None = None  # which of the data-parallel ranks behind its URL; None: there is one
     dialect: EngineDialect = DEFAULT  # what kind of engine it is, as far as it has told
-    role: str = BOTH  # which part of a request it is for: `replicas.roles`
+    role: str = BOTH  # which part of a request it is for (`replicas.roles`): as its engine tells, else as it was given
     spill: bool = False  # of a slow pool, which gets what nobody else can answer in time
     moves_by: str = ""  # how it passes caches on, one of `TRANSFERS`; "": as engines of its kind do
     bootstrap: int = 0  # the port at which engines that fetch a prompt's cache find it, as the operator wrote it

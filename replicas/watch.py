@@ -67,6 +67,7 @@ class Watch:
         self.access = Access(replica.url, replica.host, replica.tls, given, replica.credentials)
         self.busy, self.waited, self.hear, self.interval, self.limits = busy, waited, hear, interval, limits
         self.given, self.model = given, model
+        self.given_role = replica.role  # by the operator; an engine that is for one role tells its own
         self.supervisor, self.start_timeout = supervisor, start_timeout
         self.sources: list[EventSource | None] = [given]  # one for each data-parallel rank
         self.health, self.progress = Health(limits), Progress()
@@ -403,10 +404,11 @@ class Watch:
         replica.num_blocks = facts.num_blocks or replica.num_blocks
         if "version" not in facts.silent:
             replica.page_size, replica.meets_at = facts.told.page_size, facts.told.meets_at
+            replica.role = facts.told.role or self.given_role
         if self.given or facts.sources is not None:  # a late answer is no news about where events are
             self.sources = facts.events(self.access.events, len(self.sources))
         replica.events = self.sources[0]
-        problems = [*problems_of(facts, self.given, self.sources).values(), self.access.problem]
+        problems = [*problems_of(facts, self.given, self.sources, self.given_role).values(), self.access.problem]
         replica.problems = tuple(str(one) for one in problems if one)
         if replica.state is State.READY and before != self._told():
             self.changed(replica)
@@ -420,6 +422,7 @@ class Watch:
             replica.max_model_len,
             replica.block_size,
             replica.page_size,
+            replica.role,
         )
 
     @property

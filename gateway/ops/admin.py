@@ -110,7 +110,7 @@ def _refuse_another(engine: Any, address: Address) -> None:
     source, model = engine.watch.given, engine.watch.model
     said = (address.source not in (None, source), address.model not in (None, model))
     kept = engine.lead
-    said += (address.role not in (BOTH, kept.role), address.spill and not kept.spill)
+    said += (address.role not in (BOTH, kept.role, engine.watch.given_role), address.spill and not kept.spill)
     said += (address.transfer not in ("", kept.moves_by), address.bootstrap not in (0, kept.bootstrap))
     said += (address.peer not in ("", kept.peer),)
     if any(said):

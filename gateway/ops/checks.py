@@ -376,13 +376,13 @@ def check_reached(address: Address, facts: Facts) -> Finding:
 
 
 def problems_by_subject(address: Address, facts: Facts) -> dict[str, Problem]:
-    return problems_of(facts, address.source, facts.events(address.source))
+    return problems_of(facts, address.source, facts.events(address.source), address.role)
 
 
 def check_own_words(address: Address, facts: Facts) -> Iterator[Finding]:
     """What the engine tells of itself that keeps the gateway from its work; events are for the trial to judge."""
     for name, problem in problems_by_subject(address, facts).items():
-        if name in ("models", "metrics", "caching", "tiers"):
+        if name in ("models", "metrics", "caching", "tiers", "role"):
             level = "fail" if name == "caching" else "warn"
             subject = "model names" if name == "models" else name
             yield Finding(level, f"{subject} {address.id}", problem.what, problem.remedy)

@@ -48,6 +48,7 @@ class Told(NamedTuple):
     # Tokens of the parts in which it caches and finds prompts, where they may be smaller than blocks.
     page_size: int | None = None
     prefix_caching: bool | None = None
+    role: str | None = None  # the one role that it was started for, if it takes nothing else
     meets_at: int | None = None  # the port at which a decoding engine finds it, where both legs are sent at once
 
 

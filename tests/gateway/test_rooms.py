@@ -135,6 +135,26 @@ async def test_an_engine_that_speaks_so_tells_where_it_is_met(start_engine):
         await nothing_is_left(gateway, prefiller, decoder)
 
 
+@pytest.mark.parametrize("workers", ["1", "2"])
+async def test_the_mode_that_an_engine_was_started_in_is_its_role(start_engine, workers):
+    """Also where its URL says another one, of which it would refuse every request."""
+    flags = ("--speaks", "sglang")
+    prefiller = start_engine("--kv-connector", "sglang-prefill", *flags).wait()
+    decoder = start_engine("--kv-connector", "sglang-decode", *flags).wait()
+    for said in ("", "#role=prefill"):
+        async with running("--replica-url", prefiller.url, decoder.url + said, "--workers", workers) as gateway:
+            status = await gateway.ready(2)
+            told = {one["url"]: (one["role"], " ".join(one["problems"])) for one in status["replicas"]}
+            assert (told[prefiller.url][0], told[decoder.url][0]) == ("prefill", "decode")
+            assert "started for" not in told[prefiller.url][1]
+            assert ("started for role=decode and is given as role=prefill" in told[decoder.url][1]) == bool(said)
+            path, body = asked("chat", f"Modes {workers} {said}. " + TEXT * 20, False)
+            answer = await gateway.client.post(path, json=body)
+            assert answer.status_code == 200 and answer.headers["x-hitherto-replica"] == f"127.0.0.1:{decoder.port}"
+            assert await gateway.counted("hitherto_legs_total", leg="prefill", outcome="complete") == 1
+            await nothing_is_left(gateway, prefiller, decoder)
+
+
 async def test_a_bootstrap_server_that_nobody_reaches_is_said_with_its_remedy(engines):
     prefiller, decoder = engines["mooncake"].prefiller, engines["mooncake"].decoder
     urls = f"{prefiller.url}#role=prefill,transfer=mooncake,bootstrap=1", url_of(decoder, "decode", "mooncake")

@@ -11,6 +11,7 @@ from replicas.engines.dialect import Sources, Told
 from replicas.event_source import EventSource
 from replicas.names import bracketed
 from replicas.problems import EVENTS_BY_HAND, EVENTS_OFF, NO_REPLAY, Problem, Remedies
+from replicas.roles import DECODE, PREFILL
 
 PATHS = ("/server_info", "/get_server_info")
 BLOCK = 16  # tokens of a block of the map at least: smaller pages are put together to such blocks
@@ -34,7 +35,7 @@ def told(answers: Mapping[str, Answer]) -> Told:
     page = _number(events.get("block_size") if isinstance(events, dict) else None) or _number(found["page_size"]) or 1
     block = page * -(-BLOCK // page)
     tokens, path = _number(found["max_total_num_tokens"]), found.get("model_path")
-    version = found.get("version")
+    version, mode = found.get("version"), found.get("disaggregation_mode")
     return Told(
         version if isinstance(version, str) else None,
         path if isinstance(path, str) else None,
@@ -42,6 +43,7 @@ def told(answers: Mapping[str, Answer]) -> Told:
         tokens // block if tokens else None,
         page,
         found.get("disable_radix_cache") is not True,
+        mode if mode in (PREFILL, DECODE) else None,  # "null" without one
         _number(found.get("disaggregation_bootstrap_port")),
     )
 

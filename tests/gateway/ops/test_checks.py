@@ -3,6 +3,9 @@
 from gateway import cli
 from gateway.ops import checks
 from gateway.ops.trial import Finding
+from replicas.adopt import Facts
+from replicas.engines.dialect import Told
+from replicas.replica import parse_url
 
 
 def status(**changes) -> dict:
@@ -49,3 +52,11 @@ def test_what_a_running_gateway_says_of_redis_and_of_its_own_background_work():
     assert (
         failed.level == "fail" and "shared map: publish failed 3 times" in failed.text and "KeyError: 7" in failed.text
     )
+
+
+def test_an_engine_that_is_for_another_role_than_its_url_says():
+    facts = Facts(told=Told(role="decode"))
+    found = list(checks.check_own_words(parse_url("http://a:1#role=prefill"), facts))
+    assert [(one.level, one.subject) for one in found] == [("warn", "role a:1")] and "role=decode" in found[0].text
+    for right in ("http://a:1", "http://a:1#role=decode"):
+        assert not list(checks.check_own_words(parse_url(right), facts))

@@ -49,6 +49,13 @@ def test_events_are_of_the_pages_that_the_publisher_tells():
     assert (told.page_size, told.block_size) == (32, 32)
 
 
+@pytest.mark.parametrize(
+    ("mode", "role"), [("prefill", "prefill"), ("decode", "decode"), ("null", None), (None, None), (["decode"], None)]
+)
+def test_the_mode_that_it_was_started_in_is_its_role(mode, role):
+    assert SGLANG.told(answers({**INFO, "disaggregation_mode": mode})).role == role
+
+
 def test_the_cache_may_be_off():
     assert SGLANG.told(answers({**INFO, "disable_radix_cache": True})).prefix_caching is False
 

@@ -22,7 +22,9 @@ import orjson
 
 from replicas.access import session_to
 
-from ..members import with_members
+from ..errors import ApiError
+from ..http.messages import Request
+from ..members import in_utf8, no_object, takes_members, with_members
 from ..prompt.prompt import COMPLETIONS, unread
 from .backend import Backend
 from .exchange import Attempt, Exchange, Parent
@@ -37,6 +39,10 @@ log = logging.getLogger("hitherto.proxy")
 
 ANSWER_SECONDS, PAUSE_SECONDS = 60.0, 30.0  # for an answer, and before the question is asked again without one
 FIELD = b"priority"
+# How each spelling of that name begins that JSON knows: as it is, or with a small letter as an escape. No client that
+# writes JSON spells letters so.
+NAMED, ESCAPED = b'"priority"', (b"\\u006", b"\\u007")
+LONGEST_READ = 2**18  # bytes of a body that the event loop reads for its priority: half a millisecond
 REFUSALS = (400, 422)  # of the field; others speak of the client's key or model, or of the moment
 
 # What makes the head of a request of this length: `exchange.request_head`, or one like it.
@@ -47,17 +53,27 @@ class _Body(msgspec.Struct):
     priority: Any = None
 
 
-_DECODER = msgspec.json.Decoder(_Body)
+decode = msgspec.json.Decoder(_Body).decode
 
 
 def has_priority(body: bytes) -> bool:
-    """Whether a JSON object has a priority of its own, as far as one can tell: engines read some JSON that is none."""
-    if FIELD not in body and b"\\u" not in body:
+    """Whether a JSON object has a priority of its own, as far as one can tell: engines read some JSON that is none, and
+    a long body is searched for the name without being read."""
+    if NAMED not in body and not any(letters in body for letters in ESCAPED):
         return False
+    if len(body) > LONGEST_READ:
+        return True
     try:
-        return _DECODER.decode(body).priority is not None
+        return decode(body).priority is not None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return True
+
+
+def encoding_refusal(request: Request) -> ApiError | None:
+    """Why a request is refused in whose body no priority can be written: engines would take the client's own."""
+    if not takes_members(request) or in_utf8(request.body):
+        return None
+    return no_object("requests have classes here, and that is where the priority of its class goes")
 
 
 class _Known:
@@ -102,7 +118,7 @@ class Priorities:
 
     def _instead(self, exchange: Exchange, body: bytes) -> bytes:
         """The class's priority where the client says one, in a body that else is not read."""
-        if not body or not has_priority(body):
+        if not takes_members(exchange.request) or not has_priority(body):
             return body
         prompt = exchange.prompt or unread(exchange.request.path, exchange.model)
         return with_members(body, {FIELD: b"%d" % (self._highest - self._class_of(exchange, prompt).priority)}) or body

@@ -42,7 +42,7 @@ from .forwarding import TokenIdForwarding
 from .newcomers import Newcomers
 from .paths import MODELS, AllowedPaths, model_in, refusal
 from .placing import Eligibility, Placing
-from .priorities import Priorities, differ
+from .priorities import Priorities, differ, encoding_refusal
 from .queue import AddedByQueue, Queue
 from .responses import PATH as RESPONSES
 from .responses import Responses, referred_to
@@ -434,6 +434,9 @@ class Proxy:
         self.conductor.begin(exchange)
         if tenant is not None and (refused := self._turned_down(exchange, tenant)) is not None:
             exchange.refused(refused)
+            return
+        if self.conductor.priorities is not None and (unwritable := encoding_refusal(request)) is not None:
+            exchange.refused(unwritable)
             return
         if has_prompt and not self.conductor.draining:
             self.preparation.begin(exchange)

@@ -11,14 +11,10 @@ import base64
 import hashlib
 import re
 
-from ..errors import ApiError, bad
+from ..errors import ApiError
 from ..http.messages import Request
-from ..members import with_members
-from ..prompt.prompt import NO_PREFILL
+from ..members import no_object, takes_members, with_members
 
-# Forms in place of JSON, for models without a prefix cache.
-_FORMS = frozenset(("/v1/audio/transcriptions", "/v1/audio/translations"))
-_UNSALTED = NO_PREFILL | _FORMS
 # Whose bodies have no place for a salt: vLLM (0.32) passes over one there, and caches without it.
 _WITHOUT_SALT = frozenset(("/cohere/v2/chat", "/v2/embed"))
 _NAMED = b'"cache_salt"'
@@ -27,7 +23,7 @@ _GIVEN = re.compile(rb'"cache_salt"[ \t\r\n]*:[ \t\r\n]*"([^"\\]*)"')
 
 def salt_request(request: Request, salt: str) -> ApiError | None:
     """Write the salt into a request's body, or tell why the request is refused."""
-    if request.method != "POST" or not request.body or request.path in _UNSALTED:
+    if not takes_members(request):
         return None
     if request.path in _WITHOUT_SALT:
         return ApiError(
@@ -37,9 +33,7 @@ def salt_request(request: Request, salt: str) -> ApiError | None:
         )
     salted = with_salt(request.body, salt)
     if salted is None:
-        return bad(
-            "the body must be a JSON object in UTF-8: this API key has a cache of its own, and that is where its salt goes"
-        )
+        return no_object("this API key has a cache of its own, and that is where its salt goes")
     request.body = salted
     return None
 

@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from gateway.overload import Overload
+from gateway.proxy.priorities import LONGEST_READ
 from policies import Classes, QosClass, Rule, Rules
 from replicas.engines.vllm import VLLM
 
@@ -117,6 +118,71 @@ async def test_a_body_that_only_speaks_of_priority_passes_as_it_is(body):
     async with classed(answers(seen=seen)) as s:
         talker = await s.talk()
         await talker.say(post(body, b"/pooling"))
+        await talker.response()
+        assert [given for _, given in seen] == [body]
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-le", "utf-32-be"])
+@pytest.mark.parametrize("path", [CHAT, MESSAGES, "/score", "/invocations"])
+async def test_a_body_in_which_no_priority_can_be_written_is_refused(path, encoding):
+    """Python reads these encodings, and so vLLM does."""
+    engine = Engine(200)
+    async with classed(engine) as s:
+        talker = await s.talk()
+        body = json.dumps({"model": "m", "messages": [], "priority": -1000}).encode(encoding)
+        await talker.say(post(body, path.encode()))
+        status, _, answer = await talker.response()
+        assert (status, engine.bodies) == (400, []) and b"must be a JSON object in UTF-8" in answer
+
+
+async def test_without_classes_such_a_body_goes_to_the_engine_as_it_is():
+    body, seen = json.dumps({"model": "m", "input": "x"}).encode("utf-16"), []
+    async with stack(answers(seen=seen)) as s:
+        talker = await s.talk()
+        await talker.say(post(body, b"/score"))
+        assert (await talker.response())[0] == 200 and seen[0][1] == body
+
+
+@pytest.mark.parametrize("path", [b"/v1/audio/transcriptions", b"/v1/audio/translations"])
+async def test_a_form_passes_whatever_it_begins_with(path):
+    body, seen = b"\xff\xfe--form--", []
+    async with classed(answers(seen=seen)) as s:
+        talker = await s.talk()
+        await talker.say(post(body, path))
+        assert (await talker.response())[0] == 200 and seen[0][1] == body
+
+
+LONG = 3 * LONGEST_READ
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        b'{"input":"%b","priority":-1000}' % (b"a" * LONG),
+        b'{"input":"%b","priorit\\u0079":-1000}' % (b"a" * LONG),
+        b'{"input":"%b","pri\\u006Frity":-1000}' % (b"a" * LONG),
+        b'{"\\u0070\\u0072\\u0069\\u006f\\u0072\\u0069\\u0074\\u0079":-1000,"input":"%b"}' % (b"\\u4e2d" * LONG),
+    ],
+)
+async def test_a_long_body_is_searched_and_not_read(own, monkeypatch):
+    """Reading 12 MiB takes the event loop 20 ms and more."""
+    engine = Engine(200)
+    read = []
+    monkeypatch.setattr("gateway.proxy.priorities.decode", lambda body: read.append(len(body)))
+    async with classed(engine) as s:
+        talker = await s.talk()
+        await talker.say(post(own, b"/score"))
+        await talker.response()
+        assert engine.bodies[-1]["priority"] == 90 and not read
+
+
+@pytest.mark.parametrize("text", [b"a", b"\\u4e2d", b"\\u00e9", b'my \\"priority\\" '])
+async def test_a_long_body_of_a_client_that_says_no_priority_passes_as_it_is(text):
+    seen = []
+    body = b'{"input":"%b"}' % (text * (LONG // len(text)))
+    async with classed(answers(seen=seen)) as s:
+        talker = await s.talk()
+        await talker.say(post(body, b"/score"))
         await talker.response()
         assert [given for _, given in seen] == [body]
 

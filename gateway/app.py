@@ -18,6 +18,7 @@ from cachemap.background import Background
 from cachemap.events import records
 from policies import CostGroup, Ledger
 from replicas import Fleet, Replica, State
+from replicas.access import session_to
 from replicas.launch import profile as profiles
 
 from . import datapath
@@ -332,7 +333,9 @@ class Gateway:
             "model": HASHED_AS,
             "block_size": block_size,
             "page_size": backend.replica.page_size,
-            "headers": backend.replica.credentials if source.hands_out_once else None,
+            "session": lambda: session_to(
+                backend.replica.address, backend.replica.tls, headers=backend.replica.credentials
+            ),
             "on_change": lambda state, reason: log.info("events of %s: %s: %s", backend.id, state, reason),
         }
         if self.shared is not None:

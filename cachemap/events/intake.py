@@ -8,11 +8,12 @@ and filled anew from what comes. A replica that computes blocks but reports none
 
 import asyncio
 import struct
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AbstractContextManager
 from itertools import groupby
 from time import time
 
+import aiohttp
 import zmq
 
 from cachemap.events.apply import EventApplier
@@ -44,7 +45,7 @@ class EventIntake:
 
     `endpoint` and `replay` are ZMQ addresses of the engine's PUB and ROUTER sockets, `snapshot` that of one that tells
     all that the engine holds, which is asked before `replay` where there is one; or `endpoint` is a URL that is asked
-    for events, with these `headers`;
+    for events, over what `session` makes;
     `topic` is the prefix its messages must have; `decode` reads their payload. `model` and `block_size` must be those
     prompts are hashed with; `page_size`: of the parts of a block that the engine finds too, None if it finds whole ones
     only. `on_change(state, reason)` is called when `state` changes or the
@@ -65,13 +66,13 @@ class EventIntake:
         model: str,
         block_size: int,
         page_size: int | None = None,
-        headers: Mapping[str, str] | None = None,
+        session: Callable[[], aiohttp.ClientSession] = aiohttp.ClientSession,
         on_change: Callable[[str, str], None] = lambda state, reason: None,
         on_unreachable: Callable[[], None] = lambda: None,
     ):
         self._map = cache_map
         self._slot = slot
-        self._endpoint, self._headers = endpoint, headers
+        self._endpoint, self._session = endpoint, session
         self._replay_endpoint, self._snapshot_endpoint = replay, snapshot
         self._topic = topic.encode()
         self._decode = decode
@@ -199,7 +200,7 @@ class EventIntake:
 
     def _subscribed(self) -> AbstractContextManager[Inbox | PolledInbox]:
         return (
-            polled(self._endpoint, self._headers)
+            polled(self._endpoint, self._session)
             if self._endpoint.startswith("http")
             else connected(zmq.SUB, self._endpoint)
         )
@@ -217,11 +218,7 @@ class EventIntake:
         if self._linked and away > LINK_LOST_SECONDS:
             self._unlink(f"the connection to {self._endpoint} was lost and cannot be made again")
         elif not self._linked and self.state == "connecting" and (inbox.refused or away > LINK_SECONDS):
-            why = "nothing listens there" if inbox.refused else f"no ZMQ publisher answered within {LINK_SECONDS:g} s"
-            self._unlink(
-                f"{self._endpoint} cannot be reached: {why}; let the gateway reach the engine's event port, "
-                "or give the address as URL#events=tcp://HOST:PORT,replay=tcp://HOST:PORT"
-            )
+            self._unlink(f"{self._endpoint} cannot be reached: {_unreached(inbox)}")
 
     def _link(self) -> None:
         """The publisher is there, for the first time or again: believe it from here on."""
@@ -557,6 +554,17 @@ def _following(batches: list[Numbered], last: int) -> list[Numbered]:
         if one[0] == last + len(found) + 1:
             found.append(one)
     return found
+
+
+def _unreached(inbox: Inbox | PolledInbox) -> str:
+    """Why, and what to do."""
+    if isinstance(inbox, PolledInbox):
+        return f"{inbox.why}; its events come from the engine's own port: let the gateway POST there"
+    why = "nothing listens there" if inbox.refused else f"no ZMQ publisher answered within {LINK_SECONDS:g} s"
+    return (
+        f"{why}; let the gateway reach the engine's event port, "
+        "or give the address as URL#events=tcp://HOST:PORT,replay=tcp://HOST:PORT"
+    )
 
 
 def _stores(one: Numbered) -> bool:

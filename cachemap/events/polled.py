@@ -5,7 +5,7 @@ answer held nobody gets again, so there may be one reader only.
 """
 
 import asyncio
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import aiohttp
@@ -18,11 +18,13 @@ MOST_WAITING = 64  # answers that nobody has taken yet; then no more are asked f
 
 
 class PolledInbox:
-    """As `Inbox`: `linked` while the engine answers, `refused` once it has not."""
+    """As `Inbox`: `linked` while the engine answers, `refused` once it has not, and `why` then."""
 
-    def __init__(self, url: str, headers: Mapping[str, str] | None = None) -> None:
+    def __init__(self, url: str, session: Callable[[], aiohttp.ClientSession]) -> None:
+        """`session` makes one that reaches the engine as everything else does that asks it."""
         self.linked = self.refused = False
-        self._url, self._headers = url, headers
+        self.why = "it has not answered yet"
+        self._url, self._session = url, session
         self._changed = asyncio.Event()
         self._messages: list[list[bytes]] = []
         self._number = 0
@@ -51,28 +53,31 @@ class PolledInbox:
         self._changed.set()
 
     async def _ask(self) -> None:
-        async with aiohttp.ClientSession(
-            timeout=aiohttp.ClientTimeout(ANSWER_SECONDS), headers=self._headers
-        ) as session:
-            while True:
-                pause = IDLE_SECONDS
-                if len(self._messages) < MOST_WAITING:
-                    pause = await self._asked(session)
-                await asyncio.sleep(pause)
+        while True:  # with a new session after each failure: the engine may have another address by then
+            async with self._session() as session:
+                while (pause := await self._asked(session)) is not None:
+                    await asyncio.sleep(pause)
+            await asyncio.sleep(BROKEN_SECONDS)
 
-    async def _asked(self, session: aiohttp.ClientSession) -> float:
-        """Seconds until the next question."""
+    async def _asked(self, session: aiohttp.ClientSession) -> float | None:
+        """Seconds until the next question; None: it failed."""
+        if len(self._messages) >= MOST_WAITING:
+            return IDLE_SECONDS
+        why, payload = "", b""
         try:
-            async with session.post(self._url) as response:
+            async with session.post(
+                self._url, timeout=aiohttp.ClientTimeout(ANSWER_SECONDS), allow_redirects=False
+            ) as response:
                 payload = await response.read()
-                well = response.status == 200
-        except (aiohttp.ClientError, TimeoutError):
-            well, payload = False, b""
-        if self.linked != well or not well:
-            self.linked, self.refused = well, not well
+                if response.status != 200:
+                    why = f"it answers with status {response.status}"
+        except (aiohttp.ClientError, TimeoutError) as error:
+            why = _in_words(error)
+        if self.linked == bool(why) or why:
+            self.linked, self.refused, self.why = not why, bool(why), why
             self._changed.set()
-        if not well:
-            return BROKEN_SECONDS
+        if why:
+            return None
         if payload.strip() == EMPTY:
             return IDLE_SECONDS
         self._messages.append([b"", self._number.to_bytes(8, "big"), payload])
@@ -81,9 +86,17 @@ class PolledInbox:
         return SECONDS
 
 
+def _in_words(error: Exception) -> str:
+    if isinstance(error, TimeoutError):
+        return f"no answer within {ANSWER_SECONDS:g} s"
+    if isinstance(error, aiohttp.ClientConnectorError) and isinstance(error.os_error, ConnectionRefusedError):
+        return "nothing listens there"
+    return str(error) or type(error).__name__
+
+
 @contextmanager
-def polled(url: str, headers: Mapping[str, str] | None = None) -> Iterator[PolledInbox]:
-    inbox = PolledInbox(url, headers)
+def polled(url: str, session: Callable[[], aiohttp.ClientSession]) -> Iterator[PolledInbox]:
+    inbox = PolledInbox(url, session)
     try:
         yield inbox
     finally:

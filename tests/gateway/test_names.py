@@ -184,10 +184,11 @@ async def tls_in_front_of(port: int, context):
         server.close()
 
 
-async def test_an_https_engine_gets_plain_and_streamed_requests_and_its_events_are_read(resolver, tmp_path):
+@pytest.mark.parametrize("speaks", ["vllm", "tensorrt-llm"])
+async def test_an_https_engine_gets_plain_and_streamed_requests_and_its_events_are_read(resolver, tmp_path, speaks):
     resolver(gpu_test=["127.0.0.2"])
     async with (
-        engine("127.0.0.2") as process,
+        engine("127.0.0.2", (0, 0, 0), *(() if speaks == "vllm" else ("--speaks", speaks))) as process,
         tls_in_front_of(process.port, server_context(tmp_path, "gpu.test")) as port,
     ):
         flags = (

@@ -4,7 +4,7 @@ import asyncio
 import json
 
 import pytest
-from aiohttp import web
+from aiohttp import ClientSession, web
 
 from cachemap.events.intake import EventIntake
 from cachemap.events.records import Batch, EventError, Removed, Stored
@@ -61,7 +61,7 @@ async def following():
         slot = cache_map.attach("one", 1000, True)
         intake = EventIntake(
             cache_map, slot, endpoint=f"http://127.0.0.1:{engine.port}/events", replay=None, decode=decode, model="m",
-            block_size=4, headers={"Authorization": "Bearer k"},
+            block_size=4, session=lambda: ClientSession(headers={"Authorization": "Bearer k"}),
         )  # fmt: skip
         tasks.append(asyncio.create_task(intake.run()))
         return intake
@@ -107,7 +107,15 @@ async def test_where_nobody_listens_the_cache_is_modelled(following):
         pass
     intake = following(engine)
     await until(lambda: intake.state == "unobserved" and intake.unreachable)
-    assert "nothing listens there" in intake.reason
+    assert "nothing listens there" in intake.reason and "#events=" not in intake.reason
+
+
+async def test_one_that_answers_otherwise_is_called_what_it_is(following):
+    async with Engine() as engine:
+        engine.status = 404
+        intake = following(engine)
+        await until(lambda: intake.state == "unobserved")
+        assert "status 404" in intake.reason and "ZMQ" not in intake.reason and "tcp://" not in intake.reason
 
 
 async def test_an_answer_that_cannot_be_read_is_counted_and_followed_by_others(following):

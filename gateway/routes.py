@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from time import perf_counter
 
 from replicas import TAKES_TRAFFIC
+from replicas.served import base_names
 
 from .prompt import Prompt
 from .prompt.api.openai import parse
@@ -21,7 +22,8 @@ class Routes:
     """Never changes: others are made when replicas change, and a request that is prepared in a thread keeps these.
 
     `contexts`: lengths of context that a name's replicas have, from the shortest, those included that take no traffic
-    now: what fits such a replica alone has to wait for it. `several`: whether replicas serve unlike names."""
+    now: what fits such a replica alone has to wait for it. `several`: whether replicas serve unlike names. `models`:
+    the names of the base models where they are unlike; empty where a request without a name has one model to get."""
 
     def __init__(self, spaces: Sequence[ModelSpace], members: Collection[Member]):
         of_spaces = [one for one in members if one.space is not None]
@@ -34,6 +36,7 @@ class Routes:
         _add_away(routes, away)
         self.contexts = {name: _contexts(found, spaces) for name, found in routes.items()}
         self.several = len({frozenset(one.replica.models) for one in taking} | {one.served for one in away}) > 1
+        self.models = () if "" in routes else _unlike(of_spaces)
         self._mixed = len(self.contexts[None]) > 1
         self._longest = max((space.context or 0 for space in spaces), default=0) or _UNKNOWN_CONTEXT
         self._by_name = {name: (*found[:MOST_VARIANTS],) for name, found in routes.items() if name}
@@ -78,6 +81,29 @@ def _add_away(routes: dict[str | None, list[ModelSpace]], away: Iterable[Member]
             if member.space is not None and member.space not in spaces:
                 spaces.append(member.space)
     routes.update(waiting)
+
+
+def _unlike(members: Iterable[Member]) -> tuple[str, ...]:
+    """The base names of several models, or nothing where all is one model: adapters and aliases share a replica, a root
+    or files with it."""
+    groups: list[set[object]] = []
+    names: set[str] = set()
+    for member in members:
+        replica, space = member.replica, member.space
+        served = frozenset(replica.models) or member.served
+        if not served:
+            continue
+        marks: set[object] = {*served}
+        if replica.root:
+            marks.add(("root", replica.root))
+        if space is not None and space.format.source is not None:
+            marks.add(space)
+        names.update(base_names(replica.models) or served)
+        for group in [one for one in groups if one & marks]:
+            groups.remove(group)
+            marks |= group
+        groups.append(marks)
+    return (*sorted(names),) if len(groups) > 1 else ()
 
 
 def _contexts(found: Collection[ModelSpace], spaces: Iterable[ModelSpace]) -> tuple[int, ...]:

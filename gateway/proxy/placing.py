@@ -178,6 +178,12 @@ class Eligibility:
                 self._with_room[model, least] = found
         return found
 
+    def unnamed_error(self) -> ApiError | None:
+        """Why a prompt that names no model is refused: unlike ones are served, and chance would choose."""
+        if not (models := self.models.routes.models):
+            return None
+        return ApiError(400, f"name a model; served here: {', '.join(models)}", param="model", code="model_not_named")
+
     def no_replica_error(self, model: str | None) -> ApiError:
         """Why nobody serves this model: it is not served here, or no replica of it is ready."""
         known = self.names

@@ -166,7 +166,10 @@ class Preparation:
         def prepare() -> Prompt:
             if path not in PROMPT_PATHS:
                 return unread(path, self._model(headers.get("content-type", ""), body))
-            return self._models.routes.prepare(path, body, headers, adapters)
+            prompt = self._models.routes.prepare(path, body, headers, adapters)
+            if not (prompt.model or prompt.previous_response) and (error := self._eligible.unnamed_error()) is not None:
+                raise error
+            return prompt
 
         adapters = self._eligible.adapters
         if len(body) <= OFFLOAD_BYTES:
@@ -254,6 +257,9 @@ class Preparation:
             return
         exchange.stages.append((stage, seconds))
         if exchange.tenant is not None and (error := exchange.tenant.refusal(prompt.model)) is not None:
+            exchange.refused(error)
+            return
+        if not (prompt.model or prompt.previous_response) and (error := self._eligible.unnamed_error()) is not None:
             exchange.refused(error)
             return
         if not prompt.kind and not self._eligible.finer:  # too short to be forwarded as ids

@@ -278,6 +278,37 @@ async def test_a_model_that_is_away_is_not_answered_for_by_another(start_engine,
         assert answer.status_code == 404 and answer.json()["error"]["code"] == "model_not_found", answer.text
 
 
+async def test_a_prompt_that_names_no_model_is_refused_where_unlike_models_are_served(start_engine, other):
+    long = start_engine("--served-model-name", "long", "--lora", "red").wait()
+    short = start_engine("--model", other, "--served-model-name", "short").wait()
+    body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
+    async with running("--replica-url", long.url, short.url) as gateway:
+        await compared(gateway, 2)
+        for nameless in (body, body | {"model": ""}, body | {"model": None}):
+            answer = await gateway.client.post("/v1/chat/completions", json=nameless)
+            assert (answer.status_code, answer.json()["error"]["message"], answer.json()["error"]["param"]) == (
+                400, "name a model; served here: long, short", "model",
+            ), answer.text  # fmt: skip
+        answer = await gateway.client.post("/v1/messages", json=body)
+        assert answer.status_code == 400 and answer.json()["type"] == "error", answer.text
+        answer = await gateway.admin.post("/explain", json=body)
+        assert answer.status_code == 400 and "name a model" in answer.text, answer.text
+        long.process.kill()
+        await gateway.until(lambda status: sum(one["state"] == "ready" for one in status["replicas"]) == 1)
+        answer = await gateway.client.post("/v1/chat/completions", json=body)
+        assert answer.status_code == 400, answer.text
+
+
+async def test_adapters_and_other_names_of_one_model_do_not_make_a_prompt_name_it(start_engine):
+    one = start_engine("--served-model-name", "one", "--lora", "red").wait()
+    same = start_engine("--served-model-name", "alias").wait()
+    body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
+    async with running("--replica-url", one.url, same.url) as gateway:
+        await compared(gateway, 2)
+        answer = await gateway.client.post("/v1/chat/completions", json=body)
+        assert answer.status_code == 200, answer.text
+
+
 async def test_an_adapter_that_was_just_loaded_is_not_refused_for_another_models_context(start_engine, other):
     """Which model it belongs to is known only once the engines were asked again."""
     long = start_engine("--served-model-name", "long", "--max-model-len", "131072", "--num-blocks", "9000").wait()

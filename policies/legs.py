@@ -64,7 +64,7 @@ class Transfers:
     def observe(self, prefiller: str, decoder: str, tokens: int, seconds: float) -> None:
         """A transfer of `tokens` took `seconds`; what is not positive counts as a tenth of a millisecond."""
         pair = (prefiller, decoder)
-        self._paused.pop(pair, None)
+        self.came(*pair)
         prior = LATENCY + tokens * TOKEN
         seconds = max(seconds, 1e-4)
         own = self._pairs.get(pair)
@@ -72,6 +72,10 @@ class Transfers:
             own = self._pairs[pair] = _Factor(self._all.value)
         own.observe(log(seconds / (own.value * prior)))
         self._all.observe(log(seconds / (self._all.value * prior)))
+
+    def came(self, prefiller: str, decoder: str) -> None:
+        """A transfer came, whatever it took: the next failure is a first one."""
+        self._paused.pop((prefiller, decoder), None)
 
     def failed(self, prefiller: str, decoder: str, now: float) -> None:
         """A transfer failed, or nobody knows what became of it."""

@@ -80,6 +80,7 @@ class Placement:
     expects: bool = False  # whether the map was told that its blocks will be there
     lower: Lower = ()
     pull: Pull | None = None  # from whom it is to fetch the last run of `lower`
+    pull_took: float | None = None  # seconds, if that came and was timed
 
     @property
     def cached(self) -> int:
@@ -492,13 +493,25 @@ class Router:
         self.ledger.first_byte(reservation, now)
         if self._first is not None:
             self._first(reservation.replica, placement.demand)
-        if seconds is not None and (pull := placement.pull) is not None:
-            rest = placement.ttft - pull.seconds  # what is predicted without it
-            self.pulls.observe(pull.source, reservation.replica, pull.tokens, seconds - rest)
+        if seconds is not None and (pull := placement.pull) is not None:  # `pulled` learns from it, if it came
+            placement.pull_took = seconds - (placement.ttft - pull.seconds)
         elif seconds is not None:
             placement.candidate.costs.observe_ttft(
                 seconds, reservation.uncached, placement.cached, reservation.before, reservation.at, placement.lower
             )
+
+    def pulled(self, placement: Placement, cached: int, now: float) -> bool:
+        """Its engine found so many prompt tokens in all. Learn from what it was to pull, and return whether all of
+        that came."""
+        pull, replica = placement.pull, placement.candidate.replica
+        assert pull is not None
+        if cached >= placement.cached:
+            self.pulls.came(pull.source, replica)
+            if placement.pull_took is not None:
+                self.pulls.observe(pull.source, replica, pull.tokens, placement.pull_took)
+        elif cached <= placement.cached - pull.tokens:
+            self.pulls.failed(pull.source, replica, now)
+        return cached >= placement.cached
 
     def finish(
         self,

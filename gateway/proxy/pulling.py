@@ -80,9 +80,6 @@ class Pulls:
 
 def ended(router: Router, metrics: Metrics, placement: Placement, cached: int) -> bool:
     """A replica that was to pull found so many prompt tokens in all; whether what it was to pull came."""
-    pull, name = placement.pull, placement.candidate.replica
-    assert pull is not None
-    metrics.peer_pulls.inc(name, "complete" if cached >= placement.cached else "missed")
-    if cached <= placement.cached - pull.tokens:
-        router.pulls.failed(pull.source, name, monotonic())
-    return cached >= placement.cached
+    came = router.pulled(placement, cached, monotonic())
+    metrics.peer_pulls.inc(placement.candidate.replica, "complete" if came else "missed")
+    return came

@@ -343,6 +343,8 @@ class Fleet:
         if output.finished:
             del self._live[index][output.id]
             cached = record.cached if legs is None else None
+            if live.placement.pull is not None:
+                live.gateway.pulled(live.placement, record.cached, self.now)
             live.gateway.complete(live.placement, self.now - record.first, record.output, cached, live.capped)
             if live.gate is not None:
                 live.gate.complete(live.ticket, record.first, self.now, record.output)

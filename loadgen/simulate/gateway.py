@@ -170,6 +170,9 @@ class Gateway:
     def first(self, placement: Placement, now: float) -> None:
         self.router.first_token(placement, now, now - placement.at)
 
+    def pulled(self, placement: Placement, cached: int, now: float) -> None:
+        self.router.pulled(placement, cached, now)
+
     def complete(
         self, placement: Placement, seconds: float, output: int, cached: int | None, capped: bool = False
     ) -> None:

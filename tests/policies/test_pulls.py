@@ -40,10 +40,10 @@ def busy(made, candidate, count=60):
         made.ledger.reserve(candidate.replica, 4000, 4000)
 
 
-def placed(made, everybody, asked=None, peers=None):
+def placed(made, everybody, asked=None, peers=None, now=1.0):
     asked = asked or demand()
-    evaluation = made.evaluate(asked, made.targets(everybody), 1.0, peers=everybody if peers is None else peers)
-    return made.commit(evaluation, 1.0)
+    evaluation = made.evaluate(asked, made.targets(everybody), now, peers=everybody if peers is None else peers)
+    return made.commit(evaluation, now)
 
 
 def test_an_idle_replica_takes_the_prompt_from_the_memory_of_a_busy_one():
@@ -121,8 +121,46 @@ def test_what_a_first_token_took_beyond_its_own_computing_teaches_the_pair():
     rest = placement.ttft - placement.pull.seconds
     ttft = everybody[1].costs.ttft_seconds(Load(), 16_001, 0, 1.0)
     made.first_token(placement, 1.5, rest + 3 * before)
+    assert made.pulls.seconds("r0", "r1", 16_000) == before, "whether it came is not known yet"
+    assert made.pulled(placement, 16_000, 2.0)
     assert made.pulls.seconds("r0", "r1", 16_000) == pytest.approx(3 * before)
     assert everybody[1].costs.ttft_seconds(Load(), 16_001, 0, 1.0) == ttft, "computing is learned from others"
+
+
+def test_a_pull_that_never_comes_is_tried_half_as_often_each_time_and_its_time_teaches_nobody():
+    made, everybody = fleet(1000, 0, memory=(1000, 0))
+    busy(made, everybody[0])
+    before, now, pauses = made.pulls.seconds("r2", "r3", 16_000), 1.0, []
+    for _ in range(4):
+        placement = placed(made, everybody, Demand(16_001, SIZE, 1, hashes=range(1, 1001), now=now), now=now)
+        made.first_token(placement, now + 3.0, 3.0)
+        assert not made.pulled(placement, 0, now)
+        made.finish(placement)
+        pauses.append(next(after for after in range(1, 1000) if not made.pulls.paused("r0", "r1", now + after)))
+        now += pauses[-1]
+    assert pauses == [10, 20, 40, 80]
+    assert made.pulls.seconds("r2", "r3", 16_000) == made.pulls.seconds("r0", "r1", 16_000) == before
+
+
+def test_a_pull_of_which_a_part_came_is_neither_a_failure_nor_a_measurement():
+    made, everybody = fleet(1000, 0, memory=(1000, 0))
+    busy(made, everybody[0])
+    placement = placed(made, everybody)
+    before = made.pulls.seconds("r0", "r1", 16_000)
+    made.first_token(placement, 3.0, 3.0)
+    assert not made.pulled(placement, 8_000, 3.0)
+    assert made.pulls.seconds("r0", "r1", 16_000) == before and not made.pulls.paused("r0", "r1", 3.0)
+
+
+def test_an_answer_in_one_piece_shows_that_a_pair_works_again():
+    made, everybody = fleet(1000, 0, memory=(1000, 0))
+    busy(made, everybody[0])
+    made.pulls.failed("r0", "r1", -100.0)
+    placement = placed(made, everybody)
+    made.first_token(placement, None)
+    assert made.pulled(placement, 16_000, 3.0)
+    made.pulls.failed("r0", "r1", 4.0)
+    assert not made.pulls.paused("r0", "r1", 14.0), "as long as after a first failure"
 
 
 def test_the_next_request_has_no_pull_left_over():

@@ -13,7 +13,7 @@ from replicas import State
 from replicas.simulated.model import sim_model_dir
 
 from ..http.talk import eventually
-from .replies import ANSWER, answers, post
+from .replies import ANSWER, EVENT, answers, chunk, post, streams
 from .stack import stack
 from .test_tiers import usage
 
@@ -103,6 +103,23 @@ async def test_a_pull_that_brings_nothing_pauses_the_pair_and_is_no_drift():
         s.proxy.router.map._routed.clear(other.slot)
         await asks(s)
         assert told(seen)[WINDOW - 1] is not None and told(seen)[WINDOW:] == [None] * len(told(seen)[WINDOW:])
+
+
+async def test_streams_whose_pulls_bring_nothing_pause_the_pair_for_twice_as_long_each_time():
+    counts = b'{"choices":[],"usage":{"prompt_tokens":%d,"completion_tokens":1,' % TOKENS
+    none = b"data: " + counts + b'"prompt_tokens_details":{"cached_tokens":0}}}\n\n'
+    async with peers(answers(), streams(chunk(EVENT), chunk(none))) as s:
+        holder, other = s.proxy.backends.values()
+        pulls = s.proxy.router.pulls
+        for times in (1, 2, 3):
+            s.proxy.router.map._routed.clear(other.slot)
+            answer = await asks(s, BODY | {"stream": True})
+            assert answer[1]["x-hitherto-replica"] == other.id, (times, answer)
+            await eventually(lambda: s.metrics.peer_pulls.values == {(other.id, "missed"): times})
+            (until, lasts) = pulls._paused[holder.id, other.id]
+            assert lasts == 10 * 2 ** (times - 1)
+            pulls._paused[holder.id, other.id] = (0.0, lasts)  # it is over
+        assert pulls.seconds(holder.id, other.id, TOKENS) == pulls.seconds("c", "d", TOKENS) < 0.001, "nothing learned"
 
 
 async def test_a_replica_that_fails_over_it_is_followed_by_another_without_a_pull():

@@ -247,6 +247,18 @@ class Ledger:
                 self.changes.tell(replica)
         self._weight = 1.0
 
+    def compute_more(self, reservation: Reservation, tokens: int) -> None:
+        """So many prompt tokens more are to be computed, of a request that was reserved just now."""
+        load = reservation.load
+        if load.begun == load.prefilling:  # it is among those that have begun
+            load.begun_tokens += tokens
+        reservation.uncached += tokens
+        load.prefill_tokens += tokens
+        if self.changes is not None:
+            self.changes.tell(reservation.replica)
+        if self.moved is not None:
+            self.moved(reservation.replica)
+
     def first_byte(self, reservation: Reservation, now: float | None = None) -> None:
         """Its prefill is done; it decodes from now on."""
         if reservation.stage != "prefill":

@@ -277,7 +277,7 @@ class Router:
             begins,
             demand.residual,
         )
-        pull = _pulled(offered.get(candidate.replica), lower) if offered else None
+        pull = self._what_is_pulled(offered.get(candidate.replica), candidate, lower) if offered else None
         placement = Placement(candidate, placed, overlap, reservation, now, lower=lower, pull=pull)
         try:
             self._expect(placement)
@@ -287,6 +287,17 @@ class Router:
             self.ledger.release(reservation)
             raise
         return placement
+
+    def _what_is_pulled(self, pull: Pull | None, by: Candidate, lower: Lower) -> Pull | None:
+        """What is left of a pull where more is held than was known."""
+        tokens = sum([tokens for tier, tokens in lower if tier == PEER])
+        if pull is None or not tokens:
+            return None
+        return (
+            pull
+            if tokens == pull.tokens
+            else Pull(pull.source, tokens, self.pulls.seconds(pull.source, by.replica, tokens))
+        )
 
     # --- a request is placed in two legs
 
@@ -500,6 +511,13 @@ class Router:
                 seconds, reservation.uncached, placement.cached, reservation.before, reservation.at, placement.lower
             )
 
+    def drop_pull(self, placement: Placement) -> None:
+        """Nothing is fetched from its peer, right after it was placed: all of that is computed."""
+        kept = tuple([run for run in placement.lower if run[0] != PEER])
+        tokens = placement.fetched - sum([count for _, count in kept])
+        placement.pull, placement.lower = None, kept
+        self.ledger.compute_more(placement.reservation, tokens)
+
     def pulled(self, placement: Placement, cached: int, now: float) -> bool:
         """Its engine found so many prompt tokens in all. Learn from what it was to pull, and return whether all of
         that came."""
@@ -548,12 +566,6 @@ class Router:
             self.ledger.release(reservation)
             if self._ended is not None:
                 self._ended(reservation.replica, placement.demand)
-
-
-def _pulled(pull: Pull | None, lower: Lower) -> Pull | None:
-    """What is left of a pull where more is held than was known."""
-    tokens = sum([tokens for tier, tokens in lower if tier == PEER])
-    return pull._replace(tokens=tokens) if pull is not None and tokens else None
 
 
 def _in_space(

@@ -13,7 +13,6 @@ from time import monotonic
 from typing import TYPE_CHECKING
 
 from policies import Candidate, Placement, Router
-from policies.costs import PEER
 from replicas import TAKES_TRAFFIC
 
 from .backend import Backend
@@ -66,7 +65,7 @@ class Pulls:
         if source is not None and source.replica.peer and how is not None:
             told = how.body(exchange.request.body, source.replica.peer, token_hex(12))
         if told is None:  # it left meanwhile, or the request is another gateway's leg
-            placement.pull, placement.lower = None, tuple(run for run in placement.lower if run[0] != PEER)
+            self._router.drop_pull(placement)
         return told
 
     def failed(self, exchange: Exchange, attempt: Attempt) -> None:

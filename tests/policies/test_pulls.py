@@ -142,6 +142,26 @@ def test_a_pull_that_never_comes_is_tried_half_as_often_each_time_and_its_time_t
     assert made.pulls.seconds("r2", "r3", 16_000) == made.pulls.seconds("r0", "r1", 16_000) == before
 
 
+@pytest.mark.parametrize("before", [0, 500])
+def test_what_is_not_pulled_after_all_is_computed(before):
+    """Behind what is held in its own tiers, also where prompts wait there already."""
+    made, everybody = fleet(1000, 100, memory=(1000, 0), lower={1: [("cpu", 50)]})
+    busy(made, everybody[0])
+    if before:
+        made.ledger.reserve("r1", before, before, now=0.5)
+    placement = placed(made, everybody)
+    assert placement.candidate is everybody[1] and placement.pull is not None
+    sooner = placement.ttft
+    made.drop_pull(placement)
+    assert (placement.pull, placement.lower, placement.cached) == (None, (("cpu", 800),), 150 * SIZE)
+    load, uncached = everybody[1].load, 850 * SIZE + 1
+    assert placement.reservation.uncached == uncached and load.prefill_tokens == before + uncached
+    assert load.begun_tokens == (before or uncached) and placement.ttft > 1.5 * sooner
+    made.first_token(placement, 3.0)
+    made.finish(placement)
+    assert load.prefill_tokens == before
+
+
 def test_a_pull_of_which_a_part_came_is_neither_a_failure_nor_a_measurement():
     made, everybody = fleet(1000, 0, memory=(1000, 0))
     busy(made, everybody[0])
@@ -189,6 +209,7 @@ def test_what_a_shared_ledger_knows_to_be_held_is_not_pulled():
     decision = Decision(1, "r1", 400 * SIZE, NOTHING, True, ((PEER, 600 * SIZE),))
     placement = made.commit(evaluation, 1.0, decision)
     assert (placement.overlap, placement.pull.tokens) == (400 * SIZE, 600 * SIZE)
+    assert placement.pull.seconds == pytest.approx(LATENCY + 600 * SIZE * TOKEN), "of what is left"
     whole = made.commit(evaluation, 1.0, Decision(1, "r1", 1000 * SIZE, NOTHING, True))
     assert whole.pull is None
 

@@ -1,6 +1,7 @@
 """Prompts taken from a peer's memory, between real sockets: what the replica is sent, what is counted, what fails."""
 
 import json
+from asyncio import Event
 from contextlib import asynccontextmanager
 from time import monotonic
 
@@ -12,8 +13,8 @@ from policies import Demand
 from replicas import State
 from replicas.simulated.model import sim_model_dir
 
-from ..http.talk import eventually
-from .replies import ANSWER, EVENT, answers, chunk, post, streams
+from ..http.talk import eventually, read_request
+from .replies import ANSWER, EVENT, answers, chunk, post, reply, streams
 from .stack import stack
 from .test_tiers import usage
 
@@ -88,6 +89,26 @@ async def test_several_sequences_and_legs_of_others_pass_as_they_came(body):
     async with peers(answers(seen=seen), answers(seen=seen)) as s:
         assert (await asks(s, body))[0] == 200
         assert json.loads(seen[0][1]) == body
+
+
+async def test_where_nothing_can_be_pulled_the_prompt_counts_as_computed():
+    arrived, go_on = Event(), Event()
+
+    async def waits(reader, writer):
+        await read_request(reader)
+        arrived.set()
+        await go_on.wait()
+        writer.write(reply())
+
+    async with peers(waits, waits) as s:
+        holder, other = s.proxy.backends.values()
+        talk = await s.talk()
+        await talk.say(post(json.dumps(BODY | {"kv_transfer_params": None}).encode(), path=COMPLETIONS.encode()))
+        await arrived.wait()
+        computes = other.candidate.load.prefill_tokens, holder.candidate.load.prefill_tokens
+        go_on.set()
+        assert (await talk.response())[0] == 200
+        assert computes == (TOKENS, 0)
 
 
 async def test_a_pull_that_brings_nothing_pauses_the_pair_and_is_no_drift():

@@ -12,6 +12,7 @@ import numpy as np
 from cachemap import Span, hash_with_media
 
 from ..api.openai import Chat
+from ..offload import TakesLong, event_loop
 from ..prompt import Prompt
 from ..render.renderer import Renderer
 from ..tokens.tokenizer import Tokenizer
@@ -22,6 +23,9 @@ from .images import Unreadable
 from .items import Item, Seen
 
 MOST_ITEMS = 999  # of a request: vLLM refuses more unless it has flags that say otherwise
+# Tokens of a prompt with images that the event loop may make and hash: a kilobyte of headers can declare a million, and
+# these take some 2 ms (a 2-core cloud machine under load).
+_BRIEF = 32_768
 _FAMILIES = (qwen_vl.family,)
 # Fields of a request that change what an engine makes of its media, or the name that it knows them by.
 _CHANGING = ("mm_processor_kwargs", "media_io_kwargs")
@@ -58,7 +62,7 @@ class Images:
     ) -> str:
         """Give a prompt its blocks. Returns "exact", or which of MEDIA is not known of them: then nothing was changed.
 
-        Raises what rendering raises."""
+        Raises what rendering raises, and TakesLong on the event loop."""
         seen = Seen()
         text = renderer.text(chat, seen)
         try:
@@ -101,8 +105,11 @@ class Images:
         places = np.flatnonzero(tokens == self.family.placeholder)
         if len(places) != len(items):
             raise Unknown("template")  # it prints them otherwise, or somebody wrote one
-        if len(tokens) + sum(count for count, _ in items) > context:
+        total = len(tokens) + sum(count for count, _ in items)
+        if total > context:
             raise Unknown("length")
+        if event_loop.holds and total > _BRIEF:
+            raise TakesLong
         repeats = np.ones(len(tokens), np.int64)
         repeats[places] = [count for count, _ in items]
         starts = np.cumsum(repeats) - repeats

@@ -1,5 +1,6 @@
 """Decoding batches, and what each kind of event does to the map."""
 
+import sys
 from array import array
 
 import msgspec
@@ -146,6 +147,23 @@ def test_a_prompt_meets_the_blocks_that_cover_the_same_items_at_the_same_places(
     assert held(setting, with_media(("one", 4, 2), ("two", 7, 3))) == 1
     assert held(setting, with_media(("one", 5, 2), ("two", 7, 2))) == 4  # it ends in the same block
     assert held(setting, with_media(("one", 5, 2), ("two", 7, 1))) == 2
+
+
+def test_no_function_is_called_for_each_block_that_an_item_covers():
+    """A small request may declare items of a million tokens. Calls are counted, since the machine may be busy."""
+    calls = 0
+
+    def count(frame, event, argument):
+        nonlocal calls
+        calls += event == "call"
+
+    ids = bytes(4 * 8_000)
+    sys.setprofile(count)
+    try:
+        found = hash_with_media(ids, BLOCK, 1, [Span("one", 5, 3_000), Span("two", 3_005, 4_000)])
+    finally:
+        sys.setprofile(None)
+    assert len(found) == 2_000 and calls < 20
 
 
 @pytest.mark.parametrize("adapter", [None, "ad"])

@@ -1,7 +1,9 @@
 """Prompts with images of which all blocks are known, in small models of known families."""
 
 import json
+import struct
 from array import array
+from math import inf
 
 import pytest
 import tokenizers
@@ -11,11 +13,12 @@ from cachemap.hashing import covering
 from gateway.prompt.media import qwen_vl
 from gateway.prompt.media.exactly import images_of
 from gateway.prompt.media.identity import FRAMED, Identities
+from gateway.prompt.offload import TakesLong, event_loop
 from gateway.prompt.pipeline import Pipeline
 from gateway.prompt.prompt import CHAT, MESSAGES, RESPONSES
 from replicas.engines.vllm.versions import version_quirks
 
-from .models import QWEN2_VL, TEXTS, assistant, data_url, folder, image, png, system, text, user
+from .models import QWEN2_VL, TEXTS, assistant, chunk, data_url, folder, image, png, system, text, user
 
 SIZE, ROOT, PAD = 16, "somebody/Qwen2-VL", "<|image_pad|>"
 PROCESSOR = {"min_pixels": 56 * 56, "max_pixels": 28 * 28 * 200, "patch_size": 14, "merge_size": 2}
@@ -223,3 +226,25 @@ def test_more_images_than_an_engine_takes_are_not_read(model, monkeypatch):
     read = []
     monkeypatch.setattr(Identities, "of", lambda self, *given: read.append(given))
     assert ask(model, [user(*[image(RED)] * 1000)]).media == "many" and not read
+
+
+def test_small_images_that_declare_many_tokens_are_given_up_on_the_event_loop():
+    config = {**QWEN2_VL, "image_token_id": 0}
+    directory = folder(config, preprocessor_config={**PROCESSOR, "max_pixels": 12_845_056})
+    known = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
+    (directory / "config.json").write_text(json.dumps({**config, "image_token_id": known.token_to_id(PAD)}))
+    pipeline = Pipeline(directory, "m", SIZE)
+    pipeline.media.root = ROOT
+    header = png()[:8] + chunk(b"IHDR", struct.pack(">IIBBBBB", 3584, 3584, 8, 2, 0, 0, 0))
+    images = [image(data_url(header + chunk(b"IDAT", b"%d" % i))) for i in range(3)]
+    bodies = [json.dumps({"messages": [user(*some)]}).encode() for some in (images[:1], images)]
+    assert len(bodies[1]) < 1_000
+    event_loop.holds, event_loop.until = True, inf
+    try:
+        assert pipeline.prepare(CHAT, bodies[0]).tokens > 16_384
+        with pytest.raises(TakesLong):
+            pipeline.prepare(CHAT, bodies[1])
+    finally:
+        event_loop.holds = False
+    prompt = pipeline.prepare(CHAT, bodies[1])
+    assert prompt.media == "exact" and prompt.tokens > 3 * 16_384 and len(prompt.hashes) == prompt.tokens // SIZE

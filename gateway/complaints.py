@@ -27,8 +27,12 @@ _WORDS = {
 def reason(item: Any) -> str:
     """Why a value is not valid; `item` is one of `ValidationError.errors()`."""
     words = _WORDS.get(item["type"])
-    limits = {name: int(one) if one == int(one) else one for name, one in item.get("ctx", {}).items() if words}
-    return words.format(**limits) if words else item["msg"][0].lower() + item["msg"][1:]
+    return words.format(**_readable(item.get("ctx", {}))) if words else item["msg"][0].lower() + item["msg"][1:]
+
+
+def _readable(context: dict[str, Any]) -> dict[str, Any]:
+    """What the words may name, limits of whole numbers without their .0; of a table's type it is a name."""
+    return {name: int(one) if isinstance(one, float) and one.is_integer() else one for name, one in context.items()}
 
 
 def none_of(item: Any) -> str:

@@ -107,6 +107,20 @@ def test_bad_use_is_one_line_with_a_remedy_and_exit_code_2(capsys, argv, expecte
     assert expected in error and "\n" not in error
 
 
+TABLES = ["discover", "pools", "scheduler", "request_router"]
+
+
+@pytest.mark.parametrize("value", ["[]", "text", "[1]", "7", "true", "[{}]"])
+@pytest.mark.parametrize("name", TABLES)
+def test_what_is_no_table_where_one_belongs_is_refused_with_place_and_remedy(capsys, tmp_path, name, value):
+    (tmp_path / "h.yaml").write_text(f"{name}: {value}\n")
+    flag = "--" + name.replace("_", "-")
+    for argv in (["config", flag, value], ["config", "--config", str(tmp_path / "h.yaml")]):
+        error = refused(capsys, *argv)
+        assert name in error and "\n" not in error and ("flag " + flag in error or "h.yaml" in error)
+        assert "table" in error or flag in error
+
+
 def test_serve_hands_the_settings_to_the_gateway(monkeypatch):
     given = []
     monkeypatch.setitem(sys.modules, "gateway.app", type(sys)("gateway.app"))

@@ -437,7 +437,7 @@ class Conductor:
         self.settling.abandon(attempt, computed=KINDS[kind].computed)
         if exchange.legs is not None:
             self.leg_ends.failed(exchange, attempt, kind, following)
-        self.placing.pulls.failed(exchange, attempt)
+        self.placing.pulls.failed(exchange, attempt, kind)
         if following is not Next.ANEW and (following is not Next.WHOLE or KINDS[kind].counts):
             again = following in (Next.WHOLE, Next.LEGS)
             is_last = again and (failed.beside or not self.judge.others(exchange, attempt))

@@ -17,6 +17,7 @@ from replicas import TAKES_TRAFFIC
 
 from .backend import Backend
 from .exchange import Attempt, Exchange
+from .retries import PULL_FAILED
 
 if TYPE_CHECKING:
     from ..ops.metrics import Metrics
@@ -68,10 +69,11 @@ class Pulls:
             self._router.drop_pull(placement)
         return told
 
-    def failed(self, exchange: Exchange, attempt: Attempt) -> None:
-        """Its replica answered with an error, or not at all: it is asked again without a pull."""
+    def failed(self, exchange: Exchange, attempt: Attempt, kind: str) -> None:
+        """The attempt failed before its answer. If that may be the transfer's fault the pair is left out for a while,
+        and the request asked again without a pull."""
         pull = attempt.placement.pull
-        if pull is not None:
+        if pull is not None and kind in PULL_FAILED:
             exchange.stays_whole = True
             self._metrics.peer_pulls.inc(attempt.backend.id, "failed")
             self._router.pulls.failed(pull.source, attempt.placement.candidate.replica, monotonic())

@@ -84,6 +84,9 @@ KINDS: dict[str, FailureKind] = {
 TRANSFER_FAILED = frozenset(
     (TRANSFER_STALLED, PREFILL_FAILED, ERROR_ANSWER, *(of_status(status) for status in (500, 502, 504)))
 )
+# How an attempt ends that a pull from a peer may have ended: an engine that answers with an error, gives up, goes down
+# or hangs. One that is full, was not reached or is another process by now says nothing of it.
+PULL_FAILED = frozenset((CLOSED, HUNG, ABORTED, ERROR_ANSWER, *(of_status(status) for status in (500, 502, 504))))
 
 
 class Next(Enum):

@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import aiohttp
+from aiohttp.http_exceptions import HttpProcessingError
 
 from replicas import tls
 from replicas.pods import Discover, Place, Pod
@@ -61,7 +62,7 @@ class Pods:
             self._known = {}
             for one in told.get("items") or ():
                 self._take("ADDED", one)
-            return told["metadata"]["resourceVersion"]
+            return _version(told)
 
     async def _watch(self, session: aiohttp.ClientSession, version: str) -> str:
         """Take changes since `version`, until the API ends the stream; the version then, "" for none to go on from."""
@@ -79,7 +80,7 @@ class Pods:
                 kind, what = change["type"], change["object"]
                 if kind == "ERROR":
                     return ""
-                version = what["metadata"]["resourceVersion"]
+                version = _version(what)
                 if kind != "BOOKMARK" and self._take(kind, what):
                     self._changed([*self._known.values()])
         return version
@@ -90,7 +91,7 @@ class Pods:
         before, now = self._known.pop(metadata["uid"], None), None
         ended = kind == "DELETED" or metadata.get("deletionTimestamp") or status.get("phase") in ENDED
         if not ended and status.get("podIP"):
-            now = self._known[metadata["uid"]] = Pod(metadata["name"], status["podIP"], metadata.get("labels") or {})
+            now = self._known[metadata["uid"]] = _pod(metadata["name"], status["podIP"], metadata.get("labels") or {})
         return now != before
 
     @asynccontextmanager
@@ -105,8 +106,11 @@ class Pods:
                 yield answer
         except (aiohttp.ClientError, OSError) as error:
             raise PodsError(f"{self._path} does not answer: {str(error) or type(error).__name__}") from None
-        except (ValueError, LookupError, TypeError) as error:  # also of a line that is too long
-            raise PodsError(f"{self._path} tells what no Kubernetes API tells ({error!r}); see discover.api") from None
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError, HttpProcessingError) as error:
+            # also of a line that is too long
+            raise PodsError(
+                f"{self._path} tells what no Kubernetes API tells ({repr(error)[:300]}); see discover.api"
+            ) from None
 
     def _refusal(self, status: int, body: bytes) -> str:
         try:
@@ -116,6 +120,22 @@ class Pods:
         rights = "let the gateway's ServiceAccount get, list and watch pods in that namespace"
         remedy = rights if status in (401, 403) else "see discover.selector and discover.namespace"
         return f"{self._path} answers {status}: {said[:300]}; {remedy}"
+
+
+def _version(told: dict[str, Any]) -> str:
+    found = told["metadata"]["resourceVersion"]
+    if not isinstance(found, str):
+        raise TypeError(f"the version {found!r} is no text")
+    return found
+
+
+def _pod(name: Any, ip: Any, labels: Any) -> Pod:
+    """Raises TypeError for what no pod is told with."""
+    if not (isinstance(name, str) and isinstance(ip, str) and isinstance(labels, dict)):
+        raise TypeError(f"a pod's name {name!r}, address {ip!r} or labels {labels!r} are of no pod"[:300])
+    if odd := [value for value in labels.values() if not isinstance(value, str)]:
+        raise TypeError(f"the label {odd[0]!r} of pod {name} is no text"[:300])
+    return Pod(name, ip, labels)
 
 
 def _read(text: bytes) -> dict[str, Any]:

@@ -14,6 +14,8 @@ class Cluster:
     def __init__(self, token: str | None = None, refuses: int = 0):
         self.token, self.refuses = token, refuses
         self.pods: dict[str, dict] = {}  # by name
+        self.told: bytes | None = None  # in place of any list
+        self.changes: bytes | None = None  # in place of any stream
         self.watchers = 0
         self.watched = asyncio.Event()
         self.asked: list[dict[str, str]] = []
@@ -74,6 +76,9 @@ class Cluster:
         if self.refuses:
             return web.json_response({"kind": "Status", "message": "pods is forbidden"}, status=self.refuses)
         selector = dict(one.split("=") for one in request.query["labelSelector"].split(","))
+        instead = self.changes if "watch" in request.query else self.told
+        if instead is not None:
+            return web.Response(body=instead)
         if "watch" in request.query:
             return await self._watch(request, selector, int(request.query["resourceVersion"]))
         found = [pod for pod in self.pods.values() if selects(selector, pod)]

@@ -1,6 +1,7 @@
 """Replicas that come and go with pods, as a real API server over HTTP tells of them."""
 
 import asyncio
+import json
 import ssl
 
 import pytest
@@ -101,6 +102,45 @@ async def test_a_pod_whose_label_makes_no_sense_is_named_once(cluster, fleet, di
     await cluster.create("p", "127.0.1.2", P)
     await until(lambda: roles(fleet) == {"127.0.1.2": "prefill"})
     assert caplog.text.count("pod odd") == 1
+
+
+def pod(**metadata) -> dict:
+    return {"metadata": {"uid": "z", "name": "z", **metadata}, "status": {"podIP": "127.0.1.9"}}
+
+
+LISTS = {"labels": {"items": [pod(labels=["x"])]}, "a label": {"items": [pod(labels={"llm-d.ai/role": ["decode"]})]},
+         "name": {"items": [pod(name=["z"])]}, "uid": {"items": [pod(uid={})]},
+         "address": {"items": [pod() | {"status": {"podIP": ["127.0.1.9"]}}]}, "status": {"items": [pod() | {"status": ["x"]}]},
+         "pod": {"items": ["z"]}, "metadata": {"metadata": ["1"]}, "version": {"metadata": {"resourceVersion": 7}}, "items": {"items": 7}}  # fmt: skip
+
+
+@pytest.mark.parametrize("told", LISTS.values(), ids=LISTS)
+async def test_a_list_that_no_kubernetes_tells_is_a_problem_and_is_asked_for_again(
+    told, cluster, fleet, discover, until
+):
+    await cluster.create("p", "127.0.1.1", P)
+    found = discover()
+    await until(lambda: fleet.replicas)
+    await cluster.watched.wait()
+    cluster.told = json.dumps({"metadata": {"resourceVersion": "1"}, "items": [], **told}).encode()
+    await cluster.forget()
+    await until(lambda: "tells what no Kubernetes API tells" in found.problem, lambda: found.problem)
+    assert roles(fleet) == {"127.0.1.1": "prefill"}
+    cluster.told = None
+    await until(lambda: not found.problem)
+
+
+@pytest.mark.parametrize("change", [b'{"x":"' + b"a" * 5_000_000 + b'"}\n', b"[" * 200_000 + b"\n", b'{"type":7}\n'])
+async def test_a_change_that_no_kubernetes_tells_is_a_problem_and_is_asked_for_again(
+    change, cluster, fleet, discover, until
+):
+    await cluster.create("p", "127.0.1.1", P)
+    cluster.changes = change
+    found = discover()
+    await until(lambda: "tells what no Kubernetes API tells" in found.problem, lambda: found.problem)
+    assert roles(fleet) == {"127.0.1.1": "prefill"}
+    cluster.changes = None
+    await until(lambda: not found.problem)
 
 
 async def test_while_the_api_is_away_its_replicas_stay_and_then_follow(cluster, fleet, discover, until):

@@ -31,9 +31,10 @@ class Offers:
         spill: Callable[[], Targets | None],
         may_cap: bool,
         pairings: Sequence[Pairing],
+        always: bool,
     ) -> None:
         self._router, self._evaluation, self._now = router, evaluation, now
-        self._spill, self._may_cap, self._pairings = spill, may_cap, pairings
+        self._spill, self._may_cap, self._pairings, self._always = spill, may_cap, pairings, always
         self.slow: Sequence[Candidate] = ()  # of the slow pool, once they were asked for
 
     def may_cap(self, most: int) -> bool:
@@ -49,8 +50,9 @@ class Offers:
             evaluation = self._router.evaluate(demand, targets, self._now, peers=evaluation.peers)
         demand.output, output = min(demand.output, most), demand.output
         try:
-            whole = self._router.quotes(evaluation)
-            return whole + [one.quote for one in pairs(self._router, evaluation, self._pairings, self._now)]
+            whole = [] if self._always else self._router.quotes(evaluation)
+            paired = pairs(self._router, evaluation, self._pairings, self._now, self._always)
+            return whole + [one.quote for one in paired]
         finally:
             demand.output = output
 
@@ -72,20 +74,23 @@ def admit(
     spill: Callable[[], Targets | None] = nobody,
     may_cap: bool = False,
     pairings: Sequence[Pairing] = (),
+    always: bool = False,
 ) -> tuple[Verdict, Evaluation]:
     """Ask whether to send a request, right after `Router.evaluate`; where not all of its ways are good for it, choose
     among those that are. One that is sent is to be committed at once. `spill`: the slow pool's replicas that can take
-    it; `may_cap`: whether its answer can be capped; `pairings`: who may have legs of it."""
+    it; `may_cap`: whether its answer can be capped; `pairings`: who may have legs of it; `always`: it cannot go
+    whole, and some pair of these can take it. The evaluation's candidates stand for those pairs then."""
     demand, candidates = evaluation.demand, evaluation.candidates
-    quotes = router.quotes(evaluation)
-    paired = pairs(router, evaluation, pairings, now) if pairings else []
-    offers = Offers(router, evaluation, now, spill, may_cap, pairings)
+    wholes: Sequence[Candidate] = () if always else candidates
+    quotes = [] if always else router.quotes(evaluation)
+    paired = pairs(router, evaluation, pairings, now, always) if pairings else []
+    offers = Offers(router, evaluation, now, spill, may_cap, pairings, always)
     verdict = admission.ask(
         ticket,
         _uncached(evaluation, quotes, paired),
         quotes + [one.quote for one in paired],
         now,
-        [*[(one.replica,) for one in candidates], *[one.place for one in paired]],
+        [*[(one.replica,) for one in wholes], *[one.place for one in paired]],
         offers,
     )
     if verdict.decision not in SENT:
@@ -94,22 +99,24 @@ def admit(
         demand.max_tokens = verdict.cap
         if demand.also is not None:
             demand.also.max_tokens = verdict.cap
-    whole, allowed = [index for index in verdict.among if index < len(candidates)], paired
+    whole, allowed = [index for index in verdict.among if index < len(wholes)], paired
     if verdict.decision == SPILLED:
         candidates, allowed, whole = offers.slow, [], [*verdict.among]
     elif verdict.among:
-        allowed = [paired[index - len(candidates)] for index in verdict.among if index >= len(candidates)]
+        allowed = [paired[index - len(wholes)] for index in verdict.among if index >= len(wholes)]
     if offers.slow or verdict.cap or (whole and evaluation.choice.index not in whole):
         targets = Targets([candidates[index] for index in whole or range(len(candidates))])
         evaluation = router.evaluate(demand, targets, now, peers=evaluation.peers)
         quotes = router.quotes(evaluation)
-    chosen = quotes[evaluation.choice.index]
-    writer = evaluation.candidates[evaluation.choice.index]
+    writer, legs = evaluation.candidates[evaluation.choice.index], None
     if pairings:
-        legs = _legs(router, evaluation, pairings, now, allowed, bool(whole) or not verdict.among)
+        may_go_whole = not always and (bool(whole) or not verdict.among)
+        legs = _legs(router, evaluation, pairings, now, allowed, may_go_whole, always)
         evaluation = evaluation._replace(settled=True, legs=legs)
-        if legs is not None:
-            chosen, writer = quoted(router, legs.prefiller, legs.decoder, demand), legs.decoder
+    if legs is not None:
+        chosen, writer = quoted(router, legs.prefiller, legs.decoder, demand), legs.decoder
+    else:
+        chosen = quotes[evaluation.choice.index]
     admission.sent(ticket, chosen, writer.costs, demand.tokens + demand.output, now)
     return verdict, evaluation
 
@@ -117,7 +124,7 @@ def admit(
 def _uncached(evaluation: Evaluation, quotes: Sequence[Quote], paired: Sequence[Pair]) -> int:
     """Return the tokens of its prompt that must be computed where it would go."""
     tokens, best = evaluation.demand.tokens, min(paired, key=lambda one: one.quote, default=None)
-    if best is not None and best.quote < min(quotes):
+    if best is not None and (not quotes or best.quote < min(quotes)):
         return tokens - best.prefiller.cached
     return tokens - evaluation.candidates[evaluation.choice.index].cached
 
@@ -129,11 +136,12 @@ def _legs(
     now: float,
     allowed: Sequence[Pair],
     whole: bool,
+    always: bool,
 ) -> LegChoice | None:
-    """Return the legs in which it goes; None: it goes whole, where it may go so."""
+    """Return the legs in which it goes; None: it goes whole, where it may go so, or to the slow pool."""
     if not allowed:
         return None
-    found = best_legs(router, evaluation, pairings, now, {one.place for one in allowed})
+    found = best_legs(router, evaluation, pairings, now, {one.place for one in allowed}, always)
     if found is not None or whole:
         return found
     first, second, _ = min(allowed, key=lambda one: one.quote)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
-from .legs import FEW, LegChoice
+from .legs import FEW, LegChoice, Ways
 from .placement import Evaluation, Pairing
 from .quotes import Place, Quote, after_prefill, first_leg
 from .router import Router
@@ -29,14 +29,15 @@ class Pair(NamedTuple):
         return self.prefiller.replica, self.decoder.replica
 
 
-def pairs(router: Router, whole: Evaluation, pairings: Sequence[Pairing], now: float) -> list[Pair]:
+def pairs(
+    router: Router, whole: Evaluation, pairings: Sequence[Pairing], now: float, always: bool = False
+) -> list[Pair]:
     """Return the pairs that could take a request, right after its evaluation: all of them, or where replicas are many
-    those of the quickest on each side, with one for every other replica."""
+    those of the quickest on each side, with one for every other replica. `always`: it cannot go whole."""
     return [
         Pair(first, second, quoted(router, first, second, whole.demand))
-        for ways in router.ways(whole, pairings, now)
-        for first, second in _combined(whole.demand, ways.prefillers, ways.decoders)
-        if first is not second and ways.can_pair(first, second)
+        for ways in router.ways(whole, pairings, now, always)
+        for first, second in _of_ways(ways)
     ]
 
 
@@ -47,11 +48,24 @@ def quoted(router: Router, prefiller: Candidate, decoder: Candidate, demand: Dem
 
 
 def best_legs(
-    router: Router, whole: Evaluation, pairings: Sequence[Pairing], now: float, among: Collection[Place]
+    router: Router,
+    whole: Evaluation,
+    pairings: Sequence[Pairing],
+    now: float,
+    among: Collection[Place],
+    always: bool = False,
 ) -> LegChoice | None:
     """Return the legs that the rule takes, of these pairs, if it takes any."""
-    ways = [only for one in router.ways(whole, pairings, now) if (only := one.only(among)) is not None]
+    ways = [only for one in router.ways(whole, pairings, now, always) if (only := one.only(among)) is not None]
     return router.choose_among(ways)
+
+
+def _of_ways(ways: Ways) -> list[tuple[Candidate, Candidate]]:
+    """Return the pairs that may be taken; where a request cannot go whole and there are no others, those whose transfer
+    failed."""
+    combined = [one for one in _combined(ways.demand, ways.prefillers, ways.decoders) if one[0] is not one[1]]
+    found = [one for one in combined if ways.can_pair(*one)]
+    return combined if ways.always and not found else found
 
 
 def _combined(

@@ -173,7 +173,7 @@ class LegPlacing:
         if prompt is None:
             return None
         chosen = evaluation.legs
-        if not evaluation.settled or (chosen is None and self._is_always(prompt, evaluation)):
+        if not evaluation.settled:
             chosen = self._router.choose_among(self.ways(exchange, evaluation, now))
         if chosen is None:
             return None
@@ -184,7 +184,7 @@ class LegPlacing:
 
     def ways(self, exchange: Exchange, evaluation: Evaluation, now: float) -> list[legs.Ways]:
         """What a rule chooses the exchange's legs by; nothing where it is to stay whole."""
-        always = self._is_always(exchange.prompt, evaluation)
+        always = self.is_always(exchange.prompt, evaluation)
         return self._router.ways(evaluation, self.pairings_of(exchange, always), now, always)
 
     def pairings_of(self, exchange: Exchange, always: bool = False) -> Sequence[Pairing]:
@@ -204,7 +204,7 @@ class LegPlacing:
         kinds = [kind.transfer for kind in sides.kinds if prompt.path in kind.transfer.paths]
         exchange.stays_whole = all(one.first_body(prompt.path, body) is None for one in kinds)
 
-    def _is_always(self, prompt: Prompt | None, evaluation: Evaluation) -> bool:
+    def is_always(self, prompt: Prompt | None, evaluation: Evaluation) -> bool:
         """Whether a request has to be in legs: nobody is there that would compute a whole one."""
         return not self.takes_whole(prompt, evaluation.candidates[evaluation.choice.index].replica)
 
@@ -216,7 +216,7 @@ class LegPlacing:
     def refusal(self, prompt: Prompt | None, evaluation: Evaluation, elsewhere: bool) -> ApiError | None:
         """Why a request that could not be given legs cannot go whole either; None: it can. `elsewhere`: its bytes do
         not pass here, so it can be given none."""
-        if prompt is None or not self._is_always(prompt, evaluation):
+        if prompt is None or not self.is_always(prompt, evaluation):
             return None
         sides = self._eligible.sides(prompt.model or None)
         kinds = sides.kinds if sides is not None else []
@@ -278,7 +278,7 @@ class LegPlacing:
     ) -> tuple[legs.LegChoice | None, legs.LegChoice | None]:
         """Return the legs that a request would have, or else those that cost least of what it would not have. Changes
         nothing."""
-        always = self._is_always(prompt, evaluation)
+        always = self.is_always(prompt, evaluation)
         ways = self._router.ways(evaluation, self._pairings(prompt, (), always), now, always)
         chosen, cost = self._router.choose_among(ways), legs.of_policy(self._router.policy)
         if chosen is not None or cost is None:

@@ -8,12 +8,12 @@ wait again. Without classes and limits there is no queue, and `Placing.queue` is
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from math import ceil
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
-from policies import Admission, Evaluation, QosClass, Slo, Ticket, Verdict, admit
+from policies import Admission, Evaluation, Pairing, QosClass, Slo, Ticket, Verdict, admit
 from policies.admission import Space
 from policies.classes import NO_LIMITS
 from policies.outputs import LEAST_OUTPUT
@@ -96,6 +96,10 @@ class Queue:
         self, asker: Asker, fleet: Admission, ticket: Ticket, evaluation: Evaluation, now: float
     ) -> Evaluation | None:
         waited, prompt, placing = ticket.waits, _computed(asker), self._placing
+        pairings, always = self._in_legs(asker, evaluation)
+        if always and not any(first and second for first, second in pairings):
+            self.forget(asker)  # nobody can take it, which is no matter of room: `LegPlacing.refusal` says why
+            return evaluation
         verdict, evaluation = admit(
             placing.router,
             fleet,
@@ -105,7 +109,8 @@ class Queue:
             lambda: placing.eligible.slow_pool(prompt),
             # Of one that passes elsewhere nobody here writes the body.
             isinstance(asker, Exchange) and prompt is not None and prompt.path in LIMITS,
-            placing.legs.pairings_of(asker) if placing.eligible.roles.any and isinstance(asker, Exchange) else (),
+            pairings,
+            always,
         )
         if not (waited and verdict.decision == QUEUED):
             self._metrics.admission.inc(verdict.decision, ticket.qos.name, verdict.reason)
@@ -124,6 +129,14 @@ class Queue:
         else:
             self._turn_away(asker, ticket, verdict)
         return None
+
+    def _in_legs(self, asker: Asker, evaluation: Evaluation) -> tuple[Sequence[Pairing], bool]:
+        """Who may have its legs, and whether it cannot go whole."""
+        placing = self._placing
+        if not placing.eligible.roles.any:
+            return (), False
+        always = placing.legs.is_always(asker.prompt, evaluation)
+        return placing.legs.pairings_of(asker, always) if isinstance(asker, Exchange) else (), always
 
     def _cap(self, asker: Asker, tokens: int) -> None:
         """Its answer is to have no more tokens than these, wherever it is sent."""

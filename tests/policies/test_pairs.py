@@ -246,3 +246,66 @@ def test_who_is_sent_goes_by_a_way_that_was_found_to_have_room(loads, policy, bl
     room = [way for way, one in ways.items() if made.admission._has_room(one, 1.0, 1.0)]
     assert (decision, place in room) in {("admitted", True), ("queued", False), ("refused", False)}
     assert bool(room) is (decision == "admitted")
+
+
+# --- where no replica takes whole requests
+
+
+def in_legs_alone(made, rules=Rules(("reject",)), now=1.0, slo=Slo(1.0), **given):
+    made.admission = Admission(Classes((qos := QosClass("all", slo=slo),)), rules)
+    ticket = Ticket(qos, slo, now)
+    evaluation = made.evaluate(demand(250, max_tokens=900), now)
+    given = {"pairings": made.pairings, "always": True} | given
+    verdict, evaluation = admit(made.router, made.admission, ticket, evaluation, now, **given)
+    return verdict, ticket, evaluation
+
+
+def test_who_cannot_go_whole_is_refused_where_no_pair_answers_in_time():
+    """The decoders are idle, and would answer in time if they took prompts."""
+    made = Fleet(1, 2)
+    made.compute(made.prefillers[0], 100)
+    verdict, _, _ = in_legs_alone(made)
+    assert (verdict.decision, verdict.reason) == ("refused", "ttft")
+
+
+def test_who_cannot_go_whole_waits_where_no_pair_has_room():
+    made = Fleet(1, 2)
+    made.compute(made.prefillers[0], 4)
+    assert in_legs_alone(made, Rules(), slo=Slo(30.0))[0].decision == "queued"
+
+
+@pytest.mark.parametrize("policy", ["least_time", "round_robin"])
+@pytest.mark.parametrize("step", ["admitted", "observed", "degraded"])
+def test_who_cannot_go_whole_goes_by_a_pair_that_was_judged(policy, step):
+    made = Fleet(2, 2, policy=policy)
+    for one in made.prefillers if step == "observed" else made.prefillers[:1]:
+        made.compute(one, 400)
+    if step == "degraded":
+        made.compute(made.prefillers[1], 1, 1000)
+    steps = {"admitted": "reject", "observed": "observe", "degraded": "degrade"}
+    rules = Rules((steps[step],), engine_wait=0.0, max_tokens_floor=7)
+    verdict, ticket, evaluation = in_legs_alone(made, rules, may_cap=True)
+    assert verdict.decision == step
+    assert evaluation.settled and evaluation.legs is not None
+    assert (evaluation.legs.prefiller.replica == "p1") or step == "observed"
+    first, _ = made.router.commit_legs(evaluation, evaluation.legs, 1.0)
+    assert ticket.ttft >= first.ttft, "what its client is predicted has the prefiller's queue in it"
+
+
+def test_who_cannot_go_whole_takes_a_pair_that_failed_where_there_is_no_other():
+    made = Fleet(1, 2)
+    for one in made.decoders:
+        made.router.transfers.failed("p0", one.replica, 1.0)
+    verdict, _, evaluation = in_legs_alone(made)
+    assert verdict.decision == "admitted" and evaluation.legs is not None
+    made.compute(made.prefillers[0], 100)
+    assert in_legs_alone(made)[0].decision == "refused"
+
+
+def test_who_cannot_go_whole_is_spilled_to_replicas_that_take_it_so():
+    made = Fleet(1, 1)
+    slow = made.router.add("slow", 1)
+    made.compute(made.prefillers[0], 100)
+    verdict, _, evaluation = in_legs_alone(made, Rules(("spill",)), spill=lambda: Targets([slow]))
+    assert verdict.decision == "spilled" and evaluation.legs is None
+    assert evaluation.candidates[evaluation.choice.index] is slow

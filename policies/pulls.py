@@ -11,37 +11,40 @@ Each candidate is given the pull that makes it cost least, or none where computi
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from heapq import nsmallest
 
 from .costs import PEER
-from .legs import SLACK, Transfers
+from .legs import FEW, SLACK, Transfers
 from .rules.least_cost import Cost
 from .vocabulary import Candidate, Demand, Pull
 
-_FEW = 4  # holders that are priced for each candidate, those with the longest run
+_HOLDERS = 5  # that are priced for each candidate, those with the longest run
 
 
 def offer(
     cost: Cost,
     demand: Demand,
-    candidates: Iterable[Candidate],
+    candidates: Sequence[Candidate],
     reach: Mapping[str, int],
     transfers: Transfers,
     now: float,
 ) -> list[Candidate]:
     """Give candidates their pulls, and return those that have one. `reach`: leading prompt tokens in the memory of each
-    replica that others may fetch from; only those are candidates for it themselves."""
-    longest = sorted((one for one in reach if reach[one]), key=reach.__getitem__, reverse=True)[: _FEW + 1]
-    given = []
-    for one in candidates if longest else ():
-        if one.replica in reach and (pull := _best(cost, demand, one, longest, reach, transfers, now)) is not None:
-            one.lower, one.pull = (*one.lower, (PEER, pull.tokens)), pull
-            given.append(one)
-    return given
+    replica that others may fetch from; only those are candidates for it themselves, and of them those few that would
+    cost least if they held the longest run."""
+    longest = nsmallest(_HOLDERS, [one for one in reach if reach[one]], key=lambda one: -reach[one])
+    if not longest:
+        return []
+    most = reach[longest[0]]
+    able = [one for one in candidates if one.replica in reach and most - one.cached > demand.block_size]
+    if len(able) > FEW:
+        prices = [sum(terms) for terms in cost.of_all(demand, able, held=most)]
+        able = [able[at] for at in nsmallest(FEW, range(len(able)), key=prices.__getitem__)]
+    return [one for one in able if _give_best(cost, demand, one, longest, reach, transfers, now)]
 
 
-def _best(
+def _give_best(
     cost: Cost,
     demand: Demand,
     one: Candidate,
@@ -49,15 +52,25 @@ def _best(
     reach: Mapping[str, int],
     transfers: Transfers,
     now: float,
-) -> Pull | None:
-    held, pulls = one.cached, []
+) -> bool:
+    """Give it the pull that makes it cost least, if there is one that pays."""
+    quickest: dict[int, Pull] = {}
     for holder in holders:
-        tokens = reach[holder] - held
+        tokens = reach[holder] - one.cached
         if holder != one.replica and tokens > demand.block_size and not transfers.paused(holder, one.replica, now):
-            pulls.append(Pull(holder, tokens, transfers.seconds(holder, one.replica, tokens)))
-    if not pulls:
-        return None
-    ways = [one, *(replace(one, lower=(*one.lower, (PEER, pull.tokens)), pull=pull) for pull in pulls)]
-    computed, *pulled = [sum(terms) for terms in cost.of_all(demand, ways)]
-    least = min(pulled)
-    return pulls[pulled.index(least)] if least * SLACK[0] + SLACK[1] < computed else None
+            pull = Pull(holder, tokens, transfers.seconds(holder, one.replica, tokens))
+            if tokens not in quickest or pull.seconds < quickest[tokens].seconds:
+                quickest[tokens] = pull  # as much from two holders differs by its seconds alone
+    if not quickest:
+        return False
+    own, best = one.lower, None
+    [terms] = cost.of_all(demand, (one,))
+    limit = sum(terms)
+    for pull in quickest.values():
+        one.lower, one.pull = (*own, (PEER, pull.tokens)), pull
+        [terms] = cost.of_all(demand, (one,))
+        price = sum(terms)
+        if price < limit if best is not None else price * SLACK[0] + SLACK[1] < limit:
+            best, limit = pull, price
+    one.lower, one.pull = ((*own, (PEER, best.tokens)), best) if best is not None else (own, None)
+    return best is not None

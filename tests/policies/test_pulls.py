@@ -1,11 +1,14 @@
 """Peer pulls: who fetches a prompt from whom, what that is taken to cost, and what it teaches."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from policies import CostGroup, Decision, Demand, Ledger, Load, Router, Targets, admit, make
 from policies.costs import PEER
 from policies.ledger import NOTHING
-from policies.legs import LATENCY, TOKEN
+from policies.legs import FEW, LATENCY, TOKEN
+from policies.pulls import offer
 from policies.verdicts import ADMITTED, DEGRADED, SPILLED, Verdict
 
 from .test_router import Prefixes
@@ -199,6 +202,31 @@ def test_many_replicas_pull_as_few_do():
     assert targets.roster is not None
     placement = made.commit(made.evaluate(demand(), targets, 1.0, peers=everybody), 1.0)
     assert placement.pull is not None and placement.pull.source == "r0" and placement.candidate is not everybody[0]
+
+
+def test_of_many_replicas_only_the_few_that_would_cost_least_are_priced_with_pulls():
+    """Each price is some microseconds of the event loop, so their count does not grow with the replicas."""
+    counts = []
+    for count in (16, 32, 64):
+        memory = [1000] * 8 + [0] * (count - 8)
+        made, everybody = fleet(1000, *[0] * (count - 1), memory=memory)
+        for one in everybody[: count // 2]:
+            busy(made, one, 20)
+        priced, of_all = [], made.policy.cost.of_all
+
+        def counting(demand, candidates, *more, **held):
+            if len(candidates) == 1:
+                priced.append(candidates[0].replica)
+            return of_all(demand, candidates, *more, **held)
+
+        targets, asked = made.targets(everybody), demand()
+        made.evaluate(asked, targets, 1.0)
+        reach = {one.replica: SIZE * blocks for one, blocks in zip(everybody, memory)}
+        given = offer(SimpleNamespace(of_all=counting), asked, targets.roster, reach, made.pulls, 1.0)
+        assert 1 <= len(given) <= FEW
+        assert not {one.replica for one in everybody[: count // 2]} & {*priced}, "those are busy"
+        counts.append(len(priced))
+    assert counts[0] == counts[1] == counts[2] <= 2 * FEW
 
 
 def test_what_a_shared_ledger_knows_to_be_held_is_not_pulled():

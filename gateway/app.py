@@ -324,6 +324,9 @@ class Gateway:
             why = next((one for one in backend.replica.problems if "events" in one), "no KV events are known of it")
             log.warning("replica %s: its cache is guessed from what is sent to it. %s", backend.id, why)
             return
+        if source.hands_out_once and self.shared is None and self.settings.redis_url is not None:
+            log.warning("replica %s: its events are told once, so with event_intake: each every gateway and worker misses what "
+                        "another one fetches, and forgets its cache. Leave event_intake at `leased`", backend.id)  # fmt: skip
         following = {
             "endpoint": source.endpoint,
             "replay": source.replay,

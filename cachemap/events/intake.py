@@ -11,13 +11,13 @@ import struct
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AbstractContextManager
 from itertools import groupby
-from time import time
+from time import monotonic, time
 
 import aiohttp
 import zmq
 
 from cachemap.events.apply import EventApplier
-from cachemap.events.polled import PolledInbox, polled
+from cachemap.events.polled import PolledInbox, Skips, polled
 from cachemap.events.records import Batch, Cleared, Decoder, EventError, Removed, Stored
 from cachemap.events.sequence import Order, classify
 from cachemap.events.sockets import WAKE_SECONDS, Inbox, connected, publisher_of, replay, snapshot
@@ -104,6 +104,7 @@ class EventIntake:
         self.batches = 0
         self.gaps = 0
         self.replayed = 0
+        self._skips = Skips()
         self.malformed = 0
         self.unreadable = ""  # why, of the last of them
         self.passed_over = 0  # events that could not be read
@@ -170,6 +171,8 @@ class EventIntake:
         if self.passed_over:
             why = "; ".join(self.complaints)
             found.append(f"{self.passed_over} KV events were passed over ({why}): its engine may need a newer Hitherto")
+        if problem := self._skips.problem(monotonic()):
+            found.append(problem)
         return found
 
     async def run(self) -> None:
@@ -504,11 +507,20 @@ class EventIntake:
         for _, batch in run:
             if batch.passed_over:
                 self._note(batch.passed_over)
+            if batch.skipped:
+                self._skip()
         self.last_seq, self._last_timestamp = run[-1][0], run[-1][1].timestamp
         if self._events.fault:
             self._unobserve(self._events.fault)
         elif self._events.stored > stored:
             self._silent_requests = 0
+
+    def _skip(self) -> None:
+        self.gaps += 1
+        before = self._skips.problem(monotonic())
+        self._skips.note(monotonic())
+        if not before and (problem := self._skips.problem(monotonic())):
+            self._on_change(self.state, problem)
 
     def _note(self, complaints: list[str]) -> None:
         self.passed_over += len(complaints)

@@ -5,6 +5,7 @@ answer held nobody gets again, so there may be one reader only.
 """
 
 import asyncio
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -14,6 +15,7 @@ SECONDS = 0.1  # between an answer with events and the next question ...
 IDLE_SECONDS, BROKEN_SECONDS = 0.25, 1.0  # ... one without, and none at all
 ANSWER_SECONDS = 5.0  # an engine may wait for events before it says that there are none
 EMPTY = b"[]"
+MANY_SKIPS, SKIPS_SECONDS = 3, 300.0  # a busy engine's buffer overflows now and then
 MOST_WAITING = 64  # answers that nobody has taken yet; then no more are asked for
 
 
@@ -84,6 +86,25 @@ class PolledInbox:
         self._number += 1
         self._changed.set()
         return SECONDS
+
+
+class Skips:
+    """When events were missing: so many so soon after one another are another reader's, or too many for the engine."""
+
+    def __init__(self) -> None:
+        self._at: deque[float] = deque(maxlen=MANY_SKIPS)
+
+    def note(self, now: float) -> None:
+        self._at.append(now)
+
+    def problem(self, now: float) -> str:
+        if len(self._at) < MANY_SKIPS or now - self._at[0] > SKIPS_SECONDS:
+            return ""
+        return (
+            f"KV events were missing {MANY_SKIPS} times within {SKIPS_SECONDS:g} s, and its map was emptied each time: "
+            "something else fetches them too, or its buffer is too small. Give all gateways one Redis (redis_url) and "
+            "leave event_intake at `leased`, let no script fetch them, or raise the engine's event_buffer_max_size"
+        )
 
 
 def _in_words(error: Exception) -> str:

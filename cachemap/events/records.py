@@ -48,6 +48,7 @@ class Batch(NamedTuple):
     timestamp: float  # seconds, by the engine's clock
     events: list[Stored | Removed | Cleared]
     passed_over: list[str]  # for each event that could not be read, why
+    skipped: bool = False  # events before or among these went to nobody, or to another reader
 
 
 Decoder = Callable[[bytes], Batch]  # raises EventError

@@ -2,6 +2,8 @@
 
 import signal
 
+import pytest
+
 from .test_sglang import House, Talks, house, name, predicted, reported
 
 SPEAKS = ("--speaks", "tensorrt-llm", "--num-blocks", "90")
@@ -84,3 +86,10 @@ async def test_one_behind_a_key_is_compared_and_asked_with_it(start_engine):
         await home.until(lambda: home.ready()[0].tokenizer.endswith("fills its chat template alike"))
         await home.converse(Talks(5), 6)
         assert home.gateway.intakes[name(engine)].state == "live"
+
+
+@pytest.mark.parametrize("more", [{}, {"redis_url": "redis://127.0.0.1:1", "event_intake": "each"}])
+async def test_a_warning_says_that_not_each_gateway_can_have_events_that_are_told_once(start_engine, caplog, more):
+    engine = start_engine(*SPEAKS).wait()
+    async with house(engine, **more):
+        assert ("event_intake: each" in caplog.text) == bool(more)

@@ -22,6 +22,7 @@ class Decoder:
     def __init__(self, records: EventRecords, block_size: int) -> None:
         self._records, self._size = records, block_size
         self._next: int | None = None  # the number of the next event
+        self._skipped = False  # numbers were missing in the answer that is read
         self._window: int | None = None  # the largest
         self._levels: dict[int, int] = {}  # of blocks that are not on the GPU
 
@@ -32,6 +33,7 @@ class Decoder:
             raise self._records.EventError(f"no JSON: {error}") from None
         if not isinstance(told, list):
             raise self._records.EventError("no list of events")
+        self._skipped = False
         events: list[Any] = []
         passed_over: list[str] = []
         for one in told:
@@ -39,11 +41,12 @@ class Decoder:
                 events += self._read(one)
             except (KeyError, TypeError, ValueError, OverflowError) as error:
                 passed_over.append(f"an event that cannot be read: {type(error).__name__}: {error}"[:120])
-        return self._records.Batch(time(), events, passed_over)
+        return self._records.Batch(time(), events, passed_over, self._skipped)
 
     def _read(self, one: dict[str, Any]) -> Iterator[Any]:
         number, data, window = int(one["event_id"]), one["data"], one.get("window_size")
         if self._next is not None and number != self._next:  # some were lost, or it is another process
+            self._skipped |= number > self._next
             self._levels.clear()
             yield self._records.Cleared()
         self._next = number + 1

@@ -7,8 +7,20 @@ import pytest
 from aiohttp import ClientSession, web
 
 from cachemap.events.intake import EventIntake
-from cachemap.events.records import Batch, EventError, Removed, Stored
+from cachemap.events.records import Batch, Cleared, EventError, Removed, Stored
 from cachemap.map import CacheMap
+
+
+class Numbered:
+    """Events that are numbers in a row, as an engine's decoder sees them."""
+
+    def __init__(self):
+        self._next = 0
+
+    def decode(self, payload: bytes) -> Batch:
+        told = json.loads(payload)
+        skipped, self._next = told[0] > self._next, told[-1] + 1
+        return Batch(0.0, [Cleared()] if skipped else [], [], skipped)
 
 
 class Engine:
@@ -56,12 +68,12 @@ def decode(payload: bytes) -> Batch:
 async def following():
     tasks = []
 
-    def follow(engine: Engine) -> EventIntake:
+    def follow(engine: Engine, decode=decode, on_change=lambda state, reason: None) -> EventIntake:
         cache_map = CacheMap(1 << 20)
         slot = cache_map.attach("one", 1000, True)
         intake = EventIntake(
             cache_map, slot, endpoint=f"http://127.0.0.1:{engine.port}/events", replay=None, decode=decode, model="m",
-            block_size=4, session=lambda: ClientSession(headers={"Authorization": "Bearer k"}),
+            block_size=4, on_change=on_change, session=lambda: ClientSession(headers={"Authorization": "Bearer k"}),
         )  # fmt: skip
         tasks.append(asyncio.create_task(intake.run()))
         return intake
@@ -125,3 +137,15 @@ async def test_an_answer_that_cannot_be_read_is_counted_and_followed_by_others(f
         await until(lambda: intake.malformed == 1 or intake.batches)
         engine.told = [{"key": 1, "parent": None}]
         await until(lambda: intake.blocks_stored == 1)
+
+
+async def test_events_that_another_reader_takes_again_and_again_are_a_problem(following):
+    said = []
+    async with Engine() as engine:
+        intake = following(engine, Numbered().decode, lambda state, reason: said.append(reason))
+        for turn in range(1, 4):
+            assert not intake.problems
+            engine.told = [10 * turn, 10 * turn + 1]
+            await until(lambda turn=turn: intake.gaps == turn)
+        (problem,) = intake.problems
+        assert "something else fetches them" in problem and "event_intake" in problem and said.count(problem) == 1

@@ -95,3 +95,11 @@ def test_what_is_no_list_of_events_is_refused(payload):
 def test_an_event_that_cannot_be_read_is_passed_over(one):
     batch = decoder()(json.dumps([one, {"event_id": 2, "data": stored(block(7, 1, 2, 3, 4))}]).encode())
     assert len(batch.passed_over) == 1 and isinstance(batch.events[-1], Stored)
+
+
+def test_an_answer_tells_whether_events_went_to_another_reader():
+    """One that starts over is another process."""
+    decode = decoder()
+    gone = {"type": "removed", "block_hashes": []}
+    skips = [decode(numbered(gone, gone, start=start)).skipped for start in (3, 5, 9, 11, 0)]
+    assert skips == [False, False, True, False, False]

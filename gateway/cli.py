@@ -166,6 +166,8 @@ def build_parser() -> Parser:
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = build_parser()
     args, unknown = parser.parse_known_args(argv)
+    if unknown and unknown[0].partition("=")[0] == "--admin":  # which `explain` has
+        raise ConfigError("unknown argument '--admin'. Say where the admin side is with --admin-host and --admin-port")
     if unknown:
         verb = next(action for action in parser._actions if action.dest == "verb").choices[args.verb]
         raise ConfigError(complaints.unknown(unknown[0], verb))

@@ -47,6 +47,7 @@ def reading(text: str) -> Iterator[Loader]:
         yield loader
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
+        line = min(line, text.rstrip().count("\n") + 1)  # the end of a text is found behind its last line
         raise NotYaml(line, error.problem or str(error)) from None
     except yaml.reader.ReaderError as error:
         raise NotYaml(text.count("\n", 0, error.position) + 1, f"{error.reason}, here {error.character:#04x}") from None

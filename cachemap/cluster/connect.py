@@ -99,6 +99,9 @@ def _brief(said: str) -> str:
     return said if len(said) <= 200 else said.partition(". ")[0][:200]
 
 
+SCHEMES = ("redis", "rediss")
+
+
 class Trouble(NamedTuple):
     """Why something cannot be done in Redis, and whether Redis answered at all."""
 
@@ -134,15 +137,14 @@ def parse(url: str) -> Place:
             "it is no URL: write redis://HOST:PORT. One with a password is best given as HITHERTO_REDIS_URL; a file with it is not read"
         )
     if not parts.netloc and not url.startswith(f"{parts.scheme}://"):
-        raise ValueError(
-            f"it has no //: write redis://{url} if {parts.scheme!r} is a host name, else {parts.scheme}://HOST:PORT"
-        )
+        known = f", else {parts.scheme}://HOST:PORT" if parts.scheme.partition("+")[0] in SCHEMES else ""
+        raise ValueError(f"it has no //: write redis://{url} if {parts.scheme!r} is a host name{known}")
     if "@" in parts.path + parts.query + parts.fragment:
         raise ValueError("/, ?, # and @ in a password must be written as %2F, %3F, %23 and %40")
     if parts.scheme == "unix":
         return _unix(url)
     scheme, _, variant = parts.scheme.partition("+")
-    if scheme not in ("redis", "rediss") or variant not in KINDS:
+    if scheme not in SCHEMES or variant not in KINDS:
         raise ValueError(f"{parts.scheme}:// is not known; write redis://HOST:PORT, rediss:// for TLS, unix:///PATH, "
                          "redis+sentinel://HOST:PORT,HOST:PORT/MASTER or redis+cluster://HOST:PORT,HOST:PORT")  # fmt: skip
     kind = KINDS[variant]

@@ -39,6 +39,8 @@ STORED_RESPONSE = re.compile(
     rf"/v1/responses/(?!(?:\.+|render)(?:/|\Z))([\w.:-]{{1,{LONGEST_RESPONSE_ID}}})(?:/(?:cancel|input_items))?",
     re.ASCII,
 )
+# Of the gateway's own admin side, which clients ask for on the wrong port.
+ADMIN_PATHS = ("/metrics", "/replicas", "/explain", "/decide", "/status", "/recent", "/livez", "/readyz")
 LIKE_A_SLIP = 0.9  # of a path: a letter left out of /v1/chat/completions gives 0.98, the shortest operators' path below
 # What may follow the beginning of a path that was allowed with `/*`.
 PLAIN_REST = re.compile(r"(?:(?!\.{1,2}(?:/|\Z))[\w.~:@!$&'()+,=-]+(?:/|\Z))*", re.ASCII)
@@ -79,6 +81,8 @@ def refusal(path: str, discreet: bool) -> str:
         return f"{said}: did you mean {near[0]}?"
     if discreet or not PLAIN_REST.fullmatch(path, 1):  # nothing that an engine may read as another path
         return said
+    if path.startswith(ADMIN_PATHS) and f"/{path.split('/')[1]}" in ADMIN_PATHS:
+        return f"{shown} is on this gateway's admin side, which has another port: --admin-port, 8081 unless it is set"
     return (
         f"{said}. Operators reach it at /replicas/ID/engine{shown} of the admin side, "
         f"or open it to clients with --allow-path {shown}"

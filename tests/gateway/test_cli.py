@@ -100,6 +100,10 @@ def test_version(capsys):
         (["replica", "--seed", "x"], "--seed: 'x' is no whole number"),
         (["calibrate", "http://h:1", "--ouput", "x"], "unknown argument '--ouput'. Did you mean '--out'?"),
         (["explain"], "required: BODY.json"),
+        (
+            ["doctor", "--admin", "http://h:1"],
+            "unknown argument '--admin'. Say where the admin side is with --admin-host",
+        ),
     ],
 )
 def test_bad_use_is_one_line_with_a_remedy_and_exit_code_2(capsys, argv, expected):
@@ -119,6 +123,12 @@ def test_what_is_no_table_where_one_belongs_is_refused_with_place_and_remedy(cap
         error = refused(capsys, *argv)
         assert name in error and "\n" not in error and ("flag " + flag in error or "h.yaml" in error)
         assert "table" in error or flag in error
+
+
+def test_a_redis_url_of_a_host_alone_is_not_told_to_be_a_scheme(capsys):
+    error = refused(capsys, "serve", "--redis-url", "localhost:6379")
+    assert "write redis://localhost:6379" in error and "localhost://" not in error
+    assert "redis://HOST:PORT" in refused(capsys, "serve", "--redis-url", "redis:6379")
 
 
 def test_serve_hands_the_settings_to_the_gateway(monkeypatch):

@@ -77,7 +77,8 @@ def test_unknown_name_in_the_file_has_file_line_and_suggestion(empty_folder):
     [
         ("port: 1\nport: 2\n", "hitherto.yaml:2: 'port' is set twice, first on line 1"),
         ("- port\n", "hitherto.yaml:1: expected lines like 'port: 8080'"),
-        ("port: [1\n", "hitherto.yaml:2: not YAML"),
+        ("port: [1\n", "hitherto.yaml:1: not YAML"),
+        ("host: x\nport: [1\n\n", "hitherto.yaml:2: not YAML"),
         ("a: !!python/object:os.system x\n", "hitherto.yaml:1: unknown setting 'a'"),
         ("port: !!python/name:os.system x\n", "hitherto.yaml:1: not YAML"),
         ("port: 1\nhost: \0\n", "hitherto.yaml:2: not YAML: "),

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from gateway.config import ConfigError, load
+from gateway.proxy.paths import refusal
 
 from .replies import BODY, answers, post
 from .stack import stack
@@ -115,6 +116,8 @@ async def test_an_operators_verb_reaches_no_engine_and_the_refusal_says_where_it
                 assert told["code"] == "path_not_allowed"
                 if path == "/v1/chat/completions/":
                     assert told["message"].endswith("did you mean /v1/chat/completions?")
+                elif path == "/metrics":
+                    assert "--admin-port" in told["message"]
                 elif not any(odd in path for odd in ("..", "%", ";", "//", "#")):
                     assert "--allow-path" in told["message"] and "/replicas/ID/engine" in told["message"]
                 elif ".." in path:
@@ -196,3 +199,16 @@ def test_allowed_paths_are_settings():
 def test_a_path_that_never_matches_is_refused_at_once(path):
     with pytest.raises(ConfigError, match="flag --allow-path: allow_path: .* is not a path like"):
         load({"allow_path": path}, {})
+
+
+@pytest.mark.parametrize(
+    "path", ["/metrics", "/replicas", "/replicas/gpu1:8000/drain", "/explain", "/status", "/recent"]
+)
+def test_what_the_admin_side_has_is_named_there_and_not_at_an_engine(path):
+    said = refusal(path, False)
+    assert path in said and "--admin-port" in said and "/engine/" not in said and "--allow-path" not in said
+    assert "admin" not in refusal(path, True)
+
+
+def test_a_path_of_an_engine_that_only_begins_like_one_of_the_admin_side():
+    assert "/replicas/ID/engine/metrics2" in refusal("/metrics2", False)

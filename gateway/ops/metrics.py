@@ -363,8 +363,9 @@ class Metrics:
     limit_decisions = Counter("With Redis: claims of tenants' limits that were decided there, by what it told last because that came too late, or "
         "by this gateway's share because Redis is away", outcome=("shared", "late", "away"))
     usage_lines_dropped = Counter("Lines of the usage log that could not be written, or not fast enough")
-    peer_pulls = Counter("Prompts whose beginning a replica was to take from another's memory, by whether its engine found all of it or the request failed",
-        replica=REPLICA, outcome=("complete", "missed", "failed"))
+    peer_pulls = Counter("Prompts whose beginning a replica was to take from another's memory, by whether its engine found all of it "
+        "or the request failed (unknown: it did not tell)",
+        replica=REPLICA, outcome=("complete", "missed", "failed", "unknown"))
     # retries, legs and failures
     retries = Counter("Requests sent to another replica before their first byte, or once more to the same one",
         reason=(*CONNECTION_FAULTS, *STATUS_FAULTS, *ANSWER_FAULTS, "removed", "replaced", "elsewhere", "ids", "reconnect", "not kept", "leg refused",

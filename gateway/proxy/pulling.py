@@ -54,6 +54,8 @@ class Pulls:
 
     def _may_take(self, backend: Backend, prompt: Prompt) -> bool:
         how = backend.replica.dialect.peer_pull
+        if backend.replica.cached_tokens is False:  # whether a pull came it would not tell
+            return False
         return how is not None and prompt.path in how.paths and backend.replica.takes_rank(prompt.path)
 
     def body(self, exchange: Exchange, placement: Placement) -> bytes | None:

@@ -391,6 +391,9 @@ class Settling:
         elif cached is None:
             backend.drift.unreported(placement.overlap, prompt.tokens)  # the engine counts what it fetches apart
             told = counted is not None and prompt.path not in NEVER_TELL_CACHED
+            if placement.pull is not None:
+                saved -= placement.pull.tokens  # whether they came nobody knows
+                metrics.peer_pulls.inc(name, "unknown")
             if held and told and backend.replica.cached_tokens is None:
                 backend.replica.cached_tokens = False
         else:

@@ -155,6 +155,20 @@ async def test_a_replica_that_fails_over_it_is_followed_by_another_without_a_pul
         assert s.proxy.router.pulls.paused(holder.id, other.id, monotonic())
 
 
+async def test_of_an_engine_that_tells_no_cached_tokens_no_pull_counts_as_had_and_none_is_asked_again():
+    seen = []
+    silent = ANSWER[:-1] + b',"usage":{"prompt_tokens":%d,"completion_tokens":1}}' % TOKENS
+    async with peers(answers(), answers(silent, seen=seen)) as s:
+        holder, other = s.proxy.backends.values()
+        assert (await asks(s))[1]["x-hitherto-replica"] == other.id and told(seen)[0] is not None
+        await eventually(lambda: s.metrics.peer_pulls.total())
+        assert s.metrics.peer_pulls.values == {(other.id, "unknown"): 1}
+        assert s.metrics.prefill_saved_tokens.values == {(other.id,): 0}
+        s.proxy.router.map._routed.clear(other.slot)
+        await asks(s)
+        assert told(seen)[1:] == [None] * len(told(seen)[1:])
+
+
 async def test_a_replica_that_is_full_says_nothing_of_the_pull():
     async with peers(answers(), answers(b"{}", status=b"503 Service Unavailable")) as s:
         holder, other = s.proxy.backends.values()

@@ -302,7 +302,7 @@ class Metrics:
     stage_seconds = Histogram("Time in the gateway's own stages", "stage", STAGE_BUCKETS, ("prepare", "prepare_offloaded", "choose"))
     loop_delay_seconds = Histogram("How much later than it was due a timer of the event loop ran, four times a second", (), DELAY_BUCKETS)
     # prompts
-    prompts = Counter("Prompts that were sent to a replica, by how their tokens were found", mode=("exact", "media", "engine", "partly", "text", "load"))
+    prompts = Counter("Prompts sent to a replica, but for 4xx answers, by how tokens were found", mode=("exact", "media", "engine", "partly", "text", "load"))
     media_prompts = Counter("Prompts with images, sound or video, by what of their blocks is not known (exact: nothing)", why=tuple(MEDIA))
     prompt_failures = Counter("Prompts routed by load because a template or tokenizer failed", reason=tuple(PROMPT_PATHS))
     # the cache: predicted when choosing, reported by the engine in its answer

@@ -67,6 +67,7 @@ TAKES_LONG = TakesLong()  # instead of a prompt: the event loop is not to prepar
 Prepared = tuple[Prompt | ApiError | TakesLong | None, float]
 # Of answers that the wire gives.
 HEADERS_OF = {503: [(b"retry-after", b"1")], 401: CHALLENGE}
+SAID_EVERY = 60.0  # seconds: why a prompt is routed by load, for each path
 METHODS = frozenset(("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"))
 
 
@@ -84,6 +85,7 @@ class Preparation:
         self._metering = metering
         self._eligible, self._placing, self._newcomers, self._metrics = eligible, placing, newcomers, metrics
         self._models = eligible.models
+        self._silent_until: dict[str, float] = {}  # by path, of PROMPT_PATHS
         self.long = LongPrompts()
         self._short = Batcher(self._together)
         self._unheard: set[asyncio.Task[None]] = set()
@@ -282,6 +284,9 @@ class Preparation:
             self._metrics.media_prompts.inc(prompt.media)
         if prompt.mode == "load" and prompt.path not in NO_PREFILL:
             self._metrics.prompt_failures.inc(prompt.path)
+            if perf_counter() >= self._silent_until.get(prompt.path, 0.0):
+                self._silent_until[prompt.path] = perf_counter() + SAID_EVERY
+                log.warning("a prompt is routed by load at %s: %s", prompt.path, prompt.note)
 
     async def _anew(self, exchange: Exchange, prompt: Prompt) -> None:
         """Perhaps its model was loaded just now; if so, as an adapter, whose blocks are its own."""

@@ -444,7 +444,13 @@ class Settling:
                 attempt.backend.record.failures = 0
         if outcome == "aborted":
             metrics.client_aborts.inc(exchange.label)
-        if exchange.prompt is not None and attempt is not None and exchange.prompt.path not in NO_PREFILL:
+        # What a client got wrong says nothing of how well prompts are known.
+        if (
+            exchange.prompt is not None
+            and attempt is not None
+            and exchange.prompt.path not in NO_PREFILL
+            and status != "4xx"
+        ):
             metrics.prompts.inc(exchange.prompt.mode)
         if status == "2xx":  # how soon a request is refused says nothing of how long answers take
             metrics.request_seconds.observe(exchange.label, monotonic() - exchange.begun)

@@ -45,13 +45,23 @@ async def test_a_conversation_goes_on_where_its_image_was_seen(observed):
         assert s.metrics.prompt_failures.total() == 0 and s.metrics.heals.total() == 0
 
 
-async def test_media_for_a_model_of_text_alone_are_counted_as_well():
+async def test_media_for_a_model_of_text_alone_are_counted_as_well(caplog):
     async with stack(answers(), pipeline=Pipeline(sim_model_dir(), "m", 16)) as s:
         talk = await s.talk()
         await talk.say(asks(user(image("https://example.com/a.png"))))
         assert (await talk.response())[0] == 200
         assert s.metrics.media_prompts.values == {("load",): 1}
         assert s.metrics.prompt_failures.total() == 1
+        assert "a prompt is routed by load at /v1/chat/completions: media in the prompt" in caplog.text
+        assert s.metrics.prompts.values == {("load",): 1}
+
+
+async def test_a_prompt_that_the_engine_refuses_is_not_counted_against_what_is_known_of_prompts():
+    async with stack(answers(b"{}", b"400 Bad Request"), pipeline=Pipeline(sim_model_dir(), "m", 16)) as s:
+        talk = await s.talk()
+        await talk.say(asks(user(image("https://example.com/a.png"))))
+        assert (await talk.response())[0] == 400
+        assert s.metrics.prompts.values == {}
 
 
 async def test_images_are_named_only_where_all_engines_have_the_model_from_one_place():

@@ -13,7 +13,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from bench.families import Row, recorded
+from bench.families import Row, not_fetched, recorded
 from gateway.prompt.prompt import MEDIA as whys_of_media
 from gateway.prompt.tokens.model import WRITTEN_BY_UNKNOWN_RULES, load_model
 
@@ -48,6 +48,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true")
     check = parser.parse_args().check
+    if missing := not_fetched():
+        parser.error(
+            f"no tokenizer of {', '.join(missing)} here: make test ARGS=tests/bench/test_exactness_page.py fetches them"
+        )
     written = page()
     if check:
         return PAGE.read_text() != written

@@ -43,6 +43,11 @@ def of_cache(family: str, equal: Sequence[bool]) -> Row:
     return _row(family, "simulated", len(equal), sum(equal), {})
 
 
+def not_fetched() -> list[str]:
+    """Models whose tokenizer is not on this machine, so that `recorded` has no row of them."""
+    return [model for model in (*REAL, "gptoss") if not _is_here(model)]
+
+
 def recorded() -> list[Row]:
     families = [one for one in known.recordings() if one.family != "gpt-oss" or _is_here("gptoss")]
     real = (_real(model, name) for model, name in REAL.items() if _is_here(model))

@@ -50,7 +50,10 @@ async def test_requests_do_not_queue_for_a_holder_that_has_stopped(engines, requ
                 task = asyncio.create_task(ask(number))
                 asked.add(task)
                 await asyncio.wait({task}, timeout=0.1)
-            answered = {task for task in asked if task.done()}
+            elsewhere = 0
+            while asked - (answered := {task for task in asked if task.done()}) and elsewhere < len(answered):
+                elsewhere = len(answered)  # a busy machine answers some later than 0.1 s, though nobody holds them up
+                await asyncio.wait(asked - answered, timeout=1, return_when=asyncio.FIRST_COMPLETED)
             assert {task.result() for task in answered}.isdisjoint({name})
             assert len(answered) >= 15, "at most five wait for it"
         assert {await task for task in asked}, "and those are answered once it goes on, or elsewhere"

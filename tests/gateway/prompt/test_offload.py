@@ -155,4 +155,4 @@ def test_a_text_that_takes_long_leaves_the_interpreter_to_others(backend):
         time.sleep(0.001)
         turns += 1
     thread.join()
-    assert turns > 10  # of hundreds; while the interpreter is held, one or two
+    assert turns > 4  # of hundreds, of ten on a busy machine; while the interpreter is held, one or two

@@ -38,12 +38,12 @@ MEDIA = {
     "family": "how many tokens this model makes of an item is not known",
     "kind": "sound, video and embeddings are not counted here",
     "remote": "what is at a URL, or behind a uuid alone, only the engine sees",
-    "image": "an image of which the size is not read here, or that engines refuse",
+    "image": "an image whose size is not read here (one with more than 512 parts before its pixels) or that engines refuse",
     "request": "the request has settings of its own for its media",
     "engine": "by which name the engine knows an image is not known",
     "template": "the template prints other placeholders than there are images",
     "length": "it would not fit the context",
-    "many": "there are more items than an engine takes by default",
+    "many": "there are more items than an engine takes by default (999)",
 }
 
 

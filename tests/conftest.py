@@ -1,6 +1,7 @@
 """For all rooms: the order of the files, and real Redis servers. What else one can do with those is in
 tests/redis_server.py."""
 
+import signal
 from collections import Counter
 
 import certifi
@@ -12,6 +13,10 @@ from .redis_server import RedisServer, binaries, version
 # What one example takes by the clock is no promise: on two shared cores one of 1 ms took 360.
 settings.register_profile("hitherto", deadline=None)
 settings.load_profile("hitherto")
+
+# A shell without job control starts what runs in its background with interrupts ignored, and so would be every process
+# that a test starts and interrupts.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items):

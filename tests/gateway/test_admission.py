@@ -169,18 +169,22 @@ async def test_where_replicas_have_roles_a_flood_waits_for_pairs_and_premium_pas
 
 
 async def test_two_gateways_on_one_redis_admit_to_pairs_by_the_load_of_both(tmp_path, redis_server):
+    """As many floods as it takes: a busy machine sends so slowly that the first ones find room."""
     with parted() as urls:
         async with AsyncExitStack() as stack:
             flags = "--policy", "least_load", "--redis-url", redis_server.url
             gateways = [await stack.enter_async_context(gateway(tmp_path, urls, *flags)) for _ in range(2)]
             for one in gateways:
                 await one.until(lambda status: status["map"]["redis"]["ledger_joined"])
-            floods = await asyncio.gather(*[flood(one, 50, 5.0) for one in gateways])
-            held = legs = 0
-            for one, found in zip(gateways, floods):
-                statuses = Counter(status for status, *_ in found)
-                assert set(statuses) <= {200, 429} and statuses[200] > 0
-                held += sum(each["queued"] + each["refused"] for each in (await one.status())["admission"])
+            held = legs = floods = 0
+            while not held and floods < 4:
+                floods += 1
+                for found in await asyncio.gather(*[flood(one, 50 * floods, 5.0) for one in gateways]):
+                    statuses = Counter(status for status, *_ in found)
+                    assert set(statuses) <= {200, 429} and statuses[200] > 0
+                for one in gateways:
+                    held += sum(each["queued"] + each["refused"] for each in (await one.status())["admission"])
+            for one in gateways:
                 legs += await one.counted("hitherto_legs_total", leg="decode", outcome="complete")
                 await nothing_left(one)
             assert held > 0 and legs > 0

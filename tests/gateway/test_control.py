@@ -55,6 +55,8 @@ async def test_what_is_taken_from_lower_classes_is_told_and_given_back_in_revers
             assert await one.counted("hitherto_more_replicas_wanted", model="sim") == 1
             assert await one.counted("hitherto_control_steps_total", step="shed", change="taken") >= 1
             refused = await ask(one)
+            while refused[0] != 429 and not premium.done():  # a window of a busy machine gave some of it back
+                refused = await ask(one)
             assert refused[0] == 429 and int(refused[1]) >= 1 and refused[2] == "overloaded"
             assert {answer[0] for answer in await premium} == {200}
             status = await one.until(lambda status: status["control"]["models"][0]["level"] == 0)

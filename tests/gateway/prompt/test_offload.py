@@ -136,10 +136,11 @@ def test_the_slower_tokenizer_gets_less_on_the_event_loop(slow):
         assert briefly(slow, CHAT, orjson.dumps({"model": "m", **request_})).mode == "exact"
 
 
-@pytest.mark.parametrize("backend", ["fastokens", "tokenizers"])
-def test_a_text_that_takes_long_leaves_the_interpreter_to_others(backend):
+@pytest.mark.parametrize(("backend", "times"), [("fastokens", 1_000), ("tokenizers", 12)])
+def test_a_text_that_takes_long_leaves_the_interpreter_to_others(backend, times):
+    """Each takes some 0.2 s of an idle core."""
     tokenizer = Tokenizer(sim_model_dir(), backend)
-    text = WORDS * 12
+    text = WORDS * times
     gc.collect()
     begun, done, turns = threading.Event(), threading.Event(), 0
 
@@ -155,4 +156,4 @@ def test_a_text_that_takes_long_leaves_the_interpreter_to_others(backend):
         time.sleep(0.001)
         turns += 1
     thread.join()
-    assert turns > 4  # of hundreds, of ten on a busy machine; while the interpreter is held, one or two
+    assert turns > 10  # of hundreds; while the interpreter is held, one or two

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import itertools
 import json
 from collections.abc import Callable
 from time import monotonic, perf_counter
@@ -39,6 +38,7 @@ def answered() -> Exchange:
     now = monotonic()
     prompt = Prompt.__new__(Prompt)
     prompt.model, prompt.tokens = "m", 1000
+    exchange.continuation = None
     exchange.prompt, exchange.begun, exchange.prepared_at, exchange.attempts = prompt, now - 1.4, now - 1.399, [attempt]
     attempt.prompt, attempt.exchange, attempt.status, attempt.streams, attempt.leg = prompt, exchange, 200, True, None
     attempt.pieces, attempt.seen_pieces, attempt.pauses = 64, 53, 0
@@ -46,36 +46,33 @@ def answered() -> Exchange:
     return exchange
 
 
-def microseconds(call: Callable[[], object], calls: int = CALLS) -> float:
+def microseconds(call: Callable[[], object], calls: int, rounds: int) -> float:
     def one() -> float:
         begun = perf_counter()
         for _ in range(calls):
             call()
         return (perf_counter() - begun) / calls * 1e6
 
-    return min(one() for _ in range(ROUNDS))
+    return min(one() for _ in range(rounds))
 
 
-async def measured() -> dict[str, float]:
+async def measured(rounds: int = ROUNDS) -> dict[str, float]:
     _, proxy = build([])
     figures, queue = Figures(Metrics()), Queue(OVERLOAD, proxy.placing, Metrics())
     figures.serve(proxy.eligible.names)
     figures.class_of = queue.class_of
     exchange = answered()
-    attempt, seconds = exchange.attempts[0], itertools.count(1)
+    attempt = exchange.attempts[0]
     qos = OVERLOAD.classes.all[0]
     fleet = Admission(OVERLOAD.classes, OVERLOAD.rules, Space())
     queue._tickets[exchange] = fleet, Ticket(qos, qos.slo, exchange.begun, "", 1000, exchange)
 
-    def look() -> None:
-        figures.first_token(attempt, False)
-        figures.look(monotonic() + next(seconds))
-
     found = {
-        "first token": microseconds(lambda: figures.first_token(attempt, False)),
-        "a look of the sweep at a stream": microseconds(lambda: figures.passing(exchange, attempt, attempt.ended_at)),
-        "end of a stream": microseconds(lambda: figures.ended(exchange, "complete", USAGE)),
-        "a look of the windows, once a second": microseconds(look, 30),
+        "first token": microseconds(lambda: figures.first_token(attempt, False), CALLS, rounds),
+        "a look of the sweep at a stream": microseconds(
+            lambda: figures.passing(exchange, attempt, attempt.ended_at), CALLS, rounds
+        ),
+        "end of a stream": microseconds(lambda: figures.ended(exchange, "complete", USAGE), CALLS, rounds),
     }
     found["a request: first token and end"] = found["first token"] + found["end of a stream"]
     return found

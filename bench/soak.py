@@ -338,7 +338,7 @@ async def run(one: Soak, until: float) -> None:
         try:
             await asyncio.sleep(PAUSE)
             turn = 0
-            while monotonic() < until:
+            while monotonic() < until or turn < len(Soak.NAMES):  # a slow machine has each of them, too
                 await one.fault(Soak.NAMES[turn % len(Soak.NAMES)])
                 turn += 1
         finally:

@@ -37,6 +37,18 @@ def test_links_between_documents_lead_somewhere():
             assert not anchor or anchor in anchors(page), f"{path.name}: {target}"
 
 
+def test_every_file_the_documents_name_exists():
+    pages = [*DOCS, ROOT / "ARCHITECTURE.md", ROOT / "CONTRIBUTING.md", ROOT / "bench/results/README.md"]
+    rooms = "gateway|policies|cachemap|replicas|loadgen|bench|deploy|tests"
+    named = {
+        (path.name, file)
+        for path in pages
+        for file in re.findall(rf"`((?:{rooms})/[\w./-]*\w/?)`", path.read_text())
+    }
+    assert len(named) > 40
+    assert not {(page, file) for page, file in named if not (ROOT / file).exists()}
+
+
 def test_every_flag_that_another_routers_becomes_exists():
     known = {flag(name) for name in Settings.model_fields} | {alias for one in ALIASES.values() for alias in one}
     rows = [

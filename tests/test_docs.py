@@ -41,9 +41,7 @@ def test_every_file_the_documents_name_exists():
     pages = [*DOCS, ROOT / "ARCHITECTURE.md", ROOT / "CONTRIBUTING.md", ROOT / "bench/results/README.md"]
     rooms = "gateway|policies|cachemap|replicas|loadgen|bench|deploy|tests"
     named = {
-        (path.name, file)
-        for path in pages
-        for file in re.findall(rf"`((?:{rooms})/[\w./-]*\w/?)`", path.read_text())
+        (path.name, file) for path in pages for file in re.findall(rf"`((?:{rooms})/[\w./-]*\w/?)`", path.read_text())
     }
     assert len(named) > 40
     assert not {(page, file) for page, file in named if not (ROOT / file).exists()}

@@ -13,6 +13,12 @@ from replicas.engines.vllm.fields import Fields
 
 # Speculators that read the model's hidden states, and have a cache of their own.
 WITH_HIDDEN_STATES = ("eagle", "eagle3", "mtp", "dflash", "dspark")
+# LMCache keeps what was pushed to a decoder until that asks for it, and tells one address when it is there: no request
+# can be given up or moved (docs/disaggregation.md, "Limits").
+BESIDE_LMCACHE = (
+    "use NixlConnector to move caches; LMCache can go on offloading behind it, as the second of the `connectors` of a "
+    f"{SEVERAL} (docs/disaggregation.md)"
+)
 
 
 def no_transfer(one: Fields) -> str:
@@ -21,7 +27,8 @@ def no_transfer(one: Fields) -> str:
         return "its engines pass no cache on: add `kv_transfer_config: {kv_connector: NixlConnector}` to the profile"
     if connector_of(one) is None:
         has = ", ".join(names(one)) or f"{SEVERAL} without connectors"
-        return f"the gateway moves caches by none but {', '.join(CONNECTORS)}, and its kv_connector is {has}"
+        said = f"the gateway moves caches by none but {', '.join(CONNECTORS)}, and its kv_connector is {has}"
+        return f"{said}: {BESIDE_LMCACHE}" if any(name.startswith("LMCache") for name in names(one)) else said
     return ""
 
 

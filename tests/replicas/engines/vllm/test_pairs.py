@@ -69,6 +69,19 @@ def test_connectors_that_the_gateway_cannot_speak_for_are_named(connector):
     assert "add `kv_transfer_config" in parse("").no_transfer
 
 
+@pytest.mark.parametrize("connector", ["LMCacheConnectorV1", "LMCacheMPConnector"])
+def test_who_moves_caches_by_lmcache_is_told_what_to_do(connector):
+    told = parse(f"kv_transfer_config: {{kv_connector: {connector}}}").no_transfer
+    assert "use NixlConnector" in told and "MultiConnector (docs/disaggregation.md)" in told
+    assert "LMCache" not in parse("kv_transfer_config: {kv_connector: OffloadingConnector}").no_transfer
+
+
+def test_lmcache_may_offload_beside_a_connector_that_moves_caches():
+    both = "{connectors: [{kv_connector: NixlConnector}, {kv_connector: LMCacheConnectorV1}]}"
+    named = parse(f"kv_transfer_config: {{kv_connector: MultiConnector, kv_connector_extra_config: {both}}}")
+    assert not named.no_transfer and named.transfer == ""
+
+
 def test_a_version_is_read_from_the_environment_of_the_executable(tmp_path):
     from replicas.engines.vllm.profile import installed_version
 

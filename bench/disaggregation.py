@@ -1,6 +1,6 @@
 """One leg or two, in virtual time: the gateway's rule and the field's, over ratios of prefillers to decoders and loads.
 
-    python -m bench.disaggregation [--quick] [--json FILE] [--processes 2]
+    python -m bench.disaggregation [--quick] [--seeds 1] [--parts trace,...] [--json FILE] [--processes 2]
 
 Engines are `gpu-8b`; a transfer moves 128 KiB a token at 100 Gbit/s and takes 10 ms beside that. A fleet is written
 prefill:both:decode, so 2:0:6 has two engines that only compute prompts for others and 0:8:0 nobody with a role. Rules
@@ -22,7 +22,8 @@ speeds  the same on four engines that are faster, from the left of the fleet, by
 chats   chats at 20 requests a second on four engines, with and without a prompt of 100,000 tokens every 5 s: the time
         between tokens of the chats. All figures but `good` and those of transfers are of the chats alone.
 
-`--quick` has one rate and fewer fleets, within 60 s.
+`--quick` has one rate and fewer fleets, within 60 s. With several `--seeds` all figures are means over them, and the
+share within the SLO is told of each.
 """
 
 from __future__ import annotations
@@ -76,12 +77,18 @@ FAST = replace(
 )
 LOST = Outage(0, 20.0, 50.0)
 SLO = {"ttft": 2000.0, "tpot": 50.0}
-SEED = 1
+SEED = 1  # the first
 ROLES = ("prefill", "both", "decode")
 LONG, EVERY, NAMES = 100_000, 5.0, 1 << 41  # tokens of the long prompts, seconds between them, names nobody else has
 CHATS = 20.0  # requests a second
-RULES = ("seconds", "never", "always", "over:8192", "llmd:100", "queue", "queue:1000")
-MODES = ("seconds", "over:8192", "queue", "queue:1000")  # the price, a threshold, and a global queue beside them
+RULES = ("seconds", "pauses:3", "pauses:10", "never", "always", "over:8192", "llmd:100", "queue", "queue:1000")
+MODES = (
+    "seconds",
+    "pauses",
+    "over:8192",
+    "queue",
+    "queue:1000",
+)  # the price, a threshold, and a global queue beside them
 TOKENS = 26_000  # of prompts, a second: what all lengths of a prompt have in common
 
 
@@ -96,6 +103,7 @@ class Run:
     requests: int = 400
     length: int = 0  # of prompts, where they have one
     pulls: bool = False
+    seed: int = SEED
 
     @property
     def named(self) -> str:
@@ -162,7 +170,7 @@ def setting(run: Run) -> Setting:
     return Setting(
         run.policy,
         [FAST] * fast + [slow] * (run.engines - fast),
-        SEED,
+        run.seed,
         outages=[LOST] if run.part == "faults" else [],
         engine_replies=True,
         roles=roles,
@@ -174,12 +182,12 @@ def setting(run: Run) -> Setting:
 
 def play(run: Run) -> Figures:
     if run.part == "chats":
-        load = chats(run.requests, run.long, SEED)
+        load = chats(run.requests, run.long, run.seed)
     elif run.part == "lengths":
-        load = prompts(run.length, run.rate, run.requests, SEED)
+        load = prompts(run.length, run.rate, run.requests, run.seed)
     else:
-        load = trace(run.rate, run.requests, SEED)
-    limits.set_limits(load.conversations, "mixed", SEED)
+        load = trace(run.rate, run.requests, run.seed)
+    limits.set_limits(load.conversations, "mixed", run.seed)
     return figures(simulate(load, setting(run)))
 
 
@@ -212,7 +220,8 @@ def runs(quick: bool) -> list[Run]:
     for rate in (4.0,) if quick else (4.0, 6.0, 8.0):
         base = Run("trace", "0:8:0", rate=rate, requests=200 if quick else 400)
         ratios = ("2:0:6",) if quick else ("1:0:7", "2:0:6")
-        found += [base, replace(base, policy="least_load"), replace(base, fleet="0:4:4"), *by_rule(base, ratios)]
+        found += [base, replace(base, policy="least_load"), *by_rule(base, ratios)]
+        found += by_rule(base, ("0:4:4",), ("seconds", "pauses:3"))
     if not quick:
         found += beside()
     base = Run("chats", "0:4:0", requests=300 if quick else 1200)
@@ -247,7 +256,17 @@ def by_rule(base: Run, fleets: Iterable[str], rules: Iterable[str] = RULES) -> l
     ]
 
 
-def table(done: dict[Run, Figures]) -> str:
+def over_seeds(done: dict[Run, Figures]) -> dict[Run, list[Figures]]:
+    """The figures of each seed, by the run of the first."""
+    found: dict[Run, list[Figures]] = {}
+    for run, told in done.items():
+        found.setdefault(replace(run, seed=SEED), []).append(told)
+    return found
+
+
+def table(played: dict[Run, Figures]) -> str:
+    by_seed = over_seeds(played)
+    done = {run: Figures(*np.mean(told, axis=0).tolist()) for run, told in by_seed.items()}
     lines, heading = [], ""
     for run, told in done.items():
         if not run.long:
@@ -262,6 +281,8 @@ def table(done: dict[Run, Figures]) -> str:
                 f"{told.legs:6.1%} {told.transfer:8.1f} {told.transfer_p99:6.0f} {told.overhead:6.1%}")  # fmt: skip
         if (alone := done.get(replace(run, long=False))) is not None:
             line += f"  {told.itl_p99:.1f}, {told.itl_p999:.1f} ({alone.itl_p99:.1f}, {alone.itl_p999:.1f})"
+        if len(seeds := by_seed[run]) > 1:
+            line += f"  good: {', '.join(f'{one.good:.1%}' for one in seeds)}"
         lines.append(line)
     return "\n".join(lines)
 
@@ -269,13 +290,21 @@ def table(done: dict[Run, Figures]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one rate, fewer fleets and requests")
+    parser.add_argument("--seeds", type=int, default=1, metavar="N", help="play each cell with the seeds 1 to N")
+    parser.add_argument("--parts", default="", help="only these of the parts above, by comma")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args()
     if not (DATA / MOONCAKE).exists():
         print(f"skipped: no {MOONCAKE} in {DATA}; set HITHERTO_DATA to the folder that has it")
         return 0
-    todo = runs(args.quick)
+    parts = args.parts.split(",") if args.parts else ()
+    todo = [
+        replace(run, seed=SEED + number)
+        for run in runs(args.quick)
+        if not parts or run.part in parts
+        for number in range(args.seeds)
+    ]
     with ProcessPoolExecutor(args.processes, multiprocessing.get_context("fork")) as pool:
         done = {}
         for run, told in zip(todo, pool.map(play, todo)):

@@ -2,6 +2,9 @@
 in `loadgen simulate --legs` and in the gateway's shadow mode.
 
 `seconds`   the gateway's rule (`policies.legs.choose`): two legs where they cost less than one.
+`pauses:N`  the same, with the streams that stand still while a prompt is computed counted N times: with N = 3 as a
+            second between the tokens of the request's own answer (`least_time`: 0.15, and 0.05 for such a pause). The
+            more, the more requests have two legs, and the longer long prompts wait (`docs/disaggregation.md`).
 `always`    every request that some pair of replicas can take, as vllm-router and sglang-router do in their P/D modes.
 `over:N`    where the whole request would find N tokens or more uncached; the pair is the one that costs least.
 `llmd:N`    llm-d's `prefix-based-pd-decider` with `nonCachedTokens: N` (its README's example: 100): the policy chooses
@@ -18,16 +21,16 @@ from functools import partial
 from . import legs
 from .vocabulary import Policy
 
-NAMES = ("seconds", "always", "over:N", "llmd:N", "never")
+NAMES = ("seconds", "pauses:N", "always", "over:N", "llmd:N", "never")
 
 
 def make_leg_rule(text: str) -> legs.LegRule:
     """The rule of this name. ValueError where there is none."""
-    name, _, threshold = text.partition(":")
-    if name in _PLAIN and not threshold and text == name:
+    name, _, number = text.partition(":")
+    if name in _PLAIN and not number and text == name:
         return _PLAIN[name]
-    if name in _THRESHOLDS and threshold.isascii() and threshold.isdigit():
-        return partial(_THRESHOLDS[name], int(threshold))
+    if name in _WITH_NUMBER and number.isascii() and number.isdigit():
+        return partial(_WITH_NUMBER[name], int(number))
     raise ValueError(f"{text!r} is no rule for legs; there are {', '.join(NAMES)}")
 
 
@@ -44,6 +47,10 @@ def _over(least: int, policy: Policy, ways: legs.Ways) -> legs.LegChoice | None:
     return _always(policy, ways) if ways.demand.tokens - ways.whole.cached >= least else None
 
 
+def _pauses(times: int, policy: Policy, ways: legs.Ways) -> legs.LegChoice | None:
+    return legs.choose(policy, ways, float(times))
+
+
 def _llmd(least: int, policy: Policy, ways: legs.Ways) -> legs.LegChoice | None:
     demand, whole = ways.demand, ways.whole
     others = [one for one in ways.prefillers if one is not whole]
@@ -53,5 +60,5 @@ def _llmd(least: int, policy: Policy, ways: legs.Ways) -> legs.LegChoice | None:
     return legs.LegChoice(first, whole, demand.tokens - whole.overlap, None, None)
 
 
-_PLAIN = {"seconds": legs.choose, "always": _always, "never": _never}
-_THRESHOLDS = {"over": _over, "llmd": _llmd}
+_PLAIN: dict[str, legs.LegRule] = {"seconds": legs.choose, "always": _always, "never": _never}
+_WITH_NUMBER = {"over": _over, "llmd": _llmd, "pauses": _pauses}

@@ -82,3 +82,17 @@ def test_prompts_of_one_length_have_nothing_in_common():
 def test_of_faults_a_prefiller_is_lost_and_comes_back():
     (outage,) = setting(Run("faults", "2:0:6")).outages
     assert outage.replica == 0 and outage.at < outage.until
+
+
+def test_figures_of_several_seeds_are_their_means_and_each_seeds_goodput_is_told():
+    one = Run("trace", "2:0:6", requests=20)
+    told = disaggregation.Figures(*[0.5] * len(disaggregation.Figures._fields))
+    printed = table({one: told, replace(one, seed=2): told._replace(good=0.75, e2e=1000.5)})
+    assert "62.5%" in printed and "good: 50.0%, 75.0%" in printed and " 500 " in printed
+    assert "good:" not in table({one: told})
+
+
+def test_another_seed_is_another_load_and_another_fleet():
+    one = Run("trace", "0:8:0", requests=60)
+    other = replace(one, seed=2)
+    assert setting(other).seed == 2 and play(one) == play(one) != play(other)

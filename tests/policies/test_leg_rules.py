@@ -8,10 +8,13 @@ from policies.leg_rules import make_leg_rule
 from .test_router import Prefixes
 
 
-def chosen(rule, held=(0, 0, 0), tokens=16_001, policy="least_time"):
-    """What the rule makes of a prompt that nobody else disturbs, with a prefiller and two decoders."""
+def chosen(rule, held=(0, 0, 0), tokens=16_001, policy="least_time", streams=0):
+    """What the rule makes of a prompt, with a prefiller and two decoders of so many streams each."""
     router = Router(make(policy), Prefixes(*held), Ledger(), CostGroup(), make_leg_rule(rule))
     prefiller, *decoders = [router.add(name, slot) for slot, name in enumerate(("p", "d", "e"))]
+    for decoder in decoders:
+        for _ in range(streams):
+            router.commit_decoder(Demand(1000), decoder, 1.0)
     asked = Demand(tokens, 16, 1, hashes=range(1, tokens // 16 + 1), now=1.0)
     whole = router.evaluate(asked, router.targets(decoders), 1.0)
     return router.choose_legs(whole, [prefiller], decoders, 1.0)
@@ -20,6 +23,18 @@ def chosen(rule, held=(0, 0, 0), tokens=16_001, policy="least_time"):
 def test_always_takes_legs_where_the_gateway_would_not():
     assert chosen("seconds") is None and chosen("never") is None
     assert chosen("always").prefiller.replica == "p"
+
+
+def test_where_pauses_count_as_much_as_decode_steps_fewer_streams_send_a_prompt_away():
+    assert chosen("pauses:3") is None and chosen("pauses:3", policy="least_load") is not None
+    least = {
+        rule: next(n for n in range(200) if chosen(rule, streams=n) is not None)
+        for rule in ("seconds", "pauses:1", "pauses:3")
+    }
+    assert 0 < least["pauses:3"] < least["seconds"] == least["pauses:1"]
+    for streams in (least["pauses:3"], least["seconds"]):
+        apart = chosen("pauses:3", streams=streams)
+        assert apart.seconds < apart.whole_seconds
 
 
 @pytest.mark.parametrize("rule", ["over", "llmd"])
@@ -34,7 +49,9 @@ def test_llmd_keeps_the_decoder_that_the_policy_chose_and_zero_means_never():
     assert chosen("llmd:0") is None
 
 
-@pytest.mark.parametrize("text", ["", "over", "over:", "over:-1", "over:x", "always:3", "llmd", "dynamo"])
+@pytest.mark.parametrize(
+    "text", ["", "over", "over:", "over:-1", "over:x", "always:3", "llmd", "pauses", "pauses:0.5", "dynamo"]
+)
 def test_another_rule_is_refused(text):
     with pytest.raises(ValueError, match="no rule for legs"):
         make_leg_rule(text)

@@ -7,6 +7,8 @@ import signal
 from collections import Counter
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 
+import pytest
+
 from .conftest import Engine
 from .running import running
 
@@ -24,6 +26,7 @@ request_router:
     - match:            # last, without a condition: the default
       qos: free
 """
+UNLIMITED = "admission: {max_wait: 10m}\n"  # a queue, in which nobody is predicted to be late
 
 
 @contextmanager
@@ -41,25 +44,25 @@ def engines(count, *flags):
 
 
 @asynccontextmanager
-async def gateway(tmp_path, urls, *flags):
-    (tmp_path / "hitherto.yaml").write_text(SETTINGS)
+async def gateway(tmp_path, urls, *flags, settings=SETTINGS):
+    (tmp_path / "hitherto.yaml").write_text(settings)
     async with running("--config", str(tmp_path / "hitherto.yaml"), "--replica-url", *urls, *flags) as one:
         await one.ready(len(urls))
         yield one
 
 
-def body(tokens=16):
-    """A prompt of some 300 tokens that nobody asked before."""
-    words = " ".join(random.choices(["quality", "mercy", "strained", "droppeth", "gentle", "rain", "heaven"], k=200))
+def body(words=200, tokens=16):
+    """A prompt that nobody asked before, of some 300 tokens for 200 words."""
+    words = " ".join(random.choices(["quality", "mercy", "strained", "droppeth", "gentle", "rain", "heaven"], k=words))
     return {"model": "sim", "messages": [{"role": "user", "content": words}], "max_tokens": tokens, "stream": True}
 
 
-async def ask(one, tier="", leave_after=None):
+async def ask(one, tier="", leave_after=None, **size):
     """The status, the Retry-After that came with it, and whether a stream ended as it should."""
     headers = {"x-customer-tier": tier} if tier else {}
     try:
         async with asyncio.timeout(leave_after):
-            async with one.client.stream("POST", "/v1/chat/completions", json=body(), headers=headers) as answer:
+            async with one.client.stream("POST", "/v1/chat/completions", json=body(**size), headers=headers) as answer:
                 data = await answer.aread()
     except TimeoutError:
         return "left", None, True
@@ -140,6 +143,48 @@ async def test_two_gateways_on_one_redis_admit_by_the_load_of_both(tmp_path, red
                 queued += sum(each["queued"] for each in (await one.status())["admission"])
                 await nothing_left(one)
             assert queued > 0, "of one or the other: who comes first has the room"
+
+
+@pytest.mark.parametrize("decision", ["queued", "admitted"])
+async def test_a_gateway_that_sent_nothing_finds_engines_full_that_another_filled(tmp_path, redis_server, decision):
+    """One gateway fills the caches of both engines, with two answers that take a quarter of an hour. What another one
+    does with its first request is up to whether they share a Redis: without it, that is sent into the full engine."""
+    flags, shared = ("--redis-url", redis_server.url), decision == "queued"
+    with engines(2, "--speedup", "0.02", "--num-blocks", "125") as (urls, _):
+        async with AsyncExitStack() as stack:
+            busy, idle = [
+                await stack.enter_async_context(gateway(tmp_path, urls, *flags[: 2 * shared], settings=UNLIMITED))
+                for _ in range(2)
+            ]
+            for one in (busy, idle) if shared else ():
+                await one.until(lambda status: status["map"]["redis"]["ledger_joined"])
+            asked = [asyncio.create_task(ask(busy, words=800, tokens=600)) for _ in range(2)]
+            try:
+                for one in (busy, idle) if shared else (busy,):
+                    while not await are_full(one):  # by a heartbeat and the engines' next metrics
+                        await asyncio.sleep(0.05)
+                for one, expected in ((busy, {"admitted": 2, "queued": 1}), (idle, {decision: 1})):
+                    asked.append(asyncio.create_task(ask(one, words=800, tokens=600)))
+                    while sum((decided := await decisions(one)).values()) < sum(expected.values()):
+                        await asyncio.sleep(0.05)
+                    assert decided == expected
+            finally:
+                for one in asked:
+                    one.cancel()
+                await asyncio.gather(*asked, return_exceptions=True)
+
+
+async def are_full(one):
+    """Whether this gateway knows that another such request would wait for blocks on every engine."""
+    told = await one.admin.post("/explain", params={"path": "/v1/chat/completions"}, json=body(words=800, tokens=600))
+    return all(each["terms"]["room"] > 0.1 for each in told.raise_for_status().json()["replicas"])
+
+
+async def decisions(one):
+    """What was decided of the requests that came, and of how many."""
+    names = "admitted", "queued", "refused"
+    found = [await one.counted("hitherto_admission_total", decision=name) for name in names]
+    return {name: count for name, count in zip(names, found, strict=True) if count}
 
 
 @contextmanager

@@ -42,7 +42,7 @@ def event(name, ids=None, text=None, **choice) -> bytes:
     return chunk(b"data: " + orjson.dumps({"id": name, "created": 1, "choices": [one], **told}) + b"\n\n")
 
 
-def engine(name: str, ends=b"", after: int = 6, seen: list | None = None, then=None):
+def engine(name: str, ends=b"", after: int = 6, seen: list | None = None, then=None, prompt=PROMPT_IDS):
     """Writes the words that follow the ids it is given; `after` so many of them come `ends`, and `then`."""
 
     async def script(reader, writer):
@@ -50,10 +50,10 @@ def engine(name: str, ends=b"", after: int = 6, seen: list | None = None, then=N
             request = json.loads((await read_request(reader))[1])
             if seen is not None:
                 seen.append(request)
-            given = (request.get("kv_transfer_params") or {}).get("prompt_token_ids", PROMPT_IDS)
-            assert given[: len(PROMPT_IDS)] == PROMPT_IDS and request["return_token_ids"] is True
-            written = len(given) - len(PROMPT_IDS)
-            assert given[len(PROMPT_IDS) :] == [*range(1, written + 1)]
+            given = (request.get("kv_transfer_params") or {}).get("prompt_token_ids", prompt)
+            assert given[: len(prompt)] == prompt and request["return_token_ids"] is True
+            written = len(given) - len(prompt)
+            assert given[len(prompt) :] == [*range(1, written + 1)]
             assert request["max_tokens"] == 6 - written
             writer.write(SSE_HEAD + event(name, given))
             for number in range(written + 1, min(7, written + after + 1)):

@@ -23,7 +23,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ..http.upstream import Head, UpstreamError
-from ..prompt.api.continuable import Terms
+from ..prompt.api.continuable import TOOLS, Terms
 from .answers import error_status
 from .chunks import END_OF_BODY, Chunks, framed
 from .events import Event, Events, Kind, Names, hide_ids, join_counts, put_before, read, with_text, without_ids, write
@@ -198,7 +198,7 @@ class Continuation:
             raise UpstreamError(ERROR_ANSWER, f"ended its stream with an error that amounts to {status}")
         if event.reason == "abort" or (self.label == "messages" and _aborts(event)):
             raise UpstreamError(ABORTED, "aborted it")
-        if kind is Kind.STRANGE and self.way is Way.AGAIN and self.label != "responses" and event.data:
+        if kind is Kind.STRANGE and self.may_be_strange and event.data:
             self.is_strange = True
             return self._mended(event, "")
         if kind in (Kind.STRANGE, Kind.ERROR) or (kind is Kind.OPENS and self.text and not self.breaks):
@@ -321,6 +321,17 @@ class Continuation:
         if self.label in ("chat", "completions"):
             return self.closing > 0 or not self.prompt.include_usage
         return False
+
+    @property
+    def may_be_strange(self) -> bool:
+        """Whether what is not known here may pass: all of it is the replica's that goes on, such as the call of a tool
+        behind a text that the client has."""
+        return self.way in (Way.AGAIN, Way.REPEAT) and not self.skip and self.label != "responses"
+
+    @property
+    def why_strange(self) -> str:
+        """Why nobody goes on with a stream that has had what is not known here."""
+        return TOOLS if self.terms.no_ids == TOOLS else "events"
 
     @property
     def is_untouched(self) -> bool:

@@ -200,7 +200,7 @@ class Continuing:
         try:
             written, error = take(*data)
         except Unreadable as found:
-            self._leave(exchange, "events")
+            self._leave(exchange, continuation.why_strange)
             return _passed(attempt, continuation, b"", found.data), None
         if continuation.shown and not shown and continuation.way is not None:
             self._metrics.continue_gap_seconds.observe(continuation.way.value, monotonic() - continuation.broke_at)
@@ -266,7 +266,7 @@ class Continuing:
         if continuation.is_frozen:
             return "budget"
         if continuation.is_strange:
-            return "events"
+            return continuation.why_strange
         exchange.crash_count = exchange.crash_count + 1 if continuation.is_stuck else 0
         if exchange.crash_count >= MOST_CRASHES or continuation.breaks >= MOST_BREAKS:
             return "crashes"

@@ -140,7 +140,13 @@ async def test_by_its_text_a_sampled_stream_goes_on_too(engines, path):
         ("n", {"n": 2}),
         ("logprobs", {"logprobs": True}),
         ("guided", {"response_format": {"type": "json_object"}}),
-        ("tools", {"tools": [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]}),
+        (
+            "tools",
+            {
+                "temperature": 1,
+                "tools": [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}],
+            },
+        ),
         ("stop", {"stop": ["zzz"], "temperature": 1}),
         ("penalties", {"presence_penalty": 1, "temperature": 1}),
         ("field", {"thinking_token_budget": 5, "temperature": 1}),

@@ -40,10 +40,10 @@ _DEFAULT_LIMIT = {
     COMPLETIONS: 16
 }  # tokens of an answer where the request says nothing; elsewhere all there is room for
 # Why an answer cannot be gone on with, however it is done.
-SEVERAL, LOGPROBS, GUIDED, TOOLS, STORED = "n", "logprobs", "guided", "tools", "stored"
-# Why it cannot be gone on with by its ids: stop strings may begin in what was written, penalties count only what the
-# engine itself wrote, and other fields may mean anything.
-STOP, PENALTIES, FIELD = "stop", "penalties", "field"
+SEVERAL, LOGPROBS, GUIDED, STORED = "n", "logprobs", "guided", "stored"
+# Why it cannot be gone on with by its ids: a call of a tool may begin in what was written, and so may a stop string;
+# penalties count only what the engine itself wrote, and other fields may mean anything.
+TOOLS, STOP, PENALTIES, FIELD = "tools", "stop", "penalties", "field"
 # Fields outside of _KNOWN that say that an answer cannot be gone on with at all.
 _REFUSING = frozenset({
     *_GUIDED, "output_config", "prompt_logprobs", "previous_response_id", "conversation", "background", "include",
@@ -125,7 +125,9 @@ def terms_of(prompt: Prompt, body: bytes) -> Terms | None:
     terms.limit = terms.limit_of(prompt)
     least = get("min_tokens")
     terms.least = least if type(least) is int else 0
-    if get("stop") or get("stop_sequences"):
+    if get("tools") and get("tool_choice") != "none":
+        terms.no_ids = TOOLS
+    elif get("stop") or get("stop_sequences"):
         terms.no_ids = STOP
     elif get("presence_penalty") or get("frequency_penalty"):
         terms.no_ids = PENALTIES
@@ -167,8 +169,6 @@ def _refused(prompt: Prompt, fields: dict[str, Any]) -> str:
         form is _LARGE or (isinstance(form, dict) and form.get("type", "text") != "text") for form in forms
     ):
         return GUIDED
-    if get("tools") and get("tool_choice") != "none":
-        return TOOLS
     if prompt.path == RESPONSES and any(get(name) for name in ("previous_response_id", "conversation", "background")):
         return STORED
     return ""

@@ -62,7 +62,7 @@ def test_of_a_body_without_such_fields_the_rest_is_json_as_well():
         ({"include": []}, "", FIELD),
         ({"response_format": {"type": "text"}}, "", ""),
         ({"response_format": {"type": "json_schema", "json_schema": {"x": "y" * 9000}}}, GUIDED, ""),
-        ({"tools": ["x" * 9000]}, TOOLS, ""),
+        ({"tools": ["x" * 9000]}, "", TOOLS),
         ({"tools": ["x" * 9000], "tool_choice": "none"}, "", ""),
         ({"tools": []}, "", ""),
     ],

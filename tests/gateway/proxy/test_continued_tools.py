@@ -1,0 +1,174 @@
+"""With --continue-streams: answers that may call tools, and whose engine dies."""
+
+import asyncio
+import json
+
+import orjson
+import pytest
+
+from ..http.talk import eventually, read_request
+from .replies import SSE_HEAD, chunk, post
+from .test_continuing import continued
+
+TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
+ASKED = {
+    "model": "m",
+    "stream": True,
+    "temperature": 0,
+    "messages": [{"role": "user", "content": "Hi"}],
+    "tools": TOOLS,
+}
+
+
+def chat(name: str, reason: str | None = None, **delta) -> bytes:
+    choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": reason}
+    return chunk(b"data: " + orjson.dumps({"id": name, "created": 1, "choices": [choice]}) + b"\n\n")
+
+
+def called(name: str, arguments: str) -> bytes:
+    call = {"index": 0, "id": f"call-{name}", "type": "function", "function": {"name": "look", "arguments": arguments}}
+    return chat(name, tool_calls=[call])
+
+
+def opened(name: str) -> bytes:
+    return chat(name, role="assistant", content="")
+
+
+def ended(name: str) -> bytes:
+    return chat(name, "tool_calls", content="") + chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n"
+
+
+def writes(*events: bytes, seen: list | None = None):
+    """An engine that writes these and dies, unless the last one ends the stream."""
+
+    async def script(reader, writer):
+        while True:
+            request = json.loads((await read_request(reader))[1])
+            if seen is not None:
+                seen.append(request)
+            writer.write(SSE_HEAD)
+            for one in events:
+                writer.write(one)
+                await writer.drain()
+                await asyncio.sleep(0)
+            if not events or not events[-1].endswith(b"0\r\n\r\n"):
+                return
+
+    return script
+
+
+def of(body: bytes) -> tuple[str, list[dict], set]:
+    """Text, calls of tools and names of a chat's stream."""
+    found = [json.loads(line[5:]) for line in body.splitlines() if line.startswith(b"data: {")]
+    deltas = [choice["delta"] for one in found for choice in one.get("choices", ())]
+    calls = [call["function"] for delta in deltas for call in delta.get("tool_calls") or ()]
+    return "".join(delta.get("content") or "" for delta in deltas), calls, {one.get("id") for one in found}
+
+
+async def answer(s, body, path=b"/v1/chat/completions") -> bytes:
+    talk = await s.talk()
+    await talk.say(post(orjson.dumps(body), path))
+    return (await talk.response())[2]
+
+
+async def test_a_text_before_a_call_is_repeated_and_the_call_follows_it():
+    seen: list[dict] = []
+    first = writes(opened("1"), chat("1", content="I look"), seen=seen)
+    other = writes(
+        opened("2"), chat("2", content="I lo"), chat("2", content="ok it up."), called("2", '{"a"'), called("2", ":1}"),
+        ended("2"), seen=seen,
+    )  # fmt: skip
+    async with continued(first, other, policy="round_robin") as s:
+        body = await answer(s, ASKED)
+        text, calls, names = of(body)
+        assert text == "I look it up." and names == {"1"} and body.endswith(b"data: [DONE]\n\n")
+        assert "".join(call["arguments"] for call in calls) == '{"a":1}'
+        assert seen[0]["tools"] == seen[1]["tools"] == TOOLS, "the same request once more"
+        assert s.metrics.continued_streams.total(way="repeat") == 1
+        await eventually(s.idle)
+
+
+async def test_a_call_that_had_begun_is_cut_and_counted():
+    first = writes(opened("1"), chat("1", content="I look"), called("1", '{"a"'))
+    async with continued(first, first, policy="round_robin") as s:
+        body = await answer(s, ASKED)
+        assert b"broke off" in body and b"[DONE]" not in body
+        assert s.metrics.streams_not_continued.total(reason="tools") == 1
+        await eventually(s.idle)
+
+
+async def test_a_call_begun_by_who_went_on_is_cut_as_well():
+    first = writes(opened("1"), chat("1", content="I look"))
+    other = writes(opened("2"), chat("2", content="I look"), called("2", '{"a"'))
+    async with continued(first, other, first, policy="round_robin") as s:
+        body = await answer(s, ASKED)
+        assert b"broke off" in body and b"[DONE]" not in body and of(body)[2] >= {"1"}
+        assert s.metrics.streams_not_continued.total(reason="tools") == 1
+        await eventually(s.idle)
+
+
+async def test_who_calls_a_tool_where_the_client_has_text_differs():
+    first = writes(opened("1"), chat("1", content="I look"))
+    other = writes(opened("2"), chat("2", content="I"), called("2", "{}"), ended("2"))
+    async with continued(first, other, policy="round_robin") as s:
+        body = await answer(s, ASKED)
+        assert of(body)[:2] == ("I look", []) and b"[DONE]" not in body
+        assert s.metrics.streams_not_continued.total(reason="differs") == 1
+        await eventually(s.idle)
+
+
+@pytest.mark.parametrize("began", [False, True])
+async def test_a_sampled_answer_is_asked_for_again_until_it_has_text(began):
+    first = writes(opened("1"), *([chat("1", content="I")] if began else []))
+    other = writes(opened("2"), chat("2", content="You"), called("2", "{}"), ended("2"))
+    async with continued(first, other, policy="round_robin") as s:
+        body = await answer(s, ASKED | {"temperature": 1})
+        if began:
+            assert of(body)[0] == "I" and b"[DONE]" not in body
+            assert s.metrics.streams_not_continued.total(reason="tools") == 1
+        else:
+            assert of(body)[:2] == ("You", [{"name": "look", "arguments": "{}"}]) and b"[DONE]" in body
+            again = s.metrics.continued_streams.total(way="again")
+            assert again + s.metrics.retries.total() == 1, "by whether its head had gone out"
+        await eventually(s.idle)
+
+
+def message(kind: str, **data) -> bytes:
+    return chunk(b"event: %b\ndata: %b\n\n" % (kind.encode(), orjson.dumps({"type": kind, **data})))
+
+
+@pytest.mark.parametrize("closed", [False, True], ids=["within the text", "behind it"])
+async def test_a_tool_of_the_messages_api_follows_the_text_that_the_client_has(closed):
+    def start(name):
+        usage = {"input_tokens": 9, "output_tokens": 0}
+        head = {"id": name, "type": "message", "role": "assistant", "content": [], "model": "m", "usage": usage}
+        block = {"type": "text", "text": ""}
+        return message("message_start", message=head) + message("content_block_start", index=0, content_block=block)
+
+    def says(text):
+        return message("content_block_delta", index=0, delta={"type": "text_delta", "text": text})
+
+    stops = message("content_block_stop", index=0)
+    use = {"type": "tool_use", "id": "t", "name": "look", "input": {}}
+    call = (
+        message("content_block_start", index=1, content_block=use)
+        + message("content_block_delta", index=1, delta={"type": "input_json_delta", "partial_json": "{}"})
+        + message("content_block_stop", index=1)
+        + message("message_delta", delta={"stop_reason": "tool_use"}, usage={"output_tokens": 7})
+        + message("message_stop")
+        + b"0\r\n\r\n"
+    )
+    first = writes(start("1"), says("I look"), *([stops] if closed else []))
+    other = writes(start("2"), says("I look"), says(" up") if not closed else b"", stops, call)
+    tools = [{"name": "look", "input_schema": {"type": "object"}}]
+    async with continued(first, other, policy="round_robin") as s:
+        body = await answer(s, ASKED | {"tools": tools, "max_tokens": 9}, b"/v1/messages")
+        told = [json.loads(line[5:]) for line in body.splitlines() if line.startswith(b"data: {")]
+        kinds = [one["type"] for one in told]
+        assert kinds.count("message_start") == kinds.count("message_stop") == 1 and kinds[-1] == "message_stop"
+        starts = [one["content_block"]["type"] for one in told if one["type"] == "content_block_start"]
+        assert starts == ["text", "tool_use"] and kinds.count("content_block_stop") == 2
+        text = "".join(one["delta"]["text"] for one in told if one.get("delta", {}).get("type") == "text_delta")
+        assert text == ("I look" if closed else "I look up")
+        assert s.metrics.continued_streams.total(way="repeat") == 1
+        await eventually(s.idle)

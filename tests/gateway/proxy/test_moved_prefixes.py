@@ -1,6 +1,5 @@
 """Prefixes that move to another replica while a request waits or is answered: it is placed by where they are then."""
 
-
 import orjson
 import pytest
 

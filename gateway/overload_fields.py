@@ -45,6 +45,22 @@ def _check_admission(value: Any) -> Any:
     return value
 
 
+def one_workers_admission(settings: Any, count: int) -> dict[str, Any] | None:
+    """What `admission` is in one of so many workers: each has a queue of its own, so its bounds are divided, also those
+    that are not given. None if the settings ask for no queue."""
+    if settings.slo is settings.scheduler is settings.request_router is settings.admission is None:
+        return None
+    from . import overload
+
+    given = settings.admission or {}
+    rules, _ = overload.parse_admission(given)
+    return {
+        **given,
+        "max_requests": rules.max_requests // count or 1,
+        "max_bytes": rules.max_bytes // count or 1,
+    }
+
+
 def class_names(scheduler: Any) -> list[str]:
     """Of the classes of `scheduler`, which was checked; none without it."""
     if scheduler is None:

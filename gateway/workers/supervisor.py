@@ -32,6 +32,7 @@ from ..model import launches, main_model
 from ..ops import traces
 from ..ops.guard import Guard
 from ..ops.metrics import lines
+from ..overload_fields import one_workers_admission
 from .admin import WorkersAdmin
 from .combine import statuses
 from .member import GONE, Member, how
@@ -355,12 +356,13 @@ async def all_of(futures: Sequence[asyncio.Future[None]]) -> None:
         raise error
 
 
-def budgets(settings: Settings, count: int) -> dict[str, int]:
-    """What one of so many workers has of the memory that is given to all."""
+def budgets(settings: Settings, count: int) -> dict[str, Any]:
+    """What one of so many workers has of what is given to all: memory, and the queue's bounds."""
     return {
         "cache_budget": max(LEAST_BUDGET, settings.cache_budget // count),
         "request_budget": settings.request_budget // count or 1,
         "continue_budget": settings.continue_budget // count or 1,
+        "admission": one_workers_admission(settings, count),
     }
 
 

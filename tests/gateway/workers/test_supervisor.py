@@ -121,4 +121,22 @@ async def test_stopping_does_not_wait_until_a_worker_would_be_replaced():
 def test_workers_share_every_budget():
     settings = load({"workers": 4}, {}).settings
     each = budgets(settings, 4)
+    assert each.pop("admission") is None
     assert each == {name: getattr(settings, name) // 4 for name in SIZES if name.endswith("_budget")}
+
+
+@pytest.mark.parametrize(
+    "given, each",
+    [
+        ({}, None),
+        ({"slo": "ttft=2s"}, {"max_requests": 2500, "max_bytes": 64 * 2**20}),
+        (
+            {"admission": {"when_full": "reject", "max_requests": 2, "max_bytes": "100KiB"}},
+            {"when_full": "reject", "max_requests": 1, "max_bytes": 25 * 2**10},
+        ),
+    ],
+)
+def test_workers_share_the_bounds_of_the_queue(given, each):
+    """Each has a queue of its own. Where nobody asked for one there is none in a worker either."""
+    settings = load({"workers": 4, **given}, {}).settings
+    assert budgets(settings, 4)["admission"] == each

@@ -7,6 +7,7 @@ import shutil
 import signal
 import struct
 import sys
+from collections import Counter
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -508,3 +509,28 @@ async def test_a_port_that_other_workers_have_is_not_shared_with_them(engines):
 def test_how_many_there_can_be_is_said_before_anything_starts(count):
     with pytest.raises(ConfigError, match=rf"flag --workers: workers: '{count}' is not valid"):
         load({"workers": count}, {})
+
+
+async def test_workers_have_the_classes_of_the_documents_and_count_them_together(engines, tmp_path):
+    """As many requests of each class at each worker."""
+    docs = Path(__file__).parents[3] / "docs" / "admission.md"
+    file = tmp_path / "hitherto.yaml"
+    file.write_text(re.search(r"```yaml\n(slo:.*?)```", docs.read_text(), re.S)[1])
+    async with two(engines, "--config", str(file)) as gateway, AsyncExitStack() as stack:
+        await gateway.ready(2)
+        await joined(gateway)
+        for one in [some[0] for some in await clients(stack, gateway, 1)]:
+            before = await admitted(gateway)
+            for tier, count in (("premium", 3), ("", 2)):
+                one.http.headers["x-customer-tier"] = tier
+                for number in range(count):
+                    await one.ask(f"{number} {TEXT}")
+            assert await admitted(gateway) - before == Counter(premium=3, free=2)
+            assert not one.failures and not one.broken
+        for name in ("premium", "standard", "free"):
+            assert await gateway.counted("hitherto_queued_requests", **{"class": name}) == 0
+
+
+async def admitted(gateway: Running) -> Counter[str]:
+    """How many requests of each class were sent, by all workers together."""
+    return Counter({each["class"]: each["admitted"] for each in (await gateway.status())["admission"]})

@@ -43,6 +43,7 @@ from .costs import Costs
 from .lines import Line, Resource, Ticket
 from .quotes import Place, Quote
 from .reserves import Reserves
+from .returns import Returns
 from .verdicts import (
     ADMITTED,
     CONTROL,
@@ -142,7 +143,7 @@ class Admission:
         self.lines: list[Line] = []
         self.ttft_margin, self.tpot_margin = Margin(), Margin()
         self._tpot = min([one.slo.tpot for one in classes.all if one.slo.tpot is not None], default=inf)
-        self._reserves = Reserves(classes)
+        self._reserves, self._returns = Reserves(classes), Returns()
         self._deadlines: list[tuple[float, int, Ticket]] = []
         self._number = count()
         self._gave_way: deque[tuple[Ticket, str]] = deque()  # and why
@@ -187,6 +188,8 @@ class Admission:
         there are if they are not said; `offers`: what there is besides."""
         verdict = self._judge(Question(ticket, quotes, now, places, offers), tokens)
         floor = self._floor(ticket)
+        if verdict.decision == REFUSED:
+            return self._to_return(ticket, verdict, now)
         watched = self.steps(ticket.qos) == (OBSERVE,)
         if ticket.qos.name in self.capped and not watched and verdict.decision == ADMITTED and offers.may_cap(floor):
             return verdict._replace(decision=DEGRADED, reason=CONTROL, cap=floor)
@@ -466,14 +469,20 @@ class Admission:
         while self._gave_way:
             ticket, reason = self._gave_way.popleft()
             self.space.untold -= 1
-            yield ticket, Verdict(REFUSED, reason, (), _drain(ticket.line))
+            yield ticket, self._to_return(ticket, Verdict(REFUSED, reason, (), _drain(ticket.line)), now)
         while self._deadlines and (self._deadlines[0][0] <= now or not self._deadlines[0][2].waits):
             ticket = heapq.heappop(self._deadlines)[2]
             if ticket.waits and self.has_more_steps(ticket.qos):
                 yield ticket, Verdict(QUEUED, "deadline")
             elif ticket.waits:
                 self.leave(ticket, now)
-                yield ticket, Verdict(REFUSED, "deadline", (), _drain(ticket.line))
+                yield ticket, self._to_return(ticket, Verdict(REFUSED, "deadline", (), _drain(ticket.line)), now)
+
+    def _to_return(self, ticket: Ticket, refused: Verdict, now: float) -> Verdict:
+        """Have it come back behind those that were refused before it."""
+        in_line = sum([line.pace.value for line in self.lines if line.qos is ticket.qos])
+        pace = max(in_line, self._reserves.pace(now))
+        return refused._replace(retry_after=self._returns.book(ticket.qos, refused.retry_after, ticket.own, pace, now))
 
     def _make_space(self, ticket: Ticket, now: float) -> bool:
         """Have others give way to it where the queue is full, if that suffices; else nobody does. Those of lower

@@ -41,6 +41,11 @@ class Reserves:
                 used[1] *= kept
         self._used_at = now
 
+    def pace(self, now: float) -> float:
+        """Return how many seconds of prefill all classes together get in a second."""
+        self.decay(now)
+        return sum([prefill for prefill, _ in self._used.values()]) / _USED_SECONDS
+
     def rank(self, qos: QosClass) -> tuple[bool, int, int]:
         """Classes of lower ranks go first: those within their reserve, then those of higher priority."""
         return not self.unused(qos), -qos.priority, self._places[qos.name]

@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 
-from policies import Admission, Ledger, Placement, Ticket
+from policies import Admission, Ledger, Placement, Ticket, Verdict
 from replicas.simulated.engine import EngineRequest, Output
 from replicas.simulated.profile import Profile
 
@@ -160,8 +160,9 @@ class Fleet:
             self._dispatch(live)
         return record
 
-    def _refused(self, live: _Live, reason: str) -> None:
-        self.at(self.now, self._ended, live, "http_429", reason)
+    def _refused(self, live: _Live, verdict: Verdict) -> None:
+        live.record.retry_after = verdict.retry_after
+        self.at(self.now, self._ended, live, "http_429", verdict.reason)
 
     def _drain(self) -> None:
         """There may be room again."""

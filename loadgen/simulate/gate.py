@@ -8,14 +8,14 @@ from typing import Any, Protocol
 from policies import Admission, Control, Placement, Ticket, admit
 from policies.control import Change, Seen, pressure
 from policies.outputs import LEAST_OUTPUT
-from policies.verdicts import QUEUED, REFUSED
+from policies.verdicts import QUEUED, REFUSED, Verdict
 
 from .gateway import Gateway, Legs
 from .turns import Turn
 
-# What is done with a request: it goes with this placement (None: nobody can take it), or is refused for a reason.
+# What is done with a request: it goes with this placement (None: nobody can take it), or is refused with a verdict.
 Send = Callable[[Any, Placement | Legs | None], None]
-Refuse = Callable[[Any, str], None]
+Refuse = Callable[[Any, Verdict], None]
 
 
 class Asking(Protocol):
@@ -64,7 +64,7 @@ class Gate:
             if verdict.decision == QUEUED:
                 self._judge(ticket, now)
             else:
-                self._refuse(ticket.payload, verdict.reason)
+                self._refuse(ticket.payload, verdict)
         for ticket in admission.heads(now):
             self._judge(ticket, now)
 
@@ -82,7 +82,7 @@ class Gate:
         if verdict.cap:
             request.cap(verdict.cap)
         if verdict.decision == REFUSED:
-            self._refuse(request, verdict.reason)
+            self._refuse(request, verdict)
         elif not ticket.waits:
             self._send(request, gateway.commit(evaluation, request.turn, now))
 

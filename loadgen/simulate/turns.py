@@ -34,6 +34,7 @@ class Record:
     end: float = 0.0
     error: str | None = None  # named as `loadgen.drive.records` names it
     detail: str = ""
+    retry_after: float = 0.0  # seconds after which it is predicted to be taken, where it was refused for want of room
     tried: tuple[int, ...] = ()  # replicas that were lost before they answered
     prefilled_by: int = -1  # the replica that computed the prompt for another; `cached` is what that one found
     gaps: list[float] = field(default_factory=list)  # seconds between tokens, where the fleet keeps them

@@ -196,7 +196,7 @@ def test_a_shed_class_is_refused_until_the_next_window_and_so_are_those_that_wai
     admission.obey(control, 60.0)
     assert [(one, verdict[:2]) for one, verdict in admission.turned_out(30.1)] == [(waits, ("refused", "control"))]
     verdict = ask(admission, FREE, ROOM)
-    assert verdict[:2] == ("refused", "control") and verdict.retry_after == 30.0
+    assert verdict[:2] == ("refused", "control") and 30.0 < verdict.retry_after < 32.0, "behind who waited"
     assert stays.waits and ask(admission, PREMIUM, ROOM).decision in ("admitted", "queued")
 
 

@@ -1,6 +1,8 @@
 """Admission in virtual time: the gateway's own queue, asked by simulated clients."""
 
+import math
 import random
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -20,7 +22,7 @@ def fleet(mode, replicas=2, seed=1, profiles=None, **given):
     return Fleet(profiles or [load_profile("gpu-8b")] * replicas, "least_time", seed, admission=admission, **given)
 
 
-def load(fleet, rate, seconds, qos="free", begin=0.0, tokens=2000, output=150):
+def load(fleet, rate, seconds, qos="free", begin=0.0, tokens=2000, output=150, send=None):
     chance, when = random.Random(f"{qos} {begin}"), begin
     for number in range(10**6):
         when += chance.expovariate(rate)
@@ -29,7 +31,7 @@ def load(fleet, rate, seconds, qos="free", begin=0.0, tokens=2000, output=150):
         first = (len(qos) << 40) + (int(begin) << 34) + (number << 12)
         blocks = list(range(first, first + (tokens + output) // 16))
         turn = Turn(blocks[: tokens // 16], tokens, output, blocks, qos=qos, tenant=f"t{number % 5}")
-        fleet.at(when, fleet.send, turn)
+        fleet.at(when, send or fleet.send, turn)
 
 
 def good(records, since=20.0):
@@ -140,3 +142,33 @@ def test_capped_answers_teach_no_length():
     assert lengths.count(400) > 5 and lengths.count(128) > 5
     (kind,) = one.gateways[0].router.outputs._spaces.values()
     assert kind.mean == 400.0
+
+
+@pytest.mark.parametrize(
+    "mode, over, share, kept", [("wait", 2, 0.7, 0.8), ("wait", 4, 0.6, 0.6), ("reject", 2, 0.6, 0.7)]
+)
+def test_most_who_come_back_when_they_are_told_to_are_taken_once_load_has_fallen(mode, over, share, kept):
+    """A burst of more than an engine can answer, of clients that follow `Retry-After` as it is sent, in whole seconds;
+    then half of what it can. Nobody is told to come back with all the others."""
+    one, full, end, asked = fleet(mode, replicas=1), 12.0, 25.0, []
+
+    def send(turn, first=True):
+        def ended():
+            if record[0].error == "http_429":
+                one.at(one.now + min(600, max(1, math.ceil(record[0].retry_after))), send, turn, False)
+
+        record = []
+        record.append(one.send(turn, None, ended))
+        asked.append((first, record[0]))
+
+    load(one, 0.5 * full, 15.0, send=send)
+    load(one, over * full, end, begin=15.0, send=send)
+    load(one, 0.5 * full, 80.0, begin=end, send=send)
+    one.run()
+    back = [record for first, record in asked if not first and record.sent >= end]
+    assert len(back) > 50
+    assert sum(record.error is None for record in back) >= share * len(back)
+    assert max(Counter(int(record.sent) for record in back).values()) <= 2 * full
+    new = [record for first, record in asked if first and end + 5.0 <= record.sent < 80.0]
+    assert good(new)[0] >= kept * len(new), "nor do they take the place of those that come for the first time"
+    assert all(record.retry_after <= 60.0 for _, record in asked)

@@ -1,0 +1,27 @@
+"""Times that refused requests are told to come back after."""
+
+from collections import Counter
+
+import pytest
+
+from policies import QosClass
+from policies.returns import Returns
+
+FREE, PREMIUM = QosClass("free"), QosClass("premium")
+
+
+def test_who_is_refused_comes_back_behind_those_refused_before_it_in_its_class():
+    """At half the pace: of 2 s of prefill that are taken in a second, 1 s is theirs."""
+    returns = Returns()
+    assert [returns.book(FREE, 0.5, 3.0, 2.0, 10.0) for _ in range(3)] == pytest.approx([0.5, 3.5, 6.5])
+    assert returns.book(PREMIUM, 0.5, 3.0, 2.0, 10.0) == pytest.approx(0.5)
+    assert returns.book(FREE, 0.5, 3.0, 2.0, 14.0) == pytest.approx(5.5), "time passes"
+    assert returns.book(FREE, -0.5, 3.0, 2.0, 100.0) == 0.0, "and is over"
+
+
+@pytest.mark.parametrize("pace", [0.0, 4.0])
+def test_however_many_are_refused_nobody_is_told_to_wait_for_a_minute_nor_with_all_others(pace):
+    returns = Returns()
+    told = [returns.book(FREE, 2.0, 1.0, pace, 0.0) for _ in range(1000)]
+    assert 50.0 < max(told) < 60.0
+    assert max(Counter(int(one) for one in told).values()) < 0.15 * len(told)

@@ -93,6 +93,6 @@ def test_figures_of_several_seeds_are_their_means_and_each_seeds_goodput_is_told
 
 
 def test_another_seed_is_another_load_and_another_fleet():
-    one = Run("trace", "0:8:0", requests=60)
+    one = Run("chats", "0:4:0", requests=60)
     other = replace(one, seed=2)
     assert setting(other).seed == 2 and play(one) == play(one) != play(other)

@@ -18,6 +18,9 @@ half of these by that of the earlier half; and, since the 99th percentile of a s
 rules that come near ours with the first seed are run with further ones. Two rules are compared over the seeds that both
 were run with.
 
+The text beside the JSON is kept whole as it is written: commit and day, the verdict, how many seeds the cells have, all
+figures of `least_time`, and for each figure a matrix of cells and rules.
+
 All of it takes an estimated 5,700 s of CPU, 48 minutes on two cores. `--quick` has twelve cells, the rules that come
 near ours, and two seeds, in a JSON of its own: 600 s of CPU at first, and 60 s for a change of `least_time`. `--beside
 TREE` runs `least_time` as another checkout of this repository has it, too, and compares the two.
@@ -333,7 +336,8 @@ def main() -> int:
     if not args.beside:  # what was kept of another tree may be old
         found = {name: {key: one for key, one in cell.items() if "@" not in key} for name, cell in found.items()}
     verdict = field_verdict.text(found)
-    path.with_suffix(".txt").write_text(verdict + "\n" + field_tables.text(found))
+    heading = field_tables.made_by("python -m bench.field" + " --quick" * args.quick)
+    path.with_suffix(".txt").write_text("\n".join((heading, "", verdict, field_tables.text(found))))
     print(verdict)
     print(f"all figures of all rules: {path.with_suffix('.txt')}")
     if all_done and not args.quick:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from datetime import date
 from math import inf
 from pathlib import Path
 from statistics import fmean, stdev
@@ -21,6 +24,7 @@ COMPARED = {
 }
 _LISTED = {
     **COMPARED,
+    "tpot_mean": "mean TPOT, ms",
     "tpot_p99": "p99 TPOT, ms",
     "tokens_s": "output tokens/s",
     "tokens_s_busy": "output tokens/s until the last conversation begins",
@@ -31,11 +35,9 @@ _LISTED = {
     "hit_least": "hit rate of the replica with the least, %",
     "spread": "requests of the busiest replica by an even share",
 }
-_NOTES = (
-    "python -m bench.field; virtual time, engine gpu-8b, rates in shares of round_robin's saturation. Rules near ours are run with further seeds; figures",
-    "are means over a rule's seeds, comparisons over those that both rules have. +-: standard error of a comparison over those seeds.",
-    "halves: mean TTFT of the later half of the requests by that of the earlier, 1 is steady; a hot prefix is there in the later half only.",
-)
+# What a rate decides where requests come at one: told of closed loops alone.
+_CLOSED_ALONE = ("tokens_s_busy", "wall", "trajectory")
+_NAME, _COLUMN = 47, 7  # characters
 Runs = dict[str, dict]  # a cell by rule, a rule by seed
 
 
@@ -113,6 +115,34 @@ def near(cell: dict, share: float) -> set[str]:
     }
 
 
+def made_by(command: str) -> str:
+    """The first line of a table that is kept: the command, the commit and the day."""
+    asked = ["git", "describe", "--always", "--dirty=+changes"]
+    try:
+        said = subprocess.run(asked, cwd=Path(__file__).parent, capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):  # no git, or no checkout
+        said = "unknown"
+    return f"{command}, commit {said.strip()}, {date.today():%d %B %Y}"
+
+
+def seeds(cells: Runs) -> str:
+    """How many seeds the figures are of."""
+    counts = Counter(len(run) for cell in cells.values() for run in runs(cell).values())
+    if set(counts) <= {1}:
+        return "Each rule was run with one seed in each cell, so no figure has an error."
+    pairs = ", ".join(f"{count} with {_seeds(many)}" for many, count in sorted(counts.items()))
+    ours = Counter(len(runs(cell)[OURS]) for cell in cells.values() if OURS in runs(cell))
+    said = ", ".join(f"{_seeds(many)} in {count} cells" for many, count in sorted(ours.items()))
+    return (
+        f"Runs of a rule in a cell: {pairs}; {OURS} has {said}. Figures are means over a rule's seeds,\n"
+        "comparisons are over the seeds that both rules have. +-: the standard error of a comparison over those seeds."
+    )
+
+
+def _seeds(count: int) -> str:
+    return "one seed" if count == 1 else f"{count} seeds"
+
+
 def text(cells: Runs) -> str:
     found = judged(cells)
     if not found:
@@ -121,13 +151,16 @@ def text(cells: Runs) -> str:
     lines = [
         f"{len(found)} cells, {min(counts)} to {max(counts)} rules beside {OURS} in each, and the oracles",
         "",
-        *_NOTES,
+        "Virtual time, engine gpu-8b, rates in shares of round_robin's saturation.",
+        seeds(cells),
+        "halves: mean TTFT of the later half of the requests by that of the earlier, 1 is steady; a hot prefix is there in the later half only.",
         "",
         *_ours(found),
         "",
     ]
     for figure, title in _LISTED.items():
-        lines += [*_matrix(found, figure, title), ""]
+        if told := [one for one in found if one.closed or figure not in _CLOSED_ALONE]:
+            lines += [*_matrix(told, figure, title), ""]
     return "\n".join(lines)
 
 
@@ -155,18 +188,24 @@ def _matrix(cells: list[Judged], figure: str, title: str) -> list[str]:
     rules = list(_rules(cells))
     times = figure in COMPARED
     scale = 100 if figure in ("goodput", "hit", "hit_least") else 1
-    lines = [
-        title + (f", as a multiple of {OURS}'s" if times else ""),
-        " " * 48 + "".join(f"{rule[:9]:>10}" for rule in rules),
-    ]
+    lines = [title + (f", as a multiple of {OURS}'s" if times else ""), *_heads(rules)]
     for one in cells:
-        shown = [" " * 10] * len(rules)
+        shown = [" " * _COLUMN] * len(rules)
         for place, rule in enumerate(rules):
-            if rule in one.runs:
+            if rule in one.runs and one.pairs(rule, figure):
                 value = 1 / one.ratio(rule, figure) if times else one.mean(rule, figure) * scale
-                shown[place] = f"{value:10.1f}" if scale > 1 or value >= 100 else f"{value:10.2f}"
-        lines.append(f"{one.name:48}" + "".join(shown))
+                digits = 0 if value >= 1000 else 1 if scale > 1 or value >= 100 else 2
+                shown[place] = f"{value:{_COLUMN}.{digits}f}"
+        lines.append(f"{one.name:{_NAME}}{''.join(shown)}".rstrip())
     return lines
+
+
+def _heads(rules: list[str]) -> list[str]:
+    """Names of rules above narrow columns, a word a line."""
+    words = [[word[: _COLUMN - 1] for word in rule.split("_")] for rule in rules]
+    deep = max(map(len, words))
+    above = [[""] * (deep - len(some)) + some for some in words]
+    return [(" " * _NAME + "".join(f"{some[line]:>{_COLUMN}}" for some in above)).rstrip() for line in range(deep)]
 
 
 def _rules(cells: list[Judged]) -> Iterator[str]:

@@ -15,11 +15,14 @@ Each is stated against every rule that was run in the cell, the oracles aside.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import ceil
+from math import ceil, inf
 
-from bench.field_tables import ORACLE_ANSWER, OURS, Judged, Runs, judged, runs
+import policies
+from bench.field_tables import ORACLE_ANSWER, ORACLES, OURS, Judged, Runs, judged, runs
+from loadgen.simulate import field
 
 STICKY = ("session_hash", "sticky_least_loaded", "consistent_hash")
 _BLIND = ("round_robin", "least_load")  # to caches: who uses one of these today must not lose by the change
@@ -33,6 +36,8 @@ class Gap:
     rule: str
     met: bool
     shown: str
+    error: float = inf  # standard error of `value` over the seeds; infinite with one
+    hits: float | None = None  # ours less the sticky rule's with the most, where hits are part of the aim
 
 
 @dataclass(frozen=True)
@@ -41,6 +46,11 @@ class Aim:
     short: str
     share: float  # of the cells it is wanted in
     gap: Callable[[Judged], Gap | None]  # None: means nothing in this cell, or there is nothing to judge it by
+    limit: float  # of a gap's value, where it is met
+
+
+Gaps = dict[str, dict[str, Gap]]  # an aim, by its short title, by cell
+HITS = -0.01  # a point fewer than a sticky rule's are met
 
 
 def _least(figure: str, limit: float, among: tuple[str, ...] = ()) -> Callable[[Judged], Gap | None]:
@@ -49,10 +59,14 @@ def _least(figure: str, limit: float, among: tuple[str, ...] = ()) -> Callable[[
         if not rules:
             return None
         best = one.best(figure, rules)
-        value = one.ratio(best, figure) - 1
-        return Gap(value, best, value <= limit, f"{value:+.1%}")
+        value, error = one.ratio(best, figure) - 1, one.error(best, figure)
+        return Gap(value, best, value <= limit, f"{value:+.1%}{_within(error)}", error)
 
     return gap
+
+
+def _within(error: float) -> str:
+    return "" if error == inf else f" +-{error:.1%}"
 
 
 def _wall(one: Judged) -> Gap | None:
@@ -69,30 +83,54 @@ def _closed(one: Judged, limit: float) -> Gap | None:
     if not one.closed or not rules:
         return None
     best = one.best("wall", rules)
-    value, hits = one.ratio(best, "wall") - 1, min(one.more(rule, "hit") for rule in rules)
-    shown = f"{value:+.1%}, hits {100 * hits:+.1f}"
+    value, error = one.ratio(best, "wall") - 1, one.error(best, "wall")
+    hits = min(one.more(rule, "hit") for rule in rules)
+    shown = f"{value:+.1%}{_within(error)}, hits {100 * hits:+.1f}"
     if ORACLE_ANSWER in one.runs and one.pairs(ORACLE_ANSWER, "wall"):
         shown += f", oracle {(value + 1) / one.ratio(ORACLE_ANSWER, 'wall') - 1:+.1%}"
-    return Gap(value, best, value <= limit and hits >= -0.01, shown)
+    return Gap(value, best, value <= limit and hits >= HITS, shown, error, hits)
 
 
 def _oracle(one: Judged) -> Gap | None:
     if ORACLE_ANSWER not in one.runs or " 70%" not in one.name:
         return None
-    value = one.ratio(ORACLE_ANSWER, "e2e_mean") - 1
-    return Gap(value, ORACLE_ANSWER, value <= 0.1, f"{value:+.1%}")
+    value, error = one.ratio(ORACLE_ANSWER, "e2e_mean") - 1, one.error(ORACLE_ANSWER, "e2e_mean")
+    return Gap(value, ORACLE_ANSWER, value <= 0.1, f"{value:+.1%}{_within(error)}", error)
+
+
+def _of_least(title: str, short: str, share: float, figure: str, limit: float, among: tuple[str, ...] = ()) -> Aim:
+    return Aim(title, short, share, _least(figure, limit, among), limit)
 
 
 AIMS = (
-    Aim("E2E mean within 1 % of the least", "E2E mean", 0.9, _least("e2e_mean", 0.01)),
-    Aim("E2E mean within 3 % of round_robin, least_load", "E2E blind", 1.0, _least("e2e_mean", 0.03, _BLIND)),
-    Aim("TTFT mean within 3 % of the least", "TTFT mean", 0.9, _least("ttft_mean", 0.03)),
-    Aim("TTFT p99 within 3 % of the least", "TTFT p99", 0.8, _least("ttft_p99", 0.03)),
-    Aim("E2E p99 within 3 % of the least", "E2E p99", 0.8, _least("e2e_p99", 0.03)),
-    Aim("closed loops: wall 10 % under the best sticky rule", "wall", 1.0, _wall),
-    Aim("thrash survived", "thrash", 1.0, _thrash),
-    Aim("E2E mean within 10 % of the oracle at 70 %", "oracle", 1.0, _oracle),
+    _of_least("E2E mean within 1 % of the least", "E2E mean", 0.9, "e2e_mean", 0.01),
+    _of_least("E2E mean within 3 % of round_robin, least_load", "E2E blind", 1.0, "e2e_mean", 0.03, _BLIND),
+    _of_least("TTFT mean within 3 % of the least", "TTFT mean", 0.9, "ttft_mean", 0.03),
+    _of_least("TTFT p99 within 3 % of the least", "TTFT p99", 0.8, "ttft_p99", 0.03),
+    _of_least("E2E p99 within 3 % of the least", "E2E p99", 0.8, "e2e_p99", 0.03),
+    Aim("closed loops: wall 10 % under the best sticky rule", "wall", 1.0, _wall, -0.1),
+    Aim("thrash survived", "thrash", 1.0, _thrash, 0.0),
+    Aim("E2E mean within 10 % of the oracle at 70 %", "oracle", 1.0, _oracle, 0.1),
 )
+
+
+def gaps(cells: list[Judged]) -> Gaps:
+    """Our gap in every cell in which an aim means something; an aim that means nothing in any is left out."""
+    found = {aim.short: {one.name: gap for one in cells if (gap := aim.gap(one))} for aim in AIMS}
+    return {short: by_cell for short, by_cell in found.items() if by_cell}
+
+
+def wanted(aim: Aim, found: dict[str, Gap]) -> int:
+    """In how many of the cells the aim is to be met."""
+    return ceil(aim.share * len(found))
+
+
+def missed(found: Gaps) -> list[Aim]:
+    return [
+        aim
+        for aim in AIMS
+        if (by_cell := found.get(aim.short)) and sum(gap.met for gap in by_cell.values()) < wanted(aim, by_cell)
+    ]
 
 
 def text(cells: Runs) -> str:
@@ -105,24 +143,57 @@ def text(cells: Runs) -> str:
 
 
 def _verdict(cells: list[Judged], ours: str) -> str:
-    gaps = {aim: {one.name: gap for one in cells if (gap := aim.gap(one))} for aim in AIMS}
+    found = gaps(cells)
+    aims = [aim for aim in AIMS if aim.short in found]
+    failed = missed(found)
     lines = [f"{ours}: {'what is aimed at':50} {'met in':>9} {'wanted':>6}  {'':6}   worst cell"]
-    for aim, found in gaps.items():
-        if found:
-            met, wanted = sum(gap.met for gap in found.values()), ceil(aim.share * len(found))
-            worst = max(found, key=lambda name: found[name].value)
-            lines.append(
-                f"{'':{len(ours)}}  {aim.title:50} {met:3} of {len(found):2} {wanted:6}  {'met' if met >= wanted else 'MISSED':6}   "
-                f'{found[worst].shown} in "{worst}" ({found[worst].rule})'
-            )
-    width = {
-        aim: max(len(aim.short), *(len(_cell(gap)) for gap in found.values())) for aim, found in gaps.items() if found
-    }
-    lines += ["", f"{'* missed':48}" + "".join(f"  {aim.short:>{width[aim]}}" for aim in width)]
+    for aim in aims:
+        by_cell = found[aim.short]
+        met = sum(gap.met for gap in by_cell.values())
+        worst = max(by_cell, key=lambda name: by_cell[name].value)
+        lines.append(
+            f"{'':{len(ours)}}  {aim.title:50} {met:3} of {len(by_cell):2} {wanted(aim, by_cell):6}  "
+            f"{'MISSED' if aim in failed else 'met':6}   "
+            f'{by_cell[worst].shown} in "{worst}" ({by_cell[worst].rule})'
+        )
+    width = {aim: max(len(aim.short), *(len(_cell(gap)) for gap in found[aim.short].values())) for aim in aims}
+    lines += ["", f"{_MISSED:48}" + "".join(f"  {aim.short:>{width[aim]}}" for aim in aims)]
     for one in cells:
-        shown = [f"  {_cell(gaps[aim].get(one.name)):>{width[aim]}}" for aim in width]
-        lines.append(f"{one.name:48}" + "".join(shown))
+        shown = [f"  {_cell(found[aim.short].get(one.name)):>{width[aim]}}" for aim in aims]
+        lines.append(f"{one.name:48}{''.join(shown)}".rstrip())
     return "\n".join(lines) + "\n"
+
+
+_MISSED = "* missed"
+_SHOWN = re.compile(r"(\w+) ([+-][\d.]+)%(?: \+-([\d.]+)%)?(?:, hits ([+-][\d.]+))?(?:, oracle [+-][\d.]+%)?(\*?)")
+
+
+def read(said: str) -> Gaps:
+    """The gaps of a verdict that was written down, as exact as it prints them."""
+    lines = iter(said.splitlines())
+    head = next((line for line in lines if line.startswith(_MISSED)), "")
+    aims = {head.index(f" {aim.short}") + len(f" {aim.short}"): aim.short for aim in AIMS if f" {aim.short}" in head}
+    found: Gaps = {short: {} for short in aims.values()}
+    for line in lines:
+        if not line:
+            break
+        for shown in _SHOWN.finditer(line, 48):
+            rule, value, error, hits, star = shown.groups()
+            found[aims[shown.end() + (not star)]][line[:48].rstrip()] = Gap(
+                float(value) / 100,
+                _named(rule),
+                not star,
+                "",
+                float(error) / 100 if error else inf,
+                float(hits) / 100 if hits else None,
+            )
+    return found
+
+
+def _named(cut: str) -> str:
+    """The rule whose name was cut."""
+    names = (*policies.NAMES, *field.NAMES, *ORACLES)
+    return cut if cut in names else next(name for name in names if name.startswith(cut))
 
 
 def _cell(gap: Gap | None) -> str:

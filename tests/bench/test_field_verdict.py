@@ -1,5 +1,7 @@
 """Which aims a rule meets, from figures made up by hand."""
 
+import pytest
+
 from bench import field_verdict
 from bench.field_tables import ORACLE_ANSWER, OURS, judged, near
 
@@ -85,3 +87,38 @@ def test_rules_near_in_any_compared_figure_are_run_again():
     found = cell(**{OURS: run()}, close=run(e2e=1029, ttft=300), far=run(e2e=1040, ttft=300), better=run(e2e=700))
     assert near(found, 0.03) == {OURS, "close", "better"}
     assert near({"rate": 1.0, "far": {"1": run()}}, 0.03) == set()
+
+
+def three_cells():
+    return {
+        "agents 10%": cell(**{OURS: run(e2e=1050)}, round_robin=run(e2e=1000), sticky_least_loaded=run(ttft=99)),
+        "agents 70%": cell(**{OURS: run()}, vllm_kv_aware=run(), oracle_answer=run(e2e=990)),
+        "coders 2 users a replica": cell(**{OURS: run(wall=104, hit=0.88)}, sticky_least_loaded=run(e2e=1001)),
+    }
+
+
+def test_a_verdict_that_was_written_down_is_read_as_it_was():
+    cells = three_cells()
+    cells["agents 10%"][OURS]["2"] = run(e2e=1100)
+    cells["agents 10%"]["round_robin"]["2"] = run(e2e=1000)
+    judged_so = field_verdict.gaps(judged(cells))
+    read = field_verdict.read("the command, a commit\n\n" + field_verdict.text(cells) + "\nother tables +1.0%*\n")
+    assert {short: set(found) for short, found in read.items()} == {
+        short: set(found) for short, found in judged_so.items()
+    }
+    for short, found in judged_so.items():
+        for name, gap in found.items():
+            again = read[short][name]
+            assert (again.rule, again.met) == (gap.rule, gap.met)
+            assert again.value == pytest.approx(gap.value, abs=6e-4)
+            assert again.error == pytest.approx(gap.error, abs=6e-4)
+            assert again.hits == (gap.hits if gap.hits is None else pytest.approx(gap.hits, abs=6e-4))
+    assert field_verdict.missed(read) == field_verdict.missed(judged_so) != []
+
+
+def test_a_gap_has_an_error_where_there_are_several_seeds_and_none_with_one():
+    cells = three_cells()
+    assert "+-" not in field_verdict.text(cells)
+    for rule, e2e in ((OURS, 1070), ("round_robin", 1000)):
+        cells["agents 10%"][rule]["2"] = run(e2e=e2e)
+    assert '+6.0% +-1.0% in "agents 10%" (round_robin)' in field_verdict.text(cells)

@@ -1,0 +1,122 @@
+"""Which cells and aims the curves of weights are of, from figures made up by hand."""
+
+import pytest
+
+from bench import tradeoff
+from bench.field import Grid
+from bench.field_cells import CELLS
+from bench.field_tables import OURS, judged
+from bench.field_verdict import AIMS, gaps, missed
+from policies.rules import least_time
+
+OPEN = [f"agents {at}%" for at in (10, 30, 50, 70)]
+CLOSED = [f"coders {users} users a replica" for users in (2, 4, 8)]
+
+
+def run(e2e=1000.0, ttft=100.0, wall=100.0, hit=0.9, e2e_p99=1000.0, ttft_p99=100.0):
+    return {
+        "ttft_mean": ttft,
+        "ttft_p99": ttft_p99,
+        "e2e_mean": e2e,
+        "e2e_p99": e2e_p99,
+        "wall": wall,
+        "hit": hit,
+        "tpot_p99": 10.0,
+    }
+
+
+def field(behind=0.2):
+    """Ours is behind in everything, the further the later the cell is named."""
+    found = {}
+    for place, name in enumerate((*OPEN, *CLOSED)):
+        more = 1 + behind * (place + 1) / 10
+        ours = run(1000 * more, 100 * more, 100 * more, 0.9 - behind * (place + 1) / 100, 1000 * more, 100 * more)
+        rules = {"round_robin": run(), "sticky_least_loaded": run()}
+        found[name] = {"rate": 1.0} | {rule: {"1": figures} for rule, figures in ({OURS: ours} | rules).items()}
+    return gaps(judged(found))
+
+
+def test_every_missed_aim_has_a_panel_in_the_two_cells_that_miss_it_by_the_most():
+    found = field(behind=1.0)
+    chosen = tradeoff.panels(found)
+    assert {panel.aim.short for panel in chosen} == {aim.short for aim in missed(found)}
+    assert {"E2E mean", "E2E blind", "TTFT mean", "TTFT p99", "E2E p99", "wall"} == {aim.short for aim in missed(found)}
+    for aim in missed(found):
+        assert [panel.cell for panel in chosen if panel.aim == aim and not panel.hits] == [CLOSED[2], CLOSED[1]]
+    assert [panel.cell for panel in chosen if panel.hits] == [CLOSED[2], CLOSED[1]]
+
+
+def test_what_is_met_has_no_panel():
+    found = field(behind=0.0)
+    assert {panel.title for panel in tradeoff.panels(found)} == {"wall"}  # nobody is 10 % under oneself; hits are even
+
+
+def test_other_cells_can_be_asked_for():
+    chosen = tradeoff.panels(field(behind=1.0), ["agents 30%", "coders 2 users a replica"])
+    assert {panel.cell for panel in chosen} == {"agents 30%", "coders 2 users a replica"}
+    assert {panel.title for panel in chosen if panel.cell == "agents 30%"} >= {"E2E mean", "TTFT p99"}
+
+
+def played(seeds=(1,)):
+    """As `bench.tradeoff` keeps it: later first tokens and earlier last ones, the larger the weight."""
+    found = {}
+    for cell in (OPEN[3], CLOSED[1], CLOSED[2]):
+        variants = {rule: {str(seed): run() for seed in seeds} for rule in ("round_robin", "sticky_least_loaded")}
+        for place, factor in enumerate(tradeoff.FACTORS):
+            variants[tradeoff.variant(factor)] = {
+                str(seed): run(1100 - 10 * place + 10 * seed, 101 + place, 103, 0.88, 1200, 150) for seed in seeds
+            }
+        found[cell] = variants
+    return found
+
+
+def test_the_table_has_wall_time_and_hits_of_closed_loops_and_errors_over_seeds():
+    chosen = tradeoff.panels(field(behind=1.0))
+    said = tradeoff.text(played(), chosen)
+    table = said[said.index(f"{CLOSED[2]}: ") :].splitlines()
+    assert "wall time" in table[2] and "hits, points" in table[2]
+    assert table[6].split() == ["x1", "+4.0%", "+50.0%", "+8.0%", "+20.0%", "+3.0%", "-2.0%"]
+    assert "+-" not in "\n".join(table)
+    assert "+8.5 +-0.5%" in tradeoff.text(played(seeds=(1, 2)), chosen)
+
+
+def test_the_plot_has_every_panel_and_no_curve_but_of_the_weights():
+    chosen = tradeoff.panels(field(behind=1.0))
+    figure = tradeoff.plot(played(), chosen)
+    titles = [axes.get_title(loc="left") for axes in figure.axes]
+    assert [title for title in titles if title] == [f"{panel.asks}\n{panel.cell}" for panel in chosen]
+    assert {aim.title for aim in missed(field(behind=1.0))} <= {title.split("\n")[0] for title in titles}
+    for axes in figure.axes[::2]:
+        assert len(axes.lines[0].get_xdata()) == len(tradeoff.FACTORS)
+
+
+def test_the_weights_that_are_multiplied_are_those_that_the_compiled_cost_has():
+    """The share of a stream's own steps that a conversation which goes on pays."""
+    compiled = least_time.LeastTime.cost
+    try:
+        tradeoff.weigh(2.0)
+        doubled = least_time._BEGINNING, least_time._GOING_ON
+        assert doubled == tuple(2 * weight for weight in tradeoff._WEIGHTS)
+        assert least_time.LeastTime.cost is least_time.COST is not compiled
+    finally:
+        tradeoff.weigh(1.0)
+    assert (least_time._BEGINNING, least_time._GOING_ON) == tradeoff._WEIGHTS
+
+
+def test_what_other_code_made_is_not_told(tmp_path):
+    grid = Grid(tmp_path / "tradeoff.json", 0.0, 1)
+    [cell] = [cell for cell in CELLS if cell.name == OPEN[3]]
+    grid.kept["fleets"][cell.fleet] = {"saturation": 40.0, "working_set": 900}
+    asked = tradeoff.wanted(grid, [cell], field(behind=1.0), (1, 2))
+    for (name, variant, seed), of, _ in asked:
+        grid.kept["cells"][name].setdefault(variant, {})[seed] = run() | {"of": of}
+    assert set(tradeoff.current(grid, asked)[cell.name][OURS + "@x1"]) == {"1", "2"}
+    grid.kept["cells"][cell.name][OURS + "@x4"]["2"]["of"] = "another"
+    assert {len(runs) for runs in tradeoff.current(grid, asked)[cell.name].values()} == {1}
+    rules = {variant for (_, variant, _), *_ in asked}
+    assert rules == {*map(tradeoff.variant, tradeoff.FACTORS), "round_robin"}
+
+
+@pytest.mark.parametrize("aim", AIMS, ids=lambda aim: aim.short)
+def test_an_aim_has_a_limit_to_be_drawn(aim):
+    assert -0.1 <= aim.limit <= 0.1

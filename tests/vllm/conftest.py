@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from .engines import Engine, block_size, lora, tiny_model
+from .pd import EXACTLY, needs_nixl
 from .witness import Witness
 
 ADAPTERS = ("red", "blue")  # LoRA adapters of the shared engines, beside the base model "tiny"
@@ -17,7 +18,7 @@ def pytest_collection_modifyitems(items):
     """Whoever asks first for an engine waits for its start: 40 s for two, more where the machine has other work."""
     for item in items:
         if item.path.parent == Path(__file__).parent and not item.get_closest_marker("timeout"):
-            item.add_marker(pytest.mark.timeout(300))
+            item.add_marker(pytest.mark.timeout(600))
 
 
 @pytest.fixture(scope="session")
@@ -70,6 +71,13 @@ def engines(start_engine, tmp_path_factory) -> list[Engine]:
 def engine(engines) -> Engine:
     """One of the two."""
     return engines[0]
+
+
+@pytest.fixture(scope="session")
+def single(start_engine) -> Engine:
+    """An engine without a connector, whose answers are the truth for those in two legs."""
+    needs_nixl()
+    return start_engine(*EXACTLY)
 
 
 @pytest.fixture

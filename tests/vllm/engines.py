@@ -23,7 +23,7 @@ from .adapters import lora
 
 __all__ = ["Engine", "block_size", "gateway", "lora", "tiny_model", "version"]
 
-START_SECONDS = 120  # 15 s alone, 40 s beside another one, more on a machine that is busy with other things
+START_SECONDS = 300  # 15 s alone, 40 s beside another one; six times that on a machine that is busy with other things
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "OMP_NUM_THREADS": "1",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # fewer processes: half the time to start

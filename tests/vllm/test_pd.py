@@ -2,34 +2,50 @@
 
 import asyncio
 import json
-import os
 import random
 import re
-from contextlib import suppress
-from pathlib import Path
+from contextlib import asynccontextmanager
 from statistics import median
 from time import monotonic
 
 import httpx
 import pytest
 
+from gateway import cli
+from gateway.ops import doctor
 from replicas.launch import ports
 from replicas.launch.profile import SHIPPED
 
-from ..gateway.running import counted
-from .engines import Engine, folder, gateway, version
-from .traffic import WORDS
+from ..gateway.running import Running, counted
+from .engines import Engine, folder, gateway
+from .pd import (
+    EXACTLY,
+    FETCHED,
+    HELD,
+    LONG,
+    PATIENCE,
+    SHORT,
+    SYSTEMS,
+    WAYS,
+    Talk,
+    alone,
+    asked,
+    needs_nixl,
+    prompts,
+    said,
+    sources,
+    spread,
+)
+from .traffic import caught_up
+from .witness import Witness
 
 pytestmark = pytest.mark.pd
-PAIRS = 25  # prompts, of each way of asking
-WAYS = ("chat", "completions", "responses", "messages")
+TURNS = 6  # of a conversation, of each way of asking
 
 
-@pytest.fixture(scope="session")
-def trio(start_engine) -> list[Engine]:
-    """A prefiller, a decoder, and an engine without a connector, whose answers are the truth."""
-    if version()[:2] != (0, 32) or not list(folder().glob("lib/python3*/site-packages/nixl")):
-        pytest.skip("needs vLLM 0.32 with nixl in its environment: tests/vllm/install.sh")
+@pytest.fixture(scope="module")
+def trio(single, start_engine) -> list[Engine]:
+    """A prefiller, a decoder, and the single engine."""
     made = []
     for _ in range(2):
         config = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu", "kv_load_failure_policy": "fail"}  # fmt: skip
@@ -38,129 +54,100 @@ def trio(start_engine) -> list[Engine]:
             "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
             "VLLM_NIXL_SIDE_CHANNEL_PORT": str(ports.pick(1, "127.0.0.1", set())[0]),
         }
-        made.append(start_engine("--kv-transfer-config", json.dumps(config), env=env))
-    made.append(start_engine())
+        made.append(start_engine(*EXACTLY, "--kv-transfer-config", json.dumps(config), env=env))
+    made.append(single)
     for engine in made:
         engine.wait()
         spread(engine.pid)
-    return made
-
-
-def spread(pid: int) -> None:
-    """Let it run on any CPU. vLLM binds the core of each engine to one CPU; a prefiller whose cache was not fetched yet
-    polls without a pause, and requests to a decoder that is bound to the same CPU were seen to wait for 30 s, until the
-    lease was over."""
-    for process in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):
-            if os.getpgid(int(process.name)) == pid:
-                for thread in (process / "task").iterdir():
-                    os.sched_setaffinity(int(thread.name), range(os.cpu_count() or 1))
+    yield made
+    for engine in made[:2]:
+        engine.stop()
 
 
 def with_role(engine: Engine, role: str) -> str:
     return f"{engine.replica_url},role={role}"
 
 
-def asked(way: str, text: str, stream: bool) -> tuple[str, dict]:
-    messages = [{"role": "user", "content": text}]
-    body: dict = {"model": "tiny", "temperature": 0, "stream": stream}
-    if way == "completions":
-        return "/v1/completions", body | {"prompt": text, "max_tokens": 24}
-    if way == "chat":
-        return "/v1/chat/completions", body | {"messages": messages, "max_tokens": 24}
-    if way == "responses":
-        return "/v1/responses", body | {"input": text, "max_output_tokens": 24}
-    return "/v1/messages", body | {"messages": messages, "max_tokens": 24}
+@asynccontextmanager
+async def apart(prefiller: Engine, decoder: Engine):
+    """A gateway of both. By turns there is no cost to compare: whatever has a block to compute goes in two legs."""
+    urls = with_role(prefiller, "prefill"), with_role(decoder, "decode")
+    async with gateway(*urls, model=prefiller.model, policy="round_robin") as process:
+        process.client.timeout = process.admin.timeout = httpx.Timeout(PATIENCE)
+        yield process
 
 
-# What no two answers have in common, and what tells where the cache came from.
-OWN = re.compile(
-    r'"(id|created|created_at|completed_at|item_id|\w*cach\w*|\w*created?_\w*tokens|'
-    r'input_tokens|system_fingerprint|kv_transfer_params)":\s*("[^"]*"|[\d.]+|null)'
+async def explained(process: Running, path: str, body: dict) -> dict:
+    """The legs that this request would have now."""
+    return (await process.admin.post("/explain", params={"path": path}, json=body)).json()["legs"]
+
+
+@pytest.mark.parametrize(
+    "way, stream",
+    [
+        # of each API one of both is quick
+        pytest.param(way, stream, id=f"{way}-{form}", marks=[pytest.mark.quick] if (at % 2 == 0) == stream else [])
+        for at, way in enumerate(WAYS)
+        for form, stream in (("whole", False), ("streamed", True))
+    ],
 )
-
-
-def said(answer: httpx.Response, stream: bool) -> str:
-    """What it says, byte for byte: but for ids and times, and in a stream for how many tokens an event has."""
-    assert answer.status_code == 200, answer.text
-    if not stream:
-        return OWN.sub(r'"\1":_', answer.text)
-    events = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
-    return "".join(map(piece, events))
-
-
-def piece(event: dict) -> str:
-    """The text in one event of a stream of any API, and why it ended."""
-    if "choices" in event:
-        choice = event["choices"][0]
-        return (choice.get("text") or choice.get("delta", {}).get("content") or "") + (choice["finish_reason"] or "")
-    delta = event.get("delta", "")
-    return delta if isinstance(delta, str) else delta.get("text", "") + (delta.get("stop_reason") or "")
-
-
-def prompts(count: int, seed: int) -> list[str]:
-    dice = random.Random(seed)
-    return [" ".join(dice.choices(WORDS, k=dice.randint(120, 700))) for _ in range(count)]
-
-
-async def alone(engine: Engine, path: str, body: dict) -> httpx.Response:
-    async with httpx.AsyncClient(base_url=engine.url, timeout=60) as client:
-        return await client.post(path, json=body)
-
-
-@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-@pytest.mark.parametrize("way", WAYS)
-async def test_answers_are_those_of_one_engine(trio, way, stream):
+async def test_answers_are_those_of_one_engine_and_caches_are_what_was_predicted(trio, witness_of, way, stream):
+    """Of conversations with a common beginning, of which each part holds more with each turn."""
     prefiller, decoder, single = trio
-    # round robin has no price to compare: whatever has a block to compute goes in two legs
-    async with gateway(
-        with_role(prefiller, "prefill"), with_role(decoder, "decode"), model=prefiller.model, policy="round_robin"
-    ) as process:
-        for text in prompts(PAIRS, WAYS.index(way) * 2 + stream):
-            path, body = asked(way, text, stream)
-            answer, truth = await asyncio.gather(process.client.post(path, json=body), alone(single, path, body))
-            assert said(answer, stream) == said(truth, stream), body
-            assert answer.headers["x-hitherto-replica"] == decoder.url.removeprefix("http://"), b"".join(process.log)
+    seen: dict[Engine, Witness] = {engine: witness_of(engine) for engine in (prefiller, decoder)}
+    found = fetched = 0
+    async with apart(prefiller, decoder) as process:
+        dice = random.Random(f"{way} {stream}")
+        for at in range(2):
+            talk = Talk(dice, way, f"{way}, {stream}. {SYSTEMS[1]}", (SHORT, LONG)[at], stream)
+            for _ in range(TURNS // 2):
+                path, body = talk.ask()
+                for engine in seen:
+                    await caught_up(process, seen[engine], 60)
+                legs = await explained(process, path, body)
+                before = [await sources(engine.url) for engine in seen]
+                answer, truth = await asyncio.gather(process.client.post(path, json=body), alone(single, path, body))
+                assert said(answer, stream) == said(truth, stream), body
+                assert answer.headers["x-hitherto-replica"] == decoder.url.removeprefix("http://"), process.log
+                after = [await sources(engine.url) for engine in seen]
+                at_p, at_d = ({one: b[one] - a[one] for one in b} for a, b in zip(before, after, strict=True))
+                assert at_p[HELD] == legs["held_tokens"] and at_p[FETCHED] == 0
+                assert at_d[FETCHED] == legs["moved_tokens"] and at_d[HELD] == sum(at_d.values()) - legs["moved_tokens"]
+                found, fetched = found + at_p[HELD], fetched + at_d[FETCHED]
+                talk.hear(answer)
         page = (await process.admin.get("/metrics")).text
-        assert counted(page, "hitherto_legs_total", leg="prefill", outcome="complete") == PAIRS
-        assert counted(page, "hitherto_legs_total", leg="decode", outcome="complete") == PAIRS
-        assert counted(page, "hitherto_reservations") == 0
-        assert counted(page, "hitherto_predictions_total", outcome="equal") == PAIRS, "predicted is delivered"
-        assert counted(page, "hitherto_prompt_mismatches_total") == 0
+    assert found > 2 * len(SYSTEMS[1].split()) and fetched > 0
+    assert counted(page, "hitherto_reported_cached_tokens_total") == found
+    for leg in ("prefill", "decode"):
+        assert counted(page, "hitherto_legs_total", leg=leg, outcome="complete") == TURNS
+    assert counted(page, "hitherto_predictions_total", outcome="equal") == TURNS
+    assert counted(page, "hitherto_reservations") == counted(page, "hitherto_prompt_mismatches_total") == 0
 
 
-def fetched(engine: Engine) -> float:
-    """Prompt tokens whose cache an engine has from another one."""
-    page = httpx.get(engine.url + "/metrics").text
-    return sum(
-        float(line.rpartition(" ")[2])
-        for line in page.splitlines()
-        if line.startswith("vllm:prompt_tokens_by_source_total") and 'source="external_kv_transfer"' in line
-    )
-
-
-async def test_the_cache_is_fetched_and_not_computed_again(trio):
+@pytest.mark.quick
+@pytest.mark.parametrize("way", WAYS)
+async def test_usage_has_what_the_prefiller_found_cached(trio, way):
     prefiller, decoder, _ = trio
-    before, tokens = fetched(decoder), 0
-    async with gateway(
-        with_role(prefiller, "prefill"), with_role(decoder, "decode"), model=prefiller.model, policy="round_robin"
-    ) as process:
-        for text in prompts(10, 100):
-            answer = await process.client.post(*asked("chat", text, False)[:1], json=asked("chat", text, False)[1])
-            tokens += answer.json()["usage"]["prompt_tokens"]
-    assert fetched(decoder) - before >= 0.95 * tokens
+    async with apart(prefiller, decoder) as process:
+        path, body = asked(way, *prompts(1, 77 + WAYS.index(way)), False)
+        await alone(prefiller, path, body)
+        answer = await process.client.post(path, json=body)
+        name = "cache_read_input_tokens" if way == "messages" else "cached_tokens"
+        [told] = {int(number) for number in re.findall(rf'"{name}":\s*(\d+)', answer.text)}
+        found = await process.counted("hitherto_reported_cached_tokens_total")
+        assert told == found >= prefiller.block_size
+        assert await process.counted("hitherto_legs_total", leg="decode", outcome="complete") == 1
 
 
-async def test_what_a_decoder_holds_is_asked_whole_again(trio):
+async def test_what_a_decoder_holds_is_asked_whole_again(trio, witness_of):
     """The engine publishes the blocks that it fetched, so the map has them at the decoder."""
     prefiller, decoder, _ = trio
-    async with gateway(
-        with_role(prefiller, "prefill"), with_role(decoder, "decode"), model=prefiller.model, policy="round_robin"
-    ) as process:
+    witness = witness_of(decoder)
+    async with apart(prefiller, decoder) as process:
         (text,) = prompts(1, 200)
         path, body = asked("completions", text, False)
         await process.client.post(path, json=body)
-        await asyncio.sleep(0.5)  # events lie in queues and sockets
+        await caught_up(process, witness, 60)
         again = await process.client.post(path, json=body)
         page = (await process.admin.get("/metrics")).text
         assert counted(page, "hitherto_legs_total", leg="decode", outcome="complete") == 1
@@ -169,9 +156,7 @@ async def test_what_a_decoder_holds_is_asked_whole_again(trio):
 
 async def test_an_engine_without_a_connector_keeps_nothing_and_requests_stay_whole(trio):
     _, decoder, single = trio
-    async with gateway(
-        with_role(single, "prefill"), with_role(decoder, "decode"), model=decoder.model, policy="round_robin"
-    ) as process:
+    async with apart(single, decoder) as process:
         for text in prompts(3, 300):
             path, body = asked("chat", text, False)
             answer, truth = await asyncio.gather(process.client.post(path, json=body), alone(single, path, body))
@@ -182,16 +167,42 @@ async def test_an_engine_without_a_connector_keeps_nothing_and_requests_stay_who
         assert counted(page, "hitherto_reservations") == 0
 
 
+@pytest.mark.quick
+@pytest.mark.parametrize("with_connector", [True, False], ids=["a pair", "a prefiller without a connector"])
+async def test_the_doctor_tries_a_transfer(trio, monkeypatch, with_connector):
+    prefiller, decoder, single = trio
+    first = prefiller if with_connector else single
+    found, line = [], doctor.line
+
+    def noted(finding):
+        if finding.subject.startswith("transfer "):
+            found.append((finding.level, f"{finding.text} {finding.remedy}"))
+        return line(finding)
+
+    monkeypatch.setattr(doctor, "line", noted)
+    before = (await sources(decoder.url))[FETCHED]
+    urls = with_role(first, "prefill"), with_role(decoder, "decode")
+    code = await asyncio.to_thread(cli.main, ["doctor", "--model", str(first.model), "--replica-url", *urls])
+    fetched = (await sources(decoder.url))[FETCHED] - before
+    [(level, text)] = found
+    if with_connector:
+        assert level == "ok" and "answered a prompt that was computed there (NIXL)" in text and fetched > 0
+    else:
+        assert code == 1 and level == "fail" and "kept nothing" in text and "--kv-transfer-config" in text
+        assert fetched == 0
+
+
 async def test_how_long_the_legs_take(trio):
     """Prints what a first token takes in two legs and in one, prompts of some 2,000 tokens, one after the other."""
     prefiller, decoder, single = trio
-    apart, whole = [], []
-    async with gateway(
-        with_role(prefiller, "prefill"), with_role(decoder, "decode"), model=prefiller.model, policy="round_robin"
-    ) as process:
+    in_two, whole = [], []
+    async with apart(prefiller, decoder) as process:
         for text in prompts(12, 400):
             path, body = asked("completions", " ".join([text] * 2), True)
-            for found, client, base in ((apart, process.client, ""), (whole, httpx.AsyncClient(), single.url)):
+            for found, client, base in (
+                (in_two, process.client, ""),
+                (whole, httpx.AsyncClient(timeout=PATIENCE), single.url),
+            ):
                 begun = monotonic()
                 async with client.stream("POST", base + path, json=body) as answer:
                     async for _ in answer.aiter_lines():
@@ -201,14 +212,13 @@ async def test_how_long_the_legs_take(trio):
         moved = counted(page, "hitherto_transfer_seconds_sum") / max(
             1, counted(page, "hitherto_transfer_seconds_count")
         )
-    print(f"first token: two legs {1e3 * median(apart):.0f} ms, one engine {1e3 * median(whole):.0f} ms; "
+    print(f"first token: two legs {1e3 * median(in_two):.0f} ms, one engine {1e3 * median(whole):.0f} ms; "
           f"of that the transfer {1e3 * moved:.0f} ms")  # fmt: skip
 
 
 async def test_pools_are_launched_with_all_that_a_transfer_needs(model, tmp_path):
     """From the shipped profile alone: side channels, host buffers, roles."""
-    if version()[:2] != (0, 32) or not list(folder().glob("lib/python3*/site-packages/nixl")):
-        pytest.skip("needs vLLM 0.32 with nixl in its environment: tests/vllm/install.sh")
+    needs_nixl()
     profile = tmp_path / "pd.yaml"
     shipped = (SHIPPED / "pd-cpu.yaml").read_text()
     profile.write_text(shipped + f"executable: {folder()}/bin/vllm\n")

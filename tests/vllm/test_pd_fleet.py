@@ -17,7 +17,7 @@ from replicas.launch.profile import SHIPPED
 
 from ..gateway.running import Running, counted
 from .engines import Engine, folder, gateway, version
-from .test_pd import WAYS, alone, asked, prompts, said, spread
+from .pd import WAYS, alone, asked, prompts, said, spread
 
 pytestmark = pytest.mark.pd
 AT_ONCE = 4
@@ -111,18 +111,6 @@ async def test_two_hundred_answers_are_those_of_one_engine(fleet, truth):
     }
     assert min(answered.values()) > 50, "each engine had its part"
     await nothing_left(fleet)
-
-
-async def test_usage_has_what_the_prefiller_found_cached(fleet, truth):
-    (text,) = prompts(1, 77)
-    path, body = asked("completions", text, False)
-    await fleet.client.post(path, json=body, timeout=120)
-    before = await fleet.counted("hitherto_reported_cached_tokens_total")
-    longer = {**body, "prompt": text + " " + " ".join(prompts(2, 78))}
-    answer = await fleet.client.post(path, json=longer, timeout=120)
-    told = answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
-    assert told == await fleet.counted("hitherto_reported_cached_tokens_total") - before
-    assert told < answer.json()["usage"]["prompt_tokens"] / 2, "the decoder's own count has all that it fetched"
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])

@@ -1,0 +1,144 @@
+"""What is asked of engines that compute prompts for one another, and what their answers and metrics say."""
+
+import json
+import os
+import random
+import re
+from contextlib import suppress
+from pathlib import Path
+
+import httpx
+import pytest
+
+from ..gateway.running import counted
+from .engines import Engine, folder, version
+from .traffic import WORDS
+
+WAYS = ("chat", "completions", "responses", "messages")
+COMPUTED, HELD, FETCHED = "local_compute", "local_cache_hit", "external_kv_transfer"
+PATIENCE = 300.0  # seconds for an answer, of machines that have much other work
+# With 8 bits of mantissa a prompt whose beginning came from a cache has other sums than one that was computed in one
+# piece: of 125 answers of 24 tokens that grew out of one another one had another token than the truth.
+EXACTLY = ("--dtype", "float32")
+# Shared by conversations: of one block and a half, and of some twenty.
+SYSTEMS = ("Answer as a table of keys. " + " ".join(WORDS * 2), "Answer as a very small door. " + " ".join(WORDS * 24))
+# Words of a conversation's turn: more than a block of them, so that each has something to be moved.
+SHORT, LONG = (45, 80), (200, 400)
+
+
+def needs_nixl() -> None:
+    if version()[:2] != (0, 32) or not list(folder().glob("lib/python3*/site-packages/nixl")):
+        pytest.skip("needs vLLM 0.32 with nixl in its environment: tests/vllm/install.sh")
+
+
+def spread(pid: int) -> None:
+    """Let it run on any CPU. vLLM binds the core of each engine to one CPU; a prefiller whose cache was not fetched yet
+    polls without a pause, and requests to a decoder that is bound to the same CPU were seen to wait for 30 s, until the
+    lease was over."""
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if os.getpgid(int(process.name)) == pid:
+                for thread in (process / "task").iterdir():
+                    os.sched_setaffinity(int(thread.name), range(os.cpu_count() or 1))
+
+
+def asked(way: str, text: str, stream: bool, most: int = 24) -> tuple[str, dict]:
+    return body_of(way, [("user", text)], stream, most)
+
+
+def body_of(way: str, said: list[tuple[str, str]], stream: bool, most: int = 24) -> tuple[str, dict]:
+    """A conversation as a request of an API: a system prompt may stand at its start."""
+    messages = [{"role": role, "content": text} for role, text in said]
+    body: dict = {"model": "tiny", "temperature": 0, "stream": stream}
+    if way == "completions":
+        return "/v1/completions", body | {"prompt": " ".join(text for _, text in said), "max_tokens": most}
+    if way == "chat":
+        return "/v1/chat/completions", body | {"messages": messages, "max_tokens": most}
+    if way == "responses":
+        return "/v1/responses", body | {"input": messages, "max_output_tokens": most}
+    if said[0][0] == "system":
+        body["system"] = said[0][1]
+        messages = messages[1:]
+    return "/v1/messages", body | {"messages": messages, "max_tokens": most}
+
+
+class Talk:
+    """A conversation in one of the APIs. It grows by the answers it gets, and shares its system prompt with others."""
+
+    def __init__(self, dice: random.Random, way: str, system: str, turns: tuple[int, int], stream: bool):
+        self.dice, self.way, self.turns, self.stream = dice, way, turns, stream
+        self.said = [("system", system)]
+
+    def ask(self) -> tuple[str, dict]:
+        self.said.append(("user", " ".join(self.dice.choices(WORDS, k=self.dice.randint(*self.turns)))))
+        return body_of(self.way, self.said, self.stream)
+
+    def hear(self, answer: httpx.Response) -> None:
+        self.said.append(("assistant", words(answer, self.stream) or "-"))
+
+
+def prompts(count: int, seed: int | str, least: int = 120, most: int = 700) -> list[str]:
+    """Texts that have nothing in common."""
+    dice = random.Random(seed)
+    return [" ".join(dice.choices(WORDS, k=dice.randint(least, most))) for _ in range(count)]
+
+
+# What no two answers have in common, and what tells where the cache came from.
+OWN = re.compile(
+    r'"(id|created|created_at|completed_at|item_id|\w*cach\w*|\w*created?_\w*tokens|'
+    r'input_tokens|system_fingerprint|kv_transfer_params)":\s*("[^"]*"|[\d.]+|null)'
+)
+
+
+def said(answer: httpx.Response, stream: bool) -> str:
+    """What it says, byte for byte: but for ids and times, and in a stream for how many tokens an event has."""
+    assert answer.status_code == 200, answer.text
+    return streamed(answer.text) if stream else OWN.sub(r'"\1":_', answer.text)
+
+
+def streamed(text: str) -> str:
+    """What a stream says, and why it ended."""
+    return "".join(word + reason for word, reason in map(piece, events(text)))
+
+
+def events(text: str) -> list[dict]:
+    return [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
+
+
+def words(answer: httpx.Response, stream: bool) -> str:
+    """The text of an answer."""
+    if stream:
+        return "".join(word for word, _ in map(piece, events(answer.text)))
+    told = answer.json()
+    if "choices" in told:
+        return "".join(one.get("text") or one["message"]["content"] or "" for one in told["choices"])
+    parts = told["content"] if "content" in told else [part for one in told["output"] for part in one["content"]]
+    return "".join(part["text"] for part in parts)
+
+
+def piece(event: dict) -> tuple[str, str]:
+    """The text in one event of a stream of any API, and why it ended."""
+    if "choices" in event:
+        if not event["choices"]:  # the usage
+            return "", ""
+        choice = event["choices"][0]
+        return choice.get("text") or choice.get("delta", {}).get("content") or "", choice["finish_reason"] or ""
+    delta = event.get("delta", "")
+    return (delta, "") if isinstance(delta, str) else (delta.get("text", ""), delta.get("stop_reason") or "")
+
+
+async def alone(engine: Engine, path: str, body: dict) -> httpx.Response:
+    """The answer of an engine that is asked directly."""
+    async with httpx.AsyncClient(base_url=engine.url, timeout=PATIENCE) as client:
+        return await client.post(path, json=body)
+
+
+async def page_of(url: str) -> str:
+    async with httpx.AsyncClient(timeout=PATIENCE) as client:
+        return (await client.get(url + "/metrics")).text
+
+
+async def sources(url: str) -> dict[str, float]:
+    """Prompt tokens of an engine, by where it had their cache from."""
+    page = await page_of(url)
+    return {one: counted(page, "vllm:prompt_tokens_by_source_total", source=one) for one in (COMPUTED, HELD, FETCHED)}

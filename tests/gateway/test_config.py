@@ -253,7 +253,7 @@ def test_policies_in_shadow_in_one_string_or_a_list(empty_folder):
 
 def test_what_cannot_be_in_shadow_is_said():
     assert "Did you mean 'least_load'?" in wrong(flags={"shadow": "least_laod"})
-    assert "shadow: 'over:x' is no rule for legs; there are seconds, always, over:N" in wrong(
+    assert "shadow: 'over:x' is no rule for legs; there are seconds, pauses:N, always, over:N" in wrong(
         flags={"shadow": "legs:over:x"}
     )
     assert "shadow: legs:seconds is the policy that acts" in wrong(flags={"shadow": "legs:seconds"})

@@ -81,7 +81,7 @@ SEED = 1  # the first
 ROLES = ("prefill", "both", "decode")
 LONG, EVERY, NAMES = 100_000, 5.0, 1 << 41  # tokens of the long prompts, seconds between them, names nobody else has
 CHATS = 20.0  # requests a second
-RULES = ("seconds", "pauses:1", "pauses:10", "never", "always", "over:8192", "llmd:100", "queue", "queue:1000")
+RULES = ("seconds", "pauses:3", "pauses:10", "never", "always", "over:8192", "llmd:100", "queue", "queue:1000")
 MODES = (
     "seconds",
     "pauses",
@@ -221,7 +221,7 @@ def runs(quick: bool) -> list[Run]:
         base = Run("trace", "0:8:0", rate=rate, requests=200 if quick else 400)
         ratios = ("2:0:6",) if quick else ("1:0:7", "2:0:6")
         found += [base, replace(base, policy="least_load"), *by_rule(base, ratios)]
-        found += by_rule(base, ("0:4:4",), ("seconds", "pauses:1"))
+        found += by_rule(base, ("0:4:4",), ("seconds", "pauses:3"))
     if not quick:
         found += beside()
     base = Run("chats", "0:4:0", requests=300 if quick else 1200)

@@ -2,9 +2,9 @@
 in `loadgen simulate --legs` and in the gateway's shadow mode.
 
 `seconds`   the gateway's rule (`policies.legs.choose`): two legs where they cost less than one.
-`pauses:N`  the same, with the streams that stand still while a prompt is computed counted N times their weight in
-            `least_time`, 0.05; the gateway's rule has N = 3. The more, the more requests have two legs, and the longer
-            long prompts wait (`docs/disaggregation.md`).
+`pauses:N`  the same, with the streams that stand still while a prompt is computed counted N times: with N = 3 as a
+            second between the tokens of the request's own answer (`least_time`: 0.15, and 0.05 for such a pause). The
+            more, the more requests have two legs, and the longer long prompts wait (`docs/disaggregation.md`).
 `always`    every request that some pair of replicas can take, as vllm-router and sglang-router do in their P/D modes.
 `over:N`    where the whole request would find N tokens or more uncached; the pair is the one that costs least.
 `llmd:N`    llm-d's `prefix-based-pd-decider` with `nonCachedTokens: N` (its README's example: 100): the policy chooses

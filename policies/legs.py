@@ -34,10 +34,6 @@ _GAIN = 0.1  # of one observation, once there are some
 _PAUSE, _LONGEST_PAUSE = 10.0, 320.0  # seconds without a pair whose transfer failed
 FEW = 8  # of each side, the cheapest are paired: with hundreds of replicas all pairs are too many
 PAUSES = "stall"  # a cost's term for the streams that stand still while a prompt is computed
-# How many times its own weight that term counts where legs are chosen: `least_time` gives it 0.05, and a second between
-# the tokens of the request's own answer 0.15. Which of like replicas computes a prompt is decided by first tokens;
-# whether any decoder does is what the streams on all of them wait for.
-PAUSE_TIMES = 3.0
 SLACK = (1.001, 1e-4)  # prices within 0.1 % or 0.1 ms are equal
 
 
@@ -174,7 +170,7 @@ def of_policy(policy: Policy) -> Cost | None:
     return cast("Cost", policy.cost) if getattr(policy, "in_seconds", False) else None  # type: ignore[attr-defined]
 
 
-def choose(policy: Policy, ways: Ways, pauses: float = PAUSE_TIMES) -> LegChoice | None:
+def choose(policy: Policy, ways: Ways, pauses: float = 1.0) -> LegChoice | None:
     """Return the legs that cost least, if they cost less than the whole request: the gateway's rule."""
     cost = of_policy(policy)
     if cost is None:
@@ -195,7 +191,7 @@ def forced(policy: Policy, ways: Ways) -> LegChoice | None:
     return None
 
 
-def cheapest(cost: Cost, ways: Ways, pauses: float = PAUSE_TIMES) -> LegChoice | None:
+def cheapest(cost: Cost, ways: Ways, pauses: float = 1.0) -> LegChoice | None:
     """Return the legs that cost least, whatever the whole request costs; None: no two replicas can be paired.
 
     `pauses`: how many times the cost's own weight the streams that a prompt holds up count.
@@ -235,7 +231,7 @@ def _written(
     decoders: Sequence[Candidate],
     future: float = 0.0,
     after: float = 1.0,
-    pauses: float = PAUSE_TIMES,
+    pauses: float = 1.0,
 ) -> list[float]:
     """What each decoder costs once it holds the prompt, of which it computes the last token."""
     held = max(0, demand.tokens - 1)

@@ -7,7 +7,7 @@ import pytest
 
 from policies import CostGroup, Demand, Ledger, Router, make
 from policies.ledger import NOTHING
-from policies.legs import LATENCY, PAUSE_TIMES, PAUSES, TOKEN, Transfers, of_policy
+from policies.legs import LATENCY, TOKEN, Transfers, of_policy
 
 from .test_router import Prefixes
 
@@ -89,15 +89,10 @@ def test_the_price_is_that_of_the_policys_own_cost():
     asked = demand()
     whole, apart = chosen(made, asked, everybody)
     cost, rest = of_policy(made.policy), (whole.choice.future, whole.choice.after)
-
-    def total(terms):
-        """Streams that stand still count as much as a second of the request's own answer."""
-        return sum(terms) + (PAUSE_TIMES - 1) * terms[cost.names.index(PAUSES)]
-
-    computed = total(cost.of_all(replace(asked, output=0.0, residual=0), [everybody[0]], *rest)[0])
-    written = min(map(total, cost.of_all(asked, everybody[1:], *rest, asked.tokens - 1)))
+    computed = sum(cost.of_all(replace(asked, output=0.0, residual=0), [everybody[0]], *rest)[0])
+    written = min(sum(one) for one in cost.of_all(asked, everybody[1:], *rest, asked.tokens - 1))
     assert apart.seconds == pytest.approx(computed + LATENCY + asked.tokens * TOKEN + written)
-    assert apart.whole_seconds == pytest.approx(min(map(total, cost.of_all(asked, everybody[1:], *rest))))
+    assert apart.whole_seconds == pytest.approx(min(map(sum, cost.of_all(asked, everybody[1:], *rest))))
 
 
 def test_what_the_decoder_holds_is_not_moved():

@@ -196,7 +196,10 @@ def test_pools_have_roles_and_speeds_and_the_report_says_what_was_moved(figures)
         (["--pools", "{p: {launch: 2}}", "--replicas", "2"], "leave --replicas and --speeds out"),
         (["--pools", POOLS, "--policies", "oracle"], "an oracle knows nothing of legs"),
         (["--pools", POOLS, "--outage", "3:1"], "there are replicas 0 to 2"),
-        (["--legs", "over"], "'over' is no rule for legs; there are seconds, pauses:N, always, over:N, llmd:N, never, queue"),
+        (
+            ["--legs", "over"],
+            "'over' is no rule for legs; there are seconds, pauses:N, always, over:N, llmd:N, never, queue",
+        ),
         (["--pulls"], "--pulls needs engines with host memory: give --cpu-blocks"),
         (["--trace", "/nowhere/trace.jsonl"], "/nowhere/trace.jsonl"),
     ],

@@ -340,8 +340,10 @@ class Metrics:
         **{"decision": DECISIONS, "class": QOS, "reason": REASONS})
     control_steps = Counter("Steps that the control of overload took from a class, or gave back", step=tuple(FROM),
         **{"class": QOS}, change=("taken", "undone"))
-    slo_requests = Counter("Streamed answers to requests that were admitted with limits, by whether they kept them, missed them or failed",
+    slo_requests = Counter("Answers to requests that were admitted with limits, by whether they kept them, missed them or failed; of answers in one "
+        "piece those with both limits, by TTFT + TPOT for each further token",
         **{"class": QOS, "model": MODEL, "outcome": ("met", "missed", "failed")})
+    predicted_answers = Counter("Streamed answers that came from where their requests were admitted to", **{"class": QOS})
     predicted_ttft_seconds = Counter("Sum of the times to the first token that were predicted when those were admitted", **{"class": QOS})
     delivered_ttft_seconds = Counter("Sum of the times to the first token that they had", **{"class": QOS})
     queue_seconds = Histogram("Time that requests which were sent had waited in the gateway's queue", "class", LATENCY_BUCKETS)

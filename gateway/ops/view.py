@@ -328,11 +328,12 @@ def _admission(metrics: Metrics) -> list[dict[str, Any]]:
         predicted, delivered = (
             one.total(**{"class": name}) for one in (metrics.predicted_ttft_seconds, metrics.delivered_ttft_seconds)
         )
+        count = metrics.predicted_answers.total(**{"class": name})
         one |= {
             "met": met,
             "missed": missed,
-            "predicted_ttft_seconds": predicted / (met + missed) if met + missed else None,
-            "ttft_seconds": delivered / (met + missed) if met + missed else None,
+            "predicted_ttft_seconds": predicted / count if count else None,
+            "ttft_seconds": delivered / count if count else None,
             "queue_p99_seconds": metrics.queue_seconds.quantile(0.99, name),
         }
     return [*found.values()]

@@ -311,12 +311,17 @@ class Queue:
         attempt, name, prompt = exchange.attempt, ticket.qos.name, exchange.prompt
         if prompt is None:  # nobody sees when its answer begins
             return
-        if _failed(exchange, outcome) and attempt is not None and attempt.streams and ticket.slo != NO_LIMITS:
+        if _failed(exchange, outcome) and attempt is not None and _is_judged(attempt, prompt, ticket.slo):
             self._metrics.slo_requests.inc(name, self._model_of(prompt), "failed")
         as_quoted = attempt is not None and _is_as_quoted(exchange, attempt, ticket)
         if not as_quoted:
             ticket.costs = None
-        if outcome != "complete" or attempt is None or not attempt.streams or not exchange.beginning.first_at:
+        if outcome == "complete" and attempt is not None and not attempt.streams:
+            if _is_judged(attempt, prompt, ticket.slo) and usage is not None and usage.completion:
+                in_time = attempt.ended_at - ticket.since <= _whole_limit(ticket.slo, usage.completion)
+                self._metrics.slo_requests.inc(name, self._model_of(prompt), "met" if in_time else "missed")
+            return
+        if outcome != "complete" or attempt is None or not exchange.beginning.first_at:
             return
         ttft, tokens = exchange.beginning.first_at - ticket.since, usage.completion if usage is not None else None
         tpot = None  # nobody knows it of a short answer, of one whose client did not keep up, nor of one that broke off
@@ -326,6 +331,7 @@ class Queue:
         if met is not None:
             self._metrics.slo_requests.inc(name, self._model_of(prompt), "met" if met else "missed")
             if as_quoted:
+                self._metrics.predicted_answers.inc(name)
                 self._metrics.predicted_ttft_seconds.inc(name, by=ticket.ttft)
                 self._metrics.delivered_ttft_seconds.inc(name, by=ttft)
 
@@ -343,6 +349,18 @@ def _failed(exchange: Exchange, outcome: str) -> bool:
     if outcome in ("complete", "failed"):
         return (exchange.fault or exchange.answered_with) >= 500
     return outcome == "cut" or (outcome == "refused" and exchange.status >= 500)
+
+
+def _is_judged(attempt: Attempt, prompt: Prompt, limits: Slo) -> bool:
+    """Whether its answer can be told to be within limits. Of one in a piece the first token is not seen, so that takes
+    both limits, and an answer made of tokens."""
+    return limits != NO_LIMITS if attempt.streams else None not in limits and prompt.path in LIMITS
+
+
+def _whole_limit(limits: Slo, tokens: int) -> float:
+    """Return in how many seconds an answer in one piece is complete if its first token and each after it keep them."""
+    assert limits.ttft is not None and limits.tpot is not None
+    return limits.ttft + limits.tpot * (tokens - 1)
 
 
 class AddedByQueue(Added):

@@ -7,7 +7,7 @@ from ..panels import Dashboard, Panel, growth, largest, quantiles, rate, ratio, 
 BY = "class"
 MET = 'sum by (class) (rate(hitherto_slo_requests_total{outcome="met"}[R]))'
 JUDGED = "sum by (class) (rate(hitherto_slo_requests_total[R]))"
-MEASURED = 'sum by (class) (rate(hitherto_slo_requests_total{outcome!="failed"}[R]))'
+PREDICTED = "sum by (class) (rate(hitherto_predicted_answers_total[R]))"
 
 
 def burn(window: str) -> str:
@@ -146,11 +146,11 @@ SLO = Dashboard(
                     "First tokens: predicted and delivered",
                     [
                         (
-                            "sum by (class) (rate(hitherto_predicted_ttft_seconds_total[R])) / " + MEASURED,
+                            "sum by (class) (rate(hitherto_predicted_ttft_seconds_total[R])) / " + PREDICTED,
                             "predicted {{class}}",
                         ),
                         (
-                            "sum by (class) (rate(hitherto_delivered_ttft_seconds_total[R])) / " + MEASURED,
+                            "sum by (class) (rate(hitherto_delivered_ttft_seconds_total[R])) / " + PREDICTED,
                             "delivered {{class}}",
                         ),
                     ],

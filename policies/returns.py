@@ -4,9 +4,10 @@ By itself each would be taken as soon as the prediction that refused it is below
 predictions just above it, so that is at once for all of them: of those that came back after a burst of twice what an
 engine can answer, 19 % were taken, and 9 % after four times that. So each refusal books time behind those before it in
 its class, as much as its prompt takes at half the pace of the last seconds; the other half is for those that come for
-the first time. 77 and 71 % are taken then. No more than _MOST seconds are booked, since OpenAI's and Anthropic's
-clients do not follow a `Retry-After` above 60 s, and who does not come back leaves a gap; whoever is refused after that
-shares the second half of them with others. No I/O, no clock, no chance.
+the first time. 77 and 71 % are taken then. No more than _MOST seconds are booked, since clients do
+not follow a long `Retry-After` (Anthropic's for Python none above 60 s, OpenAI's newest none above 120 s), and who does
+not come back leaves a gap; whoever is refused after that shares the second half of them with others. No I/O, no clock,
+no chance.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ Exit codes: 0 done, 1 it ran and found or met trouble, 2 flags or configuration 
 from __future__ import annotations
 
 import argparse
+import difflib
 import json
 import os
 import re
@@ -63,6 +64,8 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(allow_abbrev=False, **options)
+        self.add_argument("-V", "--version", action="version", version=f"hitherto {__version__}",
+                          help="show the version and exit")  # fmt: skip
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         found, unknown = self.parse_known_args(args, namespace)
@@ -121,7 +124,6 @@ def build_parser() -> Parser:
         prog="hitherto",
         description="A gateway that sends each LLM request to the replica that already holds its prefix.",
     )
-    parser.add_argument("-V", "--version", action="version", version=f"hitherto {__version__}")
     verbs = parser.add_subparsers(dest="verb", metavar="COMMAND", required=True, parser_class=Parser)
 
     serve = verbs.add_parser(
@@ -178,7 +180,10 @@ def load_config(args: argparse.Namespace) -> Config:
     given = {name: value for name, value in vars(args).items() if name in Settings.model_fields}
     config = load(given, file=getattr(args, "config", None))
     for variable in ignored_variables(os.environ):
-        print(f"hitherto: environment {variable}: this is no setting, so it changes nothing", file=sys.stderr)
+        name = variable.removeprefix(ENV_PREFIX).lower()
+        near = [ENV_PREFIX + one.upper() for one in difflib.get_close_matches(name, Settings.model_fields, 1, 0.6)]
+        hint = f". Did you mean {near[0]}?" if near else ""
+        print(f"hitherto: environment {variable}: this is no setting, so it changes nothing{hint}", file=sys.stderr)
     return config
 
 
@@ -288,8 +293,26 @@ WITH_FLAGS_OF_THEIR_OWN = {"key": key, "assets": assets, "replica": replica, "ca
 
 
 def completion(args: argparse.Namespace) -> int:
-    print(shtab.complete(build_parser(), args.shell))
+    print(shtab.complete(_whole_parser(), args.shell))
     return 0
+
+
+def _whole_parser() -> Parser:
+    """The parser with what a shell completes besides: the flags of the verbs that read their own, names of policies."""
+    from gateway import assets
+    from gateway.tenants import verb as key
+    from policies import NAMES
+    from replicas.calibrate import cli as calibrate
+    from replicas.simulated import cli as replica
+
+    parser = build_parser()
+    verbs = next(action for action in parser._actions if action.dest == "verb").choices
+    assert isinstance(verbs, dict)
+    for name, room in {"key": key, "assets": assets, "replica": replica, "calibrate": calibrate}.items():
+        room.add_arguments(verbs[name])
+    for name in ("serve", "config", "explain", "doctor"):
+        verbs[name]._option_string_actions["--policy"].choices = sorted(NAMES)
+    return parser
 
 
 def version(args: argparse.Namespace) -> int:

@@ -10,7 +10,7 @@ import argparse
 import os
 import sys
 from importlib.metadata import version
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import shtab
 import uvloop
@@ -27,7 +27,14 @@ _WIDE = 250  # columns where no terminal says how many it has
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse that complains in one line."""
+    """argparse that complains in one line, and whose every command knows the version."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        program = self.prog.split()[0]
+        self.add_argument(
+            "-V", "--version", action="version", version=_version(program), help="show the version and exit"
+        )
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {complaints.in_words(message)} (`{self.prog} --help` lists what there is)\n")
@@ -85,7 +92,6 @@ def hitherto_plan(argv: list[str]) -> int:
 
 def build_parser(prog: str) -> argparse.ArgumentParser:
     parser = Parser(prog=prog, description="Load tests for OpenAI endpoints.")
-    parser.add_argument("-V", "--version", action="version", version=_version(prog))
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="COMMAND", parser_class=Parser)
     for verb, add_arguments, act, about in VERBS:
         one = verbs.add_parser(verb, help=about)

@@ -172,7 +172,10 @@ def test_the_command_alone_helps(capsys):
     assert "usage: hitherto" in out and all(f"\n    {verb} " in out for verb in ("serve", "doctor", "plan", "key"))
 
 
-@pytest.mark.parametrize("words", [["version"], ["-V"], ["--version"]])
+@pytest.mark.parametrize(
+    "words",
+    [["version"], ["-V"], ["--version"], *([verb, "--version"] for verb in (*cli.VERBS, *cli.WITH_FLAGS_OF_THEIR_OWN))],
+)
 def test_the_version_by_any_name(words, capsys):
     try:
         assert cli.main(words) == 0
@@ -195,15 +198,28 @@ def test_settings_stand_under_their_subjects(capsys):
     assert set(cli.SUBJECTS) <= set(Settings.model_fields)
 
 
-@pytest.mark.parametrize("shell", ["bash", "zsh"])
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_a_shell_completes_commands_and_flags(shell, capsys):
     assert cli.main(["completion", shell]) == 0
     script = capsys.readouterr().out
-    assert "--replica-url" in script and "doctor" in script
-    if shell == "bash":
-        check = 'eval "$(cat)"; COMP_WORDS=(hitherto ser); COMP_CWORD=1; _shtab_hitherto; echo "${COMPREPLY[@]}"'
-        done = subprocess.run(["bash", "-c", check], input=script, capture_output=True, text=True, check=True)
-        assert done.stdout.split() == ["serve"]
+    assert "replica-url" in script and "doctor" in script
+
+
+@pytest.mark.parametrize(
+    ("words", "completed"),
+    [
+        ("ser", ["serve"]),
+        ("serve --policy least_t", ["least_time"]),
+        ("replica --max-num-s", ["--max-num-seqs"]),
+        ("key new --fil", ["--file"]),
+    ],
+)
+def test_bash_completes_verbs_flags_and_policies(words, completed, capsys):
+    assert cli.main(["completion", "bash"]) == 0
+    check = f'eval "$(cat)"; COMP_WORDS=(hitherto {words}); COMP_CWORD=$(({len(words.split())})); _shtab_hitherto; echo "${{COMPREPLY[@]}}"'
+    script = capsys.readouterr().out
+    done = subprocess.run(["bash", "-c", check], input=script, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == completed
 
 
 def test_a_variable_that_is_no_setting_is_named_and_those_of_kubernetes_are_not(monkeypatch, capsys):
@@ -227,6 +243,13 @@ def test_a_variable_that_is_no_setting_is_named_and_those_of_kubernetes_are_not(
 def test_calibrate_asks_nobody_before_its_flags_can_be_used(argv, expected, capsys):
     assert cli.main(["calibrate", *argv]) == 2
     assert capsys.readouterr().err.startswith(f"hitherto calibrate: {expected}")
+
+
+def test_a_variable_that_is_nearly_a_setting_names_it(monkeypatch, capsys):
+    monkeypatch.setenv("HITHERTO_PROT", "1")
+    assert cli.main(["config"]) == 0
+    said = "this is no setting, so it changes nothing. Did you mean HITHERTO_PORT?"
+    assert capsys.readouterr().err == f"hitherto: environment HITHERTO_PROT: {said}\n"
 
 
 def test_explain_says_why_nobody_answers(tmp_path, capsys):

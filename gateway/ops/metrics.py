@@ -349,7 +349,7 @@ class Metrics:
     queue_seconds = Histogram("Time that requests which were sent had waited in the gateway's queue", "class", LATENCY_BUCKETS)
     # what answers took and had, by class and model: with classes or limits, or --slo-figures
     answer_ttft_seconds = Histogram("From the complete request to the first byte of a streamed answer", ("class", "model"), FIGURE_BUCKETS)
-    answer_itl_seconds = Histogram("From one piece of a streamed answer to the next, each as the mean of those within a quarter of a second",
+    answer_itl_seconds = Histogram("From one piece of a streamed answer to the next, as the mean of those within a quarter of a second; longer pauses alone",
         ("class", "model"), TOKEN_BUCKETS)
     answer_tpot_seconds = Histogram("Time per output token after the first, one mean per streamed answer", ("class", "model"), TOKEN_BUCKETS)
     answer_e2e_seconds = Histogram("From the complete request to the last byte of a complete answer", ("class", "model"), FIGURE_BUCKETS)

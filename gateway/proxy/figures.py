@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from policies.classes import DEFAULT_CLASS
 from policies.outputs import LEAST_OUTPUT
 
+from ..http.server import SWEEP_SECONDS
 from ..ops.metrics import Metrics
 from .answers import Usage
 from .exchange import Attempt, Exchange
@@ -78,11 +79,19 @@ class Figures:
         return waited
 
     def passing(self, exchange: Exchange, attempt: Attempt, now: float) -> None:
-        """A stream has had more pieces since the sweep looked at it last."""
+        """A stream has had more pieces since `seen_at`, when the sweep last saw one.
+
+        The sweep comes every `SWEEP_SECONDS`, so beyond that the stream stood still, and one gap was at least as long:
+        a mean over the pieces that came behind it would hide the pause that a client saw.
+        """
         pieces = attempt.pieces - max(attempt.seen_pieces, 1)  # from the first piece on
         if pieces > 0 and attempt.streams and attempt.prompt is not None and not attempt.pauses and attempt.first_at:
             key = self.class_of(exchange), self.model_of(attempt.prompt)
-            self._metrics.answer_itl_seconds.observe_mean(key, now - attempt.seen_at, pieces)
+            elapsed = now - attempt.seen_at
+            if pieces > 1 and (pause := elapsed - SWEEP_SECONDS) * pieces > elapsed:
+                self._metrics.answer_itl_seconds.observe(key, pause)
+                elapsed, pieces = elapsed - pause, pieces - 1
+            self._metrics.answer_itl_seconds.observe_mean(key, elapsed, pieces)
 
     def ended(self, exchange: Exchange, outcome: str, usage: Usage | None) -> None:
         attempt, prompt = exchange.attempt, exchange.prompt

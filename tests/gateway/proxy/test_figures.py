@@ -1,6 +1,8 @@
 """What answers took, by class and model, as clients behind real sockets saw it."""
 
 import asyncio
+from bisect import bisect_left
+from types import SimpleNamespace
 
 import pytest
 
@@ -53,6 +55,25 @@ async def test_a_stream_is_measured_by_class_and_model():
         spent = metrics.answer_phase_seconds.by("phase")
         assert sum(spent.values()) == pytest.approx(metrics.answer_e2e_seconds.mean(key), rel=1e-6)
         assert spent["decode"] > 0.9 and spent["queue"] < 0.5
+
+
+@pytest.mark.parametrize(
+    ("elapsed", "pieces", "tail"),
+    [(0.27, 13, 0.27 / 13), (0.5, 1, 0.5), (1.2, 5, 0.95), (10.0, 100, 9.75), (0.3, 2, 0.15)],
+)
+def test_a_pause_is_not_hidden_by_the_pieces_behind_it(elapsed, pieces, tail):
+    """`tail`: the longest gap that is known, of the pieces that came within `elapsed` seconds of the last."""
+    metrics = Metrics()
+    figures = Figures(metrics)
+    figures.serve(["m"])
+    exchange, attempt = SimpleNamespace(), SimpleNamespace()
+    attempt.streams, attempt.pauses, attempt.prompt = True, 0, SimpleNamespace(model="m")
+    attempt.first_at, attempt.seen_at, attempt.seen_pieces, attempt.pieces = 100.0, 101.0, 4, 4 + pieces
+    figures.passing(exchange, attempt, 101.0 + elapsed)
+    gaps, key = metrics.answer_itl_seconds, ("default", "m")
+    assert gaps.count(key) == pieces and gaps.mean(key) * pieces == pytest.approx(elapsed)
+    longest = max(i for i, count in enumerate(gaps.series[key][:-1]) if count)
+    assert longest == bisect_left(gaps.bounds, tail), "it is in the bucket of the pause"
 
 
 async def test_a_replica_has_not_taken_what_another_one_took_to_refuse():

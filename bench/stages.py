@@ -18,6 +18,7 @@ import random
 import statistics
 from collections.abc import Callable
 from time import perf_counter
+from typing import Any
 
 from cachemap import CacheMap
 from gateway.http import upstream as wire
@@ -129,14 +130,15 @@ class Stopwatch:
             setattr(owner, method, plain)
 
 
-def build(shadows: list[str]) -> tuple[Server, Proxy]:
+def build(shadows: list[str], **features: Any) -> tuple[Server, Proxy]:
+    """`features`: further arguments of Proxy."""
     cachemap = CacheMap(1 << 28)
     router = Router(make("least_time"), cachemap, Ledger(), CostGroup())
     proxy = Proxy(
         models=Models.of(Pipeline(sim_model_dir(), "m", 16)), router=router, metrics=Metrics(), retries=2,
         request_timeout=60, idle_timeout=60, response_headers=True, replicas={},
         on_traffic=lambda replica, fault: None, ask_models=lambda: asyncio.sleep(0),
-        shadows=shadows,
+        shadows=shadows, **features,
     )  # fmt: skip
     if proxy.placing.shadows is not None:
         proxy.placing.shadows.acted = proxy.placing.shadows.judge  # at once: the event loop does not turn here
@@ -178,8 +180,7 @@ def run(load: str, count: int, watched: bool, shadows: list[str]) -> dict[str, f
         watch.time(proxy.settling, "_settle", "settle: compare, count")
     client = Downstream(server.clients)
     client.connection_made(NoTransport())
-    requests = [b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%b" % (len(b), b)
-                for b in bodies(load, count)]  # fmt: skip
+    requests = [as_request(body) for body in bodies(load, count)]
     for request in requests[: count // 4]:
         exchange(client, request)
     watch.seconds.clear()
@@ -190,6 +191,11 @@ def run(load: str, count: int, watched: bool, shadows: list[str]) -> dict[str, f
     watch.stop()
     # Of most requests: what a busy machine does to some of them is not the stage's.
     return {name: statistics.median(seconds) * 1e6 for name, seconds in watch.seconds.items()}
+
+
+def as_request(body: bytes, headers: bytes = b"") -> bytes:
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    return head + headers + b"content-length: %d\r\n\r\n%b" % (len(body), body)
 
 
 def exchange(client: Downstream, request: bytes) -> float:

@@ -13,6 +13,7 @@ differ: short and long answers are met in proportion to how long they take. So t
 from __future__ import annotations
 
 from dataclasses import replace
+from math import sqrt
 from typing import NamedTuple, TypeVar
 
 from .vocabulary import Demand
@@ -38,6 +39,7 @@ class Basis(NamedTuple):
     kind: str  # the narrowest that an answer was of: "session", "prefix" or "model"; "prior": there was none
     answers: int  # of that kind, which its running mean is of
     mean: float  # tokens, before `max_tokens` bounds them
+    spread: float  # their standard deviation: by how much an answer's length differs from it
 
 
 class _Kind:
@@ -87,13 +89,14 @@ class Outputs:
 
     def basis(self, demand: Demand) -> Basis:
         """What `expected` is based on."""
-        mean = self.expected(replace(demand, max_tokens=None)).mean
+        mean, residual = self.expected(replace(demand, max_tokens=None))
+        spread = sqrt(max(0.0, 2.0 * mean * residual - mean * mean))
         session = self._sessions.get((demand.space, demand.session)) if demand.session is not None else None
         kinds = {"session": session, "prefix": self._roots.get(demand.root), "model": self._spaces.get(demand.space)}
         for name, kind in kinds.items():
             if kind is not None:
-                return Basis(name, round(kind.count), mean)
-        return Basis("prior", 0, mean)
+                return Basis(name, round(kind.count), mean, spread)
+        return Basis("prior", 0, mean, spread)
 
     def learn(self, demand: Demand, tokens: int) -> None:
         tokens = tokens or 1

@@ -67,6 +67,7 @@ def _answer_line(told: Mapping[str, Any]) -> str:
     else:
         answers = "answer" if basis["answers"] == 1 else f"{basis['answers']} answers"
         source = f"learned from the last {answers} {OF_KIND[basis['kind']]}"
+        source += f" (± {basis['spread']:.0f})"
     if told["output_tokens"] < basis["mean"]:
         return f"{expected}, which the request allows at most; else {basis['mean']:.0f}, {source}"
     return f"{expected}, {source}"

@@ -31,6 +31,14 @@ def test_what_is_left_of_an_answer_tells_how_much_lengths_differ():
     assert wild.residual == pytest.approx(wild.mean, rel=0.25)
 
 
+def test_the_basis_says_by_how_much_lengths_differ():
+    chance = Random(2)
+    equal, wild = learned(*[80] * 400), learned(*[max(1, round(chance.gauss(400, 50))) for _ in range(4000)])
+    assert equal.basis(Demand(100)).spread < 30  # what four assumed answers of other lengths leave
+    assert wild.basis(Demand(100)).spread == pytest.approx(50, abs=20)
+    assert learned().basis(Demand(100)).spread == outputs.FIRST, "of nothing learned as much as the length itself"
+
+
 def test_a_narrower_kind_is_believed_the_more_it_has_been_heard_of():
     made = learned(*[100] * 100, root=1)
     means = []

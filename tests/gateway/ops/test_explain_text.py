@@ -27,10 +27,11 @@ def learned(*answers):
     [
         (learned(), None, "200 tokens expected, assumed, as no answer of this model has ended yet"),
         (learned(), 16, "16 tokens expected, which the request allows at most; else 200, assumed, as no answer of this model has ended yet"),
-        (learned((50, 1, None)), None, "170 tokens expected, learned from the last answer of this model"),
-        (learned(*[(50, 77, None)] * 90), None, "50 tokens expected, learned from the last 64 answers to prompts with the same first block"),
-        (learned(*[(50, 77, None)] * 90, *[(500, 1, "s")] * 3), 900, "244 tokens expected, learned from the last 3 answers of its session"),
-        (learned(*[(50, 77, "s")] * 90), 9, "9 tokens expected, which the request allows at most; else 50, learned from the last 16 answers of its session"),
+        (learned((50, 1, None)), None, "170 tokens expected, learned from the last answer of this model (± 189)"),
+        (learned(*[(50, 77, None)] * 90), None, "50 tokens expected, learned from the last 64 answers to prompts with the same first block (± 14)"),
+        (learned(*[(50, 77, None)] * 90, *[(500, 1, "s")] * 3), 900, "244 tokens expected, learned from the last 3 answers of its session (± 223)"),
+        (learned(*[(50, 77, "s")] * 90), 9,
+         "9 tokens expected, which the request allows at most; else 50, learned from the last 16 answers of its session (± 0)"),
     ],
 )  # fmt: skip
 def test_it_says_where_the_expected_tokens_come_from(outputs, max_tokens, said):

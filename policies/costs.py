@@ -32,12 +32,14 @@ again.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import fields
 from math import exp, log
+from types import SimpleNamespace
 from typing import Any, NotRequired, TypedDict
 
 from .changes import Changes
-from .ledger import UNTIMED, Load
-from .statement import compiled
+from .ledger import UNTIMED, ZERO_TOGETHER, Load
+from .statement import REQUEST, STANDING, compiled, expressions, python, symbol
 
 # An 8B model on one data-centre GPU (Dynamo 1.6.1's mocker defaults: 15 us a token, 4.2e-10 s a
 # token squared, 16 ms a prefill step, 6 ms a decode step). Tenfold wrong for others; a dozen requests
@@ -105,6 +107,52 @@ def ttft_terms(
         speed * (queued * ahead + busy * left),
         crowd * crowded,
     )
+
+
+def late_seconds(now: float, load: Load) -> float:
+    """By how much a replica is late: nothing has come of what it was expected to answer by `load.due`.
+
+    So long at least a request is taken to wait behind those that wait there already, since nothing tells how much
+    longer that lasts; it is no part of what is learned.
+    """
+    return max(0, now - load.due)
+
+
+def ttft_seconds(
+    uncached: float,
+    cached: float,
+    now: float,
+    load: Load,
+    speed: float,
+    pace: float,
+    ttft: Sequence[float],
+    step: Sequence[float],
+) -> float:
+    """All of the TTFT that is predicted."""
+    features = ttft_features(uncached, cached, now, step_seconds(load, pace, step), load, speed, ttft)
+    base, own, queue, crowd = ttft_terms(features, speed, ttft)
+    return base + own + queue + crowd + late_seconds(now, load)
+
+
+LOAD = SimpleNamespace(**{field.name: symbol(f"load.{field.name}", STANDING) for field in fields(Load)})  # of symbols
+TTFT, STEP = (
+    [f"{of}_{index}" for index in range(len(prior))] for of, prior in (("ttft", TTFT_PRIOR), ("step", STEP_PRIOR))
+)
+ZEROS = [[getattr(LOAD, name) for name in names] for names in ZERO_TOGETHER]
+
+
+def _compiled_ttft() -> Callable[..., tuple[float, ...]]:
+    """Return `ttft_seconds` of (uncached, cached, now, load, speed, pace, *ttft, *step), in a tuple. Each placement
+    asks once: the statements' ten frames would be 8 % of a decision's instructions."""
+    uncached, cached, now, speed, pace, *coefficients = (
+        symbol(name, REQUEST) for name in ("uncached", "cached", "now", "speed", "pace", *TTFT, *STEP)
+    )
+    ttft, step = coefficients[: len(TTFT)], coefficients[len(TTFT) :]
+    stated = expressions(ttft_seconds, uncached, cached, now, LOAD, speed, pace, ttft, step)
+    return python("ttft_seconds", ["uncached", "cached", "now", "load", "speed", "pace", *TTFT, *STEP], [stated], ZEROS)
+
+
+_ttft_seconds = _compiled_ttft()
 
 
 class Fit:
@@ -318,12 +366,30 @@ class Costs:
 
     def ttft_seconds(self, load: Load, uncached: int, context: int, now: float = UNTIMED) -> float:
         """Time to the first token for a request that meets `load`, at `now`."""
-        return sum(self.ttft_parts(load, uncached, context, now))
+        group = self.group
+        return _ttft_seconds(
+            uncached,
+            context,
+            now,
+            load,
+            self.ttft.value,
+            self.step.value,
+            *group.ttft.coefficients,
+            *group.step.coefficients,
+        )[0]
 
     def ttft_parts(
         self, load: Load, uncached: int, context: int, now: float = UNTIMED
     ) -> tuple[float, float, float, float]:
         """The same in the parts that `ttft_terms` names."""
+        base, own, queue, crowd = self._learned_parts(load, uncached, context, now)
+        return base, own, queue + late_seconds(now, load), crowd
+
+    def punctual_seconds(self, load: Load, uncached: int, context: int, now: float = UNTIMED) -> float:
+        """The same if the replica is not late: what is held against what was observed."""
+        return sum(self._learned_parts(load, uncached, context, now))
+
+    def _learned_parts(self, load: Load, uncached: int, context: int, now: float) -> tuple[float, float, float, float]:
         return ttft_terms(self._features(load, uncached, context, now), self.ttft.value, self.group.ttft.coefficients)
 
     def answer_seconds(self, load: Load, uncached: int, context: int, output: float, now: float = UNTIMED) -> float:
@@ -346,7 +412,7 @@ class Costs:
         which of the `cached` tokens were fetched. Time spent on those says nothing of computing: where it is much, only
         the fetch is learned from it."""
         if lower and seconds > 0:
-            fetch, compute = self.group.fetch, self.ttft_seconds(before, uncached, cached, at)
+            fetch, compute = self.group.fetch, self.punctual_seconds(before, uncached, cached, at)
             fetched = fetch.seconds(lower)
             if fetched > _ASIDE * (fetched + compute):
                 fetch.observe(lower, compute, seconds)

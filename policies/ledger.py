@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from heapq import heapify, heappop, heappush
 from math import inf
 
 from .changes import Changes
@@ -42,6 +43,7 @@ class Load:
     begun: int = 0  # how many of `prefilling` these are (not known: all); those that came later wait for the next step
     begun_tokens: int = 0  # and how many of `prefill_tokens`
     recent: float = 0.0  # choices that fell on it, the later the heavier: what counts is its share of all replicas' sum
+    due: float = FAR  # when it is expected to answer next, by the same clock, see `Unanswered`; FAR: nobody waits
 
     def copy(self) -> Load:
         """As it is now. `dataclasses.replace` takes five times as long."""
@@ -59,6 +61,7 @@ class Load:
             self.begun,
             self.begun_tokens,
             self.recent,
+            self.due,
         )
 
     def scraped(self, waiting: int | None, kv_usage: float | None) -> None:
@@ -83,6 +86,7 @@ class Load:
 
 _COUNTS = tuple(f.name for f in fields(Load))[:6]
 NOTHING = (0,) * len(_COUNTS)
+_VOID = 64  # entries of a heap that are kept however few are waited for
 # choices a replica, over which its share of them is taken: fewer are noise, more let what begins at once go to one
 # place, and conversations count that are over
 _WINDOW = 4
@@ -91,7 +95,7 @@ _WINDOW = 4
 @dataclass(slots=True, eq=False)
 class Reservation:
     """One request's share of a replica's load. `met`: the figures of the load that it met, without itself, in their
-    order; `at`: when that was."""
+    order; `at`: when that was. `due`: when the first byte of its answer is expected, FAR if nobody would see it."""
 
     replica: str
     load: Load
@@ -100,12 +104,70 @@ class Reservation:
     tokens: int
     at: float = UNTIMED
     output: int = 0
+    due: float = FAR
+    unanswered: Unanswered | None = None  # those on its replica, if it has been one of them
+    number: int = 0  # its own among them; 0: it is none of them
     stage: str = "prefill"  # then "decode", then "done"
 
     @property
     def before(self) -> Load:
         """The load that it met, for whoever asks: most requests end without."""
         return Load(*self.met)  # type: ignore[arg-type]  # the figures are of two types
+
+
+class Unanswered:
+    """Requests on one replica that have no answer, and by when it is expected to answer one: `Load.due`.
+
+    An answer, whichever it is, says that the replica does not stall: nothing is due before that, and requests that are
+    older than the one that is answered are no longer waited for. An engine may have put them last, or lost them.
+    """
+
+    __slots__ = ("_load", "_heap", "_waiting", "_number", "_overtaken", "_answered_at")
+
+    def __init__(self, load: Load) -> None:
+        self._load = load
+        # By when they are due, with the number that each had when it was added: entries that are void (it has ended,
+        # was overtaken, or is due at another time now) are dropped when they come to the top, or are too many.
+        self._heap: list[tuple[float, int, Reservation]] = []
+        self._waiting = self._number = self._overtaken = 0  # how many wait; the latest number; up to which all are void
+        self._answered_at = UNTIMED
+
+    def add(self, reservation: Reservation) -> None:
+        if len(self._heap) > 2 * self._waiting + _VOID:  # so it is as long as what waits, whatever ends early
+            self._heap = [entry for entry in self._heap if self._counts(entry)]
+            heapify(self._heap)
+        self._number = number = self._number + 1
+        self._waiting += 1
+        reservation.unanswered, reservation.number = self, number
+        heappush(self._heap, (reservation.due, number, reservation))
+        self._look()
+
+    def answered(self, reservation: Reservation, now: float) -> None:
+        self._answered_at = now
+        if reservation.number:
+            self._overtaken = max(self._overtaken, reservation.number)
+            self._forget(reservation)
+        self._look()
+
+    def leave(self, reservation: Reservation) -> None:
+        """It has ended, or nobody would see its answer."""
+        if reservation.number:
+            self._forget(reservation)
+            self._look()
+
+    def _forget(self, reservation: Reservation) -> None:
+        reservation.number = 0
+        self._waiting -= 1
+
+    def _counts(self, entry: tuple[float, int, Reservation]) -> bool:
+        _, number, reservation = entry
+        return reservation.number == number > self._overtaken
+
+    def _look(self) -> None:
+        heap = self._heap
+        while heap and not self._counts(heap[0]):
+            heappop(heap)
+        self._load.due = max(heap[0][0], self._answered_at) if heap else FAR
 
 
 class Ledger:
@@ -117,6 +179,8 @@ class Ledger:
         self._loads: dict[str, Load] = {}
         self._others: dict[str, tuple[int, ...]] = {}
         self._leaving: list[tuple[str, Load]] = []  # replicas removed while requests were still on them
+        self._unanswered: dict[str, Unanswered] = {}
+        self._shared = False
         self._weight, self._growth = 1.0, 1.0  # of the latest choice, and how much heavier the next one is
         self.moved: Callable[[str], None] | None = None
         self.changes: Changes[str] | None = None
@@ -129,7 +193,10 @@ class Ledger:
 
     def add(self, replica: str) -> Load:
         """The replica's load; the same object until `remove`."""
-        load = self._loads.setdefault(replica, Load())
+        load = self._loads.get(replica)
+        if load is None:
+            load = self._loads[replica] = Load()
+            self._unanswered[replica] = Unanswered(load)
         self._regrow()
         return load
 
@@ -137,6 +204,7 @@ class Ledger:
         """Forget a replica. Requests still on it settle against its old load."""
         self.others(replica, NOTHING)
         self._others.pop(replica, None)
+        self._unanswered.pop(replica, None)
         if (load := self._loads.pop(replica, None)) is not None:
             self._leaving.append((replica, load))
             self._regrow()
@@ -169,10 +237,19 @@ class Ledger:
         load.context_tokens += counts[4] - before[4]
         load.output_tokens += counts[5] - before[5]
         if stepped or load.since == FAR:
-            load.timed(now if stepped else None)
+            load.timed(now if stepped and not self._shared else None)
         self._others[replica] = counts
         if self.changes is not None:
             self.changes.tell(replica)
+
+    def share(self, shared: bool) -> None:
+        """Whether other gateways' requests count from now on: then nobody tells when a replica begins a step."""
+        if shared != self._shared:
+            self._shared = shared
+            for replica, load in self._loads.items():
+                load.timed(None)
+                if self.changes is not None:
+                    self.changes.tell(replica)
 
     def scraped(self, replica: str, waiting: int | None, kv_usage: float | None) -> None:
         """What the engine says of itself, see `Load.scraped`."""
@@ -188,9 +265,10 @@ class Ledger:
         counted: bool = False,
         now: float | None = None,
         output: int = 0,
+        due: float = FAR,
     ) -> Reservation:
         """Count a request of `tokens` prompt tokens, `uncached` of which must be computed. `counted`: where
-        `moved` would tell of it, it is known already."""
+        `moved` would tell of it, it is known already. `due`: as the Reservation's."""
         load = self._loads[replica]
         met = (
             load.requests,
@@ -206,8 +284,11 @@ class Ledger:
             load.begun,
             load.begun_tokens,
             load.recent,
+            load.due,
         )
-        reservation = Reservation(replica, load, met, uncached, tokens, UNTIMED if now is None else now, output)
+        reservation = Reservation(replica, load, met, uncached, tokens, UNTIMED if now is None else now, output, due)
+        if due != FAR:
+            self._unanswered[replica].add(reservation)
         alone = not load.prefilling
         self._weight *= self._growth  # heavier choices instead of fading old ones: one figure changes, not all
         load.recent += self._weight
@@ -218,7 +299,7 @@ class Ledger:
         load.prefill_tokens += uncached
         load.output_tokens += output
         if alone or load.since == FAR:
-            load.timed(now if alone else None)
+            load.timed(now if alone and not self._shared else None)
         if self.changes is not None:
             self.changes.tell(replica)
         if self.moved is not None and not counted:
@@ -260,20 +341,40 @@ class Ledger:
             self.moved(reservation.replica)
 
     def first_byte(self, reservation: Reservation, now: float | None = None) -> None:
-        """Its prefill is done; it decodes from now on."""
+        """Its prefill is done; it decodes from now on. None: that is assumed, and nothing of its answer has come."""
         if reservation.stage != "prefill":
             return
+        if now is not None and reservation.unanswered is not None:
+            reservation.unanswered.answered(reservation, now)
         reservation.stage = "decode"
         load, uncached, tokens = reservation.load, reservation.uncached, reservation.tokens
         load.prefilling -= 1
         load.prefill_tokens -= uncached
         load.decoding += 1
         load.context_tokens += tokens
-        load.timed(now)
+        load.timed(None if self._shared else now)
         if self.changes is not None:
             self.changes.tell(reservation.replica)
         if self.moved is not None:
             self.moved(reservation.replica)
+
+    def answered(self, reservation: Reservation, now: float) -> None:
+        """All of its answer came at once."""
+        if (unanswered := reservation.unanswered) is not None:
+            unanswered.answered(reservation, now)
+            if self.changes is not None:
+                self.changes.tell(reservation.replica)
+
+    def expect(self, reservation: Reservation, due: float) -> None:
+        """The first byte of its answer is expected later than was thought; FAR: nobody would see it."""
+        unanswered = reservation.unanswered
+        if unanswered is not None and reservation.number:
+            unanswered.leave(reservation)
+            reservation.due = due
+            if due != FAR:
+                unanswered.add(reservation)
+            if self.changes is not None:
+                self.changes.tell(reservation.replica)
 
     def release(self, reservation: Reservation) -> None:
         """It has ended, however it ended."""
@@ -281,6 +382,8 @@ class Ledger:
         if stage == "done":
             return
         reservation.stage = "done"
+        if reservation.unanswered is not None:
+            reservation.unanswered.leave(reservation)
         load.requests -= 1
         load.output_tokens -= reservation.output
         if stage == "prefill":

@@ -5,6 +5,10 @@ same block (an agent's instructions, a tenant's system prompt), and its session'
 kind's mean starts from that of the wider one, which counts as `_PRIOR` answers (Bühlmann's credibility: n / (n + k)),
 so one answer hardly moves it and thirty are believed. `max_tokens` bounds what comes out.
 
+When the first byte of an answer is expected (`due`) follows from what its placement predicts by the load that it met,
+and for an answer that comes in one piece from all of its decode steps besides. From then on its replica is late
+(`costs.late_seconds`).
+
 A cost needs two figures of an answer that has not ended: its mean, and what is left of one that is met at a random
 moment, E[X^2] / 2 E[X] (renewal theory's mean residual life). The latter is more than half the mean by how much lengths
 differ: short and long answers are met in proportion to how long they take. So the spread of what is not known is in it.
@@ -16,7 +20,9 @@ from dataclasses import replace
 from math import sqrt
 from typing import NamedTuple, TypeVar
 
-from .vocabulary import Demand
+from .costs import Lower
+from .ledger import FAR, UNTIMED
+from .vocabulary import Candidate, Demand, Pull
 
 FIRST = 200.0  # tokens, until an answer has ended
 LEAST_OUTPUT = 8  # tokens; of a shorter answer nobody knows the time from one to the next
@@ -24,6 +30,9 @@ _PRIOR = 4.0  # answers that a wider kind's mean counts as
 _WINDOWS = (256.0, 64.0, 16.0)  # answers over which each kind's means run
 _KINDS = 4096  # that are kept of each
 _CHANCES = 8
+# Seconds of a decode step until so many streams were seen: answers in one piece tell nothing of it, and it may be
+# twenty times the prior's
+_SLOWEST, _LEARNED = 0.1, 20
 
 
 class Expected(NamedTuple):
@@ -125,3 +134,38 @@ def _of(kinds: dict[Key, _Kind], key: Key) -> _Kind:
             del kinds[next(iter(kinds))]
         kind = kinds[key] = _Kind()
     return kind
+
+
+def due(
+    candidate: Candidate,
+    demand: Demand,
+    uncached: int,
+    lower: Lower = (),
+    pull: Pull | None = None,
+    ttft: float | None = None,
+) -> float:
+    """Return the time by the clock of `demand.now`, at which it is placed there; FAR where that is not known. `ttft`:
+    the seconds to its first token, where the rule that chose the candidate has predicted them."""
+    now = demand.now
+    if now == UNTIMED:
+        return FAR
+    if ttft is None:
+        ttft = candidate.costs.ttft_seconds(candidate.load, uncached, demand.tokens - uncached, now)
+        if lower:
+            ttft += candidate.costs.group.fetch.seconds(lower) + (pull.seconds if pull is not None else 0.0)
+    return now + ttft if demand.streams else now + ttft + answer_seconds(candidate, demand)
+
+
+def answer_seconds(candidate: Candidate, demand: Demand) -> float:
+    """Return how long its answer may well take, with the streams there now.
+
+    Twice what is left of one in the middle, more than the mean, is exceeded by one in 20 of exponentially distributed
+    lengths, and by one in 30 of lognormal ones (sigma 1).
+    """
+    output, load, costs = demand.output + 2.0 * demand.residual, candidate.load, candidate.costs
+    if (most := demand.max_tokens) is not None and most < output:
+        output = most
+    step = costs.stream_step(load.decoding + 1, load.context_tokens + demand.tokens + output)
+    if step < _SLOWEST and costs.group.step.count < _LEARNED:
+        step = _SLOWEST
+    return output * step

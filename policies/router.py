@@ -18,9 +18,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from . import legs, pulls
-from .costs import PEER, CostGroup, Costs, Lower
-from .ledger import UNTIMED, Ledger, Reservation
-from .outputs import Outputs
+from .costs import PEER, CostGroup, Costs, Lower, late_seconds
+from .ledger import FAR, UNTIMED, Ledger, Reservation
+from .outputs import Outputs, answer_seconds, due
 from .placement import (
     NO_PULLS,
     Decision,
@@ -107,17 +107,23 @@ class Placement:
         """Seconds to its last token, as predicted by the load that it met and the length that answers have."""
         taken, costs = self.reservation, self.candidate.costs
         seconds = costs.answer_seconds(taken.before, taken.uncached, self.cached, self.demand.output, taken.at)
-        return seconds + self._fetch_seconds if self.lower else seconds
+        return seconds + self.fetch_seconds if self.lower else seconds
 
     @property
     def ttft(self) -> float:
         """Seconds from sending it to its first token, as predicted by the load that it met."""
-        taken, costs = self.reservation, self.candidate.costs
-        seconds = costs.ttft_seconds(taken.before, taken.uncached, self.cached, taken.at)
-        return seconds + self._fetch_seconds if self.lower else seconds
+        return self.punctual_ttft + late_seconds(self.reservation.at, self.reservation.before)
 
     @property
-    def _fetch_seconds(self) -> float:
+    def punctual_ttft(self) -> float:
+        """The same if the replica was not late: what it has to do is learned from, for how long it stalls is not."""
+        taken = self.reservation
+        seconds = self.candidate.costs.punctual_seconds(taken.before, taken.uncached, self.cached, taken.at)
+        return seconds + self.fetch_seconds if self.lower else seconds
+
+    @property
+    def fetch_seconds(self) -> float:
+        """Seconds of that in which what slower tiers and a peer hold is fetched."""
         seconds = self.candidate.costs.group.fetch.seconds(self.lower)
         return seconds + self.pull.seconds if self.pull is not None else seconds
 
@@ -260,24 +266,29 @@ class Router:
         """Do it: count the load, expect the blocks, and tell the policy, once per placement. `decision`: where that was
         made by the load of all gateways, of the same candidates."""
         demand, candidates, choice, overlap, spaces, lower, offered, *_ = evaluation
-        placed, counted, begins = demand, False, demand.now if demand.now != UNTIMED else None
+        placed, counted = demand, False
         if decision is not None:
             choice, overlap, lower = choice._replace(index=decision.index), decision.overlap, decision.lower
             self.ledger.others(decision.replica, decision.others)
-            counted, begins = decision.counted, None
+            counted = decision.counted
         candidate = candidates[choice.index]
         if spaces is not None:
             placed, overlap, lower = _in_space(candidate, spaces, demand, overlap if decision is not None else 0)
             counted = counted and placed is demand  # else in other tokens than those that it is going to compute
+        pull = self._what_is_pulled(offered.get(candidate.replica), candidate, lower) if offered else None
+        uncached = placed.tokens - overlap
+        if lower:
+            uncached -= sum([tokens for _, tokens in lower])
+        ttft = choice.ttft if decision is None and spaces is None else None
         reservation = self.ledger.reserve(
             candidate.replica,
-            placed.tokens - overlap - sum([tokens for _, tokens in lower]),
+            uncached,
             placed.tokens,
             counted,
-            begins,
+            demand.now if demand.now != UNTIMED else None,
             demand.residual,
+            due(candidate, placed, uncached, lower, pull, ttft),
         )
-        pull = self._what_is_pulled(offered.get(candidate.replica), candidate, lower) if offered else None
         placement = Placement(candidate, placed, overlap, reservation, now, lower=lower, pull=pull)
         try:
             self._expect(placement)
@@ -348,13 +359,15 @@ class Router:
         request as it would have gone whole. `decided`: what a shared ledger said of each; else both are those that
         this one chose, weighed for this demand just now."""
         demand, first, second = whole.demand, chosen.prefiller, chosen.decoder
-        overlap, lower, counted, begins = first.overlap, first.lower, False, demand.now
+        overlap, lower, counted = first.overlap, first.lower, False
         if decided is not None:
             prefill, _ = decided
             for one in decided:
                 self.ledger.others(one.replica, one.others)
-            overlap, lower, counted, begins = prefill.overlap, prefill.lower, prefill.counted, UNTIMED
-        placements = [self._commit_prefill(demand, first, overlap, lower, now, counted, begins)]
+            overlap, lower, counted = prefill.overlap, prefill.lower, prefill.counted
+        # What is seen of a first leg that the gateway does not send itself is the second one's first byte.
+        moving = self.transfers.seconds(first.replica, second.replica, chosen.moved)
+        placements = [self._commit_prefill(demand, first, overlap, lower, now, counted, demand.now, moving)]
         try:
             placements.append(self.commit_decoder(demand, second, now))
             if self._placed is not None:
@@ -382,11 +395,14 @@ class Router:
         now: float,
         counted: bool = False,
         begins: float = UNTIMED,
+        moving: float = 0.0,
     ) -> Placement:
-        """Count a leg that computes a prompt and writes nothing."""
+        """Count a leg that computes a prompt and writes nothing. `begins`: UNTIMED where it is not as of `demand.now`.
+        `moving`: seconds that its end may take to be seen besides."""
         uncached = demand.tokens - overlap - sum([tokens for _, tokens in lower])
+        expected = due(candidate, demand, uncached, lower) + moving if begins != UNTIMED else FAR
         reservation = self.ledger.reserve(
-            candidate.replica, uncached, demand.tokens, counted, begins if begins != UNTIMED else None
+            candidate.replica, uncached, demand.tokens, counted, begins if begins != UNTIMED else None, due=expected
         )
         placement = Placement(candidate, demand, overlap, reservation, now, lower=lower)
         try:
@@ -419,7 +435,7 @@ class Router:
         """Return what the transfer took of the `seconds` from sending the second leg to its first token: what its
         decoder does not take itself."""
         costs, tokens = second.candidate.costs, second.demand.tokens
-        return seconds - costs.ttft_seconds(second.reservation.before, 1, tokens - 1)
+        return seconds - costs.punctual_seconds(second.reservation.before, 1, tokens - 1)
 
     def _expect(self, placement: Placement) -> None:
         candidate, demand = placement.candidate, placement.demand
@@ -505,18 +521,35 @@ class Router:
         if self._first is not None:
             self._first(reservation.replica, placement.demand)
         if seconds is not None and (pull := placement.pull) is not None:  # `pulled` learns from it, if it came
-            placement.pull_took = seconds - (placement.ttft - pull.seconds)
+            placement.pull_took = seconds - (placement.punctual_ttft - pull.seconds)
         elif seconds is not None:
             placement.candidate.costs.observe_ttft(
                 seconds, reservation.uncached, placement.cached, reservation.before, reservation.at, placement.lower
             )
 
+    def answered(self, placement: Placement, now: float) -> None:
+        """The answer came in one piece: it is the end of the answer as well, and tells nothing of its prefill."""
+        self.ledger.answered(placement.reservation, now)
+
+    def tells_end_alone(self, placement: Placement) -> None:
+        """Right after it was placed: of its answer only the end may be told."""
+        taken, demand = placement.reservation, placement.demand
+        if demand.streams:
+            self.ledger.expect(taken, taken.due + answer_seconds(placement.candidate, demand))
+
+    def disregard(self, placement: Placement) -> None:
+        """Its replica works, though nothing has come of it: it says nothing of what others have to wait for."""
+        self.ledger.expect(placement.reservation, FAR)
+
     def drop_pull(self, placement: Placement) -> None:
         """Nothing is fetched from its peer, right after it was placed: all of that is computed."""
-        kept = tuple([run for run in placement.lower if run[0] != PEER])
+        kept, fetching = tuple([run for run in placement.lower if run[0] != PEER]), placement.fetch_seconds
         tokens = placement.fetched - sum([count for _, count in kept])
         placement.pull, placement.lower = None, kept
-        self.ledger.compute_more(placement.reservation, tokens)
+        taken, costs = placement.reservation, placement.candidate.costs
+        self.ledger.compute_more(taken, tokens)
+        later = costs.prefill_seconds(tokens, placement.cached) + placement.fetch_seconds - fetching
+        self.ledger.expect(taken, taken.due + later)
 
     def pulled(self, placement: Placement, cached: int, now: float) -> bool:
         """Its engine found so many prompt tokens in all. Learn from what it was to pull, and return whether all of

@@ -26,6 +26,7 @@ class Demand:
     path: str = ""  # of the API that it is posted to
     space: int = 0  # whose tokens and blocks these are: a candidate of another space has none of them
     also: Demand | None = None  # the same request in the tokens and blocks of another space, if candidates are of two
+    streams: bool = True  # the first token of its answer is seen when it is made, not with the last one
     output: float = 0.0  # tokens that its answer is expected to have; the Router says so
     residual: int = 0  # and how many are still to come, seen at a random moment while it comes
 
@@ -74,6 +75,7 @@ class Choice(NamedTuple):
     among: Sequence[int] | None = None
     future: float = 0.0  # the `future` of that cost
     after: float = 1.0  # and its `after`
+    ttft: float | None = None  # seconds to the first token there, if those were weighed
 
 
 def pick(equals: Sequence[int], draw: float) -> int:

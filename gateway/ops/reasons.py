@@ -26,7 +26,9 @@ class Term(NamedTuple):
 
 TERMS = {
     "prefill": Term("computing the part of the prompt that is not held", "it computes prompts faster"),
-    "queue": Term("prompts that are computed before this one", "fewer prompt tokens are ahead of it there"),
+    "queue": Term(
+        "prompts that are computed before this one, and how late the replica is", "less is ahead of it there"
+    ),
     "crowd": Term("decode steps that its prefill shares with answers there", "fewer answers are under way there"),
     "fetch": Term("fetching blocks from slower tiers", "less of its prompt has to be fetched from slower tiers"),
     "room": Term("waiting for blocks to become free", "there is more room in its KV cache"),

@@ -335,8 +335,8 @@ class Conductor:
                 self.failed(attempt, UpstreamError(PREFILL_FAILED, f"waits for {legs.prefiller.id}, which is gone"))
             elif not attempt.streams and now - attempt.sent_at > self.placing.legs.fetching(legs):
                 self.settling.prefilled_elsewhere(legs, computed=True)
-        elif not attempt.streams and not first_leg:
-            self.settling.assume_prefilled(attempt, now)
+        elif not first_leg:
+            self.settling.still_unanswered(attempt, now)
 
     def _hangs(self, attempt: Attempt, now: float) -> None:
         silent = now - attempt.sent_at

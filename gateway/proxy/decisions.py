@@ -32,13 +32,15 @@ LEASES = (1.0, 3600.0)
 GRACE = 0.25
 # Under way at once: 16,384 of 30,000 tokens each. Bodies that wait to be read count as well
 MOST, MOST_BYTES = 16_384, 256 * 2**20
+# Seconds for which a replica counts as late because nothing is told of a request: its caller may as well have died
+SILENT = 5.0
 MOST_CANDIDATES = 8  # named; nobody tries more, and each costs a choice
 
 
 class Leased:
     """A request that is answered elsewhere: its one attempt, and how long nothing may be heard of it."""
 
-    __slots__ = ("id", "prompt", "tried", "attempt", "stages", "seconds", "found", "timer", "size", "headers")
+    __slots__ = ("id", "prompt", "tried", "attempt", "stages", "seconds", "found", "timer", "silent", "size", "headers")
 
     response: str | None = None  # no answer passes here, so nobody knows who made one
     model: str | None = None
@@ -51,6 +53,7 @@ class Leased:
         self.stages: list[tuple[str, float]] = []
         self.found: asyncio.Future[Attempt] = asyncio.get_running_loop().create_future()
         self.timer: asyncio.TimerHandle | None = None
+        self.silent: asyncio.TimerHandle | None = None
         self.headers = headers  # until it is placed
         self.size = 2000 + 8 * len(prompt.hashes) + 4 * len(prompt.model)  # bytes, roughly
 
@@ -134,7 +137,13 @@ class Decisions:
         self._open[leased.id] = leased
         self._bytes += leased.size
         self._renew(leased)
-        if not attempt.streams:  # no first byte to tell of: as `assume_prefilled`
+        self._router.tells_end_alone(attempt.placement)
+        leased.silent = asyncio.get_running_loop().call_later(
+            max(0.0, attempt.placement.reservation.due - monotonic() + SILENT),
+            self._router.disregard,
+            attempt.placement,
+        )
+        if not attempt.streams:  # no first byte to tell of: as `still_unanswered`
             asyncio.get_running_loop().call_later(
                 attempt.placement.ttft, self._router.first_token, attempt.placement, None
             )
@@ -206,6 +215,8 @@ class Decisions:
         self._close(leased, "done")
         usage, attempt = read_usage(answer), leased.attempt
         attempt.streams &= attempt.first_at > 0  # else nobody knows how long it decoded
+        if answer and not _is_error(answer):  # without one nobody knows how it ended
+            self._router.answered(attempt.placement, monotonic())
         if usage.prompt is not None and not attempt.backend.gone and not _is_error(answer):
             self._settling.finish(attempt, leased.prompt, usage)
         else:
@@ -237,8 +248,9 @@ class Decisions:
     def _close(self, leased: Leased, outcome: str) -> None:
         del self._open[leased.id]
         self._bytes -= leased.size
-        if leased.timer is not None:
-            leased.timer.cancel()
+        for timer in (leased.timer, leased.silent):
+            if timer is not None:
+                timer.cancel()
         self._proxy.metrics.decisions.inc(outcome)
 
 

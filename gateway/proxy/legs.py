@@ -259,7 +259,7 @@ class LegPlacing:
         moving = self._router.transfers.seconds(prefiller.id, decoder.id, chosen.moved)
         held = exchange.legs = Legs(transfer, prefiller, decoder, reserved, placement.cached, chosen.moved, moving)
         if transfer.header:  # what stands before the decoder sends the first leg
-            held.unsent, held.computing = placement, placement.ttft
+            held.unsent, held.computing = placement, placement.punctual_ttft
             second_leg(exchange, now)
             return
         if transfer.at_once:
@@ -270,7 +270,7 @@ class LegPlacing:
         first = exchange.attempt_type(prefiller, placement, prompt, False, now, leg=Leg.PREFILL, body=first_body)
         exchange.add_attempt(first)
         if transfer.at_once:
-            held.first, held.computing = first, placement.ttft
+            held.first, held.computing = first, placement.punctual_ttft
             second_leg(exchange, now)
 
     def choose(

@@ -335,8 +335,7 @@ class Placing:
         """What is asked for."""
         if prompt is None:
             return Demand(tokens=0, draw=random())
-        alone = self.shared is None or not self.shared.joined  # else others change the load, and nobody tells when
-        return demand_of(prompt, now if alone else UNTIMED, random())
+        return demand_of(prompt, now, random())
 
     def place(self, asker: Asker) -> None:
         """Choose, and count the load at once: decision and reservation are one step, here or where the load
@@ -526,5 +525,5 @@ def demand_of(prompt: Prompt, now: float = UNTIMED, draw: float = 0.0) -> Demand
     root = hashes[0] if hashes else 0
     return Demand(
         prompt.tokens, prompt.block_size, root, prompt.session, prompt.max_tokens, now, hashes, draw, prompt.reads_cache, prompt.path,
-        prompt.space, None if also is None else demand_of(also, now, draw),
+        prompt.space, None if also is None else demand_of(also, now, draw), prompt.stream,
     )  # fmt: skip

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from policies import Placement, Router, hittable
 from policies.outputs import LEAST_OUTPUT
+from replicas import State
 from replicas.engines.dialect import ANY_PATH
 
 from ..prompt.prompt import GUESSED, NO_PREFILL
@@ -40,6 +41,9 @@ STATUS_CLASS = ("0xx", "1xx", "2xx", "3xx", "4xx", "5xx", "6xx", "7xx", "8xx", "
 # An engine that computed a prompt while another one waited for it answers at about the time at which that begins to
 # write; so long it is waited for. Closing the connection before could cost the other one its cache.
 TRAILS_SECONDS = 10.0
+# A replica whose counters stand still while a request waits so long is ready no more (`replicas.progress.STALLED`, the
+# time between two looks, and as long again for a probe)
+COMPUTES_SECONDS = 30.0
 
 OnTraffic = Callable[[str, str | None, int], None]
 OnFirst = Callable[[Attempt, bool], None]  # whether the event loop was held up meanwhile
@@ -202,6 +206,7 @@ class Settling:
             self._router.abandon(placement, computed=False)
             return
         self._router.first_token(placement, None)
+        self._router.answered(placement, monotonic())
         self._router.finish(placement)
         self.metrics.legs.inc(Leg.PREFILL.value, "complete")
         legs.prefiller.drift.aside()  # nobody tells what was found cached there
@@ -240,17 +245,13 @@ class Settling:
         """`since`: when its client began to wait."""
         backend, at = attempt.backend, attempt.first_at
         ours = attempt.sent_at < self.held_up_at  # part of that time we did not look
-        learns = (
-            not attempt.fault
-            and attempt.streams
-            and attempt.status == 200
-            and attempt.prompt is not None
-            and not ours
-            and backend.may_learn(at)
-        )
+        answers = attempt.status == 200 and not attempt.fault
+        learns = answers and attempt.streams and attempt.prompt is not None and not ours and backend.may_learn(at)
         self._router.first_token(
-            attempt.placement, at if attempt.streams else None, at - attempt.sent_at if learns else None
+            attempt.placement, at if answers and attempt.streams else None, at - attempt.sent_at if learns else None
         )
+        if answers and not attempt.streams:
+            self._router.answered(attempt.placement, at)
         if attempt.leg is not None:
             self._transferred(attempt, learns)
         # An error took this long, and no first token; and the first byte of an answer in one piece is its last as well.
@@ -270,11 +271,14 @@ class Settling:
         learns = attempt.sent_at >= self.held_up_at and backend.may_learn(at)
         self._router.first_token(attempt.placement, at, at - attempt.sent_at if learns else None)
 
-    def assume_prefilled(self, attempt: Attempt, now: float) -> None:
-        """An answer that does not stream shows no first token: take its prefill for done when it should be."""
-        placement = attempt.placement
-        if placement.computing and now - attempt.sent_at > placement.ttft:
+    def still_unanswered(self, attempt: Attempt, now: float) -> None:
+        """An answer that does not stream shows no first token: take its prefill for done when it should be. And after
+        COMPUTES_SECONDS it is its own affair that nothing comes: a replica that is ready computes."""
+        placement, waited = attempt.placement, now - attempt.sent_at
+        if not attempt.streams and placement.computing and waited > placement.ttft:
             self._router.first_token(placement, None)
+        if waited > COMPUTES_SECONDS and attempt.backend.replica.state is State.READY:
+            self._router.disregard(placement)
 
     # --- the end
 

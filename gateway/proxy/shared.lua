@@ -15,6 +15,7 @@
 local LOAD, ALIVE, OF, SENT = KEYS[1] .. 'load', KEYS[1] .. 'alive', KEYS[1] .. 'of:', KEYS[1] .. 'sent:'
 local PACKED = '<dddddd' -- requests, prefilling, prefill tokens, decoding, context tokens, expected output tokens
 local SIZE = 48 -- bytes of a packed load
+local STANDING = 56 -- bytes of what a gateway says of a replica: two speeds, then what `load_of` takes
 local NOTHING = struct.pack(PACKED, 0, 0, 0, 0, 0, 0)
 local MOST = 1e12 -- of anything that is counted
 local GENERATION = 5000 -- ms: predictions live for one to two of them
@@ -232,11 +233,11 @@ local function count_stated(packed, ours, all, changed)
 end
 
 -- What a replica is known to do: the sums here, and what its engine and the asking gateway say (`at`: where in `standing`).
--- It is not known since when it computes its prompts.
+-- It is not known since when it computes its prompts. Whether it is late the gateway says by its own requests and clock.
 local function load_of(counts, standing, at)
   local load = {since = FAR, begun = counts[2], begun_tokens = counts[3]}
   load.requests, load.prefilling, load.prefill_tokens, load.decoding, load.context_tokens, load.output_tokens = unpack(counts)
-  load.waiting, load.kv_usage, load.capacity_tokens, load.recent = struct.unpack('<dddd', standing, at)
+  load.waiting, load.kv_usage, load.capacity_tokens, load.recent, load.due = struct.unpack('<ddddd', standing, at)
   return load
 end
 
@@ -351,7 +352,7 @@ local function choose(request, replicas, loads, standing, longest)
         overlap, lower, held[n] = sent, left, sent
       end
     end
-    local speed, pace = struct.unpack('<dd', standing, 48 * (i - 1) + 1)
+    local speed, pace = struct.unpack('<dd', standing, STANDING * (i - 1) + 1)
     local sum = cost(request.terms, overlap, lower, fetched, loads[i], speed, pace)
     costs[n], cached[n] = sum == sum and sum or math.huge, overlap + lower
     least = math.min(least, costs[n])
@@ -364,7 +365,7 @@ local function choose(request, replicas, loads, standing, longest)
   return chosen, held[chosen], cached[chosen]
 end
 
--- token; replicas; what this gateway has on the first of them, now that it has changed; of each replica two speeds and four
+-- token; replicas; what this gateway has on the first of them, now that it has changed; of each replica two speeds and five
 -- numbers that the gateway knows of its load; then of each request, in the order in which they are to be decided, five:
 --   draw, ratio, slack, tokens of a block, blocks that can be found held, and what `cost` takes of the request,
 --   of which the first is its prompt's tokens and the third its expected output
@@ -384,7 +385,7 @@ function operations.turn(token)
   for at = 6, #ARGV, 5 do requests[#requests + 1] = request_at(at, fields, seen) end
   local current, before = sent_lately(fields)
   if #requests > 0 then
-    for i = 1, #replicas do loads[i] = load_of(all[i], standing, 48 * (i - 1) + 17) end
+    for i = 1, #replicas do loads[i] = load_of(all[i], standing, STANDING * (i - 1) + 17) end
   end
   for number, request in ipairs(requests) do
     local chosen, held, cached = choose(request, replicas, loads, standing, longest_sent(request.fields, current, before))
@@ -396,7 +397,7 @@ function operations.turn(token)
       counts[1], counts[2], counts[3] = counts[1] + 1, counts[2] + 1, counts[3] + request.terms[1] - cached
       counts[6] = counts[6] + request.terms[3]
     end
-    loads[i], changed[i] = load_of(all[i], standing, 48 * (i - 1) + 17), true
+    loads[i], changed[i] = load_of(all[i], standing, STANDING * (i - 1) + 17), true
     record_sent(request.fields, current, anew, replicas[i])
   end
 

@@ -59,7 +59,7 @@ MOST_TOGETHER = 32  # requests in one call of the script: it takes 2 ms at most,
 MOST_UNSENT = 16_000  # bytes of prefixes that a replica did not get, in one call
 _HEADER = struct.Struct("<20d")
 _LOAD = struct.Struct("<6d")
-_STANDING = struct.Struct("<6d")
+_STANDING = struct.Struct("<7d")
 _ANSWER = struct.Struct("<8d")
 _NO_STANDING = bytes(_STANDING.size)
 _NO_COST = "local function cost() return 0 end"
@@ -511,6 +511,7 @@ class SharedLedger:
         await self._run("join", token, int(LEASE * 1000), self._former, "\n".join(stated), loads)
         if self._token == token:
             self.joined, self.reason = True, "joined"
+            self._ledger.share(True)
             if self._log_when_joined:
                 self._log_when_joined = False
                 log.info("the shared ledger in Redis is joined")
@@ -532,6 +533,7 @@ class SharedLedger:
             self._away_logged_at, self._log_when_joined = now, True
             log.warning("the shared ledger is away, replicas are chosen by this gateway's own view: %s", why)
         self.joined, self.reason = False, why
+        self._ledger.share(False)
         queue, self._queue = self._queue, []
         if self._heartbeat is not None:
             heartbeat, self._heartbeat = self._heartbeat, None
@@ -553,7 +555,7 @@ def _ends_of_prefixes(first: int, end: int) -> Callable[[Sequence[int]], tuple[i
 def _standing(candidate: Candidate) -> bytes:
     load, costs = candidate.load, candidate.costs
     return _STANDING.pack(
-        costs.ttft.value, costs.step.value, load.waiting, load.kv_usage, load.capacity_tokens, load.recent
+        costs.ttft.value, costs.step.value, load.waiting, load.kv_usage, load.capacity_tokens, load.recent, load.due
     )
 
 

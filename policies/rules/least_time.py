@@ -4,7 +4,8 @@ Per candidate, in seconds, with the coefficients that `costs` learns; the first 
 sixth is the wait of other requests for their first tokens, and the others are time between tokens, its own and others':
 
     prefill       base + uncached x (token + pair x (cached + uncached / 2))
-    queue         tokens ahead x queued + the rest of the step under way, less what of both is done by now
+    queue         tokens ahead x queued + the rest of the step under way, less what of both is done by now; and as long
+                  again as the replica is late, if an answer there was expected before now
     crowd         the decode steps that its prefill shares with the streams there: the more, the longer it is
     fetch         tokens in slower tiers x the time to fetch one, by tier (learned)
     room          if its blocks do not fit: the shortfall x the time that the streams there still take
@@ -60,7 +61,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..costs import step_seconds, ttft_features, ttft_terms
+from ..costs import late_seconds, step_seconds, ttft_features, ttft_terms
 from ..ledger import Load
 from ..roster import Roster
 from ..vocabulary import Candidate, Choice, Demand
@@ -122,7 +123,7 @@ def terms(
     later = weight * residual / max(1, output + residual)
     return (
         fixed + own,
-        queue,
+        queue + late_seconds(now, load),
         crowded,
         fetched,
         short * _REPLY * decode_step,
@@ -241,13 +242,13 @@ class LeastTime:
                 copy = other if due else None
         index = best if copy is None else copy
         lesson = Lesson(continues, prefix, regret or 0.0, copy)
-        among = range(len(totals)) if index == best else None
+        among, ttft = range(len(totals)) if index == best else None, sum(terms[index][:WAITS])
         if not explain:
-            return Choice(index, lesson=lesson, among=among, future=future, after=after)
+            return Choice(index, "", None, lesson, among, future, after, ttft)
         reason = f"{totals[index] * 1e3:.1f} ms, {candidates[index].overlap} of {demand.tokens} tokens held"
         if index != best:
             reason += f"; a copy for those that follow, of what {candidates[best].replica} holds"
-        return Choice(index, reason, [dict(zip(TERMS, one)) for one in terms], lesson, among, future, after)
+        return Choice(index, reason, [dict(zip(TERMS, one)) for one in terms], lesson, among, future, after, ttft)
 
     def _choose_of_many(self, demand: Demand, roster: Roster) -> Choice:
         overlaps = roster.overlaps

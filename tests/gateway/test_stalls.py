@@ -7,9 +7,10 @@ from contextlib import contextmanager
 
 import pytest
 
-from .running import running
+from .running import Running, running
 
 PROMPT = "What they have in common, and one of them alone has computed. " * 40
+LONG = PROMPT * 12  # some 7,000 tokens
 
 
 @pytest.fixture(scope="module")
@@ -19,41 +20,104 @@ def engines(start_engine):
 
 
 @contextmanager
-def stopped(pid: int):
-    os.kill(pid, signal.SIGSTOP)
+def stopped(*engines):
+    for engine in engines:
+        os.kill(engine.process.pid, signal.SIGSTOP)
     try:
         yield
     finally:
-        os.kill(pid, signal.SIGCONT)
+        for engine in engines:
+            os.kill(engine.process.pid, signal.SIGCONT)
+
+
+def gateway_before(engines, *flags: str):
+    return running("--replica-url", *(engine.url for engine in engines), "--model", "sim", *flags)
+
+
+async def asked(gateway: Running, text: str, stream: bool = True, **fields) -> str:
+    """Which replica answered."""
+    answer = await gateway.chat([{"role": "user", "content": text}], stream=stream, **fields)
+    assert answer.status_code == 200 and (not stream or answer.text.rstrip().endswith("[DONE]"))
+    return answer.headers["x-hitherto-replica"]
+
+
+def named(engines, name: str):
+    return next(engine for engine in engines if engine.url.endswith(name))
+
+
+async def one_after_the_other(
+    gateway: Running, texts: list[str], seconds: float, **fields
+) -> tuple[set[asyncio.Task[str]], set[asyncio.Task[str]]]:
+    """Each is given `seconds` to be answered before the next one comes. Returns all, and those that were answered."""
+    sent: set[asyncio.Task[str]] = set()
+    for text in texts:
+        task = asyncio.create_task(asked(gateway, text, **fields))
+        sent.add(task)
+        await asyncio.wait({task}, timeout=seconds)
+    elsewhere = 0
+    while sent - (answered := {task for task in sent if task.done()}) and elsewhere < len(answered):
+        elsewhere = len(answered)  # a busy machine answers some later than that, though nobody holds them up
+        await asyncio.wait(sent - answered, timeout=1, return_when=asyncio.FIRST_COMPLETED)
+    return sent, answered
 
 
 @pytest.mark.parametrize("redis", (False, True), ids=("alone", "with Redis"))
 @pytest.mark.parametrize("stream", (True, False), ids=("streamed", "in one piece"))
 async def test_requests_do_not_queue_for_a_holder_that_has_stopped(engines, request, stream, redis):
-    """Twenty one after the other: each is given 0.1 s to be answered before the next one comes. The first ones find
-    out; the others are answered where their prompt has to be computed."""
+    """The first ones find out; the others are answered where their prompt has to be computed."""
     flags = ("--redis-url", request.getfixturevalue("redis_server").url) if redis else ()
-    async with running("--replica-url", *(engine.url for engine in engines), "--model", "sim", *flags) as gateway:
+    async with gateway_before(engines, *flags) as gateway:
         await gateway.ready(2)
-
-        async def ask(number: int) -> str:
-            text = f"{stream} {redis} {PROMPT} {number}"
-            answer = await gateway.chat([{"role": "user", "content": text}], stream=stream)
-            assert answer.status_code == 200 and (not stream or answer.text.rstrip().endswith("[DONE]"))
-            return answer.headers["x-hitherto-replica"]
-
-        [name] = {await ask(number) for number in range(5)}
-        holder = next(engine for engine in engines if engine.url.endswith(name))
-        asked: set[asyncio.Task[str]] = set()
-        with stopped(holder.process.pid):
-            for number in range(5, 25):
-                task = asyncio.create_task(ask(number))
-                asked.add(task)
-                await asyncio.wait({task}, timeout=0.1)
-            elsewhere = 0
-            while asked - (answered := {task for task in asked if task.done()}) and elsewhere < len(answered):
-                elsewhere = len(answered)  # a busy machine answers some later than 0.1 s, though nobody holds them up
-                await asyncio.wait(asked - answered, timeout=1, return_when=asyncio.FIRST_COMPLETED)
+        texts = [f"{stream} {redis} {PROMPT} {number}" for number in range(25)]
+        [name] = {await asked(gateway, text, stream) for text in texts[:5]}
+        with stopped(named(engines, name)):
+            sent, answered = await one_after_the_other(gateway, texts[5:], 0.1, stream=stream)
             assert {task.result() for task in answered}.isdisjoint({name})
             assert len(answered) >= 15, "at most five wait for it"
-        assert {await task for task in asked}, "and those are answered once it goes on, or elsewhere"
+        assert {await task for task in sent}, "and those are answered once it goes on, or elsewhere"
+
+
+@pytest.mark.parametrize("redis", (False, True), ids=("alone", "with Redis"))
+async def test_however_few_come_and_however_much_it_holds(engines, request, redis):
+    """Two a second, with a prompt that takes long to compute: not their number tells, but how late the first one is."""
+    flags = ("--redis-url", request.getfixturevalue("redis_server").url) if redis else ()
+    async with gateway_before(engines, *flags) as gateway:
+        await gateway.ready(2)
+        texts = [f"{redis} {LONG} {number}" for number in range(11)]
+        [name] = {await asked(gateway, text) for text in texts[:5]}
+        with stopped(named(engines, name)):
+            sent, answered = await one_after_the_other(gateway, texts[5:], 0.5)
+            assert {task.result() for task in answered}.isdisjoint({name})
+            assert len(answered) >= 4, "at most two wait for it"
+        assert {await task for task in sent}
+
+
+async def test_from_the_first_request_on_and_without_events(start_engine):
+    """Nothing has been learned, and what a replica holds is guessed by what it was sent."""
+    started = [start_engine("--no-events"), start_engine("--no-events")]
+    engines = [engine.wait() for engine in started]
+    async with gateway_before(engines) as gateway:
+        await gateway.ready(2)
+        with stopped(*engines):  # until it is known which of them the first request is sent to
+            first = asyncio.create_task(asked(gateway, f"{LONG} first"))
+            status = await gateway.until(lambda status: any(one["inflight"] for one in status["replicas"]))
+            [name] = [one["id"] for one in status["replicas"] if one["inflight"]]
+            [other] = [engine for engine in engines if engine is not named(engines, name)]
+            os.kill(other.process.pid, signal.SIGCONT)
+            sent, answered = await one_after_the_other(gateway, [f"{LONG} {number}" for number in range(6)], 0.5)
+            assert {task.result() for task in answered}.isdisjoint({name})
+            assert len(answered) >= 4, "at most two wait for it"
+        assert {await task for task in (first, *sent)}
+
+
+async def test_an_answer_in_one_piece_that_takes_long_makes_no_replica_late(start_engine):
+    """Each comes while the one before is written, for two seconds, and its prompt is held where that is."""
+    started = [start_engine("--speedup", "1"), start_engine("--speedup", "1")]
+    engines = [engine.wait() for engine in started]
+    async with gateway_before(engines) as gateway:
+        await gateway.ready(2)
+        await asked(gateway, f"{LONG} 0", stream=False)
+        sent, answered = await one_after_the_other(
+            gateway, [f"{LONG} {number}" for number in range(1, 5)], 0.7, stream=False, max_tokens=1000
+        )
+        assert len({await task for task in sent}) == 1

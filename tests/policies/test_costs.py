@@ -178,7 +178,10 @@ def test_a_step_under_way_counts_as_far_as_it_is_left():
     assert queue(10.0 + lasts / 2) == pytest.approx((whole + waiting) / 2)
     assert queue(10.0 + lasts) == pytest.approx(waiting)
     assert queue(10.0 + 9 * lasts) == whole, "a replica that hangs is not taken for one that is done"
-    load.since = FAR
+    load.due = 10.0 + 3 * lasts
+    assert queue(load.due) == whole
+    assert queue(10.0 + 9 * lasts) == pytest.approx(whole + 6 * lasts), "nor for one that is done a step later"
+    load.since = load.due = FAR
     assert queue(99.0) == whole
 
 

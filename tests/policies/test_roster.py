@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from policies import UNTIMED, Candidate, CostGroup, Demand, Ledger, Roster, make
 from policies.changes import Changes
+from policies.ledger import FAR
 
 NAMES = [f"r{i}" for i in range(7)]
 STEPS = st.lists(
@@ -35,7 +36,8 @@ class House:
         name, ledger, costs = NAMES[index], self.ledger, self.candidates[index].costs
         self.now += seconds
         if what == "reserve":
-            self.sent.append(ledger.reserve(name, tokens // 2, tokens, now=self.now, output=tokens // 3))
+            due = self.now + seconds if tokens % 3 else FAR
+            self.sent.append(ledger.reserve(name, tokens // 2, tokens, now=self.now, output=tokens // 3, due=due))
         elif what == "others":
             ledger.others(name, (3, tokens % 3, tokens % 3 * 400, 3 - tokens % 3, tokens, tokens // 2), self.now)
         elif what == "scrape":
@@ -85,7 +87,9 @@ def test_the_choices_are_equal(seed):
         together.placed(demand, house.roster, chosen)
         one.placed(demand, plain, alike)
         house.sent.append(
-            house.ledger.reserve(NAMES[chosen.index], tokens - held[chosen.index], tokens, now=demand.now)
+            house.ledger.reserve(
+                NAMES[chosen.index], tokens - held[chosen.index], tokens, now=demand.now, due=demand.now + 0.1
+            )
         )
 
 

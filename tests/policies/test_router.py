@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policies import NAMES, CostGroup, Decision, Demand, Ledger, Router, Targets, hittable, make, router
+from policies import NAMES, Choice, CostGroup, Decision, Demand, Ledger, Router, Targets, hittable, make, router
 from policies.ledger import NOTHING
 
 SIZE = 16
@@ -41,7 +41,7 @@ class Told:
         self.index, self.heard = index, []
 
     def choose(self, demand, candidates, explain=False):
-        return SimpleNamespace(index=self.index, _replace=lambda index: SimpleNamespace(index=index))
+        return Choice(self.index)
 
     def placed(self, demand, candidates, choice):
         self.heard.append(("placed", candidates[choice.index].replica))

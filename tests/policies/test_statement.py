@@ -14,12 +14,13 @@ from policies.statement import OVERLAP, REQUEST, STANDING, Arrays, expressions, 
 
 RULES = {"least_time": least_time, "overlap_cost": overlap_cost, "least_load": least_load}
 LOADS = st.builds(
-    lambda prefilling, decoding, prefill, begun, context, output, waiting, usage, capacity, since, recent: Load(
+    lambda prefilling, decoding, prefill, begun, context, output, waiting, usage, capacity, since, recent, due: Load(
         prefilling + decoding, prefilling, prefill * (prefilling > 0), decoding, context * (decoding > 0), output, waiting, usage, capacity, since,
-        min(begun, prefilling), prefill * min(begun, prefilling) // max(1, prefilling), recent),
+        min(begun, prefilling), prefill * min(begun, prefilling) // max(1, prefilling), recent, due),
     st.integers(0, 40), st.integers(0, 300), st.integers(0, 10**6), st.integers(0, 40), st.integers(0, 10**6),
     st.integers(0, 10**6), st.integers(0, 50), st.floats(0, 1),
     st.just(float("inf")) | st.floats(1e3, 1e7), st.just(FAR) | st.floats(90, 101), st.floats(0, 50),
+    st.just(FAR) | st.floats(90, 110),
 )  # fmt: skip
 SPEEDS = st.tuples(st.floats(0.01, 100), st.floats(0.01, 100))
 REPLICAS = st.lists(st.tuples(LOADS, SPEEDS, st.integers(0, 1200), st.integers(0, 300)), min_size=1, max_size=6)

@@ -37,7 +37,7 @@ def test_the_holder_is_named_with_what_it_holds_and_what_it_would_cost_elsewhere
 @pytest.mark.parametrize(
     "load,why",
     [
-        (Load(requests=9, prefilling=9, prefill_tokens=60_000), "fewer prompt tokens are ahead of it there"),
+        (Load(requests=9, prefilling=9, prefill_tokens=60_000), "less is ahead of it there"),
         (Load(requests=90, decoding=90, context_tokens=90_000, output_tokens=90 * 200), "answer"),
     ],
 )

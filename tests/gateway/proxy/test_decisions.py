@@ -12,7 +12,9 @@ from gateway import datapath
 from gateway.errors import ApiError
 from gateway.proxy import decisions as module
 from gateway.proxy.decisions import Decisions
+from policies.ledger import FAR
 
+from ..http.talk import eventually
 from .stack import backend_for, stack
 
 PATH = "/v1/chat/completions"
@@ -160,6 +162,33 @@ async def test_of_an_answer_that_tells_nothing_nothing_is_learned(answer):
     async with decisions(1) as (s, d):
         await d.done((await d.decide(PATH, chat(), {}))["id"], answer)
         assert not s.metrics.predictions.values and not s.metrics.prompt_tokens.values and s.idle()
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_replica_is_late_behind_another_proxy_too(stream):
+    """Until anything of an answer is told; an end without one says nothing of the replica."""
+    async with decisions(replicas=1) as (s, d):
+        load = s.proxy.router.ledger.load(next(iter(s.proxy.backends)))
+        first, second, third = [(await d.decide(PATH, chat(stream=stream), {}))["id"] for _ in range(3)]
+        due = load.due
+        assert due < FAR
+        await d.done(second, b"")
+        assert load.due == due
+        await d.done(first, ANSWER % (50, 20, 0))
+        assert due < load.due < FAR, "the third is waited for"
+        await d.done(third, ANSWER % (50, 20, 0))
+        assert load.due == FAR
+
+
+async def test_a_caller_that_tells_nothing_more_does_not_keep_a_replica_late(monkeypatch):
+    """It may have died. Its load counts until the lease ends."""
+    monkeypatch.setattr(module, "SILENT", -1e9)  # at once
+    async with decisions(replicas=1) as (s, d):
+        load = s.proxy.router.ledger.load(next(iter(s.proxy.backends)))
+        await d.decide(PATH, chat(), {})
+        assert load.due < FAR
+        await eventually(lambda: load.due == FAR)
+        assert load.requests == 1
 
 
 async def test_a_rank_is_named_by_its_header_and_a_session_stays():

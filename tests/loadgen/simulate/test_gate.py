@@ -139,7 +139,7 @@ def test_capped_answers_teach_no_length():
     one = fleet("degrade", replicas=1)
     load(one, 60.0, 10.0, tokens=4000, output=400)
     lengths = [record.output for record in one.run().records if not record.error]
-    assert lengths.count(400) > 5 and lengths.count(128) > 5
+    assert lengths.count(400) > 3 and lengths.count(128) > 3
     (kind,) = one.gateways[0].router.outputs._spaces.values()
     assert kind.mean == 400.0
 

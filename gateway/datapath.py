@@ -209,6 +209,8 @@ async def explain(proxy: Proxy, path: str, body: bytes, headers: dict[str, str])
     """What would happen to this request now. Changes nothing."""
     from .ops.reasons import describe, explained, legs_told
 
+    if (refused := proxy.refusal(path, "POST")) is not None:
+        raise refused
     prompt = await proxy.preparation.prompt(path, body, headers)
     now = monotonic()
     demand, targets = proxy.placing.demand(prompt, now), proxy.eligible.targets(prompt)

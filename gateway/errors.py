@@ -21,6 +21,7 @@ KINDS: dict[int, tuple[str, str, str]] = {
     405: ("invalid_request_error", "method_not_allowed", "invalid_request_error"),
     408: ("invalid_request_error", "request_timeout", "invalid_request_error"),
     413: ("invalid_request_error", "request_too_large", "request_too_large"),
+    415: ("invalid_request_error", "unsupported_media_type", "invalid_request_error"),
     417: ("invalid_request_error", "expectation_failed", "invalid_request_error"),
     429: ("rate_limit_error", "rate_limit_exceeded", "rate_limit_error"),
     431: ("invalid_request_error", "headers_too_large", "invalid_request_error"),
@@ -63,6 +64,15 @@ class ApiError(Exception):
 def bad(message: str, param: str | None = None) -> ApiError:
     """The client's own fault."""
     return ApiError(400, message, param=param)
+
+
+def compressed(coding: str) -> ApiError:
+    """Of a request whose body has a content coding: engines read none, and its prompt cannot be read here."""
+    return ApiError(
+        415,
+        f"the body has Content-Encoding {coding[:100]!r}: send it as it is",
+        headers=[(b"accept-encoding", b"identity")],
+    )
 
 
 def error_object(

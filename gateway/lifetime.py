@@ -15,6 +15,7 @@ import uvloop
 
 from replicas import TAKES_TRAFFIC, Fleet
 from replicas.names import bracketed
+from replicas.simulated import complaints
 
 from . import __version__
 from .config import ConfigError, Settings
@@ -123,5 +124,4 @@ def greeting(settings: Settings, port: int, admin_port: int) -> str:
 
 
 def cannot_listen(settings: Settings, error: OSError) -> ConfigError:
-    return ConfigError(f"cannot listen on {settings.host}:{settings.port}: {error.strerror or error}. "
-                       "Stop what holds the port, or give another with --port (and --host)")  # fmt: skip
+    return ConfigError(complaints.cannot_listen(settings.host, settings.port, error))

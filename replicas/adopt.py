@@ -82,9 +82,15 @@ class Facts:
 
 
 async def health(session: aiohttp.ClientSession, url: str, deadline: float) -> Answer:
-    """GET /health; an answer other than 200 gets a fault. Engines without /health (404, 405) are
-    judged by /v1/models."""
+    """GET /health; an answer other than 200 gets a fault, and so does any of a gateway. Engines without /health
+    (404, 405) are judged by /v1/models."""
     answer = await get(session, f"{url}/health", deadline)
+    if answer.gateway:
+        answer.fault = "refused"
+        answer.error = (
+            "a gateway of this kind answers there, and requests would go in circles: name its engines instead"
+        )
+        return answer
     if answer.status in (404, 405):
         answer = await get(session, f"{url}/v1/models", deadline)
         if answer.status in (401, 403):

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 @dataclass(slots=True)
 class Answer:
     """One GET. `status` 0 means no answer came; then `fault` and `error` say why. `over`: the connection that
-    it came over; `closes`: the server announced that it closes that one after this answer."""
+    it came over; `closes`: the server announced that it closes that one after this answer. `gateway`: a gateway gave
+    it."""
 
     status: int
     body: bytes = b""
@@ -16,6 +17,7 @@ class Answer:
     error: str = ""
     over: asyncio.BaseTransport | None = None
     closes: bool = False
+    gateway: bool = False
 
     def json(self) -> dict:
         """The body as an object; {} when it is anything else."""

@@ -10,6 +10,7 @@ import aiohttp
 from replicas.answer import Answer
 from replicas.deadline import within
 
+GATEWAY = "x-hitherto-gateway"  # a header of /health that gateways have, and engines have not
 # Of these the engine is innocent.
 OWN_FAULTS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.EADDRNOTAVAIL)
 
@@ -45,7 +46,8 @@ async def get(session: aiohttp.ClientSession, url: str, deadline: float) -> Answ
 async def _get(session: aiohttp.ClientSession, url: str) -> Answer:
     async with session.get(url, timeout=aiohttp.ClientTimeout(), allow_redirects=False) as response:
         over = getattr(response, "over", None)
-        return Answer(response.status, await response.read(), over=over, closes=_closes(response))
+        gateway = GATEWAY in response.headers
+        return Answer(response.status, await response.read(), over=over, closes=_closes(response), gateway=gateway)
 
 
 class Response(aiohttp.ClientResponse):

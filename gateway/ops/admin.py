@@ -36,7 +36,7 @@ from aiohttp import ClientError, web
 from gateway.ops.metrics import Metrics
 from gateway.proxy.decisions import LEASE, LEASES
 from replicas.kept import KeptReplicas
-from replicas.replica import Address, parse_url
+from replicas.replica import KEYS, Address, parse_url
 from replicas.roles import BOTH
 
 from .guard import Guard, Refusal
@@ -118,6 +118,27 @@ def _refuse_another(engine: Any, address: Address) -> None:
                       "replica_exists")  # fmt: skip
 
 
+def with_members(body: Any) -> str:
+    """The URL in the body of POST /replicas. What can stand behind its `#` may be members of the body as well. Raises
+    ValueError."""
+    url = body.get("url") if isinstance(body, dict) else None
+    if not isinstance(url, str):
+        raise ValueError
+    said = []
+    for name, value in body.items():
+        if name == "url":
+            continue
+        if name in KEYS and value is False:
+            continue
+        if name not in KEYS:
+            raise ValueError(f"{name[:100]!r} is unknown; besides url it may have {', '.join(KEYS)}")
+        text = "yes" if value is True else str(value)
+        if not isinstance(value, str | int) or {*",#"} & {*text}:
+            raise ValueError(f"{name} is {text[:100]!r}, which is no word or number")
+        said.append(f"{name}={text}")
+    return f"{url}{',' if '#' in url else '#'}{','.join(said)}" if said else url
+
+
 class Admin(Side):
     """The admin side of one gateway."""
 
@@ -138,11 +159,10 @@ class Admin(Side):
 
     async def add(self, request: web.Request) -> web.Response:
         try:
-            url = orjson.loads(await request.read())["url"]
-            if not isinstance(url, str):
-                raise TypeError
-        except (orjson.JSONDecodeError, KeyError, TypeError):
-            raise Refusal(400, 'the body must be {"url": "http://HOST:PORT"}', "invalid_body") from None
+            url = with_members(orjson.loads(await request.read()))
+        except ValueError as wrong:
+            what = f": {wrong}" if str(wrong) and not isinstance(wrong, orjson.JSONDecodeError) else ""
+            raise Refusal(400, f'the body must be {{"url": "http://HOST:PORT"}}{what}', "invalid_body") from None
         fleet = self.gateway.fleet
         try:
             address = parse_url(url)

@@ -26,6 +26,7 @@ from replicas.problems import DRAINED, Problem
 from replicas.replica import Address, EventSource, Replica, parse_url
 from replicas.roles import BOTH, REMEDY, SPEAK_ALIKE, lacks, unlike
 from replicas.served import base_names
+from replicas.simulated import complaints
 
 SKEW_SECONDS = 2.0  # Date headers have whole seconds
 PROBE_SECONDS = 2.0  # for a name to be resolved, and for each answer
@@ -96,10 +97,11 @@ def check_gateway(settings: Settings, running: dict[str, Any] | None) -> Iterato
     if running is None:
         for setting in ("port", "admin_port"):
             port, host = getattr(settings, setting), getattr(settings, setting.replace("port", "host"))
-            taken = _taken(host, port)
-            if taken:
-                yield Finding("fail", setting, f"{host}:{port} cannot be listened on: {taken}",
-                              f"stop what holds it, or give another with --{setting.replace('_', '-')}")  # fmt: skip
+            wrong = _taken(host, port)
+            if wrong:
+                flags = [f"--{one.replace('_', '-')}" for one in (setting, setting.replace("port", "host"))]
+                what, _, remedy = complaints.cannot_listen(host, port, wrong, *flags).partition(". ")
+                yield Finding("fail", setting, what, remedy[0].lower() + remedy[1:])
         yield Finding("ok", "gateway", "none runs with these settings")
         return
     if running["ready"]:
@@ -133,7 +135,7 @@ def check_gateway(settings: Settings, running: dict[str, Any] | None) -> Iterato
                           "see the trial of this replica below, and the gateway's log")  # fmt: skip
 
 
-def _taken(host: str, port: int) -> str | None:
+def _taken(host: str, port: int) -> OSError | None:
     """Why nobody could listen there, or None."""
     if port == 0:
         return None
@@ -146,7 +148,7 @@ def _taken(host: str, port: int) -> str | None:
             probe_socket.bind(where)
             probe_socket.listen(1)
     except OSError as error:
-        return error.strerror or str(error)
+        return error
     return None
 
 

@@ -184,7 +184,10 @@ def _prepared(settings: Settings, path: str, body: bytes, up: list[Replica]) -> 
     from gateway.prompt.api.named import named_model
     from gateway.prompt.pipeline import Pipeline
     from gateway.prompt.prompt import PROMPT_PATHS, unread
+    from gateway.proxy.paths import AllowedPaths, refusal
 
+    if path not in AllowedPaths(settings.allow_path):
+        raise ApiError(404, refusal(path, False), code="path_not_allowed")
     # Of several models, only the one that is asked for.
     asked, several = named_model("application/json", body), len({frozenset(one.models) for one in up}) > 1
     if any(asked in one.models for one in up):

@@ -66,7 +66,7 @@ PHASES = ("prepare", "queue", "retry", "engine", "decode")
 # Why nobody went on with a stream that broke off.
 NOT_CONTINUED = (
     "n", "logprobs", "guided", "tools", "stored", "stop", "penalties", "field", "framing", "events", "budget", "ids", "prompt", "boundary",
-    "crashes", "differs", "no replica", "replicas", "timeout",
+    "crashes", "differs", "no replica", "unlike", "replicas", "timeout",
 )  # fmt: skip
 REPLICA: Collection[str] = ()  # known to the process, as they come and go
 TENANT: Collection[str] = ()  # as well
@@ -384,7 +384,7 @@ class Metrics:
     upstream_errors = Counter("Failures of replicas", replica=REPLICA,
         kind=(*CONNECTION_FAULTS, *STATUS_FAULTS, *ANSWER_FAULTS, "status 5xx", "timeout", "stalled", "request"))
     rejections = Counter("Requests refused without asking a replica",
-        reason=("400", "401", "403", "405", "408", "413", "417", "429", "431", "500", "501", "503", "505",
+        reason=("400", "401", "403", "405", "408", "413", "415", "417", "429", "431", "500", "501", "503", "505",
             "path_not_allowed", "model_not_found", "no_replica_ready", "shutting_down"))
     # fmt: on
 

@@ -14,6 +14,7 @@ from aiohttp import http, web
 
 from gateway.config import ConfigError
 from gateway.errors import ApiError
+from replicas.simulated import complaints
 
 from .guard import CHALLENGE, PASSED_ON, Guard, Refusal
 from .page import PAGE, page_file
@@ -149,8 +150,8 @@ class Side(ABC):
             await web.TCPSite(self.runner, host, port, reuse_address=True).start()
         except OSError as wrong:
             await self.runner.cleanup()
-            raise ConfigError(f"admin side: cannot listen on {host}:{port}: {wrong.strerror or wrong}. "
-                              "Stop what holds the port, or give another with --admin-port (and --admin-host)") from None  # fmt: skip
+            why = complaints.cannot_listen(host, port, wrong, "--admin-port", "--admin-host")
+            raise ConfigError(f"admin side: {why}") from None
         return self.runner.addresses[0][1]
 
     async def start_at(self, path: Path) -> None:

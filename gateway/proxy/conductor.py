@@ -554,7 +554,7 @@ class Conductor:
         exchange.forget_body()
         exchange.status, exchange.error = error.status, error
         headers = [*JSON, (b"x-request-id", exchange.id), *error.headers]
-        if error.status == 503:
+        if error.status == 503 or (error.status == 502 and error.again):
             headers.append((b"retry-after", b"1"))
         if not error.again:
             headers.append(NO_RETRY)

@@ -275,7 +275,8 @@ class Continuing:
             return reason
         over = way is Way.IDS and continuation.is_over()
         if not over and not self._eligible.remaining(continuation.prompt, self._unlike(attempt, way)):
-            return "no replica"
+            others = self._eligible.remaining(continuation.prompt, (attempt.backend,))
+            return "unlike" if others else "no replica"
         continuation.way = way
         return ""
 

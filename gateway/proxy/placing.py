@@ -196,8 +196,11 @@ class Eligibility:
             )
         if self._discreet:
             return ApiError(503, "no replica is ready" if model is None else f"no replica of {model[:200]!r} is ready")
-        states = "; ".join(f"{one.id} is {one.state}: {one.reason}" for one in self._replicas.values())
-        return ApiError(503, f"no replica is ready ({states or 'none is known'})")
+        # One that does not tell what it serves gets any model, so it is named as well.
+        replicas = [one for one in self._replicas.values() if model is None or not one.models or one.serves(model)]
+        states = "; ".join(f"{one.id} is {one.state}: {one.reason}" for one in replicas)
+        of_model = "" if model is None else f" of {model[:200]!r}"
+        return ApiError(503, f"no replica{of_model} is ready ({states or 'none is known'})")
 
 
 def _in_best_state(backends: list[Backend]) -> list[Backend]:

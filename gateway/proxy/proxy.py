@@ -18,8 +18,10 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from policies import Router
+from replicas.ask import GATEWAY
 
-from ..errors import JSON, ApiError, error_body
+from .. import __version__
+from ..errors import JSON, ApiError, compressed, error_body
 from ..http.downstream import Downstream
 from ..http.messages import Headers, Request
 from ..overload import Overload
@@ -67,6 +69,7 @@ TAKES_LONG = TakesLong()  # instead of a prompt: the event loop is not to prepar
 Prepared = tuple[Prompt | ApiError | TakesLong | None, float]
 # Of answers that the wire gives.
 HEADERS_OF = {503: [(b"retry-after", b"1")], 401: CHALLENGE}
+GATEWAY_SIGN = GATEWAY.encode(), __version__.encode()  # by it another one knows that this is no engine
 SAID_EVERY = 60.0  # seconds: why a prompt is routed by load, for each path
 METHODS = frozenset(("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"))
 
@@ -449,6 +452,9 @@ class Proxy:
         if self.conductor.priorities is not None and (unwritable := encoding_refusal(request)) is not None:
             exchange.refused(unwritable)
             return
+        if has_prompt and (coding := request.header(b"content-encoding")) is not None and coding != "identity":
+            exchange.refused(compressed(coding))
+            return
         if has_prompt and not self.conductor.draining:
             self.preparation.begin(exchange)
         elif (error := self.refusal(path, request.method)) is not None:
@@ -567,6 +573,5 @@ class Proxy:
 
     def _health(self, client: Downstream, request: Request, tenant: Tenant | None) -> None:
         ready = bool(self.eligible.ready_for(None)) and not self.draining
-        client.reply(
-            200 if ready else 503, b"" if ready else error_body("", 503, "no replica is ready"), [] if ready else JSON
-        )
+        body, headers = (b"", []) if ready else (error_body("", 503, "no replica is ready"), JSON)
+        client.reply(200 if ready else 503, body, [*headers, GATEWAY_SIGN])

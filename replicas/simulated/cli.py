@@ -176,9 +176,12 @@ async def _serve(args: argparse.Namespace, profile, model_dir: Path) -> int:
     try:
         publisher = _publisher(args, profile)
         runner, http, port = await _listen(args, profile, model_dir, publisher)
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        print(f"hitherto replica: {complaints.cannot_listen(args.host, args.port, error)}", file=sys.stderr)
+        return 2
+    except ValueError as error:
         print(f"hitherto replica: {error}", file=sys.stderr)
-        return 1 if isinstance(error, OSError) else 2
+        return 2
     logging.info(
         "simulated engine %s (%s, %d blocks of %d) on http://%s:%d, events %s",
         args.served_model_name,

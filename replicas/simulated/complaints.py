@@ -6,9 +6,12 @@ meant, and says of a flag that it does not know no more than that.
 
 import argparse
 import difflib
+import errno
 import re
+import socket
 
 _NUMBER = re.compile(r"invalid (int|float) value: (.+)")
+_NOTHING = re.compile(r"argument (--[\w-]+)\S*: expected one argument")
 _CHOICE = re.compile(r"invalid choice: (.+) \(choose from (.+)\)")
 
 
@@ -17,6 +20,8 @@ def in_words(message: str) -> str:
     if found := _NUMBER.search(message):
         kind = "no whole number" if found[1] == "int" else "no number"
         return f"{message[: found.start()]}{found[2]} is {kind}"
+    if found := _NOTHING.search(message):  # what begins with a dash is taken for a flag
+        return f"{message}, and none follows; one that begins with a dash is written as {found[1]}=-1"
     if found := _CHOICE.search(message):
         choices = [choice.strip("'") for choice in found[2].split(", ")]
         return f"{message[: found.start()]}{found[1]} is none of {', '.join(choices)}{meant(found[1].strip(chr(39)), choices)}"
@@ -61,3 +66,13 @@ def port(text: str) -> int:
     if not text.isascii() or not text.isdigit() or int(text) > 65535:
         raise argparse.ArgumentTypeError(f"{text!r} is no port: it reads 0 (any free one) to 65535")
     return int(text)
+
+
+def cannot_listen(host: str, port: int, error: OSError, port_flag: str = "--port", host_flag: str = "--host") -> str:
+    """Why nobody can listen there, and what to do about it."""
+    said = f"cannot listen on {host}:{port}: {error.strerror or error}. "
+    if error.errno == errno.EADDRNOTAVAIL or isinstance(error, socket.gaierror):
+        return f"{said}No interface of this machine has that address: give one of its own with {host_flag}, or 0.0.0.0 for all"
+    if error.errno == errno.EACCES:
+        return f"{said}This user may not take that port: give one above 1023 with {port_flag}"
+    return f"{said}Stop what holds the port, or give another with {port_flag} (and {host_flag})"

@@ -83,6 +83,11 @@ def test_version(capsys):
         (["serve", "--polcy", "x"], "unknown argument '--polcy'. Did you mean '--policy'?"),
         (["serve", "--polcy=x"], "unknown argument '--polcy'. Did you mean '--policy'?"),
         (["serve", "--port"], "argument --port: expected one argument"),
+        (["serve", "--cache-budget", "-1MiB"], "one that begins with a dash is written as --cache-budget=-1"),
+        (
+            ["serve", "--replica-url", "http://h:1", "--host", "203.0.113.7"],
+            "No interface of this machine has that address: give one of its own with --host",
+        ),
         (["serve", "--port", "http"], "flag --port: port: 'http' is not valid"),
         (["serve", "--replica-url", "ftp://localhost:8000"], "flag --replica-url: replica_url: "),
         (["serve", "--config", "gone.yaml"], "gone.yaml: cannot read the configuration"),

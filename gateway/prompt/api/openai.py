@@ -69,6 +69,8 @@ def parse(body: bytes, context: int = 0) -> tuple[dict[str, Any], str]:
     except orjson.JSONDecodeError as error:
         try:
             request = _as_python_reads(body, context)
+        except UnicodeDecodeError as wrong:
+            raise bad(f"the body is not valid JSON: byte {wrong.start} is not {wrong.encoding}") from None
         except (ValueError, RecursionError):
             raise bad(f"the body is not valid JSON: {error}") from None
         note = f"JSON that only Python reads ({error})"

@@ -42,7 +42,8 @@ class StandIn:
 
     def add(self, url: str) -> Replica:
         address = parse_url(url)
-        return self.replicas.setdefault(address.id, Replica(address.id, address.url, address.host, address.port))
+        made = Replica(address.id, address.url, address.host, address.port, role=address.role)
+        return self.replicas.setdefault(address.id, made)
 
 
 class Gateway:
@@ -224,6 +225,30 @@ async def test_a_replica_added_while_it_is_taken_out_is_there_afterwards(unused_
         assert gateway.kept.urls() == (url,)
     await admin.stop()
     await fleet.stop()
+
+
+async def test_what_stands_behind_a_url_may_be_a_member_of_its_own(http):
+    body = {"url": "http://127.0.0.1:1", "role": "prefill", "events": "tcp://127.0.0.1:2"}
+    async with http.post("/replicas", json=body) as response:
+        assert response.status == 201 and (await response.json())["role"] == "prefill"
+    body = {"url": "http://127.0.0.1:2#role=decode", "spill": False}
+    async with http.post("/replicas", json=body) as response:
+        assert response.status == 201 and (await response.json())["role"] == "decode"
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"rolle": "prefill"}, "'rolle' is unknown; besides url it may have events, replay, topic, model, role,"),
+        ({"role": "leader"}, "role=leader is none of prefill, decode, both"),
+        ({"role": None}, "role is 'None', which is no word or number"),
+        ({"role": "prefill,spill=yes"}, "which is no word or number"),
+        ({"bootstrap": 0}, "bootstrap=0 is no port"),
+    ],
+)
+async def test_a_member_that_says_nothing_is_not_passed_over(http, more, said):
+    async with http.post("/replicas", json={"url": "http://127.0.0.1:1", **more}) as response:
+        assert response.status == 400 and said in (await error_of(response))["message"]
 
 
 @pytest.mark.parametrize("body", [b"", b"[]", b"{}", b'{"url": 5}', b"{"])

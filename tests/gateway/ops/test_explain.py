@@ -177,6 +177,16 @@ async def test_alone_the_clients_fault_is_told(listen, empty_folder, capsys, unu
     assert "would be answered with 400: " in capsys.readouterr().err
 
 
+async def test_alone_a_path_that_no_client_may_ask_is_refused(listen, empty_folder, capsys, unused_tcp_port):
+    (empty_folder / "body.json").write_bytes(CHAT)
+    here = "--admin-port", str(unused_tcp_port), "--replica-url", await listen(*engine())
+    assert await in_thread("body.json", "--path", "/v1/chat/completion", *here) == 1
+    said = capsys.readouterr().err
+    assert "would be answered with 404: " in said and "did you mean /v1/chat/completions?" in said
+    opened = "--path", "/v1/of/ours", "--allow-path", "/v1/of/ours"
+    assert await in_thread("body.json", *opened, *here) == 0
+
+
 async def test_alone_what_is_passed_on_goes_to_replicas_of_its_model(listen):
     settings = Settings(model="sim", replica_url=(await listen(*engine()), ranker := await listen(*engine("ranker"))))
     for _ in range(2):

@@ -266,6 +266,17 @@ async def test_a_replica_that_is_not_ready_does_not_go_on():
         assert s.metrics.streams_not_continued.total(reason="no replica") == 1
 
 
+async def test_a_replica_that_hashes_other_blocks_does_not_go_on():
+    """It is ready, so the reason is another one than that nobody is there."""
+    async with continued(engine("1", b"", 2), engine("2")) as s:
+        other = [*s.proxy.backends.values()][1]
+        other.candidate.space = 7
+        talk = await s.talk()
+        await talk.say(post(BODY))
+        assert b"broke off" in (await talk.response())[2]
+        assert s.metrics.streams_not_continued.by("reason")["unlike"] == 1
+
+
 async def crashes(reader, writer):
     await read_request(reader)
 

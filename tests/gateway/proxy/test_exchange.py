@@ -1,6 +1,7 @@
 """One exchange between real sockets, where all goes well: what passes and how it is told."""
 
 import asyncio
+import gzip
 import json
 import re
 
@@ -13,7 +14,7 @@ from replicas.simulated.model import sim_model_dir
 
 from ..http.talk import eventually, read_request
 from .replies import ANSWER, BODY, EVENT, LONG, USAGE, answers, chunk, post, says, streams
-from .stack import stack
+from .stack import backend_for, stack
 
 
 async def test_a_plain_answer_passes_and_says_where_it_came_from():
@@ -191,6 +192,7 @@ async def test_chunked_request_bodies_arrive_with_their_length():
     ("raw", "status", "code"),
     [
         (post(b"{broken"), 400, None),
+        (post(gzip.compress(BODY), extra=b"Content-Encoding: gzip\r\n"), 415, "unsupported_media_type"),
         (post(b"[]"), 400, None),
         (post(json.dumps({"model": "nope", "messages": []}).encode()), 404, "model_not_found"),
         (b"GET /v1/chat/completions HTTP/1.1\r\nHost: x\r\n\r\n", 405, "method_not_allowed"),
@@ -210,6 +212,37 @@ async def test_the_clients_own_faults_come_back_as_openai_errors(raw, status, co
         await eventually(s.idle)
         await talk.say(post())  # and the connection is as good as before
         assert (await talk.response())[0] == 200
+
+
+async def test_the_place_of_a_bad_byte_is_its_own():
+    body = b'{"model": "m", "messages": [{"role": "user", "content": "' + "grün ".encode() * 20 + b'\xff"}]}'
+    async with stack(answers()) as s:
+        talk = await s.talk()
+        await talk.say(post(body))
+        _, _, got = await talk.response()
+        where = body.index(b"\xff")
+        assert json.loads(got)["error"]["message"] == f"the body is not valid JSON: byte {where} is not utf-8"
+
+
+async def test_a_body_without_a_coding_says_so_in_vain():
+    async with stack(answers()) as s:
+        talk = await s.talk()
+        await talk.say(post(extra=b"Content-Encoding: identity\r\n"))
+        assert (await talk.response())[0] == 200
+
+
+async def test_a_model_is_told_of_its_own_replicas_alone():
+    async with stack() as s:
+        own, other = backend_for(s.proxy, 9, ("m",)), backend_for(s.proxy, 10, ("n",))
+        own.replica.state, own.replica.reason = State.FAILED, "exit code 1"
+        s.proxy.eligible._replicas = {one.id: one.replica for one in (own, other)}
+        s.proxy.changed()
+        talk = await s.talk()
+        await talk.say(post(json.dumps({"model": "m", "messages": []}).encode()))
+        status, _, body = await talk.response()
+        message = json.loads(body)["error"]["message"]
+        assert status == 503 and message == f"no replica of 'm' is ready ({own.id} is failed: exit code 1)"
+        assert other.id not in message
 
 
 async def test_models_are_asked_for_in_vain_until_a_replica_is_ready():

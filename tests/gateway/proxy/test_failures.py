@@ -88,6 +88,7 @@ async def test_death_before_the_first_byte_is_retried_and_502_when_all_fail():
         error = json.loads(body)["error"]
         assert (status, error["code"], error["type"]) == (502, "replica_failed", "server_error")
         assert "after 3 attempt(s)" in error["message"] and "x-should-retry" not in headers
+        assert headers["retry-after"] == "1", "as a 503 has it: clients may come again"
         await eventually(s.idle)
 
 

@@ -101,7 +101,7 @@ async def test_flags_that_cannot_be_end_it_with_2(flags, about):
     assert process.returncode == 2 and about in said.decode() and "Traceback" not in said.decode()
 
 
-async def test_a_port_in_use_ends_it_with_1():
+async def test_a_port_in_use_ends_it_with_2_and_a_remedy():
     server = await asyncio.start_server(lambda reader, writer: writer.close(), "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
     async with server:
@@ -109,7 +109,7 @@ async def test_a_port_in_use_ends_it_with_1():
             sys.executable, "-m", "replicas.simulated", "--port", str(port), stderr=asyncio.subprocess.PIPE
         )
         _, said = await process.communicate()
-    assert process.returncode == 1 and str(port) in said.decode() and "Traceback" not in said.decode()
+    assert process.returncode == 2 and str(port) in said.decode() and "Traceback" not in said.decode()
 
 
 async def test_a_folder_that_holds_no_usable_tokenizer_ends_it_with_2_and_its_name(tmp_path):

@@ -11,7 +11,8 @@ broken. `--continue-streams never` shows that the soak sees it.
   lost        requests without a byte of an answer that were told of a failure (5xx, or no answer at all)
   broken      streams that had begun and ended before their end
   wrong       greedy answers that differ from what the engine says when nothing happens
-  memory      MB by which a gateway's resident memory grew from the first third to the last
+  memory      MB by which a gateway's resident memory grew from the first third to the last, without what its map and
+              its memory of prompts seen before take, each of which has a budget of its own
   files       open files of a gateway at the end, beyond those it had before
   ledger      requests and reservations that are counted when nothing runs, in both gateways and in Redis
   map         blocks that a gateway's map has of an engine, and the engine has not, or the other way round
@@ -36,6 +37,7 @@ from pathlib import Path
 from time import monotonic
 
 import aiohttp
+import httpx
 
 from loadgen.drive.stack import die_with_parent, free_ports
 from replicas.simulated.model import sim_model_dir
@@ -199,8 +201,13 @@ class Soak:
     async def sample(self) -> None:
         while not self.stopping:
             for number, gateway in enumerate(self.gateways):
+                try:
+                    page = (await gateway.admin.get("/metrics")).text
+                except httpx.HTTPError:  # it answers late, which others notice
+                    continue
+                budgeted = counted(page, "hitherto_map_bytes") + counted(page, "hitherto_prompt_memo_bytes")
                 pages = int(Path(f"/proc/{gateway.process.pid}/statm").read_text().split()[1])
-                self.memory[number].append(pages * os.sysconf("SC_PAGE_SIZE") / 2**20)
+                self.memory[number].append((pages * os.sysconf("SC_PAGE_SIZE") - budgeted) / 2**20)
             await asyncio.sleep(1)
 
     def files(self) -> list[int]:
@@ -209,6 +216,12 @@ class Soak:
     def grown(self) -> float:
         thirds = [(one[: len(one) // 3], one[-(len(one) // 3) :]) for one in self.memory if len(one) > 5]
         return max((statistics.median(last) - statistics.median(first) for first, last in thirds), default=0.0)
+
+    def by_minute(self) -> list[list[float]]:
+        """The median of each minute, MB, by gateway."""
+        return [
+            [round(statistics.median(one[at : at + 60]), 1) for at in range(0, len(one), 60)] for one in self.memory
+        ]
 
     async def load_left(self) -> float:
         """What is counted as running, though nothing runs; once that is zero or a while has passed."""
@@ -291,7 +304,10 @@ def said(answer: str, streams: bool) -> str:
     return text
 
 
-async def soak(seconds: float, seed: int, streams: str) -> tuple[dict[str, float], list[str], Counter[str]]:
+async def soak(
+    seconds: float, seed: int, streams: str
+) -> tuple[dict[str, float], list[str], Counter[str], list[list[float]]]:
+    """Figures, notes, counts, and the gateways' memory."""
     one = Soak(seed)
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hitherto-soak-")))
@@ -328,7 +344,7 @@ async def soak(seconds: float, seed: int, streams: str) -> tuple[dict[str, float
         pages = [(await gateway.admin.get("/metrics")).text for gateway in one.gateways]
         one.counts["continued"] = int(sum(counted(page, "hitherto_continued_streams_total") for page in pages))
         one.counts["retried"] = int(sum(counted(page, "hitherto_retries_total") for page in pages))
-        return figures, one.notes, one.counts
+        return figures, one.notes, one.counts, one.by_minute()
 
 
 async def run(one: Soak, until: float) -> None:
@@ -382,14 +398,15 @@ def main() -> int:
     parser.add_argument("--continue-streams", choices=("exact", "never"), default="exact")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
-    figures, notes, counts = asyncio.run(
+    figures, notes, counts, minutes = asyncio.run(
         soak(120 if given.quick else 60 * given.minutes, given.seed, given.continue_streams)
     )
     print("\n".join(table(figures, counts)))
     for note in notes[:20]:
         print(note, file=sys.stderr)
     if given.json:
-        given.json.write_text(json.dumps({**figures, "continued": counts["continued"], "answered": counts["answered"]}))
+        more = {"continued": counts["continued"], "answered": counts["answered"], "memory_by_minute": minutes}
+        given.json.write_text(json.dumps({**figures, **more}))
     return int(any(figures[name] > most for name, most in LIMITS.items()) or not counts["continued"])
 
 

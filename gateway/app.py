@@ -395,6 +395,7 @@ class Gateway:
             "client_connections": len(self.server.connections),
             "upstream_connections": upstream,
             "request_bytes": self.server.held,
+            "prompt_memo_bytes": sum(one.prefixes.bytes for one in self.models.pipelines if one.prefixes is not None),
         }
 
     # --- what the admin side asks

@@ -119,6 +119,7 @@ READ = {
     "event_batches_replayed": ("counter", "KV event batches fetched again after a gap or on connecting", ("replica",)),
     "client_connections": ("gauge", "Open connections from clients", ()),
     "request_bytes": ("gauge", "Bytes of requests that are received, prepared or have no answer yet; --request-budget bounds them", ()),
+    "prompt_memo_bytes": ("gauge", "Memory of the tokens and hashes of prompts that were seen before, up to 256 MiB a process", ()),
     "upstream_connections": ("gauge", "Open connections to a replica, idle ones included", ("replica",)),
     "worker_up": ("gauge", "With --workers: 1 while the worker takes connections", ("worker",)),
     "worker_restarts": ("counter", "With --workers: workers that ended and were replaced", ()),

@@ -78,6 +78,7 @@ GATEWAY = Dashboard(
                     [
                         ("process_resident_memory_bytes", "{{instance}}"),
                         total("hitherto_request_bytes", "instance", "of it requests"),
+                        total("hitherto_prompt_memo_bytes", "instance", "of it prompts seen before"),
                     ],
                     "bytes",
                 ),

@@ -139,7 +139,7 @@ class Generations(Generic[K, V]):
     that cannot afford a call look at `young` and `old` themselves, in this order, and `keep` what they find in `old`.
     """
 
-    __slots__ = ("young", "old", "young_bytes", "_gone", "_half", "_size")
+    __slots__ = ("young", "old", "young_bytes", "_old_bytes", "_gone", "_gone_bytes", "_half", "_size")
 
     def __init__(self, budget_bytes: int, size: Callable[[K, V], int]) -> None:
         """`size`: bytes of an entry and of its place."""
@@ -150,7 +150,12 @@ class Generations(Generic[K, V]):
         self.young: dict[K, V] = {}
         self.old: dict[K, V] = {}
         self._gone: dict[K, V] = {}  # nobody looks there; see `_free`
-        self.young_bytes = 0
+        self.young_bytes = self._old_bytes = self._gone_bytes = 0
+
+    @property
+    def bytes(self) -> int:
+        """Memory of all entries; of one that is in both generations, twice."""
+        return self.young_bytes + self._old_bytes + self._gone_bytes
 
     def bound(self, budget_bytes: int) -> None:
         """Keep within this many bytes from the next generation on."""
@@ -175,7 +180,9 @@ class Generations(Generic[K, V]):
         found = self.young.pop(key, None)
         if found is not None:
             self.young_bytes -= self._size(key, found)
-        self.old.pop(key, None)
+        found = self.old.pop(key, None)
+        if found is not None:
+            self._old_bytes -= self._size(key, found)
 
     def keep(self, key: K, value: V) -> None:
         """Enter what is not in the young generation."""
@@ -188,7 +195,8 @@ class Generations(Generic[K, V]):
         if self._gone:
             self._free(2 * size)
         if self.young_bytes > self._half:
-            self._gone, self.old, self.young, self.young_bytes = self.old, self.young, {}, 0
+            self._gone, self.old, self.young = self.old, self.young, {}
+            self._gone_bytes, self._old_bytes, self.young_bytes = self._old_bytes, self.young_bytes, 0
 
     def _free(self, least: int) -> None:
         """So many bytes of the generation before the old one. All 150,000 nodes of known prefixes at once would take 40
@@ -196,9 +204,13 @@ class Generations(Generic[K, V]):
         gone = self._gone
         while gone and least > 0:
             try:
-                least -= self._size(*gone.popitem())
+                freed = self._size(*gone.popitem())
             except KeyError:  # another thread took the last one
-                return
+                break
+            least -= freed
+            self._gone_bytes -= freed
+        if not gone:
+            self._gone_bytes = 0
 
 
 class Prefixes:
@@ -212,6 +224,11 @@ class Prefixes:
         self._serials = itertools.count(1)
         self.hit_chars = 0  # characters of prompts found here, of all that came
         self.all_chars = 0
+
+    @property
+    def bytes(self) -> int:
+        """Memory of what is known of prompts that were seen before."""
+        return self._nodes.bytes
 
     def bound(self, budget_bytes: int) -> None:
         """Keep within this many bytes from the next generation on."""

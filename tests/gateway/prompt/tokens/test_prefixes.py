@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.prompt.tokens.prefixes import Mismatch, Plan, Prefixes, Segment, bare
+from gateway.prompt.tokens.prefixes import Generations, Mismatch, Plan, Prefixes, Segment, bare
 from gateway.prompt.tokens.tokenizer import Tokenizer
 
 from ..reference import hashes, model_dir
@@ -95,6 +95,28 @@ def test_bytes_are_bounded(tokenizer):
     stats = prefixes.stats()
     assert stats["young_bytes"] <= budget // 2
     assert 20 < stats["segments"] < 600
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(["put", "get", "pop"]), st.integers(0, 30), st.integers(1, 60)), max_size=200)
+)
+def test_its_bytes_are_those_of_what_it_keeps(steps):
+    kept = Generations(400, lambda key, size: size)
+    for what, key, size in steps:
+        if what == "put":
+            kept.put(key, size)
+        else:
+            getattr(kept, what)(key)
+        assert kept.bytes == sum([*kept.young.values(), *kept.old.values(), *kept._gone.values()])
+    kept.clear()
+    assert kept.bytes == 0
+
+
+def test_what_prompts_took_is_told(tokenizer):
+    prefixes = Prefixes(tokenizer, 16, 10**8)
+    assert prefixes.bytes == 0
+    tokens_of(prefixes, [CUT + "a prompt " * 100])
+    assert prefixes.bytes == prefixes.stats()["young_bytes"] > 500
 
 
 def test_what_is_used_outlives_what_is_not(tokenizer, monkeypatch):

@@ -199,7 +199,7 @@ async def test_started_while_redis_is_away(start_redis):
 async def test_behind_tls_with_an_acl_user(start_redis, tmp_path):
     context, authority = certificate(tmp_path)
     commands = re.search(
-        r"An ACL user needs `~hitherto:\*` and `(.*?)`",
+        r"An ACL user needs `~hitherto:\*`\s+and\s+`(.*?)`",
         (Path(__file__).parents[3] / "docs/scaling.md").read_text(),
         re.S,
     )[1]

@@ -325,7 +325,7 @@ async def test_only_hashes_and_counters_are_stored(redis_server):
 async def test_behind_tls_as_the_acl_user_of_the_docs(start_redis, tmp_path):
     context, authority = certificate(tmp_path)
     commands = re.search(
-        r"An ACL user needs `~hitherto:\*` and `(.*?)`",
+        r"An ACL user needs `~hitherto:\*`\s+and\s+`(.*?)`",
         (Path(__file__).parents[3] / "docs/scaling.md").read_text(),
         re.S,
     )[1]

@@ -116,6 +116,8 @@ class Gateway:
         self.decisions = Decisions(self.proxy, decision_prefix)
         self.view = View(settings, self.metrics, self.fleet.replicas, self.ledger, self.map, self.slots, self.intakes)
         self.models.moved, self.models.on_change = self._moved, self._models_changed
+        for known in (self.proxy.router.transfers, self.proxy.router.pulls):
+            known.size_of = self.models.prompt_bytes
         self.view.shared = self.shared
         self.view.models, self.view.served_by = self.models, self.proxy.eligible.served_by
         self.view.background = self.background

@@ -14,6 +14,7 @@ from itertools import count
 from pathlib import Path
 
 from policies import CostGroup
+from policies.transfers import Bytes
 from replicas import Replica
 from replicas.served import base_names
 
@@ -80,6 +81,11 @@ class Models:
     def block_size(self, replica: str) -> int:
         """Tokens in a block of this replica, which has been adopted."""
         return self.members[replica].space.format.block_size
+
+    def prompt_bytes(self, replica: str) -> Bytes | None:
+        """What tells how many bytes a prompt's cache has at this replica; None: nobody knows its model's shape."""
+        member = self.members.get(replica)
+        return member.space.prompt_bytes if member is not None and member.space is not None else None
 
     def encode(self, prompt: Prompt, text: str) -> bytes:
         """The ids (uint32 LE) of a text that stands behind this prompt. Raises whatever goes wrong."""

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from policies import CostGroup
+from policies.kv_space import prompt_bytes
 from replicas import Replica
 
 from .model_files import Source
@@ -99,8 +100,10 @@ class ModelSpace:
     def use(self, pipeline: Pipeline) -> None:
         self.pipeline = pipeline
         pipeline.space, pipeline.block_size = self.number, self.format.block_size
+        self.prompt_bytes = prompt_bytes(pipeline.config, self.format.block_size)
 
     def follow(self, format: PromptFormat) -> None:
         """Make prompts in this way from now on, with the same files."""
         self.format = format
         self.pipeline.block_size = format.block_size
+        self.prompt_bytes = prompt_bytes(self.pipeline.config, format.block_size)

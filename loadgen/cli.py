@@ -21,6 +21,7 @@ from loadgen.demo import verb as demo
 from loadgen.options import BadInput, Failed
 from loadgen.plan import verb as plan
 from loadgen.simulate import verb as simulate
+from policies.kv_space import BadModel
 from replicas.simulated import complaints
 
 _WIDE = 250  # columns where no terminal says how many it has
@@ -58,7 +59,7 @@ def main(argv: list[str] | None = None, prog: str = "loadgen") -> int:
         return 0
     try:
         return uvloop.run(args.act(args, _console(args)))
-    except BadInput as error:
+    except (BadInput, BadModel) as error:
         print(f"{prog} {args.verb}: {error}", file=sys.stderr)
         return 2
     except Failed as error:

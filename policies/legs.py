@@ -10,89 +10,24 @@ Both ways are priced in the same seconds, by the policy's own cost, so there is 
 The legs are taken where that is less. A policy that does not count in seconds has no price to compare: there the legs
 are taken wherever more than one block is to be computed.
 
-A transfer takes `LATENCY + tokens x TOKEN` seconds by a prior, times a factor that is learned: of each pair of
-replicas, and of all pairs for those that have not met. A pair whose transfer failed is left out for a while, twice as
-long each time in a row.
+What a transfer takes is in `transfers`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
-from math import exp, inf, log
+from dataclasses import replace
+from math import inf
 from typing import NamedTuple, Protocol, cast
 
 from .quotes import Place
 from .rules.least_cost import Cost
+from .transfers import Transfers
 from .vocabulary import Candidate, Choice, Demand, Policy, pick
 
-# The prior: a model of 8 billion parameters has 128 KiB of KV a token (32 layers x 8 heads x 128 x 2 x 2 bytes), a
-# network of 100 Gbit/s moves 12.5 GB a second; the second leg's way and the engines' handshake take 10 ms.
-LATENCY, TOKEN = 0.010, 131_072 / 12.5e9
-_BOUND = 1000.0  # the factor stays within this and its inverse
-_GAIN = 0.1  # of one observation, once there are some
-_PAUSE, _LONGEST_PAUSE = 10.0, 320.0  # seconds without a pair whose transfer failed
 FEW = 8  # of each side, the cheapest are paired: with hundreds of replicas all pairs are too many
 PAUSES = "stall"  # a cost's term for the streams that stand still while a prompt is computed
 SLACK = (1.001, 1e-4)  # prices within 0.1 % or 0.1 ms are equal
-
-
-@dataclass(slots=True)
-class _Factor:
-    """How many times longer transfers take than the prior says."""
-
-    value: float = 1.0
-    count: int = 0
-
-    def observe(self, gap: float) -> None:
-        self.count += 1
-        self.value = min(max(self.value * exp(max(_GAIN, 1 / self.count) * gap), 1 / _BOUND), _BOUND)
-
-
-class Transfers:
-    """What was learned of transfers between replicas. Times are in seconds of the caller's clock."""
-
-    def __init__(self) -> None:
-        self._all = _Factor()
-        self._pairs: dict[tuple[str, str], _Factor] = {}
-        self._paused: dict[tuple[str, str], tuple[float, float]] = {}  # until when, and how long that is
-
-    def seconds(self, prefiller: str, decoder: str, tokens: int) -> float:
-        """Return the predicted seconds of moving so many tokens' cache."""
-        factor = self._pairs.get((prefiller, decoder), self._all)
-        return factor.value * (LATENCY + tokens * TOKEN)
-
-    def observe(self, prefiller: str, decoder: str, tokens: int, seconds: float) -> None:
-        """A transfer of `tokens` took `seconds`; what is not positive counts as a tenth of a millisecond."""
-        pair = (prefiller, decoder)
-        self.came(*pair)
-        prior = LATENCY + tokens * TOKEN
-        seconds = max(seconds, 1e-4)
-        own = self._pairs.get(pair)
-        if own is None:
-            own = self._pairs[pair] = _Factor(self._all.value)
-        own.observe(log(seconds / (own.value * prior)))
-        self._all.observe(log(seconds / (self._all.value * prior)))
-
-    def came(self, prefiller: str, decoder: str) -> None:
-        """A transfer came, whatever it took: the next failure is a first one."""
-        self._paused.pop((prefiller, decoder), None)
-
-    def failed(self, prefiller: str, decoder: str, now: float) -> None:
-        """A transfer failed, or nobody knows what became of it."""
-        _, before = self._paused.get((prefiller, decoder), (0.0, _PAUSE / 2))
-        lasts = min(2 * before, _LONGEST_PAUSE)
-        self._paused[prefiller, decoder] = now + lasts, lasts
-
-    def paused(self, prefiller: str, decoder: str, now: float) -> bool:
-        until, _ = self._paused.get((prefiller, decoder), (0.0, 0.0))
-        return now < until
-
-    def forget(self, replica: str) -> None:
-        """The replica is gone."""
-        for known in (self._pairs, self._paused):
-            for pair in [pair for pair in known if replica in pair]:
-                del known[pair]
 
 
 class LegChoice(NamedTuple):

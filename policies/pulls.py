@@ -4,7 +4,7 @@ vLLM's offloading connector with the secondary tier `p2p` does that (`remote_kv_
 the GPU's cache nor in the replica's own memory comes from the memory of the replica that the request names. So it is a
 run of one more tier, PEER, behind the candidate's own, and a policy that counts in seconds sees what it would take:
 
-    LATENCY + tokens x TOKEN seconds, times a factor learned of each pair of replicas (`legs.Transfers`)
+    LATENCY + bytes / BANDWIDTH seconds, times a factor learned of each pair of replicas (`transfers`)
 
 Each candidate is given the pull that makes it cost least, or none where computing costs no more.
 """
@@ -15,8 +15,9 @@ from collections.abc import Mapping, Sequence
 from heapq import nsmallest
 
 from .costs import PEER
-from .legs import FEW, SLACK, Transfers
+from .legs import FEW, SLACK
 from .rules.least_cost import Cost
+from .transfers import Transfers
 from .vocabulary import Candidate, Demand, Pull
 
 _HOLDERS = 5  # that are priced for each candidate, those with the longest run

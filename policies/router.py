@@ -33,6 +33,7 @@ from .placement import (
 )
 from .quotes import Quote, quote
 from .roster import Roster
+from .transfers import Transfers
 from .vocabulary import Candidate, Demand, Policy, Pull
 
 MANY = 16  # candidates from which they are weighed as arrays: below, one after the other is quicker
@@ -140,8 +141,7 @@ class Router:
         self._leg_rule = leg_rule
         self.policy, self.map, self.ledger, self.costs = policy, prefixes, ledger, costs
         self.outputs = Outputs()
-        self.transfers = legs.Transfers()
-        self.pulls = legs.Transfers()
+        self.transfers, self.pulls = Transfers(), Transfers()
         self.candidates: dict[str, Candidate] = {}
         # What a policy may want to be told, see `Policy`.
         self._placed, self._first, self._ended, self._gone = [

@@ -142,12 +142,14 @@ class Pipeline:
         self._lead: bytes | None = None  # special tokens before a text, if there are none behind it
         self.made_by = 0  # another number whenever ids may be made in another way than before
         self.media = Media()
+        self.config: dict[str, Any] = {}  # the model's config.json
         self.space = 0  # the number of those replicas whose tokens and blocks are these
         if model_dir is not None:
             self._load(model_dir, chat_template)
 
     def _load(self, model_dir: Path, chat_template: str | Path | None) -> None:
         self._files = files = load_model(model_dir, chat_template)
+        self.config = files.settings
         if files.program is not None:
             self._as_received, self._makes_tokens = files.program.as_received, files.program.makes_tokens
         if files.no_tokenizer:

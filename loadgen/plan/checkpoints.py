@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from loadgen.plan.kv_space import BadModel, Layers, Shape, read
+from policies.kv_space import BadModel, Layers, Shape, read
 
 _INDEX = "model.safetensors.index.json"
 _CONTEXT = 131_072  # tokens, where only numbers are given

@@ -15,12 +15,12 @@ from loadgen.options import BadOption, flags, positive, whole
 from loadgen.plan import units
 from loadgen.plan.checkpoints import Checkpoint
 from loadgen.plan.fleet_size import by_tokens
-from loadgen.plan.kv_space import KV_DTYPES, BadModel, KvSpace, NumberFormat, memory_for_kv
 from loadgen.plan.pools import Engines, Load, Pool, Sizing, decode_pool, prefill_pool, smallest
 from loadgen.plan.transfers import BUFFER_STEP, COLLATED, PER_TRANSFER, Transfer, step_seconds, transfer
 from loadgen.report import show
 from loadgen.report.show import milliseconds, percent
-from policies.legs import LATENCY
+from policies.kv_space import KV_DTYPES, BadModel, KvSpace, NumberFormat, memory_for_kv
+from policies.transfers import LATENCY
 from replicas.simulated.profile import Profile
 
 LENGTHS = (512, 2_048, 8_192, 32_768, 131_072)  # tokens; the prompts of the table

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from loadgen.plan.kv_space import KvSpace
-from policies.legs import LATENCY
+from policies.kv_space import KvSpace
+from policies.transfers import LATENCY
 from replicas.simulated.profile import Profile
 
 BUFFER_STEP = 256 << 20  # bytes: buffers are rounded up to a multiple of it

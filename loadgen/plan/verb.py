@@ -19,13 +19,13 @@ from loadgen.options import ATTAINMENT, INTERRUPTED, BadOption, attainment, flag
 from loadgen.plan import checkpoints, pools_verb, units
 from loadgen.plan.checkpoints import Checkpoint
 from loadgen.plan.fleet_size import Fleet, Point, Size, by_tokens, search
-from loadgen.plan.kv_space import RESERVE, UTILIZATION, KvSpace, memory_for_kv
 from loadgen.report import files, show
 from loadgen.report.show import count, percent
 from loadgen.report.summary import setting
 from loadgen.simulate import Setting, field
 from loadgen.simulate.verb import asked, interruptible
 from loadgen.workload import datasets
+from policies.kv_space import RESERVE, UTILIZATION, KvSpace, memory_for_kv
 from replicas.simulated.profile import Profile, load_profile
 
 GIB = 1 << 30

@@ -7,7 +7,8 @@ import pytest
 
 from policies import CostGroup, Demand, Ledger, Router, make
 from policies.ledger import NOTHING
-from policies.legs import LATENCY, TOKEN, Transfers, of_policy
+from policies.legs import of_policy
+from policies.transfers import BANDWIDTH, LATENCY, TOKEN_BYTES, Transfers
 
 from .test_router import Prefixes
 
@@ -91,7 +92,7 @@ def test_the_price_is_that_of_the_policys_own_cost():
     cost, rest = of_policy(made.policy), (whole.choice.future, whole.choice.after)
     computed = sum(cost.of_all(replace(asked, output=0.0, residual=0), [everybody[0]], *rest)[0])
     written = min(sum(one) for one in cost.of_all(asked, everybody[1:], *rest, asked.tokens - 1))
-    assert apart.seconds == pytest.approx(computed + LATENCY + asked.tokens * TOKEN + written)
+    assert apart.seconds == pytest.approx(computed + LATENCY + asked.tokens * TOKEN_BYTES / BANDWIDTH + written)
     assert apart.whole_seconds == pytest.approx(min(map(sum, cost.of_all(asked, everybody[1:], *rest))))
 
 
@@ -176,7 +177,7 @@ def test_a_stream_that_comes_computed_says_nothing_of_the_prompts_there():
 
 def test_transfers_are_learned_of_each_pair_and_of_all_for_those_that_have_not_met():
     learned = Transfers()
-    prior = LATENCY + 1000 * TOKEN
+    prior = LATENCY + 1000 * TOKEN_BYTES / BANDWIDTH
     assert learned.seconds("p", "d", 1000) == pytest.approx(prior)
     for _ in range(50):
         learned.observe("p", "d", 1000, 10 * prior)

@@ -7,8 +7,9 @@ import pytest
 from policies import CostGroup, Decision, Demand, Ledger, Load, Router, Targets, admit, make
 from policies.costs import PEER
 from policies.ledger import NOTHING
-from policies.legs import FEW, LATENCY, TOKEN
+from policies.legs import FEW
 from policies.pulls import offer
+from policies.transfers import BANDWIDTH, LATENCY, TOKEN_BYTES
 from policies.verdicts import ADMITTED, DEGRADED, SPILLED, Verdict
 
 from .test_router import Prefixes
@@ -56,7 +57,7 @@ def test_an_idle_replica_takes_the_prompt_from_the_memory_of_a_busy_one():
     assert placement.candidate is everybody[1] and placement.pull.source == "r0"
     assert (placement.overlap, placement.pull.tokens, placement.cached) == (0, 16_000, 16_000)
     assert placement.lower == ((PEER, 16_000),)
-    assert placement.pull.seconds == pytest.approx(LATENCY + 16_000 * TOKEN)
+    assert placement.pull.seconds == pytest.approx(LATENCY + 16_000 * TOKEN_BYTES / BANDWIDTH)
     assert placement.reservation.uncached == 1, "what is fetched is not computed"
 
 
@@ -237,7 +238,7 @@ def test_what_a_shared_ledger_knows_to_be_held_is_not_pulled():
     decision = Decision(1, "r1", 400 * SIZE, NOTHING, True, ((PEER, 600 * SIZE),))
     placement = made.commit(evaluation, 1.0, decision)
     assert (placement.overlap, placement.pull.tokens) == (400 * SIZE, 600 * SIZE)
-    assert placement.pull.seconds == pytest.approx(LATENCY + 600 * SIZE * TOKEN), "of what is left"
+    assert placement.pull.seconds == pytest.approx(LATENCY + 600 * SIZE * TOKEN_BYTES / BANDWIDTH), "of what is left"
     whole = made.commit(evaluation, 1.0, Decision(1, "r1", 1000 * SIZE, NOTHING, True))
     assert whole.pull is None
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from loadgen.plan.kv_space import KvSpace, read
+from policies.kv_space import KvSpace, read
 
 from .engines import ENVIRONMENT, version
 

@@ -7,9 +7,8 @@ import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
 
 from loadgen.plan import checkpoints
-from loadgen.plan.kv_space import BadModel
-
-from .test_kv_space import LLAMA_8B
+from policies.kv_space import BadModel
+from tests.policies.test_kv_space import LLAMA_8B
 
 INDEX = "model.safetensors.index.json"
 

@@ -5,12 +5,11 @@ import json
 import pytest
 
 from loadgen.cli import main
-from loadgen.plan.kv_space import KvSpace, read
 from loadgen.plan.pools import Engines, Load, decode_pool, prefill_pool, smallest, waited
 from loadgen.plan.transfers import last_token_seconds, transfer
+from policies.kv_space import KvSpace, read
 from replicas.simulated.profile import Profile, StepTime, load_profile
-
-from .test_kv_space import LLAMA_8B
+from tests.policies.test_kv_space import LLAMA_8B
 
 # Only prompts take time, only answers take time: the two pools by themselves.
 PREFILL = "step: {prefill: 16.5, prefill_token: 0.01518, prefill_token_squared: 4.21e-7}\n"

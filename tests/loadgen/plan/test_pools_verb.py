@@ -8,9 +8,9 @@ from itertools import pairwise
 import pytest
 
 from loadgen.cli import main
+from tests.policies.test_kv_space import DEEPSEEK_V3
 
 from ...test_house import ROOT
-from .test_kv_space import DEEPSEEK_V3
 
 NUMBERS = ("--layers", "32", "--kv-heads", "8", "--head-dim", "128", "--max-model-len", "131072")
 LOAD = ("--prompt-tokens", "7500", "--output-tokens", "300", "--rate", "20", "--slo", "ttft:1s,tpot:50ms")

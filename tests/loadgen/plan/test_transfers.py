@@ -3,12 +3,11 @@
 import pytest
 
 from loadgen.plan.checkpoints import of_numbers
-from loadgen.plan.kv_space import KvSpace, read
 from loadgen.plan.transfers import BUFFER_STEP, PER_TRANSFER, prefill_seconds, step_seconds, transfer
-from policies.legs import LATENCY
+from policies.kv_space import KvSpace, read
+from policies.transfers import LATENCY
 from replicas.simulated.profile import Profile, RequestTime, StepTime, load_profile
-
-from .test_kv_space import DEEPSEEK_V3, GEMMA3_27B, LLAMA_8B
+from tests.policies.test_kv_space import DEEPSEEK_V3, GEMMA3_27B, LLAMA_8B
 
 GIB = 1 << 30
 GPU_8B = load_profile("gpu-8b")

@@ -6,8 +6,7 @@ import pytest
 from markupsafe import escape
 
 from loadgen.cli import main
-
-from .test_kv_space import DEEPSEEK_V3, GEMMA3_27B, LLAMA_8B
+from tests.policies.test_kv_space import DEEPSEEK_V3, GEMMA3_27B, LLAMA_8B
 
 GIB = 1 << 30
 

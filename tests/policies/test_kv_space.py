@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loadgen.plan.kv_space import RESERVE, BadModel, KvSpace, Layers, Shape, memory_for_kv, read
+from policies.kv_space import RESERVE, BadModel, KvSpace, Layers, Shape, memory_for_kv, read
 
 GIB = 1 << 30
 LLAMA_8B = {"model_type": "llama", "num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8,

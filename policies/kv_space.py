@@ -8,10 +8,8 @@ pool. Pure: no files, no engine.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-
-from loadgen.options import BadInput
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +67,7 @@ _PATTERNS = {"gemma2": 2, "gemma3": 6, "gemma3_text": 6, "cohere2": 4}
 _FULL = ("full_attention", "attention", "chunked_attention")  # vLLM keeps chunked ones whole by default
 
 
-class BadModel(BadInput):
+class BadModel(ValueError):
     """A configuration this arithmetic does not know; the message says what is missing or unknown."""
 
 
@@ -229,10 +227,8 @@ def memory_for_kv(gpu: int, weights: int, tensor_parallel: int, utilization: flo
 
 def read(config: Mapping[str, object]) -> Shape:
     """The shape of the model whose config.json this is. Raises BadModel."""
-    text = next(
-        (config[key] for key in ("text_config", "llm_config", "language_config") if isinstance(config.get(key), dict)),
-        config,
-    )
+    inner = (config.get(key) for key in ("text_config", "llm_config", "language_config"))
+    text: Mapping[str, object] = next((one for one in inner if isinstance(one, dict)), config)
     for key in _UNEQUAL:
         if text.get(key):
             raise BadModel(f"its layers differ in size ({key}), and this arithmetic takes them as equal: start the engine once and give "
@@ -247,6 +243,15 @@ def read(config: Mapping[str, object]) -> Shape:
         latent=_number(text, "kv_lora_rank") + _number(text, "qk_rope_head_dim") if latent else 0,
         index=index + index // 128 * 4, dtype=dtype, context=_number(text, "max_position_embeddings", "n_positions", "seq_length"),
         notes=(*notes, *said))  # fmt: skip
+
+
+def prompt_bytes(config: Mapping[str, object], block_size: int) -> Callable[[int], int] | None:
+    """What tells how many bytes of a prompt's cache go to another engine, in the type the checkpoint says. All GPUs
+    of one together send each head once, and a latent once. None: the shape is not known."""
+    try:
+        return KvSpace(read(config), block_size=block_size).moved
+    except ValueError:
+        return None
 
 
 def _number(config: Mapping[str, object], *names: str, default: int | None = None) -> int:
@@ -286,10 +291,8 @@ def _head_size(config: Mapping[str, object], heads: int) -> int:
 def _dtype(config: Mapping[str, object], text: Mapping[str, object]) -> tuple[str, list[str]]:
     """What the engine stores if nobody says otherwise: as the checkpoint's quantisation says, else the weights'
     type."""
-    quantized = next(
-        (said["quantization_config"] for said in (config, text) if isinstance(said.get("quantization_config"), dict)),
-        {},
-    )
+    told = (said.get("quantization_config") for said in (config, text))
+    quantized: Mapping[str, object] = next((one for one in told if isinstance(one, dict)), {})
     scheme, algorithm = quantized.get("kv_cache_scheme"), quantized.get("kv_cache_quant_algo")
     if (isinstance(scheme, dict) and scheme.get("num_bits") == 8) or str(algorithm).lower() == "fp8":
         return "fp8", ["the checkpoint says that its cache is fp8"]
@@ -319,7 +322,7 @@ def _layers(config: Mapping[str, object]) -> tuple[tuple[Layers, ...], list[str]
         )
     if states:
         notes.append(
-            f"{states} of {len(kinds)} layers keep a state of fixed size for each request, which is not counted: vLLM holds some blocks for it"
+            f"{states} of {len(kinds)} layers keep a state of fixed size for each request, which is not counted: engines hold some blocks for it"
         )
     if shared:
         notes.append(f"the last {shared} layers use the cache of others")

@@ -6,8 +6,10 @@ from pathlib import Path
 import pytest
 
 from .engines import Engine, block_size, lora, tiny_model
-from .pd import EXACTLY, needs_nixl
+from .fleet import fleet, single
 from .witness import Witness
+
+__all__ = ["fleet", "single"]
 
 ADAPTERS = ("red", "blue")  # LoRA adapters of the shared engines, beside the base model "tiny"
 # Tokens in the cache of a shared engine: of prompts of a few hundred tokens, some ten.
@@ -71,13 +73,6 @@ def engines(start_engine, tmp_path_factory) -> list[Engine]:
 def engine(engines) -> Engine:
     """One of the two."""
     return engines[0]
-
-
-@pytest.fixture(scope="session")
-def single(start_engine) -> Engine:
-    """An engine without a connector, whose answers are the truth for those in two legs."""
-    needs_nixl()
-    return start_engine(*EXACTLY)
 
 
 @pytest.fixture

@@ -77,6 +77,14 @@ class Talk:
         self.said.append(("assistant", words(answer, self.stream) or "-"))
 
 
+def talks(count: int, seed: int) -> list[Talk]:
+    """Of all ways, each with both system prompts, with short turns and with long ones, whole and streamed."""
+    dice = random.Random(seed)
+    return [
+        Talk(dice, WAYS[at % 4], SYSTEMS[at // 4 % 2], (SHORT, LONG)[at // 8 % 2], at % 3 == 1) for at in range(count)
+    ]
+
+
 def prompts(count: int, seed: int | str, least: int = 120, most: int = 700) -> list[str]:
     """Texts that have nothing in common."""
     dice = random.Random(seed)

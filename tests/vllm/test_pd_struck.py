@@ -1,0 +1,230 @@
+"""Engines of two prefillers and two decoders that are killed and stopped at five moments of requests in two legs.
+
+At each moment four requests, two whole and two streams, are in two pairs of engines. The prefiller of one pair and the
+decoder of the other are struck at once, so that each request loses one of its engines, and each part of the fleet keeps
+one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+import pytest
+
+from ..gateway.running import counted
+from .engines import Engine
+from .fleet import Fleet, nothing_left
+from .pd import OWN, alone, asked, events, page_of, piece, prompts, said, streamed
+
+pytestmark = [pytest.mark.pd, pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(1800)]
+BEFORE = "before the request"
+COMPUTED = "while the prompt is computed"
+HANDED_OVER = "when it is handed over"
+FETCHED = "while the cache is fetched"
+WRITTEN = "while the answer is written"
+MOMENTS = (BEFORE, COMPUTED, HANDED_OVER, FETCHED, WRITTEN)
+ANSWER_SECONDS = 300.0
+
+
+@dataclass
+class Asked:
+    """A request, and what came of it so far."""
+
+    path: str
+    body: dict
+    truth: str
+    legs: dict = field(default_factory=dict)  # where it was sent to at first
+    writes: str = ""  # the replica whose answer it is
+    text: str = ""
+    begun: bool = False
+    task: asyncio.Task | None = None
+
+    @property
+    def stream(self) -> bool:
+        return self.body["stream"]
+
+    async def ask(self, fleet: Fleet) -> None:
+        async with fleet.client.stream("POST", self.path, json=self.body, timeout=ANSWER_SECONDS) as answer:
+            self.writes = answer.headers.get("x-hitherto-replica", "")
+            async for text in answer.aiter_text():
+                self.text += text
+                self.begun = True
+            assert answer.status_code == 200, self.text
+
+    def is_whole(self) -> bool:
+        return (streamed(self.text) if self.stream else OWN.sub(r'"\1":_', self.text)) == self.truth
+
+    def is_broken_off(self) -> bool:
+        """Whether it is the beginning of the answer, and says that there is no more."""
+        told = events(self.text)
+        begun = "".join(word for word, _ in map(piece, told[:-1]))
+        return "error" in told[-1] and self.truth.startswith(begun) and begun != ""
+
+
+class Round:
+    """One moment, and one way of striking."""
+
+    def __init__(self, fleet: Fleet, single: Engine, moment: str, number: int):
+        self.fleet, self.single, self.moment, self.number = fleet, single, moment, number
+        self.stopped: set[int] = set()
+        self.killed: set[int] = set()
+        self.struck: set[str] = set()
+        self.roles: dict[str, list[dict]] = {}
+
+    def signal(self, replicas: list[dict], number: int) -> None:
+        """To all processes of these engines."""
+        for one in replicas:
+            (self.stopped.add if number == signal.SIGSTOP else self.stopped.discard)(one["pid"])
+            if number == signal.SIGKILL:
+                self.killed.add(one["pid"])
+            os.killpg(one["pid"], number)
+
+    def go_on(self) -> None:
+        """Whoever was stopped and was not given up meanwhile."""
+        while self.stopped:
+            with suppress(ProcessLookupError):
+                os.killpg(self.stopped.pop(), signal.SIGCONT)
+
+    async def until(self, true) -> None:
+        async with asyncio.timeout(ANSWER_SECONDS):
+            while not await true():
+                await asyncio.sleep(0.02)
+
+    async def run(self) -> list[Asked]:
+        for attempt in range(5):
+            requests = await self.made(attempt)
+            self.struck.clear()
+            try:
+                if await self.reached(requests):
+                    others = self.strike(requests)
+                    self.signal(others, signal.SIGCONT)
+                    await asyncio.gather(*(one.task for one in requests))
+                    return requests
+                self.go_on()  # else those that wait for a stopped engine would be given up
+                await asyncio.gather(*(one.task for one in requests))
+            finally:
+                self.go_on()
+                for one in requests:
+                    if one.task is not None:
+                        one.task.cancel()
+        raise AssertionError(f"{self.moment}: five times the requests were past it")
+
+    async def made(self, attempt: int) -> list[Asked]:
+        """Two whole ones and two streams, with what they are to be answered."""
+        least, most = (6000, 7000) if self.moment == COMPUTED else (120, 700)
+        length = 600 if self.moment == WRITTEN else 24
+        seed = f"{self.moment} {self.number} {attempt}"
+        requests = []
+        for at, text in enumerate(prompts(4, seed, least, most)):
+            path, body = asked(("chat", "completions")[at // 2], text, at > 1, length)
+            body["ignore_eos"] = True
+            truth = await alone(self.single, path, body)
+            requests.append(Asked(path, body, said(truth, body["stream"])))
+        return requests
+
+    async def reached(self, requests: list[Asked]) -> bool:
+        """Send them, and whether all are at the moment now."""
+        self.roles = await self.fleet.roles()
+        done = await self.legs_done()
+        if self.moment == BEFORE:
+            first = await self.legs_of(requests[0])
+            other = next(one["id"] for one in self.roles["decode"] if one["id"] != first["decode"])
+            self.strike_at(first["prefill"], other)
+        elif self.moment in (HANDED_OVER, FETCHED):
+            self.signal(self.roles["decode"], signal.SIGSTOP)
+        for one in requests:
+            await self.send(one)
+        if self.moment == BEFORE:
+            return True
+        if self.second(requests) is None:
+            return False
+        if self.moment == COMPUTED:
+            await self.until(lambda: self.at_all("prefill", ("num_requests_running",)))
+            return await self.legs_done() == done
+        if self.moment in (HANDED_OVER, FETCHED):
+            await self.until(lambda: self.have_done(done + 4))
+        if self.moment == FETCHED:
+            self.signal(self.roles["prefill"], signal.SIGSTOP)
+            self.signal(self.roles["decode"], signal.SIGCONT)
+            await self.until(lambda: self.at_all("decode", ("num_requests_waiting", "num_requests_running")))
+        if self.moment == WRITTEN:
+            await self.until(lambda: self.have_begun(requests[2:]))
+        return not any(one.task.done() for one in requests)
+
+    async def send(self, one: Asked) -> None:
+        """Wait until it is placed, so that each of two engines gets every other one."""
+        if self.moment != BEFORE:
+            one.legs = await self.legs_of(one)
+        before = await self.fleet.counted("hitherto_leg_choices_total")
+        one.task = asyncio.create_task(one.ask(self.fleet))
+
+        async def placed() -> bool:
+            return await self.fleet.counted("hitherto_leg_choices_total") > before
+
+        await self.until(placed)
+
+    async def legs_of(self, one: Asked) -> dict:
+        """Where it would go now. Pairs whose transfer failed, in the round before, are left out for a while."""
+        found: list[dict] = []
+
+        async def is_there() -> bool:
+            found.extend(legs for legs in [await self.fleet.explained(one.path, one.body)] if legs)
+            return bool(found)
+
+        await self.until(is_there)
+        return found[0]
+
+    async def legs_done(self) -> float:
+        return await self.fleet.counted("hitherto_legs_total", leg="prefill", outcome="complete")
+
+    async def have_done(self, count: float) -> bool:
+        return await self.legs_done() == count
+
+    async def have_begun(self, streams: list[Asked]) -> bool:
+        """Whether each has text; one that ended without any says why."""
+        for one in streams:
+            if one.task.done() and not one.begun:
+                await one.task
+        return all(one.begun for one in streams)
+
+    async def at_all(self, role: str, gauges: tuple[str, ...]) -> bool:
+        """Whether each engine of the role has a request that one of the gauges counts."""
+        pages = [await page_of(one["url"]) for one in self.roles[role]]
+        return all(sum(counted(page, f"vllm:{name}") for name in gauges) > 0 for page in pages)
+
+    def strike(self, requests: list[Asked]) -> list[dict]:
+        """The prefiller of the first request, and the decoder of one that is computed elsewhere. Returns those that
+        were only held up until now."""
+        if self.moment != BEFORE:
+            self.strike_at(requests[0].legs["prefill"], self.second(requests))
+        held = [one for of_role in self.roles.values() for one in of_role if one["pid"] in self.stopped]
+        return [one for one in held if one["id"] not in self.struck]
+
+    def second(self, requests: list[Asked]) -> str | None:
+        """The decoder of requests that share neither engine with the first one."""
+        first = requests[0].legs
+        others = (one.legs for one in requests if one.legs["prefill"] != first["prefill"])
+        return next((legs["decode"] for legs in others if legs["decode"] != first["decode"]), None)
+
+    def strike_at(self, *ids: str) -> None:
+        self.struck = set(ids)
+        self.signal([one for of_role in self.roles.values() for one in of_role if one["id"] in ids], self.number)
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+async def test_no_request_that_had_not_begun_is_lost_with_an_engine(fleet: Fleet, single, number, moment):
+    await fleet.ready()
+    found = Round(fleet, single, moment, number)
+    for at, one in enumerate(await found.run()):
+        had_begun = moment == WRITTEN and one.stream and one.writes in found.struck
+        if had_begun:
+            assert one.is_broken_off(), (at, one)
+        else:
+            assert one.is_whole(), (at, one)
+    await fleet.ready(found.killed)
+    await nothing_left(fleet)

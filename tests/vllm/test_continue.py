@@ -59,10 +59,10 @@ async def test_killed_engines_leave_no_trace_in_greedy_answers(start_engine):
     for engine in engines:
         engine.wait()
     gaps: dict[str, list[float]] = {path: [] for path in PATHS}
-    compared = round_ = 0
+    compared = round_ = continued = 0
     async with gateway(*engines, continue_streams="exact") as g, httpx.AsyncClient(timeout=120) as client:
         client.base_url = g.url
-        while sum(map(len, gaps.values())) < INTERRUPTED:
+        while continued < INTERRUPTED:
             victim, other = engines[round_ % 2], engines[(round_ + 1) % 2]
             streams = [Stream(1000 * round_ + number) for number in range(AT_ONCE)]
             tasks = [asyncio.create_task(one.run(client)) for one in streams]
@@ -76,13 +76,15 @@ async def test_killed_engines_leave_no_trace_in_greedy_answers(start_engine):
                     found = difference(as_a_whole(events(one.text))[::2], as_a_whole(events(whole))[::2])
                     assert not found, f"{one.path}: {found}"
                     compared += 1
-            for one in cut:
+            before, continued = continued, int(await g.counted("hitherto_continued_streams_total"))
+            # Of some that were not complete the end was on its way already: they had no gap.
+            assert continued - before <= len(cut)
+            for one in sorted(cut, key=lambda one: one.gap)[len(cut) - (continued - before) :]:
                 gaps[one.path].append(one.gap)
             round_ += 1
             victim.start().wait()
             await g.ready(2)
         assert await g.counted("hitherto_streams_not_continued_total") == 0
-        assert await g.counted("hitherto_continued_streams_total") >= INTERRUPTED
         assert await g.counted("hitherto_reservations") == 0
     for path, found in gaps.items():
         found.sort()

@@ -284,6 +284,6 @@ async def test_the_only_engine_started_anew_answers_and_nothing_is_promised_of_t
         async with asyncio.timeout(30):
             # A machine that is busy may take so long to start it that a probe finds nobody there.
             while (answer := await gateway.client.post("/v1/completions", json=body)).status_code == 503:
-                assert "no replica is ready" in answer.text
+                assert "no replica of 'sim' is ready" in answer.text
         assert answer.status_code == 200 and answer.headers["x-hitherto-cached-tokens"] == "0"
         assert (await gateway.status())["replicas"][0]["errors"] == 0

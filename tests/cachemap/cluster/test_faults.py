@@ -419,7 +419,7 @@ async def test_sentinel_fails_over(tmp_path):
             servers.primary.kill()
             await publisher.publish(event(2, 0, 6))
             await all_hold(prompt(2, 6)[1], one, other)
-            await until(lambda: one.shared.usable and other.shared.usable, 20)
+            await until(lambda: one.shared.usable and other.shared.usable, 60)
             await healed(one, other)
             await publisher.publish(event(3, 0, 6))
             await all_hold(prompt(3, 6)[1], one, other)

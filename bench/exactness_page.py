@@ -20,6 +20,7 @@ from gateway.prompt.tokens.model import WRITTEN_BY_UNKNOWN_RULES, load_model
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "exactness.md"
 IMAGES = ROOT / "tests" / "gateway" / "prompt" / "media" / "recorded.json"
+TILES = IMAGES.with_name("tiles.json")
 TEMPLATES = ROOT / "tests" / "vllm" / "templates.json"
 
 HEAD = """\
@@ -133,8 +134,9 @@ def _templates() -> str:
 
 def _media() -> str:
     images = len(json.loads(IMAGES.read_text())["images"])
+    tiles = sum(map(len, next(iter(json.loads(TILES.read_text()).values()))))
     whys = "".join(f"- `{why}`: {words}\n" for why, words in whys_of_media.items())
-    return MEDIA.replace("NAMES", str(images)).replace("WHY\n", whys)
+    return MEDIA.replace("NAMES", str(images)).replace("TILES", f"{tiles:,}").replace("WHY\n", whys)
 
 
 KIMI = """\
@@ -157,15 +159,30 @@ or its `uuid`), of which no engine tells. The same conversation with the same im
 replica still holds the exact part: that is a guess, it is never compared with what engines report, and gateways that share a
 Redis each have their own.
 
-Of Qwen2-VL, Qwen2.5-VL and Qwen3-VL with vLLM 0.28 or 0.32 and later, prompts are known to their end (mode *media*) if all their
-images are written in the request, as data URLs of PNG, JPEG or WebP. How many tokens an image has follows from its size, which is
-in its header, and from `preprocessor_config.json`; vLLM names it by a BLAKE3 of its bytes as they came, or by the `uuid` of its
-part. Sizes and names were the same as vLLM 0.28.0 and 0.32.0 with transformers' processor found for NAMES images of all colours,
-orientations and encodings, and all blocks of 144 requests had the names that its own renderer and rule gave them (the table above;
-`python -m tests.vllm.record_media`, `tests/vllm/test_media.py`). Engines have to be started from the same
-path or name, and with vLLM's own `--mm-processor-kwargs`, `--media-io-kwargs` and hash of media: with others the counts differ
-(`hitherto_prompt_mismatches_total`), or images are found that the gateway took for new (`hitherto_predictions_total{outcome="under"}`).
-It takes the gateway some 5 ms per megabyte of image the first time, in a thread, and a tenth of that when it comes again.
+With vLLM 0.28 or 0.32 and later, prompts of these models are known to their end (mode *media*) if all their images are
+written in the request, as data URLs of PNG, JPEG or WebP:
+
+| models | tokens of an image |
+|---|---|
+| Qwen2-VL, Qwen2.5-VL, Qwen3-VL | one for each tile of the scaled image; its markers are printed by the template |
+| Gemma 3 without pan and scan | always as many (256), with markers and newlines around them, which vLLM joins with newlines of the text |
+| Llama 4 | its tiles with separators between them, a small copy of the whole, and markers |
+
+An image's size is in its header, and what follows from it in `preprocessor_config.json`; vLLM names an image by a
+BLAKE3 of its bytes as they came, or by the `uuid` of its part. Sizes and names were the same as vLLM 0.28.0 and 0.32.0
+with transformers' processor found for NAMES images of all colours, orientations and encodings. Tiles of Llama 4 were
+the same for TILES sizes of images, and all blocks of the requests in the table above, among them over 100 sizes for
+each of Gemma 3 and Llama 4, had the names that vLLM's own renderer, processor and rule gave them
+(`python -m tests.vllm.record_media`, `tests/vllm/test_media.py`). These were small models with tokenizers that the
+tests made, not released ones. Where a text goes on with a single newline right behind an image of Gemma 3, vLLM does
+not find the image again and refuses the request; the gateway calls such a prompt partly known. Images of Gemma 3n,
+Gemma 4 and other families are not counted here. Llama 3.2 Vision (mllama) takes images by cross attention, without
+tokens for them in the prompt, and 0.10.2 was the last vLLM to serve it.
+
+Engines have to be started from the same path or name, and with vLLM's own `--mm-processor-kwargs`, `--media-io-kwargs`
+and hash of media: with others the counts differ (`hitherto_prompt_mismatches_total`), or images are found that the
+gateway took for new (`hitherto_predictions_total{outcome="under"}`). It takes the gateway some 5 ms per megabyte of
+image the first time, in a thread, and a tenth of that when it comes again.
 
 `hitherto_media_prompts_total{why}` counts prompts with media by what is not known of them:
 

@@ -21,7 +21,6 @@ from gateway.prompt.pipeline import Pipeline
 from replicas.engines.vllm.versions import version_quirks
 from tests.gateway.prompt import families as known
 from tests.gateway.prompt.media import bodies as images
-from tests.gateway.prompt.media.vision_model import tiny_qwen2_vl
 from tests.gateway.prompt.reference import CACHED, HERE, model_dir
 
 # Real tokenizers and templates of which random bodies were rendered by vLLM 0.32: how the table calls them.
@@ -51,7 +50,7 @@ def not_fetched() -> list[str]:
 def recorded() -> list[Row]:
     families = [one for one in known.recordings() if one.family != "gpt-oss" or _is_here("gptoss")]
     real = (_real(model, name) for model, name in REAL.items() if _is_here(model))
-    return [*real, *map(_family, families), *(_images(*one) for one in images.recordings())]
+    return [*real, *map(_family, families), *map(_images, images.recordings())]
 
 
 def _row(family: str, engine: str, requests: int, equal: int, why: dict[str, int]) -> Row:
@@ -94,12 +93,13 @@ def _family(one: known.Recording) -> Row:
     return _row(one.family, f"vLLM {one.version}", found.requests, len(found.equal), found.reasons)
 
 
-def _images(version: str, answers: dict[str, str | None]) -> Row:
+def _images(one: images.Recording) -> Row:
     """Of requests with images the names of blocks, in place of the ids."""
     with tempfile.TemporaryDirectory() as store:
-        found = images.compare(tiny_qwen2_vl(Path(store) / "model"), version, answers)
+        folder = images.FAMILIES[one.family].folder(Path(store) / "model")
+        found = images.compare(one.family, folder, one.version, one.answers)
     requests = len(found.equal) + sum(found.declined.values()) + len(found.wrong)
-    return _row(images.FAMILY, f"vLLM {version}", requests, len(found.equal), dict(found.declined))
+    return _row(one.family, f"vLLM {one.version}", requests, len(found.equal), dict(found.declined))
 
 
 def table(rows: Sequence[Row]) -> str:

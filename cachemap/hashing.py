@@ -74,8 +74,8 @@ class Span(NamedTuple):
 
 
 def hash_with_media(tokens: bytes | memoryview, block_size: int, seed: int, spans: Sequence[Span]) -> list[int]:
-    """As `hash_blocks`, where each block that has placeholders of an item covers that item too. `spans` are in order
-    and do not overlap."""
+    """As `hash_blocks`, where each block that has placeholders of an item covers that item too. `spans` are in order;
+    one may begin at the last token of the one before it."""
     width = block_size * TOKEN_BYTES
     if len(tokens) < width:
         return []

@@ -38,7 +38,7 @@ from .api.openai import (
 )
 from .api.responses import from_responses
 from .forward import LEAST_TOKENS, kind_of
-from .media.exactly import images_of
+from .media.exactly import Images, images_of
 from .media.filling import Media
 from .offload import TakesLong
 from .prompt import CHAT, COMPLETIONS, EMBEDDINGS, MESSAGES, NO_PREFILL, RESPONSES, Prompt
@@ -88,6 +88,7 @@ class _Loaded(NamedTuple):
     cuts: frozenset[str]
     lead: bytes | None
     prefixes: Prefixes
+    images: Images | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +157,6 @@ class Pipeline:
             self.template_error = files.no_template
             return
         self._sorts_tools = files.sorts_tools
-        self.media.images = images_of(model_dir, files.settings) if files.takes_media else None
         if files.tekken:
             self._readings = TekkenReadings(model_dir)
         elif files.tiktoken:
@@ -172,12 +172,12 @@ class Pipeline:
         tokenizer = Tokenizer(self._files.directory, reading=reading)
         before, after = tokenizer.added_around()
         lead = None if after else tokenizer.encode("x", special=True)[: 4 * before]
-        return _Loaded(
-            reading, tokenizer, tokenizer.safe_cuts(), lead, Prefixes(tokenizer, self.block_size, self._prefix_bytes)
-        )
+        prefixes, files = Prefixes(tokenizer, self.block_size, self._prefix_bytes), self._files
+        images = images_of(files.directory, files.settings, files.config, tokenizer) if files.takes_media else None
+        return _Loaded(reading, tokenizer, tokenizer.safe_cuts(), lead, prefixes, images)
 
     def _enter(self, loaded: _Loaded) -> None:
-        self.reading, self.tokenizer, self._cuts, self._lead, self.prefixes = loaded
+        self.reading, self.tokenizer, self._cuts, self._lead, self.prefixes, self.media.images = loaded
         self.tokenizer.bound(self.max_model_len)
         self.prefixes.resize(self.block_size)
         self._make_renderers()

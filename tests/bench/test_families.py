@@ -10,7 +10,7 @@ def test_no_family_is_wrong():
     for name in (*REAL, "gptoss"):
         model_dir(name)  # skips the test where its tokenizer cannot be had
     rows = recorded()
-    assert {row["family"] for row in rows} == {*REAL.values(), *FAMILIES, images.FAMILY}
+    assert {row["family"] for row in rows} == {*REAL.values(), *FAMILIES, *images.FAMILIES}
     for row in rows:
         assert row["requests"] == row["equal"] + row["declined"] and row["wrong"] == 0, row
         assert sum(row["why"].values()) == row["declined"] and "" not in row["why"]

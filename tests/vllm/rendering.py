@@ -11,6 +11,7 @@ import asyncio
 import gc
 import json
 import sys
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -64,9 +65,11 @@ class Serving:
             self._merge = AnthropicServingMessages._should_merge_inline_system(self._online)
         else:
             self._merge = AnthropicServingMessages._detect_merge_inline_system(template)
+        self._media = _taken_aside()
 
     async def render(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         body = {"model": NAME, **body}
+        self._media.clear()
         try:
             made = await self._rendered(path, body)
         except Exception as error:
@@ -76,7 +79,7 @@ class Serving:
         ids = getattr(made, "token_ids", None)
         if ids is None:
             return {"refused": str(made)[:300]}
-        media = getattr(made, "features", None)
+        media = self._media.pop() if self._media else getattr(made, "features", None)
         return {"ids": list(ids)} | ({"keys": _keys(media, len(ids), body.get("cache_salt"))} if media else {})
 
     async def _rendered(self, path: str, body: dict[str, Any]) -> Any:
@@ -100,6 +103,18 @@ class Serving:
             disabled = request.thinking is not None and request.thinking.type == "disabled"
             more["disabled_thinking_effort"] = await serving._get_disabled_thinking_effort() if disabled else "none"
         return serving.to_chat_completion_request(request, merge_inline_system=self._merge, **more)
+
+
+def _taken_aside() -> list[Any]:
+    """A list that gets the media of each prompt that is made, in place of the answer. Images of Gemma 3 that follow
+    each other share a token. Since 0.32 or so a server that renders prompts for others refuses to answer with such
+    ones; a server that makes a prompt for itself does not check."""
+    found: list[Any] = []
+    with suppress(ImportError):
+        from vllm.entrypoints.scale_out.token_in_token_out import mm_features
+
+        mm_features.MultiModalFeatures = lambda **fields: found.append(SimpleNamespace(**fields))
+    return found
 
 
 def _keys(media: Any, tokens: int, salt: str | None) -> list[Any]:

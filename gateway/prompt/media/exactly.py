@@ -16,8 +16,8 @@ from ..offload import TakesLong, event_loop
 from ..prompt import Prompt
 from ..render.renderer import Renderer
 from ..tokens.tokenizer import Tokenizer
-from . import qwen_vl
-from .families import Family
+from . import gemma3, llama4, qwen_vl
+from .families import Family, Files, Ids, Places, Runs
 from .identity import Identities
 from .images import Unreadable
 from .items import Item, Seen
@@ -26,7 +26,7 @@ MOST_ITEMS = 999  # of a request: vLLM refuses more unless it has flags that say
 # Tokens of a prompt with images that the event loop may make and hash: a kilobyte of headers can declare a million, and
 # these take some 2 ms (a 2-core cloud machine under load).
 _BRIEF = 32_768
-_FAMILIES = (qwen_vl.family,)
+_FAMILIES = (qwen_vl.family, gemma3.family, llama4.family)
 # Fields of a request that change what an engine makes of its media, or the name that it knows them by.
 _CHANGING = ("mm_processor_kwargs", "media_io_kwargs")
 
@@ -41,6 +41,14 @@ class Engine(NamedTuple):
     rule: str | None  # one of `identity`'s; None: theirs is not known
     model: str  # where they have the model from; "": they do not tell, or not the same
     context: int  # tokens that a prompt may have
+
+
+class Known(NamedTuple):
+    """An image of a request."""
+
+    runs: Runs
+    length: int
+    identity: str
 
 
 class Images:
@@ -84,8 +92,7 @@ class Images:
         )
         return "exact"
 
-    def _known(self, item: Item, engine: Engine) -> tuple[int, str]:
-        """Its tokens and its name."""
+    def _known(self, item: Item, engine: Engine) -> Known:
         if item.kind != "image":
             raise Unknown("kind")
         if item.url[:5].lower() != "data:":
@@ -95,40 +102,60 @@ class Images:
             image, identity = self._identities.of(item.url, engine.rule, engine.model)
         except Unreadable:
             raise Unknown("image") from None
-        count = self.family.count(image.width, image.height)
-        if count is None:
+        runs = self.family.expansion(image.width, image.height)
+        if runs is None:
             raise Unknown("image")
-        return count, item.uuid if item.uuid is not None else identity
+        return Known(runs, sum(count for _, count in runs), item.uuid if item.uuid is not None else identity)
 
-    def _expanded(self, ids: bytes, items: list[tuple[int, str]], context: int) -> tuple[bytes, list[Span]]:
+    def _expanded(self, ids: bytes, items: list[Known], context: int) -> tuple[bytes, list[Span]]:
         tokens = np.frombuffer(ids, "<u4")
         places = np.flatnonzero(tokens == self.family.placeholder)
         if len(places) != len(items):
             raise Unknown("template")  # it prints them otherwise, or somebody wrote one
-        total = len(tokens) + sum(count for count, _ in items)
+        total = len(tokens) + sum(item.length for item in items)
         if total > context:
             raise Unknown("length")
         if event_loop.holds and total > _BRIEF:
             raise TakesLong
-        repeats = np.ones(len(tokens), np.int64)
-        repeats[places] = [count for count, _ in items]
-        starts = np.cumsum(repeats) - repeats
-        spans = [
-            Span(identity, int(starts[place]), count) for place, (count, identity) in zip(places, items, strict=True)
-        ]
-        return np.repeat(tokens, repeats).tobytes(), spans
+        expanded, starts = _put(tokens, places, [item.runs for item in items])
+        if self.family.joining is not None:
+            joined = self.family.joining(expanded, starts, np.array([item.length for item in items], np.int64))
+            if joined is None:
+                raise Unknown("template")
+            expanded, starts = joined
+        spans = [Span(item.identity, start, item.length) for item, start in zip(items, starts.tolist(), strict=True)]
+        return expanded.tobytes(), spans
 
 
-def images_of(directory: Path, settings: dict[str, Any]) -> Images | None:
-    """None where it is not known how many tokens the model in this folder makes of an image."""
+def _put(tokens: Ids, places: Places, items: list[Runs]) -> tuple[Ids, Places]:
+    """The tokens with those of an item at each of the places, and where these begin. No loop over the tokens: there may
+    be 999 items of 36 runs."""
+    slots = np.ones(len(tokens), np.int64)  # for each token a slot, for an item's place one for each of its runs
+    slots[places] = [len(runs) for runs in items]
+    is_place = np.zeros(len(tokens), bool)
+    is_place[places] = True
+    of_items = np.repeat(is_place, slots)
+    values, repeats = np.repeat(tokens, slots), np.ones(len(of_items), np.int64)
+    values[of_items] = [token for runs in items for token, _ in runs]
+    repeats[of_items] = [count for runs in items for _, count in runs]
+    first = (np.cumsum(slots) - slots)[places]
+    return np.repeat(values, repeats), (np.cumsum(repeats) - repeats)[first]
+
+
+def images_of(
+    directory: Path, settings: dict[str, Any], tokenizer_settings: dict[str, Any], tokenizer: Tokenizer
+) -> Images | None:
+    """None where it is not known which tokens the model in this folder makes of an image. `settings`: config.json;
+    `tokenizer_settings`: tokenizer_config.json."""
     own, shared = (_read(directory / f"{name}_config.json") for name in ("preprocessor", "processor"))
     inner = shared.get("image_processor")
     if own and inner:
         return None  # which of the two counts is transformers' affair
     processor = own or inner
     if isinstance(processor, dict) and processor:
+        files = Files(settings, processor, shared, tokenizer_settings)
         for family in _FAMILIES:
-            if (found := family(settings, processor)) is not None:
+            if (found := family(files, tokenizer)) is not None:
                 return Images(found)
     return None
 

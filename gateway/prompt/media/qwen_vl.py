@@ -7,9 +7,9 @@ As in `smart_resize` of transformers' image processor of Qwen2-VL, which all of 
 from __future__ import annotations
 
 from math import ceil, floor, sqrt
-from typing import Any
 
-from .families import Family, integer
+from ..tokens.tokenizer import Tokenizer
+from .families import Family, Files, Runs, integer
 
 _TYPES = frozenset({"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"})
 _PROCESSORS = frozenset({None, "Qwen2VLImageProcessor", "Qwen2VLImageProcessorFast", "Qwen2VLImageProcessorPil"})
@@ -17,8 +17,8 @@ _LEAST_PIXELS, _MOST_PIXELS = 56 * 56, 28 * 28 * 1280  # of the processor, where
 _MOST_RATIO = 200  # of an image's sides: it refuses narrower ones
 
 
-def family(settings: dict[str, Any], processor: dict[str, Any]) -> Family | None:
-    """`settings`: config.json; `processor`: the image processor's."""
+def family(files: Files, tokenizer: Tokenizer) -> Family | None:
+    settings, processor = files.settings, files.images
     vision, token = settings.get("vision_config"), settings.get("image_token_id")
     kind = processor.get("image_processor_type")
     if settings.get("model_type") not in _TYPES or kind not in _PROCESSORS or not isinstance(vision, dict):
@@ -36,7 +36,12 @@ def family(settings: dict[str, Any], processor: dict[str, Any]) -> Family | None
     if type(least) is not int or type(most) is not int or not 0 < least <= most:
         return None
     tile = patch * merge
-    return Family("Qwen-VL", token, lambda width, height: tokens(width, height, tile, least, most))
+
+    def expansion(width: int, height: int) -> Runs | None:
+        count = tokens(width, height, tile, least, most)
+        return None if count is None else ((token, count),)
+
+    return Family("Qwen-VL", token, expansion)
 
 
 def tokens(width: int, height: int, tile: int, least: int, most: int) -> int | None:

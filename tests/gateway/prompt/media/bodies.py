@@ -1,7 +1,7 @@
-"""Requests with images for a small Qwen2-VL, and what a real vLLM made of them.
+"""Requests with images for a small model of each family, and what a real vLLM made of them.
 
 `bodies.jsonl` has digests of the names of their blocks, made of the ids and of the keys besides tokens that vLLM's own
-renderer and its own rule gave; `python -m tests.vllm.record_media` writes it, `tests/vllm/test_media.py` asks again.
+renderer, processor and rule gave; `python -m tests.vllm.record_media` writes it, `tests/vllm/test_media.py` asks again.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ import json
 import random
 from array import array
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from xxhash import xxh3_64_hexdigest
 
@@ -23,22 +23,36 @@ from gateway.prompt.pipeline import Pipeline
 from gateway.prompt.prompt import CHAT, MESSAGES
 from replicas.engines.vllm.versions import version_quirks
 
-from .models import assistant, image, system, text, user
+from .gemma3_model import tiny_gemma3
+from .llama4_model import TILE, TILES, tiny_llama4
+from .models import assistant, blank, data_url, image, system, text, user
+from .sizes import sizes
+from .vision_model import tiny_qwen2_vl
 
 HERE = Path(__file__).parent
 RECORDED = HERE / "bodies.jsonl"
-ROOT = "tiny-qwen2-vl"  # where the engine was told that the model is
 SIZE = 16
 RANDOM = 120
-FAMILY = "Qwen2-VL with images"
+Cases = dict[str, tuple[str, dict[str, Any]]]  # by name, an API's path and a body
 
 
-def bodies() -> dict[str, tuple[str, dict[str, Any]]]:
+class Family(NamedTuple):
+    root: str  # where the engine was told that the model is
+    folder: Callable[[Path], Path]  # makes one
+    cases: Callable[[], Cases]
+
+
+def bodies(family: str) -> Cases:
+    return FAMILIES[family].cases()
+
+
+def _of_all_kinds() -> Cases:
+    """With images of all encodings and colours, of a handful of sizes."""
     urls = [
         f"data:image/png;base64,{one['data']}" for one in json.loads((HERE / "recorded.json").read_text())["images"]
     ]
     dice = random.Random(11)
-    cases: dict[str, tuple[str, dict[str, Any]]] = {
+    cases: Cases = {
         f"image {i}": (CHAT, {"messages": [system(20), user(text("What is this?"), image(url))]})
         for i, url in enumerate(urls)
     }
@@ -57,21 +71,52 @@ def bodies() -> dict[str, tuple[str, dict[str, Any]]]:
     return cases
 
 
+def _of_many_sizes() -> Cases:
+    """An image of each size, and conversations with some of them, whose texts end and begin with newlines."""
+    urls = {size: data_url(blank(*size)) for size in sizes(TILE, TILES, 100)}
+    cases: Cases = {
+        f"{width} x {height}": (CHAT, {"messages": [system(width % 9), user(text("See "), image(url), text("?"))]})
+        for (width, height), url in urls.items()
+    }
+    dice, some = random.Random(12), list(urls.values())
+    cases["no prompt"] = CHAT, {"messages": [user(image(some[0]))], "add_generation_prompt": False}
+    cases["named"] = CHAT, {"messages": [user(image(some[0], uuid="mine"), text("word " * 30), image(some[0]))]}
+    cases["messages"] = MESSAGES, {"messages": [user(text("See"), _block(some[1]))], "max_tokens": 1, "system": "Look."}
+    cases["side by side"] = CHAT, {"messages": [user(*map(image, some[:20]))]}
+    for i in range(RANDOM):
+        talk = _talk(dice, some, ["", "", "\n", "\n\n", "\n\n\n", "\n\n\n\n", "\n" * 9])
+        if any(part["type"] != "text" for message in talk for part in message["content"] if message["role"] == "user"):
+            cases[f"random {i}"] = CHAT, {"messages": talk}
+    return cases
+
+
 def _block(url: str) -> dict[str, Any]:
     return {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": url.partition(",")[2]}}
 
 
-def _talk(dice: random.Random, urls: list[str]) -> list[dict[str, Any]]:
+def _talk(dice: random.Random, urls: list[str], around: Sequence[str] = ()) -> list[dict[str, Any]]:
+    """`around`: texts of which one is put before and one behind each other text."""
     talk = [system(dice.randrange(60))] if dice.random() < 0.7 else []
     for _ in range(dice.randint(1, 4)):
         parts = [
             image(dice.choice(urls))
             if dice.random() < 0.5
-            else text(" word\n"[: dice.randint(1, 6)] * dice.randint(1, 40))
+            else text(_between(dice, " word\n"[: dice.randint(1, 6)] * dice.randint(1, 40), around))
             for _ in range(dice.randint(1, 4))
         ]
         talk += [user(*parts), assistant("It is " + "so " * dice.randrange(9))]
     return talk[:-1]
+
+
+def _between(dice: random.Random, said: str, around: Sequence[str]) -> str:
+    return dice.choice(around) + said + dice.choice(around) if around else said
+
+
+FAMILIES = {
+    "Qwen2-VL with images": Family("tiny-qwen2-vl", tiny_qwen2_vl, _of_all_kinds),
+    "Gemma 3 with images": Family("tiny-gemma3", tiny_gemma3, _of_many_sizes),
+    "Llama 4 with images": Family("tiny-llama4", tiny_llama4, _of_many_sizes),
+}
 
 
 def digest_of_body(path: str, body: dict[str, Any]) -> str:
@@ -96,18 +141,24 @@ class Compared:
     equal: list[str] = field(default_factory=list)
     declined: Counter[str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
+    refused: Counter[str] = field(default_factory=Counter)  # by the engine: how the gateway prepares these
 
 
-def compare(folder: Path, version: str, answers: dict[str, str | None]) -> Compared:
-    """`answers`: of each body's name the digest of the engine's blocks, None where it refuses."""
+class Recording(NamedTuple):
+    family: str
+    version: str
+    answers: dict[str, str | None]  # of each body's name the digest of the engine's blocks, None where it refuses
+
+
+def compare(family: str, folder: Path, version: str, answers: dict[str, str | None]) -> Compared:
     pipeline, found = Pipeline(folder, "m", SIZE), Compared()
     pipeline.follow(version_quirks(version))
-    pipeline.media.root = ROOT
-    for name, (path, body) in bodies().items():
-        if answers[name] is None:
-            continue
+    pipeline.media.root = FAMILIES[family].root
+    for name, (path, body) in bodies(family).items():
         prompt = pipeline.prepare(path, json.dumps(body).encode())
-        if prompt.mode not in ("media", "exact"):
+        if answers[name] is None:
+            found.refused[prompt.mode] += 1
+        elif prompt.mode not in ("media", "exact"):
             found.declined[prompt.note] += 1
         elif xxh3_64_hexdigest(array("Q", prompt.hashes).tobytes()) == answers[name]:
             found.equal.append(name)
@@ -116,12 +167,14 @@ def compare(folder: Path, version: str, answers: dict[str, str | None]) -> Compa
     return found
 
 
-def recordings() -> list[tuple[str, dict[str, str | None]]]:
-    """By version what was recorded. Raises ValueError where bodies have changed since."""
-    asked, found = {name: digest_of_body(*case) for name, case in bodies().items()}, []
+def recordings() -> list[Recording]:
+    """What was recorded. Raises ValueError where bodies have changed since."""
+    asked = {family: {name: digest_of_body(*case) for name, case in bodies(family).items()} for family in FAMILIES}
+    found = []
     for line in RECORDED.read_text().splitlines():
         told = json.loads(line)
-        if {name: body for name, (body, _) in told["answers"].items()} != asked:
+        if {name: body for name, (body, _) in told["answers"].items()} != asked[told["family"]]:
             raise ValueError("the bodies have changed: run python -m tests.vllm.record_media")
-        found.append((told["vllm"], {name: blocks for name, (_, blocks) in told["answers"].items()}))
+        answers = {name: blocks for name, (_, blocks) in told["answers"].items()}
+        found.append(Recording(told["family"], told["vllm"], answers))
     return found

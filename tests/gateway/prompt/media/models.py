@@ -64,6 +64,20 @@ def png(width: int = 64, height: int = 48, shade: int = 0, colour: int = 2) -> b
     )  # fmt: skip
 
 
+def blank(width: int, height: int) -> bytes:
+    """A black image of one bit per pixel, of some 1 kB per megapixel. It is written without zlib, whose versions
+    compress in different ways, so that its bytes and its name are the same on every machine."""
+    size = height * (1 + -(-width // 8))
+    matches, rest = divmod(size - 1, 258)
+    # Deflate with its fixed codes: a zero, then copies of the last byte, 258 at a time, then single zeros.
+    bits = "110" + "00110000" + "1100010100000" * matches + "00110000" * rest + "0000000"
+    deflated = int(bits[::-1], 2).to_bytes(-(-len(bits) // 8), "little")
+    checksum = struct.pack(">HH", size % 65521, 1)  # Adler-32 of so many zeros
+    header = struct.pack(">IIBBBBB", width, height, 1, 0, 0, 0, 0)
+    data = b"\x78\x01" + deflated + checksum
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", data) + chunk(b"IEND", b"")
+
+
 def chunk(name: bytes, data: bytes) -> bytes:
     return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
 

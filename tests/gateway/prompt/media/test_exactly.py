@@ -16,6 +16,7 @@ from gateway.prompt.media.identity import FRAMED, Identities
 from gateway.prompt.offload import TakesLong, event_loop
 from gateway.prompt.pipeline import Pipeline
 from gateway.prompt.prompt import CHAT, MESSAGES, RESPONSES
+from gateway.prompt.tokens.tokenizer import Tokenizer
 from replicas.engines.vllm.versions import version_quirks
 
 from .models import QWEN2_VL, TEXTS, assistant, chunk, data_url, folder, image, png, system, text, user
@@ -201,7 +202,8 @@ def test_a_template_that_joins_texts(model):
 )
 def test_which_models_are_known(config, files, known):
     settings = {**QWEN2_VL, "image_token_id": 5, **config}
-    assert (images_of(folder(settings, **files), settings) is not None) == known
+    directory = folder(settings, **files)
+    assert (images_of(directory, settings, {}, Tokenizer(directory)) is not None) == known
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,91 @@
+"""Gemma 3: every image is scaled to one square, and has the same number of tokens between two markers and two pairs of
+newlines.
+
+vLLM merges these newlines with neighbouring ones, as the tokenizer would (`Gemma3MultiModalProcessor` of
+`model_executor/models/gemma3_mm.py`, the same in 0.28 and 0.32). With pan and scan an image also has crops, whose
+number depends on settings that requests may change: models that have it switched on are not known.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..tokens.tokenizer import Tokenizer
+from .families import Family, Files, Ids, Places, ids_of, integer
+
+_PROCESSORS = frozenset({None, "Gemma3ImageProcessor", "Gemma3ImageProcessorFast", "Gemma3ImageProcessorPil"})
+_TOKENS = 256  # of an image, where the files name no number
+# The markers of an image and the token between them: by which name tokenizer_config.json has each, by which config.json
+# has its id, and the id where it names none.
+_MARKERS = (
+    ("boi_token", "boi_token_index", 255_999),
+    ("image_token", "image_token_index", 262_144),
+    ("eoi_token", "eoi_token_index", 256_000),
+)
+
+
+def family(files: Files, tokenizer: Tokenizer) -> Family | None:
+    settings, images = files.settings, files.images
+    if settings.get("model_type") != "gemma3" or images.get("image_processor_type") not in _PROCESSORS:
+        return None
+    if images.get("do_pan_and_scan") or images.get("do_resize") not in (None, True):
+        return None
+    count = integer(files.processor, "image_seq_length", _TOKENS)
+    if count is None or count != integer(settings, "mm_tokens_per_image", _TOKENS):
+        return None
+    names = [_name(files, name) for name, _, _ in _MARKERS]
+    ids = [integer(settings, name, default) for _, name, default in _MARKERS]
+    newlines = [ids_of(tokenizer, "\n" * length) for length in range(1, 5)]
+    if None in names or None in ids or any(len(one) != 1 for one in newlines):
+        return None
+    one, two, three, four = (ids[0] for ids in newlines)
+    begin, soft, end = ids
+    expected = [two, begin, soft, soft, end, two]
+    if ids_of(tokenizer, f"\n\n{names[0]}{names[1]}{names[1]}{names[2]}\n\n") != expected:
+        return None
+    if len({one, two, three, four, begin, soft, end}) != 7:
+        return None
+    assert begin is not None and soft is not None and end is not None
+    runs = ((two, 1), (begin, 1), (soft, count), (end, 1), (two, 1))
+    return Family("Gemma 3", begin, lambda width, height: runs, Newlines(one, two, three, four).join)
+
+
+def _name(files: Files, name: str) -> str | None:
+    """How the tokenizer calls a token; None where its settings do not tell, or tell two names."""
+    extra = files.tokenizer.get("extra_special_tokens")
+    told = [files.tokenizer.get(name), extra.get(name) if isinstance(extra, dict) else None]
+    found = {one.get("content") if isinstance(one, dict) else one for one in told if one is not None}
+    only = found.pop() if len(found) == 1 else None
+    return only if isinstance(only, str) else None
+
+
+class Newlines:
+    """The tokens of one to four newlines, and how vLLM joins those that come to stand side by side."""
+
+    def __init__(self, one: int, two: int, three: int, four: int) -> None:
+        self._two, self._one = two, one
+        self._passes = ((one, two, three), (two, one, three), (two, two, four))
+
+    def join(self, ids: Ids, starts: Places, lengths: Places) -> tuple[Ids, Places] | None:
+        """In three passes over the prompt. vLLM then looks for each image with three newlines read as one and two: an
+        image whose last two were joined with one behind them it does not find, and refuses the prompt."""
+        for first, second, both in self._passes:
+            at = _pairs(ids, first, second)
+            if (first, second) == (self._two, self._one) and np.isin(at, starts + lengths - 1).any():
+                return None
+            ids = ids.copy()
+            ids[at] = both
+            ids = np.delete(ids, at + 1)
+            starts = starts - np.searchsorted(at + 1, starts, side="right")
+        return ids, starts
+
+
+def _pairs(ids: Ids, first: int, second: int) -> Places:
+    """Where the two tokens stand side by side, from left to right, none of them in two pairs."""
+    at = np.flatnonzero((ids[:-1] == first) & (ids[1:] == second))
+    if first != second or len(at) < 2:
+        return at
+    # Of a row of n equal tokens the pairs begin at every second one.
+    begins = np.flatnonzero(np.diff(at, prepend=-2) != 1)
+    number = np.arange(len(at)) - np.repeat(begins, np.diff(begins, append=len(at)))
+    return at[number % 2 == 0]

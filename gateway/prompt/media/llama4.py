@@ -1,0 +1,121 @@
+"""Llama 4: an image is cut into up to `max_patches` square tiles, whose rows and columns have separators between them,
+and has a small copy of the whole behind them unless it is a single tile.
+
+As in `get_best_fit` of transformers' image processor of Llama 4, by which vLLM, too, chooses the tiles
+(`model_executor/models/mllama4.py`), and in `_prompt_split_image` of its processor. Both calculate with 32-bit floats,
+which decides which of two nearly equal scales is the smaller one.
+
+Llama 3.2 Vision (mllama) has no family: it takes images by cross attention, without tokens for their parts, and 0.10.2
+was the last vLLM to serve it.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache, partial
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..tokens.tokenizer import Tokenizer
+from .families import Family, Files, Runs, ids_of, integer
+
+_PROCESSORS = frozenset({None, "Llama4ImageProcessor", "Llama4ImageProcessorFast"})
+_TILE, _MOST_TILES, _PATCH, _SHUFFLE = 336, 16, 14, 0.5  # where the files name none
+_VISION_TILE = 448  # likewise, of the vision part of config.json
+_PATCH_ID = 200_092
+_MOST_OF_TILES = 256  # no model is near it: the choices grow with the number
+_NAMES = ("<|image_start|>", "<|patch|>", "<|tile_x_separator|>", "<|tile_y_separator|>", "<|image|>", "<|image_end|>")
+# What processor_config.json may call these; vLLM writes some of them as they are named here, whatever it says.
+_RENAMED = {
+    "fake_image_token": "<|image|>",
+    "image_token": "<|image|>",
+    "start_of_image_token": "<|image_start|>",
+    "end_of_image_token": "<|image_end|>",
+    "patch_token": "<|patch|>",
+    "tile_x_separator_token": "<|tile_x_separator|>",
+    "tile_y_separator_token": "<|tile_y_separator|>",
+}
+_KNOWN_SIZES = 1024  # for which the tiles are remembered: choosing them takes 15 us
+
+
+class Tokens(NamedTuple):
+    start: int
+    patch: int
+    between_columns: int
+    behind_row: int
+    whole: int
+    end: int
+
+
+def family(files: Files, tokenizer: Tokenizer) -> Family | None:
+    settings, images, vision = files.settings, files.images, files.settings.get("vision_config")
+    if settings.get("model_type") != "llama4" or images.get("image_processor_type") not in _PROCESSORS:
+        return None
+    if not isinstance(vision, dict) or images.get("do_resize") not in (None, True):
+        return None
+    if any(files.processor.get(name, as_named) != as_named for name, as_named in _RENAMED.items()):
+        return None
+    tile, most = integer(vision, "image_size", _VISION_TILE), integer(images, "max_patches", _MOST_TILES)
+    largest, size = images.get("resize_to_max_canvas", False), images.get("size", {"height": _TILE, "width": _TILE})
+    # What the processor makes and what the model takes has to be the same.
+    if size != {"height": tile, "width": tile} or most is None or most > _MOST_OF_TILES or type(largest) is not bool:
+        return None
+    tokens, patches = _tokens(settings, tokenizer), _patches(vision)
+    if tokens is None or patches is None or tile is None:
+        return None
+    choices = Choices(tile, most, largest)
+    return Family("Llama 4", tokens.whole, lru_cache(_KNOWN_SIZES)(partial(_runs, choices, tokens, patches)))
+
+
+def _tokens(settings: dict[str, Any], tokenizer: Tokenizer) -> Tokens | None:
+    ids = ids_of(tokenizer, "".join(_NAMES))
+    if len(ids) != len(_NAMES) or len(set(ids)) != len(ids) or ids_of(tokenizer, 2 * _NAMES[1]) != 2 * ids[1:2]:
+        return None
+    return Tokens(*ids) if ids[1] == integer(settings, "image_token_index", _PATCH_ID) else None
+
+
+def _patches(vision: dict[str, Any]) -> int | None:
+    """Tokens of a tile."""
+    tile, patch = integer(vision, "image_size", _VISION_TILE), integer(vision, "patch_size", _PATCH)
+    shuffle = vision.get("pixel_shuffle_ratio", _SHUFFLE)
+    if tile is None or patch is None or tile % patch or type(shuffle) not in (float, int) or not 0 < shuffle <= 1:
+        return None
+    return (tile // patch) ** 2 // round(1 / shuffle**2) or None
+
+
+def _runs(choices: Choices, tokens: Tokens, patches: int, width: int, height: int) -> Runs:
+    rows, columns = choices.tiles(width, height)
+    tile, runs = (tokens.patch, patches), [(tokens.start, 1)]
+    if rows * columns > 1:
+        row = [tile, (tokens.between_columns, 1)] * (columns - 1) + [tile, (tokens.behind_row, 1)]
+        runs += row * rows
+    return [*runs, (tokens.whole, 1), tile, (tokens.end, 1)]
+
+
+class Choices:
+    """The ways of cutting an image into at most so many tiles."""
+
+    def __init__(self, tile: int, most: int, largest: bool) -> None:
+        """`largest`: an image is scaled up as far as it goes, not as little as it can be."""
+        self._largest = largest
+        by_ratio: dict[float, list[tuple[int, int]]] = {}  # in the processor's order, the first of equals is taken
+        for tiles in range(most, 0, -1):
+            for rows in (n for n in range(1, tiles + 1) if not tiles % n):
+                by_ratio.setdefault(rows / (tiles // rows), []).append((rows, tiles // rows))
+        self._all = [one for several in by_ratio.values() for one in several]
+        self._high, self._wide = (
+            np.array(sides, np.float32) * np.float32(tile) for sides in zip(*self._all, strict=True)
+        )
+        self._areas = np.array([rows * columns for rows, columns in self._all])
+
+    def tiles(self, width: int, height: int) -> tuple[int, int]:
+        """Rows and columns: of those in which the image need not become smaller those for which it grows least, else
+        those for which it shrinks least; and of these the fewest."""
+        scales = np.minimum(self._wide / np.float32(width), self._high / np.float32(height))
+        growing = scales[scales >= 1]
+        if len(growing):
+            scale = growing.max() if self._largest else growing.min()
+        else:
+            scale = scales.max()
+        fitting = np.flatnonzero(scales == scale)
+        return self._all[fitting[self._areas[fitting].argmin()]]

@@ -1,16 +1,25 @@
-"""Images held to vLLM's own code, without an engine: their names, their tokens, and the blocks that they are in."""
+"""Images held to vLLM's own code: their names, their tokens, and the blocks that they are in; and once to an engine."""
 
+import json
+import random
+
+import httpx
 import pytest
 
 from gateway.prompt.media import llama4, qwen_vl
 from gateway.prompt.media.identity import FRAMED, PLAIN, Identities
+from gateway.prompt.pipeline import Pipeline
+from gateway.prompt.prompt import CHAT
+from replicas.engines.vllm.versions import version_quirks
 
 from ..gateway.prompt.media import cutting, pictures
 from ..gateway.prompt.media.bodies import FAMILIES, compare, recordings
-from ..gateway.prompt.media.models import data_url
-from .engines import folder, version
+from ..gateway.prompt.media.models import assistant, blank, data_url, image, system, text, user
+from ..gateway.prompt.media.sizes import sizes
+from .engines import Engine, folder, version
 from .record_media import MODEL, PROCESSOR, asked, blocks, tiles
 
+JSON = {"content-type": "application/json"}
 pytestmark = [pytest.mark.exact, pytest.mark.timeout(900)]
 
 
@@ -46,3 +55,38 @@ def test_names_and_counts_of_images_of_all_kinds(vllm_python):
         known = names.of(data_url(one), rule, MODEL)
         count = qwen_vl.tokens(known.image.width, known.image.height, 28, PROCESSOR["min_pixels"], PROCESSOR["max_pixels"])  # fmt: skip
         assert [known.identity, count] == theirs, what
+
+
+def test_cached_tokens_of_gemma3(vision, tmp_path):
+    """Conversations with an engine that computes: each prompt's tokens and its cached ones are as predicted."""
+    if version() < (0, 29):
+        pytest.skip("vLLM 0.28 does not start a Gemma 3 with transformers 5.24, which it is installed with")
+    model = FAMILIES["Gemma 3 with images"].folder(tmp_path / "gemma3")
+    env = {"PYTHONPATH": str(folder() / "vision")}
+    engine = Engine(model, "--load-format", "dummy", log=tmp_path / "log", events=None, blocks=1024, env=env)
+    try:
+        engine.wait()
+        pipeline = Pipeline(model, engine.name, engine.block_size)
+        pipeline.follow(version_quirks(".".join(map(str, version()))))
+        pipeline.media.root = str(model)
+        dice, held, cached = random.Random(3), set(), 0
+        urls = [data_url(blank(*size)) for size in sizes(56, 16, 24)[-24:]]
+        talks = [[system(30)] for _ in range(4)]
+        for _ in range(40):
+            talk = dice.choice(talks)
+            talk.append(user(text("See "), image(dice.choice(urls)), text(" word" * dice.randrange(20))))
+            body = json.dumps({"model": engine.name, "messages": talk, "max_tokens": 1}).encode()
+            usage = (
+                httpx.post(engine.url + CHAT, content=body, headers=JSON, timeout=60).raise_for_status().json()["usage"]
+            )
+            prompt = pipeline.prepare(CHAT, body)
+            assert (prompt.mode, prompt.tokens) == ("media", usage["prompt_tokens"])
+            known = next((i for i, block in enumerate(prompt.hashes) if block not in held), len(prompt.hashes))
+            predicted = min(known, (prompt.tokens - 1) // engine.block_size) * engine.block_size
+            assert ((usage["prompt_tokens_details"] or {}).get("cached_tokens") or 0) == predicted
+            cached += predicted
+            held.update(prompt.hashes)
+            talk.append(assistant("It is so"))
+        assert cached > 4000
+    finally:
+        engine.stop()

@@ -261,6 +261,7 @@ def described(address: Address, facts: Facts) -> list[Replica]:
         block_size=facts.block_size, num_blocks=facts.num_blocks, page_size=facts.told.page_size, max_model_len=facts.max_model_len, events=sources[0],
         problems=tuple(map(str, problems_of(facts, address.source, sources, address.role).values())), role=facts.told.role or address.role,
         moves_by=address.transfer, bootstrap=address.bootstrap, meets_at=facts.told.meets_at, peer=address.peer,
+        cache_dtype=facts.scrape.cache_dtype if facts.scrape else None, unable=facts.told.unable,
     )  # fmt: skip
     if len(sources) == 1:
         return [lead]

@@ -145,7 +145,11 @@ class Fleet:
         replica = Replica(name, f"http://{name}", HOST, ports.http, managed=True, since=monotonic())
         replica.reason, replica.dialect = "its process is being started", by_id(profile.engine)
         replica.key, replica.role, replica.spill = self._engine_key, role, spill
-        replica.moves_by, replica.bootstrap = profile.transfer, profile.bootstrap(ports)
+        replica.moves_by, replica.bootstrap, replica.declared = (
+            profile.transfer,
+            profile.bootstrap(ports),
+            profile.traits,
+        )
 
         def started(pid: int) -> None:
             replica.restarts += replica.state is State.FAILED

@@ -28,6 +28,7 @@ class Scrape(NamedTuple):
     prompted: int | None = None  # prompt tokens of requests that came to their first token
     generated: int | None = None  # tokens
     external_queries: int | None = None  # tokens looked up in slower tiers; of an engine without those none
+    cache_dtype: str | None = None  # the type of what is cached, by the engine's own name
 
 
 class MetricNames(NamedTuple):
@@ -51,6 +52,7 @@ class MetricNames(NamedTuple):
     prefix_caching: bytes  # True or False
     rank: bytes  # the label that every series has, in digits
     external_queries: tuple[bytes, ...] = ()
+    cache_dtype: bytes = b""
 
 
 # How the ranks' values of a field are put together.
@@ -67,7 +69,7 @@ COMBINED = {
 # Only for whether they change: nobody misses them.
 MOVING = ("prompted", "generated", "external_queries")
 # What the cache configuration's labels tell.
-CACHE = ("block_size", "num_blocks", "rank_tokens", "prefix_caching")
+CACHE = ("block_size", "num_blocks", "rank_tokens", "prefix_caching", "cache_dtype")
 
 _LABEL = re.compile(rb'(\w+)="((?:[^"\\]|\\.)*)"')
 
@@ -166,6 +168,7 @@ def _scrape(
         block_size=int(config["block_size"]) if config else None,
         num_blocks=_rank_blocks(config, share) if share else int(blocks) if blocks.isdigit() else None,
         prefix_caching={b"True": True, b"False": False}.get(caching),
+        cache_dtype=config.get("cache_dtype", b"").decode(errors="replace") or None,
         **{field: _count(value) for field, value in told.items()},
     )
 

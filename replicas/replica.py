@@ -13,6 +13,7 @@ from replicas.event_source import EventSource
 from replicas.lifecycle import Event, State, follows
 from replicas.metrics import Scrape
 from replicas.names import bracketed
+from replicas.pairing import Traits
 from replicas.roles import BOTH, DECODE, PREFILL, PREFILLERS, ROLES
 
 
@@ -37,6 +38,7 @@ DEFAULT_PORTS = {"http": 80, "https": 443}
 SHARED = tuple(
     """
     dialect address proof role models adapter_roots root block_size page_size num_blocks max_model_len version pid restarts problems meets_at engine_ids
+    declared cache_dtype unable
     """.split()
 )
 
@@ -63,6 +65,10 @@ class Replica:
     bootstrap: int = 0  # the port at which engines that fetch a prompt's cache find it, as the operator wrote it
     meets_at: int | None = None  # ... as its engine tells it
     engine_ids: dict[int, str] = field(default_factory=dict)  # by rank, as told there, where they are needed
+    declared: Traits = field(default_factory=Traits)  # what it was launched with
+    cache_dtype: str | None = None
+    unable: frozenset[str] = frozenset()  # ids of `TRANSFERS` for which it has no connector
+    unlike: tuple[str, ...] = ()  # which counterparts it exchanges no caches with, and why, in words
     peer: str = ""  # HOST:PORT where others fetch from its memory, as it does from theirs; "": it takes no part
     state: State = State.STARTING
     reason: str = "not heard yet"
@@ -107,6 +113,18 @@ class Replica:
     def transfer(self) -> Transfer | None:
         """How it passes caches on; None: not at all."""
         return TRANSFERS[self.moves_by] if self.moves_by else self.dialect.transfer
+
+    @property
+    def traits(self) -> Traits:
+        """What decides with which others it can exchange caches, as far as it is known."""
+        told = Traits(
+            version=self.version,
+            model=self.root,
+            kv_cache_dtype=self.cache_dtype,
+            block_size=self.block_size,
+            unable=self.unable,
+        )
+        return told.known(self.declared)
 
     @property
     def takes_whole(self) -> bool:
@@ -193,7 +211,7 @@ class Replica:
         """What the engine's process told of itself is of the past."""
         self.models, self.root, self.version, self.max_model_len = {}, None, None, None
         self.block_size = self.num_blocks = self.scrape = self.meets_at = None
-        self.engine_ids = {}
+        self.engine_ids, self.cache_dtype, self.unable = {}, None, frozenset()
         self.problems = ()
 
     def follow(self, engine: "Replica", events: EventSource | None) -> None:

@@ -400,6 +400,8 @@ class Watch:
         self._has_figures = facts.scrape is not None and facts.scrape.running is not None
         if facts.scrape:
             self._scraped_at = monotonic()
+            replica.cache_dtype = facts.scrape.cache_dtype
+            replica.unable = facts.told.unable
         replica.block_size = facts.block_size or replica.block_size
         replica.num_blocks = facts.num_blocks or replica.num_blocks
         if "version" not in facts.silent:
@@ -423,6 +425,7 @@ class Watch:
             replica.block_size,
             replica.page_size,
             replica.role,
+            replica.traits,
         )
 
     @property

@@ -19,12 +19,13 @@ from gateway.ops import traces
 from gateway.ops.trial import WORDS, Finding
 from gateway.prompt.pipeline import Pipeline
 from gateway.prompt.report import template_report
+from replicas import pairing
 from replicas.access import Access
 from replicas.adopt import Facts, problems_of
 from replicas.engines import TRANSFERS
 from replicas.problems import DRAINED, Problem
 from replicas.replica import Address, EventSource, Replica, parse_url
-from replicas.roles import BOTH, REMEDY, SPEAK_ALIKE, lacks, unlike
+from replicas.roles import BOTH, DECODERS, PREFILLERS, REMEDY, SPEAK_ALIKE, lacks, unlike
 from replicas.served import base_names
 from replicas.simulated import complaints
 
@@ -428,6 +429,17 @@ def check_roles(replicas: list[Replica]) -> Finding | None:
     if what := unlike((one.role, None if one.transfer is None else one.transfer.name) for one in replicas):
         return Finding("fail", "roles", what, SPEAK_ALIKE)
     counted = ", ".join(f"{roles.count(role)} {role}" for role in sorted(set(roles)))
+    found, pairs = [], 0
+    for way in dict.fromkeys(one.transfer for one in replicas if one.transfer is not None):
+        computing = [one for one in replicas if one.transfer is way and one.role in PREFILLERS]
+        writing = [one for one in replicas if one.transfer is way and one.role in DECODERS]
+        found += pairing.complaints(computing, writing, way)
+        pairs += sum(bool(first and second) for first, second in pairing.groups(computing, writing, way))
+    if found:
+        left = counted if pairs else "no pair is left, so no prompt is computed on one replica and answered by another"
+        remedies = [one.lacking.dialect.remedies.transfer if one.lacking else pairing.REMEDY for one in found]
+        said = "; ".join(one.text for one in found)
+        return Finding("warn" if pairs else "fail", "roles", f"{left}: {said}", "; ".join(dict.fromkeys(remedies)))
     return Finding("ok", "roles", f"{counted}: prompts can be computed on one replica and answered by another")
 
 

@@ -26,6 +26,7 @@ from gateway.errors import ApiError
 from gateway.model import model_dir
 from gateway.prompt import Prompt
 from policies import Candidate, CostGroup, Ledger, Load, Pairing, Router, Targets, make
+from replicas.pairing import complaints, groups
 from replicas.roles import BOTH, DECODERS, PREFILL, PREFILLERS
 from replicas.served import base_names
 
@@ -142,14 +143,16 @@ def _taking(up: list[Replica]) -> list[Replica]:
 
 def _pairings(up: list[Replica], candidates: Mapping[str, Candidate], path: str) -> list[Pairing]:
     """Who may compute its prompt and who may write its answer, of each way in which caches are passed on."""
-    ways = {one.transfer for one in up if one.transfer is not None and path in one.transfer.paths}
-    return [
-        (
-            [candidates[one.id] for one in up if one.transfer is way and one.role in PREFILLERS],
-            [candidates[one.id] for one in up if one.transfer is way and one.role in DECODERS],
-        )
-        for way in ways
-    ]
+    ways = dict.fromkeys(one.transfer for one in up if one.transfer is not None and path in one.transfer.paths)
+    found = []
+    for way in ways:
+        computing = [one for one in up if one.transfer is way and one.role in PREFILLERS]
+        writing = [one for one in up if one.transfer is way and one.role in DECODERS]
+        for complaint in complaints(computing, writing, way):
+            print(f"not paired: {complaint.text}", file=sys.stderr)
+        for group in groups(computing, writing, way):
+            found.append(([candidates[one.id] for one in group[0]], [candidates[one.id] for one in group[1]]))
+    return found
 
 
 async def _serving(settings: Settings) -> list[Replica]:

@@ -1,7 +1,7 @@
 """One short prompt in two legs, for each kind of pair of replicas that may have some. Part of `hitherto doctor`.
 
-Replicas of one role are of one kind where engine, version, block size and the way of passing caches on are the same:
-the pairs of two kinds have the same to go wrong, but for addresses and networks.
+Replicas of one role are of one kind where engine, traits and the way of passing caches on are the same: the pairs of
+two kinds have the same to go wrong, but for addresses and networks. Pairs that the gateway would not make are left out.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from gateway.ops.trial import Finding, Locked, Refused, Trial, new_prompt
 from replicas.adopt import engine_ids
 from replicas.engines.transfer import with_first
 from replicas.names import bracketed
+from replicas.pairing import obstacles
 from replicas.problems import Problem
 from replicas.roles import BOTH, DECODERS, PREFILLERS
 
@@ -38,6 +39,8 @@ async def transfers(trials: Sequence[Trial]) -> AsyncIterator[Finding]:
         transfer, kinds = first.replica.transfer, (_kind(first), _kind(second))
         if first is second or kinds in tried or transfer is None or transfer is not second.replica.transfer:
             continue
+        if obstacles(first.replica.traits, second.replica.traits, transfer):  # `roles` has said so
+            continue
         tried.add(kinds)
         subject = f"transfer {first.id}"
         try:
@@ -54,7 +57,7 @@ async def transfers(trials: Sequence[Trial]) -> AsyncIterator[Finding]:
 
 def _kind(trial: Trial) -> tuple[Any, ...]:
     replica = trial.replica
-    return replica.dialect.id, replica.version, replica.block_size, replica.moves_by, replica.role
+    return replica.dialect.id, replica.traits, replica.moves_by, replica.role
 
 
 def _body(trial: Trial) -> dict[str, Any]:
@@ -111,7 +114,7 @@ async def _fetches(first: Trial, second: Trial, transfer: Transfer, subject: str
     """An engine without a connector answers a second leg all the same: it computes the prompt. Those that can fetch can
     keep, so it shows in a first leg."""
     done = Finding("ok", subject, f"{second.id} answered a prompt that was computed there ({transfer.name})")
-    if transfer is not second.replica.dialect.transfer:
+    if not isinstance(transfer, type(second.replica.dialect.transfer)):
         return done
     leg = transfer.first_body(PATH, body)
     try:

@@ -363,7 +363,7 @@ def counted_of(metrics: Metrics, replicas: Iterable[str]) -> dict[str, dict[str,
 
 def _seen(replica: Replica, intake: Any) -> list[str]:
     """What traffic and events showed to be amiss, beside what the engine tells of itself."""
-    found = list(intake.problems) if intake else []
+    found = [*(intake.problems if intake else ()), *replica.unlike]
     if replica.state is State.FAILED:
         found.append(f"no engine is there, and nothing is sent there: {replica.reason}")
     if replica.state is State.STOPPED:

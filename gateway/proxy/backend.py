@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from policies import Candidate
     from replicas import Replica
     from replicas.event_source import EventSource
+    from replicas.pairing import Traits
 
 # An observation costs 15 to 20 us, and at a hundred a second a coefficient follows any change. What comes at once is
 # all taken: the first of a batch alone, or those alone that end when nothing begins, tell of an emptier replica than
@@ -148,6 +149,11 @@ class Backend:
         while len(self.adapter_roots) > MOST_ADAPTERS:
             del self.adapter_roots[next(iter(self.adapter_roots))]
         return moved
+
+    @property
+    def traits(self) -> Traits:
+        """What decides with which others it can exchange caches."""
+        return self.replica.traits
 
     @property
     def is_finer(self) -> bool:

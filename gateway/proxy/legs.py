@@ -8,15 +8,16 @@ into the bodies the engine's dialect knows (`Transfer`), what follows a failure 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import replace
 from time import monotonic
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from policies import Candidate, Decision, Demand, Evaluation, Pairing, Router, legs
-from replicas import TAKES_TRAFFIC
+from replicas import TAKES_TRAFFIC, pairing
 from replicas.engines.transfer import json_object, with_first
 from replicas.names import bracketed
+from replicas.problems import Problem
 from replicas.roles import BOTH, DECODE, DECODERS, PREFILL, PREFILLERS, REMEDY, SPEAK_ALIKE, lacks, unlike
 
 from ..errors import ApiError, bad
@@ -58,20 +59,33 @@ MARGIN = 10.0
 STALLS_TIMES, STALLS_SECONDS = 10.0, 10.0
 
 
-class Kind:
-    """Replicas that pass caches on in one way: who may compute prompts, and who may write answers."""
+class Kind(NamedTuple):
+    """Replicas that pass caches on in one way, each to each: who may compute prompts, and who may write answers."""
 
-    def __init__(self, transfer: Transfer, backends: Sequence[Backend]):
-        self.transfer = transfer
-        if not transfer.takes_whole:  # one without a role takes nothing else
-            backends = [one for one in backends if one.replica.role != BOTH]
-        # A header names no rank.
-        self.prefillers = [
-            one
-            for one in backends
-            if one.replica.role in PREFILLERS and not (transfer.header and one.replica.rank is not None)
-        ]
-        self.decoders = [one for one in backends if one.replica.role in DECODERS]
+    transfer: Transfer
+    prefillers: list[Backend]
+    decoders: list[Backend]
+
+
+def _sides_of(transfer: Transfer, backends: Sequence[Backend]) -> tuple[list[Backend], list[Backend]]:
+    """Who may compute prompts and who may write answers, of replicas that pass caches on in one way."""
+    if not transfer.takes_whole:  # one without a role takes nothing else
+        backends = [one for one in backends if one.replica.role != BOTH]
+    # A header names no rank.
+    prefillers = [
+        one
+        for one in backends
+        if one.replica.role in PREFILLERS and not (transfer.header and one.replica.rank is not None)
+    ]
+    return prefillers, [one for one in backends if one.replica.role in DECODERS]
+
+
+def _by_transfer(backends: Iterable[Backend]) -> dict[Transfer, list[Backend]]:
+    ways: dict[Transfer, list[Backend]] = {}
+    for one in backends:
+        if (transfer := one.replica.transfer) is not None:
+            ways.setdefault(transfer, []).append(one)
+    return ways
 
 
 class Sides:
@@ -79,11 +93,13 @@ class Sides:
 
     def __init__(self, backends: Sequence[Backend]):
         self.any = any(one.replica.role != BOTH for one in backends)
-        ways: dict[Transfer, list[Backend]] = {}
-        for one in backends if self.any else ():
-            if (transfer := one.replica.transfer) is not None:
-                ways.setdefault(transfer, []).append(one)
-        self.kinds = [Kind(transfer, alike) for transfer, alike in ways.items()]
+        self.kinds = [
+            Kind(transfer, *group)
+            for transfer, alike in _by_transfer(backends if self.any else ()).items()
+            for group in pairing.groups(*_sides_of(transfer, alike), transfer)
+        ]
+        self.computes = any(one.replica.role in PREFILLERS for one in backends)
+        self.writes = any(one.replica.role in DECODERS for one in backends)
 
 
 class Roles:
@@ -99,7 +115,7 @@ class Roles:
         self.any = any(one.replica.role != BOTH for one in backends)
         if not any(one.replica.state in TAKES_TRAFFIC for one in backends):
             return
-        wrong = set()
+        wrong, unlike_ones = set(), dict[Backend, list[str]]()
         if self.any:
             models: set[str | None] = {name for one in backends for name in one.replica.models}
             for model in models or {None}:
@@ -109,6 +125,15 @@ class Roles:
                     wrong.add(f"{said}{what}. {REMEDY}")
                 elif what := unlike((one.role, None if one.transfer is None else one.transfer.name) for one in serving):
                     wrong.add(f"{said}{what}. {SPEAK_ALIKE}")
+                else:
+                    for complaint in unlike_pairs([one for one in backends if one.serves(model)]):
+                        lacks_it = complaint.lacking
+                        remedy = lacks_it.replica.dialect.remedies.transfer if lacks_it is not None else pairing.REMEDY
+                        wrong.add(f"{said}{complaint.text}. {remedy}")
+                        for one in (*complaint.prefillers, *complaint.decoders):
+                            unlike_ones.setdefault(one, []).append(str(Problem(complaint.text, remedy)))
+        for one in backends:
+            one.replica.unlike = tuple(dict.fromkeys(unlike_ones.get(one, ())))
         for what in wrong - self._said:
             log.warning("%s", what)
         self._said = wrong
@@ -119,6 +144,15 @@ class Roles:
             self._pressed.add(model)
             log.warning("only replicas with role=%s are left for %s: they get whole requests",
                         PREFILL, f"model {model}" if model else "requests")  # fmt: skip
+
+
+def unlike_pairs(backends: Sequence[Backend]) -> list[pairing.Complaint[Backend]]:
+    """What keeps replicas of one model from exchanging caches."""
+    return [
+        complaint
+        for transfer, alike in _by_transfer(backends).items()
+        for complaint in pairing.complaints(*_sides_of(transfer, alike), transfer)
+    ]
 
 
 class Eligible(Protocol):
@@ -227,7 +261,11 @@ class LegPlacing:
             why = "the replicas that are left take requests in two legs alone, and /decide names one replica"
             return ApiError(501, f"{why}: send the request to the gateway itself, or add a replica that takes whole requests",
                             code="takes_two_legs", again=False)  # fmt: skip
-        if not any(kind.prefillers and kind.decoders for kind in kinds):
+        has_pairs = any(kind.prefillers and kind.decoders for kind in kinds)
+        if sides is not None and not has_pairs and sides.computes and sides.writes:
+            return ApiError(503, "the replicas that compute prompts exchange no caches with those that write answers (/status "
+                            "says why), and none is left that takes a whole request")  # fmt: skip
+        if not has_pairs:
             return ApiError(503, f"no replica with role={PREFILL} is ready, and those with role={DECODE} compute no prompts")  # fmt: skip
         return ApiError(503, "no two replicas are left to take this request in two legs, and none takes it whole")
 
@@ -322,7 +360,7 @@ class LegPlacing:
         left = {
             one.id: one
             for kind in sides.kinds
-            if kind.transfer is held.transfer
+            if kind.transfer is held.transfer and held.prefiller in kind.prefillers
             for one in kind.decoders
             if one is not held.prefiller and one not in exchange.tried and self._may_decode(one, prompt)
         }

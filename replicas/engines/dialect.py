@@ -50,6 +50,7 @@ class Told(NamedTuple):
     prefix_caching: bool | None = None
     role: str | None = None  # the one role that it was started for, if it takes nothing else
     meets_at: int | None = None  # the port at which a decoding engine finds it, where both legs are sent at once
+    unable: frozenset[str] = frozenset()  # ids of ways of moving caches for which it was started without a connector
 
 
 class Tokenizing(NamedTuple):

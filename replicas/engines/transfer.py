@@ -57,6 +57,9 @@ class Transfer:
     # the path that tells the ids of the engines there, "" where none is needed.
     meets_at = 0
     ids_path = ""
+    # What of `replicas.pairing.Traits` has to be the same in two engines, for one to fetch from the other, and block
+    # sizes that fit; () where that is not known.
+    compares: tuple[str, ...] = ()
 
     def first_body(self, path: str, body: bytes) -> bytes | None:
         """The first leg's body: of the same prompt, one token, in one piece, to be passed on. None: this request can

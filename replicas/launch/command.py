@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import NamedTuple, Protocol, Self
 
 from replicas.event_source import EventSource
+from replicas.pairing import Traits
 
 
 class ProfileError(ValueError):
@@ -70,6 +71,10 @@ class LaunchProfile(Protocol):
 
     def bootstrap(self, ports: Ports) -> int:
         """The port at which engines that fetch a prompt's cache find one of its engines; 0: none is needed."""
+
+    @property
+    def traits(self) -> Traits:
+        """What it says of its engines that decides with which others they can exchange caches."""
 
     def unlike(self, decoder: Self) -> list[str]:
         """What keeps engines of `decoder` from fetching a cache from those of this one, which is of the same kind and

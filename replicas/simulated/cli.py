@@ -33,6 +33,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--speedup", type=float, metavar="X", help="run X times as fast as the profile says")
     parser.add_argument("--num-blocks", type=int, metavar="N", help="KV blocks, instead of the profile's")
     parser.add_argument("--block-size", type=int, metavar="N", help="tokens in a block, instead of the profile's")
+    parser.add_argument(
+        "--kv-cache-dtype",
+        default="auto",
+        metavar="TYPE",
+        help="the type that its cache is said to have: engines of unlike ones pass no caches on (default: %(default)s)",
+    )
     parser.add_argument("--max-model-len", type=int, metavar="N", help="context length, instead of the profile's")
     parser.add_argument("--max-num-seqs", type=int, metavar="N", help="requests that run at once")
     parser.add_argument(
@@ -241,6 +247,7 @@ async def _listen(args: argparse.Namespace, profile, model_dir: Path, publisher)
         "tensorrt-llm": (TensorrtServer, TensorrtMetrics),
     }[args.speaks]
     metrics = metrics_of(engine, args.served_model_name)
+    metrics.cache_dtype, metrics.has_nixl = args.kv_cache_dtype, args.kv_connector in ("nixl", "llm-d")
     runner = Runner(engine, metrics, publisher, args.seed)
     server = server_of(
         runner,
@@ -252,7 +259,7 @@ async def _listen(args: argparse.Namespace, profile, model_dir: Path, publisher)
         str(model_dir),
         args.lora,
         not args.no_cached_tokens,
-        Transfers() if args.kv_connector else None,
+        Transfers(kind=f"{args.kv_cache_dtype} {model_dir}") if args.kv_connector else None,
         args.api_key,
         WIRES[args.kv_connector or "nixl"],
         Rooms() if args.room_seconds is None else Rooms(args.room_seconds),

@@ -38,6 +38,7 @@ class Metrics:
 
     def __init__(self, engine: Engine, model: str):
         self._engine = engine
+        self.cache_dtype, self.has_nixl = "auto", False  # as it was started
         escaped = model.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
         self._labels = f'engine="0",model_name="{escaped}"'
         self._started = time.time()
@@ -107,7 +108,7 @@ class Metrics:
         yield "gauge", "engine_sleep_state", "1 for the state the engine is in.", ',sleep_state="awake"', 1
         yield "gauge", "kv_cache_usage_perc", "Share of KV blocks in use; 1 is all.", "", engine.kv_usage
         config = (
-            f',block_size="{profile.block_size}",cache_dtype="auto",enable_prefix_caching="True",'
+            f',block_size="{profile.block_size}",cache_dtype="{self.cache_dtype}",enable_prefix_caching="True",'
             f'kv_cache_size_tokens="{profile.num_blocks * profile.block_size}",'
             f'num_gpu_blocks="{profile.num_blocks}",num_gpu_blocks_override="None",'
             f'prefix_caching_hash_algo="xxhash"'
@@ -140,3 +141,5 @@ class Metrics:
             ],
         ):
             yield "counter", f"{name}_total", about, more, value
+        if self.has_nixl:
+            yield "counter", "nixl_num_failed_transfers_total", "Number of failed NIXL KV Cache transfers.", "", 0

@@ -218,6 +218,8 @@ class Server:
         return reply_json({"0": {"engine_id": ENGINE_ID.format(port), "worker_addr": {}}})
 
     async def _hand_over(self, request: web.Request) -> web.Response:
+        if request.query.get("kind", self.transfers.kind) != self.transfers.kind:
+            return reply_json({"error": "the engines' compatibility hashes differ"}, 409)
         tokens = self.transfers.hand_over(request.match_info["name"])
         return reply_json({"tokens": tokens}, 200 if tokens is not None else 404)
 

@@ -23,8 +23,9 @@ class NotThere(Exception):
 class Transfers:
     """What this engine keeps for others. Times are of the monotonic clock."""
 
-    def __init__(self, lease: float = LEASE) -> None:
-        self._lease = lease
+    def __init__(self, lease: float = LEASE, kind: str = "") -> None:
+        """`kind`: what another engine has to be alike in, as vLLM's compatibility hash."""
+        self._lease, self.kind = lease, kind
         self._kept: dict[str, tuple[int, float]] = {}
         self._engine = uuid.uuid4().hex
 
@@ -66,7 +67,10 @@ class Transfers:
         url = f"http://{parameters.get('remote_host')}:{parameters.get('remote_port')}/kv/{parameters.get('remote_request_id')}"
         timeout = aiohttp.ClientTimeout(FETCH_SECONDS)
         try:
-            async with aiohttp.ClientSession(timeout=timeout) as session, session.post(url) as answer:
+            async with (
+                aiohttp.ClientSession(timeout=timeout) as session,
+                session.post(url, params={"kind": self.kind}) as answer,
+            ):
                 if answer.status != 200:
                     raise NotThere
                 tokens = int((await answer.json())["tokens"])

@@ -146,9 +146,9 @@ async def test_a_prompt_that_the_decoder_has_now_is_asked_whole(trio):
 
 async def test_an_engine_without_a_connector_is_found_out_and_its_requests_stay_whole(trio):
     _, decoder, single = trio
-    async with running(
-        "--replica-url", f"{single.url}#role=prefill", f"{decoder.url}#role=decode", "--policy", "round_robin"
-    ) as gateway:
+    way = "transfer=nixl-unchecked"  # else its metrics would have told
+    urls = f"{single.url}#role=prefill,{way}", f"{decoder.url}#role=decode,{way}"
+    async with running("--replica-url", *urls, "--policy", "round_robin") as gateway:
         await gateway.ready(2)
         for number in range(3):
             path, body = asked("chat", f"Nothing kept {number}. " + TEXT * 20, False)

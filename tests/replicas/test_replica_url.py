@@ -150,5 +150,5 @@ def test_what_is_said_wrongly_of_a_slow_pool_is_refused(fragment, said):
 
 @pytest.mark.parametrize("way", ["NIXL", "Mooncake", "x" * 500])
 def test_a_way_of_moving_caches_that_there_is_not_is_refused_with_those_that_there_are(way):
-    with pytest.raises(ValueError, match="is none of nixl, mooncake, sglang, llm-d, tensorrt-llm$"):
+    with pytest.raises(ValueError, match="is none of nixl, nixl-unchecked, mooncake, sglang, llm-d, tensorrt-llm$"):
         parse_url(f"http://h:1#transfer={way}")

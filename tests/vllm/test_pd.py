@@ -154,7 +154,7 @@ async def test_what_a_decoder_holds_is_asked_whole_again(trio, witness_of):
         assert again.json()["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
 
 
-async def test_an_engine_without_a_connector_keeps_nothing_and_requests_stay_whole(trio):
+async def test_an_engine_without_a_connector_is_known_before_a_request_is_sent(trio):
     _, decoder, single = trio
     async with apart(single, decoder) as process:
         for text in prompts(3, 300):
@@ -162,7 +162,7 @@ async def test_an_engine_without_a_connector_keeps_nothing_and_requests_stay_who
             answer, truth = await asyncio.gather(process.client.post(path, json=body), alone(single, path, body))
             assert said(answer, False) == said(truth, False)
         page = (await process.admin.get("/metrics")).text
-        assert counted(page, "hitherto_legs_total", leg="prefill", outcome="not kept") == 1, "once is enough"
+        assert counted(page, "hitherto_leg_choices_total", choice="apart") == 0
         assert b"--kv-transfer-config" in b"".join(process.log)
         assert counted(page, "hitherto_reservations") == 0
 

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from replicas.event_source import EventSource
 from replicas.launch.command import Command, Model, Ports
+from replicas.pairing import Traits
 
 
 class SimProfile(BaseModel):
@@ -54,6 +55,10 @@ class SimProfile(BaseModel):
 
     def bootstrap(self, ports: Ports) -> int:
         return ports.http if self.transfer else 0  # it is found where it answers
+
+    @property
+    def traits(self) -> Traits:
+        return Traits()
 
     def unlike(self, decoder: Self) -> list[str]:
         if self.transfer == decoder.transfer:

@@ -8,7 +8,7 @@ from replicas.engines.dialect import EventRecords, Sources, Tokenizing, Told
 from replicas.engines.vllm import aborts, log, metrics, sources
 from replicas.engines.vllm.events import Decoder
 from replicas.engines.vllm.transfer import NIXL, PEER_PULL
-from replicas.engines.vllm.versions import has_random_hash_seed, version_quirks
+from replicas.engines.vllm.versions import has_random_hash_seed, has_series_of_connectors, version_quirks
 from replicas.launch.command import LaunchProfile
 from replicas.problems import EVENTS_BY_HAND, Remedies
 
@@ -29,6 +29,9 @@ REMEDIES = Remedies(
     transfer='start it with --kv-transfer-config \'{"kv_connector":"NixlConnector","kv_role":"kv_both"}\', with the package nixl '
              "installed, and VLLM_NIXL_SIDE_CHANNEL_HOST and _PORT where its counterparts reach it",
 )  # fmt: skip
+
+
+NIXL_SERIES = b"\nvllm:nixl_"
 
 
 class Vllm:
@@ -62,8 +65,11 @@ class Vllm:
         return b"\n" + self.metrics.prefix.encode() in answers["/metrics"].body
 
     def told(self, answers: Mapping[str, Answer]) -> Told:
-        version = answers["/version"].json().get("version")
-        return Told(version if isinstance(version, str) else None)
+        told, page = answers["/version"].json().get("version"), answers["/metrics"].body
+        version = told if isinstance(told, str) else None
+        # A connector has its series from the start, also within a MultiConnector (0.28 and 0.32).
+        has_page = b"\n" + self.metrics.cache_config in page and has_series_of_connectors(version)
+        return Told(version, unable=frozenset({NIXL.id} if has_page and NIXL_SERIES not in page else ()))
 
     def event_sources(self, answers: Mapping[str, Answer], host: str) -> Sources:
         return Sources(*sources.read(answers[sources.PATH], host, self.remedies))

@@ -17,6 +17,7 @@ NAMES = MetricNames(
     num_blocks=b"num_gpu_blocks",
     rank_tokens=b"kv_cache_size_tokens",
     prefix_caching=b"enable_prefix_caching",
+    cache_dtype=b"cache_dtype",
     rank=b"engine",
     external_queries=(b"vllm:external_prefix_cache_queries_total",),
 )

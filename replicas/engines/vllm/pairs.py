@@ -10,9 +10,11 @@ from collections.abc import Mapping
 
 from replicas.engines.vllm.connectors import CONNECTORS, MOONCAKE, NIXL, SEVERAL, connector_of, names
 from replicas.engines.vllm.fields import Fields
+from replicas.pairing import Traits, refusals
 
 # Speculators that read the model's hidden states, and have a cache of their own.
 WITH_HIDDEN_STATES = ("eagle", "eagle3", "mtp", "dflash", "dspark")
+NOT_SET = "not set"
 # LMCache keeps what was pushed to a decoder until that asks for it, and tells one address when it is there: no request
 # can be given up or moved (docs/disaggregation.md, "Limits").
 BESIDE_LMCACHE = (
@@ -46,20 +48,7 @@ def not_installed(one: Fields, executable: str, packages: Mapping[str, str]) -> 
 def unlike(prefiller: Fields, decoder: Fields, its_version: str | None, version: str | None) -> list[str]:
     """What keeps engines of `decoder` from fetching from those of `prefiller`; with the versions of vLLM that they
     start, where known."""
-    compared = {
-        "kv_cache_dtype": (prefiller.kv_cache_dtype or "auto", decoder.kv_cache_dtype or "auto"),
-        "dtype": (prefiller.dtype or "auto", decoder.dtype or "auto"),
-        "attention_backend": (prefiller.attention_backend or "not set", decoder.attention_backend or "not set"),
-        "speculative_config": (_speculator(prefiller), _speculator(decoder)),
-        "executable": (
-            (f"of vLLM {its_version}", f"of vLLM {version}") if its_version and version else ("the same",) * 2
-        ),
-    }
-    found = [
-        f"{name} is {one} in one and {other} in the other: vLLM moves caches only where it is the same"
-        for name, (one, other) in compared.items()
-        if one != other
-    ]
+    found = refusals(_traits(prefiller, its_version), _traits(decoder, version))
     if connector_of(prefiller) is not connector_of(decoder):
         one, other = (", ".join(names(fields)) or "none" for fields in (prefiller, decoder))
         found.append(f"kv_connector is {one} in one and {other} in the other: give both the same")
@@ -70,10 +59,31 @@ def unlike(prefiller: Fields, decoder: Fields, its_version: str | None, version:
         )
     if connector_of(decoder) is MOONCAKE:
         found += _unlike_of_mooncake(prefiller, decoder)
-    theirs, ours = prefiller.block_size, decoder.block_size
-    if theirs and ours and ours % theirs:
-        found.append(f"block_size {ours} of the decoder is no multiple of the prefiller's {theirs}")
     return found
+
+
+def declared(one: Fields) -> Traits:
+    """What a profile says of its engines; what it leaves to them is not known."""
+    speculator = _speculator(one)
+    return Traits(
+        dtype=None if one.dtype == "auto" else one.dtype,
+        kv_cache_dtype=None if one.kv_cache_dtype == "auto" else one.kv_cache_dtype,
+        attention_backend=one.attention_backend,
+        speculative_config=speculator if speculator != NOT_SET else None,
+        block_size=one.block_size,
+    )
+
+
+def _traits(one: Fields, version: str | None) -> Traits:
+    """What engines of this profile are started with. Two that leave the same to vLLM get the same."""
+    return Traits(
+        version=version,
+        dtype=one.dtype or "auto",
+        kv_cache_dtype=one.kv_cache_dtype or "auto",
+        attention_backend=one.attention_backend or NOT_SET,
+        speculative_config=_speculator(one),
+        block_size=one.block_size,
+    )
 
 
 def _unlike_of_mooncake(prefiller: Fields, decoder: Fields) -> list[str]:
@@ -90,5 +100,5 @@ def _unlike_of_mooncake(prefiller: Fields, decoder: Fields) -> list[str]:
 def _speculator(one: Fields) -> str:
     speculative = one.speculative_config
     if speculative is None or not (speculative.method or "").endswith(WITH_HIDDEN_STATES):  # also deepseek_mtp
-        return "not set"
+        return NOT_SET
     return str(speculative.model_dump(exclude_defaults=True, exclude={"num_speculative_tokens"}))

@@ -18,11 +18,12 @@ from pydantic import BaseModel, ValidationError, model_validator
 
 from replicas.engines.vllm.connectors import connector_of, installed
 from replicas.engines.vllm.fields import Fields, Flags, KvTransfer
-from replicas.engines.vllm.pairs import no_transfer, not_installed, unlike
+from replicas.engines.vllm.pairs import declared, no_transfer, not_installed, unlike
 from replicas.engines.vllm.rules import contradictions
 from replicas.event_source import EventSource
 from replicas.launch import devices
 from replicas.launch.command import Command, Model, Ports, ProfileError
+from replicas.pairing import Traits
 
 QUIET = "/health,/metrics,/v1/models,/version,/kv_event_sources"  # what the watcher asks each second: not for the log
 DESCRIBED = {"self_describing_kv_events": True}
@@ -58,6 +59,10 @@ class VllmProfile(Fields):
 
     def bootstrap(self, ports: Ports) -> int:
         return ports.side if self.transfer else 0
+
+    @property
+    def traits(self) -> Traits:
+        return declared(self)
 
     def unlike(self, decoder: Self) -> list[str]:
         versions = tuple(installed_version(find_executable(one.executable)) for one in (self, decoder))

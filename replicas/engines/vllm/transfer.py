@@ -33,6 +33,7 @@ from replicas.engines.transfer import (
     with_first,
 )
 from replicas.names import bracketed
+from replicas.pairing import ALIKE
 
 _FIELD = "kv_transfer_params"
 _KEPT = {"do_remote_decode": True, "do_remote_prefill": False}
@@ -45,6 +46,7 @@ class Nixl(Transfer):
 
     id = "nixl"
     name = "NIXL"
+    compares = ALIKE
 
     def first_body(self, path: str, body: bytes) -> bytes | None:
         request = one_sequence(body, _FIELD)
@@ -74,6 +76,7 @@ class Mooncake(Transfer):
     lease_seconds = 480.0  # of VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT
     meets_at = 8998  # of VLLM_MOONCAKE_BOOTSTRAP_PORT
     ids_path = "/query"
+    compares = ("dtype", "kv_cache_dtype", "attention_backend")  # not by Mooncake: what it would write is unlike
 
     def first_body(self, path: str, body: bytes) -> bytes | None:
         request = one_sequence(body, _FIELD)
@@ -105,7 +108,15 @@ class Mooncake(Transfer):
         return b"{}" if _reached_its_limit(told) else b""
 
 
-NIXL, MOONCAKE = Nixl(), Mooncake()
+class NixlUnchecked(Nixl):
+    """NIXL between engines that were told not to compare themselves (`enforce_handshake_compat: false`)."""
+
+    id = "nixl-unchecked"
+    name = "NIXL, unchecked"
+    compares = ()
+
+
+NIXL, NIXL_UNCHECKED, MOONCAKE = Nixl(), NixlUnchecked(), Mooncake()
 
 
 def _members(given: dict[str, Any]) -> bytes:

@@ -39,6 +39,13 @@ def has_random_hash_seed(version: str | None) -> bool:
     return match is not None and (0, 1) < (int(match[1]), int(match[2])) < (0, 29)
 
 
+def has_series_of_connectors(version: str | None) -> bool:
+    """Whether /metrics has a KV connector's series from the start. What does not tell its version may be something
+    else that has vLLM's names."""
+    match = _NUMBER.match(version or "")
+    return match is not None and not (0, 1) < (int(match[1]), int(match[2])) < (0, 28)
+
+
 def _transformers(number: tuple[int, int]) -> tuple[tuple[int, int], tuple[int, int]]:
     """The oldest release, and the one before which it has to be."""
     if number < (0, 29):

@@ -54,8 +54,8 @@ def test_a_pair_that_works(monkeypatch, engines, prefiller, decoder, transfer):
 @pytest.mark.parametrize(
     "prefiller, decoder, transfer, level, said",
     [
-        ("none", "nixl", "", "fail", "--kv-connector"),
-        ("nixl", "none", "", "warn", "may have computed the prompt again"),
+        ("none", "nixl", "nixl-unchecked", "fail", "--kv-connector"),
+        ("nixl", "none", "nixl-unchecked", "warn", "may have computed the prompt again"),
         ("nixl", "also nixl", "llm-d", "fail", "does not read x-prefiller-host-port"),
         ("nixl", "nixl on order", "", "fail", "did not answer the second leg"),
     ],

@@ -56,7 +56,7 @@ def test_what_it_does_not_compare_may_differ(one, other):
 
 
 def test_versions_are_compared_where_both_are_known():
-    assert "of vLLM 0.28.0 in one and of vLLM 0.32.0 in the other" in reasons("", "", ("0.28.0", "0.32.0"))
+    assert "version is 0.28.0 in one and 0.32.0 in the other" in reasons("", "", ("0.28.0", "0.32.0"))
     assert not reasons("", "", ("0.32.0", "0.32.0")) and not reasons("", "", (None, "0.32.0"))
 
 

@@ -1,0 +1,122 @@
+"""Which replicas can fetch the cache of a prompt that another one computed. Pure.
+
+Engines compare what decides that themselves, when two of them first meet, and where it differs they fail the request.
+What an engine tells of itself, and what it was launched with, says most of it before: the same functions pair replicas
+in the gateway and in `explain`, refuse pools before they are started, and tell operators what to change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Generic, NamedTuple, Protocol, TypeVar
+
+if TYPE_CHECKING:
+    from replicas.engines.transfer import Transfer
+
+NAMED = 3  # replicas that a complaint names on each side, the others it counts
+REMEDY = "start the engines of a model alike; those that differ get no request together"
+
+
+class Traits(NamedTuple):
+    """What decides whether two engines can exchange caches. None: not known, which speaks against nothing."""
+
+    version: str | None = None
+    model: str | None = None  # the folder or the name on the hub that it was started with
+    dtype: str | None = None
+    kv_cache_dtype: str | None = None
+    attention_backend: str | None = None
+    speculative_config: str | None = None
+    block_size: int | None = None
+    unable: frozenset[str] = frozenset()  # ids of the ways of moving caches for which it has no connector
+
+    def known(self, other: Traits) -> Traits:
+        """The same, with what `other` knows of what is not known here."""
+        return Traits(*(ours if ours is not None else theirs for ours, theirs in zip(self, other, strict=True)))
+
+
+ALIKE = ("version", "model", "dtype", "kv_cache_dtype", "attention_backend", "speculative_config")
+
+
+def refusals(prefiller: Traits, decoder: Traits, compared: Iterable[str] = ALIKE) -> list[str]:
+    """Why an engine of the traits `decoder` cannot fetch from one of `prefiller`, each in words; [] if nothing that is
+    known speaks against it. `compared`: those of the traits that have to be the same."""
+    found = []
+    for name in compared:
+        one, other = getattr(prefiller, name), getattr(decoder, name)
+        if one is not None and other is not None and one != other:
+            found.append(f"{name} is {one} in one and {other} in the other: caches are moved only where it is the same")
+    theirs, ours = prefiller.block_size, decoder.block_size
+    if theirs and ours and ours % theirs:
+        found.append(f"block_size {ours} of the decoder is no multiple of the prefiller's {theirs}")
+    return found
+
+
+def obstacles(prefiller: Traits, decoder: Traits, transfer: Transfer) -> list[str]:
+    """The same of engines that move caches by `transfer`."""
+    lacking = [
+        f"the {side} has no connector for {transfer.name}"
+        for side, one in (("prefiller", prefiller), ("decoder", decoder))
+        if transfer.id in one.unable
+    ]
+    return lacking or (refusals(prefiller, decoder, transfer.compares) if transfer.compares else [])
+
+
+class Paired(Protocol):
+    """A replica, or what stands for one."""
+
+    @property
+    def id(self) -> str: ...
+    @property
+    def traits(self) -> Traits: ...
+
+
+T = TypeVar("T", bound=Paired)
+
+
+class Complaint(NamedTuple, Generic[T]):
+    """Why these decoders cannot fetch from these prefillers, in words. `lacking`: one that has no connector."""
+
+    text: str
+    prefillers: list[T]
+    decoders: list[T]
+    lacking: T | None
+
+
+def groups(prefillers: Sequence[T], decoders: Sequence[T], transfer: Transfer) -> list[tuple[list[T], list[T]]]:
+    """Return the replicas in groups within which all can be paired, each decoder in one of them, with all that it can
+    fetch from. Where those are none it has a group without prefillers."""
+    computing, among = _by_traits(prefillers), dict[Traits, tuple[Traits, ...]]()
+    found: dict[tuple[Traits, ...], list[T]] = {}
+    for decoder in decoders:
+        traits = decoder.traits
+        if traits not in among:
+            among[traits] = tuple(one for one in computing if not obstacles(one, traits, transfer))
+        found.setdefault(among[traits], []).append(decoder)
+    if not found:
+        return [([*prefillers], [])]
+    return [([one for of in fitting for one in computing[of]], some) for fitting, some in found.items()]
+
+
+def complaints(prefillers: Sequence[T], decoders: Sequence[T], transfer: Transfer) -> list[Complaint[T]]:
+    """Return what keeps replicas from being paired, of each kind of pair once."""
+    found, writing = [], _by_traits(decoders)
+    for traits, some in _by_traits(prefillers).items():
+        for theirs, others in writing.items():
+            why = obstacles(traits, theirs, transfer)
+            if why and (len(some) > 1 or some != others):  # else one replica and itself
+                said = f"{_named(others)} cannot fetch what {_named(some)} computes: {'; '.join(why)}"
+                lacking = [one for one in (some[0], others[0]) if transfer.id in one.traits.unable]
+                found.append(Complaint(said, some, others, lacking[0] if lacking else None))
+    return found
+
+
+def _by_traits(replicas: Iterable[T]) -> dict[Traits, list[T]]:
+    found: dict[Traits, list[T]] = {}
+    for one in replicas:
+        found.setdefault(one.traits, []).append(one)
+    return found
+
+
+def _named(replicas: Sequence[Paired]) -> str:
+    more = len(replicas) - NAMED
+    return ", ".join(one.id for one in replicas[:NAMED]) + (f" and {more} more" if more > 0 else "")

@@ -20,6 +20,7 @@ from policies import CostGroup, Ledger
 from replicas import Fleet, Replica, State
 from replicas.access import session_to
 from replicas.launch import profile as profiles
+from replicas.pulse import BREAKS_FROM, Pulse
 
 from . import datapath
 from .config import ConfigError, Settings, kept_replicas, known_urls, read_engine_key, read_token
@@ -63,6 +64,8 @@ class Gateway:
         self.map = CacheMap(settings.cache_budget)
         self.ledger = Ledger()
         self.costs = CostGroup(costs)
+        self.pulse = Pulse()
+        self.pulse.on_held_up.append(_say_held_up)
         self.fleet = Fleet(
             self._inflight,
             self._waited,
@@ -71,6 +74,7 @@ class Gateway:
             model=settings.served_model_name,
             authorities=settings.replica_ca,
             engine_key=read_engine_key(settings),
+            pulse=self.pulse,
         )
         # With keys of its own on either side, the gateway passes no client's key on, unless it is told to.
         keeps_keys = settings.forward_api_keys or (settings.api_keys is None and settings.engine_api_key is None)
@@ -109,6 +113,7 @@ class Gateway:
             keys=self.keys,
             metering=self.metering,
             usage_log=self.usage_log,
+            pulse=self.pulse,
         )
         self.server = Server(self.proxy, datapath.limits(settings, self.models.pipelines))
         if self.keys is not None:
@@ -413,6 +418,15 @@ class Gateway:
 # what the proxy calls a failure -> what health calls it
 _FAULTS = {"connect": "connect", "closed": "closed", "protocol": "closed", "timeout": "timeout",
            "stalled": "timeout", "hung": "timeout", "aborted": "closed", "foreign answer": "foreign"}  # fmt: skip
+
+
+def _say_held_up(now: float, seconds: float) -> None:
+    if seconds >= BREAKS_FROM:
+        log.warning(
+            "this process did not run for %.1f s: it or its machine was stopped, or has too little CPU. No replica is"
+            " blamed for what was due meanwhile",
+            seconds,
+        )
 
 
 def _shared_map(settings: Settings, cachemap: CacheMap, background: Background) -> SharedMap | None:

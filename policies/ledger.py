@@ -118,8 +118,9 @@ class Reservation:
 class Unanswered:
     """Requests on one replica that have no answer, and by when it is expected to answer one: `Load.due`.
 
-    An answer, whichever it is, says that the replica does not stall: nothing is due before that, and requests that are
-    older than the one that is answered are no longer waited for. An engine may have put them last, or lost them.
+    An answer, whichever it is, says that the replica does not stall: nothing is due before that, nor before the gateway
+    went on after it had been held up. And requests that are older than the one that is answered are no longer waited
+    for. An engine may have put them last, or lost them.
     """
 
     __slots__ = ("_load", "_heap", "_waiting", "_number", "_overtaken", "_answered_at")
@@ -147,6 +148,11 @@ class Unanswered:
         if reservation.number:
             self._overtaken = max(self._overtaken, reservation.number)
             self._forget(reservation)
+        self._look()
+
+    def held_up(self, now: float) -> None:
+        """Nobody looked until now: what was due before may have come."""
+        self._answered_at = now
         self._look()
 
     def leave(self, reservation: Reservation) -> None:
@@ -364,6 +370,13 @@ class Ledger:
             unanswered.answered(reservation, now)
             if self.changes is not None:
                 self.changes.tell(reservation.replica)
+
+    def held_up(self, now: float) -> None:
+        """This gateway did not run until now, and takes nobody for late who may have answered meanwhile."""
+        for replica, unanswered in self._unanswered.items():
+            unanswered.held_up(now)
+            if self.changes is not None:
+                self.changes.tell(replica)
 
     def expect(self, reservation: Reservation, due: float) -> None:
         """The first byte of its answer is expected later than was thought; FAR: nobody would see it."""

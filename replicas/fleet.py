@@ -34,6 +34,7 @@ from replicas.launch.command import Command, LaunchProfile, Model, Ports
 from replicas.launch.ports import holder, is_free, pick
 from replicas.launch.supervisor import Supervisor
 from replicas.lifecycle import Event, State
+from replicas.pulse import Pulse
 from replicas.replica import Replica, parse_url
 from replicas.watch import Watch
 
@@ -65,22 +66,26 @@ class Fleet:
         model: str | None = None,
         authorities: Path | None = None,
         engine_key: str | None = None,
+        pulse: Pulse | None = None,
     ):
         """`inflight(id)`: the gateway's open requests to a replica; `waited(id)`: for how long the oldest of its
         prompts there has had no answer; `hear(id)` calls `succeeded` for those of its requests that were answered and
         not told of yet. `model`: the name that adopted engines have to serve. `authorities`: as of `tls.context`.
-        `engine_key`: the API key that adopted engines ask for. Times in seconds."""
+        `engine_key`: the API key that adopted engines ask for. `pulse`: when this process was held up. Times in
+        seconds."""
         self.replicas: dict[str, Replica] = {}
         self.on_change: list[Change] = []
         self._inflight, self._waited, self._hear, self._interval = inflight, waited, hear, interval
         self._drain_timeout, self._limits, self._model = drain_timeout, limits, model
         self._authorities, self._engine_key = authorities, engine_key
+        self.pulse = pulse or Pulse()
         self.engines: dict[str, Engine] = {}  # by "host:port"; `replicas` are theirs
         self._drains: dict[str, asyncio.Task] = {}  # of single ranks
         self._launching = asyncio.Lock()
 
     async def stop(self) -> None:
         """Stop every engine of our own (no drain: `drain` is for that) and all watching."""
+        self.pulse.stop()
         engines = list(self.engines.values())
         for engine in engines:
             engine.task.cancel()  # what they would see from here on is our own doing, and no failure
@@ -202,8 +207,10 @@ class Fleet:
             hear=lambda: [self._hear(one.id) for one in engine.replicas],
             interval=self._interval,
             limits=self._limits,
+            pulse=self.pulse,
             **known,
         )
+        self.pulse.start()
         task = asyncio.create_task(watch.run(), name=f"watch {replica.id}")
         engine = self.engines[replica.id] = Engine(replica, watch, task)
         self.replicas[replica.id] = replica
@@ -216,21 +223,21 @@ class Fleet:
     def succeeded(self, id: str, count: int = 1) -> None:
         """So many requests were answered by the replica, with whatever status below 500."""
         if id in self.replicas:
-            self._engine(id).watch.succeeded(monotonic(), count)
+            self._engine(id).watch.succeeded(self.pulse.clock(), count)
 
     def failed(self, id: str, kind: str) -> None:
         """A request failed by the engine's fault: connect, closed (before the answer's end), timeout, 5xx, or foreign
         (what answered was no engine). Not for 4xx, and not for a 503 that says "full": those say nothing about
         health."""
         if id in self.replicas:
-            engine, now = self._engine(id), monotonic()
+            engine, now = self._engine(id), self.pulse.clock()
             engine.watch.failed(now, kind)
             self._compare(engine, now)
 
     def unconfirmed(self, id: str) -> None:
         """The replica answered a request with an error, and whether by its own fault is not known (yet)."""
         if id in self.replicas:
-            self._engine(id).watch.unconfirmed(monotonic())
+            self._engine(id).watch.unconfirmed(self.pulse.clock())
 
     def _compare(self, engine: Engine, now: float) -> None:
         """Whether its requests fail where those of its siblings do not. With no other there is nothing to compare it

@@ -21,6 +21,7 @@ from replicas.launch.supervisor import Supervisor
 from replicas.lifecycle import TAKES_TRAFFIC, Event, State
 from replicas.metrics import Scrape, parse
 from replicas.progress import ILL, Progress, asked, computes
+from replicas.pulse import Pulse
 from replicas.replica import EventSource, Replica
 from replicas.served import base_names
 
@@ -57,18 +58,22 @@ class Watch:
         model: str | None = None,
         supervisor: Supervisor | None = None,
         start_timeout: float = 0.0,
+        pulse: Pulse | None = None,
     ):
         """`changed` is told when a READY replica serves something else than before; `looked` whenever something new
         may be known of it, before any `tell`. `waited`: seconds since the oldest unanswered prompt was sent. `hear`:
         calls `succeeded` with what was answered and not told yet, before a probe counts.
         `given`: the event source as the operator or the profile knows it, instead of asking.
-        `model`: the served name that must be listed. The last two for replicas of our own."""
+        `model`: the served name that must be listed. `pulse`: when this process was held up; `health` and `progress`
+        are given times of its clock. The rest is for replicas of our own."""
         self.replica, self.tell, self.changed, self.looked = replica, tell, changed, looked
         self.access = Access(replica.url, replica.host, replica.tls, given, replica.credentials)
         self.busy, self.waited, self.hear, self.interval, self.limits = busy, waited, hear, interval, limits
         self.given, self.model = given, model
         self.given_role = replica.role  # by the operator; an engine that is for one role tells its own
         self.supervisor, self.start_timeout = supervisor, start_timeout
+        self.pulse = pulse or Pulse()
+        self._was_excused = False  # what the last look showed, since this process was held up meanwhile
         self.sources: list[EventSource | None] = [given]  # one for each data-parallel rank
         self.health, self.progress = Health(limits), Progress()
         self._nudged, self._urgent = asyncio.Event(), asyncio.Event()
@@ -142,8 +147,10 @@ class Watch:
             self.tell(self.replica, Event.SERVES, "answers requests again")
 
     def failed(self, now: float, kind: str) -> None:
-        self.health.failed(now, kind)
         self._was_refused |= kind == "connect"
+        if kind != "foreign" and self.pulse.fresh(monotonic()):  # it may have broken because we did not read
+            return self.nudge()
+        self.health.failed(now, kind)
         if kind == "foreign":
             self._doubt("what answered a request there was no inference engine")
         self._judge(now)
@@ -184,10 +191,11 @@ class Watch:
         if replica.pid != pid:
             return False  # the process ended while we asked: the answer is about the past
         self._keep_proof(facts, full, was_proven)
-        now = monotonic()
+        if self._excuses(facts, now):
+            return False
         if full:
-            self._facts_at = now
-        answered = False
+            self._facts_at = monotonic()
+        now, answered = self.pulse.clock(), False
         if facts.fault == "own":
             replica.reason = facts.error
         elif facts.fault:
@@ -197,11 +205,19 @@ class Watch:
                 facts.problems["transfer"] = problem
             if replica.pid != pid:
                 return False
-            self._answered(monotonic(), facts, full)
+            self._answered(self.pulse.clock(), facts, full)
             await self._question()
             answered = True
         self.looked()
         return answered
+
+    def _excuses(self, facts: Facts, since: float) -> bool:
+        """Whether a look that failed is to be taken again first, at once: this process was held up meanwhile, and may
+        have read too late. Not twice in a row: a machine that always is must not hide an engine that is gone."""
+        self._was_excused = bool(facts.fault) and not self._was_excused and not self.pulse.saw(since, monotonic())
+        if self._was_excused:
+            self._nudged.set()
+        return self._was_excused
 
     def _keep_proof(self, facts: Facts, full: bool, was_proven: bool) -> None:
         """Of an engine that closes its connections, announced or not, or answers so late that we do, none shows
@@ -217,12 +233,13 @@ class Watch:
     async def _question(self) -> None:
         """Where nobody knows whose fault it is that requests fail, a request that nothing is wrong with tells."""
         replica, health = self.replica, self.health
-        if health.in_question(monotonic()):
+        if health.in_question(self.pulse.clock()):
             status = await asked(self.access.session, replica.url, next(iter(replica.models), ""), DEADLINE)
             if health is self.health:  # else it is another process by now
                 self.hear()
-                health.asked(monotonic(), status in ILL if status else None)
-                self._judge(monotonic())
+                now = self.pulse.clock()
+                health.asked(now, status in ILL if status else None)
+                self._judge(now)
 
     async def ask_models(self) -> None:
         """What does it serve now? Somebody wants a model that it was not known to serve."""
@@ -305,7 +322,7 @@ class Watch:
         replica = self.replica
         self._was_refused |= facts.fault == "connect"
         if replica.state is State.STARTING and replica.managed:
-            self._still_starting(now, facts.error)
+            self._still_starting(facts.error)
         elif replica.state in (State.STARTING, State.FAILED) and not replica.managed:
             self.tell(replica, Event.GONE, f"{facts.error}; asked again every {self.interval:g} s")
         else:
@@ -315,8 +332,8 @@ class Watch:
             if replica.state is State.READY:
                 self._nudged.set()  # ask again at once: a second refusal settles it, a timeout took its time
 
-    def _still_starting(self, now: float, error: str) -> None:
-        replica, waited = self.replica, now - self.replica.since
+    def _still_starting(self, error: str) -> None:
+        replica, waited = self.replica, self.pulse.ran(self.replica.since, monotonic())
         if waited > self.start_timeout:
             self.supervisor.restart(
                 f"not ready {waited:.0f} s after its start ({error}); last log line: {self._log()}; if it only is"

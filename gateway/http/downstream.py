@@ -15,6 +15,8 @@ from typing import Protocol
 
 import httptools
 
+from replicas.pulse import Pulse
+
 from .messages import (
     HEADER_BYTES,
     REQUEST_BYTES,
@@ -45,7 +47,9 @@ PIECE, BODY_PIECE = 4096, 65536
 
 
 class Handler(Protocol):
-    """What lies behind the wire."""
+    """What lies behind the wire. `pulse` says when the event loop was held up; once after that there is no `sweep`."""
+
+    pulse: Pulse
 
     def handle(self, client: Downstream, request: Request) -> None:
         """Answer `request`: at once with `client.reply`, or later as `client.exchange`."""
@@ -55,9 +59,6 @@ class Handler(Protocol):
 
     def sweep(self, now: float) -> None:
         """A few times a second: whatever has a deadline."""
-
-    def held_up(self, now: float) -> None:
-        """Called in place of `sweep`, once, where the event loop did not run for a while until now."""
 
 
 class Clients:
@@ -571,7 +572,7 @@ class Downstream(asyncio.Protocol):
 
     def check(self, now: float) -> None:
         """Called by the server's sweep, a few times a second."""
-        limits = self.clients.limits
+        limits, ran = self.clients.limits, self.clients.handler.pulse.ran
         if self.reading_paused and not self.closing and has_left(self.transport):
             self._close()
         elif self.closing:
@@ -585,11 +586,11 @@ class Downstream(asyncio.Protocol):
             if self.reading_paused or (self.expects and (self.current is not None or self.waiting)):
                 self.read_begun = self.rated_at = now  # it waits for us
             elif not self.head_done:
-                if now - self.read_begun > limits.head_seconds:
+                if ran(self.read_begun, now) > limits.head_seconds:
                     self._refuse(408, f"request head not complete after {limits.head_seconds:g} s")
-            elif now - self.read_begun > limits.body_seconds:
+            elif ran(self.read_begun, now) > limits.body_seconds:
                 self._refuse(408, f"request body not complete after {limits.body_seconds:g} s (upload_timeout_s)")
-            elif now - self.rated_at > limits.body_gap_seconds:
+            elif ran(self.rated_at, now) > limits.body_gap_seconds:
                 if self.body_bytes - self.rated < limits.body_rate * limits.body_gap_seconds:
                     self._refuse(
                         408,

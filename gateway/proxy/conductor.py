@@ -202,7 +202,7 @@ class Conductor:
         self, placing: Placing, judge: Judge, settling: Settling, forwarding: TokenIdForwarding, responses: Responses, metrics: Metrics, added: Added,
         *, retries: int, request_timeout: float, idle_timeout: float, traces: Traces | None,
     ):  # fmt: skip
-        self.placing, self.judge, self.settling = placing, judge, settling
+        self.placing, self.judge, self.settling, self._ran = placing, judge, settling, settling.pulse.ran
         self._forwarding, self._responses, self._metrics, self._added = forwarding, responses, metrics, added
         self._retries, self._request_timeout, self._idle_timeout = retries, request_timeout, idle_timeout
         self._traces = traces
@@ -296,13 +296,13 @@ class Conductor:
                 if self.figures is not None:
                     self.figures.passing(exchange, answering, now)
                 answering.seen_pieces, answering.seen_at = answering.pieces, now
-            elif now - answering.seen_at > (limit := self._silence(answering.backend)):
+            elif self._ran(answering.seen_at, now) > (limit := self._silence(answering.backend)):
                 self._stalled(exchange, limit)
             return
         attempt, since = exchange.attempt, exchange.begun
         if exchange.state is ExchangeState.RESUMING and exchange.continuation is not None:
             since = exchange.continuation.broke_at
-        if now - since > self._request_timeout:
+        if self._ran(since, now) > self._request_timeout:
             self.settling.failed(attempt.backend if attempt else None, TIMEOUT)
             what = (
                 f"replica {attempt.backend.id} sent no byte of an answer" if attempt else "no replica was found for it"
@@ -316,14 +316,14 @@ class Conductor:
         if (
             attempt.withheld
             and not first_leg
-            and now - attempt.sent_at > KEEP_ALIVE_SECONDS
+            and self._ran(attempt.sent_at, now) > KEEP_ALIVE_SECONDS
             and keeps_alive(attempt.withheld)
         ):
             data, attempt.withheld = attempt.withheld, b""
             self._answered(exchange, attempt, data)
         elif self._better_elsewhere(exchange, attempt, now):
             self._hangs(attempt, now)
-        elif attempt.leg is Leg.DECODE and now - attempt.sent_at > (
+        elif attempt.leg is Leg.DECODE and self._ran(attempt.sent_at, now) > (
             limit := self.placing.legs.patience(exchange, attempt)
         ):
             self.failed(attempt, UpstreamError(TRANSFER_STALLED, f"sent no byte of a second leg for {limit:.0f} s"))
@@ -333,13 +333,13 @@ class Conductor:
         elif attempt.leg is Leg.DECODE and legs is not None and legs.unsent is not None:
             if legs.prefiller.replica.state is State.FAILED:
                 self.failed(attempt, UpstreamError(PREFILL_FAILED, f"waits for {legs.prefiller.id}, which is gone"))
-            elif not attempt.streams and now - attempt.sent_at > self.placing.legs.fetching(legs):
+            elif not attempt.streams and self._ran(attempt.sent_at, now) > self.placing.legs.fetching(legs):
                 self.settling.prefilled_elsewhere(legs, computed=True)
         elif not first_leg:
             self.settling.still_unanswered(attempt, now)
 
     def _hangs(self, attempt: Attempt, now: float) -> None:
-        silent = now - attempt.sent_at
+        silent = self._ran(attempt.sent_at, now)
         self.failed(
             attempt, UpstreamError(HUNG, f"is {attempt.backend.replica.state} and sent no byte for {silent:.0f} s")
         )
@@ -350,7 +350,8 @@ class Conductor:
         has left an unwell replica already leaves none but a lost one: where a whole machine is slow, so is the next."""
         state = attempt.backend.replica.state
         patience = PATIENCE.get(state) if state is State.FAILED or not exchange.crash_count else None
-        if patience is None or now - attempt.sent_at < patience or not self.judge.may_retry(exchange, attempt):
+        waited = self._ran(attempt.sent_at, now)
+        if patience is None or waited < patience or not self.judge.may_retry(exchange, attempt):
             return False
         return self.judge.others(exchange, attempt)[0].replica.state is State.READY
 

@@ -19,6 +19,7 @@ import orjson
 
 from policies import Router
 from replicas.ask import GATEWAY
+from replicas.pulse import Pulse
 
 from .. import __version__
 from ..errors import JSON, ApiError, compressed, error_body
@@ -326,8 +327,12 @@ class Proxy:
         slo_figures: bool = False,
         continue_streams: str = "never",
         continue_budget: int = 2**26,
+        pulse: Pulse | None = None,
     ):
         self.models, self.router, self.metrics = models, router, metrics
+        self.pulse = pulse or Pulse()
+        # What replicas were to answer meanwhile may be there: it is read before any of them is late.
+        self.pulse.on_held_up.append(lambda now, _: router.ledger.held_up(now))
         self.allowed_paths = AllowedPaths(allow_paths)
         self.eligible = Eligibility(models, router, replicas, keys is not None)
         self.backends = self.eligible.backends
@@ -337,6 +342,7 @@ class Proxy:
             router,
             responses,
             metrics,
+            self.pulse,
             Shadows(shadows, metrics, router.policy.name) if shadows else None,
         )
         self.keys, self.metering = keys, metering
@@ -360,7 +366,9 @@ class Proxy:
         self.preparation = Preparation(self.eligible, self.placing, self.newcomers, metrics, metering)
         self.forwarding = TokenIdForwarding(metrics, tokenize_once, self.backends, models.made_by)
         ended = on_end if traces is None else (traces.end, *on_end)
-        self.settling = Settling(self.backends, router, metrics, self.forwarding, on_traffic, ended, on_first)
+        self.settling = Settling(
+            self.backends, router, metrics, self.forwarding, on_traffic, ended, on_first, self.pulse
+        )
         self.conductor = Conductor(
             self.placing, Judge(self.eligible, self.settling, retries), self.settling, self.forwarding, responses, metrics,
             added,
@@ -414,8 +422,8 @@ class Proxy:
             self.placing.queue.look()
 
     def waited(self, replica: str, now: float) -> float:
-        """Seconds since the oldest prompt there that has no answer was sent."""
-        return now - self.oldest_unanswered().get(replica, now)
+        """For how many seconds in which the gateway ran the oldest prompt there has had no answer."""
+        return self.pulse.ran(self.oldest_unanswered().get(replica, now), now)
 
     def oldest_unanswered(self) -> dict[str, float]:
         """When the oldest prompt that has no answer was sent, by replica; in one pass over all requests."""
@@ -515,9 +523,6 @@ class Proxy:
         self.metrics.rejections.inc(str(status))
         body = error_body(target.decode("latin-1"), status, message, code="gateway_full" if status == 503 else None)
         return [*JSON, *(HEADERS_OF.get(status, ()))], body
-
-    def held_up(self, now: float) -> None:
-        self.settling.held_up_at = now
 
     def sweep(self, now: float) -> None:
         for exchange in list(self.exchanges):

@@ -15,6 +15,7 @@ from policies import Placement, Router, hittable
 from policies.outputs import LEAST_OUTPUT
 from replicas import State
 from replicas.engines.dialect import ANY_PATH
+from replicas.pulse import Pulse
 
 from ..prompt.prompt import GUESSED, NO_PREFILL
 from . import pulling
@@ -72,13 +73,14 @@ class Settling:
         on_traffic: OnTraffic,
         on_end: Sequence[OnEnd] = (),
         on_first: Sequence[OnFirst] = (),
+        pulse: Pulse | None = None,
     ):
         """`on_traffic(replica, kind, count)`: what health learns from traffic; the kind of a failure, or None: so many
         answers. `on_first`: of the first tokens of streams."""
         self._backends, self._router, self.metrics, self._forwarding = backends, router, metrics, forwarding
         self._on_traffic, self._on_end, self._on_first = on_traffic, on_end, on_first
         self.complete: Batcher[Exchange] = Batcher(self._settle_all)
-        self.held_up_at = 0.0  # the last time at which the event loop went on after it had been held up
+        self.pulse = pulse or Pulse()
 
     def on_end(self, told: OnEnd) -> None:
         """Tell this one as well how each request ended, before the others."""
@@ -165,7 +167,7 @@ class Settling:
         backend.answers += 1
         if exchange.unattributed_errors:
             self._attribute(exchange, first)
-        learns = first.sent_at >= self.held_up_at and backend.may_learn(first.first_at)
+        learns = self.pulse.saw(first.sent_at, first.first_at) and backend.may_learn(first.first_at)
         self._router.first_token(placement, first.first_at, first.first_at - first.sent_at if learns else None)
         tells_blocks = backend.replica.takes_rank(prompt.path)
         self._router.finish(placement, usage.cached if tells_blocks else None)
@@ -244,7 +246,7 @@ class Settling:
     def first_token(self, attempt: Attempt, since: float) -> None:
         """`since`: when its client began to wait."""
         backend, at = attempt.backend, attempt.first_at
-        ours = attempt.sent_at < self.held_up_at  # part of that time we did not look
+        ours = attempt.streams and not self.pulse.saw(attempt.sent_at, at)
         answers = attempt.status == 200 and not attempt.fault
         learns = answers and attempt.streams and attempt.prompt is not None and not ours and backend.may_learn(at)
         self._router.first_token(
@@ -268,7 +270,7 @@ class Settling:
         backend.answers += 1
         if attempt.exchange.unattributed_errors:
             self._attribute(attempt.exchange, attempt)
-        learns = attempt.sent_at >= self.held_up_at and backend.may_learn(at)
+        learns = self.pulse.saw(attempt.sent_at, at) and backend.may_learn(at)
         self._router.first_token(attempt.placement, at, at - attempt.sent_at if learns else None)
 
     def still_unanswered(self, attempt: Attempt, now: float) -> None:
@@ -342,7 +344,7 @@ class Settling:
             attempt.streams
             and not attempt.is_continued  # its usage is of the whole
             and tokens > LEAST_OUTPUT
-            and attempt.first_at > self.held_up_at
+            and self.pulse.saw(attempt.first_at, now)
             and backend.may_learn(now)
         )
         # A second leg's cache came from elsewhere, and of a stream that was gone on with usage speaks as a whole.

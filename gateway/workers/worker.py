@@ -126,8 +126,8 @@ class Worker:
         """Show that the event loop runs, and what is known here of replicas that the supervisor looks after."""
         gateway = self.gateway
         while True:
-            now, sent = monotonic(), gateway.proxy.oldest_unanswered()
-            loads = {id: (gateway.ledger.own(id)[0], now - sent.get(id, now)) for id in gateway.fleet.replicas}
+            now, sent, ran = monotonic(), gateway.proxy.oldest_unanswered(), gateway.proxy.pulse.ran
+            loads = {id: (gateway.ledger.own(id)[0], ran(sent.get(id, now), now)) for id in gateway.fleet.replicas}
             self._say(loads={id: load for id, load in loads.items() if any(load)})
             await asyncio.sleep(BEAT_SECONDS)
 

@@ -237,6 +237,17 @@ def test_legs_are_computed_elsewhere_than_where_prompts_are_late():
     assert isinstance(chosen, LegChoice) and second.demand is demand
 
 
+def test_one_is_not_late_for_the_time_in_which_the_gateway_did_not_look():
+    router, targets = routing(500, 0)
+    waits = router.place(prompt(8000), targets, START)
+    told, back = router.ledger.follow(), START + 10
+    router.ledger.held_up(back)
+    assert waits.candidate.load.due == back and "r0" in set(told.since(0))
+    assert router.place(prompt(8000, back), targets, back).candidate.replica == "r0"
+    later = back + 10
+    assert router.place(prompt(8000, later), targets, later).candidate.replica == "r1", "it is late from then on"
+
+
 @given(
     st.lists(
         st.tuples(

@@ -4,6 +4,7 @@ from contextlib import asynccontextmanager
 
 from gateway.http.messages import Limits
 from gateway.http.server import Server
+from replicas.pulse import Pulse
 
 from .talk import Talker
 
@@ -12,7 +13,7 @@ class Echo:
     """Answers each request with its method, path and body; /slow waits until released."""
 
     def __init__(self):
-        self.seen, self.held, self.left = [], [], 0
+        self.seen, self.held, self.left, self.pulse = [], [], 0, Pulse()
 
     def handle(self, client, request):
         self.seen.append(request)
@@ -35,7 +36,6 @@ class Echo:
     def pause(self): ...
     def resume(self): ...
     def sweep(self, now): ...
-    def held_up(self, now): ...
 
     def refuse(self, status, message, target):
         return [(b"x-refused", b"yes")], message.encode()

@@ -463,7 +463,7 @@ async def test_what_takes_long_because_the_event_loop_was_held_up_teaches_nothin
         await talk.say(post(LONG))
         await eventually(lambda: any(x.attempt is not None and x.attempt.sent_at for x in s.proxy.exchanges))
         time.sleep(0.9)
-        await eventually(lambda: s.proxy.settling.held_up_at)
+        await eventually(lambda: s.proxy.pulse.ended > 0)
         first.set()
         assert (await talk.response())[0] == 200 and not taught
         await talk.say(post(LONG))

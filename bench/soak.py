@@ -240,22 +240,28 @@ class Soak:
         return left
 
     async def map_differs(self) -> int:
-        """Blocks, once both have had time to agree."""
-        end, off = monotonic() + 30, 1
+        """Blocks, once both have had time to agree. The last that differ are noted."""
+        end, off = monotonic() + 30, ["not compared yet"]
         while off and monotonic() < end:
             await asyncio.sleep(0.5)
+            off = []
             async with aiohttp.ClientSession() as session:
-                held = {}
                 for engine in self.engines:
-                    async with session.get(f"{engine.url}/faults") as response:
-                        held[engine.url.removeprefix("http://")] = (await response.json())["cached_blocks"]
-            pages = [(await gateway.admin.get("/metrics")).text for gateway in self.gateways]
-            off = sum(
-                abs(int(counted(page, "hitherto_map_replica_blocks", replica=id)) - blocks)
-                for page in pages
-                for id, blocks in held.items()
-            )
-        return off
+                    async with session.get(f"{engine.url}/held") as response:
+                        held = await response.json()
+                    for number, gateway in enumerate(self.gateways):
+                        off += await self.differing(number, gateway, engine.url.removeprefix("http://"), held)
+        self.notes += [f"map: {one}" for one in off[:20]]
+        return len(off)
+
+    async def differing(self, number: int, gateway: Running, replica: str, held: dict) -> list[str]:
+        """What stands between a gateway's map of a replica and what that has, block by block."""
+        answer = await gateway.admin.post(f"/replicas/{replica}/blocks", json=held)
+        answer.raise_for_status()
+        told, where = answer.json(), f"in gateway {number}'s map of {replica}"
+        return [f"key {one} is not {where}" for one in told["missing"]] + [
+            f"block {one} is {where} alone" for one in told["besides"]
+        ]
 
     async def mispredicted(self) -> int:
         """Of prompts that were asked before, and go to whichever replica is best."""

@@ -338,6 +338,15 @@ class CacheMap:
         held |= {name: self._groups.tables[name].contents(slot) for name in self.groups(slot)}
         return Contents(replica.observed, held, dict(replica.copies))
 
+    def differs(self, slot: int, engine_keys: Sequence[int | bytes]) -> tuple[list[int], list[int]]:
+        """Between these keys, all that the replica says it has in its GPU, and what events told of it: which of them
+        are not known, by their position, and the hashes of the blocks that are known besides."""
+        self._replica(slot)
+        tags = self._gpu.tags(engine_keys)
+        hashes, known = self._gpu.contents(slot)
+        besides: list[int] = hashes[~np.isin(known, tags)].tolist()
+        return (~np.isin(tags, known)).nonzero()[0].tolist(), besides
+
     def become(self, slot: int, contents: Contents) -> Iterator[None]:
         """Make a replica's part equal to contents, in steps of a millisecond: between them others may look
         things up. Only what differs is touched. Not journaled."""

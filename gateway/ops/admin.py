@@ -13,6 +13,7 @@
     DELETE /replicas/ID         drains and forgets it
                                 (of an engine with ranks: HOST:PORT-dp0 is one of them, HOST:PORT all)
     ANY  /replicas/ID/engine/PATH  passed on to that engine: /sleep, /reset_prefix_cache, /v1/load_lora_adapter ...
+    POST /replicas/ID/blocks    {"keys": [...]}, all blocks that the engine has: what of them differs from the map
     POST /explain?path=/v1/...  what would happen to this request; nothing is sent
     POST /decide?path=/v1/...   where this request goes; counted there until the caller tells its end:
     POST /decide/ID/first_byte  its answer has begun
@@ -83,6 +84,9 @@ class Gateway(Protocol):
     def status(self) -> dict[str, Any]:
         """As `ops.view.View.status`."""
 
+    def differs(self, replica: str, keys: Sequence[int]) -> tuple[list[int], list[int]]:
+        """As `CacheMap.differs`; KeyError for a replica without events so far."""
+
     async def explain(self, path: str, body: bytes, headers: dict[str, str]) -> dict[str, Any]:
         """As `gateway.ops.explain.describe`; raises ApiError for the client's own faults, and when
         no replica could answer."""
@@ -146,6 +150,9 @@ class Admin(Side):
         super().__init__(guard)
         self.gateway = gateway
         self._keeping = asyncio.Lock()  # one change of the file of replicas at a time
+
+    def routes(self) -> list[web.RouteDef]:
+        return [*super().routes(), web.post("/replicas/{id}/blocks", self.blocks)]
 
     async def metrics(self, request: web.Request) -> web.Response:
         page, content_type = await self.gateway.metrics.exposition()
@@ -217,6 +224,22 @@ class Admin(Side):
             message = f"the engine of {id} did not answer: {str(wrong) or type(wrong).__name__}"
             raise Refusal(502, message, "engine_unreachable") from None
         return web.Response(body=body, status=status, headers={"Content-Type": kind})
+
+    async def blocks(self, request: web.Request) -> web.Response:
+        """What an engine says it holds, beside the map: for tests, and for whoever doubts a prediction."""
+        id, wrong = self._known(request), Refusal(400, 'the body must be {"keys": [64-bit integers]}', "invalid_body")
+        try:
+            body = orjson.loads(await request.read())
+        except ValueError:
+            raise wrong from None
+        keys = body.get("keys") if isinstance(body, dict) else None
+        if not isinstance(keys, list) or not all(type(key) is int for key in keys):
+            raise wrong
+        try:
+            missing, besides = self.gateway.differs(id, keys)
+        except KeyError:
+            raise Refusal(404, f"nothing is known of the blocks of {id!r}", "unknown_replica") from None
+        return answer({"missing": [keys[at] for at in missing], "besides": [f"{one:016x}" for one in besides]})
 
     async def explain(self, request: web.Request) -> web.Response:
         path = request.query.get("path", "/v1/chat/completions")

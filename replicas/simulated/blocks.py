@@ -44,6 +44,11 @@ class BlockPool:
         """Share of the blocks in use by requests, 0 to 1: vLLM's `kv_cache_usage_perc`."""
         return 1.0 - self.free / self.usable
 
+    @property
+    def keys(self) -> list[Key]:
+        """Those of all that is cached."""
+        return list(self._cached)
+
     def find(self, keys: Sequence[Key], limit: int) -> list[int]:
         """Blocks of the longest cached prefix of `keys`, at most `limit` of them."""
         # up to the first None; a loop would take twice as long, and a fleet simulated looks up 200 keys a request

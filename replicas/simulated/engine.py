@@ -89,6 +89,11 @@ class Engine:
         """How many different blocks are cached."""
         return self._pool.cached
 
+    @property
+    def cached_keys(self) -> list[Key]:
+        """Of those blocks."""
+        return self._pool.keys
+
     def cached(self, request_blocks: list[Key], prompt_tokens: int) -> int:
         """How many blocks of such a prompt would be hits now."""
         hits = len(self._pool.find(request_blocks, (prompt_tokens - 1) // self._size))

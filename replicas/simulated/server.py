@@ -95,6 +95,7 @@ class Server:
         app.router.add_get("/metrics", self._metrics)
         self._tell(app.router)
         app.router.add_route("*", "/faults", self._faults)
+        app.router.add_get("/held", self._held)
         if self.transfers is not None:
             app.router.add_post("/kv/{name}", self._hand_over)
             app.router.add_post("/rooms/{name}", self._meet)
@@ -480,6 +481,10 @@ class Server:
         if not self.runner.engine.reset_prefix_cache():
             return reply_json(error_body("requests are running: the prefix cache is not reset", "Conflict", 409), 409)
         return web.Response()
+
+    async def _held(self, request: web.Request) -> web.Response:
+        """What is cached in the GPU, by the keys that events name: the truth that a gateway's map is held to."""
+        return reply_json({"keys": self.runner.engine.cached_keys})
 
     async def _faults(self, request: web.Request) -> web.Response:
         if request.method == "POST":

@@ -4,6 +4,8 @@ import asyncio
 import os
 import signal
 
+import httpx
+
 from .running import running
 from .test_gateways import TEXT, ahead
 
@@ -49,3 +51,29 @@ async def test_the_lag_of_events_is_that_of_the_clocks_where_nothing_else_lags(s
             < 25
         )
         assert await right.counted("hitherto_replica_models", model="sim") == 1
+
+
+async def test_what_an_engine_holds_is_compared_with_the_map_block_by_block(start_engine):
+    engine = start_engine().wait()
+    async with running("--replica-url", engine.url, "--model", "sim") as gateway:
+        await gateway.ready(1)
+        await gateway.until(lambda status: status["replicas"][0]["events"] == "live")
+        assert (await gateway.chat([{"role": "user", "content": TEXT}])).status_code == 200
+        path = f"/replicas/{engine.url.removeprefix('http://')}/blocks"
+
+        async def differs(keys: list) -> dict:
+            return (await gateway.admin.post(path, json={"keys": keys})).json()
+
+        async with httpx.AsyncClient() as client:
+            held = (await client.get(f"{engine.url}/held")).json()["keys"]
+        assert len(held) > 2
+        async with asyncio.timeout(20):
+            while await differs(held) != {"missing": [], "besides": []}:
+                await asyncio.sleep(0.05)
+        other = held[0] ^ 1
+        found = await differs([other, *held[1:]])
+        assert found["missing"] == [other] and len(found["besides"]) == 1 and len(found["besides"][0]) == 16
+        for wrong in ({"keys": ["a"]}, {"keys": 1}, [], {"keys": [True]}):
+            refused = await gateway.admin.post(path, json=wrong)
+            assert refused.status_code == 400 and "64-bit integers" in refused.json()["error"]["message"]
+        assert (await gateway.admin.post("/replicas/nobody/blocks", json={"keys": []})).status_code == 404

@@ -242,8 +242,8 @@ async def test_inside_a_cluster_the_account_of_the_pod_opens_the_api(fleet, unti
     task = asyncio.create_task(found.run())
     try:
         await until(lambda: roles(fleet) == {"127.0.1.1": "prefill"}, lambda: found.problem)
+        await cluster.watched.wait()  # first: with the next token it would not be answered
         cluster.token = "of the next one"
-        await cluster.watched.wait()
         await cluster.forget()
         await until(lambda: "answers 401" in found.problem, lambda: found.problem)
         (tmp_path / "token").write_text("of the next one\n")

@@ -11,6 +11,7 @@ from typing import Any
 import orjson
 
 JSON = [(b"content-type", b"application/json")]
+MESSAGES = "/v1/messages"  # and what is below it: Anthropic's
 
 # status -> (OpenAI type, default code, Anthropic type)
 KINDS: dict[int, tuple[str, str, str]] = {
@@ -80,7 +81,7 @@ def error_object(
 ) -> dict[str, Any]:
     """The error as the API at `path` spells it."""
     openai_type, default_code, anthropic_type = KINDS.get(status, KINDS[500 if status >= 500 else 400])
-    if path.startswith("/v1/messages"):
+    if path.startswith(MESSAGES):
         return {"type": "error", "error": {"type": anthropic_type, "message": message}}
     return {"error": {"message": message, "type": type or openai_type, "param": param, "code": code or default_code}}
 
@@ -92,7 +93,7 @@ def error_body(path: str, status: int, message: str, code: str | None = None) ->
 def error_event(path: str, status: int, message: str) -> bytes:
     """One server-sent event that ends a broken stream. No `[DONE]` follows: the stream is not complete."""
     error = error_object(path, status, message)
-    if path.startswith("/v1/messages"):
+    if path.startswith(MESSAGES):
         return b"event: error\ndata: %b\n\n" % orjson.dumps(error)
     if path.startswith("/v1/responses"):
         return b"event: error\ndata: %b\n\n" % orjson.dumps({**error["error"], "type": "error"})

@@ -78,6 +78,14 @@ class Head:
         self.raw = b"%b%b: %b\r\n\r\n" % (self.raw[:-2], *header)
         self.headers = [*self.headers, header]
 
+    def with_length(self, length: int) -> Head:
+        """The same before another body of so many bytes."""
+        framing = (b"content-length", b"transfer-encoding")
+        headers = [header for header in self.headers if header[0] not in framing]
+        headers.append((b"content-length", b"%d" % length))
+        status_line = self.raw[: self.raw.index(b"\r\n") + 2]
+        return Head(b"%b%b\r\n" % (status_line, end_to_end(headers)), headers, False, True)
+
     def block(self, extra: bytes) -> bytes:
         """Status line and headers with `extra` lines added and hop-by-hop ones gone, closing blank line included."""
         if self.clean:

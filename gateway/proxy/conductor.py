@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 from replicas import State
 
-from ..errors import JSON, ApiError, error_event
+from ..errors import JSON, MESSAGES, ApiError, error_event
 from ..http.upstream import Upstream, UpstreamError
 from .answers import (
     ERROR_MARK,
     ERROR_WITHIN,
     MEMBERS,
+    MOST_HELD_BACK,
     Sight,
     begins,
     error_status,
@@ -34,6 +35,7 @@ from .leg_ends import LegEnds, may_be_whole
 from .legs import FirstLegs, leg_head, second_leg
 from .placing import Eligibility, Placing
 from .priorities import HeadOf, Priorities
+from .respelling import respelled
 from .responses import Responses
 from .retries import (
     ABORTED,
@@ -155,6 +157,11 @@ class Judge:
             if attempt.leg is not None and fault in MAY_BE_OURS and may_be_whole(exchange):
                 return UpstreamError(LEG_REFUSED, f"answered a second leg with an error that amounts to {fault}")
             attempt.fault = fault
+        elif attempt.status >= 400 and exchange.request.path.startswith(MESSAGES):
+            if not whole and len(data) < MOST_HELD_BACK:
+                attempt.withheld = data
+                return None
+            data = respelled(exchange, attempt, data)
         if cut_short(attempt, exchange.request.path, data):
             if self.may_retry(exchange, attempt):
                 return UpstreamError(ABORTED, "aborted it")

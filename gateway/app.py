@@ -14,7 +14,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from cachemap import CacheMap, EventIntake
-from cachemap.background import Background
+from cachemap.background import Background, Failures
 from cachemap.events import records
 from policies import CostGroup, Ledger
 from replicas import Fleet, Replica, State
@@ -49,6 +49,7 @@ log = logging.getLogger("hitherto")
 CARE_SECONDS = 0.25
 # Kinds of background work
 CARE, FOLLOW_KEYS, FOLLOW_CERTIFICATE = "care for replicas", "API keys", "TLS certificate"
+METRICS = "metrics"  # a part of the page that could not be read
 FOLLOW_RECENT, FOLLOW_PODS = "recent figures", "pods of the cluster"
 
 
@@ -136,6 +137,8 @@ class Gateway:
                 self.proxy.placing.begin_batch,
                 self.proxy.placing.end_batch,
             )
+        self.background.failures.setdefault(METRICS, Failures())
+        self.metrics.on_failure = lambda part, error: self.background.failed(METRICS, error, part)
         self.metrics.read_from(self.view.reading)
         self.metrics.read_from(self._connections)
         self.recent = Recent(self.view, self.proxy.placing, settings.live_prompts)

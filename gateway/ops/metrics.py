@@ -20,6 +20,7 @@ the map's size) is read from them at scrape time: `metrics.read_from(callable)`.
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
@@ -48,6 +49,8 @@ TOKEN_BUCKETS = tuple(bound for bound in FIGURE_BUCKETS if bound <= 10.0)
 
 # Of the event loop's timers: a millisecond is their grain, a quarter of a second a held-up client.
 DELAY_BUCKETS = (.001, .002, .005, .01, .02, .05, .1, .2, .5, 1, 2, 5)  # fmt: skip
+
+log = logging.getLogger("hitherto.metrics")
 
 SLICE_SECONDS = 0.002  # of the event loop that a scrape takes at once
 LOOK_LINES = 64  # of the page, between two looks at the clock
@@ -397,6 +400,8 @@ class Metrics:
             if isinstance(metric, Counter | Histogram):
                 setattr(self, name, metric.empty())
         self._readers: list[Callable[[], Reading]] = []
+        # Told which part of the page could not be read; the others are served.
+        self.on_failure: Callable[[str, Exception], None] = _log_failure
         self._process = CollectorRegistry()
         ProcessCollector(registry=self._process)
         GCCollector(registry=self._process)
@@ -443,11 +448,21 @@ class Metrics:
         for metric in self.all():
             yield from metric.lines(self._known)
         for reader in self._readers:
-            yield from lines(reader())
+            try:
+                yield from lines(reader())
+            except Exception as error:  # a bug in one part must not blind those who watch all others
+                self.on_failure(getattr(reader, "__qualname__", repr(reader)), error)
+
+    def _of_process(self) -> bytes:
+        try:
+            return generate_latest(self._process)
+        except Exception as error:
+            self.on_failure("the process", error)
+            return b""
 
     async def exposition(self) -> tuple[bytes, str]:
         """The page for GET /metrics, and its content type."""
-        parts, lines, begun = [generate_latest(self._process)], [], perf_counter()
+        parts, lines, begun = [self._of_process()], [], perf_counter()
         for line in self._lines():
             lines.append(line)
             if len(lines) == LOOK_LINES:
@@ -457,6 +472,10 @@ class Metrics:
                     await asyncio.sleep(0)
                     begun = perf_counter()
         return b"".join([*parts, "".join(lines).encode()]), CONTENT_TYPE_LATEST
+
+
+def _log_failure(part: str, error: Exception) -> None:
+    log.error("the metrics of %s cannot be read", part, exc_info=error)
 
 
 # --- Prometheus' text format

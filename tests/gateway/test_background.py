@@ -6,7 +6,7 @@ import httpx
 import pytest
 
 from cachemap import background
-from gateway.app import CARE, Gateway
+from gateway.app import CARE, METRICS, Gateway
 from gateway.config import Settings
 from replicas.simulated.model import sim_model_dir
 
@@ -48,3 +48,22 @@ async def test_background_work_that_fails_is_counted_on_the_admin_sides_pages(ga
         told = (await admin.get("/status")).json()["background_failures"]
         assert told[CARE]["failures"] == 2 and told[CARE]["last"] == "OSError: two"
     assert "KeyError: 'one'" in caplog.text
+
+
+async def test_a_part_of_the_metrics_that_fails_is_logged_once_and_counted(gateway, monkeypatch, caplog):
+    await gateway.start()
+
+    def broken():
+        raise ValueError("no figures")
+
+    gateway.metrics.read_from(broken)
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{gateway.admin_port}", timeout=10) as admin:
+        for times in range(3):
+            page = (await admin.get("/metrics")).text
+            assert counted(page, FAILURES, work=METRICS) == times
+            assert counted(page, "hitherto_map_blocks") == 0, "what others tell is there"
+        assert (
+            "broken: ValueError: no figures"
+            in (await admin.get("/status")).json()["background_failures"][METRICS]["last"]
+        )
+    assert caplog.text.count("Traceback") == 1

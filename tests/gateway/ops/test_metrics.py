@@ -198,10 +198,28 @@ def test_sums_by_a_label_are_those_of_each_value():
 
 
 def test_a_reader_may_only_return_declared_names():
-    metrics = Metrics()
+    metrics, wrong = Metrics(), []
+    metrics.on_failure = lambda part, error: wrong.append(str(error))
     metrics.read_from(lambda: {"map_blokcs": 1})
-    with pytest.raises(KeyError, match="map_blokcs"):
-        scrape(metrics)
+    scrape(metrics)
+    assert wrong == ["'map_blokcs'"]
+
+
+def test_a_part_that_cannot_be_read_takes_no_other_from_the_page(monkeypatch):
+    metrics, wrong = Metrics(), []
+    metrics.on_failure = lambda part, error: wrong.append((part, str(error)))
+
+    def broken():
+        raise ValueError("no figures")
+
+    metrics.read_from(broken)
+    metrics.read_from(lambda: {"map_blocks": 7})
+    metrics.requests.inc("chat", "complete")
+    monkeypatch.setattr("gateway.ops.metrics.generate_latest", lambda registry: broken())
+    names = {name: value for (name, *_), value in scrape(metrics).items()}
+    assert names["hitherto_map_blocks"] == 7 and "hitherto_requests_total" in names
+    assert [error for _, error in wrong] == ["no figures"] * 2 and wrong[0][0] == "the process"
+    assert wrong[1][0].endswith("broken")
 
 
 def test_the_process_is_on_the_page_too_and_every_name_is_ours_or_pythons():

@@ -86,7 +86,15 @@ Token = Annotated[str, AfterValidator(credentials.check_token)]
 EngineKey = Annotated[str, AfterValidator(credentials.check_engine_key)]
 Paths = Annotated[tuple[str, ...], BeforeValidator(split_names), AfterValidator(_check_paths)]
 RedisUrl = Annotated[str, AfterValidator(_check_redis)]
-Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
+
+
+def _named(value: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9._-]{1,64}", value):
+        raise ValueError(f"{value!r} is no name: write 1 to 64 letters, digits, dots, dashes or underscores")
+    return value
+
+
+Name = Annotated[str, AfterValidator(_named)]
 Pools = Annotated[dict[Name, Pool], BeforeValidator(read_mapping)]
 Cluster = Annotated[Discover, BeforeValidator(read_mapping)]
 

@@ -307,3 +307,11 @@ def test_a_flag_with_several_urls_in_one_word_means_several():
     flags = {"replica_url": ["http://a:1,http://b:1#events=tcp://b:2,replay=tcp://b:3", "c:1"]}
     urls = load(flags=flags, environ={}).settings.replica_url
     assert urls == ("http://a:1", "http://b:1#events=tcp://b:2,replay=tcp://b:3", "c:1")
+
+
+@pytest.mark.parametrize("name", ["", "a b", "x" * 65])
+def test_a_name_that_is_none_is_said_to_be_so_in_words(name):
+    with pytest.raises(ConfigError) as refused:
+        load({"deployment": name}, {})
+    said = str(refused.value)
+    assert said.startswith(f"flag --deployment: deployment: {name!r} is no name: write 1 to 64 letters")

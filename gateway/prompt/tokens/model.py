@@ -43,7 +43,9 @@ def find_model(name_or_dir: str | Path) -> Path:
         return path
     name = str(name_or_dir)
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
-        raise ModelError(f"no directory {name}: give the folder that holds tokenizer.json")
+        raise ModelError(
+            f"no directory {name}: give --model the folder that holds the model's tokenizer.json, or its name on the hub"
+        )
     from huggingface_hub import snapshot_download  # a slow import, needed only here
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 

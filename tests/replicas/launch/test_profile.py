@@ -65,7 +65,7 @@ def test_every_field_reaches_the_command_line(tmp_path):
         ("engine: sim\nspeedup: 0", "speedup: Input should be greater than 0, got 0"),
         ("engine: sim\nnum_blocks: many", "num_blocks: Input should be a valid integer"),
         ("engine: llama.cpp", "engine is 'llama.cpp', must be one of: sim, vllm"),
-        ("speedup: 2", "engine is None"),
+        ("speedup: 2", "engine: it is missing; a profile begins with one of: sim, vllm, as in `engine: vllm`"),
         ("- a", "a profile is a mapping"),
         ("engine: [", "line 1 is not YAML"),
         ("engine: sim\nspeedup: 2020-13-45", "line 2 is not YAML: month must be"),

@@ -1,5 +1,6 @@
 """From a request's JSON to prompts and limits, per endpoint, with vLLM's checks."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +13,12 @@ from .tokens import RequestError, Tokens
 # ignores `best_of`.
 MOST_SEQUENCES, MOST_PROMPTS = 16_384, 1024
 MOST_LOGPROBS = 20  # of --max-logprobs
+SAMPLING: tuple[tuple[str, Callable[[float], bool], str], ...] = (
+    ("temperature", lambda value: value >= 0, "non-negative"),
+    ("top_p", lambda value: 0 < value <= 1, "in (0, 1]"),
+    ("presence_penalty", lambda value: -2 <= value <= 2, "in [-2, 2]"),
+    ("frequency_penalty", lambda value: -2 <= value <= 2, "in [-2, 2]"),
+)
 TYPED = (("model", str, "a string"), ("chat_template", str, "a string"), ("kv_transfer_params", dict, "an object"))
 
 
@@ -56,7 +63,22 @@ def _whole_number(body: dict, name: str, least: int) -> int | None:
     return value
 
 
+def _check_sampling(body: dict) -> None:
+    """What vLLM's pydantic model and its SamplingParams refuse. A text that reads as a number passes for one."""
+    for name, fits, must in SAMPLING:
+        value = body.get(name)
+        if value is None:
+            continue
+        try:
+            number = float(value)
+        except (TypeError, ValueError):
+            raise RequestError(f"`{name}` must be a number, got {value!r}", param=name) from None
+        if not fits(number):
+            raise RequestError(f"{name} must be {must}, got {number}.", param=name)
+
+
 def _common(body: dict, prompts: list[list[int]], max_tokens: int | None, stop: Any) -> Asked:
+    _check_sampling(body)
     if not all(prompts):
         raise RequestError("the prompt is empty: it must have at least one token", param="prompt")
     if isinstance(stop, str):
@@ -190,6 +212,12 @@ def embeddings(body: dict, tokens: Tokens) -> Asked:
 
 
 def responses(body: dict, tokens: Tokens) -> Asked:
+    if (
+        before := body.get("previous_response_id")
+    ) is not None:  # none is stored, as by vLLM without VLLM_ENABLE_RESPONSES_API_STORE=1
+        raise RequestError(
+            f"Response with id '{before}' not found.", 404, "invalid_request_error", "previous_response_id"
+        )
     ids = _ids_beside(body)
     prompt = ids if ids is not None else tokens.chat(translate.responses(body))
     asked = _common(body, [prompt], _whole_number(body, "max_output_tokens", 1), None)

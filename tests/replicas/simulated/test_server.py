@@ -326,6 +326,16 @@ async def test_cached_tokens_can_be_left_out(run_stack):
         ("/v1/messages/count_tokens", {"model": ["a"], "messages": []}, 400, "BadRequestError", "model"),
         ("/v1/chat/completions", {**CHAT, "chat_template": ["a"]}, 400, "BadRequestError", "chat_template"),
         ("/v1/chat/completions", {**CHAT, "kv_transfer_params": 5}, 400, "BadRequestError", "kv_transfer_params"),
+        ("/v1/chat/completions", {**CHAT, "temperature": "hot"}, 400, "BadRequestError", "temperature"),
+        ("/v1/chat/completions", {**CHAT, "temperature": -1}, 400, "BadRequestError", "temperature"),
+        ("/v1/chat/completions", {**CHAT, "top_p": 0}, 400, "BadRequestError", "top_p"),
+        (
+            "/v1/responses",
+            {"input": "a", "previous_response_id": "resp_1"},
+            404,
+            "invalid_request_error",
+            "previous_response_id",
+        ),
         ("/nothing/here", {}, 404, "NotFound", None),
     ],
 )

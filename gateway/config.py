@@ -218,7 +218,7 @@ class Settings(BaseModel):
     )
     request_router: Routes | None = Field(
         None,
-        description="which class a request is of, {routes: [{match: {header, key, model, path}, qos}, ...]}: the first that matches",
+        description="which class a request is of, {routes: [{match: {header, key, model, path}, class}, ...]}: the first that matches",
     )
     admission: Admission | None = Field(
         None,

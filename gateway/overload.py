@@ -143,11 +143,14 @@ def _class(given: Any, slo: Slo) -> QosClass:
 
 
 def _rule(given: Any, classes: Sequence[QosClass]) -> Rule:
-    mapping = _mapping(given, ("match", "qos"), "settings of a route")
-    qos = next((one for one in classes if one.name == mapping.get("qos")), None)
+    mapping = _mapping(given, ("match", "class", "qos"), "settings of a route")
+    if "class" in mapping and "qos" in mapping:
+        raise ValueError("class: it is given twice, as qos as well; leave one of them out")
+    name = "qos" if "qos" in mapping else "class"  # the same by another name, which other schedulers' files have
+    qos = next((one for one in classes if one.name == mapping.get(name)), None)
     if qos is None:
         known = ", ".join(one.name for one in classes)
-        raise ValueError(f"qos: there is no class {mapping.get('qos')!r}; name one of scheduler.qos_classes: {known}")
+        raise ValueError(f"{name}: there is no class {mapping.get(name)!r}; name one of scheduler.qos_classes: {known}")
     match = _at(
         "match", lambda one: _mapping({} if one is None else one, _MATCH_KEYS, "conditions"), mapping.get("match")
     )

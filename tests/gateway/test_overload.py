@@ -67,6 +67,10 @@ def test_the_file_is_read_as_it_stands():
     assert found.classes._rules == (Rule(premium, ("x-customer-tier", "premium")), Rule(free))
 
 
+def test_a_routes_class_has_the_name_that_it_has_everywhere_else_too():
+    assert read(FILE.replace("qos: ", "class: ")).classes._rules == read(FILE).classes._rules
+
+
 def test_limits_are_of_all_unless_a_class_has_its_own():
     found = read(FILE.replace("priority: 100}", "priority: 100, slo: {ttft: 500ms}}") + "slo: {ttft: 2s, tpot: 50ms}")
     assert [one.slo for one in found.classes.all] == [Slo(0.5, 0.05), Slo(2.0, 0.05), Slo(2.0, 0.05)]
@@ -141,6 +145,9 @@ def classes(*entries):
         (classes("{name: a, weight: 1}"), "'weight' is unknown", "reserved_fraction"),
         ("scheduler: {qos_classes: []}", "qos_classes: it must be a list", "one entry or more"),
         (classes(CLASS) + "request_router: {routes: [{qos: gold}]}", "routes[0].qos: there is no class 'gold'", "free"),
+        (classes(CLASS) + "request_router: {routes: [{class: gold}]}", "routes[0].class: there is no class 'gold'", ""),
+        (classes(CLASS) + "request_router: {routes: [{}]}", "routes[0].class: there is no class None", "free"),
+        (classes(CLASS) + "request_router: {routes: [{class: free, qos: free}]}", "routes[0].class: it is given", ""),
         (
             classes(CLASS) + "request_router: {routes: [{qos: free}, {match: {model: m}, qos: free}]}",
             "hitherto.yaml:2: request_router: routes[0]: it has no condition",

@@ -23,6 +23,7 @@ from replicas.roles import BOTH
 
 PATHS = ("/v1/models", "/version", "/metrics")  # what any engine is asked
 NOTHING = Told()
+IS_GATEWAY = "a gateway of this kind answers there, and requests would go in circles: name its engines instead"
 
 
 @dataclass(slots=True)
@@ -87,9 +88,7 @@ async def health(session: aiohttp.ClientSession, url: str, deadline: float) -> A
     answer = await get(session, f"{url}/health", deadline)
     if answer.gateway:
         answer.fault = "refused"
-        answer.error = (
-            "a gateway of this kind answers there, and requests would go in circles: name its engines instead"
-        )
+        answer.error = IS_GATEWAY
         return answer
     if answer.status in (404, 405):
         answer = await get(session, f"{url}/v1/models", deadline)

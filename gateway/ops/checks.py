@@ -21,7 +21,7 @@ from gateway.prompt.pipeline import Pipeline
 from gateway.prompt.report import template_report
 from replicas import pairing
 from replicas.access import Access
-from replicas.adopt import Facts, problems_of
+from replicas.adopt import IS_GATEWAY, Facts, problems_of
 from replicas.engines import TRANSFERS
 from replicas.problems import DRAINED, Problem
 from replicas.replica import Address, EventSource, Replica, parse_url
@@ -363,7 +363,9 @@ def check_reached(address: Address, facts: Facts) -> Finding:
             "fail",
             f"replica {address.id}",
             facts.error or "does not serve a model",
-            "start it, wait for it to load, or correct its URL",
+            "give the URLs of the engines behind that gateway as --replica-url, in place of its own"
+            if facts.error == IS_GATEWAY
+            else "start it, wait for it to load, or correct its URL",
         )
     cache = f", {facts.num_blocks} blocks of {facts.block_size}" if facts.num_blocks else ""
     bases = base_names(facts.models)
@@ -489,9 +491,9 @@ def check_context(replicas: list[tuple[Address, Facts]]) -> Finding:
     return Finding("ok", "context", f"{next(iter(lengths.values()))} tokens on every replica of {names}")
 
 
-def check_variants(running: dict[str, Any] | None) -> Iterator[Finding]:
+def check_variants(running: dict[str, Any] | None, continues: bool = False) -> Iterator[Finding]:
     """What the running gateway tells apart: more than a look from here shows, since it knows what each engine was
-    started from."""
+    started from. `continues`: whether it goes on with streams that break off."""
     spaces = [space for space in (running or {}).get("spaces", []) if space["variants"] > 1]
     for name in sorted({name for space in spaces for name in space["models"]}):
         told = [f"{', '.join(one['replicas'])} (blocks of {one['block_size']}, {one['directory'] or 'no files'}, "
@@ -502,6 +504,8 @@ def check_variants(running: dict[str, Any] | None) -> Iterator[Finding]:
             if len(told) > 2
             else ""
         )
+        if continues:
+            more += "; a stream that breaks off is gone on with by a replica of its own variant alone"
         yield Finding("warn", f"variants {name}"[:60], f"the gateway tells {len(told)} apart: {' | '.join(told)}{more}",
                       "nothing to mend during an upgrade; restart the engines that are behind so that all are alike")  # fmt: skip
 

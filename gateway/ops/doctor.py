@@ -179,7 +179,7 @@ class Examination(contextlib.AsyncExitStack):
         for group in groups:
             async for finding in self._model(group, len(groups) > 1):
                 yield finding
-        for finding in check_variants(self._running):
+        for finding in check_variants(self._running, self._settings.continue_streams != "never"):
             yield finding
 
     async def _model(self, group: list[tuple[Address, Facts]], one_of_several: bool) -> AsyncIterator[Finding]:

@@ -1,9 +1,11 @@
 """What `hitherto doctor` reads out of a running gateway's status."""
 
+import pytest
+
 from gateway import cli
 from gateway.ops import checks
 from gateway.ops.trial import Finding
-from replicas.adopt import Facts
+from replicas.adopt import IS_GATEWAY, Facts
 from replicas.engines.dialect import Told
 from replicas.replica import parse_url
 
@@ -60,3 +62,21 @@ def test_an_engine_that_is_for_another_role_than_its_url_says():
     assert [(one.level, one.subject) for one in found] == [("warn", "role a:1")] and "role=decode" in found[0].text
     for right in ("http://a:1", "http://a:1#role=decode"):
         assert not list(checks.check_own_words(parse_url(right), facts))
+
+
+@pytest.mark.parametrize("continues", (False, True))
+def test_variants_that_do_not_go_on_with_each_others_streams_are_named(continues):
+    space = {"models": ["m"], "directory": None, "block_size": 16, "max_model_len": None, "versions": [], "variants": 2}
+    running = {"spaces": [{**space, "replicas": ["a:1"]}, {**space, "replicas": ["b:1"], "block_size": 32}]}
+    [finding] = checks.check_variants(running, continues)
+    assert "a:1 (blocks of 16" in finding.text and "b:1 (blocks of 32" in finding.text
+    assert ("by a replica of its own variant alone" in finding.text) is continues
+
+
+def test_a_gateway_that_is_given_as_a_replica_is_not_to_be_started():
+    found = checks.check_reached(parse_url("http://a:1"), Facts(fault="refused", error=IS_GATEWAY))
+    assert found.level == "fail" and "engines behind that gateway" in found.remedy and "start it" not in found.remedy
+    assert (
+        "start it"
+        in checks.check_reached(parse_url("http://a:1"), Facts(fault="connect", error="nothing listens")).remedy
+    )

@@ -155,13 +155,14 @@ async def test_nobody_waits_for_a_look_at_an_engine_that_is_removed(engine, come
 
 async def test_an_engine_that_answers_late_is_not_asked_to_prove_itself(engine, comes, until, monkeypatch):
     """It is we who close the connection then, which shows nothing."""
-    monkeypatch.setattr(watch, "SHORT_DEADLINE", 0.05)
-    monkeypatch.setattr(watch, "DEADLINE", 0.05)
     fleet = Fleet(interval=3600.0, limits=Limits(fall=1000))
     try:
         replica = await comes(fleet.add(await engine()), READY)
         engine.hold.clear()
-        await fleet.engines[replica.id].watch.tick()
+        with monkeypatch.context() as while_late:  # on a busy machine the other looks take longer than this
+            while_late.setattr(watch, "SHORT_DEADLINE", 0.05)
+            while_late.setattr(watch, "DEADLINE", 0.05)
+            await fleet.engines[replica.id].watch.tick()
         assert replica.proof is None and replica.is_proven and replica.state is READY
         engine.hold.set()
         await fleet.engines[replica.id].watch.tick()

@@ -16,11 +16,13 @@ in `loadgen simulate --legs` and in the gateway's shadow mode.
 
 from __future__ import annotations
 
-from functools import partial
+from functools import lru_cache, partial
 
 from . import legs
+from .rules.least_cost import Cost
 from .vocabulary import Policy
 
+PAUSES = "stall"  # a cost's term for the streams that stand still while a prompt is computed
 NAMES = ("seconds", "pauses:N", "always", "over:N", "llmd:N", "never")
 
 
@@ -48,7 +50,13 @@ def _over(least: int, policy: Policy, ways: legs.Ways) -> legs.LegChoice | None:
 
 
 def _pauses(times: int, policy: Policy, ways: legs.Ways) -> legs.LegChoice | None:
-    return legs.choose(policy, ways, float(times))
+    cost = legs.of_policy(policy)
+    return legs.by_preference(policy, ways) if cost is None else legs.by_cost(_with_pauses(cost, times), ways)
+
+
+@lru_cache(maxsize=16)
+def _with_pauses(cost: Cost, times: int) -> Cost:
+    return cost if times == 1 else cost.weighted({PAUSES: float(times)})
 
 
 def _llmd(least: int, policy: Policy, ways: legs.Ways) -> legs.LegChoice | None:

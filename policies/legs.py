@@ -26,7 +26,6 @@ from .transfers import Transfers
 from .vocabulary import Candidate, Choice, Demand, Policy, pick
 
 FEW = 8  # of each side, the cheapest are paired: with hundreds of replicas all pairs are too many
-PAUSES = "stall"  # a cost's term for the streams that stand still while a prompt is computed
 SLACK = (1.001, 1e-4)  # prices within 0.1 % or 0.1 ms are equal
 
 
@@ -105,12 +104,15 @@ def of_policy(policy: Policy) -> Cost | None:
     return cast("Cost", policy.cost) if getattr(policy, "in_seconds", False) else None  # type: ignore[attr-defined]
 
 
-def choose(policy: Policy, ways: Ways, pauses: float = 1.0) -> LegChoice | None:
+def choose(policy: Policy, ways: Ways) -> LegChoice | None:
     """Return the legs that cost least, if they cost less than the whole request: the gateway's rule."""
     cost = of_policy(policy)
-    if cost is None:
-        return by_preference(policy, ways)
-    apart = cheapest(cost, ways, pauses)
+    return by_preference(policy, ways) if cost is None else by_cost(cost, ways)
+
+
+def by_cost(cost: Cost, ways: Ways) -> LegChoice | None:
+    """The same, by this cost."""
+    apart = cheapest(cost, ways)
     if apart is None or apart.seconds is None or apart.whole_seconds is None:
         return None
     return apart if apart.seconds * SLACK[0] + SLACK[1] < apart.whole_seconds else None
@@ -126,15 +128,12 @@ def forced(policy: Policy, ways: Ways) -> LegChoice | None:
     return None
 
 
-def cheapest(cost: Cost, ways: Ways, pauses: float = 1.0) -> LegChoice | None:
-    """Return the legs that cost least, whatever the whole request costs; None: no two replicas can be paired.
-
-    `pauses`: how many times the cost's own weight the streams that a prompt holds up count.
-    """
+def cheapest(cost: Cost, ways: Ways) -> LegChoice | None:
+    """Return the legs that cost least, whatever the whole request costs; None: no two replicas can be paired."""
     demand, whole, choice, prefillers, decoders, transfers, *_ = ways
     asked = replace(demand, output=0.0, residual=0)
-    computed = _totals(cost, cost.of_all(asked, prefillers, choice.future, choice.after), pauses)
-    written = _written(cost, demand, decoders, choice.future, choice.after, pauses)
+    computed = [sum(terms) for terms in cost.of_all(asked, prefillers, choice.future, choice.after)]
+    written = _written(cost, demand, decoders, choice.future, choice.after)
     priced: list[tuple[float, Candidate, Candidate]] = []
     for d in _cheapest(written):
         for p in _cheapest(computed):
@@ -147,8 +146,8 @@ def cheapest(cost: Cost, ways: Ways, pauses: float = 1.0) -> LegChoice | None:
     least = min(price for price, _, _ in priced)
     equal = [number for number, (price, _, _) in enumerate(priced) if price <= least * SLACK[0] + SLACK[1]]
     _, first, second = priced[pick(equal, demand.draw)]
-    [alone] = _totals(cost, cost.of_all(demand, (whole,), choice.future, choice.after), pauses)
-    return LegChoice(first, second, demand.tokens - second.overlap, least, alone, near=ways.near(first, second))
+    [alone] = cost.of_all(demand, (whole,), choice.future, choice.after)
+    return LegChoice(first, second, demand.tokens - second.overlap, least, sum(alone), near=ways.near(first, second))
 
 
 def decoder(policy: Policy, demand: Demand, decoders: Sequence[Candidate]) -> Candidate:
@@ -161,23 +160,11 @@ def decoder(policy: Policy, demand: Demand, decoders: Sequence[Candidate]) -> Ca
 
 
 def _written(
-    cost: Cost,
-    demand: Demand,
-    decoders: Sequence[Candidate],
-    future: float = 0.0,
-    after: float = 1.0,
-    pauses: float = 1.0,
+    cost: Cost, demand: Demand, decoders: Sequence[Candidate], future: float = 0.0, after: float = 1.0
 ) -> list[float]:
     """What each decoder costs once it holds the prompt, of which it computes the last token."""
     held = max(0, demand.tokens - 1)
-    return _totals(cost, cost.of_all(demand, decoders, future, after, held), pauses)
-
-
-def _totals(cost: Cost, found: Iterable[Sequence[float]], pauses: float) -> list[float]:
-    if pauses == 1.0 or PAUSES not in cost.names:
-        return [sum(terms) for terms in found]
-    at = cost.names.index(PAUSES)
-    return [sum(terms) + (pauses - 1.0) * terms[at] for terms in found]
+    return [sum(terms) for terms in cost.of_all(demand, decoders, future, after, held)]
 
 
 def by_preference(policy: Policy, ways: Ways, least: int | None = None) -> LegChoice | None:

@@ -437,6 +437,10 @@ class Router:
         costs, tokens = second.candidate.costs, second.demand.tokens
         return seconds - costs.punctual_seconds(second.reservation.before, 1, tokens - 1)
 
+    def writing_seconds(self, second: Placement, tokens: int) -> float:
+        """Return what its decoder was to take from the first to the last of so many tokens, by the load that it met."""
+        return second.candidate.costs.decode_seconds(second.reservation.before, second.demand.tokens, tokens)
+
     def _expect(self, placement: Placement) -> None:
         candidate, demand = placement.candidate, placement.demand
         if demand.hashes and (candidate.rank_paths is None or demand.path in candidate.rank_paths):

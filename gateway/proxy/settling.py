@@ -39,6 +39,9 @@ REQUEST = "request"  # an error that is known to be the request's fault is count
 STREAMING_APIS = frozenset(("chat", "completions", "responses", "messages"))
 STATUS_CLASS = ("0xx", "1xx", "2xx", "3xx", "4xx", "5xx", "6xx", "7xx", "8xx", "9xx")
 
+# Of an answer in one piece a transfer is learned that took this share at least of the seconds in which it was written:
+# those are a prediction, and what is less drowns in its error.
+LEAST_MOVED = 0.5
 # An engine that computed a prompt while another one waited for it answers at about the time at which that begins to
 # write; so long it is waited for. Closing the connection before could cost the other one its cache.
 TRAILS_SECONDS = 10.0
@@ -187,10 +190,23 @@ class Settling:
         if legs is None or second.status != 200 or second.fault or not second.streams or second.backend.gone:
             return
         seconds -= max(0.0, legs.computed_at - second.sent_at)
-        moving = self._router.moving_seconds(placement, seconds) - legs.computing
+        self._moved(legs, second, self._router.moving_seconds(placement, seconds) - legs.computing, learns)
+
+    def _transferred_whole(self, second: Attempt, legs: Legs, tokens: int, learns: bool) -> None:
+        """The same of an answer in one piece, whose first byte is its last as well: what is left once its decoder has
+        taken its own time for so many tokens. Where that is most of it, what is left is the error of the prediction."""
+        seconds = second.first_at - second.sent_at - max(0.0, legs.computed_at - second.sent_at)
+        writing = self._router.writing_seconds(second.placement, tokens)
+        moving = self._router.moving_seconds(second.placement, seconds - writing) - legs.computing
+        if max(moving, legs.moving) >= writing * LEAST_MOVED:
+            self._moved(legs, second, moving, learns)
+
+    def _moved(self, legs: Legs, second: Attempt, moving: float, learns: bool) -> None:
+        """Take `moving` for the seconds of a transfer. Nothing is learned of one whose sender stood still meanwhile."""
         legs.moved_in = max(0.0, moving)
         self.metrics.transfer_seconds.observe(second.backend.id, legs.moved_in)
-        if learns:
+        sender = legs.prefiller.replica
+        if learns and sender.state is State.READY and sender.since <= second.sent_at:
             self._router.transfers.observe(legs.prefiller.id, legs.decoder.id, legs.moved, moving)
 
     def prefilled_elsewhere(self, legs: Legs, computed: bool) -> None:
@@ -355,6 +371,10 @@ class Settling:
         tells_length = not (prompt.several or attempt.is_continued or prompt.capped)
         output = told if told and tells_length else None
         self._router.finish(placement, reported, (now - attempt.first_at) / (tokens - 1) if learns else None, output)
+        legs = attempt.exchange.legs
+        if legs is not None and attempt.leg is Leg.DECODE and not attempt.streams and completion:
+            on_time = attempt.sent_at >= self.held_up_at and backend.may_learn(now)
+            self._transferred_whole(attempt, legs, completion, on_time)
         if whole:
             self._compare(placement, backend, prompt, usage, tells_blocks)
         else:

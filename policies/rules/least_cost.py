@@ -55,8 +55,11 @@ class Cost:
         statement: Callable[..., tuple[float, ...]],
         shares: Mapping[str, float] | None = None,
         slack: tuple[float, float] = (1.0, 0.0),
+        weights: Mapping[str, float] = {},
     ) -> None:
+        """`weights`: how many times terms count, by their names; once where they have none."""
         self.names, self.slack, self._shares = tuple(names), slack, shares
+        self._statement = statement
         load = SimpleNamespace(**{field.name: symbol(f"load.{field.name}", STANDING) for field in fields(Load)})
 
         def stated(*held: Any) -> tuple[Expression, ...]:
@@ -76,7 +79,9 @@ class Cost:
                 symbol("speed", STANDING),
                 symbol("pace", STANDING),
             )
-            return terms
+            return tuple(
+                weights[name] * term if name in weights else term for name, term in zip(self.names, terms, strict=True)
+            )
 
         zeros = [[getattr(load, name) for name in names] for names in ZERO_TOGETHER]
         self._stated = stated(*[symbol(name, OVERLAP) for name in _HELD])
@@ -91,6 +96,11 @@ class Cost:
             keep=[load.decoding, load.recent],
             zeros=zeros,
         )
+
+    def weighted(self, weights: Mapping[str, float]) -> Cost:
+        """The same rule's cost with other weights, a formula of its own."""
+        known = {name: weight for name, weight in weights.items() if name in self.names}
+        return Cost(self.names, self._statement, self._shares, self.slack, known)
 
     def _lower(self, candidate: Candidate) -> tuple[int, float]:
         """Its tokens in slower tiers, and the same weighted."""

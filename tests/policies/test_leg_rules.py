@@ -37,6 +37,18 @@ def test_where_pauses_count_as_much_as_decode_steps_fewer_streams_send_a_prompt_
         assert apart.seconds < apart.whole_seconds
 
 
+def test_another_weight_of_a_term_is_a_cost_of_its_own_with_all_other_terms_as_they_were():
+    cost = make("least_time").cost
+    heavier = cost.weighted({"stall": 3.0, "unknown": 2.0})
+    made, asked = Router(make("least_time"), Prefixes(0, 0), Ledger(), CostGroup()), Demand(16_001, 16, 1, now=1.0)
+    decoders = [made.add(name, slot) for slot, name in enumerate(("d", "e"))]
+    made.ledger.reserve_decode("d", 900)
+    for terms, others in zip(cost.of_all(asked, decoders), heavier.of_all(asked, decoders), strict=True):
+        expected = [3 * term if name == "stall" else term for name, term in zip(cost.names, terms, strict=True)]
+        assert list(others) == pytest.approx(expected) and heavier.names == cost.names
+    assert any(terms[cost.names.index("stall")] > 0 for terms in cost.of_all(asked, decoders))
+
+
 @pytest.mark.parametrize("rule", ["over", "llmd"])
 def test_a_threshold_counts_what_is_not_cached_where_the_whole_request_would_go(rule):
     assert chosen(f"{rule}:16001") is not None and chosen(f"{rule}:16002") is None

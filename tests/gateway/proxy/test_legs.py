@@ -4,12 +4,14 @@ import asyncio
 import json
 import random
 from contextlib import asynccontextmanager
+from time import monotonic
 
 import pytest
 
 from gateway.proxy import legs
 from gateway.proxy.chunks import unchunked
 from replicas import State
+from replicas.lifecycle import Event
 
 from ..http.talk import eventually, free_port, read_request
 from .replies import ANSWER, BODY, EVENT, LONG, SSE_HEAD, answers, chunk, post, reply, says, silent, streams
@@ -87,6 +89,67 @@ async def test_the_clients_stream_is_the_second_legs():
         assert status == 200 and body == EVENT + EVENT + b"data: [DONE]\n\n"
         await eventually(s.idle)
         assert s.metrics.transfer_seconds.count(list(s.proxy.backends)[1]) == 1
+
+
+def taught(s, seconds):
+    """Have the only pair's transfers take so long, and return what says how long it thinks that they take."""
+    prefiller, decoder = s.proxy.backends
+    transfers = s.proxy.router.transfers
+    for _ in range(100):
+        transfers.observe(prefiller, decoder, 96, seconds)
+    return lambda: transfers.seconds(prefiller, decoder, 96)
+
+
+WRITTEN = json.dumps(CHOICES | {"usage": USED | {"completion_tokens": 2}}).encode()
+
+
+@pytest.mark.parametrize("stream", [True, False], ids=["streamed", "in one piece"])
+async def test_what_a_transfer_took_is_learned_of_any_answer(stream):
+    second = streams(*STREAM) if stream else answers(WRITTEN)
+    async with disaggregated(answers(HANDED), second) as s:
+        price = taught(s, 10.0)
+        before = price()
+        body = LONG.replace(b"{", b'{"stream": true, ', 1) if stream else LONG
+        assert before == pytest.approx(10.0, rel=0.1) and (await asks(s, body))[0] == 200
+        await eventually(s.idle)
+        assert price() < 0.9 * before, "it took milliseconds"
+        assert s.metrics.transfer_seconds.count([*s.proxy.backends][1]) == 1
+
+
+async def test_of_a_long_answer_in_one_piece_nothing_is_learned_about_its_transfer():
+    """What is left of seconds once its writing is taken away is the error of that prediction."""
+    long = json.dumps(CHOICES | {"usage": USED | {"completion_tokens": 100_000}}).encode()
+    async with disaggregated(answers(HANDED), answers(long)) as s:
+        price = taught(s, 0.1)
+        before = price()
+        assert (await asks(s))[0] == 200
+        await eventually(s.idle)
+        assert price() == before and not s.metrics.transfer_seconds.count([*s.proxy.backends][1])
+
+
+@pytest.mark.parametrize("stream", [True, False], ids=["streamed", "in one piece"])
+async def test_of_a_prefiller_that_stood_still_meanwhile_no_price_is_learned(stream):
+    goes_on, asked = asyncio.Event(), asyncio.Event()
+
+    async def waits(reader, writer):
+        await read_request(reader)
+        asked.set()
+        await goes_on.wait()
+        writer.write(SSE_HEAD + STREAM[0] + chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n" if stream else reply(WRITTEN))
+        await reader.read()
+
+    async with disaggregated(answers(HANDED), waits) as s:
+        price, prefiller = taught(s, 10.0), next(iter(s.proxy.backends.values()))
+        before = price()
+        talk = await s.talk()
+        await talk.say(post(LONG.replace(b"{", b'{"stream": true, ', 1) if stream else LONG))
+        await asked.wait()
+        prefiller.replica.apply(Event.TROUBLE, "no answer to two probes", monotonic())
+        prefiller.replica.apply(Event.SERVES, "answers probes again", monotonic())
+        goes_on.set()
+        assert (await talk.response())[0] == 200
+        await eventually(s.idle)
+        assert prefiller.replica.state is State.READY and price() == before
 
 
 async def test_what_the_decoder_says_was_cached_is_compared_with_nothing():

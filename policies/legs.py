@@ -56,6 +56,7 @@ class Ways(NamedTuple):
     now: float
     among: Collection[Place] | None = None
     always: bool = False
+    preferred: tuple[Sequence[Candidate], Choice] | None = None  # whom a policy without seconds has chosen to answer
 
     def near(self, prefiller: Candidate, decoder: Candidate) -> list[Candidate]:
         """Those to which it makes no difference for this decoder which of them computes: the cache takes as long."""
@@ -167,12 +168,23 @@ def _written(
     return [sum(terms) for terms in cost.of_all(demand, decoders, future, after, held)]
 
 
+def preferred(policy: Policy, ways: Sequence[Ways]) -> list[Ways]:
+    """Of the ways between which a policy without seconds has no price to choose, those of the decoder that it prefers
+    among all of them: else all would go the first way."""
+    if len(ways) < 2:
+        return [*ways]
+    decoders = [one for way in ways for one in way.decoders]
+    choice = policy.choose(ways[0].demand, decoders)
+    second = decoders[choice.index]
+    return [way._replace(preferred=(decoders, choice)) for way in ways if any(one is second for one in way.decoders)]
+
+
 def by_preference(policy: Policy, ways: Ways, least: int | None = None) -> LegChoice | None:
     """Return the legs that a policy without seconds prefers, if more than `least` tokens are to be computed, by default
     one block."""
-    demand, decoders = ways.demand, ways.decoders
+    demand = ways.demand
     least = demand.block_size if least is None else least
-    written = policy.choose(demand, decoders)
+    decoders, written = ways.preferred or (ways.decoders, policy.choose(demand, ways.decoders))
     second = decoders[written.index]
     if demand.tokens - second.overlap <= least:
         return None

@@ -321,13 +321,16 @@ class Router:
 
     def choose_among(self, ways: Iterable[legs.Ways]) -> legs.LegChoice | None:
         """As `choose_legs`, for what `ways` has just returned."""
+        if legs.of_policy(self.policy) is None:
+            ways = legs.preferred(self.policy, [*ways])
         return legs.best(one.taken((legs.forced if one.always else self._leg_rule)(self.policy, one)) for one in ways)
 
     def ways(self, whole: Evaluation, pairings: Sequence[Pairing], now: float, always: bool = False) -> list[legs.Ways]:
         """Return what a rule of legs chooses by, for each of the `pairings` that has replicas for both legs of a
-        request that would go `whole` as evaluated. All of them are weighed for it. `always`: it cannot go whole."""
+        request that would go `whole` as evaluated. All of them are weighed for it. Replicas of another space than the
+        demand's have no legs: theirs would have other tokens. `always`: it cannot go whole."""
         demand, space = whole.demand, whole.demand.space
-        if not always and (whole.spaces is not None or not demand.reads_cache or not demand.tokens):
+        if not always and (not demand.reads_cache or not demand.tokens):
             return []
         sides = [
             ([p for p in first if p.space == space], [d for d in second if d.space == space])
@@ -341,7 +344,11 @@ class Router:
         if not sides:
             return []
         best = whole.candidates[whole.choice.index]
-        self.weighed(demand, Targets([best, *(one for first, second in sides for one in (*first, *second))]), now)
+        also = [best] if best.space == space or always else []  # in another space it keeps what `evaluate` has found
+        self.weighed(demand, Targets([*also, *(one for first, second in sides for one in (*first, *second))]), now)
+        if not also and whole.lower:
+            best.lower = whole.lower
+            self._tiered.append(best)
         if best.replica in whole.pulls and not any(
             one is best for first, _ in sides for one in first
         ):  # no first leg is told to pull

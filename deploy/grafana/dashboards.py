@@ -15,11 +15,13 @@ from .boards.overview import OVERVIEW
 from .boards.redis import REDIS
 from .boards.replicas import REPLICAS
 from .boards.slo import SLO
+from .boards.two_legs import TWO_LEGS
 
 FOLDER = Path(__file__).parent / "dashboards"
 
 ALL = {
-    "overview": OVERVIEW, "replicas": REPLICAS, "cache-map": CACHE_MAP, "gateway": GATEWAY, "slo": SLO, "redis": REDIS,
+    "overview": OVERVIEW, "replicas": REPLICAS, "cache-map": CACHE_MAP, "gateway": GATEWAY, "slo": SLO,
+    "two-legs": TWO_LEGS, "redis": REDIS,
 }  # fmt: skip
 
 

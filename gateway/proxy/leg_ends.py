@@ -55,6 +55,7 @@ class LegEnds:
         if legs is None or leg is None:
             return
         self._metrics.legs.inc(leg.value, NOT_KEPT if kind == NOT_KEPT else "failed")
+        self._metrics.leg_failures.inc(leg.value, kind)
         exchange.stays_whole = following is Next.WHOLE
         if following is Next.LEGS or (leg is Leg.DECODE and (kind in TRANSFER_FAILED or kind == HUNG)):
             self._settling.transfer_failed(legs)
@@ -78,6 +79,7 @@ class LegEnds:
         legs.first = None
         if exchange.state is not ExchangeState.TRYING:
             self._metrics.legs.inc(Leg.PREFILL.value, "failed")
+            self._metrics.leg_failures.inc(Leg.PREFILL.value, error.kind)
             if KINDS[error.kind].blamed:
                 self._settling.failed(first.backend, error.kind)
             self._settling.abandon(first, computed=KINDS[error.kind].computed)

@@ -205,6 +205,7 @@ class Settling:
         """Take `moving` for the seconds of a transfer. Nothing is learned of one whose sender stood still meanwhile."""
         legs.moved_in = max(0.0, moving)
         self.metrics.transfer_seconds.observe(second.backend.id, legs.moved_in)
+        self.metrics.predicted_transfer_seconds.inc(second.backend.id, by=legs.moving)
         sender = legs.prefiller.replica
         if learns and sender.state is State.READY and sender.since <= second.sent_at:
             self._router.transfers.observe(legs.prefiller.id, legs.decoder.id, legs.moved, moving)

@@ -85,6 +85,14 @@ SCENES: dict[str, tuple[dict[str, str], list[int], list[int]]] = {
         [45],
         [19, 75],
     ),
+    "HithertoLegsFailing": (
+        {
+            f'hitherto_legs_total{{{GATEWAY}, leg="prefill", outcome="complete"}}': "0+60x70",
+            f'hitherto_legs_total{{{GATEWAY}, leg="decode", outcome="failed"}}': "0x10 0+12x20 240x40",
+        },
+        [28],
+        [9, 50],
+    ),
     "HithertoEventsNotFollowed": (
         {
             f'hitherto_events_state{{{REPLICA}, state="gap"}}': "_x5 1x10 stale",

@@ -126,7 +126,7 @@ def test_panels_have_a_place_of_their_own():
         ids = [panel["id"] for panel in board["panels"]]
         assert len(ids) == len(set(ids))
     uids = [board["uid"] for board in BOARDS.values()]
-    assert len(uids) == len(set(uids)) == 6
+    assert len(uids) == len(set(uids)) == 7
 
 
 def test_each_alert_has_a_page_in_the_runbooks_and_no_page_is_left_over():
@@ -193,7 +193,7 @@ def test_grafana_finds_the_dashboards_where_compose_mounts_them():
 
 @pytest.mark.timeout(180)
 async def test_every_query_returns_data_of_gateways_under_load(tmp_path, start_engine, start_redis):
-    redis, engines = start_redis(), [start_engine(), start_engine()]
+    redis, engines = start_redis(), [start_engine("--kv-connector"), start_engine("--kv-connector")]
     urls = [engine.wait().url for engine in engines]
     (tmp_path / "keys.yaml").write_text(
         "- " + json.dumps({"name": "one", "sha256": hashlib.sha256(KEY.encode()).hexdigest()})
@@ -201,15 +201,21 @@ async def test_every_query_returns_data_of_gateways_under_load(tmp_path, start_e
     (tmp_path / "hitherto.yaml").write_text(yaml.safe_dump(CLASSES))
     flags = ["--config", str(tmp_path / "hitherto.yaml"), "--redis-url", redis.url, "--replica-url", *urls]
     launch = ["--launch", "1", "--profile", "sim"]
+    apart = [f"{url}#role={role}" for url, role in zip(urls, ("prefill", "decode"), strict=True)]
     async with (
         running(*flags, *launch, "--api-keys", str(tmp_path / "keys.yaml")) as first,
         running(*flags, "--workers", "2") as second,
+        running("--replica-url", *apart, "--policy", "round_robin") as third,
     ):
-        targets = [str(one.admin.base_url.netloc, "ascii") for one in (first, second)]
-        await asyncio.gather(first.ready(3), second.ready(2))
+        targets = [str(one.admin.base_url.netloc, "ascii") for one in (first, second, third)]
+        await asyncio.gather(first.ready(3), second.ready(2), third.ready(2))
         async with prometheus(tmp_path / "prometheus", {"hitherto": targets}) as server:
             keyed = {"authorization": f"Bearer {KEY}"}
-            async with Load(first.url, 8, headers=keyed) as one, Load(second.url, 8) as other:
+            async with (
+                Load(first.url, 8, headers=keyed) as one,
+                Load(second.url, 8) as other,
+                Load(third.url, 2),
+            ):
                 missing = [*QUERIES]
 
                 async def all_answered() -> bool:

@@ -175,6 +175,47 @@ def test_a_stream_that_comes_computed_says_nothing_of_the_prompts_there():
     assert (load.prefilling, load.decoding, load.context_tokens) == (1, 0, 0)
 
 
+def test_by_turns_pairs_of_several_kinds_have_their_part():
+    """Of two ways of moving caches, or two groups that cannot fetch from each other, the first had every request."""
+    made = Router(make("round_robin"), Prefixes(0, 0, 0, 0, 0), Ledger(), CostGroup())
+    p, d, q, e, f = [made.add(name, slot) for slot, name in enumerate("pdqef")]
+    counts = dict.fromkeys("pdqef", 0)
+    for _ in range(30):
+        whole = made.evaluate(demand(), made.targets([d, e, f]), 1.0)
+        apart = made.choose_among(made.ways(whole, [([p], [d]), ([q], [e, f])], 1.0))
+        for placement in made.commit_legs(whole, apart, 1.0):
+            counts[placement.candidate.replica] += 1
+            made.abandon(placement, computed=False)
+    assert counts == {"p": 10, "d": 10, "q": 20, "e": 10, "f": 10}
+
+
+@pytest.mark.parametrize("policy", ["round_robin", "least_time"])
+def test_a_pair_of_the_requests_own_space_has_legs_beside_replicas_of_another(policy):
+    """As in a fleet that is half updated: the pair of one version had none while the other one was there."""
+    made, (p, d, other) = fleet(policy)
+    other.space = 1
+    stream_on(made, d, 100), stream_on(made, other, 100)
+    asked = demand(also=Demand(8_001, 32, 1, hashes=range(1, 251), space=1))
+    whole = made.evaluate(asked, made.targets([d, other]), 1.0)
+    assert whole.spaces is not None
+    [ways] = made.ways(whole, [([p], [d, other])], 1.0)
+    assert (ways.prefillers, ways.decoders) == ([p], [d])
+    apart = made.choose_among([ways])
+    assert apart is not None and (apart.prefiller, apart.decoder) == (p, d)
+    for placement in made.commit_legs(whole, apart, 1.0):
+        made.abandon(placement, computed=False)
+
+
+def test_what_a_replica_of_another_space_holds_counts_in_the_price_of_the_whole():
+    made, (p, d, other) = fleet(held=(0, 0, 249))
+    other.space = 1
+    stream_on(made, d, 100)
+    asked = demand(also=Demand(8_001, 32, 1, hashes=range(1, 251), space=1))
+    whole = made.evaluate(asked, made.targets([d, other]), 1.0)
+    assert whole.candidates[whole.choice.index] is other and other.overlap > 15_000
+    assert made.choose_among(made.ways(whole, [([p], [d])], 1.0)) is None and other.overlap > 15_000
+
+
 def test_transfers_are_learned_of_each_pair_and_of_all_for_those_that_have_not_met():
     learned = Transfers()
     prior = LATENCY + 1000 * TOKEN_BYTES / BANDWIDTH

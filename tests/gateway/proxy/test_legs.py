@@ -10,6 +10,7 @@ import pytest
 
 from gateway.proxy import legs
 from gateway.proxy.chunks import unchunked
+from policies import Demand
 from replicas import State
 from replicas.lifecycle import Event
 
@@ -162,6 +163,48 @@ async def test_what_the_decoder_says_was_cached_is_compared_with_nothing():
         assert {replica for replica, _ in s.metrics.predictions.values} == {prefiller}
         assert not s.metrics.reported_cached_tokens.total(replica=decoder)
         assert s.metrics.prompt_tokens.total(replica=prefiller) == s.metrics.prompt_tokens.total() > 0
+
+
+@pytest.mark.parametrize(
+    "policy", ["round_robin", "random", "least_load", "power_of_two", "consistent_hash", "prefix_affinity"]
+)
+async def test_a_policy_without_seconds_keeps_to_the_roles(policy):
+    """Prompts of more than a block are computed by those with role=prefill, and by nobody else; answers they write
+    none."""
+    first, second = [], []
+    async with disaggregated(
+        answers(HANDED, seen=first),
+        answers(HANDED, seen=first),
+        answers(seen=second),
+        answers(seen=second),
+        roles=("prefill", "prefill", "decode", "decode"),
+        policy=policy,
+    ) as s:
+        for number in range(6):
+            body = LONG.replace(b"hi ", b"%d " % number, 200)
+            status, headers, _ = await asks(s, body)
+            assert status == 200
+            assert (await asks(s, BODY))[0] == 200
+        await eventually(s.idle)
+        assert legs_of(first) == ["prefill"] * 6
+        assert sorted(legs_of(second)) == ["decode"] * 6 + ["whole"] * 6
+
+
+async def test_least_time_goes_apart_by_itself_where_a_prompt_would_hold_up_many_streams():
+    """Long prompts among chats: those are computed elsewhere, the chats' own where they are answered."""
+    first, second = [], []
+    async with disaggregated(answers(HANDED, seen=first), answers(seen=second), policy="least_time") as s:
+        router, [_, decoder] = s.proxy.router, [*s.proxy.backends.values()]
+        long = LONG.replace(b"hi " * 100, b"hi there " * 20_000)
+        assert (await asks(s, long))[0] == 200 and legs_of(second) == ["whole"], "nobody is held up yet"
+        streams_there = [router.commit_decoder(Demand(4000), decoder.candidate, monotonic()) for _ in range(200)]
+        assert (await asks(s, long.replace(b"hi", b"ho")))[0] == 200
+        assert (legs_of(first), legs_of(second)) == (["prefill"], ["whole", "decode"])
+        assert (await asks(s, LONG))[0] == 200
+        assert legs_of(first) == ["prefill"] and legs_of(second)[2:] == ["whole"], "a chat's is soon computed"
+        for one in streams_there:
+            router.abandon(one, computed=False)
+        await eventually(s.idle)
 
 
 async def test_without_roles_nothing_has_two_legs():

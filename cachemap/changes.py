@@ -12,6 +12,7 @@ import numpy as np
 
 TIERS = ("gpu", "cpu", "disk", "remote")
 _GROUP = re.compile(r"group (\d{1,5}), last (\d{1,9})")
+_CHUNKS = re.compile(r"(cpu|disk|remote) in chunks of (\d{1,5})")
 
 
 class CacheGroup(NamedTuple):
@@ -37,6 +38,25 @@ class CacheGroup(NamedTuple):
         return CacheGroup(int(found[1]), int(found[2])) if found else None
 
 
+class ChunkTier(NamedTuple):
+    """A slower tier in which a prompt's blocks are found by whole chunks of `blocks`, counted from its beginning: what
+    is behind a prompt's last whole chunk is not found, though a longer prompt's chunk has it. `tier` is how changes
+    name it."""
+
+    base: str  # of TIERS, but for the first
+    blocks: int
+
+    @property
+    def tier(self) -> str:
+        return f"{self.base} in chunks of {self.blocks}"
+
+    @staticmethod
+    def of(tier: str) -> "ChunkTier | None":
+        """None: it is none in chunks."""
+        found = _CHUNKS.fullmatch(tier)
+        return ChunkTier(found[1], int(found[2])) if found and int(found[2]) else None
+
+
 EVERY = 10**9 - 1  # blocks, more than any prompt has
 
 
@@ -44,7 +64,7 @@ class Store(NamedTuple):
     """It now has these blocks; `heads` as in CacheMap.store. Of a cache group that has none yet it may be empty: the
     replica has such a group."""
 
-    tier: str  # of TIERS, or a CacheGroup's
+    tier: str  # of TIERS, or a CacheGroup's or ChunkTier's
     hashes: np.ndarray
     tags: np.ndarray
     heads: list[tuple[int, int]]

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from cachemap.changes import CacheGroup, Change, Clear, Contents, Observe, Remove, Store
+from cachemap.changes import CacheGroup, Change, ChunkTier, Clear, Contents, Observe, Remove, Store
 from cachemap.hashing import GuessedBlocks
 from cachemap.table.block_table import BlockTable
 from cachemap.table.blocks import NO_BLOCKS, u64
@@ -87,6 +87,7 @@ class CacheMap:
         self._budget = Budget(budget_bytes - self._chain_budget)
         self._gpu = BlockTable(self._budget)
         self._lower: dict[str, BlockTable] = {}
+        self._tiers: list[ChunkTier] = []  # what is in `_lower`, nearest first; in chunks of 1 where it is in none
         self._groups = GroupTables(self._budget)
         self._routed = Routed(predicted_seconds, self._groups.of)
         self._replicas: list[_Replica | None] = []
@@ -180,14 +181,17 @@ class CacheMap:
     def _further(self, hashes: Sequence[int], held: list[int]) -> dict[int, list[tuple[str, int]]]:
         """For each slot the runs of blocks after the held ones that lie in lower tiers."""
         wanted = u64(hashes)
-        holders = {tier: table.blocks.holders_of(wanted) for tier, table in self._lower.items()}
+        tiers = [
+            (base, len(hashes) // chunk * chunk, table.blocks.holders_of(wanted))
+            for (base, chunk), table in zip(self._tiers, self._lower.values(), strict=True)
+        ]
         lower = {}
         for slot, start in enumerate(held):
             if slot in self._groups.of:
                 continue  # which of its groups a slower tier holds is not known
             runs: list[tuple[str, int]] = []
             for i in range(start, len(hashes)):
-                tier = next((t for t in LOWER_TIERS if t in holders and holders[t][i] >> slot & 1), None)
+                tier = next((base for base, end, holders in tiers if i < end and holders[i] >> slot & 1), None)
                 if tier is None:
                     break
                 count = runs.pop()[1] if runs and runs[-1][0] == tier else 0
@@ -195,6 +199,10 @@ class CacheMap:
             if runs:
                 lower[slot] = runs
         return lower
+
+    def chunk_tiers(self) -> list[ChunkTier]:
+        """The slower tiers that are in chunks, of any replica."""
+        return [one for one in self._tiers if one.blocks > 1]
 
     def leading(self, tier: str, hashes: Sequence[int]) -> list[int]:
         """How many leading blocks each replica is known to hold in this slower tier, whatever it holds elsewhere. One
@@ -427,10 +435,20 @@ class CacheMap:
         if table is None:
             if (group := CacheGroup.of(tier)) is not None:
                 return self._groups.table(slot, group)
-            if tier not in LOWER_TIERS:
+            chunks = ChunkTier.of(tier)
+            if tier not in LOWER_TIERS and chunks is None:
                 raise ValueError(f"tier {tier!r} is none of gpu, {', '.join(LOWER_TIERS)}")
-            table = self._lower[tier] = BlockTable(self._budget)
-            for slot, replica in enumerate(self._replicas):
-                if replica is not None:
-                    table.capacity.attach(slot, 0)
+            table = self._add_lower(tier, chunks or ChunkTier(tier, 1))
+        return table
+
+    def _add_lower(self, tier: str, chunks: ChunkTier) -> BlockTable:
+        table = BlockTable(self._budget)
+        for slot, replica in enumerate(self._replicas):
+            if replica is not None:
+                table.capacity.attach(slot, 0)
+        place = sum(LOWER_TIERS.index(one.base) <= LOWER_TIERS.index(chunks.base) for one in self._tiers)
+        self._tiers.insert(place, chunks)
+        lower = list(self._lower.items())
+        lower.insert(place, (tier, table))
+        self._lower = dict(lower)
         return table

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import xxhash
 
-from cachemap.changes import TIERS, CacheGroup, Change, Clear, Contents, Observe, Remove, Store
+from cachemap.changes import TIERS, CacheGroup, Change, ChunkTier, Clear, Contents, Observe, Remove, Store
 from cachemap.cluster.keys import SCHEMA
 
 TAG_BYTES = 5
@@ -26,6 +26,7 @@ FIRST, RELOAD = 1, 2  # a writer's first delta; one that only says: load the sna
 _HEAD = struct.Struct("<dIBqd")  # when the server took it (it writes that itself), term, flags, sequence, its time
 _OPERATION = struct.Struct("<BBHI")  # kind, tier, heads, blocks
 _GROUP = struct.Struct("<HI")  # after an operation whose tier is none of TIERS: a cache group's index and `last`
+_CHUNKS = struct.Struct("<BI")  # or the number of the tier that has blocks in chunks, and of how many
 _PARENT = np.dtype([("at", "<u4"), ("hash", "<u8")])
 _COPIES = np.dtype([("tag", "<u8"), ("count", "<u4")])
 _STORE, _REMOVE, _CLEAR, _OBSERVED, _UNOBSERVED = range(5)
@@ -67,6 +68,9 @@ def encode_change(change: Change) -> bytes:
 
 def _operation(kind: int, tier: str, heads: int, blocks: int) -> bytes:
     group = CacheGroup.of(tier)
+    if (chunks := ChunkTier.of(tier)) is not None:
+        place = _CHUNKS.pack(TIERS.index(chunks.base), chunks.blocks)
+        return _OPERATION.pack(kind, len(TIERS) + 1, heads, blocks) + place
     if group is None:
         return _OPERATION.pack(kind, TIERS.index(tier), heads, blocks)
     return _OPERATION.pack(kind, len(TIERS), heads, blocks) + _GROUP.pack(*group)
@@ -102,6 +106,12 @@ def _changes(data: bytes, at: int) -> list[Change]:
         if number == len(TIERS):
             tier = CacheGroup(*_GROUP.unpack_from(data, at)).tier
             at += _GROUP.size
+        elif number == len(TIERS) + 1:
+            base, chunk = _CHUNKS.unpack_from(data, at)
+            tier = ChunkTier(TIERS[base], chunk).tier
+            if ChunkTier.of(tier) is None:
+                raise ValueError(f"a tier called {tier}")
+            at += _CHUNKS.size
         else:
             tier = TIERS[number]
         if kind == _STORE:
@@ -202,7 +212,9 @@ def _counts(*numbers: object) -> bool:
 
 def _by_tier(counts: dict[str, int]) -> list[tuple[str, int]]:
     found = list(counts.items())
-    if not all((tier in TIERS or CacheGroup.of(tier)) and _counts(count) for tier, count in found):
+    if not all(
+        (tier in TIERS or CacheGroup.of(tier) or ChunkTier.of(tier)) and _counts(count) for tier, count in found
+    ):
         raise Damaged(f"it speaks of {counts}")
     return found
 

@@ -8,10 +8,12 @@ costs about 40 us and a further block in it 0.3.
 
 from collections.abc import Sequence
 
+from cachemap.changes import ChunkTier
+from cachemap.events.chunks import MOST_CHUNKS, Chunk, Chunks, block_keys, stored
 from cachemap.events.groups import GroupEvents
 from cachemap.events.pages import Pages
 from cachemap.events.records import FULL_ATTENTION, Cleared, Removed, Stored
-from cachemap.hashing import chain_seed, covering, hash_blocks
+from cachemap.hashing import TOKEN_BYTES, chain_seed, covering, hash_blocks
 from cachemap.map import CacheMap
 
 MOST_PENDING = 2048  # blocks gathered before they go to the map
@@ -24,9 +26,9 @@ class EventApplier:
     `GroupEvents` has the others.
 
     Counts, in blocks: `stored`, of the group that prompts are found in; `removed`; `orphans`, of which no tokens or no
-    parent are known, so neither are they; `ignored`, which slower tiers keep in chunks of another size or for further
-    cache groups. Where an engine's pages are smaller than blocks (`pages`), the latter two count pages. `fault` says
-    why nothing of this replica can be used, None while all is well.
+    parent are known, so neither are they; `ignored`, which slower tiers keep for further cache groups or in chunks that
+    cannot be mapped. Where an engine's pages are smaller than blocks (`pages`), the latter two count pages. `fault`
+    says why nothing of this replica can be used, None while all is well.
     """
 
     def __init__(self, cache_map: CacheMap, slot: int, model: str, block_size: int):
@@ -44,6 +46,7 @@ class EventApplier:
         self._main: int | None = None  # the group that prompts are found in; None: the first that events speak of
         self._groups = GroupEvents(cache_map, slot, block_size, self._hash_of)
         self.pages: Pages | None = None  # of an engine whose pages are smaller than the blocks
+        self._chunks: dict[str, Chunks] = {}  # by tier, of a store below the engine whose pieces are larger
         self.stored = 0
         self._removed = 0
         self._orphans = 0
@@ -72,7 +75,7 @@ class EventApplier:
             elif isinstance(event, Removed):
                 self._remove(event)
             else:
-                self.forget()
+                self._clear()
 
     def flush(self) -> None:
         """Hand over what is pending."""
@@ -105,7 +108,16 @@ class EventApplier:
             self._orphans += self.pages.orphans
             self.pages = None
         self._groups.forget()
+        self._chunks = {}
         self._map.clear(self._slot)
+
+    def _clear(self) -> None:
+        """The engine dropped all that it has itself. What a store below it keeps in chunks is the store's to drop."""
+        chunks = self._chunks
+        self.forget()
+        self._chunks = chunks
+        for tier, those in chunks.items():
+            self._store_found(tier, those.found())
 
     def _look_up_parents(self, events: list[Stored | Removed | Cleared]) -> None:
         """One call for all parents that lie in the map already: alone each costs 12 us."""
@@ -127,7 +139,7 @@ class EventApplier:
             return
         if event.tokens and event.block_size != self._block_size:
             if event.tier != "gpu":  # a store below the engine may keep chunks of a size of its own
-                self.ignored += len(event.keys)
+                self._store_chunks(event)
                 return
             if event.block_size > 0 and self._block_size % event.block_size == 0:
                 self._store_pages(event)
@@ -189,6 +201,51 @@ class EventApplier:
         for chain in whole:
             self._store_hashes(chain.keys, chain.hashes, chain.parent)
 
+    def _store_chunks(self, event: Stored) -> None:
+        """Of a store below the engine, whose pieces are of several blocks each."""
+        blocks, parts = divmod(event.block_size, self._block_size)
+        chunks = self._chunks.get(event.tier)
+        if chunks is None and blocks and not parts:
+            chunks = self._chunks[event.tier] = Chunks(blocks)
+        if (
+            chunks is None
+            or parts
+            or chunks.blocks != blocks
+            or chunks.blind
+            or len(chunks) + len(event.keys) > MOST_CHUNKS
+        ):
+            self.ignored += len(event.keys)
+            return
+        self._flush()
+        before, width, found = event.parent, event.block_size * TOKEN_BYTES, []
+        for number, key in enumerate(event.keys):
+            parent = 0 if before is None else chunks.end(before) or self._hash_of(before)
+            if before is not None and not parent:
+                self._orphans += (len(event.keys) - number) * blocks
+                break
+            seed = parent or chain_seed(self._model, self._block_size, event.adapter)
+            hashes = hash_blocks(event.tokens[number * width : (number + 1) * width], self._block_size, seed)
+            found += chunks.store(key, before, parent, hashes)
+            before = key
+        self._store_found(event.tier, found)
+        if chunks.blind:
+            self._remove_found(event.tier, chunks.found())
+            chunks.clear()
+            self.ignored += len(event.keys)
+
+    def _store_found(self, tier: str, chunks: list[Chunk]) -> None:
+        if chunks:
+            hashes, keys, heads = stored(chunks)
+            self._map.store(self._slot, hashes, keys, self._chunk_tier(tier), heads)
+            self.stored += len(hashes)
+
+    def _remove_found(self, tier: str, chunks: list[Chunk]) -> None:
+        keys = [key for chunk in chunks for key in chunk.block_keys()]
+        self._removed += self._map.remove(self._slot, keys, self._chunk_tier(tier))
+
+    def _chunk_tier(self, tier: str) -> str:
+        return ChunkTier(tier, self._chunks[tier].blocks).tier
+
     def _store_hashes(self, keys: Sequence[int | bytes], hashes: list[int], parent: int) -> None:
         """Each block is the parent of the next, the first one's has the hash `parent`, or 0."""
         self.stored += len(hashes)
@@ -230,10 +287,26 @@ class EventApplier:
         keys: Sequence[int | bytes] = event.keys
         if self.pages is not None and event.tier == "gpu":
             keys = self.pages.remove(keys)
+        if event.tier != "gpu" and self._map.chunk_tiers():
+            keys = self._remove_chunks(event)
         if self._own or event.tier != self._tier:
             self._flush()
             self._tier = event.tier
         self._removing = [*self._removing, *keys] if self._removing else keys
+
+    def _remove_chunks(self, event: Removed) -> list[int | bytes]:
+        """Gives the keys of those that are no chunks."""
+        self._flush()
+        unknown = list(event.keys)
+        if (chunks := self._chunks.get(event.tier)) is not None:
+            dropped = chunks.remove(unknown)
+            self._remove_found(event.tier, dropped.chunks)
+            unknown = dropped.unknown
+        for tier in self._map.chunk_tiers():  # chunks that only the map knows, from another gateway
+            if tier.base == event.tier:
+                keys = [one for key in unknown for one in block_keys(key, tier.blocks)]
+                self._removed += self._map.remove(self._slot, keys, tier.tier)
+        return unknown
 
     def _hash_of(self, key: int | bytes) -> int:
         own = self._own.get(key) or self._above.get(key)

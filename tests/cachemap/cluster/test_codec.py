@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cachemap import CacheMap
-from cachemap.changes import EVERY, CacheGroup, Clear, Contents, Observe
+from cachemap.changes import EVERY, CacheGroup, ChunkTier, Clear, Contents, Observe
 from cachemap.cluster.codec import (
     Identity,
     Position,
@@ -21,7 +21,9 @@ from cachemap.cluster.journal import KEEP, LEAST_TAIL, TAIL, Journal
 MIB = 1 << 20
 IDENTITY = Identity("m", 16, 36)
 BLOCKS = st.integers(1, 40)
-TIERS = st.sampled_from(["gpu", "gpu", "cpu", CacheGroup(0, 4).tier, CacheGroup(300, EVERY).tier])
+TIERS = st.sampled_from(
+    ["gpu", "gpu", "cpu", CacheGroup(0, 4).tier, CacheGroup(300, EVERY).tier, ChunkTier("cpu", 16).tier]
+)
 HAPPENINGS = st.lists(
     st.one_of(
         st.tuples(st.just("store"), st.lists(BLOCKS, min_size=1, max_size=12), TIERS),

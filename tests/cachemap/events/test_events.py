@@ -246,8 +246,8 @@ def test_a_copy_without_tokens_has_whatever_size_its_tier_tells(setting, size):
     assert table.match(hashes(), 0.0).lower == {0: [("cpu", 1)]}
 
 
-def test_chunks_of_another_size_in_a_lower_tier_leave_the_map_as_it_is(setting):
-    apply(setting, stored([1], TOKENS[:4]), stored([7], TOKENS[:8], block_size=8, medium="CPU"))
+def test_chunks_of_parts_of_blocks_in_a_lower_tier_leave_the_map_as_it_is(setting):
+    apply(setting, stored([1], TOKENS[:4]), stored([7], TOKENS[:6], block_size=6, medium="CPU"))
     assert held(setting, hashes()) == 1 and setting[1].fault is None and setting[1].ignored == 1
 
 

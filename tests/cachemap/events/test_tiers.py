@@ -25,7 +25,7 @@ class Played:
     def __init__(self, profile, encoding, self_describing):
         self.engine, self.published = Engine(profile), 0
         self.publisher = Publisher(
-            "127.0.0.1", 0, 0, SIZE, "", encoding, self_describing=self_describing, chunk=profile.chunk_blocks
+            "127.0.0.1", 0, 0, SIZE, "", encoding, self_describing, profile.chunk_blocks, lmcache=profile.lmcache
         )
         self.map = CacheMap(1 << 22)
         self.applier = EventApplier(self.map, self.map.attach("r", None, True), "m", SIZE)
@@ -73,6 +73,25 @@ def test_the_map_has_what_a_prompt_would_find(encoding, self_describing, tiers):
                 assert own == 0 and 0 <= all_tiers < chunk, "a run of less than a chunk is not worth its fetch"
             fetched = played.engine.counters.external_hits
         assert fetched > 5000 and not played.applier.orphans and played.applier.fault is None
+    finally:
+        played.publisher.close()
+
+
+def test_the_map_has_what_lmcache_would_find():
+    """Whole chunks from a prompt's beginning, while host memory evicts."""
+    played, rng = Played(replace(PROFILE, cpu_blocks=48, chunk_blocks=4, lmcache=True), "map", True), random.Random(1)
+    texts = [random.Random(n).choices(range(500), k=400) for n in range(12)]
+    texts += [text[:200] + texts[0][200:] for text in texts[1:4]]  # the same beginnings, in chunks and parts of chunks
+    try:
+        for number in range(400):
+            ids = array("I", rng.choice(texts)[: rng.randrange(17, 400)])
+            keys = chain(ids, SIZE, root(1))
+            played.engine.add(EngineRequest(number, keys, len(ids), 3, owner=(ids, None, None, None)))
+            while played.step():
+                pass
+            assert all(played.differ(array("I", text[: 400 - number % 65])) == (0, 0) for text in texts)
+        assert played.engine.counters.external_hits > 3000 and played.applier.removed > 1000
+        assert not played.applier.orphans and not played.applier.ignored and played.applier.fault is None
     finally:
         played.publisher.close()
 

@@ -1,0 +1,164 @@
+"""Chunks: what a store below the engine keeps in pieces of several of the map's blocks.
+
+LMCache does, 256 tokens to a chunk unless it is told otherwise. Its server tells of each chunk that comes to its host
+memory, by tokens and the chunk before it, and of each that goes (`lmcache/v1/multiprocess/modules/kv_events.py` of
+0.5.6). It looks a prompt up in whole chunks from the prompt's beginning, whatever the engine holds itself, and stops at
+the first one that it has not: so a chunk is found while it and all before it are held. Only what is found goes to the
+map, into a tier of its own (`ChunkTier`). The map's rule (blocks of slower tiers right behind those on the GPU, of such
+a tier up to the prompt's last whole chunk) then gives what LMCache delivers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+Key = int | bytes
+U64 = (1 << 64) - 1
+ODD = 0x9E3779B97F4A7C15
+# Of one replica, those that are gone included: 16 million tokens of 256 to a chunk, about 40 MB. LMCache's server
+# remembers the tokens of as many (`_TOKEN_BINDING_CACHE_SIZE`), so of more it does not tell either.
+MOST_CHUNKS = 1 << 16
+
+
+class Chunk:
+    """`hashes`: of its blocks, chained from the prompt's beginning; `parent`: of the block before them, or 0."""
+
+    __slots__ = ("key", "hashes", "parent", "before", "behind", "held", "found")
+
+    def __init__(self, key: Key, hashes: list[int], parent: int, before: Chunk | None):
+        self.key, self.hashes, self.parent, self.before = key, hashes, parent, before
+        self.behind: dict[Key, Chunk] = {}
+        self.held = self.found = False
+
+    def block_keys(self) -> list[Key]:
+        return block_keys(self.key, len(self.hashes))
+
+
+class Dropped(NamedTuple):
+    """`chunks` are found no longer; of `unknown` keys nothing is known here."""
+
+    chunks: list[Chunk]
+    unknown: list[Key]
+
+
+def block_keys(key: Key, blocks: int) -> list[Key]:
+    """The keys that a chunk's blocks go by in the map. The last one is the chunk's own, so that the map says what a
+    chunk behind it continues, to a gateway too that has only the map from another one."""
+    base = int.from_bytes(key[-8:], "big") if isinstance(key, bytes) else key
+    return [*((base + number * ODD) & U64 for number in range(1, blocks)), key]
+
+
+class Chunks:
+    """Those of one replica in one tier.
+
+    `blind`: a chunk was told of that was held already, so nobody told that it had gone in between. LMCache's server
+    tells of a chunk once until it goes; its connectors do not, where they tell of what they stored themselves, and
+    those never say what is evicted (`CacheEngine.get_kv_events`; `_build_store_kv_events` where the server has no log).
+    What such a source has is not known, and nothing that it tells is kept.
+    """
+
+    def __init__(self, blocks: int) -> None:
+        self._by_key: dict[Key, Chunk] = {}
+        self.blocks = blocks  # of a chunk
+        self.blind = False
+
+    def __len__(self) -> int:
+        """Chunks that are known, with those that are gone and have others behind them."""
+        return len(self._by_key)
+
+    def end(self, key: Key) -> int:
+        """The hash of a chunk's last block, 0 if it is not known."""
+        chunk = self._by_key.get(key)
+        return chunk.hashes[-1] if chunk is not None else 0
+
+    def store(self, key: Key, before: Key | None, parent: int, hashes: list[int]) -> list[Chunk]:
+        """A chunk is held now, behind the one called `before`; gives those that are found with it, each behind the one
+        it follows. `parent`: the hash of the block before `hashes`, or 0. A chunk whose predecessor is not known here
+        is taken to be found."""
+        chunk = self._by_key.get(key)
+        if chunk is None:
+            above = self._by_key.get(before) if before is not None else None
+            chunk = self._by_key[key] = Chunk(key, hashes, parent, above)
+            if above is not None:
+                above.behind[key] = chunk
+        elif chunk.held:
+            self.blind = True
+            return []
+        chunk.held = True
+        return self._find(chunk) if chunk.before is None or chunk.before.found else []
+
+    def remove(self, keys: Iterable[Key]) -> Dropped:
+        """These are gone; so is what stands behind them, for who looks up a prompt."""
+        dropped: list[Chunk] = []
+        unknown: list[Key] = []
+        for key in keys:
+            chunk = self._by_key.get(key)
+            if chunk is None:
+                unknown.append(key)
+            elif chunk.held:
+                chunk.held = False
+                if chunk.found:
+                    dropped += self._lose(chunk)
+                self._forget(chunk)
+        return Dropped(dropped, unknown)
+
+    def found(self) -> list[Chunk]:
+        """All that a lookup finds, each behind the one it follows."""
+        return [
+            one
+            for chunk in self._by_key.values()
+            if chunk.found and (chunk.before is None or not chunk.before.found)
+            for one in _with_those_behind(chunk)
+        ]
+
+    def clear(self) -> None:
+        """Nothing is held."""
+        self._by_key = {}
+
+    @staticmethod
+    def _find(chunk: Chunk) -> list[Chunk]:
+        new, todo = [], [chunk]
+        while todo:
+            one = todo.pop()
+            one.found = True
+            new.append(one)
+            todo += [behind for behind in one.behind.values() if behind.held]
+        return new
+
+    @staticmethod
+    def _lose(chunk: Chunk) -> list[Chunk]:
+        lost = _with_those_behind(chunk)
+        for one in lost:
+            one.found = False
+        return lost
+
+    def _forget(self, chunk: Chunk | None) -> None:
+        """A chunk that is gone is kept while others stand behind it: they are found again when it is stored again."""
+        while chunk is not None and not chunk.held and not chunk.behind:
+            del self._by_key[chunk.key]
+            if chunk.before is not None:
+                del chunk.before.behind[chunk.key]
+            chunk = chunk.before
+
+
+def _with_those_behind(chunk: Chunk) -> list[Chunk]:
+    """It and all found ones behind it."""
+    those, todo = [], [chunk]
+    while todo:
+        one = todo.pop()
+        those.append(one)
+        todo += [behind for behind in one.behind.values() if behind.found]
+    return those
+
+
+def stored(chunks: Sequence[Chunk]) -> tuple[list[int], list[Key], list[tuple[int, int]]]:
+    """Hashes, keys and heads of chains of these chunks' blocks, as the map takes them."""
+    hashes: list[int] = []
+    keys: list[Key] = []
+    heads: list[tuple[int, int]] = []
+    for chunk in chunks:
+        heads.append((len(hashes), chunk.parent))
+        hashes += chunk.hashes
+        keys += chunk.block_keys()
+    return hashes, keys, heads

@@ -1,0 +1,208 @@
+"""Chunks of several blocks in a store below the engine: the map has what the store's own lookup finds, which goes from
+a prompt's beginning to the first chunk that is not there."""
+
+from array import array
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cachemap import CacheMap, chain_seed, hash_blocks
+from cachemap.events import chunks as module
+from cachemap.events.apply import EventApplier
+from cachemap.events.chunks import Chunks
+from cachemap.events.records import Cleared, Removed, Stored
+
+SIZE, BLOCKS = 4, 3  # tokens of a block, blocks of a chunk
+LENGTH = 4  # chunks of a prompt
+
+# A prompt is a path in a tree: the next chunk is the one or the other.
+prompts = st.lists(st.integers(0, 1), min_size=LENGTH, max_size=LENGTH).map(tuple)
+chunks = st.tuples(prompts, st.integers(1, LENGTH)).map(lambda one: one[0][: one[1]])
+steps = st.one_of(
+    st.tuples(st.just("store"), chunks),
+    st.tuples(st.just("store"), chunks),
+    st.tuples(st.just("evict"), chunks),
+    st.tuples(st.just("compute"), st.tuples(prompts, st.integers(1, LENGTH * BLOCKS))),
+    st.tuples(st.just("drop"), st.tuples(prompts, st.integers(1, LENGTH * BLOCKS))),
+    st.tuples(st.just("reset"), st.none()),
+)
+
+
+def tokens(path):
+    return array("I", [10 * place + way for place, way in enumerate(path) for _ in range(SIZE * BLOCKS)])
+
+
+def key(path):
+    return b"chunk" + bytes(path)
+
+
+def block_key(path, number):
+    """The engine's own of a block: the same for prompts that are the same up to its end."""
+    return hash((path[: number // BLOCKS + 1], number)) % 2**63 + 1
+
+
+class Told:
+    """A map that is told of a store with chunks, and of an engine's own cache."""
+
+    def __init__(self):
+        self.map = CacheMap(1 << 22)
+        self.applier = EventApplier(self.map, self.map.attach("r", None, True), "m", SIZE)
+
+    def apply(self, *events):
+        self.applier.apply(list(events))
+        self.applier.flush()
+
+    def store(self, *paths, tier="cpu"):
+        self.apply(*(self.stored(path, tier) for path in paths))
+
+    @staticmethod
+    def stored(path, tier="cpu"):
+        data = tokens(path)[-SIZE * BLOCKS :].tobytes()
+        before = key(path[:-1]) if len(path) > 1 else None
+        return Stored([key(path)], before, data, SIZE * BLOCKS, tier, None, None, 0, "full_attention")
+
+    def evict(self, *paths):
+        self.apply(Removed([key(path) for path in paths], "cpu", 0))
+
+    def compute(self, path, start, end):
+        keys = [block_key(path, number) for number in range(start, end)]
+        parent = block_key(path, start - 1) if start else None
+        data = tokens(path)[start * SIZE : end * SIZE].tobytes()
+        self.apply(Stored(keys, parent, data, SIZE, "gpu", None, None, 0, "full_attention"))
+
+    def drop(self, path, number):
+        self.apply(Removed([block_key(path, number)], "gpu", 0))
+
+    def held(self, path, blocks=None):
+        """Blocks in GPU memory, and with those behind them in host memory, of a prompt of so many."""
+        match = self.map.match(hash_blocks(tokens(path).tobytes(), SIZE, chain_seed("m", SIZE))[:blocks], 0.0)
+        return match.held[0], match.held[0] + sum(count for _, count in match.lower.get(0, ()))
+
+
+def leading(path, there):
+    """How much of it is there from its beginning, without a gap."""
+    return next((count for count in range(len(path)) if path[: count + 1] not in there), len(path))
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(steps, max_size=40))
+def test_the_map_has_what_the_stores_own_lookup_finds(story):
+    told, there, computed = Told(), set(), set()
+    placed = set()  # chunks of which the one before was known when they came
+    for what, of in story:
+        if what == "store" and of not in there and (len(of) == 1 or of[:-1] in placed):
+            told.store(of)
+            there.add(of)
+            placed.add(of)
+        elif what == "evict" and of in there:
+            told.evict(of)
+            there.discard(of)
+            # what is gone is known as long as something behind it is there
+            placed = {one for one in placed if any(other[: len(one)] == one for other in there)}
+        elif what == "compute":
+            path, end = of
+            start = next((n for n in range(end) if block_key(path, n) not in computed), end)
+            if start < end and not any(block_key(path, n) in computed for n in range(start, end)):
+                told.compute(path, start, end)
+                computed |= {block_key(path, n) for n in range(start, end)}
+        elif what == "drop" and block_key(of[0], of[1] - 1) in computed:
+            told.drop(of[0], of[1] - 1)
+            computed.discard(block_key(of[0], of[1] - 1))
+        elif what == "reset":
+            told.apply(Cleared())
+            computed.clear()
+        for number in range(2**LENGTH):
+            path = tuple(number >> place & 1 for place in range(LENGTH))
+            blocks = LENGTH * BLOCKS - number % 7
+            own = next((n for n in range(blocks) if block_key(path, n) not in computed), blocks)
+            found = min(leading(path, there), blocks // BLOCKS) * BLOCKS
+            assert told.held(path, blocks) == (own, max(own, found))
+    assert told.applier.fault is None and not told.applier.ignored
+
+
+def test_chunks_behind_one_that_is_gone_come_back_with_it():
+    told, path = Told(), (0, 1, 0, 1)
+    told.store(*(path[:end] for end in range(1, 5)))
+    assert told.held(path) == (0, 12)
+    told.evict(path[:2])
+    assert told.held(path) == (0, 3)
+    told.compute(path, 0, 5)
+    assert told.held(path) == (5, 5), "nor does what the engine has itself make up for it"
+    told.store(path[:2])
+    assert told.held(path) == (5, 12)
+    assert told.applier.stored == 12 + 5 + 9 and told.applier.removed == 9
+
+
+def test_behind_a_prompts_last_whole_chunk_nothing_is_found():
+    told, path = Told(), (0, 1, 0, 1)
+    told.store(*(path[:end] for end in range(1, 5)))
+    assert [told.held(path, blocks)[1] for blocks in (2, 3, 5, 8, 9, 12)] == [0, 3, 3, 6, 9, 12]
+    told.compute(path, 0, 7)
+    assert [told.held(path, blocks)[1] for blocks in (2, 3, 5, 8, 9, 12)] == [2, 3, 5, 7, 9, 12]
+
+
+def test_a_source_that_tells_of_no_evictions_is_not_believed():
+    """LMCache's connectors, where its server tells them nothing."""
+    told = Told()
+    told.store((0,), (0, 0), (1,))
+    told.store((1,))  # computed and stored once more: it had gone, and nobody said so
+    assert told.held((0, 0, 0, 0)) == told.held((1, 0, 0, 0)) == (0, 0)
+    told.store((0,))
+    assert told.held((0, 0, 0, 0)) == (0, 0) and told.applier.ignored == 2 and told.applier.fault is None
+    told.compute((0, 0, 0, 0), 0, 2)
+    assert told.held((0, 0, 0, 0)) == (2, 2), "of the engine's own cache it says nothing"
+    told.applier.forget()  # another process
+    told.store((0,))
+    assert told.held((0, 0, 0, 0)) == (0, 3)
+
+
+def test_chunks_are_whole_blocks():
+    told = Told()
+    odd = told.stored((0,))._replace(block_size=SIZE * BLOCKS - 1, tokens=bytes(4 * (SIZE * BLOCKS - 1)))
+    told.apply(odd)
+    assert told.applier.ignored == 1 and told.applier.fault is None and told.held((0,)) == (0, 0)
+
+
+def test_of_a_chunk_with_an_unknown_predecessor_nothing_is_known():
+    told = Told()
+    told.store((0, 0))
+    assert told.applier.orphans == BLOCKS and told.held((0, 0)) == (0, 0)
+
+
+def test_a_gateway_that_takes_over_goes_on_with_what_the_map_has():
+    """It has the map of the one before, and not its chunks."""
+    told, path = Told(), (0, 0, 0, 0)
+    told.store((0,), (0, 0), (1,))
+    told.applier = EventApplier(told.map, 0, "m", SIZE)
+    told.store((0, 0, 0))
+    assert told.held(path) == (0, 9)
+    told.evict((0, 0))
+    assert told.held(path) == (0, 3)
+    told.evict((1,))
+    assert told.held((1,)) == (0, 0)
+
+
+def test_there_is_a_bound(monkeypatch):
+    monkeypatch.setattr("cachemap.events.apply.MOST_CHUNKS", 2)
+    told = Told()
+    told.store((0,), (0, 0), (0, 0, 0))
+    assert told.held((0, 0, 0)) == (0, 6) and told.applier.ignored == 1
+    told.evict((0, 0))
+    told.store((0, 0))
+    assert told.held((0, 0, 0)) == (0, 6)
+
+
+def test_what_is_gone_is_forgotten_with_what_stood_behind_it():
+    chunks = Chunks(1)
+    for number in range(3):
+        chunks.store(number + 1, number or None, number, [number + 1])
+    assert not chunks.remove([2]).unknown and len(chunks) == 3 and chunks.end(3) == 3
+    assert [one.key for one in chunks.found()] == [1]
+    assert chunks.remove([3, 9]) == ([], [9]) and len(chunks) == 1
+    assert [one.key for one in chunks.remove([1]).chunks] == [1] and not len(chunks)
+
+
+def test_blocks_of_a_chunk_have_keys_of_their_own():
+    for one in (7, 2**64 - 1, -3, b"0123456789abcdef"):
+        keys = module.block_keys(one, 16)
+        assert len(set(keys)) == 16 and keys[-1] == one

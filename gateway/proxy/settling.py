@@ -397,9 +397,10 @@ class Settling:
         counted, _, cached = usage
         metrics, name, held, size = self.metrics, backend.id, placement.cached, placement.demand.block_size
         metrics.prompt_tokens.inc(name, by=prompt.tokens)
-        if cached is not None and placement.lower:
+        if cached is not None and cached > held and (placement.lower or not backend.is_finer):
             # vLLM's offloading connector counts a prompt that fills its last block as found to its end, though the last
-            # token is computed all the same.
+            # token is computed all the same, and LMCache but for that token; so they do where the engine has all the
+            # blocks before it itself.
             cached = min(cached, hittable(prompt.tokens, size) * size)
         predicted = held if prompt.copies < 2 else _of_copies(prompt, held, cached, size)
         metrics.predicted_cached_tokens.inc(name, by=predicted)

@@ -59,6 +59,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--disk-blocks", type=int, metavar="N", help="KV blocks that a disk behind it has room for")
     group.add_argument("--chunk-blocks", type=int, metavar="N", help="KV blocks that are moved at a time")
     group.add_argument(
+        "--lmcache",
+        action="store_true",
+        help="host memory is that of LMCache's server: chunks of 256 tokens unless --chunk-blocks says otherwise",
+    )
+    group.add_argument(
         "--no-self-describing-events",
         action="store_true",
         help="tell of copies in slower tiers by key alone, which is vLLM's default",
@@ -140,10 +145,21 @@ def _profile(args: argparse.Namespace):
         max_num_batched_tokens=args.max_num_batched_tokens,
         cpu_blocks=args.cpu_blocks,
         disk_blocks=args.disk_blocks,
-        chunk_blocks=args.chunk_blocks,
+        chunk_blocks=args.chunk_blocks or _chunk_blocks(args, block_size),
+        lmcache=args.lmcache or None,
         windows=tuple(args.windows) if args.windows is not None else None,
         retention=args.retention,
     )
+
+
+def _chunk_blocks(args: argparse.Namespace, block_size: int | None) -> int | None:
+    """Of LMCache's chunks; None: as the profile says."""
+    if not args.lmcache:
+        return None
+    from .lmcache import CHUNK_TOKENS
+    from .profile import load_profile
+
+    return CHUNK_TOKENS // (block_size or load_profile(args.profile).block_size)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -221,6 +237,7 @@ def _publisher(args: argparse.Namespace, profile):
         not args.no_self_describing_events,
         profile.chunk_blocks,
         profile.windows,
+        profile.lmcache,
     )
 
 

@@ -38,6 +38,7 @@ from collections.abc import Hashable
 from .batch import Batch, Sequence
 from .blocks import BlockPool, Key
 from .groups import Groups
+from .lmcache import LMCache
 from .offload import Offload, Run
 from .profile import Profile, StepDurations
 from .steps import Cleared, Counters, EngineRequest, Output, Removed, Step, Stored
@@ -55,7 +56,7 @@ class Engine:
         self._every_token = every_token
         self._size = profile.block_size
         self._pool = BlockPool(profile.num_blocks)
-        self._offload = Offload(profile) if profile.cpu_blocks else None
+        self._offload = (LMCache if profile.lmcache else Offload)(profile) if profile.cpu_blocks else None
         self._groups = Groups(profile, self._pool) if profile.windows else None
         self._width = 1 + len(profile.windows)  # blocks that a block of tokens takes
         self._fetching: list[Sequence] = []
@@ -374,7 +375,8 @@ class Engine:
 
     def _fetch(self, sequence: Sequence, hits: list[int], run: Run, step: Step) -> None:
         """Begin to bring what slower tiers have."""
-        self._admit(sequence, hits, min(run.end * self._size, sequence.tokens - 1), run.end * self._size)
+        computed = min(run.end * self._size, sequence.tokens - 1)
+        self._admit(sequence, hits, computed, run.end * self._size if self._offload.counts_last else computed)
         sequence.run, sequence.stored = run, len(hits)
         sequence.held = hits + self._take(run.end - len(hits), step)
         sequence.ready = self._offload.load(sequence.request, sequence.keys, run, self._elapsed, step.events)

@@ -29,6 +29,8 @@ class Run(NamedTuple):
 
 
 class Offload:
+    counts_last = True  # a prompt that is found to its end counts as found with its last token, which is computed
+
     def __init__(self, profile: Profile) -> None:
         self.chunk = profile.chunk_blocks
         room = {"cpu": profile.cpu_blocks // self.chunk, "disk": profile.disk_blocks // self.chunk}

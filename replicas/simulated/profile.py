@@ -145,6 +145,7 @@ class Profile:
     cpu_blocks: int = 0
     disk_blocks: int = 0
     chunk_blocks: int = 1
+    lmcache: bool = False  # host memory is that of LMCache's server, which has chunks of 256 tokens by default
     kv_bytes_per_token: float = 131_072
     cpu_gb_per_s: float = 25.0
     disk_gb_per_s: float = 6.0
@@ -172,6 +173,8 @@ class Profile:
             raise ValueError(f"profile {self.name}: retention must be replay or all, not {self.retention!r}")
         if self.windows and self.cpu_blocks:
             raise ValueError(f"profile {self.name}: windows cannot be had with slower tiers")
+        if self.lmcache and (not self.cpu_blocks or self.disk_blocks):
+            raise ValueError(f"profile {self.name}: lmcache needs cpu_blocks, and has no disk_blocks")
         if self.disk_blocks and not self.cpu_blocks:
             raise ValueError(f"profile {self.name}: disk_blocks needs cpu_blocks: what comes from a disk passes there")
         for name in ("speedup", "kv_bytes_per_token", "cpu_gb_per_s", "disk_gb_per_s"):

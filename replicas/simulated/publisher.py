@@ -5,6 +5,7 @@ Events are tagged maps (vLLM 0.24 and later) or, with encoding "array", tagged a
 
 Copies in slower tiers are told of in the forms that vLLM's offloading connector has: with `self_describing` tokens and
 parent for the blocks of each chunk, otherwise the last block's key of each chunk alone, without tokens and with size 0.
+With `lmcache` they are LMCache's (`lmcache.py`), which vLLM publishes among its own.
 """
 
 import asyncio
@@ -16,6 +17,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
+from . import lmcache
 from .engine import Cleared, Removed, Stored
 from .keys import extra_keys
 from .steps import GroupKey, GroupStored
@@ -41,9 +43,10 @@ class Publisher:
         self_describing: bool = True,
         chunk: int = 1,
         windows: tuple[int, ...] = (),
+        lmcache: bool = False,
     ):
         self._windows = windows
-        self._self_describing, self._chunk = self_describing, chunk
+        self._self_describing, self._chunk, self._lmcache = self_describing, chunk, lmcache
         self.topic, self.block_size, self.encoding = topic, block_size, encoding
         self.sequence = 0
         self.drop = self.swap = 0  # so many batches are lost; so many are sent after their successor
@@ -125,6 +128,9 @@ class Publisher:
     def _of_lower_tier(self, event: Stored | Removed, encode, tokens_of) -> list:
         """One event for each chunk stored, one for all that are removed."""
         chunk, keys = self._chunk, event.keys
+        if self._lmcache:
+            ids = tokens_of(event.request.owner)[0] if type(event) is Stored else None
+            return lmcache.told(event, chunk, self.block_size, ids)
         if type(event) is Removed:
             return [encode(event if self._self_describing else event._replace(keys=keys[chunk - 1 :: chunk]))]
         if not self._self_describing:

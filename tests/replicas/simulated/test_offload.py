@@ -123,3 +123,21 @@ def test_events_tell_what_each_tier_holds(tiers):
         assert step.seconds >= 0
     assert ended == 600
     assert len(held["cpu"]) <= 60 and len(set(held["gpu"])) <= 40
+
+
+def test_lmcache_finds_whole_chunks_from_the_beginning_of_a_prompt():
+    engine = Engine(replace(PROFILE, num_blocks=12, cpu_blocks=12, chunk_blocks=4, lmcache=True))
+    ask(engine, 1, "a", 160)  # two chunks and a half
+    for name in "bc":
+        ask(engine, name, name, 64)
+    assert engine.found([("a", n) for n in range(10)], 160) == 4, "of a its second chunk went, before its first"
+    cached, _, events = ask(engine, 2, "a", 160)
+    assert cached == 64 and told(events, Stored, "cpu") == [("a", n) for n in range(4, 8)]
+    ask(engine, 3, "d", 64)
+    assert ask(engine, 4, "a", 64)[0] == 63, "a prompt's last token is computed, and not counted as found"
+
+
+@pytest.mark.parametrize("tiers", [{"cpu_blocks": 0}, {"disk_blocks": 8}])
+def test_lmcache_is_host_memory_alone(tiers):
+    with pytest.raises(ValueError, match="lmcache needs cpu_blocks"):
+        replace(PROFILE, lmcache=True, **tiers)

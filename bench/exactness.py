@@ -10,6 +10,9 @@ tau-bench and MT-Bench-101 conversations turn by turn, eight conversations at a 
                      prefixes, fastokens) and Hugging Face `tokenizers` on the template as Jinja renders it
   tiers_equal_share  as equal_share, with one engine that keeps a thousand blocks and fetches what was evicted from host
                      memory; tiers_fetched_share of all prompt tokens came from there
+  lmcache_equal_share the same with LMCache, which finds whole chunks of 256 tokens, and lmcache_fetched_share. Half of
+                     the conversations twice, two at a time, which the engine has room for: what it drops between a
+                     choice and its prefill LMCache has in part only
   groups_equal_share as equal_share, with engines that have three cache groups with windows of 1,024 tokens beside that
                      of full attention, as for Gemma 3, and keep what a later prompt can resume at, as vLLM 0.32
 
@@ -48,6 +51,7 @@ from replicas.simulated.model import sim_model_dir
 CONCURRENT = 8
 PROFILE = "engine: sim\nspeedup: 20\nnum_blocks: 200000\n"
 TIERS = "engine: sim\nspeedup: 20\nnum_blocks: 1000\nextra_args: [--cpu-blocks, '200000']\n"
+LMCACHE = "engine: sim\nspeedup: 20\nnum_blocks: 1000\nextra_args: [--lmcache, --cpu-blocks, '200000']\n"
 GROUPS = "engine: sim\nspeedup: 20\nnum_blocks: 200000\nextra_args: [--windows, '1024', '1024', '1024']\n"
 
 
@@ -97,7 +101,7 @@ def token_mismatches(chosen: list[list[list[dict]]]) -> int:
     return wrong
 
 
-async def ask_all(url: str, chosen: list[list[list[dict]]]) -> list[tuple[int, int, int]]:
+async def ask_all(url: str, chosen: list[list[list[dict]]], concurrent: int) -> list[tuple[int, int, int]]:
     """(predicted, reported, prompt tokens) of each request."""
     todo, seen = list(chosen), []
 
@@ -118,12 +122,12 @@ async def ask_all(url: str, chosen: list[list[list[dict]]]) -> list[tuple[int, i
                 )
 
     async with httpx.AsyncClient(base_url=url, timeout=60) as client:
-        await asyncio.gather(*(talk(client) for _ in range(CONCURRENT)))
+        await asyncio.gather(*(talk(client) for _ in range(concurrent)))
     return seen
 
 
 async def play(
-    chosen: list[list[list[dict]]], engines: str, count: int = 2
+    chosen: list[list[list[dict]]], engines: str, count: int = 2, concurrent: int = CONCURRENT
 ) -> tuple[list[tuple[int, int, int]], float]:
     """What was predicted and reported of each request, and the tokens that engines fetched from slower tiers."""
     with tempfile.NamedTemporaryFile("w", suffix=".yaml") as profile:
@@ -131,7 +135,7 @@ async def play(
         profile.flush()
         async with Stack("least_time", count, profile.name, isolated=True) as stack:
             await first_events(stack)
-            seen = await ask_all(stack.base_url, chosen)
+            seen = await ask_all(stack.base_url, chosen, concurrent)
             return seen, await fetched(stack)
 
 
@@ -167,12 +171,14 @@ async def measure(count: int, seed: int) -> dict:
 async def _measure(chosen: list[list[list[dict]]], seed: int, recorded: asyncio.Future[list]) -> dict:
     seen, _ = await play(chosen, PROFILE)
     tiers, external = await play(chosen, TIERS, 1)
+    lmcache, chunks = await play(chosen[: len(chosen) // 2] * 2, LMCACHE, 1, 2)
     groups, _ = await play(chosen, GROUPS)
-    share = lambda right: round(sum(right) / len(seen), 5)  # noqa: E731
+    share = lambda right: round(sum(right) / len(right), 5)  # noqa: E731
     right = {
         "full attention": [p == r for p, r, _ in seen],
         # vLLM counts the last block of a prompt that ends with it, if it fetches that; a prediction ends before it
         "tiers: GPU and host memory": [p in (r, r - (r == n) * 16) for p, r, n in tiers],
+        "tiers: GPU and LMCache": [p == min(r, (n - 1) // 16 * 16) for p, r, n in lmcache],
         "hybrid caches: full attention and windows": [p == r for p, r, _ in groups],
     }
     return {
@@ -184,6 +190,8 @@ async def _measure(chosen: list[list[list[dict]]], seed: int, recorded: asyncio.
         "token_mismatches": token_mismatches(chosen),
         "tiers_equal_share": share(right["tiers: GPU and host memory"]),
         "tiers_fetched_share": round(external / sum(one[2] for one in tiers), 5),
+        "lmcache_equal_share": share(right["tiers: GPU and LMCache"]),
+        "lmcache_fetched_share": round(chunks / sum(one[2] for one in lmcache), 5),
         "groups_equal_share": share(right["hybrid caches: full attention and windows"]),
         "seed": seed,
         "families": [*(families.of_cache(name, equal) for name, equal in right.items()), *await recorded],

@@ -193,7 +193,8 @@ CACHES = """\
 ## From tokens to hits
 
 Exact tokens are half of a prediction; the other half is which blocks a replica holds. `python -m bench.exactness` counts predicted
-against delivered hits for full attention, for caches with slower tiers and for hybrid caches (windows beside full attention).
+against delivered hits for full attention, for caches with slower tiers (vLLM's own and LMCache's) and for hybrid caches (windows beside full
+attention).
 Of some models hits cannot be known ([which, and why](operations.md#how-much-to-trust-a-prediction)): there prompts are exact, and
 hits are guessed from traffic.
 """

@@ -374,7 +374,7 @@ class Settling:
         self._router.finish(placement, reported, (now - attempt.first_at) / (tokens - 1) if learns else None, output)
         legs = attempt.exchange.legs
         if legs is not None and attempt.leg is Leg.DECODE and not attempt.streams and completion:
-            on_time = attempt.sent_at >= self.held_up_at and backend.may_learn(now)
+            on_time = self.pulse.saw(attempt.sent_at, now) and backend.may_learn(now)
             self._transferred_whole(attempt, legs, completion, on_time)
         if whole:
             self._compare(placement, backend, prompt, usage, tells_blocks)
@@ -397,10 +397,9 @@ class Settling:
         counted, _, cached = usage
         metrics, name, held, size = self.metrics, backend.id, placement.cached, placement.demand.block_size
         metrics.prompt_tokens.inc(name, by=prompt.tokens)
-        if cached is not None and cached > held and (placement.lower or not backend.is_finer):
+        if cached is not None and placement.lower:
             # vLLM's offloading connector counts a prompt that fills its last block as found to its end, though the last
-            # token is computed all the same, and LMCache but for that token; so they do where the engine has all the
-            # blocks before it itself.
+            # token is computed all the same, and LMCache but for that token.
             cached = min(cached, hittable(prompt.tokens, size) * size)
         predicted = held if prompt.copies < 2 else _of_copies(prompt, held, cached, size)
         metrics.predicted_cached_tokens.inc(name, by=predicted)

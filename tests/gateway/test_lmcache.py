@@ -60,7 +60,7 @@ async def test_predictions_are_what_lmcache_delivers():
             context.setsockopt(zmq.LINGER, 0)
             published = Published(context, (await gateway.status())["replicas"][0]["event_source"]["replay"])
             for _ in range(REQUESTS):
-                prompt = rng.choice(talks)[: rng.choice((2560, rng.randrange(20, 2900)))]  # some end with a chunk
+                prompt = rng.choice(talks)[: rng.choice((2570, rng.randrange(1, 181) * 16 + 5))]
                 body = {"model": "sim", "prompt": prompt, "max_tokens": 4, "ignore_eos": True}
                 assert (await gateway.client.post("/v1/completions", json=body)).status_code == 200
                 await read(gateway, await published.look())

@@ -48,6 +48,7 @@ from .retries import (
     IDS,
     KINDS,
     LEG_REFUSED,
+    NO_CRASHES,
     PREFILL_FAILED,
     RETRYABLE,
     STALLED,
@@ -57,7 +58,6 @@ from .retries import (
     Failed,
     Next,
     after,
-    is_crash,
     of_status,
 )
 from .settling import Settling, cut_short
@@ -356,7 +356,7 @@ class Conductor:
         for one that is ready. What was computed for it is computed again: slowness alone is no reason. One that
         has left an unwell replica already leaves none but a lost one: where a whole machine is slow, so is the next."""
         state = attempt.backend.replica.state
-        patience = PATIENCE.get(state) if state is State.FAILED or not exchange.crash_count else None
+        patience = PATIENCE.get(state) if state is State.FAILED or exchange.crashes == NO_CRASHES else None
         waited = self._ran(attempt.sent_at, now)
         if patience is None or waited < patience or not self.judge.may_retry(exchange, attempt):
             return False
@@ -436,7 +436,7 @@ class Conductor:
 
     def _retry(self, exchange: Exchange, failed: Failed) -> None:
         attempt, kind = exchange.attempts[-1], failed.kind
-        following = after(failed, exchange.attempts_used, exchange.crash_count, self._retries)
+        following = after(failed, exchange.attempts_used, exchange.crashes, self._retries)
         if following is Next.SAME:
             self._repeat(exchange, attempt, kind)
             return
@@ -451,9 +451,9 @@ class Conductor:
             is_last = again and (failed.beside or not self.judge.others(exchange, attempt))
             exchange.tried += () if is_last else (attempt.backend,)
             exchange.attempts_used += KINDS[kind].counts
-        exchange.crash_count += is_crash(failed)
+        exchange.crashes = exchange.crashes.after(failed)
         if following is Next.LOST:
-            message = f"{exchange.crash_count} replicas went down or hung with this request, so no other is tried; the last: {exchange.last_failure}"
+            message = f"{max(exchange.crashes)} replicas went down or hung with this request, so no other is tried; the last: {exchange.last_failure}"
             self.dispatch(exchange, ExchangeEvent.EXHAUSTED, ApiError(502, message, again=False, code="replicas_lost"))
         elif following is Next.REFUSED:
             self.dispatch(exchange, ExchangeEvent.EXHAUSTED, ApiError(attempt.status, str(attempt.error)))

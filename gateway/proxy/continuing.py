@@ -25,7 +25,7 @@ from .continuation import Continuation, Unreadable, Way
 from .exchange import Attempt, ContinuableAttempt, Exchange, MeteredAttempt
 from .forwarding import process_of
 from .placing import Eligibility, Placing
-from .retries import CLOSED, DIFFERS, MOST_CRASHES, Failed
+from .retries import CLOSED, DIFFERS, NO_CRASHES, Failed
 from .settling import Settling
 from .states import ExchangeEvent, ExchangeState
 
@@ -267,8 +267,9 @@ class Continuing:
             return "budget"
         if continuation.is_strange:
             return continuation.why_strange
-        exchange.crash_count = exchange.crash_count + 1 if continuation.is_stuck else 0
-        if exchange.crash_count >= MOST_CRASHES or continuation.breaks >= MOST_BREAKS:
+        crashes = exchange.crashes
+        exchange.crashes = crashes._replace(writing=crashes.writing + 1) if continuation.is_stuck else NO_CRASHES
+        if exchange.crashes.too_many or continuation.breaks >= MOST_BREAKS:
             return "crashes"
         way, reason = self._way(continuation)
         if way is None:

@@ -23,7 +23,7 @@ from ..http.messages import Request
 from ..http.upstream import Head, Upstream, UpstreamError
 from .blame import UnattributedError
 from .blanking import Blanking
-from .retries import PROTOCOL
+from .retries import NO_CRASHES, PROTOCOL
 from .states import ATTEMPT_TRANSITIONS, AttemptEvent, AttemptState, ExchangeEvent, ExchangeState, Leg
 
 if TYPE_CHECKING:
@@ -340,8 +340,8 @@ class Exchange:
         # what is kept of its stream so that another replica can go on with it; None without --continue-streams
         "continuation",
         # replicas that it is not to get again; how many attempts that counts as, and how many of them went down or hung
-        # under it; errors that it was answered with
-        "tried", "attempts_used", "crash_count", "unattributed_errors",
+        # with it; errors that it was answered with
+        "tried", "attempts_used", "crashes", "unattributed_errors",
         # monotonic seconds; what the gateway's own stages took of them
         "begun", "prepared_at", "stages",
         # with traces on, its trace, and why it was answered with an error of ours or cut
@@ -365,7 +365,8 @@ class Exchange:
         self.legs: Legs | None = None
         self.stays_whole = False
         self.continuation: Continuation | None = None
-        self.status = self.attempts_used = self.crash_count = 0
+        self.status = self.attempts_used = 0
+        self.crashes = NO_CRASHES
         self.tried: tuple[Backend, ...] = ()
         self.unattributed_errors: tuple[UnattributedError, ...] = ()
         # The clock starts when the request is there: what its upload took is the client's.

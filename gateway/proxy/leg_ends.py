@@ -44,6 +44,8 @@ class LegEnds:
             return None
         return failed._replace(
             handed_over=attempt.leg is Leg.DECODE,
+            computes=attempt.leg is Leg.PREFILL,
+            writes=attempt.leg is Leg.DECODE,
             still_kept=monotonic() < legs.until,
             beside=beside,
             may_be_whole=legs.transfer.takes_whole,

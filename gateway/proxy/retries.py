@@ -2,7 +2,9 @@
 
 The rules: a kept connection that died of old age, and a replica that did not take token ids, are asked once more, since
 neither says anything about the replica. Any other failure leads to another replica, as long as attempts and replicas
-are left. A request under which two replicas went down or hung gets no third one: it may be what kills them.
+are left. A request under which two replicas went down or hung gets no third one: it may be what kills them. One in two
+legs has two engines at once, which may be of one machine: they do different work, so two that go down are too many only
+where both were computing its prompt, or both were writing its answer.
 
 A first leg that fails is placed anew without that replica. Where its answer shows that the replica keeps no cache for
 others, or that it does not take the leg's body, the request stays whole. A second leg that was not sent goes to another
@@ -39,7 +41,7 @@ DIFFERS = "differs"
 RETRYABLE = frozenset((500, 502, 503, 504))
 # An error that is not known yet to be the replica's fault is told to its watcher as this.
 UNCONFIRMED = "unconfirmed"
-MOST_CRASHES = 2  # replicas that go down or hang under one request; one may be a coincidence
+MOST_CRASHES = 2  # replicas that go down or hang with the same work of one request; one may be a coincidence
 
 
 def of_status(status: int) -> str:
@@ -109,6 +111,8 @@ class Failed(NamedTuple):
     repeated: bool = False  # it was itself the repetition on a connection of its own
     handed_over: bool = False  # it was a second leg ...
     still_kept: bool = False  # ... whose parameters were good
+    computes: bool = True  # it was to compute the prompt; a second leg is not
+    writes: bool = True  # it was to write the answer; a first leg is not
     beside: bool = False  # it was a first leg while the second one waited for it, and may have failed because of that
     may_be_whole: bool = True  # the request may go in one piece
 
@@ -119,12 +123,30 @@ def is_crash(failed: Failed) -> bool:
     return KINDS[failed.kind].crash or (failed.kind in (CONNECT, REPLACED) and failed.repeated)
 
 
-def after(failed: Failed, used: int, crash_count: int, retries: int) -> Next:
-    """`used`: the attempts that the request has had before, as far as they count, and `crash_count` those among them
-    under which a replica went down or hung; `retries`: how many more than one it has."""
+class Crashes(NamedTuple):
+    """How many replicas went down or hung while they had a request, by what they did with it."""
+
+    computing: int = 0  # its prompt
+    writing: int = 0  # its answer
+
+    @property
+    def too_many(self) -> bool:
+        return max(self) >= MOST_CRASHES
+
+    def after(self, failed: Failed) -> Crashes:
+        one = is_crash(failed)
+        return Crashes(self.computing + (one and failed.computes), self.writing + (one and failed.writes))
+
+
+NO_CRASHES = Crashes()
+
+
+def after(failed: Failed, used: int, crashes: Crashes, retries: int) -> Next:
+    """`used`: the attempts that the request has had before, as far as they count; `crashes`: of replicas under it,
+    before this one; `retries`: how many more attempts than one it has."""
     if failed.kind == IDS or (failed.kind == CLOSED and failed.stale and not failed.repeated):
         return Next.SAME
-    if crash_count + is_crash(failed) >= MOST_CRASHES:
+    if crashes.after(failed).too_many:
         return Next.LOST
     if failed.kind in (NOT_KEPT, LEG_REFUSED, PREFILL_FAILED):
         return Next.WHOLE if failed.may_be_whole else Next.REFUSED

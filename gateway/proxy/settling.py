@@ -372,8 +372,7 @@ class Settling:
         tells_length = not (prompt.several or attempt.is_continued or prompt.capped)
         output = told if told and tells_length else None
         self._router.finish(placement, reported, (now - attempt.first_at) / (tokens - 1) if learns else None, output)
-        legs = attempt.exchange.legs
-        if legs is not None and attempt.leg is Leg.DECODE and not attempt.streams and completion:
+        if attempt.leg is Leg.DECODE and not attempt.streams and completion and (legs := attempt.exchange.legs):
             on_time = self.pulse.saw(attempt.sent_at, now) and backend.may_learn(now)
             self._transferred_whole(attempt, legs, completion, on_time)
         if whole:

@@ -150,7 +150,7 @@ class Round:
         if self.moment == FETCHED:
             self.signal(self.roles["prefill"], signal.SIGSTOP)
             self.signal(self.roles["decode"], signal.SIGCONT)
-            await self.until(lambda: self.at_all("decode", ("num_requests_waiting", "num_requests_running")))
+            await self.until(lambda: self.fetches(requests))
         if self.moment == WRITTEN:
             await self.until(lambda: self.have_begun(requests[2:]))
         return not any(one.task.done() for one in requests)
@@ -190,6 +190,11 @@ class Round:
             if one.task.done() and not one.begun:
                 await one.task
         return all(one.begun for one in streams)
+
+    async def fetches(self, requests: list[Asked]) -> bool:
+        """Whether each decoder has a request. One that is answered is past it, and no decoder may have one any more."""
+        gauges = ("num_requests_waiting", "num_requests_running")
+        return any(one.task.done() for one in requests) or await self.at_all("decode", gauges)
 
     async def at_all(self, role: str, gauges: tuple[str, ...]) -> bool:
         """Whether each engine of the role has a request that one of the gauges counts."""

@@ -38,10 +38,10 @@ there (all streams x this replica's share of recent choices).
 
 The least sum wins; sums within 0.02 % or 0.1 ms are equal, and one of them is drawn. A hot prefix spreads by itself:
 once the holder's queue costs more than computing elsewhere, elsewhere wins. It spreads before that by ski-rental
-replication: what requests lose (TTFT, interference and stall) for want of a copy where it would have served them best
-is summed up per prefix, and once it equals what a copy costs, the next request makes it. For copies that stay, that
-costs at worst twice what knowing the future would have (Karlin et al., Algorithmica 3, 1988, on snoopy caching); since
-caches turn over, the sum fades.
+replication: what requests lose, in all of these terms, for want of a copy where it would have served them best is
+summed up per prefix, and once it equals what a copy costs, the next request makes it. For copies that stay, that costs
+at worst twice what knowing the future would have (Karlin et al., Algorithmica 3, 1988, on snoopy caching); since caches
+turn over, the sum fades.
 
 Overlaps tell whether a conversation begins. One that goes on finds a whole earlier prompt on one replica alone; one
 that begins finds less than the shortest prompt with the same first block, since instructions are shared and tasks are
@@ -85,7 +85,6 @@ _REPLY = 200  # decode steps a stream typically has left when blocks run out
 _SPARE = 0.02  # share of the blocks an engine cannot use to the full: half filled ones
 TERMS = ("prefill", "queue", "crowd", "fetch", "room", "interference", "stall", "decode", "crowding", "eviction")
 WAITS = 5  # of the TERMS are this request's own wait, the others what it costs later, and other requests
-HELD_UP = 7  # are the wait of this request and of those it holds up
 
 
 def terms(
@@ -302,7 +301,7 @@ class LeastTime:
         the `other`, which costs least of those that hold less.
         """
         [copied] = COST.of_all(demand, (other,), future, after, held)
-        regret = _KEEP * regret + max(0.0, sum(here[:HELD_UP]) - sum(copied[:HELD_UP]))
+        regret = _KEEP * regret + max(0.0, sum(here) - sum(copied))
         return regret, regret >= sum(there) - sum(copied)
 
 

@@ -200,6 +200,10 @@ class CacheMap:
                 lower[slot] = runs
         return lower
 
+    def holds_below(self, slot: int) -> bool:
+        """Whether the replica is known to hold anything in slower tiers."""
+        return any(table.aliases[slot].count for table in self._lower.values())
+
     def chunk_tiers(self) -> list[ChunkTier]:
         """The slower tiers that are in chunks, of any replica."""
         return [one for one in self._tiers if one.blocks > 1]

@@ -59,6 +59,9 @@ class PrefixMap(Protocol):
     def learn(self, slot: int, hashes: Sequence[int], predicted: int, reported: int) -> None:
         """The engine told how many blocks of this prompt it had found."""
 
+    def holds_below(self, slot: int) -> bool:
+        """Whether the replica is known to hold anything in slower tiers."""
+
     def clear(self, slot: int) -> None:
         """The replica holds nothing."""
 

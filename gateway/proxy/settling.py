@@ -434,6 +434,8 @@ class Settling:
                 metrics.prediction_error_tokens.inc(name, outcome, by=abs(error))
             if placement.pull is not None and not pulling.ended(self._router, metrics, placement, saved):
                 backend.drift.aside()  # what did not come says nothing of its own cache
+            elif saved > held and self._looks_further(backend):
+                backend.drift.aside()
             elif (
                 prompt.hashes
                 and not prompt.several
@@ -444,6 +446,12 @@ class Settling:
             ):
                 self.heal(backend, f"predicted and reported cached tokens differ by more than {TOLERATED:.0%}")
         metrics.prefill_saved_tokens.inc(name, by=saved)
+
+    def _looks_further(self, backend: Backend) -> bool:
+        """Whether the replica asks slower tiers for what it has not itself, and nobody tells what they hold: what it
+        finds beyond the prediction says nothing of the map then."""
+        scrape = backend.replica.scrape
+        return scrape is not None and bool(scrape.external_queries) and not self._router.map.holds_below(backend.slot)
 
     def heal(self, backend: Backend, why: str) -> None:
         """Forget what is believed about a replica and learn it again from its events, or from scratch."""

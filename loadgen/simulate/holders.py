@@ -58,6 +58,10 @@ class Holders:
             return self._none
         return [sum(1 for _ in takewhile(held.__contains__, hashes)) for held in self._lower[tier]]
 
+    def holds_below(self, replica: int) -> bool:
+        """As `CacheMap.holds_below`."""
+        return any(blocks[replica] for blocks in self._lower.values())
+
     def _confirmed(self, hashes: list[int]) -> list[int]:
         lengths = self._none.copy()
         masks = list(iter(map(self._holders.get, hashes).__next__, None))  # of the leading blocks that somebody holds

@@ -6,6 +6,7 @@ import pytest
 
 from gateway.prompt.pipeline import Pipeline
 from gateway.proxy.drift import WINDOW
+from replicas.metrics import parse
 from replicas.simulated.model import sim_model_dir
 
 from ..http.talk import eventually
@@ -48,6 +49,26 @@ async def test_what_all_tiers_deliver_is_as_predicted(tokens, reported, predicte
         metrics = s.metrics
         assert metrics.predictions.values[backend.id, "equal"] == WINDOW + 1 and not metrics.heals.total()
         assert metrics.predicted_cached_tokens.total() == metrics.reported_cached_tokens.total()
+
+
+@pytest.mark.parametrize("looked_up, heals", [(None, 1), (0, 1), (96, 0)])
+async def test_what_comes_from_a_tier_of_which_nobody_tells_is_no_drift(looked_up, heals):
+    """LMCache in the engine's process tells of no eviction, so nothing of it is mapped; what it delivers counts."""
+    async with stack(answers(usage(6 * SIZE + 3, 6 * SIZE)), pipeline=Pipeline(sim_model_dir(), "m", SIZE)) as s:
+        (backend,), cache_map = s.proxy.backends.values(), s.proxy.router.map
+        cache_map.observed(backend.slot, True)
+        page = (
+            f'vllm:external_prefix_cache_queries_total{{engine="0"}} {looked_up}.0\n' if looked_up is not None else ""
+        )
+        backend.replica.scrape = parse(page.encode(), 0.0, backend.replica.dialect.metrics)
+        body = {"model": "m", "prompt": list(range(6 * SIZE + 3))}
+        talk = await s.talk()
+        for _ in range(WINDOW):
+            cache_map._routed.clear(backend.slot)
+            await talk.say(post(json.dumps(body).encode(), path=b"/v1/completions"))
+            await talk.response()
+            await eventually(s.idle)
+        assert s.metrics.predictions.values[backend.id, "under"] == WINDOW and s.metrics.heals.total() == heals
 
 
 async def test_a_tier_that_delivers_nothing_is_drift():

@@ -1,9 +1,9 @@
 """When this process did not run, and so saw nothing of what came meanwhile.
 
-A process that is stopped, a virtual machine that is paused, a machine with too few cores, a long call on the event
-loop: when the loop goes on, every deadline has passed at once, and what met them in time lies unread in the sockets. So
-whoever measures how long somebody else took asks here instead of subtracting (`ran`, `clock`), teaches nothing with a
-time of which a part was not seen (`saw`), and looks again before a failure that came `fresh` out of such a time counts.
+A process that is stopped, a machine with too few cores, a long call on the event loop: when the loop goes on, every
+deadline has passed at once, and what met them in time lies unread in the sockets. So whoever measures how long somebody
+else took asks here instead of subtracting (`ran`, `clock`), teaches nothing with a time of which a part was not seen
+(`saw`), and looks again before a failure that came `fresh` out of such a time counts.
 
 Whoever reads a socket may come before the timer that would note the time, so what they ask looks for it itself.
 """
@@ -59,15 +59,16 @@ class Pulse:
             self.held_up(now - due, now)
 
     def held_up(self, seconds: float, now: float) -> None:
-        """It was, for so long."""
+        """It was, for so long. One that follows at once, while what came meanwhile is read, belongs to it."""
         if len(self._ends) == REMEMBERED:
             del self._ends[0], self._before[0]
         self._ends.append(now)
         self._before.append(self._total)
         self._total += seconds
-        self.ended, self._lasted = now, seconds
-        for told in self.on_held_up:
-            told(now, seconds)
+        follows = now - seconds - self.ended < FRESH_SECONDS
+        self.ended, self._lasted = now, seconds + (self._lasted if follows else 0.0)
+        for call in self.on_held_up:
+            call(now, seconds)
 
     def ran(self, since: float, now: float) -> float:
         """Seconds from `since`, when it ran, to `now` in which it ran, as far as the latest look knows. For timers,

@@ -191,7 +191,7 @@ def test_grafana_finds_the_dashboards_where_compose_mounts_them():
 # --- a real Prometheus, which scrapes real gateways under load
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(300)
 async def test_every_query_returns_data_of_gateways_under_load(tmp_path, start_engine, start_redis):
     redis, engines = start_redis(), [start_engine("--kv-connector"), start_engine("--kv-connector")]
     urls = [engine.wait().url for engine in engines]

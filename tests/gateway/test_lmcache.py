@@ -33,11 +33,12 @@ class Published:
 
 async def read(gateway, batches: int) -> None:
     """Until the gateway has taken so many in: an answer may overtake the events of the step that made it."""
-    while True:
-        page = (await gateway.admin.get("/metrics")).text
-        if sum(map(float, re.findall(r"^hitherto_event_batches_total{.*} (\S+)$", page, re.M))) >= batches:
-            return
-        await asyncio.sleep(0)
+    async with asyncio.timeout(60):
+        while True:
+            page = (await gateway.admin.get("/metrics")).text
+            if sum(map(float, re.findall(r"^hitherto_event_batches_total{.*} (\S+)$", page, re.M))) >= batches:
+                return
+            await asyncio.sleep(0.01)
 
 
 async def fetched(port: int) -> float:

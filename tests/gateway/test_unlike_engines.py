@@ -7,6 +7,7 @@ import pytest
 
 from gateway.cli import main
 
+from .http.talk import free_port
 from .running import running
 from .test_legs import TEXT, asked, words
 
@@ -92,14 +93,17 @@ def test_explain_without_a_gateway_pairs_by_the_same_rule(quartet, tmp_path, cap
     assert found == [(False, True), (True, False)]
 
 
-def test_doctor_names_what_differs_and_tries_no_such_transfer(quartet, capsys):
+def test_doctor_names_what_differs_and_tries_no_such_transfer(quartet, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for port in ("HITHERTO_PORT", "HITHERTO_ADMIN_PORT"):
+        monkeypatch.setenv(port, str(free_port()))
     prefiller, unlike, alike, _ = quartet
     replicas = urls((prefiller, "prefill"), (unlike, "decode"))
-    assert main(["doctor", "--admin-port", "1", "--replica-url", *replicas]) == 1
+    assert main(["doctor", "--replica-url", *replicas]) == 1
     out = capsys.readouterr().out
     assert "fail  roles" in out and "no pair is left" in out and "kv_cache_dtype is auto in one and fp8" in out
     assert "transfer 127.0.0.1" not in out
     replicas = urls((prefiller, "prefill"), (unlike, "decode"), (alike, "decode"))
-    assert main(["doctor", "--admin-port", "1", "--replica-url", *replicas]) == 0
+    assert main(["doctor", "--replica-url", *replicas]) == 0
     out = capsys.readouterr().out
     assert "warn  roles" in out and f"ok    transfer 127.0.0.1:{prefiller.port}" in out

@@ -18,9 +18,6 @@ LATENCY, BANDWIDTH = 0.010, 12.5e9
 TOKEN_BYTES = 131_072
 _BOUND = 1000.0  # the factor stays within this and its inverse
 _GAIN = 0.1  # of one observation, once there are some
-# What takes longer than this many times what was predicted counts as that: a replica that stood still is no slow link.
-# A link that is that slow shows again.
-_LEAP = 4.0
 _PAUSE, _LONGEST_PAUSE = 10.0, 320.0  # seconds without a pair whose transfer failed
 
 Bytes = Callable[[int], int]  # of so many leading tokens of a prompt
@@ -35,8 +32,7 @@ class _Factor:
 
     def observe(self, gap: float) -> None:
         self.count += 1
-        gap = max(_GAIN, 1 / self.count) * min(gap, log(_LEAP))
-        self.value = min(max(self.value * exp(gap), 1 / _BOUND), _BOUND)
+        self.value = min(max(self.value * exp(max(_GAIN, 1 / self.count) * gap), 1 / _BOUND), _BOUND)
 
 
 class Transfers:

@@ -39,8 +39,8 @@ REQUEST = "request"  # an error that is known to be the request's fault is count
 STREAMING_APIS = frozenset(("chat", "completions", "responses", "messages"))
 STATUS_CLASS = ("0xx", "1xx", "2xx", "3xx", "4xx", "5xx", "6xx", "7xx", "8xx", "9xx")
 
-# Of an answer in one piece a transfer is learned that took this share at least of the seconds in which it was written:
-# those are a prediction, and what is less drowns in its error.
+# Of an answer in one piece a transfer is learned that was to take this share at least of the seconds in which the
+# answer was to be written: what is less drowns in the error of these.
 LEAST_MOVED = 0.5
 # An engine that computed a prompt while another one waited for it answers at about the time at which that begins to
 # write; so long it is waited for. Closing the connection before could cost the other one its cache.
@@ -194,11 +194,12 @@ class Settling:
 
     def _transferred_whole(self, second: Attempt, legs: Legs, tokens: int, learns: bool) -> None:
         """The same of an answer in one piece, whose first byte is its last as well: what is left once its decoder has
-        taken its own time for so many tokens. Where that is most of it, what is left is the error of the prediction."""
+        taken its own time for so many tokens. Whether it is learned from the predictions alone say: where the decoder
+        takes most of the time, what is left is the error of that prediction, and those that err upwards would count."""
         seconds = second.first_at - second.sent_at - max(0.0, legs.computed_at - second.sent_at)
         writing = self._router.writing_seconds(second.placement, tokens)
         moving = self._router.moving_seconds(second.placement, seconds - writing) - legs.computing
-        if max(moving, legs.moving) >= writing * LEAST_MOVED:
+        if legs.moving >= writing * LEAST_MOVED:
             self._moved(legs, second, moving, learns)
 
     def _moved(self, legs: Legs, second: Attempt, moving: float, learns: bool) -> None:

@@ -231,18 +231,6 @@ def test_transfers_are_learned_of_each_pair_and_of_all_for_those_that_have_not_m
     assert learned.seconds("p", "d", 1000) < 5 * prior
 
 
-def test_one_transfer_that_stood_still_makes_no_slow_link():
-    learned = Transfers()
-    prior = LATENCY + 1000 * TOKEN_BYTES / BANDWIDTH
-    learned.observe("p", "d", 1000, 500 * prior)
-    assert learned.seconds("p", "d", 1000) == pytest.approx(4 * prior)
-    for _ in range(20):
-        learned.observe("p", "d", 1000, prior)
-    before = learned.seconds("p", "d", 1000)
-    learned.observe("p", "d", 1000, 500 * prior)
-    assert before < learned.seconds("p", "d", 1000) < 1.2 * before
-
-
 @pytest.mark.parametrize("seconds", [-3.0, 0.0, 1e-9, 1e9])
 def test_no_observation_makes_a_price_that_is_none(seconds):
     learned = Transfers()

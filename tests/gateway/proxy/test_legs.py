@@ -291,6 +291,8 @@ async def test_a_first_leg_that_fails(fault, monkeypatch):
         assert (legs_of(prefilled), legs_of(answered)) == (others, answering)
         await eventually(s.idle)
         assert s.metrics.retries.total() == 1 and s.metrics.legs.total(leg="decode") == (answering == ["decode"])
+        [((leg, reason), count)] = s.metrics.leg_failures.values.items()
+        assert (leg, count) == ("prefill", 1) and s.metrics.retries.values == {(reason,): 1}
 
 
 @pytest.mark.parametrize("fault", FIRST_FAULTS)

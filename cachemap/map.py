@@ -204,9 +204,10 @@ class CacheMap:
         """Whether the replica is known to hold anything in slower tiers."""
         return any(table.aliases[slot].count for table in self._lower.values())
 
-    def chunk_tiers(self) -> list[ChunkTier]:
-        """The slower tiers that are in chunks, of any replica."""
-        return [one for one in self._tiers if one.blocks > 1]
+    def chunk_tiers(self, slot: int) -> list[ChunkTier]:
+        """The slower tiers in which this replica has chunks."""
+        tables = zip(self._tiers, self._lower.values(), strict=True)
+        return [tier for tier, table in tables if tier.blocks > 1 and table.aliases[slot].count]
 
     def leading(self, tier: str, hashes: Sequence[int]) -> list[int]:
         """How many leading blocks each replica is known to hold in this slower tier, whatever it holds elsewhere. One

@@ -66,7 +66,7 @@ class Gateway:
         self.ledger = Ledger()
         self.costs = CostGroup(costs)
         self.pulse = Pulse()
-        self.pulse.on_held_up.append(_say_held_up)
+        self.pulse.on_held_up += [_say_held_up, lambda now, seconds: [one.held_up() for one in self.intakes.values()]]
         self.fleet = Fleet(
             self._inflight,
             self._waited,

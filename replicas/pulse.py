@@ -18,7 +18,8 @@ BEAT_SECONDS = 0.25
 LATE_SECONDS = 0.5  # a beat later than this shows that the loop was held up
 # What breaks because nobody read it (a connection that an engine or a proxy before it gave up) takes seconds to, and
 # its end is read within one second after that.
-BREAKS_FROM, FRESH_SECONDS = 2.0, 1.0
+# Reading it all may hold the loop up again, which makes that second longer, up to so many.
+BREAKS_FROM, FRESH_SECONDS, MOST_FRESH_SECONDS = 2.0, 1.0, 5.0
 REMEMBERED = 256  # such times; of older ones nothing is left out of what is measured
 
 
@@ -30,7 +31,8 @@ class Pulse:
             Callable[[float, float], None]
         ] = []  # called with now, and for how many seconds until then
         self.ended = -inf  # when the last such time did
-        self._lasted = self._total = 0.0
+        self._total = 0.0
+        self._fresh_until = self._fresh_at_most = -inf
         self._ends: list[float] = []
         self._before: list[float] = []  # for each of `_ends`, seconds of those before it
         self.late_at = inf  # after this, if nobody has looked since, it was held up
@@ -59,14 +61,17 @@ class Pulse:
             self.held_up(now - due, now)
 
     def held_up(self, seconds: float, now: float) -> None:
-        """It was, for so long. One that follows at once, while what came meanwhile is read, belongs to it."""
+        """It was, for so long."""
         if len(self._ends) == REMEMBERED:
             del self._ends[0], self._before[0]
         self._ends.append(now)
         self._before.append(self._total)
         self._total += seconds
-        follows = now - seconds - self.ended < FRESH_SECONDS
-        self.ended, self._lasted = now, seconds + (self._lasted if follows else 0.0)
+        self.ended = now
+        if seconds >= BREAKS_FROM:
+            self._fresh_until, self._fresh_at_most = now + FRESH_SECONDS, now + MOST_FRESH_SECONDS
+        elif now - seconds < self._fresh_until:
+            self._fresh_until = min(now + FRESH_SECONDS, self._fresh_at_most)
         for call in self.on_held_up:
             call(now, seconds)
 
@@ -75,7 +80,7 @@ class Pulse:
         which come after the beat that was due with them."""
         if since >= self.ended:
             return now - since
-        return now - since - (self._total - self._before[bisect_right(self._ends, since)])
+        return max(0.0, now - since - (self._total - self._before[bisect_right(self._ends, since)]))
 
     def clock(self) -> float:
         """A monotonic clock that stands still while it does not run."""
@@ -91,4 +96,4 @@ class Pulse:
     def fresh(self, now: float) -> bool:
         """Whether it only just goes on, after so long that what was under way may have broken because of that."""
         self.look(now)
-        return self._lasted >= BREAKS_FROM and now - self.ended < FRESH_SECONDS
+        return now < self._fresh_until

@@ -148,8 +148,8 @@ class Watch:
 
     def failed(self, now: float, kind: str) -> None:
         self._was_refused |= kind == "connect"
-        if kind != "foreign" and self.pulse.fresh(monotonic()):  # it may have broken because we did not read
-            return self.nudge()
+        if kind in ("connect", "closed", "timeout") and self.pulse.fresh(monotonic()):
+            return self.nudge()  # it may have broken because we did not read
         self.health.failed(now, kind)
         if kind == "foreign":
             self._doubt("what answered a request there was no inference engine")
@@ -418,7 +418,8 @@ class Watch:
         if facts.scrape:
             self._scraped_at = monotonic()
             replica.cache_dtype = facts.scrape.cache_dtype
-            replica.unable = facts.told.unable
+            if "version" not in facts.silent:  # which says whether the page would tell
+                replica.unable = facts.told.unable
         replica.block_size = facts.block_size or replica.block_size
         replica.num_blocks = facts.num_blocks or replica.num_blocks
         if "version" not in facts.silent:

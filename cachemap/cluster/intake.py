@@ -126,6 +126,9 @@ class SharedIntake:
         """This gateway follows the engine's events and cannot reach it, so that any other may do better."""
         return self._following is not None and self.engine.unreachable
 
+    def held_up(self) -> None:
+        self.engine.held_up()
+
     @property
     def last_seq(self) -> int | None:
         return self.position.sequence

@@ -9,7 +9,7 @@ costs about 40 us and a further block in it 0.3.
 from collections.abc import Sequence
 
 from cachemap.changes import ChunkTier
-from cachemap.events.chunks import MOST_CHUNKS, Chunk, Chunks, block_keys, stored
+from cachemap.events.chunks import MOST_BLOCKS, Chunk, Chunks, block_keys, stored
 from cachemap.events.groups import GroupEvents
 from cachemap.events.pages import Pages
 from cachemap.events.records import FULL_ATTENTION, Cleared, Removed, Stored
@@ -212,7 +212,7 @@ class EventApplier:
             or parts
             or chunks.blocks != blocks
             or chunks.blind
-            or len(chunks) + len(event.keys) > MOST_CHUNKS
+            or (len(chunks) + len(event.keys)) * blocks > MOST_BLOCKS
         ):
             self.ignored += len(event.keys)
             return
@@ -287,7 +287,7 @@ class EventApplier:
         keys: Sequence[int | bytes] = event.keys
         if self.pages is not None and event.tier == "gpu":
             keys = self.pages.remove(keys)
-        if event.tier != "gpu" and self._map.chunk_tiers():
+        if event.tier != "gpu" and (self._chunks or self._map.chunk_tiers(self._slot)):
             keys = self._remove_chunks(event)
         if self._own or event.tier != self._tier:
             self._flush()
@@ -302,7 +302,7 @@ class EventApplier:
             dropped = chunks.remove(unknown)
             self._remove_found(event.tier, dropped.chunks)
             unknown = dropped.unknown
-        for tier in self._map.chunk_tiers():  # chunks that only the map knows, from another gateway
+        for tier in self._map.chunk_tiers(self._slot):  # chunks that only the map knows, from another gateway
             if tier.base == event.tier:
                 keys = [one for key in unknown for one in block_keys(key, tier.blocks)]
                 self._removed += self._map.remove(self._slot, keys, tier.tier)

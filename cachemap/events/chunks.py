@@ -16,9 +16,9 @@ from typing import NamedTuple
 Key = int | bytes
 U64 = (1 << 64) - 1
 ODD = 0x9E3779B97F4A7C15
-# Of one replica, those that are gone included: 16 million tokens of 256 to a chunk, about 40 MB. LMCache's server
-# remembers the tokens of as many (`_TOKEN_BINDING_CACHE_SIZE`), so of more it does not tell either.
-MOST_CHUNKS = 1 << 16
+# Of one replica's tier, in chunks that are held or gone: 16 million tokens, about 40 MB. What is told of more is
+# ignored.
+MOST_BLOCKS = 1 << 20
 
 
 class Chunk:

@@ -255,6 +255,13 @@ class EventIntake:
         if sequence is not None:
             self._void[name] = sequence
 
+    def held_up(self) -> None:
+        """This process did not run until now: what the engine told meanwhile is there to be read, and a connection that
+        broke may be made again."""
+        self._silent_requests = 0
+        if self._linked:
+            self._unlinked_at = _now()
+
     def request_finished(self, prompt_blocks: int) -> None:
         """The replica finished a request of which `prompt_blocks` full blocks were new to it,
         so that it must have reported blocks by now or soon."""

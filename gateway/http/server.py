@@ -76,7 +76,8 @@ class Server:
         self._sweeper = asyncio.get_running_loop().call_later(SWEEP_SECONDS, self._sweep)
         now = monotonic()
         pulse = self.clients.handler.pulse
-        self._was_late = not self._was_late and not pulse.saw(self._swept_at or now, now)
+        ran = pulse.saw(self._swept_at or now, now)
+        self._was_late = not self._was_late and not ran
         self._swept_at = now
         if self._was_late:
             # Timers come before sockets: clients and replicas may have been in time, so deadlines wait for the next

@@ -19,6 +19,7 @@ from replicas.engines.transfer import json_object, with_first
 from replicas.names import bracketed
 from replicas.problems import Problem
 from replicas.roles import BOTH, DECODE, DECODERS, PREFILL, PREFILLERS, REMEDY, SPEAK_ALIKE, lacks, unlike
+from replicas.served import base_names
 
 from ..errors import ApiError, bad
 from ..http.upstream import Upstream, UpstreamError
@@ -117,7 +118,7 @@ class Roles:
             return
         wrong, unlike_ones = set(), dict[Backend, list[str]]()
         if self.any:
-            models: set[str | None] = {name for one in backends for name in one.replica.models}
+            models: set[str | None] = {name for one in backends for name in base_names(one.replica.models)}
             for model in models or {None}:
                 serving = [one.replica for one in backends if one.serves(model)]
                 said = f"model {model}: " if model else ""

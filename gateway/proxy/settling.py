@@ -294,7 +294,7 @@ class Settling:
     def still_unanswered(self, attempt: Attempt, now: float) -> None:
         """An answer that does not stream shows no first token: take its prefill for done when it should be. And after
         COMPUTES_SECONDS it is its own affair that nothing comes: a replica that is ready computes."""
-        placement, waited = attempt.placement, now - attempt.sent_at
+        placement, waited = attempt.placement, self.pulse.ran(attempt.sent_at, now)
         if not attempt.streams and placement.computing and waited > placement.ttft:
             self._router.first_token(placement, None)
         if waited > COMPUTES_SECONDS and attempt.backend.replica.state is State.READY:

@@ -2,10 +2,13 @@
 
 import asyncio
 
+import aiohttp
 import pytest
 from aiohttp import web
 
 from replicas import Fleet, State, watch
+from replicas.adopt import probe
+from replicas.engines.dialect import Told
 from replicas.health import Health, Limits, Verdict
 
 READY, DEGRADED, WARMING = State.READY, State.DEGRADED, State.WARMING
@@ -277,6 +280,20 @@ async def test_another_version_or_model_is_another_process_where_no_start_is_tol
     await fleet.prove(replica.id)
     assert replica.incarnation != before
     await comes(replica, READY)
+
+
+async def test_a_version_that_comes_late_makes_no_engine_able(fleet, engine, comes):
+    """Whether its metrics would name a connector depends on it."""
+    url = await engine()
+    engine.pages["/metrics"] += 'vllm:cache_config_info{block_size="16"} 1.0\n'
+    replica = await comes(fleet.add(url), READY)
+    assert replica.unable == {"nixl"}
+    async with aiohttp.ClientSession() as session:
+        facts = await probe(url, session)
+    facts.silent.add("version")
+    facts.told = Told()
+    fleet.engines[replica.id].watch._learn(facts)
+    assert replica.unable == {"nixl"}
 
 
 async def test_an_engine_that_closes_its_connections_is_not_asked_for_all_each_time(fleet, serve, comes, until):

@@ -9,7 +9,7 @@ from aiohttp import web
 from replicas import Fleet, State
 from replicas.health import Health, Limits, Verdict
 from replicas.lifecycle import Event
-from replicas.pulse import BEAT_SECONDS, FRESH_SECONDS, LATE_SECONDS, REMEMBERED, Pulse
+from replicas.pulse import BEAT_SECONDS, FRESH_SECONDS, LATE_SECONDS, MOST_FRESH_SECONDS, REMEMBERED, Pulse
 
 
 @pytest.fixture
@@ -72,6 +72,22 @@ async def test_a_loop_that_is_held_up_knows_before_its_timers_say_so():
     assert len(told) == 1
 
 
+def test_what_comes_out_of_a_stop_is_fresh_while_it_is_read_and_no_longer():
+    pulse, now = Pulse(), 100.0
+    pulse.held_up(10.0, now)
+    for _ in range(4):  # each beat comes late
+        now += 0.9
+        assert pulse.fresh(now)
+        pulse.held_up(0.6, now)
+    assert now < 100.0 + MOST_FRESH_SECONDS and pulse.fresh(now + 0.9)
+    pulse.held_up(0.6, now + 0.9)
+    assert not pulse.fresh(100.0 + MOST_FRESH_SECONDS)
+    starved = Pulse()
+    for second in range(30):
+        starved.held_up(0.6, float(second))
+        assert not starved.fresh(second + 0.1), "a machine without CPU excuses nothing"
+
+
 def test_an_engine_is_not_lost_for_the_time_in_which_nobody_asked_it():
     """Two probes failed before a stop of 14 s, and one after it: that is no silence of 15 s."""
     health, pulse, seconds = Health(Limits(fall=3, lost_after=15.0)), Pulse(), 0.0
@@ -105,6 +121,14 @@ async def test_what_broke_while_nobody_read_is_looked_at_and_not_counted(watched
     assert replica.state is State.READY and watch.health.opinion(fleet.pulse.clock()).verdict is Verdict.GOOD
     await until(lambda: watch._looked_at > looked_at, lambda: "it was not looked at")
     assert replica.state is State.READY
+    fleet.pulse.held_up(10.0, monotonic())
+    for _ in range(3):
+        fleet.failed(replica.id, "5xx")
+    assert replica.state is State.DEGRADED, "an engine's own errors do not come from that"
+
+
+async def test_what_breaks_later_than_that_counts(watched):
+    fleet, replica, watch = watched
     fleet.pulse.held_up(10.0, monotonic() - FRESH_SECONDS)
     for _ in range(3):
         fleet.failed(replica.id, "closed")

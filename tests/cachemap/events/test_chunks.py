@@ -183,7 +183,7 @@ def test_a_gateway_that_takes_over_goes_on_with_what_the_map_has():
 
 
 def test_there_is_a_bound(monkeypatch):
-    monkeypatch.setattr("cachemap.events.apply.MOST_CHUNKS", 2)
+    monkeypatch.setattr("cachemap.events.apply.MOST_BLOCKS", 6)
     told = Told()
     told.store((0,), (0, 0), (0, 0, 0))
     assert told.held((0, 0, 0)) == (0, 6) and told.applier.ignored == 1

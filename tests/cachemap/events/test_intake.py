@@ -321,6 +321,10 @@ async def test_a_silent_replica_is_modelled_until_its_events_come(monkeypatch):
             intake.request_finished(5)
             intake.request_finished(0)  # nothing new in it: says nothing
         assert intake.state == "live"
+        intake.held_up()  # what was told meanwhile may not be read yet
+        for _ in range(3):
+            intake.request_finished(5)
+        assert intake.state == "live"
         intake.request_finished(5)
         assert intake.state == "unobserved" and "no block was reported" in changes[-1][1]
         table.expect(0, HASHES, 0.0)

@@ -7,8 +7,10 @@ in the gateway and in `explain`, refuse pools before they are started, and tell 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Generic, NamedTuple, Protocol, TypeVar
+
+from .roles import BOTH, DECODERS, PREFILLERS
 
 if TYPE_CHECKING:
     from replicas.engines.transfer import Transfer
@@ -71,6 +73,28 @@ class Paired(Protocol):
 
 
 T = TypeVar("T", bound=Paired)
+
+
+class Sided(Protocol):
+    """What says on which side a replica may be."""
+
+    @property
+    def role(self) -> str: ...
+    @property
+    def rank(self) -> int | None: ...
+
+
+def sides_of(transfer: Transfer, ones: Iterable[T], replica_of: Callable[[T], Sided]) -> tuple[list[T], list[T]]:
+    """Who may compute prompts and who may write answers, of replicas that pass caches on by `transfer`."""
+    known = [(one, replica_of(one)) for one in ones]
+    if not transfer.takes_whole:  # one without a role takes nothing else
+        known = [(one, replica) for one, replica in known if replica.role != BOTH]
+    prefillers = [
+        one
+        for one, replica in known
+        if replica.role in PREFILLERS and not (transfer.header and replica.rank is not None)  # a header names no rank
+    ]
+    return prefillers, [one for one, replica in known if replica.role in DECODERS]
 
 
 class Complaint(NamedTuple, Generic[T]):

@@ -25,7 +25,7 @@ from replicas.adopt import IS_GATEWAY, Facts, problems_of
 from replicas.engines import TRANSFERS
 from replicas.problems import DRAINED, Problem
 from replicas.replica import Address, EventSource, Replica, parse_url
-from replicas.roles import BOTH, DECODERS, PREFILLERS, REMEDY, SPEAK_ALIKE, lacks, unlike
+from replicas.roles import BOTH, REMEDY, SPEAK_ALIKE, lacks, unlike
 from replicas.served import base_names
 from replicas.simulated import complaints
 
@@ -433,8 +433,8 @@ def check_roles(replicas: list[Replica]) -> Finding | None:
     counted = ", ".join(f"{roles.count(role)} {role}" for role in sorted(set(roles)))
     found, pairs = [], 0
     for way in dict.fromkeys(one.transfer for one in replicas if one.transfer is not None):
-        computing = [one for one in replicas if one.transfer is way and one.role in PREFILLERS]
-        writing = [one for one in replicas if one.transfer is way and one.role in DECODERS]
+        alike = [one for one in replicas if one.transfer is way]
+        computing, writing = pairing.sides_of(way, alike, lambda one: one)
         found += pairing.complaints(computing, writing, way)
         pairs += sum(bool(first and second) for first, second in pairing.groups(computing, writing, way))
     if found:

@@ -26,8 +26,8 @@ from gateway.errors import ApiError
 from gateway.model import model_dir
 from gateway.prompt import Prompt
 from policies import Candidate, CostGroup, Ledger, Load, Pairing, Router, Targets, make
-from replicas.pairing import complaints, groups
-from replicas.roles import BOTH, DECODERS, PREFILL, PREFILLERS
+from replicas.pairing import complaints, groups, sides_of
+from replicas.roles import BOTH, PREFILL
 from replicas.served import base_names
 
 from .explain_text import show
@@ -146,8 +146,7 @@ def _pairings(up: list[Replica], candidates: Mapping[str, Candidate], path: str)
     ways = dict.fromkeys(one.transfer for one in up if one.transfer is not None and path in one.transfer.paths)
     found = []
     for way in ways:
-        computing = [one for one in up if one.transfer is way and one.role in PREFILLERS]
-        writing = [one for one in up if one.transfer is way and one.role in DECODERS]
+        computing, writing = sides_of(way, [one for one in up if one.transfer is way], lambda one: one)
         for complaint in complaints(computing, writing, way):
             print(f"not paired: {complaint.text}", file=sys.stderr)
         for group in groups(computing, writing, way):

@@ -69,16 +69,7 @@ class Kind(NamedTuple):
 
 
 def _sides_of(transfer: Transfer, backends: Sequence[Backend]) -> tuple[list[Backend], list[Backend]]:
-    """Who may compute prompts and who may write answers, of replicas that pass caches on in one way."""
-    if not transfer.takes_whole:  # one without a role takes nothing else
-        backends = [one for one in backends if one.replica.role != BOTH]
-    # A header names no rank.
-    prefillers = [
-        one
-        for one in backends
-        if one.replica.role in PREFILLERS and not (transfer.header and one.replica.rank is not None)
-    ]
-    return prefillers, [one for one in backends if one.replica.role in DECODERS]
+    return pairing.sides_of(transfer, backends, lambda one: one.replica)
 
 
 def _by_transfer(backends: Iterable[Backend]) -> dict[Transfer, list[Backend]]:

@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import pytest
 
+from replicas import pairing
 from replicas.engines import TRANSFERS
 from replicas.pairing import ALIKE, Traits, complaints, groups, obstacles, refusals
 
@@ -67,6 +68,24 @@ def test_a_replica_alone_is_not_complained_of():
     alone = One("b", Traits(unable=frozenset({"nixl"})))
     assert complaints([alone], [alone], NIXL) == []
     assert len(complaints([alone, One("c", alone.traits)], [alone], NIXL)) == 1
+
+
+class Placed(NamedTuple):
+    id: str
+    role: str
+    rank: int | None = None
+    traits: Traits = Traits()
+
+
+def test_each_is_on_the_sides_that_its_role_and_the_way_of_moving_caches_leave():
+    p, d, both, rank = Placed("p", "prefill"), Placed("d", "decode"), Placed("b", "both"), Placed("r", "prefill", 1)
+
+    def sides(transfer):
+        return pairing.sides_of(transfer, [p, d, both, rank], lambda one: one)
+
+    assert sides(NIXL) == ([p, both, rank], [d, both])
+    assert sides(LLMD) == ([p, both], [d, both]), "its header names no rank"
+    assert sides(TRANSFERS["sglang"]) == ([p, rank], [d]), "an engine without a role takes whole requests alone"
 
 
 def test_what_an_engine_tells_counts_before_what_it_was_launched_with():

@@ -121,8 +121,8 @@ def published(connector) -> list:
     return list(connector.take_events())
 
 
-def from_server() -> list:
-    server, adapter = Server(), worker(True)
+def connector_of(adapter) -> LMCacheMPConnector:
+    """As far as it publishes: what it has besides needs an engine."""
     connector = object.__new__(LMCacheMPConnector)
     connector.__dict__ |= {
         "_enable_kv_events": True,
@@ -130,6 +130,12 @@ def from_server() -> list:
         "_kv_cache_events": [],
         "lazy_offload": False,
     }
+    return connector
+
+
+def from_server() -> list:
+    server, adapter = Server(), worker(True)
+    connector = connector_of(adapter)
     server.bus.start()
     try:
         for number, (text, chunks) in enumerate(STORY):
@@ -146,13 +152,7 @@ def from_server() -> list:
 def from_worker() -> list:
     """Nobody tells it what has been evicted: the first prompt is stored as a whole once more."""
     adapter = worker(False)
-    connector = object.__new__(LMCacheMPConnector)
-    connector.__dict__ |= {
-        "_enable_kv_events": True,
-        "worker_adapter": adapter,
-        "_kv_cache_events": [],
-        "lazy_offload": False,
-    }
+    connector = connector_of(adapter)
     for number, (text, chunks) in enumerate(STORY):
         key = SimpleNamespace(token_ids=ids(text, chunks), start=0, end=CHUNK * chunks)
         adapter._pending_store_kv_events[str(number)] = adapter._build_store_kv_events(key)

@@ -51,6 +51,16 @@ async def test_what_all_tiers_deliver_is_as_predicted(tokens, reported, predicte
         assert metrics.predicted_cached_tokens.total() == metrics.reported_cached_tokens.total()
 
 
+async def asked_often(s, body):
+    """As often as it takes for a map to be called wrong, and as if each came seconds after the one before."""
+    (backend,), talk = s.proxy.backends.values(), await s.talk()
+    for _ in range(WINDOW):
+        s.proxy.router.map._routed.clear(backend.slot)
+        await talk.say(post(json.dumps(body).encode(), path=b"/v1/completions"))
+        await talk.response()
+        await eventually(s.idle)
+
+
 @pytest.mark.parametrize("looked_up, heals", [(None, 1), (0, 1), (96, 0)])
 async def test_what_comes_from_a_tier_of_which_nobody_tells_is_no_drift(looked_up, heals):
     """LMCache in the engine's process tells of no eviction, so nothing of it is mapped; what it delivers counts."""
@@ -62,12 +72,7 @@ async def test_what_comes_from_a_tier_of_which_nobody_tells_is_no_drift(looked_u
         )
         backend.replica.scrape = parse(page.encode(), 0.0, backend.replica.dialect.metrics)
         body = {"model": "m", "prompt": list(range(6 * SIZE + 3))}
-        talk = await s.talk()
-        for _ in range(WINDOW):
-            cache_map._routed.clear(backend.slot)
-            await talk.say(post(json.dumps(body).encode(), path=b"/v1/completions"))
-            await talk.response()
-            await eventually(s.idle)
+        await asked_often(s, body)
         assert s.metrics.predictions.values[backend.id, "under"] == WINDOW and s.metrics.heals.total() == heals
 
 
@@ -78,10 +83,5 @@ async def test_a_tier_that_delivers_nothing_is_drift():
         body = {"model": "m", "prompt": list(range(6 * SIZE + 3))}
         hashes = s.proxy.models.pipelines[0].prepare("/v1/completions", json.dumps(body).encode()).hashes
         cache_map.store(backend.slot, hashes, list(range(1, 7)), "disk")
-        talk = await s.talk()
-        for _ in range(WINDOW):
-            cache_map._routed.clear(backend.slot)
-            await talk.say(post(json.dumps(body).encode(), path=b"/v1/completions"))
-            await talk.response()
-            await eventually(s.idle)
+        await asked_often(s, body)
         assert s.metrics.heals.total() == 1

@@ -177,6 +177,19 @@ async def test_events_that_are_lost(tmp_path, engines):
                 await engines.order(mute_events=False)
 
 
+async def test_a_prefiller_whose_legs_fail(tmp_path, start_engine):
+    prefiller, decoder = [one.wait() for one in (start_engine("--kv-connector"), start_engine("--kv-connector"))]
+    urls = f"{prefiller.url}#role=prefill", f"{decoder.url}#role=decode"
+    async with running("--replica-url", *urls, "--model", "sim", "--policy", "round_robin") as gateway:
+        await gateway.ready(2)
+        async with watched(tmp_path, gateway) as scene, Load(gateway.url, 3), httpx.AsyncClient() as client:
+            await scene.calm()
+            async with scene.during("HithertoLegsFailing") as fires:
+                (await client.post(f"{prefiller.url}/faults", json={"error_share": 0.5})).raise_for_status()
+                await fires()
+                (await client.post(f"{prefiller.url}/faults", json={"error_share": 0})).raise_for_status()
+
+
 async def test_too_much_load_and_answers_that_come_too_late(tmp_path, engines):
     (tmp_path / "hitherto.yaml").write_text(yaml.safe_dump(SLO))
     flags = ["--config", str(tmp_path / "hitherto.yaml"), "--replica-url", *engines.urls, "--model", "sim"]

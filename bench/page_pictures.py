@@ -77,7 +77,7 @@ async def main() -> None:
             os.kill(status["replicas"][1]["pid"], signal.SIGKILL)  # so that there is a failure to be seen
             await asyncio.sleep(SECONDS * 0.3)
             await shown(page, gateway, DOCS / "live-page.png", 1320, 1090, dark=False)
-            await shown(page, gateway, DOCS / "live-page-narrow.png", 380, 860, dark=True)
+            await shown(page, gateway, DOCS / "live-page-narrow.png", 360, 860, dark=True)
 
 
 if __name__ == "__main__":

@@ -60,37 +60,43 @@ async def test_it_says_what_is_amiss_with_redis_also_when_opened_with_the_token_
 HOSTILE = "<img src=x onerror=document.title=1><script>document.title=2</script>"
 
 
-async def test_text_of_other_machines_and_clients_never_becomes_html():
+def full_of(text):
+    """A gateway with something to show in every section, with this text wherever a text is shown."""
     gateway = Gateway()
     for number in range(2):
         replica = gateway.fleet.add(f"http://a:{number + 1}")
-        replica.state, replica.models, replica.reason = State.READY, {HOSTILE: None, "b": HOSTILE}, HOSTILE
-        replica.problems = (HOSTILE,)
+        replica.state, replica.models, replica.reason = State.READY, {text: None, "b": text}, text
+        replica.problems = (text,)
     replica.state = State.FAILED
     recent = gateway.recent
     recent.texts = True
-    recent.journal.note(1.0, "state", HOSTILE, HOSTILE)
-    recent.journal.failed(1.0, "a:1", HOSTILE)
+    recent.journal.note(1.0, "state", text, text)
+    recent.journal.failed(1.0, "a:1", text)
     decision = {
         "number": 1,
         "at": 1.0,
-        "model": HOSTILE,
-        "path": HOSTILE,
+        "model": text,
+        "path": text,
         "tokens": 9,
         "held_tokens": 0,
-        "text": HOSTILE,
+        "text": text,
     }
-    recent.sampler.decisions.append({**decision, "replicas": ["a:1"], "sentence": f"a:1, because {HOSTILE}"})
-    node = {"path": [], "tokens": 16, "samples": 2, "share": 1.0, "holders": ["a:1", HOSTILE], "more_holders": 0}
-    recent._prefixes = lambda: {"samples": 2, "nodes": [{**node, "id": HOSTILE, "model": HOSTILE, "text": HOSTILE}]}
+    recent.sampler.decisions.append({**decision, "replicas": ["a:1"], "sentence": f"a:1, because {text}"})
+    node = {"path": [], "tokens": 16, "samples": 2, "share": 1.0, "holders": ["a:1", text], "more_holders": 0}
+    recent._prefixes = lambda: {"samples": 2, "nodes": [{**node, "id": text, "model": text, "text": text}]}
 
     async def explain(path, body, headers):
         load = {"requests": 0}
-        one = {"id": HOSTILE, "uncached_tokens": 9, "seconds": 1.0, "ttft_seconds": 1.0, "chosen": True, "load": load}
-        return {"sentence": f"{HOSTILE}, because {HOSTILE}", "choice": HOSTILE, "mode": "exact", "note": HOSTILE,
+        one = {"id": text, "uncached_tokens": 9, "seconds": 1.0, "ttft_seconds": 1.0, "chosen": True, "load": load}
+        return {"sentence": f"{text}, because {text}", "choice": text, "mode": "exact", "note": text,
                 "tokens": 9, "replicas": [one]}  # fmt: skip
 
     gateway.explain = explain
+    return gateway
+
+
+async def test_text_of_other_machines_and_clients_never_becomes_html():
+    gateway = full_of(HOSTILE)
     async with served(gateway) as host, browser() as page:
         await page.open(f"http://{host}/")
         await page.until("document.querySelector('#decisions li')")
@@ -102,6 +108,85 @@ async def test_text_of_other_machines_and_clients_never_becomes_html():
             assert HOSTILE in await page.ask(f"document.getElementById('{part}').textContent"), part
         assert await page.ask("document.querySelectorAll('main img, main script, main [onerror]').length") == 0
         assert await page.ask("document.title") == "Hitherto" and page.problems == []
+
+
+# What a section has only now and then, and text of every colour that states give.
+STATES = """
+paused = true;
+const at = (selector, kind) => document.querySelector(selector).classList.add(...kind.split(" "));
+document.getElementById("ask-text").value = "";
+document.getElementById("notice").hidden = false;
+document.getElementById("notice").textContent = "no replica is ready";
+document.getElementById("ask-model-label").hidden = false;
+document.getElementById("admission").hidden = document.getElementById("shadow").hidden = false;
+document.querySelector("header").append(...["", "good", "bad"].map(kind => make("span", {class: "pill " + kind}, "state")));
+at(".tile:nth-child(1)", "bad");
+at(".tile:nth-child(2)", "warn");
+document.querySelector(".tile .value").append(make("small", {}, "ms"));
+for (const box of document.querySelectorAll(".panel")) box.append(
+  ...["warnish", "badish", "sub", "hint"].map(kind => make("div", {class: kind}, kind)), make("a", {href: "status"}, "a link"),
+  make("span", {class: "tag"}, "a tag"), make("div", {class: "empty"}, "Nothing"));
+document.querySelector(".log li").append(make("span", {class: "times"}, "x 2"));
+"""
+
+# The contrast of each text that is rendered with what is behind it, and the style's rules for a colour that none has.
+CONTRASTS = r"""
+(() => {
+  const channels = color => {
+    const parts = color.match(/[\d.]+(e-?\d+)?/g).map(Number), unit = color.startsWith("color(srgb") ? 1 : 255;
+    if (!/^(rgba?\(|color\(srgb )/.test(color)) throw new Error("a colour of another kind: " + color);
+    return [...parts.slice(0, 3).map(one => one / unit), parts[3] ?? 1];
+  };
+  const over = (top, below) => [...[0, 1, 2].map(at => top[at] * top[3] + below[at] * (1 - top[3])), 1];
+  const luminance = color => [.2126, .7152, .0722].reduce((sum, weight, at) =>
+    sum + weight * (color[at] <= .04045 ? color[at] / 12.92 : ((color[at] + .055) / 1.055) ** 2.4), 0);
+  const upwards = node => { const found = []; for (; node; node = node.parentElement) found.push(node); return found; };
+  const seen = [], measured = new Set();
+  const measure = (node, pseudo, text) => {
+    const style = getComputedStyle(node, pseudo), nodes = upwards(node);
+    const behind = nodes.map(one => channels(getComputedStyle(one).backgroundColor)).reverse().reduce((below, top) => over(top, below), [1, 1, 1, 1]);
+    const faded = nodes.reduce((sum, one) => sum * getComputedStyle(one).opacity, pseudo ? style.opacity : 1);
+    const color = channels(style.color);
+    const ink = luminance(over([...color.slice(0, 3), color[3] * faded], behind)), paper = luminance(behind);
+    seen.push([node.tagName + "#" + node.id + "." + node.className + (pseudo || ""), text.trim().slice(0, 20),
+               (Math.max(ink, paper) + .05) / (Math.min(ink, paper) + .05)]);
+    measured.add(node);
+  };
+  for (const node of document.body.querySelectorAll("*")) {
+    if (!node.checkVisibility() || node.closest("svg, noscript")) continue;
+    const own = [...node.childNodes].filter(child => child.nodeType === Node.TEXT_NODE && child.data.trim());
+    if (own.length) measure(node, null, own[0].data);
+    if (node.matches("textarea, select")) measure(node, null, node.value || node.tagName);
+    if (node.matches("textarea")) measure(node, "::placeholder", node.placeholder);
+    const before = getComputedStyle(node, "::before").content;
+    if (before !== "none" && before !== "normal") measure(node, "::before", before);
+  }
+  const rules = list => [...list].flatMap(rule =>
+    rule.media && !matchMedia(rule.media.mediaText).matches ? [] : rule.style ? [rule] : rules(rule.cssRules || []));
+  const unseen = [...document.styleSheets].flatMap(sheet => rules(sheet.cssRules)).filter(rule => rule.style.color)
+    .flatMap(rule => rule.selectorText.split(/,\s*/)).map(one => one.replace(/:[:\w-]+$/, ""))
+    .filter(one => ![...document.querySelectorAll(one)].some(node => measured.has(node) || [...measured].some(other => node.contains(other))));
+  return {seen, unseen};
+})()
+"""
+
+
+async def test_every_text_stands_out_from_what_is_behind_it_light_and_dark_wide_and_narrow():
+    async with served(full_of("why it is so")) as host, browser() as page:
+        for dark in (False, True):
+            for width in (1360, 360):
+                await page.open(f"http://{host}/", width, dark=dark)
+                await page.until("document.querySelector('#decisions li') && document.querySelector('#log li')")
+                await page.ask("document.getElementById('ask-text').focus()")
+                await page.type("why")
+                await page.press("Enter", modifiers=2)
+                await page.until("document.querySelector('#ask-answer .said')")
+                await page.ask(f"(() => {{ {STATES} }})()")
+                told = await page.ask(CONTRASTS)
+                assert told["unseen"] == [], "rules whose text was not measured"
+                assert len(told["seen"]) > 100
+                faint = [one for one in told["seen"] if one[2] < 4.5]  # WCAG 2.2, 1.4.3
+                assert faint == [], (dark, width)
 
 
 async def ask(client, number):
@@ -224,7 +309,7 @@ async def test_with_several_models_each_replica_says_which_it_serves():
         assert "sql-model" in second
 
 
-@pytest.mark.parametrize("width", [380, 760, 1360])
+@pytest.mark.parametrize("width", [360, 760, 1360])
 async def test_nothing_is_wider_than_the_window_and_the_keyboard_reaches_all(width):
     gateway = Gateway()
     for number in range(30):

@@ -57,6 +57,16 @@ class ChunkTier(NamedTuple):
         return ChunkTier(found[1], int(found[2])) if found and int(found[2]) else None
 
 
+def outlives(tier: str) -> bool:
+    """Whether what lies there stays when an engine drops all that it has itself.
+
+    vLLM's reset of its prefix cache leaves LMCache's chunks and what is on disk or on other machines. Its own host
+    memory is emptied with some resets (sleep, pause, `reset_external`) and not with others, and its event is the same
+    for both: taken as emptied.
+    """
+    return tier in ("disk", "remote") or ChunkTier.of(tier) is not None
+
+
 EVERY = 10**9 - 1  # blocks, more than any prompt has
 
 
@@ -78,7 +88,9 @@ class Remove(NamedTuple):
 
 
 class Clear(NamedTuple):
-    """It holds nothing."""
+    """It holds nothing; without `below`, nothing but what is in tiers that outlive the engine's own cache."""
+
+    below: bool = True
 
 
 class Observe(NamedTuple):

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from cachemap.changes import CacheGroup, Change, ChunkTier, Clear, Contents, Observe, Remove, Store
+from cachemap.changes import CacheGroup, Change, ChunkTier, Clear, Contents, Observe, Remove, Store, outlives
 from cachemap.hashing import GuessedBlocks
 from cachemap.table.block_table import BlockTable
 from cachemap.table.blocks import NO_BLOCKS, u64
@@ -304,7 +304,7 @@ class CacheMap:
         elif isinstance(change, Remove):
             return self._remove(slot, replica, change)
         elif isinstance(change, Clear):
-            self._clear(slot, replica)
+            self._clear(slot, replica, change.below)
         elif replica.observed != change.observed:
             self._clear(slot, replica)
             replica.observed = change.observed
@@ -320,11 +320,15 @@ class CacheMap:
             self._routed.discard(slot, array("Q", hashes.tobytes()))
         return len(hashes)
 
-    def _clear(self, slot: int, replica: _Replica) -> None:
-        for table in (self._gpu, *self._lower.values()):
-            table.capacity.clear(slot)
+    def _clear(self, slot: int, replica: _Replica, below: bool = True) -> None:
+        self._gpu.capacity.clear(slot)
+        spared = () if below else self._outliving(slot)
+        for tier, table in self._lower.items():
+            if tier not in spared:
+                table.capacity.clear(slot)
         self._groups.keep(slot, ())
-        replica.copies.clear()
+        for copy in [copy for copy in replica.copies if copy[0] not in spared]:
+            del replica.copies[copy]
         self._routed.clear(slot)
         replica.model.clear()
         self._last = ([], [], None)
@@ -394,9 +398,14 @@ class CacheMap:
         known: list[int] = hashes.tolist()
         return known
 
-    def clear(self, slot: int) -> None:
-        """The replica holds nothing: it said so, restarted, or we lost track of it."""
-        self.change(slot, Clear())
+    def clear(self, slot: int, below: bool = True) -> None:
+        """The replica holds nothing: it said so, restarted, or we lost track of it. Without `below`, tiers that outlive
+        its own cache stay."""
+        self.change(slot, Clear(below or not self._outliving(slot)))
+
+    def _outliving(self, slot: int) -> list[str]:
+        """The tiers with blocks of this replica that its own cache's end leaves as they are."""
+        return [tier for tier, table in self._lower.items() if table.aliases[slot].count and outlives(tier)]
 
     def observed(self, slot: int, observed: bool) -> None:
         """Follow the replica's events from now on, or model its cache; starts from nothing."""

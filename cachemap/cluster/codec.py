@@ -29,7 +29,7 @@ _GROUP = struct.Struct("<HI")  # after an operation whose tier is none of TIERS:
 _CHUNKS = struct.Struct("<BI")  # or the number of the tier that has blocks in chunks, and of how many
 _PARENT = np.dtype([("at", "<u4"), ("hash", "<u8")])
 _COPIES = np.dtype([("tag", "<u8"), ("count", "<u4")])
-_STORE, _REMOVE, _CLEAR, _OBSERVED, _UNOBSERVED = range(5)
+_STORE, _REMOVE, _CLEAR, _OBSERVED, _UNOBSERVED, _CLEAR_OWN = range(6)
 
 
 class Unreadable(ValueError):
@@ -62,7 +62,10 @@ def encode_change(change: Change) -> bytes:
         return b"".join((head, heads.tobytes(), change.hashes.tobytes(), _pack(change.tags)))
     if isinstance(change, Remove):
         return _operation(_REMOVE, change.tier, 0, len(change.tags)) + _pack(change.tags)
-    kind = _CLEAR if isinstance(change, Clear) else _OBSERVED if change.observed else _UNOBSERVED
+    if isinstance(change, Clear):
+        kind = _CLEAR if change.below else _CLEAR_OWN
+    else:
+        kind = _OBSERVED if change.observed else _UNOBSERVED
     return _OPERATION.pack(kind, 0, 0, 0)
 
 
@@ -124,8 +127,8 @@ def _changes(data: bytes, at: int) -> list[Change]:
             changes.append(Store(tier, hashes, _unpack(data, at, count), parents))
         elif kind == _REMOVE:
             changes.append(Remove(tier, _unpack(data, at, count)))
-        elif kind == _CLEAR:
-            changes.append(Clear())
+        elif kind in (_CLEAR, _CLEAR_OWN):
+            changes.append(Clear(kind == _CLEAR))
         elif kind in (_OBSERVED, _UNOBSERVED):
             changes.append(Observe(kind == _OBSERVED))
         else:

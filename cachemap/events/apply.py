@@ -99,8 +99,25 @@ class EventApplier:
             self._removed += self._map.remove(self._slot, self._removing, self._tier)
             self._removing = []
 
+    @property
+    def blind(self) -> list[str]:
+        """The tiers whose store does not tell what goes (`Chunks.blind`)."""
+        return [tier for tier, chunks in self._chunks.items() if chunks.blind]
+
     def forget(self) -> None:
-        """The replica holds nothing, and nothing pending counts."""
+        """The replica holds nothing, and nothing pending counts. Who does not tell what goes is not believed the more
+        for it."""
+        self._forget_own()
+        self._chunks = {tier: those for tier, those in self._chunks.items() if those.blind}
+        self._map.clear(self._slot)
+
+    def _clear(self) -> None:
+        """The engine dropped all that it has itself. What outlives that goes when its store says so."""
+        self._flush()
+        self._forget_own()
+        self._map.clear(self._slot, below=False)
+
+    def _forget_own(self) -> None:
         self._own, self._above, self._removing = {}, {}, []
         self._twice, self._heads, self._tail = [], [], 0
         self.fault = self._main = None
@@ -108,16 +125,6 @@ class EventApplier:
             self._orphans += self.pages.orphans
             self.pages = None
         self._groups.forget()
-        self._chunks = {}
-        self._map.clear(self._slot)
-
-    def _clear(self) -> None:
-        """The engine dropped all that it has itself. What a store below it keeps in chunks is the store's to drop."""
-        chunks = self._chunks
-        self.forget()
-        self._chunks = chunks
-        for tier, those in chunks.items():
-            self._store_found(tier, those.found())
 
     def _look_up_parents(self, events: list[Stored | Removed | Cleared]) -> None:
         """One call for all parents that lie in the map already: alone each costs 12 us."""
@@ -298,6 +305,9 @@ class EventApplier:
         """Gives the keys of those that are no chunks."""
         self._flush()
         unknown = list(event.keys)
+        blind = (chunks := self._chunks.get(event.tier)) is not None and chunks.blind
+        if blind and not any(self._map.resolve(self._slot, unknown)):  # what is known would be the engine's own
+            del self._chunks[event.tier]  # the source tells what goes, after all: what comes from here on counts
         if (chunks := self._chunks.get(event.tier)) is not None:
             dropped = chunks.remove(unknown)
             self._remove_found(event.tier, dropped.chunks)

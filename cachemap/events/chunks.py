@@ -55,7 +55,7 @@ class Chunks:
     `blind`: a chunk was told of that was held already, so nobody told that it had gone in between. LMCache's server
     tells of a chunk once until it goes; its connectors do not, where they tell of what they stored themselves, and
     those never say what is evicted (`CacheEngine.get_kv_events`; `_build_store_kv_events` where the server has no log).
-    What such a source has is not known, and nothing that it tells is kept.
+    What such a source has is not known, and nothing that it tells is kept, until it tells of something that went.
     """
 
     def __init__(self, blocks: int) -> None:

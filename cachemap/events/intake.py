@@ -171,6 +171,11 @@ class EventIntake:
         if self.passed_over:
             why = "; ".join(self.complaints)
             found.append(f"{self.passed_over} KV events were passed over ({why}): its engine may need a newer Hitherto")
+        if blind := self._events.blind:
+            found.append(
+                f"its KV events tell what comes to a store below it ({', '.join(blind)}) and not what goes, so nothing there is "
+                "predicted: have that store keep a log of its events"
+            )
         if problem := self._skips.problem(monotonic()):
             found.append(problem)
         return found

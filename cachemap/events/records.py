@@ -41,7 +41,7 @@ class Removed(NamedTuple):
 
 
 class Cleared(NamedTuple):
-    """The engine dropped everything."""
+    """The engine dropped everything that it has itself."""
 
 
 class Batch(NamedTuple):

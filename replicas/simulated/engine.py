@@ -208,10 +208,13 @@ class Engine:
         self._release(sequence)
         return True
 
-    def reset_prefix_cache(self) -> bool:
-        """Forget every cached block; False while requests hold blocks. Told with the next step, as vLLM does."""
+    def reset_prefix_cache(self, external: bool = False) -> bool:
+        """Forget every cached block; False while requests hold blocks. Told with the next step, as vLLM does. What
+        slower tiers have stays; with `external` host memory is emptied, too, which is not told."""
         if not self._pool.clear():
             return False
+        if external and self._offload is not None:
+            self._offload.reset()
         self._cleared, self._settled = True, False
         return True
 

@@ -30,6 +30,9 @@ class LMCache(Offload):
             return Run(start, [])
         return Run(chunks * self.chunk, [(number, "cpu") for number in range(start // self.chunk, chunks)])
 
+    def reset(self) -> None:
+        """Its server is not asked to: LMCache's connectors have no such call."""
+
 
 def told(event: Stored | Removed, chunk: int, block_size: int, ids: Sequence[int] | None) -> list[dict]:
     """What it publishes of chunks that came, one event each, or that went. `chunk`: blocks of one."""

@@ -69,6 +69,10 @@ class Offload:
         """Another engine has passed on these blocks: they are in host memory now, as if they had been stored there."""
         self._put("cpu", request, keys, list(range(start // self.chunk, end // self.chunk)), events)
 
+    def reset(self) -> None:
+        """Host memory is emptied, and nobody is told; disks keep what they have."""
+        self._held["cpu"].clear()
+
     def is_loading(self, keys: Sequence[Key], run: Run) -> bool:
         """Whether another request is fetching some of it: vLLM lets the second wait for the first."""
         size = self.chunk

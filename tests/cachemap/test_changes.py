@@ -19,7 +19,7 @@ def some_changes(rng, count=60, names=40):
     """Of blocks that have one or two tags, some on a slower tier or in another group, some stored or dropped twice."""
     changes = []
     for _ in range(count):
-        tier = rng.choice(("cpu", CacheGroup(0, 2).tier)) if rng.random() < 0.2 else "gpu"
+        tier = rng.choice(("cpu", "disk", CacheGroup(0, 2).tier)) if rng.random() < 0.2 else "gpu"
         some = rng.sample(range(1, names), rng.randint(1, 6))
         tags = u64([TOP | one + names * rng.randrange(2) for one in some])
         kind = rng.random()
@@ -35,7 +35,7 @@ def some_changes(rng, count=60, names=40):
         elif kind < 0.97:
             changes.append(Remove(tier, tags))
         else:
-            changes.append(rng.choice([Clear(), Observe(True)]))
+            changes.append(rng.choice([Clear(), Clear(below=False), Observe(True)]))
     return changes
 
 

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cachemap import CacheMap, GuessedBlocks, chain_seed, hash_blocks
+from cachemap.changes import CacheGroup, ChunkTier
 from cachemap.table.blocks import u64
 
 MIB = 1 << 20
@@ -99,6 +100,46 @@ def test_equals_a_reference_under_lost_repeated_and_reordered_events(events, rng
         assert table.stats()["slots"][slot] == len(reference.keys[slot])
     union = set().union(*map(reference.held, SLOTS))
     assert table.stats()["blocks"] == len(union)
+
+
+TIERED = st.lists(
+    st.tuples(
+        st.sampled_from(["store", "store", "store", "remove", "clear", "clear own"]),
+        st.sampled_from(["gpu", "cpu", "disk", "remote", ChunkTier("cpu", 4).tier, CacheGroup(1, 4).tier]),
+        st.lists(st.integers(1, 8), min_size=1, max_size=8, unique=True),
+    ),
+    max_size=40,
+)
+
+
+@settings(max_examples=200)
+@given(TIERED)
+def test_what_the_engine_drops_of_its_own_leaves_what_stores_below_it_hold(steps):
+    table, held = CacheMap(MIB), Counter()  # copies, by tier and block
+    slot = table.attach("r", None, True)
+    for what, tier, blocks in steps:
+        if what == "store":
+            table.store(slot, blocks, blocks, tier)
+            held.update((tier, block) for block in blocks)
+        elif what == "remove":
+            table.remove(slot, blocks, tier)
+            held -= Counter((tier, block) for block in blocks)
+        else:
+            table.clear(slot, below=what == "clear")
+            kept = ("disk", "remote", ChunkTier("cpu", 4).tier) if what == "clear own" else ()
+            held = Counter({one: copies for one, copies in held.items() if one[0] in kept})
+        contents = table.contents(slot)
+        assert (
+            Counter(
+                {
+                    (tier, block): contents.copies.get((tier, tag), 0) + 1
+                    for tier, (hashes, tags) in contents.held.items()
+                    for block, tag in zip(hashes.tolist(), tags.tolist(), strict=True)
+                }
+            )
+            == held
+        )
+        assert set(table.groups(slot)) <= {CacheGroup(1, 4).tier} and table.held(slot) == len(held)
 
 
 NAMED = st.lists(

@@ -22,14 +22,14 @@ MIB = 1 << 20
 IDENTITY = Identity("m", 16, 36)
 BLOCKS = st.integers(1, 40)
 TIERS = st.sampled_from(
-    ["gpu", "gpu", "cpu", CacheGroup(0, 4).tier, CacheGroup(300, EVERY).tier, ChunkTier("cpu", 16).tier]
+    ["gpu", "gpu", "cpu", "disk", CacheGroup(0, 4).tier, CacheGroup(300, EVERY).tier, ChunkTier("cpu", 16).tier]
 )
 HAPPENINGS = st.lists(
     st.one_of(
         st.tuples(st.just("store"), st.lists(BLOCKS, min_size=1, max_size=12), TIERS),
         st.tuples(st.just("remove"), st.lists(BLOCKS, min_size=1, max_size=12), TIERS),
         st.tuples(st.just("group"), st.integers(0, 2)),
-        st.tuples(st.just("clear")),
+        st.tuples(st.just("clear"), st.booleans()),
         st.tuples(st.just("observed"), st.booleans()),
         st.tuples(st.just("send")),
         st.tuples(st.just("snapshot")),
@@ -51,7 +51,7 @@ def contents(table, slot=0):
         for tier, (hashes, tags) in told.held.items()
         for tag, h in zip(tags.tolist(), hashes.tolist(), strict=True)
     }
-    return told.observed, held, told.copies, set(told.held) - {"gpu", "cpu"}, table.groups(slot)
+    return told.observed, held, told.copies, set(told.held) - {"gpu", "cpu", "disk"}, table.groups(slot)
 
 
 def happen(table, what, *details):
@@ -69,7 +69,7 @@ def happen(table, what, *details):
     elif what == "group":
         table.add_group(0, CacheGroup(details[0], 4))
     elif what == "clear":
-        table.clear(0)
+        table.clear(0, *details)
     else:
         table.observed(0, *details)
 
@@ -206,5 +206,6 @@ def test_what_waits_too_long_becomes_a_snapshot():
     journal.whole = False
     journal.anew(9)
     journal.add(Clear())
+    journal.add(Clear(below=False))
     journal.add(Observe(False))
-    assert [type(one) for one in decode_delta(b"\0" * 8 + journal.seal(Position())).changes] == [Clear, Observe]
+    assert [type(one) for one in decode_delta(b"\0" * 8 + journal.seal(Position())).changes] == [Clear, Clear, Observe]

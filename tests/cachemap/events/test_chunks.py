@@ -3,10 +3,12 @@ a prompt's beginning to the first chunk that is not there."""
 
 from array import array
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cachemap import CacheMap, chain_seed, hash_blocks
+from cachemap.changes import Clear
 from cachemap.events import chunks as module
 from cachemap.events.apply import EventApplier
 from cachemap.events.chunks import Chunks
@@ -151,9 +153,30 @@ def test_a_source_that_tells_of_no_evictions_is_not_believed():
     assert told.held((0, 0, 0, 0)) == (0, 0) and told.applier.ignored == 2 and told.applier.fault is None
     told.compute((0, 0, 0, 0), 0, 2)
     assert told.held((0, 0, 0, 0)) == (2, 2), "of the engine's own cache it says nothing"
-    told.applier.forget()  # another process
+    assert told.applier.blind == ["cpu"]
+
+
+@pytest.mark.parametrize("anew", ["forget", "clear"])
+def test_who_tells_of_no_evictions_is_not_believed_until_it_does(anew):
+    """Neither once the map was built anew from its record, nor after the engine's own cache was reset."""
+    told, path = Told(), (0, 0, 0, 0)
+    told.store((0,), (0, 0))
     told.store((0,))
-    assert told.held((0, 0, 0, 0)) == (0, 3)
+    if anew == "forget":
+        told.applier.forget()
+    else:
+        told.apply(Cleared())
+    told.store((0,), (0, 0))
+    assert told.held(path) == (0, 0) and told.applier.ignored == 3 and told.applier.blind == ["cpu"]
+    told.compute(path, 0, 2)
+    told.apply(Removed([block_key(path, 1)], "cpu", 0))
+    told.store((0,))
+    assert told.held(path) == (2, 2), "a copy that the engine itself had there says nothing of the store below it"
+    told.evict((1,))
+    told.store((0,), (0, 0))
+    assert told.held(path) == (2, 6) and not told.applier.blind
+    told.evict((0, 0))
+    assert told.held(path) == (2, 3)
 
 
 def test_chunks_are_whole_blocks():
@@ -180,6 +203,22 @@ def test_a_gateway_that_takes_over_goes_on_with_what_the_map_has():
     assert told.held(path) == (0, 3)
     told.evict((1,))
     assert told.held((1,)) == (0, 0)
+
+
+def test_a_reset_of_the_engine_costs_nothing_for_what_a_store_below_keeps():
+    """Nor is it stored anew in the map; chunks that only the map knows, from another gateway, stay too."""
+    told, path, changes = Told(), (0, 0, 0, 0), []
+    told.store((0,), (0, 0))
+    told.applier = EventApplier(told.map, 0, "m", SIZE)
+    told.store((0, 0, 0))
+    told.compute(path, 0, 4)
+    told.map.record(0, changes.append)
+    told.apply(Cleared())
+    assert told.held(path) == (0, 9) and changes == [Clear(below=False)]
+    told.evict((0,), (0, 0), (0, 0, 0))
+    told.compute(path, 0, 4)
+    told.apply(Cleared())
+    assert told.held(path) == (0, 0) and changes[-1] == Clear(), "which gateways of older versions read, too"
 
 
 def test_there_is_a_bound(monkeypatch):

@@ -63,6 +63,8 @@ def test_the_map_has_what_a_prompt_would_find(encoding, self_describing, tiers):
     try:
         fetched = 0
         for number in range(300):
+            if number % 60 == 59:  # host memory, too, goes with some resets; a disk keeps what it has
+                assert played.engine.reset_prefix_cache(external=True)
             ids = array("I", rng.choice(texts)[: rng.randrange(17, 400)])
             keys = chain(ids, SIZE, root(1))
             played.engine.add(EngineRequest(number, keys, len(ids), 3, owner=(ids, None, None, None)))
@@ -84,6 +86,8 @@ def test_the_map_has_what_lmcache_would_find():
     texts += [text[:200] + texts[0][200:] for text in texts[1:4]]  # the same beginnings, in chunks and parts of chunks
     try:
         for number in range(400):
+            if number % 80 == 79:
+                assert played.engine.reset_prefix_cache(external=number % 160 == 79)
             ids = array("I", rng.choice(texts)[: rng.randrange(17, 400)])
             keys = chain(ids, SIZE, root(1))
             played.engine.add(EngineRequest(number, keys, len(ids), 3, owner=(ids, None, None, None)))
@@ -92,6 +96,26 @@ def test_the_map_has_what_lmcache_would_find():
             assert all(played.differ(array("I", text[: 400 - number % 65])) == (0, 0) for text in texts)
         assert played.engine.counters.external_hits > 3000 and played.applier.removed > 1000
         assert not played.applier.orphans and not played.applier.ignored and played.applier.fault is None
+    finally:
+        played.publisher.close()
+
+
+def test_after_a_reset_host_memory_of_the_engine_is_not_promised():
+    """Whether it is emptied as well the engine does not tell: what is there is found all the same."""
+    played = Played(PROFILE, "map", True)
+    try:
+        for number in range(8):
+            ids = array("I", random.Random(number % 4).choices(range(500), k=390))
+            played.engine.add(
+                EngineRequest(number, chain(ids, SIZE, root(1)), len(ids), 3, owner=(ids, None, None, None))
+            )
+            while played.step():
+                pass
+            if number == 3:
+                assert played.engine.reset_prefix_cache()
+            elif number == 4:
+                others = [array("I", random.Random(one).choices(range(500), k=390)) for one in (1, 2, 3)]
+                assert played.differ(ids) == (0, 0) and all(played.differ(one)[1] < 0 for one in others)
     finally:
         played.publisher.close()
 

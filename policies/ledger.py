@@ -1,6 +1,6 @@
 """Reserved load per replica: what has been sent there and has not ended.
 
-A reservation is made in the same step as the choice, moves once (first byte seen) and ends once.
+A reservation is made in the same step as the choice, moves once (first byte seen), grows with its answer and ends once.
 Each of these is idempotent, so whichever of retry, cancel, crash and normal end comes first may
 settle it and the others do no harm. Not thread safe: one event loop owns a ledger.
 
@@ -34,7 +34,7 @@ class Load:
     prefilling: int = 0  # of these, first byte not seen yet
     prefill_tokens: int = 0  # their uncached tokens
     decoding: int = 0  # of these, past the first byte
-    context_tokens: int = 0  # prompt tokens of the decoding ones
+    context_tokens: int = 0  # of the decoding ones: their prompts, and what has come of their answers
     output_tokens: int = 0  # expected to come out for all that is reserved
     waiting: int = 0  # the engine's own waiting queue, last scrape; 0 if it was not reported
     kv_usage: float = 0.0  # share of its KV blocks in use by running requests, 0..1; 0 if it was not reported
@@ -359,6 +359,17 @@ class Ledger:
         load.decoding += 1
         load.context_tokens += tokens
         load.timed(None if self._shared else now)
+        if self.changes is not None:
+            self.changes.tell(reservation.replica)
+        if self.moved is not None:
+            self.moved(reservation.replica)
+
+    def came(self, reservation: Reservation, tokens: int) -> None:
+        """So many tokens more of its answer have come: each is context of the next."""
+        if reservation.stage != "decode":
+            return
+        reservation.tokens += tokens
+        reservation.load.context_tokens += tokens
         if self.changes is not None:
             self.changes.tell(reservation.replica)
         if self.moved is not None:

@@ -538,6 +538,10 @@ class Router:
                 seconds, reservation.uncached, placement.cached, reservation.before, reservation.at, placement.lower
             )
 
+    def came(self, placement: Placement, tokens: int) -> None:
+        """So many tokens more of its answer have come."""
+        self.ledger.came(placement.reservation, tokens)
+
     def answered(self, placement: Placement, now: float) -> None:
         """The answer came in one piece: it is the end of the answer as well, and tells nothing of its prefill."""
         self.ledger.answered(placement.reservation, now)

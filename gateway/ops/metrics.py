@@ -85,7 +85,7 @@ READ = {
     "inflight_requests": ("gauge", "Requests sent to a replica and not finished", ("replica",)),
     "reservations": ("gauge", "Reservations in the load ledger; zero when the gateway is idle", ()),
     "reserved_prefill_tokens": ("gauge", "Uncached prompt tokens on their way to a first byte", ("replica",)),
-    "reserved_context_tokens": ("gauge", "Context tokens of streams past their first byte", ("replica",)),
+    "reserved_context_tokens": ("gauge", "Context tokens of streams past their first byte: prompts, and what has come of answers", ("replica",)),
     "replica_state": ("gauge", "1 for the state the replica is in", ("replica", "state")),
     "replica_models": ("gauge", "1 for each model or adapter that a replica serves", ("replica", "model")),
     "replica_waiting_requests": ("gauge", "Requests the engine itself reports as waiting", ("replica",)),

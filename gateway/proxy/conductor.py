@@ -300,6 +300,7 @@ class Conductor:
         if exchange.state is ExchangeState.ANSWERING:
             answering = exchange.attempts[-1]
             if answering.pieces != answering.seen_pieces:
+                self.settling.came(answering)
                 if self.figures is not None:
                     self.figures.passing(exchange, answering, now)
                 answering.seen_pieces, answering.seen_at = answering.pieces, now

@@ -282,6 +282,12 @@ class Settling:
                 for told in self._on_first:
                     told(attempt, ours)
 
+    def came(self, attempt: Attempt) -> None:
+        """More of an answer has come since the sweep last saw it. A read of a stream has a token, or more where they
+        come together."""
+        if attempt.streams:
+            self._router.came(attempt.placement, attempt.pieces - attempt.seen_pieces)
+
     def joined(self, attempt: Attempt) -> None:
         """A replica goes on with what another one began."""
         backend, at = attempt.backend, attempt.first_at or monotonic()

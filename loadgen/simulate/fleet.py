@@ -34,7 +34,8 @@ from .truth import Truth
 from .turns import Record, Result, Turn
 
 RETRIES = 2  # further replicas that are tried; the gateway's default
-_SCRAPE_SECONDS = 1.0  # the gateway's own interval
+_SCRAPE_SECONDS = 1.0  # the gateway's own intervals
+_SWEEP_SECONDS = 0.25
 
 
 @dataclass(slots=True)
@@ -52,6 +53,7 @@ class _Live:
     id: int = 0
     ticket: Ticket | None = None  # where it was asked whether it may go
     capped: bool = False  # by its gate
+    steps: int = 0  # that its engine had taken when its gateway last looked at its answer
 
     @property
     def turn(self) -> Turn:
@@ -120,7 +122,7 @@ class Fleet:
         ]
         self._tells = event_delay is not None
         self._random = random.Random(seed).random
-        self._scrape_at = 0.0
+        self._scrape_at = self._sweep_at = 0.0
         self._live: list[dict[int, _Live]] = [{} for _ in profiles]  # by replica
         self._heap: list[tuple[float, int, Callable, tuple]] = []
         self._order, self._ids = count(), count(1)
@@ -147,6 +149,8 @@ class Fleet:
         """Route one request now; `on_end` is called when its last token is out, or when it has failed."""
         if self.now >= self._scrape_at:
             self._scrape()
+        if self.now >= self._sweep_at:
+            self._sweep()
         gateways = self.gateways
         number = int(self._random() * len(gateways)) if len(gateways) > 1 else 0
         record = Record(turn, self.now)
@@ -333,7 +337,7 @@ class Fleet:
             self._prefiller_free(index)
             return
         if output.first:
-            record.first = self.now
+            record.first, live.steps = self.now, self.replicas[index].steps(self.now)
             live.gateway.first(live.placement, self.now)
             if live.gate is not None:
                 live.gate.first(live.ticket, self.now)
@@ -433,6 +437,16 @@ class Fleet:
         for name, replica in zip(self.names, self.replicas):
             for ledger in ledgers:
                 ledger.scraped(name, replica.engine.waiting, replica.engine.kv_usage)
+
+    def _sweep(self) -> None:
+        """Gateways look at how far the streams have come."""
+        self._sweep_at = self.now + _SWEEP_SECONDS
+        for replica, lives in zip(self.replicas, self._live):
+            steps = replica.steps(self.now)
+            for live in lives.values():
+                if live.record.first:
+                    live.gateway.came(live.placement, steps - live.steps)
+                    live.steps = steps
 
     # --- replicas come and go
 

@@ -170,6 +170,9 @@ class Gateway:
     def first(self, placement: Placement, now: float) -> None:
         self.router.first_token(placement, now, now - placement.at)
 
+    def came(self, placement: Placement, tokens: int) -> None:
+        self.router.came(placement, tokens)
+
     def pulled(self, placement: Placement, cached: int, now: float) -> None:
         self.router.pulled(placement, cached, now)
 

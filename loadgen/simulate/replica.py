@@ -102,6 +102,10 @@ class Replica:
         """When the step under way ends; now, if there is none."""
         return now if self.wakes is None else self._ends[min(bisect_left(self._ends, now), len(self._ends) - 1)]
 
+    def steps(self, now: float) -> int:
+        """Steps that have ended: in each, every request that decodes has had a token."""
+        return self.engine.counters.steps - 1 + bisect_right(self._ends, now)
+
     def _wake_at(self, when: float) -> None:
         self.wakes = when
         self.turn += 1

@@ -11,7 +11,7 @@ from policies.ledger import FAR, ZERO_TOGETHER
 
 ACTIONS = st.lists(
     st.tuples(
-        st.sampled_from(["reserve", "first_byte", "release", "remove", "add"]),
+        st.sampled_from(["reserve", "first_byte", "came", "release", "remove", "add"]),
         st.integers(0, 30),
         st.integers(0, 2),
         st.integers(0, 5000),
@@ -30,6 +30,8 @@ def act(ledger, reservations, action, number, replica, tokens):
         reservations.append(ledger.reserve(str(replica), tokens // 2, tokens, output=tokens // 3))
     elif action in ("add", "remove"):
         getattr(ledger, action)(str(replica))
+    elif action == "came" and reservations:
+        ledger.came(reservations[number % len(reservations)], tokens)
     elif reservations:
         getattr(ledger, action)(reservations[number % len(reservations)])
 
@@ -70,6 +72,25 @@ def test_a_reservation_remembers_the_load_it_met():
     ledger.scraped("a", 4, 0.75)
     met = load.copy()
     assert len(set(astuple(met))) >= 8 and ledger.reserve("a", 7, 9, now=4.0).before == met
+
+
+def test_what_has_come_of_an_answer_is_context_until_it_ends():
+    ledger = Ledger()
+    load = ledger.add("a")
+    first, second = ledger.reserve("a", 100, 160), ledger.reserve("a", 50, 50)
+    ledger.came(first, 5)  # nothing can have come before the first byte
+    assert load.context_tokens == 0
+    ledger.first_byte(first)
+    ledger.first_byte(second)
+    ledger.came(first, 5)
+    ledger.came(second, 30)
+    ledger.came(first, 7)
+    assert load.context_tokens == 160 + 12 + 50 + 30
+    ledger.release(first)
+    ledger.came(first, 100)
+    assert load.context_tokens == 80
+    ledger.release(second)
+    assert counts(load) == (0, 0, 0, 0, 0, 0)
 
 
 def test_a_replica_that_comes_back_starts_empty_and_old_requests_do_not_touch_it():

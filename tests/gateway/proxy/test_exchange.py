@@ -13,7 +13,7 @@ from replicas import State
 from replicas.simulated.model import sim_model_dir
 
 from ..http.talk import eventually, read_request
-from .replies import ANSWER, BODY, EVENT, LONG, USAGE, answers, chunk, post, says, streams
+from .replies import ANSWER, BODY, EVENT, LONG, SSE_HEAD, USAGE, answers, chunk, post, says, streams
 from .stack import backend_for, stack
 
 
@@ -460,3 +460,28 @@ async def test_a_replica_that_counts_other_tokens_is_told_of(caplog):
         and "counted 9 prompt tokens where the gateway made 8" in told[0]
         and "--chat-template" in told[0]
     )
+
+
+async def test_what_has_come_of_a_stream_is_context_of_its_replica_as_far_as_the_sweep_saw():
+    go_on = asyncio.Queue()
+
+    async def stream(reader, writer):
+        await read_request(reader)
+        writer.write(SSE_HEAD)
+        while piece := await go_on.get():
+            writer.write(piece)
+
+    async with stack(stream) as s:
+        talk = await s.talk()
+        await talk.say(post())
+        (load,) = (backend.candidate.load for backend in s.proxy.backends.values())
+        for came in range(1, 6):
+            go_on.put_nowait(chunk(EVENT))
+            await eventually(lambda: any(x.attempt is not None and x.attempt.pieces == came for x in s.proxy.exchanges))
+            (exchange,) = s.proxy.exchanges
+            assert load.context_tokens == exchange.prompt.tokens + came - 1
+            s.proxy.sweep(asyncio.get_running_loop().time())
+            assert load.context_tokens == exchange.prompt.tokens + came
+        go_on.put_nowait(chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n")
+        assert (await talk.response())[0] == 200
+        await eventually(s.idle)

@@ -54,6 +54,20 @@ def hit_rate(fleet):
     return sum(r.cached for r in records) / sum(r.tokens for r in records)
 
 
+def test_gateways_know_how_far_streams_have_come():
+    fleet = Fleet([PROFILE], "round_robin", timed=True)
+    (load,) = (one.load for one in fleet.gateways[0].candidates)
+    first = fleet.send(turn([1, 2, 3], output=400))
+    seen = []
+    for at in (0.5, 1.0, 1.5):
+        fleet.at(at, lambda: (fleet.send(turn([9], output=1)), seen.append(load.context_tokens)))
+    fleet.run()
+    for at, context in zip((0.5, 1.0, 1.5), seen, strict=True):
+        ends = itertools.accumulate(first.gaps, initial=first.first)
+        assert context == first.tokens + sum(end <= at for end in ends) - 1, "those after the first"
+    assert load.context_tokens == 0
+
+
 @pytest.mark.parametrize("policy", ["round_robin", "least_time"])
 def test_every_request_ends_and_the_ledger_reads_zero(policy):
     work = conversations(40)

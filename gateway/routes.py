@@ -34,7 +34,8 @@ class Routes:
         for (name, space), _ in sorted(counts.items(), key=lambda item: (-item[1], item[0][1].number)):
             routes.setdefault(name, []).append(space)
         _add_away(routes, away)
-        self.contexts = {name: _contexts(found, spaces) for name, found in routes.items()}
+        of_all = {found: _contexts(found, spaces) for found in {(*found,) for found in routes.values()}}
+        self.contexts = {name: of_all[(*found,)] for name, found in routes.items()}
         self.several = len({frozenset(one.replica.models) for one in taking} | {one.served for one in away}) > 1
         self.models = () if "" in routes else _unlike(of_spaces)
         self._mixed = len(self.contexts[None]) > 1

@@ -23,6 +23,7 @@ from replicas.roles import BOTH
 
 PATHS = ("/v1/models", "/version", "/metrics")  # what any engine is asked
 NOTHING = Told()
+MOST_NAMES = 10_000  # of models and adapters that one engine serves; each is looked at whenever replicas change
 IS_GATEWAY = "a gateway of this kind answers there, and requests would go in circles: name its engines instead"
 
 
@@ -156,6 +157,12 @@ def _models(facts: Facts, answer: Answer) -> None:
     listed = answer.json().get("data")
     if answer.status == 200 and isinstance(listed, list):
         for entry in listed:
+            if len(facts.models) >= MOST_NAMES:
+                facts.problems["models"] = Problem(
+                    f"/v1/models lists more than {MOST_NAMES:,} names: the others are not known",
+                    "is this one engine, and not a catalogue of many?",
+                )
+                break
             if isinstance(entry, dict) and isinstance(entry.get("id"), str):
                 parent = entry.get("parent")
                 facts.models[entry["id"]] = parent if isinstance(parent, str) else None
@@ -165,7 +172,7 @@ def _models(facts: Facts, answer: Answer) -> None:
                 elif isinstance(parent, str) and isinstance(root, str):
                     facts.adapter_roots[entry["id"]] = root
                 length = entry.get("max_model_len")
-                if isinstance(length, int) and facts.max_model_len is None:
+                if type(length) is int and length > 0 and facts.max_model_len is None:
                     facts.max_model_len = length
         facts.serving = bool(facts.models)
         if not facts.serving:

@@ -5,6 +5,7 @@ that a gateway killed at any moment leaves either the old one or the new one beh
 """
 
 import os
+from errno import EISDIR
 from pathlib import Path
 
 from replicas.replica import parse_url
@@ -19,6 +20,8 @@ class KeptReplicas:
 
     def check(self) -> None:
         """Whether it could be written now; what it holds stays as it is."""
+        if self.path.is_dir():
+            raise IsADirectoryError(EISDIR, os.strerror(EISDIR), str(self.path))
         new = self._new()
         new.open("a").close()
         new.unlink()

@@ -184,8 +184,11 @@ async def snapshot(endpoint: str) -> Snapshot | None:
         inbox.send([SNAPSHOT])
         until = loop.time() + SNAPSHOT_SECONDS
         while loop.time() < until:
-            for frames in inbox.take():
-                sequence, publisher, *payloads = frames[1:] if frames[:1] == [b""] else frames
+            for message in inbox.take():
+                frames = message[1:] if message[:1] == [b""] else message
+                if len(frames) < 2:  # nothing that the proposal knows
+                    continue
+                sequence, publisher, *payloads = frames
                 number = int.from_bytes(sequence, "big", signed=True)
                 return Snapshot(number, publisher, payloads) if number >= 0 else None
             await inbox.changed(min(WAKE_SECONDS, max(0.0, until - loop.time())))
@@ -199,7 +202,7 @@ async def _answer(endpoint: str, start: int) -> AsyncGenerator[list[list[bytes]]
         inbox.send([b"", start.to_bytes(8, "big")])
         until = loop.time() + REPLAY_SECONDS
         while True:
-            messages = inbox.take()
+            messages = [frames for frames in inbox.take() if len(frames) > 1]  # one frame is no batch, and no end
             if messages:
                 until = loop.time() + REPLAY_SECONDS
                 batches = [frames for frames in messages if frames[-2][:8] != END]

@@ -220,6 +220,8 @@ class Upstream(asyncio.Protocol):
             end = buffer.index(b"\r\n\r\n") + 4
         if not buffer.startswith(b"HTTP/1."):
             return self._broken("it does not answer in HTTP/1.1")
+        if not 200 <= self.status < 600:
+            return self._broken(f"its status is {self.status:03d}, which HTTP does not have")
         self.forwarding = True
         rest = buffer[end:]
         self.unseen -= len(rest)
@@ -310,7 +312,7 @@ class Upstream(asyncio.Protocol):
         if self.complete:
             return
         self.status = self.parser.get_status_code()
-        if self.status < 200:
+        if 100 <= self.status < 200:
             self.headers, self.clean, self.framed, self.length = [], True, False, None
             return
         self.head_done = True

@@ -421,6 +421,21 @@ def check_models(replicas: list[tuple[Address, Facts]]) -> Finding:
     )
 
 
+def check_twice(found: Collection[tuple[Address, str]]) -> Iterator[Finding]:
+    """Engines that are given by two names, with the address at which each answered."""
+    names: dict[tuple[str, int], list[str]] = {}
+    for address, ip in found:
+        names.setdefault((ip, address.port), []).append(address.id)
+    for (ip, port), ids in names.items():
+        if len(ids) > 1:
+            yield Finding(
+                "warn",
+                f"twice {ids[0]}"[:60],
+                f"{' and '.join(ids)} are one engine, at {ip}:{port}: its load and its cache count for each",
+                "give it once, and remove the other with DELETE /replicas/ID where it was added",
+            )
+
+
 def check_roles(replicas: list[Replica]) -> Finding | None:
     """Whether prompts can be computed on one replica and answered by another, where that is wanted."""
     roles = [one.role for one in replicas]

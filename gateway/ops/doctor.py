@@ -46,6 +46,7 @@ from gateway.ops.checks import (
     check_seen_by_gateway,
     check_settings,
     check_traces,
+    check_twice,
     check_variants,
     ended_by_drain,
     known_to,
@@ -175,6 +176,8 @@ class Examination(contextlib.AsyncExitStack):
             groups = [[]]
         if self._replicas:
             yield check_models(self._replicas)
+            for finding in check_twice([(address, self._ways[address.id].address) for address, _ in self._replicas]):
+                yield finding
             yield await check_clock(self._ways)
         for group in groups:
             async for finding in self._model(group, len(groups) > 1):

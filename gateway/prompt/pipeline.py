@@ -552,6 +552,7 @@ class Pipeline:
             keep = self.max_model_len - self._room(prompt)
         if 4 * keep >= len(ids):
             return ids
+        prompt.cut = True
         before, after = self.tokenizer.added_around() if special and given is None else (0, 0)
         if keep < before + after:
             raise Unroutable("truncation to less than the special tokens")

@@ -71,6 +71,7 @@ class Prompt:
     max_tokens: int | None = None
     capped: bool = False  # that limit is the gateway's
     n: int = 1
+    cut: bool = False  # its client has the engine leave a part of it out
     several: bool = False  # several prompts or choices: usage speaks of one of them
     copies: int = 1  # sequences with this very prompt: choices, times the equal prompts of a list. 0: they differ
     reads_cache: bool = True  # False: the engine computes all of it, whatever it holds

@@ -112,6 +112,7 @@ class TokenIdForwarding:
             backend.id not in self._differed
             and prompt.mode == "exact"
             and not prompt.several
+            and not prompt.cut  # an engine that leaves another part out, or none, may have the same tokenizer
             and not self._outdated(backend, prompt)
         ):
             self._differ(

@@ -140,11 +140,18 @@ Entry = create_model("Entry", __base__=_Entry, **dict.fromkeys(Limits._fields, (
 FIELDS = [field.alias or name for name, field in Entry.model_fields.items()]
 
 
+def _unblocked(path: str, flags: int) -> int:
+    """Opens at once what else would wait for somebody at its other end."""
+    return os.open(path, flags | os.O_NONBLOCK)
+
+
 def read(path: Path, classes: Collection[str] = ()) -> dict[bytes, Tenant]:
     """The tenant of each key's hash. `classes`: those that there are; without any, which a tenant is of says nothing.
     Raises KeyFileError."""
     try:
-        with open(path, "rb") as file:
+        with open(path, "rb", opener=_unblocked) as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise KeyFileError(f"{path} cannot be read: it is no regular file. {REMEDY}")
             data = file.read(MOST_BYTES + 1)
         if len(data) > MOST_BYTES:
             raise KeyFileError(f"{path} has more than {MOST_BYTES >> 20} MiB, so it is taken for another file")

@@ -13,6 +13,7 @@ local op, token, lease = ARGV[1], ARGV[2], tonumber(ARGV[3])
 local MOST = 1e15 -- of anything that is counted
 local KEEP = 40 * 24 * 3600 * 1000 -- ms; a month and more
 local MOST_NAMES = 10000
+local MOST_LEASES = 10 -- that one may end ahead of now: no gateway says that it lives on for longer
 
 local time = call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
@@ -71,8 +72,8 @@ if op == 'beat' then
   end
   bound('ZCARD', key, MOST_NAMES)
   ask('ZADD', key, now + lease, token)
-  local gone = call('ZRANGEBYSCORE', key, '-inf', now)
-  if #gone > 0 then call('ZREM', key, unpack(gone, 1, math.min(#gone, 1000))) end
+  call('ZREMRANGEBYSCORE', key, '-inf', now)
+  call('ZREMRANGEBYSCORE', key, '(' .. string.format('%.0f', now + MOST_LEASES * lease), '+inf')
   call('PEXPIRE', key, KEEP)
   return {call('ZCARD', key), epoch}
 end

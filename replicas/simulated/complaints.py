@@ -71,7 +71,9 @@ def port(text: str) -> int:
 def cannot_listen(host: str, port: int, error: OSError, port_flag: str = "--port", host_flag: str = "--host") -> str:
     """Why nobody can listen there, and what to do about it."""
     said = f"cannot listen on {host}:{port}: {error.strerror or error}. "
-    if error.errno == errno.EADDRNOTAVAIL or isinstance(error, socket.gaierror):
+    if isinstance(error, socket.gaierror) or error.errno == errno.ENODEV:
+        return f"{said}{host} does not resolve: give an address of this machine with {host_flag}, or 0.0.0.0 for all"
+    if error.errno == errno.EADDRNOTAVAIL:
         return f"{said}No interface of this machine has that address: give one of its own with {host_flag}, or 0.0.0.0 for all"
     if error.errno == errno.EACCES:
         return f"{said}This user may not take that port: give one above 1023 with {port_flag}"

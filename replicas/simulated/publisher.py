@@ -71,7 +71,7 @@ class Publisher:
         try:
             socket.bind(f"tcp://{'*' if host in ('0.0.0.0', '::', '') else where}:{port or '*'}")
         except zmq.ZMQError as error:
-            raise OSError(f"cannot listen for event subscribers on {host}:{port}: {error}") from None
+            raise OSError(error.errno, f"for event subscribers on port {port}: {error.strerror}") from None
         return int(socket.get(zmq.LAST_ENDPOINT).rstrip(b"\0").rsplit(b":", 1)[1])
 
     def source(self) -> dict:

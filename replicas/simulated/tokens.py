@@ -240,6 +240,13 @@ def _tool(tool: dict, function: dict) -> dict:
     return made
 
 
+def listed(given: Any, name: str) -> list:
+    """An optional list of a request."""
+    if given is not None and not isinstance(given, list):
+        raise RequestError(f"`{name}` must be a list", param=name)
+    return given or []
+
+
 def conversation(messages: Any, takes_parts: bool) -> list[dict]:
     """Messages as a template sees them: only the fields vLLM passes on, text or parts, arguments as objects."""
     if not isinstance(messages, list) or not messages:
@@ -261,7 +268,7 @@ def _message(message: Any, takes_parts: bool) -> dict:
     parts = takes_parts and role != "tool"
     seen |= {"role": role, "content": [{"type": "text", "text": text} for text in texts] if parts else as_text}
     if role == "assistant" and message.get("tool_calls"):
-        seen["tool_calls"] = [_call(call) for call in message["tool_calls"]]
+        seen["tool_calls"] = [_call(call) for call in listed(message["tool_calls"], "tool_calls")]
     if role == "tool" and message.get("tool_call_id") is not None:
         seen["tool_call_id"] = message["tool_call_id"]
     if role == "developer" and message.get("tools") is not None:

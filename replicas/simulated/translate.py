@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from .tokens import RequestError
+from .tokens import RequestError, listed
 
 
 def responses(body: dict) -> dict:
@@ -102,7 +102,7 @@ def anthropic(body: dict) -> dict:
                 "defer_loading": tool.get("defer_loading"),
             },
         }
-        for tool in body.get("tools") or ()
+        for tool in listed(body.get("tools"), "tools")
         if isinstance(tool, dict)
     ]
     choice = body.get("tool_choice")
@@ -120,7 +120,7 @@ def _system_texts(content: Any) -> list[str]:
         return [content] if content else []
     return [
         block["text"]
-        for block in content or ()
+        for block in listed(content, "system")
         if isinstance(block, dict)
         and block.get("type") == "text"
         and block.get("text")
@@ -155,7 +155,9 @@ def _block(block: dict, role: str, said: list, calls: list, thought: list, messa
         if block.get("text"):
             said.append({"type": "text", "text": block["text"]})
     elif kind == "thinking":
-        thought.append(block.get("thinking") or "")
+        if not isinstance(said := block.get("thinking") or "", str):
+            raise RequestError("`thinking` must be text", param="messages")
+        thought.append(said)
     elif kind == "tool_use":
         calls.append(
             {

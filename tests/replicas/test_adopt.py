@@ -6,6 +6,7 @@ import resource
 import pytest
 from aiohttp import web
 
+from replicas import adopt
 from replicas.adopt import probe, problems_of
 from replicas.launch.ports import pick
 from replicas.replica import EventSource
@@ -82,6 +83,20 @@ async def test_no_model_listed_yet_is_not_serving(serve, session, data):
     facts = await probe(await serve(pages({**VLLM, "/v1/models": {"data": data}})), session)
     assert facts.alive and not facts.serving and not facts.fault
     assert "still loading" in facts.error
+
+
+@pytest.mark.parametrize("length", [-5, 0, True, "8192", 1.5])
+async def test_a_context_that_no_model_has_is_not_believed(serve, session, length):
+    listed = {"data": [{"id": "llama", "max_model_len": length}, {"id": "other", "max_model_len": 4096}]}
+    facts = await probe(await serve(pages({**VLLM, "/v1/models": listed})), session)
+    assert facts.max_model_len == 4096
+
+
+async def test_of_a_catalogue_a_bounded_number_of_names_is_known(serve, session, monkeypatch):
+    monkeypatch.setattr(adopt, "MOST_NAMES", 3)
+    listed = {"data": [{"id": f"m{number}"} for number in range(4)]}
+    facts = await probe(await serve(pages({**VLLM, "/v1/models": listed})), session)
+    assert list(facts.models) == ["m0", "m1", "m2"] and "more than 3 names" in facts.problems["models"].what
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,8 @@ from types import SimpleNamespace
 
 import msgspec
 import pytest
+import zmq
+import zmq.asyncio
 
 import cachemap.events.intake
 import cachemap.events.sockets
@@ -227,6 +229,26 @@ async def test_a_replay_socket_that_does_not_answer_is_asked_again(monkeypatch):
         await asyncio.gather(task, return_exceptions=True)
     finally:
         await publisher.close()
+
+
+@pytest.mark.parametrize("junk", [[b"x"], [b""]])
+async def test_a_replay_of_what_is_no_batch_is_none(junk, monkeypatch):
+    monkeypatch.setattr(cachemap.events.sockets, "REPLAY_SECONDS", 0.2)
+    with zmq.asyncio.Context() as context, context.socket(zmq.ROUTER) as server:
+        port = server.bind_to_random_port("tcp://127.0.0.1")
+
+        async def answer():
+            asker, *_ = await server.recv_multipart()
+            while True:
+                await server.send_multipart([asker, *junk])
+                await asyncio.sleep(0.01)
+
+        task = asyncio.ensure_future(answer())
+        with pytest.raises(TimeoutError, match="no answer"):
+            async for _ in cachemap.events.sockets.replay(f"tcp://127.0.0.1:{port}", 0):
+                raise AssertionError
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
 
 
 async def test_an_engine_that_is_long_in_replaying_keeps_nothing_waiting(monkeypatch):

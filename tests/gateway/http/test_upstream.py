@@ -44,6 +44,16 @@ async def test_a_replica_that_does_not_answer_in_http_1_is_passed_over(line):
             assert (await talk.response())[0::2] == (200, ANSWER)
 
 
+@pytest.mark.parametrize("status", [b"000", b"099", b"600", b"999"])
+async def test_a_status_that_http_does_not_have_is_a_502_at_once(status):
+    async with stack(says(b"HTTP/1.1 " + status + b" X\r\nContent-Length: 2\r\n\r\nok"), request_timeout=60) as s:
+        talk = await s.talk()
+        await talk.say(post())
+        told, _, body = await talk.response()
+        assert told == 502 and b"its status is " + status in body and s.faults == ["protocol"]
+        await eventually(s.idle)
+
+
 @pytest.mark.parametrize("between", [b"", b"\r\n"])
 async def test_interim_answers_stay_between_the_replica_and_the_gateway(between):
     interim = b"HTTP/1.1 103 Early Hints\r\nLink: x\r\n\r\n" + between

@@ -64,6 +64,14 @@ def test_an_engine_that_is_for_another_role_than_its_url_says():
         assert not list(checks.check_own_words(parse_url(right), facts))
 
 
+def test_an_engine_that_is_given_by_two_names_is_named():
+    given = [(parse_url(url), ip) for url, ip in (("http://a:1", "10.0.0.1"), ("http://b:1", "10.0.0.1"))]
+    others = [(parse_url(url), ip) for url, ip in (("http://a:2", "10.0.0.1"), ("http://c:1", "10.0.0.2"))]
+    assert not list(checks.check_twice([*given[:1], *others]))
+    [finding] = checks.check_twice([*given, *others])
+    assert finding.level == "warn" and "a:1 and b:1 are one engine, at 10.0.0.1:1" in finding.text
+
+
 @pytest.mark.parametrize("continues", (False, True))
 def test_variants_that_do_not_go_on_with_each_others_streams_are_named(continues):
     space = {"models": ["m"], "directory": None, "block_size": 16, "max_model_len": None, "versions": [], "variants": 2}

@@ -327,6 +327,17 @@ async def test_the_first_contradicting_count_ends_it(pipeline, text, caplog):
         assert s.metrics.ids_refused.total() == 1
 
 
+async def test_a_count_of_a_prompt_that_its_client_had_cut_says_nothing(pipeline):
+    engine = Engine(pipeline)
+    async with behind(engine) as s:
+        await confirmed(s)
+        engine.miscounts = 3  # it leaves out another part
+        assert await ask(s, request(turn=2, truncate_prompt_tokens=30)) == 200
+        engine.miscounts = 0
+        await ask(s, request(turn=3))
+        assert engine.sent_ids[-1] and not s.metrics.ids_refused.total()
+
+
 async def test_a_request_refused_with_ids_is_answered_as_received_and_ends_it(pipeline):
     engine = Engine(pipeline)
     async with behind(engine) as s:

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import re
 
 import pytest
@@ -77,3 +78,10 @@ def test_a_file_that_is_not_there_or_not_text(file):
     file.write_bytes(b"\xff\xfe")
     with pytest.raises(KeyFileError, match="not UTF-8"):
         read(file)
+
+
+def test_what_is_no_regular_file_is_refused_and_not_waited_for(file):
+    os.mkfifo(file)
+    for path in (file, file.parent):
+        with pytest.raises(KeyFileError, match="no regular file|Is a directory"):
+            read(path)

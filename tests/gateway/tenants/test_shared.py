@@ -4,6 +4,7 @@ import asyncio
 from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
+import redis
 
 from cachemap.background import Background
 from cachemap.cluster.connect import Ways, parse
@@ -123,6 +124,16 @@ async def test_a_gateway_that_dies_runs_nothing_any_more(redis_server):
         one.die()
         await until_admitted(two, tenant, 2 * LEASE)
         await eventually(lambda: two.shared.gateways == 1)
+
+
+async def test_a_lease_that_never_ends_is_no_gateways(redis_server):
+    async with gateways(redis_server.url, 2) as (one, two):
+        client = redis.Redis.from_url(redis_server.url)
+        (key,) = [key for key in client.keys() if key.endswith(b"gateways")]
+        client.zadd(key, {"foreign": float("inf"), "far": 1e15})
+        await eventually(lambda: client.zcard(key) == 2, 5)
+        client.close()
+        assert (one.shared.gateways, two.shared.gateways) == (2, 2)
 
 
 async def test_without_redis_each_has_its_share_and_tells_of_it_afterwards(redis_server):

@@ -19,6 +19,7 @@ async def start(*flags: str):
             said += line
             if found := re.search(r"on http://(\S+?),", line):
                 return process, found[1], line
+    await process.wait()
     raise AssertionError(f"no engine came up:\n{said}")
 
 
@@ -33,6 +34,11 @@ async def ask(address: str, path: str, body: dict | None = None) -> dict | bytes
     raw = await reader.read()
     writer.close()
     return json.loads(raw.partition(b"\r\n\r\n")[2]) if raw else raw
+
+
+async def test_a_host_that_does_not_resolve_is_named_as_such():
+    with pytest.raises(AssertionError, match=r"no\.such\.invalid does not resolve: give an address of this machine"):
+        await start("--host", "no.such.invalid")
 
 
 async def test_it_serves_until_told_to_stop_and_closes_idle_connections():

@@ -336,6 +336,16 @@ async def test_cached_tokens_can_be_left_out(run_stack):
             "invalid_request_error",
             "previous_response_id",
         ),
+        ("/v1/messages/count_tokens", {**CHAT, "system": True}, 400, "BadRequestError", "system"),
+        ("/v1/messages/count_tokens", {**CHAT, "tools": True}, 400, "BadRequestError", "tools"),
+        (
+            "/v1/messages",
+            {"max_tokens": 1, "messages": [{"role": "assistant", "content": [{"type": "thinking", "thinking": 4}]}]},
+            400,
+            "BadRequestError",
+            "messages",
+        ),
+        ("/tokenize", {"messages": [{"role": "assistant", "tool_calls": 5}]}, 400, "BadRequestError", "tool_calls"),
         ("/nothing/here", {}, 404, "NotFound", None),
     ],
 )

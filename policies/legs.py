@@ -61,13 +61,13 @@ class Ways(NamedTuple):
     def near(self, prefiller: Candidate, decoder: Candidate) -> list[Candidate]:
         """Those to which it makes no difference for this decoder which of them computes: the cache takes as long."""
         moved = self.demand.tokens - decoder.overlap
-        most = self.transfers.seconds(prefiller.replica, decoder.replica, moved) * SLACK[0] + SLACK[1]
+        most = self.transfers.seconds(prefiller.replica, decoder.replica, moved, self.now) * SLACK[0] + SLACK[1]
         return [
             one
             for one in self.prefillers
             if one is not decoder
             and self.can_pair(one, decoder)
-            and self.transfers.seconds(one.replica, decoder.replica, moved) <= most
+            and self.transfers.seconds(one.replica, decoder.replica, moved, self.now) <= most
         ]
 
     def can_pair(self, prefiller: Candidate, decoder: Candidate) -> bool:
@@ -140,7 +140,7 @@ def cheapest(cost: Cost, ways: Ways) -> LegChoice | None:
         for p in _cheapest(computed):
             first, second = prefillers[p], decoders[d]
             if first is not second and ways.can_pair(first, second):
-                moving = transfers.seconds(first.replica, second.replica, demand.tokens - second.overlap)
+                moving = transfers.seconds(first.replica, second.replica, demand.tokens - second.overlap, ways.now)
                 priced.append((computed[p] + moving + written[d], first, second))
     if not priced:
         return None

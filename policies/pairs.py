@@ -43,7 +43,7 @@ def pairs(
 
 def quoted(router: Router, prefiller: Candidate, decoder: Candidate, demand: Demand) -> Quote:
     """Return what this pair would give it. Both have been weighed for it."""
-    moving = router.transfers.seconds(prefiller.replica, decoder.replica, demand.tokens - decoder.overlap)
+    moving = router.transfers.seconds(prefiller.replica, decoder.replica, demand.tokens - decoder.overlap, demand.now)
     return after_prefill(first_leg(prefiller, demand), moving, decoder, demand)
 
 

@@ -59,7 +59,7 @@ def _give_best(
     for holder in holders:
         tokens = reach[holder] - one.cached
         if holder != one.replica and tokens > demand.block_size and not transfers.paused(holder, one.replica, now):
-            pull = Pull(holder, tokens, transfers.seconds(holder, one.replica, tokens))
+            pull = Pull(holder, tokens, transfers.seconds(holder, one.replica, tokens, now))
             if tokens not in quickest or pull.seconds < quickest[tokens].seconds:
                 quickest[tokens] = pull  # as much from two holders differs by its seconds alone
     if not quickest:

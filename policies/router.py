@@ -198,6 +198,8 @@ class Router:
 
     def lost(self, replica: str) -> None:
         """Its incarnation has ended, and with it all that it held."""
+        self.transfers.restarted(replica)
+        self.pulls.restarted(replica)
         if self._gone is not None:
             self._gone(replica)
 
@@ -275,7 +277,7 @@ class Router:
         if spaces is not None:
             placed, overlap, lower = _in_space(candidate, spaces, demand, overlap if decision is not None else 0)
             counted = counted and placed is demand  # else in other tokens than those that it is going to compute
-        pull = self._what_is_pulled(offered.get(candidate.replica), candidate, lower) if offered else None
+        pull = self._what_is_pulled(offered.get(candidate.replica), candidate, lower, now) if offered else None
         uncached = placed.tokens - overlap
         if lower:
             uncached -= sum([tokens for _, tokens in lower])
@@ -299,16 +301,15 @@ class Router:
             raise
         return placement
 
-    def _what_is_pulled(self, pull: Pull | None, by: Candidate, lower: Lower) -> Pull | None:
+    def _what_is_pulled(self, pull: Pull | None, by: Candidate, lower: Lower, now: float) -> Pull | None:
         """What is left of a pull where more is held than was known."""
         tokens = sum([tokens for tier, tokens in lower if tier == PEER])
         if pull is None or not tokens:
             return None
-        return (
-            pull
-            if tokens == pull.tokens
-            else Pull(pull.source, tokens, self.pulls.seconds(pull.source, by.replica, tokens))
-        )
+        if tokens != pull.tokens:
+            pull = Pull(pull.source, tokens, self.pulls.seconds(pull.source, by.replica, tokens, now))
+        self.pulls.begin(pull.source, by.replica, now)
+        return pull
 
     # --- a request is placed in two legs
 
@@ -373,7 +374,8 @@ class Router:
                 self.ledger.others(one.replica, one.others)
             overlap, lower, counted = prefill.overlap, prefill.lower, prefill.counted
         # What is seen of a first leg that the gateway does not send itself is the second one's first byte.
-        moving = self.transfers.seconds(first.replica, second.replica, chosen.moved)
+        moving = self.transfers.seconds(first.replica, second.replica, chosen.moved, now)
+        self.transfers.begin(first.replica, second.replica, now)
         placements = [self._commit_prefill(demand, first, overlap, lower, now, counted, demand.now, moving)]
         try:
             placements.append(self.commit_decoder(demand, second, now))
@@ -574,7 +576,7 @@ class Router:
         if cached >= placement.cached:
             self.pulls.came(pull.source, replica)
             if placement.pull_took is not None:
-                self.pulls.observe(pull.source, replica, pull.tokens, placement.pull_took)
+                self.pulls.observe(pull.source, replica, pull.tokens, placement.pull_took, now)
         elif cached <= placement.cached - pull.tokens:
             self.pulls.failed(pull.source, replica, now)
         return cached >= placement.cached

@@ -286,7 +286,7 @@ class LegPlacing:
         prefiller, decoder = backends[chosen.prefiller.replica], backends[chosen.decoder.replica]
         prompt.token_ids = b""  # legs carry text
         placement, reserved = self._router.commit_legs(evaluation, chosen, now, decided)
-        moving = self._router.transfers.seconds(prefiller.id, decoder.id, chosen.moved)
+        moving = self._router.transfers.seconds(prefiller.id, decoder.id, chosen.moved, now)
         held = exchange.legs = Legs(transfer, prefiller, decoder, reserved, placement.cached, chosen.moved, moving)
         if transfer.header:  # what stands before the decoder sends the first leg
             held.unsent, held.computing = placement, placement.punctual_ttft
@@ -360,7 +360,7 @@ class LegPlacing:
         if candidate is None:
             return False
         held.decoder, held.moved = left[candidate.replica], demand.tokens - candidate.overlap
-        held.moving = self._router.transfers.seconds(held.prefiller.id, held.decoder.id, held.moved)
+        held.moving = self._router.transfers.seconds(held.prefiller.id, held.decoder.id, held.moved, now)
         held.placement = self._router.commit_decoder(demand, candidate, now)
         second_leg(exchange, now)
         return True

@@ -209,7 +209,7 @@ class Settling:
         self.metrics.predicted_transfer_seconds.inc(second.backend.id, by=legs.moving)
         sender = legs.prefiller.replica
         if learns and sender.state is State.READY and sender.since <= second.sent_at:
-            self._router.transfers.observe(legs.prefiller.id, legs.decoder.id, legs.moved, moving)
+            self._router.transfers.observe(legs.prefiller.id, legs.decoder.id, legs.moved, moving, second.first_at)
 
     def prefilled_elsewhere(self, legs: Legs, computed: bool) -> None:
         """A first leg that the gateway did not send is over, with its replica's answer or without. One that runs beside

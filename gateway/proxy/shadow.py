@@ -123,7 +123,7 @@ def _price(seen: Seen, went: Went) -> tuple[int, float, float]:
         first, moved = candidate, 0.0
     else:
         first, candidate = _seen_as(seen, went.prefiller), _seen_as(seen, went.decoder)
-        moved = seen.ways[0].transfers.seconds(first.replica, candidate.replica, went.moved)
+        moved = seen.ways[0].transfers.seconds(first.replica, candidate.replica, went.moved, seen.ways[0].now)
         moved += sum(COST.of_all(demand, (candidate,), held=max(0, demand.tokens - 1))[0][:WAITS])
     computed = sum(COST.of_all(demand, (first,))[0][:WAITS]) + moved
     written = candidate.costs.decode_seconds(candidate.load, demand.tokens, demand.output)

@@ -162,7 +162,7 @@ class Gateway:
         """The second leg has its first token."""
         pair = legs.first.candidate.replica, legs.second.candidate.replica
         moving = self.router.moving_seconds(legs.second, now - legs.sent_at)
-        self.router.transfers.observe(*pair, legs.moved, moving)
+        self.router.transfers.observe(*pair, legs.moved, moving, now)
 
     def transfer_failed(self, legs: Legs, now: float) -> None:
         self.router.transfers.failed(legs.first.candidate.replica, legs.second.candidate.replica, now)

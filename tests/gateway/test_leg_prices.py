@@ -29,24 +29,24 @@ def test_the_first_prediction_is_that_of_plan_pools(config, tensor_parallel):
         tensor_parallel = 1  # what each GPU has as well is sent once
     space = KvSpace(read(config), tensor_parallel=tensor_parallel)
     planned = transfer(space, TOKENS, 16, BANDWIDTH, load_profile("gpu-8b"))
-    seconds = priced(p=config).seconds("p", "d", TOKENS)
+    seconds = priced(p=config).seconds("p", "d", TOKENS, 1.0)
     assert seconds == pytest.approx(planned.seconds - planned.count * PER_TRANSFER)
 
 
 def test_what_a_70b_teaches_of_the_network_holds_for_a_model_with_a_latent():
     """Both send over one network, three times as slow as the prior."""
     made = priced(big=LLAMA_70B, latent=DEEPSEEK_V3)
-    first = made.seconds("latent", "d", TOKENS)
+    first = made.seconds("latent", "d", TOKENS, 1.0)
     for _ in range(30):
-        made.observe("big", "d2", TOKENS, 3 * made.prior("big", TOKENS))
-    assert made.seconds("latent", "d", TOKENS) == pytest.approx(3 * first, rel=0.01)
-    assert made.seconds("big", "d3", TOKENS) > 4 * made.seconds("latent", "d", TOKENS)
+        made.observe("big", "d2", TOKENS, 3 * made.prior("big", TOKENS), 1.0)
+    assert made.seconds("latent", "d", TOKENS, 1.0) == pytest.approx(3 * first, rel=0.01)
+    assert made.seconds("big", "d3", TOKENS, 1.0) > 4 * made.seconds("latent", "d", TOKENS, 1.0)
 
 
 def test_a_model_whose_shape_is_not_known_is_taken_for_one_of_8_billion_parameters():
     made = priced(p={"model_type": "simulated"})
-    assert made.seconds("p", "d", 1600) == LATENCY + 1600 * TOKEN_BYTES / BANDWIDTH
-    assert made.seconds("p", "d", 1600) == priced(p=LLAMA_8B).seconds("p", "d", 1600)
+    assert made.seconds("p", "d", 1600, 1.0) == LATENCY + 1600 * TOKEN_BYTES / BANDWIDTH
+    assert made.seconds("p", "d", 1600, 1.0) == priced(p=LLAMA_8B).seconds("p", "d", 1600, 1.0)
 
 
 async def test_the_gateway_reads_the_shape_from_the_files_of_each_replicas_model():

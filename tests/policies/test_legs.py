@@ -79,7 +79,7 @@ def test_a_network_that_is_too_slow_keeps_it_whole():
     for one in everybody[1:]:
         stream_on(made, one)
     for _ in range(20):
-        made.transfers.observe("p", "d", 16_000, 60.0)
+        made.transfers.observe("p", "d", 16_000, 60.0, 1.0)
     assert chosen(made, demand(), everybody)[1] is None
 
 
@@ -219,24 +219,24 @@ def test_what_a_replica_of_another_space_holds_counts_in_the_price_of_the_whole(
 def test_transfers_are_learned_of_each_pair_and_of_all_for_those_that_have_not_met():
     learned = Transfers()
     prior = LATENCY + 1000 * TOKEN_BYTES / BANDWIDTH
-    assert learned.seconds("p", "d", 1000) == pytest.approx(prior)
+    assert learned.seconds("p", "d", 1000, 1.0) == pytest.approx(prior)
     for _ in range(50):
-        learned.observe("p", "d", 1000, 10 * prior)
-    assert learned.seconds("p", "d", 1000) == pytest.approx(10 * prior, rel=0.01)
-    assert learned.seconds("p", "new", 1000) == pytest.approx(10 * prior, rel=0.01)
+        learned.observe("p", "d", 1000, 10 * prior, 1.0)
+    assert learned.seconds("p", "d", 1000, 1.0) == pytest.approx(10 * prior, rel=0.01)
+    assert learned.seconds("p", "new", 1000, 1.0) == pytest.approx(10 * prior, rel=0.01)
     for _ in range(50):
-        learned.observe("q", "d", 1000, prior)
-    assert learned.seconds("p", "d", 1000) == pytest.approx(10 * prior, rel=0.01)
+        learned.observe("q", "d", 1000, prior, 1.0)
+    assert learned.seconds("p", "d", 1000, 1.0) == pytest.approx(10 * prior, rel=0.01)
     learned.forget("p")
-    assert learned.seconds("p", "d", 1000) < 5 * prior
+    assert learned.seconds("p", "d", 1000, 1.0) < 5 * prior
 
 
 @pytest.mark.parametrize("seconds", [-3.0, 0.0, 1e-9, 1e9])
 def test_no_observation_makes_a_price_that_is_none(seconds):
     learned = Transfers()
     for _ in range(100):
-        learned.observe("p", "d", 100, seconds)
-    assert 0 < learned.seconds("p", "d", 100) < math.inf
+        learned.observe("p", "d", 100, seconds, 1.0)
+    assert 0 < learned.seconds("p", "d", 100, 1.0) < math.inf
 
 
 def test_a_pair_whose_transfer_failed_is_left_out_for_a_while_twice_as_long_each_time():
@@ -246,8 +246,67 @@ def test_a_pair_whose_transfer_failed_is_left_out_for_a_while_twice_as_long_each
     assert not made.transfers.paused("p", "e", 1.0)
     made.transfers.failed("p", "d", 11.0)
     assert made.transfers.paused("p", "d", 30.0)
-    made.transfers.observe("p", "d", 100, 0.1)
+    made.transfers.observe("p", "d", 100, 0.1, 1.0)
     assert not made.transfers.paused("p", "d", 11.0)
     for decoder in ("d", "e"):
         made.transfers.failed("p", decoder, 1.0)
     assert chosen(made, demand(), everybody, 2.0)[1] is None
+
+
+def slow_network(seconds=60.0, observations=3, at=1.0):
+    """A fleet whose decoders are full of streams, and whose transfers have taken so long."""
+    made, everybody = fleet()
+    for one in everybody[1:]:
+        stream_on(made, one)
+        for _ in range(1 + observations):  # the first one is forgotten
+            made.transfers.observe("p", one.replica, 16_000, seconds, at)
+    return made, everybody
+
+
+def first_taken(made, everybody, at, until):
+    """When a prompt is in two legs again, asked for every second."""
+    while at < until and chosen(made, demand(), everybody, at)[1] is None:
+        at += 1.0
+    return at
+
+
+def test_one_transfer_that_took_too_long_does_not_end_all_legs_for_good():
+    made, everybody = slow_network(observations=1)
+    assert 10.0 < first_taken(made, everybody, 1.0, 10_000.0) < 300.0
+
+
+def test_a_network_that_is_slow_is_tried_by_one_request_at_a_time_and_more_seldom_the_longer_it_is_known():
+    made, everybody = slow_network(observations=1)
+    at, waits = 1.0, []
+    for _ in range(6):
+        tried = first_taken(made, everybody, at, at + 10_000.0)
+        whole, apart = chosen(made, demand(), everybody, tried)
+        for placement in made.commit_legs(whole, apart, tried):
+            made.abandon(placement, computed=False)
+        assert chosen(made, demand(), everybody, tried + 1.0)[1] is None, "the next one waits for what becomes of it"
+        made.transfers.observe("p", apart.decoder.replica, 16_000, 60.0, tried + 60.0)
+        waits.append(tried - at)
+        at = tried + 60.0
+    assert waits[-1] > 4 * waits[0] > 400.0 and waits == sorted(waits)
+
+
+def test_a_network_that_is_quick_again_is_known_after_a_trial_or_two():
+    made, everybody = slow_network(observations=20)
+    at = 1.0
+    for _ in range(3):
+        at = first_taken(made, everybody, at, at + 10_000.0)
+        apart = chosen(made, demand(), everybody, at)[1]
+        made.transfers.observe("p", apart.decoder.replica, apart.moved, made.transfers.prior("p", apart.moved), at)
+    assert at < 1800.0 and chosen(made, demand(), everybody, at + 1.0)[1] is not None
+
+
+def test_the_first_transfer_of_a_pair_teaches_nothing_since_engines_meet_in_it():
+    learned = Transfers()
+    before = learned.seconds("p", "d", 1000, 1.0)
+    learned.observe("p", "d", 1000, 30.0, 1.0)
+    assert learned.seconds("p", "d", 1000, 1.0) == learned.seconds("p", "e", 1000, 1.0) == before
+    learned.observe("p", "d", 1000, 3 * before, 2.0)
+    assert learned.seconds("p", "d", 1000, 2.0) == pytest.approx(3 * before)
+    learned.restarted("d")
+    learned.observe("p", "d", 1000, 30.0, 3.0)
+    assert learned.seconds("p", "d", 1000, 3.0) == pytest.approx(3 * before, rel=0.1)

@@ -89,7 +89,7 @@ def test_a_first_token_takes_the_prefillers_queue_the_prompt_its_transfer_and_a_
     made.stream(decoder, 10)
     (pair,) = made.pairs(asked := demand())
     first = prefiller.costs.ttft_seconds(prefiller.load, asked.tokens, 0, asked.now)
-    moving = made.router.transfers.seconds("p0", "d0", asked.tokens)
+    moving = made.router.transfers.seconds("p0", "d0", asked.tokens, 1.0)
     last = decoder.costs.ttft_seconds(decoder.load, 1, asked.tokens - 1, asked.now)
     assert pair.quote.ttft == pytest.approx(first + moving + last)
     assert 0.0 < pair.quote.wait < first and pair.quote.computing == 2 and pair.quote.there == 12
@@ -128,7 +128,7 @@ def test_the_same_replica_computes_and_answers_as_quoted_for_the_whole():
     asked = demand()
     made.evaluate(asked)
     whole, apart = quote(made.decoders[0], asked), quoted(made.router, *made.prefillers, *made.decoders, asked)
-    moving = made.router.transfers.seconds("p0", "d0", asked.tokens)
+    moving = made.router.transfers.seconds("p0", "d0", asked.tokens, 1.0)
     assert whole.ttft + moving < apart.ttft < 2 * whole.ttft + moving and whole.tpot == pytest.approx(apart.tpot, 0.01)
 
 

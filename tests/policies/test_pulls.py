@@ -68,7 +68,7 @@ def test_where_computing_costs_no_more_nothing_is_pulled():
     made, everybody = fleet(1000, 0, memory=(1000, 0))
     busy(made, everybody[0])
     for _ in range(30):
-        made.pulls.observe("r0", "r1", 16_000, 60.0)
+        made.pulls.observe("r0", "r1", 16_000, 60.0, 1.0)
     assert placed(made, everybody).pull is None
 
 
@@ -110,8 +110,8 @@ def test_of_several_holders_the_one_from_which_it_costs_least():
     for one in everybody[:2]:
         busy(made, one)
     for _ in range(20):
-        made.pulls.observe("r0", "r2", 16_000, 0.5)
-        made.pulls.observe("r1", "r2", 16_000, 0.05)
+        made.pulls.observe("r0", "r2", 16_000, 0.5, 1.0)
+        made.pulls.observe("r1", "r2", 16_000, 0.05, 1.0)
     assert placed(made, everybody).pull.source == "r1"
     made.pulls.failed("r1", "r2", 1.0)
     assert placed(made, everybody).pull is None or placed(made, everybody).pull.source == "r0"
@@ -120,21 +120,22 @@ def test_of_several_holders_the_one_from_which_it_costs_least():
 def test_what_a_first_token_took_beyond_its_own_computing_teaches_the_pair():
     made, everybody = fleet(1000, 0, memory=(1000, 0))
     busy(made, everybody[0])
+    made.pulls.observe("r0", "r1", 16_000, 60.0, 1.0)  # they meet
     placement = placed(made, everybody)
-    before = made.pulls.seconds("r0", "r1", 16_000)
+    before = made.pulls.seconds("r0", "r1", 16_000, 1.0)
     rest = placement.ttft - placement.pull.seconds
     ttft = everybody[1].costs.ttft_seconds(Load(), 16_001, 0, 1.0)
     made.first_token(placement, 1.5, rest + 3 * before)
-    assert made.pulls.seconds("r0", "r1", 16_000) == before, "whether it came is not known yet"
+    assert made.pulls.seconds("r0", "r1", 16_000, 1.0) == before, "whether it came is not known yet"
     assert made.pulled(placement, 16_000, 2.0)
-    assert made.pulls.seconds("r0", "r1", 16_000) == pytest.approx(3 * before)
+    assert made.pulls.seconds("r0", "r1", 16_000, 1.0) == pytest.approx(3 * before)
     assert everybody[1].costs.ttft_seconds(Load(), 16_001, 0, 1.0) == ttft, "computing is learned from others"
 
 
 def test_a_pull_that_never_comes_is_tried_half_as_often_each_time_and_its_time_teaches_nobody():
     made, everybody = fleet(1000, 0, memory=(1000, 0))
     busy(made, everybody[0])
-    before, now, pauses = made.pulls.seconds("r2", "r3", 16_000), 1.0, []
+    before, now, pauses = made.pulls.seconds("r2", "r3", 16_000, 1.0), 1.0, []
     for _ in range(4):
         placement = placed(made, everybody, Demand(16_001, SIZE, 1, hashes=range(1, 1001), now=now), now=now)
         made.first_token(placement, now + 3.0, 3.0)
@@ -143,7 +144,7 @@ def test_a_pull_that_never_comes_is_tried_half_as_often_each_time_and_its_time_t
         pauses.append(next(after for after in range(1, 1000) if not made.pulls.paused("r0", "r1", now + after)))
         now += pauses[-1]
     assert pauses == [10, 20, 40, 80]
-    assert made.pulls.seconds("r2", "r3", 16_000) == made.pulls.seconds("r0", "r1", 16_000) == before
+    assert made.pulls.seconds("r2", "r3", 16_000, 1.0) == made.pulls.seconds("r0", "r1", 16_000, 1.0) == before
 
 
 @pytest.mark.parametrize("before", [0, 500])
@@ -170,10 +171,10 @@ def test_a_pull_of_which_a_part_came_is_neither_a_failure_nor_a_measurement():
     made, everybody = fleet(1000, 0, memory=(1000, 0))
     busy(made, everybody[0])
     placement = placed(made, everybody)
-    before = made.pulls.seconds("r0", "r1", 16_000)
+    before = made.pulls.seconds("r0", "r1", 16_000, 1.0)
     made.first_token(placement, 3.0, 3.0)
     assert not made.pulled(placement, 8_000, 3.0)
-    assert made.pulls.seconds("r0", "r1", 16_000) == before and not made.pulls.paused("r0", "r1", 3.0)
+    assert made.pulls.seconds("r0", "r1", 16_000, 1.0) == before and not made.pulls.paused("r0", "r1", 3.0)
 
 
 def test_an_answer_in_one_piece_shows_that_a_pair_works_again():

@@ -95,10 +95,10 @@ async def test_the_clients_stream_is_the_second_legs():
 def taught(s, seconds):
     """Have the only pair's transfers take so long, and return what says how long it thinks that they take."""
     prefiller, decoder = s.proxy.backends
-    transfers = s.proxy.router.transfers
+    transfers, now = s.proxy.router.transfers, monotonic()
     for _ in range(100):
-        transfers.observe(prefiller, decoder, 96, seconds)
-    return lambda: transfers.seconds(prefiller, decoder, 96)
+        transfers.observe(prefiller, decoder, 96, seconds, now)
+    return lambda: transfers.seconds(prefiller, decoder, 96, now)
 
 
 WRITTEN = json.dumps(CHOICES | {"usage": USED | {"completion_tokens": 2}}).encode()

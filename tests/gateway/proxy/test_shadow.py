@@ -161,7 +161,7 @@ def test_what_legs_would_have_saved_is_what_both_replicas_and_the_transfer_take(
     demand, (prefiller, decoder) = whole.demand, router.candidates.values()
     alone = decoder.costs.ttft_seconds(decoder.load, demand.tokens, 0, 1.0)
     apart = prefiller.costs.ttft_seconds(prefiller.load, demand.tokens, 0, 1.0)
-    apart += router.transfers.seconds("p", "d", demand.tokens) + decoder.costs.ttft_seconds(
+    apart += router.transfers.seconds("p", "d", demand.tokens, 1.0) + decoder.costs.ttft_seconds(
         decoder.load, 1, demand.tokens - 1, 1.0
     )
     assert apart > alone

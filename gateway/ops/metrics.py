@@ -383,10 +383,10 @@ class Metrics:
         ("ids", "repeat", "text", "again"))
     leg_choices = Counter("Requests that could have been computed on two replicas, by whether they were", choice=("apart", "whole"))
     legs = Counter("Legs of requests that were computed on two replicas, by how each ended", leg=("prefill", "decode"),
-        outcome=("complete", "failed", "not kept", "abandoned"))
-    leg_failures = Counter("Legs of requests that were computed on two replicas and failed, by why", leg=("prefill", "decode"),
-        reason=(*CONNECTION_FAULTS, *STATUS_FAULTS, *ANSWER_FAULTS, "removed", "replaced", "elsewhere", "not kept", "leg refused", "transfer stalled",
-                "prefill failed"))
+        outcome=("complete", "failed", "not kept", "refused", "abandoned"))
+    leg_failures = Counter("The legs that hitherto_legs_total counts as failed, by why", leg=("prefill", "decode"),
+        reason=(*CONNECTION_FAULTS, *STATUS_FAULTS, *ANSWER_FAULTS, "status 5xx", "removed", "replaced", "elsewhere", "transfer stalled",
+                "prefill failed", "timeout", "stalled"))
     transfer_seconds = Histogram("What a second leg's first token took beyond what its replica takes itself", "replica", LATENCY_BUCKETS)
     predicted_transfer_seconds = Counter("What the transfers of hitherto_transfer_seconds were predicted to take, in seconds", replica=REPLICA)
     upstream_errors = Counter("Failures of replicas", replica=REPLICA,

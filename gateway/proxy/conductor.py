@@ -60,7 +60,7 @@ from .retries import (
     after,
     of_status,
 )
-from .settling import Settling, cut_short
+from .settling import ABANDONED, Settling, cut_short
 from .states import TRANSITIONS, Action, AttemptEvent, AttemptState, ExchangeEvent, ExchangeState, Leg
 
 if TYPE_CHECKING:
@@ -547,10 +547,10 @@ class Conductor:
         self.settling.close_unattributed(exchange)
         self.going_on.give_up(exchange, error)
 
-    def end_legs(self, exchange: Exchange) -> None:
+    def end_legs(self, exchange: Exchange, kind: str) -> None:
         """One of them broke off with a part of its answer written."""
         if exchange.legs is not None:
-            self._metrics.legs.inc(Leg.DECODE.value, "failed")
+            self.settling.leg_ended(Leg.DECODE, kind)
             self.leg_ends.drop(exchange)
 
     def _turn_away(self, exchange: Exchange, error: ApiError) -> None:
@@ -582,7 +582,8 @@ class Conductor:
         attempt = exchange.attempt
         if exchange.legs is not None:
             if attempt is not None and attempt.leg is not None:
-                self._metrics.legs.inc(attempt.leg.value, "abandoned")
+                error = attempt.error  # of the client's end it has none
+                self.settling.leg_ended(attempt.leg, ABANDONED if error is None else getattr(error, "kind", TIMEOUT))
             self.leg_ends.drop(exchange)
         if attempt is not None:
             if attempt.state is not AttemptState.ENDED:

@@ -53,7 +53,7 @@ class StreamConductor(Protocol):
     def failed(self, attempt: Attempt, error: UpstreamError) -> None: ...
     def on_complete(self, attempt: Attempt) -> None: ...
     def dispatch(self, exchange: Exchange, event: ExchangeEvent, detail: object = None) -> None: ...
-    def end_legs(self, exchange: Exchange) -> None: ...
+    def end_legs(self, exchange: Exchange, kind: str) -> None: ...
 
 
 class Continuing:
@@ -323,7 +323,7 @@ class Continuing:
         conductor = self._conductor
         conductor.settling.failed(attempt.backend, failed.kind)
         conductor.settling.abandon(attempt, computed=True)
-        conductor.end_legs(exchange)
+        conductor.end_legs(exchange, failed.kind)
         continuation.break_off()
         continuation.events = attempt.events
         if continuation.way is Way.TEXT:

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Protocol
 
 from ..http.upstream import UpstreamError
 from .exchange import Attempt, Exchange
-from .retries import CLOSED, HUNG, KINDS, NOT_KEPT, TRANSFER_FAILED, Failed, Next
-from .settling import Settling
+from .retries import CLOSED, HUNG, KINDS, TRANSFER_FAILED, Failed, Next
+from .settling import ABANDONED, Settling
 from .states import AttemptEvent, AttemptState, ExchangeState, Leg
 
 if TYPE_CHECKING:
@@ -56,8 +56,7 @@ class LegEnds:
         legs, leg = exchange.legs, attempt.leg
         if legs is None or leg is None:
             return
-        self._metrics.legs.inc(leg.value, NOT_KEPT if kind == NOT_KEPT else "failed")
-        self._metrics.leg_failures.inc(leg.value, kind)
+        self._settling.leg_ended(leg, kind)
         exchange.stays_whole = following is Next.WHOLE
         if following is Next.LEGS or (leg is Leg.DECODE and (kind in TRANSFER_FAILED or kind == HUNG)):
             self._settling.transfer_failed(legs)
@@ -80,8 +79,7 @@ class LegEnds:
         assert legs is not None
         legs.first = None
         if exchange.state is not ExchangeState.TRYING:
-            self._metrics.legs.inc(Leg.PREFILL.value, "failed")
-            self._metrics.leg_failures.inc(Leg.PREFILL.value, error.kind)
+            self._settling.leg_ended(Leg.PREFILL, error.kind)
             if KINDS[error.kind].blamed:
                 self._settling.failed(first.backend, error.kind)
             self._settling.abandon(first, computed=KINDS[error.kind].computed)
@@ -96,7 +94,7 @@ class LegEnds:
         second = attempts[-1]
         if second.state is not AttemptState.ENDED:
             second.end_as(AttemptEvent.DROPPED)
-        self._metrics.legs.inc(Leg.DECODE.value, "abandoned")
+        self._settling.leg_ended(Leg.DECODE, ABANDONED)
         self._settling.abandon(second, computed=False)
         attempts.remove(first)
         attempts.append(first)

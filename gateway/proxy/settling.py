@@ -24,7 +24,18 @@ from .blame import DOUBTFUL, REFUSALS, REFUSED_ALIKE, SAME, UnattributedError, a
 from .drift import TOLERATED
 from .exchange import TAIL, TAIL_BYTES, Attempt, Batcher, Exchange, Legs
 from .forwarding import TokenIdForwarding
-from .retries import ABORTED, ERROR_ANSWER, FOREIGN_ANSWER, FULL, RETRYABLE, UNCONFIRMED
+from .retries import (
+    ABORTED,
+    ERROR_ANSWER,
+    FOREIGN_ANSWER,
+    FULL,
+    KINDS,
+    LEG_REFUSED,
+    NOT_KEPT,
+    RETRYABLE,
+    UNCONFIRMED,
+    of_status,
+)
 from .states import BROKEN_OFF, AttemptEvent, AttemptState, Leg
 
 if TYPE_CHECKING:
@@ -35,6 +46,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("hitherto.proxy")
 
+OTHER_ERROR = "status 5xx"  # one of those that no other replica is asked after
+# How legs end. One that an engine refused, or whose prompt it did not keep, is no failure: the request goes on whole.
+COMPLETE, ABANDONED, FAILED = "complete", "abandoned", "failed"
+LEG_OUTCOMES = {COMPLETE: COMPLETE, ABANDONED: ABANDONED, NOT_KEPT: NOT_KEPT, LEG_REFUSED: "refused"}
 REQUEST = "request"  # an error that is known to be the request's fault is counted as this
 STREAMING_APIS = frozenset(("chat", "completions", "responses", "messages"))
 STATUS_CLASS = ("0xx", "1xx", "2xx", "3xx", "4xx", "5xx", "6xx", "7xx", "8xx", "9xx")
@@ -163,6 +178,13 @@ class Settling:
 
     # --- two legs
 
+    def leg_ended(self, leg: Leg, kind: str = COMPLETE) -> None:
+        """Count how a leg ended: each is, here and once. `kind`: of a failure (`retries`), COMPLETE or ABANDONED."""
+        outcome = LEG_OUTCOMES.get(kind, FAILED)
+        self.metrics.legs.inc(leg.value, outcome)
+        if outcome == FAILED:
+            self.metrics.leg_failures.inc(leg.value, kind)
+
     def handed_over(self, exchange: Exchange, first: Attempt, legs: Legs) -> None:
         """The first leg's answer is complete: what is learned of a prompt is learned there."""
         backend, placement, prompt, usage = first.backend, first.placement, first.prompt, legs.usage
@@ -174,7 +196,7 @@ class Settling:
         self._router.first_token(placement, first.first_at, first.first_at - first.sent_at if learns else None)
         tells_blocks = backend.replica.takes_rank(prompt.path)
         self._router.finish(placement, usage.cached if tells_blocks else None)
-        self.metrics.legs.inc(Leg.PREFILL.value, "complete")
+        self.leg_ended(Leg.PREFILL)
         if backend.gone:
             return
         self.metrics.replica_requests.inc(backend.id, "2xx")
@@ -228,7 +250,7 @@ class Settling:
         self._router.first_token(placement, None)
         self._router.answered(placement, monotonic())
         self._router.finish(placement)
-        self.metrics.legs.inc(Leg.PREFILL.value, "complete")
+        self.leg_ended(Leg.PREFILL)
         legs.prefiller.drift.aside()  # nobody tells what was found cached there
 
     def drop_first(self, legs: Legs) -> None:
@@ -237,7 +259,7 @@ class Settling:
         if first is not None and first.state is not AttemptState.ENDED:
             first.end_as(AttemptEvent.DROPPED)
             self.abandon(first, computed=first.sent_at > 0)
-            self.metrics.legs.inc(Leg.PREFILL.value, "abandoned")
+            self.leg_ended(Leg.PREFILL, ABANDONED)
 
     def transfer_failed(self, legs: Legs) -> None:
         self._router.transfers.failed(legs.prefiller.id, legs.decoder.id, monotonic())
@@ -253,7 +275,7 @@ class Settling:
             or (attempt.status in DOUBTFUL and exchange.unattributed_errors)
         ):
             if attempt.status >= 500 and attempt.status not in RETRYABLE:
-                self.record_error(exchange, attempt, "status 5xx")
+                self.record_error(exchange, attempt, OTHER_ERROR)
             self.close_unattributed(exchange)
         else:
             backend.answers += 1
@@ -325,24 +347,37 @@ class Settling:
             usage = read_usage(attempt.usage)
         # Of an answer to a prompt that came in one piece the judge has seen the end.
         seen = attempt.pieces == 1 and attempt.first_at and prompt is not None
+        ended = COMPLETE
         if attempt.leg is not None:
+            ended = self._leg_answered(exchange, attempt, tail)
             if exchange.legs is not None:  # of an answer whose first bytes showed nothing
                 self.prefilled_elsewhere(exchange.legs, attempt.status == 200)
-            self.metrics.legs.inc(attempt.leg.value, "failed" if attempt.fault or attempt.status != 200 else "complete")
         if attempt.fault:  # its first bytes said so
             self.abandon(attempt, computed=False)
         elif not seen and (late := self._late_failure(exchange, attempt, tail, usage)) is not None:
-            attempt.fault, kind, attempt.computed = late
+            attempt.fault, ended, attempt.computed = late
             self.abandon(attempt, attempt.computed)
             if attempt.fault >= 500:
-                self.failed(backend, kind)
+                self.failed(backend, ended)
         elif prompt is not None and attempt.status == 200 and not backend.gone:
             self.finish(attempt, prompt, usage)
             if not attempt.is_continued:
                 self._forwarding.settled(attempt, prompt, exchange.request, usage)
         else:
             self.abandon(attempt, computed=not 400 <= attempt.status < 500)
+        if attempt.leg is not None:
+            self.leg_ended(attempt.leg, ended)
         return usage
+
+    def _leg_answered(self, exchange: Exchange, attempt: Attempt, tail: bytes) -> str:
+        """How a leg ended whose answer its client has, by the answer's head and its first bytes."""
+        if attempt.fault >= 500:
+            return ABORTED if cut_short(attempt, exchange.request.path, tail[-TAIL_BYTES:]) else ERROR_ANSWER
+        if attempt.status == 200 and not attempt.fault:
+            return COMPLETE
+        if of_status(attempt.status) in KINDS:
+            return of_status(attempt.status)
+        return LEG_REFUSED if attempt.fault or attempt.status < 500 else OTHER_ERROR
 
     def _late_failure(
         self, exchange: Exchange, attempt: Attempt, tail: bytes, usage: Usage

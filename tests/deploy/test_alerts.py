@@ -89,8 +89,7 @@ SCENES: dict[str, tuple[dict[str, str], list[int], list[int]]] = {
         {
             f'hitherto_legs_total{{{GATEWAY}, leg="prefill", outcome="complete"}}': "0+60x70",
             f'hitherto_legs_total{{{GATEWAY}, leg="decode", outcome="failed"}}': "0x10 0+12x20 240x40",
-            f'hitherto_legs_total{{{GATEWAY}, leg="prefill", outcome="failed"}}': "0+30x70",
-            f'hitherto_leg_failures_total{{{GATEWAY}, leg="prefill", reason="leg refused"}}': "0+30x70",
+            f'hitherto_legs_total{{{GATEWAY}, leg="prefill", outcome="refused"}}': "0+30x70",
         },
         [28],
         [9, 50],

@@ -179,7 +179,8 @@ async def test_a_decoder_that_breaks_off_is_followed_by_another_that_computes_th
         answer = await gateway.client.post(path, json=asked)
         text, _, rest = as_a_whole(events(answer.text))
         assert not difference((text, rest), as_a_whole(whole)[::2]), answer.text
-        assert await gateway.counted("hitherto_legs_total", leg="decode", outcome="failed") >= 1
+        failed = await gateway.counted("hitherto_legs_total", leg="decode", outcome="failed")
+        assert failed == await gateway.counted("hitherto_leg_failures_total", leg="decode") >= 1
         assert await gateway.counted("hitherto_continued_streams_total") >= 1
         assert await gateway.counted("hitherto_reservations") == 0
 

@@ -32,7 +32,7 @@ TWO_LEGS = Dashboard(
                     "Legs that failed",
                     FAILED,
                     "percentunit",
-                    "Share of all legs; the requests went on otherwise, as far as nothing of an answer was sent.",
+                    "Share of all legs, without those that were refused or abandoned; requests of which nothing was answered went on otherwise.",
                     width=6,
                     thresholds=[(None, GREEN), (0.1, RED)],
                 ),

@@ -291,8 +291,10 @@ async def test_a_first_leg_that_fails(fault, monkeypatch):
         assert (legs_of(prefilled), legs_of(answered)) == (others, answering)
         await eventually(s.idle)
         assert s.metrics.retries.total() == 1 and s.metrics.legs.total(leg="decode") == (answering == ["decode"])
-        [((leg, reason), count)] = s.metrics.leg_failures.values.items()
-        assert (leg, count) == ("prefill", 1) and s.metrics.retries.values == {(reason,): 1}
+        [((reason,), count)] = s.metrics.retries.values.items()
+        outcome = {"leg refused": "refused", "not kept": "not kept"}.get(reason, "failed")
+        assert count == 1 and s.metrics.legs.values[("prefill", outcome)] == 1
+        assert s.metrics.leg_failures.values == ({("prefill", reason): 1} if outcome == "failed" else {})
 
 
 @pytest.mark.parametrize("fault", FIRST_FAULTS)
@@ -377,6 +379,7 @@ async def test_a_second_leg_that_is_refused_is_said_whole():
         assert (await asks(s))[0::2] == (200, ANSWER)
         assert legs_of(seen) == ["decode", "whole"]
         await eventually(s.idle)
+        assert s.metrics.legs.total(outcome="refused") == 1 and not s.metrics.leg_failures.values
 
 
 UNFETCHED = {
@@ -452,6 +455,24 @@ async def test_an_answer_that_breaks_off_is_cut_as_any():
         _, _, body = await asks(s, LONG.replace(b"{", b'{"stream": true, ', 1))
         assert b"the answer broke off" in body and s.metrics.retries.total() == 0
         await eventually(s.idle)
+        assert s.metrics.legs.values == {("prefill", "complete"): 1, ("decode", "failed"): 1}
+        assert s.metrics.leg_failures.values == {("decode", "closed"): 1}
+
+
+LATE_ERROR = b'data: {"error":{"message":"out of memory","type":"InternalServerError","code":500}}\n\n'
+
+
+async def test_an_error_within_an_answer_is_a_leg_that_failed():
+    seen = asyncio.Event()
+    async with disaggregated(answers(HANDED), streams(chunk(EVENT), chunk(LATE_ERROR), pause=seen.wait)) as s:
+        talk = await s.talk()
+        await talk.say(post(LONG.replace(b"{", b'{"stream": true, ', 1)))
+        await talk.until(EVENT)
+        seen.set()
+        assert LATE_ERROR in await talk.until(b"\r\n0\r\n\r\n")
+        await eventually(s.idle)
+        assert s.metrics.legs.values == {("prefill", "complete"): 1, ("decode", "failed"): 1}
+        assert s.metrics.leg_failures.values == {("decode", "error answer"): 1}
 
 
 async def hangs_within_its_answer(reader, writer):
@@ -493,6 +514,7 @@ async def test_a_client_that_leaves(moment):
         await talk.close()
         await eventually(s.idle)
         assert s.metrics.client_aborts.total() == 1 and s.metrics.legs.total(outcome="abandoned") == 1
+        assert not s.metrics.leg_failures.values
         held = s.proxy.router.map.match(
             list(s.proxy.models.routes.prepare("/v1/chat/completions", LONG, None, ()).hashes), 0.0
         ).held
@@ -504,6 +526,8 @@ async def test_a_request_that_takes_too_long_in_its_first_leg():
     async with disaggregated(silent, answers(), request_timeout=0.3) as s:
         assert (await asks(s))[0] == 504
         await eventually(s.idle)
+        assert s.metrics.legs.values == {("prefill", "failed"): 1}
+        assert s.metrics.leg_failures.values == {("prefill", "timeout"): 1}
 
 
 async def test_a_prefiller_that_hangs_is_left():

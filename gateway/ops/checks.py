@@ -446,18 +446,24 @@ def check_roles(replicas: list[Replica]) -> Finding | None:
     if what := unlike((one.role, None if one.transfer is None else one.transfer.name) for one in replicas):
         return Finding("fail", "roles", what, SPEAK_ALIKE)
     counted = ", ".join(f"{roles.count(role)} {role}" for role in sorted(set(roles)))
-    found, pairs = [], 0
+    found, pairs, untold = [], 0, dict[str, None]()
     for way in dict.fromkeys(one.transfer for one in replicas if one.transfer is not None):
         alike = [one for one in replicas if one.transfer is way]
         computing, writing = pairing.sides_of(way, alike, lambda one: one)
         found += pairing.complaints(computing, writing, way)
+        untold |= dict.fromkeys(
+            name for name in way.compares if any(getattr(one.traits, name) is None for one in alike)
+        )
         pairs += sum(bool(first and second) for first, second in pairing.groups(computing, writing, way))
     if found:
         left = counted if pairs else "no pair is left, so no prompt is computed on one replica and answered by another"
         remedies = [one.lacking.dialect.remedies.transfer if one.lacking else pairing.REMEDY for one in found]
         said = "; ".join(one.text for one in found)
         return Finding("warn" if pairs else "fail", "roles", f"{left}: {said}", "; ".join(dict.fromkeys(remedies)))
-    return Finding("ok", "roles", f"{counted}: prompts can be computed on one replica and answered by another")
+    said = f"{counted}: prompts can be computed on one replica and answered by another"
+    if untold:
+        said += f", as far as they tell: not {', '.join(untold)}, which have to be alike as well; the transfer below tries that"
+    return Finding("ok", "roles", said)
 
 
 def check_block_size(settings: Settings, replicas: list[tuple[Address, Facts]]) -> Finding:
@@ -519,6 +525,9 @@ def check_variants(running: dict[str, Any] | None, continues: bool = False) -> I
             if len(told) > 2
             else ""
         )
+        roles = {one["id"]: one.get("role", BOTH) for one in (running or {}).get("replicas", [])}
+        if any(roles.get(id, BOTH) != BOTH for one in spaces if name in one["models"] for id in one["replicas"]):
+            more += "; two legs are at replicas of the most common one alone, requests to the others stay whole"
         if continues:
             more += "; a stream that breaks off is gone on with by a replica of its own variant alone"
         yield Finding("warn", f"variants {name}"[:60], f"the gateway tells {len(told)} apart: {' | '.join(told)}{more}",

@@ -5,6 +5,7 @@ import pytest
 from gateway import cli
 from gateway.ops import checks
 from gateway.ops.trial import Finding
+from replicas import Replica, pairing
 from replicas.adopt import IS_GATEWAY, Facts
 from replicas.engines.dialect import Told
 from replicas.replica import parse_url
@@ -79,6 +80,21 @@ def test_variants_that_do_not_go_on_with_each_others_streams_are_named(continues
     [finding] = checks.check_variants(running, continues)
     assert "a:1 (blocks of 16" in finding.text and "b:1 (blocks of 32" in finding.text
     assert ("by a replica of its own variant alone" in finding.text) is continues
+    assert "two legs" not in finding.text
+    running["replicas"] = [{"id": "a:1", "role": "both"}, {"id": "b:1", "role": "decode"}]
+    [finding] = checks.check_variants(running, continues)
+    assert "two legs are at replicas of the most common one alone" in finding.text
+
+
+@pytest.mark.parametrize("dtype", (None, "float16"))
+def test_what_engines_do_not_tell_of_a_transfer_is_said_to_be_left_to_the_trial(dtype):
+    traits = pairing.Traits(*["alike"] * 6, block_size=16)._replace(dtype=dtype)
+    roles = [
+        Replica(f"{role}:1", f"http://{role}:1", role, 1, role=role, declared=traits) for role in ("prefill", "decode")
+    ]
+    found = checks.check_roles(roles)
+    assert found.level == "ok" and ("not dtype, which" in found.text) is (dtype is None)
+    assert "attention_backend" not in found.text
 
 
 def test_a_gateway_that_is_given_as_a_replica_is_not_to_be_started():

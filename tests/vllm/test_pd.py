@@ -31,6 +31,7 @@ from .pd import (
     alone,
     asked,
     needs_nixl,
+    page_of,
     prompts,
     said,
     sources,
@@ -43,18 +44,20 @@ pytestmark = pytest.mark.pd
 TURNS = 6  # of a conversation, of each way of asking
 
 
+def with_connector(start_engine) -> Engine:
+    config = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu", "kv_load_failure_policy": "fail"}  # fmt: skip
+    env = {
+        "UCX_TLS": "tcp,self,sm,cma",
+        "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
+        "VLLM_NIXL_SIDE_CHANNEL_PORT": str(ports.pick(1, "127.0.0.1", set())[0]),
+    }
+    return start_engine(*EXACTLY, "--kv-transfer-config", json.dumps(config), env=env)
+
+
 @pytest.fixture(scope="module")
 def trio(single, start_engine) -> list[Engine]:
     """A prefiller, a decoder, and the single engine."""
-    made = []
-    for _ in range(2):
-        config = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu", "kv_load_failure_policy": "fail"}  # fmt: skip
-        env = {
-            "UCX_TLS": "tcp,self,sm,cma",
-            "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
-            "VLLM_NIXL_SIDE_CHANNEL_PORT": str(ports.pick(1, "127.0.0.1", set())[0]),
-        }
-        made.append(start_engine(*EXACTLY, "--kv-transfer-config", json.dumps(config), env=env))
+    made = [with_connector(start_engine) for _ in range(2)]
     made.append(single)
     for engine in made:
         engine.wait()
@@ -69,9 +72,9 @@ def with_role(engine: Engine, role: str) -> str:
 
 
 @asynccontextmanager
-async def apart(prefiller: Engine, decoder: Engine):
-    """A gateway of both. By turns there is no cost to compare: whatever has a block to compute goes in two legs."""
-    urls = with_role(prefiller, "prefill"), with_role(decoder, "decode")
+async def apart(prefiller: Engine, *decoders: Engine):
+    """A gateway of them. By turns there is no cost to compare: whatever has a block to compute goes in two legs."""
+    urls = with_role(prefiller, "prefill"), *(with_role(one, "decode") for one in decoders)
     async with gateway(*urls, model=prefiller.model, policy="round_robin") as process:
         process.client.timeout = process.admin.timeout = httpx.Timeout(PATIENCE)
         yield process
@@ -175,7 +178,7 @@ async def test_the_doctor_tries_a_transfer(trio, monkeypatch, with_connector):
     found, line = [], doctor.line
 
     def noted(finding):
-        if finding.subject.startswith("transfer "):
+        if finding.subject.split(" ")[0] in ("roles", "transfer"):
             found.append((finding.level, f"{finding.text} {finding.remedy}"))
         return line(finding)
 
@@ -184,12 +187,37 @@ async def test_the_doctor_tries_a_transfer(trio, monkeypatch, with_connector):
     urls = with_role(first, "prefill"), with_role(decoder, "decode")
     code = await asyncio.to_thread(cli.main, ["doctor", "--model", str(first.model), "--replica-url", *urls])
     fetched = (await sources(decoder.url))[FETCHED] - before
-    [(level, text)] = found
     if with_connector:
+        [_, (level, text)] = found
         assert level == "ok" and "answered a prompt that was computed there (NIXL)" in text and fetched > 0
-    else:
-        assert code == 1 and level == "fail" and "kept nothing" in text and "--kv-transfer-config" in text
+    else:  # its metrics show it, so none is tried
+        [(level, text)] = found
+        assert code == 1 and level == "fail" and "has no connector" in text and "--kv-transfer-config" in text
         assert fetched == 0
+
+
+@pytest.mark.quick
+async def test_no_answer_that_had_not_begun_is_lost_with_its_decoder(trio, start_engine):
+    """It is killed while it writes answers in one piece; the decoder that is left writes them, and the others."""
+    prefiller, decoder, single = trio
+    victim = with_connector(start_engine).wait()
+    spread(victim.pid)
+    async with apart(prefiller, decoder, victim) as process:
+        bodies = [body for _, body in [asked("completions", text, False, 300) for text in prompts(4, 500)]]
+        for body in bodies:
+            body["ignore_eos"] = True
+        answers = [asyncio.create_task(process.client.post("/v1/completions", json=body)) for body in bodies]
+        async with asyncio.timeout(PATIENCE):
+            while not counted(await page_of(victim.url), "vllm:num_requests_running"):
+                assert not all(one.done() for one in answers), "it was given none"
+                await asyncio.sleep(0.02)
+        victim.kill()
+        for body, answer in zip(bodies, await asyncio.gather(*answers), strict=True):
+            assert said(answer, False) == said(await alone(single, "/v1/completions", body), False)
+        page = (await process.admin.get("/metrics")).text
+    assert counted(page, "hitherto_leg_failures_total", leg="decode") >= 1
+    assert counted(page, "hitherto_legs_total", leg="decode", outcome="complete") >= 2
+    assert counted(page, "hitherto_reservations") == 0
 
 
 async def test_how_long_the_legs_take(trio):

@@ -1,5 +1,7 @@
 """`hitherto explain` in a terminal: a sentence, a table of 100 columns, a legend."""
 
+from pathlib import Path
+
 import pytest
 
 from gateway.ops.explain_text import WIDTH, show
@@ -114,3 +116,14 @@ def test_policies_that_weigh_no_seconds_have_no_cost_column():
 def test_a_prompt_that_was_not_read_says_so():
     text = show(decided("random", replica("a:1"), tokens=0, mode="load", note="unknown path"))
     assert "not read: this request goes to the least loaded replica" in text and "note     unknown path" in text
+
+
+def test_the_documents_show_what_it_prints():
+    """docs/operations.md has all above the legend."""
+    load = Load(requests=3, decoding=3, context_tokens=2400)
+    replicas = replica("gpu1:8000"), replica("gpu2:8000", 960, load), replica("gpu3:8000", 320)
+    outputs = learned(*[(tokens, 77, None) for tokens in (75, 87, 99)] * 10, (87, 77, None))
+    text = show(decided("least_time", *replicas, outputs=outputs)).partition("\n\ntimes in ms")[0]
+    page = (Path(__file__).parents[3] / "docs/operations.md").read_text()
+    shown = page.partition("    $ hitherto explain request.json\n")[2].partition("\n\n`request.json`")[0]
+    assert [line.removeprefix("    ") for line in shown.splitlines()] == text.splitlines()

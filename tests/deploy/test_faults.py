@@ -191,14 +191,17 @@ async def test_a_prefiller_whose_legs_fail(tmp_path, start_engine):
 
 
 async def test_too_much_load_and_answers_that_come_too_late(tmp_path, engines):
-    (tmp_path / "hitherto.yaml").write_text(yaml.safe_dump(SLO))
+    # A limit that a busy machine keeps, too: with 200 ms it was missed without a fault at a load of 20 per core.
+    # What overload takes from the lower class it gives back window by window, so that too is made shorter.
+    admission = {**SLO["admission"], "control_window": "10s"}
+    (tmp_path / "hitherto.yaml").write_text(yaml.safe_dump({**SLO, "slo": {"ttft": "1s"}, "admission": admission}))
     flags = ["--config", str(tmp_path / "hitherto.yaml"), "--replica-url", *engines.urls, "--model", "sim"]
     async with running(*flags) as gateway:
         await gateway.ready(2)
-        async with watched(tmp_path, gateway) as scene, Load(gateway.url, 6):
+        async with watched(tmp_path, gateway) as scene, Load(gateway.url, 6, tokens=4):
             await scene.calm()
             async with scene.during("HithertoSloBurnFast", "HithertoSloBurnSlow") as fires:
-                await engines.order(slow=40)
+                await engines.order(slow=300)
                 await fires()
                 await engines.order(slow=1)
 

@@ -22,6 +22,7 @@ ROOT = Path(__file__).parents[2]
 SERVES = re.compile(r"serves https?://[^:]+:(\d+), .* admin side http://[^:]+:(\d+)")
 KEY, LIMITED_KEY = "sk-clients-0123456789", "sk-limited-0123456789"
 START_SECONDS = 60
+NO_FAULTS = dict.fromkeys(("error_503", "error_500", "error_stream", "error_mid_stream", "refuse", "die_mid_stream"), 0)
 
 collect_ignore_glob = [] if importlib.util.find_spec("openai") else ["test_*.py"]
 
@@ -117,10 +118,7 @@ def shared_gateway(start_gateway) -> Gateway:
 def gateway(shared_gateway):
     """Two simulated engines behind a gateway; no fault is left behind."""
     yield shared_gateway
-    counts = dict.fromkeys(
-        ("error_503", "error_500", "error_stream", "error_mid_stream", "refuse", "die_mid_stream"), 0
-    )
-    shared_gateway.fault(slow=1, hang=0, **counts)
+    shared_gateway.fault(slow=1, hang=0, **NO_FAULTS)
     shared_gateway.until(lambda: all(one["state"] == "ready" for one in shared_gateway.status()["replicas"]))
 
 

@@ -9,7 +9,7 @@ import openai
 import pytest
 from openai import AsyncOpenAI, OpenAI
 
-from .conftest import KEY, LIMITED_KEY, ROOT
+from .conftest import KEY, LIMITED_KEY, NO_FAULTS, ROOT
 
 HELLO = [{"role": "user", "content": "Which module reads CSV?"}]
 LONG = [{"role": "user", "content": "Count these words. " * 200}]
@@ -207,7 +207,9 @@ def test_keys(guarded):
 @pytest.mark.parametrize("fault", ["error_503", "error_500", "error_stream"])
 def test_an_engine_that_fails_is_not_the_clients_matter(gateway, client, fault):
     def went_elsewhere() -> bool:
-        """Whether the engine that was to fail was asked: what the gateway asks for itself may have met the fault."""
+        """Whether the engine that was to fail was asked: what the gateway asks for itself may have met the fault.
+        Where it was not, its fault may be still to come, and is taken back."""
+        gateway.fault(**NO_FAULTS)
         first = client.chat.completions.with_raw_response.create(model="sim", messages=LONG, max_tokens=2)
         replica = first.headers["x-hitherto-replica"]  # which holds the prompt now
         gateway.fault(replica, **{fault: 1})

@@ -53,7 +53,7 @@ def real(start_gateway, tmp_path_factory):
         for name in pools
     }
     (folder / "hitherto.yaml").write_text(yaml.safe_dump({"pools": config}))
-    return start_gateway("--config", str(folder / "hitherto.yaml"), ready=2, seconds=120)
+    return start_gateway("--config", str(folder / "hitherto.yaml"), ready=2, seconds=240)
 
 
 @pytest.fixture

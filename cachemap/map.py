@@ -209,6 +209,17 @@ class CacheMap:
         tables = zip(self._tiers, self._lower.values(), strict=True)
         return [tier for tier, table in tables if tier.blocks > 1 and table.aliases[slot].count]
 
+    def last_below(self, slot: int, hashes: Sequence[int]) -> int | None:
+        """Where a slower tier of the replica has the last of these blocks, the last of a prompt that ends with it: how
+        many of its tokens are not counted as found. An engine computes the last token whatever it finds. Its own tiers
+        count that one as found all the same, a store with chunks does not. None: no tier has the block."""
+        if slot not in self._groups.of:
+            last = u64(hashes[-1:])
+            for (_, chunk), table in zip(self._tiers, self._lower.values(), strict=True):
+                if not len(hashes) % chunk and table.blocks.holders_of(last)[0] >> slot & 1:
+                    return int(chunk > 1)
+        return None
+
     def leading(self, tier: str, hashes: Sequence[int]) -> list[int]:
         """How many leading blocks each replica is known to hold in this slower tier, whatever it holds elsewhere. One
         with several cache groups has none: which of them the tier holds is not known."""

@@ -233,7 +233,7 @@ def _access(exchange: Exchange, outcome: str, usage: Usage | None) -> None:
         id=exchange.id.decode("latin-1"),
         trace_id=exchange.trace.id if exchange.trace is not None else None,
         tokens=prompt.tokens if prompt else None,
-        predicted=attempt.placement.cached if attempt else None,
+        predicted=attempt.placement.predicted if attempt else None,
         prefilled_by=exchange.legs.prefiller.id if exchange.legs is not None else None,
         cached=usage.cached if usage else None,
     )  # fmt: skip

@@ -80,13 +80,19 @@ class Placement:
     at: float
     expects: bool = False  # whether the map was told that its blocks will be there
     lower: Lower = ()
+    beyond: int = 0  # of the prompt's last block, which is computed, what the engine counts as found all the same
     pull: Pull | None = None  # from whom it is to fetch the last run of `lower`
     pull_took: float | None = None  # seconds, if that came and was timed
 
     @property
     def cached(self) -> int:
-        """Prompt tokens that need not be computed: the prediction that an engine's `cached_tokens` is held against."""
+        """Prompt tokens that need not be computed."""
         return self.overlap + self.fetched
+
+    @property
+    def predicted(self) -> int:
+        """What the engine's `cached_tokens` are going to be."""
+        return self.cached + self.beyond
 
     @property
     def fetched(self) -> int:
@@ -291,7 +297,8 @@ class Router:
             demand.residual,
             due(candidate, placed, uncached, lower, pull, ttft),
         )
-        placement = Placement(candidate, placed, overlap, reservation, now, lower=lower, pull=pull)
+        beyond = 0 if placed.tokens % placed.block_size else self._beyond(candidate, placed, overlap, lower)
+        placement = Placement(candidate, placed, overlap, reservation, now, lower=lower, beyond=beyond, pull=pull)
         try:
             self._expect(placement)
             if self._placed is not None:
@@ -300,6 +307,18 @@ class Router:
             self.ledger.release(reservation)
             raise
         return placement
+
+    def _beyond(self, candidate: Candidate, demand: Demand, overlap: int, lower: Lower) -> int:
+        """Of a prompt that ends with a block: what its engine counts as found of that block. No hit in the first tier
+        ends behind the last token but one, but vLLM asks its connector for what follows that hit, up to the prompt's
+        end, also where the block lies in the first tier."""
+        size, hashes = demand.block_size, demand.hashes
+        if not hashes or not demand.reads_cache or len(hashes) * size != demand.tokens or candidate.slot < 0:
+            return 0
+        if overlap + sum([tokens for tier, tokens in lower if tier != PEER]) != demand.tokens - size:
+            return 0
+        left_out = self.map.last_below(candidate.slot, hashes)
+        return 0 if left_out is None else size - left_out
 
     def _what_is_pulled(self, pull: Pull | None, by: Candidate, lower: Lower, now: float) -> Pull | None:
         """What is left of a pull where more is held than was known."""
@@ -413,7 +432,8 @@ class Router:
         reservation = self.ledger.reserve(
             candidate.replica, uncached, demand.tokens, counted, begins if begins != UNTIMED else None, due=expected
         )
-        placement = Placement(candidate, demand, overlap, reservation, now, lower=lower)
+        beyond = 0 if demand.tokens % demand.block_size else self._beyond(candidate, demand, overlap, lower)
+        placement = Placement(candidate, demand, overlap, reservation, now, lower=lower, beyond=beyond)
         try:
             self._expect(placement)
         except BaseException:

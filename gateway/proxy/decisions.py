@@ -179,7 +179,7 @@ class Decisions:
             "reason": f"{self._router.policy.name}: {held}, {placement.reservation.before.requests} requests there, "
             f"first token in {1e3 * placement.ttft:.1f} ms and last one in {1e3 * placement.seconds:.0f} ms as predicted",
             "tokens": prompt.tokens,
-            "cached_tokens": placement.cached,
+            "cached_tokens": placement.predicted,
             "ttft_seconds": placement.ttft,
             "answer_seconds": placement.seconds,
             "candidates": self._in_order(leased, backend),

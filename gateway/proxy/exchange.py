@@ -555,7 +555,7 @@ class Added:
         if self._replica:
             lines += b"x-hitherto-replica: %b\r\n" % attempt.backend.id.encode()
         if self._cached_tokens and attempt.prompt is not None:
-            held = attempt.placement.cached if exchange.legs is None else exchange.legs.cached
+            held = attempt.placement.predicted if exchange.legs is None else exchange.legs.cached
             lines += b"x-hitherto-cached-tokens: %d\r\n" % held
         if exchange.charge is not None:
             lines += exchange.charge.header_lines()

@@ -287,7 +287,7 @@ class LegPlacing:
         prompt.token_ids = b""  # legs carry text
         placement, reserved = self._router.commit_legs(evaluation, chosen, now, decided)
         moving = self._router.transfers.seconds(prefiller.id, decoder.id, chosen.moved, now)
-        held = exchange.legs = Legs(transfer, prefiller, decoder, reserved, placement.cached, chosen.moved, moving)
+        held = exchange.legs = Legs(transfer, prefiller, decoder, reserved, placement.predicted, chosen.moved, moving)
         if transfer.header:  # what stands before the decoder sends the first leg
             held.unsent, held.computing = placement, placement.punctual_ttft
             second_leg(exchange, now)

@@ -436,11 +436,11 @@ class Settling:
         self, placement: Placement, backend: Backend, prompt: Prompt, usage: Usage, tells_blocks: bool
     ) -> None:
         counted, _, cached = usage
-        metrics, name, held, size = self.metrics, backend.id, placement.cached, placement.demand.block_size
+        metrics, name, held, size = self.metrics, backend.id, placement.predicted, placement.demand.block_size
         metrics.prompt_tokens.inc(name, by=prompt.tokens)
-        if cached is not None and placement.lower:
-            # vLLM's offloading connector counts a prompt that fills its last block as found to its end, though the last
-            # token is computed all the same, and LMCache but for that token.
+        if cached is not None and placement.pull is not None:
+            # The connector counts a prompt that fills its last block as found to its end, though the last token is
+            # computed all the same; whether the other replica has that block was not asked.
             cached = min(cached, hittable(prompt.tokens, size) * size)
         predicted = held if prompt.copies < 2 else _of_copies(prompt, held, cached, size)
         metrics.predicted_cached_tokens.inc(name, by=predicted)

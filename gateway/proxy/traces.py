@@ -119,7 +119,7 @@ class Traces:
         }
         if attempt.prompt is not None and attempt.prompt.tokens:
             told |= {
-                "hitherto.cached_tokens.predicted": attempt.placement.cached,
+                "hitherto.cached_tokens.predicted": attempt.placement.predicted,
                 "hitherto.ttft.predicted": attempt.predicted_ttft,
             }
         moments: list[Moment] = [

@@ -219,7 +219,7 @@ class Fleet:
         legs = live.legs
         placement = live.placement = placed if legs is None else legs.first
         index = record.replica = placement.candidate.slot
-        record.predicted, record.expected_ttft = placement.cached, placement.ttft
+        record.predicted, record.expected_ttft = placement.predicted, placement.ttft
         record.prefilled_by = -1
         self._live[index][request] = live
         asked = EngineRequest(request, turn.hashes, turn.tokens, turn.output, turn.all_hashes.__getitem__)

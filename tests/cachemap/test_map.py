@@ -500,3 +500,18 @@ class TestGuessedBlocks:
             table.match(prompt, name / 1000)
             table.expect(0, prompt, name / 1000)
         assert table.stats()["bytes"] < MIB
+
+
+@pytest.mark.parametrize(
+    "tier, blocks, left_out",
+    [("cpu", 6, 0), ("disk", 6, 0), (ChunkTier("cpu", 3).tier, 6, 1), (ChunkTier("cpu", 4).tier, 6, None)],
+)
+def test_whether_a_slower_tier_has_a_prompts_last_block(tier, blocks, left_out):
+    table, prompt = CacheMap(MIB), chain(1)[:6]
+    slot, other = table.attach("r", None, True), table.attach("s", None, True)
+    table.store(slot, prompt, keys(slot, prompt), "gpu")
+    assert table.last_below(slot, prompt) is None
+    table.store(slot, prompt[:blocks], keys(slot, prompt[:blocks]), tier)
+    assert table.last_below(slot, prompt) == left_out and table.last_below(other, prompt) is None
+    table.remove(slot, keys(slot, prompt[-1:]), tier)
+    assert table.last_below(slot, prompt) is None

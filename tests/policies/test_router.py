@@ -16,11 +16,14 @@ SIZE = 16
 class Prefixes:
     """A map in which one says who holds what; it notes what it is told."""
 
-    def __init__(self, *held, lower=None):
-        self.held, self.lower, self.told = list(held), lower or {}, []
+    def __init__(self, *held, lower=None, last=None):
+        self.held, self.lower, self.last, self.told = list(held), lower or {}, last, []
 
     def match(self, hashes, now, most=None):
         return SimpleNamespace(held=[min(blocks, len(hashes)) for blocks in self.held], lower=self.lower)
+
+    def last_below(self, slot, hashes):
+        return self.last
 
     def expect(self, slot, hashes, now):
         self.told.append(("expect", slot, len(hashes), now))
@@ -155,6 +158,25 @@ def test_a_prediction_is_what_all_tiers_deliver():
     refused = made.place(prompt(4), targets, 2.0)
     made.abandon(refused, computed=False)
     assert made.map.told[-1] == ("take back", 0, 4, 1, 2.0), "what was to be fetched will not be in the first tier"
+
+
+@pytest.mark.parametrize(
+    "held, slow, extra, last, predicted",
+    [
+        (4, (), 0, None, 3 * SIZE),
+        (4, (), 0, 0, 4 * SIZE),  # vLLM's own tiers are asked for the block that the first tier has as well
+        (4, (), 0, 1, 4 * SIZE - 1),
+        (4, (), 1, 0, 4 * SIZE),  # and there the last token is in no full block
+        (1, [("cpu", 3)], 0, 0, 4 * SIZE),
+        (1, [("cpu", 1)], 0, 0, 2 * SIZE),
+    ],
+)
+def test_of_a_last_block_that_a_slower_tier_has_the_engine_counts_what_it_computes(held, slow, extra, last, predicted):
+    made, targets = routing(Told(), held, lower={0: slow} if slow else {}, last=last)
+    placed = made.place(prompt(4, extra=extra), targets, 1.0)
+    assert placed.predicted == predicted and placed.cached == min(held + (slow[0][1] if slow else 0), 3 + extra) * SIZE
+    assert placed.reservation.uncached == 4 * SIZE + extra - placed.cached
+    assert made.place(prompt(4, extra, reads_cache=False), targets, 2.0).predicted == 0
 
 
 def test_candidates_of_several_spaces_are_predicted_by_all_their_tiers():

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from cachemap.changes import ChunkTier
 from gateway.prompt.pipeline import Pipeline
 from gateway.proxy.drift import WINDOW
 from replicas.metrics import parse
@@ -22,14 +23,17 @@ def usage(prompt, cached):
 
 
 @pytest.mark.parametrize(
-    "tokens, reported, predicted",
+    "tokens, gpu, below, tier, reported",
     [
-        (6 * SIZE + 3, 6 * SIZE, 6 * SIZE),
-        (6 * SIZE, 6 * SIZE, 5 * SIZE),  # as vLLM counts a prompt that ends with a block, if it fetches that
-        (6 * SIZE, 5 * SIZE, 5 * SIZE),  # as it counts one whose last block is nowhere but on the GPU
+        (6 * SIZE + 3, 2, 6, "cpu", 6 * SIZE),
+        # as vLLM counts a prompt that ends with a block, if a slower tier has that, whoever else has it,
+        (6 * SIZE, 2, 6, "cpu", 6 * SIZE),
+        (6 * SIZE, 6, 6, "disk", 6 * SIZE),
+        (6 * SIZE, 6, 6, ChunkTier("cpu", 3).tier, 6 * SIZE - 1),  # or LMCache,
+        (6 * SIZE, 6, 5, "cpu", 5 * SIZE),  # and if it is nowhere but on the GPU
     ],
 )
-async def test_what_all_tiers_deliver_is_as_predicted(tokens, reported, predicted):
+async def test_what_all_tiers_deliver_is_as_predicted(tokens, gpu, below, tier, reported):
     pipeline = Pipeline(sim_model_dir(), "m", SIZE)
     async with stack(answers(usage(tokens, reported)), pipeline=pipeline, cached_tokens_header=True) as s:
         (backend,), cache_map = s.proxy.backends.values(), s.proxy.router.map
@@ -37,14 +41,14 @@ async def test_what_all_tiers_deliver_is_as_predicted(tokens, reported, predicte
         body = {"model": "m", "prompt": list(range(1, tokens + 1))}
         hashes = s.proxy.models.pipelines[0].prepare("/v1/completions", json.dumps(body).encode()).hashes
         keys = list(range(1, len(hashes) + 1))
-        cache_map.store(backend.slot, hashes, keys, "cpu")
-        cache_map.store(backend.slot, hashes[:2], keys[:2])
+        cache_map.store(backend.slot, hashes[:below], keys[:below], tier)
+        cache_map.store(backend.slot, hashes[:gpu], keys[:gpu])
         talk = await s.talk()
         for _ in range(WINDOW + 1):
             cache_map._routed.clear(backend.slot)  # as if each came seconds after the one before
             await talk.say(post(json.dumps(body).encode(), path=b"/v1/completions"))
             _, headers, _ = await talk.response()
-            assert headers["x-hitherto-cached-tokens"] == str(predicted)
+            assert headers["x-hitherto-cached-tokens"] == str(reported)
             await eventually(s.idle)
         metrics = s.metrics
         assert metrics.predictions.values[backend.id, "equal"] == WINDOW + 1 and not metrics.heals.total()

@@ -39,6 +39,10 @@ def test_matches_are_those_of_the_cache_map(script, asked, observed):
         assert {slots.index(slot): runs for slot, runs in match.lower.items()} == found.lower
         in_memory = real.leading("cpu", hashes)
         assert [in_memory[slot] for slot in slots] == ours.leading("cpu", hashes)
+        if hashes:
+            assert [real.last_below(slot, hashes) for slot in slots] == [
+                ours.last_below(index, hashes) for index in range(REPLICAS)
+            ]
         return found.held
 
     for kind, replica, chain, detail in script:

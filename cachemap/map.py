@@ -344,6 +344,10 @@ class CacheMap:
         replica.model.clear()
         self._last = ([], [], None)
 
+    def hold(self, more: int) -> bool:
+        """Whoever makes blocks of what engines tell keeps so many bytes more for that, or less; False: it may not."""
+        return self._budget.hold(more)
+
     def record(self, slot: int, journal: Callable[[Change], None] | None) -> None:
         """Tell `journal` of every change to this replica from now on, before it is made."""
         self._replica(slot).journal = journal

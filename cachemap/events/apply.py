@@ -9,7 +9,7 @@ costs about 40 us and a further block in it 0.3.
 from collections.abc import Sequence
 
 from cachemap.changes import ChunkTier
-from cachemap.events.chunks import MOST_BLOCKS, Chunk, Chunks, block_keys, stored
+from cachemap.events.chunks import MOST_BLOCKS, Chunk, Chunks, block_keys, chains
 from cachemap.events.groups import GroupEvents
 from cachemap.events.pages import Pages
 from cachemap.events.records import FULL_ATTENTION, Cleared, Removed, Stored
@@ -108,8 +108,18 @@ class EventApplier:
         """The replica holds nothing, and nothing pending counts. Who does not tell what goes is not believed the more
         for it."""
         self._forget_own()
-        self._chunks = {tier: those for tier, those in self._chunks.items() if those.blind}
+        self._drop_chunks()
         self._map.clear(self._slot)
+
+    def let_go(self) -> None:
+        """Nobody tells of it any more: what may change meanwhile is not kept. The map has what it was made of."""
+        self.pages = None
+        self._drop_chunks()
+
+    def _drop_chunks(self) -> None:
+        for chunks in self._chunks.values():
+            chunks.clear()
+        self._chunks = {tier: chunks for tier, chunks in self._chunks.items() if chunks.blind}
 
     def _clear(self) -> None:
         """The engine dropped all that it has itself. What outlives that goes when its store says so."""
@@ -213,7 +223,7 @@ class EventApplier:
         blocks, parts = divmod(event.block_size, self._block_size)
         chunks = self._chunks.get(event.tier)
         if chunks is None and blocks and not parts:
-            chunks = self._chunks[event.tier] = Chunks(blocks)
+            chunks = self._chunks[event.tier] = Chunks(blocks, self._map.hold)
         if (
             chunks is None
             or parts
@@ -232,7 +242,11 @@ class EventApplier:
                 break
             seed = parent or chain_seed(self._model, self._block_size, event.adapter)
             hashes = hash_blocks(event.tokens[number * width : (number + 1) * width], self._block_size, seed)
-            found += chunks.store(key, before, parent, hashes)
+            stored = chunks.store(key, before, parent, hashes)
+            if stored is None:
+                self.ignored += len(event.keys) - number
+                break
+            found += stored
             before = key
         self._store_found(event.tier, found)
         if chunks.blind:
@@ -242,7 +256,7 @@ class EventApplier:
 
     def _store_found(self, tier: str, chunks: list[Chunk]) -> None:
         if chunks:
-            hashes, keys, heads = stored(chunks)
+            hashes, keys, heads = chains(chunks)
             self._map.store(self._slot, hashes, keys, self._chunk_tier(tier), heads)
             self.stored += len(hashes)
 

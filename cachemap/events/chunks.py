@@ -10,15 +10,17 @@ a tier up to the prompt's last whole chunk) then gives what LMCache delivers.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from array import array
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 Key = int | bytes
 U64 = (1 << 64) - 1
 ODD = 0x9E3779B97F4A7C15
 # Of one replica's tier, in chunks that are held or gone: 16 million tokens, about 40 MB. What is told of more is
-# ignored.
+# ignored, as is what the map's budget has no room for.
 MOST_BLOCKS = 1 << 20
+CHUNK_BYTES = 520  # of a chunk, its key and its places in dicts, beside 8 for each of its blocks
 
 
 class Chunk:
@@ -26,8 +28,8 @@ class Chunk:
 
     __slots__ = ("key", "hashes", "parent", "before", "behind", "held", "found")
 
-    def __init__(self, key: Key, hashes: list[int], parent: int, before: Chunk | None):
-        self.key, self.hashes, self.parent, self.before = key, hashes, parent, before
+    def __init__(self, key: Key, hashes: Sequence[int], parent: int, before: Chunk | None):
+        self.key, self.hashes, self.parent, self.before = key, array("Q", hashes), parent, before
         self.behind: dict[Key, Chunk] = {}
         self.held = self.found = False
 
@@ -50,7 +52,7 @@ def block_keys(key: Key, blocks: int) -> list[Key]:
 
 
 class Chunks:
-    """Those of one replica in one tier.
+    """Those of one replica in one tier. Each is counted in the map's budget, by `hold` (`CacheMap.hold`).
 
     `blind`: a chunk was told of that was held already, so nobody told that it had gone in between. LMCache's server
     tells of a chunk once until it goes; its connectors do not, where they tell of what they stored themselves, and
@@ -58,7 +60,8 @@ class Chunks:
     What such a source has is not known, and nothing that it tells is kept, until it tells of something that went.
     """
 
-    def __init__(self, blocks: int) -> None:
+    def __init__(self, blocks: int, hold: Callable[[int], bool]) -> None:
+        self._hold, self._bytes = hold, CHUNK_BYTES + 8 * blocks
         self._by_key: dict[Key, Chunk] = {}
         self.blocks = blocks  # of a chunk
         self.blind = False
@@ -72,12 +75,14 @@ class Chunks:
         chunk = self._by_key.get(key)
         return chunk.hashes[-1] if chunk is not None else 0
 
-    def store(self, key: Key, before: Key | None, parent: int, hashes: list[int]) -> list[Chunk]:
+    def store(self, key: Key, before: Key | None, parent: int, hashes: Sequence[int]) -> list[Chunk] | None:
         """A chunk is held now, behind the one called `before`; gives those that are found with it, each behind the one
         it follows. `parent`: the hash of the block before `hashes`, or 0. A chunk whose predecessor is not known here
-        is taken to be found."""
+        is taken to be found. None: there is no room for it."""
         chunk = self._by_key.get(key)
         if chunk is None:
+            if not self._hold(self._bytes):
+                return None
             above = self._by_key.get(before) if before is not None else None
             chunk = self._by_key[key] = Chunk(key, hashes, parent, above)
             if above is not None:
@@ -114,6 +119,7 @@ class Chunks:
 
     def clear(self) -> None:
         """Nothing is held."""
+        self._hold(-self._bytes * len(self._by_key))
         self._by_key = {}
 
     @staticmethod
@@ -137,6 +143,7 @@ class Chunks:
         """A chunk that is gone is kept while others stand behind it: they are found again when it is stored again."""
         while chunk is not None and not chunk.held and not chunk.behind:
             del self._by_key[chunk.key]
+            self._hold(-self._bytes)
             if chunk.before is not None:
                 del chunk.before.behind[chunk.key]
             chunk = chunk.before
@@ -152,7 +159,7 @@ def _with_those_behind(chunk: Chunk) -> list[Chunk]:
     return those
 
 
-def stored(chunks: Sequence[Chunk]) -> tuple[list[int], list[Key], list[tuple[int, int]]]:
+def chains(chunks: Sequence[Chunk]) -> tuple[list[int], list[Key], list[tuple[int, int]]]:
     """Hashes, keys and heads of chains of these chunks' blocks, as the map takes them."""
     hashes: list[int] = []
     keys: list[Key] = []

@@ -203,7 +203,7 @@ class EventIntake:
                         await asyncio.sleep(0)
                     await inbox.changed(WAKE_SECONDS)
             finally:
-                self._events.pages = None  # nobody tells of them any more
+                self._events.let_go()
                 await self._unask()
 
     def _subscribed(self) -> AbstractContextManager[Inbox | PolledInbox]:

@@ -14,6 +14,7 @@ from cachemap.table.buckets import FILL, Buckets, distinct
 from cachemap.table.index import Index
 from cachemap.table.memory import LARGE, give_back
 
+BESIDE = 4  # of all bytes a quarter at most lies beside the tables
 SHED = 8  # when full, one block in 8 goes: below it, scanning for them costs more than storing
 SAMPLE = 1 << 16  # blocks looked at to tell which epochs are the oldest
 CHUNK = 1 << 15  # places of a replica looked at in a step of shedding
@@ -31,15 +32,23 @@ NUMBER_BITS = 28
 
 
 class Budget:
-    """Bytes allowed for all tables together."""
+    """Bytes allowed for all tables together, and for what is kept `beside` them to tell what is to be in them."""
 
     def __init__(self, total: int):
         self.total = total
         self.tables: list[Capacity] = []
+        self.beside = 0
 
     @property
     def used(self) -> int:
-        return sum(table.nbytes for table in self.tables)
+        return self.beside + sum(table.nbytes for table in self.tables)
+
+    def hold(self, more: int) -> bool:
+        """Count so many bytes more beside the tables, or less; False if that would be more than its part of all."""
+        if more > 0 and self.beside + more > self.total // BESIDE:
+            return False
+        self.beside += more
+        return True
 
     @property
     def left(self) -> int:

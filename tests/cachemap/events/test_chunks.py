@@ -1,6 +1,7 @@
 """Chunks of several blocks in a store below the engine: the map has what the store's own lookup finds, which goes from
 a prompt's beginning to the first chunk that is not there."""
 
+import tracemalloc
 from array import array
 
 import pytest
@@ -8,12 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cachemap import CacheMap, chain_seed, hash_blocks
-from cachemap.changes import Clear
+from cachemap.changes import ChunkTier, Clear
 from cachemap.events import chunks as module
 from cachemap.events.apply import EventApplier
 from cachemap.events.chunks import Chunks
 from cachemap.events.records import Cleared, Removed, Stored
 
+OF_CHUNKS = [tracemalloc.Filter(True, module.__file__)]
 SIZE, BLOCKS = 4, 3  # tokens of a block, blocks of a chunk
 LENGTH = 4  # chunks of a prompt
 
@@ -46,8 +48,8 @@ def block_key(path, number):
 class Told:
     """A map that is told of a store with chunks, and of an engine's own cache."""
 
-    def __init__(self):
-        self.map = CacheMap(1 << 22)
+    def __init__(self, budget=1 << 22):
+        self.map = CacheMap(budget)
         self.applier = EventApplier(self.map, self.map.attach("r", None, True), "m", SIZE)
 
     def apply(self, *events):
@@ -232,13 +234,48 @@ def test_there_is_a_bound(monkeypatch):
 
 
 def test_what_is_gone_is_forgotten_with_what_stood_behind_it():
-    chunks = Chunks(1)
+    held = []
+    chunks = Chunks(1, lambda more: not held.append(more))
     for number in range(3):
         chunks.store(number + 1, number or None, number, [number + 1])
     assert not chunks.remove([2]).unknown and len(chunks) == 3 and chunks.end(3) == 3
     assert [one.key for one in chunks.found()] == [1]
     assert chunks.remove([3, 9]) == ([], [9]) and len(chunks) == 1
     assert [one.key for one in chunks.remove([1]).chunks] == [1] and not len(chunks)
+    assert len(held) == 6 and not sum(held)
+
+
+@pytest.mark.parametrize("length", [1, 16])
+def test_chunks_are_in_the_maps_budget(length):
+    """What Python keeps of them, and no less, is counted; with what the tables take the budget holds."""
+    budget, told = 1 << 20, Told(1 << 20)
+    events, blocks = [], 16
+    for number in range(600):
+        before = events[-1].keys[0] if number % length else None
+        name, data = b"k%031d" % number, array("I", [number]) * (SIZE * blocks)
+        events.append(Stored([name], before, data.tobytes(), SIZE * blocks, "cpu", None, None, 0, "full_attention"))
+    tracemalloc.start()
+    for event in events:
+        told.apply(event)
+        assert told.map.stats()["bytes"] <= budget
+    taken = tracemalloc.take_snapshot().filter_traces(OF_CHUNKS).statistics("filename")
+    tracemalloc.stop()
+    counted = told.map._budget.beside
+    assert told.applier.ignored + told.applier.orphans > 200 and counted > 1 << 17
+    assert sum(one.size for one in taken) <= counted <= 2 * sum(one.size for one in taken)
+    told.applier.let_go()
+    assert not told.map._budget.beside and told.map.held(0)
+
+
+def test_who_stops_following_knows_no_chunk_any_more():
+    """Another gateway follows the events meanwhile. What it told the map is believed, and no store is taken for one
+    that hides what goes."""
+    told, path = Told(), (0, 0, 0, 0)
+    told.store((0,), (0, 0))
+    told.applier.let_go()
+    told.map.remove(0, module.block_keys(key((0, 0)), BLOCKS), ChunkTier("cpu", BLOCKS).tier)
+    told.store((0, 0), (0, 0, 0))
+    assert told.held(path) == (0, 9) and not told.applier.blind
 
 
 def test_blocks_of_a_chunk_have_keys_of_their_own():

@@ -187,12 +187,12 @@ async def test_the_doctor_tries_a_transfer(trio, monkeypatch, with_connector):
     urls = with_role(first, "prefill"), with_role(decoder, "decode")
     code = await asyncio.to_thread(cli.main, ["doctor", "--model", str(first.model), "--replica-url", *urls])
     fetched = (await sources(decoder.url))[FETCHED] - before
+    level, text = found[-1]
     if with_connector:
-        [_, (level, text)] = found
         assert level == "ok" and "answered a prompt that was computed there (NIXL)" in text and fetched > 0
-    else:  # its metrics show it, so none is tried
-        [(level, text)] = found
-        assert code == 1 and level == "fail" and "has no connector" in text and "--kv-transfer-config" in text
+    else:  # as its metrics show; where they did not come in time, the trial does
+        assert ("has no connector" if len(found) == 1 else "kept nothing") in text
+        assert code == 1 and level == "fail" and "--kv-transfer-config" in text
         assert fetched == 0
 
 

@@ -9,8 +9,6 @@ from collections.abc import Callable
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
-from replicas import State
-
 from ..errors import JSON, MESSAGES, ApiError, error_event
 from ..http.upstream import Upstream, UpstreamError
 from .answers import (
@@ -22,7 +20,6 @@ from .answers import (
     begins,
     error_status,
     foreign_head,
-    keeps_alive,
     look,
 )
 from .backend import Backend
@@ -44,17 +41,13 @@ from .retries import (
     ELSEWHERE,
     ERROR_ANSWER,
     FOREIGN_ANSWER,
-    HUNG,
     IDS,
     KINDS,
     LEG_REFUSED,
-    NO_CRASHES,
     PREFILL_FAILED,
     RETRYABLE,
-    STALLED,
     TIMEOUT,
     TRANSFER_FAILED,
-    TRANSFER_STALLED,
     Failed,
     Next,
     after,
@@ -67,11 +60,6 @@ if TYPE_CHECKING:
     from ..ops.metrics import Metrics
     from .traces import Traces
 
-# Comments that keep a connection alive are held back so long, then passed on: proxies give up after 60 s of silence.
-KEEP_ALIVE_SECONDS = 30.0
-# Seconds that a request without a first byte stays where it was sent once that replica is in this state.
-PATIENCE = {State.DEGRADED: 10.0, State.FAILED: 0.0}
-LOST_SILENCE = 10.0  # seconds between two pieces of a stream from a replica that is lost
 # How a chunk ends whose last event is whole, by how the engine ends its lines.
 LF_CHUNK_END, CRLF_CHUNK_END = b"\n\n\r\n", b"\r\n\r\n\r\n"
 AWAITING, ANSWERING, ANSWERED, FINISHED = (
@@ -207,12 +195,11 @@ def _foreign(what: str) -> UpstreamError:
 class Conductor:
     def __init__(
         self, placing: Placing, judge: Judge, settling: Settling, forwarding: TokenIdForwarding, responses: Responses, metrics: Metrics, added: Added,
-        *, retries: int, request_timeout: float, idle_timeout: float, traces: Traces | None,
+        *, retries: int, traces: Traces | None,
     ):  # fmt: skip
-        self.placing, self.judge, self.settling, self._ran = placing, judge, settling, settling.pulse.ran
+        self.placing, self.judge, self.settling = placing, judge, settling
         self._forwarding, self._responses, self._metrics, self._added = forwarding, responses, metrics, added
-        self._retries, self._request_timeout, self._idle_timeout = retries, request_timeout, idle_timeout
-        self._traces = traces
+        self._retries, self._traces = retries, traces
         self.figures: Figures | None = None
         self.priorities: Priorities | None = None
         self.first_legs, self.leg_ends = FirstLegs(self), LegEnds(self, settling, metrics)
@@ -255,7 +242,7 @@ class Conductor:
         exchange = attempt.exchange
         first = self.judge.first(exchange, attempt, data, whole)
         if isinstance(first, bytes):
-            self._answered(exchange, attempt, first)
+            self.answered(exchange, attempt, first)
         elif first is not None:
             self.failed(attempt, first)
 
@@ -270,7 +257,7 @@ class Conductor:
         if attempt.state is not AttemptState.ENDED:
             attempt.exchange.run_isolated(self.failed, attempt, error)
 
-    def _answered(self, exchange: Exchange, attempt: Attempt, data: bytes) -> None:
+    def answered(self, exchange: Exchange, attempt: Attempt, data: bytes) -> None:
         attempt.advance(ATTEMPT_ANSWERED)
         self.dispatch(exchange, ANSWERED, data)
 
@@ -291,98 +278,6 @@ class Conductor:
         if self.continuing is not None and exchange.state is ExchangeState.ANSWERING:
             event = self.continuing.event_after(exchange)
         self.dispatch(exchange, event, failed)
-
-    # --- deadlines
-
-    def check(self, exchange: Exchange, now: float) -> None:
-        if exchange.state is ExchangeState.ENDED:
-            return
-        if exchange.state is ExchangeState.ANSWERING:
-            answering = exchange.attempts[-1]
-            if answering.pieces != answering.seen_pieces:
-                self.settling.came(answering)
-                if self.figures is not None:
-                    self.figures.passing(exchange, answering, now)
-                answering.seen_pieces, answering.seen_at = answering.pieces, now
-            elif self._ran(answering.seen_at, now) > (limit := self._silence(answering.backend)):
-                self._stalled(exchange, limit)
-            return
-        attempt, since = exchange.attempt, exchange.begun
-        if exchange.state is ExchangeState.RESUMING and exchange.continuation is not None:
-            since = exchange.continuation.broke_at
-        if self._ran(since, now) > self._request_timeout:
-            self.settling.failed(attempt.backend if attempt else None, TIMEOUT)
-            what = (
-                f"replica {attempt.backend.id} sent no byte of an answer" if attempt else "no replica was found for it"
-            )
-            self._time_out(exchange, ApiError(504, f"{what} within {self._request_timeout:g} s"))
-        elif attempt is not None and attempt.state is AttemptState.AWAITING:
-            self._check_unanswered(exchange, attempt, now)
-
-    def _check_unanswered(self, exchange: Exchange, attempt: Attempt, now: float) -> None:
-        first_leg = attempt.leg is Leg.PREFILL  # what is withheld of its answer is never for the client
-        if (
-            attempt.withheld
-            and not first_leg
-            and self._ran(attempt.sent_at, now) > KEEP_ALIVE_SECONDS
-            and keeps_alive(attempt.withheld)
-        ):
-            data, attempt.withheld = attempt.withheld, b""
-            self._answered(exchange, attempt, data)
-        elif self._better_elsewhere(exchange, attempt, now):
-            self._hangs(attempt, now)
-        elif attempt.leg is Leg.DECODE and self._ran(attempt.sent_at, now) > (
-            limit := self.placing.legs.patience(exchange, attempt)
-        ):
-            self.failed(attempt, UpstreamError(TRANSFER_STALLED, f"sent no byte of a second leg for {limit:.0f} s"))
-        elif attempt.leg is Leg.DECODE and (legs := exchange.legs) is not None and legs.first is not None:
-            if legs.first.state is AWAITING and self._better_elsewhere(exchange, legs.first, now):
-                self._hangs(legs.first, now)
-        elif attempt.leg is Leg.DECODE and legs is not None and legs.unsent is not None:
-            if legs.prefiller.replica.state is State.FAILED:
-                self.failed(attempt, UpstreamError(PREFILL_FAILED, f"waits for {legs.prefiller.id}, which is gone"))
-            elif not attempt.streams and self._ran(attempt.sent_at, now) > self.placing.legs.fetching(legs):
-                self.settling.prefilled_elsewhere(legs, computed=True)
-        elif not first_leg:
-            self.settling.still_unanswered(attempt, now)
-
-    def _hangs(self, attempt: Attempt, now: float) -> None:
-        silent = self._ran(attempt.sent_at, now)
-        self.failed(
-            attempt, UpstreamError(HUNG, f"is {attempt.backend.replica.state} and sent no byte for {silent:.0f} s")
-        )
-
-    def _better_elsewhere(self, exchange: Exchange, attempt: Attempt, now: float) -> bool:
-        """Whether an unanswered request should leave a replica that is lost, or that is unwell and has had its time,
-        for one that is ready. What was computed for it is computed again: slowness alone is no reason. One that
-        has left an unwell replica already leaves none but a lost one: where a whole machine is slow, so is the next."""
-        state = attempt.backend.replica.state
-        patience = PATIENCE.get(state) if state is State.FAILED or exchange.crashes == NO_CRASHES else None
-        waited = self._ran(attempt.sent_at, now)
-        if patience is None or waited < patience or not self.judge.may_retry(exchange, attempt):
-            return False
-        return self.judge.others(exchange, attempt)[0].replica.state is State.READY
-
-    def _silence(self, backend: Backend) -> float:
-        """Seconds without a byte after which a stream is given up. An engine that was asked to stop may have ended its
-        core and wait for its connections: for ever, if nobody gives up."""
-        return min(self._idle_timeout, LOST_SILENCE) if backend.replica.state is State.FAILED else self._idle_timeout
-
-    def _stalled(self, exchange: Exchange, seconds: float) -> None:
-        if exchange.client.writing_paused:  # it is the client that does not take what is there
-            client = exchange.client
-            self.dispatch(exchange, ExchangeEvent.GONE)
-            client.abort()
-        elif self.continuing is not None:
-            self.failed(exchange.attempts[-1], UpstreamError(STALLED, f"no byte for {seconds:g} s"))
-        else:
-            self._time_out(exchange, UpstreamError(STALLED, f"no byte for {seconds:g} s"))
-
-    def _time_out(self, exchange: Exchange, error: ApiError | UpstreamError) -> None:
-        attempt = exchange.attempt
-        if attempt is not None and attempt.state is not AttemptState.ENDED:
-            attempt.end_as(AttemptEvent.FAILED, error)
-        self.dispatch(exchange, ExchangeEvent.TIMED_OUT, error)
 
     # --- what the tables ask for
 

@@ -39,6 +39,7 @@ from .backend import Backend
 from .conductor import Conductor, Judge
 from .continuing import Continuing
 from .control import OverloadControl, control_of
+from .deadlines import Deadlines
 from .exchange import Added, Batcher, Exchange, MeteredAttempt
 from .figures import Figures
 from .forwarding import TokenIdForwarding
@@ -372,9 +373,10 @@ class Proxy:
         self.conductor = Conductor(
             self.placing, Judge(self.eligible, self.settling, retries), self.settling, self.forwarding, responses, metrics,
             added,
-            retries=retries, request_timeout=request_timeout, idle_timeout=idle_timeout, traces=traces,
+            retries=retries, traces=traces,
         )  # fmt: skip
         self.conductor.figures = figures
+        self.deadlines = Deadlines(self.conductor, figures, request_timeout=request_timeout, idle_timeout=idle_timeout)
         if queue is not None and differ(queue.classes):
             self.conductor.priorities = Priorities(queue.qos_of, queue.classes)
         if continue_streams != "never":
@@ -527,7 +529,7 @@ class Proxy:
     def sweep(self, now: float) -> None:
         for exchange in list(self.exchanges):
             try:
-                self.conductor.check(exchange, now)
+                self.deadlines.check(exchange, now)
             except Exception:
                 log.exception("the sweep failed on a request")
         for backend in self.backends.values():

@@ -599,7 +599,7 @@ async def test_whatever_happens_nothing_stays_reserved(seed):
     async with disaggregated(*[whatever] * 5, roles=("prefill", "prefill", "decode", "decode", "both")) as s:
         for backend in s.proxy.backends.values():
             backend.keeps_nothing = Forgetful()
-        s.proxy.conductor._idle_timeout = 1.0
+        s.proxy.deadlines._idle_timeout = 1.0
         await asyncio.gather(*[one(s, number) for number in range(60)], return_exceptions=True)
         for talk in s.talkers:
             await talk.close()

@@ -661,7 +661,7 @@ async def test_whatever_happens_nothing_stays_reserved_or_connected(way, seed, m
     sides = [Side(prefills), Side(prefills), Side(whatever), Side(whatever), Side(whatever)]
     async with fleet(way, *sides, roles=("prefill", "prefill", "decode", "decode", "decode")) as s:
         s.proxy.router.transfers.failed = lambda *pair: None  # else the first failure would end all legs
-        s.proxy.conductor._idle_timeout = 1.0
+        s.proxy.deadlines._idle_timeout = 1.0
         await asyncio.gather(*[one(s, number) for number in range(60)], return_exceptions=True)
         for talk in s.talkers:
             await talk.close()

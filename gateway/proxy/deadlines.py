@@ -1,0 +1,130 @@
+"""Deadlines of a request under way: what a sweep that looks at it now and then does once it has waited too long.
+
+A replica answers for time alone in which this process ran: each deadline is measured by `Pulse.ran`.
+"""
+
+from __future__ import annotations
+
+from replicas import State
+
+from ..errors import ApiError
+from ..http.upstream import UpstreamError
+from .answers import keeps_alive
+from .backend import Backend
+from .conductor import Conductor
+from .exchange import Attempt, Exchange
+from .figures import Figures
+from .retries import HUNG, NO_CRASHES, PREFILL_FAILED, STALLED, TIMEOUT, TRANSFER_STALLED
+from .states import AttemptEvent, AttemptState, ExchangeEvent, ExchangeState, Leg
+
+# Comments that keep a connection alive are held back so long, then passed on: proxies give up after 60 s of silence.
+KEEP_ALIVE_SECONDS = 30.0
+# Seconds that a request without a first byte stays where it was sent once that replica is in this state.
+PATIENCE = {State.DEGRADED: 10.0, State.FAILED: 0.0}
+LOST_SILENCE = 10.0  # seconds between two pieces of a stream from a replica that is lost
+
+
+class Deadlines:
+    def __init__(
+        self, conductor: Conductor, figures: Figures | None, *, request_timeout: float, idle_timeout: float
+    ) -> None:
+        """`request_timeout`: seconds until the first byte of an answer; `idle_timeout`: between two pieces of one."""
+        self._conductor, self._figures = conductor, figures
+        self._request_timeout, self._idle_timeout = request_timeout, idle_timeout
+        self._placing, self._judge, self._settling = conductor.placing, conductor.judge, conductor.settling
+        self._ran = self._settling.pulse.ran
+
+    def check(self, exchange: Exchange, now: float) -> None:
+        """Have what follows be done if it has waited too long for what it waits for."""
+        if exchange.state is ExchangeState.ENDED:
+            return
+        if exchange.state is ExchangeState.ANSWERING:
+            answering = exchange.attempts[-1]
+            if answering.pieces != answering.seen_pieces:
+                self._settling.came(answering)
+                if self._figures is not None:
+                    self._figures.passing(exchange, answering, now)
+                answering.seen_pieces, answering.seen_at = answering.pieces, now
+            elif self._ran(answering.seen_at, now) > (limit := self._silence(answering.backend)):
+                self._stalled(exchange, limit)
+            return
+        attempt, since = exchange.attempt, exchange.begun
+        if exchange.state is ExchangeState.RESUMING and exchange.continuation is not None:
+            since = exchange.continuation.broke_at
+        if self._ran(since, now) > self._request_timeout:
+            self._settling.failed(attempt.backend if attempt else None, TIMEOUT)
+            what = (
+                f"replica {attempt.backend.id} sent no byte of an answer" if attempt else "no replica was found for it"
+            )
+            self._time_out(exchange, ApiError(504, f"{what} within {self._request_timeout:g} s"))
+        elif attempt is not None and attempt.state is AttemptState.AWAITING:
+            self._check_unanswered(exchange, attempt, now)
+
+    def _check_unanswered(self, exchange: Exchange, attempt: Attempt, now: float) -> None:
+        first_leg = attempt.leg is Leg.PREFILL  # what is withheld of its answer is never for the client
+        if (
+            attempt.withheld
+            and not first_leg
+            and self._ran(attempt.sent_at, now) > KEEP_ALIVE_SECONDS
+            and keeps_alive(attempt.withheld)
+        ):
+            data, attempt.withheld = attempt.withheld, b""
+            self._conductor.answered(exchange, attempt, data)
+        elif self._better_elsewhere(exchange, attempt, now):
+            self._hangs(attempt, now)
+        elif attempt.leg is Leg.DECODE and self._ran(attempt.sent_at, now) > (
+            limit := self._placing.legs.patience(exchange, attempt)
+        ):
+            self._conductor.failed(
+                attempt, UpstreamError(TRANSFER_STALLED, f"sent no byte of a second leg for {limit:.0f} s")
+            )
+        elif attempt.leg is Leg.DECODE and (legs := exchange.legs) is not None and legs.first is not None:
+            if legs.first.state is AttemptState.AWAITING and self._better_elsewhere(exchange, legs.first, now):
+                self._hangs(legs.first, now)
+        elif attempt.leg is Leg.DECODE and legs is not None and legs.unsent is not None:
+            if legs.prefiller.replica.state is State.FAILED:
+                self._conductor.failed(
+                    attempt, UpstreamError(PREFILL_FAILED, f"waits for {legs.prefiller.id}, which is gone")
+                )
+            elif not attempt.streams and self._ran(attempt.sent_at, now) > self._placing.legs.fetching(legs):
+                self._settling.prefilled_elsewhere(legs, computed=True)
+        elif not first_leg:
+            self._settling.still_unanswered(attempt, now)
+
+    def _hangs(self, attempt: Attempt, now: float) -> None:
+        silent = self._ran(attempt.sent_at, now)
+        self._conductor.failed(
+            attempt, UpstreamError(HUNG, f"is {attempt.backend.replica.state} and sent no byte for {silent:.0f} s")
+        )
+
+    def _better_elsewhere(self, exchange: Exchange, attempt: Attempt, now: float) -> bool:
+        """Whether an unanswered request should leave a replica that is lost, or that is unwell and has had its time,
+        for one that is ready. What was computed for it is computed again: slowness alone is no reason. One that
+        has left an unwell replica already leaves none but a lost one: where a whole machine is slow, so is the next."""
+        state = attempt.backend.replica.state
+        patience = PATIENCE.get(state) if state is State.FAILED or exchange.crashes == NO_CRASHES else None
+        waited = self._ran(attempt.sent_at, now)
+        if patience is None or waited < patience or not self._judge.may_retry(exchange, attempt):
+            return False
+        return self._judge.others(exchange, attempt)[0].replica.state is State.READY
+
+    def _silence(self, backend: Backend) -> float:
+        """Seconds without a byte after which a stream is given up. An engine that was asked to stop may have ended its
+        core and wait for its connections: for ever, if nobody gives up."""
+        return min(self._idle_timeout, LOST_SILENCE) if backend.replica.state is State.FAILED else self._idle_timeout
+
+    def _stalled(self, exchange: Exchange, seconds: float) -> None:
+        if exchange.client.writing_paused:  # it is the client that does not take what is there
+            client = exchange.client
+            self._conductor.dispatch(exchange, ExchangeEvent.GONE)
+            client.abort()
+        elif self._conductor.continuing is not None:
+            self._conductor.failed(exchange.attempts[-1], UpstreamError(STALLED, f"no byte for {seconds:g} s"))
+        else:
+            self._time_out(exchange, UpstreamError(STALLED, f"no byte for {seconds:g} s"))
+
+    def _time_out(self, exchange: Exchange, error: ApiError | UpstreamError) -> None:
+        attempt = exchange.attempt
+        if attempt is not None and attempt.state is not AttemptState.ENDED:
+            attempt.end_as(AttemptEvent.FAILED, error)
+        self._conductor.dispatch(exchange, ExchangeEvent.TIMED_OUT, error)

@@ -109,7 +109,7 @@ class Question:
         self, ticket: Ticket, quotes: Sequence[Quote], now: float, places: Sequence[Place], offers: Offers
     ) -> None:
         self.ticket, self.quotes, self.places, self.offers, self.now = ticket, quotes, places, offers, now
-        self.best, self.waited = min(quotes), now - ticket.since
+        self.best, self.waited = min(quotes), now - ticket.since - ticket.held
         self.replicas: frozenset[str] = frozenset().union(*places)
         self.room: Sequence[int] = ()
 
@@ -333,7 +333,7 @@ class Admission:
         ticket, space = asked.ticket, self.space
         if not self._make_space(ticket, asked.now):
             return self._refused(asked, "queue_full", ttft)
-        ticket.deadline = max(asked.now, ticket.since + self._longest_wait(ticket, asked.best))
+        ticket.deadline = max(asked.now, ticket.since + ticket.held + self._longest_wait(ticket, asked.best))
         line.add(ticket, asked.now)
         space.requests += 1
         space.bytes += ticket.size
@@ -445,6 +445,16 @@ class Admission:
         rank = self._reserves.rank
         own = rank(ticket.qos)
         return [one for one in self.lines if one.count and rank(one.qos) <= own]
+
+    def held_up(self, seconds: float) -> None:
+        """Until now nobody was asked about for so long: it is no time that anybody has waited for a replica."""
+        waiting = [(deadline + seconds, number, ticket) for deadline, number, ticket in self._deadlines if ticket.waits]
+        for deadline, _, ticket in waiting:
+            ticket.deadline, ticket.held = deadline, ticket.held + seconds
+        heapq.heapify(waiting)
+        self._deadlines = waiting
+        for line in self.lines:
+            line.pace.held_up(seconds)
 
     # --- who leaves unsent
 

@@ -23,11 +23,12 @@ _PRIOR = 1.0  # and that its first guess counts as
 
 
 class Ticket:
-    """A request that wants to be sent. `since`: when its client began to wait; `size`: bytes that it holds; `payload`:
-    the caller's. The rest is the `Admission`'s."""
+    """A request that wants to be sent. `since`: when its client began to wait; `held`: seconds since then in which
+    nobody could be sent, as the caller did not run; `size`: bytes that it holds; `payload`: the caller's. The rest is
+    the `Admission`'s."""
 
     __slots__ = (
-        "qos", "tenant", "slo", "since", "size", "payload",
+        "qos", "tenant", "slo", "since", "held", "size", "payload",
         # uncached tokens and seconds of its prefill, as last quoted; when it is too late; whether it waits, and where
         "tokens", "own", "deadline", "waits", "line",
         # what was predicted when it was admitted: seconds from `since` to its first token; where its costs are, and
@@ -36,7 +37,7 @@ class Ticket:
     )  # fmt: skip
 
     def __init__(self, qos: QosClass, slo: Slo, since: float, tenant: str = "", size: int = 0, payload: Any = None):
-        self.qos, self.slo, self.since = qos, slo, since
+        self.qos, self.slo, self.since, self.held = qos, slo, since, 0.0
         self.tenant, self.size, self.payload = tenant, size, payload
         self.tokens, self.own, self.deadline, self.waits = 0, 0.0, 0.0, False
         self.ttft, self.streams, self.context = 0.0, 1.0, 0.0
@@ -63,6 +64,10 @@ class Pace:
             self._work *= kept
             self._seconds = self._seconds * kept + _WINDOW * (1.0 - kept)
         self._at = now
+
+    def held_up(self, seconds: float) -> None:
+        """Of the time since the last call nobody could leave for so long."""
+        self._at += seconds
 
     def left(self, work: float) -> None:
         self._work += work

@@ -28,8 +28,10 @@ if TYPE_CHECKING:
 
 LEASE = 60.0  # seconds without a word, unless the caller asks for another time
 LEASES = (1.0, 3600.0)
-# seconds after a lease's end for words that came in time: when this process stood still they have not been read
+# Seconds after a lease's end for words that came in time: when this process stood still for less than `Pulse` notes,
+# they have not been read.
 GRACE = 0.25
+LEAST_LEFT = 0.1  # seconds; less than that is how exactly timers and the clock agree
 # Under way at once: 16,384 of 30,000 tokens each. Bodies that wait to be read count as well
 MOST, MOST_BYTES = 16_384, 256 * 2**20
 # Seconds for which a replica counts as late because nothing is told of a request: its caller may as well have died
@@ -40,7 +42,7 @@ MOST_CANDIDATES = 8  # named; nobody tries more, and each costs a choice
 class Leased:
     """A request that is answered elsewhere: its one attempt, and how long nothing may be heard of it."""
 
-    __slots__ = ("id", "prompt", "tried", "attempt", "stages", "seconds", "found", "timer", "silent", "size", "headers")
+    __slots__ = ("id", "prompt", "tried", "attempt", "stages", "seconds", "found", "timers", "size", "headers")
 
     response: str | None = None  # no answer passes here, so nobody knows who made one
     model: str | None = None
@@ -52,8 +54,7 @@ class Leased:
         self.attempt: Attempt = None  # type: ignore[assignment]  # until a replica is found
         self.stages: list[tuple[str, float]] = []
         self.found: asyncio.Future[Attempt] = asyncio.get_running_loop().create_future()
-        self.timer: asyncio.TimerHandle | None = None
-        self.silent: asyncio.TimerHandle | None = None
+        self.timers: dict[Callable[[Leased], None], asyncio.TimerHandle] = {}  # by what they call
         self.headers = headers  # until it is placed
         self.size = 2000 + 8 * len(prompt.hashes) + 4 * len(prompt.model)  # bytes, roughly
 
@@ -138,11 +139,7 @@ class Decisions:
         self._bytes += leased.size
         self._renew(leased)
         self._router.tells_end_alone(attempt.placement)
-        leased.silent = asyncio.get_running_loop().call_later(
-            max(0.0, attempt.placement.reservation.due - monotonic() + SILENT),
-            self._router.disregard,
-            attempt.placement,
-        )
+        self._after(max(0.0, attempt.placement.reservation.due - monotonic() + SILENT), self._disregard, leased)
         if not attempt.streams:  # no first byte to tell of: as `still_unanswered`
             asyncio.get_running_loop().call_later(
                 attempt.placement.ttft, self._router.first_token, attempt.placement, None
@@ -234,12 +231,29 @@ class Decisions:
         return leased
 
     def _renew(self, leased: Leased) -> None:
-        if leased.timer is not None:
-            leased.timer.cancel()
-        leased.timer = asyncio.get_running_loop().call_later(leased.seconds, self._ran_out, leased)
+        for call in (self._ran_out, self._expired):
+            if (timer := leased.timers.pop(call, None)) is not None:
+                timer.cancel()
+        self._after(leased.seconds, self._ran_out, leased)
+
+    def _after(self, seconds: float, call: Callable[[Leased], None], leased: Leased) -> None:
+        """Call it once this process ran for so many seconds: while it did not, nobody read what its caller told."""
+        timer = asyncio.get_running_loop().call_later(seconds, self._due, seconds, monotonic(), call, leased)
+        leased.timers[call] = timer
+
+    def _due(self, seconds: float, since: float, call: Callable[[Leased], None], leased: Leased) -> None:
+        now, pulse = monotonic(), self._proxy.pulse
+        pulse.look(now)
+        if (left := seconds - pulse.ran(since, now)) > LEAST_LEFT:
+            self._after(left, call, leased)
+        else:
+            call(leased)
+
+    def _disregard(self, leased: Leased) -> None:
+        self._router.disregard(leased.attempt.placement)
 
     def _ran_out(self, leased: Leased) -> None:
-        leased.timer = asyncio.get_running_loop().call_later(GRACE, self._expired, leased)
+        self._after(GRACE, self._expired, leased)
 
     def _expired(self, leased: Leased) -> None:
         self._close(leased, "expired")
@@ -248,9 +262,8 @@ class Decisions:
     def _close(self, leased: Leased, outcome: str) -> None:
         del self._open[leased.id]
         self._bytes -= leased.size
-        for timer in (leased.timer, leased.silent):
-            if timer is not None:
-                timer.cancel()
+        for timer in leased.timers.values():
+            timer.cancel()
         self._proxy.metrics.decisions.inc(outcome)
 
 

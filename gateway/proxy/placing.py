@@ -319,7 +319,7 @@ class Placing:
         shadows: Shadows | None = None,
     ):
         self.eligible, self.router, self.responses = eligible, router, responses
-        self._metrics, self._pulse, self.shadows = metrics, pulse, shadows
+        self._metrics, self.pulse, self.shadows = metrics, pulse, shadows
         self.onlooker: Onlooker | None = shadows
         self.legs = LegPlacing(eligible, router, metrics)
         self.pulls = eligible.pulls = Pulls(eligible.backends, router, metrics)
@@ -346,8 +346,8 @@ class Placing:
         """Choose, and count the load at once: decision and reservation are one step, here or where the load
         of all gateways is known. Calls `asker.placed` or `asker.unplaced`."""
         begun, now = perf_counter(), monotonic()
-        if now > self._pulse.late_at:  # before anybody is taken for late
-            self._pulse.look(now)
+        if now > self.pulse.late_at:  # before anybody is taken for late
+            self.pulse.look(now)
         prompt = asker.prompt
         try:
             targets = self.eligible.targets(prompt, asker.tried, asker.model)

@@ -65,6 +65,7 @@ class Queue:
         self._under_way: Iterator[None] | None = None
         self._again = False  # once that is done, since something has changed meanwhile
         self._timer: asyncio.TimerHandle | None = None
+        placing.pulse.on_held_up.append(self._held_up)
         placing.router.on_room(self.look)
         metrics.read_from(self.reading)
 
@@ -166,7 +167,9 @@ class Queue:
         fleet = self._fleet(prompt.space if asker.prompt is not None else space)
         if self.control is not None and asker.prompt is not None:  # else there are no figures of it
             self.control.follow(fleet, self._model_of(prompt))
-        return fleet, Ticket(qos, slo, since, tenant or "", asker.size, asker)
+        ticket = Ticket(qos, slo, since, tenant or "", asker.size, asker)
+        ticket.held = now - since - self._placing.pulse.ran(since, now)
+        return fleet, ticket
 
     def _class(self, asker: Asker, prompt: Prompt) -> QosClass:
         key = asker.tenant
@@ -247,6 +250,10 @@ class Queue:
         self._timer = None
         self.look()
 
+    def _held_up(self, now: float, seconds: float) -> None:
+        for fleet in self._fleets.values():
+            fleet.held_up(seconds)
+
     def _newcomer_waits(self) -> None:
         """Nobody has room because of it, but others may have given way to it."""
         if self._space.untold:
@@ -255,6 +262,7 @@ class Queue:
 
     def _steps(self) -> Iterator[None]:
         """See to all that wait, or have waited too long; after each of them it may be left for a while."""
+        self._placing.pulse.look(monotonic())
         for fleet in [*self._fleets.values()]:
             for ticket, verdict in fleet.turned_out(monotonic()):
                 if verdict.decision == QUEUED:

@@ -180,6 +180,18 @@ def test_who_has_waited_too_long_leaves_in_time_to_be_told():
     assert admission.head(2.0) is None and admission.space.requests == admission.space.bytes == 0
 
 
+def test_seconds_in_which_nobody_could_be_asked_are_waited_by_nobody():
+    """The caller did not run: neither who waits then nor who comes later is refused for it."""
+    admission, (first, second) = filled(2)
+    admission.held_up(100.0)
+    assert not [*admission.turned_out(101.4)]
+    assert ask(admission, first, ROOM, now=101.4).decision == "admitted"
+    without, (same, _) = filled(2)
+    assert ask(without, same, ROOM, now=1.4).decision == "admitted"
+    assert admission.lines[0].pace.value == pytest.approx(without.lines[0].pace.value)
+    assert [one for one, _ in admission.turned_out(102.1)] == [second]
+
+
 def test_whose_turn_comes_too_late_is_not_computed_for_nothing():
     admission, (first, second) = filled(2)
     assert ask(admission, first, ROOM._replace(ttft=0.6), now=1.5)[:2] == ("refused", "deadline")

@@ -1,6 +1,7 @@
 """Decisions for another proxy: the ledger is right whatever is told, in whatever order, or not at all."""
 
 import asyncio
+import time
 from contextlib import asynccontextmanager, suppress
 
 import orjson
@@ -189,6 +190,24 @@ async def test_a_caller_that_tells_nothing_more_does_not_keep_a_replica_late(mon
         assert load.due < FAR
         await eventually(lambda: load.due == FAR)
         assert load.requests == 1
+
+
+async def test_a_caller_is_not_silent_while_nobody_here_reads(monkeypatch):
+    """This process did not run: what was told meanwhile, if anything, is not read yet."""
+    monkeypatch.setattr(module, "SILENT", 1.0)
+    async with decisions(replicas=1) as (s, d):
+        s.proxy.pulse.start()
+        load = s.proxy.router.ledger.load(next(iter(s.proxy.backends)))
+        made = await d.decide(PATH, chat(), {}, lease=1.0)
+        time.sleep(module.GRACE + 2.0)
+        await asyncio.sleep(2 * module.GRACE)
+        assert load.due < FAR
+        await d.first_byte(made["id"])
+        again = await d.decide(PATH, chat(), {}, lease=0.1)
+        await eventually(lambda: load.requests == 1)
+        assert (await refused(d.first_byte(again["id"]))).code == "unknown_decision"
+        await d.done(made["id"], b"")
+        s.proxy.pulse.stop()
 
 
 async def test_a_rank_is_named_by_its_header_and_a_session_stays():

@@ -5,6 +5,7 @@ import gc
 import hashlib
 import itertools
 import json
+import time
 from contextlib import asynccontextmanager
 
 import pytest
@@ -218,6 +219,20 @@ async def test_who_waits_too_long_is_told_in_its_own_words_when_to_come_back(pat
         assert (await first.response())[0] == 200
         assert s.metrics.admission.total(decision="refused", reason="deadline") == 1
         assert s.metrics.rejections.total() == 1
+
+
+@pytest.mark.parametrize("slo", [Slo(), Slo(ttft=1.0)])
+async def test_time_in_which_this_process_did_not_run_is_no_waiting(slo):
+    engine = Engine()
+    async with queued(engine, slo=slo, rules=ONE_BY_ONE._replace(max_wait=1.0)) as (s, queue):
+        first = await send(s, "a")
+        await eventually(lambda: engine.seen == ["a"])
+        second = await send(s, "b")
+        await eventually(lambda: sum(waiting(queue).values()) == 1)
+        time.sleep(1.5)
+        engine.answer("a")
+        engine.answer("b")
+        assert (await first.response())[0] == (await second.response())[0] == 200
 
 
 async def test_who_cannot_be_answered_in_time_is_refused_at_once():

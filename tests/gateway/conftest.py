@@ -6,6 +6,8 @@ import sys
 
 import pytest
 
+from .. import prestarted
+
 
 class Engine:
     """A simulated engine; `wait` until it serves. Its ports are its own to choose: those found free before may be taken
@@ -15,20 +17,13 @@ class Engine:
     url: str
 
     def __init__(self, *flags: str) -> None:
-        command = [
-            sys.executable,
-            "-m",
-            "replicas.simulated",
-            "--port",
-            "0",
-            "--profile",
-            "cpu-tiny",
-            "--speedup",
-            "50",
-        ]
-        self.process = subprocess.Popen(
-            [*command, *flags], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-        )
+        command = ("replicas.simulated", "--port", "0", "--profile", "cpu-tiny", "--speedup", "50", *flags)
+        if prestarted.can_start():
+            self.process = prestarted.Prestarted(*command)
+        else:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", *command], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+            )
 
     def wait(self) -> "Engine":
         said = ""

@@ -12,9 +12,11 @@ import base64
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 from unittest.mock import patch
 
@@ -44,12 +46,23 @@ _DEEPSEEK = {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_nope_head_dim": 16, "qk_
              "index_topk": 16, "index_head_dim": 16, "index_n_heads": 2}  # fmt: skip
 
 
-def bodies(family: str) -> dict[str, tuple[str, Body]]:
+def bodies(family: str) -> Mapping[str, tuple[str, Body]]:
     """What is asked of a family, by name. Mistral's own format takes functions with plain names only."""
+    return _bodies("tekken" in family)
+
+
+@cache
+def _bodies(plain_names: bool) -> Mapping[str, tuple[str, Body]]:
+    if plain_names:
+        return MappingProxyType({name: (path, plainly_named(body)) for name, (path, body) in _bodies(False).items()})
     mixed = {f"random {i}": case for i, case in enumerate(random_bodies(7, RANDOM))}
     tools = {f"random tools {i}": case for i, case in enumerate(random_tools(7, RANDOM_TOOLS))}
-    asked = {**CORPUS, **mixed, **tools}
-    return {name: (path, plainly_named(body)) for name, (path, body) in asked.items()} if "tekken" in family else asked
+    return MappingProxyType({**CORPUS, **mixed, **tools})
+
+
+@cache
+def _digests(plain_names: bool) -> dict[str, str]:
+    return {name: digest_of_body(*case) for name, case in _bodies(plain_names).items()}
 
 
 def plainly_named(value: Any) -> Any:
@@ -225,8 +238,7 @@ def recordings() -> list[Recording]:
     found = []
     for line in RECORDED.read_text().splitlines():
         told = json.loads(line)
-        asked = {name: digest_of_body(*case) for name, case in bodies(told["family"]).items()}
-        if {name: body for name, (body, _) in told["answers"].items()} != asked:
+        if {name: body for name, (body, _) in told["answers"].items()} != _digests("tekken" in told["family"]):
             raise ValueError(f"{told['family']}: the bodies have changed: run python -m tests.vllm.record_families")
         answers = {name: ids for name, (_, ids) in told["answers"].items()}
         found.append(Recording(told["family"], told["vllm"], answers))

@@ -88,9 +88,9 @@ def test_conversations_turn_by_turn(fresh, texts, system):
         talk = messages[:count]
         if talk[-1]["role"] != "user":
             continue
+        ids = reference.ids(reference.render(talk))
         for _ in range(2):  # the second time all is known
             prompt = pipeline.prepare(CHAT, body(talk))
-            ids = reference.ids(reference.render(talk))
             assert prompt.mode == "exact", prompt.note
             assert ids_of(prompt) == ids
             assert prompt.tokens == len(ids)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
@@ -413,8 +413,8 @@ class Gateway:
     def status(self) -> dict[str, Any]:
         return self.view.status()
 
-    def differs(self, replica: str, keys: Sequence[int]) -> tuple[list[int], list[int]]:
-        return self.map.differs(self.slots[replica], keys)
+    def differs(self, replica: str) -> Callable[[Sequence[int]], tuple[list[int], list[int]]]:
+        return self.map.differs(self.slots[replica])
 
     async def explain(self, path: str, body: bytes, headers: dict[str, str]) -> dict[str, Any]:
         """What would happen to this request now. Nothing is placed."""

@@ -130,6 +130,12 @@ class BlockTable:
         hashes[at < 0] = 0
         return hashes
 
+    def held(self, slot: int) -> tuple[np.ndarray, np.ndarray]:
+        """Hashes and tags of all the replica holds, in no order."""
+        alias = self.aliases[slot]
+        words = alias.words[alias.words.nonzero()]
+        return self.blocks.hashes[(words & self._id_mask).view(np.int64)], words >> self._tag_shift
+
     def contents(self, slot: int) -> tuple[np.ndarray, np.ndarray]:
         """Hashes and tags of all the replica holds, those longest unused first."""
         alias = self.aliases[slot]

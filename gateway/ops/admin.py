@@ -151,9 +151,6 @@ class Admin(Side):
         self.gateway = gateway
         self._keeping = asyncio.Lock()  # one change of the file of replicas at a time
 
-    def routes(self) -> list[web.RouteDef]:
-        return [*super().routes(), web.post("/replicas/{id}/blocks", self.blocks)]
-
     async def metrics(self, request: web.Request) -> web.Response:
         page, content_type = await self.gateway.metrics.exposition()
         return web.Response(body=page, headers={"Content-Type": content_type})
@@ -236,10 +233,15 @@ class Admin(Side):
         if not isinstance(keys, list) or not all(type(key) is int for key in keys):
             raise wrong
         try:
-            missing, besides = self.gateway.differs(id, keys)
+            differs = self.gateway.differs(id)
         except KeyError:
             raise Refusal(404, f"nothing is known of the blocks of {id!r}", "unknown_replica") from None
-        return answer({"missing": [keys[at] for at in missing], "besides": [f"{one:016x}" for one in besides]})
+
+        def compared() -> dict[str, list[Any]]:
+            missing, besides = differs(keys)
+            return {"missing": [keys[at] for at in missing], "besides": [f"{one:016x}" for one in besides]}
+
+        return answer(await asyncio.to_thread(compared))
 
     async def explain(self, request: web.Request) -> web.Response:
         path = request.query.get("path", "/v1/chat/completions")

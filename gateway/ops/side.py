@@ -97,6 +97,7 @@ class Side(ABC):
             web.post("/replicas/{id}/drain", self.drain),
             web.delete("/replicas/{id}", self.remove),
             web.route("*", "/replicas/{id}/engine/{path:.*}", self.ask_engine, name=PASSED_ON),
+            web.post("/replicas/{id}/blocks", self.blocks),
             web.post("/explain", self.explain),
             web.post("/decide", self.decide),
             web.post("/decide/{id}/first_byte", self.first_byte),

@@ -172,7 +172,7 @@ class WorkersAdmin(Side):
         return (await self._ask(self._next(), request)).response()
 
     # What one worker answers for all of them, and what the worker that decided is told.
-    ask_engine = explain = decide = pass_on
+    ask_engine = blocks = explain = decide = pass_on
     first_byte = done = report
 
     # --- a change of the replicas

@@ -515,3 +515,14 @@ def test_whether_a_slower_tier_has_a_prompts_last_block(tier, blocks, left_out):
     assert table.last_below(slot, prompt) == left_out and table.last_below(other, prompt) is None
     table.remove(slot, keys(slot, prompt[-1:]), tier)
     assert table.last_below(slot, prompt) is None
+
+
+def test_what_an_engine_says_is_compared_with_what_was_told_until_it_was_asked():
+    table = CacheMap(MIB)
+    slot = table.attach("r", None, True)
+    table.store(slot, [11, 12, 13], [1, 2, 3])
+    compare = table.differs(slot)
+    table.store(slot, [14], [4], heads=[(0, 13)])
+    table.remove(slot, [1])
+    assert compare([1, 2, 3]) == ([], []) and compare([2, 9, 3]) == ([1], [11])
+    assert table.differs(slot)([1, 2, 3]) == ([0], [14])

@@ -5,6 +5,7 @@ import os
 import signal
 
 import httpx
+import pytest
 
 from .running import running
 from .test_gateways import TEXT, ahead
@@ -53,9 +54,10 @@ async def test_the_lag_of_events_is_that_of_the_clocks_where_nothing_else_lags(s
         assert await right.counted("hitherto_replica_models", model="sim") == 1
 
 
-async def test_what_an_engine_holds_is_compared_with_the_map_block_by_block(start_engine):
+@pytest.mark.parametrize("flags", [(), ("--workers", "2")], ids=["one process", "two workers"])
+async def test_what_an_engine_holds_is_compared_with_the_map_block_by_block(start_engine, flags):
     engine = start_engine().wait()
-    async with running("--replica-url", engine.url, "--model", "sim") as gateway:
+    async with running("--replica-url", engine.url, "--model", "sim", *flags) as gateway:
         await gateway.ready(1)
         await gateway.until(lambda status: status["replicas"][0]["events"] == "live")
         assert (await gateway.chat([{"role": "user", "content": TEXT}])).status_code == 200

@@ -312,6 +312,17 @@ class Models:
         )
         return f"the tokenizer of {busy[0]}, which is being loaded" if busy and not ready else None
 
+    @property
+    def loading(self) -> set[str]:
+        """The models, and their adapters, that the gateway has no tokenizer for yet, though it will."""
+        waiting = [
+            one.replica.models
+            for one in self.members.values()
+            if (one.finding is not None and one.source is None)
+            or (one.space is not None and one.space.loading is not None and one.space.pipeline.tokenizer is None)
+        ]
+        return {name for models in waiting for name in models}
+
     def _load(self, space: ModelSpace) -> None:
         if space.loading is not None:
             space.loading.cancel()

@@ -180,6 +180,7 @@ class TokenizerComparison:
             engine.how = engine.differs = ""
             if pipeline.shows_chats or not replica.dialect.fills_templates_alike:
                 engine.unproven = f"nothing shows what tokens it makes: {why}"
+            self._differ(pipeline)
             engine.tell(f"cannot be compared: {why}")
             await self._adopt(pipeline)
             log.warning("replica %s: whether it makes the gateway's tokens cannot be compared: %s%s", id, why,
@@ -190,6 +191,8 @@ class TokenizerComparison:
         if pipeline is not self._pipeline():
             return  # the engine is compared with the one in use as soon as that is loaded
         engine.how, engine.differs, engine.compared = verdict.how, verdict.differs, True
+        if verdict.differs:
+            self._differ(pipeline)
         engine.tell(f"differs: {verdict.differs}" if verdict.differs else f"the gateway's, {verdict.how}")
         if verdict.differs:
             log.error("replica %s has another tokenizer than the gateway: %s. Prompts of its models are matched as text; "
@@ -216,6 +219,7 @@ class TokenizerComparison:
                 return
             if asked > len(PAUSES):
                 first, engine.unproven = not engine.unproven, why
+                self._differ(pipeline)
                 engine.tell(why)
                 if first:
                     log.warning("replica %s: %s. Prompts of its models are matched as text until it answers", replica.engine, why)  # fmt: skip
@@ -225,6 +229,7 @@ class TokenizerComparison:
         if pipeline is not self._pipeline():
             return
         engine.proven, engine.unproven, engine.differs = not differs, "", differs
+        self._differ(pipeline)
         engine.tell(f"differs: {differs}" if differs else f"{said}; fills its chat template alike")
         if differs:
             log.error("replica %s: %s. Prompts of its models are matched as text; give the gateway the --chat-template that it "
@@ -271,6 +276,11 @@ class TokenizerComparison:
                 verdict = await loop.run_in_executor(None, pipeline.read_as, how)
             if pipeline is self._pipeline():
                 pipeline.adopt(verdict, any(one.compared for one in known), self._differing(pipeline, how))
+
+    def _differ(self, pipeline: Pipeline) -> None:
+        """Before it is told that an engine has other tokens no prompt is called exact any more; `_adopt` may have to
+        wait for its turn, and for a thread."""
+        pipeline.differ(self._differing(pipeline, pipeline.reading.how if pipeline.reading is not None else None))
 
     def _differing(self, pipeline: Pipeline, how: str | None) -> dict[str, str]:
         """Why the tokens of these models are not the gateway's."""

@@ -11,10 +11,9 @@ from replicas.lifecycle import TAKES_TRAFFIC
 def readiness(status: Mapping[str, Any], asked: Sequence[str]) -> dict[str, Any]:
     """`asked`: models that all have to be ready; none: the gateway is ready while it can serve any model at all."""
     names = asked or _known(status)
-    models = {name: status["ready"] and any(map(_takes_requests, _of(status, name))) for name in names}
-    why_not = status["why_not"]
-    if why_not is None and asked:
-        why_not = next((_why_not(status, name) for name in asked if not models[name]), None)
+    reasons = {name: _why_not(status, name) for name in names}
+    models = {name: reason is None for name, reason in reasons.items()}
+    why_not = next(filter(None, reasons.values()), None) if asked else status["why_not"]
     return {"ready": why_not is None, "why_not": why_not, "models": models}
 
 
@@ -31,8 +30,15 @@ def _takes_requests(replica: Mapping[str, Any]) -> bool:
     return replica["state"] in TAKES_TRAFFIC
 
 
-def _why_not(status: Mapping[str, Any], model: str) -> str:
+def _why_not(status: Mapping[str, Any], model: str) -> str | None:
+    """What is missing for this model alone; None: nothing. What others wait for says nothing of it."""
+    if status["stopping"]:
+        return str(status["why_not"])
+    if any(map(_takes_requests, _of(status, model))):
+        return f"waiting for the tokenizer of {model!r}, which is being loaded" if model in status["loading"] else None
     states = "; ".join(f"{one['id']} is {one['state']} ({one['reason']})" for one in _of(status, model))
     if states:
         return f"no replica of {model!r} is ready: {states}"
+    if not status["replicas"]:
+        return str(status["why_not"])
     return f"no replica has served {model!r} yet; known are: {', '.join(_known(status)) or 'none'}"

@@ -103,6 +103,8 @@ class View:
             "uptime_seconds": round(time.monotonic() - self.started, 3),
             "ready": why_not is None,
             "why_not": why_not,
+            "stopping": self.draining,
+            "loading": sorted(self.models.loading) if self.models is not None else [],
             **counted(metrics, self.settings.shadow, replicas),
             "map": {
                 "blocks": stats["blocks"],

@@ -232,9 +232,14 @@ class Pipeline:
         if verdict.loaded is not None and verdict.loaded.reading != self.reading:
             self._enter(verdict.loaded)
         in_use = self.reading is not None and self.reading.how == verdict.how  # it may have changed since it was judged
-        self._confirmed, self._differs = confirmed and in_use, dict(differs)
+        self._confirmed = confirmed and in_use
+        self.differ(differs)
         if self._readings is not None:
             self._weigh()
+
+    def differ(self, differs: Mapping[str, str]) -> None:
+        """The tokens of these models are not the gateway's, and why; those of no others, from now on."""
+        self._differs = dict(differs)
 
     def inexact(self, model: str = "") -> str:
         """Why a text of this model cannot be turned into the engine's tokens with certainty, or ""."""

@@ -68,6 +68,8 @@ def statuses(
         "models": sorted({name for status in each for name in status["models"]}),
         "ready": why_not is None,
         "why_not": why_not,
+        "stopping": any(status["stopping"] for status in each),
+        "loading": sorted({name for status in each for name in status["loading"]}),
         **counted(metrics, shadows, replicas),
         "map": _map([status["map"] for status in each]),
         "control": _control([status["control"] for status in each]),

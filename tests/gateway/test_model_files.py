@@ -147,7 +147,9 @@ async def test_what_is_looked_for_is_told_until_it_is_there(folder, monkeypatch)
     models.adopt(replica("a:1", "elsewhere", "a"))
     await asyncio.sleep(0)
     assert models.waiting_for == "the tokenizer of a, which is being loaded" and not changes
+    assert models.loading == {"a"}
     gate.set()
     await eventually(lambda: models.waiting_for is None)
+    assert not models.loading
     assert is_exact(models, "a:1") and changes
     models.stop()

@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+import threading
 import time
 import types
 
@@ -145,6 +146,26 @@ async def test_readiness_is_of_the_gateway_or_of_the_models_that_are_named(http,
     gateway.view.draining = True
     status, said = await ask("?model=one")
     assert status == 503 and "is stopping" in said["why_not"] and said["models"] == {"one": False}
+
+
+async def test_a_model_does_not_wait_for_the_tokenizer_of_another(http, gateway):
+    """One whose files are nowhere has none to wait for."""
+    for url, name in (("http://a:1", "one"), ("http://b:1", "two")):
+        replica = gateway.fleet.add(url)
+        replica.state, replica.models = State.READY, {name: None}
+    missing = "the tokenizer of two, which is being loaded"
+    gateway.view.models = types.SimpleNamespace(waiting_for=missing, loading={"two"}, spaces=[])
+
+    async def ask(query=""):
+        async with http.get(f"/readyz{query}") as response:
+            return response.status, await response.json()
+
+    assert await ask("?model=one") == (200, {"ready": True, "why_not": None, "models": {"one": True}})
+    status, said = await ask("?model=two")
+    assert status == 503 and said["why_not"] == "waiting for the tokenizer of 'two', which is being loaded"
+    status, said = await ask()
+    assert status == 503 and said["why_not"] == f"waiting for {missing}"
+    assert said["models"] == {"one": True, "two": False}
 
 
 async def test_not_ready_while_stopping(http, gateway):
@@ -443,3 +464,21 @@ async def test_who_sends_what_is_no_http_is_told_and_fills_no_log(gateway, caplo
     await admin.stop()
     assert status == 400 and body
     assert not caplog.records
+
+
+async def test_others_are_answered_while_all_blocks_of_an_engine_are_compared(http, gateway):
+    """A million of them take a second."""
+    gateway.fleet.add("http://a:1")
+    begun, let_go = threading.Event(), threading.Event()
+
+    def compare(keys):
+        begun.set()
+        assert let_go.wait(20)
+        return [1], [7]
+
+    gateway.differs = lambda id: compare
+    asked = asyncio.ensure_future(http.post("/replicas/a:1/blocks", json={"keys": [5, 6]}))
+    assert await asyncio.to_thread(begun.wait, 20)
+    assert (await http.get("/livez")).status == 200
+    let_go.set()
+    assert await (await asked).json() == {"missing": [6], "besides": [f"{7:016x}"]}

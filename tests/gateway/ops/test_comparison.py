@@ -248,12 +248,38 @@ async def test_nothing_is_told_of_a_tokenizer_that_is_in_use_no_more_when_the_en
         assert engine.hosts and replica.tokenizer == "not compared yet"
 
 
-class ChatEngine(Engine):
-    """One whose chats have to be compared. It wants a key, and answers chats with `busy` while that is set."""
+@pytest.mark.parametrize("chats", [False, True], ids=["tokens", "chats"])
+async def test_no_prompt_is_exact_once_it_is_told_that_the_engine_differs(compared, monkeypatch, chats):
+    """However long it takes until the tokenizer is read as the engines do."""
+    pipeline, gate = Pipeline(sim_model_dir(), "sim", 16), asyncio.Event()
+    comparison = compared(pipeline)
+    adopt = comparison._adopt
 
-    def __init__(self, busy: int = 0):
+    async def later(*given) -> None:
+        if comparison._engines[replica.engine].differs:
+            await gate.wait()
+        await adopt(*given)
+
+    monkeypatch.setattr(comparison, "_adopt", later)
+    async with ChatEngine(other=True) if chats else Engine(None) as engine:
+        replica = engine.replica()
+        comparison.compare(replica)
+        async with asyncio.timeout(20):
+            while not replica.tokenizer.startswith("differs"):
+                await asyncio.sleep(0)
+        assert mode(pipeline, "sim") == "text"
+        gate.set()
+        await all_done(comparison)
+        assert mode(pipeline, "sim") == "text"
+
+
+class ChatEngine(Engine):
+    """One whose chats have to be compared. It wants a key, answers chats with `busy` while that is set, and fills its
+    template in another way if it is `other`."""
+
+    def __init__(self, busy: int = 0, other: bool = False):
         super().__init__(Pipeline(sim_model_dir(), "sim", 16))
-        self.busy, self.chats = busy, 0
+        self.busy, self.other, self.chats = busy, other, 0
         self.asked_often = asyncio.Event()
 
     async def tokenize(self, request: web.Request) -> web.Response:
@@ -267,7 +293,7 @@ class ChatEngine(Engine):
             self.asked_often.set()
         if self.busy:
             return web.Response(status=self.busy)
-        return web.json_response({"tokens": Tokens(sim_model_dir()).chat(said)})
+        return web.json_response({"tokens": Tokens(sim_model_dir()).chat(said)[self.other :]})
 
     def replica(self, *given, **more) -> Replica:
         found = super().replica(*given, **more)

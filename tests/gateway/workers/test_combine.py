@@ -52,6 +52,7 @@ def said(state: str, *, requests: int, inflight: int, joined: bool = True, probl
     redis = {"ledger_joined": joined, "ledger_reason": "joined" if joined else "away"}
     status = {
         "models": ["sim"], "ready": state == "ready", "why_not": None if state == "ready" else f"a is {state}",
+        "stopping": state == "draining", "loading": ["one"] * (state == "warming"),
         "replicas": [replica], "background_failures": {}, "api_keys": None, "tls": None, "control": None,
         "map": {"blocks": 10 * requests, "bytes": 100, "budget_bytes": 1000, "evicted": 1, "redis": redis},
     }  # fmt: skip

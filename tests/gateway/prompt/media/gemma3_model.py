@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from loadgen.demo.tiny_model import HEADS, HIDDEN, KV_HEADS, LAYERS, MAX_POSITION
+
+from .models import write
 
 TOKENS, TILE, PATCH = 16, 56, 14  # of an image, whose 4 x 4 patches are all kept
 TEMPLATE = (
@@ -87,7 +88,4 @@ def tiny_gemma3(where: Path) -> Path:
         },
         "processor_config": {"image_seq_length": TOKENS, "processor_class": "Gemma3Processor"},
     }  # fmt: skip
-    for name, content in files.items():
-        (where / f"{name}.json").write_text(json.dumps(content))
-    (where / "chat_template.jinja").write_text(TEMPLATE)
-    return where
+    return write(where, files, TEMPLATE)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import tokenizers
@@ -11,6 +10,7 @@ from loadgen.demo.tiny_model import HEADS, HIDDEN, KV_HEADS, LAYERS, MAX_POSITIO
 from replicas.simulated.model import sim_model_dir
 
 from ....vllm.chat_templates import small_tokenizer
+from .models import write
 
 TILE, PATCH, TILES = 56, 14, 16  # a tile has 4 x 4 patches, and a token for each four of them
 TEMPLATE = (
@@ -59,7 +59,4 @@ def tiny_llama4(where: Path) -> Path:
         },
         "processor_config": {"patch_size": PATCH, "processor_class": "Llama4Processor"},
     }  # fmt: skip
-    for name, content in files.items():
-        (where / f"{name}.json").write_text(json.dumps(content))
-    (where / "chat_template.jinja").write_text(TEMPLATE)
-    return where
+    return write(where, files, TEMPLATE)

@@ -6,6 +6,7 @@ import base64
 import json
 import struct
 import zlib
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
@@ -38,15 +39,21 @@ QWEN2_VL = {
 }
 
 
+def write(where: Path, files: Mapping[str, Any], template: str) -> Path:
+    """`files`: by name without .json."""
+    for name, content in files.items():
+        (where / f"{name}.json").write_text(json.dumps(content))
+    (where / "chat_template.jinja").write_text(template)
+    return where
+
+
 def folder(config: dict[str, Any], template: str = PARTS, **files: dict[str, Any]) -> Path:
     """`files`: further ones, by name without .json."""
     made, base = Path(mkdtemp(prefix="hitherto-media-")), sim_model_dir()
     (made / "tokenizer.json").write_text(small_tokenizer(base / "tokenizer.json", SPECIAL))
-    (made / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
-    (made / "chat_template.jinja").write_text(template)
-    for name, content in {"config": config, **files}.items():
-        (made / f"{name}.json").write_text(json.dumps(content))
-    return made
+    return write(
+        made, {"tokenizer_config": {"tokenizer_class": "PreTrainedTokenizerFast"}, "config": config, **files}, template
+    )
 
 
 @cache

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 
@@ -10,7 +9,7 @@ from tokenizers import Tokenizer
 
 from loadgen.demo.tiny_model import HEADS, HIDDEN, KV_HEADS, LAYERS, MAX_POSITION
 
-from .models import PARTS, SPECIAL, folder
+from .models import PARTS, SPECIAL, folder, write
 
 PROCESSOR = {
     "image_processor_type": "Qwen2VLImageProcessor", "processor_class": "Qwen2VLProcessor", "min_pixels": 56 * 56,
@@ -19,8 +18,7 @@ PROCESSOR = {
 
 
 def tiny_qwen2_vl(where: Path) -> Path:
-    made = folder({}, PARTS, preprocessor_config=PROCESSOR)
-    shutil.move(made, where)
+    shutil.move(folder({}), where)
     tokenizer = Tokenizer.from_file(str(where / "tokenizer.json"))
     ids = {name: tokenizer.token_to_id(f"<|{name}|>") for name in ("image_pad", "video_pad", "vision_start", "vision_end", "im_end")}  # fmt: skip
     assert None not in ids.values() and set(SPECIAL)
@@ -40,8 +38,5 @@ def tiny_qwen2_vl(where: Path) -> Path:
         "text_config": text, "vision_config": vision, "tie_word_embeddings": True, "image_token_id": ids["image_pad"],
         "video_token_id": ids["video_pad"], "vision_start_token_id": ids["vision_start"], "vision_end_token_id": ids["vision_end"],
     }  # fmt: skip
-    (where / "config.json").write_text(json.dumps(config, indent=1))
-    (where / "tokenizer_config.json").write_text(
-        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>", "pad_token": "<|im_end|>"})
-    )
-    return where
+    named = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>", "pad_token": "<|im_end|>"}
+    return write(where, {"config": config, "tokenizer_config": named, "preprocessor_config": PROCESSOR}, PARTS)

@@ -22,6 +22,7 @@ class Remedies(NamedTuple):
     caching: str  # prefix caching is off
     repeats: str  # a prompt that was sent twice was not found in the cache
     events: str  # no KV events are published
+    tiers: str  # they tell nothing of what slower tiers hold
     unlisted: str  # it does not say whether and where they are
     binding: str  # the publisher connects, so nobody can subscribe
     ranks: str  # one data-parallel rank publishes none
@@ -32,6 +33,9 @@ class Remedies(NamedTuple):
 
 
 EVENTS_OFF = "KV events are off, the cache is guessed from traffic"
+TIERS_UNTOLD = (
+    "it looked for {} tokens in slower tiers, and its KV events tell nothing of what is there: predictions leave it out"
+)
 TIERS_UNKNOWN = "it keeps KV cache in slower tiers, which nobody knows of without KV events: predictions leave it out"
 NO_CACHED_TOKENS = "answers do not say how many prompt tokens were cached, so predictions cannot be checked one by one"
 DRAINED = "it gets no requests until it is asked back"

@@ -161,6 +161,11 @@ class EventIntake:
         return self._replay_wanted
 
     @property
+    def blind(self) -> list[str]:
+        """As of `EventApplier`."""
+        return self._events.blind
+
+    @property
     def problems(self) -> list[str]:
         """What of this engine's events was not understood."""
         found = []
@@ -171,7 +176,7 @@ class EventIntake:
         if self.passed_over:
             why = "; ".join(self.complaints)
             found.append(f"{self.passed_over} KV events were passed over ({why}): its engine may need a newer Hitherto")
-        if blind := self._events.blind:
+        if blind := self.blind:
             found.append(
                 f"its KV events tell what comes to a store below it ({', '.join(blind)}) and not what goes, so nothing there is "
                 "predicted: have that store keep a log of its events"

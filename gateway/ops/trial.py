@@ -22,12 +22,15 @@ from cachemap.events import records
 from gateway.config import Settings
 from gateway.ops.comparison import Unanswered, engine_answers
 from gateway.prompt.pipeline import Pipeline
-from replicas.problems import NO_CACHED_TOKENS, NO_REPLAY, Problem
+from replicas.problems import NO_CACHED_TOKENS, NO_REPLAY, TIERS_UNTOLD, Problem
 from replicas.replica import EventSource, Replica
 from replicas.served import base_names
 
 # Where an engine computes a prompt, and the field that holds it: one that generates, one that embeds, one that scores.
 ASKED_AT = {"/v1/completions": "prompt", "/v1/embeddings": "input", "/classify": "input", "/pooling": "input"}
+UNTOLD_TOKENS = (
+    1024  # looked for in slower tiers: the largest of whose pieces have 256, and come with the first prompts
+)
 EVENT_SECONDS = 5.0  # vLLM publishes with the step that stores the blocks: tens of milliseconds
 JOIN_SECONDS = 1.0  # a publisher without replay says nothing until it has something to say
 NO_HEADERS: Mapping[str, str] = MappingProxyType({})
@@ -266,6 +269,12 @@ async def _blocks_arrive(trial: Trial, source: EventSource, text: str) -> AsyncI
                 yield _no_replay(trial, source)
             for problem in intake.problems:
                 yield Finding("warn", subject, problem)
+            asked = trial.replica.scrape.external_queries if trial.replica.scrape is not None else None
+            told = cachemap.holds_below(slot) or intake.unreplayed or source.replay is None  # or it cannot be known
+            if (asked or 0) >= UNTOLD_TOKENS and not told and not intake.blind:
+                yield Finding(
+                    "warn", f"tiers {trial.id}", TIERS_UNTOLD.format(asked), trial.replica.dialect.remedies.tiers
+                )
         elif intake.batches == before:
             yield _silent(trial, source)
         else:

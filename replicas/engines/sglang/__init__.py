@@ -20,6 +20,7 @@ REMEDIES = Remedies(
     repeats="start SGLang without --disable-radix-cache; without the cache every replica is as good as any other",
     events='start SGLang with --kv-events-config \'{"publisher":"zmq","endpoint":"tcp://*:5557",'
            '"replay_endpoint":"tcp://*:5558"}\'',
+    tiers="start SGLang with --page-size 16 or more: copies of smaller pages are left out",
     unlisted=f"if KV events are on, give their address as {EVENTS_BY_HAND}; else start SGLang with --kv-events-config",
     binding="write the endpoint in --kv-events-config as tcp://*:PORT",
     ranks="publish over tcp://*:PORT, to which SGLang adds the rank",

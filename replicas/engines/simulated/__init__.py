@@ -23,6 +23,7 @@ class Simulated(Vllm):
         caching="its prefix cache is always on: run the simulated engine and the gateway in one version of Hitherto",
         repeats="its cache is too small for the prompt: start it with a larger --num-blocks",
         events="start the simulated engine without --no-events",
+        tiers="run the simulated engine and the gateway in one version of Hitherto",
         unlisted=f"give their address as {EVENTS_BY_HAND}, or start the simulated engine without --no-events",
         binding="run the simulated engine and the gateway in one version of Hitherto",
         ranks="it has one rank: what stands before several has to list the events of each in /kv_event_sources",

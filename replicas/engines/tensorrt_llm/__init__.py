@@ -26,6 +26,7 @@ REMEDIES = Remedies(
     caching=f"set kv_cache_config: {{enable_block_reuse: true}} {_OPTIONS}",
     repeats=f"set kv_cache_config: {{enable_block_reuse: true}} {_OPTIONS}; without it every replica is as good as any other",
     events=f"set kv_cache_config: {{event_buffer_max_size: 16384}} {_OPTIONS}",
+    tiers="let the gateway alone fetch its events, so that none of those that move blocks are missed",
     unlisted=f"if KV events are on, give their address as {EVENTS_BY_HAND}",
     binding="its events are fetched over HTTP",
     ranks="attention data parallelism is not followed: start one engine a rank and give the URL of each",

@@ -20,6 +20,9 @@ REMEDIES = Remedies(
     repeats="turn prefix caching on (vLLM: --enable-prefix-caching); without it every replica is as good as any other",
     events='start vLLM with --kv-events-config \'{"enable_kv_cache_events":true,"publisher":"zmq",'
            '"endpoint":"tcp://*:5557","replay_endpoint":"tcp://*:5558"}\'',
+    tiers="of LMCache use kv_connector LMCacheMPConnector with kv_connector_module_path lmcache.integration.vllm.lmcache_mp_connector "
+          "and a server that keeps an event log: LMCacheConnectorV1, and the connector of that name in vLLM itself, tell nothing to go by; "
+          "vLLM's own tiers (--kv-offloading-size) tell of theirs with --kv-events-config",
     unlisted=f"if KV events are on, give their address as {EVENTS_BY_HAND}; else start vLLM with --kv-events-config",
     binding="write the endpoint in --kv-events-config as tcp://*:PORT",
     ranks="publish over tcp://*:PORT, to which vLLM adds the rank, and let all ranks run one version",

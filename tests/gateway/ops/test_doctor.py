@@ -16,6 +16,7 @@ from gateway import cli
 from gateway.ops import checks, doctor, trial
 from gateway.ops.trial import Finding
 from gateway.prompt.pipeline import Pipeline
+from replicas.engines.vllm.events import Decoder
 from replicas.simulated.model import sim_model_dir
 
 from ..prompt.families import FAMILIES
@@ -351,6 +352,27 @@ def test_engines_with_slower_tiers_whose_blocks_no_other_finds(capsys, fake, met
         assert found["hash seeds"][0] == "warn" and "PYTHONHASHSEED" in found["hash seeds"][1]
     _, found = examine(capsys, "--replica-url", urls[0])
     assert "hash seeds" not in found
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_slower_tiers_of_which_the_events_tell_nothing(capsys, start_engine, monkeypatch, told):
+    """As those of an engine with LMCache in its process, whose own blocks are told all the same."""
+    engine = start_engine("--cpu-blocks", "500").wait()
+    body = json.dumps({"model": "sim", "prompt": "word " * 1500, "max_tokens": 1}).encode()
+    ask = urllib.request.Request(f"{engine.url}/v1/completions", body, {"Content-Type": "application/json"})
+    urllib.request.urlopen(ask).read()
+    if not told:
+        decode = Decoder.decode
+
+        def of_the_gpu(self, payload):
+            batch = decode(self, payload)
+            return batch._replace(events=[one for one in batch.events if one.tier == "gpu"])
+
+        monkeypatch.setattr(Decoder, "decode", of_the_gpu)
+    code, found = examine(capsys, "--replica-url", engine.url)
+    assert code == 0 and found["events"][0] == "ok" and ("tiers" in found) != told, found
+    if not told:
+        assert found["tiers"][0] == "warn" and "predictions leave it out run the simulated" in found["tiers"][1]
 
 
 def model_folder(tmp_path, **files):

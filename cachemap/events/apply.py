@@ -113,8 +113,13 @@ class EventApplier:
 
     def let_go(self) -> None:
         """Nobody tells of it any more: what may change meanwhile is not kept. The map has what it was made of."""
-        self.pages = None
+        self._drop_pages()
         self._drop_chunks()
+
+    def _drop_pages(self) -> None:
+        if self.pages is not None:
+            self._orphans += self.pages.orphans
+            self.pages = None
 
     def _drop_chunks(self) -> None:
         for chunks in self._chunks.values():
@@ -131,9 +136,7 @@ class EventApplier:
         self._own, self._above, self._removing = {}, {}, []
         self._twice, self._heads, self._tail = [], [], 0
         self.fault = self._main = None
-        if self.pages is not None:
-            self._orphans += self.pages.orphans
-            self.pages = None
+        self._drop_pages()
         self._groups.forget()
 
     def _look_up_parents(self, events: list[Stored | Removed | Cleared]) -> None:

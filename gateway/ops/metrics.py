@@ -117,6 +117,9 @@ READ = {
     "event_batches": ("counter", "KV event batches taken in", ("replica",)),
     "event_blocks_stored": ("counter", "Blocks that KV events reported as stored", ("replica",)),
     "event_blocks_removed": ("counter", "Blocks that KV events reported as removed", ("replica",)),
+    "event_blocks_orphaned": ("counter", "Blocks of KV events left out as the block before them, or their tokens, are not known", ("replica",)),
+    "event_blocks_ignored": ("counter", "Blocks of KV events left out as slower tiers have them in pieces that cannot be mapped, for another cache group, "
+                             "from a store that does not tell what goes, or beyond the budget", ("replica",)),
     "event_lag_seconds": ("gauge", "From an engine's sending its last batch of KV events to its being in the map here, by the clocks of both", ("replica",)),
     "event_gaps": ("counter", "Holes in the sequence of KV event batches", ("replica",)),
     "event_batches_replayed": ("counter", "KV event batches fetched again after a gap or on connecting", ("replica",)),

@@ -32,6 +32,8 @@ _EVENT_COUNTS = {
     "event_batches": "batches",
     "event_blocks_stored": "blocks_stored",
     "event_blocks_removed": "blocks_removed",
+    "event_blocks_orphaned": "orphans",
+    "event_blocks_ignored": "ignored",
     "event_gaps": "gaps",
     "event_batches_replayed": "replayed",
 }

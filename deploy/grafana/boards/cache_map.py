@@ -76,6 +76,15 @@ CACHE_MAP = Dashboard(
                     ],
                 ),
                 Panel(
+                    "Blocks left out",
+                    [
+                        rate("hitherto_event_blocks_orphaned_total", "replica", "orphaned"),
+                        rate("hitherto_event_blocks_ignored_total", "replica", "ignored"),
+                    ],
+                    about="Stored blocks that do not reach the map. Orphaned: what they follow is not known. Ignored: slower tiers "
+                    "have them in a form that cannot be mapped.",
+                ),
+                Panel(
                     "Lost and fetched again",
                     [
                         growth("hitherto_event_gaps_total", "replica", "gaps"),

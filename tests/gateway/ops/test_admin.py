@@ -337,7 +337,7 @@ async def test_metrics_show_counters_and_what_the_rooms_know(http, gateway):
     replica.scrape = Scrape(0.0, 5, 2, 0.25, None, None, None, 16, 1000)
     gateway.fleet.add("http://b:1")
     gateway.intakes["a:1"] = types.SimpleNamespace(
-        state="live", batches=9, blocks_stored=8, blocks_removed=7, gaps=6, replayed=5
+        state="live", batches=9, blocks_stored=8, blocks_removed=7, orphans=3, ignored=2, gaps=6, replayed=5
     )
     gateway.ledger.add("a:1")
     gateway.ledger.reserve("a:1", uncached=100, tokens=300)
@@ -352,6 +352,7 @@ async def test_metrics_show_counters_and_what_the_rooms_know(http, gateway):
         ("hitherto_replica_waiting_requests", "a:1"): 2, ("hitherto_replica_kv_usage_ratio", "a:1"): 0.25,
         ("hitherto_map_blocks",): 10, ("hitherto_map_evicted_blocks_total",): 4, ("hitherto_map_replica_blocks", "a:1"): 7,
         ("hitherto_events_state", "a:1", "live"): 1, ("hitherto_event_batches_total", "a:1"): 9, ("hitherto_event_gaps_total", "a:1"): 6,
+        ("hitherto_event_blocks_orphaned_total", "a:1"): 3, ("hitherto_event_blocks_ignored_total", "a:1"): 2,
         ("hitherto_build_info", "least_time", __version__): 1,
     }  # fmt: skip
     assert {key: shown.get(key) for key in expected} == expected

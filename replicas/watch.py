@@ -253,12 +253,14 @@ class Watch:
 
     async def _warm(self, facts: Facts) -> bool:
         """One of our own computes its first tokens before a client waits for them: 2 s with vLLM on a CPU, and a
-        replica that looks so slow at first gets little to be proved wrong by. False if it ended meanwhile."""
+        replica that looks so slow at first gets little to be proved wrong by. False if it ended meanwhile, or failed at
+        them: what was seen of it is of before then, and the next look tells whether it died of them."""
         replica, pid = self.replica, self.replica.pid
         if replica.managed and facts.serving and self._warmed_pid != pid:
             self._warmed_pid, replica.reason = pid, "answers, and computes its first tokens"
             log.info("replica %s: %s before it gets requests", replica.id, replica.reason)
-            await computes(self.access.session, replica.url, next(iter(facts.models), ""), WARMING_DEADLINE)
+            if not await computes(self.access.session, replica.url, next(iter(facts.models), ""), WARMING_DEADLINE):
+                return False
         return replica.pid == pid and replica.state not in (State.DRAINING, State.STOPPED)
 
     async def _brief(self, now: float) -> Facts | None:

@@ -87,6 +87,22 @@ async def test_each_process_of_ours_computes_its_first_tokens_before_it_gets_tra
     assert len(asked) == 2  # others' engines are let alone
 
 
+async def test_one_that_dies_of_its_first_tokens_gets_no_traffic_and_has_failed_to_start(
+    fleet, fake_profile, comes, monkeypatch, caplog
+):
+    async def computes(session, url, model, deadline):
+        os.kill(fleet.replicas[url.removeprefix("http://")].pid, signal.SIGKILL)
+        return False
+
+    monkeypatch.setattr(watch, "computes", computes)
+    (replica,) = await fleet.launch(1, fake_profile())
+    for _ in range(2):
+        await comes(replica, FAILED)
+        await comes(replica, State.STARTING)
+    await comes(replica, FAILED)
+    assert "in a row" in replica.reason and "-> ready" not in caplog.text
+
+
 async def test_one_that_served_before_it_died_is_no_start_that_failed(fleet, fake_profile, comes):
     (replica,) = await fleet.launch(1, fake_profile())
     for _ in range(3):

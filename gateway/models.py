@@ -15,7 +15,7 @@ from pathlib import Path
 
 from policies import CostGroup
 from policies.transfers import Bytes
-from replicas import Replica
+from replicas import TAKES_TRAFFIC, Replica
 from replicas.served import base_names
 
 from .config import Settings
@@ -314,14 +314,18 @@ class Models:
 
     @property
     def loading(self) -> set[str]:
-        """The models, and their adapters, that the gateway has no tokenizer for yet, though it will."""
-        waiting = [
-            one.replica.models
-            for one in self.members.values()
-            if (one.finding is not None and one.source is None)
-            or (one.space is not None and one.space.loading is not None and one.space.pipeline.tokenizer is None)
-        ]
-        return {name for models in waiting for name in models}
+        """The models, and their adapters, that the gateway has no tokenizer for yet, though it will. One that is there
+        in two variants can be asked for as soon as one of these is."""
+
+        def waits(one: Member) -> bool:
+            no_files = one.finding is not None and one.source is None
+            space = one.space
+            return no_files or (space is not None and space.loading is not None and space.pipeline.tokenizer is None)
+
+        members = self.members.values()
+        waiting = {name for one in members if waits(one) for name in one.replica.models}
+        taking = [one for one in members if one.replica.state in TAKES_TRAFFIC and not waits(one)]
+        return waiting - {name for one in taking for name in one.replica.models}
 
     def _load(self, space: ModelSpace) -> None:
         if space.loading is not None:

@@ -44,6 +44,10 @@ class _Factor:
     def expected(self, base: float, now: float) -> float:
         return self._kept(base, now - max(self.at, self.tried))[0]
 
+    def aged(self, base: float, now: float) -> float:
+        """What is expected, whatever is under way."""
+        return self._kept(base, now - self.at)[0]
+
     def _kept(self, base: float, age: float) -> tuple[float, float]:
         """What is left of the value after so many seconds, and how much of it."""
         trust = 0.5 ** (max(0.0, age) / self.half_life) if self.count else 0.0
@@ -99,7 +103,7 @@ class Transfers:
             self._met.add(pair)
             return
         seen = log(max(seconds, 1e-4) / self.prior(prefiller, tokens))
-        self._pairs.setdefault(pair, _Factor()).observe(seen, self._all.expected(0.0, now), now)
+        self._pairs.setdefault(pair, _Factor()).observe(seen, self._all.aged(0.0, now), now)
         self._all.observe(seen, 0.0, now)
 
     def came(self, prefiller: str, decoder: str) -> None:

@@ -18,6 +18,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 
 # What `python -m` of each begins with, and what it imports only once it serves.
 MAINS = {"gateway": "gateway.cli", "replicas.simulated": "replicas.simulated.cli"}
@@ -76,15 +77,17 @@ class Prestarted:
         theirs.close()
         self.pid = int(self._talk.recv(32))
         self._code: int | None = None
+        self._reading = threading.Lock()  # several may wait for it, each in a thread
 
     @property
     def returncode(self) -> int | None:
         return self.poll()
 
     def poll(self) -> int | None:
-        if self._code is None and select.select([self._talk], [], [], 0)[0]:
-            self._code = int(self._talk.recv(32))
-            self._talk.close()
+        with self._reading:
+            if self._code is None and select.select([self._talk], [], [], 0)[0]:
+                self._code = int(self._talk.recv(32))
+                self._talk.close()
         return self._code
 
     def wait(self, timeout: float | None = None) -> int:

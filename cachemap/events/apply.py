@@ -234,7 +234,7 @@ class EventApplier:
             or chunks.blind
             or (len(chunks) + len(event.keys)) * blocks > MOST_BLOCKS
         ):
-            self.ignored += len(event.keys)
+            self.ignored += len(event.keys) * max(1, blocks)
             return
         self._flush()
         before, width, found = event.parent, event.block_size * TOKEN_BYTES, []
@@ -247,7 +247,7 @@ class EventApplier:
             hashes = hash_blocks(event.tokens[number * width : (number + 1) * width], self._block_size, seed)
             stored = chunks.store(key, before, parent, hashes)
             if stored is None:
-                self.ignored += len(event.keys) - number
+                self.ignored += (len(event.keys) - number) * blocks
                 break
             found += stored
             before = key
@@ -255,7 +255,7 @@ class EventApplier:
         if chunks.blind:
             self._remove_found(event.tier, chunks.found())
             chunks.clear()
-            self.ignored += len(event.keys)
+            self.ignored += len(event.keys) * blocks
 
     def _store_found(self, tier: str, chunks: list[Chunk]) -> None:
         if chunks:

@@ -44,8 +44,9 @@ class Budget:
         return self.beside + sum(table.nbytes for table in self.tables)
 
     def hold(self, more: int) -> bool:
-        """Count so many bytes more beside the tables, or less; False if that would be more than its part of all."""
-        if more > 0 and self.beside + more > self.total // BESIDE:
+        """Count so many bytes more beside the tables, or less; False if that would be more than its part of all, or
+        than what is left: tables shed blocks, and give no byte back for them."""
+        if more > 0 and (self.beside + more > self.total // BESIDE or more > self.left):
             return False
         self.beside += more
         return True

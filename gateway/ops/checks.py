@@ -431,8 +431,9 @@ def check_twice(found: Collection[tuple[Address, str]]) -> Iterator[Finding]:
             yield Finding(
                 "warn",
                 f"twice {ids[0]}"[:60],
-                f"{' and '.join(ids)} are one engine, at {ip}:{port}: its load and its cache count for each",
-                "give it once, and remove the other with DELETE /replicas/ID where it was added",
+                f"{' and '.join(ids)} are both at {ip}:{port}: if no proxy there tells engines apart by name, they are "
+                "one, and its load and its cache count for each",
+                "give an engine once, by one of its names",
             )
 
 

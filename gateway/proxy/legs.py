@@ -285,8 +285,8 @@ class LegPlacing:
         backends = self._eligible.backends
         prefiller, decoder = backends[chosen.prefiller.replica], backends[chosen.decoder.replica]
         prompt.token_ids = b""  # legs carry text
-        placement, reserved = self._router.commit_legs(evaluation, chosen, now, decided)
         moving = self._router.transfers.seconds(prefiller.id, decoder.id, chosen.moved, now)
+        placement, reserved = self._router.commit_legs(evaluation, chosen, now, decided)
         held = exchange.legs = Legs(transfer, prefiller, decoder, reserved, placement.predicted, chosen.moved, moving)
         if transfer.header:  # what stands before the decoder sends the first leg
             held.unsent, held.computing = placement, placement.punctual_ttft
@@ -361,6 +361,7 @@ class LegPlacing:
             return False
         held.decoder, held.moved = left[candidate.replica], demand.tokens - candidate.overlap
         held.moving = self._router.transfers.seconds(held.prefiller.id, held.decoder.id, held.moved, now)
+        self._router.transfers.begin(held.prefiller.id, held.decoder.id, now)
         held.placement = self._router.commit_decoder(demand, candidate, now)
         second_leg(exchange, now)
         return True

@@ -359,6 +359,8 @@ class Settling:
             self.abandon(attempt, attempt.computed)
             if attempt.fault >= 500:
                 self.failed(backend, ended)
+            else:
+                ended = LEG_REFUSED
         elif prompt is not None and attempt.status == 200 and not backend.gone:
             self.finish(attempt, prompt, usage)
             if not attempt.is_continued:

@@ -155,6 +155,7 @@ class Gateway:
         if candidate is None:
             return False
         legs.moved = legs.first.demand.tokens - candidate.overlap
+        self.router.transfers.begin(legs.first.candidate.replica, candidate.replica, now)
         legs.second = self.router.commit_decoder(legs.first.demand, candidate, now)
         return True
 

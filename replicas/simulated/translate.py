@@ -155,9 +155,9 @@ def _block(block: dict, role: str, said: list, calls: list, thought: list, messa
         if block.get("text"):
             said.append({"type": "text", "text": block["text"]})
     elif kind == "thinking":
-        if not isinstance(said := block.get("thinking") or "", str):
+        if not isinstance(thinking := block.get("thinking") or "", str):
             raise RequestError("`thinking` must be text", param="messages")
-        thought.append(said)
+        thought.append(thinking)
     elif kind == "tool_use":
         calls.append(
             {

@@ -139,6 +139,22 @@ async def test_who_was_taken_for_the_model_given_is_not_once_that_one_is_there(f
     models.stop()
 
 
+async def test_a_model_is_not_waited_for_while_another_variant_of_it_serves(folder, monkeypatch):
+    gate, find = threading.Event(), model_files.model_dir
+    models = Models(Settings(), None, "model")
+    await adopted(models, replica("a:1", folder("a"), "a"))
+    monkeypatch.setattr(model_files, "model_dir", lambda *names: gate.wait(20) and find(*names))
+    upgraded = replica("b:1", "elsewhere", "a")
+    models.adopt(upgraded)
+    await asyncio.sleep(0)
+    assert models.members["b:1"].finding is not None and not models.loading
+    models.members["a:1"].replica.state = State.STOPPED
+    assert models.loading == {"a"}
+    gate.set()
+    await eventually(lambda: not models.loading)
+    models.stop()
+
+
 async def test_what_is_looked_for_is_told_until_it_is_there(folder, monkeypatch):
     gate, changes = threading.Event(), []
     monkeypatch.setattr(model_files, "model_dir", lambda *_: gate.wait(20) and folder("a"))

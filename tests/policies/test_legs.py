@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from random import Random
 
 import pytest
 
@@ -298,6 +299,30 @@ def test_a_network_that_is_quick_again_is_known_after_a_trial_or_two():
         apart = chosen(made, demand(), everybody, at)[1]
         made.transfers.observe("p", apart.decoder.replica, apart.moved, made.transfers.prior("p", apart.moved), at)
     assert at < 1800.0 and chosen(made, demand(), everybody, at + 1.0)[1] is not None
+
+
+def test_a_trial_is_believed_by_what_was_left_when_it_began():
+    """The trial itself is a transfer that began: what it began with must not count as what was known."""
+    learned, at, random = Transfers(), 0.0, Random(1)
+    prior = learned.prior("p", 16_000)
+    for _ in range(600):
+        at += 0.1
+        learned.observe("p", "d", 16_000, 20 * prior, at)
+    waits = []
+    for _ in range(5):  # the network stays as slow as it was
+        began = at
+        while learned.seconds("p", "d", 16_000, at) > 3 * prior:
+            at += 1.0
+        waits.append(at - began)
+        learned.begin("p", "d", at)
+        learned.observe("p", "d", 16_000, 20 * prior * random.uniform(0.9, 1.1), at + 1.0)
+        assert learned.seconds("p", "d", 16_000, at + 2.0) > 15 * prior
+    assert waits[-1] > 8 * waits[0]
+    while learned.seconds("p", "d", 16_000, at) > 3 * prior:
+        at += 1.0
+    learned.begin("p", "d", at)
+    learned.observe("p", "d", 16_000, prior, at + 1.0)  # and now it is quick
+    assert learned.seconds("p", "d", 16_000, at + 2.0) < 3 * prior
 
 
 def test_the_first_transfer_of_a_pair_teaches_nothing_since_engines_meet_in_it():

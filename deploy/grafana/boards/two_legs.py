@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..panels import GREEN, RED, Dashboard, Panel, growth, quantiles, rate, ratio, stat
 
-FAILED = 'sum (rate(hitherto_legs_total{outcome="failed"}[R])) / sum (rate(hitherto_legs_total[R]))'
+FAILED = 'sum (rate(hitherto_legs_total{outcome="failed"}[R])) / sum (rate(hitherto_legs_total{leg="prefill"}[R]))'
 
 
 def mean(metric: str, count: str = "hitherto_transfer_seconds_count") -> str:
@@ -32,7 +32,7 @@ TWO_LEGS = Dashboard(
                     "Legs that failed",
                     FAILED,
                     "percentunit",
-                    "Share of all legs, without those that were refused or abandoned; requests of which nothing was answered went on otherwise.",
+                    "Of the prompts computed elsewhere: a leg that was refused or given up is no failure, and requests of which nothing was answered went on.",
                     width=6,
                     thresholds=[(None, GREEN), (0.1, RED)],
                 ),

@@ -70,7 +70,7 @@ def test_an_engine_that_is_given_by_two_names_is_named():
     others = [(parse_url(url), ip) for url, ip in (("http://a:2", "10.0.0.1"), ("http://c:1", "10.0.0.2"))]
     assert not list(checks.check_twice([*given[:1], *others]))
     [finding] = checks.check_twice([*given, *others])
-    assert finding.level == "warn" and "a:1 and b:1 are one engine, at 10.0.0.1:1" in finding.text
+    assert finding.level == "warn" and "a:1 and b:1 are both at 10.0.0.1:1" in finding.text
 
 
 @pytest.mark.parametrize("continues", (False, True))

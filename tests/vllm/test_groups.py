@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from .engines import block_size, gateway, tiny_model
+from .engines import block_size, gateway, tiny_model, version
 from .traffic import LATE_SECONDS, Talk, caught_up, drive, plain, share_equal, wrong
 from .witness import Witness
 
@@ -29,6 +29,8 @@ def engine(kind, start_engine, tmp_path_factory):
     folder = tmp_path_factory.mktemp("models") / kind
     flags = ["--max-model-len", "1024", "--max-num-batched-tokens", "256", "--kv-cache-memory-bytes", "64M"]
     if kind == "mamba":
+        if version() < (0, 32) and "amx_tile" in Path("/proc/cpuinfo").read_text():
+            pytest.skip("before 0.32 vLLM packs an LFM2's convolutions for AMX, and then cannot compute them")
         model = convolutional(tiny_model(folder))
         flags += ["--load-format", "dummy", "--enable-prefix-caching"]
     else:

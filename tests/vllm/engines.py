@@ -21,7 +21,7 @@ from replicas.launch import ports
 from ..gateway.running import running
 from .adapters import lora
 
-__all__ = ["Engine", "block_size", "gateway", "lora", "tiny_model", "version"]
+__all__ = ["Engine", "block_size", "dtype", "gateway", "lora", "tiny_model", "version"]
 
 START_SECONDS = 300  # 15 s alone, 40 s beside another one; six times that on a machine that is busy with other things
 ENVIRONMENT = {
@@ -46,6 +46,13 @@ def version() -> tuple[int, ...]:
 def block_size() -> int:
     """The smallest that this vLLM's attention on CPU takes."""
     return 16 if version() < (0, 29) else 32
+
+
+def dtype() -> str:
+    """What is computed in. In bfloat16 vLLM's attention for AMX, which takes blocks of 32, ends its engine at some
+    prompt or other with an illegal instruction, on processors that say they have AMX."""
+    has_amx = "amx_tile" in Path("/proc/cpuinfo").read_text()
+    return "float32" if has_amx and block_size() == 32 else "bfloat16"
 
 
 class Engine:
@@ -75,9 +82,9 @@ class Engine:
         length = min(MAX_POSITION, (blocks - 1) * self.block_size)  # vLLM keeps one block for itself
         self.command = [
             str(folder() / "bin" / "vllm"), "serve", str(model), "--served-model-name", name, "--host", "127.0.0.1",
-            "--port", str(self.port), "--dtype", "bfloat16", "--enforce-eager", "--distributed-executor-backend", "uni",
+            "--port", str(self.port), "--dtype", dtype(), "--enforce-eager", "--distributed-executor-backend", "uni",
             "--block-size", str(self.block_size), "--max-model-len", str(length), "--num-gpu-blocks-override", str(blocks),
-            "--kv-cache-memory-bytes", str(2 * blocks * self.block_size * KV_BYTES_PER_TOKEN), "--enable-prompt-tokens-details",
+            "--kv-cache-memory-bytes", str(4 * blocks * self.block_size * KV_BYTES_PER_TOKEN), "--enable-prompt-tokens-details",
         ]  # fmt: skip
         if events:
             config = '{"enable_kv_cache_events":true,"publisher":"zmq","endpoint":"tcp://*:%d","replay_endpoint":"tcp://*:%d","topic":"kv","buffer_steps":%d}'

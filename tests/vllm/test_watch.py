@@ -18,7 +18,7 @@ from replicas import Fleet, State
 from replicas.launch import profile
 
 from ..gateway.running import Running, alive
-from .engines import block_size, folder, gateway
+from .engines import block_size, dtype, folder, gateway
 
 BACK = 240  # seconds for a restart: 15 alone, a minute and more on a machine that is busy with other things
 PROMPT = "The watch is long and the night is cold, said number "
@@ -28,7 +28,7 @@ def launch_profile(**fields) -> str:
     """A profile file's text: the shipped one for CPUs, with the tests' vLLM and a small cache."""
     env = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
     given = {
-        "engine": "vllm", "device": "cpu", "executable": str(folder() / "bin" / "vllm"), "dtype": "bfloat16", "block_size": block_size(),
+        "engine": "vllm", "device": "cpu", "executable": str(folder() / "bin" / "vllm"), "dtype": dtype(), "block_size": block_size(),
         "max_model_len": 2048, "kv_cache_memory_bytes": "16M", "enforce_eager": True, "distributed_executor_backend": "uni", "env": env,
     }  # fmt: skip
     return json.dumps(given | fields)

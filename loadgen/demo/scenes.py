@@ -51,7 +51,7 @@ class Scene:
     talk_tokens: int = 500  # and their tokens besides the text
 
     def launch_profile(self, num_blocks: int) -> str:
-        return self.profile.format(blocks=num_blocks, bytes=2 * num_blocks * self.block * KV_BYTES_PER_TOKEN)
+        return self.profile.format(blocks=num_blocks, bytes=4 * num_blocks * self.block * KV_BYTES_PER_TOKEN)
 
 
 SIMULATED = Scene(
@@ -67,7 +67,7 @@ _VLLM = """# Made by `loadgen demo --vllm`: vLLM on the CPU with a cache that is
 engine: vllm
 executable: {executable}
 device: cpu
-dtype: bfloat16
+dtype: float32
 block_size: 32
 max_model_len: {length}
 num_gpu_blocks_override: {{blocks}}

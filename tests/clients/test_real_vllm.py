@@ -38,6 +38,7 @@ def real(start_gateway, tmp_path_factory):
     subprocess.run([os.environ["HITHERTO_PYTHON"], "-c", write, model], check=True, cwd=ROOT)
     profile = yaml.safe_load((ROOT / "replicas/profiles/cpu.yaml").read_text())
     profile |= {
+        "dtype": "float32",  # in bfloat16 vLLM 0.32 may die on processors with AMX
         "executable": f"{os.environ['HITHERTO_VLLM']}/bin/vllm",
         "kv_cache_memory_bytes": "16M",
         "max_model_len": 4096,

@@ -252,8 +252,7 @@ def bearer(key: str | None) -> dict[str, str]:
 
 def parse_url(text: str) -> Address:
     """`http[s]://host:port[#events=tcp://h:p,replay=tcp://h:p,topic=t,model=m,role=r,spill=yes,transfer=w,bootstrap=p]`,
-    or `peer=h:p`; also without the scheme and with the `/v1` of an OpenAI base URL. Raises ValueError, saying what to
-    write."""
+    or `peer=h:p`; `host:port` too, and with the `/v1` of an OpenAI base URL. Raises ValueError with what to write."""
     text = text.strip()
     hint = f"replica URL {text[:200]!r}: "
     if len(text) > MAX_URL:
@@ -319,6 +318,10 @@ def _place(url: str) -> tuple[str, str, int]:
         raise ValueError("engines are expected at the root, write http://HOST:PORT alone")
     if port == 0:
         raise ValueError("nothing listens on port 0, write http://HOST:PORT")
+    if "://" not in url and parts.port is None:  # a word out of place, more likely than a server on port 80
+        raise ValueError(
+            f"there is no port in it, write http://{parts.netloc}:PORT, or http://{parts.netloc} for port 80"
+        )
     check_host(host)
     return parts.scheme, one_spelling(host), port
 

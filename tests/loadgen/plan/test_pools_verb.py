@@ -177,9 +177,10 @@ def test_bad_use_is_refused_with_what_would_be_right(capsys, flags, why):
 
 
 def examples() -> list[tuple[str, list[str]]]:
-    """Commands with `--pools` in docs/plan.md, and the lines of the block that shows what each prints."""
+    """Commands in docs/plan.md that play no trace, and the lines of the block that shows what each prints."""
     blocks = re.findall(r"(?:^    .*\n|^\n(?=    ))+", (ROOT / "docs/plan.md").read_text(), re.M)
-    return [(block, after.split("\n")) for block, after in pairwise(blocks) if "plan --pools" in block]
+    plays = re.compile(r"\s*hitherto plan --(?!.*--dataset-path)", re.S)
+    return [(block, after.split("\n")) for block, after in pairwise(blocks) if plays.match(block)]
 
 
 @pytest.mark.parametrize(("command", "shown"), examples())
@@ -193,4 +194,4 @@ def test_the_documents_show_what_it_prints(monkeypatch, capsys, command, shown):
 
 
 def test_there_are_examples():
-    assert len(examples()) == 2
+    assert len(examples()) == 3

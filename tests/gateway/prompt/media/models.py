@@ -9,7 +9,7 @@ import zlib
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from tempfile import mkdtemp
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from gateway.prompt.pipeline import Pipeline
@@ -47,9 +47,13 @@ def write(where: Path, files: Mapping[str, Any], template: str) -> Path:
     return where
 
 
+_KEPT: list[TemporaryDirectory] = []  # until the process ends
+
+
 def folder(config: dict[str, Any], template: str = PARTS, **files: dict[str, Any]) -> Path:
     """`files`: further ones, by name without .json."""
-    made, base = Path(mkdtemp(prefix="hitherto-media-")), sim_model_dir()
+    _KEPT.append(TemporaryDirectory(prefix="hitherto-media-"))
+    made, base = Path(_KEPT[-1].name), sim_model_dir()
     (made / "tokenizer.json").write_text(small_tokenizer(base / "tokenizer.json", SPECIAL))
     return write(
         made, {"tokenizer_config": {"tokenizer_class": "PreTrainedTokenizerFast"}, "config": config, **files}, template

@@ -11,9 +11,11 @@ tau-bench and MT-Bench-101 conversations turn by turn, eight conversations at a 
   tiers_equal_share  as equal_share, with one engine that keeps a thousand blocks and fetches what was evicted from host
                      memory; tiers_fetched_share of all prompt tokens came from there. Half of the conversations twice:
                      of a prompt that comes again and ends with a block the engine counts that block, too
-  lmcache_equal_share the same with LMCache, which finds whole chunks of 256 tokens, and lmcache_fetched_share. Two at a
-                     time, which the engine has room for: what it drops between a choice and its prefill LMCache has in
-                     part only
+  chunks_equal_share the same with host memory in chunks of four blocks, which are fetched whole, and
+                     chunks_fetched_share. Two at a time, which the engine has room for: of what it drops between a
+                     choice and its prefill less than a chunk is not fetched again
+  lmcache_equal_share the same with LMCache, which finds whole chunks of 256 tokens, and lmcache_fetched_share; and with
+                     chunks as small as blocks lmcache_blocks_equal_share
   groups_equal_share as equal_share, with engines that have three cache groups with windows of 1,024 tokens beside that
                      of full attention, as for Gemma 3, and keep what a later prompt can resume at, as vLLM 0.32
 
@@ -53,6 +55,8 @@ CONCURRENT = 8
 PROFILE = "engine: sim\nspeedup: 20\nnum_blocks: 200000\n"
 TIERS = "engine: sim\nspeedup: 20\nnum_blocks: 1000\nextra_args: [--cpu-blocks, '200000']\n"
 LMCACHE = "engine: sim\nspeedup: 20\nnum_blocks: 1000\nextra_args: [--lmcache, --cpu-blocks, '200000']\n"
+CHUNKS = "engine: sim\nspeedup: 20\nnum_blocks: 1000\nextra_args: [--cpu-blocks, '200000', --chunk-blocks, '4']\n"
+LMCACHE_BLOCKS = LMCACHE.replace("--lmcache,", "--lmcache, --chunk-blocks, '1',")
 GROUPS = "engine: sim\nspeedup: 20\nnum_blocks: 200000\nextra_args: [--windows, '1024', '1024', '1024']\n"
 
 
@@ -173,13 +177,17 @@ async def _measure(chosen: list[list[list[dict]]], seed: int, recorded: asyncio.
     seen, _ = await play(chosen, PROFILE)
     twice = chosen[: len(chosen) // 2] * 2
     tiers, external = await play(twice, TIERS, 1)
-    lmcache, chunks = await play(twice, LMCACHE, 1, 2)
+    chunks, of_chunks = await play(twice, CHUNKS, 1, 2)
+    lmcache, of_lmcache = await play(twice, LMCACHE, 1, 2)
+    lmcache_blocks, _ = await play(twice, LMCACHE_BLOCKS, 1, 2)
     groups, _ = await play(chosen, GROUPS)
     share = lambda right: round(sum(right) / len(right), 5)  # noqa: E731
     right = {
         "full attention": [p == r for p, r, _ in seen],
         "tiers: GPU and host memory": [p == r for p, r, _ in tiers],
+        "tiers: GPU and host memory in chunks of 4 blocks": [p == r for p, r, _ in chunks],
         "tiers: GPU and LMCache": [p == r for p, r, _ in lmcache],
+        "tiers: GPU and LMCache in chunks of a block": [p == r for p, r, _ in lmcache_blocks],
         "hybrid caches: full attention and windows": [p == r for p, r, _ in groups],
     }
     return {
@@ -191,8 +199,11 @@ async def _measure(chosen: list[list[list[dict]]], seed: int, recorded: asyncio.
         "token_mismatches": token_mismatches(chosen),
         "tiers_equal_share": share(right["tiers: GPU and host memory"]),
         "tiers_fetched_share": round(external / sum(one[2] for one in tiers), 5),
+        "chunks_equal_share": share(right["tiers: GPU and host memory in chunks of 4 blocks"]),
+        "chunks_fetched_share": round(of_chunks / sum(one[2] for one in chunks), 5),
         "lmcache_equal_share": share(right["tiers: GPU and LMCache"]),
-        "lmcache_fetched_share": round(chunks / sum(one[2] for one in lmcache), 5),
+        "lmcache_fetched_share": round(of_lmcache / sum(one[2] for one in lmcache), 5),
+        "lmcache_blocks_equal_share": share(right["tiers: GPU and LMCache in chunks of a block"]),
         "groups_equal_share": share(right["hybrid caches: full attention and windows"]),
         "seed": seed,
         "families": [*(families.of_cache(name, equal) for name, equal in right.items()), *await recorded],

@@ -12,7 +12,7 @@ import numpy as np
 
 TIERS = ("gpu", "cpu", "disk", "remote")
 _GROUP = re.compile(r"group (\d{1,5}), last (\d{1,9})")
-_CHUNKS = re.compile(r"(cpu|disk|remote) in chunks of (\d{1,5})")
+_CHUNKS = re.compile(r"(cpu|disk|remote) in (own )?chunks of (\d{1,5})")
 
 
 class CacheGroup(NamedTuple):
@@ -41,20 +41,26 @@ class CacheGroup(NamedTuple):
 class ChunkTier(NamedTuple):
     """A slower tier in which a prompt's blocks are found by whole chunks of `blocks`, counted from its beginning: what
     is behind a prompt's last whole chunk is not found, though a longer prompt's chunk has it. `tier` is how changes
-    name it."""
+    name it.
+
+    A store below the engine finds chunks from a prompt's beginning on, whatever the engine holds. The engine's `own`
+    tier begins with the chunk in which what it holds in the first tier ends, and fetches no less than a chunk of
+    tokens; of its chunks only the last block is kept in the map, which stands for all of them.
+    """
 
     base: str  # of TIERS, but for the first
     blocks: int
+    own: bool = False
 
     @property
     def tier(self) -> str:
-        return f"{self.base} in chunks of {self.blocks}"
+        return f"{self.base} in {'own ' if self.own else ''}chunks of {self.blocks}"
 
     @staticmethod
     def of(tier: str) -> "ChunkTier | None":
         """None: it is none in chunks."""
         found = _CHUNKS.fullmatch(tier)
-        return ChunkTier(found[1], int(found[2])) if found and int(found[2]) else None
+        return ChunkTier(found[1], int(found[3]), bool(found[2])) if found and int(found[3]) else None
 
 
 def outlives(tier: str) -> bool:
@@ -64,7 +70,9 @@ def outlives(tier: str) -> bool:
     memory is emptied with some resets (sleep, pause, `reset_external`) and not with others, and its event is the same
     for both: taken as emptied.
     """
-    return tier in ("disk", "remote") or ChunkTier.of(tier) is not None
+    chunks = ChunkTier.of(tier)
+    base, own = (tier, True) if chunks is None else (chunks.base, chunks.own)
+    return not own or base in ("disk", "remote")
 
 
 EVERY = 10**9 - 1  # blocks, more than any prompt has

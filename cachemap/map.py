@@ -87,7 +87,7 @@ class CacheMap:
         self._budget = Budget(budget_bytes - self._chain_budget)
         self._gpu = BlockTable(self._budget)
         self._lower: dict[str, BlockTable] = {}
-        self._tiers: list[ChunkTier] = []  # what is in `_lower`, nearest first; in chunks of 1 where it is in none
+        self._tiers: list[ChunkTier] = []  # what is in `_lower`, nearest first; in own chunks of 1 where it is in none
         self._groups = GroupTables(self._budget)
         self._routed = Routed(predicted_seconds, self._groups.of)
         self._replicas: list[_Replica | None] = []
@@ -181,21 +181,24 @@ class CacheMap:
     def _further(self, hashes: Sequence[int], held: list[int]) -> dict[int, list[tuple[str, int]]]:
         """For each slot the runs of blocks after the held ones that lie in lower tiers."""
         wanted = u64(hashes)
-        tiers = [
-            (base, len(hashes) // chunk * chunk, table.blocks.holders_of(wanted))
-            for (base, chunk), table in zip(self._tiers, self._lower.values(), strict=True)
-        ]
+        tiers, in_chunks = [], []
+        for tier, table in zip(self._tiers, self._lower.values(), strict=True):
+            if tier.own and tier.blocks > 1:
+                in_chunks.append((tier, table.blocks.holders_of(wanted[tier.blocks - 1 :: tier.blocks])))
+            else:
+                tiers.append((tier.base, len(hashes) // tier.blocks * tier.blocks, table.blocks.holders_of(wanted)))
         lower = {}
         for slot, start in enumerate(held):
             if slot in self._groups.of:
                 continue  # which of its groups a slower tier holds is not known
-            runs: list[tuple[str, int]] = []
-            for i in range(start, len(hashes)):
-                tier = next((base for base, end, holders in tiers if i < end and holders[i] >> slot & 1), None)
-                if tier is None:
+            size = self.own_chunk(slot) if in_chunks else 1
+            of_size = [(tier.base, holders) for tier, holders in in_chunks if tier.blocks == size]
+            runs = _in_own_chunks(slot, start, size, of_size) if of_size else []
+            for i in range(start, len(hashes) if not runs else 0):
+                base = next((base for base, end, holders in tiers if i < end and holders[i] >> slot & 1), None)
+                if base is None:
                     break
-                count = runs.pop()[1] if runs and runs[-1][0] == tier else 0
-                runs.append((tier, count + 1))
+                _add(runs, base, 1)
             if runs:
                 lower[slot] = runs
         return lower
@@ -206,27 +209,36 @@ class CacheMap:
 
     def chunk_tiers(self, slot: int) -> list[ChunkTier]:
         """The slower tiers in which this replica has chunks."""
-        tables = zip(self._tiers, self._lower.values(), strict=True)
-        return [tier for tier, table in tables if tier.blocks > 1 and table.aliases[slot].count]
+        tables = zip(self._tiers, self._lower, self._lower.values(), strict=True)
+        return [tier for tier, name, table in tables if name not in LOWER_TIERS and table.aliases[slot].count]
 
-    def last_below(self, slot: int, hashes: Sequence[int]) -> int | None:
-        """Where a slower tier of the replica has the last of these blocks, the last of a prompt that ends with it: how
-        many of its tokens are not counted as found. An engine computes the last token whatever it finds. Its own tiers
-        count that one as found all the same, a store with chunks does not. None: no tier has the block."""
+    def own_chunk(self, slot: int) -> int:
+        """How many blocks the replica's own slower tiers find together or not at all, as far as events told."""
+        tables = zip(self._tiers, self._lower.values(), strict=True)
+        return max([tier.blocks for tier, table in tables if tier.own and table.aliases[slot].count], default=1)
+
+    def last_below(self, slot: int, hashes: Sequence[int], held: int) -> int | None:
+        """Where a slower tier of the replica has the last of these blocks, the last of a prompt that ends with it, and
+        it is found there behind the first `held` ones: how many of its tokens are not counted as found. An engine
+        computes the last token whatever it finds. Its own tiers count that one as found all the same, a store below it
+        does not. None: no tier has the block."""
         if slot not in self._groups.of:
             last = u64(hashes[-1:])
-            for (_, chunk), table in zip(self._tiers, self._lower.values(), strict=True):
-                if not len(hashes) % chunk and table.blocks.holders_of(last)[0] >> slot & 1:
-                    return int(chunk > 1)
+            for (_, chunk, own), table in zip(self._tiers, self._lower.values(), strict=True):
+                whole = not len(hashes) % chunk and (not own or len(hashes) - held >= chunk)
+                if whole and table.blocks.holders_of(last)[0] >> slot & 1:
+                    return 0 if own else 1
         return None
 
     def leading(self, tier: str, hashes: Sequence[int]) -> list[int]:
         """How many leading blocks each replica is known to hold in this slower tier, whatever it holds elsewhere. One
         with several cache groups has none: which of them the tier holds is not known."""
-        if (table := self._lower.get(tier)) is None:
-            return [0] * len(self._replicas)
-        found = table.blocks.reach(table.blocks.prefix(hashes), len(self._replicas))
-        return [0 if slot in self._groups.of else blocks for slot, blocks in enumerate(found)]
+        most = [0] * len(self._replicas)
+        for (base, chunk, own), table in zip(self._tiers, self._lower.values(), strict=True):
+            if base == tier and own:
+                found = table.blocks.reach(table.blocks.prefix(hashes[chunk - 1 :: chunk]), len(self._replicas))
+                most = [max(blocks, chunks * chunk) for blocks, chunks in zip(most, found, strict=True)]
+        return [0 if slot in self._groups.of else blocks for slot, blocks in enumerate(most)]
 
     def expect(self, slot: int, hashes: Sequence[int], now: float) -> None:
         """A prompt with these blocks was just routed to this replica.
@@ -359,8 +371,9 @@ class CacheMap:
 
     def held(self, slot: int) -> int:
         """Blocks that events told of this replica, in all tiers and cache groups."""
-        tiers = sum(table.aliases[slot].count for table in (self._gpu, *self._lower.values()))
-        return tiers + self._groups.held(slot)
+        lower = zip(self._tiers, self._lower.values(), strict=True)
+        below = sum([table.aliases[slot].count * (tier.blocks if tier.own else 1) for tier, table in lower])
+        return self._gpu.aliases[slot].count + below + self._groups.held(slot)
 
     def contents(self, slot: int) -> Contents:
         """All that events told of this replica."""
@@ -473,7 +486,7 @@ class CacheMap:
             chunks = ChunkTier.of(tier)
             if tier not in LOWER_TIERS and chunks is None:
                 raise ValueError(f"tier {tier!r} is none of gpu, {', '.join(LOWER_TIERS)}")
-            table = self._add_lower(tier, chunks or ChunkTier(tier, 1))
+            table = self._add_lower(tier, chunks or ChunkTier(tier, 1, own=True))
         return table
 
     def _add_lower(self, tier: str, chunks: ChunkTier) -> BlockTable:
@@ -487,3 +500,19 @@ class CacheMap:
         lower.insert(place, (tier, table))
         self._lower = dict(lower)
         return table
+
+
+def _in_own_chunks(slot: int, start: int, size: int, tiers: list[tuple[str, list[int]]]) -> list[tuple[str, int]]:
+    """Runs behind a prompt's first `start` blocks, in tiers of whole chunks of `size`; `tiers`: who holds each."""
+    runs: list[tuple[str, int]] = []
+    for number in range(start // size, len(tiers[0][1])):
+        base = next((base for base, holders in tiers if holders[number] >> slot & 1), None)
+        if base is None:
+            break
+        _add(runs, base, min(size, (number + 1) * size - start))
+    return runs if sum([count for _, count in runs]) >= size else []  # less than a chunk is not fetched
+
+
+def _add(runs: list[tuple[str, int]], tier: str, count: int) -> None:
+    before = runs.pop()[1] if runs and runs[-1][0] == tier else 0
+    runs.append((tier, before + count))

@@ -47,9 +47,9 @@ class PrefixMap(Protocol):
     def match(self, hashes: Sequence[int], now: float, most: int | None = None) -> Match:
         """`most`: of these blocks, how many can be hits (None: all)."""
 
-    def last_below(self, slot: int, hashes: Sequence[int]) -> int | None:
-        """Where a slower tier has the last of these blocks, with which a prompt ends: how many of its tokens the engine
-        does not count as found. None: no tier has it."""
+    def last_below(self, slot: int, hashes: Sequence[int], held: int) -> int | None:
+        """Where a slower tier has the last of these blocks, with which a prompt ends, for who holds the first `held` in
+        its first tier: how many of its tokens the engine does not count as found. None: no tier has it."""
 
     def leading(self, tier: str, hashes: Sequence[int]) -> Sequence[int]:
         """How many leading blocks each slot is known to hold in this slower tier, whatever it holds elsewhere."""

@@ -317,7 +317,7 @@ class Router:
             return 0
         if overlap + sum([tokens for tier, tokens in lower if tier != PEER]) != demand.tokens - size:
             return 0
-        left_out = self.map.last_below(candidate.slot, hashes)
+        left_out = self.map.last_below(candidate.slot, hashes, overlap // size)
         return 0 if left_out is None else size - left_out
 
     def _what_is_pulled(self, pull: Pull | None, by: Candidate, lower: Lower, now: float) -> Pull | None:

@@ -27,6 +27,7 @@ _HEAD = struct.Struct("<dIBqd")  # when the server took it (it writes that itsel
 _OPERATION = struct.Struct("<BBHI")  # kind, tier, heads, blocks
 _GROUP = struct.Struct("<HI")  # after an operation whose tier is none of TIERS: a cache group's index and `last`
 _CHUNKS = struct.Struct("<BI")  # or the number of the tier that has blocks in chunks, and of how many
+_OWN = 0x80  # with that number: the engine's own
 _PARENT = np.dtype([("at", "<u4"), ("hash", "<u8")])
 _COPIES = np.dtype([("tag", "<u8"), ("count", "<u4")])
 _STORE, _REMOVE, _CLEAR, _OBSERVED, _UNOBSERVED, _CLEAR_OWN = range(6)
@@ -72,7 +73,7 @@ def encode_change(change: Change) -> bytes:
 def _operation(kind: int, tier: str, heads: int, blocks: int) -> bytes:
     group = CacheGroup.of(tier)
     if (chunks := ChunkTier.of(tier)) is not None:
-        place = _CHUNKS.pack(TIERS.index(chunks.base), chunks.blocks)
+        place = _CHUNKS.pack(TIERS.index(chunks.base) | (_OWN if chunks.own else 0), chunks.blocks)
         return _OPERATION.pack(kind, len(TIERS) + 1, heads, blocks) + place
     if group is None:
         return _OPERATION.pack(kind, TIERS.index(tier), heads, blocks)
@@ -111,7 +112,7 @@ def _changes(data: bytes, at: int) -> list[Change]:
             at += _GROUP.size
         elif number == len(TIERS) + 1:
             base, chunk = _CHUNKS.unpack_from(data, at)
-            tier = ChunkTier(TIERS[base], chunk).tier
+            tier = ChunkTier(TIERS[base & ~_OWN], chunk, bool(base & _OWN)).tier
             if ChunkTier.of(tier) is None:
                 raise ValueError(f"a tier called {tier}")
             at += _CHUNKS.size

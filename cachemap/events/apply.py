@@ -46,7 +46,7 @@ class EventApplier:
         self._main: int | None = None  # the group that prompts are found in; None: the first that events speak of
         self._groups = GroupEvents(cache_map, slot, block_size, self._hash_of)
         self.pages: Pages | None = None  # of an engine whose pages are smaller than the blocks
-        self._chunks: dict[str, Chunks] = {}  # by tier, of a store below the engine whose pieces are larger
+        self._chunks: dict[str, Chunks] = {}  # by tier, of a store below the engine
         self.stored = 0
         self._removed = 0
         self._orphans = 0
@@ -157,10 +157,10 @@ class EventApplier:
         if event.group != self._main and not self._is_main(event):
             self._store_in_group(event)
             return
+        if event.below or (event.tokens and event.tier != "gpu" and event.block_size != self._block_size):
+            self._store_chunks(event)
+            return
         if event.tokens and event.block_size != self._block_size:
-            if event.tier != "gpu":  # a store below the engine may keep chunks of a size of its own
-                self._store_chunks(event)
-                return
             if event.block_size > 0 and self._block_size % event.block_size == 0:
                 self._store_pages(event)
                 return
@@ -169,9 +169,13 @@ class EventApplier:
                 f"prompts are hashed in blocks of {self._block_size}"
             )
             return
-        if self._removing or event.tier != self._tier or len(self._own) > MOST_PENDING:
+        tier = event.tier if event.tier == "gpu" else self._tier_of(event)
+        if self._removing or tier != self._tier or len(self._own) > MOST_PENDING:
             self._flush()
-            self._tier = event.tier
+            self._tier = tier
+        if event.together > 1:
+            self._store_together(event)
+            return
         # What comes to a slower tier is a copy of what is known, as a rule, and what its blocks cover besides tokens
         # may be told of the first copy alone.
         if event.tokens and (event.tier == "gpu" or not all(map(self._hash_of, event.keys))):
@@ -179,6 +183,25 @@ class EventApplier:
         else:
             self._store_known(event)
         self._groups.follow()
+
+    def _tier_of(self, event: Stored) -> str:
+        """What the map calls a slower tier of the engine's own. Some of its chunks are told by key alone: the last
+        block's, which is all that the map wants of them."""
+        blocks = event.together if event.tokens else self._map.own_chunk(self._slot)
+        return ChunkTier(event.tier, blocks, own=True).tier if blocks > 1 else event.tier
+
+    def _store_together(self, event: Stored) -> None:
+        """Chunks of several blocks: the last one of each stands for it."""
+        ends = slice(event.together - 1, None, event.together)
+        parent = 0 if event.parent is None else self._hash_of(event.parent)
+        hashes = [self._hash_of(key) for key in event.keys[ends]]
+        if not all(hashes):
+            if event.parent is not None and not parent:
+                self._orphans += len(event.keys)
+                return
+            hashes = self._hashes(event, parent)[ends]
+        self._store_hashes(event.keys[ends], hashes, parent)
+        self.stored += len(event.keys) - len(hashes)
 
     def _is_main(self, event: Stored) -> bool:
         """Whether it is of the group that prompts are found in, where that is not known yet."""
@@ -222,7 +245,7 @@ class EventApplier:
             self._store_hashes(chain.keys, chain.hashes, chain.parent)
 
     def _store_chunks(self, event: Stored) -> None:
-        """Of a store below the engine, whose pieces are of several blocks each."""
+        """Of a store below the engine, whose pieces are of one or more blocks each."""
         blocks, parts = divmod(event.block_size, self._block_size)
         chunks = self._chunks.get(event.tier)
         if chunks is None and blocks and not parts:
@@ -329,10 +352,10 @@ class EventApplier:
             dropped = chunks.remove(unknown)
             self._remove_found(event.tier, dropped.chunks)
             unknown = dropped.unknown
-        for tier in self._map.chunk_tiers(self._slot):  # chunks that only the map knows, from another gateway
+        for tier in self._map.chunk_tiers(self._slot):  # the engine's own, and those of which only the map knows
             if tier.base == event.tier:
-                keys = [one for key in unknown for one in block_keys(key, tier.blocks)]
-                self._removed += self._map.remove(self._slot, keys, tier.tier)
+                keys = unknown if tier.own else [one for key in unknown for one in block_keys(key, tier.blocks)]
+                self._removed += self._map.remove(self._slot, keys, tier.tier) * (tier.blocks if tier.own else 1)
         return unknown
 
     def _hash_of(self, key: int | bytes) -> int:

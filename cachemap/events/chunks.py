@@ -1,4 +1,4 @@
-"""Chunks: what a store below the engine keeps in pieces of several of the map's blocks.
+"""Chunks: what a store below the engine keeps in pieces of one or more of the map's blocks.
 
 LMCache does, 256 tokens to a chunk unless it is told otherwise. Its server tells of each chunk that comes to its host
 memory, by tokens and the chunk before it, and of each that goes (`lmcache/v1/multiprocess/modules/kv_events.py` of

@@ -30,6 +30,8 @@ class Stored(NamedTuple):
     kind: str  # of these layers, one of the constants above, or another that is not understood
     window: int | None = None  # tokens that each of SLIDING_WINDOW's attends to, itself included
     ahead: bytes = b""  # where a key covers the token behind each of its tokens too: those, as `tokens`
+    together: int = 1  # blocks that the engine's own slower tier finds together or not at all: each so many of these
+    below: bool = False  # of a store below the engine, which finds whole chunks from a prompt's beginning
 
 
 class Removed(NamedTuple):

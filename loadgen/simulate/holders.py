@@ -52,7 +52,7 @@ class Holders:
                 lower[replica] = runs
         return lower
 
-    def last_below(self, replica: int, hashes: list[int]) -> int | None:
+    def last_below(self, replica: int, hashes: list[int], held: int) -> int | None:
         """As `CacheMap.last_below`; none of its tiers has chunks that are found as a whole."""
         return 0 if any(hashes[-1] in blocks[replica] for blocks in self._lower.values()) else None
 

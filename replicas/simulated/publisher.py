@@ -193,6 +193,7 @@ class Publisher:
             MEDIA[event.tier],
             adapter,
             self._extra_keys(event, adapter, salt),
+            *([] if event.tier == "gpu" else [len(self._windows)]),
         ]
 
     @staticmethod

@@ -102,10 +102,11 @@ def test_equals_a_reference_under_lost_repeated_and_reordered_events(events, rng
     assert table.stats()["blocks"] == len(union)
 
 
+OWN = (ChunkTier("cpu", 2, own=True).tier, ChunkTier("disk", 2, own=True).tier)
 TIERED = st.lists(
     st.tuples(
         st.sampled_from(["store", "store", "store", "remove", "clear", "clear own"]),
-        st.sampled_from(["gpu", "cpu", "disk", "remote", ChunkTier("cpu", 4).tier, CacheGroup(1, 4).tier]),
+        st.sampled_from(["gpu", "cpu", "disk", "remote", ChunkTier("cpu", 4).tier, *OWN, CacheGroup(1, 4).tier]),
         st.lists(st.integers(1, 8), min_size=1, max_size=8, unique=True),
     ),
     max_size=40,
@@ -126,7 +127,7 @@ def test_what_the_engine_drops_of_its_own_leaves_what_stores_below_it_hold(steps
             held -= Counter((tier, block) for block in blocks)
         else:
             table.clear(slot, below=what == "clear")
-            kept = ("disk", "remote", ChunkTier("cpu", 4).tier) if what == "clear own" else ()
+            kept = ("disk", "remote", ChunkTier("cpu", 4).tier, OWN[1]) if what == "clear own" else ()
             held = Counter({one: copies for one, copies in held.items() if one[0] in kept})
         contents = table.contents(slot)
         assert (
@@ -139,7 +140,9 @@ def test_what_the_engine_drops_of_its_own_leaves_what_stores_below_it_hold(steps
             )
             == held
         )
-        assert set(table.groups(slot)) <= {CacheGroup(1, 4).tier} and table.held(slot) == len(held)
+        assert set(table.groups(slot)) <= {CacheGroup(1, 4).tier} and table.held(slot) == sum(
+            2 if tier in OWN else 1 for tier, _ in held
+        )
 
 
 NAMED = st.lists(
@@ -504,17 +507,25 @@ class TestGuessedBlocks:
 
 @pytest.mark.parametrize(
     "tier, blocks, left_out",
-    [("cpu", 6, 0), ("disk", 6, 0), (ChunkTier("cpu", 3).tier, 6, 1), (ChunkTier("cpu", 4).tier, 6, None)],
+    [
+        ("cpu", 6, 0),
+        ("disk", 6, 0),
+        (ChunkTier("cpu", 3).tier, 6, 1),
+        (ChunkTier("cpu", 4).tier, 6, None),
+        (ChunkTier("cpu", 1).tier, 6, 1),
+        (ChunkTier("cpu", 3, own=True).tier, 6, 0),
+        (ChunkTier("cpu", 4, own=True).tier, 6, None),
+    ],
 )
 def test_whether_a_slower_tier_has_a_prompts_last_block(tier, blocks, left_out):
     table, prompt = CacheMap(MIB), chain(1)[:6]
     slot, other = table.attach("r", None, True), table.attach("s", None, True)
     table.store(slot, prompt, keys(slot, prompt), "gpu")
-    assert table.last_below(slot, prompt) is None
+    assert table.last_below(slot, prompt, 3) is None
     table.store(slot, prompt[:blocks], keys(slot, prompt[:blocks]), tier)
-    assert table.last_below(slot, prompt) == left_out and table.last_below(other, prompt) is None
+    assert table.last_below(slot, prompt, 3) == left_out and table.last_below(other, prompt, 3) is None
     table.remove(slot, keys(slot, prompt[-1:]), tier)
-    assert table.last_below(slot, prompt) is None
+    assert table.last_below(slot, prompt, 3) is None
 
 
 def test_what_an_engine_says_is_compared_with_what_was_told_until_it_was_asked():

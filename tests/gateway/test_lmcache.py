@@ -6,6 +6,7 @@ import random
 import re
 
 import httpx
+import pytest
 import zmq
 import zmq.asyncio
 
@@ -47,11 +48,13 @@ async def fetched(port: int) -> float:
     return float(re.search(r"^vllm:external_prefix_cache_hits_total\{.*\} (\S+)$", page, re.M)[1])
 
 
-async def test_predictions_are_what_lmcache_delivers():
+@pytest.mark.parametrize("chunks", [(), ("--chunk-blocks", "1")])
+async def test_predictions_are_what_lmcache_delivers(chunks):
+    """In chunks of its size, or of the engine's blocks'; some prompts end with a block."""
     rng = random.Random(1)
     # Prompts of up to eleven chunks. The engine itself has room for one of them, host memory for three or four.
     talks = [[rng.randrange(1000, 9000) for _ in range(2900)] for _ in range(5)]
-    flags = ("--num-blocks", "200", "--cpu-blocks", "640", "--lmcache")
+    flags = ("--num-blocks", "200", "--cpu-blocks", "640", "--lmcache", *chunks)
     async with (
         engine("127.0.0.4", (0, 0, 0), *flags) as process,
         running("--model", "sim", "--replica-url", f"http://127.0.0.4:{process.port}") as gateway,
@@ -61,7 +64,7 @@ async def test_predictions_are_what_lmcache_delivers():
             context.setsockopt(zmq.LINGER, 0)
             published = Published(context, (await gateway.status())["replicas"][0]["event_source"]["replay"])
             for _ in range(REQUESTS):
-                prompt = rng.choice(talks)[: rng.choice((2570, rng.randrange(1, 181) * 16 + 5))]
+                prompt = rng.choice(talks)[: rng.choice((2570, rng.randrange(1, 181) * 16 + rng.choice((0, 5))))]
                 body = {"model": "sim", "prompt": prompt, "max_tokens": 4, "ignore_eos": True}
                 assert (await gateway.client.post("/v1/completions", json=body)).status_code == 200
                 await read(gateway, await published.look())

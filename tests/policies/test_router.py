@@ -22,7 +22,7 @@ class Prefixes:
     def match(self, hashes, now, most=None):
         return SimpleNamespace(held=[min(blocks, len(hashes)) for blocks in self.held], lower=self.lower)
 
-    def last_below(self, slot, hashes):
+    def last_below(self, slot, hashes, held):
         return self.last
 
     def expect(self, slot, hashes, now):

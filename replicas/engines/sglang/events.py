@@ -26,7 +26,7 @@ class Decoder(ArraysAndMaps):
         if salt and fields["parent_block_hash"] is None:
             # told with every event of the prompt; what a prompt begins with covers it, and the chain carries it on
             fields = {**fields, "extra_keys": [[salt], *[None] * (len(fields["block_hashes"]) - 1)]}
-        stored = super()._stored(fields)
+        stored = super()._stored(fields)._replace(together=1, below=False)
         return stored._replace(ahead=array("I", [pair[1] for pair in tokens]).tobytes()) if pairs else stored
 
 

@@ -77,17 +77,21 @@ class Decoder:
             raise ValueError(f"{len(tokens)} tokens for {len(keys)} blocks of {size}")
         if extra and len(extra) != len(keys):
             raise ValueError(f"{len(extra)} extra keys for {len(keys)} blocks")
+        tier, group = _tier(fields), fields.get("group_idx")
+        copied = bool(tokens) and tier != "gpu"  # and told by its tokens
         return self._records.Stored(
             keys,
             fields["parent_block_hash"],
             array("I", tokens).tobytes(),
             size,
-            _tier(fields),
+            tier,
             _adapter(fields),
             extra,
-            fields.get("group_idx") or 0,
+            group or 0,
             kind,
             fields.get("kv_cache_spec_sliding_window"),
+            together=len(keys) if copied and group is not None else 1,  # an event for each of its connector's chunks
+            below=copied and group is None,  # LMCache's knows none
         )
 
 

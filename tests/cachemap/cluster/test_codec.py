@@ -22,7 +22,10 @@ MIB = 1 << 20
 IDENTITY = Identity("m", 16, 36)
 BLOCKS = st.integers(1, 40)
 TIERS = st.sampled_from(
-    ["gpu", "gpu", "cpu", "disk", CacheGroup(0, 4).tier, CacheGroup(300, EVERY).tier, ChunkTier("cpu", 16).tier]
+    [
+        *("gpu", "gpu", "cpu", "disk", CacheGroup(0, 4).tier, CacheGroup(300, EVERY).tier),
+        *(ChunkTier("cpu", 16).tier, ChunkTier("disk", 4, own=True).tier),
+    ]
 )
 HAPPENINGS = st.lists(
     st.one_of(

@@ -59,7 +59,8 @@ class Played:
 )
 def test_the_map_has_what_a_prompt_would_find(encoding, self_describing, tiers):
     played, rng = Played(replace(PROFILE, **tiers), encoding, self_describing), random.Random(1)
-    chunk, texts = played.engine.profile.chunk_blocks, [random.Random(n).choices(range(500), k=400) for n in range(12)]
+    texts = [random.Random(n).choices(range(500), k=400) for n in range(12)]
+    texts += [text[:200] + texts[0][200:] for text in texts[1:4]]  # the same beginnings, in chunks and parts of chunks
     try:
         fetched = 0
         for number in range(300):
@@ -72,16 +73,18 @@ def test_the_map_has_what_a_prompt_would_find(encoding, self_describing, tiers):
                 pass
             for text in texts:
                 own, all_tiers = played.differ(array("I", text))
-                assert own == 0 and 0 <= all_tiers < chunk, "a run of less than a chunk is not worth its fetch"
+                assert (own, all_tiers) == (0, 0)
             fetched = played.engine.counters.external_hits
         assert fetched > 5000 and not played.applier.orphans and played.applier.fault is None
     finally:
         played.publisher.close()
 
 
-def test_the_map_has_what_lmcache_would_find():
-    """Whole chunks from a prompt's beginning, while host memory evicts."""
-    played, rng = Played(replace(PROFILE, cpu_blocks=48, chunk_blocks=4, lmcache=True), "map", True), random.Random(1)
+@pytest.mark.parametrize("chunk", [4, 1])
+def test_the_map_has_what_lmcache_would_find(chunk):
+    """Whole chunks from a prompt's beginning, while host memory evicts; they may be as small as blocks."""
+    profile = replace(PROFILE, cpu_blocks=48, chunk_blocks=chunk, lmcache=True)
+    played, rng = Played(profile, "map", True), random.Random(1)
     texts = [random.Random(n).choices(range(500), k=400) for n in range(12)]
     texts += [text[:200] + texts[0][200:] for text in texts[1:4]]  # the same beginnings, in chunks and parts of chunks
     try:
@@ -94,7 +97,7 @@ def test_the_map_has_what_lmcache_would_find():
             while played.step():
                 pass
             assert all(played.differ(array("I", text[: 400 - number % 65])) == (0, 0) for text in texts)
-        assert played.engine.counters.external_hits > 3000 and played.applier.removed > 1000
+        assert played.engine.counters.external_hits > 1500 and played.applier.removed > 1000
         assert not played.applier.orphans and not played.applier.ignored and played.applier.fault is None
     finally:
         played.publisher.close()

@@ -30,6 +30,7 @@ def usage(prompt, cached):
         (6 * SIZE, 2, 6, "cpu", 6 * SIZE),
         (6 * SIZE, 6, 6, "disk", 6 * SIZE),
         (6 * SIZE, 6, 6, ChunkTier("cpu", 3).tier, 6 * SIZE - 1),  # or LMCache,
+        (6 * SIZE, 6, 6, ChunkTier("cpu", 1).tier, 6 * SIZE - 1),
         (6 * SIZE, 6, 5, "cpu", 5 * SIZE),  # and if it is nowhere but on the GPU
     ],
 )

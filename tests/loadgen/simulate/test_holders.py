@@ -40,8 +40,8 @@ def test_matches_are_those_of_the_cache_map(script, asked, observed):
         in_memory = real.leading("cpu", hashes)
         assert [in_memory[slot] for slot in slots] == ours.leading("cpu", hashes)
         if hashes:
-            assert [real.last_below(slot, hashes) for slot in slots] == [
-                ours.last_below(index, hashes) for index in range(REPLICAS)
+            assert [real.last_below(slot, hashes, 0) for slot in slots] == [
+                ours.last_below(index, hashes, 0) for index in range(REPLICAS)
             ]
         return found.held
 

@@ -162,7 +162,7 @@ class Decisions:
     def _told(self, leased: Leased, attempt: Attempt) -> dict[str, Any]:
         backend, prompt, placement = attempt.backend, leased.prompt, attempt.placement
         held = (
-            f"{placement.cached} of {prompt.tokens} prompt tokens held"
+            f"{placement.predicted} of {prompt.tokens} prompt tokens held"
             + (f" ({placement.fetched} of them in slower tiers)" if placement.lower else "")
             if prompt.hashes
             else f"by load alone ({prompt.note or 'no full block'})"

@@ -11,9 +11,11 @@ from hypothesis import strategies as st
 
 from gateway import datapath
 from gateway.errors import ApiError
+from gateway.prompt.pipeline import Pipeline
 from gateway.proxy import decisions as module
 from gateway.proxy.decisions import Decisions
 from policies.ledger import FAR
+from replicas.simulated.model import sim_model_dir
 
 from ..http.talk import eventually
 from .stack import backend_for, stack
@@ -36,6 +38,20 @@ async def refused(awaitable) -> ApiError:
     with pytest.raises(ApiError) as caught:
         await awaitable
     return caught.value
+
+
+async def test_its_reason_names_the_tokens_that_it_says_are_cached():
+    """Also of a prompt that ends with a block, which counts as found where host memory has it."""
+    async with decisions(replicas=1, pipeline=Pipeline(sim_model_dir(), "m", 16)) as (s, d):
+        (backend,), cache_map = s.proxy.backends.values(), s.proxy.router.map
+        cache_map.observed(backend.slot, True)
+        body = orjson.dumps({"model": "m", "prompt": list(range(1, 97))})
+        hashes = s.proxy.models.pipelines[0].prepare("/v1/completions", body).hashes
+        cache_map.store(backend.slot, hashes[:2], [1, 2])
+        cache_map.store(backend.slot, hashes, list(range(1, 7)), "cpu")
+        told = await d.decide("/v1/completions", body, {})
+        assert told["cached_tokens"] == told["tokens"] == 96
+        assert "96 of 96 prompt tokens held (48 of them in slower tiers)" in told["reason"]
 
 
 steps = st.lists(

@@ -347,28 +347,22 @@ class Router:
 
     def ways(self, whole: Evaluation, pairings: Sequence[Pairing], now: float, always: bool = False) -> list[legs.Ways]:
         """Return what a rule of legs chooses by, for each of the `pairings` that has replicas for both legs of a
-        request that would go `whole` as evaluated. All of them are weighed for it. Replicas of another space than the
-        demand's have no legs: theirs would have other tokens. `always`: it cannot go whole."""
-        demand, space = whole.demand, whole.demand.space
+        request that would go `whole` as evaluated. All of them are weighed for it, in its demand's tokens. Both legs
+        are at replicas of one space, of those that the request was prepared for: others would have other tokens.
+        `always`: it cannot go whole."""
+        demand = whole.demand
         if not always and (not demand.reads_cache or not demand.tokens):
             return []
-        sides = [
-            ([p for p in first if p.space == space], [d for d in second if d.space == space])
-            for first, second in pairings
-        ]
-        if always:  # of what those of another space hold nothing is known
-            sides = [
-                pair if all(pair) else ([*given[0]], [*given[1]]) for pair, given in zip(sides, pairings, strict=True)
-            ]
-        sides = [(first, second) for first, second in sides if first and second]
+        known = [one.space for one in (demand, demand.also) if one is not None]
+        sides = [side for pairing in pairings for side in _of_one_space(pairing, known, always)]
         if not sides:
             return []
         best = whole.candidates[whole.choice.index]
-        also = [best] if best.space == space or always else []  # in another space it keeps what `evaluate` has found
-        self.weighed(demand, Targets([*also, *(one for first, second in sides for one in (*first, *second))]), now)
-        if not also and whole.lower:
-            best.lower = whole.lower
-            self._tiered.append(best)
+        all_ = [best, *(one for first, second in sides for one in (*first, *second))]
+        if any(one.space != demand.space for one in all_):
+            self._weigh_spaces(demand, Targets(all_), now)
+        else:
+            self.weighed(demand, Targets(all_), now)
         if best.replica in whole.pulls and not any(
             one is best for first, _ in sides for one in first
         ):  # no first leg is told to pull
@@ -392,15 +386,18 @@ class Router:
             for one in decided:
                 self.ledger.others(one.replica, one.others)
             overlap, lower, counted = prefill.overlap, prefill.lower, prefill.counted
+        if (own := demand.also) is not None and own.space == first.space:  # in tokens of its own
+            self.weighed(own, Targets([first, second]), now)
+            demand, overlap, lower, counted = own, first.overlap, first.lower, False
         # What is seen of a first leg that the gateway does not send itself is the second one's first byte.
         moving = self.transfers.seconds(first.replica, second.replica, chosen.moved, now)
         self.transfers.begin(first.replica, second.replica, now)
-        placements = [self._commit_prefill(demand, first, overlap, lower, now, counted, demand.now, moving)]
+        placements = [self._commit_prefill(demand, first, overlap, lower, now, counted, whole.demand.now, moving)]
         try:
             placements.append(self.commit_decoder(demand, second, now))
             if self._placed is not None:
                 for candidates, choice in chosen.preferred or ((whole.candidates, whole.choice),):
-                    self._placed(demand, candidates, choice)
+                    self._placed(whole.demand, candidates, choice)
         except BaseException:  # nobody could release what nobody has
             for placement in placements:
                 self.abandon(placement, computed=False)
@@ -636,6 +633,15 @@ class Router:
             self.ledger.release(reservation)
             if self._ended is not None:
                 self._ended(reservation.replica, placement.demand)
+
+
+def _of_one_space(pairing: Pairing, known: Sequence[int], always: bool) -> list[Pairing]:
+    """The replicas of each known space that has both sides. `always`: where that is none all, though of what those of
+    another space hold nothing is known."""
+    first, second = pairing
+    sides = [([p for p in first if p.space == space], [d for d in second if d.space == space]) for space in known]
+    both: list[Pairing] = [side for side in sides if all(side)]
+    return both or ([pairing] if always and first and second else [])
 
 
 def _in_space(

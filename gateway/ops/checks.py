@@ -528,7 +528,8 @@ def check_variants(running: dict[str, Any] | None, continues: bool = False) -> I
         )
         roles = {one["id"]: one.get("role", BOTH) for one in (running or {}).get("replicas", [])}
         if any(roles.get(id, BOTH) != BOTH for one in spaces if name in one["models"] for id in one["replicas"]):
-            more += "; two legs are at replicas of the most common one alone, requests to the others stay whole"
+            more += "; both legs of a request are at replicas of one of them"
+            more += ", those that prompts are not prepared for have none" if len(told) > 2 else ""
         if continues:
             more += "; a stream that breaks off is gone on with by a replica of its own variant alone"
         yield Finding("warn", f"variants {name}"[:60], f"the gateway tells {len(told)} apart: {' | '.join(told)}{more}",

@@ -6,7 +6,7 @@ What is the client's own fault leaves as an `ApiError`. Nothing else leaves this
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 Mode = Literal["exact", "media", "engine", "partly", "text", "load"]
@@ -93,3 +93,24 @@ class Prompt:
 def unread(path: str, model: str | None) -> Prompt:
     """A request of a path that is not in PROMPT_PATHS: nothing is known of it but the model that it names, if any."""
     return Prompt(path, model or "", mode="load", note="this path is routed by load alone")
+
+
+def as_variant(prompt: Prompt, space: int) -> Prompt:
+    """The request as the replicas of this space have it; `also` leads from there to where it was."""
+    also = prompt.also
+    if prompt.space == space:
+        return prompt
+    if also is None or also.space != space:
+        if prompt.mode == "load":  # nothing in it belongs to a space, and its note says why
+            return prompt
+        return replace(
+            prompt,
+            mode="load",
+            note="a third variant of its model has it",
+            hashes=(),
+            token_ids=b"",
+            space=space,
+            also=prompt,
+        )
+    prompt.also, also.also = None, prompt
+    return also

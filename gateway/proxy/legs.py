@@ -23,7 +23,7 @@ from replicas.served import base_names
 
 from ..errors import ApiError, bad
 from ..http.upstream import Upstream, UpstreamError
-from ..prompt.prompt import NO_PREFILL
+from ..prompt.prompt import NO_PREFILL, as_variant
 from .answers import error_status, foreign_head, read_usage
 from .backend import Backend
 from .blame import DOUBTFUL
@@ -284,10 +284,12 @@ class LegPlacing:
         assert prompt is not None
         backends = self._eligible.backends
         prefiller, decoder = backends[chosen.prefiller.replica], backends[chosen.decoder.replica]
-        prompt.token_ids = b""  # legs carry text
         moving = self._router.transfers.seconds(prefiller.id, decoder.id, chosen.moved, now)
         placement, reserved = self._router.commit_legs(evaluation, chosen, now, decided)
-        held = exchange.legs = Legs(transfer, prefiller, decoder, reserved, placement.predicted, chosen.moved, moving)
+        moved = reserved.demand.tokens - reserved.overlap
+        held = exchange.legs = Legs(transfer, prefiller, decoder, reserved, placement.predicted, moved, moving)
+        prompt = as_variant(prompt, placement.demand.space)
+        prompt.token_ids = b""  # legs carry text
         if transfer.header:  # what stands before the decoder sends the first leg
             held.unsent, held.computing = placement, placement.punctual_ttft
             second_leg(exchange, now)

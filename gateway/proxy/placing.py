@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import replace
 from random import random
 from time import monotonic, perf_counter
 from typing import TYPE_CHECKING, Protocol
@@ -13,6 +12,7 @@ from replicas import TAKES_TRAFFIC, State
 from replicas.roles import PREFILL
 
 from ..errors import ApiError
+from ..prompt.prompt import as_variant
 from .backend import Backend
 from .exchange import Attempt, Exchange
 from .legs import LegPlacing, LegPlan, Roles, Sides
@@ -503,27 +503,6 @@ class Placing:
             asker.run_isolated(self._go_on_with, asker, evaluation, acted, decision)
         elif waiting:
             asker.run_isolated(self.place, asker)  # the replica left while Redis was asked
-
-
-def as_variant(prompt: Prompt, space: int) -> Prompt:
-    """The request as the replicas of this space have it; `also` leads from there to where it was."""
-    also = prompt.also
-    if prompt.space == space:
-        return prompt
-    if also is None or also.space != space:
-        if prompt.mode == "load":  # nothing in it belongs to a space, and its note says why
-            return prompt
-        return replace(
-            prompt,
-            mode="load",
-            note="a third variant of its model has it",
-            hashes=(),
-            token_ids=b"",
-            space=space,
-            also=prompt,
-        )
-    prompt.also, also.also = None, prompt
-    return also
 
 
 def demand_of(prompt: Prompt, now: float = UNTIMED, draw: float = 0.0) -> Demand:

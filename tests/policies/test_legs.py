@@ -207,6 +207,46 @@ def test_a_pair_of_the_requests_own_space_has_legs_beside_replicas_of_another(po
         made.abandon(placement, computed=False)
 
 
+@pytest.mark.parametrize("policy", ["round_robin", "least_time"])
+def test_each_space_that_has_both_sides_has_legs(policy):
+    """Two pairs of one variant and two of another: each request goes to two of one, in tokens of its own."""
+    made = Router(make(policy), Prefixes(*[0] * 8), Ledger(), CostGroup())
+    everybody = [made.add(f"{side}{slot}", slot) for slot, side in enumerate("ppddppdd")]
+    for one in everybody[4:]:
+        one.space = 1
+    first, second = [[one for one in everybody if one.replica[0] == side] for side in "pd"]
+    for one in second:
+        stream_on(made, one)
+    seen = set()
+    for _ in range(4):
+        other = Demand(12_001, 32, 1, hashes=range(1, 376), space=1, now=1.0)
+        whole = made.evaluate(demand(also=other), made.targets(second), 1.0)
+        ways = made.ways(whole, [(first, second)], 1.0)
+        assert [[{one.space for one in side} for side in (way.prefillers, way.decoders)] for way in ways] == [
+            [{0}, {0}],
+            [{1}, {1}],
+        ]
+        apart = made.choose_among(ways)
+        placements = made.commit_legs(whole, apart, 1.0)
+        [space] = {one.candidate.space for one in placements}
+        for placement in placements:
+            assert placement.demand is (whole.demand, other)[space]
+        assert placements[0].reservation.uncached == (whole.demand, other)[space].tokens
+        seen.add(space)
+    assert seen == {0, 1}
+
+
+def test_a_space_with_one_side_has_no_legs():
+    made, (p, d, other) = fleet()
+    other.space = 1
+    stream_on(made, other)
+    whole = made.evaluate(demand(also=Demand(8_001, 32, 1, hashes=range(1, 251), space=1)), made.targets([other]), 1.0)
+    assert made.ways(whole, [([p], [other])], 1.0) == []
+    assert [(way.prefillers, way.decoders) for way in made.ways(whole, [([p], [other])], 1.0, always=True)] == [
+        ([p], [other])
+    ]
+
+
 def test_what_a_replica_of_another_space_holds_counts_in_the_price_of_the_whole():
     made, (p, d, other) = fleet(held=(0, 0, 249))
     other.space = 1

@@ -83,7 +83,7 @@ def test_variants_that_do_not_go_on_with_each_others_streams_are_named(continues
     assert "two legs" not in finding.text
     running["replicas"] = [{"id": "a:1", "role": "both"}, {"id": "b:1", "role": "decode"}]
     [finding] = checks.check_variants(running, continues)
-    assert "two legs are at replicas of the most common one alone" in finding.text
+    assert "both legs of a request are at replicas of one of them" in finding.text
 
 
 @pytest.mark.parametrize("dtype", (None, "float16"))

@@ -93,6 +93,23 @@ async def test_no_replica_is_taken_out_and_no_stream_fails_for_ten_seconds_of_ou
         assert any(b"this process did not run for " in line for line in gateway.log)
 
 
+@pytest.mark.parametrize("settings", ["admission: {max_wait: 8s}", "slo: {ttft: 8s}"])
+async def test_who_waits_in_the_queue_has_not_waited_while_we_did_not_run(engines, settings, tmp_path):
+    """By the clock each is too late when the gateway goes on; none is refused, and all get what they waited for."""
+    (tmp_path / "hitherto.yaml").write_text(settings)
+    flags = ("--config", str(tmp_path / "hitherto.yaml"), "--model", "sim")
+    async with running("--replica-url", engines[0].url, *flags) as gateway:
+        await gateway.ready(1)
+        asking = [asyncio.create_task(asked(gateway, f"{number} {PREFIX}")) for number in range(8)]
+        async with asyncio.timeout(60):
+            while await gateway.counted("hitherto_queued_requests") < 3:
+                await asyncio.sleep(0.02)
+        with stopped(gateway.process.pid):
+            await asyncio.sleep(10)
+        assert {*await asyncio.gather(*asking)} == {engines[0].url.removeprefix("http://")}
+        assert await gateway.counted("hitherto_admission_total", decision="admitted", reason="turn") >= 3
+
+
 async def test_a_machine_that_was_suspended_gives_its_engines_their_time(engines):
     """All processes of it stop, and the engines go on somewhat later than the gateway: by the clock their streams were
     silent for longer than is waited for."""

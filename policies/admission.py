@@ -201,10 +201,9 @@ class Admission:
             ticket.tokens, ticket.own = tokens, asked.best.own
         self._reserves.ask(ticket.qos, now)
         steps = self.steps(ticket.qos)
-        if steps != (OBSERVE,) and self._is_shed(ticket):
-            self.leave(ticket, now)
-            return Verdict(REFUSED, CONTROL, (), self.rules.control_window or 0.0)
         asked.room = self._room(asked, asked.quotes, self._has_room)
+        if steps != (OBSERVE,) and self._is_shed(ticket):
+            return self._shed(asked)
         if WAIT not in steps and steps[0] != DEGRADE:
             verdict = self._at_once(asked, asked.room)
             if steps == (OBSERVE,):
@@ -561,6 +560,16 @@ class Admission:
             return name in self.shed
         self._odd ^= {name}
         return name in self._odd
+
+    def _shed(self, asked: Question) -> Verdict:
+        """Refuse it, unless there is an idle replica, which nobody of a higher class has anything of: by its answer
+        it is seen as well whether the fault is over."""
+        ticket = asked.ticket
+        idle = [index for index in asked.room if not asked.quotes[index].there and not ticket.waits]
+        if free := _unclaimed(idle, asked.places, self._before(ticket, asked.now)):
+            return Verdict(ADMITTED, "room", free)
+        self.leave(ticket, asked.now)
+        return Verdict(REFUSED, CONTROL, (), self.rules.control_window or 0.0)
 
     # --- what became of it
 

@@ -1,12 +1,13 @@
 """The control of overload: what lower classes give up while a higher one misses its limits, or nearly does.
 
 At the end of each window every class has a *pressure*: its p99, and its p99.9 where that is known, of the time to the
-first token and per token, as shares of its limits. The steps of a class answer to the highest pressure above it:
+first token and per token, as shares of its limits. What the last third of the window shows no more is over (an engine
+that stalled): nobody gives anything up for that. The steps of a class answer to the highest pressure above it:
 
     tighten   from 0.8   a replica counts as full for it at 0.8 of what it else may have
     cap       from 0.9   its answers are capped at `max_tokens_floor`
-    halve     from 1.0   every other request of it is refused
-    shed      from 1.0   all of them are
+    halve     from 1.0   every other request of it is refused, unless a replica is idle
+    shed      from 1.0   all of them are, unless a replica is idle
 
 So it is for the lowest class, from which as many steps are taken in a window as its pressure demands. The next class
 follows only once that is shed and limits are missed all the same, from 1.0 for each step, one a window. Nothing is
@@ -32,6 +33,7 @@ TIGHTEN, CAP, HALVE, SHED = "tighten", "cap", "halve", "shed"
 FROM = {TIGHTEN: 0.8, CAP: 0.9, HALVE: 1.0, SHED: 1.0}  # of the limit
 SLACK = 0.1
 TIGHT = 0.8  # of what a class may else take of a replica
+LATELY = 1 / 3  # of a window, its end
 ENOUGH, ENOUGH_FOR_P999 = 20, 1000  # answers in a window: of fewer, one that is slow says nothing of the others
 
 
@@ -41,6 +43,9 @@ class Seen(NamedTuple):
     answers: float
     p99: float
     p999: float
+
+
+Both = tuple[Seen | None, Seen | None]  # of the time to the first token, and per token
 
 
 class Rung(NamedTuple):
@@ -60,10 +65,17 @@ class Change(NamedTuple):
 def pressure(limits: Slo, ttft: Seen | None, tpot: Seen | None) -> float:
     """Return how near a class came to its limits, or how far above them: 1 is the limit, 0 says that nothing is
     known."""
+    return lasting(limits, (ttft, tpot), (None, None))
+
+
+def lasting(limits: Slo, window: Both, lately: Both) -> float:
+    """Return the pressure of a window as far as its last third shows it as well: of both figures, the time to the first
+    token and per token, the lesser counts where the last third has enough answers in proportion."""
     found = [0.0]
-    for limit, seen in zip(limits, (ttft, tpot)):
+    for limit, seen, last in zip(limits, window, lately):
         if limit is not None and seen is not None and seen.answers >= ENOUGH:
-            found.append((seen.p999 if seen.answers >= ENOUGH_FOR_P999 else seen.p99) / limit)
+            both = [seen] if last is None or last.answers < ENOUGH * LATELY else [seen, last]
+            found.append(min([one.p999 if seen.answers >= ENOUGH_FOR_P999 else one.p99 for one in both]) / limit)
     return max(found)
 
 
@@ -90,17 +102,21 @@ class Control:
         ]
         self.level = 0  # of the rungs, those that are taken
 
-    def ended(self, pressures: Mapping[str, float], late: bool = False) -> list[Change]:
-        """A window is over, with these pressures by class: return what changes, in its order. `late`: of some class."""
+    def ended(
+        self, pressures: Mapping[str, float], late: bool = False, lasting: Mapping[str, float] | None = None
+    ) -> list[Change]:
+        """A window is over, with these pressures by class: return what changes, in its order. `late`: of some class;
+        `lasting`: the pressures as far as they are not over already, for which alone something is taken."""
         self.pressures = {name: pressures.get(name, 0.0) for name in self.pressures}
+        lasting = self.pressures if lasting is None else lasting
         worst = max(self.pressures.values())
         self.wants_more = late or worst >= (FROM[SHED] - SLACK if self.wants_more else FROM[SHED])
-        return self._climb() or self._descend()
+        return self._climb(lasting) or self._descend()
 
-    def _climb(self) -> list[Change]:
+    def _climb(self, pressures: Mapping[str, float]) -> list[Change]:
         taken: list[Change] = []
         for rung in self.rungs[self.level :]:
-            above = self._above(rung)
+            above = self._above(rung, pressures)
             if above < rung.at or (taken and rung.qos != self.rungs[0].qos):
                 break
             taken.append(Change(rung, True, above))
@@ -110,7 +126,7 @@ class Control:
     def _descend(self) -> list[Change]:
         undone: list[Change] = []
         for rung in reversed(self.rungs[: self.level]):
-            above = self._above(rung)
+            above = self._above(rung, self.pressures)
             if above >= rung.at - SLACK:
                 break
             undone.append(Change(rung, False, above))
@@ -119,10 +135,10 @@ class Control:
         self.level -= len(undone)
         return undone
 
-    def _above(self, rung: Rung) -> float:
+    def _above(self, rung: Rung, pressures: Mapping[str, float]) -> float:
         """Return the highest pressure of the classes above the one that a step takes from."""
         own = self._priorities[rung.qos]
-        return max([value for name, value in self.pressures.items() if self._priorities[name] > own])
+        return max([value for name, value in pressures.items() if self._priorities[name] > own])
 
     def taken_from(self, step: str) -> frozenset[str]:
         """Return the classes from which this is taken now."""

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from policies import Control, QosClass
 from policies.classes import NO_LIMITS
-from policies.control import CAP, HALVE, SHED, TIGHTEN, Change, Seen, is_late, pressure
+from policies.control import CAP, HALVE, LATELY, SHED, TIGHTEN, Both, Change, Seen, is_late, lasting, pressure
 from policies.verdicts import OBSERVE
 
 from ..ops.gains import Gains
@@ -41,6 +41,7 @@ WORDS = {
     HALVE: ("every other request of class {qos} is refused", "class {qos} is admitted again"),
     SHED: ("class {qos} is refused", "every other request of class {qos} is admitted again"),
 }
+Gain = dict["Key", list[float]]  # of a histogram's buckets and sum
 MORE, ENOUGH = "more replicas are needed: limits are missed", "no more replicas are needed"
 
 
@@ -54,6 +55,18 @@ class Fleet:
     @property
     def name(self) -> str:
         return min(self.names, default="")
+
+
+class Gained:
+    """What both histograms of answers gained between two looks, by class and model; the first look is made here."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._of = [(Gains(), one) for one in (metrics.answer_ttft_seconds, metrics.answer_tpot_seconds)]
+        self.look()
+
+    def look(self) -> tuple[Gain, Gain]:
+        ttft, tpot = [dict(gains.look(histogram)) for gains, histogram in self._of]
+        return ttft, tpot
 
 
 class OverloadControl:
@@ -71,7 +84,8 @@ class OverloadControl:
         self._classes, self._window, self._metrics = classes, window, metrics
         self._look_at_queue = look_at_queue
         self._until = monotonic() + window
-        self._ttft, self._tpot = Gains(), Gains()
+        self._gained = Gained(metrics)
+        self._late: Gained | None = None  # in the last third of the window, once that has begun
         self._fleets: dict[Admission, Fleet] = {}
         self.events: deque[dict[str, Any]] = deque(maxlen=MOST_EVENTS)
         self.on_change: Callable[[dict[str, Any]], None] = lambda event: None
@@ -91,28 +105,39 @@ class OverloadControl:
             fleet.names = fleet.names & models or fleet.names
 
     def look(self, now: float) -> None:
-        """Judge the window if it is over: 2 ms of CPU for 256 series of both histograms. All fleets have the same one,
-        so that each series is looked at once."""
+        """Judge the window if it is over: 2 ms of CPU for 256 series of both histograms, and as much when
+        its last third begins. All fleets have the same one, so that each series is looked at once."""
         if now < self._until:
+            if self._late is None and now >= self._until - LATELY * self._window:
+                self._late = Gained(self._metrics)
             return
         self._until = now + self._window
-        metrics = self._metrics
-        ttft, tpot = metrics.answer_ttft_seconds, metrics.answer_tpot_seconds
-        ttfts, tpots = dict(self._ttft.look(ttft)), dict(self._tpot.look(tpot))
+        window, lately = self._gained.look(), self._late.look() if self._late is not None else ({}, {})
+        self._late = None
         waited = self._unanswered(now)
         for fleet in self._fleets.values():
-            pressures, late = {}, False
+            pressures, lasts, late = {}, {}, False
             for one in self._classes:
-                first = _seen(ttft.bounds, ttfts, one.name, fleet.names)
-                pressures[one.name] = pressure(one.slo, first, _seen(tpot.bounds, tpots, one.name, fleet.names))
+                seen, last = self._seen(window, one, fleet), self._seen(lately, one, fleet)
+                pressures[one.name], lasts[one.name] = pressure(one.slo, *seen), lasting(one.slo, seen, last)
                 if (limit := one.slo.ttft) is not None:
                     count = sum(age > limit for name in fleet.names for age in waited.get((one.name, name), ()))
-                    late |= is_late(first.answers if first else 0, count, fleet.control.wants_more)
-            self._judge(fleet, pressures, late, now)
+                    late |= is_late(seen[0].answers if seen[0] else 0, count, fleet.control.wants_more)
+            self._judge(fleet, pressures, lasts, late, now)
 
-    def _judge(self, fleet: Fleet, pressures: dict[str, float], late: bool, now: float) -> None:
+    def _seen(self, gained: tuple[Gain, Gain], qos: QosClass, fleet: Fleet) -> Both:
+        """What both histograms say of a class's answers by this fleet."""
+        ttft, tpot = self._metrics.answer_ttft_seconds, self._metrics.answer_tpot_seconds
+        return (
+            _seen(ttft.bounds, gained[0], qos.name, fleet.names),
+            _seen(tpot.bounds, gained[1], qos.name, fleet.names),
+        )
+
+    def _judge(
+        self, fleet: Fleet, pressures: dict[str, float], lasts: dict[str, float], late: bool, now: float
+    ) -> None:
         control, wanted = fleet.control, fleet.control.wants_more
-        changes = control.ended(pressures, late)
+        changes = control.ended(pressures, late, lasts)
         for one in changes:
             self._metrics.control_steps.inc(one.rung.step, one.rung.qos, "taken" if one.taken else "undone")
             self._tell(fleet, one)

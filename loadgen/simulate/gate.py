@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from policies import Admission, Control, Placement, Ticket, admit
-from policies.control import Change, Seen, pressure
+from policies.control import LATELY, Change, Seen, lasting, pressure
 from policies.outputs import LEAST_OUTPUT
 from policies.verdicts import QUEUED, REFUSED, Verdict
 
@@ -44,8 +44,8 @@ class Gate:
         self._until = self._window or 0.0
         self._control = Control(admission.classes.all)
         self.changes: list[tuple[float, Change]] = []
-        self._ttfts: dict[str, list[float]] = {}  # of this window, by class
-        self._tpots: dict[str, list[float]] = {}
+        self._ttfts: dict[str, list[tuple[float, float]]] = {}  # of this window, by class: when, and seconds
+        self._tpots: dict[str, list[tuple[float, float]]] = {}
 
     def ask(self, request: Asking, now: float) -> Ticket:
         self._look(now)
@@ -88,33 +88,34 @@ class Gate:
 
     def first(self, ticket: Ticket, now: float) -> None:
         self._look(now)
-        self._ttfts.setdefault(ticket.qos.name, []).append(now - ticket.since)
+        self._ttfts.setdefault(ticket.qos.name, []).append((now, now - ticket.since))
         self.admission.first_token(ticket, now - ticket.since)
 
     def complete(self, ticket: Ticket, first: float, now: float, output: int) -> None:
         tpot = (now - first) / (output - 1) if output > LEAST_OUTPUT else None
         if tpot is not None:
-            self._tpots.setdefault(ticket.qos.name, []).append(tpot)
+            self._tpots.setdefault(ticket.qos.name, []).append((now, tpot))
         self.admission.ended(ticket, first - ticket.since, tpot)
 
     def _look(self, now: float) -> None:
         """Judge the windows that are over by now: while nothing happens nobody looks, and nobody asks."""
         while self._window is not None and self._until <= now:
-            until, none = self._until, ()
+            until, lately = self._until, self._until - LATELY * self._window
             self._until += self._window
-            pressures = {
-                name: pressure(one.slo, _seen(self._ttfts.get(name, none)), _seen(self._tpots.get(name, none)))
-                for name, one in self._classes.items()
-            }
+            pressures, last = {}, {}
+            for name, one in self._classes.items():
+                both = self._ttfts.get(name, ()), self._tpots.get(name, ())
+                window, end = [tuple([_seen(each, since) for each in both]) for since in (0.0, lately)]
+                pressures[name], last[name] = pressure(one.slo, *window), lasting(one.slo, window, end)
             self._ttfts, self._tpots = {}, {}
-            if changes := self._control.ended(pressures):
+            if changes := self._control.ended(pressures, lasting=last):
                 self.changes += [(until, one) for one in changes]
                 self.admission.obey(self._control, now)
                 self._at(now, self.drain, now)
 
 
-def _seen(seconds: Sequence[float]) -> Seen | None:
-    if not seconds:
+def _seen(answers: Sequence[tuple[float, float]], since: float = 0.0) -> Seen | None:
+    ordered = sorted([seconds for when, seconds in answers if when >= since])
+    if not ordered:
         return None
-    ordered = sorted(seconds)
     return Seen(len(ordered), *[ordered[int(share * (len(ordered) - 1))] for share in (0.99, 0.999)])

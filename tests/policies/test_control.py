@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from policies import Admission, Classes, Control, QosClass, Quote, Rules, Slo, Ticket
-from policies.control import SLACK, Rung, Seen, pressure
+from policies.control import SLACK, Rung, Seen, lasting, pressure
 
 SLO = Slo(2.0, 0.05)
 PREMIUM, STANDARD, FREE = (
@@ -37,6 +37,14 @@ def test_pressure_is_the_share_of_the_limit_that_the_slowest_take():
 def test_a_few_answers_say_nothing():
     assert pressure(SLO, Seen(5, 9.0, 9.0), None) == 0.0
     assert pressure(Slo(), Seen(500, 9.0, 9.0), Seen(500, 9.0, 9.0)) == 0.0
+
+
+def test_what_the_last_third_of_a_window_shows_no_more_is_over():
+    window, quick, slow = (Seen(100, 3.0, 3.0), None), (Seen(7, 0.2, 0.2), None), (Seen(7, 2.4, 2.4), None)
+    assert lasting(SLO, window, quick) == pytest.approx(0.1) and lasting(SLO, window, slow) == pytest.approx(1.2)
+    assert lasting(SLO, window, (Seen(6, 0.2, 0.2), None)) == lasting(SLO, window, (None, None)) == pytest.approx(1.5)
+    tails = (Seen(3000, 1.0, 3.0), None), (Seen(900, 1.0, 2.6), None)
+    assert lasting(SLO, *tails) == pytest.approx(1.3), "the p99.9 of both"
 
 
 # --- steps
@@ -98,6 +106,14 @@ def test_of_two_classes_that_were_shed_the_higher_is_back_when_the_lower_is_by_h
     assert after(control, 0.5) == [("shed", "standard", False)]
     assert after(control, 0.5)[-2:] == [("tighten", "standard", False), ("shed", "free", False)]
     assert len(after(control, 0.5)) == 3 and control.level == 0
+
+
+def test_for_what_is_over_nothing_is_taken_and_nothing_given_back():
+    control = Control(CLASSES)
+    assert control.ended({"premium": 1.5}, lasting={"premium": 0.1}) == [] and control.pressures["premium"] == 1.5
+    taken = control.ended({"premium": 1.5}, lasting={"premium": 0.95})
+    assert [one.rung.step for one in taken] == ["tighten", "cap"] and taken[0].pressure == 0.95
+    assert control.ended({"premium": 1.5}, lasting={"premium": 0.1}) == []
 
 
 def test_more_replicas_are_wanted_while_limits_are_missed_whatever_else_there_is_to_take():
@@ -198,6 +214,17 @@ def test_a_shed_class_is_refused_until_the_next_window_and_so_are_those_that_wai
     verdict = ask(admission, FREE, ROOM)
     assert verdict[:2] == ("refused", "control") and 30.0 < verdict.retry_after < 32.0, "behind who waited"
     assert stays.waits and ask(admission, PREMIUM, ROOM).decision in ("admitted", "queued")
+
+
+def test_a_shed_class_gets_what_is_idle_and_nobody_before_it_waits_for():
+    admission, _ = gate(1.0)
+    idle = Quote(0.05, 0.0, 0.02)
+    asked = Ticket(FREE, SLO, 30.0)
+    verdict = admission.ask(asked, 1000, [ROOM, idle], 30.0)
+    assert verdict[:3] == ("admitted", "room", [1])
+    assert ask(admission, FREE, idle, Any())[:2] == ("degraded", "control"), "a short answer"
+    assert admission.ask(Ticket(STANDARD, SLO, 30.0), 1000, [FULL], 30.0).decision == "queued"
+    assert ask(admission, FREE, idle)[:2] == ("refused", "control")
 
 
 def test_of_a_halved_class_every_other_newcomer_is_refused_and_nobody_who_waits():

@@ -59,6 +59,17 @@ def test_within_a_window_nothing_is_judged():
     assert one.control.status()["models"][0]["pressures"] == {"premium": 0.0, "free": 0.0}
 
 
+@pytest.mark.parametrize("last, shed", [(0.2, frozenset()), (2.0, {"free"})])
+def test_nothing_is_taken_for_what_was_over_before_the_last_third_of_the_window(last, shed):
+    one = Controlled(["m"])
+    for _ in range(2):
+        one.answers("m", 2 * ENOUGH, ttft=2.0)
+        one.control.look(one.now + 0.7 * WINDOW)
+        one.answers("m", ENOUGH, ttft=last)
+        assert one.end_window()["m"]["premium"] == pytest.approx(2.0, rel=0.13)
+        assert one.admissions[0].shed == shed
+
+
 def test_adapters_with_few_answers_each_are_judged_together():
     """They are on the same replicas, and it is the class whose limits are missed."""
     names = [f"adapter-{number}" for number in range(8)]

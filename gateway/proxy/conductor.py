@@ -247,9 +247,11 @@ class Conductor:
             self.failed(attempt, first)
 
     def on_complete(self, attempt: Attempt) -> None:
-        if attempt.state is AWAITING:
+        if attempt.state is AWAITING:  # what was held back is all that there is
             self.on_body(attempt, b"", whole=True)
-        if attempt.state is ANSWERING:
+            if attempt.state is ANSWERING:
+                attempt.end()  # as the answer's now, which may be one that somebody goes on with
+        elif attempt.state is ANSWERING:
             attempt.end_as(ATTEMPT_FINISHED)
             self.dispatch(attempt.exchange, FINISHED)
 

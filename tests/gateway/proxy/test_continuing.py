@@ -124,6 +124,26 @@ async def test_each_of_several_engines_goes_on_where_the_last_one_broke_off():
         await eventually(s.idle)
 
 
+END = b"0\r\n\r\n"  # of a body, as HTTP has it
+
+
+@pytest.mark.parametrize("before", [[], [engine("1", b"", 2)]])
+async def test_an_answer_that_ends_behind_its_announcement_is_nobodys(before):
+    async with continued(*before, engine("2", END, 0), engine("3")) as s:
+        talk = await s.talk()
+        await talk.say(post(BODY))
+        assert told((await asyncio.wait_for(talk.response(), 10))[2])[0] == "abcdef"
+        await eventually(s.idle)
+
+
+async def test_where_nobody_is_left_it_is_an_error_of_its_client():
+    async with continued(engine("2", END, 0)) as s:
+        talk = await s.talk()
+        await talk.say(post(BODY))
+        assert b"broke off" in (await asyncio.wait_for(talk.response(), 10))[2]
+        await eventually(s.idle)
+
+
 async def test_a_stream_that_lacks_its_end_alone_is_ended_here():
     options = {"stream_options": {"include_usage": True}}
     body = orjson.dumps(GREEDY | options)

@@ -90,11 +90,14 @@ def error_body(path: str, status: int, message: str, code: str | None = None) ->
     return orjson.dumps(error_object(path, status, message, code=code))
 
 
-def error_event(path: str, status: int, message: str) -> bytes:
-    """One server-sent event that ends a broken stream. No `[DONE]` follows: the stream is not complete."""
+def error_event(path: str, status: int, message: str, number: int = 0) -> bytes:
+    """One server-sent event that ends a broken stream. No `[DONE]` follows: the stream is not complete. `number`: its
+    place among the events of a response. There it has its error twice: in its own fields, as OpenAI's reference has it,
+    and as the object `error`, without which OpenAI's client takes the stream for complete."""
     error = error_object(path, status, message)
     if path.startswith(MESSAGES):
         return b"event: error\ndata: %b\n\n" % orjson.dumps(error)
     if path.startswith("/v1/responses"):
-        return b"event: error\ndata: %b\n\n" % orjson.dumps({**error["error"], "type": "error"})
+        numbered = {**error["error"], "type": "error", "sequence_number": number, **error}
+        return b"event: error\ndata: %b\n\n" % orjson.dumps(numbered)
     return b"data: %b\n\n" % orjson.dumps(error)

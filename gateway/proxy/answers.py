@@ -12,6 +12,7 @@ event is one, and a key with plain quotes around it is a key of the answer itsel
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from enum import Enum
 from typing import NamedTuple
 
@@ -21,6 +22,7 @@ import orjson
 _BEGINS = re.compile(rb"(?:[0-9A-Fa-f]{1,8}(?:;[^\r\n]*)?(?:\r\n|\r?\Z))?\s*")
 # How an event of a stream begins, the comment that keeps a connection alive included.
 _FIELD = re.compile(rb":|data:|event:|id:|retry:")
+_NUMBER = re.compile(rb'"sequence_number":\s{0,8}(\d{1,15})')
 # What an answer of each API cannot be without: a member of its JSON object, and its stream's first event. Quotes inside
 # generated text are escaped, so this is never part of one.
 MEMBERS = {
@@ -129,6 +131,12 @@ def _is_announcement(label: str, data: bytes) -> bool:
             _ANNOUNCEMENTS, data.rfind(b"\nevent: ", 0, max(_last_end(data), 0)) + 1 or _body_at(data)
         )
     return False
+
+
+def next_number(pieces: Iterable[bytes]) -> int:
+    """The number of the event that follows these last pieces of a response's stream; 0 where they tell none."""
+    numbers = _NUMBER.findall(b"".join(pieces))
+    return int(numbers[-1]) + 1 if numbers else 0
 
 
 def _body_at(data: bytes) -> int:

@@ -21,6 +21,7 @@ from .answers import (
     error_status,
     foreign_head,
     look,
+    next_number,
 )
 from .backend import Backend
 from .blame import DOUBTFUL, agree, settled
@@ -418,15 +419,17 @@ class Conductor:
         self._close(exchange)
         message = f"the answer broke off: replica {attempt.backend.id} {error}"
         end = b"".join([piece[-len(CRLF_CHUNK_END) :] for piece in attempt.tail])
-        if exchange.continuation is not None and exchange.is_continued:  # what went to the client ends with an event
-            end = LF_CHUNK_END if exchange.continuation.chunked else LF_CHUNK_END[:2]
+        continuation = exchange.continuation
+        if continuation is not None and exchange.is_continued:  # what went to the client ends with an event
+            end = LF_CHUNK_END if continuation.chunked else LF_CHUNK_END[:2]
+        number = next_number(attempt.tail) if continuation is None else continuation.names.number + 1
+        told = error_event(path, 502, message, number)
         # Only where the chunk before is whole can another one follow; else the cut itself must tell.
         if attempt.streams and end.endswith((LF_CHUNK_END, CRLF_CHUNK_END)) and attempt.response_head.is_chunked:
-            event = error_event(path, 502, message)
-            client.write(b"%x\r\n%b\r\n0\r\n\r\n" % (len(event), event))
+            client.write(b"%x\r\n%b\r\n0\r\n\r\n" % (len(told), told))
             client.finish()  # whole to HTTP: closing would fail the next request of a client that keeps connections
         elif attempt.streams and attempt.response_head.until_close and end.endswith((b"\n\n", b"\r\n\r\n")):
-            client.write(error_event(path, 502, message))
+            client.write(told)
             client.finish(keep_alive=False)
         else:
             client.abort()

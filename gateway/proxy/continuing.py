@@ -409,7 +409,8 @@ class Continuing:
         timed_out = isinstance(error, ApiError) and error.status == 504
         crashed = isinstance(error, ApiError) and error.code == "replicas_lost"
         self._metrics.streams_not_continued.inc("timeout" if timed_out else "crashes" if crashed else "replicas")
-        event = error_event(exchange.request.path, 502, f"the answer broke off, and nobody went on with it: {error}")
+        message = f"the answer broke off, and nobody went on with it: {error}"
+        event = error_event(exchange.request.path, 502, message, continuation.names.number + 1)
         exchange.client.write(continuation.framed(event) + continuation.end)
         exchange.client.finish(keep_alive=continuation.chunked)
         self._conductor.settling.ended(exchange, "cut")

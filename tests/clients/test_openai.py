@@ -241,10 +241,15 @@ def test_the_client_repeats_what_is_full_and_gets_it(gateway):
 # ---- streams that end early, clients that leave
 
 
-@pytest.mark.parametrize("fault", ["die_mid_stream", "error_mid_stream"])
-def test_a_stream_that_breaks_never_ends_as_if_complete(gateway, client, fault):
+@pytest.mark.parametrize(
+    ("api", "fault"), [("chat", "die_mid_stream"), ("chat", "error_mid_stream"), ("responses", "die_mid_stream")]
+)
+def test_a_stream_that_breaks_never_ends_as_if_complete(gateway, client, api, fault):
     gateway.fault(**{fault: 1})
-    stream = client.chat.completions.create(model="sim", messages=HELLO, max_tokens=50, stream=True)
+    if api == "chat":
+        stream = client.chat.completions.create(model="sim", messages=HELLO, max_tokens=50, stream=True)
+    else:
+        stream = client.responses.create(model="sim", input="Hi", max_output_tokens=50, stream=True)
     with pytest.raises((openai.APIError, openai.APIConnectionError, httpx.TransportError)):
         for _ in stream:
             pass

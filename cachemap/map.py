@@ -181,12 +181,15 @@ class CacheMap:
     def _further(self, hashes: Sequence[int], held: list[int]) -> dict[int, list[tuple[str, int]]]:
         """For each slot the runs of blocks after the held ones that lie in lower tiers."""
         wanted = u64(hashes)
-        tiers, in_chunks = [], []
+        in_chunks: list[tuple[ChunkTier, list[int]]] = []
+        tiers: list[tuple[str, list[int]]] = []  # and who holds each block
         for tier, table in zip(self._tiers, self._lower.values(), strict=True):
-            if tier.own and tier.blocks > 1:
-                in_chunks.append((tier, table.blocks.holders_of(wanted[tier.blocks - 1 :: tier.blocks])))
+            chunk = tier.blocks
+            holders = table.blocks.holders_of(wanted[chunk - 1 :: chunk])  # of each whole chunk, by its last block
+            if tier.own and chunk > 1:
+                in_chunks.append((tier, holders))
             else:
-                tiers.append((tier.base, len(hashes) // tier.blocks * tier.blocks, table.blocks.holders_of(wanted)))
+                tiers.append((tier.base, holders if chunk == 1 else [one for one in holders for _ in range(chunk)]))
         lower = {}
         for slot, start in enumerate(held):
             if slot in self._groups.of:
@@ -195,7 +198,7 @@ class CacheMap:
             of_size = [(tier.base, holders) for tier, holders in in_chunks if tier.blocks == size]
             runs = _in_own_chunks(slot, start, size, of_size) if of_size else []
             for i in range(start, len(hashes) if not runs else 0):
-                base = next((base for base, end, holders in tiers if i < end and holders[i] >> slot & 1), None)
+                base = next((base for base, holders in tiers if i < len(holders) and holders[i] >> slot & 1), None)
                 if base is None:
                     break
                 _add(runs, base, 1)

@@ -60,7 +60,7 @@ class Played:
 def test_the_map_has_what_a_prompt_would_find(encoding, self_describing, tiers):
     played, rng = Played(replace(PROFILE, **tiers), encoding, self_describing), random.Random(1)
     texts = [random.Random(n).choices(range(500), k=400) for n in range(12)]
-    texts += [text[:200] + texts[0][200:] for text in texts[1:4]]  # the same beginnings, in chunks and parts of chunks
+    texts += [text[:232] + texts[0][232:] for text in texts[1:4]]  # the same beginnings, in chunks and parts of chunks
     try:
         fetched = 0
         for number in range(300):
@@ -86,7 +86,7 @@ def test_the_map_has_what_lmcache_would_find(chunk):
     profile = replace(PROFILE, cpu_blocks=48, chunk_blocks=chunk, lmcache=True)
     played, rng = Played(profile, "map", True), random.Random(1)
     texts = [random.Random(n).choices(range(500), k=400) for n in range(12)]
-    texts += [text[:200] + texts[0][200:] for text in texts[1:4]]  # the same beginnings, in chunks and parts of chunks
+    texts += [text[:232] + texts[0][232:] for text in texts[1:4]]  # the same beginnings, in chunks and parts of chunks
     try:
         for number in range(400):
             if number % 80 == 79:

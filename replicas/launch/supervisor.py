@@ -73,6 +73,9 @@ class Supervisor:
         self._task: asyncio.Task | None = None
 
     def start(self) -> None:
+        """Have it run from now on, if that is not so already."""
+        if self._task is not None and not self._task.done() and not self._stopping.is_set():
+            return
         self._stopping.clear()
         self._last_life = False
         self._task = asyncio.create_task(self._run(), name=f"supervise {self.command.argv[:3]}")

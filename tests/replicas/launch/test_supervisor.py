@@ -114,6 +114,15 @@ async def test_stop_ends_it_for_good_and_no_exit_is_told(supervise, alive):
     assert await following(events) != pid
 
 
+async def test_whoever_is_wanted_twice_runs_once(supervise):
+    supervisor, events = supervise(python("import time; time.sleep(60)"))
+    supervisor.start()
+    await following(events)
+    supervisor.start()
+    await supervisor.stop(0.1)
+    assert events.empty() and supervisor._task.exception() is None
+
+
 async def test_stop_while_it_waits_for_its_next_start(supervise, monkeypatch):
     monkeypatch.setattr(Backoff, "FIRST", 30.0)
     supervisor, events = supervise(python("raise SystemExit(1)"))

@@ -1,6 +1,7 @@
 """Quotes: what a candidate would give a request, before it is sent.
 
-    ttft = what `costs.ttft_features` predicts by the load there now + fetching from slower tiers + blocks to come free
+    ttft = what `costs.ttft_features` predicts by the load there now + fetching from slower tiers
+           + until blocks and a seat are free
     tpot = a decode step with the streams that are there when its first token is out
 
 Where one replica computes the prompt and another writes the answer (`pairs`), `first_leg` is what the former predicts,
@@ -8,7 +9,8 @@ and `after_prefill` what the latter makes of it.
 
 A stream that is there now is still there after `ttft` with probability exp(-ttft / left), where `left` is the time that
 an answer has left when it is met at a random moment (`Load.output_tokens` over its requests). Prompts that wait there
-are computed before its own, so they are streams by then. While the cache is full, blocks come free as streams end.
+are computed before its own, so they are streams by then. While the cache is full, blocks come free as streams end, and
+so do seats while all are taken: of as many answers the k-th ends after k / seats of the time that one has left.
 """
 
 from __future__ import annotations
@@ -59,7 +61,7 @@ def quote(candidate: Candidate, demand: Demand) -> Quote:
     ttft, queue, _ = first_leg(candidate, demand)
     left = _left(load, costs.step_seconds(load))
     held = _held(load, demand)
-    free = _until_free(load, held - load.capacity_tokens, left)
+    free = max(_until_free(load, held - load.capacity_tokens, left), _until_seat(load, candidate.seats, left))
     return _quote(candidate, demand, left, held, ttft + free, queue + free, load.requests, load.prefilling)
 
 
@@ -77,7 +79,8 @@ def after_prefill(first: FirstLeg, moving: float, decoder: Candidate, demand: De
     load, costs = decoder.load, decoder.costs
     left, held = _left(load, costs.step_seconds(load)), _held(load, demand)
     base, own, queue, crowd = costs.ttft_parts(load, 1, max(0, demand.tokens - 1), demand.now)
-    late = max(0.0, queue + _until_free(load, held - load.capacity_tokens, left) - first.ttft)
+    free = max(_until_free(load, held - load.capacity_tokens, left), _until_seat(load, decoder.seats, left))
+    late = max(0.0, queue + free - first.ttft)
     ttft, there = first.ttft + moving + late + base + own + crowd, first.load.requests + load.requests
     return _quote(decoder, demand, left, held, ttft, first.wait + late, there, first.load.prefilling)
 
@@ -107,3 +110,9 @@ def _left(load: Load, step: float) -> float:
 def _until_free(load: Load, short: float, left: float) -> float:
     """Seconds until streams that end have left room for so many tokens, of which there is none now."""
     return left * short / load.context_tokens if short > 0.0 and load.context_tokens else 0.0
+
+
+def _until_seat(load: Load, seats: float, left: float) -> float:
+    """Seconds until enough answers have ended for this one to run, all that are ahead of it included."""
+    short = load.requests + 1 - seats
+    return left * short / seats if short > 0.0 else 0.0

@@ -33,6 +33,7 @@ from .placement import (
 )
 from .quotes import Quote, quote
 from .roster import Roster
+from .seats import Seats
 from .transfers import Transfers
 from .vocabulary import Candidate, Demand, Policy, Pull
 
@@ -149,6 +150,7 @@ class Router:
         self.outputs = Outputs()
         self.transfers, self.pulls = Transfers(), Transfers()
         self.candidates: dict[str, Candidate] = {}
+        self._seats: dict[str, Seats] = {}
         # What a policy may want to be told, see `Policy`.
         self._placed, self._first, self._ended, self._gone = [
             getattr(policy, name, None) for name in ("placed", "first", "ended", "gone")
@@ -181,8 +183,13 @@ class Router:
         candidate = Candidate(
             replica, 0, self.ledger.add(replica), self.costs.add(replica), slot=slot, rank_paths=rank_paths
         )
-        self.candidates[replica] = candidate
+        self.candidates[replica], self._seats[replica] = candidate, Seats()
         return candidate
+
+    def count_seats(self, replica: str) -> None:
+        """Its load was scraped."""
+        if (candidate := self.candidates.get(replica)) is not None:
+            candidate.seats = self._seats[replica].scraped(candidate.load)
 
     def regroup(self, replica: str, group: CostGroup) -> None:
         """It is of this kind, and what was learned of it as one of another kind is void."""
@@ -197,6 +204,7 @@ class Router:
             candidate.slot = -1
             candidate.costs.group.remove(replica)
         self._used.pop(replica, None)
+        self._seats.pop(replica, None)
         self.transfers.forget(replica)
         self.pulls.forget(replica)
         self.ledger.remove(replica)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import Any, NamedTuple, Protocol
 
 from .costs import Costs, Lower
@@ -53,6 +54,7 @@ class Candidate:
     rank_paths: Collection[str] | None = None
     space: int = 0  # in which tokens and blocks its cache is known
     pull: Pull | None = None  # where the last run of `lower` is of the tier PEER: from whom
+    seats: float = inf  # requests that its engine runs at once, see `Seats`; infinite: not known to be short
 
     @property
     def fetch_seconds(self) -> float:

@@ -437,6 +437,8 @@ class Fleet:
         for name, replica in zip(self.names, self.replicas):
             for ledger in ledgers:
                 ledger.scraped(name, replica.engine.waiting, replica.engine.kv_usage)
+            for gateway in self.gateways:
+                gateway.router.count_seats(name)
 
     def _sweep(self) -> None:
         """Gateways look at how far the streams have come."""

@@ -57,6 +57,16 @@ def test_under_twice_what_it_can_do_a_fleet_still_does_what_it_can(mode):
     assert known[20.0][0] >= 0.8 * known[20.0][1]
 
 
+def test_engines_that_run_few_at_once_are_sent_no_more_than_they_seat():
+    """Their steps and their cache would have room for five times as many."""
+    one = fleet("reject", profiles=[replace(load_profile("gpu-8b"), max_num_seqs=8)] * 2)
+    load(one, 2.5, 200.0, tokens=200, output=1000)  # they answer 2 requests a second
+    records = one.run().records
+    kept, asked = good(records)
+    admitted = sum(record.sent >= 20 and not record.error for record in records)
+    assert kept >= 0.88 * admitted and kept >= 0.7 * asked
+
+
 @pytest.mark.parametrize("mode, share", [("wait", 0.9), ("reject", 0.6)])
 def test_a_fleet_with_roles_does_what_it_can_under_three_times_that(mode, share):
     """Without admission nobody is answered in time then. Whoever has two legs is judged by both engines."""

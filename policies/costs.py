@@ -381,9 +381,9 @@ class Costs:
     def ttft_parts(
         self, load: Load, uncached: int, context: int, now: float = UNTIMED
     ) -> tuple[float, float, float, float]:
-        """The same in the parts that `ttft_terms` names."""
+        """The same in the parts that `ttft_terms` names, with `backlog_seconds`: for who is admitted by it."""
         base, own, queue, crowd = self._learned_parts(load, uncached, context, now)
-        return base, own, queue + late_seconds(now, load), crowd
+        return base, own, queue + self.backlog_seconds(load, now) + late_seconds(now, load), crowd
 
     def punctual_seconds(self, load: Load, uncached: int, context: int, now: float = UNTIMED) -> float:
         """The same if the replica is not late: what is held against what was observed."""
@@ -391,6 +391,25 @@ class Costs:
 
     def _learned_parts(self, load: Load, uncached: int, context: int, now: float) -> tuple[float, float, float, float]:
         return ttft_terms(self._features(load, uncached, context, now), self.ttft.value, self.group.ttft.coefficients)
+
+    def backlog_seconds(self, load: Load, now: float = UNTIMED) -> float:
+        """By how much longer prompts that wait for more than a step take than `queued` has it, at least.
+
+        An engine computes them no quicker than a prompt that it gets alone, `STEP_TOKENS` a step, and each step has its
+        fixed cost and decodes: on average with half of those prompts, which are streams once they are computed. What
+        `queued` says was learned behind few, where a request shares a step with those before it. That is near enough
+        to choose a replica by; whoever is admitted by its first token has to know of a crowd before the crowd has
+        taught it.
+        """
+        if load.prefill_tokens <= STEP_TOKENS:
+            return 0.0
+        ahead = max(0.0, self._features(load, 0, 0, now)[3] - STEP_TOKENS)
+        speed, (base, token, pair, queued, _, crowd) = self.ttft.value, self.group.ttft.coefficients
+        each = 0.5 * load.prefill_tokens / max(1, load.prefilling)
+        context = load.context_tokens + 0.5 * load.prefill_tokens
+        step = self.stream_step(load.decoding + 0.5 * load.prefilling, context)
+        least = speed * (token + pair * each) + (speed * base + crowd * step) / STEP_TOKENS
+        return max(0.0, least - speed * queued) * ahead
 
     def answer_seconds(self, load: Load, uncached: int, context: int, output: float, now: float = UNTIMED) -> float:
         """Time to the last of `output` tokens, with the streams that are there now."""

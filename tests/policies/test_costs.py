@@ -2,6 +2,7 @@
 
 import json
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -63,6 +64,18 @@ def test_a_prompt_shares_each_of_its_steps_with_what_decodes():
 
 def median(values):
     return sorted(values)[len(values) // 2]
+
+
+def test_a_crowd_is_computed_no_quicker_than_its_prompts_one_by_one_with_what_decodes():
+    costs = CostGroup().add("r")
+    alone = costs.prefill_seconds(2000, 0)
+    few = Load(requests=4, prefilling=4, prefill_tokens=8000)
+    assert costs.backlog_seconds(few) == 0.0, "within a step"
+    crowd = Load(requests=50, prefilling=50, prefill_tokens=100_000)
+    queue = costs.ttft_parts(crowd, 2000, 0)[2]
+    assert 48 * alone < queue < 75 * alone
+    with_streams = replace(crowd, requests=150, decoding=100, context_tokens=200_000)
+    assert costs.backlog_seconds(with_streams) > costs.backlog_seconds(crowd)
 
 
 def test_learns_an_engine_unlike_its_prior():

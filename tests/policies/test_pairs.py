@@ -89,6 +89,7 @@ def test_a_first_token_takes_the_prefillers_queue_the_prompt_its_transfer_and_a_
     made.stream(decoder, 10)
     (pair,) = made.pairs(asked := demand())
     first = prefiller.costs.ttft_seconds(prefiller.load, asked.tokens, 0, asked.now)
+    first += prefiller.costs.backlog_seconds(prefiller.load, asked.now)
     moving = made.router.transfers.seconds("p0", "d0", asked.tokens, 1.0)
     last = decoder.costs.ttft_seconds(decoder.load, 1, asked.tokens - 1, asked.now)
     assert pair.quote.ttft == pytest.approx(first + moving + last)

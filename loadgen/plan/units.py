@@ -15,18 +15,13 @@ _PER_SECOND = re.compile(r"(\d+(?:\.\d+)?) *([kMGT]?i?)(bit|byte|b|B)(?:/s|ps)")
 
 
 def size(text: str) -> int:
-    """`80GiB`, `80G` or `80GB`: bytes, binary in any case, as memory is sold."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?", text.strip().lower())
+    """`80GiB`, `80G` or `80GB`: bytes, binary in any case, as memory is sold. A bare number is refused."""
+    if re.fullmatch(r"[\d.]+", text.strip()):
+        raise argparse.ArgumentTypeError(f"{text!r} has no unit: {text.strip()}GiB, or {text.strip()}B for bytes?")
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(b|[kmgt](?:i?b)?)", text.strip().lower())
     if not found or not float(found[1]):
         raise argparse.ArgumentTypeError(f"{text!r} is no size; it reads 80GiB or 512MiB")
-    return int(float(found[1]) * 1024 ** " kmgt".index(found[2] or " "))
-
-
-def memory(text: str) -> int:
-    """A size of a GPU's memory, which is not written as a bare number."""
-    if re.fullmatch(r"[\d.]+", text.strip()):
-        raise argparse.ArgumentTypeError(f"{text!r} has no unit: {text.strip()}GiB?")
-    return size(text)
+    return int(float(found[1]) * 1024 ** "bkmgt".index(found[2][0]))
 
 
 def link(text: str) -> float:

@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("--kv-heads", whole, "N", None, "their KV heads"),
         ("--head-dim", whole, "N", None, "and the size of a head"),
         ("--parameters", units.parameters, "N", None, "of the model, e.g. 70B (default: by its files' size, in 16 bits)"),
-        ("--gpu-memory", units.memory, "SIZE", None, "memory of one GPU, e.g. 80GiB"),
+        ("--gpu-memory", units.size, "SIZE", None, "memory of one GPU, e.g. 80GiB"),
         ("--gpu-memory-utilization", utilization, "R", UTILIZATION, "share of it that the engine takes (default %(default)g, vLLM's)"),
         ("--weights", units.size, "SIZE", None, "of the whole model (default: its safetensors files)"),
         ("--kv-cache-memory-bytes", units.size, "SIZE", None, 'for the cache on each GPU, instead of these three: "Available KV cache memory" in vLLM\'s log'),
@@ -174,7 +174,7 @@ def figures(space: KvSpace, context: int | None, memory: int | None) -> dict[str
     blocks = space.blocks(memory or GIB)
     if not blocks:
         raise BadOption(
-            f"--kv-cache-memory-bytes {memory}: not one block fits, which takes {space.block_bytes:,} bytes; it reads 16GiB or 512MiB"
+            f"--kv-cache-memory-bytes {memory}B: not one block fits, which takes {space.block_bytes:,} bytes; it reads 16GiB or 512MiB"
         )
     found: dict[str, object] = {"dtype": space.shape.dtype if space.dtype == "auto" else space.dtype, "bytes_per_token": space.token_bytes,
                                 "block_bytes": space.block_bytes, "groups": space.groups, "context": context, "memory": memory}  # fmt: skip

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections.abc import Sequence
 from importlib.metadata import version
 from typing import Any, NoReturn
 
@@ -30,6 +31,8 @@ _WIDE = 250  # columns where no terminal says how many it has
 class Parser(argparse.ArgumentParser):
     """argparse that complains in one line, and whose every command knows the version."""
 
+    _given: Sequence[str] = ()
+
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         program = self.prog.split()[0]
@@ -37,7 +40,13 @@ class Parser(argparse.ArgumentParser):
             "-V", "--version", action="version", version=_version(program), help="show the version and exit"
         )
 
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        self._given = args or ()
+        return super().parse_known_args(args, namespace)
+
     def error(self, message: str) -> NoReturn:
+        if " required" in message and (word := complaints.first_unknown(self._given, self)):
+            self.exit(2, f"{self.prog}: {complaints.unknown(word, self)}\n")
         self.exit(2, f"{self.prog}: {complaints.in_words(message)} (`{self.prog} --help` lists what there is)\n")
 
 

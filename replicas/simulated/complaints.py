@@ -9,9 +9,11 @@ import difflib
 import errno
 import re
 import socket
+from collections.abc import Sequence
 
 _NUMBER = re.compile(r"invalid (int|float) value: (.+)")
 _NOTHING = re.compile(r"argument (--[\w-]+)\S*: expected one argument")
+_ELSEWHERE = {"--replicas": "--launch", "--launch": "--replicas"}  # what another command calls the same thing
 _CHOICE = re.compile(r"invalid choice: (.+) \(choose from (.+)\)")
 
 
@@ -37,8 +39,25 @@ def meant(word: str, known: list[str]) -> str:
 def unknown(word: str, parser: argparse.ArgumentParser) -> str:
     """About an argument that this command, or the one within it, does not take."""
     word = word.partition("=")[0]
-    near = meant(word, options_of(parser)) if word.startswith("-") else ""
+    options = options_of(parser)
+    if (elsewhere := _ELSEWHERE.get(word)) in options:
+        near = f". Did you mean {elsewhere!r}?"
+    else:
+        near = meant(word, options) if word.startswith("-") else ""
     return f"unknown argument {word!r}" + (near or f". `{parser.prog} --help` lists what there is")
+
+
+def first_unknown(argv: Sequence[str], parser: argparse.ArgumentParser) -> str | None:
+    """The first of a command's flags that it does not take, not even abbreviated. argparse says of what is missing
+    before it says of what is too much, and one misspelt flag is both."""
+    options = options_of(parser)
+    for word in argv:
+        if word == "--":
+            break
+        name = word.partition("=")[0]
+        if name.startswith("--") and not any(option.startswith(name) for option in options):
+            return word
+    return None
 
 
 def options_of(parser: argparse.ArgumentParser) -> list[str]:

@@ -66,6 +66,7 @@ _GUESS = 0.5  # seconds of prefill that a replica does in a second, until a line
 _QUANTILE, _GAIN = 0.95, 0.01  # of the ratios, and how far one moves it, as a logarithm
 _MOST = log(1.5)  # that a margin gets: answers come late, so a crowd of bad ones says more than it should
 _MOST_LINES = 64  # before those in which nobody waits are forgotten, with their paces
+_LEARNED = 3  # answers, until which costs are those of an engine that nobody has seen
 _NEAR = 0.25  # share of a limit from which a prediction says something of that limit
 
 
@@ -357,6 +358,7 @@ class Admission:
     def sent(self, ticket: Ticket, quote: Quote, costs: Costs, tokens: float, now: float) -> None:
         """It goes where this was quoted by these costs, and holds so many tokens of cache there."""
         ticket.ttft, ticket.costs = now - ticket.since + quote.ttft, costs
+        ticket.learned = costs.group.ttft.count >= _LEARNED
         ticket.streams, ticket.context = quote.streams, quote.context
         self._reserves.take(ticket.qos, quote.own, tokens * quote.tpot, now)
 
@@ -575,8 +577,10 @@ class Admission:
 
     def first_token(self, ticket: Ticket, seconds: float) -> None:
         """It came so many `seconds` after its client began to wait, where it was admitted to. Told at once: what is
-        learned at the end of answers comes too late for a crowd, and only from those that end."""
-        if ticket.slo.ttft is not None:
+        learned at the end of answers comes too late for a crowd, and only from those that end. What costs predict
+        that have learned nothing is their own error, which they mend: a margin would keep it for hundreds of answers.
+        """
+        if ticket.slo.ttft is not None and ticket.learned:
             self.ttft_margin.learn(ticket.ttft, seconds, ticket.slo.ttft)
 
     def ended(self, ticket: Ticket, ttft: float, tpot: float | None) -> bool | None:

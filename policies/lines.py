@@ -31,16 +31,16 @@ class Ticket:
         "qos", "tenant", "slo", "since", "held", "size", "payload",
         # uncached tokens and seconds of its prefill, as last quoted; when it is too late; whether it waits, and where
         "tokens", "own", "deadline", "waits", "line",
-        # what was predicted when it was admitted: seconds from `since` to its first token; where its costs are, and
-        # among how many streams with how much context it will decode there
-        "ttft", "costs", "streams", "context",
+        # what was predicted when it was admitted: seconds from `since` to its first token, whether by costs that had
+        # learned anything; where its costs are, and among how many streams with how much context it will decode there
+        "ttft", "learned", "costs", "streams", "context",
     )  # fmt: skip
 
     def __init__(self, qos: QosClass, slo: Slo, since: float, tenant: str = "", size: int = 0, payload: Any = None):
         self.qos, self.slo, self.since, self.held = qos, slo, since, 0.0
         self.tenant, self.size, self.payload = tenant, size, payload
         self.tokens, self.own, self.deadline, self.waits = 0, 0.0, 0.0, False
-        self.ttft, self.streams, self.context = 0.0, 1.0, 0.0
+        self.ttft, self.learned, self.streams, self.context = 0.0, True, 1.0, 0.0
         self.costs: Costs | None = None
         self.line: Line | None = None
 

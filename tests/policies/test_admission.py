@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policies import Admission, Classes, CostGroup, Demand, Ledger, QosClass, Quote, Rule, Rules, Slo, Ticket
+from policies import Admission, Classes, CostGroup, Demand, Ledger, Load, QosClass, Quote, Rule, Rules, Slo, Ticket
 from policies.admission import Margin, Space
 from policies.lines import QUANTUM, Line
 from policies.quotes import quote
@@ -435,6 +435,18 @@ def test_the_margin_grows_to_what_nearly_all_keep():
     for _ in range(2000):
         margin.learn(0.01, 5.0, 2.0)  # far from the limit: it says nothing
     assert margin.factor < 1.7
+
+
+@pytest.mark.parametrize("answers, grows", [(0, False), (2, False), (3, True)])
+def test_what_was_predicted_before_the_costs_had_learned_leaves_no_margin(answers, grows):
+    """As of a burst that comes first to an engine which is slow: the costs are corrected, and nothing besides."""
+    admission, costs = Admission(CLASSES, Rules()), CostGroup().add("r")
+    for _ in range(answers):
+        costs.observe_ttft(0.05, 1000, 0, Load())
+    for _ in range(20):
+        admission.sent(one := ticket(slo=Slo(2.0, None)), Quote(1.9, 1.8, 0.02), costs, 2000, 0.0)
+        admission.first_token(one, 6.0)
+    assert (admission.ttft_margin.factor > 1.1) == grows and (grows or admission.ttft_margin.factor == 1.0)
 
 
 def test_space_is_shared_by_the_fleets_of_a_process():

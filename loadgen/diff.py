@@ -94,7 +94,7 @@ def _difference(key: str, was: object, now: object) -> str:
     return f"{key} {was} → {now}"
 
 
-def table(args: argparse.Namespace, old: Report, new: Report) -> Fitting:
+def table(args: argparse.Namespace, old: Report, new: Report, void: str | None = None) -> Fitting:
     seeded = "by_seed" in old or "by_seed" in new
 
     def drawn(put: fitting.Put, joint: str | None) -> Table:
@@ -105,6 +105,7 @@ def table(args: argparse.Namespace, old: Report, new: Report) -> Fitting:
         if joint is None:
             shown.add_column("", no_wrap=True)
         for label, was, now, change, verdict in _rows(old, new):
+            verdict = Text() if void else verdict
             end = (change, verdict) if joint is None else (Text.assemble(change, joint if change else "", verdict),)
             shown.add_row(label, put(was), put(now), *end)
         return shown
@@ -134,8 +135,10 @@ def _rows(old: Report, new: Report) -> Iterator[tuple[str, str, str, str, Text]]
         )
 
 
-def verdict_of(name: str, old: Report, new: Report) -> tuple[str, dict[Verdict, list[str]]]:
-    """One sentence, and the figures by what became of them."""
+def verdict_of(name: str, old: Report, new: Report, void: str | None) -> tuple[str, dict[Verdict, list[str]]]:
+    """One sentence, and the figures by what became of them; none of a comparison that is `void`."""
+    if void:
+        return f"{name}{': ' if name else ''}This comparison is void: {void}.", {verdict: [] for verdict in Verdict}
     found = comparison.changes(new, old)
     worse, better, same = (len(found[verdict]) for verdict in (Verdict.WORSE, Verdict.BETTER, Verdict.SAME))
     count = f"{better} better, {worse} worse, {same} about the same"
@@ -154,22 +157,21 @@ async def diff_verb(args: argparse.Namespace, console: Console) -> int:
     console.print(f"[dim]A is {args.old}, B is {args.new}[/]")
     if unlike := differences(old, new):
         console.print(Text(f"They were made differently: {'; '.join(unlike)}.", "yellow"), soft_wrap=True)
-    written: dict[str, object] = {}
+    written: dict[str, dict[str, object]] = {}
     found = list(pairs(args, reports_of(old), reports_of(new)))
     bad = False
     for name, was, now in found:
-        said, changes = verdict_of(name, was, now)
-        console.print(table(args, was, now))
-        console.print(f"[bold]{said}[/]", soft_wrap=True)
-        if void := comparison.void_because({"A": was, "B": now}):
-            console.print(f"[bold red]This comparison is void:[/] {void}.", soft_wrap=True)
+        void = comparison.void_because({"A": was, "B": now})
+        console.print(table(args, was, now, void))
+        said, changes = verdict_of(name, was, now, void)
+        console.print(Text(said, "bold red" if void else "bold"), soft_wrap=True)
         for verdict in (Verdict.WORSE, Verdict.BETTER):
             if changes[verdict]:
                 console.print(show.bullets([f"{verdict.value}: {'; '.join(changes[verdict])}"]))
         written[name] = {"verdict": said, "void": void, **{one.value: changes[one] for one in _LOOKS if changes[one]}}
         bad |= bool(void or changes[Verdict.WORSE])
-    console.print(
-        f"\n[dim]{comparison.how_sure({str(number): one for number, one in enumerate((found[0][1], found[0][2]))})}[/]"
-    )
+    sure = [(was, now) for name, was, now in found if not written[name]["void"]]
+    if sure:
+        console.print(f"\n[dim]{comparison.how_sure(dict(zip('AB', sure[0])))}[/]")
     files.write_json(args.json, {"different": unlike, "targets": written}, console)
     return int(bad)

@@ -10,27 +10,32 @@ from loadgen.report.summary import Report, Reports
 
 
 def factor(ratio: float) -> str:
-    return f"{ratio:.0f}×" if ratio >= 10 else f"{ratio:.1f}×"
+    return f"{ratio:.{0 if ratio >= 10 else 1 if ratio >= 1.05 else 2}f}×"
 
 
-def less_or_more(new: float, old: float, less: str, more: str, same: str = "about the same") -> str:
-    """`less_or_more(50, 100, "faster", "slower")` -> "2.0× faster"."""
-    if abs(new - old) <= noise.SAME * old:
-        return same
+def less_or_more(row: show.Row, report: Report, base: Report, less: str, more: str) -> str:
+    """Put one figure's change since `base` in words, "2.0× faster", by the rule that makes it better or worse."""
+    new, old = seeds.mean(report, row.read), seeds.mean(base, row.read)
+    if noise.judged(row, report, base) is Verdict.SAME:
+        return "about the same" if abs(new - old) <= noise.SAME * old else "no difference beyond noise"
     if min(new, old) <= 0:
         return f"{less if new < old else more} (from or to nothing, so no ratio)"
     return f"{factor(old / new)} {less}" if new < old else f"{factor(new / old)} {more}"
 
 
 def comparison(name: str, report: Report, base_name: str, base: Report) -> list[str]:
-    """Sentences on `report` against `base`; what one of them does not know is left out."""
-    sentences = [
-        _cache(name, report, base_name, base),
-        _prefill(report, base),
-        _ttft(report, base, base_name),
-        *_verdicts(name, report, base_name, base),
-        _failures(name, report, base_name, base),
-    ]
+    """Sentences on `report` against `base`; what one of them does not know is left out, and all but the failures where
+    they did not answer the same requests."""
+    if void_because({base_name: base, name: report}):
+        sentences = [f"{name} cannot be compared with {base_name}: they did not answer the same requests."]
+    else:
+        sentences = [
+            _cache(name, report, base_name, base),
+            _prefill(report, base),
+            _ttft(report, base, base_name),
+            *_verdicts(name, report, base_name, base),
+        ]
+    sentences.append(_failures(name, report, base_name, base))
     return [sentence for sentence in sentences if sentence]
 
 
@@ -43,7 +48,7 @@ def changes(report: Report, base: Report) -> dict[Verdict, list[str]]:
             continue
         new, old = seeds.mean(report, row.read), seeds.mean(base, row.read)
         much = f" ({change(row, old, new)})" if change(row, old, new) else ""
-        found[verdict].append(f"{row.label} {row.form(new)} instead of {row.form(old)}{much}")
+        found[verdict].append(f"{row.said or row.label} {row.form(new)} instead of {row.form(old)}{much}")
     return found
 
 
@@ -73,7 +78,7 @@ def _cache(name: str, report: Report, base_name: str, base: Report) -> str | Non
         return None
     return (
         f"{name} found {new * 100:.0f} % of all prompt tokens in a cache, {base_name} {old * 100:.0f} %: "
-        f"{less_or_more(new, old, 'fewer', 'as many')}."
+        f"{less_or_more(show.HIT_RATE, report, base, 'fewer', 'as many')}."
     )
 
 
@@ -83,7 +88,7 @@ def _prefill(report: Report, base: Report) -> str | None:
         return None
     return (
         f"Its engines computed {new:,.0f} prompt tokens instead of {old:,.0f}: "
-        f"{less_or_more(new, old, 'less work', 'more work')}."
+        f"{less_or_more(show.PREFILL, report, base, 'less work', 'more work')}."
     )
 
 
@@ -93,7 +98,7 @@ def _ttft(report: Report, base: Report, base_name: str) -> str | None:
         return None
     parts = [
         f"{new[key]:,.0f} ms at {key} ({base_name} {old[key]:,.0f} ms, "
-        f"{less_or_more(new[key], old[key], 'faster', 'slower')})"
+        f"{less_or_more(show.latency('TTFT', 'ttft_ms', key), report, base, 'faster', 'slower')})"
         for key in dict.fromkeys((report["percentiles"][0], report["percentiles"][-1]))
         if key in old
     ]

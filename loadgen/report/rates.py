@@ -6,6 +6,8 @@ from collections.abc import Iterator
 
 from loadgen.report.summary import Report
 
+_STOPPED = "the run was stopped early"
+
 
 def per_second(value: float | None) -> str:
     return "–" if value is None else f"{value:,.2f} /s"
@@ -18,7 +20,7 @@ def rates(report: Report) -> str:
         return f"{answered:,.2f} requests/s answered; {_no_rate(report)}"
     line = f"{_offered(report, offered)}, {answered:,.2f} answered"
     if answered >= offered or f"{answered:.2f}" == f"{offered:.2f}":
-        return line
+        return f"{line}: {_STOPPED}; what is offered is the whole load's rate" if report["interrupted"] else line
     return f"{line}: {'; '.join(reasons(report))}"
 
 
@@ -55,4 +57,4 @@ def reasons(report: Report) -> Iterator[str]:
     if (rest := report["duration_s"] - offered["seconds"]) > 0 and not report["interrupted"]:
         yield f"the last answer came {rest:,.{1 if rest >= 1 else 2}f} s after the last conversation had begun"
     if report["interrupted"]:
-        yield "the run was stopped early"
+        yield _STOPPED

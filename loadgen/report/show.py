@@ -308,13 +308,19 @@ class Row(NamedTuple):
     form: Callable[[float], str]
     better: Callable | None = None  # min or max; None: neither is better
     least: Callable[[float, Report], float] = noise.of_itself  # the smallest difference that is no noise
+    said: str = ""  # what it is called in a sentence, where that is not its label
+
+
+def latency(label: str, key: str, name: str) -> Row:
+    """The row of one percentile or mean, as in `latency("TTFT", "ttft_ms", "p99")`."""
+    return Row(f"{label} {name}", path_of(key, name), milliseconds, min, noise.of_latency(name))
 
 
 def rows_of(reports: Reports) -> list[Row]:
     """What targets are compared by, with the percentiles that were asked for."""
     names = ("mean", *next(iter(reports.values()))["percentiles"])
     latencies = [
-        Row(f"{label} {name}", path_of(key, name), milliseconds, min, noise.of_latency(name))
+        latency(label, key, name)
         for label, key in (("TTFT", "ttft_ms"), ("TPOT", "tpot_ms"), ("E2E", "e2el_ms"))
         for name in names
     ]
@@ -323,16 +329,24 @@ def rows_of(reports: Reports) -> list[Row]:
 
 _OFFERED = Row("requests/s, offered", path_of("offered", "rate"), rates.per_second)
 _ANSWERED = Row("requests/s, answered", path_of("request_throughput"), rates.per_second, max)
+HIT_RATE = Row("cache hit rate, engines' replies", path_of("cache", "hit_rate"), percent, max, noise.of_share)
+PREFILL = Row("prefill tokens computed", path_of("cache", "prefill_tokens"), count, min)
 _BEFORE = (
-    Row("cache hit rate, engines' replies", path_of("cache", "hit_rate"), percent, max, noise.of_share),
+    HIT_RATE,
     Row("cache hit rate, engines' counters", path_of("engines", "hit_rate"), percent, max, noise.of_share),
     Row("cache hit rate, gateway's prediction", path_of("cache", "predicted_hit_rate"), percent),
     Row("prompt tokens", path_of("cache", "prompt_tokens"), count),
-    Row("prefill tokens computed", path_of("cache", "prefill_tokens"), count, min),
+    PREFILL,
 )
 _AFTER = (
     Row("within the SLO", path_of("goodput", "share"), percent, max, noise.of_share),
-    Row("busiest replica, even share is 1", fair_share, lambda value: f"{value:.2f}", min),
+    Row(
+        "busiest replica, even share is 1",
+        fair_share,
+        lambda value: f"{value:.2f}",
+        min,
+        said="requests of the busiest replica over an even share:",
+    ),
     _OFFERED,
     _ANSWERED,
     Row("output tokens/s", path_of("output_throughput"), count, max),
@@ -343,12 +357,8 @@ _AFTER = (
 DEMO_ROWS = (
     Row("cache hit rate, as the gateway predicted", path_of("cache", "predicted_hit_rate"), percent),
     Row("cache hit rate, as the engines report", path_of("cache", "hit_rate"), percent, max, noise.of_share),
-    Row("prefill tokens computed", path_of("cache", "prefill_tokens"), count, min),
-    *(
-        Row(f"{label} {name}", path_of(key, name), milliseconds, min, noise.of_latency(name))
-        for label, key in (("TTFT", "ttft_ms"), ("E2E", "e2el_ms"))
-        for name in ("p50", "p99")
-    ),
+    PREFILL,
+    *(latency(label, key, name) for label, key in (("TTFT", "ttft_ms"), ("E2E", "e2el_ms")) for name in ("p50", "p99")),
     _OFFERED,
     _ANSWERED,
 )

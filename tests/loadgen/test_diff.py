@@ -71,9 +71,16 @@ def test_a_pipe_has_tables_of_full_width(file, capsys, monkeypatch):
     assert "TTFT mean 101 ms (100–102 ms) 151 ms (150–152 ms) +50 % worse" in " ".join(capsys.readouterr().out.split())
 
 
-def test_others_requests_are_no_comparison(file, capsys):
-    assert main(["diff", file("a.json", one=100), file("b.json", answered=40, one=90)]) == 1
-    assert "This comparison is void" in capsys.readouterr().out
+def test_others_requests_are_no_comparison(file, tmp_path, capsys):
+    files = file("a.json", one=100), file("b.json", answered=40, one=190)
+    assert main(["diff", *files, "--json", str(tmp_path / "d.json")]) == 1
+    out = capsys.readouterr().out
+    assert (
+        "one: This comparison is void: the targets did not answer the same requests: A 100 of 100, B 40 of 100." in out
+    )
+    assert "worse" not in out.lower() and "better" not in out.lower() and "+90 %" in out
+    written = json.loads((tmp_path / "d.json").read_text())["targets"]["one"]
+    assert "is void" in written["verdict"] and written["void"] and "worse" not in written
 
 
 def test_a_single_target_is_compared_whatever_its_name(file, capsys):

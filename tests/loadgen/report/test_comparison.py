@@ -2,6 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from loadgen.report import seeds, show
 from loadgen.report.comparison import comparison, less_or_more
 from loadgen.report.summary import fair_share
 
@@ -9,6 +10,10 @@ from loadgen.report.summary import fair_share
 def figures(**changes):
     made = {
         "requests": 100,
+        "completed": 100,
+        "not_sent": 0,
+        "interrupted": False,
+        "errors": {},
         "percentiles": ["p50", "p99"],
         "cache": {"hit_rate": 0.4, "prefill_tokens": 60_000},
         "ttft_ms": {"p50": 100.0, "p99": 900.0},
@@ -32,18 +37,58 @@ def figures(**changes):
     ],
 )
 def test_ratios_in_words(new, old, said):
-    assert less_or_more(new, old, "faster", "slower") == said
+    assert in_words(ttft(p50=new), ttft(p50=old), "p50") == said
+
+
+def ttft(**at):
+    return figures(ttft_ms=at)
+
+
+def in_words(new, old, at):
+    return less_or_more(show.latency("TTFT", "ttft_ms", at), new, old, "faster", "slower")
 
 
 @given(st.floats(0.01, 1e6), st.floats(0.01, 1e6))
 def test_worse_is_said_as_readily_as_better(new, old):
-    said = less_or_more(new, old, "faster", "slower")
+    said = in_words(ttft(p50=new), ttft(p50=old), "p50")
     if "faster" in said:
         assert new < old
     elif "slower" in said:
         assert new > old
     else:
         assert abs(new - old) <= 0.05 * old
+
+
+def seeded(at, *values):
+    """A report over several seeds, of which each has one value at that percentile."""
+    return seeds.merged([figures(percentiles=[at], ttft_ms={at: value}) for value in values])
+
+
+@pytest.mark.parametrize(
+    "new, old, at, said",
+    [
+        (ttft(p99=83), ttft(p99=100), "p99", "no difference beyond noise"),  # a tail of one run: 20 %
+        (ttft(p99=117), ttft(p99=100), "p99", "no difference beyond noise"),
+        (ttft(p99=70), ttft(p99=100), "p99", "1.4× faster"),
+        (seeded("p99.9", 79.6, 81.4, 121.0), seeded("p99.9", 96.7, 97.3, 115.0), "p99.9", "no difference beyond noise"),
+        (seeded("p50", 97, 97.5, 98), seeded("p50", 99, 100, 101), "p50", "1.03× faster"),  # little, but sure
+        (seeded("p50", 98, 99, 100), seeded("p50", 99, 100, 101), "p50", "about the same"),
+    ],
+)
+def test_words_follow_the_rule_of_better_and_worse(new, old, at, said):
+    sentences = comparison("new", {**new, "percentiles": [at]}, "old", {**old, "percentiles": [at]})
+    [told] = [one for one in sentences if one.startswith("The first token")]
+    assert told.endswith(f", {said}).")
+    listed = any(f"TTFT {at}" in one for one in sentences if one.startswith(("Better", "Worse")))
+    assert listed == ("faster" in said)
+
+
+def test_a_comparison_that_is_void_has_no_better_and_no_worse():
+    new = figures(completed=40, failed=60, ttft_ms={"p50": 10.0, "p99": 20.0})
+    assert comparison("new", new, "old", figures()) == [
+        "new cannot be compared with old: they did not answer the same requests.",
+        "Requests failed: 60 with new, 0 with old.",
+    ]
 
 
 def test_a_comparison_reads_as_sentences():
@@ -58,7 +103,7 @@ def test_a_comparison_reads_as_sentences():
         "The first token came after 50 ms at p50 (old 100 ms, 2.0× faster) and 910 ms at p99 (old 900 ms, about the same).",
         "Better with new than with old: cache hit rate, engines' replies 90.0 % instead of 40.0 % (+50.0 points); "
         "prefill tokens computed 10,000 instead of 60,000 (-83 %); TTFT p50 50.0 ms instead of 100 ms (-50 %).",
-        "Worse with new than with old: busiest replica, even share is 1 1.20 instead of 1.00 (+20 %).",
+        "Worse with new than with old: requests of the busiest replica over an even share: 1.20 instead of 1.00 (+20 %).",
     ]
 
 
@@ -67,7 +112,7 @@ def test_a_comparison_reads_as_sentences():
     [
         (
             ["p50", "p95", "p99.9"],
-            "50 ms at p50 (old 100 ms, 2.0× faster) and 950 ms at p99.9 (old 900 ms, 1.1× slower)",
+            "50 ms at p50 (old 100 ms, 2.0× faster) and 950 ms at p99.9 (old 900 ms, no difference beyond noise)",
         ),
         (["p95"], "70 ms at p95 (old 70 ms, about the same)"),
     ],

@@ -42,6 +42,10 @@ def report(answered: float, rate: float | None = 10.0, **fields) -> dict:
         (report(5, failed=7), "7 failed and 0 were not sent"),
         (report(5, interrupted=True), "the run was stopped early"),
         (
+            report(11.9, interrupted=True),
+            "10.00 requests/s offered, 11.90 answered: the run was stopped early; what is offered is the whole load's rate",
+        ),
+        (
             report(5, None, generator={"users": 4}),
             "5.00 requests/s answered; none offered, since each of 4 users sends when the last answer has come",
         ),

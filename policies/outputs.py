@@ -2,8 +2,9 @@
 
 A request is of three kinds at once, from the widest to the narrowest: its model's, those whose prompts begin with the
 same block (an agent's instructions, a tenant's system prompt), and its session's, where clients tell sessions. Each
-kind's mean starts from that of the wider one, which counts as `_PRIOR` answers (Bühlmann's credibility: n / (n + k)),
-so one answer hardly moves it and thirty are believed. `max_tokens` bounds what comes out.
+kind's mean starts from that of the wider one, which counts as `PRIOR` answers (Bühlmann's credibility: n / (n + k)),
+so one answer hardly moves it and thirty are believed. `max_tokens` bounds what comes out. A request that writes no
+tokens (`Demand.writes`) is expected to have none, and teaches nothing.
 
 When the first byte of an answer is expected (`due`) follows from what its placement predicts by the load that it met,
 and for an answer that comes in one piece from all of its decode steps besides. From then on its replica is late
@@ -26,7 +27,7 @@ from .vocabulary import Candidate, Demand, Pull
 
 FIRST = 200.0  # tokens, until an answer has ended
 LEAST_OUTPUT = 8  # tokens; of a shorter answer nobody knows the time from one to the next
-_PRIOR = 4.0  # answers that a wider kind's mean counts as
+PRIOR = 4.0  # answers that a wider kind's mean counts as
 _WINDOWS = (256.0, 64.0, 16.0)  # answers over which each kind's means run
 _KINDS = 4096  # that are kept of each
 _CHANCES = 8
@@ -45,10 +46,12 @@ class Expected(NamedTuple):
 class Basis(NamedTuple):
     """What an expected length was learned from."""
 
-    kind: str  # the narrowest that an answer was of: "session", "prefix" or "model"; "prior": there was none
+    # the narrowest that an answer was of: "session", "prefix" or "model"; "prior": there was none; "none": no tokens
+    kind: str
     answers: int  # of that kind, which its running mean is of
     mean: float  # tokens, before `max_tokens` bounds them
     spread: float  # their standard deviation: by how much an answer's length differs from it
+    without: float  # the mean without that kind's answers, which counts as `PRIOR` of them
 
 
 class _Kind:
@@ -76,6 +79,8 @@ class Outputs:
         self._sessions: dict[tuple[int, str], _Kind] = {}  # by space
 
     def expected(self, demand: Demand) -> Expected:
+        if not demand.writes:
+            return Expected(0.0, 0)
         mean, square = FIRST, 2 * FIRST * FIRST
         session = demand.session
         for kind in (
@@ -84,7 +89,7 @@ class Outputs:
             self._sessions.get((demand.space, session)) if session is not None else None,
         ):
             if kind is not None:
-                trust = kind.count / (kind.count + _PRIOR)
+                trust = kind.count / (kind.count + PRIOR)
                 mean += trust * (kind.mean - mean)
                 square += trust * (kind.square - square)
         most = demand.max_tokens
@@ -98,16 +103,21 @@ class Outputs:
 
     def basis(self, demand: Demand) -> Basis:
         """What `expected` is based on."""
+        if not demand.writes:
+            return Basis("none", 0, 0.0, 0.0, 0.0)
         mean, residual = self.expected(replace(demand, max_tokens=None))
         spread = sqrt(max(0.0, 2.0 * mean * residual - mean * mean))
         session = self._sessions.get((demand.space, demand.session)) if demand.session is not None else None
         kinds = {"session": session, "prefix": self._roots.get(demand.root), "model": self._spaces.get(demand.space)}
         for name, kind in kinds.items():
             if kind is not None:
-                return Basis(name, round(kind.count), mean, spread)
-        return Basis("prior", 0, mean, spread)
+                trust = kind.count / (kind.count + PRIOR)
+                return Basis(name, round(kind.count), mean, spread, (mean - trust * kind.mean) / (1.0 - trust))
+        return Basis("prior", 0, mean, spread, mean)
 
     def learn(self, demand: Demand, tokens: int) -> None:
+        if not demand.writes:
+            return
         tokens = tokens or 1
         _of(self._spaces, demand.space).learn(tokens, _WINDOWS[0])
         if demand.root:

@@ -28,6 +28,7 @@ class Demand:
     space: int = 0  # whose tokens and blocks these are: a candidate of another space has none of them
     also: Demand | None = None  # the same request in the tokens and blocks of another space, if candidates are of two
     streams: bool = True  # the first token of its answer is seen when it is made, not with the last one
+    writes: bool = True  # its answer has tokens that are decoded; an embedding or a score has none
     output: float = 0.0  # tokens that its answer is expected to have; the Router says so
     residual: int = 0  # and how many are still to come, seen at a random moment while it comes
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from policies.outputs import PRIOR
+
 from .reasons import TERMS, sentence
 
 WIDTH = 100
@@ -21,9 +23,13 @@ def show(told: Mapping[str, Any]) -> str:
     lines += [line for name, text in _head(told) for line in _wrapped(text, f"{name:<8} ")]
     replicas = sorted(told["replicas"], key=lambda one: (not one["chosen"], one["seconds"] or one["answer_seconds"]))
     shown, weighed = replicas[:MOST_ROWS], replicas[0]["seconds"] is not None
-    columns = _columns(told, shown, weighed)
+    columns = _columns(told, shown)
     names = _terms(shown)
-    kept = _fitting(columns, names, shown)
+    kept = _fitting([*columns, _answers(shown)], names, shown)
+    if answers := not weighed or REST not in kept:
+        columns.append(_answers(shown))
+    else:  # the terms have the room: only they say why
+        kept = _fitting(columns, names, shown)
     for name in kept:
         columns.append([name, *(_ms(_term(one, name, kept, names)) for one in shown)])
     if weighed:
@@ -31,7 +37,7 @@ def show(told: Mapping[str, Any]) -> str:
     lines += ["", *_table(columns)]
     if len(replicas) > len(shown):
         lines.append(f"    and {len(replicas) - len(shown)} more; --json has all")
-    lines += ["", *_legend(shown, kept, names, weighed)]
+    lines += ["", *_legend(shown, kept, names, weighed, answers)]
     return "\n".join(lines)
 
 
@@ -54,7 +60,7 @@ def _head(told: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 def _prompt_line(told: Mapping[str, Any]) -> str:
     if told["mode"] == "load":
-        return "not read: this request goes to the least loaded replica"
+        return "not read, so what replicas hold of it does not count"
     chars = f"{told['rendered_chars']} characters rendered, " if told["rendered_chars"] else ""
     return f"{chars}{told['tokens']} tokens, {told['blocks']} full blocks of {told['block_size']} ({told['mode']})"
 
@@ -62,12 +68,14 @@ def _prompt_line(told: Mapping[str, Any]) -> str:
 def _answer_line(told: Mapping[str, Any]) -> str:
     """How many tokens are expected, and what says so."""
     basis, expected = told["output_basis"], f"{told['output_tokens']:.0f} tokens expected"
+    if basis["kind"] == "none":
+        return "no tokens, as requests of this path write none"
     if basis["kind"] == "prior":
         source = "assumed, as no answer of this model has ended yet"
     else:
         answers = "answer" if basis["answers"] == 1 else f"{basis['answers']} answers"
-        source = f"learned from the last {answers} {OF_KIND[basis['kind']]}"
-        source += f" (± {basis['spread']:.0f})"
+        source = f"learned from the last {answers} {OF_KIND[basis['kind']]} (± {basis['spread']:.0f})"
+        source += f" and the {basis['without']:.0f} expected otherwise, which count as {PRIOR:.0f}"
     if told["output_tokens"] < basis["mean"]:
         return f"{expected}, which the request allows at most; else {basis['mean']:.0f}, {source}"
     return f"{expected}, {source}"
@@ -76,15 +84,18 @@ def _answer_line(told: Mapping[str, Any]) -> str:
 # --- the table: a list of columns, each with its head first
 
 
-def _columns(told: Mapping[str, Any], shown: Sequence[Mapping[str, Any]], weighed: bool) -> list[list[str]]:
+def _columns(told: Mapping[str, Any], shown: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     return [
         ["", *(_mark(one, told.get("legs")) for one in shown)],
         ["replica", *(_short(one["id"]) for one in shown)],
         ["held", *(_held(one, told["tokens"]) for one in shown)],
         ["active", *(str(one["load"]["requests"]) for one in shown)],
         ["TTFT", *(_ms(one["ttft_seconds"]) for one in shown)],
-        *([] if weighed else [["answer", *(_ms(one["answer_seconds"]) for one in shown)]]),
     ]
+
+
+def _answers(shown: Sequence[Mapping[str, Any]]) -> list[str]:
+    return ["answer", *(_ms(one["answer_seconds"]) for one in shown)]
 
 
 def _mark(one: Mapping[str, Any], apart: Mapping[str, Any] | None) -> str:
@@ -148,13 +159,19 @@ def _table(columns: Sequence[Sequence[str]]) -> list[str]:
     ]
 
 
-def _legend(shown: Sequence[Mapping[str, Any]], kept: Sequence[str], names: Sequence[str], weighed: bool) -> list[str]:
-    lines = ["times in ms, as predicted; held: prompt tokens whose KV cache is there; active: requests under way"]
+def _legend(
+    shown: Sequence[Mapping[str, Any]], kept: Sequence[str], names: Sequence[str], weighed: bool, answers: bool
+) -> list[str]:
+    lines = [
+        f"times in ms, as predicted; TTFT: until the first token{', answer: until the last one' if answers else ''}",
+        "held: prompt tokens whose KV cache is there; active: requests under way",
+    ]
     if any(one["tied"] and not one["chosen"] for one in shown):
         lines.append("=: costs the same as the least, one of them is drawn")
     if not weighed:
         return lines
-    lines.append("cost: what this request loses there and makes others lose; the least is chosen. It is the sum of")
+    lines.append("cost: what this request loses there and makes others lose, in weighted ms: it is no duration.")
+    lines.append("The least is chosen. It is the sum of")
     for name in kept:
         if name == REST:
             lines += _wrapped(", ".join(other for other in names if other not in kept), f"  {REST:<12} ")

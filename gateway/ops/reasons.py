@@ -144,13 +144,15 @@ def sentence(told: Mapping[str, Any]) -> str:
 def _whole(told: Mapping[str, Any]) -> str:
     chosen = next(one for one in told["replicas"] if one["chosen"])
     if len(told["replicas"]) == 1:
-        return f"{chosen['id']}, the only replica that can take it: {_price(chosen)}."
+        return f"{chosen['id']}, the only replica that can take it: {_price(told, chosen)}."
     if chosen["seconds"] is None:
         return _by_rule(told, chosen)
     tied = [one for one in told["replicas"] if one["tied"]]
     others = [one for one in told["replicas"] if not one["chosen"] and not (chosen["tied"] and one["tied"])]
     if not others:
-        return f"{chosen['id']}, drawn from all {len(tied)}, which cost the same{_within(told)}: {_price(chosen)}."
+        return (
+            f"{chosen['id']}, drawn from all {len(tied)}, which cost the same{_within(told)}: {_price(told, chosen)}."
+        )
     other = min(others, key=lambda one: one["seconds"])
     if not chosen["tied"]:
         return _not_the_least(told, chosen, other)
@@ -159,7 +161,9 @@ def _whole(told: Mapping[str, Any]) -> str:
         if len(tied) > 1
         else f"because {_why(told, chosen, other)}"
     )
-    return f"{chosen['id']}, {why}: {_price(chosen)}, and {_against(chosen, other)} on {other['id']}, the next best."
+    return (
+        f"{chosen['id']}, {why}: {_price(told, chosen)}, and {_against(chosen, other)} on {other['id']}, the next best."
+    )
 
 
 def _in_legs(apart: Mapping[str, Any], whole: str) -> str:
@@ -188,14 +192,16 @@ def _not_the_least(told: Mapping[str, Any], chosen: Mapping[str, Any], least: Ma
         why = "by the load of all gateways, which this one sees later"
     else:
         why = f"to make a copy of the prefix that {least['id']} holds: enough requests have waited for want of one"
-    return f"{chosen['id']}, {why}; {_price(chosen)}, and {_against(chosen, least)} on {least['id']}."
+    return f"{chosen['id']}, {why}; {_price(told, chosen)}, and {_against(chosen, least)} on {least['id']}."
 
 
-def _price(chosen: Mapping[str, Any]) -> str:
-    first = span(chosen["ttft_seconds"])
-    if chosen["seconds"] is None:
-        return f"its first token comes after {first}"
-    return f"the request costs {span(chosen['seconds'])} there, its first token comes after {first}"
+def _price(told: Mapping[str, Any], chosen: Mapping[str, Any]) -> str:
+    last = span(chosen["answer_seconds"])
+    if told["output_tokens"]:
+        comes = f"first token after {span(chosen['ttft_seconds'])}, the last after about {last}"
+    else:
+        comes = f"answer after {last}"
+    return comes if chosen["seconds"] is None else f"the request costs {span(chosen['seconds'])} there ({comes})"
 
 
 def _within(told: Mapping[str, Any]) -> str:

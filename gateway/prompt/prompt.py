@@ -92,7 +92,7 @@ class Prompt:
 
 def unread(path: str, model: str | None) -> Prompt:
     """A request of a path that is not in PROMPT_PATHS: nothing is known of it but the model that it names, if any."""
-    return Prompt(path, model or "", mode="load", note="this path is routed by load alone")
+    return Prompt(path, model or "", mode="load", note="the prompts of this path are not read")
 
 
 def as_variant(prompt: Prompt, space: int) -> Prompt:

@@ -17,7 +17,7 @@ import re
 from collections.abc import Sequence
 from urllib.parse import unquote
 
-from ..prompt.prompt import LONGEST_RESPONSE_ID, PROMPT_PATHS
+from ..prompt.prompt import EMBEDDINGS, LONGEST_RESPONSE_ID, NO_PREFILL, PROMPT_PATHS
 
 MODELS = "/v1/models"
 # The inference API without PROMPT_PATHS is sent on by load alone. Posted to these, engines compute prompts, ...
@@ -33,6 +33,10 @@ OTHER_PATHS = UNREAD_PROMPTS | frozenset((
     "/v1/completions/render", "/v1/completions/derender",
     "/v1/messages/count_tokens", "/v1/messages/render", "/v1/responses/render",
     MODELS, "/health", "/version", "/tokenizer_info", "/ping",
+))  # fmt: skip
+# Answers to these have no tokens that are decoded. A path that --allow-path adds may be anything: it is none of them.
+WRITES_NOTHING = NO_PREFILL | OTHER_PATHS - UNREAD_PROMPTS | {EMBEDDINGS} | frozenset((
+    "/v2/embed", "/pooling", "/classify", "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank",
 ))  # fmt: skip
 # What a path says of one stored response, and its id.
 STORED_RESPONSE = re.compile(

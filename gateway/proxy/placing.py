@@ -16,6 +16,7 @@ from ..prompt.prompt import as_variant
 from .backend import Backend
 from .exchange import Attempt, Exchange
 from .legs import LegPlacing, LegPlan, Roles, Sides
+from .paths import WRITES_NOTHING
 from .pulling import Pulls
 from .responses import Responses
 from .shadow import Shadows, Went
@@ -336,10 +337,10 @@ class Placing:
         for asker in found or ():
             asker.run_isolated(asker.placed)
 
-    def demand(self, prompt: Prompt | None, now: float) -> Demand:
-        """What is asked for."""
+    def demand(self, prompt: Prompt | None, now: float, path: str = "") -> Demand:
+        """What is asked for. `path`: of a request without prompt, as far as it is known."""
         if prompt is None:
-            return Demand(tokens=0, draw=random())
+            return Demand(tokens=0, draw=random(), writes=path not in WRITES_NOTHING)
         return demand_of(prompt, now, random())
 
     def place(self, asker: Asker) -> None:
@@ -358,7 +359,7 @@ class Placing:
             return
         if asker.response is not None and (maker := self.responses.maker(asker.response)) is not None:
             targets = targets.only(maker) or targets
-        demand = self.demand(prompt, now)
+        demand = self.demand(prompt, now, asker.request.path if isinstance(asker, Exchange) else "")
         peers = self.pulls.peers(asker) if self.pulls.any else ()
         evaluation = self.router.evaluate(demand, targets, now, peers=peers)
         if self.queue is not None:
@@ -512,4 +513,5 @@ def demand_of(prompt: Prompt, now: float = UNTIMED, draw: float = 0.0) -> Demand
     return Demand(
         prompt.tokens, prompt.block_size, root, prompt.session, prompt.max_tokens, now, hashes, draw, prompt.reads_cache, prompt.path,
         prompt.space, None if also is None else demand_of(also, now, draw), prompt.stream,
+        prompt.path not in WRITES_NOTHING,
     )  # fmt: skip

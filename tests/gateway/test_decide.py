@@ -225,7 +225,7 @@ async def test_other_paths_are_prompts_too_and_unknown_ones_go_by_load(gateway):
     assert (other["tokens"], other["cached_tokens"]) == (
         0,
         0,
-    ) and "by load alone (this path is routed by load alone)" in other["reason"]
+    ) and "by load alone (the prompts of this path are not read)" in other["reason"]
     assert [await tell(gateway, one, "done") for one in (*made, other)] == [200] * 3
 
 

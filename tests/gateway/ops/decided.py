@@ -2,7 +2,8 @@
 
 from gateway.ops import reasons
 from gateway.prompt import Prompt
-from policies import Candidate, CostGroup, Demand, Evaluation, Load, make
+from gateway.proxy.placing import demand_of
+from policies import Candidate, CostGroup, Evaluation, Load, make
 from policies.outputs import Outputs
 
 TOKENS = 1000
@@ -14,16 +15,27 @@ def replica(name, overlap=0, load=None, **more):
 
 
 def decided(
-    policy, *replicas, tokens=TOKENS, draw=0.0, mode="exact", note="", outputs=None, session=None, max_tokens=None
+    policy,
+    *replicas,
+    tokens=TOKENS,
+    draw=0.0,
+    mode="exact",
+    note="",
+    outputs=None,
+    session=None,
+    max_tokens=None,
+    path="/v1/chat/completions",
 ):
     """As `describe` tells it of a prompt for these replicas."""
     costs, rule = CostGroup(), policy if not isinstance(policy, str) else make(policy)
     candidates = [Candidate(name, overlap, load, costs.add(name), **more) for name, overlap, load, more in replicas]
     outputs = outputs or Outputs()
-    demand = Demand(tokens, 16, 77, session=session, max_tokens=max_tokens, draw=draw)
+    prompt = Prompt(
+        path, "sim", tokens=tokens, hashes=range(77, 77 + tokens // 16), max_tokens=max_tokens, session=session,
+        rendered_chars=4321, mode=mode, note=note,
+    )  # fmt: skip
+    demand = demand_of(prompt, draw=draw)
     demand.output, demand.residual = outputs.expected(demand)
-    path = "/v1/chat/completions"
-    prompt = Prompt(path, "sim", tokens=tokens, hashes=range(tokens // 16), rendered_chars=4321, mode=mode, note=note)
     choice = rule.choose(demand, candidates, explain=True)
     evaluation = Evaluation(demand, candidates, choice, candidates[choice.index].overlap)
     return reasons.describe(rule, prompt, evaluation, outputs)

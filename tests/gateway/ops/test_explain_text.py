@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from gateway.ops.explain_text import WIDTH, show
-from gateway.ops.reasons import TERMS, sentence
+from gateway.ops.reasons import TERMS, sentence, span
 from policies import Demand, Load
 from policies.outputs import Outputs
 
@@ -29,11 +29,15 @@ def learned(*answers):
     [
         (learned(), None, "200 tokens expected, assumed, as no answer of this model has ended yet"),
         (learned(), 16, "16 tokens expected, which the request allows at most; else 200, assumed, as no answer of this model has ended yet"),
-        (learned((50, 1, None)), None, "170 tokens expected, learned from the last answer of this model (± 189)"),
-        (learned(*[(50, 77, None)] * 90), None, "50 tokens expected, learned from the last 64 answers to prompts with the same first block (± 14)"),
-        (learned(*[(50, 77, None)] * 90, *[(500, 1, "s")] * 3), 900, "244 tokens expected, learned from the last 3 answers of its session (± 223)"),
+        (learned((50, 1, None)), None,
+         "170 tokens expected, learned from the last answer of this model (± 189) and the 200 expected otherwise, which count as 4"),
+        (learned(*[(50, 77, None)] * 90), None,
+         "50 tokens expected, learned from the last 64 answers to prompts with the same first block (± 14) and the 56 expected otherwise, which count as 4"),
+        (learned(*[(50, 77, None)] * 90, *[(500, 1, "s")] * 3), 900,
+         "244 tokens expected, learned from the last 3 answers of its session (± 223) and the 51 expected otherwise, which count as 4"),
         (learned(*[(50, 77, "s")] * 90), 9,
-         "9 tokens expected, which the request allows at most; else 50, learned from the last 16 answers of its session (± 0)"),
+         "9 tokens expected, which the request allows at most; else 50, "
+         "learned from the last 16 answers of its session (± 0) and the 50 expected otherwise, which count as 4"),
     ],
 )  # fmt: skip
 def test_it_says_where_the_expected_tokens_come_from(outputs, max_tokens, said):
@@ -115,7 +119,34 @@ def test_policies_that_weigh_no_seconds_have_no_cost_column():
 
 def test_a_prompt_that_was_not_read_says_so():
     text = show(decided("random", replica("a:1"), tokens=0, mode="load", note="unknown path"))
-    assert "not read: this request goes to the least loaded replica" in text and "note     unknown path" in text
+    assert "not read, so what replicas hold of it does not count" in text and "note     unknown path" in text
+
+
+def test_the_sentence_and_the_table_say_when_the_last_token_comes_and_that_a_cost_is_no_duration():
+    told = decided("least_time", replica("a:1"), replica("b:1", 960))
+    text, chosen = show(told), next(one for one in told["replicas"] if one["chosen"])
+    assert chosen["answer_seconds"] > chosen["ttft_seconds"]
+    last = span(chosen["answer_seconds"])
+    assert f"{span(chosen['ttft_seconds'])}, the last after about {last}), and" in " ".join(text.split())
+    head, row, _ = rows_of(text)
+    assert "rest" not in head
+    answers = row.split()[len(row.split()) - len(head.split()) + head.split().index("answer")]
+    assert float(answers) == pytest.approx(1e3 * chosen["answer_seconds"], rel=0.005)
+    assert "answer: until the last one" in text and "it is no duration" in text
+
+
+@pytest.mark.parametrize("policy", ["least_time", "round_robin"])
+def test_a_request_that_writes_no_tokens_is_priced_without_decode_and_has_an_answer_but_no_last_token(policy):
+    """And an answer that says otherwise teaches nothing."""
+    outputs = Outputs()
+    outputs.learn(Demand(TOKENS, root=77, writes=False), 900)
+    told = decided(policy, replica("a:1"), path="/v1/embeddings", outputs=outputs)
+    assert told["output_tokens"] == 0 and not told["replicas"][0]["terms"].get("decode")
+    assert told["replicas"][0]["answer_seconds"] == told["replicas"][0]["ttft_seconds"]
+    text = show(told)
+    assert "no tokens, as requests of this path write none" in text and "expected" not in text
+    assert "answer after" in text and "first token after" not in text
+    assert outputs.basis(Demand(TOKENS)).kind == "prior"
 
 
 def test_the_documents_show_what_it_prints():

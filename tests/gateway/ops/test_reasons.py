@@ -28,8 +28,8 @@ def test_the_holder_is_named_with_what_it_holds_and_what_it_would_cost_elsewhere
     told = decided("least_time", replica("a:1"), replica("b:1", 960), replica("c:1", 320))
     here, next_best = (one for one in told["replicas"] if one["id"] in ("b:1", "c:1"))
     assert sentence(told) == (
-        f"b:1, because it holds 960 of the 1,000 prompt tokens: the request costs {span(here['seconds'])} there, "
-        f"its first token comes after {span(here['ttft_seconds'])}, "
+        f"b:1, because it holds 960 of the 1,000 prompt tokens: the request costs {span(here['seconds'])} there "
+        f"(first token after {span(here['ttft_seconds'])}, the last after about {span(here['answer_seconds'])}), "
         f"and {span(next_best['seconds'])} on c:1, the next best."
     )
 

@@ -283,7 +283,7 @@ async def test_what_is_passed_on_without_a_look_at_its_prompt_goes_to_replicas_o
         for _ in range(3):
             made = await d.decide(path, body, {"content-type": kind})
             assert made["candidates"] == [made["replica"]] == ["127.0.0.1:10"]
-            assert "(this path is routed by load alone)" in made["reason"]
+            assert "(the prompts of this path are not read)" in made["reason"]
             await d.done(made["id"], b"")
             told = await datapath.explain(s.proxy, path, body, {"content-type": kind})
             assert (told["model"], told["choice"], told["mode"]) == ("ranker", "127.0.0.1:10", "load")

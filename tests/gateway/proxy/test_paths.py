@@ -5,7 +5,9 @@ import json
 import pytest
 
 from gateway.config import ConfigError, load
-from gateway.proxy.paths import refusal
+from gateway.prompt.prompt import unread
+from gateway.proxy.paths import MODELS, refusal
+from gateway.proxy.placing import demand_of
 
 from .replies import BODY, answers, post
 from .stack import stack
@@ -212,3 +214,16 @@ def test_what_the_admin_side_has_is_named_there_and_not_at_an_engine(path):
 
 def test_a_path_of_an_engine_that_only_begins_like_one_of_the_admin_side():
     assert "/replicas/ID/engine/metrics2" in refusal("/metrics2", False)
+
+
+def test_what_writes_no_tokens_is_asked_for_none():
+    """By path alone, of prompts that are read and that are not; what an operator opened may write."""
+    for path in ("/v1/embeddings", "/v1/rerank", "/score", "/pooling", "/classify", "/v2/embed", "/tokenize", MODELS):
+        assert not demand_of(unread(path, "sim")).writes, path
+    for path in (
+        "/v1/chat/completions",
+        "/v1/audio/transcriptions",
+        "/inference/v1/generate",
+        "/v1/images/generations",
+    ):
+        assert demand_of(unread(path, "sim")).writes, path

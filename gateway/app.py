@@ -380,7 +380,7 @@ class Gateway:
             return
         seen[backend.id] = scrape.at
         self.ledger.scraped(backend.id, scrape.waiting, scrape.kv_usage)
-        self.proxy.router.count_seats(backend.id)
+        self.proxy.router.count_seats(backend.id, scrape.running)
         idle = backend.candidate.load.requests == 0 and monotonic() - scrape.at < 0.5
         if backend.drift.counted(scrape.prefix_queries, scrape.prefix_hits, idle):
             self.proxy.settling.heal(backend, "the engine's own count of cached tokens differs from what was predicted")

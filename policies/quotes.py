@@ -91,8 +91,9 @@ def _quote(
     """By the streams that are there after `ttft`."""
     load = candidate.load
     stay = exp(-ttft / left) if left > 0.0 else 0.0
-    streams = load.decoding * stay + load.prefilling + 1
-    context = load.context_tokens * stay + load.prefill_tokens + demand.tokens + 0.5 * demand.output
+    all_ = load.decoding * stay + load.prefilling + 1
+    streams = min(all_, candidate.seats)
+    context = (load.context_tokens * stay + load.prefill_tokens + demand.tokens + 0.5 * demand.output) * streams / all_
     tpot = candidate.costs.stream_step(streams, context)
     return Quote(ttft, wait, tpot, left, there, computing, held / load.capacity_tokens, streams, context)
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 
 import numpy as np
 
@@ -186,10 +187,10 @@ class Router:
         self.candidates[replica], self._seats[replica] = candidate, Seats()
         return candidate
 
-    def count_seats(self, replica: str) -> None:
-        """Its load was scraped."""
-        if (candidate := self.candidates.get(replica)) is not None:
-            candidate.seats = self._seats[replica].scraped(candidate.load)
+    def count_seats(self, replica: str, running: int | None) -> None:
+        """Its load was scraped, and how many requests run there, if it told."""
+        if running is not None and (candidate := self.candidates.get(replica)) is not None:
+            candidate.seats = self._seats[replica].scraped(candidate.load, running)
 
     def regroup(self, replica: str, group: CostGroup) -> None:
         """It is of this kind, and what was learned of it as one of another kind is void."""
@@ -197,6 +198,7 @@ class Router:
         if candidate.costs.group is not group:
             candidate.costs.group.remove(replica)
             candidate.costs = group.add(replica)
+            self._seats[replica], candidate.seats = Seats(), inf
 
     def remove(self, replica: str) -> None:
         """What is still placed there settles without a trace in the map."""

@@ -22,7 +22,6 @@ import orjson
 _BEGINS = re.compile(rb"(?:[0-9A-Fa-f]{1,8}(?:;[^\r\n]*)?(?:\r\n|\r?\Z))?\s*")
 # How an event of a stream begins, the comment that keeps a connection alive included.
 _FIELD = re.compile(rb":|data:|event:|id:|retry:")
-_NUMBER = re.compile(rb'"sequence_number":\s{0,8}(\d{1,15})')
 # What an answer of each API cannot be without: a member of its JSON object, and its stream's first event. Quotes inside
 # generated text are escaped, so this is never part of one.
 MEMBERS = {
@@ -135,8 +134,13 @@ def _is_announcement(label: str, data: bytes) -> bool:
 
 def next_number(pieces: Iterable[bytes]) -> int:
     """The number of the event that follows these last pieces of a response's stream; 0 where they tell none."""
-    numbers = _NUMBER.findall(b"".join(pieces))
-    return int(numbers[-1]) + 1 if numbers else 0
+    for line in reversed(b"".join(pieces).splitlines()):
+        if line.startswith(b"data:"):
+            try:
+                return int(orjson.loads(line[5:])["sequence_number"]) + 1
+            except (ValueError, KeyError, TypeError):  # a part of an event, or one that is not numbered
+                continue
+    return 0
 
 
 def _body_at(data: bytes) -> int:

@@ -438,7 +438,7 @@ class Fleet:
             for ledger in ledgers:
                 ledger.scraped(name, replica.engine.waiting, replica.engine.kv_usage)
             for gateway in self.gateways:
-                gateway.router.count_seats(name)
+                gateway.router.count_seats(name, replica.engine.running)
 
     def _sweep(self) -> None:
         """Gateways look at how far the streams have come."""

@@ -49,7 +49,7 @@ async def test_death_in_the_stream_ends_it_with_an_error_event_and_no_done(path,
 
 
 async def test_the_error_of_a_response_is_numbered_and_raises_in_openais_client():
-    event = b'event: response.output_text.delta\ndata: {"type":"response.output_text.delta","delta":"\\"sequence_number\\":99","sequence_number":%d}\n\n'
+    event = b'event: response.output_text.delta\ndata: {"type":"response.output_text.delta","delta":"\\"sequence_number\\":99","sequence_number":%d,"x":{"sequence_number":3}}\n\n'
     async with stack(streams(chunk(event % 7), chunk(event % 8), end=None)) as s:
         talk = await s.talk()
         await talk.say(post(path=b"/v1/responses"))

@@ -64,7 +64,7 @@ def test_engines_that_run_few_at_once_are_sent_no_more_than_they_seat():
     records = one.run().records
     kept, asked = good(records)
     admitted = sum(record.sent >= 20 and not record.error for record in records)
-    assert kept >= 0.88 * admitted and kept >= 0.7 * asked
+    assert kept >= 0.85 * admitted and kept >= 0.7 * asked
 
 
 @pytest.mark.parametrize("mode, share", [("wait", 0.9), ("reject", 0.6)])

@@ -49,13 +49,14 @@ async def test_death_in_the_stream_ends_it_with_an_error_event_and_no_done(path,
 
 
 async def test_the_error_of_a_response_is_numbered_and_raises_in_openais_client():
-    event = b'event: response.output_text.delta\ndata: {"type":"response.output_text.delta","delta":"\\"sequence_number\\":99","sequence_number":%d,"x":{"sequence_number":3}}\n\n'
+    told = b'"type":"response.output_text.delta","delta":"\\"sequence_number\\":99","x":{"sequence_number":3}'
+    event = b'event: response.output_text.delta\ndata: {"sequence_number":%d,' + told + b"}\n\n"
     async with stack(streams(chunk(event % 7), chunk(event % 8), end=None)) as s:
         talk = await s.talk()
         await talk.say(post(path=b"/v1/responses"))
-        told = orjson.loads((await talk.response())[2].rpartition(b"data: ")[2])
-        assert told["type"] == "error" and told["sequence_number"] == 9
-        assert {name: told[name] for name in ("code", "message", "param")}.items() <= told["error"].items()
+        error = orjson.loads((await talk.response())[2].rpartition(b"data: ")[2])
+        assert error["type"] == "error" and error["sequence_number"] == 9
+        assert {name: error[name] for name in ("code", "message", "param")}.items() <= error["error"].items()
 
 
 CRLF_EVENT = EVENT.replace(b"\n", b"\r\n")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import difflib
 import ipaddress
+import logging
 import os
 import re
 import sys
@@ -33,6 +34,8 @@ from .policy_fields import PolicyName, Shadows, acts, split_names
 from .pools import Pool
 from .proxy.paths import check_allowed
 from .sizes import Bytes, show_bytes
+
+log = logging.getLogger("hitherto")
 
 ENV_PREFIX = "HITHERTO_"
 DEFAULT_FILE = "hitherto.yaml"
@@ -448,7 +451,8 @@ def _is_loopback(host: str) -> bool:
 
 
 def kept_replicas(settings: Settings) -> KeptReplicas | None:
-    """The file of replicas that operators added, if there is to be one. Raises ConfigError if it cannot be written."""
+    """The file of replicas that operators added, if there is to be one. Raises ConfigError if it cannot be read
+    or written. What it overrules of the settings is logged."""
     if settings.replica_file is None:
         return None
     kept = KeptReplicas(settings.replica_file)
@@ -458,15 +462,28 @@ def kept_replicas(settings: Settings) -> KeptReplicas | None:
         raise ConfigError(
             f"replica_file: {kept.path} cannot be written: {error.strerror or error}. Its folder must exist, and the gateway may write there"
         ) from None
+    added = _added(settings)
+    for url in settings.replica_url:
+        if (later := added.get(parse_url(url).id, url)) != url:
+            log.warning(
+                "%s of replica_file is used, not %s of replica_url: DELETE and POST /replicas changed it later. "
+                "To undo that, remove its line in %s", later, url, kept.path,
+            )  # fmt: skip
     return kept
 
 
 def known_urls(settings: Settings) -> tuple[str, ...]:
-    """Engines that run already: those given, and those that operators added before the last restart."""
+    """Engines that run already: those given, and those that operators added before the last restart. Of one that is
+    both, what operators said counts: it came later."""
+    return tuple(({parse_url(url).id: url for url in settings.replica_url} | _added(settings)).values())
+
+
+def _added(settings: Settings) -> dict[str, str]:
+    """What operators added before the last restart, by id."""
     if settings.replica_file is None:
-        return settings.replica_url
+        return {}
     try:
-        return (*settings.replica_url, *KeptReplicas(settings.replica_file).urls())
+        return {parse_url(url).id: url for url in KeptReplicas(settings.replica_file).urls()}
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"replica_file: {error}. Correct or remove that file, which has one replica's URL a line"

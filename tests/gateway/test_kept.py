@@ -34,6 +34,26 @@ async def test_added_and_removed_replicas_are_as_they_were_after_the_gateway_was
             assert (await gateway.chat([{"role": "user", "content": "hello"}])).status_code == 200
 
 
+async def test_a_role_that_was_changed_is_so_after_a_restart_and_the_log_names_both(tmp_path):
+    given, changed = "http://127.0.0.3:9#role=both", "http://127.0.0.3:9#role=decode"
+    flags = ("--model", "sim", "--replica-url", given, "--replica-file", str(tmp_path / "replicas"))
+
+    async def role(gateway):
+        (one,) = (await gateway.admin.get("/status")).json()["replicas"]
+        return one["role"]
+
+    async with running(*flags) as gateway:
+        assert await role(gateway) == "both"
+        assert (await gateway.admin.delete("/replicas/127.0.0.3:9")).status_code == 200
+        added = await gateway.admin.post("/replicas", json={"url": "http://127.0.0.3:9", "role": "decode"})
+        assert added.status_code == 201
+        assert given not in b"".join(gateway.log).decode()
+    async with running(*flags) as gateway:
+        assert await role(gateway) == "decode"
+        (line,) = (line for line in b"".join(gateway.log).decode().splitlines() if given in line)
+        assert changed in line and str(tmp_path / "replicas") in line
+
+
 async def test_what_cannot_be_kept_is_not_added(tmp_path):
     folder = tmp_path / "folder"
     folder.mkdir()

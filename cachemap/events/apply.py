@@ -8,7 +8,7 @@ costs about 40 us and a further block in it 0.3.
 
 from collections.abc import Sequence
 
-from cachemap.changes import ChunkTier
+from cachemap.changes import ChunkTier, outlives
 from cachemap.events.chunks import MOST_BLOCKS, Chunk, Chunks, block_keys, chains
 from cachemap.events.groups import GroupEvents
 from cachemap.events.pages import Pages
@@ -17,6 +17,7 @@ from cachemap.hashing import TOKEN_BYTES, chain_seed, covering, hash_blocks
 from cachemap.map import CacheMap
 
 MOST_PENDING = 2048  # blocks gathered before they go to the map
+MOST_UNSIZED = 2048  # keys that are remembered of a tier until an event tells how many blocks each stands for
 
 
 class EventApplier:
@@ -47,6 +48,8 @@ class EventApplier:
         self._groups = GroupEvents(cache_map, slot, block_size, self._hash_of)
         self.pages: Pages | None = None  # of an engine whose pages are smaller than the blocks
         self._chunks: dict[str, Chunks] = {}  # by tier, of a store below the engine
+        self._own_chunk = 1  # blocks that the engine's own slower tiers find together, as far as events told
+        self._unsized: dict[str, dict[int | bytes, None]] = {}  # by such a tier, keys told alone while that was 1
         self.stored = 0
         self._removed = 0
         self._orphans = 0
@@ -109,12 +112,14 @@ class EventApplier:
         for it."""
         self._forget_own()
         self._drop_chunks()
+        self._forget_chunk_size()
         self._map.clear(self._slot)
 
     def let_go(self) -> None:
         """Nobody tells of it any more: what may change meanwhile is not kept. The map has what it was made of."""
         self._drop_pages()
         self._drop_chunks()
+        self._forget_chunk_size()
 
     def _drop_pages(self) -> None:
         if self.pages is not None:
@@ -126,10 +131,14 @@ class EventApplier:
             chunks.clear()
         self._chunks = {tier: chunks for tier, chunks in self._chunks.items() if chunks.blind}
 
+    def _forget_chunk_size(self) -> None:
+        self._own_chunk, self._unsized = 1, {}
+
     def _clear(self) -> None:
         """The engine dropped all that it has itself. What outlives that goes when its store says so."""
         self._flush()
         self._forget_own()
+        self._unsized = {tier: keys for tier, keys in self._unsized.items() if outlives(tier)}
         self._map.clear(self._slot, below=False)
 
     def _forget_own(self) -> None:
@@ -169,7 +178,8 @@ class EventApplier:
                 f"prompts are hashed in blocks of {self._block_size}"
             )
             return
-        tier = event.tier if event.tier == "gpu" else self._tier_of(event)
+        blocks = 1 if event.tier == "gpu" else self._blocks_of(event)
+        tier = ChunkTier(event.tier, blocks, own=True).tier if blocks > 1 else event.tier
         if self._removing or tier != self._tier or len(self._own) > MOST_PENDING:
             self._flush()
             self._tier = tier
@@ -181,14 +191,40 @@ class EventApplier:
         if event.tokens and (event.tier == "gpu" or not all(map(self._hash_of, event.keys))):
             self._store_chain(event)
         else:
-            self._store_known(event)
+            self._store_known(event, blocks)
         self._groups.follow()
 
-    def _tier_of(self, event: Stored) -> str:
-        """What the map calls a slower tier of the engine's own. Some of its chunks are told by key alone: the last
-        block's, which is all that the map wants of them."""
-        blocks = event.together if event.tokens else self._map.own_chunk(self._slot)
-        return ChunkTier(event.tier, blocks, own=True).tier if blocks > 1 else event.tier
+    def _blocks_of(self, event: Stored) -> int:
+        """Return how many blocks each chunk of an event of the engine's own slower tier has. Some chunks are told by
+        key alone: the last block's, which is all that the map wants of them. Until an event with tokens tells the size
+        they count as one block each."""
+        if event.tokens:
+            self._learn_chunk_size(event.together)
+            return event.together
+        if self._own_chunk == 1:  # another gateway may have learned it
+            self._learn_chunk_size(self._map.own_chunk(self._slot))
+        if self._own_chunk == 1:
+            unsized = self._unsized.setdefault(event.tier, {})
+            unsized.update(dict.fromkeys(event.keys[: MOST_UNSIZED - len(unsized)]))
+        return self._own_chunk
+
+    def _learn_chunk_size(self, blocks: int) -> None:
+        """The engine's own slower tiers find so many blocks together: what was told by key before is such chunks."""
+        if blocks <= self._own_chunk:
+            return
+        self._own_chunk, unsized = blocks, self._unsized
+        self._unsized = {}
+        self._flush()
+        for tier, keys in unsized.items():
+            found = zip(keys, self._map.resolve(self._slot, list(keys)), strict=True)
+            known = {key: block for key, block in found if block}
+            if not known:
+                continue
+            self._map.remove(self._slot, list(known), tier)
+            heads = [(number, 0) for number in range(len(known))]
+            chunk_tier = ChunkTier(tier, blocks, own=True).tier
+            self._map.store(self._slot, list(known.values()), list(known), chunk_tier, heads)
+            self.stored += len(known) * (blocks - 1)
 
     def _store_together(self, event: Stored) -> None:
         """Chunks of several blocks: the last one of each stands for it."""
@@ -308,16 +344,16 @@ class EventApplier:
             else:
                 self._twice.append((key, self._own[key], above))
 
-    def _store_known(self, event: Stored) -> None:
-        """Blocks named by key alone, as when one is copied to a slower tier."""
+    def _store_known(self, event: Stored, blocks: int) -> None:
+        """What is named by key alone, as when it is copied to a slower tier: blocks, or chunks of so many `blocks`."""
         for key in event.keys:
             block = self._hash_of(key)
             if not block:
-                self._orphans += 1
+                self._orphans += blocks
             elif key not in self._own:
                 self._begin(self._tail)
                 self._own[key] = self._tail = block
-                self.stored += 1
+                self.stored += blocks
 
     def _begin(self, parent: int) -> None:
         """What comes next follows `parent`: a chain of its own unless that came last."""
@@ -332,9 +368,12 @@ class EventApplier:
                 self.ignored += len(event.keys)
             return
         keys: Sequence[int | bytes] = event.keys
+        if unsized := self._unsized.get(event.tier):
+            for key in keys:
+                unsized.pop(key, None)
         if self.pages is not None and event.tier == "gpu":
             keys = self.pages.remove(keys)
-        if event.tier != "gpu" and (self._chunks or self._map.chunk_tiers(self._slot)):
+        if event.tier != "gpu" and (self._chunks or self._own_chunk > 1 or self._map.chunk_tiers(self._slot)):
             keys = self._remove_chunks(event)
         if self._own or event.tier != self._tier:
             self._flush()

@@ -8,6 +8,7 @@ import pytest
 
 from cachemap import CacheMap, chain_seed, hash_blocks
 from cachemap.events.apply import EventApplier
+from cachemap.events.records import FULL_ATTENTION, Cleared, Removed, Stored
 from replicas.simulated.engine import Engine, EngineRequest
 from replicas.simulated.keys import chain, root
 from replicas.simulated.profile import load_profile
@@ -136,3 +137,50 @@ def test_of_chunks_that_are_told_by_key_alone_only_what_is_sure_counts():
             assert all(one <= 0 for one in played.differ(ids)) and played.applier.fault is None
     finally:
         played.publisher.close()
+
+
+CHUNK = 4
+
+
+def told_of_chunks(events, apart):
+    """A map that was told that 8 blocks are on the GPU, of these events, and that the blocks have left the GPU."""
+    cache_map = CacheMap(1 << 20)
+    applier = EventApplier(cache_map, cache_map.attach("r", None, True), "m", SIZE)
+    on_gpu = stored(range(1, 9), range(8 * SIZE))
+    for one in [[on_gpu], *([event] for event in events), [GONE]] if apart else [[on_gpu, *events, GONE]]:
+        applier.apply(one)
+        if apart:
+            applier.flush()
+    applier.flush()
+    hashes = hash_blocks(array("I", range(8 * SIZE)).tobytes(), SIZE, chain_seed("m", SIZE))
+    return applier, cache_map.match(hashes, 0.0).lower.get(0, [])
+
+
+def stored(keys, tokens, tier="gpu", together=1):
+    ids = array("I", tokens).tobytes()
+    return Stored([*keys], None, ids, SIZE, tier, None, None, 0, FULL_ATTENTION, together=together)
+
+
+GONE = Removed([*range(1, 9)], "gpu", 0)
+WITH_TOKENS = stored(range(1, 5), range(CHUNK * SIZE), "cpu", CHUNK)  # the first chunk
+BY_KEY = stored([8], [], "cpu")  # the second one
+
+
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("events", [[WITH_TOKENS, BY_KEY], [BY_KEY, WITH_TOKENS]])
+def test_chunks_told_by_key_alone_are_found_with_those_told_by_tokens(events, apart):
+    """In whatever order and however many events at a time. Counts are in blocks on both ways."""
+    applier, found = told_of_chunks(events, apart)
+    assert found == [("cpu", 8)] and applier.stored == 16 and applier.removed == 8 and not applier.orphans
+    applier, found = told_of_chunks([*events, Removed([8], "cpu", 0)], apart)
+    assert found == [("cpu", 4)] and applier.stored == 16 and applier.removed == 12
+    applier, found = told_of_chunks([*events, Removed([4, 8], "cpu", 0)], apart)
+    assert found == [] and applier.stored == applier.removed == 16
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_a_chunk_told_by_key_that_went_before_its_size_was_told_is_not_found(apart):
+    applier, found = told_of_chunks([BY_KEY, Removed([8], "cpu", 0), WITH_TOKENS], apart)
+    assert found == [("cpu", 4)] and applier.stored == 13 and applier.removed == 9
+    applier, found = told_of_chunks([BY_KEY, Cleared(), stored(range(1, 9), range(8 * SIZE)), WITH_TOKENS], apart)
+    assert found == [("cpu", 4)] and applier.removed == 8

@@ -62,15 +62,21 @@ class Change(NamedTuple):
     pressure: float
 
 
-def pressure(limits: Slo, ttft: Seen | None, tpot: Seen | None) -> float:
-    """Return how near a class came to its limits, or how far above them: 1 is the limit, 0 says that nothing is
-    known."""
-    return lasting(limits, (ttft, tpot), (None, None))
+class Pressure(NamedTuple):
+    """How near a class came to its limits in a window, or how far above them: 1 is the limit, 0 says that nothing is
+    known. `lasting`: as far as the last third of the window shows it as well, for which alone something is taken."""
+
+    whole: float = 0.0
+    lasting: float = 0.0
 
 
-def lasting(limits: Slo, window: Both, lately: Both) -> float:
-    """Return the pressure of a window as far as its last third shows it as well: of both figures, the time to the first
-    token and per token, the lesser counts where the last third has enough answers in proportion."""
+def pressure(limits: Slo, window: Both, lately: Both) -> Pressure:
+    """Return the pressure of a window. For what is lasting of it the lesser of each figure counts, the time to the
+    first token and per token, where the last third (`lately`) has enough answers in proportion."""
+    return Pressure(_share(limits, window, (None, None)), _share(limits, window, lately))
+
+
+def _share(limits: Slo, window: Both, lately: Both) -> float:
     found = [0.0]
     for limit, seen, last in zip(limits, window, lately):
         if limit is not None and seen is not None and seen.answers >= ENOUGH:
@@ -102,16 +108,14 @@ class Control:
         ]
         self.level = 0  # of the rungs, those that are taken
 
-    def ended(
-        self, pressures: Mapping[str, float], late: bool = False, lasting: Mapping[str, float] | None = None
-    ) -> list[Change]:
-        """A window is over, with these pressures by class: return what changes, in its order. `late`: of some class;
-        `lasting`: the pressures as far as they are not over already, for which alone something is taken."""
-        self.pressures = {name: pressures.get(name, 0.0) for name in self.pressures}
-        lasting = self.pressures if lasting is None else lasting
+    def ended(self, pressures: Mapping[str, Pressure], late: bool = False) -> list[Change]:
+        """A window is over, with these pressures by class: return what changes, in its order. `late`: of some class
+        (`is_late`)."""
+        found = {name: pressures.get(name, Pressure()) for name in self.pressures}
+        self.pressures = {name: one.whole for name, one in found.items()}
         worst = max(self.pressures.values())
         self.wants_more = late or worst >= (FROM[SHED] - SLACK if self.wants_more else FROM[SHED])
-        return self._climb(lasting) or self._descend()
+        return self._climb({name: one.lasting for name, one in found.items()}) or self._descend()
 
     def _climb(self, pressures: Mapping[str, float]) -> list[Change]:
         taken: list[Change] = []

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from policies import Control, QosClass
 from policies.classes import NO_LIMITS
-from policies.control import CAP, HALVE, LATELY, SHED, TIGHTEN, Both, Change, Seen, is_late, lasting, pressure
+from policies.control import CAP, HALVE, LATELY, SHED, TIGHTEN, Both, Change, Pressure, Seen, is_late, pressure
 from policies.verdicts import OBSERVE
 
 from ..ops.gains import Gains
@@ -116,14 +116,14 @@ class OverloadControl:
         self._late = None
         waited = self._unanswered(now)
         for fleet in self._fleets.values():
-            pressures, lasts, late = {}, {}, False
+            pressures, late = {}, False
             for one in self._classes:
-                seen, last = self._seen(window, one, fleet), self._seen(lately, one, fleet)
-                pressures[one.name], lasts[one.name] = pressure(one.slo, *seen), lasting(one.slo, seen, last)
+                seen = self._seen(window, one, fleet)
+                pressures[one.name] = pressure(one.slo, seen, self._seen(lately, one, fleet))
                 if (limit := one.slo.ttft) is not None:
                     count = sum(age > limit for name in fleet.names for age in waited.get((one.name, name), ()))
                     late |= is_late(seen[0].answers if seen[0] else 0, count, fleet.control.wants_more)
-            self._judge(fleet, pressures, lasts, late, now)
+            self._judge(fleet, pressures, late, now)
 
     def _seen(self, gained: tuple[Gain, Gain], qos: QosClass, fleet: Fleet) -> Both:
         """What both histograms say of a class's answers by this fleet."""
@@ -133,11 +133,9 @@ class OverloadControl:
             _seen(tpot.bounds, gained[1], qos.name, fleet.names),
         )
 
-    def _judge(
-        self, fleet: Fleet, pressures: dict[str, float], lasts: dict[str, float], late: bool, now: float
-    ) -> None:
+    def _judge(self, fleet: Fleet, pressures: dict[str, Pressure], late: bool, now: float) -> None:
         control, wanted = fleet.control, fleet.control.wants_more
-        changes = control.ended(pressures, late, lasts)
+        changes = control.ended(pressures, late)
         for one in changes:
             self._metrics.control_steps.inc(one.rung.step, one.rung.qos, "taken" if one.taken else "undone")
             self._tell(fleet, one)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from policies import Admission, Control, Placement, Ticket, admit
-from policies.control import LATELY, Change, Seen, lasting, pressure
+from policies.control import LATELY, Change, Seen, pressure
 from policies.outputs import LEAST_OUTPUT
 from policies.verdicts import QUEUED, REFUSED, Verdict
 
@@ -102,13 +102,13 @@ class Gate:
         while self._window is not None and self._until <= now:
             until, lately = self._until, self._until - LATELY * self._window
             self._until += self._window
-            pressures, last = {}, {}
+            pressures = {}
             for name, one in self._classes.items():
                 both = self._ttfts.get(name, ()), self._tpots.get(name, ())
                 window, end = [tuple([_seen(each, since) for each in both]) for since in (0.0, lately)]
-                pressures[name], last[name] = pressure(one.slo, *window), lasting(one.slo, window, end)
+                pressures[name] = pressure(one.slo, window, end)
             self._ttfts, self._tpots = {}, {}
-            if changes := self._control.ended(pressures, lasting=last):
+            if changes := self._control.ended(pressures):
                 self.changes += [(until, one) for one in changes]
                 self.admission.obey(self._control, now)
                 self._at(now, self.drain, now)

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from policies import Admission, Classes, Control, QosClass, Quote, Rules, Slo, Ticket
-from policies.control import SLACK, Rung, Seen, lasting, pressure
+from policies.control import SLACK, Pressure, Rung, Seen, pressure
 
 SLO = Slo(2.0, 0.05)
 PREMIUM, STANDARD, FREE = (
@@ -17,11 +17,24 @@ ROOM = Quote(0.05, 0.0, 0.02, 1.0, there=2)
 FULL = Quote(0.45, 0.4, 0.02, 1.0, there=9, computing=2)
 
 
+def whole(limits, *window):
+    return pressure(limits, window, (None, None)).whole
+
+
+def lasting(*given):
+    return pressure(*given).lasting
+
+
+def steady(value):
+    """A pressure that the last third of the window shows as well."""
+    return Pressure(value, value)
+
+
 def after(control, *windows, name="premium"):
     """What changed in the last of these windows, of which each has the pressure of one class."""
     changes = []
     for value in windows:
-        changes = control.ended({name: value})
+        changes = control.ended({name: steady(value)})
     return [(one.rung.step, one.rung.qos, one.taken) for one in changes]
 
 
@@ -29,14 +42,14 @@ def after(control, *windows, name="premium"):
 
 
 def test_pressure_is_the_share_of_the_limit_that_the_slowest_take():
-    assert pressure(SLO, Seen(100, 1.6, 1.9), None) == pytest.approx(0.8)
-    assert pressure(SLO, Seen(100, 1.6, 1.9), Seen(100, 0.049, 0.06)) == pytest.approx(0.98)
-    assert pressure(SLO, Seen(5000, 1.6, 1.9), None) == pytest.approx(0.95), "p99.9, where it is known"
+    assert whole(SLO, Seen(100, 1.6, 1.9), None) == pytest.approx(0.8)
+    assert whole(SLO, Seen(100, 1.6, 1.9), Seen(100, 0.049, 0.06)) == pytest.approx(0.98)
+    assert whole(SLO, Seen(5000, 1.6, 1.9), None) == pytest.approx(0.95), "p99.9, where it is known"
 
 
 def test_a_few_answers_say_nothing():
-    assert pressure(SLO, Seen(5, 9.0, 9.0), None) == 0.0
-    assert pressure(Slo(), Seen(500, 9.0, 9.0), Seen(500, 9.0, 9.0)) == 0.0
+    assert whole(SLO, Seen(5, 9.0, 9.0), None) == 0.0
+    assert whole(Slo(), Seen(500, 9.0, 9.0), Seen(500, 9.0, 9.0)) == 0.0
 
 
 def test_what_the_last_third_of_a_window_shows_no_more_is_over():
@@ -110,10 +123,10 @@ def test_of_two_classes_that_were_shed_the_higher_is_back_when_the_lower_is_by_h
 
 def test_for_what_is_over_nothing_is_taken_and_nothing_given_back():
     control = Control(CLASSES)
-    assert control.ended({"premium": 1.5}, lasting={"premium": 0.1}) == [] and control.pressures["premium"] == 1.5
-    taken = control.ended({"premium": 1.5}, lasting={"premium": 0.95})
+    assert control.ended({"premium": Pressure(1.5, 0.1)}) == [] and control.pressures["premium"] == 1.5
+    taken = control.ended({"premium": Pressure(1.5, 0.95)})
     assert [one.rung.step for one in taken] == ["tighten", "cap"] and taken[0].pressure == 0.95
-    assert control.ended({"premium": 1.5}, lasting={"premium": 0.1}) == []
+    assert control.ended({"premium": Pressure(1.5, 0.1)}) == []
 
 
 def test_more_replicas_are_wanted_while_limits_are_missed_whatever_else_there_is_to_take():
@@ -125,7 +138,7 @@ def test_more_replicas_are_wanted_while_limits_are_missed_whatever_else_there_is
     assert not alone.wants_more
 
 
-figures = st.dictionaries(st.sampled_from(["premium", "standard", "free"]), st.floats(0.0, 3.0), max_size=3)
+figures = st.dictionaries(st.sampled_from(["premium", "standard", "free"]), st.floats(0.0, 3.0).map(steady), max_size=3)
 
 
 @given(st.lists(figures, max_size=40))
@@ -136,7 +149,8 @@ def test_whatever_comes_windows_only_climb_or_descend_lower_classes_first_and_al
         assert len({one.taken for one in changes}) <= 1, "one direction a window"
         for one in changes:
             above = max(
-                pressures.get(name, 0.0) for name in ("premium", "standard")[: 2 - (one.rung.qos == "standard")]
+                pressures.get(name, steady(0.0)).whole
+                for name in ("premium", "standard")[: 2 - (one.rung.qos == "standard")]
             )
             if one.taken:
                 assert above >= one.rung.at
@@ -166,7 +180,7 @@ def test_no_class_is_shed_or_halved_while_a_lower_one_is_not_shed(windows):
 def test_a_pressure_that_trembles_by_less_than_the_slack_takes_nothing_back_and_forth(value, trembles):
     control = Control(CLASSES)
     directions = [
-        change.taken for tremble in [0.0, *trembles] for change in control.ended({"premium": value - tremble})
+        change.taken for tremble in [0.0, *trembles] for change in control.ended({"premium": steady(value - tremble)})
     ]
     assert set(directions) <= {True}
 
@@ -176,7 +190,7 @@ def test_a_pressure_that_trembles_by_less_than_the_slack_takes_nothing_back_and_
 
 def gate(value, *steps):
     admission, control = Admission(Classes(CLASSES), Rules(steps or ("wait",))), Control(CLASSES)
-    control.ended({"premium": value})
+    control.ended({"premium": steady(value)})
     admission.obey(control, 30.0)
     return admission, control
 
@@ -208,7 +222,7 @@ def test_a_shed_class_is_refused_until_the_next_window_and_so_are_those_that_wai
     waits, stays = Ticket(FREE, SLO, 30.0), Ticket(STANDARD, SLO, 30.0)
     for one in (waits, stays):
         assert admission.ask(one, 1000, [FULL], 30.0).decision == "queued"
-    control.ended({"premium": 1.0})
+    control.ended({"premium": steady(1.0)})
     admission.obey(control, 60.0)
     assert [(one, verdict[:2]) for one, verdict in admission.turned_out(30.1)] == [(waits, ("refused", "control"))]
     verdict = ask(admission, FREE, ROOM)
@@ -229,7 +243,7 @@ def test_a_shed_class_gets_what_is_idle_and_nobody_before_it_waits_for():
 
 def test_of_a_halved_class_every_other_newcomer_is_refused_and_nobody_who_waits():
     admission, control = gate(1.0)
-    control.ended({"premium": 0.5})
+    control.ended({"premium": steady(0.5)})
     admission.obey(control, 60.0)
     decisions = [ask(admission, FREE, ROOM).decision for _ in range(6)]
     assert decisions == ["refused", "admitted"] * 3 and ask(admission, STANDARD, ROOM).decision == "admitted"

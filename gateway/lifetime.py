@@ -108,7 +108,7 @@ def awaited(fleet: Fleet, given: Collection[str], now: float) -> str:
     found = []
     for one in unready:
         last = fleet.logs(one.id)[-1:] if one.managed else []
-        found.append(f"{one.id} is {one.state} for {now - one.since:.0f} s: {(last or [one.reason])[0][:300]}")
+        found.append(f"{one.id} has been {one.state} for {now - one.since:.0f} s: {(last or [one.reason])[0][:300]}")
     return f"{len(left) - len(unready)} of {len(left)} replicas are ready; {'; '.join(found)}"
 
 

@@ -131,7 +131,12 @@ class Place(NamedTuple):
 
 def parse(url: str) -> Place:
     """Raises ValueError with what is wrong and what would be right."""
-    parts = urlsplit(url)
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        raise ValueError(
+            "its host cannot be read; write redis://HOST:PORT, and an IPv6 address as redis://[ADDRESS]:PORT"
+        ) from None
     if not parts.scheme:
         raise ValueError(
             "it is no URL: write redis://HOST:PORT. One with a password is best given as HITHERTO_REDIS_URL; a file with it is not read"

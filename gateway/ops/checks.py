@@ -410,7 +410,8 @@ def check_models(replicas: list[tuple[Address, Facts]]) -> Finding:
         return Finding(
             "ok",
             "models",
-            f"all {len(bases)} replicas serve {', '.join(next(iter(bases.values()))) or 'unnamed models'}",
+            f"{'the replica serves' if len(bases) == 1 else f'all {len(bases)} replicas serve'} "
+            + (", ".join(next(iter(bases.values()))) or "unnamed models"),
         )
     told = "; ".join(f"{id}: {', '.join(names)}" for id, names in bases.items())
     return Finding(

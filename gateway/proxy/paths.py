@@ -52,6 +52,8 @@ PLAIN_REST = re.compile(r"(?:(?!\.{1,2}(?:/|\Z))[\w.~:@!$&'()+,=-]+(?:/|\Z))*", 
 
 def check_allowed(path: str) -> str:
     """One value of `--allow-path`: a path, or the beginning of paths followed by `/*`. Raises ValueError."""
+    if {".", ".."} & {*path.split("/")}:
+        raise ValueError(f"{path!r} has a part of dots, which an engine may take for another path; write it without")
     if not re.fullmatch(r"/(?:[^\s?#*%]*/)?(?:\*|[^\s?#*%]*)", path):
         raise ValueError(f"{path!r} is not a path like /v1/audio/speech, or the beginning of several like /v1/images/*")
     return path

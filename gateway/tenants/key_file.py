@@ -286,6 +286,8 @@ def what_is_wrong(name: str, item: Any) -> str:
         return f"unknown field. Did you mean {near[0]!r}?" if near else f"unknown field. Known: {', '.join(FIELDS)}"
     if item["type"] == "missing":
         return f"is missing. {REMEDY}"
+    if name == "sha256" and item["type"] in ("tuple_type", "string_type"):
+        return f"it is no text: a SHA-256 hash has 64 hexadecimal digits and stands in quotes. {REMEDY}"
     if item["type"] == "value_error":
         return str(item["ctx"]["error"])
     what = item["msg"][0].lower() + item["msg"][1:]

@@ -219,6 +219,7 @@ def test_the_password_in_the_redis_url_is_never_shown_and_what_is_shown_is_not_t
         with pytest.raises(ConfigError, match="the password is hidden here"):
             load(file=tmp_path / "shown.yaml")
     assert "hidden" not in load({"redis_url": "redis://h"}).to_yaml()
+    assert "redis://[ADDRESS]:PORT" in (said := wrong(flags={"redis_url": "redis://:pw@[::1"})) and "pw" not in said
     assert "it is no URL" in wrong(flags={"redis_url": "@/tmp/file"}) and "HITHERTO_REDIS_URL" in wrong(
         flags={"redis_url": "/tmp/file"}
     )

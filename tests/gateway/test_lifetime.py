@@ -25,10 +25,11 @@ def test_it_says_how_many_are_ready_and_what_the_others_do():
     fleet = Fleet(a=State.READY, b=State.STARTING, c=State.DEGRADED)
     fleet.engines["b"].lead.managed = True
     assert (
-        awaited(fleet, "abc", 140.0) == "2 of 3 replicas are ready; b is starting for 40 s: Capturing CUDA graphs: 40 %"
+        awaited(fleet, "abc", 140.0)
+        == "2 of 3 replicas are ready; b has been starting for 40 s: Capturing CUDA graphs: 40 %"
     )
     fleet.engines["b"].lead.managed = False
-    assert awaited(fleet, "abc", 140.0).endswith("b is starting for 40 s: no answer yet")
+    assert awaited(fleet, "abc", 140.0).endswith("b has been starting for 40 s: no answer yet")
 
 
 def test_nothing_is_said_of_those_that_are_ready_or_gone():
@@ -54,5 +55,5 @@ async def test_it_is_said_until_all_are_ready(caplog):
 
     await tell_awaited(Ready.__new__(Ready), seconds=0.001)
     assert caplog.messages and all(
-        line.startswith("0 of 1 replicas are ready; a is starting") for line in caplog.messages
+        line.startswith("0 of 1 replicas are ready; a has been starting") for line in caplog.messages
     )

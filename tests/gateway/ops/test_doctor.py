@@ -415,6 +415,10 @@ def test_a_conversation_that_is_written_by_rules_is_compared_with_an_answers_pro
 
 
 def test_replicas_that_serve_different_models(capsys, fake):
+    _, found = examine(capsys, "--replica-url", fake(TRIED))
+    assert found["models"] == ("ok", "the replica serves sim")
+    _, found = examine(capsys, "--replica-url", fake(TRIED), fake(TRIED))
+    assert found["models"] == ("ok", "all 2 replicas serve sim")
     other = {**TRIED, "/v1/models": {"data": [{"id": "another"}]}}
     code, found = examine(capsys, "--replica-url", fake(TRIED), fake(other))
     assert found["models"][0] == "warn" and "sim" in found["models"][1] and "another" in found["models"][1]

@@ -203,6 +203,13 @@ def test_a_path_that_never_matches_is_refused_at_once(path):
         load({"allow_path": path}, {})
 
 
+@pytest.mark.parametrize("path", ["/v1/../sleep", "/./sleep", "/v1/..", "/../*"])
+def test_a_path_with_a_part_of_dots_is_refused_at_once(path):
+    with pytest.raises(ConfigError, match="flag --allow-path: allow_path: .* has a part of dots"):
+        load({"allow_path": path}, {})
+    assert load({"allow_path": "/v1/a..b/.hidden"}, {}).settings.allow_path == ("/v1/a..b/.hidden",)
+
+
 @pytest.mark.parametrize(
     "path", ["/metrics", "/replicas", "/replicas/gpu1:8000/drain", "/explain", "/status", "/recent"]
 )

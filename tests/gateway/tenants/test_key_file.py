@@ -42,6 +42,11 @@ def test_keys_are_long_and_no_two_are_alike():
         ("- {name: a", "1: not YAML"),
         ('{"name": "a", "sha256": "%s"}\n{"name"' % A, "2: not JSON"),
         ("- just text", "1: expected a mapping like"),
+        (
+            "- {name: a, sha256: 12345}",
+            "1: sha256: it is no text: a SHA-256 hash has 64 hexadecimal digits and stands in quotes",
+        ),
+        ("- {name: a, sha256: [12345]}", "1: sha256: it is no text: a SHA-256 hash has 64"),
         (f"- {{name: a, sha256: {A}}}\n\n- {{name: a, sha256: {B}}}", "3: the name 'a' stands on line 1 already"),
         (f"- {{name: a, sha256: {A}}}\n- {{name: b, sha256: {A}}}", "2: this hash stands on line 1 already"),
         (f"- {{sha256: {A}}}", "1: name: is missing"),

@@ -64,10 +64,17 @@ def test_a_name_is_fetched_and_only_the_small_files(folder, monkeypatch):
     assert asked == [("meta/llama-8b", {"allow_patterns": ["config.json", INDEX]})]
 
 
-def test_a_name_that_can_not_be_fetched(monkeypatch):
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (LocalEntryNotFoundError("offline"), "is not in the cache .* its hub can't be reached: .*, or give the folder"),
+        (OSError("gated"), "can't be fetched .*HF_TOKEN if it is gated, or give the folder"),
+    ],
+)
+def test_a_name_that_can_not_be_fetched(monkeypatch, error, said):
     def gone(name, **options):
-        raise LocalEntryNotFoundError("offline")
+        raise error
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", gone)
-    with pytest.raises(BadModel, match="can't be fetched .*HF_TOKEN if it is gated, or give the folder"):
+    with pytest.raises(BadModel, match=said):
         checkpoints.find("meta/llama-8b")

@@ -179,12 +179,16 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 def load_config(args: argparse.Namespace) -> Config:
     given = {name: value for name, value in vars(args).items() if name in Settings.model_fields}
     config = load(given, file=getattr(args, "config", None))
+    _warn_of_ignored_variables()
+    return config
+
+
+def _warn_of_ignored_variables() -> None:
     for variable in ignored_variables(os.environ):
         name = variable.removeprefix(ENV_PREFIX).lower()
         near = [ENV_PREFIX + one.upper() for one in difflib.get_close_matches(name, Settings.model_fields, 1, 0.6)]
         hint = f". Did you mean {near[0]}?" if near else ""
         print(f"hitherto: environment {variable}: this is no setting, so it changes nothing{hint}", file=sys.stderr)
-    return config
 
 
 # What Kubernetes puts into every pod beside a Service called hitherto, apart from links like tcp://10.0.0.1:8080.
@@ -342,6 +346,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not argv[0].startswith("-") and argv[0] not in {**WITH_FLAGS_OF_THEIR_OWN, **VERBS}:
             raise ConfigError(f"unknown command {argv[0]!r}. {suggest(argv[0], {**VERBS, **WITH_FLAGS_OF_THEIR_OWN})}")
         if argv[0] in WITH_FLAGS_OF_THEIR_OWN:
+            _warn_of_ignored_variables()
             return WITH_FLAGS_OF_THEIR_OWN[argv[0]](argv[1:])
         args = _parse(argv)
         return VERBS[args.verb](args)

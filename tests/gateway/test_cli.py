@@ -255,6 +255,10 @@ def test_a_variable_that_is_nearly_a_setting_names_it(monkeypatch, capsys):
     assert cli.main(["config"]) == 0
     said = "this is no setting, so it changes nothing. Did you mean HITHERTO_PORT?"
     assert capsys.readouterr().err == f"hitherto: environment HITHERTO_PROT: {said}\n"
+    assert cli.main(["replica", "--no-such-flag"]) == 2
+    assert capsys.readouterr().err.startswith(f"hitherto: environment HITHERTO_PROT: {said}\n"), (
+        "verbs with flags of their own"
+    )
 
 
 def test_explain_says_why_nobody_answers(tmp_path, capsys):

@@ -16,8 +16,8 @@ from pathlib import Path
 from gateway.config import ConfigError
 
 ABOUT = (
-    "Write what a deployment needs besides Python into a folder: compose files with the Dockerfile and the sources of its "
-    "image, Prometheus' configuration and rules, Grafana's dashboards, a systemd unit."
+    "Write what a deployment needs besides Python into a folder: compose files with the Dockerfile and all sources of its "
+    "image (most of the files), Prometheus' configuration and rules, Grafana's dashboards, a systemd unit."
 )
 HERE = Path(__file__).parent.parent
 PACKAGES = ("gateway", "cachemap", "policies", "replicas", "loadgen")

@@ -159,7 +159,9 @@ def build_parser() -> Parser:
     verbs.add_parser("replica", help="run one simulated engine", add_help=False)
     verbs.add_parser("calibrate", help="measure an engine, for simulated ones as fast as it", add_help=False)
     verbs.add_parser(
-        "assets", help="write compose files, dashboards, alert rules and a systemd unit into a folder", add_help=False
+        "assets",
+        help="write compose files with the sources of their image, dashboards, alert rules and a systemd unit into a folder",
+        add_help=False,
     )
     verbs.add_parser("plan", help="what a model's KV cache holds, and the replicas that a load needs", add_help=False)
     return parser

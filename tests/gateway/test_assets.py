@@ -3,6 +3,8 @@
 import subprocess
 from pathlib import Path
 
+import pytest
+
 from gateway import cli
 
 ROOT = Path(__file__).parents[2]
@@ -34,6 +36,20 @@ def test_all_that_the_compose_files_the_image_and_a_monitoring_need(tmp_path, ca
     assert {"deploy/alerts.yml", "deploy/grafana/dashboards/overview.json", "deploy/hitherto.service"} < set(written)
     assert all(content == (ROOT / name).read_bytes() for name, content in written.items())
     assert "docker compose up" in capsys.readouterr().out
+
+
+def test_the_help_says_that_most_of_it_is_sources(tmp_path, capsys):
+    assert cli.main(["assets", str(tmp_path)]) == 0
+    written = contents(tmp_path)
+    assert 2 * sum(name.endswith(".py") for name in written) > len(written)
+    capsys.readouterr()
+    for argv, said in (
+        (["assets", "--help"], "all sources of its image (most of the files)"),
+        (["--help"], "the sources of their image"),
+    ):
+        with pytest.raises(SystemExit):
+            cli.main(argv)
+        assert said in " ".join(capsys.readouterr().out.split())
 
 
 def test_what_is_there_and_differs_is_left_unless_forced(tmp_path, capsys):

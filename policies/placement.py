@@ -116,5 +116,13 @@ class Decision(NamedTuple):
     note: bytes = b""
 
 
+class Move(NamedTuple):
+    """A prompt's cache on its way to a decoder: `tokens` that the decoder lacks, in those of its own space, and the
+    seconds that this is predicted to take."""
+
+    tokens: int
+    seconds: float
+
+
 # Who may compute a request's prompt, and who may write its answer with the cache of one of these.
 Pairing = tuple[Sequence[Candidate], Sequence[Candidate]]

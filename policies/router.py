@@ -27,6 +27,7 @@ from .placement import (
     Decision,
     Evaluation,
     Held,
+    Move,
     Pairing,
     PrefixMap,
     behind,
@@ -385,10 +386,10 @@ class Router:
 
     def commit_legs(
         self, whole: Evaluation, chosen: legs.LegChoice, now: float, decided: tuple[Decision, Decision] | None = None
-    ) -> tuple[Placement, Placement]:
-        """Count both legs' load in one step, right after `choose_legs`. The policy is told of what it chose, or of one
-        request as it would have gone whole. `decided`: what a shared ledger said of each; else both are those that
-        this one chose, weighed for this demand just now."""
+    ) -> tuple[Placement, Placement, Move]:
+        """Count both legs' load and the transfer between them in one step, right after `choose_legs`. The policy is
+        told of what it chose, or of one request as it would have gone whole. `decided`: what a shared ledger said of
+        each; else both are those that this one chose, weighed for this demand just now."""
         demand, first, second = whole.demand, chosen.prefiller, chosen.decoder
         overlap, lower, counted = first.overlap, first.lower, False
         if decided is not None:
@@ -397,12 +398,14 @@ class Router:
                 self.ledger.others(one.replica, one.others)
             overlap, lower, counted = prefill.overlap, prefill.lower, prefill.counted
         if (own := demand.also) is not None and own.space == first.space:  # in tokens of its own
-            self.weighed(own, Targets([first, second]), now)
-            demand, overlap, lower, counted = own, first.overlap, first.lower, False
+            spaces = {own.space: self._held(own, now)}
+            told = overlap if decided is not None else 0
+            demand, overlap, lower = _in_space(first, spaces, whole.demand, told)
+            _, second.overlap, _ = _in_space(second, spaces, whole.demand)
+            counted = False
+        move = self.begin_transfer(first, second, demand, now)
         # What is seen of a first leg that the gateway does not send itself is the second one's first byte.
-        moving = self.transfers.seconds(first.replica, second.replica, chosen.moved, now)
-        self.transfers.begin(first.replica, second.replica, now)
-        placements = [self._commit_prefill(demand, first, overlap, lower, now, counted, whole.demand.now, moving)]
+        placements = [self._commit_prefill(demand, first, overlap, lower, now, counted, whole.demand.now, move.seconds)]
         try:
             placements.append(self.commit_decoder(demand, second, now))
             if self._placed is not None:
@@ -412,7 +415,14 @@ class Router:
             for placement in placements:
                 self.abandon(placement, computed=False)
             raise
-        return placements[0], placements[1]
+        return placements[0], placements[1], move
+
+    def begin_transfer(self, prefiller: Candidate, decoder: Candidate, demand: Demand, now: float) -> Move:
+        """Count a transfer of what the decoder, as weighed for this demand just now, lacks of its prompt."""
+        tokens = demand.tokens - decoder.overlap
+        seconds = self.transfers.seconds(prefiller.replica, decoder.replica, tokens, now)
+        self.transfers.begin(prefiller.replica, decoder.replica, now)
+        return Move(tokens, seconds)
 
     def move_prefill(self, first: Placement, replica: str, now: float) -> Placement:
         """Have another replica compute the prompt of a first leg that was not sent yet."""
@@ -530,13 +540,7 @@ class Router:
         """As `weighed`, for candidates that are not all of the demand's space. What one holds is found in the tokens of
         its own space and counted in those of `demand`, so that all are weighed by the same measure; of a third space
         nothing is known."""
-        spaces: dict[int, Held] = {}
-        for one in (demand, demand.also):
-            if one is not None:
-                most = hittable(one.tokens, one.block_size)
-                spaces[one.space] = Held(
-                    one, self.map.match(one.hashes, now, most) if one.hashes and one.reads_cache else None
-                )
+        spaces = {one.space: self._held(one, now) for one in (demand, demand.also) if one is not None}
         self._forget_lower()
         for candidate in targets.candidates:
             own, overlap, lower = _in_space(candidate, spaces, demand)
@@ -548,6 +552,11 @@ class Router:
             if lower:
                 self._tiered.append(candidate)
         return spaces
+
+    def _held(self, demand: Demand, now: float) -> Held:
+        most = hittable(demand.tokens, demand.block_size)
+        match = self.map.match(demand.hashes, now, most) if demand.hashes and demand.reads_cache else None
+        return Held(demand, match)
 
     # --- what becomes of it
 

@@ -284,11 +284,9 @@ class LegPlacing:
         assert prompt is not None
         backends = self._eligible.backends
         prefiller, decoder = backends[chosen.prefiller.replica], backends[chosen.decoder.replica]
-        moving = self._router.transfers.seconds(prefiller.id, decoder.id, chosen.moved, now)
-        placement, reserved = self._router.commit_legs(evaluation, chosen, now, decided)
-        moved = reserved.demand.tokens - reserved.overlap
-        held = exchange.legs = Legs(transfer, prefiller, decoder, reserved, placement.predicted, moved, moving)
-        prompt = as_variant(prompt, placement.demand.space)
+        placement, reserved, move = self._router.commit_legs(evaluation, chosen, now, decided)
+        held = exchange.legs = Legs(transfer, prefiller, decoder, reserved, placement.predicted, *move)
+        prompt = exchange.prompt = as_variant(prompt, placement.demand.space)
         prompt.token_ids = b""  # legs carry text
         if transfer.header:  # what stands before the decoder sends the first leg
             held.unsent, held.computing = placement, placement.punctual_ttft
@@ -361,9 +359,8 @@ class LegPlacing:
         candidate = self._router.weigh_decoder(demand, [one.candidate for one in left.values()], now)
         if candidate is None:
             return False
-        held.decoder, held.moved = left[candidate.replica], demand.tokens - candidate.overlap
-        held.moving = self._router.transfers.seconds(held.prefiller.id, held.decoder.id, held.moved, now)
-        self._router.transfers.begin(held.prefiller.id, held.decoder.id, now)
+        held.decoder = left[candidate.replica]
+        held.moved, held.moving = self._router.begin_transfer(held.prefiller.candidate, candidate, demand, now)
         held.placement = self._router.commit_decoder(demand, candidate, now)
         second_leg(exchange, now)
         return True

@@ -121,7 +121,8 @@ class Gateway:
         if not evaluation.settled and not stays_whole:
             chosen = self.router.choose_among(self.router.ways(evaluation, self.pairings(turn, tried), now))
         if chosen is not None:
-            return Legs(*self.router.commit_legs(evaluation, chosen, now), chosen.moved)
+            first, second, move = self.router.commit_legs(evaluation, chosen, now)
+            return Legs(first, second, move.tokens)
         return self.router.commit(evaluation, now)
 
     def pairings(self, turn: Turn, tried: tuple[int, ...] = ()) -> list[Pairing]:
@@ -154,8 +155,7 @@ class Gateway:
         candidate = self.router.weigh_decoder(legs.first.demand, able, now)
         if candidate is None:
             return False
-        legs.moved = legs.first.demand.tokens - candidate.overlap
-        self.router.transfers.begin(legs.first.candidate.replica, candidate.replica, now)
+        legs.moved = self.router.begin_transfer(legs.first.candidate, candidate, legs.first.demand, now).tokens
         legs.second = self.router.commit_decoder(legs.first.demand, candidate, now)
         return True
 

@@ -228,9 +228,9 @@ def test_legs_are_computed_elsewhere_than_where_prompts_are_late():
     [ways] = router.ways(whole, [([hung, other], [decoder])], START, always=True)
     chosen = router.choose_among([ways])
     assert chosen.prefiller is other
-    first, second = router.commit_legs(whole, chosen, START)
-    moving = router.transfers.seconds("r1", "r2", chosen.moved, 1.0)
-    assert other.load.due == pytest.approx(START + first.ttft + moving)
+    first, second, move = router.commit_legs(whole, chosen, START)
+    assert move == (chosen.moved, router.transfers.seconds("r1", "r2", chosen.moved, 1.0))
+    assert other.load.due == pytest.approx(START + first.ttft + move.seconds)
     assert decoder.load.due == FAR, "its part begins when the other one is done"
     router.first_token(first, START + 1)
     assert other.load.due == FAR

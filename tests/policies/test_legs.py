@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from policies import CostGroup, Demand, Ledger, Router, make
+from policies import CostGroup, Decision, Demand, Ledger, Router, make
 from policies.ledger import NOTHING
 from policies.legs import of_policy
 from policies.transfers import BANDWIDTH, LATENCY, TOKEN_BYTES, Transfers
@@ -55,7 +55,7 @@ def test_by_turns_each_prefiller_and_each_decoder_has_its_part(prefillers, decod
     for _ in range(60):
         whole = made.evaluate(demand(), made.targets(second), 1.0)
         apart = made.choose_legs(whole, first, second, 1.0)
-        for placement in made.commit_legs(whole, apart, 1.0):
+        for placement in made.commit_legs(whole, apart, 1.0)[:2]:
             counts[placement.candidate.replica] += 1
             made.abandon(placement, computed=False)
     assert {counts[one.replica] for one in first} == {60 // prefillers}
@@ -117,7 +117,7 @@ def test_a_prompt_in_host_memory_is_worth_as_much_beside_replicas_that_pass_cach
     pairings = [([p], [d]), ([q], [e])]
     apart = made.choose_among(made.ways(whole, [pairings[first], pairings[1 - first]], 1.0))
     assert apart.prefiller is p and apart.seconds == pytest.approx(alone.seconds)
-    computing, _ = made.commit_legs(whole, apart, 1.0)
+    computing, *_ = made.commit_legs(whole, apart, 1.0)
     assert (computing.cached, computing.lower) == (16_000, (("cpu", 16_000),))
 
 
@@ -139,7 +139,7 @@ def test_both_legs_are_counted_at_once_and_each_ends_by_itself():
     made, everybody = fleet("round_robin")
     asked = demand()
     whole, apart = chosen(made, asked, everybody)
-    first, second = made.commit_legs(whole, apart, 1.0)
+    first, second, _ = made.commit_legs(whole, apart, 1.0)
     decoder = second.candidate.replica
     assert made.ledger.own("p") == (1, 1, asked.tokens, 0, 0, 0) and first.computing
     assert made.ledger.own(decoder) == (1, 0, 0, 1, asked.tokens, asked.residual) and not second.computing
@@ -184,7 +184,7 @@ def test_by_turns_pairs_of_several_kinds_have_their_part():
     for _ in range(30):
         whole = made.evaluate(demand(), made.targets([d, e, f]), 1.0)
         apart = made.choose_among(made.ways(whole, [([p], [d]), ([q], [e, f])], 1.0))
-        for placement in made.commit_legs(whole, apart, 1.0):
+        for placement in made.commit_legs(whole, apart, 1.0)[:2]:
             counts[placement.candidate.replica] += 1
             made.abandon(placement, computed=False)
     assert counts == {"p": 10, "d": 10, "q": 20, "e": 10, "f": 10}
@@ -203,7 +203,7 @@ def test_a_pair_of_the_requests_own_space_has_legs_beside_replicas_of_another(po
     assert (ways.prefillers, ways.decoders) == ([p], [d])
     apart = made.choose_among([ways])
     assert apart is not None and (apart.prefiller, apart.decoder) == (p, d)
-    for placement in made.commit_legs(whole, apart, 1.0):
+    for placement in made.commit_legs(whole, apart, 1.0)[:2]:
         made.abandon(placement, computed=False)
 
 
@@ -227,13 +227,35 @@ def test_each_space_that_has_both_sides_has_legs(policy):
             [{1}, {1}],
         ]
         apart = made.choose_among(ways)
-        placements = made.commit_legs(whole, apart, 1.0)
+        *placements, move = made.commit_legs(whole, apart, 1.0)
         [space] = {one.candidate.space for one in placements}
         for placement in placements:
             assert placement.demand is (whole.demand, other)[space]
-        assert placements[0].reservation.uncached == (whole.demand, other)[space].tokens
+        tokens = (whole.demand, other)[space].tokens
+        assert placements[0].reservation.uncached == tokens
+        assert move == (tokens, made.transfers.seconds(*[one.candidate.replica for one in placements], tokens, 1.0))
+        assert placements[0].reservation.due == pytest.approx(1.0 + placements[0].ttft + move.seconds)
         seen.add(space)
     assert seen == {0, 1}
+
+
+@pytest.mark.parametrize("held, space, cached", [(0, 0, 8000), (0, 1, 187 * 32), (300, 1, 300 * 32)])
+def test_what_other_gateways_sent_to_a_prefiller_counts_in_tokens_of_its_own_space(held, space, cached):
+    """The shared ledger says it in those of the request as it was asked, 16,001 here and 12,001 in space 1. `held`:
+    blocks that this gateway knows of there."""
+    made = Router(make("least_time"), Prefixes(0, 0, held, 0), Ledger(), CostGroup())
+    pairs = [[made.add(f"{side}{number}", 2 * number + at) for at, side in enumerate("pd")] for number in range(2)]
+    for one in pairs[1]:
+        one.space = 1
+    first, second = pairs[space]
+    other = Demand(12_001, 32, 1, hashes=range(1, 376), space=1, now=1.0)
+    whole = made.evaluate(demand(also=other), made.targets([pairs[0][1], pairs[1][1]]), 1.0)
+    apart = made.choose_among(made.ways(whole, [([first], [second])], 1.0, always=True))
+    told = [Decision(0, one.replica, tokens, (0,) * 6, True) for one, tokens in ((first, 8000), (second, 16_000))]
+    computing, _, move = made.commit_legs(whole, apart, 1.0, tuple(told))
+    tokens = (whole.demand, other)[space].tokens
+    assert (computing.overlap, computing.reservation.uncached) == (cached, tokens - cached)
+    assert move.tokens == tokens, "what the decoder is going to hold is on its way"
 
 
 def test_a_space_with_one_side_has_no_legs():
@@ -322,7 +344,7 @@ def test_a_network_that_is_slow_is_tried_by_one_request_at_a_time_and_more_seldo
     for _ in range(6):
         tried = first_taken(made, everybody, at, at + 10_000.0)
         whole, apart = chosen(made, demand(), everybody, tried)
-        for placement in made.commit_legs(whole, apart, tried):
+        for placement in made.commit_legs(whole, apart, tried)[:2]:
             made.abandon(placement, computed=False)
         assert chosen(made, demand(), everybody, tried + 1.0)[1] is None, "the next one waits for what becomes of it"
         made.transfers.observe("p", apart.decoder.replica, 16_000, 60.0, tried + 60.0)

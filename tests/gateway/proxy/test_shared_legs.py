@@ -45,7 +45,7 @@ class Legs:
 
         def answer(decided):
             made = plan.among(first.candidates, decided).chosen
-            self.open += self.router.commit_legs(evaluation, made, 0.0, decided)
+            self.open += self.router.commit_legs(evaluation, made, 0.0, decided)[:2]
             placed.set_result(made.prefiller.replica)
 
         self.shared.decide_legs(first, second, answer)

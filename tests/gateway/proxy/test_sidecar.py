@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -123,6 +124,45 @@ async def test_an_answer_in_one_piece_keeps_the_prefiller_loaded_for_as_long_as_
         await eventually(lambda: s.metrics.legs.total(leg="prefill", outcome="complete") == 1)
         load = s.proxy.router.ledger.load
         assert (load(prefiller).requests, load(decoder).requests) == (0, 1)
+        await talk.close()
+        await eventually(s.idle)
+
+
+def prepared_twice(prepare):
+    """Prompts in two variants, the second in blocks twice as large and a space of its own, each with its ids."""
+
+    def prepare_both(*given):
+        prompt = prepare(*given)
+        prompt.kind, prompt.token_ids = "chat", bytes(4 * prompt.tokens)
+        prompt.also = replace(prompt, block_size=32, hashes=prompt.hashes[1::2], space=prompt.space + 1)
+        return prompt
+
+    return prepare_both
+
+
+@pytest.mark.parametrize("variant", [0, 1])
+async def test_the_leg_that_is_sent_has_the_prompt_as_its_own_variant_has_it(variant, monkeypatch):
+    """With the other one for a retry, and without ids, for which its body would be kept until the answer's end."""
+    async with fleet(untouched, silent, untouched, silent, roles=("prefill", "decode") * 2) as s:
+        pairs = [*s.proxy.backends.values()]
+        space = s.proxy.models.spaces[0].number
+        for one in pairs[2:]:
+            one.candidate.space = space + 1
+        for one in pairs[2 - 2 * variant : 4 - 2 * variant]:  # those of the other variant
+            one.replica.state = State.FAILED
+        s.proxy.changed()
+        monkeypatch.setattr(s.proxy.models.routes, "prepare", prepared_twice(s.proxy.models.routes.prepare))
+        talk = await s.talk()
+        await talk.say(post(LONG))
+        await eventually(lambda: any(one.attempts and one.attempts[-1].sent_at for one in s.proxy.exchanges))
+        [exchange] = s.proxy.exchanges
+        [attempt] = exchange.attempts
+        assert attempt.backend is pairs[2 * variant + 1]
+        own = attempt.prompt
+        assert own is exchange.prompt and attempt.placement.demand.space == own.space == space + variant
+        assert attempt.placement.demand.hashes is own.hashes and own.block_size == (16, 32)[variant]
+        assert own.also is not None and (own.also.space, own.also.also) == (space + 1 - variant, None)
+        assert own.token_ids == b""
         await talk.close()
         await eventually(s.idle)
 

@@ -92,6 +92,7 @@ class Gate:
         self.admission.first_token(ticket, now - ticket.since)
 
     def complete(self, ticket: Ticket, first: float, now: float, output: int) -> None:
+        self._look(now)
         tpot = (now - first) / (output - 1) if output > LEAST_OUTPUT else None
         if tpot is not None:
             self._tpots.setdefault(ticket.qos.name, []).append((now, tpot))

@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 
 from loadgen.simulate import Fleet, Turn
-from policies import Admission, Classes, QosClass, Rules, Slo
+from loadgen.simulate.gate import Gate
+from policies import Admission, Classes, QosClass, Rules, Slo, Ticket
 from replicas.simulated.profile import RequestTime, load_profile
 
 SLO = Slo(2.0, 0.05)
@@ -201,3 +202,16 @@ def test_of_a_crowd_no_more_are_admitted_than_are_answered_within_the_limit(mode
     admitted = [record.first - record.sent for record in crowd if not record.error]
     assert max(admitted) <= 1.25 * SLO.ttft
     assert sum(seconds <= SLO.ttft for seconds in admitted) >= 35, "of 44 that the engine computes in that time"
+
+
+@pytest.mark.parametrize("ends, steps", [(29.9, ["tighten", "cap", "halve", "shed"]), (30.1, [])])
+def test_an_answer_that_ends_after_a_window_is_none_of_its_last_third(ends, steps):
+    """Of the window's answers all before its last third were slow, and all in that were quick."""
+    admission = Admission(Classes((PREMIUM, FREE)), Rules(control_window=30.0))
+    gate = Gate(None, admission, print, print, at=lambda *call: None)
+    slow, quick = 0.1, 0.01  # seconds a token; a limit of 0.05
+    for tpot, end, answers in ((slow, 5.0, 20), (quick, 25.0, 7), (slow, ends, 7)):
+        for _ in range(answers):
+            gate.complete(Ticket(PREMIUM, SLO, 0.0), end - 40 * tpot, end, 41)
+    gate.first(Ticket(PREMIUM, SLO, 31.0), 31.1)
+    assert [change.rung.step for _, change in gate.changes] == steps

@@ -564,13 +564,11 @@ class Admission:
         return name in self._odd
 
     def _shed(self, asked: Question) -> Verdict:
-        """Refuse it, unless there is an idle replica, which nobody of a higher class has anything of: by its answer
-        it is seen as well whether the fault is over."""
-        ticket = asked.ticket
-        idle = [index for index in asked.room if not asked.quotes[index].there and not ticket.waits]
-        if free := _unclaimed(idle, asked.places, self._before(ticket, asked.now)):
+        """Refuse a newcomer, unless there is an idle replica, which nobody of a higher class has anything of: by its
+        answer it is seen as well whether the fault is over. Nobody of a shed class waits (`obey`)."""
+        idle = [index for index in asked.room if not asked.quotes[index].there]
+        if free := _unclaimed(idle, asked.places, self._before(asked.ticket, asked.now)):
             return Verdict(ADMITTED, "room", free)
-        self.leave(ticket, asked.now)
         return Verdict(REFUSED, CONTROL, (), self.rules.control_window or 0.0)
 
     # --- what became of it

@@ -6,8 +6,8 @@ that stalled): nobody gives anything up for that. The steps of a class answer to
 
     tighten   from 0.8   a replica counts as full for it at 0.8 of what it else may have
     cap       from 0.9   its answers are capped at `max_tokens_floor`
-    halve     from 1.0   every other request of it is refused, unless a replica is idle
-    shed      from 1.0   all of them are, unless a replica is idle
+    halve     from 1.0   every other newcomer of it is refused, unless a replica is idle
+    shed      from 1.0   those that wait are at once, and all newcomers, unless a replica is idle
 
 So it is for the lowest class, from which as many steps are taken in a window as its pressure demands. The next class
 follows only once that is shed and limits are missed all the same, from 1.0 for each step, one a window. Nothing is

@@ -224,6 +224,7 @@ def test_a_shed_class_is_refused_until_the_next_window_and_so_are_those_that_wai
         assert admission.ask(one, 1000, [FULL], 30.0).decision == "queued"
     control.ended({"premium": steady(1.0)})
     admission.obey(control, 60.0)
+    assert [*admission.heads(60.0)] == [stays], "nobody of it is asked about, whatever becomes idle"
     assert [(one, verdict[:2]) for one, verdict in admission.turned_out(30.1)] == [(waits, ("refused", "control"))]
     verdict = ask(admission, FREE, ROOM)
     assert verdict[:2] == ("refused", "control") and 30.0 < verdict.retry_after < 32.0, "behind who waited"

@@ -109,7 +109,7 @@ def awaited(fleet: Fleet, given: Collection[str], now: float) -> str:
     for one in unready:
         last = fleet.logs(one.id)[-1:] if one.managed else []
         found.append(f"{one.id} has been {one.state} for {now - one.since:.0f} s: {(last or [one.reason])[0][:300]}")
-    return f"{len(left) - len(unready)} of {len(left)} replicas are ready; {'; '.join(found)}"
+    return f"{len(left) - len(unready)} of {len(left)} replicas ready; {'; '.join(found)}"
 
 
 def on_signal(loop: asyncio.AbstractEventLoop, then: Callable[[], object]) -> None:

@@ -26,7 +26,7 @@ def test_it_says_how_many_are_ready_and_what_the_others_do():
     fleet.engines["b"].lead.managed = True
     assert (
         awaited(fleet, "abc", 140.0)
-        == "2 of 3 replicas are ready; b has been starting for 40 s: Capturing CUDA graphs: 40 %"
+        == "2 of 3 replicas ready; b has been starting for 40 s: Capturing CUDA graphs: 40 %"
     )
     fleet.engines["b"].lead.managed = False
     assert awaited(fleet, "abc", 140.0).endswith("b has been starting for 40 s: no answer yet")
@@ -55,5 +55,5 @@ async def test_it_is_said_until_all_are_ready(caplog):
 
     await tell_awaited(Ready.__new__(Ready), seconds=0.001)
     assert caplog.messages and all(
-        line.startswith("0 of 1 replicas are ready; a has been starting") for line in caplog.messages
+        line.startswith("0 of 1 replicas ready; a has been starting") for line in caplog.messages
     )

@@ -27,7 +27,7 @@ from ..prompt.api.continuable import TOOLS, Terms
 from .answers import error_status
 from .chunks import END_OF_BODY, Chunks, framed
 from .events import Event, Events, Kind, Names, hide_ids, join_counts, put_before, read, with_text, without_ids, write
-from .retries import ABORTED, DIFFERS, ERROR_ANSWER, PROTOCOL
+from .retries import ABORTED, CLOSED, DIFFERS, ERROR_ANSWER, PROTOCOL
 
 if TYPE_CHECKING:
     from ..prompt import Prompt
@@ -198,6 +198,8 @@ class Continuation:
             raise UpstreamError(ERROR_ANSWER, f"ended its stream with an error that amounts to {status}")
         if event.reason == "abort" or (self.label == "messages" and _aborts(event)):
             raise UpstreamError(ABORTED, "aborted it")
+        if kind is Kind.END and event.data is None and self.finished is None and not self.is_strange:
+            raise UpstreamError(CLOSED, "ended its stream without saying why")
         if kind is Kind.STRANGE and self.may_be_strange and event.data:
             self.is_strange = True
             return self._mended(event, "")

@@ -340,7 +340,8 @@ def twisted(draw, told):
 @given(data=st.data())
 @settings(max_examples=150, deadline=None)
 def test_whatever_types_an_engine_writes_its_stream_passes_or_ends(label, way, data):
-    """Before a break the client gets all of it; behind one nothing is joined that does not follow."""
+    """Before a break the client gets all of it, but for an end that nothing was said of; behind one nothing is joined
+    that does not follow."""
     if way is Way.IDS and label not in ("chat", "completions"):
         return
     one = continuation(label, TEXT)
@@ -364,7 +365,7 @@ def test_whatever_types_an_engine_writes_its_stream_passes_or_ends(label, way, d
             return
         given += written
         if error is not None:
-            assert error.kind in ("differs", "error answer", "aborted")
+            assert error.kind in ("differs", "error answer", "aborted") or (error.kind == "closed" and b"[DONE]" in raw)
             break
     if not one.complete:  # and then again
         one.break_off()

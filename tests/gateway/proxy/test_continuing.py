@@ -96,6 +96,7 @@ async def never():
         event("1", [3], "c")[:20],  # within a chunk
         b"4\r\nda",  # within an event
         b"0\r\n\r\n",  # the body ends as HTTP has it, and no last event was there
+        chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n",  # nor did any say why it ends
         chunk(b'data: {"error": {"message": "EngineDeadError", "type": "InternalServerError", "code": 500}}\n\n')
         + b"0\r\n\r\n",
         event("1", [], "", finish_reason="abort") + chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n",

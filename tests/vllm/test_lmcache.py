@@ -28,7 +28,9 @@ from .engines import Engine, folder, gateway, version
 
 LMCACHE = os.environ.get("HITHERTO_LMCACHE", "")
 REQUESTS = 60
-pytestmark = pytest.mark.skipif(not LMCACHE, reason="HITHERTO_LMCACHE names no folder with lmcache")
+pytestmark = pytest.mark.skipif(
+    not LMCACHE, reason="HITHERTO_LMCACHE names no folder with lmcache; the docstring has the pip command"
+)
 
 
 @pytest.fixture(params=[256, 32])

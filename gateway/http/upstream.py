@@ -20,6 +20,7 @@ import httptools
 from replicas.deadline import within
 
 from .messages import HOP_BY_HOP, Headers, connection_tokens, end_to_end
+from .sockets import left_unread
 
 log = logging.getLogger("hitherto.wire")
 
@@ -35,11 +36,12 @@ NEWLINE = 0x0A
 
 
 class UpstreamError(Exception):
-    """The replica broke the exchange: no connection, closed early, or not HTTP. `kind` is for metrics."""
+    """The replica broke the exchange: no connection, closed early, or not HTTP. `kind` is for metrics. `unread`: it
+    took the connection, and closed it before it can have read the whole request."""
 
-    def __init__(self, kind: str, message: str):
+    def __init__(self, kind: str, message: str, *, unread: bool = False):
         super().__init__(message)
-        self.kind = kind
+        self.kind, self.unread = kind, unread
 
 
 class Sink(Protocol):
@@ -97,7 +99,7 @@ class Head:
 class Upstream(asyncio.Protocol):
     __slots__ = (
         # for the connection's life
-        "pool", "transport", "parser", "closed", "idle_since", "used", "paused",
+        "pool", "transport", "parser", "closed", "idle_since", "used", "paused", "unread",
         # the response being read
         "sink", "head_only", "status", "headers", "buffer", "head_done", "forwarding", "complete", "keep", "surplus", "clean", "framed",
         "length", "unseen", "granted",
@@ -111,6 +113,7 @@ class Upstream(asyncio.Protocol):
         self.idle_since = 0.0
         self.used = False
         self.paused = False
+        self.unread = False  # it was closed before the replica can have read all of the request
         self.sink: Sink | None = None
         self._clear()
 
@@ -164,6 +167,12 @@ class Upstream(asyncio.Protocol):
         self.transport = transport  # type: ignore[assignment]
         self.parser = httptools.HttpResponseParser(self)
 
+    def eof_received(self) -> None:
+        if self.sink is not None and not self.head_done:
+            self.unread = left_unread(self.transport)
+            if self.transport.get_write_buffer_size():  # closing would wait until somebody reads that
+                self.transport.abort()
+
     def connection_lost(self, exc: Exception | None) -> None:
         self.closed = True
         self.parser = None  # type: ignore[assignment]
@@ -174,7 +183,10 @@ class Upstream(asyncio.Protocol):
         if self.forwarding and exc is None and self._until_close():
             sink.end()
         else:
-            sink.lost(UpstreamError("closed", f"connection closed by the replica ({exc or 'end of file'})"))
+            # A kernel resets a connection of which the process that closed it, or ended, had not read everything.
+            unread = self.unread or isinstance(exc, (ConnectionResetError, BrokenPipeError))
+            message = f"connection closed by the replica ({exc or 'end of file'})"
+            sink.lost(UpstreamError("closed", message, unread=unread and not (self.buffer or self.forwarding)))
 
     def data_received(self, data: bytes) -> None:
         sink = self.sink
@@ -375,7 +387,8 @@ class Pool:
             sink.lost(opened)
         elif opened.closed or opened.transport.is_closing():  # since then; to write to it would raise
             where = f"{self.host}:{self.port}"
-            sink.lost(UpstreamError("connect", f"{where} closed a new connection before the request was sent"))
+            message = f"{where} closed a new connection before the request was sent"
+            sink.lost(UpstreamError("connect", message, unread=True))
         else:
             sink.connected(opened)
 

@@ -37,7 +37,6 @@ from .respelling import respelled
 from .responses import Responses
 from .retries import (
     ABORTED,
-    CLOSED,
     DIFFERS,
     ELSEWHERE,
     ERROR_ANSWER,
@@ -268,11 +267,9 @@ class Conductor:
         # A kept connection may die of old age under the request; that says nothing about the replica.
         stale = attempt.upstream is not None and attempt.upstream.used and attempt.response_head is None
         attempt.end_as(AttemptEvent.FAILED, error)
-        failed, event, exchange = (
-            Failed(error.kind, stale, attempt.new_connection),
-            ExchangeEvent.FAILED,
-            attempt.exchange,
-        )
+        event, exchange = ExchangeEvent.FAILED, attempt.exchange
+        alone = error.unread and not self.judge.others(exchange, attempt)
+        failed = Failed(error.kind, stale, attempt.new_connection, unread=error.unread, alone=alone)
         if attempt.leg is not None:
             of_leg = self.leg_ends.what_failed(exchange, attempt, error, failed)
             if of_leg is None:
@@ -337,6 +334,7 @@ class Conductor:
         attempt, kind = exchange.attempts[-1], failed.kind
         following = after(failed, exchange.attempts_used, exchange.crashes, self._retries)
         if following is Next.SAME:
+            exchange.attempts_used += failed.unread and not failed.stale
             self._repeat(exchange, attempt, kind)
             return
         if KINDS[kind].blamed:
@@ -379,8 +377,8 @@ class Conductor:
 
     def _repeat(self, exchange: Exchange, attempt: Attempt, kind: str) -> None:
         """The same replica once more: as text, or on a connection of its own."""
-        self._metrics.retries.inc("reconnect" if kind == CLOSED else kind)
-        exchange.add_attempt(attempt.repeat(new_connection=kind == CLOSED, without_ids=kind == IDS))
+        self._metrics.retries.inc(kind if kind == IDS else "reconnect")
+        exchange.add_attempt(attempt.repeat(new_connection=kind != IDS, without_ids=kind == IDS))
         self.dispatch(exchange, ExchangeEvent.PLACED)
 
     def _relay(self, exchange: Exchange, data: bytes) -> None:

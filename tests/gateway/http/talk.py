@@ -57,8 +57,8 @@ Script = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 
 @asynccontextmanager
-async def scripted(script: Script):
-    """A server that runs `script` for each connection; yields its port."""
+async def scripted(script: Script, listening: socket.socket | None = None):
+    """A server that runs `script` for each connection, `listening` if given; yields its port."""
     tasks: set[asyncio.Task] = set()
 
     async def run(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -70,7 +70,7 @@ async def scripted(script: Script):
         finally:
             writer.close()
 
-    server = await asyncio.start_server(run, "127.0.0.1", 0)
+    server = await asyncio.start_server(run, sock=listening or socket.create_server(("127.0.0.1", 0), backlog=100))
     try:
         yield server.sockets[0].getsockname()[1]
     finally:

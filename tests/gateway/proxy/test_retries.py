@@ -46,6 +46,15 @@ def test_a_kept_connection_that_died_of_old_age_is_repeated_once():
     assert after(Failed(CLOSED), 0, NO_CRASHES, retries=2) is Next.OTHER
 
 
+@pytest.mark.parametrize("kind", [CLOSED, CONNECT])
+def test_the_last_replica_that_left_the_request_unread_is_asked_once_more_within_the_retries(kind):
+    alone = Failed(kind, unread=True, alone=True)
+    assert after(alone, 0, NO_CRASHES, retries=1) is Next.SAME
+    assert after(alone, 1, NO_CRASHES, retries=1) is Next.EXHAUSTED
+    for other in ({"alone": False}, {"unread": False}, {"repeated": True}, {"beside": True}):
+        assert after(alone._replace(**other), 0, NO_CRASHES, retries=2) is Next.OTHER
+
+
 def test_the_second_replica_that_goes_down_with_it_is_the_last():
     assert after(Failed(HUNG), 1, ONE, retries=5) is Next.LOST
     assert is_crash(Failed(CONNECT, repeated=True)) and not is_crash(Failed(CONNECT))

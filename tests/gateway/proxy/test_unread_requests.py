@@ -1,0 +1,154 @@
+"""A new connection that is closed before the replica can have read the request: asked once more where nobody else is
+left, and not where it may have read all of it."""
+
+import asyncio
+import socket
+
+import pytest
+
+from gateway.http import upstream
+from gateway.http.upstream import Upstream
+
+from ..http.talk import eventually, read_request, scripted
+from .replies import answers, post, reply
+from .stack import stack
+from .test_replaced import Broken
+
+
+def listening(port: int = 0) -> socket.socket:
+    one = socket.create_server(("127.0.0.1", port), backlog=8)
+    one.setblocking(False)
+    return one
+
+
+async def sent(s) -> None:
+    await eventually(lambda: any(x.attempt is not None and x.attempt.sent_at for x in s.proxy.exchanges))
+
+
+async def test_a_process_that_ends_before_it_takes_the_connection_has_not_had_the_request():
+    """Its kernel resets what waits to be accepted; another process listens at the address."""
+    seen, ends = [], listening()
+    port = ends.getsockname()[1]
+    async with stack(ports=[port]) as s:
+        talk = await s.talk()
+        await talk.say(post())
+        await sent(s)
+        ends.close()
+
+        async with scripted(answers(seen=seen), listening(port)):
+            assert (await talk.response())[0] == 200
+        assert len(seen) == 1 and not s.faults and s.metrics.retries.values == {("reconnect",): 1}
+        await eventually(s.idle)
+
+
+def closes(accepted: list, *, first: int = 99):
+    """Takes connections and closes the `first` of them without a look."""
+
+    async def script(reader, writer):
+        accepted.append(reader)
+        if len(accepted) > first:
+            await answers()(reader, writer)
+
+    return script
+
+
+async def test_what_closes_the_first_connection_at_once_is_asked_once_more():
+    accepted = []
+    async with stack(closes(accepted, first=1)) as s:
+        talk = await s.talk()
+        await talk.say(post())
+        assert (await talk.response())[0] == 200
+        assert len(accepted) == 2 and not s.faults
+
+
+@pytest.mark.parametrize(("retries", "asked"), [(2, 2), (1, 2), (0, 1)])
+async def test_what_closes_every_connection_is_asked_twice_within_the_retries(retries, asked):
+    accepted = []
+    async with stack(closes(accepted), retries=retries) as s:
+        talk = await s.talk()
+        await talk.say(post())
+        assert (await talk.response())[0] == 502
+        assert len(accepted) == asked and len(s.faults) == 1
+        await eventually(s.idle)
+
+
+async def test_another_replica_is_asked_first():
+    accepted, seen = [], []
+    async with stack(closes(accepted), answers(seen=seen)) as s:
+        talk = await s.talk()
+        await talk.say(post())
+        assert (await talk.response())[0] == 200
+        assert len(accepted) == 1 and len(seen) == 1
+
+
+async def test_a_connection_that_is_closed_before_the_request_is_sent_is_opened_once_more(monkeypatch):
+    accepted, opened = [], []
+
+    def made(pool):
+        opened.append(Upstream(pool))
+        return opened[-1]
+
+    async def prove(replica: str) -> bool:
+        if len(opened) == 1:
+            await eventually(lambda: opened[0].closed)
+        return True
+
+    monkeypatch.setattr(upstream, "Upstream", made)
+    async with stack(closes(accepted, first=1)) as s:
+        (backend,) = s.proxy.backends.values()
+        backend.prove, backend.replica.proof = prove, Broken()
+        talk = await s.talk()
+        await talk.say(post())
+        assert (await talk.response())[0] == 200
+        assert len(opened) == 2 and not s.faults and s.metrics.retries.values == {("reconnect",): 1}
+
+
+async def test_who_has_read_all_of_it_may_have_begun():
+    asked = []
+
+    async def script(reader, writer):
+        asked.append(await read_request(reader))
+
+    async with stack(script) as s:
+        talk = await s.talk()
+        await talk.say(post())
+        assert (await talk.response())[0] == 502
+        assert len(asked) == 1 and s.faults == ["closed"]
+        await eventually(s.idle)
+
+
+async def test_who_has_begun_to_answer_is_not_asked_again():
+    asked = []
+
+    async def script(reader, writer):
+        asked.append(await reader.readexactly(10))
+        writer.write(b"HTTP/1.1 200")
+        await writer.drain()
+        writer.transport.abort()  # with the rest unread: a reset
+
+    async with stack(script) as s:
+        talk = await s.talk()
+        await talk.say(post(b"x" * 1_000_000, path=b"/v1/audio/transcriptions"))
+        assert (await talk.response())[0] == 502
+        assert len(asked) == 1
+
+
+async def test_who_closes_its_side_in_the_middle_of_a_large_request_is_not_waited_for():
+    asked = []
+
+    async def script(reader, writer):
+        head = await reader.readuntil(b"\r\n\r\n")
+        asked.append(head)
+        if len(asked) == 1:
+            reader._transport.pause_reading()
+            writer.write_eof()
+            await asyncio.sleep(30)
+        await reader.readexactly(30_000_000)
+        writer.write(reply(b"{}"))
+        await reader.read()
+
+    async with stack(script, request_timeout=60.0) as s:
+        talk = await s.talk()
+        await talk.say(post(b"x" * 30_000_000, path=b"/v1/audio/transcriptions"))
+        assert (await talk.response(20))[0] == 200
+        assert len(asked) == 2 and not s.faults

@@ -7,7 +7,8 @@ import select
 import socket
 import struct
 
-_UNACKED = struct.Struct("24xI")  # of Linux's tcp_info: segments that were sent and that the peer's kernel does not have
+# Of Linux's tcp_info: how many segments were sent that the peer's kernel does not have.
+_UNACKED = struct.Struct("24xI")
 
 
 def has_left(transport: asyncio.Transport) -> bool:

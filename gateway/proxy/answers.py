@@ -54,7 +54,9 @@ MOST_HELD_BACK = 2**18  # bytes in which nothing of an answer is; instructions s
 _OTHER_ANSWER = re.compile(
     rb'\{\s*"(?:object"\s*:\s*"list"\s*,\s*"data"\s*:\s*\[\s*\{[^{}\[]{0,400}"object"\s*:\s*"model"|status"\s*:\s*"\w{1,20}"\s*\})'
 )
-_DONE = b"data: [DONE]"
+_DONE = re.compile(rb"data: ?\[DONE\]")
+# An event that says anything: neither the end of a stream nor a ping.
+_SAYS = re.compile(rb'data:(?!\s*(?:\[DONE\]|\{\s*"type"\s*:\s*"ping"\s*\}))')
 # What some event of a stream of each API has, the last ones included. A quote inside generated text is escaped.
 _EVENT_MARKS = re.compile(rb'"(?:choices|usage|delta|finish_reason)"\s*:|"(?:response|message|content_block)[._\w]*"')
 # The last bytes of an answer that say nothing only for being cut from the middle of a long event are fewer
@@ -99,6 +101,7 @@ class Sight(Enum):
     EARLY = "nothing of an answer yet"
     BLIND = "so much of what is no answer that it is held back no longer"
     FOREIGN = "what no engine writes"
+    SILENT = "a stream that ends and has said nothing"
 
 
 # `bytes in bytes` first takes the left side for a number, and drops the TypeError that this raises: 2,000 instructions
@@ -158,7 +161,7 @@ def look(label: str, data: bytes, streams: bool, content_type: bytes, whole: boo
     """What the first bytes of a body show, or all of them (`whole`)."""
     at = _body_at(data)
     if at == len(data):
-        return Sight.FOREIGN if whole else Sight.EARLY
+        return Sight.EARLY if not whole else Sight.SILENT if streams else Sight.FOREIGN
     if streams:
         return _look_at_stream(label, data, at, whole)
     if content_type.startswith(_TYPES[2:]):
@@ -178,17 +181,25 @@ def look(label: str, data: bytes, streams: bool, content_type: bytes, whole: boo
 def _look_at_stream(label: str, data: bytes, at: int, whole: bool) -> Sight:
     if not whole and len(data) - at < len("event:"):
         return Sight.EARLY
-    if not _FIELD.match(data, at) or data.startswith(_DONE, at):
+    if _DONE.match(data, at):
+        return Sight.SILENT
+    if not _FIELD.match(data, at):
         return Sight.FOREIGN
     events = data if whole else data[: max(_last_end(data), 0)]  # an error in two pieces must not pass for a token
     if error_status(events, True):
         return Sight.ANSWER
     speaks = _EVENTS.get(label, b"") in events or _EVENT_MARKS.search(events) is not None
     if whole:
-        return Sight.ANSWER if speaks else Sight.FOREIGN
+        return Sight.ANSWER if speaks else Sight.FOREIGN if says_anything(data) else Sight.SILENT
     if speaks and not _is_announcement(label, data):
         return Sight.ANSWER
     return Sight.EARLY if len(data) < MOST_HELD_BACK else Sight.BLIND
+
+
+def says_anything(stream: bytes) -> bool:
+    """Whether a stream has any event but pings and its end. An engine may end without one, and so may a proxy whose
+    engine fails: unlike what no engine writes, that does not show that something else answers at the address."""
+    return _SAYS.search(stream) is not None
 
 
 def keeps_alive(data: bytes) -> bool:

@@ -132,6 +132,9 @@ class Judge:
                 sight = look(exchange.label, data, attempt.streams, (head.get(b"content-type") or b"").lower(), whole)
                 if sight is Sight.FOREIGN:
                     return _foreign(f"answered 200 with {data[:40]!r}")
+                if sight is Sight.SILENT:
+                    self._unsettled(exchange, attempt, ERROR_ANSWER)  # and whoever agrees, no client can read this
+                    return UpstreamError(ERROR_ANSWER, "answered 200 with a stream in which nothing is")
                 if sight is Sight.EARLY:
                     attempt.withheld = data
                     return None
@@ -269,7 +272,8 @@ class Conductor:
         attempt.end_as(AttemptEvent.FAILED, error)
         event, exchange = ExchangeEvent.FAILED, attempt.exchange
         alone = error.unread and not self.judge.others(exchange, attempt)
-        failed = Failed(error.kind, stale, attempt.new_connection, unread=error.unread, alone=alone)
+        agreed = error.kind == ERROR_ANSWER and bool(errors := exchange.unattributed_errors) and settled(errors)
+        failed = Failed(error.kind, stale, attempt.new_connection, unread=error.unread, alone=alone, agreed=agreed)
         if attempt.leg is not None:
             of_leg = self.leg_ends.what_failed(exchange, attempt, error, failed)
             if of_leg is None:
@@ -356,7 +360,7 @@ class Conductor:
             self.dispatch(exchange, ExchangeEvent.EXHAUSTED, ApiError(attempt.status, str(attempt.error)))
         elif following is Next.EXHAUSTED:
             message = f"no replica answered after {len(exchange.tried)} attempt(s); the last: {exchange.last_failure}"
-            self.dispatch(exchange, ExchangeEvent.EXHAUSTED, ApiError(502, message))
+            self.dispatch(exchange, ExchangeEvent.EXHAUSTED, ApiError(502, message, again=not failed.agreed))
         else:
             self._metrics.retries.inc(kind)
             demand = attempt.placement.demand

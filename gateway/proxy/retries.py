@@ -119,6 +119,7 @@ class Failed(NamedTuple):
     may_be_whole: bool = True  # the request may go in one piece
     unread: bool = False  # a new connection was closed before the replica can have read the whole request
     alone: bool = False  # no other replica is left
+    agreed: bool = False  # two engines have answered alike: it is the request
 
 
 def is_crash(failed: Failed) -> bool:
@@ -154,6 +155,8 @@ def after(failed: Failed, used: int, crashes: Crashes, retries: int) -> Next:
         return Next.SAME
     if crashes.after(failed).too_many:
         return Next.LOST
+    if failed.agreed:
+        return Next.EXHAUSTED
     if failed.kind in (NOT_KEPT, LEG_REFUSED, PREFILL_FAILED):
         return Next.WHOLE if failed.may_be_whole else Next.REFUSED
     if failed.still_kept and not KINDS[failed.kind].sent and used < retries:

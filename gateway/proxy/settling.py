@@ -19,7 +19,7 @@ from replicas.pulse import Pulse
 
 from ..prompt.prompt import GUESSED, NO_PREFILL
 from . import pulling
-from .answers import NEVER_TELL_CACHED, NOTHING, Usage, error_status, read_usage, speaks_api
+from .answers import NEVER_TELL_CACHED, NOTHING, Usage, error_status, read_usage, says_anything, speaks_api
 from .blame import DOUBTFUL, REFUSALS, REFUSED_ALIKE, SAME, UnattributedError, agree
 from .drift import TOLERATED
 from .exchange import TAIL, TAIL_BYTES, Attempt, Batcher, Exchange, Legs
@@ -391,7 +391,7 @@ class Settling:
         if cut_short(attempt, exchange.request.path, tail[-TAIL_BYTES:]):
             return 503, ABORTED, True
         if _is_foreign(exchange.label, attempt, tail, usage):
-            return 502, FOREIGN_ANSWER, False
+            return 502, FOREIGN_ANSWER if says_anything(tail) else ERROR_ANSWER, False
         return None
 
     def finish(self, attempt: Attempt, prompt: Prompt, usage: Usage) -> None:

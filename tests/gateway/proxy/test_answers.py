@@ -124,8 +124,11 @@ def test_a_stream_begins_with_something_of_the_answer(frame):
         seen(ROLE, DIED[:30]),
     } == {Sight.EARLY}
     assert seen(ROLE, whole=True) is Sight.ANSWER, "whatever it means, it is all there is"
-    assert {seen(*events, whole=True) for events in ([PINGS[0]], [b'data: {"ok":1}\n\n'], [])} == {Sight.FOREIGN}
-    assert {seen(first) for first in (DONE, b"<html>\n\n", b"error: what\n\n", b"deadbeef!\n\n")} == {Sight.FOREIGN}
+    for silent in ([ping] for ping in PINGS):
+        assert seen(*silent, whole=True) is seen(*silent, DONE, whole=True) is Sight.SILENT
+    assert seen(whole=True) is seen(DONE) is seen(b"data:[DONE]\n\n") is Sight.SILENT
+    assert seen(b'data: {"ok":1}\n\n', whole=True) is Sight.FOREIGN
+    assert {seen(first) for first in (b"<html>\n\n", b"error: what\n\n", b"deadbeef!\n\n")} == {Sight.FOREIGN}
     assert seen(PINGS[0] * 50_000) is Sight.BLIND, "not for ever"
     assert all(map(keeps_alive, map(frame, PINGS))) and not keeps_alive(frame(ROLE))
 

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
@@ -147,7 +147,8 @@ async def running(contender: Contender, engines: Sequence[Backend], log: Path):
             await asyncio.sleep(0.2)
         yield url, process.pid
     finally:
-        os.killpg(process.pid, signal.SIGTERM)
+        with suppress(ProcessLookupError):  # it has ended by itself
+            os.killpg(process.pid, signal.SIGTERM)
         try:
             await asyncio.to_thread(process.wait, 10)
         except subprocess.TimeoutExpired:

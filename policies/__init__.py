@@ -4,7 +4,7 @@ One policy a file; the vocabulary they share is `Load`, `Demand`, `Candidate`, `
 keeps the load they see, `CostGroup` and `Costs` turn it into predicted seconds.
 """
 
-from . import leg_rules, legs
+from . import leg_rules, legs, two_legs
 from .admission import Admission
 from .classes import Classes, QosClass, Rule, Slo
 from .control import Control
@@ -84,4 +84,5 @@ __all__ = [
     "leg_rules",
     "legs",
     "make",
+    "two_legs",
 ]

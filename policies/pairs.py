@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
+from . import two_legs
 from .legs import FEW, LegChoice, Ways
 from .placement import Evaluation, Pairing
 from .quotes import Place, Quote, after_prefill, first_leg
@@ -36,7 +37,7 @@ def pairs(
     those of the quickest on each side, with one for every other replica. `always`: it cannot go whole."""
     return [
         Pair(first, second, quoted(router, first, second, whole.demand))
-        for ways in router.ways(whole, pairings, now, always)
+        for ways in two_legs.ways(router, whole, pairings, now, always)
         for first, second in _of_ways(ways)
     ]
 
@@ -56,8 +57,10 @@ def best_legs(
     always: bool = False,
 ) -> LegChoice | None:
     """Return the legs that the rule takes, of these pairs, if it takes any."""
-    ways = [only for one in router.ways(whole, pairings, now, always) if (only := one.only(among)) is not None]
-    return router.choose_among(ways)
+    ways = [
+        only for one in two_legs.ways(router, whole, pairings, now, always) if (only := one.only(among)) is not None
+    ]
+    return two_legs.choose_among(router, ways)
 
 
 def _of_ways(ways: Ways) -> list[tuple[Candidate, Candidate]]:

@@ -12,7 +12,7 @@ rule behaves the same in each. No I/O and no clock: `now` is in seconds of the c
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 
@@ -27,8 +27,6 @@ from .placement import (
     Decision,
     Evaluation,
     Held,
-    Move,
-    Pairing,
     PrefixMap,
     behind,
     leading,
@@ -147,14 +145,14 @@ class Router:
         costs: CostGroup,
         leg_rule: legs.LegRule = legs.choose,
     ) -> None:
-        self._leg_rule = leg_rule
+        self.leg_rule = leg_rule
         self.policy, self.map, self.ledger, self.costs = policy, prefixes, ledger, costs
         self.outputs = Outputs()
         self.transfers, self.pulls = Transfers(), Transfers()
         self.candidates: dict[str, Candidate] = {}
         self._seats: dict[str, Seats] = {}
         # What a policy may want to be told, see `Policy`.
-        self._placed, self._first, self._ended, self._gone = [
+        self.placed, self._first, self._ended, self._gone = [
             getattr(policy, name, None) for name in ("placed", "first", "ended", "gone")
         ]
         self._tiered: list[Candidate] = []  # whose `lower` the last request has set
@@ -174,7 +172,7 @@ class Router:
 
             return both
 
-        self._placed, self._first, self._ended = also(self._placed), also(self._first), also(self._ended)
+        self.placed, self._first, self._ended = also(self.placed), also(self._first), also(self._ended)
 
     # --- replicas
 
@@ -254,7 +252,7 @@ class Router:
         demand.output, demand.residual = self.outputs.expected(demand)
         if demand.also is not None:
             demand.also.output, demand.also.residual = demand.output, demand.residual
-        spaces = None if targets.space == demand.space else self._weigh_spaces(demand, targets, now)
+        spaces = None if targets.space == demand.space else self.weigh_spaces(demand, targets, now)
         candidates = self.weighed(demand, targets, now) if spaces is None else targets.candidates
         offered = self._offer_pulls(demand, targets, peers, now) if peers and spaces is None else NO_PULLS
         choice = self.policy.choose(demand, candidates, explain)
@@ -277,6 +275,13 @@ class Router:
             targets.roster.tiered = True
         return {one.replica: one.pull for one in given if one.pull is not None}
 
+    def offer_again(self, whole: Evaluation) -> None:
+        """What the replica chosen for the whole request would fetch, after it was weighed once more."""
+        best = whole.candidates[whole.choice.index]
+        if best.replica in whole.pulls:
+            best.lower, best.pull = whole.lower, whole.pulls[best.replica]
+            self._tiered.append(best)
+
     def quotes(self, evaluation: Evaluation) -> list[Quote]:
         """What each candidate would give the request, right after `evaluate`."""
         return [quote(candidate, evaluation.demand) for candidate in evaluation.candidates]
@@ -292,7 +297,7 @@ class Router:
             counted = decision.counted
         candidate = candidates[choice.index]
         if spaces is not None:
-            placed, overlap, lower = _in_space(candidate, spaces, demand, overlap if decision is not None else 0)
+            placed, overlap, lower = in_space(candidate, spaces, demand, overlap if decision is not None else 0)
             counted = counted and placed is demand  # else in other tokens than those that it is going to compute
         pull = self._what_is_pulled(offered.get(candidate.replica), candidate, lower, now) if offered else None
         uncached = placed.tokens - overlap
@@ -308,18 +313,18 @@ class Router:
             demand.residual,
             due(candidate, placed, uncached, lower, pull, ttft),
         )
-        beyond = 0 if placed.tokens % placed.block_size else self._beyond(candidate, placed, overlap, lower)
+        beyond = 0 if placed.tokens % placed.block_size else self.beyond(candidate, placed, overlap, lower)
         placement = Placement(candidate, placed, overlap, reservation, now, lower=lower, beyond=beyond, pull=pull)
         try:
-            self._expect(placement)
-            if self._placed is not None:
-                self._placed(demand, candidates, choice)
+            self.expect(placement)
+            if self.placed is not None:
+                self.placed(demand, candidates, choice)
         except BaseException:  # nobody could release what nobody has
             self.ledger.release(reservation)
             raise
         return placement
 
-    def _beyond(self, candidate: Candidate, demand: Demand, overlap: int, lower: Lower) -> int:
+    def beyond(self, candidate: Candidate, demand: Demand, overlap: int, lower: Lower) -> int:
         """Of a prompt that ends with a block: what its engine counts as found of that block. No hit in the first tier
         ends behind the last token but one, but vLLM asks its connector for what follows that hit, up to the prompt's
         end, also where the block lies in the first tier."""
@@ -341,153 +346,8 @@ class Router:
         self.pulls.begin(pull.source, by.replica, now)
         return pull
 
-    # --- a request is placed in two legs
-
-    def choose_legs(
-        self, whole: Evaluation, prefillers: Sequence[Candidate], decoders: Sequence[Candidate], now: float
-    ) -> legs.LegChoice | None:
-        """Return who computes its prompt and who writes its answer, if the rule has two do it rather than the one where
-        the `whole` request would go; else None. Nothing is done yet."""
-        return self.choose_among(self.ways(whole, ((prefillers, decoders),), now))
-
-    def choose_among(self, ways: Iterable[legs.Ways]) -> legs.LegChoice | None:
-        """As `choose_legs`, for what `ways` has just returned."""
-        if legs.of_policy(self.policy) is None:
-            ways = legs.preferred(self.policy, [*ways])
-        return legs.best(one.taken((legs.forced if one.always else self._leg_rule)(self.policy, one)) for one in ways)
-
-    def ways(self, whole: Evaluation, pairings: Sequence[Pairing], now: float, always: bool = False) -> list[legs.Ways]:
-        """Return what a rule of legs chooses by, for each of the `pairings` that has replicas for both legs of a
-        request that would go `whole` as evaluated. All of them are weighed for it, in its demand's tokens. Both legs
-        are at replicas of one space, of those that the request was prepared for: others would have other tokens.
-        `always`: it cannot go whole."""
-        demand = whole.demand
-        if not always and (not demand.reads_cache or not demand.tokens):
-            return []
-        known = [one.space for one in (demand, demand.also) if one is not None]
-        sides = [side for pairing in pairings for side in _of_one_space(pairing, known, always)]
-        if not sides:
-            return []
-        best = whole.candidates[whole.choice.index]
-        all_ = [best, *(one for first, second in sides for one in (*first, *second))]
-        if any(one.space != demand.space for one in all_):
-            self._weigh_spaces(demand, Targets(all_), now)
-        else:
-            self.weighed(demand, Targets(all_), now)
-        if best.replica in whole.pulls and not any(
-            one is best for first, _ in sides for one in first
-        ):  # no first leg is told to pull
-            best.lower, best.pull = whole.lower, whole.pulls[best.replica]
-            self._tiered.append(best)
-        return [
-            legs.Ways(demand, best, whole.choice, first, second, self.transfers, now, always=always)
-            for first, second in sides
-        ]
-
-    def commit_legs(
-        self, whole: Evaluation, chosen: legs.LegChoice, now: float, decided: tuple[Decision, Decision] | None = None
-    ) -> tuple[Placement, Placement, Move]:
-        """Count both legs' load and the transfer between them in one step, right after `choose_legs`. The policy is
-        told of what it chose, or of one request as it would have gone whole. `decided`: what a shared ledger said of
-        each; else both are those that this one chose, weighed for this demand just now."""
-        demand, first, second = whole.demand, chosen.prefiller, chosen.decoder
-        overlap, lower, counted = first.overlap, first.lower, False
-        if decided is not None:
-            prefill, _ = decided
-            for one in decided:
-                self.ledger.others(one.replica, one.others)
-            overlap, lower, counted = prefill.overlap, prefill.lower, prefill.counted
-        if (own := demand.also) is not None and own.space == first.space:  # in tokens of its own
-            spaces = {own.space: self._held(own, now)}
-            told = overlap if decided is not None else 0
-            demand, overlap, lower = _in_space(first, spaces, whole.demand, told)
-            _, second.overlap, _ = _in_space(second, spaces, whole.demand)
-            counted = False
-        move = self.begin_transfer(first, second, demand, now)
-        # What is seen of a first leg that the gateway does not send itself is the second one's first byte.
-        placements = [self._commit_prefill(demand, first, overlap, lower, now, counted, whole.demand.now, move.seconds)]
-        try:
-            placements.append(self.commit_decoder(demand, second, now))
-            if self._placed is not None:
-                for candidates, choice in chosen.preferred or ((whole.candidates, whole.choice),):
-                    self._placed(whole.demand, candidates, choice)
-        except BaseException:  # nobody could release what nobody has
-            for placement in placements:
-                self.abandon(placement, computed=False)
-            raise
-        return placements[0], placements[1], move
-
-    def begin_transfer(self, prefiller: Candidate, decoder: Candidate, demand: Demand, now: float) -> Move:
-        """Count a transfer of what the decoder, as weighed for this demand just now, lacks of its prompt."""
-        tokens = demand.tokens - decoder.overlap
-        seconds = self.transfers.seconds(prefiller.replica, decoder.replica, tokens, now)
-        self.transfers.begin(prefiller.replica, decoder.replica, now)
-        return Move(tokens, seconds)
-
-    def move_prefill(self, first: Placement, replica: str, now: float) -> Placement:
-        """Have another replica compute the prompt of a first leg that was not sent yet."""
-        candidate, demand = self.candidates[replica], first.demand
-        self.abandon(first, computed=False)
-        self.weighed(demand, Targets([candidate]), now)
-        return self._commit_prefill(demand, candidate, candidate.overlap, candidate.lower, now)
-
-    def _commit_prefill(
-        self,
-        demand: Demand,
-        candidate: Candidate,
-        overlap: int,
-        lower: Lower,
-        now: float,
-        counted: bool = False,
-        begins: float = UNTIMED,
-        moving: float = 0.0,
-    ) -> Placement:
-        """Count a leg that computes a prompt and writes nothing. `begins`: UNTIMED where it is not as of `demand.now`.
-        `moving`: seconds that its end may take to be seen besides."""
-        uncached = demand.tokens - overlap - sum([tokens for _, tokens in lower])
-        expected = due(candidate, demand, uncached, lower) + moving if begins != UNTIMED else FAR
-        reservation = self.ledger.reserve(
-            candidate.replica, uncached, demand.tokens, counted, begins if begins != UNTIMED else None, due=expected
-        )
-        beyond = 0 if demand.tokens % demand.block_size else self._beyond(candidate, demand, overlap, lower)
-        placement = Placement(candidate, demand, overlap, reservation, now, lower=lower, beyond=beyond)
-        try:
-            self._expect(placement)
-        except BaseException:
-            self.abandon(placement, computed=False)
-            raise
-        return placement
-
-    def weigh_decoder(self, demand: Demand, decoders: Sequence[Candidate], now: float) -> Candidate | None:
-        """Return who else could write the answer to a prompt that is computed already; None: nobody."""
-        decoders = [one for one in decoders if one.space == demand.space]
-        if not decoders:
-            return None
-        self.weighed(demand, Targets(decoders), now)
-        return legs.decoder(self.policy, demand, decoders)
-
-    def commit_decoder(self, demand: Demand, candidate: Candidate, now: float) -> Placement:
-        """Count a leg that begins in decode. The whole prompt is going to be there."""
-        reservation = self.ledger.reserve_decode(candidate.replica, demand.tokens, demand.residual)
-        placement = Placement(candidate, demand, candidate.overlap, reservation, now)
-        try:
-            self._expect(placement)
-        except BaseException:
-            self.abandon(placement)
-            raise
-        return placement
-
-    def moving_seconds(self, second: Placement, seconds: float) -> float:
-        """Return what the transfer took of the `seconds` from sending the second leg to its first token: what its
-        decoder does not take itself."""
-        costs, tokens = second.candidate.costs, second.demand.tokens
-        return seconds - costs.punctual_seconds(second.reservation.before, 1, tokens - 1)
-
-    def writing_seconds(self, second: Placement, tokens: int) -> float:
-        """Return what its decoder was to take from the first to the last of so many tokens, by the load that it met."""
-        return second.candidate.costs.decode_seconds(second.reservation.before, second.demand.tokens, tokens)
-
-    def _expect(self, placement: Placement) -> None:
+    def expect(self, placement: Placement) -> None:
+        """Tell the map that its blocks will be there."""
         candidate, demand = placement.candidate, placement.demand
         if demand.hashes and (candidate.rank_paths is None or demand.path in candidate.rank_paths):
             placement.expects = True  # its blocks will be on this replica for certain
@@ -496,7 +356,7 @@ class Router:
     def ranking(self, demand: Demand, targets: Targets, now: float, most: int) -> list[str]:
         """Up to `most` replicas, in the order in which they would be tried."""
         demand.output, demand.residual = self.outputs.expected(demand)
-        spaces = None if targets.space == demand.space else self._weigh_spaces(demand, targets, now)
+        spaces = None if targets.space == demand.space else self.weigh_spaces(demand, targets, now)
         left = [*(self.weighed(demand, targets, now) if spaces is None else targets.candidates)]
         order: list[str] = []
         while left and len(order) < most:
@@ -536,14 +396,14 @@ class Router:
             one.lower, one.pull = (), None
         self._tiered = []
 
-    def _weigh_spaces(self, demand: Demand, targets: Targets, now: float) -> Mapping[int, Held]:
+    def weigh_spaces(self, demand: Demand, targets: Targets, now: float) -> Mapping[int, Held]:
         """As `weighed`, for candidates that are not all of the demand's space. What one holds is found in the tokens of
         its own space and counted in those of `demand`, so that all are weighed by the same measure; of a third space
         nothing is known."""
-        spaces = {one.space: self._held(one, now) for one in (demand, demand.also) if one is not None}
+        spaces = {one.space: self.held(one, now) for one in (demand, demand.also) if one is not None}
         self._forget_lower()
         for candidate in targets.candidates:
-            own, overlap, lower = _in_space(candidate, spaces, demand)
+            own, overlap, lower = in_space(candidate, spaces, demand)
             if own is not demand and own.tokens != demand.tokens:
                 ours, theirs = demand.tokens, max(1, own.tokens)
                 overlap = max(0, min(overlap * ours // theirs, ours - 1))
@@ -553,7 +413,8 @@ class Router:
                 self._tiered.append(candidate)
         return spaces
 
-    def _held(self, demand: Demand, now: float) -> Held:
+    def held(self, demand: Demand, now: float) -> Held:
+        """What each slot of the map holds of it, as the blocks of its own space."""
         most = hittable(demand.tokens, demand.block_size)
         match = self.map.match(demand.hashes, now, most) if demand.hashes and demand.reads_cache else None
         return Held(demand, match)
@@ -654,16 +515,7 @@ class Router:
                 self._ended(reservation.replica, placement.demand)
 
 
-def _of_one_space(pairing: Pairing, known: Sequence[int], always: bool) -> list[Pairing]:
-    """The replicas of each known space that has both sides. `always`: where that is none all, though of what those of
-    another space hold nothing is known."""
-    first, second = pairing
-    sides = [([p for p in first if p.space == space], [d for d in second if d.space == space]) for space in known]
-    both: list[Pairing] = [side for side in sides if all(side)]
-    return both or ([pairing] if always and first and second else [])
-
-
-def _in_space(
+def in_space(
     candidate: Candidate, spaces: Mapping[int, Held], demand: Demand, told: int = 0
 ) -> tuple[Demand, int, Lower]:
     """The request as this candidate's engine will see it, and prompt tokens that it holds in its first tier and in

@@ -25,7 +25,7 @@ from gateway.config import Config, ConfigError, Settings, admin_headers, admin_u
 from gateway.errors import ApiError
 from gateway.model import model_dir
 from gateway.prompt import Prompt
-from policies import Candidate, CostGroup, Ledger, Load, Pairing, Router, Targets, make
+from policies import Candidate, CostGroup, Ledger, Load, Pairing, Router, Targets, make, two_legs
 from replicas.pairing import complaints, groups, sides_of
 from replicas.roles import BOTH, PREFILL
 from replicas.served import base_names
@@ -132,7 +132,7 @@ async def alone(settings: Settings, path: str, body: bytes) -> dict[str, Any]:
     told = describe(router.policy, prompt, evaluation, router.outputs)
     if any(one.role != BOTH for one in up):
         pairings = _pairings(up, router.candidates, prompt.path)
-        told["legs"] = legs_told(router.choose_among(router.ways(evaluation, pairings, 0.0)))
+        told["legs"] = legs_told(two_legs.choose_among(router, two_legs.ways(router, evaluation, pairings, 0.0)))
     return explained(told)
 
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 from time import monotonic
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from policies import Candidate, Decision, Demand, Evaluation, Pairing, Router, legs
+from policies import Candidate, Decision, Demand, Evaluation, Pairing, Router, legs, two_legs
 from replicas import TAKES_TRAFFIC, pairing
 from replicas.engines.transfer import json_object, with_first
 from replicas.names import bracketed
@@ -200,7 +200,7 @@ class LegPlacing:
             return None
         chosen = evaluation.legs
         if not evaluation.settled:
-            chosen = self._router.choose_among(self.ways(exchange, evaluation, now))
+            chosen = two_legs.choose_among(self._router, self.ways(exchange, evaluation, now))
         if chosen is None:
             return None
         transfer = self._eligible.backends[chosen.prefiller.replica].replica.transfer
@@ -211,7 +211,7 @@ class LegPlacing:
     def ways(self, exchange: Exchange, evaluation: Evaluation, now: float) -> list[legs.Ways]:
         """What a rule chooses the exchange's legs by; nothing where it is to stay whole."""
         always = self.is_always(exchange.prompt, evaluation)
-        return self._router.ways(evaluation, self.pairings_of(exchange, always), now, always)
+        return two_legs.ways(self._router, evaluation, self.pairings_of(exchange, always), now, always)
 
     def pairings_of(self, exchange: Exchange, always: bool = False) -> Sequence[Pairing]:
         """Who may have its legs; nobody where it is to stay whole."""
@@ -284,7 +284,7 @@ class LegPlacing:
         assert prompt is not None
         backends = self._eligible.backends
         prefiller, decoder = backends[chosen.prefiller.replica], backends[chosen.decoder.replica]
-        placement, reserved, move = self._router.commit_legs(evaluation, chosen, now, decided)
+        placement, reserved, move = two_legs.commit(self._router, evaluation, chosen, now, decided)
         held = exchange.legs = Legs(transfer, prefiller, decoder, reserved, placement.predicted, *move)
         prompt = exchange.prompt = as_variant(prompt, placement.demand.space)
         prompt.token_ids = b""  # legs carry text
@@ -309,8 +309,8 @@ class LegPlacing:
         """Return the legs that a request would have, or else those that cost least of what it would not have. Changes
         nothing."""
         always = self.is_always(prompt, evaluation)
-        ways = self._router.ways(evaluation, self._pairings(prompt, (), always), now, always)
-        chosen, cost = self._router.choose_among(ways), legs.of_policy(self._router.policy)
+        ways = two_legs.ways(self._router, evaluation, self._pairings(prompt, (), always), now, always)
+        chosen, cost = two_legs.choose_among(self._router, ways), legs.of_policy(self._router.policy)
         if chosen is not None or cost is None:
             return chosen, None
         return None, legs.best(legs.cheapest(cost, one) for one in ways)
@@ -356,12 +356,14 @@ class LegPlacing:
             for one in kind.decoders
             if one is not held.prefiller and one not in exchange.tried and self._may_decode(one, prompt)
         }
-        candidate = self._router.weigh_decoder(demand, [one.candidate for one in left.values()], now)
+        candidate = two_legs.weigh_decoder(self._router, demand, [one.candidate for one in left.values()], now)
         if candidate is None:
             return False
         held.decoder = left[candidate.replica]
-        held.moved, held.moving = self._router.begin_transfer(held.prefiller.candidate, candidate, demand, now)
-        held.placement = self._router.commit_decoder(demand, candidate, now)
+        held.moved, held.moving = two_legs.begin_transfer(
+            self._router, held.prefiller.candidate, candidate, demand, now
+        )
+        held.placement = two_legs.commit_decoder(self._router, demand, candidate, now)
         second_leg(exchange, now)
         return True
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from time import monotonic
 from typing import TYPE_CHECKING
 
-from policies import Placement, Router, hittable
+from policies import Placement, Router, hittable, two_legs
 from policies.outputs import LEAST_OUTPUT
 from replicas import State
 from replicas.engines.dialect import ANY_PATH
@@ -212,15 +212,15 @@ class Settling:
         if legs is None or second.status != 200 or second.fault or not second.streams or second.backend.gone:
             return
         seconds -= max(0.0, legs.computed_at - second.sent_at)
-        self._moved(legs, second, self._router.moving_seconds(placement, seconds) - legs.computing, learns)
+        self._moved(legs, second, two_legs.moving_seconds(placement, seconds) - legs.computing, learns)
 
     def _transferred_whole(self, second: Attempt, legs: Legs, tokens: int, learns: bool) -> None:
         """The same of an answer in one piece, whose first byte is its last as well: what is left once its decoder has
         taken its own time for so many tokens. Whether it is learned from the predictions alone say: where the decoder
         takes most of the time, what is left is the error of that prediction, and those that err upwards would count."""
         seconds = second.first_at - second.sent_at - max(0.0, legs.computed_at - second.sent_at)
-        writing = self._router.writing_seconds(second.placement, tokens)
-        moving = self._router.moving_seconds(second.placement, seconds - writing) - legs.computing
+        writing = two_legs.writing_seconds(second.placement, tokens)
+        moving = two_legs.moving_seconds(second.placement, seconds - writing) - legs.computing
         if legs.moving >= writing * LEAST_MOVED:
             self._moved(legs, second, moving, learns)
 

@@ -25,6 +25,7 @@ from policies import (
     Policy,
     Router,
     Targets,
+    two_legs,
 )
 from policies.legs import LegRule
 from policies.outputs import LEAST_OUTPUT
@@ -119,9 +120,11 @@ class Gateway:
         """Place it as evaluated, or in two legs if they are better."""
         chosen = evaluation.legs
         if not evaluation.settled and not stays_whole:
-            chosen = self.router.choose_among(self.router.ways(evaluation, self.pairings(turn, tried), now))
+            chosen = two_legs.choose_among(
+                self.router, two_legs.ways(self.router, evaluation, self.pairings(turn, tried), now)
+            )
         if chosen is not None:
-            first, second, move = self.router.commit_legs(evaluation, chosen, now)
+            first, second, move = two_legs.commit(self.router, evaluation, chosen, now)
             return Legs(first, second, move.tokens)
         return self.router.commit(evaluation, now)
 
@@ -141,7 +144,7 @@ class Gateway:
         candidate = self.candidates[index]
         if legs.first.candidate is not candidate:
             self._catch_up(now)
-            legs.first = self.router.move_prefill(legs.first, candidate.replica, now)
+            legs.first = two_legs.move_prefill(self.router, legs.first, candidate.replica, now)
 
     def handed_over(self, legs: Legs, now: float, cached: int) -> None:
         """The prompt is computed, and kept for the decoder; the engine had found `cached` tokens of it."""
@@ -152,17 +155,19 @@ class Gateway:
     def next_decoder(self, legs: Legs, turn: Turn, now: float, tried: tuple[int, ...]) -> bool:
         """Have another one write the answer; False: nobody is left."""
         able = [one for one in self._able(self._decoders, turn, tried) if one is not legs.first.candidate]
-        candidate = self.router.weigh_decoder(legs.first.demand, able, now)
+        candidate = two_legs.weigh_decoder(self.router, legs.first.demand, able, now)
         if candidate is None:
             return False
-        legs.moved = self.router.begin_transfer(legs.first.candidate, candidate, legs.first.demand, now).tokens
-        legs.second = self.router.commit_decoder(legs.first.demand, candidate, now)
+        legs.moved = two_legs.begin_transfer(
+            self.router, legs.first.candidate, candidate, legs.first.demand, now
+        ).tokens
+        legs.second = two_legs.commit_decoder(self.router, legs.first.demand, candidate, now)
         return True
 
     def transferred(self, legs: Legs, now: float) -> None:
         """The second leg has its first token."""
         pair = legs.first.candidate.replica, legs.second.candidate.replica
-        moving = self.router.moving_seconds(legs.second, now - legs.sent_at)
+        moving = two_legs.moving_seconds(legs.second, now - legs.sent_at)
         self.router.transfers.observe(*pair, legs.moved, moving, now)
 
     def transfer_failed(self, legs: Legs, now: float) -> None:

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policies import UNTIMED, Choice, CostGroup, Demand, Ledger, Load, Router, make
+from policies import UNTIMED, Choice, CostGroup, Demand, Ledger, Load, Router, make, two_legs
 from policies.ledger import FAR, Reservation, Unanswered
 from policies.legs import LegChoice
 from policies.quotes import quote
@@ -225,10 +225,10 @@ def test_legs_are_computed_elsewhere_than_where_prompts_are_late():
     hung, other, decoder = targets.candidates
     hung.load.due = START - 30
     whole = router.evaluate(demand := prompt(8000), router.targets([decoder]), START)
-    [ways] = router.ways(whole, [([hung, other], [decoder])], START, always=True)
-    chosen = router.choose_among([ways])
+    [ways] = two_legs.ways(router, whole, [([hung, other], [decoder])], START, always=True)
+    chosen = two_legs.choose_among(router, [ways])
     assert chosen.prefiller is other
-    first, second, move = router.commit_legs(whole, chosen, START)
+    first, second, move = two_legs.commit(router, whole, chosen, START)
     assert move == (chosen.moved, router.transfers.seconds("r1", "r2", chosen.moved, 1.0))
     assert other.load.due == pytest.approx(START + first.ttft + move.seconds)
     assert decoder.load.due == FAR, "its part begins when the other one is done"

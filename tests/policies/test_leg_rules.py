@@ -2,7 +2,7 @@
 
 import pytest
 
-from policies import CostGroup, Demand, Ledger, Router, make
+from policies import CostGroup, Demand, Ledger, Router, make, two_legs
 from policies.leg_rules import make_leg_rule
 
 from .test_router import Prefixes
@@ -14,10 +14,10 @@ def chosen(rule, held=(0, 0, 0), tokens=16_001, policy="least_time", streams=0):
     prefiller, *decoders = [router.add(name, slot) for slot, name in enumerate(("p", "d", "e"))]
     for decoder in decoders:
         for _ in range(streams):
-            router.commit_decoder(Demand(1000), decoder, 1.0)
+            two_legs.commit_decoder(router, Demand(1000), decoder, 1.0)
     asked = Demand(tokens, 16, 1, hashes=range(1, tokens // 16 + 1), now=1.0)
     whole = router.evaluate(asked, router.targets(decoders), 1.0)
-    return router.choose_legs(whole, [prefiller], decoders, 1.0)
+    return two_legs.choose(router, whole, [prefiller], decoders, 1.0)
 
 
 def test_always_takes_legs_where_the_gateway_would_not():

@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from policies import CostGroup, Decision, Demand, Ledger, Router, make
+from policies import CostGroup, Decision, Demand, Ledger, Router, make, two_legs
 from policies.ledger import NOTHING
 from policies.legs import of_policy
 from policies.transfers import BANDWIDTH, LATENCY, TOKEN_BYTES, Transfers
@@ -28,13 +28,13 @@ def demand(blocks=1000, **more):
 
 def stream_on(made, candidate, count=40, tokens=4000):
     """So many streams decode there."""
-    return [made.commit_decoder(Demand(tokens), candidate, 1.0) for _ in range(count)]
+    return [two_legs.commit_decoder(made, Demand(tokens), candidate, 1.0) for _ in range(count)]
 
 
 def chosen(made, asked, everybody, now=1.0):
     prefiller, *decoders = everybody
     whole = made.evaluate(asked, made.targets(decoders), now)
-    return whole, made.choose_legs(whole, [prefiller], decoders, now)
+    return whole, two_legs.choose(made, whole, [prefiller], decoders, now)
 
 
 def test_a_long_prompt_leaves_decoders_that_are_full_of_streams():
@@ -54,8 +54,8 @@ def test_by_turns_each_prefiller_and_each_decoder_has_its_part(prefillers, decod
     counts = dict.fromkeys([one.replica for one in everybody], 0)
     for _ in range(60):
         whole = made.evaluate(demand(), made.targets(second), 1.0)
-        apart = made.choose_legs(whole, first, second, 1.0)
-        for placement in made.commit_legs(whole, apart, 1.0)[:2]:
+        apart = two_legs.choose(made, whole, first, second, 1.0)
+        for placement in two_legs.commit(made, whole, apart, 1.0)[:2]:
             counts[placement.candidate.replica] += 1
             made.abandon(placement, computed=False)
     assert {counts[one.replica] for one in first} == {60 // prefillers}
@@ -113,11 +113,11 @@ def test_a_prompt_in_host_memory_is_worth_as_much_beside_replicas_that_pass_cach
     for one in (d, e):
         stream_on(made, one)
     whole = made.evaluate(demand(), made.targets([d, e]), 1.0)
-    alone = made.choose_legs(whole, [p], [d], 1.0)
+    alone = two_legs.choose(made, whole, [p], [d], 1.0)
     pairings = [([p], [d]), ([q], [e])]
-    apart = made.choose_among(made.ways(whole, [pairings[first], pairings[1 - first]], 1.0))
+    apart = two_legs.choose_among(made, two_legs.ways(made, whole, [pairings[first], pairings[1 - first]], 1.0))
     assert apart.prefiller is p and apart.seconds == pytest.approx(alone.seconds)
-    computing, *_ = made.commit_legs(whole, apart, 1.0)
+    computing, *_ = two_legs.commit(made, whole, apart, 1.0)
     assert (computing.cached, computing.lower) == (16_000, (("cpu", 16_000),))
 
 
@@ -139,7 +139,7 @@ def test_both_legs_are_counted_at_once_and_each_ends_by_itself():
     made, everybody = fleet("round_robin")
     asked = demand()
     whole, apart = chosen(made, asked, everybody)
-    first, second, _ = made.commit_legs(whole, apart, 1.0)
+    first, second, _ = two_legs.commit(made, whole, apart, 1.0)
     decoder = second.candidate.replica
     assert made.ledger.own("p") == (1, 1, asked.tokens, 0, 0, 0) and first.computing
     assert made.ledger.own(decoder) == (1, 0, 0, 1, asked.tokens, asked.residual) and not second.computing
@@ -158,9 +158,9 @@ def test_a_bug_in_a_policy_leaves_neither_leg_reserved():
     def placed(*_):
         raise ZeroDivisionError
 
-    made._placed = placed
+    made.placed = placed
     with pytest.raises(ZeroDivisionError):
-        made.commit_legs(whole, apart, 1.0)
+        two_legs.commit(made, whole, apart, 1.0)
     assert not made.ledger.total().requests
 
 
@@ -183,8 +183,8 @@ def test_by_turns_pairs_of_several_kinds_have_their_part():
     counts = dict.fromkeys("pdqef", 0)
     for _ in range(30):
         whole = made.evaluate(demand(), made.targets([d, e, f]), 1.0)
-        apart = made.choose_among(made.ways(whole, [([p], [d]), ([q], [e, f])], 1.0))
-        for placement in made.commit_legs(whole, apart, 1.0)[:2]:
+        apart = two_legs.choose_among(made, two_legs.ways(made, whole, [([p], [d]), ([q], [e, f])], 1.0))
+        for placement in two_legs.commit(made, whole, apart, 1.0)[:2]:
             counts[placement.candidate.replica] += 1
             made.abandon(placement, computed=False)
     assert counts == {"p": 10, "d": 10, "q": 20, "e": 10, "f": 10}
@@ -199,11 +199,11 @@ def test_a_pair_of_the_requests_own_space_has_legs_beside_replicas_of_another(po
     asked = demand(also=Demand(8_001, 32, 1, hashes=range(1, 251), space=1))
     whole = made.evaluate(asked, made.targets([d, other]), 1.0)
     assert whole.spaces is not None
-    [ways] = made.ways(whole, [([p], [d, other])], 1.0)
+    [ways] = two_legs.ways(made, whole, [([p], [d, other])], 1.0)
     assert (ways.prefillers, ways.decoders) == ([p], [d])
-    apart = made.choose_among([ways])
+    apart = two_legs.choose_among(made, [ways])
     assert apart is not None and (apart.prefiller, apart.decoder) == (p, d)
-    for placement in made.commit_legs(whole, apart, 1.0)[:2]:
+    for placement in two_legs.commit(made, whole, apart, 1.0)[:2]:
         made.abandon(placement, computed=False)
 
 
@@ -221,13 +221,13 @@ def test_each_space_that_has_both_sides_has_legs(policy):
     for _ in range(4):
         other = Demand(12_001, 32, 1, hashes=range(1, 376), space=1, now=1.0)
         whole = made.evaluate(demand(also=other), made.targets(second), 1.0)
-        ways = made.ways(whole, [(first, second)], 1.0)
+        ways = two_legs.ways(made, whole, [(first, second)], 1.0)
         assert [[{one.space for one in side} for side in (way.prefillers, way.decoders)] for way in ways] == [
             [{0}, {0}],
             [{1}, {1}],
         ]
-        apart = made.choose_among(ways)
-        *placements, move = made.commit_legs(whole, apart, 1.0)
+        apart = two_legs.choose_among(made, ways)
+        *placements, move = two_legs.commit(made, whole, apart, 1.0)
         [space] = {one.candidate.space for one in placements}
         for placement in placements:
             assert placement.demand is (whole.demand, other)[space]
@@ -250,9 +250,9 @@ def test_what_other_gateways_sent_to_a_prefiller_counts_in_tokens_of_its_own_spa
     first, second = pairs[space]
     other = Demand(12_001, 32, 1, hashes=range(1, 376), space=1, now=1.0)
     whole = made.evaluate(demand(also=other), made.targets([pairs[0][1], pairs[1][1]]), 1.0)
-    apart = made.choose_among(made.ways(whole, [([first], [second])], 1.0, always=True))
+    apart = two_legs.choose_among(made, two_legs.ways(made, whole, [([first], [second])], 1.0, always=True))
     told = [Decision(0, one.replica, tokens, (0,) * 6, True) for one, tokens in ((first, 8000), (second, 16_000))]
-    computing, _, move = made.commit_legs(whole, apart, 1.0, tuple(told))
+    computing, _, move = two_legs.commit(made, whole, apart, 1.0, tuple(told))
     tokens = (whole.demand, other)[space].tokens
     assert (computing.overlap, computing.reservation.uncached) == (cached, tokens - cached)
     assert move.tokens == tokens, "what the decoder is going to hold is on its way"
@@ -263,10 +263,10 @@ def test_a_space_with_one_side_has_no_legs():
     other.space = 1
     stream_on(made, other)
     whole = made.evaluate(demand(also=Demand(8_001, 32, 1, hashes=range(1, 251), space=1)), made.targets([other]), 1.0)
-    assert made.ways(whole, [([p], [other])], 1.0) == []
-    assert [(way.prefillers, way.decoders) for way in made.ways(whole, [([p], [other])], 1.0, always=True)] == [
-        ([p], [other])
-    ]
+    assert two_legs.ways(made, whole, [([p], [other])], 1.0) == []
+    assert [
+        (way.prefillers, way.decoders) for way in two_legs.ways(made, whole, [([p], [other])], 1.0, always=True)
+    ] == [([p], [other])]
 
 
 def test_what_a_replica_of_another_space_holds_counts_in_the_price_of_the_whole():
@@ -276,7 +276,7 @@ def test_what_a_replica_of_another_space_holds_counts_in_the_price_of_the_whole(
     asked = demand(also=Demand(8_001, 32, 1, hashes=range(1, 251), space=1))
     whole = made.evaluate(asked, made.targets([d, other]), 1.0)
     assert whole.candidates[whole.choice.index] is other and other.overlap > 15_000
-    assert made.choose_among(made.ways(whole, [([p], [d])], 1.0)) is None and other.overlap > 15_000
+    assert two_legs.choose_among(made, two_legs.ways(made, whole, [([p], [d])], 1.0)) is None and other.overlap > 15_000
 
 
 def test_transfers_are_learned_of_each_pair_and_of_all_for_those_that_have_not_met():
@@ -344,7 +344,7 @@ def test_a_network_that_is_slow_is_tried_by_one_request_at_a_time_and_more_seldo
     for _ in range(6):
         tried = first_taken(made, everybody, at, at + 10_000.0)
         whole, apart = chosen(made, demand(), everybody, tried)
-        for placement in made.commit_legs(whole, apart, tried)[:2]:
+        for placement in two_legs.commit(made, whole, apart, tried)[:2]:
             made.abandon(placement, computed=False)
         assert chosen(made, demand(), everybody, tried + 1.0)[1] is None, "the next one waits for what becomes of it"
         made.transfers.observe("p", apart.decoder.replica, 16_000, 60.0, tried + 60.0)

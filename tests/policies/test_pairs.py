@@ -19,6 +19,7 @@ from policies import (
     Ticket,
     admit,
     make,
+    two_legs,
 )
 from policies.leg_rules import make_leg_rule
 from policies.legs import FEW
@@ -289,7 +290,7 @@ def test_who_cannot_go_whole_goes_by_a_pair_that_was_judged(policy, step):
     assert verdict.decision == step
     assert evaluation.settled and evaluation.legs is not None
     assert (evaluation.legs.prefiller.replica == "p1") or step == "observed"
-    first, *_ = made.router.commit_legs(evaluation, evaluation.legs, 1.0)
+    first, *_ = two_legs.commit(made.router, evaluation, evaluation.legs, 1.0)
     assert ticket.ttft >= first.ttft, "what its client is predicted has the prefiller's queue in it"
 
 

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from policies import CostGroup, Decision, Demand, Ledger, Load, Router, Targets, admit, make
+from policies import CostGroup, Decision, Demand, Ledger, Load, Router, Targets, admit, make, two_legs
 from policies.costs import PEER
 from policies.ledger import NOTHING
 from policies.legs import FEW
@@ -40,7 +40,7 @@ def demand(blocks=1000, **more):
 
 def busy(made, candidate, count=60):
     for _ in range(count):
-        made.commit_decoder(Demand(4000), candidate, 1.0)
+        two_legs.commit_decoder(made, Demand(4000), candidate, 1.0)
         made.ledger.reserve(candidate.replica, 4000, 4000)
 
 

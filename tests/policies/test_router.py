@@ -337,7 +337,7 @@ def test_many_are_weighed_as_arrays():
 def test_a_bug_in_what_is_told_of_a_placement_leaves_no_load_behind(breaks, monkeypatch):
     made, targets = routing(Told(), 0)
     owner = made.map if breaks == "expect" else made
-    monkeypatch.setattr(owner, breaks if breaks == "expect" else f"_{breaks}", lambda *given: 1 / 0)
+    monkeypatch.setattr(owner, "_ended" if breaks == "ended" else breaks, lambda *given: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         made.finish(made.place(prompt(3), targets, 1.0))
     assert not made.ledger.total().requests

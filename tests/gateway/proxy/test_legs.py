@@ -10,7 +10,7 @@ import pytest
 
 from gateway.proxy import legs
 from gateway.proxy.chunks import unchunked
-from policies import Demand
+from policies import Demand, two_legs
 from replicas import State
 from replicas.lifecycle import Event
 
@@ -197,7 +197,9 @@ async def test_least_time_goes_apart_by_itself_where_a_prompt_would_hold_up_many
         router, [_, decoder] = s.proxy.router, [*s.proxy.backends.values()]
         long = LONG.replace(b"hi " * 100, b"hi there " * 20_000)
         assert (await asks(s, long))[0] == 200 and legs_of(second) == ["whole"], "nobody is held up yet"
-        streams_there = [router.commit_decoder(Demand(4000), decoder.candidate, monotonic()) for _ in range(200)]
+        streams_there = [
+            two_legs.commit_decoder(router, Demand(4000), decoder.candidate, monotonic()) for _ in range(200)
+        ]
         assert (await asks(s, long.replace(b"hi", b"ho")))[0] == 200
         assert (legs_of(first), legs_of(second)) == (["prefill"], ["whole", "decode"])
         assert (await asks(s, LONG))[0] == 200

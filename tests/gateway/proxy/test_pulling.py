@@ -9,7 +9,7 @@ import pytest
 
 from gateway.prompt.pipeline import Pipeline
 from gateway.proxy.drift import WINDOW
-from policies import Demand
+from policies import Demand, two_legs
 from replicas import State
 from replicas.simulated.model import sim_model_dir
 
@@ -37,7 +37,7 @@ async def peers(*scripts, tier="cpu", names=("h0:5710", "[::1]:5711", "h2:5712")
         keys = [*range(1, BLOCKS + 1)]
         router.map.store(backends[0].slot, s.hashes, keys)
         router.map.store(backends[0].slot, s.hashes, keys, tier)
-        s.busy = [router.commit_decoder(Demand(4000), backends[0].candidate, 0.0) for _ in range(200)]
+        s.busy = [two_legs.commit_decoder(router, Demand(4000), backends[0].candidate, 0.0) for _ in range(200)]
         for backend in backends[1:]:
             for _ in range(40):
                 router.pulls.observe(backends[0].id, backend.id, SIZE * BLOCKS, 1e-4, monotonic())

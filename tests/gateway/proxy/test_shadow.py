@@ -12,7 +12,7 @@ from gateway.ops.metrics import Metrics
 from gateway.proxy import shadow
 from gateway.proxy.shadow import Shadows, told
 from gateway.proxy.states import AttemptState
-from policies import NAMES, Candidate, Choice, CostGroup, Demand, Ledger, Load, Router, make
+from policies import NAMES, Candidate, Choice, CostGroup, Demand, Ledger, Load, Router, make, two_legs
 
 from ...policies.test_router import Prefixes
 from ..http.talk import eventually
@@ -127,10 +127,10 @@ def in_roles(streams=40, tokens=16_001, policy="least_time"):
     router = Router(make(policy), Prefixes(0, 0), Ledger(), CostGroup())
     prefiller, decoder = [router.add(name, slot) for slot, name in enumerate(("p", "d"))]
     for _ in range(streams):
-        router.commit_decoder(Demand(4000), decoder, 1.0)
+        two_legs.commit_decoder(router, Demand(4000), decoder, 1.0)
     asked = Demand(tokens, 16, 1, hashes=range(1, tokens // 16 + 1), now=1.0)
     whole = router.evaluate(asked, router.targets([decoder]), 1.0)
-    return router, whole, lambda: router.ways(whole, [([prefiller], [decoder])], 1.0)
+    return router, whole, lambda: two_legs.ways(router, whole, [([prefiller], [decoder])], 1.0)
 
 
 def judged(names, made, acting="least_time"):
@@ -139,7 +139,7 @@ def judged(names, made, acting="least_time"):
     metrics = Metrics()
     shadows = Shadows(names, metrics, acting)
     seen = shadows.see(None, whole, ways).args[0]
-    went = router.choose_among(ways())
+    went = two_legs.choose_among(router, ways())
     shadows.judge(seen, whole.choice.index if went is None else went)
     return {one["policy"]: one for one in told(metrics, names)}, went
 
@@ -183,7 +183,7 @@ def test_what_legs_were_chosen_by_stays_as_it_was():
     router, whole, ways = in_roles()
     seen = Shadows(["legs:always"], Metrics(), "least_time").see(None, whole, ways).args[0]
     before = copy.deepcopy([(one.load, one.overlap) for way in seen.ways for one in (*way.prefillers, *way.decoders)])
-    router.commit_legs(whole, router.choose_among(ways()), 1.0)
+    two_legs.commit(router, whole, two_legs.choose_among(router, ways()), 1.0)
     assert before == [(one.load, one.overlap) for way in seen.ways for one in (*way.prefillers, *way.decoders)]
     assert seen.ways[0].decoders[0] is seen.candidates[0], "one copy of a replica, whatever it is a candidate for"
 

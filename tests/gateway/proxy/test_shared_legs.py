@@ -8,7 +8,7 @@ from cachemap import CacheMap
 from cachemap.cluster.connect import Ways, parse
 from gateway.proxy.legs import LegPlan
 from gateway.proxy.shared import SharedLedger
-from policies import UNTIMED, CostGroup, Demand, Ledger, Router, Targets, make
+from policies import UNTIMED, CostGroup, Demand, Ledger, Router, Targets, make, two_legs
 from policies.leg_rules import make_leg_rule
 from replicas.engines import TRANSFERS
 from tests.redis_server import Proxy
@@ -39,13 +39,13 @@ class Legs:
         placed = asyncio.get_running_loop().create_future()
         demand = Demand(TOKENS, SIZE, hashes[0] if hashes else 0, now=UNTIMED, hashes=hashes, draw=random.random())
         evaluation = self.router.evaluate(demand, Targets(self.decoders), 0.0)
-        chosen = self.router.choose_legs(evaluation, self.prefillers, self.decoders, 0.0)
+        chosen = two_legs.choose(self.router, evaluation, self.prefillers, self.decoders, 0.0)
         plan = LegPlan(chosen, TRANSFERS["nixl"], b"")
         first, second = plan.to_decide(evaluation)
 
         def answer(decided):
             made = plan.among(first.candidates, decided).chosen
-            self.open += self.router.commit_legs(evaluation, made, 0.0, decided)[:2]
+            self.open += two_legs.commit(self.router, evaluation, made, 0.0, decided)[:2]
             placed.set_result(made.prefiller.replica)
 
         self.shared.decide_legs(first, second, answer)

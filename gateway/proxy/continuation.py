@@ -78,7 +78,7 @@ class Continuation:
         # since the last break: text and closing events that the client has already, whether this engine has shown that
         # it goes on from the ids, how many ids it was given, and how many bytes of text there were
         "skip", "skip_closing", "told_reason", "shown", "given", "proven", "begun_at",
-        "breaks", "broke_at", "counted", "handler", "is_frozen", "is_strange", "keeps_body",
+        "breaks", "broke_at", "counted", "handler", "is_frozen", "is_strange", "keeps_body", "says_why",
     )  # fmt: skip
 
     def __init__(self, handler: StreamHandler, terms: Terms, label: str, prompt: Prompt):
@@ -105,6 +105,7 @@ class Continuation:
         self.counted = 0  # bytes of `size` that are in the budget
         self.is_frozen = False  # over the budget: joined as before, and after another break nobody goes on with it
         self.is_strange = False  # has had what only its engine's parser can go on with
+        self.says_why = False  # the engine that writes now says why a stream ends, as far as is known
 
     @property
     def size(self) -> int:
@@ -127,15 +128,15 @@ class Continuation:
         self.terms.limit = self.terms.limit_of(self.prompt)
         self.body, self.keeps_body = body, bool(body)
 
-    def begin(self, head: Head, first: int) -> None:
+    def begin(self, head: Head, first: int, says_why: bool = False) -> None:
         """The first replica's head goes to the client. `first`: which attempt that is."""
         self.head, self.first = head, first
-        self.read_from(head)
+        self.read_from(head, says_why)
         self.chunked = self.chunks is not None
 
-    def read_from(self, head: Head) -> None:
-        """What comes now is framed as this head says."""
-        self.chunks, self.unread = Chunks() if head.is_chunked else None, Events()
+    def read_from(self, head: Head, says_why: bool = False) -> None:
+        """What comes now is framed as this head says. `says_why`: its engine has said why another stream ended."""
+        self.chunks, self.unread, self.says_why = Chunks() if head.is_chunked else None, Events(), says_why
 
     def take(self, data: bytes) -> tuple[bytes, UpstreamError | None]:
         """A read of the replica's: what the client gets of it, and why nothing more follows, if so. Raises Unreadable
@@ -198,7 +199,7 @@ class Continuation:
             raise UpstreamError(ERROR_ANSWER, f"ended its stream with an error that amounts to {status}")
         if event.reason == "abort" or (self.label == "messages" and _aborts(event)):
             raise UpstreamError(ABORTED, "aborted it")
-        if kind is Kind.END and event.data is None and self.finished is None and not self.is_strange:
+        if kind is Kind.END and event.data is None and self.finished is None and self.says_why and not self.is_strange:
             raise UpstreamError(CLOSED, "ended its stream without saying why")
         if kind is Kind.STRANGE and self.may_be_strange and event.data:
             self.is_strange = True
@@ -227,6 +228,7 @@ class Continuation:
             self.prompt_ids = array("I", event.prompt_ids).tobytes()
         if kind is Kind.TEXT and not self.is_frozen:
             if event.ids:
+                self.says_why = True  # as all engines do that tell ids
                 self.ids.extend(event.ids)
             elif event.text and begins:
                 self.prompt_ids = b""  # not all of its text has ids
@@ -343,8 +345,10 @@ class Continuation:
 
     @property
     def is_stuck(self) -> bool:
-        """Whether the replica that wrote it last wrote nothing at all, not even what the client has."""
-        return len(self.text) == self.begun_at
+        """Whether the replica that wrote it last wrote nothing at all, not even what the client has, or repeated that
+        and ended where the one before did."""
+        repeated = self.breaks > 0 and self.way is Way.REPEAT and not self.skip and not self.shown
+        return repeated or len(self.text) == self.begun_at
 
     def break_off(self) -> None:
         """The replica is gone; what the client has stands."""

@@ -157,7 +157,8 @@ class Continuing:
                 return data, None
             attempt.blanking = Blanking(None)
             return attempt.blanking.start(data), None
-        continuation.begin(head, len(exchange.attempts) - 1)
+        says_why = exchange.label in process_of(attempt.backend).says_why_at
+        continuation.begin(head, len(exchange.attempts) - 1, says_why)
         continuation.body = continuation.body or exchange.request.body  # until there is text, if it is not kept
         return self._given(exchange, attempt, continuation, continuation.take, data)
 
@@ -188,6 +189,8 @@ class Continuing:
             self._write(attempt, written, error)
         if error is None:
             if exchange.continuation is not None:
+                if continuation.finished is not None:
+                    process_of(attempt.backend).says_why_at.add(exchange.label)
                 attempt.client.transport.write(continuation.end)
             self._conductor.on_complete(attempt)
 
@@ -392,7 +395,8 @@ class Continuing:
         if continuation.way is Way.AGAIN:
             continuation.first = len(exchange.attempts) - 1
         attempt.events = continuation.events
-        continuation.read_from(attempt.response_head)
+        says_why = exchange.label in process_of(attempt.backend).says_why_at
+        continuation.read_from(attempt.response_head, says_why)
         attempt.response_head = continuation.head
         attempt.seen_at = monotonic()
         self._conductor.settling.joined(attempt)

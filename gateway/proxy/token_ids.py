@@ -130,7 +130,16 @@ class BodyKind:
 class Forwarding:
     """What is known of one replica's process."""
 
-    __slots__ = ("incarnation", "made_by", "rejected_because", "accepts", "silent_at", "kinds", "checking")
+    __slots__ = (
+        "incarnation",
+        "made_by",
+        "rejected_because",
+        "accepts",
+        "silent_at",
+        "says_why_at",
+        "kinds",
+        "checking",
+    )
 
     def __init__(self, incarnation: str | None = None):
         self.incarnation = incarnation
@@ -138,6 +147,7 @@ class Forwarding:
         self.rejected_because: dict[str, str] = {}  # by path
         self.accepts: set[str] = set()  # paths at which it was seen to use ids
         self.silent_at: set[str] = set()  # paths at which it refuses to be asked for the ids that it writes
+        self.says_why_at: set[str] = set()  # APIs of which a stream of its has said why it ended
         self.kinds: dict[tuple[str, str], BodyKind] = {}  # by path and kind of body, the one seen last at the end
         self.checking: asyncio.Task[None] | None = None
 

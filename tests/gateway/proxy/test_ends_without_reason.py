@@ -1,0 +1,223 @@
+"""With --continue-streams: streams that end with a bare [DONE], of engines that say why a stream ends and of others."""
+
+import json
+
+import orjson
+import pytest
+
+from ..http.talk import eventually, read_request
+from .replies import SSE_HEAD, chunk, post
+from .stack import stack
+from .test_continuing import GREEDY, PIPELINE, WORDS, continued, engine
+
+CHAT, COMPLETIONS, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"
+SAMPLED = {"temperature": 1, "stop": ["zzz"]}
+END = b"0\r\n\r\n"
+DONE = b"data: [DONE]\n\n"
+
+
+def fields(path: str, **more) -> bytes:
+    given = {
+        CHAT: {"messages": GREEDY["messages"]},
+        COMPLETIONS: {"prompt": "Hi"},
+        MESSAGES: {"messages": GREEDY["messages"]},
+        RESPONSES: {"input": "Hi"},
+    }[path]
+    limit = "max_output_tokens" if path == RESPONSES else "max_tokens"
+    return orjson.dumps({"model": "m", "stream": True, "temperature": 0, limit: 6, **given} | more)
+
+
+def word(path: str, text: str, reason: str | None = None, **more) -> bytes:
+    if path == CHAT:
+        told = {"choices": [{"index": 0, "delta": {"content": text}, "finish_reason": reason} | more]}
+    elif path == COMPLETIONS:
+        told = {"choices": [{"index": 0, "text": text, "finish_reason": reason} | more]}
+    elif path == MESSAGES:
+        told = {"type": "content_block_delta", "index": 0, "delta": {"type": "text_delta", "text": text}}
+    else:
+        told = {"type": "response.output_text.delta", "item_id": "i", "output_index": 0, "content_index": 0}
+        told |= {"delta": text, "sequence_number": 4, "logprobs": []}
+    name = b"event: %b\n" % told["type"].encode() if "type" in told else b""
+    return name + b"data: " + orjson.dumps({"id": "1", "created": 1} | told) + b"\n\n"
+
+
+OPENS = {
+    CHAT: b'data: {"id":"1","created":1,"choices":[{"index":0,"delta":{"role":"assistant","content":""}}]}\n\n',
+    COMPLETIONS: b"",
+    MESSAGES: b'event: message_start\ndata: {"type":"message_start","message":{"id":"1","content":[],"usage":'
+    b'{"input_tokens":9,"output_tokens":0}}}\n\nevent: content_block_start\ndata: {"type":"content_block_start",'
+    b'"index":0,"content_block":{"type":"text","text":""}}\n\n',
+    RESPONSES: b'event: response.created\ndata: {"type":"response.created","response":{"id":"1","created_at":1,'
+    b'"status":"in_progress","output":[]},"sequence_number":0}\n\n',
+}
+SAYS_WHY = {
+    CHAT: word(CHAT, "", "stop"),
+    COMPLETIONS: word(COMPLETIONS, "", "stop"),
+    MESSAGES: b'event: message_delta\ndata: {"type":"message_delta","delta":{"stop_reason":"end_turn"},"usage":'
+    b'{"output_tokens":6}}\n\n',
+    RESPONSES: b'event: response.completed\ndata: {"type":"response.completed","response":{"id":"1","created_at":1,'
+    b'"status":"completed","output":[]},"sequence_number":9}\n\n',
+}
+
+
+def writes(*streams: list[bytes], seen: list | None = None):
+    """An engine without token ids that answers each request with the next of these streams, the last one from then
+    on."""
+    left = list(streams)
+
+    async def script(reader, writer):
+        while True:
+            _, body = await read_request(reader)
+            if seen is not None:
+                seen.append(body)
+            if b'"return_token_ids"' in body:
+                writer.write(
+                    b"HTTP/1.1 400 Bad Request\r\nContent-Type: application/json\r\nContent-Length: 2\r\n\r\n{}"
+                )
+                continue
+            writer.write(SSE_HEAD)
+            pieces = left.pop(0) if len(left) > 1 else left[0]
+            for piece in pieces:
+                writer.write(piece if piece == END else chunk(piece))
+                await writer.drain()
+            if pieces[-1] != END:
+                return
+
+    return script
+
+
+def stream(path: str, *behind: bytes, words: int = 6) -> list[bytes]:
+    return [OPENS[path] + word(path, WORDS[0]), *(word(path, one) for one in WORDS[1:words]), *behind, END]
+
+
+def text_of(path: str, body: bytes) -> str:
+    found = ""
+    for line in body.splitlines():
+        if line.startswith(b"data: {"):
+            told = json.loads(line[6:])
+            for choice in told.get("choices", ()):
+                found += choice["delta"].get("content") or "" if path == CHAT else choice["text"]
+            found += told.get("delta", "") if path == RESPONSES and isinstance(told.get("delta"), str) else ""
+            found += told.get("delta", {}).get("text", "") if path == MESSAGES else ""
+    return found
+
+
+async def ask(s, path: str, body: bytes) -> bytes:
+    talk = await s.talk()
+    await talk.say(post(body, path.encode()))
+    answer = (await talk.response())[2]
+    await eventually(lambda: s.idle() and not s.proxy.conductor.continuing.kept)
+    return answer
+
+
+ENDS = {
+    "bare": [DONE],
+    "no space": [b"data:[DONE]\n\n"],
+    "CRLF": [b"data: [DONE]\r\n\r\n"],
+    "in two packets": [b"data: [DO", b"NE]\n\n"],
+    "behind a comment": [b": bye\n\n", DONE],
+    "twice": [DONE, DONE],
+    "with more behind": [DONE, b": more\n\n"],
+    "without a blank line": [b"data: [DONE]"],
+}
+
+
+@pytest.mark.parametrize("more", [{}, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS, MESSAGES, RESPONSES])
+async def test_an_engine_that_never_says_why_is_taken_at_its_word(path, more):
+    """It is asked once, and nobody is blamed."""
+    seen = []
+    async with continued(*[writes(stream(path, DONE), seen=seen)] * 3) as s:
+        for asked in range(1, 4):
+            body = await ask(s, path, fields(path, **more))
+            assert text_of(path, body) == "abcdef" and body.endswith(DONE)
+            assert len([one for one in seen if b"return_token_ids" not in one]) == asked
+        assert not s.faults and not s.metrics.continued_streams.total() and not s.metrics.streams_not_continued.total()
+
+
+@pytest.mark.parametrize("end", ENDS.values(), ids=ENDS)
+async def test_however_it_writes_that(end):
+    async with continued(*[writes(stream(CHAT, *end))] * 2) as s:
+        body = await ask(s, CHAT, fields(CHAT))
+        assert text_of(CHAT, body) == "abcdef" and b"[DONE]" in body and b"broke off" not in body
+        assert not s.faults
+
+
+@pytest.mark.parametrize("end", ENDS.values(), ids=ENDS)
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS, MESSAGES, RESPONSES])
+async def test_one_that_has_said_why_before_has_broken_off(path, end):
+    whole = stream(path, SAYS_WHY[path], DONE)
+    async with continued(*[writes(whole, stream(path, *end, words=2), whole) for _ in range(2)]) as s:
+        for _ in range(4):
+            body = await ask(s, path, fields(path))
+            assert text_of(path, body) == "abcdef" and b"broke off" not in body
+        assert s.metrics.continued_streams.total(way="repeat") == 2 and s.faults == ["closed"] * 2
+
+
+@pytest.mark.parametrize("words", [0, 2])
+async def test_who_always_ends_without_a_reason_from_then_on_is_not_asked_for_ever(words):
+    seen = []
+    cut = [OPENS[CHAT] + word(CHAT, "a"), word(CHAT, "b"), DONE, END] if words else [OPENS[CHAT], DONE, END]
+    whole = stream(CHAT, SAYS_WHY[CHAT], DONE)
+    async with continued(*[writes(whole, cut, seen=seen) for _ in range(2)]) as s:
+        for _ in range(2):
+            assert text_of(CHAT, await ask(s, CHAT, fields(CHAT))) == "abcdef"
+        seen.clear()
+        body = await ask(s, CHAT, fields(CHAT))
+        assert text_of(CHAT, body) == "ab"[:words] and b"broke off" in body and b"[DONE]" not in body
+        assert len(seen) <= 3
+
+
+async def test_who_tells_ids_says_why_and_has_broken_off():
+    async with continued(engine("1", chunk(DONE) + END, 2), engine("2")) as s:
+        body = await ask(s, CHAT, orjson.dumps(GREEDY))
+        assert text_of(CHAT, body) == "abcdef" and s.metrics.continued_streams.total(way="ids") == 1
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+@pytest.mark.parametrize("reason", ["length", "stop"])
+async def test_an_answer_without_a_word_is_whole(path, reason):
+    empty = [OPENS[path] + word(path, "", reason), DONE, END]
+    async with continued(*[writes(empty)] * 2) as s:
+        for _ in range(3):
+            body = await ask(s, path, fields(path))
+            assert text_of(path, body) == "" and body.endswith(DONE) and b"broke off" not in body
+        assert not s.faults
+
+
+SEVERAL = [
+    word(CHAT, "a"),
+    word(CHAT, "b", index=1),
+    word(CHAT, "", "stop"),
+    word(CHAT, "", "stop", index=1),
+    DONE,
+    END,
+]
+CALL = {"tool_calls": [{"index": 0, "id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}]}
+CALLS = [OPENS[CHAT] + word(CHAT, "", delta=CALL), DONE, END]
+USED = (
+    b'data: {"id":"1","created":1,"choices":[],"usage":{"prompt_tokens":9,"completion_tokens":6,"total_tokens":15}}\n\n'
+)
+
+
+@pytest.mark.parametrize(
+    ("path", "more", "answer"),
+    [
+        (CHAT, {"n": 2}, SEVERAL),
+        (CHAT, {"tools": [{"type": "function", "function": {"name": "f"}}]}, CALLS),
+        (CHAT, {"stream_options": {"include_usage": True}}, stream(CHAT, SAYS_WHY[CHAT], USED, DONE)),
+        (CHAT, {"stream_options": {"include_usage": True}}, stream(CHAT, USED, DONE)),
+        (CHAT, {}, stream(CHAT, SAYS_WHY[CHAT], USED, DONE)),
+        (COMPLETIONS, {"echo": True}, stream(COMPLETIONS, SAYS_WHY[COMPLETIONS], DONE)),
+        (COMPLETIONS, {"echo": True}, stream(COMPLETIONS, DONE)),
+    ],
+    ids=["n", "tools", "usage", "usage, no reason", "usage unasked", "echo", "echo, no reason"],
+)
+async def test_what_such_streams_are_passes_as_it_is(path, more, answer):
+    async with continued(*[writes(answer)] * 2) as s, stack(writes(answer), pipeline=PIPELINE) as plain:
+        for _ in range(2):
+            body = await ask(s, path, fields(path, **more))
+            talk = await plain.talk()
+            await talk.say(post(fields(path, **more), path.encode()))
+            assert body == (await talk.response())[2]
+        assert not s.faults and not s.metrics.streams_not_continued.total()

@@ -12,10 +12,10 @@ from .tls import Certificate, CertificateError
 class Unusable(ValueError):
     """The text says why this setting cannot be used, and what would be right."""
 
-    def __init__(self, setting: str, why: str, place: str = ""):
-        """`place`: the part of the setting that it is about."""
+    def __init__(self, setting: str, why: str, part: str = ""):
+        """`part`: what it is about within the setting, if not all of it."""
         super().__init__(why)
-        self.setting, self.place = setting, place or setting
+        self.setting, self.part = setting, part
 
 
 def check_keys(file: Path | None, classes: Collection[str], forward: bool) -> None:

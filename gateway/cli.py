@@ -59,8 +59,8 @@ SUBJECTS = {
 }
 
 
-class Parser(argparse.ArgumentParser):
-    """argparse whose complaints name the flag that was probably meant."""
+class Parser(complaints.PlainParser):
+    """The parser of each verb: what it complains of is a wrong configuration."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(allow_abbrev=False, **options)
@@ -73,9 +73,8 @@ class Parser(argparse.ArgumentParser):
             raise ConfigError(complaints.unknown(unknown[0], self))
         return found
 
-    def error(self, message: str) -> NoReturn:
-        said = complaints.in_words(message)
-        raise ConfigError(f"{said}{'' if said.endswith('?') else '.'} `{self.prog} --help` lists what there is")
+    def refuse(self, why: str) -> NoReturn:
+        raise ConfigError(why)
 
 
 def add_settings(parser: argparse.ArgumentParser) -> None:
@@ -153,7 +152,7 @@ def build_parser() -> Parser:
     completion = verbs.add_parser("completion", help="print a script that completes commands and flags in a shell",
                                   description="Print a script that completes commands and flags in a shell, as in: "
                                   "eval \"$(hitherto completion bash)\"")  # fmt: skip
-    completion.add_argument("shell", choices=shtab.SUPPORTED_SHELLS)
+    completion.add_argument("shell", metavar="SHELL", choices=shtab.SUPPORTED_SHELLS)
     verbs.add_parser("version", help="print the version")
     verbs.add_parser("key", help="make an API key for a client", add_help=False)
     verbs.add_parser("replica", help="run one simulated engine", add_help=False)

@@ -1,38 +1,46 @@
-"""What pydantic finds wrong with a setting, in words."""
+"""What pydantic finds wrong with a setting, in words that say what would be right."""
 
 from __future__ import annotations
 
 import difflib
+from collections.abc import Sequence
 from typing import Any
 
-_WHOLE, _TRUTH = "it is no whole number", "it is neither true nor false"
-_WORDS = {
-    "int_parsing": _WHOLE,
-    "int_type": _WHOLE,
-    "int_from_float": _WHOLE,
-    "float_parsing": "it is no number",
-    "float_type": "it is no number",
-    "finite_number": "it is not finite",
-    "bool_parsing": _TRUTH,
-    "bool_type": _TRUTH,
-    "dict_type": "it is no table of names and values",
-    "model_type": "it is no table of names and values",
-    "greater_than": "it is not above {gt}",
-    "greater_than_equal": "it is below {ge}",
-    "less_than": "it is not below {lt}",
-    "less_than_equal": "it is above {le}",
-}
+from pydantic import BaseModel
+
+from .sizes import show_bytes
+
+TABLE, TEXTS = "a table of names and values", "a list of texts"
+_KINDS = {"boolean": "true or false", "array": TEXTS, "object": TABLE}
 
 
-def reason(item: Any) -> str:
-    """Why a value is not valid; `item` is one of `ValidationError.errors()`."""
-    words = _WORDS.get(item["type"])
-    return words.format(**_readable(item.get("ctx", {}))) if words else item["msg"][0].lower() + item["msg"][1:]
+def wanted(schema: type[BaseModel], where: Sequence[str | int], is_size: bool = False) -> str:
+    """What belongs there, in words: `a whole number from 0 to 65535`. `where`: names and indexes from the schema."""
+    whole = schema.model_json_schema()
+    found = whole
+    for step in ("", *where):
+        if step != "":
+            inner = found.get("properties", {}).get(step) or found.get("items") or found.get("additionalProperties")
+            found = inner if isinstance(inner, dict) else {}
+        found = next((one for one in found.get("anyOf", ()) if one.get("type") != "null"), found)
+        if "$ref" in found:
+            found = whole["$defs"][found["$ref"].rpartition("/")[2]]
+    kind = found.get("type")
+    if kind not in ("integer", "number"):
+        return _KINDS.get(str(kind), "text")
+    if is_size:
+        return f"a size{_range(found, show_bytes)}, like 512MiB"
+    unit = " of seconds" if str(where[-1]).endswith("_s") else ""
+    return f"a {'whole ' * (kind == 'integer')}number{unit}{_range(found, str)}"
 
 
-def _readable(context: dict[str, Any]) -> dict[str, Any]:
-    """What the words may name, limits of whole numbers without their .0; of a table's type it is a name."""
-    return {name: int(one) if isinstance(one, float) and one.is_integer() else one for name, one in context.items()}
+def _range(found: dict[str, Any], shown: Any) -> str:
+    least, most, above = found.get("minimum"), found.get("maximum"), found.get("exclusiveMinimum")
+    if least is not None and most is not None:
+        return f" from {shown(least)} to {shown(most)}"
+    if least is not None:
+        return f" of at least {shown(least)}"
+    return f" above {shown(above)}" if above is not None else ""
 
 
 def none_of(item: Any) -> str:

@@ -361,7 +361,7 @@ def read_file(path: Path) -> dict[str, tuple[Any, int]]:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise ConfigError(
-            f"{path}: cannot read the configuration: {reason}. Name a readable YAML file with --config"
+            f"file {path}: cannot read the configuration: {reason}. Name a readable YAML file with --config"
         ) from None
     try:
         with yaml_text.reading(text) as loader:
@@ -370,12 +370,12 @@ def read_file(path: Path) -> dict[str, tuple[Any, int]]:
                 return {}
             if not isinstance(root, yaml.MappingNode):
                 raise ConfigError(
-                    f"{path}:{root.start_mark.line + 1}: expected lines like 'port: 8080', found a {root.id}"
+                    f"file {path}:{root.start_mark.line + 1}: expected lines like 'port: 8080', found a {root.id}"
                 )
             return _fields_of(path, root, loader)
     except yaml_text.NotYaml as error:
         raise ConfigError(
-            f"{path}:{error.line}: not YAML: {error.reason}. Check quotes and indentation there"
+            f"file {path}:{error.line}: not YAML: {error.reason}. Check quotes and indentation there"
         ) from None
 
 
@@ -385,14 +385,16 @@ def _fields_of(path: Path, root: yaml.MappingNode, loader: yaml_text.Loader) -> 
         line = key_node.start_mark.line + 1
         name = str(loader.construct_object(key_node)).replace("-", "_")
         if name not in Settings.model_fields:
-            raise ConfigError(f"{path}:{line}: unknown setting {name!r}. {suggest(name, Settings.model_fields)}")
+            raise ConfigError(f"file {path}:{line}: unknown setting {name!r}. {suggest(name, Settings.model_fields)}")
         if name in found:
-            raise ConfigError(f"{path}:{line}: {name!r} is set twice, first on line {found[name][1]}. Keep one of them")
+            raise ConfigError(
+                f"file {path}:{line}: {name!r} is set twice, first on line {found[name][1]}. Keep one of them"
+            )
         value = loader.construct_object(value_node, deep=True)
         if isinstance(value, bool) and Settings.model_fields[name].annotation is not bool:
             raise ConfigError(
-                f"{path}:{line}: {name}: {value_node.value!r} is yes or no to YAML. {flag(name)}: "
-                f"{Settings.model_fields[name].description}"
+                f"file {path}:{line}: {name}: {value_node.value!r} is yes or no to YAML, "
+                f"where {complaints.wanted(Settings, [name], name in SIZES)} belongs"
             )
         found[name] = (value, line)
     return found
@@ -422,23 +424,25 @@ def suggest(name: str, known: Sequence[str] | Mapping[str, Any]) -> str:
     return f"Did you mean {near[0]!r}?" if near else "Known: " + ", ".join(known)
 
 
-def read_token(settings: Settings) -> str | None:
-    """The token that the admin side asks for; None if it asks for none. Raises ConfigError for a file without one."""
+def read_token(settings: Settings, place: str = "admin_token") -> str | None:
+    """The token that the admin side asks for; None if it asks for none. Raises ConfigError for a file without one, with
+    the `place` where it was named."""
     try:
         return credentials.read(
             settings.admin_token, credentials.TOKEN, "16 characters or more in one line, without spaces"
         )
     except ValueError as error:
-        raise ConfigError(f"admin_token: {error}. {MAKE_TOKEN}") from None
+        raise ConfigError(f"{place}: {error}. {MAKE_TOKEN}") from None
 
 
-def read_engine_key(settings: Settings) -> str | None:
-    """The key that engines ask for; None if they ask for none. Raises ConfigError for a file without one."""
+def read_engine_key(settings: Settings, place: str = "engine_api_key") -> str | None:
+    """The key that engines ask for; None if they ask for none. Raises ConfigError for a file without one, with the
+    `place` where it was named."""
     try:
         return credentials.read(settings.engine_api_key, credentials.ENGINE_KEY, "the key in one line, without spaces")
     except ValueError as error:
         raise ConfigError(
-            f"engine_api_key: {error}. Write there what the engines were started with, or leave the setting out"
+            f"{place}: {error}. Write there what the engines were started with, or leave the setting out"
         ) from None
 
 
@@ -502,25 +506,33 @@ def admin_headers(settings: Settings) -> dict[str, str]:
     return {"Authorization": f"Bearer {token}"} if token else {}
 
 
+def _place(name: str, sources: Mapping[str, str]) -> str:
+    """Where a setting was set, and its name where that does not say it: `flag --port`, `file hitherto.yaml:3: port`."""
+    source = sources.get(name, f"flag {flag(name)}")
+    return source if source.startswith(("flag ", "environment ")) else f"{source}: {name}"
+
+
 def _explain(item: Any, sources: Mapping[str, str]) -> str:
     """One pydantic error as: place: what is wrong; what would be right."""
-    name = str(item["loc"][0])
-    place = (
-        f"{sources.get(name, 'flag ' + flag(name))}: {'.'.join(part for part in item['loc'] if isinstance(part, str))}"
-    )
+    name, *within = item["loc"]
+    inner = [one for one in within if isinstance(one, str)] if "[key]" not in within else []  # a wrong key names itself
+    place, part = _place(name, sources), ".".join(inner)
+    takes = f"It takes {Settings.model_fields[name].description}" if name in Settings.model_fields else ""
+    if item["type"] == "extra_forbidden":
+        of = {"pools": Pool, "discover": Discover}.get(name) if within else None
+        known = (of or Settings).model_fields
+        return f"{place}: {part and part + ' is an '}unknown setting. {suggest(item['loc'][-1], known)}"
+    if item["type"] == "missing":
+        return f"{place}: {part or name} is missing. {takes}"
+    place += f": {part}" if part else ""
     if item["type"] == "value_error":
         return f"{place}: {item['ctx']['error']}"
-    if item["type"] == "extra_forbidden":
-        of = {"pools": Pool, "discover": Discover}.get(name) if len(item["loc"]) > 1 else None
-        known = (of or Settings).model_fields
-        return f"{place}: unknown setting. {suggest(item['loc'][-1], known)}"
-    if item["type"] == "missing":
-        return f"{place}: it is missing. {flag(name)}: {Settings.model_fields[name].description}"
     if item["type"] == "literal_error":
         return f"{place}: {complaints.none_of(item)}"
     given = "what it is set to" if name in SECRETS else repr(item["input"])
-    why = complaints.reason(item)
-    return f"{place}: {given} is not valid: {why}. {flag(name)}: {Settings.model_fields[name].description}"
+    wanted = complaints.wanted(Settings, item["loc"], name in SIZES)
+    remedy = {"text": "; put it in quotes", complaints.TABLE: f". {takes}", complaints.TEXTS: f". {takes}"}
+    return f"{place}: {given} is not {wanted}{remedy.get(wanted, '')}"
 
 
 def _check_together(settings: Settings, sources: Mapping[str, str]) -> None:
@@ -529,30 +541,29 @@ def _check_together(settings: Settings, sources: Mapping[str, str]) -> None:
     _check_access(settings, sources)
     if settings.workers > 1 and sys.platform != "linux":
         raise ConfigError(
-            f"{sources['workers']}: workers: several share a port as only Linux spreads connections over processes (SO_REUSEPORT). Leave it at 1"
+            f"{_place('workers', sources)}: several share a port as only Linux spreads connections over processes (SO_REUSEPORT). Leave it at 1"
         )
     for name in [name for name in settings.shadow if acts(name, settings.policy)]:
-        place = sources["shadow"] if sources["shadow"] != "default" else sources["policy"]
         raise ConfigError(
-            f"{place}: shadow: {name} is the policy that acts, and has nothing to be compared with. Name others with --shadow, or another --policy"
+            f"{_place('shadow', sources)}: {name} is the policy that acts, and has nothing to be compared with. Name others with --shadow, or another --policy"
         )
     try:
         check_routes(settings.request_router, settings.scheduler)
     except ValueError as error:
-        raise ConfigError(f"{sources['request_router']}: request_router: {error}") from None
+        raise ConfigError(f"{_place('request_router', sources)}: {error}") from None
 
 
 def _check_admin(settings: Settings, sources: Mapping[str, str]) -> None:
     if settings.port == settings.admin_port != 0:
         winner = "admin_port" if sources["admin_port"] != "default" else "port"
         raise ConfigError(
-            f"{sources[winner]}: {winner}: clients and the admin side cannot share port {settings.port}. "
+            f"{_place(winner, sources)}: clients and the admin side cannot share port {settings.port}. "
             f"Give --admin-port another one, like {settings.port + 1}"
         )
     _check_not_on_command_line("admin_token", settings.admin_token, sources)
-    if read_token(settings) is None and not _is_loopback(settings.admin_host):
+    if read_token(settings, _place("admin_token", sources)) is None and not _is_loopback(settings.admin_host):
         raise ConfigError(
-            f"{sources['admin_host']}: admin_host: {settings.admin_host or 'every address'} can be reached from other "
+            f"{_place('admin_host', sources)}: {settings.admin_host or 'every address'} can be reached from other "
             "machines, and whoever reaches the admin side can add a replica and so receive prompts. Give --admin-token "
             f"@FILE or HITHERTO_ADMIN_TOKEN, or leave --admin-host at 127.0.0.1. {MAKE_TOKEN}"
         )
@@ -561,14 +572,14 @@ def _check_admin(settings: Settings, sources: Mapping[str, str]) -> None:
 def _check_not_on_command_line(name: str, given: str | None, sources: Mapping[str, str]) -> None:
     if given is not None and sources[name].startswith("flag ") and not given.startswith("@"):
         raise ConfigError(
-            f"flag {flag(name)}: {name}: everybody on this machine can read a command line. "
+            f"flag {flag(name)}: everybody on this machine can read a command line. "
             f"Write it to a file and give {flag(name)} @FILE, or set {ENV_PREFIX}{name.upper()}"
         )
 
 
 def _check_access(settings: Settings, sources: Mapping[str, str]) -> None:
     _check_not_on_command_line("engine_api_key", settings.engine_api_key, sources)
-    read_engine_key(settings)
+    read_engine_key(settings, _place("engine_api_key", sources))
     try:
         access.check_keys(settings.api_keys, class_names(settings.scheduler), settings.forward_api_keys)
         access.check_tls(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
@@ -576,4 +587,5 @@ def _check_access(settings: Settings, sources: Mapping[str, str]) -> None:
         named.check_files(settings.usage_log, settings.replica_ca, settings.chat_template)
         named.check_cluster(settings.discover)
     except access.Unusable as error:
-        raise ConfigError(f"{sources[error.setting]}: {error.place}: {error}") from None
+        part = f"{error.part}: " if error.part else ""
+        raise ConfigError(f"{_place(error.setting, sources)}: {part}{error}") from None

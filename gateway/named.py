@@ -15,14 +15,12 @@ from .pools import Pool
 
 def check_profiles(alone: str | None, pools: Mapping[str, Pool]) -> None:
     """`alone`: that of --launch, if there is one. Raises Unusable."""
-    named = [("profile", "profile", alone)] if alone is not None else []
-    for setting, place, name in named + [
-        ("pools", f"pools.{name}.profile", pool.profile) for name, pool in pools.items()
-    ]:
+    named = [("profile", "", alone)] if alone is not None else []
+    for setting, part, name in named + [("pools", f"{name}.profile", pool.profile) for name, pool in pools.items()]:
         try:
             profile.load(name)
         except ValueError as error:
-            raise Unusable(setting, str(error), place) from None
+            raise Unusable(setting, str(error), part) from None
 
 
 def check_files(usage_log: Path | None, replica_ca: Path | None, chat_template: Path | None) -> None:

@@ -13,6 +13,8 @@ _UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 10**3, 
 
 def parse_bytes(value: Any) -> Any:
     """`64MiB`, `1.5 GB`, `65536` -> bytes (int). Anything else is left to pydantic to refuse."""
+    if isinstance(value, int) and value > MOST_BYTES:
+        raise ValueError(f"{str(value)[:40]} is more than any machine has; write a size like 512MiB")
     if not isinstance(value, str):
         return value
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", value)

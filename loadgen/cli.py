@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
 from importlib.metadata import version
 from typing import Any, NoReturn
 
@@ -28,10 +27,8 @@ from replicas.simulated import complaints
 _WIDE = 250  # columns where no terminal says how many it has
 
 
-class Parser(argparse.ArgumentParser):
-    """argparse that complains in one line, and whose every command knows the version."""
-
-    _given: Sequence[str] = ()
+class Parser(complaints.PlainParser):
+    """The parser of each command: it complains in one line, and knows the version."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -40,14 +37,8 @@ class Parser(argparse.ArgumentParser):
             "-V", "--version", action="version", version=_version(program), help="show the version and exit"
         )
 
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        self._given = args or ()
-        return super().parse_known_args(args, namespace)
-
-    def error(self, message: str) -> NoReturn:
-        if " required" in message and (word := complaints.first_unknown(self._given, self)):
-            self.exit(2, f"{self.prog}: {complaints.unknown(word, self)}\n")
-        self.exit(2, f"{self.prog}: {complaints.in_words(message)} (`{self.prog} --help` lists what there is)\n")
+    def refuse(self, why: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {why}\n")
 
 
 def main(argv: list[str] | None = None, prog: str = "loadgen") -> int:
@@ -109,7 +100,7 @@ def build_parser(prog: str) -> argparse.ArgumentParser:
         one.set_defaults(act=act)
     verbs.add_parser("version", help="print the version")
     completion = verbs.add_parser("completion", help="print a script that completes commands and flags in a shell")
-    completion.add_argument("shell", choices=shtab.SUPPORTED_SHELLS)
+    completion.add_argument("shell", metavar="SHELL", choices=shtab.SUPPORTED_SHELLS)
     return parser
 
 

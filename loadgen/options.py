@@ -62,13 +62,24 @@ def share(text: str) -> float:
 
 
 def attainment(text: str) -> float:
-    return number(text, lambda value: 0 <= value <= 1, "no share: it reads 0.9 for 90 %")
+    return number(text, lambda value: 0 < value <= 1, "not a share above 0 and up to 1: it reads 0.9 for 90 %")
 
 
 def whole(text: str) -> int:
     if not text.isascii() or not text.isdigit() or not int(text):
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above zero")
     return int(text)
+
+
+def whole_to(most: int) -> Callable[[str], int]:
+    """A reader of whole numbers from 1 to the most that makes sense."""
+
+    def read(text: str) -> int:
+        if not text.isascii() or not text.isdigit() or not 1 <= int(text) <= most:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 to {most:,}")
+        return int(text)
+
+    return read
 
 
 def percentiles(text: str) -> list[float]:

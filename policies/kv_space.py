@@ -220,7 +220,7 @@ def memory_for_kv(gpu: int, weights: int, tensor_parallel: int, utilization: flo
     """Bytes that a GPU of `gpu` bytes has left for the cache. Raises BadModel if nothing is left."""
     left = int(gpu * utilization) - weights // tensor_parallel - RESERVE
     if left <= 0:
-        raise BadModel(f"{weights / tensor_parallel / 2**30:.1f} GiB of weights on each GPU leave no room for a cache in {utilization:.0%} of "
+        raise BadModel(f"{weights / tensor_parallel / 2**30:.1f} GiB of weights on each GPU leave no room for a cache in {100 * utilization:.3g}% of "
                        f"{gpu / 2**30:.0f} GiB: larger GPUs, more of them (--tensor-parallel-size) or quantised weights would")  # fmt: skip
     return left
 

@@ -29,6 +29,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from replicas import yaml_text
 
+from .. import complaints
 from .limits import Limits
 from .tenant import Tenant
 
@@ -290,5 +291,6 @@ def what_is_wrong(name: str, item: Any) -> str:
         return f"it is no text: a SHA-256 hash has 64 hexadecimal digits and stands in quotes. {REMEDY}"
     if item["type"] == "value_error":
         return str(item["ctx"]["error"])
-    what = item["msg"][0].lower() + item["msg"][1:]
-    return what if name in ("sha256", "cache_salt") else f"{str(item['input'])[:100]!r} is not valid: {what}"
+    if name in ("sha256", "cache_salt"):
+        return str(item["msg"][0].lower() + item["msg"][1:])
+    return f"{str(item['input'])[:100]!r} is not {complaints.wanted(Entry, item['loc'])}"

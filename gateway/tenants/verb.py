@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from replicas import yaml_text
 
-from ..config import DEFAULT_FILE, ENV_PREFIX, ConfigError, read_file
+from ..config import DEFAULT_FILE, ENV_PREFIX, ConfigError, flag, read_file
 from ..overload_fields import class_names
 from .key_file import Entry, KeyFileError, add, digest, new_key, new_salt, what_is_wrong
 from .limits import KINDS, WORDS, Limits
@@ -56,7 +56,9 @@ def run(args: argparse.Namespace) -> int:
         entry = Entry.model_validate(fields)
     except ValidationError as error:
         item = error.errors()[0]
-        raise ConfigError(f"{item['loc'][0]}: {what_is_wrong(str(item['loc'][0]), item)}") from None
+        name = str(item["loc"][0])
+        place = "argument NAME" if name == "name" else f"flag {flag(name)}"
+        raise ConfigError(f"{place}: {what_is_wrong(name, item)}") from None
     known = _classes(args.config) if entry.qos_class is not None else []
     if known and entry.qos_class not in known:
         raise ConfigError(
@@ -66,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
         try:
             add(args.file, entry)
         except KeyFileError as error:
-            raise ConfigError(f"--file: {error}") from None
+            raise ConfigError(f"flag --file: {error}") from None
     if entry.qos_class is not None and not known:
         print(
             f"The class {entry.qos_class!r} must be in scheduler.qos_classes: a gateway that has others refuses the file.\n",
@@ -89,7 +91,7 @@ def _classes(file: Path | None) -> list[str]:
         if given is not None:
             return class_names(yaml_text.load(given))
         given, line = read_file(Path(named)).get("scheduler", (None, 0)) if named is not None else (None, 0)
-        place = f"file {named}:{line}"
+        place = f"file {named}:{line}: scheduler"
         return class_names(given)
     except ValueError as error:
-        raise ConfigError(f"{place}: scheduler: {error}") from None
+        raise ConfigError(f"{place}: {error}") from None

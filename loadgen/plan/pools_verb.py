@@ -11,7 +11,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from loadgen.options import BadOption, flags, positive, whole
+from loadgen.options import BadOption, flags, positive, whole_to
 from loadgen.plan import units
 from loadgen.plan.checkpoints import Checkpoint
 from loadgen.plan.fleet_size import by_tokens
@@ -36,9 +36,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     flags(
         group,
         ("--link", units.link, "RATE", None, "between two replicas, all GPUs together, e.g. 100Gbit/s or 25GB/s"),
-        ("--chunk-size", whole, "N", None, "tokens moved at a time, as LMCache's chunk_size (default: the block size)"),
-        ("--prompt-tokens", whole, "N", None, "of a request of the load"),
-        ("--output-tokens", whole, "N", None, "of its answer"),
+        ("--chunk-size", whole_to(1_000_000), "N", None, "tokens moved at a time, as LMCache's chunk_size (default: the block size)"),
+        ("--prompt-tokens", whole_to(1_000_000_000), "N", None, "of a request of the load"),
+        ("--output-tokens", whole_to(1_000_000_000), "N", None, "of its answer"),
         ("--rate", positive, "R", None, "requests a second"),
     )  # fmt: skip
 

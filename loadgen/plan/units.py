@@ -11,17 +11,23 @@ import re
 
 _DECIMAL = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 _BINARY = {"Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40}
+MOST_BYTES = 2**50
+MOST_PARAMETERS = 10**15
 _PER_SECOND = re.compile(r"(\d+(?:\.\d+)?) *([kMGT]?i?)(bit|byte|b|B)(?:/s|ps)")
 
 
 def size(text: str) -> int:
     """`80GiB`, `80G` or `80GB`: bytes, binary in any case, as memory is sold. A bare number is refused."""
-    if re.fullmatch(r"[\d.]+", text.strip()):
-        raise argparse.ArgumentTypeError(f"{text!r} has no unit: {text.strip()}GiB, or {text.strip()}B for bytes?")
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(b|[kmgt](?:i?b)?)", text.strip().lower())
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(|b|[kmgt](?:i?b)?)", text.strip().lower())
     if not found or not float(found[1]):
-        raise argparse.ArgumentTypeError(f"{text!r} is no size; it reads 80GiB or 512MiB")
-    return int(float(found[1]) * 1024 ** "bkmgt".index(found[2][0]))
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size above zero; it reads 80GiB or 512MiB")
+    if not found[2] and float(found[1]) <= MOST_BYTES:
+        raise argparse.ArgumentTypeError(f"{text!r} has no unit: {found[1]}GiB, or {found[1]}B for bytes?")
+    if (amount := float(found[1]) * 1024 ** "bkmgt".index(found[2][:1] or "b")) > MOST_BYTES:
+        raise argparse.ArgumentTypeError(f"{text!r} is more than any machine has; it reads 80GiB or 512MiB")
+    if amount < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is less than a byte; it reads 80GiB or 512MiB")
+    return int(amount)
 
 
 def link(text: str) -> float:
@@ -30,7 +36,9 @@ def link(text: str) -> float:
     scale = {**_DECIMAL, **_BINARY}.get(found[2]) if found else None
     if found is None or scale is None or not float(found[1]):
         raise argparse.ArgumentTypeError(f"{text!r} is no bandwidth: {_meant(text.strip())}")
-    return float(found[1]) * scale / (8 if found[3] in ("bit", "b") else 1)
+    if (rate := float(found[1]) * scale / (8 if found[3] in ("bit", "b") else 1)) > MOST_BYTES:
+        raise argparse.ArgumentTypeError(f"{text!r} is more than any link has: it reads 100Gbit/s or 25GB/s")
+    return rate
 
 
 def _meant(text: str) -> str:
@@ -47,4 +55,6 @@ def parameters(text: str) -> int:
     found = re.fullmatch(r"(\d+(?:\.\d+)?) *([MBT])", text.strip())
     if not found or not float(found[1]):
         raise argparse.ArgumentTypeError(f"{text!r} is no number of parameters: it reads 70B (billions) or 350M")
-    return int(float(found[1]) * {"M": 1e6, "B": 1e9, "T": 1e12}[found[2]])
+    if (count := float(found[1]) * {"M": 1e6, "B": 1e9, "T": 1e12}[found[2]]) > MOST_PARAMETERS:
+        raise argparse.ArgumentTypeError(f"{text!r} is more than any model has: it reads 70B (billions) or 350M")
+    return int(count)

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 import policies
-from loadgen.options import ATTAINMENT, INTERRUPTED, BadOption, attainment, flags, positive, whole
+from loadgen.options import ATTAINMENT, INTERRUPTED, BadOption, attainment, flags, number, whole_to
 from loadgen.plan import checkpoints, pools_verb, units
 from loadgen.plan.checkpoints import Checkpoint
 from loadgen.plan.fleet_size import Fleet, Point, Size, by_tokens, search
@@ -29,14 +29,12 @@ from policies.kv_space import RESERVE, UTILIZATION, KvSpace, memory_for_kv
 from replicas.simulated.profile import Profile, load_profile
 
 GIB = 1 << 30
+MOST_TOKENS = 1_000_000_000
 BLOCK = 16  # tokens; vLLM's default on GPUs
 
 
 def utilization(text: str) -> float:
-    value = positive(text)
-    if value > 1:
-        raise argparse.ArgumentTypeError(f"{text} is more than the whole GPU")
-    return value
+    return number(text, lambda value: 0 < value <= 1, "not a share above 0 and up to 1: it reads 0.9 for 90 %")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,19 +42,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     flags(
         model,
         ("--model", str, "NAME", None, "folder with config.json, or a name on Hugging Face's hub"),
-        ("--layers", whole, "N", None, "without --model: layers, all alike"),
-        ("--kv-heads", whole, "N", None, "their KV heads"),
-        ("--head-dim", whole, "N", None, "and the size of a head"),
+        ("--layers", whole_to(10_000), "N", None, "without --model: layers, all alike"),
+        ("--kv-heads", whole_to(10_000), "N", None, "their KV heads"),
+        ("--head-dim", whole_to(100_000), "N", None, "and the size of a head"),
         ("--parameters", units.parameters, "N", None, "of the model, e.g. 70B (default: by its files' size, in 16 bits)"),
         ("--gpu-memory", units.size, "SIZE", None, "memory of one GPU, e.g. 80GiB"),
         ("--gpu-memory-utilization", utilization, "R", UTILIZATION, "share of it that the engine takes (default %(default)g, vLLM's)"),
         ("--weights", units.size, "SIZE", None, "of the whole model (default: its safetensors files)"),
         ("--kv-cache-memory-bytes", units.size, "SIZE", None, 'for the cache on each GPU, instead of these three: "Available KV cache memory" in vLLM\'s log'),
-        ("--tensor-parallel-size -tp", whole, "N", 1, "GPUs of a replica (default 1)"),
-        ("--decode-context-parallel-size -dcp", whole, "N", 1, "of these, GPUs that share out the context (default 1)"),
+        ("--tensor-parallel-size -tp", whole_to(10_000), "N", 1, "GPUs of a replica (default 1)"),
+        ("--decode-context-parallel-size -dcp", whole_to(10_000), "N", 1, "of these, GPUs that share out the context (default 1)"),
         ("--kv-cache-dtype", str, "TYPE", "auto", "auto, fp8, ... (default auto)"),
-        ("--block-size", whole, "N", None, f"tokens (default {BLOCK}, and the profile's)"),
-        ("--max-model-len", whole, "N", None, "longest request (default: the model's)"),
+        ("--block-size", whole_to(4096), "N", None, f"tokens (default {BLOCK}, and the profile's)"),
+        ("--max-model-len", whole_to(MOST_TOKENS), "N", None, "longest request (default: the model's)"),
     )  # fmt: skip
     parser.set_defaults(backend="openai-chat")  # nothing is asked over HTTP: any load will do, and any reply
     fleet = parser.add_argument_group("fleet", "with --slo: the fewest replicas that keep it for the load below")
@@ -64,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         fleet,
         ("--attainment", attainment, "SHARE", ATTAINMENT, "share of the requests that must be within the limits (default %(default)g)"),
         ("--kv-tokens", sizes, "A,B", None, "tokens of KV cache in a replica to try (default: half, once and twice the model's, or the profile's)"),
-        ("--max-replicas", whole, "N", 64, "never try more (default %(default)s)"),
+        ("--max-replicas", whole_to(10_000), "N", 64, "never try more (default %(default)s)"),
         ("--profile", str, "NAME|FILE", "gpu-8b", "how fast an engine is; `hitherto calibrate` measures yours (default %(default)s)"),
         ("--policy", (*policies.NAMES, *field.NAMES), "NAME", policies.DEFAULT, "how requests are routed (default %(default)s)"),
     )  # fmt: skip
@@ -74,7 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def sizes(text: str) -> list[int]:
-    return sorted({whole(part) for part in text.split(",")})
+    return sorted({whole_to(MOST_TOKENS)(part) for part in text.split(",")})
 
 
 async def plan_verb(args: argparse.Namespace, console: Console) -> int:
@@ -173,9 +171,8 @@ def figures(space: KvSpace, context: int | None, memory: int | None) -> dict[str
     context = context or space.shape.context
     blocks = space.blocks(memory or GIB)
     if not blocks:
-        raise BadOption(
-            f"--kv-cache-memory-bytes {memory}B: not one block fits, which takes {space.block_bytes:,} bytes; it reads 16GiB or 512MiB"
-        )
+        which = f"--kv-cache-memory-bytes {memory}B" if memory else "1 GiB, as no memory is given"
+        raise BadOption(f"{which}: not one block fits, which takes {space.block_bytes:,} bytes: give it more memory")
     found: dict[str, object] = {"dtype": space.shape.dtype if space.dtype == "auto" else space.dtype, "bytes_per_token": space.token_bytes,
                                 "block_bytes": space.block_bytes, "groups": space.groups, "context": context, "memory": memory}  # fmt: skip
     if memory is None:
@@ -322,8 +319,8 @@ def curve(tried: list[Size]) -> Table:
     shown.add_column("replicas", justify="right")
     for size in tried:
         shown.add_column(f"{size.tokens:,} tokens", justify="right")
-    for number in sorted({number for size in tried for number in size.points}):
-        shown.add_row(str(number), *(_cell(size.points.get(number), number == size.kept) for size in tried))
+    for replicas in sorted({replicas for size in tried for replicas in size.points}):
+        shown.add_row(str(replicas), *(_cell(size.points.get(replicas), replicas == size.kept) for size in tried))
     return shown
 
 

@@ -1,7 +1,7 @@
 """What is wrong with a command line, in words that say what would be right: for every command of the house.
 
 argparse names the type that it could not make ("invalid int value"), lists choices without the one that was probably
-meant, and says of a flag that it does not know no more than that.
+meant, says of a flag that it does not know no more than that, and not even that where another argument is missing.
 """
 
 import argparse
@@ -9,25 +9,72 @@ import difflib
 import errno
 import re
 import socket
+import sys
 from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any, NoReturn
 
+_MISPLACED = re.compile(" required|invalid choice")  # what a misspelt flag, or the value after it, may be the cause of
+_VALUELESS = re.compile(r"flag (--[\w-]+): ignored explicit argument .*")
+_FLAG = re.compile(r"argument (-[\w/-]+)")
 _NUMBER = re.compile(r"invalid (int|float) value: (.+)")
-_NOTHING = re.compile(r"argument (--[\w-]+)\S*: expected one argument")
+_NOTHING = re.compile(r"flag (--[\w-]+): expected (?:one|at least one) argument")
+_NEGATIVE = re.compile(r"-\.?\d")  # argparse takes -80 for a value, and -80GiB for a flag
 _ELSEWHERE = {"--replicas": "--launch", "--launch": "--replicas"}  # what another command calls the same thing
 _CHOICE = re.compile(r"invalid choice: (.+) \(choose from (.+)\)")
 
 
-def in_words(message: str) -> str:
-    """argparse's message, with what it says of numbers and choices said plainly."""
+class PlainParser(argparse.ArgumentParser):
+    """argparse whose complaints say what would be right; whoever inherits decides how one ends the program."""
+
+    _given: Sequence[str] = ()
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._negative_number_matcher = _NEGATIVE
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:  # also called for the command within
+        self._given = sys.argv[1:] if args is None else args
+        return super().parse_known_args(args, namespace)
+
+    def error(self, message: str) -> NoReturn:
+        if _MISPLACED.search(message) and (word := first_unknown(self._given, self)):
+            self.refuse(unknown(word, self))
+        said = in_words(message, self._given, options_of(self))
+        self.refuse(f"{said}{'' if said.endswith('?') else '.'} `{self.prog} --help` lists what there is")
+
+    def refuse(self, why: str) -> NoReturn:
+        """End with this complaint, which is a sentence or two without the program's name."""
+        raise NotImplementedError
+
+
+def in_words(message: str, given: Sequence[str] = (), options: Sequence[str] = ()) -> str:
+    """argparse's message about the arguments `given` to a command with these `options`, with what it says of flags,
+    numbers and choices said plainly."""
+    message = _FLAG.sub(lambda found: f"flag {_as_given(found[1].split('/'), given)}", message)
     if found := _NUMBER.search(message):
         kind = "no whole number" if found[1] == "int" else "no number"
         return f"{message[: found.start()]}{found[2]} is {kind}"
-    if found := _NOTHING.search(message):  # what begins with a dash is taken for a flag
-        return f"{message}, and none follows; one that begins with a dash is written as {found[1]}=-1"
+    if found := _NOTHING.search(message):
+        word = next((after for before, after in pairwise(given) if before == found[1]), "")
+        dashed = (
+            f"; write one that begins with a dash as {found[1]}={word}"
+            if word.startswith("-") and word not in options
+            else ""
+        )
+        return f"flag {found[1]}: it needs a value{dashed}"
+    if found := _VALUELESS.search(message):
+        return f"flag {found[1]}: it takes no value"
     if found := _CHOICE.search(message):
         choices = [choice.strip("'") for choice in found[2].split(", ")]
         return f"{message[: found.start()]}{found[1]} is none of {', '.join(choices)}{meant(found[1].strip(chr(39)), choices)}"
     return message
+
+
+def _as_given(names: Sequence[str], given: Sequence[str]) -> str:
+    """The one of a flag's names that was used."""
+    used = {word.partition("=")[0] for word in given}
+    return next((name for name in names if name in used), names[0])
 
 
 def meant(word: str, known: list[str]) -> str:
@@ -48,14 +95,18 @@ def unknown(word: str, parser: argparse.ArgumentParser) -> str:
 
 
 def first_unknown(argv: Sequence[str], parser: argparse.ArgumentParser) -> str | None:
-    """The first of a command's flags that it does not take, not even abbreviated. argparse says of what is missing
-    before it says of what is too much, and one misspelt flag is both."""
-    options = options_of(parser)
+    """The first of a command's flags that it does not take. argparse says of what is missing before it says of what is
+    too much, and one misspelt flag is both."""
+    options = [*parser._option_string_actions, *options_of(parser)]
     for word in argv:
         if word == "--":
             break
         name = word.partition("=")[0]
-        if name.startswith("--") and not any(option.startswith(name) for option in options):
+        if len(name) < 2 or name[0] != "-" or _NEGATIVE.match(name) or name in options:
+            continue
+        if name[1] != "-" and name[:2] in options:  # -n3
+            continue
+        if not (parser.allow_abbrev and any(option.startswith(name) for option in options)):
             return word
     return None
 

@@ -66,14 +66,14 @@ def test_a_slow_pool_is_launched_as_such(tmp_path):
 @pytest.mark.parametrize(
     "pools, said",
     [
-        ("a: {profile: sim, lunch: 2}", "pools.a.lunch: unknown setting. Did you mean 'launch'?"),
-        ("a: {profile: sim}", "pools.a.launch: it is missing"),
-        ("a: {profile: sim, launch: yes}", "pools.a.launch: True is not valid"),
-        ("a: {profile: sim, launch: 0}", "pools.a.launch: 0 is not valid"),
-        ("a: {profile: smi, launch: 1}", "pools.a.profile: profile 'smi'"),
+        ("a: {profile: sim, lunch: 2}", "pools: a.lunch is an unknown setting. Did you mean 'launch'?"),
+        ("a: {profile: sim}", "pools: a.launch is missing"),
+        ("a: {profile: sim, launch: yes}", "a.launch: True is not a whole number from 1 to 256"),
+        ("a: {profile: sim, launch: 0}", "a.launch: 0 is not a whole number from 1 to 256"),
+        ("a: {profile: smi, launch: 1}", "pools: a.profile: profile 'smi'"),
         ("a: {profile: sim, launch: 1, role: prefil}", "Did you mean 'prefill'?"),
-        ("a: 2", "pools.a: a pool is a mapping like {profile: sim, launch: 2}, not 2"),
-        ("'a b': {profile: sim, launch: 1}", "pools.a b"),
+        ("a: 2", "pools: a: a pool is a mapping like {profile: sim, launch: 2}, not 2"),
+        ("'a b': {profile: sim, launch: 1}", "pools: 'a b' is no name"),
     ],
 )
 def test_what_is_no_pool_is_refused_by_its_place(tmp_path, pools, said):
@@ -85,7 +85,7 @@ def test_a_flag_says_in_one_line_what_a_file_says_in_several(connected):
     given = load(flags={"pools": text}, environ={}).settings
     assert [one.role for one in launches(given)] == ["prefill", "decode"]
     assert load(flags={}, environ={"HITHERTO_POOLS": text}).settings.pools == given.pools
-    with pytest.raises(ConfigError, match="flag --pools: pools: line 1 is not YAML"):
+    with pytest.raises(ConfigError, match="flag --pools: line 1 is not YAML"):
         load(flags={"pools": "{p: {"}, environ={})
 
 

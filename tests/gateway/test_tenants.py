@@ -171,20 +171,20 @@ def test_what_is_wrong_with_the_settings_is_said_with_a_remedy(capsys, tmp_path,
         return capsys.readouterr().err
 
     assert re.search(
-        r"flag --api-keys: api_keys: \S*/none cannot be read: No such file.*key new",
+        r"flag --api-keys: \S*/none cannot be read: No such file.*key new",
         told("--api-keys", str(tmp_path / "none")),
     )
     file.write_text("- {name: a}")
-    assert re.search(r"api_keys: \S*keys.yaml:1: sha256: is missing", told("--api-keys", str(file)))
+    assert re.search(r"flag --api-keys: \S*keys.yaml:1: sha256: is missing", told("--api-keys", str(file)))
     file.write_text(line("one", **{"class": "premum"}))
     scheduler = "{qos_classes: [{name: premium, reserved_fraction: 0.1, priority: 100}]}"
     said = told("--api-keys", str(file), "--scheduler", scheduler)
     assert "keys.yaml:1: class: there is no class 'premum' in scheduler.qos_classes. Known: premium" in said
-    assert "usage_log: /nowhere/x cannot be written" in told("--usage-log", "/nowhere/x")
+    assert "flag --usage-log: /nowhere/x cannot be written" in told("--usage-log", "/nowhere/x")
     said = told("--engine-api-key", ENGINE_KEY)
     assert "everybody on this machine can read a command line" in said and ENGINE_KEY not in said
     assert "No such file" in told("--engine-api-key", f"@{tmp_path / 'none'}")
-    assert "forward_api_keys: clients' keys are passed on anyway" in told("--forward-api-keys")
+    assert "flag --forward-api-keys: clients' keys are passed on anyway" in told("--forward-api-keys")
     monkeypatch.setenv("HITHERTO_ENGINE_API_KEY", "two words")
     said = told()
     assert "no spaces" in said and "two words" not in said

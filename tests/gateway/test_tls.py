@@ -102,19 +102,19 @@ def test_what_is_wrong_with_the_files_is_said_with_a_remedy(capsys, made, tmp_pa
         return capsys.readouterr().err
 
     cert, key = ("--tls-cert", str(made / "server.pem")), ("--tls-key", str(made / "server.key"))
-    assert re.search(r"flag --tls-key: tls_key: .* name one with --tls-cert", told(*key))
-    assert re.search(r"tls_client_ca: .* --tls-cert", told("--tls-client-ca", str(made / "ca.pem")))
+    assert re.search(r"flag --tls-key: .* name one with --tls-cert", told(*key))
+    assert re.search(r"flag --tls-client-ca: .* --tls-cert", told("--tls-client-ca", str(made / "ca.pem")))
     assert re.search(
-        r"flag --tls-cert: tls_cert: \S*none cannot be read: No such file", told("--tls-cert", str(tmp_path / "none"))
+        r"flag --tls-cert: \S*none cannot be read: No such file", told("--tls-cert", str(tmp_path / "none"))
     )
     assert re.search(
-        r"flag --tls-key: tls_key: \S*none cannot be read: No such file",
+        r"flag --tls-key: \S*none cannot be read: No such file",
         told(*cert, "--tls-key", str(tmp_path / "none")),
     )
     assert "are no certificate and its key" in told(*cert, "--tls-key", str(made / "renewed.key"))
     assert "is no certificate with its key" in told(*cert)
     assert re.search(
-        "tls_client_ca: .*server.key cannot be read as certificates",
+        "flag --tls-client-ca: .*server.key cannot be read as certificates",
         told(*cert, *key, "--tls-client-ca", str(made / "server.key")),
     )
 

@@ -410,7 +410,7 @@ async def test_a_server_that_lists_no_model(engine, wire):
 @pytest.mark.parametrize(
     "args, said",
     [
-        (("run", "--num-prompts", "0"), "--num-prompts/--requests: '0' is not a whole number above zero"),
+        (("run", "--num-prompts", "0"), "flag --num-prompts: '0' is not a whole number above zero"),
         (("run", "--request-rate", "-1"), "--request-rate: -1 is not above zero"),
         (("run", "--request-rate", "fast"), "'fast' is not a number"),
         (("run", "--think-time", "-1"), "--think-time: -1 is not zero or above"),
@@ -431,7 +431,7 @@ async def test_a_server_that_lists_no_model(engine, wire):
         (("run", "--base-url", "http://h/v1?x=1"), "a base URL has neither ? nor #"),
         (("run", "nonsense"), "unknown argument 'nonsense'. `loadgen run --help` lists what there is"),
         (("--seed", "3"), "unknown argument '--seed': a command comes first"),
-        (("sweep", "--attainment", "90"), "--attainment: 90 is no share: it reads 0.9 for 90 %"),
+        (("sweep", "--attainment", "90"), "--attainment: 90 is not a share above 0 and up to 1: it reads 0.9 for 90 %"),
         (("demo", "--vllm", "/nonexistent"), "--vllm /nonexistent: /nonexistent/bin/vllm is not there"),
         (("plan", "--gpu-memory", "80"), "'80' has no unit: 80GiB, or 80B for bytes?"),
         (("plan", "--weights", "15"), "'15' has no unit: 15GiB, or 15B for bytes?"),
@@ -482,6 +482,12 @@ def test_the_command_alone_helps_and_tells_its_version(capsys):
     [
         (["runn"], "loadgen: unknown command 'runn'. Did you mean 'run'?"),
         (["simulate", "--reqests", "3"], "loadgen simulate: unknown argument '--reqests'. Did you mean"),
+        (
+            ["compare", "--traget", "a=http://h"],
+            "loadgen compare: unknown argument '--traget'. Did you mean '--target'?",
+        ),
+        (["diff", "--jsno", "x"], "loadgen diff: unknown argument '--jsno'. Did you mean '--json'?"),
+        (["completion", "--hlp", "x"], "loadgen completion: unknown argument '--hlp'. Did you mean '--help'?"),
     ],
 )
 def test_what_is_misspelt_gets_what_was_meant(words, said, capsys):

@@ -55,8 +55,14 @@ def test_keys_are_long_and_no_two_are_alike():
         (f"- {{name: 'a b', sha256: {A}}}", "1: name: 'a b' is no name"),
         (f"- {{name: a, sha256: {A}, modles: [m]}}", "unknown field. Did you mean 'models'"),
         (f"- {{name: a, sha256: {A}, models: []}}", "1: models: "),
-        (f"- {{name: a, sha256: {A}, requests_per_minute: 0}}", "1: requests_per_minute: '0' is not valid"),
-        (f"- {{name: a, sha256: {A}, tokens_per_day: yes}}", "1: tokens_per_day: 'True' is not valid"),
+        (
+            f"- {{name: a, sha256: {A}, requests_per_minute: 0}}",
+            "1: requests_per_minute: '0' is not a whole number from 1 to 1",
+        ),
+        (
+            f"- {{name: a, sha256: {A}, tokens_per_day: yes}}",
+            "1: tokens_per_day: 'True' is not a whole number from 1 to 1",
+        ),
         (f"- {{name: a, sha256: {A}, cache_salt: short}}", "1: cache_salt: a salt has 16 to 128"),
         (f"- {{name: a, sha256: {A}, models: ['']}}", "1: models: a model's name is empty"),
     ],

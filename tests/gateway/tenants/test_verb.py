@@ -147,9 +147,12 @@ def _add_as_another(folder, capfd):
 @pytest.mark.parametrize(
     "argv, said",
     [
-        (["key", "new", "two words"], "name: 'two words' is no name"),
+        (["key", "new", "two words"], "argument NAME: 'two words' is no name"),
         (["key", "new"], "NAME"),
-        (["key", "new", "a", "--requests-per-minute", "0"], "requests_per_minute: '0' is not valid"),
+        (
+            ["key", "new", "a", "--requests-per-minute", "0"],
+            "flag --requests-per-minute: '0' is not a whole number from 1 to ",
+        ),
         (["key", "new", "a", "--requests-per-minute", "x"], "requests-per-minute"),
         (["key", "nwe", "a"], "nwe"),
     ],

@@ -164,7 +164,6 @@ def test_a_latent_has_no_formats_for_heads(capfd, tmp_path):
     (["--pools", *NUMBERS, "--prompt-tokens", "200000"], "are 200,000 tokens, and the longest request has 131,072"),
     (["--pools", *NUMBERS, *LOAD[:-1], "e2el:10s"], "--slo e2el: the arithmetic of pools has ttft and tpot alone"),
     (["--pools", *NUMBERS, *LOAD, "--attainment", "1"], "--attainment 1: pools are sized for a share between 0 and 1"),
-    (["--pools", *NUMBERS, *LOAD, "--attainment", "0"], "--attainment 0: pools are sized for a share between 0 and 1"),
     (["--pools", *NUMBERS, "--profile", "gpu-9b"], "--profile: no profile 'gpu-9b'"),
     (["--pools", *NUMBERS, "-tp", "2", "-dcp", "2"], "leave --decode-context-parallel-size out"),
     (["--pools", *NUMBERS, *LOAD, "--gpu-memory", "80GB"], "give --weights 16GiB, --parameters 8B"),

@@ -185,17 +185,58 @@ def test_bad_use_is_refused_with_what_would_be_right(capsys, model, flags, why):
     assert error.startswith("loadgen plan: ") and why in error and error.count("\n") == 1
 
 
+SIZE, SHARE = "it reads 80GiB or 512MiB", "not a share above 0 and up to 1: it reads 0.9 for 90 %"
+
+
 @pytest.mark.parametrize(
-    ("flag", "value"),
+    ("flag", "value", "said"),
     [
-        ("--gpu-memory", "80x"),
-        ("--gpu-memory", "0G"),
-        ("--gpu-memory", "80"),
-        ("--parameters", "8"),
-        ("--gpu-memory-utilization", "1.2"),
+        ("--gpu-memory", "80x", f"is not a size above zero; {SIZE}"),
+        ("--gpu-memory", "-80GiB", f"is not a size above zero; {SIZE}"),
+        ("--gpu-memory", "0G", f"is not a size above zero; {SIZE}"),
+        ("--gpu-memory", "0", f"is not a size above zero; {SIZE}"),
+        ("--gpu-memory", "80", "has no unit: 80GiB, or 80B for bytes?"),
+        ("--gpu-memory", "99999TiB", f"is more than any machine has; {SIZE}"),
+        ("--gpu-memory", 30 * "9", f"is more than any machine has; {SIZE}"),
+        ("--weights", "-15GiB", f"is not a size above zero; {SIZE}"),
+        ("--weights", "0.0001KiB", f"is less than a byte; {SIZE}"),
+        ("--kv-cache-memory-bytes", "-1GiB", f"is not a size above zero; {SIZE}"),
+        ("--parameters", "8", "is no number of parameters: it reads 70B (billions) or 350M"),
+        ("--parameters", "-8B", "is no number of parameters: it reads 70B (billions) or 350M"),
+        ("--parameters", "99999T", "is more than any model has: it reads 70B (billions) or 350M"),
+        ("--gpu-memory-utilization", "1.2", SHARE),
+        ("--gpu-memory-utilization", "-0.9", SHARE),
+        ("--attainment", "0", SHARE),
+        ("--layers", "-80x", "is not a whole number from 1 to 10,000"),
+        ("--kv-heads", "0", "is not a whole number from 1 to 10,000"),
+        ("--head-dim", 30 * "9", "is not a whole number from 1 to 100,000"),
+        ("-tp", "-1", "is not a whole number from 1 to 10,000"),
+        ("-dcp", "0", "is not a whole number from 1 to 10,000"),
+        ("--block-size", "5000", "is not a whole number from 1 to 4,096"),
+        ("--max-model-len", "0", "is not a whole number from 1 to 1,000,000,000"),
+        ("--kv-tokens", "64,-1", "is not a whole number from 1 to 1,000,000,000"),
+        ("--max-replicas", 30 * "9", "is not a whole number from 1 to 10,000"),
+        ("--link", "-100Gbit/s", "is no bandwidth: it needs its unit, 100Gbit/s or 100GB/s"),
+        ("--link", "9999999TB/s", "is more than any link has: it reads 100Gbit/s or 25GB/s"),
+        ("--chunk-size", "0", "is not a whole number from 1 to 1,000,000"),
+        ("--prompt-tokens", "-4000", "is not a whole number from 1 to 1,000,000,000"),
+        ("--output-tokens", "0", "is not a whole number from 1 to 1,000,000,000"),
+        ("--rate", "-1", "is not above zero and finite"),
     ],
 )
-def test_bad_values_of_flags(capsys, flag, value):
+def test_bad_values_of_flags(capsys, flag, value, said):
     with pytest.raises(SystemExit) as caught:
         main(["plan", "--model", "m", flag, value])
-    assert caught.value.code == 2 and value in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert caught.value.code == 2 and told.startswith(f"loadgen plan: flag {flag}: ")
+    assert said in told and value.rpartition(",")[2] in told and told.count("\n") == 1
+
+
+def test_not_one_block_fits(capsys):
+    shape = ("--layers", "10000", "--kv-heads", "10000", "--head-dim", "1000")
+    for given, which in (
+        (("--kv-cache-memory-bytes", "1GiB"), "--kv-cache-memory-bytes 1073741824B"),
+        ((), "1 GiB, as no memory is given"),
+    ):
+        assert main(["plan", *shape, *given]) == 2
+        assert f"loadgen plan: {which}: not one block fits, which takes" in capsys.readouterr().err

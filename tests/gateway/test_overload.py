@@ -186,7 +186,7 @@ def classes(*entries):
         (classes("{name: a, max_tokens_floor: few}"), "qos_classes[0].max_tokens_floor: 'few'", "above 0"),
         (
             "pools: {a: {profile: sim, launch: 1, spill: true, role: decode}}",
-            "pools.a: spill and role: decode",
+            "pools: a: spill and role: decode",
             "leave one",
         ),
         ("admission: {max_wait: 30}", "admission: max_wait: 30 has no unit", "2s"),

@@ -3,9 +3,14 @@
     python -m bench.chaos [--window SECONDS] [--seed N] [--free SHARE] [--saturation RATE]
 
 Premium asks for 6 % of saturation, standard for 16 %, free for all of it. One engine takes twice as long for each step
-from the second window to the end of the fourth. By window: the share of premium's requests that kept its limits, what
-free got of its answers within limits a second, and what the control of overload held at its end. `windows_to_normal`:
-after how many windows from the fault's end no more was held than before it, none if it was longer than the run.
+from the second window to the end of the fourth. The same requests are played without the fault as well, since such a
+load has the control of overload hold a step or two on a good day: what is normal is what they find then.
+
+By window, with the fault and without: the share of premium's requests that kept its limits, what free got of its
+answers within limits a second, and how many steps the control of overload held at the window's end.
+`windows_to_normal`: the number, from the fault's end on, of the first window in which premium kept 95 % of its limits,
+free got at least NORMAL of what it gets without the fault, and at whose end no more steps were held than without it;
+none if there is no such window.
 """
 
 from __future__ import annotations
@@ -24,6 +29,7 @@ from .overload_load import CLASSES, REPLICAS, met, turns
 LOAD = {"premium": 0.06, "standard": 0.16, "free": 1.0}
 SLOW_FROM, SLOW_TO, WINDOWS = 1, 4, 7
 FACTOR = 2.0
+KEPT, NORMAL = 0.95, 0.9
 
 
 class Slow(StepDurations):
@@ -43,16 +49,35 @@ def chaos(
     full: float, seed: int, window: float = 30.0, control: bool = True, free: float = LOAD["free"]
 ) -> dict[str, Any]:
     """By window, from the first on."""
+    windows, steps = _played(full, seed, window, control, free, True)
+    normal, normal_steps = _played(full, seed, window, control, free, False)
+    slow = windows[SLOW_FROM:SLOW_TO]
+    back = [is_normal(one, other) for one, other in zip(windows[SLOW_TO:], normal[SLOW_TO:], strict=True)]
+    return {
+        "windows_to_normal": back.index(True) + 1 if True in back else None,
+        "premium_kept_while_slow": sum(one["premium_kept"] for one in slow) / len(slow),
+        "steps": steps,
+        "windows": windows,
+        "without_fault": {"steps": normal_steps, "windows": normal},
+    }
+
+
+Step = tuple[float, str, str, bool]  # when, which, of which class, and whether it was taken or undone
+
+
+def _played(
+    full: float, seed: int, window: float, control: bool, free: float, fault: bool
+) -> tuple[list[dict[str, Any]], list[Step]]:
     end, profile = WINDOWS * window, load_profile("gpu-8b")
     rules = Rules(control_window=window if control else None)
     fleet = Fleet([profile] * REPLICAS, "least_time", seed, admission=lambda _: Admission(Classes(CLASSES), rules))
     for kind, one in enumerate(CLASSES, 20):
         for when, turn in turns((LOAD | {"free": free})[one.name] * full, 0.0, end, kind, seed, one.name):
             fleet.at(when, fleet.send, turn)
-    for when, durations in ((SLOW_FROM, Slow), (SLOW_TO, StepDurations)):
+    for when, durations in ((SLOW_FROM, Slow), (SLOW_TO, StepDurations)) if fault else ():
         fleet.at(when * window, _turn, fleet.replicas[0].engine, durations, profile)
     records = fleet.run().records
-    steps = [(when, change) for when, change in fleet.gates[0].changes]
+    steps = [(when, change.rung.step, change.rung.qos, change.taken) for when, change in fleet.gates[0].changes]
     found = []
     for number in range(WINDOWS):
         begin, until = number * window, (number + 1) * window
@@ -62,25 +87,30 @@ def chaos(
             {
                 "premium_kept": sum(map(met, premium)) / max(1, len(premium)),
                 "free_good": sum(map(met, mine["free"])) / window,
-                "slow": SLOW_FROM <= number < SLOW_TO,
-                "held": sum([1 if change.taken else -1 for when, change in steps if when <= until]),
+                "slow": fault and SLOW_FROM <= number < SLOW_TO,
+                "held": sum([1 if taken else -1 for when, _, _, taken in steps if when <= until]),
             }
         )
-    slow = [one for one in found if one["slow"]]
-    after = [one["held"] <= found[SLOW_FROM - 1]["held"] for one in found[SLOW_TO:]]
-    return {
-        "windows_to_normal": after.index(True) + 1 if True in after else None,
-        "premium_kept_while_slow": sum(one["premium_kept"] for one in slow) / len(slow),
-        "steps": [(when, change.rung.step, change.rung.qos, change.taken) for when, change in steps],
-        "windows": found,
-    }
+    return found, steps
+
+
+def is_normal(window: dict[str, Any], without: dict[str, Any]) -> bool:
+    """Whether a window after the fault is as it would be without it."""
+    return (
+        window["premium_kept"] >= KEPT
+        and window["free_good"] >= NORMAL * without["free_good"]
+        and window["held"] <= without["held"]
+    )
 
 
 def table(found: dict[str, Any]) -> str:
-    lines = [f"{'window':<8}{'premium kept':>14}{'free good/s':>13}{'steps held':>12}"]
-    for number, one in enumerate(found["windows"]):
+    lines = [f"{'window':<8}{'premium kept':>14}{'free good/s':>13}{'steps held':>12}{'without the fault':>25}"]
+    for number, (one, other) in enumerate(zip(found["windows"], found["without_fault"]["windows"], strict=True)):
+        normal = f"{other['premium_kept']:.1%}{other['free_good']:>8.1f}{other['held']:>4}"
         slow = "  one engine at half" if one["slow"] else ""
-        lines.append(f"{number:<8}{one['premium_kept']:>14.1%}{one['free_good']:>13.1f}{one['held']:>12}{slow}")
+        lines.append(
+            f"{number:<8}{one['premium_kept']:>14.1%}{one['free_good']:>13.1f}{one['held']:>12}{normal:>25}{slow}"
+        )
     return "\n".join(lines)
 
 

@@ -2,7 +2,8 @@
 
 At the end of each window every class has a *pressure*: its p99, and its p99.9 where that is known, of the time to the
 first token and per token, as shares of its limits. What the last third of the window shows no more is over (an engine
-that stalled): nobody gives anything up for that. The steps of a class answer to the highest pressure above it:
+that stalled, or answers that were begun during a fault and end after it): nobody gives anything up for that. The steps
+of a class answer to the highest pressure above it:
 
     tighten   from 0.8   a replica counts as full for it at 0.8 of what it else may have
     cap       from 0.9   its answers are capped at `max_tokens_floor`
@@ -11,9 +12,10 @@ that stalled): nobody gives anything up for that. The steps of a class answer to
 
 So it is for the lowest class, from which as many steps are taken in a window as its pressure demands. The next class
 follows only once that is shed and limits are missed all the same, from 1.0 for each step, one a window. Nothing is
-taken from the classes of the highest priority. Steps are undone in reverse order, as far as the pressure is SLACK below
-where each is taken; where nobody asks any more there is none. A class that was shed comes back by half, though, and
-nothing before that is undone in the same window: half of its crowd shows what all of it would do to others. So all is
+taken from the classes of the highest priority. Steps are undone in reverse order, as far as the pressure that lasts is
+SLACK below where each is taken; where nobody asks any more there is none. A class that was shed comes back by half,
+though, once the pressure of a whole window is that low: without its crowd a third says little of what it would do.
+Nothing before that is undone in the same window: half of its crowd shows what all of it would do to others. So all is
 undone in two windows if one class was shed, and in one more for each further one. In a window steps are taken or
 undone, never both.
 
@@ -64,7 +66,7 @@ class Change(NamedTuple):
 
 class Pressure(NamedTuple):
     """How near a class came to its limits in a window, or how far above them: 1 is the limit, 0 says that nothing is
-    known. `lasting`: as far as the last third of the window shows it as well, for which alone something is taken."""
+    known. `lasting`: as far as the last third of the window shows it as well, which is what steps go by."""
 
     whole: float = 0.0
     lasting: float = 0.0
@@ -115,7 +117,8 @@ class Control:
         self.pressures = {name: one.whole for name, one in found.items()}
         worst = max(self.pressures.values())
         self.wants_more = late or worst >= (FROM[SHED] - SLACK if self.wants_more else FROM[SHED])
-        return self._climb({name: one.lasting for name, one in found.items()}) or self._descend()
+        lasting = {name: one.lasting for name, one in found.items()}
+        return self._climb(lasting) or self._descend(lasting)
 
     def _climb(self, pressures: Mapping[str, float]) -> list[Change]:
         taken: list[Change] = []
@@ -127,10 +130,10 @@ class Control:
         self.level += len(taken)
         return taken
 
-    def _descend(self) -> list[Change]:
+    def _descend(self, lasting: Mapping[str, float]) -> list[Change]:
         undone: list[Change] = []
         for rung in reversed(self.rungs[: self.level]):
-            above = self._above(rung, self.pressures)
+            above = self._above(rung, self.pressures if rung.step == SHED else lasting)
             if above >= rung.at - SLACK:
                 break
             undone.append(Change(rung, False, above))

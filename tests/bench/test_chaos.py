@@ -2,7 +2,7 @@
 
 import pytest
 
-from bench.chaos import SLOW_TO, chaos
+from bench.chaos import SLOW_TO, chaos, is_normal
 from bench.overload_load import CLASSES, turns
 from loadgen.simulate import Fleet
 from policies import Admission, Classes, Rules
@@ -18,6 +18,15 @@ def test_premium_keeps_its_limits_while_an_engine_is_at_half_and_all_is_as_befor
     assert found["windows_to_normal"] is not None and found["windows_to_normal"] <= 2
     assert all(one["premium_kept"] >= 0.95 for one in found["windows"][SLOW_TO:])
     assert ("halve", "free", False) in [change[1:] for change in found["steps"]], "it was taken"
+    assert not any(one["slow"] for one in found["without_fault"]["windows"])
+    assert ("halve", "free", True) not in [change[1:] for change in found["without_fault"]["steps"]]
+
+
+def test_a_window_is_normal_if_service_and_steps_are_as_without_the_fault():
+    without = {"premium_kept": 1.0, "free_good": 40.0, "held": 1}
+    assert is_normal({"premium_kept": 0.95, "free_good": 36.0, "held": 1}, without)
+    for worse in ({"premium_kept": 0.94}, {"free_good": 35.9}, {"held": 2}):
+        assert not is_normal(without | worse, without), worse
 
 
 class Stalled(StepDurations):

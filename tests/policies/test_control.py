@@ -121,12 +121,24 @@ def test_of_two_classes_that_were_shed_the_higher_is_back_when_the_lower_is_by_h
     assert len(after(control, 0.5)) == 3 and control.level == 0
 
 
-def test_for_what_is_over_nothing_is_taken_and_nothing_given_back():
+def test_for_what_is_over_nothing_is_taken_and_what_was_taken_comes_back():
     control = Control(CLASSES)
     assert control.ended({"premium": Pressure(1.5, 0.1)}) == [] and control.pressures["premium"] == 1.5
     taken = control.ended({"premium": Pressure(1.5, 0.95)})
     assert [one.rung.step for one in taken] == ["tighten", "cap"] and taken[0].pressure == 0.95
-    assert control.ended({"premium": Pressure(1.5, 0.1)}) == []
+    assert control.ended({"premium": Pressure(1.5, 0.8)}) == [], "within the slack"
+    undone = control.ended({"premium": Pressure(1.5, 0.75)})
+    assert [(one.rung.step, one.taken, one.pressure) for one in undone] == [("cap", False, 0.75)]
+    assert len(control.ended({"premium": Pressure(1.5, 0.1)})) == 1 and control.level == 0
+
+
+def test_a_class_that_was_shed_comes_back_only_after_a_whole_window_below():
+    control = Control(CLASSES)
+    after(control, 1.5)
+    assert control.ended({"premium": Pressure(0.9, 0.1)}) == [], "without its crowd the last third says little"
+    assert after(control, 0.89) == [("shed", "free", False)]
+    rest = control.ended({"premium": Pressure(0.95, 0.1)})
+    assert [one.rung.step for one in rest] == ["halve", "cap", "tighten"], "by the last third, as it is back by half"
 
 
 def test_more_replicas_are_wanted_while_limits_are_missed_whatever_else_there_is_to_take():

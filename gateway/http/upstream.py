@@ -317,6 +317,9 @@ class Upstream(asyncio.Protocol):
         elif name == b"content-length":
             self.framed, self.length = True, int(value)
         elif name == b"transfer-encoding" and value.lower().strip().endswith(b"chunked"):
+            if self.framed:  # said twice, as servers do that copy another's headers; clients' parsers refuse that
+                self.clean = False
+                return
             self.framed = True
         self.headers.append((name, value))
 

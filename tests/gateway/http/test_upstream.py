@@ -11,7 +11,7 @@ from gateway.http import upstream
 from gateway.http.messages import end_to_end
 from gateway.http.upstream import Pool, Upstream
 
-from ..proxy.replies import ANSWER, SSE_HEAD, answers, chunk, post, says
+from ..proxy.replies import ANSWER, EVENT, SSE_HEAD, answers, chunk, post, says
 from ..proxy.stack import stack
 from .talk import eventually, read_request
 
@@ -52,6 +52,25 @@ async def test_a_status_that_http_does_not_have_is_a_502_at_once(status):
         told, _, body = await talk.response()
         assert told == 502 and b"its status is " + status in body and s.faults == ["protocol"]
         await eventually(s.idle)
+
+
+async def test_a_coding_that_is_said_twice_is_passed_on_once():
+    """Engines behind servers that copy another's headers say it; h11 refuses it, and so OpenAI's client would."""
+    head = SSE_HEAD.replace(b"\r\n\r\n", b"\r\ntransfer-encoding: chunked\r\nX-Own: y\r\n\r\n")
+
+    async def script(reader, writer):
+        while True:
+            await read_request(reader)
+            writer.write(head + chunk(EVENT) + b"0\r\n\r\n")
+
+    async with stack(script) as s:
+        talk = await s.talk()
+        await talk.say(post())
+        got = (await talk.until(b"\r\n\r\n")).lower()
+        assert got.count(b"transfer-encoding:") == 1 and b"\r\nx-own: y\r\n" in got
+        assert await talk.until(b"0\r\n\r\n") == chunk(EVENT) + b"0\r\n\r\n"
+        await talk.say(post())  # the connection is kept
+        assert (await talk.until(b"\r\n\r\n")).startswith(b"HTTP/1.1 200")
 
 
 @pytest.mark.parametrize("between", [b"", b"\r\n"])

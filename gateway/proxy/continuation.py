@@ -199,6 +199,8 @@ class Continuation:
             raise UpstreamError(ERROR_ANSWER, f"ended its stream with an error that amounts to {status}")
         if event.reason == "abort" or (self.label == "messages" and _aborts(event)):
             raise UpstreamError(ABORTED, "aborted it")
+        if event.ids or event.prompt_ids:
+            self.says_why = True  # as all engines do that tell ids
         if kind is Kind.END and event.data is None and self.finished is None and self.says_why and not self.is_strange:
             raise UpstreamError(CLOSED, "ended its stream without saying why")
         if kind is Kind.STRANGE and self.may_be_strange and event.data:
@@ -228,7 +230,6 @@ class Continuation:
             self.prompt_ids = array("I", event.prompt_ids).tobytes()
         if kind is Kind.TEXT and not self.is_frozen:
             if event.ids:
-                self.says_why = True  # as all engines do that tell ids
                 self.ids.extend(event.ids)
             elif event.text and begins:
                 self.prompt_ids = b""  # not all of its text has ids

@@ -174,6 +174,13 @@ async def test_who_tells_ids_says_why_and_has_broken_off():
         assert text_of(CHAT, body) == "abcdef" and s.metrics.continued_streams.total(way="ids") == 1
 
 
+async def test_who_goes_on_and_ends_so_at_once_has_broken_off_as_well():
+    """Its only event tells the prompt's ids."""
+    async with continued(engine("1", b"", 2), engine("2", chunk(DONE) + END, 0), engine("3")) as s:
+        body = await ask(s, CHAT, orjson.dumps(GREEDY))
+        assert text_of(CHAT, body) == "abcdef" and s.metrics.continued_streams.total(way="ids") >= 1
+
+
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
 @pytest.mark.parametrize("reason", ["length", "stop"])
 async def test_an_answer_without_a_word_is_whole(path, reason):

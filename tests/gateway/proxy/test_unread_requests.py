@@ -12,6 +12,8 @@ from gateway.http.upstream import Upstream
 from ..http.talk import eventually, read_request, scripted
 from .replies import answers, post, reply
 from .stack import stack
+from .test_continuing import BODY as GREEDY_BODY
+from .test_continuing import continued, engine, told
 from .test_replaced import Broken
 
 
@@ -101,6 +103,22 @@ async def test_a_connection_that_is_closed_before_the_request_is_sent_is_opened_
         await talk.say(post())
         assert (await talk.response())[0] == 200
         assert len(opened) == 2 and not s.faults and s.metrics.retries.values == {("reconnect",): 1}
+
+
+async def test_the_only_replica_that_can_go_on_with_a_stream_is_asked_once_more_too():
+    accepted = []
+
+    async def goes_on(reader, writer):
+        accepted.append(reader)
+        if len(accepted) > 1:
+            await engine("2")(reader, writer)
+
+    async with continued(engine("1", b"", 2), goes_on) as s:
+        talk = await s.talk()
+        await talk.say(post(GREEDY_BODY))
+        assert told((await talk.response())[2]) == ("abcdef", {"1"})
+        assert len(accepted) == 2 and s.faults == ["closed"], "the first one's"
+        await eventually(s.idle)
 
 
 async def test_who_has_read_all_of_it_may_have_begun():

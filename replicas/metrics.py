@@ -29,6 +29,7 @@ class Scrape(NamedTuple):
     generated: int | None = None  # tokens
     external_queries: int | None = None  # tokens looked up in slower tiers; of an engine without those none
     cache_dtype: str | None = None  # the type of what is cached, by the engine's own name
+    created: float | None = None  # unix time at which one of its counters was made, to the microsecond: no two share it
 
 
 class MetricNames(NamedTuple):
@@ -53,6 +54,7 @@ class MetricNames(NamedTuple):
     rank: bytes  # the label that every series has, in digits
     external_queries: tuple[bytes, ...] = ()
     cache_dtype: bytes = b""
+    created: tuple[bytes, ...] = ()
 
 
 # How the ranks' values of a field are put together.
@@ -130,17 +132,21 @@ def parse(page: bytes, now: float, names: MetricNames) -> Scrape:
     configs = _cache_configs(page, names)
     began = _found(page, names.started, names.rank)
     started = min((value for _, value in began), default=None)
+    made = _found(page, names.created, names.rank)
+    created = min(
+        (value for _, value in made if value % 1.0), default=None
+    )  # whole seconds tell no process from others
     # With several API servers gauges come with a rank's first request; counters and the configuration are there at
     # once.
     numbers = sorted({rank for one in (configs, *samples.values()) for rank, _ in one if rank is not None})
-    whole = _scrape(now, started, samples, configs)
+    whole = _scrape(now, started, created, samples, configs)
     if len(numbers) < 2:
         return whole._replace(engines=tuple(numbers))
     blocks = [int(config["num_blocks"]) for _, config in configs if config["num_blocks"].isdigit()]
     share = max(blocks, default=0) // len(numbers) or None
     ranks = tuple(
         _scrape(
-            now, started,
+            now, started, created,
             {field: [one for one in values if one[0] == number] for field, values in samples.items()},
             [one for one in configs if one[0] in (number, None)],
             share,
@@ -151,7 +157,12 @@ def parse(page: bytes, now: float, names: MetricNames) -> Scrape:
 
 
 def _scrape(
-    now: float, started: float | None, samples: dict[str, list], configs: list, share: int | None = None
+    now: float,
+    started: float | None,
+    created: float | None,
+    samples: dict[str, list],
+    configs: list,
+    share: int | None = None,
 ) -> Scrape:
     """`share`: blocks of one rank, should the configuration not tell its tokens."""
     told = {
@@ -165,6 +176,7 @@ def _scrape(
         at=now,
         kv_usage=min(max(usage, 0.0), 1.0) if usage is not None and usage == usage else None,
         started=started,
+        created=created,
         block_size=int(config["block_size"]) if config else None,
         num_blocks=_rank_blocks(config, share) if share else int(blocks) if blocks.isdigit() else None,
         prefix_caching={b"True": True, b"False": False}.get(caching),

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import socket
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from gateway.ops import traces
 from gateway.ops.trial import WORDS, Finding
 from gateway.prompt.pipeline import Pipeline
 from gateway.prompt.report import template_report
-from replicas import pairing
+from replicas import pairing, twins
 from replicas.access import Access
 from replicas.adopt import IS_GATEWAY, Facts, problems_of
 from replicas.engines import TRANSFERS
@@ -400,7 +400,8 @@ def check_seen_by_gateway(
     known = {str(problem) for address, facts in replicas for problem in problems_by_subject(address, facts).values()}
     for one in (running or {}).get("replicas", []):
         for problem in one.get("problems", []):
-            if problem not in known and one.get("url") not in untried and not problem.startswith(DRAINED):
+            examined = problem.startswith(DRAINED) or problem.endswith(f": {twins.REMEDY}")
+            if problem not in known and one.get("url") not in untried and not examined:
                 yield Finding("warn", f"traffic {one['id']}", problem)
 
 
@@ -422,20 +423,11 @@ def check_models(replicas: list[tuple[Address, Facts]]) -> Finding:
     )
 
 
-def check_twice(found: Collection[tuple[Address, str]]) -> Iterator[Finding]:
-    """Engines that are given by two names, with the address at which each answered."""
-    names: dict[tuple[str, int], list[str]] = {}
-    for address, ip in found:
-        names.setdefault((ip, address.port), []).append(address.id)
-    for (ip, port), ids in names.items():
-        if len(ids) > 1:
-            yield Finding(
-                "warn",
-                f"twice {ids[0]}"[:60],
-                f"{' and '.join(ids)} are both at {ip}:{port}: if no proxy there tells engines apart by name, they are "
-                "one, and its load and its cache count for each",
-                "give an engine once, by one of its names",
-            )
+def check_twice(names: Iterable[twins.Name]) -> Iterator[Finding]:
+    """Engines that are given under several names."""
+    for found in twins.find(names):
+        said = twins.complaint(found, found.names[0])
+        yield Finding("warn", f"twice {found.names[0]}"[:60], said.what, said.remedy)
 
 
 def check_roles(replicas: list[Replica]) -> Finding | None:

@@ -62,6 +62,7 @@ from replicas.access import Access
 from replicas.adopt import Facts, described
 from replicas.replica import Address, bearer, parse_url
 from replicas.tls import context_for
+from replicas.twins import Name
 
 
 def line(finding: Finding) -> str:
@@ -176,7 +177,7 @@ class Examination(contextlib.AsyncExitStack):
             groups = [[]]
         if self._replicas:
             yield check_models(self._replicas)
-            for finding in check_twice([(address, self._ways[address.id].address) for address, _ in self._replicas]):
+            for finding in check_twice(map(self._name, self._replicas)):
                 yield finding
             yield await check_clock(self._ways)
         for group in groups:
@@ -184,6 +185,11 @@ class Examination(contextlib.AsyncExitStack):
                 yield finding
         for finding in check_variants(self._running, self._settings.continue_streams != "never"):
             yield finding
+
+    def _name(self, replica: tuple[Address, Facts]) -> Name:
+        address, facts = replica
+        created = facts.scrape.created if facts.scrape else None
+        return Name(address.id, self._ways[address.id].address, address.port, created)
 
     async def _model(self, group: list[tuple[Address, Facts]], one_of_several: bool) -> AsyncIterator[Finding]:
         """Replicas of one model: its files, what they have in common, and a trial of each."""

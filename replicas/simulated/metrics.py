@@ -92,6 +92,8 @@ class Metrics:
             lines += histogram.lines(self._labels)
         cpu = os.times()
         lines += [
+            "# TYPE vllm:prompt_tokens_created gauge",  # as prometheus_client has it for each counter
+            f"vllm:prompt_tokens_created{{{self._labels}}} {self._started}",
             "# TYPE process_start_time_seconds gauge",
             f"process_start_time_seconds {self._started}",
             "# TYPE process_cpu_seconds_total counter",

@@ -49,6 +49,13 @@ def test_each_data_parallel_rank_has_its_own_figures():
     assert scrape.ranks[1] == Scrape(5.0, 2, 0, 0.5, None, None, 1795169017.98, 16, 1024, True)
 
 
+def test_the_creation_time_of_a_counter_is_of_one_process_where_it_has_fractions():
+    line = b'vllm:prompt_tokens_created{engine="%d",model_name="m"} %s\n'
+    scrape = parse(PAGE + line % (0, b"1.795740778861245e+09") + line % (1, b"1.795740778861311e+09"), 5.0)
+    assert {one.created for one in (scrape, *scrape.ranks)} == {1795740778.861245}
+    assert parse(PAGE + line % (0, b"1.7e+09"), 5.0).created is None
+
+
 # An idle vLLM 0.32 with two ranks and two API servers: gauges have no sample yet, nor has the process a start time.
 IDLE = b"""# HELP vllm:num_requests_running Number of requests in model execution batches.
 # TYPE vllm:num_requests_running gauge

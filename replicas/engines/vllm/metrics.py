@@ -19,5 +19,6 @@ NAMES = MetricNames(
     prefix_caching=b"enable_prefix_caching",
     cache_dtype=b"cache_dtype",
     rank=b"engine",
+    created=(b"vllm:prompt_tokens_created",),
     external_queries=(b"vllm:external_prefix_cache_queries_total",),
 )

@@ -9,6 +9,7 @@ from replicas import Replica, pairing
 from replicas.adopt import IS_GATEWAY, Facts
 from replicas.engines.dialect import Told
 from replicas.replica import parse_url
+from replicas.twins import Name
 
 
 def status(**changes) -> dict:
@@ -66,11 +67,21 @@ def test_an_engine_that_is_for_another_role_than_its_url_says():
 
 
 def test_an_engine_that_is_given_by_two_names_is_named():
-    given = [(parse_url(url), ip) for url, ip in (("http://a:1", "10.0.0.1"), ("http://b:1", "10.0.0.1"))]
-    others = [(parse_url(url), ip) for url, ip in (("http://a:2", "10.0.0.1"), ("http://c:1", "10.0.0.2"))]
+    given = [Name("a:1", "127.0.0.1", 1, 5.25), Name("b:1", "10.0.0.1", 1, 5.25), Name("c:1", "::1", 1, 5.25)]
+    others = [Name("a:2", "127.0.0.1", 2, 5.75), Name("d:1", "10.0.0.9", 1, None)]
     assert not list(checks.check_twice([*given[:1], *others]))
     [finding] = checks.check_twice([*given, *others])
-    assert finding.level == "warn" and "a:1 and b:1 are both at 10.0.0.1:1" in finding.text
+    assert finding == checks.Finding("warn", "twice a:1", "the same engine is also given as b:1 and c:1: its load and its cache count "
+                       "under each name", "give an engine once, by one of its names")  # fmt: skip
+
+
+def test_an_address_that_several_names_lead_to_is_a_guess_unless_their_processes_tell():
+    at = [("10.0.0.1", 1), ("10.0.0.1", 1)]
+    named = lambda *created: [Name(id, *place, one) for id, place, one in zip("ab", at, created, strict=True)]  # noqa: E731
+    for unsure in (named(None, None), named(5.25, None)):
+        [finding] = checks.check_twice(unsure)
+        assert "b leads to 10.0.0.1:1 as well: if no proxy there tells engines apart by name, it is one" in finding.text
+    assert not list(checks.check_twice(named(5.25, 5.75))), "a proxy is there"
 
 
 @pytest.mark.parametrize("continues", (False, True))

@@ -102,6 +102,13 @@ def test_a_healthy_engine(capsys, engines):
     assert found["tokens"][1].endswith("tokens of a conversation")
 
 
+def test_an_engine_under_two_names(capsys, engines):
+    url = engines[0].url
+    code, found = examine(capsys, "--replica-url", url, url.replace("127.0.0.1", "localhost"))
+    assert code == 0 and found["twice"][0] == "warn"
+    assert f"the same engine is also given as localhost:{engines[0].port}: its load" in found["twice"][1]
+
+
 def test_roles_whose_replicas_pass_caches_on_in_different_ways(capsys, engines):
     urls = [f"{engines[0].url}#role=prefill", f"{engines[1].url}#role=decode,transfer=llm-d"]
     code, found = examine(capsys, "--replica-url", *urls)

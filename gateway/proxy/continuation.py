@@ -135,8 +135,10 @@ class Continuation:
         self.chunked = self.chunks is not None
 
     def read_from(self, head: Head, says_why: bool = False) -> None:
-        """What comes now is framed as this head says. `says_why`: its engine has said why another stream ended."""
-        self.chunks, self.unread, self.says_why = Chunks() if head.is_chunked else None, Events(), says_why
+        """What comes now is framed as this head says. `says_why`: its engine has said why another stream ended; in the
+        two newer APIs another event than [DONE] ends a stream."""
+        self.chunks, self.unread = Chunks() if head.is_chunked else None, Events()
+        self.says_why = says_why or self.label in ("responses", "messages")
 
     def take(self, data: bytes) -> tuple[bytes, UpstreamError | None]:
         """A read of the replica's: what the client gets of it, and why nothing more follows, if so. Raises Unreadable
@@ -307,6 +309,11 @@ class Continuation:
             parts = ("input_tokens", "cache_creation_input_tokens", "cache_read_input_tokens")
             if sum(usage.get(name) or 0 for name in parts) != len(expected) // 4:
                 raise UpstreamError(DIFFERS, "was given token ids, and counts another number of them")
+            self.proven = True
+        elif event.kind is Kind.END and self.label == "responses":
+            counted = (event.data["response"].get("usage") or {}).get("input_tokens")
+            if counted is not None and counted != len(expected) // 4:
+                raise UpstreamError(DIFFERS, "was given token ids, and counted another number of them")
             self.proven = True
         elif event.kind is Kind.TEXT and self.label in ("chat", "completions"):
             raise UpstreamError(DIFFERS, "was given token ids, and does not tell what it goes on from")

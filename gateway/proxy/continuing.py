@@ -157,8 +157,7 @@ class Continuing:
                 return data, None
             attempt.blanking = Blanking(None)
             return attempt.blanking.start(data), None
-        says_why = exchange.label in process_of(attempt.backend).says_why_at
-        continuation.begin(head, len(exchange.attempts) - 1, says_why)
+        continuation.begin(head, len(exchange.attempts) - 1, process_of(attempt.backend).says_why)
         continuation.body = continuation.body or exchange.request.body  # until there is text, if it is not kept
         return self._given(exchange, attempt, continuation, continuation.take, data)
 
@@ -190,7 +189,7 @@ class Continuing:
         if error is None:
             if exchange.continuation is not None:
                 if continuation.finished is not None:
-                    process_of(attempt.backend).says_why_at.add(exchange.label)
+                    process_of(attempt.backend).says_why = True
                 attempt.client.transport.write(continuation.end)
             self._conductor.on_complete(attempt)
 
@@ -207,6 +206,8 @@ class Continuing:
             return _passed(attempt, continuation, b"", found.data), None
         if continuation.shown and not shown and continuation.way is not None:
             self._metrics.continue_gap_seconds.observe(continuation.way.value, monotonic() - continuation.broke_at)
+        if error is not None and error.kind == DIFFERS and not continuation.proven and exchange.label == "responses":
+            process_of(attempt.backend).silent_at.add(exchange.label)  # it shows that at the end only, so not once more
         self._count(exchange, continuation)
         if exchange.continuation is None and error is None:
             written = _passed(attempt, continuation, written, continuation.leave())
@@ -395,8 +396,7 @@ class Continuing:
         if continuation.way is Way.AGAIN:
             continuation.first = len(exchange.attempts) - 1
         attempt.events = continuation.events
-        says_why = exchange.label in process_of(attempt.backend).says_why_at
-        continuation.read_from(attempt.response_head, says_why)
+        continuation.read_from(attempt.response_head, process_of(attempt.backend).says_why)
         attempt.response_head = continuation.head
         attempt.seen_at = monotonic()
         self._conductor.settling.joined(attempt)

@@ -123,7 +123,7 @@ ENDS = {
 
 
 @pytest.mark.parametrize("more", [{}, SAMPLED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("path", [CHAT, COMPLETIONS, MESSAGES, RESPONSES])
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
 async def test_an_engine_that_never_says_why_is_taken_at_its_word(path, more):
     """It is asked once, and nobody is blamed."""
     seen = []
@@ -152,6 +152,25 @@ async def test_one_that_has_said_why_before_has_broken_off(path, end):
             body = await ask(s, path, fields(path))
             assert text_of(path, body) == "abcdef" and b"broke off" not in body
         assert s.metrics.continued_streams.total(way="repeat") == 2 and s.faults == ["closed"] * 2
+
+
+@pytest.mark.parametrize("path", [MESSAGES, RESPONSES])
+async def test_apis_that_end_otherwise_have_no_bare_done(path):
+    """Also where the engine has ended no stream before."""
+    whole = stream(path, SAYS_WHY[path], DONE)
+    async with continued(writes(stream(path, DONE, words=2)), writes(whole)) as s:
+        for _ in range(2):
+            body = await ask(s, path, fields(path))
+            assert text_of(path, body) == "abcdef" and b"broke off" not in body
+        assert s.metrics.continued_streams.total(way="repeat") == 1
+
+
+async def test_what_an_engine_does_in_one_api_is_known_in_the_other():
+    whole = stream(CHAT, SAYS_WHY[CHAT], DONE)
+    cut, rest = stream(COMPLETIONS, DONE, words=2), stream(COMPLETIONS, SAYS_WHY[COMPLETIONS], DONE)
+    async with continued(*[writes(whole, cut, rest) for _ in range(2)]) as s:
+        for path in (CHAT, CHAT, COMPLETIONS):
+            assert text_of(path, await ask(s, path, fields(path))) == "abcdef"
 
 
 @pytest.mark.parametrize("words", [0, 2])

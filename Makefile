@@ -97,11 +97,10 @@ PYTHONS ?= 3.11 3.12 3.13
 test-pythons:
 	@tests/deploy/pythons.sh $(PYTHONS)
 
-# For a package registry: make wheel REPOSITORY=https://HOST/OWNER/hitherto REF=v0.1.0
+# dist/hitherto-*.whl. For a package registry: make wheel REPOSITORY=https://HOST/OWNER/hitherto REF=v0.1.0
 REF ?= main
 wheel: setup
-	@test -n "$(REPOSITORY)" || { echo "say where the README's links lead: make wheel REPOSITORY=https://HOST/OWNER/hitherto REF=v0.1.0"; exit 1; }
-	@$(BIN)/python deploy/wheel.py --repository "$(REPOSITORY)" --ref "$(REF)"
+	@$(BIN)/python deploy/wheel.py $(if $(REPOSITORY),--repository "$(REPOSITORY)" --ref "$(REF)")
 
 # compose.yaml and compose.gateway.yaml in real containers, without a Docker daemon: as root on Debian. Three minutes, and
 # two more the first time, which installs podman, and makes images in ~/.cache/hitherto/containers. Not part of `make test`.

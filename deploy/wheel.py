@@ -1,8 +1,9 @@
-"""Build the wheel as it goes to a package registry, which shows the README without the rest of the repository.
+"""Build the wheel.
 
-    python deploy/wheel.py --repository https://HOST/OWNER/hitherto [--ref v0.1.0] [--out dist]
+    python deploy/wheel.py [--repository https://HOST/OWNER/hitherto [--ref v0.1.0]] [--out dist]
 
-The README's links become absolute: to REPOSITORY/blob/REF/PATH, and for images to REPOSITORY/raw/REF/PATH. So do the
+For a package registry, which shows the README without the rest of the repository, `--repository` is needed: the
+README's links become absolute: to REPOSITORY/blob/REF/PATH, and for images to REPOSITORY/raw/REF/PATH. So do the
 project's URLs in the metadata; pyproject.toml has none, since only whoever publishes knows where the repository is.
 """
 
@@ -41,7 +42,7 @@ def urls(repository: str, ref: str) -> str:
     return "\n[project.urls]\n" + "".join(f'{name} = "{url}"\n' for name, url in each.items())
 
 
-def build(repository: str, ref: str, out: Path) -> Path:
+def build(repository: str | None, ref: str, out: Path) -> Path:
     """Build from a copy of the tree; returns the wheel's path."""
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder)
@@ -50,10 +51,10 @@ def build(repository: str, ref: str, out: Path) -> Path:
                 shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
             else:
                 shutil.copy(ROOT / name, tree)
-        readme = tree / "README.md"
-        readme.write_text(absolute(readme.read_text(), repository, ref))
-        pyproject = tree / "pyproject.toml"
-        pyproject.write_text(pyproject.read_text() + urls(repository, ref))
+        if repository is not None:
+            readme, pyproject = tree / "README.md", tree / "pyproject.toml"
+            readme.write_text(absolute(readme.read_text(), repository, ref))
+            pyproject.write_text(pyproject.read_text() + urls(repository, ref))
         hook = "import setuptools.build_meta as backend; print(backend.build_wheel('out'))"
         subprocess.run([sys.executable, "-W", "ignore", "-c", hook], cwd=tree, check=True, capture_output=True)
         [made] = (tree / "out").glob("*.whl")
@@ -62,8 +63,8 @@ def build(repository: str, ref: str, out: Path) -> Path:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Build the wheel, with a README whose links are absolute.")
-    parser.add_argument("--repository", required=True, metavar="URL", help="the repository's address")
+    parser = argparse.ArgumentParser(description="Build the wheel.")
+    parser.add_argument("--repository", metavar="URL", help="make the README's links absolute, to this repository")
     parser.add_argument("--ref", default="main", help="branch or tag that links lead to (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=ROOT / "dist", metavar="DIR", help="default: dist")
     args = parser.parse_args()

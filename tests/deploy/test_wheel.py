@@ -60,6 +60,17 @@ def test_its_urls_lead_to_files_of_the_repository_that_was_named(wheel):
     assert all((ROOT / url.removeprefix(f"{REPOSITORY}/blob/v1/")).is_file() for url in urls.values())
 
 
+def test_without_a_repository_it_is_the_checkouts_as_it_stands(wheel, tmp_path):
+    done = subprocess.run(
+        [sys.executable, "deploy/wheel.py", "--out", tmp_path], cwd=ROOT, capture_output=True, text=True
+    )
+    plain = zipfile.ZipFile(done.stdout.strip())
+    assert plain.namelist() == wheel.namelist()
+    [name] = [name for name in plain.namelist() if name.endswith("/METADATA")]
+    text = plain.read(name).decode()
+    assert "Project-URL" not in text and text.endswith((ROOT / "README.md").read_text())
+
+
 def test_its_assets_are_those_of_the_checkout(wheel, tmp_path):
     """`hitherto assets` of an installed wheel: the same files, from which the image can be built."""
     prefix = tmp_path / "prefix"

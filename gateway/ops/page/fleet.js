@@ -23,7 +23,7 @@ function replicaRow(r, recent, whole, most, now, several_models) {
     cell("Hit rate", "", percent(rate), bar(rate)),
     cell("TTFT", "n", time(f.ttft_p50 ?? null), make("div", {class: "sub calm"}, f.ttft_p99 == null ? "" : `p99 ${time(f.ttft_p99)}`)),
     cell("KV cache used", "", percent(r.kv_usage), bar(r.kv_usage, .9)),
-    cell("Blocks known", "n", count(r.map_blocks), make("div", {class: "sub calm"}, r.num_blocks ? `of ${count(r.num_blocks)}` : "")),
+    cell("Blocks known", "n", count(r.map_blocks), make("div", {class: "sub calm"}, r.num_blocks ? `of ${count(r.num_blocks)}` : r.map_blocks ? "when last heard" : "")),
     cell("KV events", badEvents ? "warnish" : null, r.events),
     cell("Last failure", last ? "wide" : "none", ...problem));
 }

@@ -7,11 +7,12 @@ gateway, or of several workers together.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from time import monotonic, time
 from typing import TYPE_CHECKING, Any
 
 from replicas import Replica, State
+from replicas.lifecycle import ENGINE_THERE
 
 from . import figures
 from .decisions import Sampler
@@ -158,10 +159,15 @@ class Recent:
         return self._tree[1]
 
     def _holders(self, space: int, hashes: Sequence[int]) -> list[str]:
-        """Who of a space holds all these blocks. Two models with one tokenizer have the same hashes."""
         held = self._view.cachemap.match(hashes, monotonic()).held
-        known = self._placing.eligible.backends.values()
-        return [one.id for one in known if one.candidate.space == space and held[one.slot] >= len(hashes)]
+        return holders(self._placing.eligible.backends.values(), space, held, len(hashes))
+
+
+def holders(backends: Iterable[Any], space: int, held: Sequence[int], blocks: int) -> list[str]:
+    """Who of a space holds that many blocks. Two models with one tokenizer have the same hashes. Of a replica whose
+    engine is gone the map keeps what it had, in case it was out of reach alone, and nobody can have that now."""
+    there = (one for one in backends if one.candidate.space == space and one.replica.state in ENGINE_THERE)
+    return [one.id for one in there if held[one.slot] >= blocks]
 
 
 def told(kept: Mapping[str, Any], now: float) -> dict[str, Any]:

@@ -1,10 +1,10 @@
 """The last 15 minutes of one gateway, and of several workers as one."""
 
-import types
+from types import SimpleNamespace
 
 import pytest
 
-from gateway.ops.recent.recent import merged, told
+from gateway.ops.recent.recent import holders, merged, told
 from replicas.lifecycle import State
 
 from ..test_admin import Gateway
@@ -64,7 +64,7 @@ def test_the_last_failure_of_a_replica_that_is_down_is_as_it_was_last_told(gatew
 
 def test_what_becomes_of_events_and_of_the_map_is_told_of(gateway):
     gateway.fleet.add("http://a:1")
-    intake = gateway.view.intakes["a:1"] = types.SimpleNamespace(state="live", reason="all replayed", problems=())
+    intake = gateway.view.intakes["a:1"] = SimpleNamespace(state="live", reason="all replayed", problems=())
     gateway.recent.look(NOW)
     intake.state, intake.reason = "gap", "7 batches are missing"
     gateway.metrics.heals.inc("a:1")
@@ -97,6 +97,17 @@ def test_workers_decisions_are_in_the_order_of_time():
     one, other = ([{"at": at, "number": number} for number, at in enumerate(times)] for times in ((5.0, 3.0), (4.0,)))
     both = merged([kept(1, decisions=one), kept(2, decisions=other)])
     assert [decision["at"] for decision in both["decisions"]] == [5.0, 4.0, 3.0]
+
+
+def test_an_engine_that_is_gone_holds_nothing_now():
+    def backend(id, slot, state, space=0):
+        return SimpleNamespace(
+            id=id, slot=slot, candidate=SimpleNamespace(space=space), replica=SimpleNamespace(state=state)
+        )
+
+    known = [backend("a:1", 0, State.READY), backend("b:1", 1, State.FAILED), backend("c:1", 2, State.STARTING)]
+    known += [backend("d:1", 3, State.DRAINING), backend("e:1", 4, State.READY, 1), backend("f:1", 5, State.READY)]
+    assert holders(known, 0, [2, 2, 2, 3, 2, 1], 2) == ["a:1", "d:1"]
 
 
 def node(id, samples, tokens, path=(), holders=("a:1",)):

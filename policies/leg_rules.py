@@ -2,9 +2,10 @@
 in `loadgen simulate --legs` and in the gateway's shadow mode.
 
 `seconds`   the gateway's rule (`policies.legs.choose`): two legs where they cost less than one.
-`pauses:N`  the same, with the streams that stand still while a prompt is computed counted N times: with N = 3 as a
-            second between the tokens of the request's own answer (`least_time`: 0.15, and 0.05 for such a pause). The
-            more, the more requests have two legs, and the longer long prompts wait (`docs/disaggregation.md`).
+`pauses:N`  the same, with the streams that stand still while a prompt is computed counted N times as much as where a
+            replica is chosen for a whole request (0.05 in `least_time`); `seconds` counts them three times, as much as
+            a second between the tokens of the request's own answer. The more, the more requests have two legs, and the
+            longer long prompts wait (`docs/disaggregation.md`).
 `always`    every request that some pair of replicas can take, as vllm-router and sglang-router do in their P/D modes.
 `over:N`    where the whole request would find N tokens or more uncached; the pair is the one that costs least.
 `llmd:N`    llm-d's `prefix-based-pd-decider` with `nonCachedTokens: N` (its README's example: 100): the policy chooses
@@ -37,7 +38,7 @@ def make_leg_rule(text: str) -> legs.LegRule:
 
 
 def _always(policy: Policy, ways: legs.Ways) -> legs.LegChoice | None:
-    cost = legs.of_policy(policy)
+    cost = legs.price(policy)
     return legs.by_preference(policy, ways) if cost is None else legs.cheapest(cost, ways)
 
 

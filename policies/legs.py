@@ -1,6 +1,6 @@
 """Two legs: a prompt computed on one replica, its answer written by another, with the KV cache moved between them.
 
-Both ways are priced in the same seconds, by the policy's own cost, so there is no threshold to set:
+Both ways are priced in the same seconds, by the policy's cost of legs, so there is no threshold to set:
 
     whole   cost of the replica that the policy chose for the whole request
     apart   cost of the prefiller P, as for a request without an answer
@@ -105,9 +105,15 @@ def of_policy(policy: Policy) -> Cost | None:
     return cast("Cost", policy.cost) if getattr(policy, "in_seconds", False) else None  # type: ignore[attr-defined]
 
 
+def price(policy: Policy) -> Cost | None:
+    """The policy's cost by which two legs are weighed against one, if that is in seconds."""
+    cost = of_policy(policy)
+    return None if cost is None else cast("Cost", getattr(policy, "leg_cost", cost))
+
+
 def choose(policy: Policy, ways: Ways) -> LegChoice | None:
     """Return the legs that cost least, if they cost less than the whole request: the gateway's rule."""
-    cost = of_policy(policy)
+    cost = price(policy)
     return by_preference(policy, ways) if cost is None else by_cost(cost, ways)
 
 
@@ -122,7 +128,7 @@ def by_cost(cost: Cost, ways: Ways) -> LegChoice | None:
 def forced(policy: Policy, ways: Ways) -> LegChoice | None:
     """Return the legs that cost least, where no replica answers whole requests: if there is no other pair, those of one
     whose transfer failed."""
-    cost = of_policy(policy)
+    cost = price(policy)
     for one in (ways, ways._replace(now=inf)):
         if (found := cheapest(cost, one) if cost is not None else by_preference(policy, one, least=-1)) is not None:
             return found
@@ -153,7 +159,7 @@ def cheapest(cost: Cost, ways: Ways) -> LegChoice | None:
 
 def decoder(policy: Policy, demand: Demand, decoders: Sequence[Candidate]) -> Candidate:
     """Return who writes the answer to a prompt that is computed already."""
-    cost = of_policy(policy)
+    cost = price(policy)
     if cost is None:
         return decoders[policy.choose(demand, decoders).index]
     written = _written(cost, demand, decoders)

@@ -310,7 +310,7 @@ class LegPlacing:
         nothing."""
         always = self.is_always(prompt, evaluation)
         ways = two_legs.ways(self._router, evaluation, self._pairings(prompt, (), always), now, always)
-        chosen, cost = two_legs.choose_among(self._router, ways), legs.of_policy(self._router.policy)
+        chosen, cost = two_legs.choose_among(self._router, ways), legs.price(self._router.policy)
         if chosen is not None or cost is None:
             return chosen, None
         return None, legs.best(legs.cheapest(cost, one) for one in ways)

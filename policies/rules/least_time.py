@@ -36,6 +36,10 @@ nearly all continue one, it is met two times and a half. Where a conversation be
 streams, too: `stall` and `crowding` count also how many go on from one that begins (learned) x the streams expected
 there (all streams x this replica's share of recent choices).
 
+Two legs are weighed against one (`legs`) by the same terms, but with a pause of other streams at 0.15 as well: as much
+as a second between the tokens of the request's own answer. Among replicas for whole requests the prompt is computed in
+front of somebody anyway, so there the difference alone counts; a prefiller spares all of it.
+
 The least sum wins; sums within 0.02 % or 0.1 ms are equal, and one of them is drawn. A hot prefix spreads by itself:
 once the holder's queue costs more than computing elsewhere, elsewhere wins. It spreads before that by ski-rental
 replication: what requests lose, in all of these terms, for want of a copy where it would have served them best is
@@ -135,6 +139,7 @@ def terms(
 
 
 COST = Cost(TERMS, terms, slack=(1.0002, 1e-4))
+LEG_COST = COST.weighted({"stall": _GOING_ON / _STALL})  # what two legs are weighed against one by
 
 
 class Lesson(NamedTuple):
@@ -209,7 +214,7 @@ class LeastTime:
     """`choose` reads what was learned and changes nothing; `placed` learns from its `Lesson`."""
 
     name = "least_time"
-    cost = COST
+    cost, leg_cost = COST, LEG_COST
     in_seconds = True
 
     def __init__(self) -> None:

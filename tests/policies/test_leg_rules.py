@@ -25,15 +25,15 @@ def test_always_takes_legs_where_the_gateway_would_not():
     assert chosen("always").prefiller.replica == "p"
 
 
-def test_where_pauses_count_as_much_as_decode_steps_fewer_streams_send_a_prompt_away():
-    assert chosen("pauses:3") is None and chosen("pauses:3", policy="least_load") is not None
+def test_the_more_pauses_count_the_fewer_streams_send_a_prompt_away():
+    assert chosen("pauses:10") is None and chosen("pauses:10", policy="least_load") is not None
     least = {
         rule: next(n for n in range(200) if chosen(rule, streams=n) is not None)
-        for rule in ("seconds", "pauses:1", "pauses:3")
+        for rule in ("seconds", "pauses:1", "pauses:3", "pauses:10")
     }
-    assert 0 < least["pauses:3"] < least["seconds"] == least["pauses:1"]
-    for streams in (least["pauses:3"], least["seconds"]):
-        apart = chosen("pauses:3", streams=streams)
+    assert 0 < least["pauses:10"] < least["seconds"] == least["pauses:3"] < least["pauses:1"]
+    for streams in (least["seconds"], least["pauses:1"]):
+        apart = chosen("seconds", streams=streams)
         assert apart.seconds < apart.whole_seconds
 
 

@@ -8,7 +8,8 @@ import pytest
 
 from policies import CostGroup, Decision, Demand, Ledger, Router, make, two_legs
 from policies.ledger import NOTHING
-from policies.legs import of_policy
+from policies.legs import of_policy, price
+from policies.rules.least_time import COST
 from policies.transfers import BANDWIDTH, LATENCY, TOKEN_BYTES, Transfers
 
 from .test_router import Prefixes
@@ -84,17 +85,30 @@ def test_a_network_that_is_too_slow_keeps_it_whole():
     assert chosen(made, demand(), everybody)[1] is None
 
 
-def test_the_price_is_that_of_the_policys_own_cost():
+def test_the_price_is_that_of_the_policys_cost_of_legs():
     made, everybody = fleet()
     for one in everybody[1:]:
         stream_on(made, one)
     asked = demand()
     whole, apart = chosen(made, asked, everybody)
-    cost, rest = of_policy(made.policy), (whole.choice.future, whole.choice.after)
+    cost, rest = price(made.policy), (whole.choice.future, whole.choice.after)
     computed = sum(cost.of_all(replace(asked, output=0.0, residual=0), [everybody[0]], *rest)[0])
     written = min(sum(one) for one in cost.of_all(asked, everybody[1:], *rest, asked.tokens - 1))
     assert apart.seconds == pytest.approx(computed + LATENCY + asked.tokens * TOKEN_BYTES / BANDWIDTH + written)
     assert apart.whole_seconds == pytest.approx(min(map(sum, cost.of_all(asked, everybody[1:], *rest))))
+
+
+def test_legs_count_a_pause_of_another_stream_as_a_second_between_the_tokens_of_the_requests_own_answer():
+    made, [_, decoder, _] = fleet()
+    stream_on(made, decoder, 10)
+    asked = demand(output=200.0)
+    alone, legs = (dict(zip(one.names, one.of_all(asked, [decoder])[0])) for one in (COST, price(made.policy)))
+    [base] = CostGroup().step.coefficients[:1]
+    own = legs["decode"] / (200 * base)  # what a second of its decode steps counts: nobody else's context is in them
+    assert legs["stall"] == pytest.approx(own * decoder.costs.prefill_seconds(asked.tokens, 0) * 10)
+    assert of_policy(made.policy) is COST and {name: alone[name] for name in COST.names if name != "stall"} == {
+        name: legs[name] for name in COST.names if name != "stall"
+    }
 
 
 def test_what_the_decoder_holds_is_not_moved():

@@ -170,6 +170,10 @@ class Admission:
     def steps(self, qos: QosClass) -> tuple[str, ...]:
         return self.rules.when_full if qos.when_full is None else qos.when_full
 
+    def observes(self, qos: QosClass) -> bool:
+        """Whether all of its requests are sent, and those that would be refused are counted."""
+        return self.steps(qos) == (OBSERVE,)
+
     def has_more_steps(self, qos: QosClass) -> bool:
         """Whether its requests may still be sent once they have waited too long."""
         steps = self.steps(qos)
@@ -191,8 +195,12 @@ class Admission:
         floor = self._floor(ticket)
         if verdict.decision == REFUSED:
             return self._to_return(ticket, verdict, now)
-        watched = self.steps(ticket.qos) == (OBSERVE,)
-        if ticket.qos.name in self.capped and not watched and verdict.decision == ADMITTED and offers.may_cap(floor):
+        if (
+            ticket.qos.name in self.capped
+            and not self.observes(ticket.qos)
+            and verdict.decision == ADMITTED
+            and offers.may_cap(floor)
+        ):
             return verdict._replace(decision=DEGRADED, reason=CONTROL, cap=floor)
         return verdict
 

@@ -79,8 +79,13 @@ def admit(
     """Ask whether to send a request, right after `Router.evaluate`; where not all of its ways are good for it, choose
     among those that are. One that is sent is to be committed at once. `spill`: the slow pool's replicas that can take
     it; `may_cap`: whether its answer can be capped; `pairings`: who may have legs of it; `always`: it cannot go
-    whole, and some pair of these can take it. The evaluation's candidates stand for those pairs then."""
-    demand, candidates = evaluation.demand, evaluation.candidates
+    whole, and some pair of these can take it. The evaluation's candidates stand for those pairs then.
+
+    Two legs are taken where they cost less than the request would whole if it had no limits, so limits never make it
+    two, but where no whole way is good for it. While all is sent anyway (`observe`) it goes whole there, too: a
+    prediction of two legs is less sure than one of a whole request (of Mooncake's conversations on four engines of both
+    roles and four decoders, 8 requests a second, 80 % kept their limits with them, and 89 % so)."""
+    demand, candidates, unlimited = evaluation.demand, evaluation.candidates, evaluation
     wholes: Sequence[Candidate] = () if always else candidates
     quotes = [] if always else router.quotes(evaluation)
     paired = pairs(router, evaluation, pairings, now, always) if pairings else []
@@ -110,8 +115,8 @@ def admit(
         quotes = router.quotes(evaluation)
     writer, legs = evaluation.candidates[evaluation.choice.index], None
     if pairings:
-        may_go_whole = not always and (bool(whole) or not verdict.among)
-        legs = _legs(router, evaluation, pairings, now, allowed, may_go_whole, always)
+        may_go_whole = not always and (bool(whole) or not verdict.among or admission.observes(ticket.qos))
+        legs = _legs(router, unlimited, pairings, now, allowed, may_go_whole, always)
         evaluation = evaluation._replace(settled=True, legs=legs)
     if legs is not None:
         chosen, writer = quoted(router, legs.prefiller, legs.decoder, demand), legs.decoder
@@ -141,8 +146,11 @@ def _legs(
     """Return the legs in which it goes; None: it goes whole, where it may go so, or to the slow pool."""
     if not allowed:
         return None
-    found = best_legs(router, evaluation, pairings, now, {one.place for one in allowed}, always)
+    places = {one.place for one in allowed}
+    found = best_legs(router, evaluation, pairings, now, places, always)
+    if found is None and not whole:
+        found = best_legs(router, evaluation, pairings, now, places, always, must=True)
     if found is not None or whole:
         return found
-    first, second, _ = min(allowed, key=lambda one: one.quote)
+    first, second, _ = min(allowed, key=lambda one: one.quote)  # of many, none of those that cost least is among them
     return LegChoice(first, second, evaluation.demand.tokens - second.overlap, None, None)

@@ -55,12 +55,12 @@ def best_legs(
     now: float,
     among: Collection[Place],
     always: bool = False,
+    must: bool = False,
 ) -> LegChoice | None:
-    """Return the legs that the rule takes, of these pairs, if it takes any."""
-    ways = [
-        only for one in two_legs.ways(router, whole, pairings, now, always) if (only := one.only(among)) is not None
-    ]
-    return two_legs.choose_among(router, ways)
+    """Return the legs that the rule takes, of these pairs, if it takes any; those that cost least where it `must`."""
+    found = two_legs.ways(router, whole, pairings, now, always)
+    ways = [only for one in found if (only := one.only(among)) is not None]
+    return two_legs.choose_among(router, [one._replace(always=True) for one in ways] if must else ways)
 
 
 def _of_ways(ways: Ways) -> list[tuple[Candidate, Candidate]]:

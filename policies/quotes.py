@@ -57,29 +57,28 @@ class FirstLeg(NamedTuple):
 
 def quote(candidate: Candidate, demand: Demand) -> Quote:
     """Return what the candidate would give it. The demand has been weighed and has its `output`."""
-    load, costs = candidate.load, candidate.costs
-    ttft, queue, _ = first_leg(candidate, demand)
-    left = _left(load, costs.step_seconds(load))
-    held = _held(load, demand)
-    free = max(_until_free(load, held - load.capacity_tokens, left), _until_seat(load, candidate.seats, left))
+    load = candidate.load
+    ttft, queue = _prompt(candidate, demand)
+    left, held = _left(candidate), _held(load, demand)
+    free = _until_it_fits(candidate, held, left)
     return _quote(candidate, demand, left, held, ttft + free, queue + free, load.requests, load.prefilling)
 
 
 def first_leg(candidate: Candidate, demand: Demand) -> FirstLeg:
-    """Return when the candidate would have computed its prompt. The demand has been weighed."""
-    cached, costs = candidate.cached, candidate.costs
-    base, own, queue, crowd = costs.ttft_parts(candidate.load, demand.tokens - cached, cached, demand.now)
-    fetched = candidate.fetch_seconds if candidate.lower else 0.0
-    return FirstLeg(base + own + queue + crowd + fetched, queue, candidate.load)
+    """Return when the candidate would have computed its prompt, for which it has to have blocks, too. The demand has
+    been weighed."""
+    ttft, queue = _prompt(candidate, demand)
+    free = _until_it_fits(candidate, _held(candidate.load, demand) - demand.output, _left(candidate))
+    return FirstLeg(ttft + free, queue + free, candidate.load)
 
 
 def after_prefill(first: FirstLeg, moving: float, decoder: Candidate, demand: Demand) -> Quote:
     """Return what it would be given by a `decoder` that the prompt's cache takes `moving` seconds to, once the first
     leg is done. What the decoder has to do before it counts as far as that takes longer than the first leg."""
     load, costs = decoder.load, decoder.costs
-    left, held = _left(load, costs.step_seconds(load)), _held(load, demand)
+    left, held = _left(decoder), _held(load, demand)
     base, own, queue, crowd = costs.ttft_parts(load, 1, max(0, demand.tokens - 1), demand.now)
-    free = max(_until_free(load, held - load.capacity_tokens, left), _until_seat(load, decoder.seats, left))
+    free = _until_it_fits(decoder, held, left)
     late = max(0.0, queue + free - first.ttft)
     ttft, there = first.ttft + moving + late + base + own + crowd, first.load.requests + load.requests
     return _quote(decoder, demand, left, held, ttft, first.wait + late, there, first.load.prefilling)
@@ -98,14 +97,29 @@ def _quote(
     return Quote(ttft, wait, tpot, left, there, computing, held / load.capacity_tokens, streams, context)
 
 
+def _prompt(candidate: Candidate, demand: Demand) -> tuple[float, float]:
+    """Seconds in which the candidate computes its prompt, once there is room, and those of them before it is begun."""
+    cached, costs = candidate.cached, candidate.costs
+    base, own, queue, crowd = costs.ttft_parts(candidate.load, demand.tokens - cached, cached, demand.now)
+    fetched = candidate.fetch_seconds if candidate.lower else 0.0
+    return base + own + queue + crowd + fetched, queue
+
+
 def _held(load: Load, demand: Demand) -> float:
     """Tokens of cache that those there and this one take."""
     return load.context_tokens + load.prefill_tokens + demand.tokens + demand.output
 
 
-def _left(load: Load, step: float) -> float:
+def _left(candidate: Candidate) -> float:
     """Seconds that an answer there has left, on average."""
-    return load.output_tokens / load.requests * step if load.requests else 0.0
+    load = candidate.load
+    return load.output_tokens / load.requests * candidate.costs.step_seconds(load) if load.requests else 0.0
+
+
+def _until_it_fits(candidate: Candidate, held: float, left: float) -> float:
+    """Seconds until there are blocks for what it would hold, and a seat."""
+    load = candidate.load
+    return max(_until_free(load, held - load.capacity_tokens, left), _until_seat(load, candidate.seats, left))
 
 
 def _until_free(load: Load, short: float, left: float) -> float:

@@ -124,6 +124,16 @@ def test_blocks_must_be_free_on_the_decoder():
     assert made.pairs(demand())[0].quote.wait == 0.0
 
 
+def test_blocks_must_be_free_on_the_prefiller_as_well():
+    made = Fleet()
+    made.stream(made.prefillers[0], 10)
+    made.prefillers[0].load.capacity_tokens = 400_000
+    (roomy,) = made.pairs(demand())
+    made.prefillers[0].load.capacity_tokens = 40_000
+    (full,) = made.pairs(demand())
+    assert roomy.quote.wait == 0.0 < full.quote.wait == pytest.approx(full.quote.ttft - roomy.quote.ttft)
+
+
 def test_the_same_replica_computes_and_answers_as_quoted_for_the_whole():
     """A decoder that has nothing else to do takes as long for a prompt as it would alone, less what the pair adds."""
     made = Fleet()
@@ -248,6 +258,39 @@ def test_who_is_sent_goes_by_a_way_that_was_found_to_have_room(loads, policy, bl
     room = [way for way, one in ways.items() if made.admission._has_room(one, 1.0, 1.0)]
     assert (decision, place in room) in {("admitted", True), ("queued", False), ("refused", False)}
     assert bool(room) is (decision == "admitted")
+
+
+# --- limits, and the price
+
+
+@pytest.mark.parametrize("step, way", [("reject", ("p1", "d0")), ("observe", ("d0",))])
+def test_what_two_replicas_alone_answer_in_time_goes_by_those_that_cost_least_but_whole_where_all_is_sent(step, way):
+    made = Fleet(2, 1, rules=Rules((step,)), rule="never")
+    made.compute(made.decoders[0], 8)
+    made.stream(made.prefillers[0], tokens=400)  # which it would hold up
+    made.compute(made.prefillers[1], 1)  # which it waits for
+    asked = demand(2500)
+    ways = {one.place: one.quote for one in made.pairs(asked)}
+    assert ways["p0", "d0"] < ways["p1", "d0"] and ways["p1", "d0"].ttft < SLO.ttft
+    assert quote(made.decoders[0], asked).ttft > SLO.ttft
+    assert made.ask(asked=asked) == ("admitted", way)
+
+
+def test_limits_do_not_make_a_request_two_legs_that_it_would_not_have_without():
+    """The decoder that has its prompt writes too slowly, and on the other it would hold up streams."""
+    made = Fleet(1, 2, rules=Rules(("reject",)))
+    made.router.map = Prefixes(0, 2000, 0)
+    made.stream(made.decoders[0], 110)
+    made.stream(made.decoders[1])
+    asked = demand(2000)
+    evaluation = made.evaluate(asked)
+    assert evaluation.candidates[evaluation.choice.index].replica == "d0"
+    assert two_legs.choose(made.router, evaluation, made.prefillers, made.decoders, 1.0) is None
+    slow, other = made.router.quotes(evaluation)
+    assert slow.tpot > SLO.tpot > other.tpot and other.ttft < SLO.ttft
+    on_the_other = made.router.evaluate(asked, Targets(made.decoders[1:]), 1.0)
+    assert two_legs.choose(made.router, on_the_other, made.prefillers, made.decoders, 1.0) is not None
+    assert made.ask(asked=asked) == ("admitted", ("d1",))
 
 
 # --- where no replica takes whole requests

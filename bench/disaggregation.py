@@ -11,6 +11,7 @@ Dynamo had it.
 
 trace   Mooncake's conversations (13,700 tokens of prompt and 340 of answer) on eight engines, at several rates:
         `good` is the share of requests with a first token within 2 s and 50 ms a token after that.
+limits  the same where the gateway knows these limits (`when_full: observe`, so that all is sent).
 ratios  the same at one rate, with more prefillers.
 lengths prompts of one length, each its own, and answers of 300 tokens, on eight engines: as many tokens a second of
         each.
@@ -20,7 +21,9 @@ speeds  the same on four engines that are faster, from the left of the fleet, by
         (Splitwise's: prompts take 0.51 and steps of decoding 0.70 of the time), and four that are not; "slow" are eight
         of these. What such a fleet brings is how much more requests a second it keeps within the SLO.
 chats   chats at 20 requests a second on four engines, with and without a prompt of 100,000 tokens every 5 s: the time
-        between tokens of the chats. All figures but `good` and those of transfers are of the chats alone.
+        between tokens of the chats. All figures but `good` and those of transfers are of the chats alone. What chats
+        have on two and three engines without the long prompts is what they would have if one of the three decoders, or
+        one of four engines, answered those and nothing else.
 
 `--quick` has one rate and fewer fleets, within 60 s. With several `--seeds` all figures are means over them, and the
 share within the SLO is told of each.
@@ -49,6 +52,8 @@ from loadgen.workload import generators, limits
 from loadgen.workload.arrivals import conversation_starts
 from loadgen.workload.conversations import Conversation, Turn, Workload, span
 from loadgen.workload.datasets import DATASETS
+from policies import Slo
+from policies.classes import NO_LIMITS
 from replicas.simulated.profile import load_profile
 
 PROFILE = load_profile("gpu-8b")
@@ -81,20 +86,14 @@ SEED = 1  # the first
 ROLES = ("prefill", "both", "decode")
 LONG, EVERY, NAMES = 100_000, 5.0, 1 << 41  # tokens of the long prompts, seconds between them, names nobody else has
 CHATS = 20.0  # requests a second
-RULES = ("seconds", "pauses:3", "pauses:10", "never", "always", "over:8192", "llmd:100", "queue", "queue:1000")
-MODES = (
-    "seconds",
-    "pauses",
-    "over:8192",
-    "queue",
-    "queue:1000",
-)  # the price, a threshold, and a global queue beside them
+RULES = ("seconds", "pauses:1", "pauses:10", "never", "always", "over:8192", "llmd:100", "queue", "queue:1000")
+MODES = ("seconds", "over:8192", "queue", "queue:1000")  # the price, a threshold, and a global queue beside them
 TOKENS = 26_000  # of prompts, a second: what all lengths of a prompt have in common
 
 
 @dataclass(frozen=True)
 class Run:
-    part: str  # trace, ratios, lengths, pulls, faults, speeds, slow or chats
+    part: str  # trace, limits, ratios, lengths, pulls, faults, speeds, slow or chats
     fleet: str
     rule: str = "seconds"
     policy: str = "least_time"
@@ -177,6 +176,8 @@ def setting(run: Run) -> Setting:
         legs=run.rule,
         timed=run.part == "chats",
         pulls=run.pulls,
+        admission="observe" if run.part == "limits" else None,
+        slo=Slo(SLO["ttft"] / 1e3, SLO["tpot"] / 1e3) if run.part == "limits" else NO_LIMITS,
     )
 
 
@@ -221,17 +222,20 @@ def runs(quick: bool) -> list[Run]:
         base = Run("trace", "0:8:0", rate=rate, requests=200 if quick else 400)
         ratios = ("2:0:6",) if quick else ("1:0:7", "2:0:6")
         found += [base, replace(base, policy="least_load"), *by_rule(base, ratios)]
-        found += by_rule(base, ("0:4:4",), ("seconds", "pauses:3"))
+        found += by_rule(base, ("0:4:4",), ("seconds", "pauses:1"))
     if not quick:
         found += beside()
     base = Run("chats", "0:4:0", requests=300 if quick else 1200)
     with_long = [base, replace(base, fleet="0:2:2"), *by_rule(base, ("1:0:3",))]
+    if not quick:
+        with_long += [replace(base, fleet=fleet) for fleet in ("0:2:0", "0:3:0")]
     return found + [replace(run, long=long) for run in with_long for long in (True, False)]
 
 
 def beside() -> list[Run]:
     """What is asked of a few rules alone."""
-    found = by_rule(Run("ratios", "", rate=6.0), ("3:0:5", "4:0:4"), MODES)
+    found = [Run("limits", fleet, rate=rate) for rate in (4.0, 6.0, 8.0) for fleet in ("0:8:0", "0:4:4")]
+    found += by_rule(Run("ratios", "", rate=6.0), ("3:0:5", "4:0:4"), MODES)
     for length in (2_000, 8_000, 32_000):
         base = Run("lengths", "0:8:0", rate=TOKENS / length, requests=300, length=length)
         found += [base, *by_rule(base, ("2:0:6",), MODES)]

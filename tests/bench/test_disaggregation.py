@@ -13,6 +13,7 @@ from bench.disaggregation import (
     MODES,
     PROFILE,
     RULES,
+    SLO,
     Run,
     chats,
     play,
@@ -21,6 +22,7 @@ from bench.disaggregation import (
     setting,
     table,
 )
+from loadgen.simulate.field.prefill_queue import make_legs
 
 
 def test_long_prompts_come_every_five_seconds_and_leave_the_chats_as_they_are():
@@ -45,7 +47,9 @@ def test_every_rule_is_run_on_every_fleet_that_has_it(quick):
             alike = [one for one in asked if replace(one, rule=run.rule, policy=run.policy) == run]
             wanted = {*RULES} if run.part in ("trace", "chats") else {*MODES, *(["always"] * (run.part == "speeds"))}
             assert {one.rule for one in alike} == wanted
-        assert len(setting(run).roles) == prefillers + both + decoders == (4 if run.part == "chats" else 8)
+        assert len(setting(run).roles) == prefillers + both + decoders
+        assert prefillers + both + decoders in ((2, 3, 4) if run.part == "chats" else (8,))
+        make_legs(run.rule)  # there is such a rule
     chats_asked = [run for run in asked if run.part == "chats"]
     assert sum(run.long for run in chats_asked) == len(chats_asked) / 2
 
@@ -77,6 +81,12 @@ def test_prompts_of_one_length_have_nothing_in_common():
     said = [one.turns[0].messages[0]["content"][0] for one in made.conversations]
     assert {one.length for one in said} == {2000} and len({tuple(one.ids) for one in said}) == 40
     assert len(made.starts) == 40
+
+
+def test_of_limits_the_gateway_knows_those_that_answers_are_held_against():
+    made, other = setting(Run("limits", "0:4:4")), setting(Run("trace", "0:4:4"))
+    assert made.admission == "observe" and other.admission is None
+    assert {name: limit * 1e3 for name, limit in made.slo._asdict().items()} == SLO
 
 
 def test_of_faults_a_prefiller_is_lost_and_comes_back():

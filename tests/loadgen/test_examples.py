@@ -1,12 +1,16 @@
 """The examples in docs/loadgen.md: each command is one, and what virtual time printed it prints again."""
 
+import io
+import json
 import re
 import shlex
 
 import pytest
+from rich.console import Console
 
 from loadgen.cli import build_parser, main
 from loadgen.report import show
+from loadgen.sweep import Search, Sweep, table
 
 from ..test_house import ROOT
 
@@ -76,3 +80,29 @@ def test_rows_of_measured_tables_are_rows_of_the_product():
     assert len(labels) > 10
     for label in labels:
         assert label in names, label
+
+
+def drawn(what: object) -> list[str]:
+    console = Console(file=io.StringIO(), width=250)
+    console.print(what)
+    return console.file.getvalue().splitlines()
+
+
+def test_what_runs_against_servers_print_has_the_products_rows_and_columns(tmp_path, monkeypatch, capsys):
+    """Their figures are the day's; what they are of, and where it stands, is today's."""
+    monkeypatch.chdir(tmp_path)
+    command = "simulate --replicas 2 --policies least_time --dataset-name random --num-prompts 20 --request-rate 9 --goodput ttft:1s"
+    assert main([*command.split(), "--json", "one.json"]) == 0
+    report = json.loads((tmp_path / "one.json").read_text())["targets"]["least_time"]
+    labels = [re.split(r"  +", line.strip())[0] for line in drawn(show.run_report(report))]
+    [run] = [printed for commands, printed in examples() if commands[0].startswith("loadgen run") and printed]
+    assert re.fullmatch(r"38 of 38 requests answered in [\d.]+ s · [\d.]+ requests/s · \d+ output tokens/s", run[0])
+    for line in run[1:]:
+        assert re.split(r"  +", line)[0] in labels, line
+    sweep = Sweep(Search(9.0), {"ttft": 1000.0}, 0.9, [])
+    sweep.add(9.0, report)
+    [swept] = [
+        printed for commands, printed in examples() if commands[0].startswith("loadgen sweep") and len(printed) > 1
+    ]
+    assert words(swept[0]) in [words(line) for line in drawn(table(sweep))]
+    assert all(len(re.split(r"  +", line)) == 8 for line in swept)

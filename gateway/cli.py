@@ -123,7 +123,7 @@ def build_parser() -> Parser:
         prog="hitherto",
         description="A gateway that sends each LLM request to the replica that already holds its prefix.",
     )
-    verbs = parser.add_subparsers(dest="verb", metavar="COMMAND", required=True, parser_class=Parser)
+    verbs = parser.add_subparsers(title="commands", dest="verb", metavar="COMMAND", required=True, parser_class=Parser)
 
     serve = verbs.add_parser(
         "serve",

@@ -93,7 +93,7 @@ def hitherto_plan(argv: list[str]) -> int:
 
 def build_parser(prog: str) -> argparse.ArgumentParser:
     parser = Parser(prog=prog, description="Load tests for OpenAI endpoints.")
-    verbs = parser.add_subparsers(dest="verb", required=True, metavar="COMMAND", parser_class=Parser)
+    verbs = parser.add_subparsers(title="commands", dest="verb", required=True, metavar="COMMAND", parser_class=Parser)
     for verb, add_arguments, act, about in VERBS:
         one = verbs.add_parser(verb, help=about)
         add_arguments(one)

@@ -526,7 +526,7 @@ async def test_a_bug_that_shows_once_the_shared_ledger_has_decided_ends_the_requ
         raise ZeroDivisionError("a bug")
 
     async with stack(answers(), request_timeout=60.0) as s:
-        s.proxy.placing.shared, s.proxy.router._placed = Shared(), placed
+        s.proxy.placing.shared, s.proxy.router.placed = Shared(), placed
         talk = await s.talk()
         await talk.say(post())
         assert (await talk.response())[0] == 500 and "a bug" in caplog.text

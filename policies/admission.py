@@ -363,12 +363,14 @@ class Admission:
             return Verdict(REFUSED, reason, (), best.left * max(0.0, 1.0 - limit / best.tpot))
         return Verdict(REFUSED, reason, (), ttft - (limit if limit is not None else 0.0))
 
-    def sent(self, ticket: Ticket, quote: Quote, costs: Costs, tokens: float, now: float) -> None:
-        """It goes where this was quoted by these costs, and holds so many tokens of cache there."""
+    def sent(self, ticket: Ticket, quote: Quote, costs: Costs, tokens: float, now: float, replica: str = "") -> None:
+        """It goes where this was quoted by these costs, and holds so many tokens of cache there; its prompt is computed
+        on that `replica`."""
         ticket.ttft, ticket.costs = now - ticket.since + quote.ttft, costs
         ticket.learned = costs.group.ttft.count >= _LEARNED
         ticket.streams, ticket.context = quote.streams, quote.context
         self._reserves.take(ticket.qos, quote.own, tokens * quote.tpot, now)
+        self._reserves.compute(ticket.qos, replica, now + quote.ttft, now)
 
     # --- what a candidate gives it
 
@@ -377,7 +379,8 @@ class Admission:
     ) -> Sequence[int]:
         """Return the ways that it `fits`, besides what is kept for classes above its own. A prompt that has begun
         cannot be interrupted, so the whole of their fractions is kept from computing lower ones' at a time; of streams
-        and cache, what they have not used of it lately."""
+        and cache, what they have not used of it lately. Nor does it join one of their prompts: an engine computes both
+        in one step, which is as long as both."""
         qos, reserves = asked.ticket.qos, self._reserves
         above, first = reserves.above(qos, asked.now), reserves.others_yield(qos, asked.now)
         tight = TIGHT if qos.name in self.tight else 1.0
@@ -387,7 +390,9 @@ class Admission:
         room = [
             index
             for index, one in enumerate(quotes)
-            if clear[asked.is_whole(index)] >= (not one.computing) and fits(one, share, tight)
+            if clear[asked.is_whole(index)] >= (not one.computing)
+            and fits(one, share, tight)
+            and not (one.computing and asked.places and reserves.computes(asked.places[index][0], above, asked.now))
         ]
         return [index for index in room if not quotes[index].computing] or room if first else room
 

@@ -122,7 +122,8 @@ def admit(
         chosen, writer = quoted(router, legs.prefiller, legs.decoder, demand), legs.decoder
     else:
         chosen = quotes[evaluation.choice.index]
-    admission.sent(ticket, chosen, writer.costs, demand.tokens + demand.output, now)
+    computing = writer if legs is None else legs.prefiller
+    admission.sent(ticket, chosen, writer.costs, demand.tokens + demand.output, now, computing.replica)
     return verdict, evaluation
 
 

@@ -6,11 +6,13 @@ _USED_SECONDS, whichever is more (dominant resource fairness: Ghodsi et al., NSD
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import exp, inf
 
 from .classes import Classes, QosClass
 
 _USED_SECONDS = 10.0  # over which a class's share is taken
+_MOST_REPLICAS = 256  # before those that compute for nobody any more are forgotten
 
 
 class Reserves:
@@ -20,6 +22,7 @@ class Reserves:
         self._used_at = 0.0
         self._places = {one.name: place for place, one in enumerate(classes.all)}
         self._asked: dict[str, float] = {}  # when each class was asked for last
+        self._computes: dict[str, dict[str, float]] = {}  # by replica and class: until when it computes its prompts
 
     def ask(self, qos: QosClass, now: float) -> None:
         """The class is asked for now."""
@@ -31,6 +34,18 @@ class Reserves:
         used = self._used[qos.name]
         used[0] += prefill
         used[1] += held
+
+    def compute(self, qos: QosClass, replica: str, until: float, now: float) -> None:
+        """A replica computes a prompt of this class, by what is predicted until then."""
+        if len(self._computes) >= _MOST_REPLICAS:
+            self._computes = {name: of for name, of in self._computes.items() if max(of.values()) > now}
+        of = self._computes.setdefault(replica, {})
+        of[qos.name] = max(until, of.get(qos.name, until))
+
+    def computes(self, replica: str, among: Sequence[QosClass], now: float) -> bool:
+        """Return whether a replica computes a prompt of one of these classes."""
+        of = self._computes.get(replica)
+        return of is not None and any(of.get(one.name, now) > now for one in among)
 
     def decay(self, now: float) -> None:
         """It is `now`, which all that follows goes by."""

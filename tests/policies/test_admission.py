@@ -10,6 +10,7 @@ from policies import Admission, Classes, CostGroup, Demand, Ledger, Load, QosCla
 from policies.admission import Margin, Space
 from policies.lines import QUANTUM, Line
 from policies.quotes import quote
+from policies.reserves import Reserves
 from policies.vocabulary import Candidate
 
 PREMIUM, STANDARD, FREE = (
@@ -163,6 +164,40 @@ def test_the_lowest_class_may_use_all_while_it_is_alone_and_leaves_room_while_ot
     later = Admission(CLASSES, Rules())
     ask(later, ticket(PREMIUM), ROOM, now=1.0)
     assert ask(later, ticket(), nearly, now=60.0).decision == "admitted"
+
+
+def with_a_prompt(qos, others=0):
+    """Of three replicas the first computes a prompt of this class from 1.0 on, by what is predicted to 1.05."""
+    admission = Admission(CLASSES, Rules())
+    for _ in range(others):
+        admission.sent(ticket(), ROOM, COSTS, 2000, 1.0, "b")
+    one = ticket(qos, now=1.0)
+    assert admission.ask(one, 1000, [ROOM] * 3, 1.0, places("abc")).decision == "admitted"
+    admission.sent(one, ROOM, COSTS, 2000, 1.0, "a")
+    return admission
+
+
+def finds(admission, qos, now, computing=(1, 1, 0)):
+    quotes = [ROOM._replace(computing=prompts) for prompts in computing]
+    return admission.ask(ticket(qos, now=now), 1000, quotes, now, places("abc")).among
+
+
+def test_a_lower_class_joins_no_prompt_of_a_higher_one_that_is_within_its_reserve():
+    admission = with_a_prompt(PREMIUM, others=40)
+    assert finds(admission, FREE, 1.01) == [1], "one step would compute both"
+    assert finds(admission, FREE, 1.01, (0, 1, 0)) == [0, 1, 2], "its first token was sooner than predicted"
+    assert finds(admission, FREE, 1.06) == [0, 1]
+    assert finds(admission, PREMIUM, 1.01, (1, 1, 1)) == [0, 1, 2]
+    assert finds(with_a_prompt(FREE, others=40), STANDARD, 1.01, (1, 1, 1)) == [0, 1, 2], "nor a higher one's a lower"
+    assert finds(with_a_prompt(PREMIUM), FREE, 1.01, (1, 1, 1)) == [0, 1, 2], "it has had its reserve"
+
+
+def test_of_replicas_that_compute_for_nobody_any_more_few_are_remembered():
+    reserves = Reserves(CLASSES)
+    for number in range(1000):
+        reserves.compute(FREE, f"r{number}", number + 1.0, float(number))
+    assert reserves.computes("r999", [FREE], 999.5) and not reserves.computes("r999", [PREMIUM], 999.5)
+    assert len(reserves._computes) <= 256
 
 
 def test_who_is_predicted_to_wait_too_long_is_refused_at_once_and_told_when_to_come_back():

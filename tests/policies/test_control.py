@@ -96,8 +96,9 @@ def test_a_class_takes_nothing_from_its_like_nor_from_those_above():
 def test_steps_are_undone_in_reverse_order_below_where_they_were_taken():
     control = Control(CLASSES)
     after(control, 0.95)
-    assert after(control, 0.81) == [], "within the slack"
-    assert after(control, 0.75) == [("cap", "free", False)]
+    assert after(control, 0.86) == [], "within the slack"
+    assert after(control, 0.84) == [("cap", "free", False)], "what a tightened crowd makes"
+    assert after(control, 0.71) == [], "within the slack"
     assert after(control, 0.69) == [("tighten", "free", False)]
     assert after(control, 0.5) == []
     after(control, 0.95)
@@ -126,7 +127,7 @@ def test_for_what_is_over_nothing_is_taken_and_what_was_taken_comes_back():
     assert control.ended({"premium": Pressure(1.5, 0.1)}) == [] and control.pressures["premium"] == 1.5
     taken = control.ended({"premium": Pressure(1.5, 0.95)})
     assert [one.rung.step for one in taken] == ["tighten", "cap"] and taken[0].pressure == 0.95
-    assert control.ended({"premium": Pressure(1.5, 0.8)}) == [], "within the slack"
+    assert control.ended({"premium": Pressure(1.5, 0.86)}) == [], "within the slack"
     undone = control.ended({"premium": Pressure(1.5, 0.75)})
     assert [(one.rung.step, one.taken, one.pressure) for one in undone] == [("cap", False, 0.75)]
     assert len(control.ended({"premium": Pressure(1.5, 0.1)})) == 1 and control.level == 0
@@ -168,7 +169,7 @@ def test_whatever_comes_windows_only_climb_or_descend_lower_classes_first_and_al
                 assert above >= one.rung.at
                 held.append(one.rung)
             else:
-                assert above < one.rung.at - SLACK
+                assert above < one.rung.at - SLACK[one.rung.step]
                 assert held.pop() == one.rung, "in reverse order"
         assert held == control.rungs[: control.level]
         assert [one.qos for one in held] == sorted([one.qos for one in held]), "free before standard"
@@ -188,7 +189,7 @@ def test_no_class_is_shed_or_halved_while_a_lower_one_is_not_shed(windows):
         assert "premium" not in halved | shed and ("standard" not in halved or "free" in shed) and shed <= halved
 
 
-@given(st.floats(0.0, 2.0), st.lists(st.floats(0.0, 0.099), max_size=9))
+@given(st.floats(0.0, 2.0), st.lists(st.floats(0.0, 0.049), max_size=9))
 def test_a_pressure_that_trembles_by_less_than_the_slack_takes_nothing_back_and_forth(value, trembles):
     control = Control(CLASSES)
     directions = [

@@ -28,3 +28,12 @@ def test_free_has_everything_when_it_is_alone():
     alone = overload.classes("alone", SATURATION, 4.0, 1)
     assert alone["free"]["good"] > 0.7 * SATURATION
     assert alone["premium"]["asked"] == 0
+
+
+def test_the_change_of_premiums_p99_is_that_of_its_waits():
+    alone = [0.03 + 0.001 * number for number in range(100)]
+    quiet, slow = [{"premium": {"alone": alone, "ttfts": [one + wait for one in alone]}} for wait in (0.02, 0.06)]
+    tail = {"premium": {"alone": alone, "ttfts": [one + (0.2 if one > 0.127 else 0.02) for one in alone]}}
+    assert overload.premium_p99([quiet]) == pytest.approx(0.148, abs=0.001)
+    assert overload.premium_p99([slow]) / overload.premium_p99([quiet]) > 1.2
+    assert overload.premium_p99([tail]) / overload.premium_p99([quiet]) > 1.2, "two requests of a hundred"

@@ -17,7 +17,8 @@ fifths of what it can answer within the limits, and once with free at ten times 
 and is 6 % of what is admitted on the ordinary day, so it is within its reserve also while more of it happen to come.
 `premium_p99_change` compares premium's p99 TTFT in the two. Of the 130 requests of `--quick` that is the second
 slowest, which differs by up to 14 % from seed to seed. So it is taken of all sums of what one prompt takes alone and
-what another request waited besides (`p99_of_all`), which have hardly to do with each other; that differs by 2 %.
+what another request waited besides (`premium_p99`), which have hardly to do with each other; that differs by 2 %.
+A refused request counts as if it had waited its limit.
 
 Then a fleet with roles: one of the four engines computes prompts for the others (`roles`), with and without admission.
 
@@ -177,32 +178,32 @@ def classes(free: str, full: float, seconds: float, seed: int) -> dict[str, Any]
     durations = StepDurations(load_profile("gpu-8b"))
     for one in CLASSES:
         mine = [record for record in counted if record.turn.qos == one.name]
-        answered = [record for record in mine if record.error is None]
+        alone = [prompt_seconds(durations, record) for record in mine]
         found[one.name] = {
             "asked": len(mine) / seconds,
             "good": sum(map(met, mine)) / seconds,
             "refused": sum([record.error is not None for record in mine]) / max(1, len(mine)),
-            "ttfts": [record.first - record.sent for record in answered],
-            "alone": [alone(durations, record) for record in answered],
+            "ttfts": [record.first - record.sent for record in mine if record.error is None],
+            "alone": alone,
+            "besides": [
+                record.first - record.sent - own if record.error is None else SLO.ttft
+                for own, record in zip(alone, mine, strict=True)
+            ],
         }
     return found
 
 
-def alone(durations: StepDurations, record: Record) -> float:
-    """Seconds for its prompt on an engine that does nothing else."""
+def prompt_seconds(durations: StepDurations, record: Record) -> float:
+    """Return what its prompt takes on an engine that does nothing else."""
     computed = record.tokens - record.cached
     return durations.seconds(computed, computed * (record.cached + 0.5 * computed), 1, record.tokens)
 
 
-def p99_of_all(ttfts: Sequence[float], alone: Sequence[float]) -> float:
-    """Return the p99 of what each prompt takes alone with what each request waited besides."""
-    return float(np.quantile(np.add.outer(alone, np.subtract(ttfts, alone)), 0.99))
-
-
 def premium_p99(runs: Sequence[dict[str, Any]]) -> float:
-    """Of several seeds together."""
-    ttfts, alone = [[value for run in runs for value in run["premium"][key]] for key in ("ttfts", "alone")]
-    return p99_of_all(ttfts, alone)
+    """Return the p99 of what each prompt takes alone with what each request waited besides, of several seeds together.
+    One that was refused counts as if it had waited its limit."""
+    alone, besides = [[value for run in runs for value in run["premium"][key]] for key in ("alone", "besides")]
+    return float(np.quantile(np.add.outer(alone, besides), 0.99))
 
 
 def quantile(values: Sequence[float], share: float) -> float:

@@ -1,5 +1,7 @@
 """What `bench.overload` tells of admission, in cells that are short enough for a test."""
 
+from dataclasses import replace
+
 import pytest
 
 from bench import overload
@@ -32,8 +34,19 @@ def test_free_has_everything_when_it_is_alone():
 
 def test_the_change_of_premiums_p99_is_that_of_its_waits():
     alone = [0.03 + 0.001 * number for number in range(100)]
-    quiet, slow = [{"premium": {"alone": alone, "ttfts": [one + wait for one in alone]}} for wait in (0.02, 0.06)]
-    tail = {"premium": {"alone": alone, "ttfts": [one + (0.2 if one > 0.127 else 0.02) for one in alone]}}
-    assert overload.premium_p99([quiet]) == pytest.approx(0.148, abs=0.001)
-    assert overload.premium_p99([slow]) / overload.premium_p99([quiet]) > 1.2
-    assert overload.premium_p99([tail]) / overload.premium_p99([quiet]) > 1.2, "two requests of a hundred"
+
+    def p99(*besides):
+        return overload.premium_p99([{"premium": {"alone": alone, "besides": [*besides]}}])
+
+    quiet = p99(*[0.02] * 100)
+    assert quiet == pytest.approx(0.148, abs=0.001)
+    assert p99(*[0.06] * 100) > 1.2 * quiet
+    assert p99(*[0.02] * 98, 0.2, 0.2) > 1.2 * quiet, "two requests of a hundred"
+
+
+def test_a_class_that_is_refused_has_no_short_waits(monkeypatch):
+    """By those alone that were admitted premium would seem as quick without any protection."""
+    last = [replace(one, reserved_fraction=0.0, priority=10) for one in reversed(overload.CLASSES)]
+    monkeypatch.setattr(overload, "CLASSES", tuple(last))
+    premium = overload.classes("flood", SATURATION, 2.0, 1)
+    assert premium["premium"]["refused"] > 0.5 and overload.premium_p99([premium]) > 2.0

@@ -12,7 +12,7 @@ from math import exp, inf
 from .classes import Classes, QosClass
 
 _USED_SECONDS = 10.0  # over which a class's share is taken
-_MOST_REPLICAS = 256  # before those that compute for nobody any more are forgotten
+_FIRST_SWEEP = 256  # replicas at which those that compute for nobody any more are forgotten for the first time
 
 
 class Reserves:
@@ -23,6 +23,7 @@ class Reserves:
         self._places = {one.name: place for place, one in enumerate(classes.all)}
         self._asked: dict[str, float] = {}  # when each class was asked for last
         self._computes: dict[str, dict[str, float]] = {}  # by replica and class: until when it computes its prompts
+        self._sweep_at = _FIRST_SWEEP  # that many replicas
 
     def ask(self, qos: QosClass, now: float) -> None:
         """The class is asked for now."""
@@ -37,8 +38,10 @@ class Reserves:
 
     def compute(self, qos: QosClass, replica: str, until: float, now: float) -> None:
         """A replica computes a prompt of this class, by what is predicted until then."""
-        if len(self._computes) >= _MOST_REPLICAS:
+        if len(self._computes) >= self._sweep_at:
             self._computes = {name: of for name, of in self._computes.items() if max(of.values()) > now}
+            # Twice what is left: where all compute, each call would go through all of them otherwise.
+            self._sweep_at = max(_FIRST_SWEEP, 2 * len(self._computes))
         of = self._computes.setdefault(replica, {})
         of[qos.name] = max(until, of.get(qos.name, until))
 

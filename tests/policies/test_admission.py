@@ -200,6 +200,26 @@ def test_of_replicas_that_compute_for_nobody_any_more_few_are_remembered():
     assert len(reserves._computes) <= 256
 
 
+def test_where_many_replicas_compute_at_once_they_are_gone_through_a_few_times_and_not_for_each_prompt():
+    class Counted(dict):
+        sweeps = 0
+
+        def items(self):
+            Counted.sweeps += 1
+            return super().items()
+
+    reserves, replicas = Reserves(CLASSES), [f"r{number}" for number in range(1000)]
+    for _ in range(3):
+        for replica in replicas:
+            reserves._computes = Counted(reserves._computes)
+            reserves.compute(FREE, replica, 2.0, 1.0)
+    assert Counted.sweeps <= 2, "at 256 and 512"
+    assert all(reserves.computes(replica, [FREE], 1.5) for replica in replicas)
+    for number in range(1000):  # what was once many is forgotten as well
+        reserves.compute(FREE, f"late{number}", number + 4.0, number + 3.0)
+    assert len(reserves._computes) <= 1024
+
+
 def test_who_is_predicted_to_wait_too_long_is_refused_at_once_and_told_when_to_come_back():
     admission, _ = filled(8)
     verdict = ask(admission, ticket(), FULL._replace(ttft=1.9, wait=1.85), now=0.0)

@@ -353,10 +353,8 @@ class Continuation:
 
     @property
     def is_stuck(self) -> bool:
-        """Whether the replica that wrote it last wrote nothing at all, not even what the client has, or repeated that
-        and ended where the one before did."""
-        repeated = self.breaks > 0 and self.way is Way.REPEAT and not self.skip and not self.shown
-        return repeated or len(self.text) == self.begun_at
+        """Whether the replica that wrote it last wrote nothing that the client did not have."""
+        return not (self.shown if self.breaks else self.text)
 
     def break_off(self) -> None:
         """The replica is gone; what the client has stands."""

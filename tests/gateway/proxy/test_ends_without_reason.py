@@ -187,6 +187,19 @@ async def test_who_always_ends_without_a_reason_from_then_on_is_not_asked_for_ev
         assert len(seen) <= 3
 
 
+@pytest.mark.parametrize("repeated", [0, 1, 3, 4])
+async def test_engines_that_die_within_the_repetition_are_not_taken_down_one_after_the_other(repeated):
+    """However much of what the client has each of them writes again."""
+    seen = []
+    part = stream(CHAT, words=repeated)[:-1] if repeated else [OPENS[CHAT]]
+    engines = [writes(stream(CHAT, words=4)[:-1], seen=seen), *[writes(part, seen=seen)] * 5]
+    async with continued(*engines) as s:
+        body = await ask(s, CHAT, fields(CHAT))
+        assert text_of(CHAT, body) == "abcd" and b"broke off" in body
+        assert len([one for one in seen if b"return_token_ids" not in one]) == 3
+        assert s.metrics.streams_not_continued.total(reason="crashes") == 1
+
+
 async def test_who_tells_ids_says_why_and_has_broken_off():
     async with continued(engine("1", chunk(DONE) + END, 2), engine("2")) as s:
         body = await ask(s, CHAT, orjson.dumps(GREEDY))

@@ -5,7 +5,7 @@ one process. The same address and port are not, since a proxy there may tell eng
 start of a process, which has hundredths of a second: a host starts several engines in one.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from .problems import Problem
@@ -28,6 +28,7 @@ class Twins(NamedTuple):
     names: tuple[str, ...]
     is_sure: bool
     place: str  # ADDRESS:PORT of those that are not sure
+    beside: tuple[str, ...] = ()  # names that lead there too, of which another `Twins` says what is sure
 
 
 def find(names: Iterable[Name]) -> list[Twins]:
@@ -40,21 +41,33 @@ def find(names: Iterable[Name]) -> list[Twins]:
         if one.address:
             by_place.setdefault((one.address, one.port), []).append(one)
     found = [Twins(tuple(one.id for one in same), True, "") for same in by_process.values() if len(same) > 1]
+    sure = {id for twins in found for id in twins.names}
     for (address, port), same in by_place.items():
         told = [one.created for one in same if one.created is not None]
         if len(same) > 1 and len(told) < len(same) and len({*told}) < 2:  # else they are told apart, or sure
-            found.append(Twins(tuple(one.id for one in same), False, f"{address}:{port}"))
+            unsure = tuple(one.id for one in same if one.id not in sure)
+            beside = tuple(one.id for one in same if one.id in sure)
+            found.append(Twins(unsure, False, f"{address}:{port}", beside))
     return found
+
+
+def complaints(names: Iterable[Name]) -> Iterator[tuple[str, Problem]]:
+    """What is said of each of the names, in the same words whatever their order."""
+    for twins in find(names):
+        for id in twins.names:
+            yield id, complaint(twins, id)
 
 
 def complaint(twins: Twins, of: str) -> Problem:
     """What is said of that one of the names."""
-    others = " and ".join(one for one in twins.names if one != of)
+    alike = sorted(one for one in (*twins.names, *twins.beside) if one != of)
+    others = " and ".join(alike)
     if twins.is_sure:
         return Problem(
             f"the same engine is also given as {others}: its load and its cache count under each name", REMEDY
         )
+    lead, all_of_it = ("lead", "all of them are") if len(alike) > 1 else ("leads", "it is")
     apart = "if no proxy there tells engines apart by name"
     return Problem(
-        f"{others} leads to {twins.place} as well: {apart}, it is one engine that counts under each name", REMEDY
+        f"{others} {lead} to {twins.place} as well: {apart}, {all_of_it} one engine that counts under each name", REMEDY
     )

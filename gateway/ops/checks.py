@@ -394,14 +394,18 @@ def check_own_words(address: Address, facts: Facts) -> Iterator[Finding]:
 
 
 def check_seen_by_gateway(
-    running: dict[str, Any] | None, replicas: list[tuple[Address, Facts]], untried: Collection[str] = ()
+    running: dict[str, Any] | None,
+    replicas: list[tuple[Address, Facts]],
+    untried: Collection[str] = (),
+    names: Iterable[twins.Name] = (),
 ) -> Iterator[Finding]:
-    """Problems that only traffic shows, from the gateway that sees it."""
+    """Problems that only traffic shows, from the gateway that sees it, and those of replicas that only it knows.
+    `names`: of the replicas, for `check_twice` says what is to be said of them."""
     known = {str(problem) for address, facts in replicas for problem in problems_by_subject(address, facts).values()}
+    known |= {str(problem) for _, problem in twins.complaints(names)}
     for one in (running or {}).get("replicas", []):
         for problem in one.get("problems", []):
-            examined = problem.startswith(DRAINED) or problem.endswith(f": {twins.REMEDY}")
-            if problem not in known and one.get("url") not in untried and not examined:
+            if problem not in known and one.get("url") not in untried and not problem.startswith(DRAINED):
                 yield Finding("warn", f"traffic {one['id']}", problem)
 
 

@@ -151,7 +151,7 @@ class Examination(contextlib.AsyncExitStack):
             if address.url not in untried:
                 async for finding in self._engine(address):
                     yield finding
-        for finding in check_seen_by_gateway(self._running, self._replicas, untried):
+        for finding in check_seen_by_gateway(self._running, self._replicas, untried, map(self._name, self._replicas)):
             yield finding
         if not addresses and not self._refuses and self._settings.discover is None:
             yield check_no_replicas(self._settings)

@@ -380,10 +380,9 @@ def _given_twice(replicas: Sequence[Replica]) -> Iterator[tuple[Replica, str]]:
         )
         for id, ranks in engines.items()
     ]
-    for found in twins.find(names):
-        for id in found.names:
-            for replica in engines[id]:
-                yield replica, str(twins.complaint(found, id))
+    for id, problem in twins.complaints(names):
+        for replica in engines[id]:
+            yield replica, str(problem)
 
 
 def _seen(replica: Replica, intake: Any) -> list[str]:

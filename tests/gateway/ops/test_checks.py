@@ -5,7 +5,7 @@ import pytest
 from gateway import cli
 from gateway.ops import checks
 from gateway.ops.trial import Finding
-from replicas import Replica, pairing
+from replicas import Replica, pairing, twins
 from replicas.adopt import IS_GATEWAY, Facts
 from replicas.engines.dialect import Told
 from replicas.replica import parse_url
@@ -82,6 +82,30 @@ def test_an_address_that_several_names_lead_to_is_a_guess_unless_their_processes
         [finding] = checks.check_twice(unsure)
         assert "b leads to 10.0.0.1:1 as well: if no proxy there tells engines apart by name, it is one" in finding.text
     assert not list(checks.check_twice(named(5.25, 5.75))), "a proxy is there"
+
+
+def test_of_three_names_at_one_place_each_is_told_what_is_sure_or_else_the_guess():
+    at = lambda *created: [Name(id, "10.0.0.1", 1, one) for id, one in zip("abc", created, strict=True)]  # noqa: E731
+    guess = "{} lead to 10.0.0.1:1 as well: if no proxy there tells engines apart by name, all of them are one engine that counts under each name"
+    sure = "the same engine is also given as {}: its load and its cache count under each name"
+    told = lambda names: [(id, problem.what) for id, problem in twins.complaints(names)]  # noqa: E731
+    assert told(at(None, None, None)) == [(a, guess.format(f"{b} and {c}")) for a, b, c in ("abc", "bac", "cab")]
+    assert told(at(5.25, 5.25, None)) == [
+        ("a", sure.format("b")),
+        ("b", sure.format("a")),
+        ("c", guess.format("a and b")),
+    ]
+    assert [one.subject for one in checks.check_twice(at(5.25, 5.25, None))] == ["twice a", "twice c"]
+
+
+def test_an_engine_whose_other_name_only_the_gateway_knows_is_told_by_it():
+    names = {id: Name(id, "10.0.0.1", 1, 5.25) for id in ("a:1", "b:1")}
+    problems = {id: [str(problem)] for id, problem in twins.complaints(names.values())}
+    running = {"replicas": [{"id": id, "url": f"http://{id}", "problems": problems[id]} for id in problems]}
+    seen = list(checks.check_seen_by_gateway(running, [], (), [names["a:1"]]))
+    assert [one.subject for one in seen] == ["traffic a:1", "traffic b:1"], "b:1 was added with POST /replicas"
+    assert "also given as a:1" in seen[1].text
+    assert not list(checks.check_seen_by_gateway(running, [], (), reversed(names.values()))), "check_twice says it"
 
 
 @pytest.mark.parametrize("continues", (False, True))

@@ -10,12 +10,13 @@ from pydantic import BaseModel
 
 from .sizes import show_bytes
 
-TABLE, TEXTS = "a table of names and values", "a list of texts"
+TEXT, TABLE, TEXTS = "text", "a table of names and values", "a list of texts"
 _KINDS = {"boolean": "true or false", "array": TEXTS, "object": TABLE}
 
 
-def wanted(schema: type[BaseModel], where: Sequence[str | int], is_size: bool = False) -> str:
-    """What belongs there, in words: `a whole number from 0 to 65535`. `where`: names and indexes from the schema."""
+def wanted(schema: type[BaseModel], where: Sequence[str | int], is_size: bool = False, finite: bool = False) -> str:
+    """What belongs there, in words: `a whole number from 0 to 65535`. `where`: names and indexes from the schema.
+    `finite`: whether it is to be said that infinity is no such number."""
     whole = schema.model_json_schema()
     found = whole
     for step in ("", *where):
@@ -27,20 +28,22 @@ def wanted(schema: type[BaseModel], where: Sequence[str | int], is_size: bool = 
             found = whole["$defs"][found["$ref"].rpartition("/")[2]]
     kind = found.get("type")
     if kind not in ("integer", "number"):
-        return _KINDS.get(str(kind), "text")
+        return _KINDS.get(str(kind), TEXT)
     if is_size:
-        return f"a size{_range(found, show_bytes)}, like 512MiB"
+        least = found.get("minimum", found.get("ge", 0))  # the latter behind a validator of its own
+        return f"a size {f'of at least {show_bytes(least)}' if least > 1 else 'above 0'}, like 512MiB"
     unit = " of seconds" if str(where[-1]).endswith("_s") else ""
-    return f"a {'whole ' * (kind == 'integer')}number{unit}{_range(found, str)}"
+    which = "whole " if kind == "integer" else "finite " if finite else ""
+    return f"a {which}number{unit}{_range(found)}"
 
 
-def _range(found: dict[str, Any], shown: Any) -> str:
+def _range(found: dict[str, Any]) -> str:
     least, most, above = found.get("minimum"), found.get("maximum"), found.get("exclusiveMinimum")
     if least is not None and most is not None:
-        return f" from {shown(least)} to {shown(most)}"
+        return f" from {least} to {most}"
     if least is not None:
-        return f" of at least {shown(least)}"
-    return f" above {shown(above)}" if above is not None else ""
+        return f" of at least {least}"
+    return f" above {above}" if above is not None else ""
 
 
 def none_of(item: Any) -> str:

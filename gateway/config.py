@@ -530,9 +530,13 @@ def _explain(item: Any, sources: Mapping[str, str]) -> str:
     if item["type"] == "literal_error":
         return f"{place}: {complaints.none_of(item)}"
     given = "what it is set to" if name in SECRETS else repr(item["input"])
-    wanted = complaints.wanted(Settings, item["loc"], name in SIZES)
-    remedy = {"text": "; put it in quotes", complaints.TABLE: f". {takes}", complaints.TEXTS: f". {takes}"}
-    return f"{place}: {given} is not {wanted}{remedy.get(wanted, '')}"
+    wanted = complaints.wanted(Settings, item["loc"], name in SIZES, item["type"] == "finite_number")
+    if item["input"] is None:
+        return f"{place}: it has no value, where {wanted} belongs. {takes}"
+    if wanted == complaints.TEXT and not isinstance(item["input"], (list, dict)):
+        return f"{place}: {given} is not {wanted}; put it in quotes"
+    wordy = wanted in (complaints.TEXT, complaints.TABLE, complaints.TEXTS)
+    return f"{place}: {given} is not {wanted}{f'. {takes}' if wordy else ''}"
 
 
 def _check_together(settings: Settings, sources: Mapping[str, str]) -> None:

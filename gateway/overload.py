@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
+from datetime import date
 from typing import Any, NamedTuple
 
 from policies import Classes, QosClass, Rule, Rules, Slo
@@ -172,7 +173,8 @@ def _header_name(name: Any) -> str:
 
 def _text(value: Any) -> str:
     if not isinstance(value, str) or not value:
-        raise ValueError(f"{value!r} is not a text; put it in quotes")
+        quotes = isinstance(value, (int, float, date))
+        raise ValueError(f"{value!r} is not a text; {'put it in quotes' if quotes else 'write the one to look for'}")
     return value
 
 

@@ -159,6 +159,16 @@ def classes(*entries):
             "header, model, path, key",
         ),
         (
+            classes(CLASS) + "request_router: {routes: [{match: {model: 7}, qos: free}]}",
+            "routes[0].match.model: 7 is not a text",
+            "put it in quotes",
+        ),
+        (
+            classes(CLASS) + "request_router: {routes: [{match: {model: }, qos: free}]}",
+            "routes[0].match.model: None is not a text",
+            "write the one to look for",
+        ),
+        (
             classes(CLASS) + "request_router: {routes: [{match: false, qos: free}]}",
             "routes[0].match: ",
             "header",

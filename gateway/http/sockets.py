@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import select
 import socket
 import struct
+import termios
 
-# Of Linux's tcp_info: how many segments were sent that the peer's kernel does not have.
-_UNACKED = struct.Struct("24xI")
+_BYTES = struct.Struct("i")
 
 
 def has_left(transport: asyncio.Transport) -> bool:
@@ -18,15 +19,12 @@ def has_left(transport: asyncio.Transport) -> bool:
     return bool(asked.poll(0))
 
 
-def left_unread(transport: asyncio.Transport) -> bool:
-    """Whether a peer that has just closed its side cannot have read all that was sent to it: some of it had not reached
-    its kernel by then, or was answered with a reset. Without TCP_INFO (Linux) only the reset tells."""
-    if transport.get_write_buffer_size():
-        return True
+def has_unacknowledged(transport: asyncio.Transport) -> bool:
+    """Whether the peer's kernel lacks a part of what was sent to it, so that nobody there can have read all of it. It
+    can be asked after a reset, too. What the peer's kernel had, and nobody read, is not told."""
     asked: socket.socket = transport.get_extra_info("socket")
-    if asked.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
-        return True
-    if not hasattr(socket, "TCP_INFO"):
+    try:
+        (left,) = _BYTES.unpack(fcntl.ioctl(asked.fileno(), termios.TIOCOUTQ, bytes(_BYTES.size)))
+    except (OSError, ValueError):  # the kernel does not tell, or the socket is closed
         return False
-    (unacked,) = _UNACKED.unpack(asked.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _UNACKED.size))
-    return bool(unacked)
+    return bool(left)

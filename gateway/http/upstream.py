@@ -20,13 +20,16 @@ import httptools
 from replicas.deadline import within
 
 from .messages import HOP_BY_HOP, Headers, connection_tokens, end_to_end
-from .sockets import left_unread
+from .sockets import has_unacknowledged
 
 log = logging.getLogger("hitherto.wire")
 
 # vLLM (uvicorn) closes a connection that is idle for 5 s; one that we reuse later may die under the request.
 IDLE_SECONDS = 4.0
 CONNECT_SECONDS = 5.0
+# A kernel resets a connection of which the process that closed it, or ended, had not read everything; it does so at
+# once, where it has all of a request. Later resets are those of proxies and timeouts as well: the request may have run.
+UNREAD_SECONDS = 0.25
 HEAD_BYTES = 64 * 1024
 # A trailer line grows in the parser until it ends, and nothing tells of it meanwhile. So where a chunked answer has
 # gone on for SEARCH_BYTES, line ends are looked for: between chunks there are some, and no engine makes one chunk of
@@ -37,7 +40,7 @@ NEWLINE = 0x0A
 
 class UpstreamError(Exception):
     """The replica broke the exchange: no connection, closed early, or not HTTP. `kind` is for metrics. `unread`: it
-    took the connection, and closed it before it can have read the whole request."""
+    took the connection, and closed it before it can have read the whole request, as far as is known."""
 
     def __init__(self, kind: str, message: str, *, unread: bool = False):
         super().__init__(message)
@@ -99,7 +102,7 @@ class Head:
 class Upstream(asyncio.Protocol):
     __slots__ = (
         # for the connection's life
-        "pool", "transport", "parser", "closed", "idle_since", "used", "paused", "unread",
+        "pool", "transport", "parser", "closed", "idle_since", "used", "paused", "unread", "sent_at",
         # the response being read
         "sink", "head_only", "status", "headers", "buffer", "head_done", "forwarding", "complete", "keep", "surplus", "clean", "framed",
         "length", "unseen", "granted",
@@ -113,6 +116,7 @@ class Upstream(asyncio.Protocol):
         self.idle_since = 0.0
         self.used = False
         self.paused = False
+        self.sent_at = 0.0
         self.unread = False  # it was closed before the replica can have read all of the request
         self.sink: Sink | None = None
         self._clear()
@@ -138,6 +142,7 @@ class Upstream(asyncio.Protocol):
         """Send a request; its response comes to `sink`. `head_only`: the response to HEAD has no body."""
         self.sink = sink
         self.head_only = head_only
+        self.sent_at = monotonic()
         # Joining copies the body once; above this, two writes cost less than the copy.
         if len(body) < 65536:
             self.transport.write(head + body)
@@ -168,10 +173,11 @@ class Upstream(asyncio.Protocol):
         self.parser = httptools.HttpResponseParser(self)
 
     def eof_received(self) -> None:
-        if self.sink is not None and not self.head_done:
-            self.unread = left_unread(self.transport)
-            if self.transport.get_write_buffer_size():  # closing would wait until somebody reads that
-                self.transport.abort()
+        """The replica has closed its side, so what it has not answered by now it never will. Closing by the event loop
+        would first wait until somebody reads the rest of the request."""
+        if self.sink is not None:
+            self.unread = not self.head_done and has_unacknowledged(self.transport)
+            self.transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.closed = True
@@ -183,10 +189,12 @@ class Upstream(asyncio.Protocol):
         if self.forwarding and exc is None and self._until_close():
             sink.end()
         else:
-            # A kernel resets a connection of which the process that closed it, or ended, had not read everything.
-            unread = self.unread or isinstance(exc, (ConnectionResetError, BrokenPipeError))
+            unread = self.unread or (isinstance(exc, (ConnectionResetError, BrokenPipeError)) and self._reset_unread())
             message = f"connection closed by the replica ({exc or 'end of file'})"
             sink.lost(UpstreamError("closed", message, unread=unread and not (self.buffer or self.forwarding)))
+
+    def _reset_unread(self) -> bool:
+        return monotonic() - self.sent_at < UNREAD_SECONDS or has_unacknowledged(self.transport)
 
     def data_received(self, data: bytes) -> None:
         sink = self.sink

@@ -57,6 +57,29 @@ async def test_it_says_what_is_amiss_with_redis_also_when_opened_with_the_token_
     assert page.problems == []
 
 
+async def test_blocks_of_an_engine_that_is_gone_are_those_of_when_it_was_last_heard():
+    gateway = Gateway()
+    states = {
+        "a:1": (State.READY, None),
+        "a:2": (State.READY, 90),
+        "a:3": (State.FAILED, None),
+        "a:4": (State.FAILED, 90),
+    }
+    for id, (state, _) in states.items():
+        gateway.fleet.add(f"http://{id}").state = state
+    status = gateway.status()
+    for one in status["replicas"]:
+        one |= {"map_blocks": 7, "num_blocks": states[one["id"]][1]}
+    gateway.status = lambda: status
+    async with served(gateway) as host, browser() as page:
+        await page.open(f"http://{host}/")
+        shown = await page.until(
+            "document.querySelector('#replicas tbody tr') && "
+            "[...document.querySelectorAll('#replicas tbody tr')].map(row => row.children[6].textContent)"
+        )
+    assert shown == ["7", "7of 90", "7when last heard", "7when last heard"]
+
+
 HOSTILE = "<img src=x onerror=document.title=1><script>document.title=2</script>"
 
 

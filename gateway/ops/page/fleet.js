@@ -3,9 +3,12 @@
 
 const DENSE = 12; // replicas from which a row has one line, where nothing is amiss with it
 const TROUBLE = ["failed", "degraded", "starting", "warming", "draining", "stopped"]; // in the order in which they stand
+const THERE = ["ready", "degraded", "draining"]; // states in which what is known of an engine is of now
 
 const bases = r => r.models.filter(name => !(name in r.adapters));
 const served = r => (r.models.length ? bases(r) : r.served_models).join(", "); // while it is away, what it told last
+
+const blocksAbout = r => !THERE.includes(r.state) && r.map_blocks ? "when last heard" : r.num_blocks ? `of ${count(r.num_blocks)}` : "";
 
 function replicaRow(r, recent, whole, most, now, several_models) {
   const f = recent.figures.replicas[r.id] || {}, last = recent.failures[r.id];
@@ -23,7 +26,7 @@ function replicaRow(r, recent, whole, most, now, several_models) {
     cell("Hit rate", "", percent(rate), bar(rate)),
     cell("TTFT", "n", time(f.ttft_p50 ?? null), make("div", {class: "sub calm"}, f.ttft_p99 == null ? "" : `p99 ${time(f.ttft_p99)}`)),
     cell("KV cache used", "", percent(r.kv_usage), bar(r.kv_usage, .9)),
-    cell("Blocks known", "n", count(r.map_blocks), make("div", {class: "sub calm"}, r.num_blocks ? `of ${count(r.num_blocks)}` : r.map_blocks ? "when last heard" : "")),
+    cell("Blocks known", "n", count(r.map_blocks), make("div", {class: "sub calm"}, blocksAbout(r))),
     cell("KV events", badEvents ? "warnish" : null, r.events),
     cell("Last failure", last ? "wide" : "none", ...problem));
 }

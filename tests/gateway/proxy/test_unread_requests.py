@@ -3,11 +3,18 @@ left, and not where it may have read all of it."""
 
 import asyncio
 import socket
+import ssl
+import struct
+import threading
+from contextlib import asynccontextmanager, suppress
 
 import pytest
+import uvloop
 
 from gateway.http import upstream
-from gateway.http.upstream import Upstream
+from gateway.http.upstream import Pool, Upstream
+from gateway.tls import Certificate
+from tests.replicas.certificates import authority, issue
 
 from ..http.talk import eventually, read_request, scripted
 from .replies import answers, post, reply
@@ -135,6 +142,51 @@ async def test_who_has_read_all_of_it_may_have_begun():
         await eventually(s.idle)
 
 
+LARGE = post(b"x" * 30_000_000, path=b"/v1/audio/transcriptions")
+
+
+def resets(writer) -> None:
+    """Closes as a load balancer does whose time is over: with a reset, whatever was read."""
+    writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    writer.transport.abort()
+
+
+async def test_a_reset_long_after_the_request_was_sent_does_not_say_that_it_was_not_read():
+    asked = []
+
+    async def script(reader, writer):
+        asked.append(await read_request(reader))
+        await asyncio.sleep(0.5)  # it computes
+        resets(writer)
+
+    async with stack(script) as s:
+        talk = await s.talk()
+        await talk.say(post())
+        assert (await talk.response())[0] == 502
+        assert len(asked) == 1 and s.faults == ["closed"] and not s.metrics.retries.total(reason="reconnect")
+        await eventually(s.idle)
+
+
+async def test_a_reset_while_a_part_of_the_request_is_under_way_does_however_late(monkeypatch):
+    monkeypatch.setattr(upstream, "UNREAD_SECONDS", 0.0, raising=False)
+    asked = []
+
+    async def script(reader, writer):
+        asked.append(await reader.readuntil(b"\r\n\r\n"))
+        if len(asked) == 1:
+            return resets(writer)
+        await reader.readexactly(30_000_000)
+        writer.write(reply(b"{}"))
+        await reader.read()
+
+    async with stack(script, request_timeout=60.0) as s:
+        talk = await s.talk()
+        await talk.say(LARGE)
+        assert (await talk.response(20))[0] == 200
+        assert len(asked) == 2 and not s.faults
+        await eventually(s.idle)
+
+
 async def test_who_has_begun_to_answer_is_not_asked_again():
     asked = []
 
@@ -167,6 +219,81 @@ async def test_who_closes_its_side_in_the_middle_of_a_large_request_is_not_waite
 
     async with stack(script, request_timeout=60.0) as s:
         talk = await s.talk()
-        await talk.say(post(b"x" * 30_000_000, path=b"/v1/audio/transcriptions"))
+        await talk.say(LARGE)
         assert (await talk.response(20))[0] == 200
         assert len(asked) == 2 and not s.faults
+
+
+@pytest.mark.parametrize(
+    ("framing", "status", "whole"),
+    [(b"Content-Length: 100", 413, False), (b"Transfer-Encoding: chunked", 200, False), (b"X: y", 200, True)],
+    ids=["length", "chunked", "until it closes"],
+)
+async def test_who_closes_its_side_within_the_answer_to_a_large_request_is_not_waited_for(framing, status, whole):
+    held = asyncio.Event()
+
+    async def script(reader, writer):
+        await reader.readuntil(b"\r\n\r\n")
+        reader._transport.pause_reading()
+        body = b"5\r\nbegun\r\n" if framing.startswith(b"Transfer") else b"begun"
+        writer.write(b"HTTP/1.1 %d X\r\nContent-Type: text/plain\r\n%b\r\n\r\n%b" % (status, framing, body))
+        writer.write_eof()
+        await held.wait()
+
+    async with stack(script, request_timeout=60.0, idle_timeout=60.0) as s:
+        talk = await s.talk()
+        await talk.say(LARGE)
+        head = await talk.until(b"\r\n\r\n", 20)
+        assert head.startswith(b"HTTP/1.1 %d" % status) and b"begun" in await talk.rest()
+        assert s.faults == ([] if whole else ["closed"])
+        await eventually(s.idle)
+        held.set()
+
+
+@asynccontextmanager
+async def closing_over_tls(folder):
+    """An engine that says over TLS, in the middle of a request, that it closes, and neither reads on nor closes.
+    Yields its port and the certificate's authority."""
+    authority(folder)
+    issue(folder, "server", "IP:127.0.0.1")
+    context, left = Certificate(folder / "server.pem", folder / "server.key").context, threading.Event()
+
+    def serve(one: socket.socket) -> None:
+        try:
+            connection, _ = one.accept()
+            with context.wrap_socket(connection, server_side=True) as secure:
+                secure.settimeout(30)
+                secure.recv(1000)
+                with suppress(OSError):  # the request goes on
+                    secure.unwrap()
+                left.wait(30)
+        except OSError:  # nobody came
+            pass
+
+    with socket.create_server(("127.0.0.1", 0)) as one:
+        one.settimeout(30)
+        thread = threading.Thread(target=serve, args=(one,))
+        thread.start()
+        try:
+            yield one.getsockname()[1], ssl.create_default_context(cafile=folder / "ca.pem")
+        finally:
+            left.set()
+            await asyncio.to_thread(thread.join)
+
+
+@pytest.mark.parametrize("run", [asyncio.run, uvloop.run], ids=["asyncio", "uvloop"])
+def test_who_ends_tls_in_the_middle_of_a_large_request_is_not_waited_for(run, tmp_path):
+    async def test():
+        async with closing_over_tls(tmp_path) as (port, believes), stack(ports=[port], retries=0) as s:
+            (backend,) = s.proxy.backends.values()
+            backend.pool = Pool("127.0.0.1", port, believes, "127.0.0.1")
+            lost = []
+            monitored = backend.pool.forget
+            backend.pool.forget = lambda one: (lost.append(one.unread), monitored(one))
+            talk = await s.talk()
+            await talk.say(LARGE)
+            assert (await talk.response(4))[0] == 502
+            assert lost == [True] and s.faults == ["closed"]
+            await eventually(s.idle)
+
+    run(test())

@@ -18,8 +18,11 @@ from typing import NamedTuple
 
 import orjson
 
-# Chunk framing passes through untouched, so the size of the first chunk may come before the body.
-_BEGINS = re.compile(rb"(?:[0-9A-Fa-f]{1,8}(?:;[^\r\n]*)?(?:\r\n|\r?\Z))?\s*")
+# Chunk framing passes through untouched, so the size of the first chunk may come before the body. A stream may begin
+# with a byte order mark, which is none of it.
+_SIZE = re.compile(rb"(?:[0-9A-Fa-f]{1,8}(?:;[^\r\n]*)?(?:\r\n|\r?\Z))?")
+BOM = b"\xef\xbb\xbf"
+_BEGINS = re.compile(_SIZE.pattern + rb"(?:" + BOM + rb")?\s*")
 # How an event of a stream begins, the comment that keeps a connection alive included.
 _FIELD = re.compile(rb":|data:|event:|id:|retry:")
 # What an answer of each API cannot be without: a member of its JSON object, and its stream's first event. Quotes inside
@@ -42,7 +45,9 @@ _EVENTS = {
 _ANY_MEMBER = re.compile(rb'"(?:choices|output|content|embedding|results|tokens|prompt|text|usage)"\s*:')
 # OpenAI's chat and completions (`{"error": ...}`; before vLLM 0.10 `{"object": "error", ...}`), Responses and Messages.
 _ERROR_OBJECT = rb'\{\s*"(?:error"\s*:\s*[{"]|(?:object|type)"\s*:\s*"(?:error|response\.failed)")'
-_ERROR_EVENT = re.compile(rb"\n(?:event: ?(?:error|response\.failed)\s|data: ?" + _ERROR_OBJECT + rb")")
+_ERROR_EVENT = re.compile(
+    rb"\n(?:" + BOM + rb")?(?:event: ?(?:error|response\.failed)\s|data: ?" + _ERROR_OBJECT + rb")"
+)
 _ERROR_BODY = re.compile(_BEGINS.pattern + _ERROR_OBJECT)
 # HTTP's framing between two chunks, which may stand within an event; and what an event with an error holds somewhere.
 _BETWEEN_CHUNKS = re.compile(rb"\r\n[0-9A-Fa-f]{1,8}(?:;[^\r\n]*)?\r\n")
@@ -55,8 +60,8 @@ _OTHER_ANSWER = re.compile(
     rb'\{\s*"(?:object"\s*:\s*"list"\s*,\s*"data"\s*:\s*\[\s*\{[^{}\[]{0,400}"object"\s*:\s*"model"|status"\s*:\s*"\w{1,20}"\s*\})'
 )
 _DONE = re.compile(rb"data: ?\[DONE\]")
-# An event that says anything: neither the end of a stream nor a ping.
-_SAYS = re.compile(rb'data:(?!\s*(?:\[DONE\]|\{\s*"type"\s*:\s*"ping"\s*\}))')
+# An event that says anything: neither the end of a stream nor a ping, and not empty.
+_SAYS = re.compile(rb'data:(?!\s*(?:\[DONE\]|\{\s*"type"\s*:\s*"ping"\s*\})|[ \t]*(?:[\r\n]|\Z))')
 # What some event of a stream of each API has, the last ones included. A quote inside generated text is escaped.
 _EVENT_MARKS = re.compile(rb'"(?:choices|usage|delta|finish_reason)"\s*:|"(?:response|message|content_block)[._\w]*"')
 # The last bytes of an answer that say nothing only for being cut from the middle of a long event are fewer
@@ -152,6 +157,12 @@ def _body_at(data: bytes) -> int:
     return found.end() if found is not None else 0  # always found: nothing in it has to be there
 
 
+def _unframed(data: bytes) -> bytes:
+    """The body, without the sizes of its chunks. It may be one that is not in chunks."""
+    found = _SIZE.match(data)
+    return _BETWEEN_CHUNKS.sub(b"", data[found.end() if found is not None else 0 :])
+
+
 def _last_end(data: bytes) -> int:
     """Where the last complete event ends; -1 without one."""
     return max(data.rfind(b"\n\n"), data.rfind(b"\r\n\r\n"))
@@ -159,9 +170,13 @@ def _last_end(data: bytes) -> int:
 
 def look(label: str, data: bytes, streams: bool, content_type: bytes, whole: bool) -> Sight:
     """What the first bytes of a body show, or all of them (`whole`)."""
+    if streams:
+        data = _unframed(data)  # what has nothing may be chunks of nothing but blank lines
     at = _body_at(data)
     if at == len(data):
-        return Sight.EARLY if not whole else Sight.SILENT if streams else Sight.FOREIGN
+        if whole:
+            return Sight.SILENT if streams else Sight.FOREIGN
+        return Sight.EARLY if len(data) < MOST_HELD_BACK else Sight.BLIND
     if streams:
         return _look_at_stream(label, data, at, whole)
     if content_type.startswith(_TYPES[2:]):
@@ -199,7 +214,7 @@ def _look_at_stream(label: str, data: bytes, at: int, whole: bool) -> Sight:
 def says_anything(stream: bytes) -> bool:
     """Whether a stream has any event but pings and its end. An engine may end without one, and so may a proxy whose
     engine fails: unlike what no engine writes, that does not show that something else answers at the address."""
-    return _SAYS.search(stream) is not None
+    return _SAYS.search(_BETWEEN_CHUNKS.sub(b"", stream)) is not None
 
 
 def keeps_alive(data: bytes) -> bool:
@@ -232,6 +247,7 @@ def error_status(data: bytes, streams: bool) -> int:
 
 def _is_error(line: bytes) -> bool:
     """Whether this line of a stream is an event whose object says that it is an error, whatever its members' order."""
+    line = line.removeprefix(BOM)
     if not line.startswith(b"data:") or len(line) > LONGEST_ERROR or not _ERROR_MEMBER.search(line):
         return False
     try:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import orjson
 
 from ..prompt.api.continuable import exact
+from .answers import BOM
 
 _TOKEN_IDS = re.compile(rb'("(?:prompt_token_ids|token_ids)"\s*:\s*)\[[0-9,\s]*\]')
 _LONGEST_NAME = 1000  # characters of a stream's id
@@ -28,7 +29,7 @@ class Kind(Enum):
     CLOSES = "behind the text"
     END = "the last one"
     ERROR = "says that the answer failed"
-    BESIDE = "a ping or a comment"
+    BESIDE = "a ping, a comment or nothing"
     STRANGE = "of no stream that is known here"
 
     __hash__ = object.__hash__
@@ -52,8 +53,12 @@ def read(label: str, raw: bytes) -> Event:
     """One event without the blank line behind it."""
     at = 0 if raw.startswith(b"data:") else raw.find(b"\ndata:") + 1
     if at == 0 and not raw.startswith(b"data:"):
-        return BESIDE if raw.startswith((b":", b"event: ping", b"id:", b"retry:")) else STRANGE
+        if raw.startswith(BOM):
+            return read(label, raw.removeprefix(BOM))
+        return BESIDE if not raw.strip() or raw.startswith((b":", b"event: ping", b"id:", b"retry:")) else STRANGE
     told = raw[at + 5 :].strip()
+    if not told:
+        return BESIDE
     if told == b"[DONE]":
         return END
     try:

@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from gateway.proxy.answers import Sight, begins, error_status, foreign_head, keeps_alive, look
+from gateway.proxy.answers import BOM, Sight, begins, error_status, foreign_head, keeps_alive, look
+from gateway.proxy.events import Kind, read
 
 from .engine_events import DIED, DONE, ERRORS, NAMES, PINGS, ROLE, TOKEN
 from .replies import chunk
@@ -131,6 +132,43 @@ def test_a_stream_begins_with_something_of_the_answer(frame):
     assert {seen(first) for first in (b"<html>\n\n", b"error: what\n\n", b"deadbeef!\n\n")} == {Sight.FOREIGN}
     assert seen(PINGS[0] * 50_000) is Sight.BLIND, "not for ever"
     assert all(map(keeps_alive, map(frame, PINGS))) and not keeps_alive(frame(ROLE))
+
+
+BLANK = [b"\n\n\n", b"\r\n\r\n", b"data:\n\n", b"data: \n\n", b"data:\r\n\r\n"]
+
+
+@pytest.mark.parametrize("frame", [bytes, chunk], ids=["plain", "chunked"])
+@pytest.mark.parametrize("blank", BLANK)
+def test_blank_lines_and_empty_events_say_nothing(blank, frame):
+    def seen(*events, whole=False):
+        return sight("chat", b"".join(map(frame, events)), True, whole, STREAM)
+
+    end = b"" if frame is bytes else b"0\r\n\r\n"
+    assert seen(blank) is seen(blank, blank) is Sight.EARLY
+    assert seen(blank * 2**17) is Sight.BLIND, "not for ever"
+    for silent in ([blank] * 3, [blank, DONE], [PINGS[0], blank, DONE], [blank, PINGS[0]]):
+        assert seen(*silent, whole=True) is Sight.SILENT
+        assert look("chat", b"".join(map(frame, silent)) + end, True, STREAM, True) is Sight.SILENT
+    assert seen(blank, TOKEN) is seen(blank, DIED) is Sight.ANSWER
+    assert seen(blank, b'data: {"ok":1}\n\n', whole=True) is Sight.FOREIGN
+    assert seen(blank, b"<html>\n\n") is (Sight.EARLY if b"data" in blank else Sight.FOREIGN)
+
+
+@pytest.mark.parametrize("frame", [bytes, chunk], ids=["plain", "chunked"])
+def test_a_stream_may_begin_with_a_byte_order_mark(frame):
+    for begun in (frame(BOM), BOM if frame is bytes else b"fff\r\n" + BOM):
+        for event in (ROLE, *PINGS):
+            assert sight("chat", begun + event, True, False, STREAM) is Sight.EARLY
+        assert sight("chat", begun + ROLE, True, True, STREAM) is Sight.ANSWER
+        assert sight("chat", begun + DONE, True, True, STREAM) is Sight.SILENT
+        for path, event, status in ERRORS:
+            assert error_status(begun + event, True) == status, path
+    assert sight("chat", frame(BOM + b"<html>"), True, False, STREAM) is Sight.FOREIGN
+    assert read("chat", BOM + ROLE[:-2]).kind is not Kind.STRANGE
+
+
+def test_blank_events_go_on_with_a_stream_that_may_be_gone_on_with():
+    assert {read("chat", raw).kind for raw in (b"", b"\n", b"data:", b"data: ")} == {Kind.BESIDE}
 
 
 @pytest.mark.parametrize("label", ["chat", "completions", "responses", "messages"])

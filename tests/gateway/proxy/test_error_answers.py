@@ -426,7 +426,15 @@ async def test_an_empty_stream_is_no_answer():
         assert set(s.faults) == {"error answer"}, "since another one has answered"
 
 
-SILENT = [b"", chunk(b": ping\n\n"), chunk(b": ping\n\n") + chunk(DONE), chunk(DONE), chunk(b"data:[DONE]\r\n\r\n")]
+SILENT = [
+    b"",
+    chunk(b": ping\n\n"),
+    chunk(b": ping\n\n") + chunk(DONE),
+    chunk(DONE),
+    chunk(b"data:[DONE]\r\n\r\n"),
+    chunk(b"\n\n\n"),
+    chunk(b"data:\n\n"),
+]
 
 
 @pytest.mark.parametrize("says", SILENT)

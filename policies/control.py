@@ -68,7 +68,8 @@ class Change(NamedTuple):
 
 class Pressure(NamedTuple):
     """How near a class came to its limits in a window, or how far above them: 1 is the limit, 0 says that nothing is
-    known. `lasting`: as far as the last third of the window shows it as well, which is what steps go by."""
+    known. `lasting`: as far as the last third of the window shows it as well, which is what steps go by, except for
+    `shed`: that is undone by `whole`."""
 
     whole: float = 0.0
     lasting: float = 0.0

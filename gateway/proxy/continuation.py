@@ -135,8 +135,8 @@ class Continuation:
         self.chunked = self.chunks is not None
 
     def read_from(self, head: Head, says_why: bool = False) -> None:
-        """What comes now is framed as this head says. `says_why`: its engine has said why another stream ended; in the
-        two newer APIs another event than [DONE] ends a stream."""
+        """What comes now is framed as this head says. `says_why`: its engine has said why another stream of that API
+        ended; in the two newer APIs another event than [DONE] ends a stream."""
         self.chunks, self.unread = Chunks() if head.is_chunked else None, Events()
         self.says_why = says_why or self.label in ("responses", "messages")
 

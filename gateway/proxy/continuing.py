@@ -157,7 +157,7 @@ class Continuing:
                 return data, None
             attempt.blanking = Blanking(None)
             return attempt.blanking.start(data), None
-        continuation.begin(head, len(exchange.attempts) - 1, process_of(attempt.backend).says_why)
+        continuation.begin(head, len(exchange.attempts) - 1, exchange.label in process_of(attempt.backend).says_why_at)
         continuation.body = continuation.body or exchange.request.body  # until there is text, if it is not kept
         return self._given(exchange, attempt, continuation, continuation.take, data)
 
@@ -189,7 +189,7 @@ class Continuing:
         if error is None:
             if exchange.continuation is not None:
                 if continuation.finished is not None:
-                    process_of(attempt.backend).says_why = True
+                    process_of(attempt.backend).says_why_at.add(exchange.label)
                 attempt.client.transport.write(continuation.end)
             self._conductor.on_complete(attempt)
 
@@ -396,7 +396,7 @@ class Continuing:
         if continuation.way is Way.AGAIN:
             continuation.first = len(exchange.attempts) - 1
         attempt.events = continuation.events
-        continuation.read_from(attempt.response_head, process_of(attempt.backend).says_why)
+        continuation.read_from(attempt.response_head, exchange.label in process_of(attempt.backend).says_why_at)
         attempt.response_head = continuation.head
         attempt.seen_at = monotonic()
         self._conductor.settling.joined(attempt)

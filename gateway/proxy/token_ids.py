@@ -136,7 +136,7 @@ class Forwarding:
         "rejected_because",
         "accepts",
         "silent_at",
-        "says_why",
+        "says_why_at",
         "kinds",
         "checking",
     )
@@ -147,7 +147,7 @@ class Forwarding:
         self.rejected_because: dict[str, str] = {}  # by path
         self.accepts: set[str] = set()  # paths at which it was seen to use ids
         self.silent_at: set[str] = set()  # paths at which it refuses to be asked for the ids that it writes
-        self.says_why = False  # one of its streams has said why it ended
+        self.says_why_at: set[str] = set()  # APIs of which a stream of its has said why it ended
         self.kinds: dict[tuple[str, str], BodyKind] = {}  # by path and kind of body, the one seen last at the end
         self.checking: asyncio.Task[None] | None = None
 

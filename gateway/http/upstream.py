@@ -76,7 +76,7 @@ class Head:
 
     @property
     def is_chunked(self) -> bool:
-        return (self.get(b"transfer-encoding") or b"").lower().strip().endswith(b"chunked")
+        return self.get(b"transfer-encoding") is not None
 
     def add(self, header: tuple[bytes, bytes]) -> None:
         """A header for the client that the replica did not send."""
@@ -105,7 +105,7 @@ class Upstream(asyncio.Protocol):
         "pool", "transport", "parser", "closed", "idle_since", "used", "paused", "unread", "sent_at",
         # the response being read
         "sink", "head_only", "status", "headers", "buffer", "head_done", "forwarding", "complete", "keep", "surplus", "clean", "framed",
-        "length", "unseen", "granted",
+        "coding", "length", "unseen", "granted",
     )  # fmt: skip
 
     def __init__(self, pool: Pool):
@@ -133,6 +133,7 @@ class Upstream(asyncio.Protocol):
         self.surplus = False
         self.clean = True
         self.framed = False  # the head says where the body ends
+        self.coding = b""  # of the body for the transfer, if it is another than chunks
         self.length: int | None = None  # bytes of the body, where the head says so
         # Of the body, how many bytes more are let pass without a look, and how many were, these included; of a chunked
         # one without those reads that end a line.
@@ -240,6 +241,8 @@ class Upstream(asyncio.Protocol):
             end = buffer.index(b"\r\n\r\n") + 4
         if not buffer.startswith(b"HTTP/1."):
             return self._broken("it does not answer in HTTP/1.1")
+        if self.coding:
+            return self._broken(f"its Transfer-Encoding is {self.coding[:100]!r}, which nobody asked for")
         if not 200 <= self.status < 600:
             return self._broken(f"its status is {self.status:03d}, which HTTP does not have")
         self.forwarding = True
@@ -324,11 +327,15 @@ class Upstream(asyncio.Protocol):
             self.clean = False
         elif name == b"content-length":
             self.framed, self.length = True, int(value)
-        elif name == b"transfer-encoding" and value.lower().strip().endswith(b"chunked"):
-            if self.framed:  # said twice, as servers do that copy another's headers; clients' parsers refuse that
-                self.clean = False
+        elif name == b"transfer-encoding":
+            codings = [coding.strip() for coding in value.lower().split(b",")]
+            if codings != [b"chunked"] * len(codings):
+                self.coding = value
+            if self.framed or len(codings) > 1:
+                self.clean = False  # servers that copy another's headers say it twice, and clients' parsers refuse that
+            if self.framed:
                 return
-            self.framed = True
+            self.framed, value = True, codings[0]
         self.headers.append((name, value))
 
     def on_headers_complete(self) -> None:

@@ -54,9 +54,22 @@ async def test_a_status_that_http_does_not_have_is_a_502_at_once(status):
         await eventually(s.idle)
 
 
-async def test_a_coding_that_is_said_twice_is_passed_on_once():
+CHUNKED = b"Transfer-Encoding: chunked\r\n"
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        CHUNKED + CHUNKED.lower(),
+        b"Transfer-Encoding: chunked, chunked\r\n",
+        b"Transfer-Encoding: Chunked ,chunked\r\n" + CHUNKED,
+    ],
+    ids=["two lines", "one line", "both"],
+)
+async def test_a_coding_that_is_said_twice_is_passed_on_once(said):
     """Engines behind servers that copy another's headers say it; h11 refuses it, and so OpenAI's client would."""
-    head = SSE_HEAD.replace(b"\r\n\r\n", b"\r\ntransfer-encoding: chunked\r\nX-Own: y\r\n\r\n")
+    head = SSE_HEAD.replace(CHUNKED, said).replace(b"\r\n\r\n", b"\r\nX-Own: y\r\n\r\n")
+    assert said in head
 
     async def script(reader, writer):
         while True:
@@ -67,10 +80,34 @@ async def test_a_coding_that_is_said_twice_is_passed_on_once():
         talk = await s.talk()
         await talk.say(post())
         got = (await talk.until(b"\r\n\r\n")).lower()
-        assert got.count(b"transfer-encoding:") == 1 and b"\r\nx-own: y\r\n" in got
+        assert got.count(b"chunked") == 1 and b"\r\ntransfer-encoding: chunked\r\n" in got
+        assert b"\r\nx-own: y\r\n" in got
         assert await talk.until(b"0\r\n\r\n") == chunk(EVENT) + b"0\r\n\r\n"
         await talk.say(post())  # the connection is kept
         assert (await talk.until(b"\r\n\r\n")).startswith(b"HTTP/1.1 200")
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"Transfer-Encoding: gzip, chunked\r\n",
+        CHUNKED + b"Transfer-Encoding: gzip, chunked\r\n",
+        b"Transfer-Encoding: gzip\r\n" + CHUNKED,
+        b"Transfer-Encoding: xchunked\r\n",
+        b"Transfer-Encoding: chunked,\r\n",
+        b"Transfer-Encoding: identity\r\n",
+        b"Content-Length: 20\r\n" + CHUNKED,
+    ],
+)
+async def test_another_coding_than_chunks_is_a_502(said):
+    """Nobody asks a replica for one, so no client could read it."""
+    answer = SSE_HEAD.replace(CHUNKED, said) + chunk(EVENT) + b"0\r\n\r\n"
+    async with stack(says(answer), retries=0) as s:
+        talk = await s.talk()
+        await talk.say(post())
+        status, _, body = await talk.response()
+        assert status == 502 and s.faults == ["protocol"] and b"data:" not in body
+        await eventually(s.idle)
 
 
 @pytest.mark.parametrize("between", [b"", b"\r\n"])

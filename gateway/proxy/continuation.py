@@ -76,8 +76,9 @@ class Continuation:
         # what the client has; `clean`: how many ids, and bytes of the text, up to which both say the same
         "names", "text", "ids", "prompt_ids", "opened", "opening", "closing", "finished", "complete", "clean",
         # since the last break: text and closing events that the client has already, whether this engine has shown that
-        # it goes on from the ids, how many ids it was given, and how many bytes of text there were
-        "skip", "skip_closing", "told_reason", "shown", "given", "proven", "begun_at",
+        # it goes on from the ids, or at its end that it did not, how many ids it was given, and how many bytes of text
+        # there were
+        "skip", "skip_closing", "told_reason", "shown", "given", "proven", "ignores_ids", "begun_at",
         "breaks", "broke_at", "counted", "handler", "is_frozen", "is_strange", "keeps_body", "says_why",
     )  # fmt: skip
 
@@ -99,7 +100,7 @@ class Continuation:
         self.complete = False
         self.clean = (0, 0)
         self.skip, self.skip_closing, self.told_reason, self.shown = bytearray(), 0, False, False
-        self.given, self.proven = 0, True
+        self.given, self.proven, self.ignores_ids = 0, True, False
         self.begun_at = 0
         self.breaks, self.broke_at = 0, 0.0
         self.counted = 0  # bytes of `size` that are in the budget
@@ -312,8 +313,10 @@ class Continuation:
             self.proven = True
         elif event.kind is Kind.END and self.label == "responses":
             counted = (event.data["response"].get("usage") or {}).get("input_tokens")
-            if counted is not None and counted != len(expected) // 4:
-                raise UpstreamError(DIFFERS, "was given token ids, and counted another number of them")
+            if counted != len(expected) // 4:
+                self.ignores_ids = True
+                told = "does not count its prompt" if counted is None else "counted another number of them"
+                raise UpstreamError(DIFFERS, f"was given token ids, and {told}")
             self.proven = True
         elif event.kind is Kind.TEXT and self.label in ("chat", "completions"):
             raise UpstreamError(DIFFERS, "was given token ids, and does not tell what it goes on from")

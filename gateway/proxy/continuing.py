@@ -206,12 +206,19 @@ class Continuing:
             return _passed(attempt, continuation, b"", found.data), None
         if continuation.shown and not shown and continuation.way is not None:
             self._metrics.continue_gap_seconds.observe(continuation.way.value, monotonic() - continuation.broke_at)
-        if error is not None and error.kind == DIFFERS and not continuation.proven and exchange.label == "responses":
-            process_of(attempt.backend).silent_at.add(exchange.label)  # it shows that at the end only, so not once more
+        if error is not None and continuation.ignores_ids:  # it shows that at the end only, so not once more
+            self._note_ignored_ids(exchange, attempt, error)
         self._count(exchange, continuation)
         if exchange.continuation is None and error is None:
             written = _passed(attempt, continuation, written, continuation.leave())
         return written, error
+
+    def _note_ignored_ids(self, exchange: Exchange, attempt: Attempt, error: UpstreamError) -> None:
+        ignores_ids_at = process_of(attempt.backend).ignores_ids_at
+        if exchange.label not in ignores_ids_at:
+            ignores_ids_at.add(exchange.label)
+            log.warning("replica %s %s (%s): until another process is behind it, it goes on with no stream by token ids",
+                        attempt.backend.id, error, exchange.request.path)  # fmt: skip
 
     def _count(self, exchange: Exchange, continuation: Continuation) -> None:
         size = continuation.size
@@ -314,7 +321,7 @@ class Continuing:
                 way in (Way.REPEAT, Way.AGAIN)
                 or (
                     (label == "completions" or one.replica.dialect.chat_token_ids is not None)
-                    and label not in process_of(one).silent_at
+                    and label not in process_of(one).silent_at | process_of(one).ignores_ids_at
                 )
             )
 

@@ -10,15 +10,18 @@ import pytest
 from cachemap import chain_seed, hash_blocks
 from cachemap.cluster import shared
 from cachemap.cluster.codec import RELOAD
+from cachemap.events import sockets
 
-from ..publisher import BLOCK, CLEARED, publishing, removed, stored
+from ..publisher import BLOCK, CLEARED, Publisher, publishing, removed, stored
 from .gateways import Gateway, event, gateways, prompt, until
 
 PROMPT = prompt(1, 12)[1]
 
 
 async def led(gateway, name="r", publisher=None):
-    """It writes, and its subscription has reached the engine."""
+    """It writes; with the publisher, its subscription has reached the engine, and the engine's record has come. Batches
+    that are published before that are in the record too, for which the writer clears the replica and applies them
+    anew."""
     await until(
         lambda: (
             gateway.role(name) == "writer" and gateway.intakes[name].journal and not gateway.intakes[name].journal.whole
@@ -26,6 +29,7 @@ async def led(gateway, name="r", publisher=None):
     )
     if publisher is not None:
         await publisher.subscribed()
+        await until(lambda: not gateway.intakes[name].unreplayed)
 
 
 async def mirrored(gateway, name="r"):
@@ -96,6 +100,59 @@ async def test_a_mirror_holds_what_the_writer_holds(redis_server):
         assert other.held("r", hashes) == 0 and other.intakes["r"].state == "live"
         assert publisher.asked == [0]  # nobody but the writer reads events
         assert 0 < other.shared.lag_seconds < 5 and other.intakes["r"].blocks_stored == 15
+
+
+async def test_a_record_that_comes_after_live_events_is_applied_anew_by_writer_and_mirror(redis_server, monkeypatch):
+    """What it repeats is held once, and counted again by both: their counts are of what events reported."""
+    monkeypatch.setattr(sockets, "REPLAY_SECONDS", 60)
+    publisher = Publisher()  # it does not answer yet
+    try:
+        async with gateways(redis_server.url, 2) as (one, other):
+            writer = one.follow("r", publisher)
+            await led(one)
+            await publisher.subscribed()
+            mirror = other.follow("r", publisher)
+            await mirrored(other)
+            await publisher.publish(event(1, 0, 8), event(1, 8, 12))
+            await until(lambda: other.held("r", PROMPT) == 12)
+            assert writer.blocks_stored == mirror.blocks_stored == 12
+            publisher.serve_replay()
+            await until(lambda: not writer.unreplayed)
+            await publisher.publish(removed(10_011), event(2, 0, 3))
+            await until(lambda: other.held("r", prompt(2, 3)[1]) == 3)
+            await same(one, other)
+            assert other.held("r", PROMPT) == 11 and not other.contents("r")["copies"]
+            assert publisher.asked == [0] and other.shared.reloads == 0
+            for intake in (writer, mirror):
+                assert (intake.blocks_stored, intake.blocks_removed) == (27, 1)
+    finally:
+        await publisher.close()
+
+
+async def test_deltas_that_are_read_again_are_applied_once(redis_server):
+    """An answer that was on its way while a mirror loaded brings what it has loaded, during the load or after it."""
+    async with publishing() as publisher, gateways(redis_server.url, 3) as (one, other, late):
+        one.follow("r", publisher)
+        await led(one, "r", publisher)
+        other.follow("r", publisher)
+        await mirrored(other)
+        await publisher.publish(event(1, 0, 6), removed(10_005))
+        await until(lambda: other.held("r", PROMPT) == 5)
+        read_deltas, loaded = late.shared.read_deltas, []
+
+        async def answered_meanwhile(keys, n):
+            deltas = await read_deltas(keys, n)
+            loaded.extend(number for number, _ in deltas)
+            mirror.take(deltas)
+            return deltas
+
+        late.shared.read_deltas = answered_meanwhile
+        mirror = late.follow("r", publisher)
+        await mirrored(late)
+        mirror.take(await read_deltas(mirror.keys, 0))
+        assert one.contents("r") == late.contents("r") and late.held("r", PROMPT) == 5
+        assert (mirror.n, mirror.blocks_stored, mirror.blocks_removed) == (loaded[-1], 6, 1)
+        assert late.shared.reloads == 0 and mirror.mirroring
 
 
 async def test_a_new_gateway_is_warm_from_snapshot_and_tail(redis_server):

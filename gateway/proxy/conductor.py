@@ -134,7 +134,7 @@ class Judge:
                     return _foreign(f"answered 200 with {data[:40]!r}")
                 if sight is Sight.SILENT:
                     self._unsettled(exchange, attempt, ERROR_ANSWER)  # and whoever agrees, no client can read this
-                    return UpstreamError(ERROR_ANSWER, "answered 200 with a stream in which nothing is")
+                    return UpstreamError(ERROR_ANSWER, "answered 200 with a stream without an event")
                 if sight is Sight.EARLY:
                     attempt.withheld = data
                     return None
@@ -359,7 +359,10 @@ class Conductor:
         elif following is Next.REFUSED:
             self.dispatch(exchange, ExchangeEvent.EXHAUSTED, ApiError(attempt.status, str(attempt.error)))
         elif following is Next.EXHAUSTED:
-            message = f"no replica answered after {len(exchange.tried)} attempt(s); the last: {exchange.last_failure}"
+            why = "two engines failed this request alike, so no third was asked"
+            if not failed.agreed:
+                why = f"no replica answered after {len(exchange.tried)} attempt(s)"
+            message = f"{why}; the last: {exchange.last_failure}"
             self.dispatch(exchange, ExchangeEvent.EXHAUSTED, ApiError(502, message, again=not failed.agreed))
         else:
             self._metrics.retries.inc(kind)

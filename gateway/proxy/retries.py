@@ -1,12 +1,12 @@
 """What follows when an attempt fails before its client has a byte. Data, and one function over it. Pure.
 
 The rules: a kept connection that died of old age, and a replica that did not take token ids, are asked once more, since
-neither says anything about the replica. So is the last replica that is left, if it closed a new connection before it
-can have read the request: one of several processes behind its address may have ended. Any other failure leads to
-another replica, as long as attempts and replicas are left. A request under which two replicas went down or hung gets no
-third one: it may be what kills them. One in two legs has two engines at once, which may be of one machine: they do
-different work, so two that go down are too many only where both were computing its prompt, or both were writing its
-answer.
+neither says anything about the replica. So is the last replica that is left, if it closed the connection before it can
+have read the request: one of several processes behind its address may have ended. A connection is replaced once,
+whichever of the two it was. Any other failure leads to another replica, as long as attempts and replicas are left. A
+request under which two replicas went down or hung gets no third one: it may be what kills them. One in two legs has two
+engines at once, which may be of one machine: they do different work, so two that go down are too many only where both
+were computing its prompt, or both were writing its answer.
 
 A first leg that fails is placed anew without that replica. Where its answer shows that the replica keeps no cache for
 others, or that it does not take the leg's body, the request stays whole. A second leg that was not sent goes to another
@@ -117,7 +117,7 @@ class Failed(NamedTuple):
     writes: bool = True  # it was to write the answer; a first leg is not
     beside: bool = False  # it was a first leg while the second one waited for it, and may have failed because of that
     may_be_whole: bool = True  # the request may go in one piece
-    unread: bool = False  # a new connection was closed before the replica can have read the whole request
+    unread: bool = False  # its connection, kept or new, was closed before it can have read the whole request
     alone: bool = False  # no other replica is left
     agreed: bool = False  # two engines have answered alike: it is the request
 

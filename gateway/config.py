@@ -349,7 +349,7 @@ def load(
     try:
         settings = Settings.model_validate(values)
     except ValidationError as error:
-        raise ConfigError("\n".join(_explain(item, sources) for item in error.errors())) from None
+        raise ConfigError("\n".join(_explain(item, sources) for item in _told_once(error.errors()))) from None
     _check_together(settings, sources)
     return Config(settings, sources)
 
@@ -420,8 +420,13 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, str]:
 
 def suggest(name: str, known: Sequence[str] | Mapping[str, Any]) -> str:
     """'Did you mean X?', or the list of what there is."""
-    near = difflib.get_close_matches(name, list(known), 1, 0.6)
-    return f"Did you mean {near[0]!r}?" if near else "Known: " + ", ".join(known)
+    near = _meant(name, known)
+    return f"Did you mean {near!r}?" if near else "Known: " + ", ".join(known)
+
+
+def _meant(name: str, known: Sequence[str] | Mapping[str, Any]) -> str:
+    """The known name that was probably meant, or ""."""
+    return next(iter(difflib.get_close_matches(name, list(known), 1, 0.6)), "")
 
 
 def read_token(settings: Settings, place: str = "admin_token") -> str | None:
@@ -512,6 +517,19 @@ def _place(name: str, sources: Mapping[str, str]) -> str:
     return source if source.startswith(("flag ", "environment ")) else f"{source}: {name}"
 
 
+def _told_once(items: Sequence[Any]) -> list[Any]:
+    """pydantic's errors without the settings that are missing only for being misspelt, which is an error of its own."""
+    unknown = [item["loc"] for item in items if item["type"] == "extra_forbidden"]
+    misspelt = {(*loc[:-1], _meant(str(loc[-1]), _known(loc))) for loc in unknown}
+    return [item for item in items if item["type"] != "missing" or item["loc"] not in misspelt]
+
+
+def _known(loc: Sequence[Any]) -> Mapping[str, Any]:
+    """The settings that there are where pydantic found one that there is not."""
+    of = {"pools": Pool, "discover": Discover}.get(loc[0]) if len(loc) > 1 else None
+    return (of or Settings).model_fields
+
+
 def _explain(item: Any, sources: Mapping[str, str]) -> str:
     """One pydantic error as: place: what is wrong; what would be right."""
     name, *within = item["loc"]
@@ -519,8 +537,7 @@ def _explain(item: Any, sources: Mapping[str, str]) -> str:
     place, part = _place(name, sources), ".".join(inner)
     takes = f"It takes {Settings.model_fields[name].description}" if name in Settings.model_fields else ""
     if item["type"] == "extra_forbidden":
-        of = {"pools": Pool, "discover": Discover}.get(name) if within else None
-        known = (of or Settings).model_fields
+        known = _known(item["loc"])
         return f"{place}: {part and part + ' is an '}unknown setting. {suggest(item['loc'][-1], known)}"
     if item["type"] == "missing":
         return f"{place}: {part or name} is missing. {takes}"

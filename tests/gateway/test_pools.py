@@ -80,6 +80,28 @@ def test_what_is_no_pool_is_refused_by_its_place(tmp_path, pools, said):
     assert said in refused(tmp_path, pools)
 
 
+@pytest.mark.parametrize(
+    ("pools", "said"),
+    [
+        ("{profil: sim, launch: 1}", ["pools: a.profil is an unknown setting. Did you mean 'profile'?"]),
+        ("{profile: sim, lanch: 1}", ["pools: a.lanch is an unknown setting. Did you mean 'launch'?"]),
+        (
+            "{profile: sim, rloe: both}",
+            ["pools: a.launch is missing.", "pools: a.rloe is an unknown setting. Did you mean 'role'?"],
+        ),
+    ],
+)
+def test_one_misspelt_setting_of_a_pool_gets_one_message(tmp_path, pools, said):
+    lines = refused(tmp_path, f"a: {pools}").splitlines()
+    assert len(lines) == len(said) and all(one in line for one, line in zip(said, lines, strict=True)), lines
+
+
+def test_so_does_one_of_the_pods():
+    with pytest.raises(ConfigError) as caught:
+        load(flags={"discover": '{selectr: "a=b", url: "http://{ip}:8000"}'}, environ={})
+    assert str(caught.value) == "flag --discover: selectr is an unknown setting. Did you mean 'selector'?"
+
+
 def test_a_flag_says_in_one_line_what_a_file_says_in_several(connected):
     text = f"{{p: {{profile: {connected}, launch: 1, role: prefill}}, d: {{profile: {connected}, launch: 1, role: decode}}}}"
     given = load(flags={"pools": text}, environ={}).settings

@@ -11,7 +11,7 @@ from rich.console import Console
 import policies
 from loadgen import options
 from loadgen.drive import engines, target
-from loadgen.drive.client import Client
+from loadgen.drive.client import BadURL, Client
 from loadgen.drive.stack import Stack
 from loadgen.report import comparison, files
 from loadgen.report.summary import now, setting
@@ -54,7 +54,10 @@ def targets(args: argparse.Namespace) -> dict[str, str]:
             raise options.BadOption(f"--target {item!r}: expected NAME=URL")
         if name in found:
             raise options.BadOption(f"--target {name!r} is given twice")
-        Client(url)  # raises BadURL before anything is sent
+        try:
+            Client(url)  # before anything is sent
+        except BadURL as error:
+            raise options.BadOption(f"--target {name}: {error}") from None
         found[name] = url
     return found
 

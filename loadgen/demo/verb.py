@@ -33,7 +33,7 @@ from loadgen.report.comparison import comparison
 from loadgen.report.summary import Report, Reports, now, setting, summarise
 from loadgen.run import exit_code
 from loadgen.workload.arrivals import conversation_starts
-from loadgen.workload.conversations import Conversation
+from loadgen.workload.conversations import BadWorkload, Conversation
 from loadgen.workload.documents import Document, documents, read_text
 from loadgen.workload.texts import multi_turn
 
@@ -72,9 +72,12 @@ class Plan:
 def plan(path: Path | None, scene: Scene = SIMULATED) -> Plan:
     """The texts, and caches sized to them. Raises BadWorkload."""
     length = scene.text_chars
-    if path is not None:  # a short file is cut into shorter texts, so that there are still several
-        length = min(length, max(LEAST_CHARS, len(read_text(path)) // scene.texts))
-    texts = documents(path, scene.texts, length)
+    try:
+        if path is not None:  # a short file is cut into shorter texts, so that there are still several
+            length = min(length, max(LEAST_CHARS, len(read_text(path)) // scene.texts))
+        texts = documents(path, scene.texts, length)
+    except BadWorkload as error:
+        raise BadWorkload(f"--file {error}" if path is not None else str(error)) from None
     tokens = sum(len(document.text) for document in texts) / scene.chars_per_token
     longest = max(len(document.text) for document in texts) / scene.chars_per_token
     least = scene.running * (longest + scene.talk_tokens)  # what the running conversations need in any case

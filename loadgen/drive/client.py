@@ -9,6 +9,7 @@ byte was closed by the server meanwhile, and the request is sent again on a fres
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import socket
 import ssl
@@ -32,6 +33,15 @@ _KEPT_HEADERS = frozenset(
 
 class BadURL(BadInput):
     """The base URL is not one; the message says what was wrong."""
+
+
+def base_url(text: str) -> str:
+    """Read a flag's base URL. Raises ArgumentTypeError."""
+    try:
+        Client(text).close()
+    except BadURL as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text
 
 
 class Connection(asyncio.Protocol):
@@ -131,7 +141,7 @@ class Client:
         if parts.query or parts.fragment:
             raise BadURL(f"{base_url!r}: a base URL has neither ? nor #, write http://HOST:PORT or http://HOST:PORT/v1")
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise BadURL(f"{base_url!r} is not an http:// or https:// URL")
+            raise BadURL(f"{base_url!r} is not an http:// or https:// URL; write http://HOST:PORT")
         try:
             self.port = parts.port or (443 if parts.scheme == "https" else 80)
         except ValueError as error:

@@ -16,7 +16,7 @@ from typing import NamedTuple, NoReturn
 
 import orjson
 
-from loadgen.drive.client import Client
+from loadgen.drive.client import Client, base_url
 from loadgen.drive.processes import Processes, Share
 from loadgen.drive.run import CHAT, COMPLETIONS, Asking, Run
 from loadgen.options import INTERRUPTED, BadOption, Failed, flags, positive
@@ -42,6 +42,7 @@ def add_target(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("target")
     group.add_argument(
         "--base-url",
+        type=base_url,
         default="http://127.0.0.1:8080",
         metavar="URL",
         help="server or gateway to ask, with or without /v1 (default %(default)s)",

@@ -56,7 +56,11 @@ def check(args: argparse.Namespace) -> None:
 
 
 def slo(args: argparse.Namespace) -> dict[str, float] | None:
-    return parse_slo(" ".join(args.slo)) if args.slo else None
+    """Raises BadOption."""
+    try:
+        return parse_slo(" ".join(args.slo)) if args.slo else None
+    except BadOption as error:
+        raise BadOption(f"--slo: {error}") from None
 
 
 def check_writable(path: Path | None, flag: str = "--json") -> None:

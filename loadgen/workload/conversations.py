@@ -16,6 +16,9 @@ from loadgen.options import BadInput
 Message = dict[str, object]  # as OpenAI has it; "content" may also be a tuple of Spans
 
 
+FILES = "a trace, a file of conversations or a text"  # what loads are made of
+
+
 class BadWorkload(BadInput):
     """A file or text that no load can be made of; the message names the file, the line and the reason."""
 

@@ -12,14 +12,15 @@ import inspect
 import math
 import random
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial, wraps
 from pathlib import Path
 
 from loadgen.options import BadOption, flags, positive, rate, seconds, share, whole
 from loadgen.workload import generators, texts, traces
 from loadgen.workload.arrivals import Ramp, conversation_starts
-from loadgen.workload.conversations import Conversation, Workload
+from loadgen.workload.conversations import BadWorkload, Conversation, Workload
 from loadgen.workload.documents import documents
 from loadgen.workload.files import Reader
 from loadgen.workload.synthetic import VOCABULARY
@@ -234,8 +235,18 @@ def _add_shape(group: argparse._ArgumentGroup) -> None:
 def dataset(args: argparse.Namespace) -> str:
     """The load's name; a file says it by what it holds. Raises BadOption, BadWorkload."""
     if args.dataset_name is None:
-        return (args.dataset_path and traces.guess(args.dataset_path)) or "multi-turn"
+        with _naming_the_flag(args):
+            return (args.dataset_path and traces.guess(args.dataset_path)) or "multi-turn"
     return args.dataset_name
+
+
+@contextmanager
+def _naming_the_flag(args: argparse.Namespace) -> Iterator[None]:
+    """Of a file that cannot be used: say which flag named it."""
+    try:
+        yield
+    except BadWorkload as error:
+        raise BadWorkload(f"--dataset-path {error}" if args.dataset_path else str(error)) from None
 
 
 def shape(args: argparse.Namespace) -> dict[str, object]:
@@ -292,7 +303,9 @@ def salt(args: argparse.Namespace) -> int:
 def workload(args: argparse.Namespace) -> Workload:
     """The whole load. Raises BadOption, BadWorkload."""
     rng = random.Random(args.seed)
-    load = DATASETS[dataset(args)](rng, args.num_prompts, **shape(args))
+    name, given = dataset(args), shape(args)
+    with _naming_the_flag(args):
+        load = DATASETS[name](rng, args.num_prompts, **given)
     if not load.starts or args.users or args.request_rate or args.ramp_up_strategy:
         load.starts = _starts(load.conversations, args, rng)
     return load

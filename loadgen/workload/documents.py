@@ -108,7 +108,7 @@ def file_documents(path: Path, length: int) -> list[Document]:
     if part:
         documents.append(part)
     if not documents:
-        raise BadWorkload(f"{path}: the file holds no text")
+        raise BadWorkload(f"{path}: the file holds no text; name a UTF-8 text")
     return [_passages(f"{path.name}, part {number}", part) for number, part in enumerate(documents, 1)]
 
 
@@ -119,7 +119,7 @@ def read_text(path: Path) -> str:
     except UnicodeDecodeError as error:
         raise BadWorkload(f"{path}: not UTF-8 text (byte {error.start})") from None
     except OSError as error:
-        raise BadWorkload(f"{path}: {error.strerror}") from None
+        raise BadWorkload(f"{path}: {error.strerror}; name a UTF-8 text") from None
 
 
 def _pieces(paragraph: str, length: int):

@@ -16,7 +16,7 @@ from typing import IO
 
 import orjson
 
-from loadgen.workload.conversations import BadWorkload
+from loadgen.workload.conversations import FILES, BadWorkload
 
 _UNREADABLE = (OSError, EOFError, zlib.error)  # the latter two: a .gz that ends too soon, or is damaged
 _EXAMPLES = 5  # reasons shown of what was left out
@@ -68,7 +68,7 @@ class Reader:
             try:
                 return next((line for line in iter(lambda: file.readline(_CHUNK), b"") if line.strip()), b"").strip()
             except _UNREADABLE as error:
-                raise BadWorkload(f"{self.path}: {_reason(error)}") from None
+                raise BadWorkload(f"{self.path}: {_reason(error)}; name {FILES}") from None
 
     def notes(self) -> list[str]:
         if not self.bad:
@@ -79,7 +79,7 @@ class Reader:
         try:
             return gzip.open(self.path) if self.path.suffix == ".gz" else open(self.path, "rb")
         except OSError as error:
-            raise BadWorkload(f"{self.path}: {error.strerror}") from None
+            raise BadWorkload(f"{self.path}: {error.strerror}; name {FILES}") from None
 
     def _parsed(self, parse: Callable, given: object, place: str, number: int) -> object:
         try:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import orjson
 
-from loadgen.workload.conversations import BadWorkload, Conversation, Message, Span, Turn, Workload
+from loadgen.workload.conversations import FILES, BadWorkload, Conversation, Message, Span, Turn, Workload
 from loadgen.workload.files import BadLine, Reader
 from loadgen.workload.texts import CHARS_PER_TOKEN
 
@@ -209,7 +209,8 @@ def conversation_file(
     held = _enough(found, requests, rng if shuffle else None)
     if not held:
         raise BadWorkload(
-            f"{path}: no conversation in it has a message to answer" + "".join(f"; {note}" for note in reader.notes())
+            f"{path}: no conversation in it has a message to answer; name {FILES}"
+            + "".join(f"; {note}" for note in reader.notes())
         )
     wanted = requests if requests is not None else sum(len(conversation.turns) for conversation in held)
     conversations, index = [], 0

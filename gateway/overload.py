@@ -180,6 +180,8 @@ def _text(value: Any) -> str:
 
 def _steps(value: Any) -> tuple[str, ...]:
     """One step, or a list of them in their order."""
+    if value is None:
+        raise ValueError(f"it has no value; name one or more of {', '.join(STEPS)}")
     steps = value if isinstance(value, list) else [value]
     if not steps:
         raise ValueError(f"it has no step; name one or more of {', '.join(STEPS)}")

@@ -6,6 +6,7 @@ comes in, and not where it first does harm.
 
 import ipaddress
 import re
+from collections.abc import Callable
 
 MAX_HOST = 253  # RFC 1035, in text
 MAX_IPC = 107  # what sockaddr_un has room for
@@ -15,10 +16,17 @@ NAME = re.compile(rf"{LABEL}(?:\.{LABEL})*\.?")
 TCP = re.compile(r"tcp://(\[[^\[\]]*\]|[^\[\]:/]*):(\d{1,5})")
 
 
+def _check_address(read: Callable[[str], object], host: str, how: str) -> None:
+    try:
+        read(host)
+    except ValueError as error:
+        raise ValueError(f"{error}; write an address {how}, or a host name") from None
+
+
 def check_host(host: str) -> None:
     """Raise ValueError, with the reason, for what is neither a host name nor an address; IPv6 without brackets."""
     if ":" in host:
-        ipaddress.IPv6Address(host)
+        _check_address(ipaddress.IPv6Address, host, "in brackets, like [::1]")
         if "%" in host:
             raise ValueError(f"the zone in {host[:100]!r} means something on this machine alone; give a global address")
         return
@@ -29,7 +37,7 @@ def check_host(host: str) -> None:
     if re.fullmatch(
         r"\d+|0[xX][0-9a-fA-F]*", host.rstrip(".").rpartition(".")[2]
     ):  # inet_aton reads 1.2, too, as an address
-        ipaddress.IPv4Address(host)
+        _check_address(ipaddress.IPv4Address, host, "as four numbers from 0 to 255, like 127.0.0.1")
 
 
 def one_spelling(host: str) -> str:

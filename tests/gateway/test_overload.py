@@ -184,6 +184,8 @@ def classes(*entries):
             "scheduler.qos_classes",
         ),
         ("admission: {when_full: shed}", "admission: when_full: 'shed' is none of wait", "reject"),
+        ("admission: {when_full: }", "admission: when_full: it has no value", "name one or more of wait, degrade"),
+        (classes("{name: a, when_full: }"), "qos_classes[0].when_full: it has no value", "spill"),
         ("admission: {when_full: []}", "admission: when_full: it has no step", "wait, degrade"),
         ("admission: {when_full: [wait, wait]}", "admission: when_full: wait is there twice", "once"),
         ("admission: {when_full: [observe, wait]}", "admission: when_full: observe sends every request", "alone"),

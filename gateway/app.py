@@ -20,6 +20,7 @@ from policies import CostGroup, Ledger
 from replicas import Fleet, Replica, State
 from replicas.access import session_to
 from replicas.launch import profile as profiles
+from replicas.lifecycle import TAKES_TRAFFIC
 from replicas.pulse import BREAKS_FROM, Pulse
 
 from . import datapath
@@ -34,7 +35,7 @@ from .ops.admin import Admin
 from .ops.guard import Guard
 from .ops.metrics import Metrics, Reading
 from .ops.recent.recent import Recent
-from .ops.view import View
+from .ops.view import View, given_twice
 from .proxy.backend import Backend
 from .proxy.decisions import Decisions
 from .proxy.retries import UNCONFIRMED
@@ -92,6 +93,7 @@ class Gateway:
         self.fleet.on_change.append(self._replica_changed)
         self.kept = kept_replicas(settings)
         self.discovery = datapath.discovery(settings, self.fleet)
+        self._twins: set[tuple[str, str]] = set()  # engines given under several names, and what was said of each
         self.slots: dict[str, int] = {}
         self.intakes: dict[str, EventIntake | SharedIntake] = {}
         self.shared = _shared_map(settings, self.map, self.background)
@@ -255,7 +257,16 @@ class Gateway:
                 self._forget(backend)
         elif new is State.READY:
             self._meet(replica)
+            self._warn_of_twins()
         self._models_changed()
+
+    def _warn_of_twins(self) -> None:
+        """Log of each engine that was given under several names, once."""
+        ready = [replica for replica in self.fleet.replicas.values() if replica.state in TAKES_TRAFFIC]
+        twins = {(replica.engine, complaint) for replica, complaint in given_twice(ready)}
+        for engine, complaint in sorted(twins - self._twins):
+            log.warning("replica %s: %s", engine, complaint)
+        self._twins = twins
 
     def _meet(self, replica: Replica) -> None:
         """A replica is ready, for the first time or again: know it, and listen to its events."""

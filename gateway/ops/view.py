@@ -98,7 +98,7 @@ class View:
         metrics, why_not, stats = self.metrics, self.why_not_ready(), self.cachemap.stats()
         numbers, known = counted_of(metrics, self.replicas), list(self.replicas.values())
         replicas = [{**self._replica(one, stats["slots"]), **numbers[one.id]} for one in known]
-        for replica, complaint in _given_twice(known):
+        for replica, complaint in given_twice(known):
             replicas[known.index(replica)]["problems"].append(complaint)
         return {
             "version": __version__,
@@ -368,7 +368,7 @@ def counted_of(metrics: Metrics, replicas: Iterable[str]) -> dict[str, dict[str,
     }
 
 
-def _given_twice(replicas: Sequence[Replica]) -> Iterator[tuple[Replica, str]]:
+def given_twice(replicas: Sequence[Replica]) -> Iterator[tuple[Replica, str]]:
     """Replicas whose engine has another name as well, and what to say of it."""
     engines: dict[str, list[Replica]] = {}
     for replica in replicas:

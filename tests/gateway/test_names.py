@@ -12,6 +12,7 @@ import pytest
 
 from tests.replicas.certificates import server_context
 
+from .http.talk import eventually
 from .running import running
 
 # In a gateway's process, names are resolved by a table that the test may change: what getaddrinfo would say.
@@ -216,3 +217,23 @@ async def test_a_file_that_holds_no_certificates_is_refused_at_once(tmp_path):
     with pytest.raises(AssertionError, match="replica_ca: .*ca.pem cannot be read as certificates"):
         async with running("--replica-url", "https://gpu.test", "--replica-ca", str(tmp_path / "ca.pem")):
             pass
+
+
+async def test_an_engine_under_two_names_is_in_the_log_once():
+    async with engine("127.0.0.1") as process:
+        names = [f"127.0.0.1:{process.port}", f"localhost:{process.port}"]
+        async with running("--replica-url", *names, "--model", "sim") as gateway:
+            await gateway.ready(2)
+
+            def said() -> list[str]:
+                lines = b"".join(gateway.log).decode().splitlines()
+                return sorted(line for line in lines if "also given as" in line)
+
+            await eventually(lambda: len(said()) == 2)
+            for line, name, other in zip(said(), names, reversed(names), strict=True):
+                assert f" warning hitherto replica {name}: the same engine is also given as {other}: its load" in line
+            (await gateway.admin.post(f"/replicas/{names[1]}/drain")).raise_for_status()
+            await gateway.until(lambda status: status["replicas"][1]["state"] == "stopped")
+            (await gateway.admin.post("/replicas", json={"url": f"http://{names[1]}"})).raise_for_status()
+            await gateway.ready(2)
+            assert len(said()) == 2, "and not at each change"

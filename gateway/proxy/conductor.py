@@ -273,7 +273,15 @@ class Conductor:
         event, exchange = ExchangeEvent.FAILED, attempt.exchange
         alone = error.unread and not self.judge.others(exchange, attempt)
         agreed = error.kind == ERROR_ANSWER and bool(errors := exchange.unattributed_errors) and settled(errors)
-        failed = Failed(error.kind, stale, attempt.new_connection, unread=error.unread, alone=alone, agreed=agreed)
+        failed = Failed(
+            error.kind,
+            stale,
+            attempt.new_connection,
+            attempt.had_whole,
+            unread=error.unread,
+            alone=alone,
+            agreed=agreed,
+        )
         if attempt.leg is not None:
             of_leg = self.leg_ends.what_failed(exchange, attempt, error, failed)
             if of_leg is None:
@@ -339,7 +347,7 @@ class Conductor:
         following = after(failed, exchange.attempts_used, exchange.crashes, self._retries)
         if following is Next.SAME:
             exchange.attempts_used += failed.unread and not failed.stale
-            self._repeat(exchange, attempt, kind)
+            self._repeat(exchange, attempt, failed)
             return
         if KINDS[kind].blamed:
             self.settling.failed(attempt.backend, kind)
@@ -382,10 +390,11 @@ class Conductor:
         second_leg(exchange, monotonic())
         self._try(exchange, None)
 
-    def _repeat(self, exchange: Exchange, attempt: Attempt, kind: str) -> None:
+    def _repeat(self, exchange: Exchange, attempt: Attempt, failed: Failed) -> None:
         """The same replica once more: as text, or on a connection of its own."""
-        self._metrics.retries.inc(kind if kind == IDS else "reconnect")
-        exchange.add_attempt(attempt.repeat(new_connection=kind != IDS, without_ids=kind == IDS))
+        as_text = failed.kind == IDS
+        self._metrics.retries.inc(IDS if as_text else "reconnect")
+        exchange.add_attempt(attempt.repeat(new_connection=not as_text, unread=failed.unread, without_ids=as_text))
         self.dispatch(exchange, ExchangeEvent.PLACED)
 
     def _relay(self, exchange: Exchange, data: bytes) -> None:

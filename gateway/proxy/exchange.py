@@ -63,7 +63,7 @@ class AttemptHandler(Protocol):
 class Attempt:
     __slots__ = (
         # given
-        "backend", "placement", "prompt", "new_connection", "without_ids",
+        "backend", "placement", "prompt", "new_connection", "had_whole", "without_ids",
         # which leg it is and its body; None where it is the whole, with the client's
         "leg", "body",
         # whose it is: the exchange, its client and who conducts both; only None where the bytes pass elsewhere
@@ -96,14 +96,17 @@ class Attempt:
         begun_at: float,
         *,
         new_connection: bool = False,
+        had_whole: bool = False,
         without_ids: bool = False,
         leg: Leg | None = None,
         body: bytes | None = None,
     ):
-        """`new_connection`: not on a kept connection. `without_ids`: without token ids, whatever the replica takes."""
+        """`new_connection`: not on a kept connection. `had_whole`: the replica may have read all of the request on
+        another one, which it closed. `without_ids`: without token ids, whatever the replica takes."""
         self.leg, self.body = leg, body
         self.backend, self.placement, self.prompt = backend, placement, prompt
         self.new_connection, self.without_ids, self.streams = new_connection, without_ids, streams
+        self.had_whole = had_whole
         self.exchange: Exchange = None  # type: ignore[assignment]  # until it is added to one
         self.client: Downstream = None  # type: ignore[assignment]  # until it is the exchange's
         self.conductor: AttemptHandler = None  # type: ignore[assignment]  # as the client
@@ -131,8 +134,9 @@ class Attempt:
         if upstream is not None:
             upstream.drop()
 
-    def repeat(self, *, new_connection: bool = False, without_ids: bool = False) -> Attempt:
-        """The next one, to the same replica and on the same reservation."""
+    def repeat(self, *, new_connection: bool = False, unread: bool = False, without_ids: bool = False) -> Attempt:
+        """The next one, to the same replica and on the same reservation. `unread`: the replica cannot have read all of
+        the request on this one's connection."""
         streams = self.prompt is not None and self.prompt.stream and self.leg is not PREFILL
         return self.__class__(
             self.backend,
@@ -141,6 +145,7 @@ class Attempt:
             streams,
             monotonic(),
             new_connection=new_connection or self.new_connection,
+            had_whole=self.had_whole or (new_connection and not unread),
             without_ids=without_ids or self.without_ids,
             leg=self.leg,
             body=self.body,

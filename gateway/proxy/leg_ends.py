@@ -86,7 +86,7 @@ class LegEnds:
             return False
         if error.kind == CLOSED and stale and not first.new_connection:
             self._metrics.retries.inc("reconnect")
-            again = legs.first = first.repeat(new_connection=True)
+            again = legs.first = first.repeat(new_connection=True, unread=error.unread)
             exchange.add_attempt(again)
             attempts[-2:] = attempts[:-3:-1]  # the leg that answers stays the last one
             self._conductor.begin_attempt(exchange, again)

@@ -4,9 +4,10 @@ The rules: a kept connection that died of old age, and a replica that did not ta
 neither says anything about the replica. So is the last replica that is left, if it closed the connection before it can
 have read the request: one of several processes behind its address may have ended. A connection is replaced once,
 whichever of the two it was. Any other failure leads to another replica, as long as attempts and replicas are left. A
-request under which two replicas went down or hung gets no third one: it may be what kills them. One in two legs has two
-engines at once, which may be of one machine: they do different work, so two that go down are too many only where both
-were computing its prompt, or both were writing its answer.
+request under which two replicas went down or hung gets no third one: it may be what kills them. A replica that closed
+the connection before it can have read all of the request is none of these. One in two legs has two engines at once,
+which may be of one machine: they do different work, so two that go down are too many only where both were computing its
+prompt, or both were writing its answer.
 
 A first leg that fails is placed anew without that replica. Where its answer shows that the replica keeps no cache for
 others, or that it does not take the leg's body, the request stays whole. A second leg that was not sent goes to another
@@ -110,7 +111,8 @@ class Failed(NamedTuple):
 
     kind: str
     stale: bool = False  # on a kept connection, before a byte of an answer
-    repeated: bool = False  # it was itself the repetition on a connection of its own
+    repeated: bool = False  # it was itself the repetition on a connection of its own ...
+    had_whole: bool = False  # ... and the replica may have read all of the request on the one before
     handed_over: bool = False  # it was a second leg ...
     still_kept: bool = False  # ... whose parameters were good
     computes: bool = True  # it was to compute the prompt; a second leg is not
@@ -123,9 +125,12 @@ class Failed(NamedTuple):
 
 
 def is_crash(failed: Failed) -> bool:
-    """A refused connection is a crash as well if the one before it died with this request on it, and so is one that
-    leads to another process."""
-    return KINDS[failed.kind].crash or (failed.kind in (CONNECT, REPLACED) and failed.repeated)
+    """Whether the replica went down or hangs with the request in its hands, which it has once it has read all of it. A
+    connection that brought it nothing whole (refused, closed unread, or one to another process) is a crash if the one
+    before it died with this request on it."""
+    if failed.unread or failed.kind in (CONNECT, REPLACED):
+        return failed.had_whole
+    return KINDS[failed.kind].crash
 
 
 class Crashes(NamedTuple):
@@ -151,10 +156,10 @@ def after(failed: Failed, used: int, crashes: Crashes, retries: int) -> Next:
     before this one; `retries`: how many more attempts than one it has."""
     if failed.kind == IDS or (failed.kind == CLOSED and failed.stale and not failed.repeated):
         return Next.SAME
-    if failed.unread and failed.alone and not (failed.repeated or failed.beside) and used < retries:
-        return Next.SAME
     if crashes.after(failed).too_many:
         return Next.LOST
+    if failed.unread and failed.alone and not (failed.repeated or failed.beside) and used < retries:
+        return Next.SAME
     if failed.agreed:
         return Next.EXHAUSTED
     if failed.kind in (NOT_KEPT, LEG_REFUSED, PREFILL_FAILED):

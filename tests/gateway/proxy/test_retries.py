@@ -57,7 +57,18 @@ def test_the_last_replica_that_left_the_request_unread_is_asked_once_more_within
 
 def test_the_second_replica_that_goes_down_with_it_is_the_last():
     assert after(Failed(HUNG), 1, ONE, retries=5) is Next.LOST
-    assert is_crash(Failed(CONNECT, repeated=True)) and not is_crash(Failed(CONNECT))
+    assert is_crash(Failed(CONNECT, repeated=True, had_whole=True))
+    assert not is_crash(Failed(CONNECT)) and not is_crash(Failed(CONNECT, repeated=True))
+
+
+def test_who_has_not_read_all_of_it_did_not_go_down_with_it():
+    unread = Failed(CLOSED, unread=True)
+    assert not is_crash(unread) and not is_crash(unread._replace(repeated=True))
+    assert is_crash(unread._replace(repeated=True, had_whole=True)), "but on the connection before"
+    assert after(unread, 1, ONE, retries=2) is Next.OTHER
+    assert after(unread._replace(alone=True), 1, ONE, retries=2) is Next.SAME
+    assert after(unread._replace(alone=True), 1, Crashes(2, 0), retries=2) is Next.LOST
+    assert after(unread._replace(alone=True, repeated=True), 2, NO_CRASHES, retries=2) is Next.EXHAUSTED
 
 
 def test_of_a_request_in_two_legs_two_engines_may_go_down_at_once():
@@ -86,7 +97,7 @@ def test_no_replica_is_tried_beyond_what_is_allowed(failed, tried, crashes, retr
 
 def test_who_was_replaced_has_not_been_tried_unless_the_one_before_died_with_the_request():
     assert after(Failed(REPLACED), 9, ONE, retries=0) is Next.ANEW
-    assert after(Failed(REPLACED, repeated=True), 0, ONE, retries=2) is Next.LOST
+    assert after(Failed(REPLACED, repeated=True, had_whole=True), 0, ONE, retries=2) is Next.LOST
 
 
 @pytest.mark.parametrize("kind", [NOT_KEPT, LEG_REFUSED, PREFILL_FAILED])

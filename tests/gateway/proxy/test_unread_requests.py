@@ -81,6 +81,23 @@ async def test_what_closes_every_connection_is_asked_twice_within_the_retries(re
         await eventually(s.idle)
 
 
+async def test_replicas_that_read_a_part_of_it_are_not_said_to_go_down_with_it():
+    """Its client may ask again, and is told so."""
+    asked = []
+
+    async def script(reader, writer):
+        asked.append(await reader.readexactly(100))
+        writer.transport.abort()  # with the rest unread: a reset
+
+    async with stack(script, script) as s:
+        talk = await s.talk()
+        await talk.say(post(b"x" * 1_000_000, path=b"/v1/audio/transcriptions"))
+        status, headers, body = await talk.response(20)
+        assert status == 502 and b"replicas_lost" not in body and b"no replica answered" in body
+        assert "x-should-retry" not in headers and len(asked) == 3
+        await eventually(s.idle)
+
+
 async def test_another_replica_is_asked_first():
     accepted, seen = [], []
     async with stack(closes(accepted), answers(seen=seen)) as s:

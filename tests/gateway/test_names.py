@@ -214,7 +214,7 @@ async def test_an_https_engine_gets_plain_and_streamed_requests_and_its_events_a
 
 async def test_a_file_that_holds_no_certificates_is_refused_at_once(tmp_path):
     (tmp_path / "ca.pem").write_text("nothing")
-    with pytest.raises(AssertionError, match="replica_ca: .*ca.pem cannot be read as certificates"):
+    with pytest.raises(AssertionError, match="flag --replica-ca: .*ca.pem cannot be read as certificates"):
         async with running("--replica-url", "https://gpu.test", "--replica-ca", str(tmp_path / "ca.pem")):
             pass
 

@@ -142,7 +142,11 @@ async def test_a_trace_sent_by_two_processes_with_a_bad_line_left_out(engine, wi
     flags = ("--dataset-name", "bailian", "--dataset-path", str(path), "--trace-speed", "50")
     async with engine(openai(wire)) as server:
         code, _, err = await loadgen("run", "--base-url", server.url, *flags)
-        assert code == 2 and err.startswith(f"loadgen run: --dataset-path {path}, line 7: not JSON") and server.requests == []
+        assert (
+            code == 2
+            and err.startswith(f"loadgen run: --dataset-path {path}, line 7: not JSON")
+            and server.requests == []
+        )
         code, out, err = await loadgen(
             "run",
             "--base-url",

@@ -314,7 +314,7 @@ async def test_the_gateway_alone_before_an_engine_on_this_machine(stack, tmp_pat
     """compose.gateway.yaml, while the engine is a process of the machine: requests and its events cross the bridge."""
     command = [sys.executable, "-m", "gateway", "replica", "--host", "0.0.0.0", "--port", "0"]
     engine = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    port = re.search(r"http://0.0.0.0:(\d+)", engine.stderr.readline())[1]
+    port = next(found[1] for line in engine.stderr if (found := re.search(r"http://0.0.0.0:(\d+)", line)))
     url = f"http://host.docker.internal:{port}"
     alone = Stack(
         "compose.gateway.yaml",

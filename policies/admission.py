@@ -38,7 +38,7 @@ from itertools import count
 from math import ceil, exp, inf, log
 
 from .classes import NO_LIMITS, Classes, QosClass
-from .control import CAP, HALVE, SHED, TIGHT, TIGHTEN, Control
+from .control import CAP, HALVE, NONE_REFUSED, SHED, TIGHT, TIGHTEN, Control, Refused
 from .costs import Costs
 from .lines import Line, Resource, Ticket
 from .quotes import Place, Quote
@@ -152,6 +152,7 @@ class Admission:
         self.capped: frozenset[str] = frozenset()
         self.halved: frozenset[str] = frozenset()
         self.shed: frozenset[str] = frozenset()
+        self.refused = {one.name: NONE_REFUSED for one in classes.all}  # since the beginning, for `control`
         self._odd: set[str] = set()  # of halved classes, those of which the next newcomer is admitted
 
     @property
@@ -503,7 +504,11 @@ class Admission:
                 yield ticket, self._to_return(ticket, Verdict(REFUSED, "deadline", (), _drain(ticket.line)), now)
 
     def _to_return(self, ticket: Ticket, refused: Verdict, now: float) -> Verdict:
-        """Have it come back behind those that were refused before it."""
+        """Count it, and have it come back behind those that were refused before it."""
+        if _is_for_its_class(ticket, refused.reason):
+            owed, beyond = self.refused[ticket.qos.name]
+            is_owed = self._reserves.is_owed(ticket.qos, now)
+            self.refused[ticket.qos.name] = Refused(owed + is_owed, beyond + (not is_owed))
         in_line = sum([line.pace.value for line in self.lines if line.qos is ticket.qos])
         pace = max(in_line, self._reserves.pace(now))
         return refused._replace(retry_after=self._returns.book(ticket.qos, refused.retry_after, ticket.own, pace, now))
@@ -621,6 +626,15 @@ def _unclaimed(room: Sequence[int], places: Sequence[Place], ahead: Sequence[Lin
         return ()
     claimed: frozenset[str] = frozenset().union(*[one.targets for one in ahead])
     return [index for index in room if claimed.isdisjoint(places[index])]
+
+
+def _is_for_its_class(ticket: Ticket, reason: str) -> bool:
+    """Whether a request was refused because nobody could meet a limit of its class. One that it brings itself may be
+    such that nobody ever does."""
+    own, of_class = ticket.slo, ticket.qos.slo
+    if reason == "tpot":
+        return of_class.tpot is not None and own.tpot == of_class.tpot
+    return reason in ("ttft", "deadline") and of_class.ttft is not None and own.ttft == of_class.ttft
 
 
 def _first_since(line: Line) -> float:

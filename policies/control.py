@@ -10,23 +10,33 @@ of a class answer to the highest pressure above it:
     halve     from 1.0   every other newcomer of it is refused, unless a replica is idle
     shed      from 1.0   those that wait are at once, and all newcomers, unless a replica is idle
 
-So it is for the lowest class, from which as many steps are taken in a window as its pressure demands. The next class
-follows only once that is shed and limits are missed all the same, from 1.0 for each step, one a window. Nothing is
-taken from the classes of the highest priority. Steps are undone in reverse order, as far as the pressure that lasts is
-SLACK below where each is taken; where nobody asks any more there is none. A class that was shed comes back by half,
-though, once the pressure of a whole window is that low: without its crowd a third says little of what it would do.
-Nothing before that is undone in the same window: half of its crowd shows what all of it would do to others. So all is
-undone in two windows if one class was shed, and in one more for each further one. In a window steps are taken or
+So it is for the lowest class, from which as many steps are taken in a window as its pressure demands, though only one
+for a single slow answer or refusal. The next class follows only once that is shed and limits are missed all the same,
+from 1.0 for each step, one a window. Nothing is taken from the classes of the highest priority. Steps are undone in
+reverse order, as far as the pressure that lasts is SLACK below where each is taken. A class that was shed comes back by
+half, though, once the pressure of a whole window is that low: without its crowd a third says little of what it would
+do. Nothing before that is undone in the same window: half of its crowd shows what all of it would do to others. So all
+is undone in two windows if one class was shed, and in one more for each further one. In a window steps are taken or
 undone, never both.
 
+A request that was refused because nobody could meet its class's limits has missed them like a slow answer, where a
+lower class had what the rules would have given to it (`Reserves.is_owed`). Where more than one in a hundred missed them
+so, the pressure is REFUSED at least: an overloaded fleet refuses most and answers few, all of them in time. Those that
+were refused while their class had its due (a flood, or all that there is once lower classes are shed) demand no step.
+But as long as there are such, or so few requests that nothing is known of a class, what was taken for it is kept, for
+HOLD windows: then it is undone as if there was no pressure. That shows whether the fault is over, and nobody gives
+anything up for those who ask no more.
+
 Besides, `wants_more` says that more replicas are needed: some class missed its limits, whatever was taken from others,
-or its requests wait longer than that for an answer (`is_late`): where few are answered no pressure is known.
+or its requests wait longer than that for an answer (`is_late`), or are refused, of the highest classes whatever they
+ask for.
 No I/O, no clock.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import inf
 from typing import NamedTuple
 
 from .classes import QosClass, Slo
@@ -39,17 +49,54 @@ TIGHT = 0.8  # of what a class may else take of a replica
 SLACK = {TIGHTEN: 0.1, CAP: 0.05, HALVE: 0.1, SHED: 0.1}
 LATELY = 1 / 3  # of a window, its end
 ENOUGH, ENOUGH_FOR_P999 = 20, 1000  # answers in a window: of fewer, one that is slow says nothing of the others
+MISSED = 0.01  # share of a class's requests that may miss its limits
+REFUSED = 1.0  # pressure where more than that are refused
+HOLD = 2  # windows in a row in which steps are kept though nothing says that they are needed
 
 
 class Seen(NamedTuple):
-    """Of so many answers in a window, in seconds."""
+    """Of so many answers in a window, in seconds. `second`: the second slowest."""
 
     answers: float
     p99: float
     p999: float
+    second: float = inf
 
 
 Both = tuple[Seen | None, Seen | None]  # of the time to the first token, and per token
+
+
+class Refused(NamedTuple):
+    """How many of a class's requests were refused because nobody could meet its limits: `owed` while a lower class had
+    more than its due, and `beyond` that."""
+
+    owed: int = 0
+    beyond: int = 0
+
+
+NONE_REFUSED = Refused()
+
+
+class Refusals:
+    """What a count of the refused by class, which only rises, gained in a window and in its last third."""
+
+    def __init__(self, counted: Mapping[str, Refused]) -> None:
+        self._counted = counted
+        self._window, self._lately = dict(counted), dict(counted)
+
+    def last_third(self) -> None:
+        """It begins now."""
+        self._lately = dict(self._counted)
+
+    def of(self, qos: str) -> tuple[Refused, Refused]:
+        """Return how many of a class were refused since the window began, and since its last third did."""
+        owed, beyond = self._counted[qos]
+        window, lately = self._window[qos], self._lately[qos]
+        return Refused(owed - window.owed, beyond - window.beyond), Refused(owed - lately.owed, beyond - lately.beyond)
+
+    def next_window(self) -> None:
+        """It begins now."""
+        self._window, self._lately = dict(self._counted), dict(self._counted)
 
 
 class Rung(NamedTuple):
@@ -67,45 +114,68 @@ class Change(NamedTuple):
 
 
 class Pressure(NamedTuple):
-    """How near a class came to its limits in a window, or how far above them: 1 is the limit, 0 says that nothing is
+    """How near a class came to its limits in a window, or how far above them: 1 is the limit, None says that nothing is
     known. `lasting`: as far as the last third of the window shows it as well, which is what steps go by, except for
-    `shed`: that is undone by `whole`."""
+    `shed`: that is undone by `whole`. `firm`: as far as more than one request shows it. `unsure`: some were refused of
+    whom it is not known whether others made them."""
 
-    whole: float = 0.0
+    whole: float | None = None
     lasting: float = 0.0
+    firm: float = 0.0
+    unsure: bool = False
 
 
-def pressure(limits: Slo, window: Both, lately: Both) -> Pressure:
+def pressure(
+    limits: Slo, window: Both, lately: Both, refused: Refused = NONE_REFUSED, refused_lately: Refused = NONE_REFUSED
+) -> Pressure:
     """Return the pressure of a window. For what is lasting of it the lesser of each figure counts, the time to the
     first token and per token, where the last third (`lately`) has enough answers in proportion."""
-    return Pressure(_share(limits, window, (None, None)), _share(limits, window, lately))
+    whole, lasting, firm = (
+        _share(limits, window, *which) for which in (((None, None), False), (lately, False), (lately, True))
+    )
+    answers = max([one.answers for one in window if one is not None], default=0)
+    if _is_missed(answers, refused.owed, ENOUGH):
+        last = max([one.answers for one in lately if one is not None], default=0)
+        over = last + refused_lately.owed >= ENOUGH * LATELY and not _is_missed(last, refused_lately.owed, 0)
+        whole = max(whole or 0.0, REFUSED)
+        lasting = max(lasting or 0.0, 0.0 if over else REFUSED)
+        firm = max(firm or 0.0, 0.0 if over or refused.owed < 2 else REFUSED)
+    return Pressure(whole, lasting or 0.0, firm or 0.0, _is_missed(answers, refused.beyond, ENOUGH))
 
 
-def _share(limits: Slo, window: Both, lately: Both) -> float:
-    found = [0.0]
+def _is_missed(answers: float, missed: int, enough: float) -> bool:
+    return answers + missed >= enough and missed > MISSED * (answers + missed)
+
+
+def _share(limits: Slo, window: Both, lately: Both, firm: bool) -> float | None:
+    found = []
     for limit, seen, last in zip(limits, window, lately):
         if limit is not None and seen is not None and seen.answers >= ENOUGH:
             both = [seen] if last is None or last.answers < ENOUGH * LATELY else [seen, last]
-            found.append(min([one.p999 if seen.answers >= ENOUGH_FOR_P999 else one.p99 for one in both]) / limit)
-    return max(found)
+            slow = min([one.p999 if seen.answers >= ENOUGH_FOR_P999 else one.p99 for one in both])
+            found.append((min(slow, seen.second) if firm else slow) / limit)
+    return max(found, default=None)
 
 
 def is_late(answers: float, late: int, wanted: bool) -> bool:
     """Return whether more than one in a hundred of a class have missed the limit on the first token by waiting longer
-    than that without one: `late` of them, beside those that were answered. Of few they say nothing, unless more
-    replicas are `wanted` already."""
-    return late > 0.01 * (answers + late) and (wanted or answers + late >= ENOUGH)
+    than that without one, or were refused: `late` of them, beside those that were answered. Of few they say nothing,
+    unless more replicas are `wanted` already."""
+    return _is_missed(answers, late, 0 if wanted else ENOUGH)
 
 
 class Control:
     """Of one fleet."""
 
     def __init__(self, classes: Sequence[QosClass]) -> None:
-        self.pressures: dict[str, float] = {one.name: 0.0 for one in classes}  # as the last window had them
+        # As the last window had them; None: too few requests to say
+        self.pressures: dict[str, float | None] = {one.name: None for one in classes}
         self.wants_more = False
+        self._unsure = {one.name: HOLD for one in classes}  # for how many windows in a row nothing was known
         self._priorities = {one.name: one.priority for one in classes}
-        highest = max(self._priorities.values())
-        lower = sorted([one for one in classes if one.priority < highest], key=lambda one: one.priority)
+        most = max(self._priorities.values())
+        self.highest = frozenset(one.name for one in classes if one.priority == most)
+        lower = sorted([one for one in classes if one.priority < most], key=lambda one: one.priority)
         self.rungs = [
             Rung(step, one.name, 1.0 if place else share)
             for place, one in enumerate(lower)
@@ -118,26 +188,29 @@ class Control:
         (`is_late`)."""
         found = {name: pressures.get(name, Pressure()) for name in self.pressures}
         self.pressures = {name: one.whole for name, one in found.items()}
-        worst = max(self.pressures.values())
-        self.wants_more = late or worst >= (FROM[SHED] - SLACK[SHED] if self.wants_more else FROM[SHED])
-        lasting = {name: one.lasting for name, one in found.items()}
-        return self._climb(lasting) or self._descend(lasting)
+        for name, one in found.items():
+            self._unsure[name] = self._unsure[name] + 1 if one.whole is None or one.unsure else 0
+        worst = max([value for value in self.pressures.values() if value is not None], default=0.0)
+        held = self.wants_more and any(self._is_held(name) for name in found)
+        wanted = FROM[SHED] - SLACK[SHED] if self.wants_more else FROM[SHED]
+        self.wants_more = late or worst >= wanted or held
+        return self._climb(found) or self._descend(found)
 
-    def _climb(self, pressures: Mapping[str, float]) -> list[Change]:
+    def _climb(self, found: Mapping[str, Pressure]) -> list[Change]:
         taken: list[Change] = []
         for rung in self.rungs[self.level :]:
-            above = self._above(rung, pressures)
+            above = max([one.firm if taken else one.lasting for one in self._above(rung, found)])
             if above < rung.at or (taken and rung.qos != self.rungs[0].qos):
                 break
             taken.append(Change(rung, True, above))
         self.level += len(taken)
         return taken
 
-    def _descend(self, lasting: Mapping[str, float]) -> list[Change]:
+    def _descend(self, found: Mapping[str, Pressure]) -> list[Change]:
         undone: list[Change] = []
         for rung in reversed(self.rungs[: self.level]):
-            above = self._above(rung, self.pressures if rung.step == SHED else lasting)
-            if above >= rung.at - SLACK[rung.step]:
+            above = max([(one.whole or 0.0) if rung.step == SHED else one.lasting for one in self._above(rung, found)])
+            if above >= rung.at - SLACK[rung.step] or self._is_kept(rung):
                 break
             undone.append(Change(rung, False, above))
             if rung.step == SHED:
@@ -145,10 +218,19 @@ class Control:
         self.level -= len(undone)
         return undone
 
-    def _above(self, rung: Rung, pressures: Mapping[str, float]) -> float:
-        """Return the highest pressure of the classes above the one that a step takes from."""
-        own = self._priorities[rung.qos]
-        return max([value for name, value in pressures.items() if self._priorities[name] > own])
+    def _above(self, rung: Rung, found: Mapping[str, Pressure]) -> list[Pressure]:
+        """Return the pressures of the classes above the one that a step takes from."""
+        return [one for name, one in found.items() if self._is_above(name, rung)]
+
+    def _is_above(self, name: str, rung: Rung) -> bool:
+        return self._priorities[name] > self._priorities[rung.qos]
+
+    def _is_kept(self, rung: Rung) -> bool:
+        return any(self._is_above(name, rung) and self._is_held(name) for name in self._unsure)
+
+    def _is_held(self, name: str) -> bool:
+        """Whether what was taken for a class is kept, though nothing is known of it."""
+        return 0 < self._unsure[name] <= HOLD
 
     def taken_from(self, step: str) -> frozenset[str]:
         """Return the classes from which this is taken now."""

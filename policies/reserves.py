@@ -12,6 +12,8 @@ from math import exp, inf
 from .classes import Classes, QosClass
 
 _USED_SECONDS = 10.0  # over which a class's share is taken
+CLEARLY = 4 / 3  # times a fraction
+LITTLE = 0.1  # of what all had, too little to be why another class is refused
 _FIRST_SWEEP = 256  # replicas at which those that compute for nobody any more are forgotten for the first time
 
 
@@ -82,6 +84,17 @@ class Reserves:
         return self.unused(qos) > 0.0 and any(
             one.priority < qos.priority and self._is_active(one, now) for one in self._all
         )
+
+    def is_owed(self, qos: QosClass, now: float) -> bool:
+        """Return whether lower classes had what should have been this one's: it has had clearly less than its fraction
+        while one of them asks, or one of them clearly more than its own. Classes that all ask for more than there is
+        come to within CLEARLY of what the rules give them, so none of them is owed anything."""
+        self.decay(now)
+        lower = [one for one in self._all if one.priority < qos.priority and self._is_active(one, now)]
+        if not lower:
+            return False
+        had_less = CLEARLY * self._share(qos) < qos.reserved_fraction
+        return had_less or any(self._share(one) > max(LITTLE, CLEARLY * one.reserved_fraction) for one in lower)
 
     def _is_within(self, qos: QosClass, now: float) -> bool:
         return self._is_active(qos, now) and self.unused(qos) > 0.0

@@ -95,7 +95,7 @@ READ = {
     "queued_requests": ("gauge", "Requests that wait in the gateway's queue", ("class",)),
     "queued_bytes": ("gauge", "Bytes of requests that wait in the gateway's queue", ()),
     "control_level": ("gauge", "Steps that the control of overload takes from lower classes now, of the model's replicas", ("model",)),
-    "control_pressure_ratio": ("gauge", "The slowest answers of a class in the last window by its limits; 0 without enough", ("class", "model")),
+    "control_pressure_ratio": ("gauge", "Slowest answers of a class in a window by its limits, 1 at least if refused; else absent", ("class", "model")),
     "more_replicas_wanted": ("gauge", "1 while a class of this model misses its limits, whatever is taken from others", ("model",)),
     "map_blocks": ("gauge", "Distinct blocks in the map of who holds what", ()),
     "map_bytes": ("gauge", "Memory the map takes", ()),

@@ -16,7 +16,20 @@ from typing import TYPE_CHECKING, Any
 
 from policies import Control, QosClass
 from policies.classes import NO_LIMITS
-from policies.control import CAP, HALVE, LATELY, SHED, TIGHTEN, Both, Change, Pressure, Seen, is_late, pressure
+from policies.control import (
+    CAP,
+    HALVE,
+    LATELY,
+    SHED,
+    TIGHTEN,
+    Both,
+    Change,
+    Pressure,
+    Refusals,
+    Seen,
+    is_late,
+    pressure,
+)
 from policies.verdicts import OBSERVE
 
 from ..ops.gains import Gains
@@ -50,6 +63,7 @@ class Fleet:
 
     def __init__(self, admission: Admission, control: Control):
         self.admission, self.control = admission, control
+        self.refusals = Refusals(admission.refused)
         self.names: set[str] = set()
 
     @property
@@ -110,6 +124,8 @@ class OverloadControl:
         if now < self._until:
             if self._late is None and now >= self._until - LATELY * self._window:
                 self._late = Gained(self._metrics)
+                for fleet in self._fleets.values():
+                    fleet.refusals.last_third()
             return
         self._until = now + self._window
         window, lately = self._gained.look(), self._late.look() if self._late is not None else ({}, {})
@@ -119,10 +135,13 @@ class OverloadControl:
             pressures, late = {}, False
             for one in self._classes:
                 seen = self._seen(window, one, fleet)
-                pressures[one.name] = pressure(one.slo, seen, self._seen(lately, one, fleet))
+                refused, refused_lately = fleet.refusals.of(one.name)
+                pressures[one.name] = pressure(one.slo, seen, self._seen(lately, one, fleet), refused, refused_lately)
+                count = refused.owed + (refused.beyond if one.name in fleet.control.highest else 0)
                 if (limit := one.slo.ttft) is not None:
-                    count = sum(age > limit for name in fleet.names for age in waited.get((one.name, name), ()))
-                    late |= is_late(seen[0].answers if seen[0] else 0, count, fleet.control.wants_more)
+                    count += sum(age > limit for name in fleet.names for age in waited.get((one.name, name), ()))
+                late |= is_late(seen[0].answers if seen[0] else 0, count, fleet.control.wants_more)
+            fleet.refusals.next_window()
             self._judge(fleet, pressures, late, now)
 
     def _seen(self, gained: tuple[Gain, Gain], qos: QosClass, fleet: Fleet) -> Both:
@@ -190,7 +209,8 @@ class OverloadControl:
             level[name] = max(level.get(name, 0), control.level)
             wanted[name] = max(wanted.get(name, 0), int(control.wants_more))
             for qos, value in control.pressures.items():
-                ratio[qos, name] = max(ratio.get((qos, name), 0.0), value)
+                if value is not None:
+                    ratio[qos, name] = max(ratio.get((qos, name), 0.0), value)
         return {"control_level": level, "control_pressure_ratio": ratio, "more_replicas_wanted": wanted}
 
 
@@ -216,5 +236,8 @@ def _seen(bounds: Sequence[float], gained: Mapping[Key, list[float]], qos: str, 
     for other in others:
         counts = [*map(add, counts, other)]
     counts = counts[:-1]  # without the sum
-    p99, p999 = [quantile(bounds, counts, share) or 0.0 for share in (0.99, 0.999)]
-    return Seen(sum(counts), p99, p999)
+    answers = sum(counts)
+    if not answers:
+        return None
+    p99, p999, second = [quantile(bounds, counts, share) or 0.0 for share in (0.99, 0.999, 1.0 - 1.0 / answers)]
+    return Seen(answers, p99, p999, second)

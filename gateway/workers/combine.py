@@ -130,7 +130,10 @@ def _control(each: Sequence[Mapping[str, Any] | None]) -> dict[str, Any] | None:
 
 def _controlled(one: Mapping[str, Any], other: Mapping[str, Any]) -> Mapping[str, Any]:
     most = max(one, other, key=lambda model: model["level"])
-    pressures = {qos: max(value, other["pressures"].get(qos, 0.0)) for qos, value in one["pressures"].items()}
+    pressures = {}
+    for qos, value in one["pressures"].items():
+        known = [each for each in (value, other["pressures"].get(qos)) if each is not None]
+        pressures[qos] = max(known, default=None)
     return {**most, "pressures": pressures, "wants_more": one["wants_more"] or other["wants_more"]}
 
 

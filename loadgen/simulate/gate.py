@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from policies import Admission, Control, Placement, Ticket, admit
-from policies.control import LATELY, Change, Seen, pressure
+from policies.control import LATELY, Change, Refusals, Seen, pressure
 from policies.outputs import LEAST_OUTPUT
 from policies.verdicts import QUEUED, REFUSED, Verdict
 
@@ -43,6 +43,7 @@ class Gate:
         self._window = admission.rules.control_window
         self._until = self._window or 0.0
         self._control = Control(admission.classes.all)
+        self._refusals, self._late = Refusals(admission.refused), False  # late: in the last third of the window
         self.changes: list[tuple[float, Change]] = []
         self._ttfts: dict[str, list[tuple[float, float]]] = {}  # of this window, by class: when, and seconds
         self._tpots: dict[str, list[tuple[float, float]]] = {}
@@ -59,6 +60,7 @@ class Gate:
 
     def drain(self, now: float) -> None:
         """Send those whose turn it is, as far as there is room."""
+        self._look(now)
         admission = self.admission
         for ticket, verdict in admission.turned_out(now):
             if verdict.decision == QUEUED:
@@ -107,16 +109,24 @@ class Gate:
             for name, one in self._classes.items():
                 both = self._ttfts.get(name, ()), self._tpots.get(name, ())
                 window, end = [tuple([_seen(each, since) for each in both]) for since in (0.0, lately)]
-                pressures[name] = pressure(one.slo, window, end)
-            self._ttfts, self._tpots = {}, {}
+                if not self._late:  # nobody has asked since it began
+                    self._refusals.last_third()
+                    self._late = True
+                pressures[name] = pressure(one.slo, window, end, *self._refusals.of(name))
+            self._ttfts, self._tpots, self._late = {}, {}, False
+            self._refusals.next_window()
             if changes := self._control.ended(pressures):
                 self.changes += [(until, one) for one in changes]
                 self.admission.obey(self._control, now)
                 self._at(now, self.drain, now)
+        if self._window is not None and not self._late and now >= self._until - LATELY * self._window:
+            self._refusals.last_third()
+            self._late = True
 
 
 def _seen(answers: Sequence[tuple[float, float]], since: float = 0.0) -> Seen | None:
     ordered = sorted([seconds for when, seconds in answers if when >= since])
     if not ordered:
         return None
-    return Seen(len(ordered), *[ordered[int(share * (len(ordered) - 1))] for share in (0.99, 0.999)])
+    p99, p999 = [ordered[int(share * (len(ordered) - 1))] for share in (0.99, 0.999)]
+    return Seen(len(ordered), p99, p999, ordered[-2] if len(ordered) > 1 else 0.0)

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from policies import Admission, Classes, Control, QosClass, Quote, Rules, Slo, Ticket
-from policies.control import SLACK, Pressure, Rung, Seen, pressure
+from policies.control import HOLD, SLACK, Pressure, Refused, Rung, Seen, pressure
 
 SLO = Slo(2.0, 0.05)
 PREMIUM, STANDARD, FREE = (
@@ -26,8 +26,8 @@ def lasting(*given):
 
 
 def steady(value):
-    """A pressure that the last third of the window shows as well."""
-    return Pressure(value, value)
+    """A pressure that the last third of the window shows as well, and more than one request."""
+    return Pressure(value, value, value)
 
 
 def after(control, *windows, name="premium"):
@@ -48,8 +48,8 @@ def test_pressure_is_the_share_of_the_limit_that_the_slowest_take():
 
 
 def test_a_few_answers_say_nothing():
-    assert whole(SLO, Seen(5, 9.0, 9.0), None) == 0.0
-    assert whole(Slo(), Seen(500, 9.0, 9.0), Seen(500, 9.0, 9.0)) == 0.0
+    assert whole(SLO, Seen(19, 9.0, 9.0), None) is None and whole(SLO, None, None) is None
+    assert whole(Slo(), Seen(500, 9.0, 9.0), Seen(500, 9.0, 9.0)) is None
 
 
 def test_what_the_last_third_of_a_window_shows_no_more_is_over():
@@ -58,6 +58,41 @@ def test_what_the_last_third_of_a_window_shows_no_more_is_over():
     assert lasting(SLO, window, (Seen(6, 0.2, 0.2), None)) == lasting(SLO, window, (None, None)) == pytest.approx(1.5)
     tails = (Seen(3000, 1.0, 3.0), None), (Seen(900, 1.0, 2.6), None)
     assert lasting(SLO, *tails) == pytest.approx(1.3), "the p99.9 of both"
+
+
+def refused(owed, answers, lately=None, beyond=0, owed_lately=None):
+    """Of a window with so many answers, all within half of the limits."""
+    window, last = [(Seen(count, 1.0, 1.0), None) if count else (None, None) for count in (answers, lately)]
+    return pressure(SLO, window, last, Refused(owed, beyond), Refused(owed if owed_lately is None else owed_lately))
+
+
+def test_who_was_refused_for_the_limits_has_missed_them():
+    """9 answers beside 58 refusals, as a gateway had them whose engines were forty times slower."""
+    assert refused(58, 9) == Pressure(1.0, 1.0, 1.0)
+    assert refused(20, 0) == Pressure(1.0, 1.0, 1.0), "nobody is answered at all"
+    assert refused(10, 9).whole is None, "few of both"
+    assert refused(1, 100) == Pressure(0.5, 0.5, 0.5), "one in a hundred may be"
+    assert refused(1, 50) == Pressure(1.0, 1.0, 0.5), "one says little"
+    assert refused(2, 50) == Pressure(1.0, 1.0, 1.0)
+    late = pressure(SLO, (Seen(100, 4.0, 4.0), None), (None, None), Refused(9))
+    assert late.whole == late.lasting == pytest.approx(2.0), "nor are answers that are later than that forgotten"
+
+
+def test_refusals_that_were_over_before_the_last_third_of_a_window_are_over():
+    assert refused(20, 60, lately=20, owed_lately=0) == Pressure(1.0, 0.5, 0.5)
+    assert refused(20, 60, lately=3, owed_lately=0) == Pressure(1.0, 1.0, 1.0), "too few to say that"
+    assert refused(20, 60, lately=3, owed_lately=9) == Pressure(1.0, 1.0, 1.0)
+
+
+def test_what_a_class_is_refused_beyond_its_due_is_no_pressure_but_may_be_a_fault():
+    assert refused(0, 60, beyond=60) == Pressure(0.5, 0.5, 0.5, unsure=True)
+    assert refused(0, 5, beyond=60) == Pressure(None, unsure=True)
+    assert not refused(0, 60).unsure
+
+
+def test_one_slow_answer_among_few_is_not_firm():
+    window = Seen(40, 2.4, 2.4, 1.3), None
+    assert pressure(SLO, window, (None, None)) == Pressure(*map(pytest.approx, (1.2, 1.2, 0.65)))
 
 
 # --- steps
@@ -124,8 +159,8 @@ def test_of_two_classes_that_were_shed_the_higher_is_back_when_the_lower_is_by_h
 
 def test_for_what_is_over_nothing_is_taken_and_what_was_taken_comes_back():
     control = Control(CLASSES)
-    assert control.ended({"premium": Pressure(1.5, 0.1)}) == [] and control.pressures["premium"] == 1.5
-    taken = control.ended({"premium": Pressure(1.5, 0.95)})
+    assert control.ended({"premium": Pressure(1.5, 0.1, 0.1)}) == [] and control.pressures["premium"] == 1.5
+    taken = control.ended({"premium": Pressure(1.5, 0.95, 0.95)})
     assert [one.rung.step for one in taken] == ["tighten", "cap"] and taken[0].pressure == 0.95
     assert control.ended({"premium": Pressure(1.5, 0.86)}) == [], "within the slack"
     undone = control.ended({"premium": Pressure(1.5, 0.75)})
@@ -140,6 +175,36 @@ def test_a_class_that_was_shed_comes_back_only_after_a_whole_window_below():
     assert after(control, 0.89) == [("shed", "free", False)]
     rest = control.ended({"premium": Pressure(0.95, 0.1)})
     assert [one.rung.step for one in rest] == ["halve", "cap", "tighten"], "by the last third, as it is back by half"
+
+
+def test_for_one_slow_answer_there_is_one_step_a_window():
+    control = Control(CLASSES)
+    noise = Pressure(1.21, 1.21, 0.66)
+    assert [one.rung.step for one in control.ended({"premium": noise})] == ["tighten"]
+    assert [one.rung.step for one in control.ended({"premium": noise})] == ["cap"]
+    assert [one.rung.step for one in control.ended({"premium": steady(1.21)})] == ["halve", "shed"]
+
+
+@pytest.mark.parametrize("nothing", [Pressure(), Pressure(unsure=True), Pressure(0.5, 0.5, 0.5, unsure=True)])
+def test_what_was_taken_is_kept_for_a_while_where_nothing_says_whether_it_is_needed(nothing):
+    control = Control(CLASSES)
+    after(control, 1.5)
+    for _ in range(HOLD):
+        assert control.ended({"premium": nothing}) == [] and control.wants_more and control.level == 4
+        assert control.pressures["premium"] == nothing.whole
+    assert [one.rung.step for one in control.ended({"premium": nothing})] == ["shed"] and not control.wants_more
+    assert len(control.ended({"premium": nothing})) == 3 and control.level == 0
+    after(control, 1.5)
+    assert control.ended({"premium": nothing}) == [], "again, since it was known"
+
+
+def test_a_class_of_which_nothing_is_ever_known_keeps_no_step():
+    control = Control(CLASSES)
+    after(control, 1.5)
+    crowd = {"standard": Pressure(unsure=True)}
+    for _ in range(HOLD):
+        control.ended(crowd | {"premium": steady(1.5)})
+    assert [one.rung.step for one in control.ended(crowd | {"premium": steady(0.5)})] != []
 
 
 def test_more_replicas_are_wanted_while_limits_are_missed_whatever_else_there_is_to_take():
@@ -158,7 +223,10 @@ figures = st.dictionaries(st.sampled_from(["premium", "standard", "free"]), st.f
 def test_whatever_comes_windows_only_climb_or_descend_lower_classes_first_and_all_is_undone(windows):
     control, held = Control(CLASSES), []
     for pressures in windows:
+        before = [control.pressures[name] for name in ("premium", "standard")]
         changes = control.ended(pressures)
+        if not pressures and None not in before:
+            assert changes == [], "of nobody anything is known for the first time"
         assert len({one.taken for one in changes}) <= 1, "one direction a window"
         for one in changes:
             above = max(
@@ -175,9 +243,9 @@ def test_whatever_comes_windows_only_climb_or_descend_lower_classes_first_and_al
         assert [one.qos for one in held] == sorted([one.qos for one in held]), "free before standard"
         assert "premium" not in {one.qos for one in held}
     shed = len([one for one in held if one.step == "shed"])
-    for _ in range(shed + 1):
+    for _ in range(HOLD + shed + 1):
         control.ended({})
-    assert control.level == 0 and not control.wants_more, "two windows where one class was shed"
+    assert control.level == 0 and not control.wants_more, "where nobody asks any more"
 
 
 @given(st.lists(figures, max_size=40))
@@ -196,6 +264,89 @@ def test_a_pressure_that_trembles_by_less_than_the_slack_takes_nothing_back_and_
         change.taken for tremble in [0.0, *trembles] for change in control.ended({"premium": steady(value - tremble)})
     ]
     assert set(directions) <= {True}
+
+
+any_of_it = st.builds(
+    lambda value, unsure: Pressure(value, value or 0.0, value or 0.0, unsure),
+    st.none() | st.floats(0.0, 3.0),
+    st.booleans(),
+)
+
+
+@given(st.lists(st.fixed_dictionaries({"premium": any_of_it, "standard": any_of_it}), max_size=40))
+def test_whatever_is_not_known_nothing_is_taken_for_it_and_it_keeps_steps_for_no_more_than_its_windows(windows):
+    control, unknown = Control(CLASSES), HOLD
+    for pressures in windows:
+        level = control.level
+        control.ended(pressures)
+        known = [one.whole for one in pressures.values() if one.whole is not None]
+        assert control.level <= level or max(known, default=0.0) >= 0.8
+        premium = pressures["premium"]
+        unknown = unknown + 1 if premium.whole is None or premium.unsure else 0
+        if 0 < unknown <= HOLD:
+            assert control.level >= level
+    for _ in range(HOLD):
+        control.ended({})
+    level = control.level
+    control.ended({})
+    assert control.level < level or not level
+
+
+# --- whose refusals are counted
+
+
+def had(admission, **shares):
+    """Each class asks, and this is what it had lately."""
+    for qos in CLASSES:
+        if qos.name in shares:
+            admission._reserves.ask(qos, 29.0)
+            admission._reserves.take(qos, shares[qos.name], shares[qos.name], 29.0)
+
+
+def refuse(admission, qos, slo=None):
+    """It can be answered by nobody in time."""
+    ticket = Ticket(qos, slo or qos.slo, 30.0)
+    assert admission.ask(ticket, 1000, [FULL._replace(wait=5.0, ttft=5.05)], 30.0).decision == "refused"
+    return admission.refused[qos.name]
+
+
+@pytest.mark.parametrize(
+    "qos, shares, owed",
+    [
+        (PREMIUM, {"premium": 0.05, "free": 0.95}, True),  # both by its own fraction and by free's
+        (PREMIUM, {"premium": 0.05, "standard": 0.35, "free": 0.6}, True),  # within its own
+        (PREMIUM, {"premium": 0.11, "free": 0.89}, True),  # beyond it, but free clearly beyond its own
+        (PREMIUM, {"premium": 0.4, "free": 0.6}, False),  # a flood, beside a class that has its due
+        (PREMIUM, {"premium": 0.09, "standard": 0.31, "free": 0.6}, False),  # where floods of all come to
+        (PREMIUM, {"premium": 1.0}, False),  # nobody else asks
+        (STANDARD, {"standard": 0.7, "free": 0.3}, False),
+        (FREE, {"premium": 0.05, "free": 0.95}, False),  # nobody is below it
+    ],
+)
+def test_a_refusal_is_owed_where_lower_classes_had_what_should_have_been_its_own(qos, shares, owed):
+    admission = Admission(Classes(CLASSES), Rules(("wait",)))
+    had(admission, **shares)
+    assert refuse(admission, qos) == Refused(int(owed), int(not owed))
+
+
+def test_who_is_refused_for_anything_but_a_limit_of_its_class_has_missed_none():
+    admission = Admission(Classes(CLASSES), Rules(("wait",), max_requests=0))
+    had(admission, free=1.0)
+    assert refuse(admission, PREMIUM, Slo(0.5, 0.05)) == Refused(), "its own limit, that perhaps nobody meets"
+    full = admission.ask(Ticket(PREMIUM, SLO, 30.0), 1000, [FULL], 30.0)
+    assert full[:2] == ("refused", "queue_full") and admission.refused["premium"] == Refused()
+    unlimited = QosClass("batch", priority=200)
+    admission = Admission(Classes((unlimited, FREE)), Rules(("reject",)))
+    had(admission, free=1.0)
+    assert refuse(admission, unlimited) == Refused()
+
+
+def test_who_waited_in_vain_has_missed_its_limit():
+    admission = Admission(Classes(CLASSES), Rules(("wait",)))
+    had(admission, free=1.0)
+    assert admission.ask(Ticket(PREMIUM, SLO, 30.0), 1000, [FULL], 30.0).decision == "queued"
+    assert [verdict[:2] for _, verdict in admission.turned_out(32.0)] == [("refused", "deadline")]
+    assert admission.refused["premium"] == Refused(1, 0)
 
 
 # --- what admission makes of it

@@ -9,7 +9,7 @@ from gateway.ops.metrics import Metrics
 from gateway.overload import Overload
 from gateway.proxy.control import OverloadControl
 from policies import Admission, Classes, QosClass, Rules, Slo
-from policies.control import ENOUGH
+from policies.control import ENOUGH, HOLD, Refused
 
 from ..http.talk import eventually, read_request
 from .replies import post
@@ -37,6 +37,20 @@ class Controlled:
             self.metrics.answer_ttft_seconds.observe((qos, name), ttft)
             self.metrics.answer_tpot_seconds.observe((qos, name), tpot)
 
+    def refuse(self, owed=0, beyond=0, qos="premium"):
+        """So many more are refused for their limits."""
+        counted = self.admissions[0].refused
+        counted[qos] = Refused(counted[qos].owed + owed, counted[qos].beyond + beyond)
+
+    def last_third(self):
+        self.control.look(self.now + 0.7 * WINDOW)
+
+    def wanted(self):
+        return self.control.reading()["more_replicas_wanted"]["m"]
+
+    def level(self):
+        return self.control.reading()["control_level"]["m"]
+
     def end_window(self):
         self.now += WINDOW
         self.control.look(self.now)
@@ -49,14 +63,14 @@ def test_a_class_is_judged_by_the_answers_of_one_window_and_not_again_by_them():
     assert one.end_window()["m"]["premium"] == pytest.approx(2.0, rel=0.13)
     one.answers("m", ENOUGH, ttft=0.5, tpot=0.05)
     assert one.end_window()["m"]["premium"] == pytest.approx(1.0, rel=0.13)
-    assert one.end_window()["m"]["premium"] == 0.0
+    assert one.end_window()["m"]["premium"] is None
 
 
 def test_within_a_window_nothing_is_judged():
     one = Controlled(["m"])
     one.answers("m", ENOUGH, ttft=2.0)
     one.control.look(one.now + WINDOW / 2)
-    assert one.control.status()["models"][0]["pressures"] == {"premium": 0.0, "free": 0.0}
+    assert one.control.status()["models"][0]["pressures"] == {"premium": None, "free": None}
 
 
 @pytest.mark.parametrize("last, shed", [(0.2, frozenset()), (2.0, {"free"})])
@@ -116,6 +130,48 @@ def test_more_replicas_are_wanted_where_so_few_answers_come_that_nothing_is_know
     one.waited = {("premium", "m"): [0.2] * 5}
     one.end_window()
     assert wanted() == 0
+
+
+def test_a_class_that_is_refused_most_is_not_the_one_that_nothing_is_taken_for():
+    """Answers and refusals by window as a breaker had them: engines forty times slower, whose few answers are quick."""
+    one = Controlled(["m"])
+    for answers, refused in ((9, 58), (4, 86), (0, 70)):
+        one.answers("m", answers, ttft=0.3)
+        one.refuse(refused // 3)
+        one.last_third()
+        one.refuse(refused - refused // 3)
+        assert one.end_window()["m"]["premium"] == 1.0 and one.admissions[0].shed == {"free"} and one.wanted() == 1
+    one.answers("m", 4)  # few, and whoever is refused is so though free has nothing
+    one.refuse(beyond=60)
+    assert one.end_window()["m"]["premium"] is None and one.level() == 4 and one.wanted() == 1
+    assert ("premium", "m") not in one.control.reading()["control_pressure_ratio"]
+    for _ in range(HOLD - 1):
+        one.end_window()
+        assert one.level() == 4
+    for level in (3, 0):  # nobody asks any more
+        one.end_window()
+        assert one.level() == level and one.wanted() == 0
+
+
+def test_who_was_refused_in_one_window_is_not_counted_in_the_next_nor_before_its_last_third():
+    one = Controlled(["m"])
+    one.answers("m", ENOUGH, ttft=0.3)
+    one.refuse(ENOUGH)
+    one.last_third()
+    one.answers("m", ENOUGH, ttft=0.3)
+    assert one.end_window()["m"]["premium"] == 1.0 and one.level() == 0, "it was over"
+    one.answers("m", ENOUGH, ttft=0.3)
+    assert one.end_window()["m"]["premium"] < 0.5
+
+
+@pytest.mark.parametrize("qos, wanted", [("premium", 1), ("free", 0)])
+def test_what_the_highest_class_is_refused_beyond_its_due_asks_for_replicas_and_takes_nothing(qos, wanted):
+    """A flood of it; one of a lower class is what classes are for."""
+    one = Controlled(["m"])
+    one.answers("m", 2 * ENOUGH, ttft=0.3)
+    one.refuse(beyond=200, qos=qos)
+    one.end_window()
+    assert one.level() == 0 and one.wanted() == wanted
 
 
 async def test_who_waits_is_known_by_class_and_model_until_a_first_token():

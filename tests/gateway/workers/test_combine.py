@@ -140,10 +140,25 @@ def test_what_one_worker_misses_is_told_though_another_takes_more():
         return {"control": {"window_seconds": 30.0, "models": [model], "events": []}}
 
     found = [said("ready", requests=1, inflight=0) for _ in range(2)]
-    for one, more in zip(found, (control(1, True, premium=1.2, free=0.1), control(3, False, premium=0.7, free=0.4))):
+    for one, more in zip(
+        found,
+        (
+            control(1, True, premium=1.2, standard=None, free=None),
+            control(3, False, premium=0.7, standard=None, free=0.4),
+        ),
+    ):
         one["status"] |= more
     (told,) = statuses(found, {}, (), {})["control"]["models"]
-    assert told["level"] == 3 and told["wants_more"] and told["pressures"] == {"premium": 1.2, "free": 0.4}
+    assert (
+        told["level"] == 3
+        and told["wants_more"]
+        and told["pressures"]
+        == {
+            "premium": 1.2,
+            "standard": None,
+            "free": 0.4,
+        }
+    )
 
 
 def test_of_what_workers_take_from_classes_the_most_is_told_and_all_that_they_did():

@@ -10,7 +10,7 @@ import pytest
 from loadgen.simulate import Fleet, Turn
 from loadgen.simulate.gate import Gate
 from policies import Admission, Classes, QosClass, Rules, Slo, Ticket
-from replicas.simulated.profile import RequestTime, load_profile
+from replicas.simulated.profile import RequestTime, StepDurations, load_profile
 
 SLO = Slo(2.0, 0.05)
 PREMIUM, FREE = QosClass("premium", 0.1, 100, SLO), QosClass("free", 0.6, 10, SLO)
@@ -215,3 +215,32 @@ def test_an_answer_that_ends_after_a_window_is_none_of_its_last_third(ends, step
             gate.complete(Ticket(PREMIUM, SLO, 0.0), end - 40 * tpot, end, 41)
     gate.first(Ticket(PREMIUM, SLO, 31.0), 31.1)
     assert [change.rung.step for _, change in gate.changes] == steps
+
+
+class Slow(StepDurations):
+    """Of an engine whose steps take forty times as long."""
+
+    __slots__ = ()
+
+    def seconds(self, *step):
+        return 40.0 * super().seconds(*step)
+
+
+def test_of_a_fault_in_which_nearly_all_are_refused_the_control_takes_its_steps_and_holds_them():
+    """Premium asks for 30 % and gets next to nothing: few answers, all of them in time, as the rest is refused."""
+    window, begin, end, profile = 6.0, 12.0, 42.0, load_profile("gpu-8b")
+    classes = QosClass("premium", 0.2, 100, Slo(0.4, 0.06)), QosClass("free", 0.3, 10, Slo(3.0))
+    rules = Rules(control_window=window)
+    one = Fleet([profile] * 2, "least_time", 1, admission=lambda _: Admission(Classes(classes), rules))
+    load(one, 12.0, 66.0, "premium", tokens=800, output=48)
+    load(one, 28.0, 66.0, "free", tokens=800, output=48)
+    for when, durations in ((begin, Slow), (end, StepDurations)):
+        for each in one.replicas:
+            one.at(when, setattr, each.engine, "durations", durations(profile))
+    records = one.run().records
+    slow = [record for record in records if record.turn.qos == "premium" and begin + window <= record.sent < end]
+    assert sum(record.error is None for record in slow) < 0.1 * len(slow)
+    steps = [(when, change.rung.step, change.taken) for when, change in one.gates[0].changes]
+    assert steps[:4] == [(begin + window, step, True) for step in ("tighten", "cap", "halve", "shed")]
+    assert steps[4:] and all(when > end for when, *_ in steps[4:]), "none is undone as long as the fault lasts"
+    assert [taken for *_, taken in steps[4:]] == [False] * 4, "and all afterwards"

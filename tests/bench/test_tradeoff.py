@@ -90,17 +90,21 @@ def test_the_plot_has_every_panel_and_no_curve_but_of_the_weights():
         assert len(axes.lines[0].get_xdata()) == len(tradeoff.FACTORS)
 
 
-def test_the_weights_that_are_multiplied_are_those_that_the_compiled_cost_has():
+def test_the_weights_that_are_multiplied_are_those_that_the_compiled_cost_has(monkeypatch):
     """The share of a stream's own steps that a conversation which goes on pays."""
     compiled = least_time.LeastTime.cost
-    try:
-        tradeoff.weigh(2.0)
-        doubled = least_time._BEGINNING, least_time._GOING_ON
-        assert doubled == tuple(2 * weight for weight in tradeoff._WEIGHTS)
-        assert least_time.LeastTime.cost is least_time.COST is not compiled
-    finally:
-        tradeoff.weigh(1.0)
+    for owner, name in (
+        (least_time, "_BEGINNING"),
+        (least_time, "_GOING_ON"),
+        (least_time, "COST"),
+        (least_time.LeastTime, "cost"),
+    ):
+        monkeypatch.setattr(owner, name, getattr(owner, name))  # so that it is put back
     assert (least_time._BEGINNING, least_time._GOING_ON) == tradeoff._WEIGHTS
+    tradeoff.weigh(2.0)
+    doubled = least_time._BEGINNING, least_time._GOING_ON
+    assert doubled == tuple(2 * weight for weight in tradeoff._WEIGHTS)
+    assert least_time.LeastTime.cost is least_time.COST is not compiled
 
 
 def test_what_other_code_made_is_not_told(tmp_path):

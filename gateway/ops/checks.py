@@ -121,6 +121,7 @@ def check_gateway(settings: Settings, running: dict[str, Any] | None) -> Iterato
                 f"the gateway that runs is without the {what} that gateways share: {why}",
                 "see what is said of redis above, and the gateway's log",
             )
+    yield from _check_files(running)
     for work, failures in running.get("background_failures", {}).items():
         yield Finding("fail", "background work", f"{work} failed {failures['failures']} times, {failures['seconds_ago']:.0f} s ago with {failures['last']}",
                       "the gateway started it again; its log has the traceback, which is worth a report")  # fmt: skip
@@ -134,6 +135,22 @@ def check_gateway(settings: Settings, running: dict[str, Any] | None) -> Iterato
             yield Finding("fail", f"events {one['id']}", f"the gateway calls its KV events {one['events']}: its cache is guessed from traffic"
                           f" ({one['events_reason']})",
                           "see the trial of this replica below, and the gateway's log")  # fmt: skip
+
+
+# By the part of a gateway's status: what the doctor calls it, and what stays in use while its file cannot be used.
+_FOLLOWED = {
+    "api_keys": ("api keys", "the keys read before stay good, also one that was taken out since"),
+    "tls": ("tls", "the certificate read before stays in use"),
+}
+
+
+def _check_files(running: dict[str, Any]) -> Iterator[Finding]:
+    """What the gateway that runs says of the files that it reads again when they change. The doctor's own settings need
+    not name them."""
+    for part, (subject, stays) in _FOLLOWED.items():
+        if why := (running.get(part) or {}).get("problem"):
+            yield Finding("fail", subject, f"the gateway that runs cannot use its file: {why}",
+                          f"mend it, and it is read again within seconds; until then {stays}")  # fmt: skip
 
 
 def _taken(host: str, port: int) -> OSError | None:

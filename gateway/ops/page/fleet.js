@@ -77,9 +77,13 @@ function admissions(s) {
   fill($("admissions"), table("cards", heads, (s.admission || []).map(row)));
 }
 
-// What is amiss with the gateway itself and with the Redis that gateways share: [whose, what].
+// What is amiss with the gateway itself, with its files and with the Redis that gateways share: [whose, what].
 function own(s) {
-  const redis = s.map.redis, rows = [];
+  const redis = s.map.redis, limits = s.api_keys?.limits, rows = [];
+  if (s.api_keys?.problem) rows.push(["API keys", `the file cannot be used, and the keys read before stay good: ${s.api_keys.problem}`]);
+  if (s.tls?.problem) rows.push(["TLS", `the files cannot be used, and the certificate read before stays in use: ${s.tls.problem}`]);
+  if (s.discovery?.problem) rows.push(["discovery", `pods are as they were told last: ${s.discovery.problem}`]);
+  if (limits?.joined === false) rows.push(["limits shared through Redis", `this gateway counts alone: ${limits.reason}`]);
   if (redis?.trouble) rows.push(["map shared through Redis", redis.trouble]);
   if (redis?.ledger_joined === false) rows.push(["load shared through Redis", `this gateway counts alone: ${redis.ledger_reason}`]);
   for (const [work, one] of Object.entries(s.background_failures || {}))

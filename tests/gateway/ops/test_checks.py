@@ -58,6 +58,17 @@ def test_what_a_running_gateway_says_of_redis_and_of_its_own_background_work():
     )
 
 
+def test_a_file_that_the_running_gateway_cannot_use_is_said_whatever_the_doctor_was_given():
+    limits = {"joined": None, "reason": "counted by this gateway alone", "gateways": 1}
+    usable = {"api_keys": {"problem": "", "limits": limits}, "tls": None}
+    assert [finding.level for finding in told(status(**usable))] == ["ok"]
+    _, keys, tls = told(
+        status(api_keys=usable["api_keys"] | {"problem": "keys.yaml:2: sha256: is missing"}, tls={"problem": "no PEM"})
+    )
+    assert (keys.level, keys.subject) == ("fail", "api keys") and "keys.yaml:2: sha256: is missing" in keys.text
+    assert (tls.level, tls.subject) == ("fail", "tls") and "no PEM" in tls.text
+
+
 def test_an_engine_that_is_for_another_role_than_its_url_says():
     facts = Facts(told=Told(role="decode"))
     found = list(checks.check_own_words(parse_url("http://a:1#role=prefill"), facts))

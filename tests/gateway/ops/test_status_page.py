@@ -34,13 +34,18 @@ async def served(gateway, guard=None):
         await admin.stop()
 
 
-async def test_it_says_what_is_amiss_with_redis_also_when_opened_with_the_token_in_its_address():
+async def test_it_says_what_is_amiss_with_the_gateway_also_when_opened_with_the_token_in_its_address():
     gateway = Gateway()
     gateway.fleet.add("http://a:1")
     status = gateway.status()
     status["map"]["redis"] = {"trouble": "a lease: READONLY", "ledger_joined": False, "ledger_reason": "NOPERM"}
     status["replicas"][0] |= {"map_role": "alone", "map_role_reason": "no gateway leads"}
     status["background_failures"] = {"publish": {"failures": 3, "last": "KeyError: 7", "seconds_ago": 2.0}}
+    status["api_keys"] = {
+        "problem": "keys.yaml:2: sha256: is missing",
+        "limits": {"joined": False, "reason": "READONLY", "gateways": 2},
+    }
+    status["tls"], status["discovery"] = {"problem": "key.pem is no PEM file"}, {"problem": "403 Forbidden"}
     gateway.status = lambda: status
     async with served(gateway, Guard((), TOKEN)) as host, browser() as page:
         await page.open(f"http://any:{TOKEN}@{host}/")
@@ -52,6 +57,10 @@ async def test_it_says_what_is_amiss_with_redis_also_when_opened_with_the_token_
         "load shared through Redis this gateway counts alone: NOPERM",
         "a:1 its part of the map is not shared: no gateway leads",
         "background work publish failed 3 times, 2 s ago with KeyError: 7",
+        "API keys the file cannot be used, and the keys read before stay good: keys.yaml:2: sha256: is missing",
+        "limits shared through Redis this gateway counts alone: READONLY",
+        "TLS the files cannot be used, and the certificate read before stays in use: key.pem is no PEM file",
+        "discovery pods are as they were told last: 403 Forbidden",
     ):
         assert said in shown
     assert page.problems == []

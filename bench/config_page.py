@@ -18,7 +18,7 @@ from gateway.sizes import show_bytes
 PAGE = Path(__file__).parents[1] / "docs" / "configuration.md"
 # Where each subject is explained.
 PAGES = {
-    "where it listens": "[operations](operations.md#two-ports), [workers](scaling.md), [TLS](security.md#tls)",
+    "where it listens": "[operating](operations.md#two-ports), [workers](scaling.md), [TLS](security.md#tls)",
     "who may ask": "[security](security.md)",
     "the model": "[before your vLLM](before-your-vllm.md), [exactness](exactness.md)",
     "engines that run already": "[before your vLLM](before-your-vllm.md)",
@@ -26,8 +26,8 @@ PAGES = {
     "where requests go": "[how it routes](how-it-routes.md)",
     "overload": "[admission](admission.md)",
     "several gateways": "[scaling](scaling.md)",
-    "limits": "[operations](operations.md#what-requests-may-take)",
-    "what clients get, and what is logged": "[operations](operations.md#response-headers)",
+    "limits": "[requests](requests.md#what-requests-may-take)",
+    "what clients get, and what is logged": "[requests](requests.md#response-headers)",
 }
 HEAD = """\
 <!-- Written by `python -m bench.config_page`; tests/test_docs.py holds it to that. -->

@@ -197,7 +197,7 @@ against delivered hits for full attention, for caches with slower tiers (vLLM's 
 and for hybrid caches (windows beside full attention). LMCache 0.5.6 and its server were also run behind vLLM 0.32 on CPU: of 60 requests
 each with chunks of 256 tokens and of a block, with evictions and resets, all found what was predicted (`tests/vllm/test_lmcache.py`). vLLM's own
 tiers need a GPU; what its scheduler's lookup finds was recorded of 0.28 and 0.32 and is predicted for every prompt.
-Of some models hits cannot be known ([which, and why](operations.md#how-much-to-trust-a-prediction)): there prompts are exact, and
+Of some models hits cannot be known ([which, and why](predictions.md#how-much-to-trust-a-prediction)): there prompts are exact, and
 hits are guessed from traffic.
 """
 

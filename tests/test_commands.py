@@ -290,7 +290,6 @@ def test_the_quickstart_runs(tmp_path):
 # Of the requests to the admin side that operations.md shows, those that a simulated engine has no answer for.
 NOT_ANSWERED = {
     "engine/sleep": "no simulated engine sleeps",
-    "/decide": "posts a file of the reader's",
     "model=qwen": "asks for a model that is not served: it is 503",
 }
 

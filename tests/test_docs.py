@@ -8,13 +8,15 @@ from gateway.config import ALIASES, Settings, flag
 from gateway.ops.metrics import READ, Counter, Metrics
 
 ROOT = Path(__file__).parent.parent
+WRITTEN = {".py", ".lua", ".js", ".html", ".md", ".sh", ".yml", ".yaml", ".json", ".toml", ".env", ".service"}
+PAGE_NAMED = re.compile(r'(?<![\w/])docs/([\w-]+\.md)(?:#([\w-]+)|, "([^"\n]+)")?')
 DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
 def test_every_metric_is_documented_and_every_documented_metric_exists():
     names = {f"hitherto_{one.name}" + "_total" * isinstance(one, Counter) for one in Metrics().all()}
     names |= {f"hitherto_{name}" + "_total" * (kind == "counter") for name, (kind, _, _) in READ.items()}
-    told = set(re.findall(r"^\| `(hitherto_\w+)`", (ROOT / "docs/operations.md").read_text(), re.M))
+    told = set(re.findall(r"^\| `(hitherto_\w+)`", (ROOT / "docs/metrics.md").read_text(), re.M))
     assert told == names
 
 
@@ -35,6 +37,22 @@ def test_links_between_documents_lead_somewhere():
             page = path.parent / name if name else path
             assert page.exists(), f"{path.name}: {target}"
             assert not anchor or anchor in anchors(page), f"{path.name}: {target}"
+
+
+def test_every_page_that_code_and_configuration_name_exists():
+    """In messages, docstrings and comments: `docs/security.md#tls`, or docs/security.md, "TLS"."""
+    rooms = ("gateway", "policies", "cachemap", "replicas", "loadgen", "bench", "deploy", "tests")
+    files = [path for room in rooms for path in (ROOT / room).rglob("*") if path.suffix in WRITTEN]
+    files += [path for path in ROOT.iterdir() if path.suffix in WRITTEN or path.name == "Makefile"]
+    named = {
+        (page, anchor or slug(heading), path.name)
+        for path in files
+        for page, anchor, heading in PAGE_NAMED.findall(path.read_text(errors="replace"))
+    }
+    assert len({page for page, _, _ in named}) > 10
+    for page, anchor, file in sorted(named):
+        assert (ROOT / "docs" / page).exists(), f"{file}: docs/{page}"
+        assert not anchor or anchor in anchors(ROOT / "docs" / page), f"{file}: docs/{page}#{anchor}"
 
 
 def test_every_file_the_documents_name_exists():
@@ -60,7 +78,11 @@ def test_every_flag_that_another_routers_becomes_exists():
 def anchors(page: Path) -> set[str]:
     """What its headings are called in links."""
     headings = re.findall(r"^#+ (.*)$", page.read_text(), re.M)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    return {slug(heading) for heading in headings}
+
+
+def slug(heading: str) -> str:
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
 
 
 MADE = {"configuration.md", "exactness.md"}  # by bench.config_page and bench.exactness_page, whose lines ruff holds

@@ -96,12 +96,12 @@ def test_what_expressions_take_from_variables_is_a_variable_of_their_dashboard()
 
 
 def test_each_board_has_the_variables_that_the_documents_name():
-    """docs/operations.md: SLO has the objective in place of the replica."""
+    """docs/metrics.md: SLO has the objective in place of the replica."""
     for path in sorted(Path(dashboards.__file__).parent.glob("dashboards/*.json")):
         names = [one["name"] for one in json.loads(path.read_text())["templating"]["list"]]
         last = "objective" if path.stem == "slo" else "replica"
         assert names == ["datasource", "gateway", "model", last], path.name
-    page = " ".join((Path(__file__).parents[2] / "docs/operations.md").read_text().split())
+    page = " ".join((Path(__file__).parents[2] / "docs/metrics.md").read_text().split())
     assert "the data source, gateway, model and replica; SLO has the objective in place of the replica" in page
 
 

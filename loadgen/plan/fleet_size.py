@@ -62,15 +62,21 @@ class Size:
             self.records = records
 
 
+# What is assumed where that is done.
+BY_TOKENS = (
+    "a decode step takes longer with the tokens in use, at the rate of that profile's own cache between empty and full"
+)
+
+
 def by_tokens(profile: Profile) -> Profile:
     """The profile with decode times by the tokens in use, where it has them by the share of its own cache in use.
 
     Else a larger cache would make the same work faster. Both agree where the cache is empty and where it is full.
     """
     step = profile.step
-    if not (per_cache := step.decode_usage + step.decode_usage_squared):
+    if not profile.times_by_share:
         return profile
-    per_token = per_cache / (profile.num_blocks * profile.block_size)
+    per_token = (step.decode_usage + step.decode_usage_squared) / (profile.num_blocks * profile.block_size)
     return replace(
         profile,
         step=replace(

@@ -14,7 +14,7 @@ from rich.table import Table
 from loadgen.options import BadOption, flags, positive, whole_to
 from loadgen.plan import units
 from loadgen.plan.checkpoints import Checkpoint
-from loadgen.plan.fleet_size import by_tokens
+from loadgen.plan.fleet_size import BY_TOKENS, by_tokens
 from loadgen.plan.pools import Engines, Load, Pool, Sizing, decode_pool, prefill_pool, smallest
 from loadgen.plan.transfers import BUFFER_STEP, COLLATED, PER_TRANSFER, Transfer, step_seconds, transfer
 from loadgen.report import show
@@ -76,8 +76,20 @@ class Given:
     checkpoint: Checkpoint
     space: KvSpace
     memory: int | None  # bytes for the cache on each GPU; only where pools are sized
-    profile: Profile  # its cache is `memory`'s, where that is known
+    own_profile: Profile
     slo: dict[str, float] | None  # ms
+
+    @property
+    def profile(self) -> Profile:
+        """How fast engines are. Where the cache is not the profile's own, decode times are by the tokens in use."""
+        return by_tokens(self.own_profile) if self.memory else self.own_profile
+
+    @property
+    def cache_tokens(self) -> int:
+        """Tokens that the cache of one replica has room for."""
+        if self.memory:
+            return self.space.size(self.space.blocks(self.memory), self.context)
+        return self.own_profile.num_blocks * self.own_profile.block_size
 
     @property
     def piece(self) -> int:
@@ -325,6 +337,13 @@ def assumptions(given: Given, load: bool) -> list[str]:
     if args.link:
         said.append(f"{LATENCY * 1000:.0f} ms for the second leg's way and handshake, as the gateway estimates, and {PER_TRANSFER * 1e6:.0f} us for each "
                     "transfer (LMCache over NVLink: 7,500 tokens take 20 ms in pieces of 16, 8 ms in pieces of 128)")  # fmt: skip
+    if load and given.memory:
+        said.append(f"a replica's KV cache has room for {given.cache_tokens:,} tokens")
+        said += [BY_TOKENS] if given.own_profile.times_by_share else []
+    elif load:
+        said.append(
+            f"a replica's KV cache is the profile's, {given.cache_tokens:,} tokens: --gpu-memory counts the model's"
+        )
     if load:
         left_out = ("unlike prompts and answers", "bursts beyond a Poisson load", "prompts batched together", "transfers that meet on a link",
                     "room for prompts until they are fetched", "failures", "other work of the decoder while it fetches")  # fmt: skip
@@ -340,11 +359,6 @@ def assumptions(given: Given, load: bool) -> list[str]:
             "weights have all parameters in that format; checkpoints keep embeddings, and often the last layer, in 16 bits"
         )
     return said
-
-
-def profile_for(given: Profile, memory: int | None) -> Profile:
-    """The profile with decode times by tokens in use, where the cache is not the profile's own."""
-    return by_tokens(given) if memory else given
 
 
 def _table(title: str, *columns: str) -> Table:

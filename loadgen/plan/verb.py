@@ -18,7 +18,7 @@ import policies
 from loadgen.options import ATTAINMENT, INTERRUPTED, BadOption, attainment, flags, number, whole_to
 from loadgen.plan import checkpoints, pools_verb, units
 from loadgen.plan.checkpoints import Checkpoint
-from loadgen.plan.fleet_size import Fleet, Point, Size, by_tokens, search
+from loadgen.plan.fleet_size import BY_TOKENS, Fleet, Point, Size, by_tokens, search
 from loadgen.report import files, show
 from loadgen.report.show import count, percent
 from loadgen.report.summary import setting
@@ -107,8 +107,7 @@ def pools_of(args: argparse.Namespace, checkpoint: Checkpoint) -> pools_verb.Giv
     """Raises BadModel, BadOption."""
     memory = memory_of(args, checkpoint) if args.rate else None
     space = space_of(args, checkpoint, args.kv_cache_dtype)
-    profile = pools_verb.profile_for(profile_of(args, checkpoint), memory)
-    return pools_verb.Given(args, checkpoint, space, memory, profile, files.slo(args))
+    return pools_verb.Given(args, checkpoint, space, memory, profile_of(args, checkpoint), files.slo(args))
 
 
 def check(args: argparse.Namespace) -> None:
@@ -345,10 +344,8 @@ def assumptions(
     said = [f"engines as fast as the profile {profile.name} says" + (", whatever this model's size: `hitherto calibrate` measures yours" if checkpoint else ""),
             f"one gateway, {args.policy}, with KV events; replicas neither fail nor come late; their caches are empty at the start",
             "every request counts, the first ones too; what fails or is too long counts as not within the SLO"]  # fmt: skip
-    if by_tokens(profile) is not profile:
-        said.append(
-            "a decode step takes longer with the tokens in use, at the rate of that profile's own cache between empty and full"
-        )
+    if profile.times_by_share:
+        said.append(BY_TOKENS)
     if found and not args.kv_tokens:
         one = found[args.kv_cache_dtype]
         if not args.kv_cache_memory_bytes:

@@ -45,7 +45,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
          f"any of {', '.join(policies.NAMES)}; of the field, {', '.join(NAMES)} (default {policies.DEFAULT})"),
         ("--replicas", options.whole, "N", None, f"simulated engines (default {_REPLICAS})"),
         ("--profile", str, "NAME|FILE", "gpu-8b", "how fast and how large an engine is: gpu-8b, cpu-tiny or a YAML file (default %(default)s)"),
-        ("--num-blocks", options.whole, "N", None, "KV blocks of an engine (default: the profile's)"),
+        ("--num-blocks", options.whole, "N", None, "KV blocks of an engine; where a profile has decode times by the share of the cache in use, as gpu-8b, more "
+         "of them also make it faster (default: the profile's)"),
         ("--cpu-blocks", options.whole, "N", None, "KV blocks that an engine keeps in host memory (default: 0)"),
         ("--disk-blocks", options.whole, "N", None, "KV blocks that it keeps on a disk behind that (default: 0)"),
         ("--speeds", _speeds, "X,X", None, "engines run so many times as fast as the profile says, in turn: 1,0.5 makes every other one half as fast"),
@@ -259,7 +260,7 @@ def play_seed(
     fleets, work, began = settings(args), datasets.workload(args), perf_counter()
     limits.set_limits(work.conversations, args.client_max_tokens, args.seed)
     if not loads:
-        show.print_notes(console, work.notes)
+        show.print_notes(console, [*work.notes, *faster_by_size(args, next(iter(fleets.values())))])
     loads.append(datasets.describe(args, work))
     for policy, outcome in zip(fleets, played(work, list(fleets.values()), args.processes)):
         found[policy].append(
@@ -277,6 +278,17 @@ def play_seed(
             f"[dim]{label}: {len(outcome.done):,} requests, {outcome.ended:,.1f} s of virtual time, "
             f"{perf_counter() - began:,.1f} s after the start[/]"
         )
+
+
+def faster_by_size(args: argparse.Namespace, fleet: Setting) -> list[str]:
+    """That another number of blocks than a profile's own changes how fast its engines are."""
+    names = sorted({profile.name for profile in fleet.profiles if profile.times_by_share})
+    if args.num_blocks is None or not names:
+        return []
+    return [
+        f"--num-blocks {args.num_blocks}: a decode step of {' and '.join(names)} takes longer with the share of the engine's own cache "
+        "in use, so the same requests are decoded faster than with fewer blocks, not only cached longer"
+    ]
 
 
 @contextmanager

@@ -188,6 +188,12 @@ class Profile:
                 f"be below max_num_seqs ({self.max_num_seqs}), as in vLLM"
             )
 
+    @property
+    def times_by_share(self) -> bool:
+        """Whether its decode steps take longer with the share of its own cache in use: then more blocks make the same
+        work faster."""
+        return bool(self.step.decode_usage or self.step.decode_usage_squared)
+
     def in_use(self, context: int) -> float:
         """The share of its cache that decoding sequences of so many tokens read: `u` of StepTime."""
         return min(1.0, context / (self.num_blocks * self.block_size))

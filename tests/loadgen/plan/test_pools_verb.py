@@ -8,6 +8,7 @@ from itertools import pairwise
 import pytest
 
 from loadgen.cli import main
+from loadgen.plan.fleet_size import BY_TOKENS
 from tests.policies.test_kv_space import DEEPSEEK_V3
 
 from ...test_house import ROOT
@@ -87,6 +88,16 @@ def test_the_figures_as_json(capfd):
     assert given["bytes"] == 469 * 16 * 131_072 and given["buffer"] == 1 << 30 and given["count"] == 469
     assert given["pays"] is (given["seconds"] < given["compute_seconds"])
     assert found["link_bytes_per_s"] == 12.5e9 and len(found["answers"]) == 8
+
+
+def test_whose_cache_the_replicas_have_is_among_what_was_assumed(capsys):
+    own, counted = (
+        sentences(printed(capsys, *NUMBERS, *LOAD, *more))
+        for more in ((), ("--gpu-memory", "80GB", "--parameters", "8B"))
+    )
+    assert "4 prefill : 7 decode replicas" in own and "KV cache is the profile's, 262,144 tokens" in own
+    assert "4 prefill : 6 decode replicas" in counted and "KV cache has room for 464,464 tokens" in counted
+    assert BY_TOKENS in counted and BY_TOKENS not in own
 
 
 def test_pools_of_gpus_with_a_small_cache_are_larger(capfd):

@@ -26,6 +26,8 @@ SMALL = [
     "round_robin,least_time",
 ]
 
+FASTER = "gpu-8b takes longer with the share of the engine's own cache in use"
+
 POOLS = "{p: {launch: 1, role: prefill}, d: {launch: 2, role: decode}}"
 
 
@@ -289,3 +291,14 @@ def test_the_rate_that_was_typed_is_told_beside_the_one_that_was_drawn(capsys):
     for exact in (["--request-rate", "4", "--burstiness", "inf"], ["--users", "3"]):
         assert main(["simulate", *flags, *exact]) == 0
         assert "asked for" not in capsys.readouterr().out
+
+
+def test_it_says_that_another_number_of_blocks_changes_how_fast_engines_are(capsys, tmp_path):
+    assert main(SMALL) == 0
+    assert FASTER in capsys.readouterr().out
+    by_tokens = tmp_path / "by_tokens.yaml"
+    by_tokens.write_text("step: {decode: 5, decode_context_token: 0.0001}")
+    sized = SMALL.index("--num-blocks")
+    for quiet in ([*SMALL, "--profile", str(by_tokens)], SMALL[:sized] + SMALL[sized + 2 :]):
+        assert main(quiet) == 0
+        assert "own cache" not in capsys.readouterr().out

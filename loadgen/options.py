@@ -9,6 +9,8 @@ from collections.abc import Callable, Collection
 from replicas.simulated import complaints
 
 INTERRUPTED = 130  # the exit code after Ctrl-C, as shells have it
+# What a 401 means, and where the key is read.
+KEY_NEEDED = "it wants an API key, or another one; set OPENAI_API_KEY in the environment"
 ATTAINMENT = 0.9  # share of the requests that must be within the limits, where no flag says
 
 

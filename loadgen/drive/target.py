@@ -19,7 +19,7 @@ import orjson
 from loadgen.drive.client import Client, base_url
 from loadgen.drive.processes import Processes, Share
 from loadgen.drive.run import CHAT, COMPLETIONS, Asking, Run
-from loadgen.options import INTERRUPTED, BadOption, Failed, flags, positive
+from loadgen.options import INTERRUPTED, KEY_NEEDED, BadOption, Failed, flags, positive
 from loadgen.workload import datasets
 from loadgen.workload.conversations import Workload
 
@@ -118,6 +118,8 @@ async def model_of(client: Client, asked: str | None) -> Model:
     if problem:
         raise Unreachable(f"{client.base_url} does not answer ({problem}). Is the server up, and the port right?")
     try:
+        if status == 401:
+            raise Unreachable(f"{client.base_url} answers 401 to /v1/models: {KEY_NEEDED}")
         told = orjson.loads(body)
         if status == 503:  # a gateway whose engines are not up yet says so, and which
             raise Unreachable(f"{client.base_url} answers 503: {told['error']['message']}")

@@ -9,6 +9,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from loadgen.options import KEY_NEEDED
 from loadgen.report import fitting, noise, rates, seeds, warm
 from loadgen.report.fitting import Fitting
 from loadgen.report.summary import Report, Reports, fair_share
@@ -152,6 +153,8 @@ def errors(report: Report) -> Text | None:
                 "  The load's made-up token ids are below --vocab-size; give it as many as the engine's model has.\n",
                 "yellow",
             )
+        if kind == "http_401":
+            text.append(f"  The server answers 401: {KEY_NEEDED}.\n", "yellow")
     text.rstrip()
     return text
 

@@ -26,6 +26,11 @@ async def test_the_first_model_that_a_server_lists_is_asked_for(engine, wire):
         (503, b"<html>", "answers 503 to /v1/models and lists no model; name one with --model"),
         (200, {"data": []}, "answers 200 to /v1/models and lists no model"),
         (404, {"detail": "Not Found"}, "answers 404 to /v1/models"),
+        (
+            401,
+            {"error": {"message": "an API key is needed"}},
+            "answers 401 to /v1/models: it wants an API key, or another one; set OPENAI_API_KEY in the environment$",
+        ),
     ],
 )
 async def test_a_server_that_lists_none_is_told_with_what_to_do(engine, wire, status, body, said):

@@ -102,6 +102,13 @@ def test_a_report_of_failures():
     assert "2 × http_503  engine [busy]" in text and "1 × closed  gone" in text
 
 
+def test_a_report_of_failures_for_want_of_a_key_says_where_the_key_is_read():
+    text = drawn(show.run_report(summarise(run_of(record(error="http_401", detail="an API key is needed")))))
+    assert "1 × http_401  an API key is needed" in text
+    said = "The server answers 401: it wants an API key, or another one; set OPENAI_API_KEY in the environment."
+    assert said in " ".join(text.split())
+
+
 def test_a_report_owns_up_to_a_late_generator():
     assert "The generator itself was late or busy" in drawn(show.run_report(summarise(run_of(record(due=0.0)))))
 

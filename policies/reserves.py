@@ -53,13 +53,14 @@ class Reserves:
         return of is not None and any(of.get(one.name, now) > now for one in among)
 
     def decay(self, now: float) -> None:
-        """It is `now`, which all that follows goes by."""
+        """It is `now`, which all that follows goes by. A caller that goes through those that wait keeps the time at
+        which it began, so some calls come with an earlier one: no time passes by those."""
         if now > self._used_at:
             kept = exp((self._used_at - now) / _USED_SECONDS)
             for used in self._used.values():
                 used[0] *= kept
                 used[1] *= kept
-        self._used_at = now
+            self._used_at = now
 
     def pace(self, now: float) -> float:
         """Return how many seconds of prefill all classes together get in a second."""

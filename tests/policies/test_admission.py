@@ -546,3 +546,14 @@ def test_an_api_key_says_the_class_itself_or_by_its_name():
     assert of(key="team-a") == "standard" and of(key="other") == of() == "free"
     assert of(key="other", named="premium") == "premium"
     assert of(key="team-a", named="gone since the file was written") == "standard"
+
+
+def test_an_earlier_time_lets_no_time_pass_again():
+    """As of a caller that goes through those that wait, by the time at which it began."""
+    reserves = Reserves(CLASSES)
+    reserves.take(PREMIUM, 5.0, 5.0, 100.0)
+    pace = reserves.pace(101.0)
+    for _ in range(100):
+        reserves.decay(100.0)
+        reserves.decay(101.0)
+    assert reserves.pace(101.0) == pace

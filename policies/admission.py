@@ -196,12 +196,7 @@ class Admission:
         floor = self._floor(ticket)
         if verdict.decision == REFUSED:
             return self._to_return(ticket, verdict, now)
-        if (
-            ticket.qos.name in self.capped
-            and not self.observes(ticket.qos)
-            and verdict.decision == ADMITTED
-            and offers.may_cap(floor)
-        ):
+        if ticket.qos.name in self.capped and verdict.decision == ADMITTED and offers.may_cap(floor):
             return verdict._replace(decision=DEGRADED, reason=CONTROL, cap=floor)
         return verdict
 
@@ -212,7 +207,7 @@ class Admission:
         self._reserves.ask(ticket.qos, now)
         steps = self.steps(ticket.qos)
         asked.room = self._room(asked, asked.quotes, self._has_room)
-        if steps != (OBSERVE,) and self._is_shed(ticket):
+        if self._is_shed(ticket):
             return self._shed(asked)
         if WAIT not in steps and steps[0] != DEGRADE:
             verdict = self._at_once(asked, asked.room)
@@ -494,7 +489,8 @@ class Admission:
         while self._gave_way:
             ticket, reason = self._gave_way.popleft()
             self.space.untold -= 1
-            yield ticket, self._to_return(ticket, Verdict(REFUSED, reason, (), _drain(ticket.line)), now)
+            seconds = self._until_judged if reason == CONTROL else _drain(ticket.line)
+            yield ticket, self._to_return(ticket, Verdict(REFUSED, reason, (), seconds), now)
         while self._deadlines and (self._deadlines[0][0] <= now or not self._deadlines[0][2].waits):
             ticket = heapq.heappop(self._deadlines)[2]
             if ticket.waits and self.has_more_steps(ticket.qos):
@@ -587,7 +583,13 @@ class Admission:
         idle = [index for index in asked.room if not asked.quotes[index].there]
         if free := _unclaimed(idle, asked.places, self._before(asked.ticket, asked.now)):
             return Verdict(ADMITTED, "room", free)
-        return Verdict(REFUSED, CONTROL, (), self.rules.control_window or 0.0)
+        return Verdict(REFUSED, CONTROL, (), self._until_judged)
+
+    @property
+    def _until_judged(self) -> float:
+        """Seconds after which who is refused for the control of overload is to come back: not before what was taken is
+        judged again."""
+        return self.rules.control_window or 0.0
 
     # --- what became of it
 

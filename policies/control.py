@@ -35,7 +35,7 @@ No I/O, no clock.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import inf
 from typing import NamedTuple
 
@@ -47,6 +47,7 @@ TIGHT = 0.8  # of what a class may else take of a replica
 # Below where it is taken a step is undone. For `cap` it is less: a tightened class that asks for all there is keeps the
 # pressure about TIGHT, 0.72 to 0.84 by window in `bench.chaos`, and would else be capped as long as it asks.
 SLACK = {TIGHTEN: 0.1, CAP: 0.05, HALVE: 0.1, SHED: 0.1}
+BORDERS = sorted({share - less for step, share in FROM.items() for less in (0.0, SLACK[step])})  # of the limit
 LATELY = 1 / 3  # of a window, its end
 ENOUGH, ENOUGH_FOR_P999 = 20, 1000  # answers in a window: of fewer, one that is slow says nothing of the others
 MISSED = 0.01  # share of a class's requests that may miss its limits
@@ -63,7 +64,10 @@ class Seen(NamedTuple):
     second: float = inf
 
 
-Both = tuple[Seen | None, Seen | None]  # of the time to the first token, and per token
+# Of the time to the first token, per token, and of the whole answer: that has no limit, but it is all that is known of
+# answers that are not streamed, beside which those that were refused are many or few.
+Answers = tuple[Seen | None, Seen | None, Seen | None]
+NO_ANSWERS: Answers = (None, None, None)
 
 
 class Refused(NamedTuple):
@@ -126,16 +130,20 @@ class Pressure(NamedTuple):
 
 
 def pressure(
-    limits: Slo, window: Both, lately: Both, refused: Refused = NONE_REFUSED, refused_lately: Refused = NONE_REFUSED
+    limits: Slo,
+    window: Answers,
+    lately: Answers,
+    refused: Refused = NONE_REFUSED,
+    refused_lately: Refused = NONE_REFUSED,
 ) -> Pressure:
     """Return the pressure of a window. For what is lasting of it the lesser of each figure counts, the time to the
     first token and per token, where the last third (`lately`) has enough answers in proportion."""
     whole, lasting, firm = (
-        _share(limits, window, *which) for which in (((None, None), False), (lately, False), (lately, True))
+        _share(limits, window, *which) for which in ((NO_ANSWERS, False), (lately, False), (lately, True))
     )
-    answers = max([one.answers for one in window if one is not None], default=0)
+    answers = answered(window)
     if _is_missed(answers, refused.owed, ENOUGH):
-        last = max([one.answers for one in lately if one is not None], default=0)
+        last = answered(lately)
         over = last + refused_lately.owed >= ENOUGH * LATELY and not _is_missed(last, refused_lately.owed, 0)
         whole = max(whole or 0.0, REFUSED)
         lasting = max(lasting or 0.0, 0.0 if over else REFUSED)
@@ -143,11 +151,16 @@ def pressure(
     return Pressure(whole, lasting or 0.0, firm or 0.0, _is_missed(answers, refused.beyond, ENOUGH))
 
 
+def answered(seen: Answers) -> float:
+    """Return how many requests were answered."""
+    return max([one.answers for one in seen if one is not None], default=0)
+
+
 def _is_missed(answers: float, missed: int, enough: float) -> bool:
     return answers + missed >= enough and missed > MISSED * (answers + missed)
 
 
-def _share(limits: Slo, window: Both, lately: Both, firm: bool) -> float | None:
+def _share(limits: Slo, window: Answers, lately: Answers, firm: bool) -> float | None:
     found = []
     for limit, seen, last in zip(limits, window, lately):
         if limit is not None and seen is not None and seen.answers >= ENOUGH:
@@ -167,7 +180,9 @@ def is_late(answers: float, late: int, wanted: bool) -> bool:
 class Control:
     """Of one fleet."""
 
-    def __init__(self, classes: Sequence[QosClass]) -> None:
+    def __init__(self, classes: Sequence[QosClass], observes: Callable[[QosClass], bool] = lambda _: False) -> None:
+        """`observes`: whether all requests of a class are sent, whatever is predicted: then there is nothing to take
+        from it."""
         # As the last window had them; None: too few requests to say
         self.pressures: dict[str, float | None] = {one.name: None for one in classes}
         self.wants_more = False
@@ -175,7 +190,8 @@ class Control:
         self._priorities = {one.name: one.priority for one in classes}
         most = max(self._priorities.values())
         self.highest = frozenset(one.name for one in classes if one.priority == most)
-        lower = sorted([one for one in classes if one.priority < most], key=lambda one: one.priority)
+        lower = [one for one in classes if one.priority < most and not observes(one)]
+        lower.sort(key=lambda one: one.priority)
         self.rungs = [
             Rung(step, one.name, 1.0 if place else share)
             for place, one in enumerate(lower)

@@ -216,6 +216,12 @@ class Histogram:
     def __set_name__(self, owner: type, name: str) -> None:
         self.name = name
 
+    def split(self, at: Iterable[float]) -> None:
+        """Have buckets end at these values as well, so that what is above and below one of them is told apart exactly.
+        Nothing has been observed yet."""
+        assert not self.series
+        self.bounds = tuple(sorted({*self.bounds, *at}))
+
     def empty(self) -> Histogram:
         """The same metric, of which nothing is counted."""
         made = Histogram(self.help, self.label, self.bounds, self.known)

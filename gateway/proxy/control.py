@@ -17,16 +17,18 @@ from typing import TYPE_CHECKING, Any
 from policies import Control, QosClass
 from policies.classes import NO_LIMITS
 from policies.control import (
+    BORDERS,
     CAP,
     HALVE,
     LATELY,
     SHED,
     TIGHTEN,
-    Both,
+    Answers,
     Change,
     Pressure,
     Refusals,
     Seen,
+    answered,
     is_late,
     pressure,
 )
@@ -38,7 +40,7 @@ from ..ops.metrics import quantile
 if TYPE_CHECKING:
     from policies import Admission
 
-    from ..ops.metrics import Key, Metrics
+    from ..ops.metrics import Histogram, Key, Metrics
     from ..overload import Overload
 
 log = logging.getLogger("hitherto.proxy")
@@ -72,15 +74,14 @@ class Fleet:
 
 
 class Gained:
-    """What both histograms of answers gained between two looks, by class and model; the first look is made here."""
+    """What the histograms of answers gained between two looks, by class and model; the first look is made here."""
 
-    def __init__(self, metrics: Metrics) -> None:
-        self._of = [(Gains(), one) for one in (metrics.answer_ttft_seconds, metrics.answer_tpot_seconds)]
+    def __init__(self, histograms: Sequence[Histogram]) -> None:
+        self._of = [(Gains(), one) for one in histograms]
         self.look()
 
-    def look(self) -> tuple[Gain, Gain]:
-        ttft, tpot = [dict(gains.look(histogram)) for gains, histogram in self._of]
-        return ttft, tpot
+    def look(self) -> list[Gain]:
+        return [dict(gains.look(histogram)) for gains, histogram in self._of]
 
 
 class OverloadControl:
@@ -98,7 +99,15 @@ class OverloadControl:
         self._classes, self._window, self._metrics = classes, window, metrics
         self._look_at_queue = look_at_queue
         self._until = monotonic() + window
-        self._gained = Gained(metrics)
+        # A bucket is 12 % wide: answers of 45 ms each would else be read as 50.1 ms, above a limit of 50 ms.
+        ttfts, tpots = [
+            [limit for limit in limits if limit is not None] for limits in zip(*[one.slo for one in classes])
+        ]
+        for histogram, limits in ((metrics.answer_ttft_seconds, ttfts), (metrics.answer_tpot_seconds, tpots)):
+            histogram.split([float(f"{limit * share:.12g}") for limit in limits for share in BORDERS])
+        # The whole answers have no limit. Of those that are not streamed they alone say that there were such.
+        self._histograms = metrics.answer_ttft_seconds, metrics.answer_tpot_seconds, metrics.answer_e2e_seconds
+        self._gained = Gained(self._histograms)
         self._late: Gained | None = None  # in the last third of the window, once that has begun
         self._fleets: dict[Admission, Fleet] = {}
         self.events: deque[dict[str, Any]] = deque(maxlen=MOST_EVENTS)
@@ -109,7 +118,7 @@ class OverloadControl:
         """Requests of this name are admitted there."""
         fleet = self._fleets.get(admission)
         if fleet is None:
-            fleet = self._fleets[admission] = Fleet(admission, Control(self._classes))
+            fleet = self._fleets[admission] = Fleet(admission, Control(self._classes, admission.observes))
         fleet.names.add(name)
 
     def keep(self, admissions: Iterable[Admission], models: Set[str]) -> None:
@@ -119,16 +128,16 @@ class OverloadControl:
             fleet.names = fleet.names & models or fleet.names
 
     def look(self, now: float) -> None:
-        """Judge the window if it is over: 2 ms of CPU for 256 series of both histograms, and as much when
+        """Judge the window if it is over: 3 ms of CPU for 256 series of each histogram, and as much when
         its last third begins. All fleets have the same one, so that each series is looked at once."""
         if now < self._until:
             if self._late is None and now >= self._until - LATELY * self._window:
-                self._late = Gained(self._metrics)
+                self._late = Gained(self._histograms)
                 for fleet in self._fleets.values():
                     fleet.refusals.last_third()
             return
         self._until = now + self._window
-        window, lately = self._gained.look(), self._late.look() if self._late is not None else ({}, {})
+        window, lately = self._gained.look(), self._late.look() if self._late is not None else [{}, {}, {}]
         self._late = None
         waited = self._unanswered(now)
         for fleet in self._fleets.values():
@@ -140,17 +149,16 @@ class OverloadControl:
                 count = refused.owed + (refused.beyond if one.name in fleet.control.highest else 0)
                 if (limit := one.slo.ttft) is not None:
                     count += sum(age > limit for name in fleet.names for age in waited.get((one.name, name), ()))
-                late |= is_late(seen[0].answers if seen[0] else 0, count, fleet.control.wants_more)
+                late |= is_late(answered(seen), count, fleet.control.wants_more)
             fleet.refusals.next_window()
             self._judge(fleet, pressures, late, now)
 
-    def _seen(self, gained: tuple[Gain, Gain], qos: QosClass, fleet: Fleet) -> Both:
-        """What both histograms say of a class's answers by this fleet."""
-        ttft, tpot = self._metrics.answer_ttft_seconds, self._metrics.answer_tpot_seconds
-        return (
-            _seen(ttft.bounds, gained[0], qos.name, fleet.names),
-            _seen(tpot.bounds, gained[1], qos.name, fleet.names),
-        )
+    def _seen(self, gained: Sequence[Gain], qos: QosClass, fleet: Fleet) -> Answers:
+        """What the histograms say of a class's answers by this fleet."""
+        ttft, tpot, whole = [
+            _seen(histogram.bounds, gain, qos.name, fleet.names) for histogram, gain in zip(self._histograms, gained)
+        ]
+        return ttft, tpot, whole
 
     def _judge(self, fleet: Fleet, pressures: dict[str, Pressure], late: bool, now: float) -> None:
         control, wanted = fleet.control, fleet.control.wants_more
@@ -239,5 +247,7 @@ def _seen(bounds: Sequence[float], gained: Mapping[Key, list[float]], qos: str, 
     answers = sum(counts)
     if not answers:
         return None
-    p99, p999, second = [quantile(bounds, counts, share) or 0.0 for share in (0.99, 0.999, 1.0 - 1.0 / answers)]
+    # A hair less: what falls between two buckets is in the lower one, so the limit itself is kept.
+    shares = [share - 1e-9 for share in (0.99, 0.999, 1.0 - 1.0 / answers)]
+    p99, p999, second = [quantile(bounds, counts, share) or 0.0 for share in shares]
     return Seen(answers, p99, p999, second)

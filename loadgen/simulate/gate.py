@@ -42,7 +42,7 @@ class Gate:
         self._classes = {one.name: one for one in admission.classes.all}
         self._window = admission.rules.control_window
         self._until = self._window or 0.0
-        self._control = Control(admission.classes.all)
+        self._control = Control(admission.classes.all, admission.observes)
         self._refusals, self._late = Refusals(admission.refused), False  # late: in the last third of the window
         self.changes: list[tuple[float, Change]] = []
         self._ttfts: dict[str, list[tuple[float, float]]] = {}  # of this window, by class: when, and seconds
@@ -107,8 +107,8 @@ class Gate:
             self._until += self._window
             pressures = {}
             for name, one in self._classes.items():
-                both = self._ttfts.get(name, ()), self._tpots.get(name, ())
-                window, end = [tuple([_seen(each, since) for each in both]) for since in (0.0, lately)]
+                ttfts, tpots = self._ttfts.get(name, ()), self._tpots.get(name, ())
+                window, end = [(_seen(ttfts, since), _seen(tpots, since), None) for since in (0.0, lately)]
                 if not self._late:  # nobody has asked since it began
                     self._refusals.last_third()
                     self._late = True

@@ -352,8 +352,9 @@ def test_who_waited_in_vain_has_missed_its_limit():
 # --- what admission makes of it
 
 
-def gate(value, *steps):
-    admission, control = Admission(Classes(CLASSES), Rules(steps or ("wait",))), Control(CLASSES)
+def gate(value, *steps, classes=CLASSES):
+    admission = Admission(Classes(classes), Rules(steps or ("wait",)))
+    control = Control(classes, admission.observes)
     control.ended({"premium": steady(value)})
     admission.obey(control, 30.0)
     return admission, control
@@ -389,7 +390,8 @@ def test_a_shed_class_is_refused_until_the_next_window_and_so_are_those_that_wai
     control.ended({"premium": steady(1.0)})
     admission.obey(control, 60.0)
     assert [*admission.heads(60.0)] == [stays], "nobody of it is asked about, whatever becomes idle"
-    assert [(one, verdict[:2]) for one, verdict in admission.turned_out(30.1)] == [(waits, ("refused", "control"))]
+    ((one, verdict),) = admission.turned_out(30.1)
+    assert one is waits and verdict[:2] == ("refused", "control") and verdict.retry_after == 30.0
     verdict = ask(admission, FREE, ROOM)
     assert verdict[:2] == ("refused", "control") and 30.0 < verdict.retry_after < 32.0, "behind who waited"
     assert stays.waits and ask(admission, PREMIUM, ROOM).decision in ("admitted", "queued")
@@ -420,8 +422,15 @@ def test_of_a_halved_class_every_other_newcomer_is_refused_and_nobody_who_waits(
 
 
 def test_nothing_is_taken_in_shadow_mode():
-    admission, _ = gate(1.0, "observe")
-    assert ask(admission, FREE, ROOM, Any())[0] == "admitted"
+    admission, control = gate(1.0, "observe")
+    assert ask(admission, FREE, ROOM, Any())[0] == "admitted" and control.rungs == [] and control.wants_more
+
+
+def test_of_a_class_in_shadow_mode_nothing_is_taken_nor_said_to_be_but_of_the_next():
+    watched = QosClass("free", 0.6, 10, SLO, when_full=("observe",))
+    admission, control = gate(1.0, classes=(PREMIUM, STANDARD, watched))
+    assert control.taken_from("shed") == {"standard"} and not control.taken_from("tighten") - {"standard"}
+    assert ask(admission, watched, ROOM._replace(wait=0.09)).decision == "admitted", "nor is its room less"
 
 
 def test_what_is_taken_is_named_by_step_and_class():

@@ -84,6 +84,44 @@ def test_nothing_is_taken_for_what_was_over_before_the_last_third_of_the_window(
         assert one.admissions[0].shed == shed
 
 
+@pytest.mark.parametrize("limit", [0.05, 0.06, 0.3, 1.0, 2.0])
+def test_who_keeps_its_limits_by_little_is_not_read_as_missing_them(limit):
+    """Answers of engines under even load are all about as quick, so they come into one bucket of 12 %."""
+    for share, steps in ((0.69, 0), (0.79, 0), (0.81, 1), (0.89, 1), (0.92, 2), (1.0, 2), (1.01, 4)):
+        for kind, ttft, tpot in ((Slo(limit), share * limit, 0.0), (Slo(None, limit), 0.0, share * limit)):
+            one = Controlled(["m"], classes=(QosClass("premium", priority=2, slo=kind), FREE))
+            one.answers("m", 100, ttft=ttft, tpot=tpot)
+            one.end_window()
+            assert (one.level(), one.wanted()) == (steps, int(share > 1.0)), (share, kind)
+
+
+def test_one_answer_in_a_hundred_may_miss_the_limit_and_two_may_not():
+    for late, level, wanted in ((1, 2, 0), (2, 4, 1)):
+        one = Controlled(["m"])
+        one.answers("m", 100 - late, ttft=0.95)
+        one.answers("m", late, ttft=3.0)
+        one.end_window()
+        assert (one.level(), one.wanted()) == (level, wanted)
+
+
+def test_a_limit_beyond_the_last_bucket_can_be_missed():
+    one = Controlled(["m"], classes=(QosClass("premium", priority=2, slo=Slo(600.0)), FREE))
+    one.answers("m", 100, ttft=700.0)
+    one.end_window()
+    assert one.level() == 4
+
+
+def test_refusals_are_few_beside_answers_that_are_not_streamed():
+    """Of those neither time is known, so they are in one histogram only."""
+    for answers, level in ((10_000, 0), (1_000, 4)):
+        one = Controlled(["m"])
+        for _ in range(answers):
+            one.metrics.answer_e2e_seconds.observe(("premium", "m"), 0.3)
+        one.refuse(ENOUGH)
+        one.end_window()
+        assert (one.level(), one.wanted()) == (level, int(level > 0))
+
+
 def test_adapters_with_few_answers_each_are_judged_together():
     """They are on the same replicas, and it is the class whose limits are missed."""
     names = [f"adapter-{number}" for number in range(8)]

@@ -57,8 +57,6 @@ def proxy(
     on_end: list[OnEnd] = [_access] if settings.access_log else []
     if (keys := rooms.get("keys")) is not None:
         on_end.append(Settled(rooms["metering"], rooms["metrics"], keys.names))
-    if (usage_log := rooms.pop("usage_log", None)) is not None:
-        on_end.append(usage_log)
     return Proxy(
         router=Router(make(settings.policy), cachemap, ledger, costs),
         retries=settings.retries,

@@ -601,11 +601,12 @@ class Admission:
         if ticket.slo.ttft is not None and ticket.learned:
             self.ttft_margin.learn(ticket.ttft, seconds, ticket.slo.ttft)
 
-    def ended(self, ticket: Ticket, ttft: float, tpot: float | None) -> bool | None:
+    def ended(self, ticket: Ticket, ttft: float, tpot: float | None, counted: bool = True) -> bool | None:
         """Its answer is complete: return whether it was within its limits, None if it had none. `tpot`: None where it
-        is too short to tell."""
+        is too short to tell. `counted`: by tokens that the engine counted; events may be of several, and no margin is
+        learned from those."""
         limits = ticket.slo
-        if tpot is not None and limits.tpot is not None and ticket.costs is not None:
+        if counted and tpot is not None and limits.tpot is not None and ticket.costs is not None:
             # By what is known now: what the costs have learned since needs no margin besides.
             self.tpot_margin.learn(ticket.costs.stream_step(ticket.streams, ticket.context), tpot, limits.tpot)
         if limits.ttft is None and limits.tpot is None:

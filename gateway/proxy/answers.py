@@ -83,6 +83,15 @@ _ANNOUNCEMENTS = (
 _ONLY_ROLE = re.compile(
     rb'"delta"\s*:\s*\{\s*"role"\s*:\s*"assistant"\s*(?:,\s*"(?:content|reasoning|reasoning_content|refusal|tool_calls|function_call)"\s*:\s*(?:""|null|\[\s*\])\s*)*\}'
 )
+# What each event that brings output has once, and no other of its API but chat's that has only a role. Quotes inside
+# generated text are escaped, so none of these is part of one.
+_OUTPUT_MARKS = {
+    "chat": b'"delta":{"',
+    "completions": b'"text":',
+    "responses": b'.delta"',
+    "messages": b'"content_block_delta"',
+}
+_ANY_EVENT = b"\ndata: {"
 _KEEPS_ALIVE = re.compile(rb"(?:^|\n)(?::|event: ping)")
 
 # Statuses that a server which is no inference engine gives to a prompt. Others (401, 413, 429, 502) may come from a
@@ -138,6 +147,15 @@ def _is_announcement(label: str, data: bytes) -> bool:
             _ANNOUNCEMENTS, data.rfind(b"\nevent: ", 0, max(_last_end(data), 0)) + 1 or _body_at(data)
         )
     return False
+
+
+def output_events(label: str, data: bytes, first: bool) -> int:
+    """Return how many events that begin in a read of a stream bring output. `first`: none did before, so those that
+    announce an answer may be among them. Called for each read of a metered stream: one search."""
+    count = data.count(_OUTPUT_MARKS.get(label, _ANY_EVENT))
+    if first and count and label == "chat":
+        return max(0, count - len(_ONLY_ROLE.findall(data)))
+    return count
 
 
 def next_number(pieces: Iterable[bytes]) -> int:

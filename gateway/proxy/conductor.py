@@ -296,6 +296,8 @@ class Conductor:
     def _place(self, exchange: Exchange, _: Any) -> None:
         if (exchange.trace is not None or self.figures is not None) and not exchange.prepared_at:
             exchange.prepared_at = monotonic()
+            if self.figures is not None:
+                self.figures.placing(exchange)
         if self.continuing is not None and exchange.continuation is None:
             self.continuing.begin(exchange)
         self.placing.place(exchange)
@@ -401,11 +403,11 @@ class Conductor:
         attempt, error = exchange.attempts[-1], None
         if self.continuing is not None:
             data, error = self.continuing.begun(exchange, attempt, data)
-        if exchange.tenant is None:
-            attempt.tail.append(data)
-            attempt.pieces = 1
-        elif data or exchange.continuation is None:
+        attempt.pieces = 1
+        if exchange.metered:
             meter(attempt, data)
+        else:
+            attempt.tail.append(data)
         if attempt.first_at:
             attempt.seen_at = attempt.first_at
             self.settling.answered(exchange, attempt)

@@ -238,7 +238,7 @@ class Continuing:
         continuation, exchange.continuation = exchange.continuation, None
         assert continuation is not None
         self.kept -= continuation.counted
-        exchange.attempt_type = Attempt if exchange.tenant is None else MeteredAttempt
+        exchange.attempt_type = MeteredAttempt if exchange.metered else Attempt
         if reason:
             self._refused[exchange] = reason
 
@@ -390,8 +390,7 @@ class Continuing:
         """The client has all of the text: what ends its stream is written here."""
         attempt = exchange.attempts[-1]
         data = continuation.framed(continuation.closing_events()) + continuation.end
-        assert isinstance(attempt, ContinuableAttempt)
-        attempt.note(data)
+        attempt.tail.append(data)  # without `note`: no event of it brings output
         exchange.client.transport.write(data)
         self._metrics.continued_streams.inc("over")
         self._conductor.dispatch(exchange, ExchangeEvent.FINISHED)

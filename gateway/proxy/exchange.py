@@ -17,10 +17,13 @@ from collections.abc import Callable
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
 
+from policies.outputs import LEAST_OUTPUT
+
 from ..errors import ApiError
 from ..http.downstream import Downstream
 from ..http.messages import Request
 from ..http.upstream import Head, Upstream, UpstreamError
+from .answers import output_events
 from .blame import UnattributedError
 from .blanking import Blanking
 from .retries import NO_CRASHES, PROTOCOL
@@ -75,8 +78,8 @@ class Attempt:
         "status", "response_head", "fault", "computed", "streams",
         # first bytes of its body that are held back, since nothing of an answer is in them
         "withheld",
-        # the answer as it passes, in so many reads; of a tenant's, how many events of a stream those had, and what its
-        # usage begins with, if it had one so far; how often its client did not keep up
+        # the answer as it passes, in so many reads; where it is metered, how many events of a stream brought output,
+        # and what its usage begins with, if it had one so far; how often its client did not keep up
         "tail", "pieces", "events", "usage", "pauses", "seen_pieces", "seen_at",
         # monotonic seconds, 0.0 for what did not happen; `first_at`: of the answer itself, not of other bytes
         "begun_at", "sent_at", "first_at", "ended_at",
@@ -176,21 +179,17 @@ class Attempt:
         self.conductor.lost(self, error)
 
 
-def events_in(data: bytes) -> int:
-    """How many events of a stream a read has, at least one. In generated text a line end is escaped, and the size of a
-    chunk ends a line before the first."""
-    return max(1, data.count(b"\ndata:"))
-
-
 class MeteredAttempt(Attempt):
-    """One of a tenant's, whose stream's events are counted, each a token or a few, however many of them a read has.
-    Not all clients ask for usage, and one that leaves gets none. Where it is no stream, its usage is kept wherever it
-    stands: vLLM writes a prompt's log probabilities and token ids behind it, if a client asks for them."""
+    """One whose tokens somebody asks about: a tenant's limits, the usage log, or the figures of answers. Its stream's
+    events that bring output are counted, each a token or a few, however many of them a read has: not all clients ask
+    for usage, and one that leaves gets none. Where it is no stream, its usage is kept wherever it stands: vLLM writes a
+    prompt's log probabilities and token ids behind it, if a client asks for them."""
 
     __slots__ = ()
 
     def data(self, data: bytes) -> None:
         if self.state is ANSWERING:
+            self.pieces += 1
             meter(self, data)
             self.client.transport.write(data)
         else:
@@ -198,18 +197,35 @@ class MeteredAttempt(Attempt):
 
 
 def meter(attempt: Attempt, data: bytes) -> None:
-    """Take note of a piece of a tenant's answer."""
+    """Take note of a read of an answer that is metered."""
+    if attempt.streams:
+        attempt.tail.append(data)
+        attempt.events += output_events(attempt.exchange.label, data, not attempt.events)
+        return
     before = attempt.tail[-1][1 - len(USAGE) :] if attempt.tail else b""
     attempt.tail.append(data)
-    attempt.pieces += 1
-    attempt.events += events_in(data)
-    if attempt.streams:
-        return
     found = before + data
     if (at := found.rfind(USAGE)) >= 0:
         attempt.usage = found[at : at + USAGE_BYTES]
     elif 0 < len(attempt.usage) < USAGE_BYTES:
         attempt.usage += data[: USAGE_BYTES - len(attempt.usage)]
+
+
+def output_tokens(attempt: Attempt, usage: Usage | None) -> int:
+    """Return how many tokens came out: as the engine told, else as many as the stream had events that brought some. Of
+    one whose events are not counted, or were not found, since they are compressed, the reads are: a few more at its
+    end, and fewer where some came together."""
+    if usage is not None and usage.completion is not None:
+        return usage.completion
+    return (attempt.events or attempt.pieces) if attempt.streams else 0
+
+
+def time_per_token(attempt: Attempt, tokens: int) -> float | None:
+    """Return the seconds between two of a stream's tokens. Nobody knows them of a short answer, of one whose client did
+    not keep up, nor of one that broke off."""
+    if not attempt.streams or tokens <= LEAST_OUTPUT or attempt.pauses or attempt.is_continued:
+        return None
+    return (attempt.ended_at - attempt.first_at) / (tokens - 1)
 
 
 class ContinuableAttempt(Attempt):
@@ -261,7 +277,7 @@ class ContinuableAttempt(Attempt):
         self.pieces += 1
         if not data:
             return
-        if self.exchange.tenant is not None:
+        if self.exchange.metered:
             meter(self, data)
         else:
             self.tail.append(data)
@@ -332,9 +348,9 @@ class Exchange:
     __slots__ = (
         # given
         "conductor", "client", "request", "id", "label",
-        # whose API key it brought, and what it claims of that tenant's limits; None without --api-keys, or limits; and
-        # what its attempts are made as: a tenant's are metered
-        "tenant", "charge", "attempt_type",
+        # whose API key it brought, and what it claims of that tenant's limits; None without --api-keys, or limits;
+        # whether its answer's tokens are counted, and what its attempts are made as
+        "tenant", "charge", "metered", "attempt_type",
         # found out: its prompt, or the model that a request without one names; the stored response it is about, if any,
         # which only one replica has
         "state", "prompt", "model", "response",
@@ -361,6 +377,7 @@ class Exchange:
         self.label = label
         self.tenant: Tenant | None = None
         self.charge: Charge | None = None
+        self.metered = False
         self.attempt_type = Attempt
         self.state = PREPARING
         self.prompt: Prompt | None = None
@@ -380,6 +397,10 @@ class Exchange:
         self.stages: list[tuple[str, float]] = []
         self.trace: Any = None
         self.error: Exception | None = None
+
+    def meter(self) -> None:
+        """Count the tokens of its answer. Before its first attempt is made."""
+        self.metered, self.attempt_type = True, MeteredAttempt
 
     @property
     def attempt(self) -> Attempt | None:

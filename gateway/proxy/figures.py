@@ -1,9 +1,10 @@
 """What answers took, by class and model: time to the first token, between tokens, per token and in all, tokens, and the
 time that requests spent in each phase.
 
-Told of a request twice, at its first token and at its end (`python -m bench.figures`), and of a stream under way by the
-sweep, four times a second; of single tokens never. Without classes, limits and `--slo-figures` there is no `Figures`,
-and a request costs nothing of it.
+Told of a request when it is placed, at its first token and at its end (`python -m bench.figures`), and of a stream
+under way by the sweep, four times a second; of single tokens never, though the events of a stream whose client asks for
+no usage are counted as they pass (0.5 us each). Without classes, limits and `--slo-figures` there is no `Figures`, and
+a request costs nothing of it.
 """
 
 from __future__ import annotations
@@ -12,12 +13,11 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from policies.classes import DEFAULT_CLASS
-from policies.outputs import LEAST_OUTPUT
 
 from ..http.server import SWEEP_SECONDS
 from ..ops.metrics import Metrics
 from .answers import Usage
-from .exchange import Attempt, Exchange
+from .exchange import Attempt, Exchange, output_tokens, time_per_token
 from .states import ExchangeState
 
 if TYPE_CHECKING:
@@ -62,6 +62,12 @@ class Figures:
 
     # --- what happens to requests
 
+    def placing(self, exchange: Exchange) -> None:
+        """It is placed for the first time. The events of a stream are counted where its client asks for no usage."""
+        prompt = exchange.prompt
+        if prompt is not None and prompt.stream and not prompt.include_usage:
+            exchange.meter()
+
     def first_token(self, attempt: Attempt, held_up: bool) -> None:
         exchange: Exchange | None = attempt.exchange  # None where the answer passes elsewhere
         prompt = attempt.prompt
@@ -101,12 +107,12 @@ class Figures:
         if attempt.status != 200 or not beginning.first_at:
             return
         metrics, qos = self._metrics, self.class_of(exchange)
-        key, output = (qos, self.model_of(prompt)), usage.completion or (attempt.pieces if attempt.streams else 0)
+        key, output = (qos, self.model_of(prompt)), output_tokens(attempt, usage)
         first, end = beginning.first_at, attempt.ended_at
         metrics.answer_e2e_seconds.observe(key, end - exchange.begun)
+        if (tpot := time_per_token(attempt, output)) is not None:
+            metrics.answer_tpot_seconds.observe(key, tpot)
         if attempt.streams and not attempt.pauses and not attempt.is_continued:
-            if output > LEAST_OUTPUT:
-                metrics.answer_tpot_seconds.observe(key, (end - first) / (output - 1))
             self.passing(exchange, attempt, end)
         metrics.answer_tokens.inc(*key, "input", by=usage.prompt or prompt.tokens)
         metrics.answer_tokens.inc(*key, "output", by=output)

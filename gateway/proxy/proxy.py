@@ -40,7 +40,7 @@ from .conductor import Conductor, Judge
 from .continuing import Continuing
 from .control import OverloadControl, control_of
 from .deadlines import Deadlines
-from .exchange import Added, Batcher, Exchange, MeteredAttempt
+from .exchange import Added, Batcher, Exchange
 from .figures import Figures
 from .forwarding import TokenIdForwarding
 from .newcomers import Newcomers
@@ -317,6 +317,7 @@ class Proxy:
         on_traffic: OnTraffic,
         ask_models: Callable[[], Awaitable[None]],
         on_end: Sequence[OnEnd] = (),
+        usage_log: OnEnd | None = None,
         tokenize_once: bool = True,
         shadows: Sequence[str] = (),
         cached_tokens_header: bool = False,
@@ -351,6 +352,9 @@ class Proxy:
         self.control: OverloadControl | None = None
         queue: Queue | None = None
         on_first: tuple[OnFirst, ...] = ()
+        self._metered = usage_log is not None  # all answers, not only those of tenants
+        if usage_log is not None:
+            on_end = (*on_end, usage_log)
         added = Added(response_headers, cached_tokens_header)
         if figures is not None:
             on_end, on_first = (figures.ended, *on_end), (figures.first_token,)
@@ -453,6 +457,8 @@ class Proxy:
         given = request.header(b"x-request-id")
         id = given.encode("latin-1") if given else next(self._ids).encode()
         exchange = client.exchange = Exchange(self.conductor, client, request, id, label or "other")
+        if self._metered:
+            exchange.meter()
         if path.startswith(RESPONSES):
             exchange.response = referred_to(request)
         self.conductor.begin(exchange)
@@ -485,7 +491,8 @@ class Proxy:
         """Why a request is refused for its key alone; else it is its tenant's from now on."""
         if isinstance(tenant, ApiError):
             return tenant
-        exchange.tenant, exchange.attempt_type = tenant, MeteredAttempt
+        exchange.tenant = tenant
+        exchange.meter()
         if self.metering is not None and (over := self.metering.refusal(tenant)) is not None:
             return over
         return salt_request(exchange.request, tenant.cache_salt) if tenant.cache_salt is not None else None

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 from policies import Admission, Evaluation, Pairing, QosClass, Slo, Ticket, Verdict, admit
 from policies.admission import Space
 from policies.classes import NO_LIMITS
-from policies.outputs import LEAST_OUTPUT
 from policies.verdicts import LEFT, QUEUED, REFUSED, SENT, SPILLED
 
 from ..errors import ApiError, bad
@@ -24,7 +23,7 @@ from ..overload import Overload, parse_slo
 from ..prompt.prompt import NO_PREFILL, PROMPT_PATHS, unread
 from .answers import Usage
 from .capping import LIMITS, capped
-from .exchange import MOST, Added, Attempt, Exchange
+from .exchange import MOST, Added, Attempt, Exchange, output_tokens, time_per_token
 from .paths import UNREAD_PROMPTS
 from .placing import Asker, Placing
 
@@ -331,11 +330,8 @@ class Queue:
             return
         if outcome != "complete" or attempt is None or not exchange.beginning.first_at:
             return
-        ttft, tokens = exchange.beginning.first_at - ticket.since, usage.completion if usage is not None else None
-        tpot = None  # nobody knows it of a short answer, of one whose client did not keep up, nor of one that broke off
-        if tokens and tokens > LEAST_OUTPUT and not attempt.pauses and not attempt.is_continued:
-            tpot = (attempt.ended_at - attempt.first_at) / (tokens - 1)
-        met = fleet.ended(ticket, ttft, tpot)
+        ttft, tpot = exchange.beginning.first_at - ticket.since, time_per_token(attempt, output_tokens(attempt, usage))
+        met = fleet.ended(ticket, ttft, tpot, counted=usage is not None and usage.completion is not None)
         if met is not None:
             self._metrics.slo_requests.inc(name, self._model_of(prompt), "met" if met else "missed")
             if as_quoted:

@@ -6,6 +6,7 @@ from collections.abc import Container
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..prompt.prompt import NO_PREFILL
+from ..proxy.exchange import output_tokens
 from ..proxy.states import BROKEN_OFF
 from .metering import Metering
 
@@ -34,23 +35,20 @@ NOTHING = Cost(0, 0, 0)
 
 
 def cost(exchange: Exchange, usage: Usage | None) -> Cost:
-    """What an engine was made to do: as it told, else the prompt's own tokens and the events of its stream. A request
+    """What an engine was made to do: as it told, else the prompt's own tokens and `output_tokens`. A request
     that was answered with an error costs nothing, one whose client left or whose stream broke what it had by then."""
     attempt, prompt = exchange.attempt, exchange.prompt
     if attempt is None or not attempt.sent_at or exchange.status:
         return NOTHING
     if attempt.status >= 400 or (attempt.fault and not attempt.computed):
         return NOTHING
-    told_input, told_output, cached = usage if usage is not None else (None, None, None)
+    told_input, _, cached = usage if usage is not None else (None, None, None)
     known = prompt.tokens if prompt is not None else 0
     if prompt is not None and prompt.path in NO_PREFILL:
         known = 0
     elif not known and exchange.charge is not None:
         known = exchange.charge.unread
-    produced = (attempt.events or attempt.pieces) if attempt.streams else 0
-    return Cost(
-        known if told_input is None else told_input, cached or 0, produced if told_output is None else told_output
-    )
+    return Cost(known if told_input is None else told_input, cached or 0, output_tokens(attempt, usage))
 
 
 def unread_tokens(request: Request) -> int:

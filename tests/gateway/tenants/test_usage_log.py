@@ -1,5 +1,6 @@
 """The usage log: a line for each request, whatever became of it, in a file that may be rotated."""
 
+import asyncio
 import hashlib
 import json
 import os
@@ -42,7 +43,7 @@ async def ask(s, body=BODY, extra=b"Authorization: Bearer a\r\n", **options):
 
 async def test_each_request_is_a_line_with_its_tenant_and_its_tokens(file, keys):
     log = UsageLog(file)
-    async with stack(answers(ANSWER), keys=keys, on_end=(log,)) as s:
+    async with stack(answers(ANSWER), keys=keys, usage_log=log) as s:
         await ask(s, extra=b"Authorization: Bearer a\r\nx-request-id: mine\r\n")
         await eventually(lambda: len(lines(file)) == 1)
         await ask(s, extra=b"")
@@ -59,18 +60,71 @@ async def test_each_request_is_a_line_with_its_tenant_and_its_tokens(file, keys)
     assert told == {"key": None, "status": 401, "outcome": "refused", "input_tokens": 0, "output_tokens": 0}
 
 
-async def test_a_stream_without_usage_counts_its_events(file, keys):
+CHAT = [
+    (0, b'data: {"choices":[{"index":0,"delta":{"role":"assistant","content":""},"finish_reason":null}]}'),
+    (1, EVENT.strip()),
+    (1, b'data: {"choices":[{"index":0,"delta":{"content":"\\"delta\\":{\\""},"finish_reason":null}]}'),
+    (1, b'data: {"choices":[{"index":0,"delta":{"tool_calls":[{"index":0,"function":{"arguments":"{"}}]}}]}'),
+    (1, b'data: {"choices":[{"index":0,"delta":{"content":""},"finish_reason":"stop"}]}'),  # of the end's token
+    (0, b"data: [DONE]"),
+]
+TEXT = [
+    (1, b'data: {"choices":[{"index":0,"text":"a","logprobs":{"text_offset":[0]},"finish_reason":null}]}'),
+    (0, b": ping"),
+    (1, b'data: {"choices":[{"index":0,"text":"\\"text\\":","finish_reason":"length"}]}'),
+    (0, b"data: [DONE]"),
+]
+RESPONSE = [
+    (0, b'event: response.created\ndata: {"type":"response.created","response":{"id":"r"}}'),
+    (0, b'event: response.output_item.added\ndata: {"type":"response.output_item.added","item":{"type":"message"}}'),
+    (1, b'event: response.reasoning_text.delta\ndata: {"type":"response.reasoning_text.delta","delta":"a"}'),
+    (1, b'event: response.output_text.delta\ndata: {"delta":"\\".delta\\"","type":"response.output_text.delta"}'),
+    (0, b'event: response.output_text.done\ndata: {"type":"response.output_text.done","text":"a"}'),
+    (0, b'event: response.completed\ndata: {"type":"response.completed","response":{"id":"r","status":"completed"}}'),
+]
+MESSAGE = [
+    (0, b'event: message_start\ndata: {"type":"message_start","message":{"id":"m"}}'),
+    (0, b'event: content_block_start\ndata: {"type":"content_block_start","index":0,"content_block":{"type":"text"}}'),
+    (1, b'event: content_block_delta\ndata: {"type":"content_block_delta","index":0,"delta":{"type":"text_delta","text":"a"}}'),
+    (0, b'event: ping\ndata: {"type": "ping"}'),
+    (1, b'event: content_block_delta\ndata: {"type":"content_block_delta","index":0,"delta":{"type":"thinking_delta","thinking":"b"}}'),
+    (0, b'event: content_block_stop\ndata: {"type":"content_block_stop","index":0}'),
+    (0, b'event: message_delta\ndata: {"type":"message_delta","delta":{"stop_reason":"end_turn"}}'),
+    (0, b'event: message_stop\ndata: {"type":"message_stop"}'),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("line_end", [b"\n", b"\r\n"])
+@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize("of_key", [False, True])
+@pytest.mark.parametrize(
+    "path, events",
+    [
+        ("/v1/chat/completions", CHAT),
+        ("/v1/completions", TEXT),
+        ("/v1/responses", RESPONSE),
+        ("/v1/messages", MESSAGE),
+    ],
+)
+async def test_a_stream_without_usage_counts_the_events_that_bring_output(
+    path, events, of_key, together, line_end, file, keys
+):
     log = UsageLog(file)
-    async with stack(streams(chunk(EVENT), chunk(EVENT) + chunk(2 * EVENT)), keys=keys, on_end=(log,)) as s:
-        await ask(s, BODY.replace(b"{", b'{"stream": true,', 1))
+    sent = [chunk(raw.replace(b"\n", line_end) + 2 * line_end) for _, raw in events]
+    script = streams(*([b"".join(sent)] if together else sent), end=b"0\r\n\r\n", pause=lambda: asyncio.sleep(0.002))
+    async with stack(script, keys=keys if of_key else None, usage_log=log) as s:
+        body = {"model": "m", "stream": True, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 9}
+        body |= {"prompt": "hi", "input": "hi"}
+        assert (await ask(s, json.dumps(body).encode(), path=path.encode()))[0] == 200
         await eventually(lambda: len(lines(file)) == 1)
     log.close()
-    assert lines(file)[0]["counted_by"] == "gateway" and 3 <= lines(file)[0]["output_tokens"] <= 5
+    assert lines(file)[0]["counted_by"] == "gateway"
+    assert lines(file)[0]["output_tokens"] == sum(count for count, _ in events)
 
 
 async def test_a_file_that_is_rotated_is_opened_again(file, keys):
     log = UsageLog(file)
-    async with stack(answers(ANSWER), keys=keys, on_end=(log,)) as s:
+    async with stack(answers(ANSWER), keys=keys, usage_log=log) as s:
         await ask(s)
         await eventually(lambda: len(lines(file)) == 1)
         file.rename(file.with_suffix(".1"))
@@ -88,7 +142,7 @@ async def test_a_disk_that_takes_no_more_loses_lines_which_are_counted_and_no_re
     folder = tmp_path / "logs"
     folder.mkdir()
     log = UsageLog(folder / "usage", dropped.append)
-    async with stack(answers(ANSWER), keys=keys, on_end=(log,)) as s:
+    async with stack(answers(ANSWER), keys=keys, usage_log=log) as s:
         os.rename(folder, tmp_path / "away")
         for _ in range(50):
             assert (await ask(s))[0] == 200
@@ -109,7 +163,7 @@ async def test_a_line_that_a_full_disk_broke_off_takes_no_other_with_it(file, ke
     log, dropped = None, []
     try:
         log = UsageLog(file, dropped.append)
-        async with stack(answers(ANSWER), keys=keys, on_end=(log,)) as s:
+        async with stack(answers(ANSWER), keys=keys, usage_log=log) as s:
             resource.setrlimit(resource.RLIMIT_FSIZE, (size + 50, limits[1]))
             await ask(s)
             await eventually(lambda: file.stat().st_size == size + 50 and log._lost == 1)
@@ -130,7 +184,7 @@ async def test_a_disk_that_stays_full_does_not_fill_the_log_as_well(file, keys, 
     log = UsageLog(file)
     file.unlink()
     file.mkdir()
-    async with stack(answers(ANSWER), keys=keys, on_end=(log,)) as s:
+    async with stack(answers(ANSWER), keys=keys, usage_log=log) as s:
         for count in range(1, 6):
             await ask(s)
             await eventually(lambda: log._lost == count)

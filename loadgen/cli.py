@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from importlib.metadata import version
-from typing import Any, NoReturn
+from typing import IO, Any, NoReturn, cast
 
 import shtab
 import uvloop
@@ -20,11 +21,12 @@ from loadgen import compare, diff, run, sweep
 from loadgen.demo import verb as demo
 from loadgen.options import BadInput, Failed
 from loadgen.plan import verb as plan
+from loadgen.report.fitting import UNBOUNDED
 from loadgen.simulate import verb as simulate
 from policies.kv_space import BadModel
 from replicas.simulated import complaints
 
-_WIDE = 250  # columns where no terminal says how many it has
+_PADDING = re.compile(r" +$", re.M)
 
 
 class Parser(complaints.PlainParser):
@@ -70,11 +72,27 @@ def main(argv: list[str] | None = None, prog: str = "loadgen") -> int:
 
 
 def _console(args: argparse.Namespace) -> Console:
-    """Where reports go: with `--json -` standard output is the JSON alone. Pipes and files have room for any table."""
+    """Where reports go: with `--json -` standard output is the JSON alone. Pipes and files have room for any table, and
+    get no blanks at the ends of lines."""
     console = Console(highlight=False, stderr=str(args.json) == "-")
-    if not console.is_terminal and "COLUMNS" not in os.environ:
-        console.width = _WIDE
+    if not console.is_terminal:
+        console.file = cast(IO[str], Unpadded(console.file))
+        if "COLUMNS" not in os.environ:
+            console.width = UNBOUNDED
     return console
+
+
+class Unpadded:
+    """A file that gets each line without the blanks that pad it to the width of a table. Rich writes whole lines."""
+
+    def __init__(self, file: IO[str]):
+        self._file = file
+
+    def write(self, text: str) -> int:
+        return self._file.write(_PADDING.sub("", text))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
 
 
 def _parsed(parser: argparse.ArgumentParser, argv: list[str]) -> tuple[argparse.Namespace, list[str]]:

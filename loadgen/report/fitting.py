@@ -10,7 +10,7 @@ from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.measure import Measurement
 from rich.table import Table
 
-_UNBOUNDED = 100_000  # columns
+UNBOUNDED = 100_000  # columns, more than any table needs
 LEFT_OUT = "wider terminals, pipes and files have the ranges over the seeds, too"
 
 Put = Callable[[str], str]  # a figure as `show.written` writes it -> what stands in its cell
@@ -36,7 +36,7 @@ class Fitting:
         self.ways = ways
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        wide = options.update(width=_UNBOUNDED)
+        wide = options.update(width=UNBOUNDED)
         fitting = (way for way in self.ways if Measurement.get(console, wide, way).maximum <= options.max_width)
         yield next(fitting, self.ways[-1])
 

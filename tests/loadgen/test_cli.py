@@ -528,3 +528,19 @@ def test_the_version_is_a_command_too(capsys):
     with pytest.raises(SystemExit):
         main(["--version"])
     assert printed == capsys.readouterr().out and printed.startswith("loadgen ")
+
+
+@pytest.mark.parametrize(("columns", "tables", "wide"), [(None, 1, True), ("100", 4, False)])
+def test_a_pipe_has_as_many_columns_as_it_needs_and_no_blanks_at_the_ends_of_lines(
+    capsys, monkeypatch, columns, tables, wide
+):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    if columns is not None:
+        monkeypatch.setenv("COLUMNS", columns)
+    policies = "least_load,least_time,random,round_robin,overlap_cost,prefix_affinity,consistent_hash,power_of_two,oracle,oracle_answer"
+    load = ("--dataset-name", "random", "--num-prompts", "4", "--replicas", "2", "--seeds", "3")
+    assert main(["simulate", *load, "--policies", policies]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert not [line for line in lines if line.endswith(" ")]
+    rows = [line for line in lines if line.startswith(" TTFT mean")]
+    assert (len(rows), any(len(row) > 250 for row in rows)) == (tables, wide)

@@ -248,6 +248,6 @@ def _seen(bounds: Sequence[float], gained: Mapping[Key, list[float]], qos: str, 
     if not answers:
         return None
     # A hair less: what falls between two buckets is in the lower one, so the limit itself is kept.
-    shares = [share - 1e-9 for share in (0.99, 0.999, 1.0 - 1.0 / answers)]
+    shares = [max(0.0, share - 1e-9) for share in (0.99, 0.999, 1.0 - 1.0 / answers)]
     p99, p999, second = [quantile(bounds, counts, share) or 0.0 for share in shares]
     return Seen(answers, p99, p999, second)

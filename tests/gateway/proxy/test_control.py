@@ -104,6 +104,14 @@ def test_one_answer_in_a_hundred_may_miss_the_limit_and_two_may_not():
         assert (one.level(), one.wanted()) == (level, wanted)
 
 
+def test_a_window_is_judged_though_a_class_has_one_answer_in_it():
+    one = Controlled(["m"])
+    one.answers("m", 100, ttft=5.0)
+    one.metrics.answer_ttft_seconds.observe(("free", "m"), 0.3)
+    one.end_window()
+    assert one.level() == 4
+
+
 def test_a_limit_beyond_the_last_bucket_can_be_missed():
     one = Controlled(["m"], classes=(QosClass("premium", priority=2, slo=Slo(600.0)), FREE))
     one.answers("m", 100, ttft=700.0)

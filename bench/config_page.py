@@ -44,7 +44,8 @@ checked before anything starts: one that cannot be is named with its source and 
 config`, `explain` and `doctor` take the same settings, so give them the same flags.
 
 In the file, lists are lists and mappings are mappings. As a flag or a variable, a list is separated by commas (URLs by
-spaces), and a mapping is YAML on one line. Sizes are bytes, or a number with `KiB`, `MiB` or `GiB`.
+spaces), and a mapping is YAML on one line. Sizes are bytes, or a number with a unit, like `512MiB` or `5G`; units are binary
+however they are written (`5G`, `5GB` and `5GiB` are one size).
 """
 
 

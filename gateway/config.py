@@ -547,6 +547,8 @@ def _explain(item: Any, sources: Mapping[str, str]) -> str:
     if item["type"] == "literal_error":
         return f"{place}: {complaints.none_of(item)}"
     given = "what it is set to" if name in SECRETS else repr(item["input"])
+    if name in SIZES and isinstance(item["input"], int):
+        given = show_bytes(item["input"])
     wanted = complaints.wanted(Settings, item["loc"], name in SIZES, item["type"] == "finite_number")
     if item["input"] is None:
         return f"{place}: it has no value, where {wanted} belongs. {takes}"

@@ -1,7 +1,7 @@
 """Amounts with units, as flags have them: memory, links between machines, and counts of parameters.
 
-Memory is binary however it is written, as it is sold; links and parameters are decimal. A number whose unit could be
-another one is refused, with both that may be meant.
+Memory is binary however it is written, as all sizes are; links and parameters are decimal. A number whose unit could
+be another one is refused, with both that may be meant.
 """
 
 from __future__ import annotations
@@ -9,25 +9,25 @@ from __future__ import annotations
 import argparse
 import re
 
+from replicas.simulated.sizes import LIKE, MOST_BYTES, parse_size
+
 _DECIMAL = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 _BINARY = {"Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40}
-MOST_BYTES = 2**50
 MOST_PARAMETERS = 10**15
 _PER_SECOND = re.compile(r"(\d+(?:\.\d+)?) *([kMGT]?i?)(bit|byte|b|B)(?:/s|ps)")
 
 
 def size(text: str) -> int:
-    """`80GiB`, `80G` or `80GB`: bytes, binary in any case, as memory is sold. A bare number is refused."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(|b|[kmgt](?:i?b)?)", text.strip().lower())
-    if not found or not float(found[1]):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size above zero; it reads 80GiB or 512MiB")
-    if not found[2] and float(found[1]) <= MOST_BYTES:
-        raise argparse.ArgumentTypeError(f"{text!r} has no unit: {found[1]}GiB, or {found[1]}B for bytes?")
-    if (amount := float(found[1]) * 1024 ** "bkmgt".index(found[2][:1] or "b")) > MOST_BYTES:
-        raise argparse.ArgumentTypeError(f"{text!r} is more than any machine has; it reads 80GiB or 512MiB")
-    if amount < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is less than a byte; it reads 80GiB or 512MiB")
-    return int(amount)
+    """`80GiB`, `80G` or `80GB`: bytes. A bare number is refused: of a GPU's memory it could be GiB."""
+    try:
+        found = parse_size(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    if found < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is less than a byte; write a size {LIKE}")
+    if (bare := text.strip())[-1].isdigit():
+        raise argparse.ArgumentTypeError(f"{text!r} has no unit: {bare}GiB, or {bare}B for bytes?")
+    return found
 
 
 def link(text: str) -> float:

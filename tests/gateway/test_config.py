@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 import policies
 from gateway.config import Config, ConfigError, Settings, load, read_token
 from gateway.sizes import parse_bytes, show_bytes
+from loadgen.plan import units
 
 
 @pytest.fixture(autouse=True)
@@ -93,7 +94,7 @@ def test_unknown_name_in_the_file_has_file_line_and_suggestion(empty_folder):
         ("replica_url: true\n", "hitherto.yaml:1: replica_url: 'true' is yes or no to YAML"),
         ("cache_budget: " + 400 * "9" + ".5GiB", "is more than any machine has; write a size like 512MiB"),
         ("cache_budget: 99999999999GiB\n", "'99999999999GiB' is more than any machine has"),
-        ("cache_budget: 64KiB\n", "cache_budget: 65536 is not a size of at least 1MiB, like 512MiB"),
+        ("cache_budget: 64KiB\n", "cache_budget: 64KiB is not a size of at least 1MiB, like 512MiB"),
         ("request_budget: " + 30 * "9" + "\n", "is more than any machine has"),
         ("port: seven\n", "file hitherto.yaml:1: port: 'seven' is not a whole number from 0 to 65535"),
         ("port: 70000\n", "70000 is not a whole number from 0 to 65535"),
@@ -111,7 +112,7 @@ def test_unknown_name_in_the_file_has_file_line_and_suggestion(empty_folder):
         ("host: {a: b}\n", "host: {'a': 'b'} is not text. It takes address clients connect to"),
         ("access_log: maybe\n", "'maybe' is not true or false"),
         ("replica_url: 8000\n", "8000 is not a list of texts. It takes engines that run already: http"),
-        ("cache_budget: 3 parsecs\n", "write a number of bytes, or one with KiB, MiB or GiB"),
+        ("cache_budget: 3 parsecs\n", "'3 parsecs' is not a size; write a number with its unit, like 512MiB or 5G"),
     ],
 )
 def test_bad_files(empty_folder, text, expected):
@@ -309,6 +310,21 @@ def test_bad_replica_urls_are_told_with_their_place(url):
 
 def test_a_replica_given_twice_is_refused():
     assert "a:80 is given twice; name each replica once" in wrong(flags={"replica_url": ["http://a", "http://a:80/v1"]})
+
+
+# Settings that are sizes, as a file or the environment has them, and a flag of `hitherto plan`.
+SETTINGS = ("cache_budget", "continue_budget", "max_body_bytes", "request_budget")
+
+
+@pytest.mark.parametrize(
+    "text", ["5G", "5GB", "5GiB", "5Gi", "5 gb", "5120M", "5242880k", "5368709120B", "0.0048828125T"]
+)
+def test_a_size_is_read_in_one_way_everywhere(empty_folder, text):
+    size = 5 * 2**30
+    settings = load(dict.fromkeys(SETTINGS, text), environ={}).settings
+    assert {getattr(settings, name) for name in SETTINGS} == {size}
+    assert load({"admission": {"max_bytes": text}}, environ={}).settings.admission == {"max_bytes": size}
+    assert units.size(text) == size
 
 
 @given(st.integers(1, 2**45))

@@ -11,7 +11,14 @@ GIB = 1 << 30
 
 @pytest.mark.parametrize(
     ("text", "number"),
-    [("80GiB", 80 * GIB), ("80GB", 80 * GIB), ("1.5g", 3 * GIB // 2), ("512M", 512 << 20), ("4096B", 4096)],
+    [
+        ("80GiB", 80 * GIB),
+        ("80GB", 80 * GIB),
+        ("80Gi", 80 * GIB),
+        ("1.5g", 3 * GIB // 2),
+        ("512M", 512 << 20),
+        ("4096B", 4096),
+    ],
 )
 def test_sizes(text, number):
     assert size(text) == number
@@ -29,7 +36,7 @@ def test_links(text, bytes_per_second):
     (link, "100", "it needs its unit, 100Gbit/s or 100GB/s"), (link, "100gb/s", "100Gbit/s (bits) or 100GB/s (bytes)"),
     (link, "25GB", "25Gbit/s (bits) or 25GB/s (bytes), per second"), (link, "fast", "100Gbit/s or 100GB/s"),
     (link, "0Gbit/s", "100Gbit/s or 100GB/s"), (link, "-5GB/s", "Gbit/s"), (link, "", "100Gbit/s"),
-    (size, "80", "80GiB, or 80B for bytes?"), (size, "80x", "80GiB"), (size, "0GB", "80GiB"), (size, "80i", "80GiB"),
+    (size, "80", "80GiB, or 80B for bytes?"), (size, "80x", "512MiB"), (size, "0GB", "512MiB"), (size, "80i", "512MiB"),
     (parameters, "70", "70B"), (parameters, "70b", "70B"), (parameters, "0B", "70B"),
 ])  # fmt: skip
 def test_an_amount_without_its_unit_is_refused_with_what_would_be_right(read, text, remedy):

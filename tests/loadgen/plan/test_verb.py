@@ -185,22 +185,22 @@ def test_bad_use_is_refused_with_what_would_be_right(capsys, model, flags, why):
     assert error.startswith("loadgen plan: ") and why in error and error.count("\n") == 1
 
 
-SIZE, SHARE = "it reads 80GiB or 512MiB", "not a share above 0 and up to 1: it reads 0.9 for 90 %"
+SIZE, SHARE = "like 512MiB or 5G", "not a share above 0 and up to 1: it reads 0.9 for 90 %"
 
 
 @pytest.mark.parametrize(
     ("flag", "value", "said"),
     [
-        ("--gpu-memory", "80x", f"is not a size above zero; {SIZE}"),
-        ("--gpu-memory", "-80GiB", f"is not a size above zero; {SIZE}"),
-        ("--gpu-memory", "0G", f"is not a size above zero; {SIZE}"),
-        ("--gpu-memory", "0", f"is not a size above zero; {SIZE}"),
+        ("--gpu-memory", "80x", f"is not a size; write a number with its unit, {SIZE}"),
+        ("--gpu-memory", "-80GiB", f"is not a size; write a number with its unit, {SIZE}"),
+        ("--gpu-memory", "0G", f"is less than a byte; write a size {SIZE}"),
+        ("--gpu-memory", "0", f"is less than a byte; write a size {SIZE}"),
         ("--gpu-memory", "80", "has no unit: 80GiB, or 80B for bytes?"),
-        ("--gpu-memory", "99999TiB", f"is more than any machine has; {SIZE}"),
-        ("--gpu-memory", 30 * "9", f"is more than any machine has; {SIZE}"),
-        ("--weights", "-15GiB", f"is not a size above zero; {SIZE}"),
-        ("--weights", "0.0001KiB", f"is less than a byte; {SIZE}"),
-        ("--kv-cache-memory-bytes", "-1GiB", f"is not a size above zero; {SIZE}"),
+        ("--gpu-memory", "99999TiB", f"is more than any machine has; write a size {SIZE}"),
+        ("--gpu-memory", 30 * "9", f"is more than any machine has; write a size {SIZE}"),
+        ("--weights", "-15GiB", f"is not a size; write a number with its unit, {SIZE}"),
+        ("--weights", "0.0001KiB", f"is less than a byte; write a size {SIZE}"),
+        ("--kv-cache-memory-bytes", "-1GiB", f"is not a size; write a number with its unit, {SIZE}"),
         ("--parameters", "8", "is no number of parameters: it reads 70B (billions) or 350M"),
         ("--parameters", "-8B", "is no number of parameters: it reads 70B (billions) or 350M"),
         ("--parameters", "99999T", "is more than any model has: it reads 70B (billions) or 350M"),

@@ -31,6 +31,7 @@ from .retries import ABORTED, CLOSED, DIFFERS, ERROR_ANSWER, PROTOCOL
 
 if TYPE_CHECKING:
     from ..prompt import Prompt
+    from .interruptions import Interruption
 
 LONGEST_EVENT = 2**22  # bytes, but for the prompt's ids; engines write no such event
 ID_BYTES = 12  # of an id in an event at most: ten digits, a comma and a blank
@@ -79,6 +80,8 @@ class Continuation:
         # it goes on from the ids, or at its end that it did not, how many ids it was given, and how many bytes of text
         # there were
         "skip", "skip_closing", "told_reason", "shown", "given", "proven", "ignores_ids", "begun_at",
+        # the last break, until somebody went on
+        "interruption",
         "breaks", "broke_at", "counted", "handler", "is_frozen", "is_strange", "keeps_body", "says_why",
     )  # fmt: skip
 
@@ -103,6 +106,7 @@ class Continuation:
         self.given, self.proven, self.ignores_ids = 0, True, False
         self.begun_at = 0
         self.breaks, self.broke_at = 0, 0.0
+        self.interruption: Interruption | None = None
         self.counted = 0  # bytes of `size` that are in the budget
         self.is_frozen = False  # over the budget: joined as before, and after another break nobody goes on with it
         self.is_strange = False  # has had what only its engine's parser can go on with
@@ -115,6 +119,14 @@ class Continuation:
         if self.chunks is not None:
             held += len(self.chunks.rest)
         return held + getsizeof(self.unread.part) + getsizeof(self.text) + getsizeof(self.ids) + getsizeof(self.skip)
+
+    @property
+    def received(self) -> str:
+        """What the client has of the answer, in words."""
+        if self.ids:
+            return f"{len(self.ids)} tokens"
+        text = (self.text + self.skip).decode(errors="replace")
+        return f"{len(text)} characters" if text else "nothing"
 
     @property
     def longest_event(self) -> int:

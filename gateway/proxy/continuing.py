@@ -24,6 +24,7 @@ from .blanking import Blanking
 from .continuation import Continuation, Unreadable, Way
 from .exchange import Attempt, ContinuableAttempt, Exchange, MeteredAttempt
 from .forwarding import process_of
+from .interruptions import Interruption, Interruptions
 from .placing import Eligibility, Placing
 from .retries import CLOSED, DIFFERS, NO_CRASHES, Failed
 from .settling import Settling
@@ -75,6 +76,7 @@ class Continuing:
         self._as_text, self._budget, self._remake, self._encode = as_text, budget, remake, encode
         self.kept = 0  # bytes
         self._refused: dict[Exchange, str] = {}  # why nobody would go on with its stream
+        self._interruptions = Interruptions()
 
     # --- a stream begins, passes and ends
 
@@ -206,6 +208,7 @@ class Continuing:
             return _passed(attempt, continuation, b"", found.data), None
         if continuation.shown and not shown and continuation.way is not None:
             self._metrics.continue_gap_seconds.observe(continuation.way.value, monotonic() - continuation.broke_at)
+            self._went_on(continuation, attempt)
         if error is not None and continuation.ignores_ids:  # it shows that at the end only, so not once more
             self._note_ignored_ids(exchange, attempt, error)
         self._count(exchange, continuation)
@@ -251,8 +254,18 @@ class Continuing:
         self.kept -= continuation.counted
         continuation.counted = 0
         if exchange.is_continued:
+            if outcome == "complete":  # perhaps without more text
+                self._went_on(continuation, exchange.attempts[-1])
             exchange.prompt = continuation.prompt
             exchange.attempts[-1].events = max(exchange.attempts[-1].events, continuation.events)
+
+    def _went_on(self, continuation: Continuation, attempt: Attempt) -> None:
+        """Say so, unless it was said of this break."""
+        interruption, continuation.interruption = continuation.interruption, None
+        if interruption is not None and continuation.way is not None:
+            gap = monotonic() - continuation.broke_at
+            how = f"replica {attempt.backend.id} went on with it {gap:.3f} s later ({continuation.way.value})"
+            self._interruptions.over(interruption, how)
 
     # --- a stream breaks off
 
@@ -335,6 +348,9 @@ class Continuing:
         conductor.settling.failed(attempt.backend, failed.kind)
         conductor.settling.abandon(attempt, computed=True)
         conductor.end_legs(exchange, failed.kind)
+        continuation.interruption = Interruption(
+            exchange.id.decode("latin-1"), attempt.backend.id, str(attempt.error), continuation.received
+        )
         continuation.break_off()
         continuation.events = attempt.events
         if continuation.way is Way.TEXT:
@@ -393,6 +409,9 @@ class Continuing:
         attempt.tail.append(data)  # without `note`: no event of it brings output
         exchange.client.transport.write(data)
         self._metrics.continued_streams.inc("over")
+        if (interruption := continuation.interruption) is not None:
+            continuation.interruption = None
+            self._interruptions.over(interruption, "all of its text was there, and what ends it was written here")
         self._conductor.dispatch(exchange, ExchangeEvent.FINISHED)
 
     def join(self, exchange: Exchange, data: bytes) -> None:

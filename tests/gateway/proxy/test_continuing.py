@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 import json
+import re
 import threading
 
 import orjson
@@ -10,6 +11,7 @@ import pytest
 
 from gateway.overload import Overload
 from gateway.prompt.pipeline import Pipeline
+from gateway.proxy.interruptions import MOST_LINES, Interruption, Interruptions
 from gateway.proxy.retries import STALLED
 from gateway.tenants.keys import Keys
 from policies import Classes, QosClass, Rules, Slo
@@ -610,3 +612,45 @@ async def test_a_replica_that_takes_no_ids_beside_messages_is_not_asked():
         await talk.say(post(BODY))
         assert told((await talk.response())[2])[0] == "abcdef" and not seen
         await eventually(s.idle)
+
+
+def interruptions(caplog) -> list[str]:
+    return [one.getMessage() for one in caplog.records if "broke off" in one.getMessage()]
+
+
+async def test_a_stream_that_was_gone_on_with_is_a_line_of_the_log(caplog):
+    caplog.set_level("INFO", "hitherto.proxy")
+    async with continued(engine("1", b"", 3), engine("2")) as s:
+        first, second = s.proxy.backends
+        talk = await s.talk()
+        await talk.say(post(BODY, extra=b"x-request-id: mine\r\n"))
+        await talk.response()
+        await eventually(s.idle)
+        [line] = interruptions(caplog)
+    assert line.startswith(f"stream mine of replica {first} broke off behind 3 tokens: connection closed")
+    assert re.search(rf"; replica {second} went on with it \d\.\d{{3}} s later \(ids\)$", line)
+
+
+async def test_a_stream_that_lacked_only_its_end_is_a_line_as_well(caplog):
+    caplog.set_level("INFO", "hitherto.proxy")
+    async with continued(cut_short, cut_short) as s:
+        talk = await s.talk()
+        await talk.say(post(orjson.dumps(GREEDY | {"max_tokens": 2})))
+        await talk.response()
+        await eventually(s.idle)
+    [line] = interruptions(caplog)
+    assert "behind 2 tokens" in line and line.endswith("what ends it was written here")
+
+
+async def test_of_an_engine_with_many_streams_some_have_a_line_and_the_others_share_one(caplog, monkeypatch):
+    monkeypatch.setattr("gateway.proxy.interruptions.LOG_SECONDS", 0.5)
+    caplog.set_level("INFO", "hitherto.proxy")
+    said, replica = Interruptions(), "127.0.0.1:1"
+    for number in range(300):
+        said.over(Interruption(str(number), replica, "closed the connection", "3 tokens"), "it went on")
+    lines = interruptions(caplog)
+    assert len(lines) == MOST_LINES and lines[0].startswith("stream 0 of")
+    await eventually(lambda: len(interruptions(caplog)) > MOST_LINES)
+    assert interruptions(caplog)[-1].startswith(f"290 more streams of replica {replica} broke off")
+    said.over(Interruption("a", replica, "closed the connection", "3 tokens"), "it went on")
+    assert interruptions(caplog)[-1].startswith("stream a of"), "a break by itself is told again"

@@ -27,6 +27,13 @@ But as long as there are such, or so few requests that nothing is known of a cla
 HOLD windows: then it is undone as if there was no pressure. That shows whether the fault is over, and nobody gives
 anything up for those who ask no more.
 
+Nor is a class refused for nothing. Where limits are kept by little, with the pressure between 0.9 and 1.0, or are
+missed whatever is taken, since no engine is quick enough for them, the pressure alone would keep it shed for as long as
+the higher class asks. So where steps that refuse somebody were held without a change for PATIENCE windows, they are
+undone for a trial, all at once. They are taken again in the first window in which limits are missed by more than twice
+as many requests as before, HELPS more at least, and the next trial comes after twice as many windows. As long as that
+does not happen nobody is refused, and the trial is over once the pressure would have given the class back by itself.
+
 Besides, `wants_more` says that more replicas are needed: some class missed its limits, whatever was taken from others,
 or its requests wait longer than that for an answer (`is_late`), or are refused, of the highest classes whatever they
 ask for.
@@ -35,8 +42,10 @@ No I/O, no clock.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from math import inf
+from statistics import fmean
 from typing import NamedTuple
 
 from .classes import QosClass, Slo
@@ -56,14 +65,20 @@ HOLD = 2  # windows in a row in which steps are kept though nothing says that th
 
 
 class Seen(NamedTuple):
-    """Of so many answers in a window, in seconds. `second`: the second slowest."""
+    """Of so many answers in a window, in seconds. `second`: the second slowest; `late`: how many were above the
+    limit."""
 
     answers: float
     p99: float
     p999: float
     second: float = inf
+    late: float = 0.0
 
 
+# Windows in a row in which steps that refuse somebody are held without a change, until they are undone for a trial
+PATIENCE, MOST_PATIENCE = 6, 48
+HELPS = 0.05  # share of a class's requests, see above: of fewer, 60 in a window miss by chance by as much
+REFUSING = [*FROM].index(HALVE)  # of the rungs, the first that refuses somebody
 # Of the time to the first token, per token, and of the whole answer: that has no limit, but it is all that is known of
 # answers that are not streamed, beside which those that were refused are many or few.
 Answers = tuple[Seen | None, Seen | None, Seen | None]
@@ -121,12 +136,14 @@ class Pressure(NamedTuple):
     """How near a class came to its limits in a window, or how far above them: 1 is the limit, None says that nothing is
     known. `lasting`: as far as the last third of the window shows it as well, which is what steps go by, except for
     `shed`: that is undone by `whole`. `firm`: as far as more than one request shows it. `unsure`: some were refused of
-    whom it is not known whether others made them."""
+    whom it is not known whether others made them. `missed`: the share of requests that were not within the limits,
+    refused ones included."""
 
     whole: float | None = None
     lasting: float = 0.0
     firm: float = 0.0
     unsure: bool = False
+    missed: float = 0.0
 
 
 def pressure(
@@ -148,7 +165,9 @@ def pressure(
         whole = max(whole or 0.0, REFUSED)
         lasting = max(lasting or 0.0, 0.0 if over else REFUSED)
         firm = max(firm or 0.0, 0.0 if over or refused.owed < 2 else REFUSED)
-    return Pressure(whole, lasting or 0.0, firm or 0.0, _is_missed(answers, refused.beyond, ENOUGH))
+    late, turned_away = max([one.late for one in window if one is not None], default=0.0), sum(refused)
+    missed = (late + turned_away) / max(1.0, answers + turned_away)
+    return Pressure(whole, lasting or 0.0, firm or 0.0, _is_missed(answers, refused.beyond, ENOUGH), missed)
 
 
 def answered(seen: Answers) -> float:
@@ -177,6 +196,14 @@ def is_late(answers: float, late: int, wanted: bool) -> bool:
     return _is_missed(answers, late, 0 if wanted else ENOUGH)
 
 
+class Trial(NamedTuple):
+    """While what refuses somebody is undone to see whether it helps: the level before, and the mean of
+    `Pressure.missed` then."""
+
+    level: int
+    missed: float
+
+
 class Control:
     """Of one fleet."""
 
@@ -198,6 +225,9 @@ class Control:
             for step, share in FROM.items()
         ]
         self.level = 0  # of the rungs, those that are taken
+        self.trial: Trial | None = None
+        self._unchanged: deque[float] = deque(maxlen=MOST_PATIENCE)  # what missed limits, by window without a change
+        self._patience = PATIENCE
 
     def ended(self, pressures: Mapping[str, Pressure], late: bool = False) -> list[Change]:
         """A window is over, with these pressures by class: return what changes, in its order. `late`: of some class
@@ -210,11 +240,45 @@ class Control:
         held = self.wants_more and any(self._is_held(name) for name in found)
         wanted = FROM[SHED] - SLACK[SHED] if self.wants_more else FROM[SHED]
         self.wants_more = late or worst >= wanted or held
-        return self._climb(found) or self._descend(found)
+        changes = self._judge_trial(found) or self._climb(found) or self._descend(found) or self._try_without(found)
+        if changes:
+            self._unchanged.clear()
+        if self.level <= REFUSING and self.trial is None:
+            self._patience = PATIENCE
+        return changes
+
+    def _judge_trial(self, found: Mapping[str, Pressure]) -> list[Change]:
+        if self.trial is None:
+            return []
+        (level, before), first = self.trial, self.rungs[0]
+        above, missed = self._highest(first, found)
+        if above >= FROM[HALVE] and missed > max(2.0 * before, before + HELPS):
+            taken = [Change(rung, True, above) for rung in self.rungs[self.level : level]]
+            self.level, self.trial, self._patience = level, None, min(MOST_PATIENCE, 2 * self._patience)
+            return taken
+        if above < FROM[HALVE] - SLACK[HALVE] and not self._is_kept(first):
+            self.trial = None
+        return []
+
+    def _try_without(self, found: Mapping[str, Pressure]) -> list[Change]:
+        if self.level <= REFUSING:
+            return []
+        above, missed = self._highest(self.rungs[0], found)
+        self._unchanged.append(missed)
+        if len(self._unchanged) < self._patience or self._is_kept(self.rungs[0]):
+            return []
+        undone = [Change(rung, False, above) for rung in reversed(self.rungs[REFUSING : self.level])]
+        self.trial, self.level = Trial(self.level, fmean(self._unchanged)), REFUSING
+        return undone
+
+    def _highest(self, rung: Rung, found: Mapping[str, Pressure]) -> tuple[float, float]:
+        """Return the highest pressure that lasts, of the classes above that one, and the most that missed limits."""
+        above = self._above(rung, found)
+        return max([one.lasting for one in above]), max([one.missed for one in above])
 
     def _climb(self, found: Mapping[str, Pressure]) -> list[Change]:
         taken: list[Change] = []
-        for rung in self.rungs[self.level :]:
+        for rung in self.rungs[self.level : REFUSING if self.trial is not None else None]:
             above = max([one.firm if taken else one.lasting for one in self._above(rung, found)])
             if above < rung.at or (taken and rung.qos != self.rungs[0].qos):
                 break

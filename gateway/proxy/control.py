@@ -8,6 +8,7 @@ sweep calls `look`. For the status page and whoever else shows it, `status` has 
 from __future__ import annotations
 
 import logging
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from operator import add
@@ -57,6 +58,12 @@ WORDS = {
     SHED: ("class {qos} is refused", "every other request of class {qos} is admitted again"),
 }
 Gain = dict["Key", list[float]]  # of a histogram's buckets and sum
+# What is said of a trial when it begins, and at its end
+TRIAL = (
+    "admitted for a trial are classes that were refused: limits are missed, or nearly, all the same "
+    "({missed:.1f} % of the requests of a higher class)"
+)
+HELPED, OVER = "the trial is over: without refusing others clearly more requests miss limits", "the trial is over"
 MORE, ENOUGH = "more replicas are needed: limits are missed", "no more replicas are needed"
 
 
@@ -156,13 +163,18 @@ class OverloadControl:
     def _seen(self, gained: Sequence[Gain], qos: QosClass, fleet: Fleet) -> Answers:
         """What the histograms say of a class's answers by this fleet."""
         ttft, tpot, whole = [
-            _seen(histogram.bounds, gain, qos.name, fleet.names) for histogram, gain in zip(self._histograms, gained)
+            _seen(histogram.bounds, gain, qos.name, fleet.names, limit)
+            for histogram, gain, limit in zip(self._histograms, gained, (*qos.slo, None))
         ]
         return ttft, tpot, whole
 
     def _judge(self, fleet: Fleet, pressures: dict[str, Pressure], late: bool, now: float) -> None:
-        control, wanted = fleet.control, fleet.control.wants_more
+        control, wanted, trial = fleet.control, fleet.control.wants_more, fleet.control.trial
         changes = control.ended(pressures, late)
+        if control.trial is not None and trial is None:
+            self._note(fleet, TRIAL.format(missed=100.0 * control.trial.missed), True, "trial", None)
+        elif control.trial is None and trial is not None:
+            self._note(fleet, HELPED if changes and changes[0].taken else OVER, False, "trial", None)
         for one in changes:
             self._metrics.control_steps.inc(one.rung.step, one.rung.qos, "taken" if one.taken else "undone")
             self._tell(fleet, one)
@@ -201,6 +213,7 @@ class OverloadControl:
                     ],
                     "pressures": dict(fleet.control.pressures),
                     "wants_more": fleet.control.wants_more,
+                    "on_trial": fleet.control.trial is not None,
                 }
                 for fleet in self._fleets.values()
             ],
@@ -235,8 +248,10 @@ def control_of(
     return OverloadControl(classes, rules.control_window, metrics, look_at_queue, unanswered)
 
 
-def _seen(bounds: Sequence[float], gained: Mapping[Key, list[float]], qos: str, names: Iterable[str]) -> Seen | None:
-    """Of a class, whichever of the fleet's models was asked for."""
+def _seen(
+    bounds: Sequence[float], gained: Mapping[Key, list[float]], qos: str, names: Iterable[str], limit: float | None
+) -> Seen | None:
+    """Of a class, whichever of the fleet's models was asked for. Some bucket ends at the limit."""
     found = [gain for name in names if (gain := gained.get((qos, name))) is not None]
     if not found:
         return None
@@ -250,4 +265,5 @@ def _seen(bounds: Sequence[float], gained: Mapping[Key, list[float]], qos: str, 
     # A hair less: what falls between two buckets is in the lower one, so the limit itself is kept.
     shares = [max(0.0, share - 1e-9) for share in (0.99, 0.999, 1.0 - 1.0 / answers)]
     p99, p999, second = [quantile(bounds, counts, share) or 0.0 for share in shares]
-    return Seen(answers, p99, p999, second)
+    late = sum(counts[bisect_right(bounds, limit) :]) if limit is not None else 0.0
+    return Seen(answers, p99, p999, second, late)

@@ -134,7 +134,8 @@ def _controlled(one: Mapping[str, Any], other: Mapping[str, Any]) -> Mapping[str
     for qos, value in one["pressures"].items():
         known = [each for each in (value, other["pressures"].get(qos)) if each is not None]
         pressures[qos] = max(known, default=None)
-    return {**most, "pressures": pressures, "wants_more": one["wants_more"] or other["wants_more"]}
+    either = {name: one[name] or other[name] for name in ("wants_more", "on_trial")}
+    return {**most, "pressures": pressures, **either}
 
 
 def _keys(each: Sequence[Mapping[str, Any] | None]) -> Mapping[str, Any] | None:

@@ -108,7 +108,8 @@ class Gate:
             pressures = {}
             for name, one in self._classes.items():
                 ttfts, tpots = self._ttfts.get(name, ()), self._tpots.get(name, ())
-                window, end = [(_seen(ttfts, since), _seen(tpots, since), None) for since in (0.0, lately)]
+                ttft, tpot = one.slo
+                window, end = [(_seen(ttfts, since, ttft), _seen(tpots, since, tpot), None) for since in (0.0, lately)]
                 if not self._late:  # nobody has asked since it began
                     self._refusals.last_third()
                     self._late = True
@@ -124,9 +125,10 @@ class Gate:
             self._late = True
 
 
-def _seen(answers: Sequence[tuple[float, float]], since: float = 0.0) -> Seen | None:
+def _seen(answers: Sequence[tuple[float, float]], since: float, limit: float | None) -> Seen | None:
     ordered = sorted([seconds for when, seconds in answers if when >= since])
     if not ordered:
         return None
     p99, p999 = [ordered[int(share * (len(ordered) - 1))] for share in (0.99, 0.999)]
-    return Seen(len(ordered), p99, p999, ordered[-2] if len(ordered) > 1 else 0.0)
+    late = sum(seconds > limit for seconds in ordered) if limit is not None else 0
+    return Seen(len(ordered), p99, p999, ordered[-2] if len(ordered) > 1 else 0.0, late)

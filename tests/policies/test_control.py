@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from policies import Admission, Classes, Control, QosClass, Quote, Rules, Slo, Ticket
-from policies.control import HOLD, SLACK, Pressure, Refused, Rung, Seen, pressure
+from policies.control import HOLD, MOST_PATIENCE, PATIENCE, SLACK, Pressure, Refused, Rung, Seen, pressure
 
 SLO = Slo(2.0, 0.05)
 PREMIUM, STANDARD, FREE = (
@@ -63,7 +63,8 @@ def test_what_the_last_third_of_a_window_shows_no_more_is_over():
 def refused(owed, answers, lately=None, beyond=0, owed_lately=None):
     """Of a window with so many answers, all within half of the limits."""
     window, last = [(Seen(count, 1.0, 1.0), None) if count else (None, None) for count in (answers, lately)]
-    return pressure(SLO, window, last, Refused(owed, beyond), Refused(owed if owed_lately is None else owed_lately))
+    lately = Refused(owed if owed_lately is None else owed_lately)
+    return pressure(SLO, window, last, Refused(owed, beyond), lately)._replace(missed=0.0)
 
 
 def test_who_was_refused_for_the_limits_has_missed_them():
@@ -88,6 +89,12 @@ def test_what_a_class_is_refused_beyond_its_due_is_no_pressure_but_may_be_a_faul
     assert refused(0, 60, beyond=60) == Pressure(0.5, 0.5, 0.5, unsure=True)
     assert refused(0, 5, beyond=60) == Pressure(None, unsure=True)
     assert not refused(0, 60).unsure
+
+
+def test_the_share_that_missed_limits_is_that_of_answers_and_refusals_together():
+    window = Seen(60, 2.4, 2.4, late=12), Seen(50, 0.1, 0.1, late=20), Seen(80, 9.0, 9.0)
+    assert pressure(SLO, window, (None, None), Refused(15, 5)).missed == pytest.approx((20 + 20) / 100)
+    assert pressure(SLO, (None, None), (None, None)).missed == 0.0
 
 
 def test_one_slow_answer_among_few_is_not_firm():
@@ -207,6 +214,74 @@ def test_a_class_of_which_nothing_is_ever_known_keeps_no_step():
     assert [one.rung.step for one in control.ended(crowd | {"premium": steady(0.5)})] != []
 
 
+def lasts(control, value, missed, windows):
+    """In each of so many windows the pressure is this, and that many miss their limits: say by window what changes."""
+    each = [control.ended({"premium": steady(value)._replace(missed=missed)}) for _ in range(windows)]
+    return [[(one.rung.step, one.rung.qos, one.taken) for one in changes] for changes in each]
+
+
+REFUSALS = [(step, "free", False) for step in ("shed", "halve")]
+
+
+def test_a_class_that_was_shed_for_a_moment_is_not_refused_for_as_long_as_limits_are_kept_by_little():
+    control = Control(CLASSES)
+    after(control, 1.2)
+    assert lasts(control, 0.95, 0.0, PATIENCE) == [[]] * (PATIENCE - 1) + [REFUSALS], "0.95 undoes nothing by itself"
+    assert control.level == 2 and lasts(control, 0.95, 0.0, 50) == [[]] * 50
+    lasts(control, 0.5, 0.0, 1)
+    assert control.level == 0 and control.trial is None
+    assert len(lasts(control, 1.2, 0.1, 1)[0]) == 4, "it is shed again"
+
+
+def test_nobody_is_refused_for_a_limit_that_is_missed_all_the_same():
+    control = Control(CLASSES)
+    *_, last = lasts(control, 3.0, 1.0, 5)
+    assert last == [("shed", "standard", True)] and control.level == 8
+    *_, last = lasts(control, 3.0, 0.97, PATIENCE)
+    assert (
+        last
+        == [(step, name, False) for name in ("standard", "free") for step in ("shed", "halve", "cap", "tighten")][:6]
+    )
+    assert lasts(control, 3.5, 1.0, 100) == [[]] * 100 and control.wants_more and control.level == 2
+
+
+def test_what_helps_is_taken_again_after_a_window_and_kept_for_longer():
+    control = Control(CLASSES[::2])
+    lasts(control, 1.2, 0.02, 1)
+    patience = PATIENCE
+    for longer in (2, 4, 8, 8):
+        assert lasts(control, 1.2, 0.02, patience) == [[]] * (patience - 1) + [REFUSALS]
+        assert lasts(control, 2.0, 0.3, 1) == [[(step, "free", True) for step in ("halve", "shed")]]
+        patience = longer * PATIENCE
+    assert patience == MOST_PATIENCE
+    lasts(control, 0.5, 0.0, 2)
+    assert control.level == 0
+    lasts(control, 1.2, 0.02, 1)
+    assert lasts(control, 1.2, 0.02, PATIENCE)[-1] == REFUSALS, "as after a fault that is over"
+
+
+def test_what_is_over_by_the_last_third_of_a_window_ends_no_trial_with_a_refusal():
+    control = Control(CLASSES)
+    lasts(control, 1.2, 0.02, 1)
+    lasts(control, 0.95, 0.0, PATIENCE)
+    undone = control.ended({"premium": Pressure(2.0, 0.5, 0.5, missed=0.5)})
+    assert [(one.rung.step, one.taken) for one in undone] == [("cap", False), ("tighten", False)] and not control.trial
+
+
+def test_a_trial_waits_while_nothing_is_known_and_is_over_once_nobody_asks():
+    control = Control(CLASSES)
+    lasts(control, 1.2, 0.02, 1)
+    lasts(control, 0.95, 0.0, PATIENCE - 1)
+    assert control.ended({}) == [] and control.level == 4
+    lasts(control, 0.95, 0.0, 1)
+    assert control.trial is not None
+    for _ in range(HOLD):
+        control.ended({})
+        assert control.trial is not None
+    control.ended({})
+    assert control.trial is None and control.level == 0
+
+
 def test_more_replicas_are_wanted_while_limits_are_missed_whatever_else_there_is_to_take():
     alone = Control((FREE,))
     assert alone.rungs == [] and after(alone, 1.1, name="free") == [] and alone.wants_more
@@ -237,7 +312,7 @@ def test_whatever_comes_windows_only_climb_or_descend_lower_classes_first_and_al
                 assert above >= one.rung.at
                 held.append(one.rung)
             else:
-                assert above < one.rung.at - SLACK[one.rung.step]
+                assert above < one.rung.at - SLACK[one.rung.step] or control.trial
                 assert held.pop() == one.rung, "in reverse order"
         assert held == control.rungs[: control.level]
         assert [one.qos for one in held] == sorted([one.qos for one in held]), "free before standard"
@@ -257,7 +332,7 @@ def test_no_class_is_shed_or_halved_while_a_lower_one_is_not_shed(windows):
         assert "premium" not in halved | shed and ("standard" not in halved or "free" in shed) and shed <= halved
 
 
-@given(st.floats(0.0, 2.0), st.lists(st.floats(0.0, 0.049), max_size=9))
+@given(st.floats(0.0, 2.0), st.lists(st.floats(0.0, 0.049), max_size=PATIENCE - 1))
 def test_a_pressure_that_trembles_by_less_than_the_slack_takes_nothing_back_and_forth(value, trembles):
     control = Control(CLASSES)
     directions = [

@@ -9,7 +9,7 @@ from gateway.ops.metrics import Metrics
 from gateway.overload import Overload
 from gateway.proxy.control import OverloadControl
 from policies import Admission, Classes, QosClass, Rules, Slo
-from policies.control import ENOUGH, HOLD, Refused
+from policies.control import ENOUGH, HOLD, PATIENCE, Refused
 
 from ..http.talk import eventually, read_request
 from .replies import post
@@ -128,6 +128,24 @@ def test_refusals_are_few_beside_answers_that_are_not_streamed():
         one.refuse(ENOUGH)
         one.end_window()
         assert (one.level(), one.wanted()) == (level, int(level > 0))
+
+
+def test_a_trial_is_told_when_it_begins_and_how_it_ends():
+    """Of a limit that no engine can keep; then, of one that is kept by most while free is refused."""
+    one = Controlled(["m"])
+    told = lambda: [(each["step"], each["taken"]) for each in one.control.events if each["class"] is None]  # noqa: E731
+    for _ in range(1 + PATIENCE):
+        one.answers("m", 96, ttft=0.5)
+        one.answers("m", 4, ttft=1.5)
+        one.end_window()
+    assert told() == [("more", True), ("trial", True)] and one.level() == 2 and not one.admissions[0].shed
+    assert "(4.0 % of the requests of a higher class)" in one.control.events[-3]["text"]
+    assert one.control.status()["models"][0]["on_trial"]
+    one.answers("m", 50, ttft=0.5)
+    one.answers("m", 50, ttft=1.5)
+    one.end_window()
+    assert told()[2:] == [("trial", False)] and one.level() == 4 and one.admissions[0].shed == {"free"}
+    assert not one.control.status()["models"][0]["on_trial"]
 
 
 def test_adapters_with_few_answers_each_are_judged_together():

@@ -136,7 +136,10 @@ def test_the_work_of_a_status_grows_with_the_replicas_not_with_their_square():
 
 def test_what_one_worker_misses_is_told_though_another_takes_more():
     def control(level, wants_more, **pressures):
-        model = {"model": "m", "level": level, "steps": [], "pressures": pressures, "wants_more": wants_more}
+        model = {
+            "model": "m", "level": level, "steps": [], "pressures": pressures,
+            "wants_more": wants_more, "on_trial": wants_more,
+        }  # fmt: skip
         return {"control": {"window_seconds": 30.0, "models": [model], "events": []}}
 
     found = [said("ready", requests=1, inflight=0) for _ in range(2)]
@@ -152,6 +155,7 @@ def test_what_one_worker_misses_is_told_though_another_takes_more():
     assert (
         told["level"] == 3
         and told["wants_more"]
+        and told["on_trial"]
         and told["pressures"]
         == {
             "premium": 1.2,
@@ -163,7 +167,7 @@ def test_what_one_worker_misses_is_told_though_another_takes_more():
 
 def test_of_what_workers_take_from_classes_the_most_is_told_and_all_that_they_did():
     def control(level, at):
-        model = {"model": "m", "level": level, "steps": [], "pressures": {}, "wants_more": False}
+        model = {"model": "m", "level": level, "steps": [], "pressures": {}, "wants_more": False, "on_trial": False}
         return {"control": {"window_seconds": 30.0, "models": [model], "events": [{"at": at}]}}
 
     found = [said("ready", requests=1, inflight=0) for _ in range(2)]

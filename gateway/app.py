@@ -2,7 +2,8 @@
 
 Start: the tokenizer is loaded and both ports are bound before any engine is started, so whatever is wrong
 with the settings is said at once and leaves nothing behind. Engines may come up later; until then
-requests get 503. Stop (SIGTERM, SIGINT): new work is refused, running requests get `drain_timeout_s`.
+requests get 503. Stop (SIGTERM, SIGINT): new work is refused, running requests get `drain_timeout_s`; then
+those without a byte of an answer get 503, and the others are cut.
 """
 
 from __future__ import annotations
@@ -201,17 +202,26 @@ class Gateway:
     def greeting(self) -> str:
         return greeting(self.settings, self.port, self.admin_port)
 
-    async def cut(self) -> None:
-        """Close every connection now."""
-        await self.server.close()
+    def hurry(self) -> None:
+        """Let running requests have no more time, while it stops."""
+        self.server.hurry()
 
     async def stop(self, seconds: float) -> None:
         """Refuse new work, let running requests end for up to `seconds`, then stop everything that was started."""
         self.proxy.drain()
         self.view.draining = True
-        cut = await self.server.drain(seconds)
-        if cut:
-            log.warning("%d requests were still running after %g s and were cut", cut, seconds)
+        begun = monotonic()
+        await self.server.drain(seconds)
+        refused, ran = self.proxy.refuse_unanswered(), monotonic() - begun
+        cut = await self.server.end()
+        if cut or refused:
+            log.warning(
+                "%d requests were there after %.1f s: %d were cut in the middle of their answers, %d had none yet and got 503",
+                cut + refused,
+                ran,
+                cut,
+                refused,
+            )
         for task in (self._caring, *self._following):
             if task is not None:
                 task.cancel()

@@ -44,8 +44,8 @@ class Service(Protocol):
     async def stop(self, seconds: float) -> None:
         """Refuse new requests, let running ones end for up to `seconds`, then stop everything that was started."""
 
-    async def cut(self) -> None:
-        """Close every client's connection now."""
+    def hurry(self) -> None:
+        """Let running requests have no more time, while it stops."""
 
 
 def run(settings: Settings, make: Callable[[], Service], started: Callable[[], None] = lambda: None) -> int:
@@ -81,10 +81,11 @@ async def _serve(settings: Settings, make: Callable[[], Service], started: Calla
     with suppress(asyncio.CancelledError):
         await telling
     log.info(
-        "stopping: new requests are refused, running ones get %g s; a second signal cuts them", settings.drain_timeout_s
+        "stopping: new requests are refused, running and waiting ones get %g s; a second signal ends them",
+        settings.drain_timeout_s,
     )
     stopping = asyncio.ensure_future(service.stop(settings.drain_timeout_s))
-    on_signal(loop, lambda: asyncio.ensure_future(service.cut()))
+    on_signal(loop, service.hurry)
     await stopping
 
 

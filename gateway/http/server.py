@@ -18,7 +18,7 @@ SWEEP_SECONDS = 0.25
 # Of many connections a sweep looks at a part: 10,000 at once held up the loop for 3.4 ms and took 1.6 % of a core. So
 # many are all seen in 4 s, up to 64 in each sweep; the shortest deadline is 2 s.
 SWEEPS_TO_SEE_ALL, SEEN_AT_LEAST = 16, 64
-FLUSH_SECONDS = 2.0  # for the last bytes of TLS connections, when the server is drained
+FLUSH_SECONDS = 2.0  # for the last bytes of answers, when the server ends
 SHUTDOWN_SECONDS = 3600.0  # of a TLS connection, to send what is left and to hear that it is taken
 
 
@@ -39,6 +39,7 @@ class Server:
         self._sweeper: asyncio.TimerHandle | None = None
         self._swept_at = 0.0
         self._was_late = False
+        self._drained_by = 0.0
 
     @property
     def connections(self) -> set[Downstream]:
@@ -102,29 +103,33 @@ class Server:
         """Connections with an answer in progress."""
         return sum(connection.busy for connection in self.connections)
 
-    async def drain(self, seconds: float) -> int:
-        """Refuse new work (the handler answers 503), let exchanges end; returns how many were cut at the deadline.
-
-        Idle connections stay until the end: a client that sends on one gets its 503, not a reset.
-        """
+    async def drain(self, seconds: float) -> None:
+        """Refuse new work (the handler answers 503), and let exchanges end for up to `seconds`. Idle connections stay:
+        a client that sends on one gets its 503, not a reset."""
         self.clients.draining = True
-        deadline = monotonic() + seconds
-        while self.busy and monotonic() < deadline:
+        self._drained_by = monotonic() + seconds
+        while self.busy and monotonic() < self._drained_by:
             await asyncio.sleep(0.02)
+
+    def hurry(self) -> None:
+        """Let a drain end now."""
+        self._drained_by = 0.0
+
+    async def end(self) -> int:
+        """Close every connection; returns how many were cut, since an answer was in progress there."""
+        await self._flush(monotonic() + FLUSH_SECONDS)
         cut = self.busy
-        if self._encrypted:
-            await self._flush(min(deadline, monotonic() + FLUSH_SECONDS))
         await self.close()
         return cut
 
     async def _flush(self, deadline: float) -> None:
-        """What a TLS connection has taken may wait in the transport below it, which nothing tells of: an orderly close
-        sends it, and ends when the client has answered."""
-        for connection in list(self.connections):
-            if not connection.busy:
-                connection.transport.close()
-        while not all(connection.busy for connection in self.connections) and monotonic() < deadline:
-            await asyncio.sleep(0.02)
+        """Send the rest of all answers that are written. What a TLS connection has taken may wait in the transport
+        below it, which nothing tells of: an orderly close sends it, and ends when the client has answered."""
+        answered = {connection for connection in self.connections if connection.current is None}
+        for connection in answered:
+            connection.transport.close()
+        while answered & self.connections and monotonic() < deadline:
+            await asyncio.sleep(0.005)
 
     async def close(self) -> None:
         """Cut every connection and stop listening."""

@@ -70,6 +70,14 @@ AWAITING, ANSWERING, ANSWERED, FINISHED = (
 )
 CONNECTED, ATTEMPT_ANSWERED, ATTEMPT_FINISHED = AttemptEvent.CONNECTED, AttemptEvent.ANSWERED, AttemptEvent.FINISHED
 
+# What ends an exchange of which its client has nothing: was a replica asked?
+REFUSING = {
+    ExchangeState.PREPARING: ExchangeEvent.REFUSED,
+    ExchangeState.PLACING: ExchangeEvent.REFUSED,
+    ExchangeState.QUEUED: ExchangeEvent.REFUSED,
+    ExchangeState.TRYING: ExchangeEvent.TIMED_OUT,
+}
+
 # To a request with ids or a leg's parameters in it: it is said again as received, so that the client's own fault is all
 # that a client is told of.
 MAY_BE_OURS = frozenset((400, 404, 413, 415, 422, 431))
@@ -218,6 +226,13 @@ class Conductor:
     def dispatch(self, exchange: Exchange, event: ExchangeEvent, detail: Any = None) -> None:
         exchange.state, act = STEPS[exchange.state, event]
         act(self, exchange, detail)
+
+    def refuse_unanswered(self, error: Callable[[], ApiError]) -> int:
+        """Answer every exchange with an error of which its client has nothing yet; returns how many those were."""
+        unanswered = [(one, event) for one in self.under_way if (event := REFUSING.get(one.state)) is not None]
+        for exchange, event in unanswered:
+            exchange.run_isolated(self.dispatch, exchange, event, error())
+        return len(unanswered)
 
     # --- what an attempt's replica does
 

@@ -402,6 +402,10 @@ class Proxy:
         """From now on whatever is new is refused."""
         self.conductor.draining = True
 
+    def refuse_unanswered(self) -> int:
+        """Answer whatever has no byte of an answer yet with 503; returns how many that were."""
+        return self.conductor.refuse_unanswered(_shutting_down)
+
     # --- replicas come and go
 
     def add(self, backend: Backend) -> None:
@@ -512,7 +516,7 @@ class Proxy:
     def refusal(self, path: str, method: str) -> ApiError | None:
         """Why nothing is sent on."""
         if self.draining:
-            return ApiError(503, "the gateway is shutting down; ask another one", code="shutting_down")
+            return _shutting_down()
         if path in self._local and method not in ("GET", "HEAD"):
             return ApiError(405, f"{method} is not supported for {path}", headers=[(b"allow", b"GET, HEAD")])
         if path in PROMPT_PATHS:
@@ -589,3 +593,7 @@ class Proxy:
         ready = bool(self.eligible.ready_for(None)) and not self.draining
         body, headers = (b"", []) if ready else (error_body("", 503, "no replica is ready"), JSON)
         client.reply(200 if ready else 503, body, [*headers, GATEWAY_SIGN])
+
+
+def _shutting_down() -> ApiError:
+    return ApiError(503, "the gateway is shutting down; ask another one", code="shutting_down")

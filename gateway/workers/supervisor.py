@@ -192,9 +192,10 @@ class Workers:
             one.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    async def cut(self) -> None:
+    def hurry(self) -> None:
+        """Let running requests have no more time, while it stops."""
         for member in self.members.values():
-            member.tell(cut=True)
+            member.tell(hurry=True)
 
     # --- workers
 

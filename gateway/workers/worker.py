@@ -102,14 +102,14 @@ class Worker:
         beating = asyncio.create_task(self._beat())
         seconds = (await told.get())["drain"]
         stopping = asyncio.create_task(gateway.stop(seconds))
-        cutting = asyncio.create_task(self._cut(told))
+        hurrying = asyncio.create_task(self._hurry(told))
         await stopping
-        for task in (beating, cutting):
+        for task in (beating, hurrying):
             task.cancel()
 
-    async def _cut(self, told: asyncio.Queue[dict[str, Any]]) -> None:
+    async def _hurry(self, told: asyncio.Queue[dict[str, Any]]) -> None:
         await told.get()
-        await self.gateway.cut()
+        self.gateway.hurry()
 
     async def _warm(self, seconds: float) -> None:
         """Until requests can be served as its siblings serve them; not for ever."""

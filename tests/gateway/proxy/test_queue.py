@@ -221,6 +221,38 @@ async def test_who_waits_too_long_is_told_in_its_own_words_when_to_come_back(pat
         assert s.metrics.rejections.total() == 1
 
 
+async def test_when_the_time_to_stop_is_over_whoever_has_no_byte_yet_gets_503():
+    """Who waits and who was sent: each in the format of its API. Streams are cut, as before."""
+    seen = []
+
+    async def engine(reader, writer):
+        _, body = await read_request(reader)
+        seen.append(name := json.loads(body)["messages"][0]["content"])
+        if name == "streams":
+            writer.write(SSE_HEAD + chunk(EVENT))
+        await reader.read()
+
+    async with queued(engine) as (s, queue):
+        talkers = [await send(s, "streams")]
+        await talkers[0].until(b"\r\n\r\n")
+        talkers.append(await send(s, "sent"))
+        await eventually(lambda: seen == ["streams", "sent"])
+        talkers += [await send(s, "waits"), await send(s, "waits", path=b"/v1/messages")]
+        await eventually(lambda: waiting(queue)["free"] == 2)
+        s.proxy.drain()
+        await s.server.drain(0.1)
+        assert s.proxy.refuse_unanswered() == 3
+        assert await s.server.end() == 1
+        for talker, type_of in zip(talkers[1:], ["server_error", "server_error", "overloaded_error"]):
+            status, headers, body = await talker.response()
+            assert (status, headers["retry-after"], headers["connection"]) == (503, "1", "close")
+            assert json.loads(body)["error"]["type"] == type_of
+            assert await talker.rest() == b""
+        assert not (await talkers[0].rest()).endswith(b"0\r\n\r\n")
+        assert seen == ["streams", "sent"]
+        assert s.metrics.rejections.values == {("shutting_down",): 2}
+
+
 @pytest.mark.parametrize("slo", [Slo(), Slo(ttft=1.0)])
 async def test_time_in_which_this_process_did_not_run_is_no_waiting(slo):
     engine = Engine()

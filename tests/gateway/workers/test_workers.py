@@ -382,6 +382,21 @@ async def test_running_requests_end_before_the_workers_do(engines):
         assert not any(map(alive, there))
 
 
+async def test_what_has_no_byte_of_an_answer_when_the_time_is_over_gets_503_from_each_worker(engines):
+    async with two(engines[:1], "--drain-timeout-s", "0.5") as gateway, AsyncExitStack() as stack:
+        await gateway.ready(1)
+        ones = [some[0] for some in await clients(stack, gateway, 1)]
+        asked = [asyncio.create_task(one.ask("tell me more", max_tokens=4000, ignore_eos=True)) for one in ones]
+        await gateway.until(lambda status: sum(one["inflight"] for one in status["replicas"]) == 2)
+        gateway.process.terminate()
+        for answer in await asyncio.gather(*asked):
+            assert answer.status_code == 503 and answer.json()["error"]["code"] == "shutting_down"
+            assert answer.headers["retry-after"] == "1"
+        assert await asyncio.wait_for(gateway.process.wait(), 15) == 0
+        said = [line for line in gateway.log if b"0 were cut in the middle of their answers, 1 had none yet" in line]
+        assert sorted(line.split()[-1] for line in said) == [b"worker=0", b"worker=1"]
+
+
 async def test_an_adapter_loaded_a_moment_ago_is_served_by_each_worker(engines):
     async with two(engines) as gateway, AsyncExitStack() as stack:
         await gateway.ready(2)

@@ -1,6 +1,6 @@
 """`hitherto serve | config | key | replica | calibrate | explain | plan | doctor ...`: flags in, exit code out.
 
-Flags are made from the schema in `gateway.config`, so that a setting has one name, one help text
+Flags are made from the schema in `gateway.settings`, so that a setting has one name, one help text
 and one check whether it comes from a file, the environment or the command line. Verbs import
 what they need when they run: `hitherto config` answers in a fraction of a second.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Sequence
 from typing import Any
 
@@ -44,10 +43,3 @@ def _range(found: dict[str, Any]) -> str:
     if least is not None:
         return f" of at least {least}"
     return f" above {above}" if above is not None else ""
-
-
-def none_of(item: Any) -> str:
-    """Which words there are, and the one that was probably meant."""
-    choices = item["ctx"]["expected"].replace(" or ", ", ").replace("'", "")
-    near = difflib.get_close_matches(str(item["input"]), choices.split(", "), 1)
-    return f"{item['input']!r} is none of {choices}" + (f". Did you mean {near[0]!r}?" if near else "")

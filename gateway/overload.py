@@ -15,6 +15,9 @@ from typing import Any, NamedTuple
 from policies import Classes, QosClass, Rule, Rules, Slo
 from policies.classes import DEFAULT_CLASS, NO_LIMITS
 from policies.verdicts import OBSERVE, REJECT, STEPS
+from replicas.simulated.sizes import LIKE
+
+from .sizes import parse_bytes
 
 _UNITS = {"ms": 1e-3, "s": 1.0, "m": 60.0}
 _TOKEN = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]{1,200}")
@@ -36,7 +39,7 @@ def parse_seconds(value: Any) -> float:
     found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*(ms|s|m)\s*", value) if isinstance(value, str) else None
     if found is None:
         what = "has no unit" if _is_number(value) else "is not a time"
-        raise ValueError(f"{_shown(value)} {what}; write it with ms, s or m, like 2s or 50ms")
+        raise _wrong(value, what, "write a time with ms, s or m, like 2s or 50ms")
     seconds = float(found[1]) * _UNITS[found[2]]
     if not 0.0 < seconds <= 3600.0:
         raise ValueError(f"{_shown(value)} is out of range; write a time above 0 and up to 60m")
@@ -46,7 +49,7 @@ def parse_seconds(value: Any) -> float:
 def parse_slo(given: Any) -> Slo:
     """`{ttft: 2s, tpot: 50ms}`, or the text `ttft=2s,tpot=50ms`, with one of them or both. A colon is as good as `=`:
     load generators write it. Raises ValueError."""
-    if isinstance(given, str):
+    if isinstance(given, str) and given:
         pairs = [part.replace(":", "=", 1).partition("=") for part in given.split(",")]
         names = [name.strip() for name, _, _ in pairs]
         if not all(sign for _, sign, _ in pairs) or len({*names}) < len(names):
@@ -103,9 +106,11 @@ def parse_admission(given: Any) -> tuple[Rules, bytes | None]:
     for name in ("engine_wait", "max_wait"):
         if name in mapping:
             found[name] = _at(name, parse_seconds, mapping[name])
-    for name in ("max_requests", "max_bytes", "max_tokens_floor"):
+    for name in ("max_requests", "max_tokens_floor"):
         if name in mapping:
             found[name] = _at(name, _count, mapping[name])
+    if "max_bytes" in mapping:
+        found["max_bytes"] = _at("max_bytes", _size, mapping["max_bytes"])
     if "control_window" in mapping:
         found["control_window"] = _at("control_window", _window, mapping["control_window"])
     header = _at("tenant_header", _header_name, mapping["tenant_header"]) if "tenant_header" in mapping else None
@@ -132,11 +137,11 @@ def _class(given: Any, slo: Slo) -> QosClass:
     mapping = _mapping(given, _CLASS_KEYS, "settings of a class")
     name, fraction, priority = mapping.get("name"), mapping.get("reserved_fraction", 0.0), mapping.get("priority", 0)
     if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9._-]{1,64}", name):
-        raise ValueError(f"name: {name!r} is not a name; write 1 to 64 letters, digits, dots, dashes or underscores")
+        raise _wrong(name, "is not a name", "write 1 to 64 letters, digits, dots, dashes or underscores", "name")
     if not _is_number(fraction) or not 0.0 <= fraction <= 1.0:
-        raise ValueError(f"reserved_fraction: {fraction!r} is not a fraction; write a number from 0 to 1, like 0.1")
+        raise _wrong(fraction, "is not a fraction", "write a number from 0 to 1, like 0.1", "reserved_fraction")
     if type(priority) is not int or abs(priority) > 1_000_000:
-        raise ValueError(f"priority: {priority!r} is not a whole number; write one like 100, the higher goes first")
+        raise _wrong(priority, "is not a whole number", "write one like 100, the higher goes first", "priority")
     own = _at("slo", parse_slo, mapping["slo"]) if mapping.get("slo") is not None else NO_LIMITS
     steps = _at("when_full", _steps, mapping["when_full"]) if "when_full" in mapping else None
     floor = _at("max_tokens_floor", _count, mapping["max_tokens_floor"]) if "max_tokens_floor" in mapping else None
@@ -148,10 +153,12 @@ def _rule(given: Any, classes: Sequence[QosClass]) -> Rule:
     if "class" in mapping and "qos" in mapping:
         raise ValueError("class: it is given twice, as qos as well; leave one of them out")
     name = "qos" if "qos" in mapping else "class"  # the same by another name, which other schedulers' files have
-    qos = next((one for one in classes if one.name == mapping.get(name)), None)
+    given = mapping.get(name)
+    qos = next((one for one in classes if one.name == given), None)
     if qos is None:
         known = ", ".join(one.name for one in classes)
-        raise ValueError(f"{name}: there is no class {mapping.get(name)!r}; name one of scheduler.qos_classes: {known}")
+        said = "it has no value" if _is_empty(given) else f"there is no class {_shown(given)}"
+        raise ValueError(f"{name}: {said}; name one of scheduler.qos_classes: {known}")
     match = _at(
         "match", lambda one: _mapping({} if one is None else one, _MATCH_KEYS, "conditions"), mapping.get("match")
     )
@@ -167,27 +174,28 @@ def _header(text: str) -> tuple[str, str | None]:
 
 def _header_name(name: Any) -> str:
     if not isinstance(name, str) or not _TOKEN.fullmatch(name):
-        raise ValueError(f"{name!r} is not a header; write its name, and for a condition a colon and the value")
+        raise _wrong(name, "is not a header", "write its name, and for a condition a colon and the value")
     return name.lower()
 
 
 def _text(value: Any) -> str:
     if not isinstance(value, str) or not value:
         quotes = isinstance(value, (int, float, date))
-        raise ValueError(f"{value!r} is not a text; {'put it in quotes' if quotes else 'write the one to look for'}")
+        raise _wrong(value, "is not a text", "put it in quotes" if quotes else "write the one to look for")
     return value
 
 
 def _steps(value: Any) -> tuple[str, ...]:
     """One step, or a list of them in their order."""
-    if value is None:
-        raise ValueError(f"it has no value; name one or more of {', '.join(STEPS)}")
+    if _is_empty(value):
+        raise _wrong(value, "", f"name one or more of {', '.join(STEPS)}")
     steps = value if isinstance(value, list) else [value]
     if not steps:
         raise ValueError(f"it has no step; name one or more of {', '.join(STEPS)}")
     for step in steps:
         if step not in STEPS:
-            raise ValueError(f"{_shown(step)} is none of {', '.join(STEPS)}")
+            shown = "a step that has no value" if _is_empty(step) else _shown(step)
+            raise ValueError(f"{shown} is none of {', '.join(STEPS)}")
         if steps.count(step) > 1:
             raise ValueError(f"{step} is there twice; name each step once, in the order in which they are tried")
     if OBSERVE in steps and len(steps) > 1:
@@ -212,8 +220,27 @@ def _window(value: Any) -> float | None:
 
 def _count(value: Any) -> int:
     if type(value) is not int or value < 1:
-        raise ValueError(f"{value!r} is not a whole number above 0")
+        raise _wrong(value, "is not a whole number above 0", "write one like 64")
     return value
+
+
+def _size(value: Any) -> int:
+    """Bytes, which may have a unit."""
+    if not _is_empty(value):
+        value = parse_bytes(value)
+    if type(value) is not int or value < 1:
+        raise _wrong(value, "is not a size", f"write a number with its unit, {LIKE}")
+    return value
+
+
+def _wrong(value: Any, what: str, remedy: str, place: str = "") -> ValueError:
+    """A value that `what` is wrong with, or that is not there at all; and what would be right."""
+    said = "it has no value" if _is_empty(value) else f"{_shown(value)} {what}"
+    return ValueError(f"{place}{': ' if place else ''}{said}; {remedy}")
+
+
+def _is_empty(value: Any) -> bool:
+    return value is None or value == ""
 
 
 def _is_number(value: Any) -> bool:
@@ -227,7 +254,7 @@ def _shown(value: Any) -> str:
 
 def _mapping(given: Any, known: Sequence[str], what: str) -> Mapping[str, Any]:
     if not isinstance(given, Mapping):
-        raise ValueError(f"{_shown(given)} is no mapping; write {{{known[0]}: ...}}")
+        raise _wrong(given, "is no mapping", f"write {{{known[0]}: ...}}")
     for name in given:
         if name not in known:
             raise ValueError(f"{_shown(name)} is unknown; {what} are {', '.join(known)}")

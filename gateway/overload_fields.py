@@ -12,8 +12,6 @@ from pydantic import BeforeValidator
 
 from replicas import yaml_text
 
-from .sizes import parse_bytes
-
 
 def read_mapping(value: Any) -> Any:
     """A flag and the environment say in one line of YAML what a file says in several."""
@@ -39,10 +37,8 @@ def _check_scheduler(value: Any) -> Any:
 def _check_admission(value: Any) -> Any:
     from . import overload
 
-    if isinstance(value, dict) and "max_bytes" in value:
-        value = {**value, "max_bytes": parse_bytes(value["max_bytes"])}
-    overload.parse_admission(value)
-    return value
+    rules, _ = overload.parse_admission(value)
+    return {**value, "max_bytes": rules.max_bytes} if "max_bytes" in value else value
 
 
 def one_workers_admission(settings: Any, count: int) -> dict[str, Any] | None:

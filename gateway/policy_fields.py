@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import AfterValidator, BeforeValidator
 
-from . import complaints
+from replicas.simulated.complaints import none_of
 
 PolicyName = Literal[
     "least_time", "overlap_cost", "prefix_affinity", "consistent_hash",
@@ -37,7 +37,7 @@ def _check_shadow(name: str) -> str:
 
         make_leg_rule(name.removeprefix(LEGS))
     elif name not in get_args(PolicyName):
-        raise ValueError(complaints.none_of({"input": name, "ctx": {"expected": ", ".join(get_args(PolicyName))}}))
+        raise ValueError(none_of(name, [*get_args(PolicyName)]))
     return name
 
 

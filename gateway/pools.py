@@ -31,7 +31,8 @@ class Pool(BaseModel):
     @classmethod
     def _is_mapping(cls, given: Any) -> Any:
         if not isinstance(given, dict):
-            raise ValueError(f"a pool is a mapping like {{profile: sim, launch: 2}}, not {given!r}")
+            what = "it has no value" if given is None else f"{given!r} is no mapping"
+            raise ValueError(f"{what}; write one like {{profile: sim, launch: 2}}")
         return given
 
     @model_validator(mode="after")

@@ -287,6 +287,13 @@ def what_is_wrong(name: str, item: Any) -> str:
         return f"unknown field. Did you mean {near[0]!r}?" if near else f"unknown field. Known: {', '.join(FIELDS)}"
     if item["type"] == "missing":
         return f"is missing. {REMEDY}"
+    if item["input"] is None:
+        what = complaints.wanted(Entry, item["loc"])
+        return (
+            f"it has no value. {REMEDY}"
+            if name in ("name", "sha256")
+            else f"it has no value, where {what} belongs; write one or leave it out"
+        )
     if name == "sha256" and item["type"] in ("tuple_type", "string_type"):
         return f"it is no text: a SHA-256 hash has 64 hexadecimal digits and stands in quotes. {REMEDY}"
     if item["type"] == "value_error":

@@ -70,6 +70,8 @@ def _complaint(item: dict, kind: type[BaseModel]) -> str:
     field = ".".join(place)
     if item["type"] == "value_error":  # our own words
         return f"{field}: {item['ctx']['error']}" if field else str(item["ctx"]["error"])
+    if item["type"] != "extra_forbidden" and item["input"] is None:
+        return f"{field}: it has no value; write one, or leave the field out"
     if item["type"] != "extra_forbidden":
         return f"{field}: {item['msg']}, got {item['input']!r}"
     close = difflib.get_close_matches(place[-1], _fields(kind, place[:-1]), 1)

@@ -83,6 +83,13 @@ def meant(word: str, known: list[str]) -> str:
     return f". Did you mean {near[0]!r}?" if near else ""
 
 
+def none_of(given: object, known: list[str]) -> str:
+    """About a value that is none of those that there are."""
+    if given is None or given == "":
+        return f"it has no value; name one of {', '.join(known)}"
+    return f"{given!r} is none of {', '.join(known)}{meant(str(given), known)}"
+
+
 def unknown(word: str, parser: argparse.ArgumentParser) -> str:
     """About an argument that this command, or the one within it, does not take."""
     word = word.partition("=")[0]

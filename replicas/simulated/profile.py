@@ -225,6 +225,7 @@ def load_profile(name_or_path: str | Path, **changes) -> Profile:
     if not isinstance(given, dict) or not isinstance(given.get("step"), dict):
         raise ValueError(f"{path}: a profile is a mapping with a mapping `step` in it")
     _refuse_unknown(path, given, Profile)
+    _refuse_empty(path, {name: value for name, value in given.items() if name != "request"})
     times = {
         name: _times(path, name, given.get(name), kind) for name, kind in (("step", StepTime), ("request", RequestTime))
     }
@@ -239,10 +240,17 @@ def _times(path: Path, name: str, given: dict | None, kind: type):
         raise ValueError(f"{path}: {name} must be a mapping of coefficients, not {given!r}")
     given = given or {}
     _refuse_unknown(path, given, kind)
+    _refuse_empty(path, given, f"{name}.")
     try:
         return kind(**{field: float(value) for field, value in given.items()})
     except (TypeError, ValueError) as error:
         raise ValueError(f"{path}: {name}: {error}") from None
+
+
+def _refuse_empty(path: Path, given: dict, place: str = "") -> None:
+    for name, value in given.items():
+        if value is None:
+            raise ValueError(f"{path}: {place}{name}: it has no value; write one, or leave the field out")
 
 
 def _refuse_unknown(path: Path, given: dict, kind: type) -> None:

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -118,6 +119,64 @@ def test_unknown_name_in_the_file_has_file_line_and_suggestion(empty_folder):
 def test_bad_files(empty_folder, text, expected):
     (empty_folder / "hitherto.yaml").write_text(text)
     assert expected in wrong()
+
+
+FULL = """
+host: 127.0.0.1
+port: 8080
+admin_allow_host: [gateway.example]
+replica_url: [http://a:1]
+discover: {selector: app=vllm, namespace: n, url: 'http://{ip}:8000', api: 'http://127.0.0.1:1', labels: {role: r, model: m}}
+pools: {p: {profile: sim, launch: 1, role: both}}
+policy: least_time
+shadow: [random]
+cache_budget: 512MiB
+slo: {ttft: 2s, tpot: 50ms}
+scheduler:
+  qos_classes:
+    - {name: a, reserved_fraction: 0.1, priority: 3, slo: {ttft: 1s}, when_full: [degrade, wait], max_tokens_floor: 3}
+request_router:
+  routes: [{match: {header: 'x: y', key: k, model: m, path: /v1}, class: a}]
+admission: {when_full: [wait, reject], max_tokens_floor: 3, engine_wait: 1s, max_wait: 2s, max_requests: 3, max_bytes: 1MiB,
+  tenant_header: x-tenant, control_window: 10s}
+deployment: d
+header_timeout_s: 3
+allow_path: [/v1/x]
+log_level: info
+access_log: true
+"""
+# What is as if it were not there where it is empty.
+OPTIONAL = (
+    "discover slo scheduler request_router admission pools.p.role discover.namespace discover.api "
+    "request_router.routes.0.match scheduler.qos_classes.0.slo".split()
+)
+
+
+def places(value, path=()):
+    """Where in a file values are: the keys and indexes that lead there."""
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [path, *(place for key, one in inner for place in places(one, (*path, key)))]
+
+
+def dotted(path) -> str:
+    return ".".join(map(str, path))
+
+
+NEEDED = [path for path in places(yaml.safe_load(FULL))[1:] if dotted(path) not in OPTIONAL]
+
+
+@pytest.mark.parametrize("path", NEEDED, ids=dotted)
+def test_a_value_that_is_empty_is_called_so_at_its_place(empty_folder, path):
+    given = yaml.safe_load(FULL)
+    at = given
+    for key in path[:-1]:
+        at = at[key]
+    at[path[-1]] = None
+    (empty_folder / "hitherto.yaml").write_text(yaml.safe_dump(given).replace("null", ""))
+    said, name = wrong(), next(key for key in reversed(path) if isinstance(key, str))
+    assert "None" not in said and "\n" not in said
+    assert f"{name}: " in said or f"{name}[0]: " in said
+    assert "has no value" in said or "it must be a list" in said
 
 
 def test_file_that_is_not_there_or_not_text(empty_folder):

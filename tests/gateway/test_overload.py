@@ -139,14 +139,14 @@ def classes(*entries):
         (classes("{name: a, reserved_fraction: 1.2}"), "qos_classes[0].reserved_fraction: 1.2", "from 0 to 1"),
         (classes("{name: a, reserved_fraction: 0.7}", CLASS), "add up to 1.3", "make them smaller"),
         (classes(CLASS, CLASS), "'free' is there twice", "a name of its own"),
-        (classes("{priority: 1}"), "qos_classes[0].name: None", "letters"),
+        (classes("{priority: 1}"), "qos_classes[0].name: it has no value", "letters"),
         (classes("{name: a, priority: high}"), "qos_classes[0].priority: 'high'", "whole number"),
         (classes("{name: a, slo: {tpot: 50}}"), "qos_classes[0].slo.tpot: 50 has no unit", "50ms"),
         (classes("{name: a, weight: 1}"), "'weight' is unknown", "reserved_fraction"),
         ("scheduler: {qos_classes: []}", "qos_classes: it must be a list", "one entry or more"),
         (classes(CLASS) + "request_router: {routes: [{qos: gold}]}", "routes[0].qos: there is no class 'gold'", "free"),
         (classes(CLASS) + "request_router: {routes: [{class: gold}]}", "routes[0].class: there is no class 'gold'", ""),
-        (classes(CLASS) + "request_router: {routes: [{}]}", "routes[0].class: there is no class None", "free"),
+        (classes(CLASS) + "request_router: {routes: [{}]}", "routes[0].class: it has no value", "free"),
         (classes(CLASS) + "request_router: {routes: [{class: free, qos: free}]}", "routes[0].class: it is given", ""),
         (
             classes(CLASS) + "request_router: {routes: [{qos: free}, {match: {model: m}, qos: free}]}",
@@ -165,7 +165,7 @@ def classes(*entries):
         ),
         (
             classes(CLASS) + "request_router: {routes: [{match: {model: }, qos: free}]}",
-            "routes[0].match.model: None is not a text",
+            "routes[0].match.model: it has no value",
             "write the one to look for",
         ),
         (
@@ -203,7 +203,7 @@ def classes(*entries):
         ),
         ("admission: {max_wait: 30}", "admission: max_wait: 30 has no unit", "2s"),
         ("admission: {max_requests: 0}", "admission: max_requests: 0", "above 0"),
-        ("admission: {max_bytes: lots}", "admission: 'lots' is not a size", "512MiB"),
+        ("admission: {max_bytes: lots}", "admission: max_bytes: 'lots' is not a size", "512MiB"),
         ("scheduler: 3", "scheduler: 3 is no mapping", "qos_classes"),
     ],
 )

@@ -72,7 +72,7 @@ def test_a_slow_pool_is_launched_as_such(tmp_path):
         ("a: {profile: sim, launch: 0}", "a.launch: 0 is not a whole number from 1 to 256"),
         ("a: {profile: smi, launch: 1}", "pools: a.profile: profile 'smi'"),
         ("a: {profile: sim, launch: 1, role: prefil}", "Did you mean 'prefill'?"),
-        ("a: 2", "pools: a: a pool is a mapping like {profile: sim, launch: 2}, not 2"),
+        ("a: 2", "pools: a: 2 is no mapping; write one like {profile: sim, launch: 2}"),
         ("'a b': {profile: sim, launch: 1}", "pools: 'a b' is no name"),
     ],
 )

@@ -38,6 +38,8 @@ def test_keys_are_long_and_no_two_are_alike():
     [
         ("", ": holds no key|holds no key, so nobody could ask anything. `hitherto key new"),
         ("# nothing yet\n", "holds no key"),
+        ("- {name: , sha256: x}", "1: name: it has no value. `hitherto key new"),
+        ("- {name: a, sha256: }", "1: sha256: it has no value. `hitherto key new"),
         ("a: b", "1: expected a list of tenants, found a mapping"),
         ("- {name: a", "1: not YAML"),
         ('{"name": "a", "sha256": "%s"}\n{"name"' % A, "2: not JSON"),

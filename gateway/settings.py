@@ -1,0 +1,259 @@
+"""One typed schema for everything an operator may set: names, types, defaults and help of all settings."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+
+from replicas.pods import Discover
+from replicas.replica import parse_url
+
+from . import credentials
+from .overload_fields import Admission, Routes, Scheduler, Slo, read_mapping
+from .policy_fields import PolicyName, Shadows, split_names
+from .pools import Pool
+from .proxy.paths import check_allowed
+from .sizes import Bytes
+
+SIZES = "cache_budget continue_budget max_body_bytes request_budget".split()  # bytes, which read best with a unit
+SECRETS = ("admin_token", "engine_api_key")
+
+
+def _split_urls(value: Any) -> Any:
+    """Each string (of the environment, of a flag, in YAML) may hold several URLs, separated by spaces or commas."""
+    if isinstance(value, list | tuple) and all(isinstance(one, str) for one in value):
+        return [url for one in value for url in _split_urls(one)]
+    return re.split(r",?\s+|,(?=https?://)", value.strip()) if isinstance(value, str) else value
+
+
+def _check_urls(urls: tuple[str, ...]) -> tuple[str, ...]:
+    names = [parse_url(text).id for text in urls]
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"{name} is given twice; name each replica once")
+    return urls
+
+
+def _check_paths(paths: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(map(check_allowed, paths))
+
+
+def _check_names(names: tuple[str, ...]) -> tuple[str, ...]:
+    for name in names:
+        if not re.fullmatch(r"[\w.-]{1,253}", name, re.ASCII):
+            raise ValueError(f"{name[:300]!r} is not a host name; give it without scheme and port")
+    return names
+
+
+def _check_redis(url: str) -> str:
+    from cachemap.cluster import parse  # a fifth of a second, for those who use it
+
+    parse(url)
+    return url
+
+
+Port = Annotated[int, Field(ge=0, le=65535)]
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Urls = Annotated[tuple[str, ...], BeforeValidator(_split_urls), AfterValidator(_check_urls)]
+HostNames = Annotated[tuple[str, ...], BeforeValidator(split_names), AfterValidator(_check_names)]
+Token = Annotated[str, AfterValidator(credentials.check_token)]
+EngineKey = Annotated[str, AfterValidator(credentials.check_engine_key)]
+Paths = Annotated[tuple[str, ...], BeforeValidator(split_names), AfterValidator(_check_paths)]
+RedisUrl = Annotated[str, AfterValidator(_check_redis)]
+
+
+def _named(value: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9._-]{1,64}", value):
+        raise ValueError(f"{value!r} is no name: write 1 to 64 letters, digits, dots, dashes or underscores")
+    return value
+
+
+Name = Annotated[str, AfterValidator(_named)]
+Pools = Annotated[dict[Name, Pool], BeforeValidator(read_mapping)]
+Cluster = Annotated[Discover, BeforeValidator(read_mapping)]
+
+
+class Settings(BaseModel):
+    """What the gateway runs with. Times in seconds, sizes in bytes."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    host: str = Field("0.0.0.0", description="address clients connect to")
+    port: Port = Field(8080, description="port clients connect to (0: any free one)")
+    admin_host: str = Field(
+        "127.0.0.1", description="address of the admin side; any but a loopback address needs --admin-token"
+    )
+    admin_port: Port = Field(8081, description="port of the admin side: health, metrics, replicas, status page")
+    admin_token: Token | None = Field(
+        None,
+        repr=False,
+        description="@FILE that holds the token which the admin side asks for; the environment and the configuration file may also have the token itself",
+    )
+    admin_allow_host: HostNames = Field(
+        (),
+        description="further host names that the admin side answers to, like gateway.example; its addresses and this machine's own name need no permission",
+    )
+
+    workers: int = Field(
+        1,
+        ge=1,
+        le=64,
+        description="number of gateway processes behind the port, one per core; they share the Redis of --redis-url, or start one",
+    )
+
+    tls_cert: Path | None = Field(
+        None, description="PEM file with the gateway's certificate, read again when it is renewed: clients speak https"
+    )
+    tls_key: Path | None = Field(None, description="PEM file with its private key (default: in the same file)")
+    tls_client_ca: Path | None = Field(
+        None, description="PEM file with the authorities that sign clients' certificates: clients need one then"
+    )
+
+    api_keys: Path | None = Field(
+        None,
+        description="file of clients' API keys, as hashes, read again when it changes: requests need one then; `hitherto key new` makes them",
+    )
+    forward_api_keys: bool = Field(
+        False, description="with --api-keys: pass clients' keys on to the engines all the same"
+    )
+    engine_api_key: EngineKey | None = Field(
+        None,
+        repr=False,
+        description="@FILE that holds the API key which the engines ask for; the environment and the configuration file may also have the key itself",
+    )
+
+    usage_log: Path | None = Field(
+        None,
+        description="file that gets one line of JSON for each request: tokens, status, seconds, and whose key it came with",
+    )
+
+    model: str | None = Field(
+        None, description="model name or folder, for its tokenizer and chat template (default: what the replicas serve)"
+    )
+    served_model_name: str | None = Field(
+        None, description="name clients use for the model (default: what the replicas say)"
+    )
+    chat_template: Path | None = Field(None, description="chat template file, if the engines were started with one")
+    block_size: int | None = Field(
+        None, ge=1, le=4096, description="tokens per KV cache block (default: learned from the replicas)"
+    )
+
+    replica_url: Urls = Field(
+        (),
+        description="engines that run already: http[s]://HOST:PORT[#events=tcp://HOST:PORT,replay=tcp://HOST:PORT,topic=T,model=M,role=prefill|decode|both,spill=yes,transfer=W,bootstrap=PORT,peer=HOST:PORT]",
+    )
+    replica_file: Path | None = Field(
+        None, description="file that keeps the replicas added by POST /replicas, so that they are there after a restart"
+    )
+    discover: Cluster | None = Field(
+        None,
+        description="engines that are pods of a Kubernetes cluster, {selector, namespace, url: 'http://{ip}:8000#events=tcp://{ip}:5557', "
+        "labels: {role: LABEL, model: LABEL, spill: LABEL, transfer: LABEL}, api}: added and removed as pods come and go",
+    )
+    replica_ca: Path | None = Field(
+        None,
+        description="PEM file with the authorities that certificates of https:// replicas are checked against (default: the system's)",
+    )
+    launch: int = Field(0, ge=0, le=256, description="number of engines to start and look after")
+    profile: str = Field("sim", description="how to start them: a profile's name or file")
+    pools: Pools = Field(
+        {},
+        description="kinds of engines to start, NAME: {profile: NAME|FILE, launch: N}; a pool may have a role, model and served_model_name of "
+        "its own, or be slow (spill: true)",
+    )
+
+    policy: PolicyName = Field("least_time", description="how a replica is chosen")
+    shadow: Shadows = Field(
+        (),
+        description="policies, and rules for two legs as legs:RULE, to ask about each request as well, without acting: what they would have "
+        "saved or cost is in the metrics",
+    )
+    cache_budget: Bytes = Field(
+        512 * 2**20, ge=2**20, description="memory for the map of who holds which block, like 512MiB"
+    )
+    tokenize_once: Literal["auto", "never"] = Field(
+        "auto", description="send engines the token ids of long prompts, where they are shown to take them, or never"
+    )
+    retries: int = Field(2, ge=0, le=10, description="further replicas to try before the first byte of an answer")
+
+    continue_streams: Literal["exact", "text", "never"] = Field(
+        "never",
+        description="have another replica go on with a stream that breaks off: where it is exact, by its text as well, or never",
+    )
+    continue_budget: Bytes = Field(64 * 2**20, description="memory for what is kept of running streams to do so")
+
+    slo: Slo | None = Field(
+        None,
+        description="limits that requests are to be answered within, like ttft=2s,tpot=50ms: one that no replica can keep is queued or gets 429",
+    )
+    scheduler: Scheduler | None = Field(
+        None,
+        description="classes of service, {qos_classes: [{name, reserved_fraction, priority, slo, when_full, max_tokens_floor}, ...]}",
+    )
+    request_router: Routes | None = Field(
+        None,
+        description="which class a request is of, {routes: [{match: {header, key, model, path}, class}, ...]}: the first that matches",
+    )
+    admission: Admission | None = Field(
+        None,
+        description="what happens while all replicas are full, {when_full: wait|degrade|spill|reject|observe or a list of them, max_tokens_floor, "
+        "engine_wait, max_wait, max_requests, max_bytes, tenant_header, control_window}",
+    )
+
+    slo_figures: bool = Field(
+        False,
+        description="measure TTFT, ITL, TPOT and E2E by class and model, as is done where there are classes or limits",
+    )
+
+    redis_url: RedisUrl | None = Field(
+        None,
+        repr=False,
+        description="Redis that several gateways share: redis://HOST:PORT, rediss://, redis+sentinel://, redis+cluster:// or "
+        "unix:///PATH (default: this gateway is alone)",
+    )
+    deployment: Name = Field(
+        "default", description="name of those that belong together, where a Redis is used by several"
+    )
+    event_intake: Literal["leased", "each"] = Field(
+        "leased", description="with Redis: one gateway follows a replica's events for all, or each for itself"
+    )
+
+    max_body_bytes: Bytes | None = Field(
+        None,
+        description="largest request body, like 64MiB; larger ones get 413 (default: as the longest context of the replicas needs)",
+    )
+    request_budget: Bytes = Field(
+        512 * 2**20,
+        description="memory for requests that are received, prepared or have no answer yet, like 512MiB; beyond it clients get 503",
+    )
+    upload_timeout_s: Seconds = Field(300.0, description="time a client has to send its request's body")
+    header_timeout_s: Seconds = Field(10.0, description="time a client has to send its request's head")
+    request_timeout_s: Seconds = Field(600.0, description="time an engine has to send the first byte of its answer")
+    idle_timeout_s: Seconds = Field(
+        120.0, description="silence after which a client's connection is closed, or a stream given up"
+    )
+    drain_timeout_s: Seconds = Field(30.0, description="time running requests get to finish when the gateway stops")
+
+    allow_path: Paths = Field(
+        (),
+        description="further paths of the engines that clients may reach, like /v1/audio/speech or /v1/images/*; the inference API is always allowed",
+    )
+    response_headers: bool = Field(True, description="tell clients in x-hitherto-replica which replica answered")
+    cached_tokens_header: bool = Field(
+        False,
+        description="tell clients in x-hitherto-cached-tokens how much of their prompt was cached, and so whether somebody asked it before",
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least severity that is logged")
+    access_log: bool = Field(False, description="log one line per request")
+    live_prompts: bool = Field(False, description="show how sampled prompts begin on the status page and at /recent")
+
+    @property
+    def launches(self) -> bool:
+        return bool(self.launch or self.pools)
+
+
+def flag(name: str) -> str:
+    return "--" + name.replace("_", "-")

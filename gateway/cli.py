@@ -234,6 +234,11 @@ def show_config(args: argparse.Namespace) -> int:
         )
     else:
         print(config.to_yaml())
+    if config.settings.scheduler is not None or config.settings.admission is not None:
+        from gateway.cautions import cautions  # numpy comes with it, for which nobody else is to wait
+
+        for caution in cautions(config.settings):
+            print(f"hitherto: {caution}", file=sys.stderr)
     return 0
 
 

@@ -18,10 +18,10 @@ from replicas.names import bracketed
 from replicas.simulated import complaints
 
 from . import __version__
+from .cautions import cautions
 from .config import ConfigError, Settings
 from .http.server import allow_many_connections
 from .memory import share_one_heap
-from .model import lacks_slow_pool
 from .ops import log as lines
 
 log = logging.getLogger("hitherto")
@@ -72,8 +72,8 @@ async def _serve(settings: Settings, make: Callable[[], Service], started: Calla
         return log.info("stopped by a signal while it started")
     on_signal(loop, signalled.set)
     log.info("%s", service.greeting)
-    if warning := lacks_slow_pool(settings):
-        log.warning("%s", warning)
+    for caution in cautions(settings):
+        log.warning("%s", caution)
     started()
     telling = asyncio.ensure_future(tell_awaited(service.fleet))
     await signalled.wait()

@@ -8,9 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from gateway.config import ConfigError, Settings, known_urls
-from gateway.overload import overload
 from gateway.pools import Kind, complaints
-from policies.verdicts import SPILL
 from replicas.launch import profile as profiles
 from replicas.launch.command import LaunchProfile
 from replicas.replica import parse_url
@@ -98,25 +96,6 @@ def launches(settings: Settings) -> list[Launch]:
     if wrong := complaints(kinds, adopted):
         raise ConfigError("\n".join(wrong))
     return [*found.values()]
-
-
-def lacks_slow_pool(settings: Settings) -> str:
-    """A warning where requests are to be spilled and no slow pool is named, or "". One may still be added later."""
-    found = overload(settings.slo, settings.scheduler, settings.request_router, settings.admission)
-    if found is None:
-        return ""
-    places = ["admission.when_full"] if SPILL in found.rules.when_full else []
-    places += [
-        f"scheduler.qos_classes.{one.name}.when_full" for one in found.classes.all if SPILL in (one.when_full or ())
-    ]
-    pods = settings.discover is not None and SPILL in settings.discover.labels
-    slow = any(one.spill for one in (*settings.pools.values(), *map(parse_url, known_urls(settings))))
-    if not places or pods or slow:
-        return ""
-    return (
-        f"{', '.join(places)}: {SPILL} is passed over, since no replica is of a slow pool. Write #spill=yes behind a "
-        "replica's URL or spill: true in a pool, or leave the step out"
-    )
 
 
 def _loaded(place: str, name: str) -> LaunchProfile:

@@ -5,7 +5,7 @@ Times are seconds. A class is chosen by the first rule whose conditions all hold
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -30,9 +30,9 @@ NO_LIMITS = Slo()
 
 @dataclass(frozen=True, slots=True)
 class QosClass:
-    """`reserved_fraction`: of the fleet's prefill seconds and KV cache, what the class gets before classes that have
-    had theirs; who needs less leaves the rest to all. `priority`: the higher goes first among equals in that.
-    `when_full` and `max_tokens_floor`: as of `Rules`, None for theirs."""
+    """`reserved_fraction`: of the prefill seconds and KV cache that all classes were admitted lately, what the class
+    gets before classes that have had theirs; who needs less leaves the rest to all. `priority`: the higher goes first
+    among equals in that. `when_full` and `max_tokens_floor`: as of `Rules`, None for theirs."""
 
     name: str
     reserved_fraction: float = 0.0
@@ -64,6 +64,15 @@ class Classes:
         self._rules = tuple(rules)
         self._named = {one.name: one for one in classes}
         self.last = min(classes, key=lambda one: one.priority)
+
+    def unreached(self, named: Collection[str | None], keys: bool) -> tuple[QosClass, ...]:
+        """Return the classes that no request is of. `named`: those that keys have; `keys`: whether clients bring any,
+        without which a rule that asks for one never holds."""
+        rules = [rule for rule in self._rules if keys or rule.key is None]
+        reached = {*named, *(rule.qos.name for rule in rules)}
+        if all(any(condition is not None for condition in rule[1:]) for rule in rules):
+            reached.add(self.last.name)
+        return tuple(one for one in self.all if one.name not in reached)
 
     def of(
         self,

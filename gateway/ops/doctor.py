@@ -21,6 +21,7 @@ from typing import Any
 
 import aiohttp
 
+from gateway.cautions import cautions
 from gateway.config import Config, Settings, known_urls, read_engine_key
 from gateway.ops.checks import (
     PROBE_SECONDS,
@@ -96,6 +97,8 @@ async def _run(config: Config) -> int:
 async def examine(config: Config) -> AsyncIterator[Finding]:
     settings = config.settings
     yield check_settings(config)
+    for caution in cautions(settings):
+        yield Finding("warn", "admission", *caution)
     if settings.redis_url is not None:
         async for finding in redis_findings(settings.redis_url, settings.deployment):
             yield finding

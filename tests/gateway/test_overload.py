@@ -3,8 +3,8 @@
 import pytest
 
 from gateway import cli
+from gateway.cautions import cautions
 from gateway.config import ConfigError, load
-from gateway.model import lacks_slow_pool
 from gateway.overload import overload, parse_seconds
 from policies import QosClass, Rule, Slo
 
@@ -55,8 +55,58 @@ def read(text, **flags):
 def test_spilling_without_a_slow_pool_is_warned_of(more, places):
     with open("hitherto.yaml", "w") as file:
         file.write(more)
-    said = lacks_slow_pool(load({}, environ={}).settings)
-    assert (said.startswith(f"{places}: spill is passed over") and "#spill=yes" in said) if places else said == ""
+    said = [str(one) for one in cautions(load({}, environ={}).settings) if "spill" in one.what]
+    if places:
+        assert said[0].startswith(f"{places}: spill is passed over") and "#spill=yes" in said[0]
+    assert len(said) == bool(places)
+
+
+CLASSES = "scheduler: {qos_classes: [{name: gold, priority: 2}, {name: silver, priority: 1}, {name: free}]}\n"
+ROUTES = "request_router: {routes: [%s]}\n"
+OF_GOLD, OF_ALL = "{match: {header: x-gold}, class: gold}", "{class: silver}"
+OF_KEY = "{match: {key: team-a}, class: silver}"
+HASH = "0" * 64
+
+
+@pytest.mark.parametrize(
+    ("more", "keys", "said"),
+    [
+        ("", None, "classes gold, silver"),
+        (ROUTES % OF_GOLD, None, "class silver"),
+        (ROUTES % f"{OF_GOLD}, {OF_ALL}", None, "class free"),  # which all without a route would be of
+        (ROUTES % f"{OF_GOLD}, {OF_KEY}", None, "class silver"),  # nobody brings a key
+        (ROUTES % f"{OF_GOLD}, {OF_KEY}", f"- {{name: a, sha256: '{HASH}'}}", ""),
+        (ROUTES % OF_GOLD, f"- {{name: a, sha256: '{HASH}', class: silver}}", ""),
+        (ROUTES % OF_GOLD, f"- {{name: a, sha256: '{HASH}'}}", "class silver"),
+    ],
+)
+def test_a_class_that_no_request_is_of_is_warned_of(more, keys, said, capsys):
+    with open("hitherto.yaml", "w") as file:
+        file.write(CLASSES + more + ("api_keys: keys.yaml\n" if keys is not None else ""))
+    if keys is not None:
+        with open("keys.yaml", "w") as file:
+            file.write(keys)
+    found = [str(one) for one in cautions(load({}, environ={}).settings)]
+    assert len(found) == bool(said)
+    if said:
+        assert found[0].startswith(f"scheduler.qos_classes: no request is of {said}, since no route and no API key")
+    assert cli.main(["config"]) == 0
+    assert capsys.readouterr().err == "".join(f"hitherto: {one}\n" for one in found)
+
+
+def test_a_key_that_is_added_later_leads_to_its_class(capsys):
+    with open("hitherto.yaml", "w") as file:
+        file.write(CLASSES + ROUTES % OF_GOLD + "api_keys: keys.yaml\n")
+    with open("keys.yaml", "w") as file:
+        file.write(f"- {{name: a, sha256: '{HASH}'}}")
+    settings = load({}, environ={}).settings
+    [caution] = cautions(settings)
+    cli.main(["doctor", "--replica-url", "http://127.0.0.1:1"])
+    assert f"{caution.what}\n      -> {caution.remedy}\n" in capsys.readouterr().out
+    for keys in (f"- {{name: a, sha256: '{HASH}', class: silver}}", "broken: ["):  # the latter is an error of its own
+        with open("keys.yaml", "w") as file:
+            file.write(keys)
+        assert not cautions(settings)
 
 
 def test_the_file_is_read_as_it_stands():

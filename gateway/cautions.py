@@ -1,0 +1,63 @@
+"""What settings ask for and cannot bring about as they are: no error, since what is missing may still come."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from policies.verdicts import SPILL
+from replicas.replica import parse_url
+
+from .config import Settings, known_urls
+from .overload import Overload, overload
+from .tenants.key_file import KeyFileError, read
+
+
+class Caution(NamedTuple):
+    """A sentence without its dot, and what to do."""
+
+    what: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{self.what}. {self.remedy[:1].upper()}{self.remedy[1:]}"
+
+
+def cautions(settings: Settings) -> list[Caution]:
+    found = overload(settings.slo, settings.scheduler, settings.request_router, settings.admission)
+    if found is None:
+        return []
+    return [*_spills_nowhere(settings, found), *_unreached(settings, found)]
+
+
+def _spills_nowhere(settings: Settings, found: Overload) -> list[Caution]:
+    """Requests are to be spilled, and no slow pool is named."""
+    places = ["admission.when_full"] if SPILL in found.rules.when_full else []
+    places += [
+        f"scheduler.qos_classes.{one.name}.when_full" for one in found.classes.all if SPILL in (one.when_full or ())
+    ]
+    if not places or (settings.discover is not None and SPILL in settings.discover.labels):
+        return []
+    if any(one.spill for one in (*settings.pools.values(), *map(parse_url, known_urls(settings)))):
+        return []
+    what = f"{', '.join(places)}: {SPILL} is passed over, since no replica is of a slow pool"
+    return [Caution(what, "write #spill=yes behind a replica's URL or spill: true in a pool, or leave the step out")]
+
+
+def _unreached(settings: Settings, found: Overload) -> list[Caution]:
+    """No request is of a class, by the routes and by the file of keys as it is now."""
+    named: set[str | None] = set()
+    if settings.api_keys is not None:
+        try:
+            named = {tenant.qos_class for tenant in read(settings.api_keys).values()}
+        except KeyFileError:
+            return []  # which is an error of its own, and nobody knows what it is going to say
+    names = [one.name for one in found.classes.unreached(named, keys=settings.api_keys is not None)]
+    if not names:
+        return []
+    which = f"class {names[0]}" if len(names) == 1 else f"classes {', '.join(names)}"
+    what = f"scheduler.qos_classes: no request is of {which}, since no route and no API key leads there"
+    remedy = (
+        "name it as the class of a route in request_router, or of a key in the file of --api-keys "
+        "(hitherto key new --class), or leave it out"
+    )
+    return [Caution(what, remedy)]

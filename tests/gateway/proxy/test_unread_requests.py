@@ -184,14 +184,15 @@ async def test_a_reset_long_after_the_request_was_sent_does_not_say_that_it_was_
         await eventually(s.idle)
 
 
-async def test_a_reset_while_a_part_of_the_request_is_under_way_does_however_late(monkeypatch):
-    monkeypatch.setattr(upstream, "UNREAD_SECONDS", 0.0, raising=False)
+async def answered_by_the_second(first) -> None:
+    """A large request is asked of an engine that does `first` with its first connection, once the head is there, and
+    reads and answers what comes on its second."""
     asked = []
 
     async def script(reader, writer):
         asked.append(await reader.readuntil(b"\r\n\r\n"))
         if len(asked) == 1:
-            return resets(writer)
+            return await first(reader, writer)
         await reader.readexactly(30_000_000)
         writer.write(reply(b"{}"))
         await reader.read()
@@ -202,6 +203,15 @@ async def test_a_reset_while_a_part_of_the_request_is_under_way_does_however_lat
         assert (await talk.response(20))[0] == 200
         assert len(asked) == 2 and not s.faults
         await eventually(s.idle)
+
+
+async def test_a_reset_while_a_part_of_the_request_is_under_way_does_however_late(monkeypatch):
+    monkeypatch.setattr(upstream, "UNREAD_SECONDS", 0.0, raising=False)
+
+    async def resets_it(reader, writer):
+        resets(writer)
+
+    await answered_by_the_second(resets_it)
 
 
 async def test_who_has_begun_to_answer_is_not_asked_again():
@@ -221,24 +231,12 @@ async def test_who_has_begun_to_answer_is_not_asked_again():
 
 
 async def test_who_closes_its_side_in_the_middle_of_a_large_request_is_not_waited_for():
-    asked = []
+    async def closes_its_side(reader, writer):
+        reader._transport.pause_reading()
+        writer.write_eof()
+        await asyncio.sleep(30)
 
-    async def script(reader, writer):
-        head = await reader.readuntil(b"\r\n\r\n")
-        asked.append(head)
-        if len(asked) == 1:
-            reader._transport.pause_reading()
-            writer.write_eof()
-            await asyncio.sleep(30)
-        await reader.readexactly(30_000_000)
-        writer.write(reply(b"{}"))
-        await reader.read()
-
-    async with stack(script, request_timeout=60.0) as s:
-        talk = await s.talk()
-        await talk.say(LARGE)
-        assert (await talk.response(20))[0] == 200
-        assert len(asked) == 2 and not s.faults
+    await answered_by_the_second(closes_its_side)
 
 
 @pytest.mark.parametrize(

@@ -287,6 +287,32 @@ def test_the_quickstart_runs(tmp_path):
     assert (tmp_path / "load.html").stat().st_size > 1000
 
 
+async def test_the_whole_example_with_keys_and_classes_starts_and_puts_each_key_into_its_class(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    page = ROOT / "docs/security.md"
+    [example] = [text for info, text in fenced(page) if info == "yaml"]
+    (tmp_path / "hitherto.yaml").write_text(example)
+    makes = [words(command) for command in commands(page) if command.startswith("hitherto key new")]
+    for given in makes[-2:]:
+        assert cli.main(given[1:]) == 0
+    keys = re.findall(r"sk-hitherto-\S+", capsys.readouterr().out)
+    assert len(keys) == 2 and cli.main(["config"]) == 0
+    async with running(
+        "--config", str(tmp_path / "hitherto.yaml"), "--api-keys", str(tmp_path / "keys.yaml")
+    ) as gateway:
+        await gateway.ready(1)
+        await gateway.until(lambda status: status["ready"])
+        asked = [{"role": "user", "content": "hi"}]
+        assert (await gateway.chat(asked)).status_code == 401
+        for key, qos in zip(keys, ("premium", "batch"), strict=True):
+            gateway.client.headers["authorization"] = f"Bearer {key}"
+            assert (await gateway.chat(asked)).status_code == 200
+            admitted = {one["class"]: one["admitted"] for one in (await gateway.status())["admission"]}
+            assert admitted[qos] == 1, admitted
+
+
 # Of the requests to the admin side that operations.md shows, those that a simulated engine has no answer for.
 NOT_ANSWERED = {
     "engine/sleep": "no simulated engine sleeps",

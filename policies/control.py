@@ -309,8 +309,9 @@ class Control:
         return any(self._is_above(name, rung) and self._is_held(name) for name in self._unsure)
 
     def _is_held(self, name: str) -> bool:
-        """Whether what was taken for a class is kept, though nothing is known of it."""
-        return 0 < self._unsure[name] <= HOLD
+        """Whether what was taken for a class is kept, though nothing is known of it. The silence of one that is shed
+        itself says nothing."""
+        return 0 < self._unsure[name] <= HOLD and name not in self.taken_from(SHED)
 
     def taken_from(self, step: str) -> frozenset[str]:
         """Return the classes from which this is taken now."""

@@ -205,6 +205,21 @@ def test_what_was_taken_is_kept_for_a_while_where_nothing_says_whether_it_is_nee
     assert control.ended({"premium": nothing}) == [], "again, since it was known"
 
 
+def test_the_silence_of_a_class_that_is_shed_keeps_nothing():
+    control, quiet = Control(CLASSES), {"standard": steady(0.3), "free": steady(0.3)}
+    control.ended(quiet | {"premium": steady(1.5)})
+    assert control.taken_from("shed") == {"free"} and control.wants_more
+    control.ended({"premium": steady(0.5), "standard": steady(0.3)})
+    assert not control.wants_more and control.level == 3
+    control = Control(CLASSES)
+    for _ in range(5):
+        control.ended(quiet | {"premium": steady(1.5)})
+    assert control.taken_from("shed") == {"free", "standard"}
+    levels = [control.ended({"premium": steady(0.5)}) and control.level]
+    levels += [control.ended({"premium": steady(0.5), "standard": steady(0.3)}) and control.level for _ in range(2)]
+    assert levels == [7, 3, 0], "it is asked for again once it is back by half"
+
+
 def test_a_class_of_which_nothing_is_ever_known_keeps_no_step():
     control = Control(CLASSES)
     after(control, 1.5)

@@ -79,7 +79,8 @@ async def test_what_is_taken_from_lower_classes_is_told_and_given_back_in_revers
             assert {event["text"] for event in status["control"]["events"]} <= {*shown}, "lines of the live page"
 
 
-async def test_premium_keeps_its_limits_while_an_engine_is_at_half_its_speed_and_free_floods(tmp_path):
+async def test_premium_that_asks_too_little_to_be_judged_keeps_its_limits_beside_a_slow_engine_and_a_flood(tmp_path):
+    """By the queue and its reserve: of five requests in 8 s the control knows nothing."""
     with engines(2) as (urls, _):
         async with gateway(tmp_path, urls, {}) as one, httpx.AsyncClient(timeout=10) as http:
             free = asyncio.ensure_future(flood(one, 40, 5 * WINDOW))
@@ -88,6 +89,8 @@ async def test_premium_keeps_its_limits_while_an_engine_is_at_half_its_speed_and
             premium = await flood(one, 2, 4 * WINDOW, tier="premium")
             await free
             assert {answer[0] for answer in premium} == {200}
+            status = await one.status()
+            assert status["control"]["models"][0]["pressures"]["premium"] is None and not events(status)
             met, missed = [
                 await one.counted("hitherto_slo_requests_total", **{"class": "premium", "outcome": outcome})
                 for outcome in ("met", "missed")

@@ -2,7 +2,8 @@
 
 A candidate has *room* for a request if it is idle, or if what waits there is no longer than `engine_wait` seconds and
 its streams stay within the strictest limit of all classes. It *meets* a request's limits if the predicted seconds to
-its first token, with those that it has waited already, and those from one token to the next are within them.
+its first token, with those that it has waited already, and those from one token to the next are within them. `fit` says
+which ones do.
 
 A request is sent where there is room and nobody goes before it; and, unless the steps of its class (`when_full`) have
 `wait` or begin with `degrade`, where its limits are met all the same. Else it goes through the steps in their order
@@ -19,9 +20,6 @@ until one takes it, and is refused if none does:
 Whose turn it is: classes that have had less than their reserved fraction go before those that have had it, the higher
 priority first in each (`reserves`); in a class `lines` has the rule. Where a queue is full, the lowest class gives way.
 
-Predictions are checked: of those that came near a limit, the ratio of what was met to what was predicted has a running
-quantile, and a prediction counts that much longer.
-
 Not every request may go to every replica. Those that may go to the same ones wait in a line of their own, and whoever
 waits keeps only its own replicas from those behind it.
 
@@ -33,13 +31,14 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import count
-from math import ceil, exp, inf, log
+from math import inf
 
-from .classes import NO_LIMITS, Classes, QosClass
-from .control import CAP, HALVE, NONE_REFUSED, SHED, TIGHT, TIGHTEN, Control, Refused
+from .classes import Classes, QosClass
+from .control import CAP, HALVE, NONE_REFUSED, SHED, TIGHTEN, Control, Refused
 from .costs import Costs
+from .fit import Fit, Question, unclaimed
 from .lines import Line, Resource, Ticket
 from .quotes import Place, Quote
 from .reserves import Reserves
@@ -63,30 +62,8 @@ from .verdicts import (
 )
 
 _GUESS = 0.5  # seconds of prefill that a replica does in a second, until a line's pace is known
-_QUANTILE, _GAIN = 0.95, 0.01  # of the ratios, and how far one moves it, as a logarithm
-_MOST = log(1.5)  # that a margin gets: answers come late, so a crowd of bad ones says more than it should
 _MOST_LINES = 64  # before those in which nobody waits are forgotten, with their paces
 _LEARNED = 3  # answers, until which costs are those of an engine that nobody has seen
-_NEAR = 0.25  # share of a limit from which a prediction says something of that limit
-
-
-class Margin:
-    """By how much what was met exceeds what was predicted, in all but one of twenty cases: a running quantile, by
-    stochastic approximation (Robbins and Monro, 1951)."""
-
-    __slots__ = ("_log",)
-
-    def __init__(self) -> None:
-        self._log = 0.0
-
-    @property
-    def factor(self) -> float:
-        return exp(self._log)
-
-    def learn(self, predicted: float, met: float, limit: float) -> None:
-        if predicted >= _NEAR * limit and met > 0.0:
-            over = log(met / predicted) > self._log
-            self._log = min(_MOST, max(0.0, self._log + _GAIN * (_QUANTILE if over else _QUANTILE - 1.0)))
 
 
 class Space:
@@ -100,41 +77,6 @@ class Space:
         self.requests = self.bytes = self.untold = 0
 
 
-class Question:
-    """A request that is judged now. `quotes`: of each of its ways, with their `places`; `best`: the one of the least
-    TTFT; `room`: the indices of the ways that have room for it, as far as is known yet."""
-
-    __slots__ = ("ticket", "quotes", "best", "places", "replicas", "offers", "now", "waited", "room")
-
-    def __init__(
-        self, ticket: Ticket, quotes: Sequence[Quote], now: float, places: Sequence[Place], offers: Offers
-    ) -> None:
-        self.ticket, self.quotes, self.places, self.offers, self.now = ticket, quotes, places, offers, now
-        self.best, self.waited = min(quotes), now - ticket.since - ticket.held
-        self.replicas: frozenset[str] = frozenset().union(*places)
-        self.room: Sequence[int] = ()
-
-    @property
-    def limited(self) -> bool:
-        """Without limits every quote would meet them, and nobody would ever be refused."""
-        return self.ticket.slo != NO_LIMITS
-
-    @property
-    def ttft(self) -> float:
-        """Seconds to its first token, with those that it has waited, if it is sent now."""
-        return self.waited + self.best.ttft
-
-    def computing(self, whole: bool) -> dict[int | str, int]:
-        """Return by replica how many prompts it computes; of those that take whole requests, or first legs."""
-        if not self.places:
-            return {index: one.computing for index, one in enumerate(self.quotes)} if whole else {}
-        pairs = zip(self.places, self.quotes, strict=True)
-        return {place[0]: one.computing for place, one in pairs if (len(place) == 1) is whole}
-
-    def is_whole(self, index: int) -> bool:
-        return not self.places or len(self.places[index]) == 1
-
-
 class Admission:
     """Of one fleet. `space`: shared with other fleets of the same process."""
 
@@ -142,14 +84,12 @@ class Admission:
         self.classes, self.rules, self.space = classes, rules, space or Space()
         self.space.fleets.append(self)
         self.lines: list[Line] = []
-        self.ttft_margin, self.tpot_margin = Margin(), Margin()
-        self._tpot = min([one.slo.tpot for one in classes.all if one.slo.tpot is not None], default=inf)
         self._reserves, self._returns = Reserves(classes), Returns()
+        self.fit = Fit(classes, rules, self._reserves)
         self._deadlines: list[tuple[float, int, Ticket]] = []
         self._number = count()
         self._gave_way: deque[tuple[Ticket, str]] = deque()  # and why
-        self.tight: frozenset[str] = frozenset()  # classes from which `control` takes this
-        self.capped: frozenset[str] = frozenset()
+        self.capped: frozenset[str] = frozenset()  # classes from which `control` takes this
         self.halved: frozenset[str] = frozenset()
         self.shed: frozenset[str] = frozenset()
         self.refused = {one.name: NONE_REFUSED for one in classes.all}  # since the beginning, for `control`
@@ -206,7 +146,7 @@ class Admission:
             ticket.tokens, ticket.own = tokens, asked.best.own
         self._reserves.ask(ticket.qos, now)
         steps = self.steps(ticket.qos)
-        asked.room = self._room(asked, asked.quotes, self._has_room)
+        asked.room = self.fit.room(asked, asked.quotes)
         if self._is_shed(ticket):
             return self._shed(asked)
         if WAIT not in steps and steps[0] != DEGRADE:
@@ -248,19 +188,19 @@ class Admission:
             return None
 
         def fits(quote: Quote, share: float, tight: float) -> bool:
-            meets = asked.limited and quote.full <= share and self._too_much(quote, asked) is None
-            return meets or self._has_room(quote, share, tight)
+            meets = asked.limited and quote.full <= share and self.fit.too_much(quote, asked) is None
+            return meets or self.fit.has_room(quote, share, tight)
 
         order, own = self._in_order(asked.now), self._reserves.rank(asked.ticket.qos)
         higher = [one for one in order if self._reserves.rank(one.qos) < own]
-        fast = self._fast(asked.ticket, quotes, self._room(asked, quotes, fits))
-        room = _unclaimed(fast, asked.places, higher)
+        fast = self.fit.fast(asked.ticket, quotes, self.fit.room(asked, quotes, fits))
+        room = unclaimed(fast, asked.places, higher)
         return Verdict(DEGRADED, reason, room, cap=floor) if room else None
 
     def _spilled(self, asked: Question, reason: str) -> Verdict | None:
         """Send it to the slow pool, also if it is late there, as long as it does not wait in front of an engine."""
         quotes = asked.offers.spilled()
-        among = self._meeting(quotes, asked) or [
+        among = self.fit.meeting(quotes, asked) or [
             index
             for index, one in enumerate(quotes)
             if not one.there or (one.wait <= self.rules.engine_wait and one.full <= 1.0)
@@ -268,17 +208,17 @@ class Admission:
         return Verdict(SPILLED, reason, among) if among else None
 
     def _at_once(self, asked: Question, room: Sequence[int]) -> Verdict:
-        meets = self._meeting(asked.quotes, asked)
-        if among := meets or self._fast(asked.ticket, asked.quotes, room):
+        meets = self.fit.meeting(asked.quotes, asked)
+        if among := meets or self.fit.fast(asked.ticket, asked.quotes, room):
             return Verdict(ADMITTED, "met" if meets else "room", among)
-        return self._refused(asked, self._too_much(asked.best, asked) or "full", asked.ttft)
+        return self._refused(asked, self.fit.too_much(asked.best, asked) or "full", asked.ttft)
 
     def _newcomer(self, asked: Question) -> Verdict:
         """Send it where there is room that nobody before it waits for; else say that all is full."""
-        room = _unclaimed(asked.room, asked.places, self._before(asked.ticket, asked.now))
+        room = unclaimed(asked.room, asked.places, self._before(asked.ticket, asked.now))
         if not room:
             return self._refused(asked, "full", asked.ttft)
-        if fast := self._fast(asked.ticket, asked.quotes, room):
+        if fast := self.fit.fast(asked.ticket, asked.quotes, room):
             return Verdict(ADMITTED, "room", fast)
         return self._refused(asked, "tpot", asked.ttft)
 
@@ -291,7 +231,7 @@ class Admission:
         waits = sum(others) + line.ahead(ticket.tenant)
         ttft = asked.ttft + waits / max(line.pace.value, 1e-6)
         limit = ticket.slo.ttft
-        if limit is not None and ttft * self.ttft_margin.factor > limit and ttft > asked.waited + asked.best.own:
+        if limit is not None and ttft * self.fit.ttft_margin.factor > limit and ttft > asked.waited + asked.best.own:
             return self._refused(asked, "ttft", ttft)
         return self._queue(asked, line, ttft)
 
@@ -314,24 +254,21 @@ class Admission:
             return Verdict(REFUSED, "deadline", (), _drain(line))
         line.targets = asked.replicas  # they may have come and gone
         order = self._in_order(now)
-        room = _unclaimed(asked.room, asked.places, order[: order.index(line)])
+        room = unclaimed(asked.room, asked.places, order[: order.index(line)])
         if not room:
             return Verdict(QUEUED, "full")
         limit = ticket.slo.ttft
         if limit is not None:
-            room = [index for index in room if self._within(asked.quotes[index], asked.waited, limit)]
+            room = [index for index in room if self.fit.within(asked.quotes[index], asked.waited, limit)]
             if not room:
                 self.leave(ticket, now)
                 return Verdict(REFUSED, "deadline", (), _drain(line))
-        if not (fast := self._fast(ticket, asked.quotes, room)):
+        if not (fast := self.fit.fast(ticket, asked.quotes, room)):
             self.leave(ticket, now)
             return self._refused(asked, "tpot", asked.ttft)
         line.take(ticket, now)
         self._left(ticket)
         return Verdict(ADMITTED, "turn", fast)
-
-    def _within(self, quote: Quote, waited: float, limit: float) -> bool:
-        return waited + quote.ttft * self.ttft_margin.factor <= limit
 
     def _queue(self, asked: Question, line: Line, ttft: float) -> Verdict:
         ticket, space = asked.ticket, self.space
@@ -367,61 +304,6 @@ class Admission:
         ticket.streams, ticket.context = quote.streams, quote.context
         self._reserves.take(ticket.qos, quote.own, tokens * quote.tpot, now)
         self._reserves.compute(ticket.qos, replica, now + quote.ttft, now)
-
-    # --- what a candidate gives it
-
-    def _room(
-        self, asked: Question, quotes: Sequence[Quote], fits: Callable[[Quote, float, float], bool]
-    ) -> Sequence[int]:
-        """Return the ways that it `fits`, besides what is kept for classes above its own. A prompt that has begun
-        cannot be interrupted, so the whole of their fractions is kept from computing lower ones' at a time; of streams
-        and cache, what they have not used of it lately. Nor does it join one of their prompts: an engine computes both
-        in one step, which is as long as both."""
-        qos, reserves = asked.ticket.qos, self._reserves
-        above, first = reserves.above(qos, asked.now), reserves.others_yield(qos, asked.now)
-        tight = TIGHT if qos.name in self.tight else 1.0
-        share = inf if first else tight * (1.0 - sum([reserves.unused(one) for one in above]))
-        kept = sum([one.reserved_fraction for one in above])
-        clear = [_clear(asked.computing(whole).values(), kept) for whole in (False, True)]
-        room = [
-            index
-            for index, one in enumerate(quotes)
-            if clear[asked.is_whole(index)] >= (not one.computing)
-            and fits(one, share, tight)
-            and not (one.computing and asked.places and reserves.computes(asked.places[index][0], above, asked.now))
-        ]
-        return [index for index in room if not quotes[index].computing] or room if first else room
-
-    def _has_room(self, quote: Quote, share: float, tight: float) -> bool:
-        """By the limits of the classes. Those of one request say nothing of whether others find room. `tight`: of what
-        may be ahead of it."""
-        if not quote.there:
-            return True
-        return (
-            quote.wait <= tight * self.rules.engine_wait
-            and quote.tpot * self.tpot_margin.factor <= share * self._tpot
-            and quote.full <= share
-        )
-
-    def _fast(self, ticket: Ticket, quotes: Sequence[Quote], room: Sequence[int]) -> Sequence[int]:
-        """Return those of the ways with room that keep its own TPOT limit, as an idle one does as well as any."""
-        limit = ticket.slo.tpot
-        if limit is None or limit >= self._tpot:
-            return room
-        factor = self.tpot_margin.factor
-        return [index for index in room if not quotes[index].there or quotes[index].tpot * factor <= limit]
-
-    def _meeting(self, quotes: Sequence[Quote], asked: Question) -> list[int]:
-        """Return those that meet its limits; none where it has no limits."""
-        return [i for i, one in enumerate(quotes) if self._too_much(one, asked) is None] if asked.limited else []
-
-    def _too_much(self, quote: Quote, asked: Question) -> str | None:
-        """Return which of its limits it does not meet."""
-        ttft, tpot = asked.ticket.slo
-        if ttft is not None and not self._within(quote, asked.waited, ttft):
-            return "ttft"
-        limit = self._tpot if tpot is None else min(self._tpot, tpot)
-        return "tpot" if quote.tpot * self.tpot_margin.factor > limit else None
 
     # --- whose turn it is
 
@@ -564,7 +446,7 @@ class Admission:
     def obey(self, control: Control, now: float) -> None:
         """Take from classes what it says now. Those of a shed class that wait are told of next."""
         taken = [control.taken_from(step) for step in (TIGHTEN, CAP, HALVE, SHED)]
-        self.tight, self.capped, self.halved, self.shed = taken
+        self.fit.tight, self.capped, self.halved, self.shed = taken
         for line in self.lines:
             while line.qos.name in self.shed and (last := line.last("count")) is not None:
                 self._give_way(last, now, CONTROL)
@@ -581,7 +463,7 @@ class Admission:
         """Refuse a newcomer, unless there is an idle replica, which nobody of a higher class has anything of: by its
         answer it is seen as well whether the fault is over. Nobody of a shed class waits (`obey`)."""
         idle = [index for index in asked.room if not asked.quotes[index].there]
-        if free := _unclaimed(idle, asked.places, self._before(asked.ticket, asked.now)):
+        if free := unclaimed(idle, asked.places, self._before(asked.ticket, asked.now)):
             return Verdict(ADMITTED, "room", free)
         return Verdict(REFUSED, CONTROL, (), self._until_judged)
 
@@ -599,7 +481,7 @@ class Admission:
         that have learned nothing is their own error, which they mend: a margin would keep it for hundreds of answers.
         """
         if ticket.slo.ttft is not None and ticket.learned:
-            self.ttft_margin.learn(ticket.ttft, seconds, ticket.slo.ttft)
+            self.fit.ttft_margin.learn(ticket.ttft, seconds, ticket.slo.ttft)
 
     def ended(self, ticket: Ticket, ttft: float, tpot: float | None, counted: bool = True) -> bool | None:
         """Its answer is complete: return whether it was within its limits, None if it had none. `tpot`: None where it
@@ -608,27 +490,12 @@ class Admission:
         limits = ticket.slo
         if counted and tpot is not None and limits.tpot is not None and ticket.costs is not None:
             # By what is known now: what the costs have learned since needs no margin besides.
-            self.tpot_margin.learn(ticket.costs.stream_step(ticket.streams, ticket.context), tpot, limits.tpot)
+            self.fit.tpot_margin.learn(ticket.costs.stream_step(ticket.streams, ticket.context), tpot, limits.tpot)
         if limits.ttft is None and limits.tpot is None:
             return None
         return (limits.ttft is None or ttft <= limits.ttft) and (
             limits.tpot is None or tpot is None or tpot <= limits.tpot
         )
-
-
-def _clear(computing: Collection[int], kept: float) -> int:
-    """Return how many replicas compute nothing, besides the fraction that is kept so, which leaves one at least."""
-    return sum([not one for one in computing]) - min(ceil(kept * len(computing) - 1e-9), len(computing) - 1)
-
-
-def _unclaimed(room: Sequence[int], places: Sequence[Place], ahead: Sequence[Line]) -> Sequence[int]:
-    """Return those of the ways with room of which nobody in the lines `ahead` waits for a replica."""
-    if not ahead or not room:
-        return room
-    if not places:
-        return ()
-    claimed: frozenset[str] = frozenset().union(*[one.targets for one in ahead])
-    return [index for index in room if claimed.isdisjoint(places[index])]
 
 
 def _is_for_its_class(ticket: Ticket, reason: str) -> bool:

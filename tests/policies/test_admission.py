@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from policies import Admission, Classes, CostGroup, Demand, Ledger, Load, QosClass, Quote, Rule, Rules, Slo, Ticket
-from policies.admission import Margin, Space
+from policies.admission import Space
+from policies.fit import Margin
 from policies.lines import QUANTUM, Line
 from policies.quotes import quote
 from policies.reserves import Reserves
@@ -501,7 +502,7 @@ def test_what_was_predicted_before_the_costs_had_learned_leaves_no_margin(answer
     for _ in range(20):
         admission.sent(one := ticket(slo=Slo(2.0, None)), Quote(1.9, 1.8, 0.02), costs, 2000, 0.0)
         admission.first_token(one, 6.0)
-    assert (admission.ttft_margin.factor > 1.1) == grows and (grows or admission.ttft_margin.factor == 1.0)
+    assert (admission.fit.ttft_margin.factor > 1.1) == grows and (grows or admission.fit.ttft_margin.factor == 1.0)
 
 
 def test_space_is_shared_by_the_fleets_of_a_process():

@@ -255,7 +255,7 @@ def test_who_is_sent_goes_by_a_way_that_was_found_to_have_room(loads, policy, bl
     ways = {(one.replica,): quote for one, quote in zip(made.decoders, made.router.quotes(evaluation), strict=True)}
     ways |= {one.place: one.quote for one in pairs(made.router, evaluation, made.pairings, 1.0)}
     decision, place = made.ask(asked=asked)
-    room = [way for way, one in ways.items() if made.admission._has_room(one, 1.0, 1.0)]
+    room = [way for way, one in ways.items() if made.admission.fit.has_room(one, 1.0, 1.0)]
     assert (decision, place in room) in {("admitted", True), ("queued", False), ("refused", False)}
     assert bool(room) is (decision == "admitted")
 

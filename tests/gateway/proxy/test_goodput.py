@@ -95,7 +95,7 @@ async def streamed(slo, script):
         await talk.say(post(json.dumps(body).encode()))
         await eventually(lambda: queue._fleets)
         for fleet in queue._fleets.values():
-            fleet.tpot_margin = SimpleNamespace(learn=lambda *given: learned.append(given), factor=1.0)
+            fleet.fit.tpot_margin = SimpleNamespace(learn=lambda *given: learned.append(given), factor=1.0)
         await talk.response()
         await eventually(s.idle)
         return dict(s.metrics.slo_requests.by("outcome")), len(learned)

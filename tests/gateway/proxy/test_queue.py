@@ -316,7 +316,7 @@ async def test_a_client_that_does_not_keep_up_says_nothing_of_how_fast_replicas_
         assert (await talker.response())[0] == 200
         await eventually(s.idle)
         assert s.metrics.slo_requests.values == {("free", "m", "met"): 1}
-        assert {fleet.tpot_margin.factor for fleet in queue._fleets.values()} == {1.0}
+        assert {fleet.fit.tpot_margin.factor for fleet in queue._fleets.values()} == {1.0}
 
 
 async def test_a_full_queue_sheds_the_lower_class():

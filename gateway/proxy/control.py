@@ -262,8 +262,10 @@ def _seen(
     answers = sum(counts)
     if not answers:
         return None
+    if limit is None:  # all that counts is that there were answers
+        return Seen(answers, 0.0, 0.0)
     # A hair less: what falls between two buckets is in the lower one, so the limit itself is kept.
     shares = [max(0.0, share - 1e-9) for share in (0.99, 0.999, 1.0 - 1.0 / answers)]
     p99, p999, second = [quantile(bounds, counts, share) or 0.0 for share in shares]
-    late = sum(counts[bisect_right(bounds, limit) :]) if limit is not None else 0.0
+    late = sum(counts[bisect_right(bounds, limit) :])
     return Seen(answers, p99, p999, second, late)

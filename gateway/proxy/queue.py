@@ -320,6 +320,8 @@ class Queue:
             return
         if _failed(exchange, outcome) and attempt is not None and _is_judged(attempt, prompt, ticket.slo):
             self._metrics.slo_requests.inc(name, self._model_of(prompt), "failed")
+        if outcome == "aborted" and _left_late(exchange, prompt, ticket):
+            self._metrics.slo_requests.inc(name, self._model_of(prompt), "missed")
         as_quoted = attempt is not None and _is_as_quoted(exchange, attempt, ticket)
         if not as_quoted:
             ticket.costs = None
@@ -353,6 +355,15 @@ def _failed(exchange: Exchange, outcome: str) -> bool:
     if outcome in ("complete", "failed"):
         return (exchange.fault or exchange.answered_with) >= 500
     return outcome == "cut" or (outcome == "refused" and exchange.status >= 500)
+
+
+def _left_late(exchange: Exchange, prompt: Prompt, ticket: Ticket) -> bool:
+    """Whether a stream's client has left without a first token after the time that this may take: it will not come
+    within that. Of who leaves earlier, or in the middle of the answer, nobody knows what it would have been."""
+    limit = ticket.slo.ttft
+    if limit is None or not prompt.stream or (exchange.attempts and exchange.beginning.first_at):
+        return False
+    return monotonic() - ticket.since > limit
 
 
 def _is_judged(attempt: Attempt, prompt: Prompt, limits: Slo) -> bool:

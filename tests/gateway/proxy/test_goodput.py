@@ -67,6 +67,38 @@ async def test_what_writes_no_tokens_does_not_count():
     assert await judged(Slo(20.0, 2.0), path=b"/v1/embeddings", input="a") == {}
 
 
+@pytest.mark.parametrize(
+    "slo, begins, stream, outcome",
+    [
+        (Slo(0.1), False, True, {"missed": 1}),
+        (Slo(20.0), False, True, {}),  # it might have come in time
+        (Slo(0.1), True, True, {}),  # in the middle of an answer
+        (Slo(None, 2.0), False, True, {}),
+        (Slo(0.1, 2.0), False, False, {}),  # nobody sees when it begins
+    ],
+)
+async def test_who_leaves_without_a_first_token_after_the_time_for_it_has_missed_it(slo, begins, stream, outcome):
+    sent = asyncio.Event()
+
+    async def script(reader, writer):
+        await read_request(reader)
+        writer.write((SSE_HEAD + chunk(EVENT)) * begins)
+        sent.set()
+        await reader.read()
+
+    async with queued(script, slo=slo, rules=Rules(("observe",))) as (s, _):
+        body = {"model": "m", "messages": [{"role": "user", "content": "a"}], "max_tokens": 20, "stream": stream}
+        talk = await s.talk()
+        await talk.say(post(json.dumps(body).encode()))
+        await sent.wait()
+        if begins:
+            await talk.until(b"\r\n\r\n")
+        await asyncio.sleep(0.15)
+        await talk.close()
+        await eventually(s.idle)
+        assert dict(s.metrics.slo_requests.by("outcome")) == outcome
+
+
 EVENTS, GAP = 20, 0.03
 ROLE = b'data: {"choices":[{"index":0,"delta":{"role":"assistant","content":""},"finish_reason":null}]}\n\n'
 

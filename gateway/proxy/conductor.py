@@ -498,8 +498,10 @@ class Conductor:
             headers.append((b"retry-after", b"1"))
         if not error.again:
             headers.append(NO_RETRY)
+        self.settling.ended(exchange, "refused")  # first, so that its client is told of limits what is left now
+        if exchange.charge is not None and exchange.charge.granted:
+            headers += exchange.charge.headers()
         exchange.client.reply(error.status, error.body(exchange.request.path), headers)
-        self.settling.ended(exchange, "refused")
 
     def _abandon(self, exchange: Exchange, _: Any) -> None:
         self._close(exchange)

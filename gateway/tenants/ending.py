@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 
 BYTES_PER_TOKEN = 4  # of a body whose prompt is not read
+NO_PLACE = frozenset((429, 503))  # without an attempt: refused by the gateway's own load, or since no replica is ready
 # What ends the paths of requests for which engines compute no prompt.
 _RENDERS = ("/render", "/derender", "/count_tokens")
 
@@ -71,7 +72,8 @@ class Settled:
             return
         found = cost(exchange, usage)
         if exchange.charge is not None:
-            self._metering.settle(exchange.charge, found.input, found.output)
+            unserved = exchange.status in NO_PLACE and not exchange.attempts
+            self._metering.settle(exchange.charge, found.input, found.output, unserved)
         if tenant.name in self._names:
             answered = exchange.fault or exchange.answered_with
             status = outcome if outcome in BROKEN_OFF else f"{answered // 100}xx"

@@ -186,10 +186,15 @@ def header_lines(limits: Limits, account: Account, now: float) -> bytes:
     return _template(limits) % tuple(values)
 
 
+def headers(limits: Limits, account: Account, now: float) -> list[tuple[bytes, bytes]]:
+    """The same for an answer of the gateway's own."""
+    lines = header_lines(limits, account, now).splitlines()
+    return [(name, value) for name, _, value in (line.partition(b": ") for line in lines)]
+
+
 def error(claim: Claim, limits: Limits, account: Account, now: float, share: int = 1) -> ApiError:
     """What is answered to a request that a limit refuses. `share`: as in `refused`."""
-    lines = header_lines(limits, account, now).splitlines()
-    told = [(name, value) for name, _, value in (line.partition(b": ") for line in lines)]
+    told = headers(limits, account, now)
     what = f"{WORDS[claim.kind]} of this API key"
     if claim.cost > claim.limit:
         message = f"the prompt has {claim.cost} tokens, and the limit is {claim.limit} {what}: shorten it"

@@ -14,8 +14,9 @@ from .tenant import Tenant
 if TYPE_CHECKING:
     from .shared import Pending, SharedCounts
 
-# Counts that only grow within their window: once they are at their limit, nobody has to be asked.
-ONLY_GROW = frozenset((REQUESTS, OUTPUT))
+# Counts that do not shrink within their window, but by the requests that overload refuses: once they are at their limit,
+# nobody has to be asked.
+GROW = frozenset((REQUESTS, OUTPUT))
 
 MOST_GONE = 1000  # accounts that are kept of tenants that were taken out
 
@@ -37,6 +38,10 @@ class Charge:
     def header_lines(self) -> bytes:
         """What its client is told."""
         return rules.header_lines(self.limits, self.account, self._clock())
+
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        """The same for an answer of the gateway's own."""
+        return rules.headers(self.limits, self.account, self._clock())
 
 
 class Metering:
@@ -85,7 +90,7 @@ class Metering:
         if limits is None:
             return None
         account = self.account(tenant.name)
-        wanted = rules.claims(limits, 0, now, ONLY_GROW)
+        wanted = rules.claims(limits, 0, now, GROW)
         over = rules.refused(wanted, account.count_seen)
         if over is None:
             return None
@@ -141,8 +146,9 @@ class Metering:
             account.take(charge.wanted)
         return over
 
-    def settle(self, charge: Charge, input: int, output: int) -> None:
-        """A request has ended, and cost so many tokens in fact."""
+    def settle(self, charge: Charge, input: int, output: int, unserved: bool = False) -> None:
+        """A request has ended, and cost so many tokens in fact. `unserved`: the gateway had no place for it, so that it
+        does not count as a request."""
         charge.ended = True
         if not charge.granted:
             return  # or it is not decided yet, and this is called again
@@ -151,6 +157,8 @@ class Metering:
         for claim in charge.wanted:
             if claim.kind in rules.OF_PROMPTS:
                 self._add(account, claim.kind, claim.window, input - claim.cost)
+            elif claim.kind == REQUESTS and unserved:
+                self._add(account, REQUESTS, claim.window, -claim.cost)
             if claim.kind in (OUTPUT, DAY, MONTH):
                 self._add(account, claim.kind, rules.window(claim.kind, now), output)
         if self.shared is not None and charge.limits.concurrent_requests is not None:

@@ -11,12 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.ops.metrics import Metrics
+from gateway.overload import Overload
 from gateway.prompt.pipeline import Pipeline
 from gateway.tenants import limits as rules
 from gateway.tenants.ending import Settled
 from gateway.tenants.keys import Keys
 from gateway.tenants.metering import MOST_GONE, Metering
 from gateway.tenants.tenant import Tenant
+from policies import Classes, Rules
+from replicas import State
 from replicas.simulated.model import sim_model_dir
 
 from ..http.talk import eventually, read_request
@@ -92,6 +95,24 @@ async def test_requests_per_minute_and_what_the_client_is_told(tmp_path):
         assert metrics.tenant_requests.values == {("a", "2xx"): 3, ("a", "4xx"): 1, ("b", "2xx"): 1, ("b", "4xx"): 1}
         t.clock.now += 10
         assert (await t.ask())[0] == 200
+
+
+async def test_what_the_gateway_has_no_place_for_is_given_back_and_its_client_told_what_is_left(tmp_path):
+    overload = Overload(Classes(), Rules(engine_wait=0.0, max_wait=0.05), None)
+    a = {"requests_per_minute": 3, "input_tokens_per_minute": 1000}
+    async with tenants(tmp_path, silent, a=a, overload=overload) as t:
+        first = await t.begin()
+        await eventually(lambda: t.stack.proxy.router.ledger.total().requests)
+        for _ in range(3):
+            status, headers, body = await t.ask()
+            assert (status, json.loads(body)["error"]["code"]) == (429, "overloaded")
+            assert headers["x-ratelimit-remaining-requests"] == "2" and "x-ratelimit-limit-input-tokens" in headers
+        t.stack.proxy.refuse_unanswered()  # an engine has it: it counts
+        assert (await first.response())[1]["x-ratelimit-remaining-requests"] == "2"
+        for backend in t.stack.proxy.backends.values():
+            backend.replica.state = State.FAILED
+        t.stack.proxy.changed()
+        assert [(await t.ask())[0] for _ in range(4)] == [503] * 4
 
 
 async def test_a_tenant_without_limits_is_told_of_none(tmp_path):

@@ -73,6 +73,8 @@ def _explain(item: Any, sources: Mapping[str, str]) -> str:
         which = f"entry {within[-1] + 1}" if within and isinstance(within[-1], int) else "it"
         return f"{place}: {which} has no value, where {what} belongs. {takes}"
     given = _given(name, item["input"])
+    if what == TEXT and isinstance(item["input"], str):
+        return f"{place}: {given} cannot be used there. {takes}"
     if what == TEXT and not isinstance(item["input"], (list, dict)):
         return f"{place}: {given} is not {what}; put it in quotes"
     wordy = what in (TEXT, TABLE, TEXTS)

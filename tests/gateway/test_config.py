@@ -108,6 +108,10 @@ def test_unknown_name_in_the_file_has_file_line_and_suggestion(empty_folder):
         ("host: 8080\n", "host: 8080 is not text; put it in quotes"),
         ("host: 2026-11-27\n", "host: datetime.date(2026, 11, 27) is not text; put it in quotes"),
         ("host:\n", "host: it has no value, where text belongs. It takes address clients connect to"),
+        (
+            "discover: {selector: a, api: x}\n",
+            "discover: api: 'x' cannot be used there. It takes engines that are pods",
+        ),
         ("port:\n", "port: it has no value, where a whole number from 0 to 65535 belongs. It takes port clients"),
         ("tls_cert: [a]\n", "tls_cert: ['a'] is not text. It takes PEM file with the gateway's certificate"),
         ("host: {a: b}\n", "host: {'a': 'b'} is not text. It takes address clients connect to"),

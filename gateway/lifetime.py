@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import signal
 from collections.abc import Callable, Collection
 from contextlib import suppress
@@ -64,13 +65,16 @@ def run(settings: Settings, make: Callable[[], Service], started: Callable[[], N
 async def _serve(settings: Settings, make: Callable[[], Service], started: Callable[[], None]) -> None:
     service = make()
     loop, signalled = asyncio.get_running_loop(), asyncio.Event()
+    closes = any(map(os.isatty, (0, 2)))  # asked now: no descriptor of a terminal says so once that is closed
     starting = asyncio.ensure_future(service.start())
     on_signal(loop, starting.cancel)
+    on_hangup(loop, starting.cancel if closes else _ignore_hangup)
     try:
         await starting
     except asyncio.CancelledError:
         return log.info("stopped by a signal while it started")
     on_signal(loop, signalled.set)
+    on_hangup(loop, signalled.set if closes else _ignore_hangup)
     log.info("%s", service.greeting)
     for caution in cautions(settings):
         log.warning("%s", caution)
@@ -86,6 +90,7 @@ async def _serve(settings: Settings, make: Callable[[], Service], started: Calla
     )
     stopping = asyncio.ensure_future(service.stop(settings.drain_timeout_s))
     on_signal(loop, service.hurry)
+    on_hangup(loop, lambda: None)  # of a terminal that closes come two: its own, and its shell's
     await stopping
 
 
@@ -116,6 +121,19 @@ def awaited(fleet: Fleet, given: Collection[str], now: float) -> str:
 def on_signal(loop: asyncio.AbstractEventLoop, then: Callable[[], object]) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, then)
+
+
+def on_hangup(loop: asyncio.AbstractEventLoop, then: Callable[[], object]) -> None:
+    """Whoever starts the gateway with SIGHUP ignored, as nohup does, wants it to stay so."""
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        loop.add_signal_handler(signal.SIGHUP, then)
+
+
+def _ignore_hangup() -> None:
+    log.info(
+        "SIGHUP is ignored: settings are read at the start alone; API keys and TLS certificates are read again by "
+        "themselves when their files change"
+    )
 
 
 def greeting(settings: Settings, port: int, admin_port: int) -> str:

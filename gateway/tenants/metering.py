@@ -14,8 +14,8 @@ from .tenant import Tenant
 if TYPE_CHECKING:
     from .shared import Pending, SharedCounts
 
-# Counts that do not shrink within their window, but by the requests that overload refuses: once they are at their limit,
-# nobody has to be asked.
+# Counts that do not shrink within their window, but by requests that the gateway has no place for: once they are at
+# their limit, nobody has to be asked.
 GROW = frozenset((REQUESTS, OUTPUT))
 
 MOST_GONE = 1000  # accounts that are kept of tenants that were taken out

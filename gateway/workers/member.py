@@ -30,9 +30,9 @@ OWN_HEADERS = frozenset(
 GONE = (aiohttp.ClientError, OSError, TimeoutError)  # how a question to a worker fails that has ended or is stuck
 PACKAGES = Path(__file__).parents[2]  # the folder that has the package `gateway`
 STAGE_SECONDS = 60.0  # until a worker is a step further: it may load a tokenizer on a busy machine
-# Ctrl-C and service managers send these to all processes of a group; when a worker is to stop is the supervisor's to
-# say.
-NOT_FOR_WORKERS = (signal.SIGINT, signal.SIGTERM)
+# Ctrl-C, service managers and terminals that close send these to all processes of a group; when a worker is to stop is
+# the supervisor's to say.
+NOT_FOR_WORKERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 LONGEST = 1 << 22  # bytes of one message: loads of 50,000 replicas
 
 

@@ -1,9 +1,13 @@
 """The whole house: a gateway process, engines below it, requests over real sockets."""
 
 import asyncio
+import fcntl
 import os
+import pty
 import resource
 import signal
+import sys
+import termios
 
 import httpx
 import pytest
@@ -162,6 +166,46 @@ async def test_a_stream_in_progress_is_finished_before_the_gateway_stops():
         assert "data: [DONE]" in rest and sum(line.startswith("data: {") for line in rest) > 50
         assert await asyncio.wait_for(gateway.process.wait(), 15) == 0
         assert not alive(child)
+
+
+@pytest.mark.parametrize("flags", [(), ("--workers", "2")])
+async def test_sighup_without_a_terminal_says_that_it_changes_nothing(flags):
+    async with running("--launch", "1", *flags) as gateway:
+        child = (await gateway.ready(1))["replicas"][0]["pid"]
+        workers = [one["pid"] for one in (await gateway.status()).get("workers", ())]
+        for pid in (*workers, gateway.process.pid):
+            os.kill(pid, signal.SIGHUP)
+        while not any(b"SIGHUP is ignored: settings are read at the start alone" in line for line in gateway.log):
+            await asyncio.sleep(0.02)
+        assert (await gateway.chat([user("Still here?")])).status_code == 200
+        assert all(map(alive, [child, *workers]))
+
+
+async def test_a_terminal_that_is_closed_lets_running_requests_end():
+    ours, theirs = pty.openpty()
+
+    def take_terminal():
+        os.setsid()
+        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "gateway", "serve", "--host", "127.0.0.1", "--port", "0", "--admin-port", "0"),
+        *("--replica-url", "http://127.0.0.1:9"),
+        stdin=theirs,
+        stderr=asyncio.subprocess.PIPE,
+        preexec_fn=take_terminal,
+    )
+    os.close(theirs)
+    try:
+        while b" serves http" not in await asyncio.wait_for(process.stderr.readline(), 60):
+            pass
+        os.close(ours)  # the kernel sends SIGHUP
+        rest = await asyncio.wait_for(process.stderr.read(), 15)
+        assert await process.wait() == 0 and b"stopping: new requests are refused" in rest
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
 
 
 async def test_a_gateway_that_is_killed_leaves_no_engine_behind():

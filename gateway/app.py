@@ -2,8 +2,8 @@
 
 Start: the tokenizer is loaded and both ports are bound before any engine is started, so whatever is wrong
 with the settings is said at once and leaves nothing behind. Engines may come up later; until then
-requests get 503. Stop (SIGTERM, SIGINT, a closed terminal): new work is refused, running requests get `drain_timeout_s`; then
-those without a byte of an answer get 503, and the others are cut.
+requests get 503. Stop (SIGTERM, SIGINT, a closed terminal): new work is refused, running requests get
+`drain_timeout_s`; then those without a byte of an answer get 503, and the others are cut.
 """
 
 from __future__ import annotations

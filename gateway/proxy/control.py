@@ -68,16 +68,19 @@ MORE, ENOUGH = "more replicas are needed: limits are missed", "no more replicas 
 
 
 class Fleet:
-    """One model's replicas. `names`: what a metric calls the models that were asked for there."""
+    """One model's replicas. `names`: what a metric calls the models that were asked for there, adapters too; `base`:
+    what it calls the model that they are adapters of, "" where that is not known."""
 
     def __init__(self, admission: Admission, control: Control):
         self.admission, self.control = admission, control
         self.refusals = Refusals(admission.refused)
         self.names: set[str] = set()
+        self.base = ""
 
     @property
     def name(self) -> str:
-        return min(self.names, default="")
+        """The same in all workers and at all times, whatever was asked for: alerts and autoscalers go by it."""
+        return self.base or min(self.names, default="")
 
 
 class Gained:
@@ -121,12 +124,13 @@ class OverloadControl:
         self.on_change: Callable[[dict[str, Any]], None] = lambda event: None
         metrics.read_from(self.reading)
 
-    def follow(self, admission: Admission, name: str) -> None:
-        """Requests of this name are admitted there."""
+    def follow(self, admission: Admission, name: str, base: str = "") -> None:
+        """Requests of this name are admitted there, by replicas of the model `base`."""
         fleet = self._fleets.get(admission)
         if fleet is None:
             fleet = self._fleets[admission] = Fleet(admission, Control(self._classes, admission.observes))
         fleet.names.add(name)
+        fleet.base = base
 
     def keep(self, admissions: Iterable[Admission], models: Set[str]) -> None:
         """There are these now, and a metric has these models."""

@@ -291,8 +291,8 @@ class Gate(Protocol):
     def look(self) -> None:
         """There may be room for those that wait, or nobody left to wait for."""
 
-    def keep(self, spaces: Set[int], models: Set[str]) -> None:
-        """There are these spaces now, and a metric calls models by these names."""
+    def keep(self, spaces: Mapping[int, str], models: Set[str]) -> None:
+        """There are these spaces now, by number and name, and a metric calls models by these names."""
 
     def forget(self, asker: Asker) -> None:
         """It wants no replica any more."""

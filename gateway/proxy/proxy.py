@@ -428,7 +428,8 @@ class Proxy:
         if self.figures is not None:
             self.figures.serve(self.eligible.names)
         if self.placing.queue is not None and self.figures is not None:
-            self.placing.queue.keep({space.number for space in self.models.spaces}, self.figures.models.keys())
+            spaces = {space.number: space.name for space in self.models.spaces}
+            self.placing.queue.keep(spaces, self.figures.models.keys())
             self.placing.queue.look()
 
     def waited(self, replica: str, now: float) -> float:

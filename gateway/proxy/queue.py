@@ -8,7 +8,7 @@ wait again. Without classes and limits there is no queue, and `Placing.queue` is
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from math import ceil
 from time import monotonic
 from typing import TYPE_CHECKING, Any
@@ -57,6 +57,7 @@ class Queue:
         self._placing, self._metrics = placing, metrics
         self._space = Space()
         self._fleets: dict[int, Admission] = {}  # by the space of their prompts
+        self._names: Mapping[int, str] = {}  # of these spaces' models, adapters aside
         self._tickets: dict[Asker, tuple[Admission, Ticket]] = {}
         self.control: OverloadControl | None = None
         self._notes: dict[Asker, bytes] = {}  # what its client is told, where it gets less than it asked for
@@ -165,7 +166,7 @@ class Queue:
         since = asker.begun if isinstance(asker, Exchange) else now
         fleet = self._fleet(prompt.space if asker.prompt is not None else space)
         if self.control is not None and asker.prompt is not None:  # else there are no figures of it
-            self.control.follow(fleet, self._model_of(prompt))
+            self.control.follow(fleet, self._model_of(prompt), self._names.get(prompt.space, ""))
         ticket = Ticket(qos, slo, since, tenant or "", asker.size, asker)
         ticket.held = now - since - self._placing.pulse.ran(since, now)
         return fleet, ticket
@@ -191,10 +192,11 @@ class Queue:
             fleet = self._fleets[space] = Admission(self._classes, self._rules, self._space)
         return fleet
 
-    def keep(self, spaces: Set[int], models: Set[str]) -> None:
-        """There are these spaces now, and a metric calls models by these names. What is known of others goes, once
-        nobody waits there."""
-        for space in self._fleets.keys() - spaces:
+    def keep(self, spaces: Mapping[int, str], models: Set[str]) -> None:
+        """There are these spaces now, by number and name, and a metric calls models by these names. What is known of
+        others goes, once nobody waits there."""
+        self._names = {number: name for number, name in spaces.items() if name in models}
+        for space in self._fleets.keys() - spaces.keys():
             if self._fleets[space].close():
                 del self._fleets[space]
         if self.control is not None:

@@ -157,6 +157,24 @@ def test_adapters_with_few_answers_each_are_judged_together():
     assert one.end_window()["adapter-0"]["premium"] == pytest.approx(2.0, rel=0.13)
 
 
+async def test_a_fleet_has_its_models_name_whatever_adapter_was_asked_for():
+    """What follows a metric of its name, as an autoscaler does, would else lose it at an adapter's first request."""
+
+    async def answers(reader, writer):
+        await read_request(reader)
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}")
+
+    overload = Overload(Classes((PREMIUM,), []), Rules(control_window=WINDOW), None)
+    async with stack(answers, overload=overload, retries=0) as s:
+        s.proxy.figures.serve(["m", "the-model"])  # by the names, "m" is first
+        (space,) = s.proxy.models.spaces
+        space.names = {"the-model"}
+        s.proxy.changed()
+        await (await s.talk()).say(post(orjson.dumps({"model": "m", "prompt": "one"}), b"/v1/completions"))
+        await eventually(lambda: s.proxy.control.status()["models"])
+        assert s.proxy.control.reading()["control_level"] == {"the-model": 0}
+
+
 def test_a_fleet_is_judged_by_its_own_models_alone():
     one = Controlled(["m"], ["n"])
     one.answers("m", ENOUGH, ttft=2.0)

@@ -105,6 +105,11 @@ def test_every_page_is_on_the_index():
     assert missing == ["README.md"]
 
 
+def test_no_table_of_the_index_has_a_row_twice():
+    rows = [line for line in (ROOT / "docs/README.md").read_text().splitlines() if line.startswith("| ")]
+    assert len(rows) > 40 and len(rows) == len(set(rows))
+
+
 def test_the_page_of_settings_is_up_to_date():
     assert config_page.PAGE.read_text() == config_page.page(), "run python -m bench.config_page"
 

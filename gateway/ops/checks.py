@@ -31,6 +31,9 @@ from replicas.simulated import complaints
 
 SKEW_SECONDS = 2.0  # Date headers have whole seconds
 PROBE_SECONDS = 2.0  # for a name to be resolved, and for each answer
+ADMIN_SECONDS = 5.0  # for the answer of a gateway's admin side
+
+NONE_RUNS = Finding("ok", "gateway", "none runs with these settings")
 
 
 # --- this machine
@@ -77,20 +80,44 @@ async def check_traces() -> Finding | None:
     return Finding("ok", "traces", f"{receiver} takes them")
 
 
-class Refused(Exception):
-    """A gateway's admin side does not answer us."""
+class StatusUnavailable(Exception):
+    """Something is at a gateway's admin port and does not say how the gateway is; `finding` says what it does."""
+
+    def __init__(self, finding: Finding):
+        super().__init__(finding.text)
+        self.finding = finding
+
+
+def _refused(why: str) -> Finding:
+    return Finding("fail", "gateway", f"one runs, and its admin side refuses the doctor: {why}",
+                   "run the doctor with the --admin-token that the gateway was started with")  # fmt: skip
+
+
+def _hangs(settings: Settings) -> Finding:
+    return Finding(
+        "fail",
+        "gateway",
+        f"something holds the admin port {admin_url(settings).removeprefix('http://')} and does not answer within {ADMIN_SECONDS:g} s",
+        "if it is this gateway, it hangs: save `py-spy dump --pid PID` (`ss -ltnp` names the process), then restart it "
+        "(runbook HithertoGatewayDown); else stop what holds the port, or give another with --admin-port",
+    )
 
 
 async def running_gateway(settings: Settings, session: aiohttp.ClientSession) -> dict[str, Any] | None:
-    """The status of the gateway that runs with these settings, if one does. Raises Refused."""
-    with contextlib.suppress(aiohttp.ClientError, TimeoutError, ValueError, LookupError, TypeError):
-        async with session.get(
-            admin_url(settings) + "/status", headers=admin_headers(settings), timeout=aiohttp.ClientTimeout(5)
-        ) as response:
-            status = await response.json()
-            if response.status in (401, 403):
-                raise Refused(status["error"]["message"])
-            return status if isinstance(status, dict) and "replicas" in status and "policy" in status else None
+    """The status of the gateway that runs with these settings, if one does. Raises StatusUnavailable."""
+    with contextlib.suppress(aiohttp.ClientError, ValueError, LookupError, TypeError):
+        try:
+            async with session.get(
+                admin_url(settings) + "/status",
+                headers=admin_headers(settings),
+                timeout=aiohttp.ClientTimeout(ADMIN_SECONDS),
+            ) as response:
+                status = await response.json()
+        except TimeoutError:
+            raise StatusUnavailable(_hangs(settings)) from None
+        if response.status in (401, 403):
+            raise StatusUnavailable(_refused(status["error"]["message"]))
+        return status if isinstance(status, dict) and "replicas" in status and "policy" in status else None
     return None
 
 
@@ -103,7 +130,7 @@ def check_gateway(settings: Settings, running: dict[str, Any] | None) -> Iterato
                 flags = [f"--{one.replace('_', '-')}" for one in (setting, setting.replace("port", "host"))]
                 what, _, remedy = complaints.cannot_listen(host, port, wrong, *flags).partition(". ")
                 yield Finding("fail", setting, what, remedy[0].lower() + remedy[1:])
-        yield Finding("ok", "gateway", "none runs with these settings")
+        yield NONE_RUNS
         return
     if running["ready"]:
         yield Finding("ok", "gateway", f"runs, ready, policy {running['policy']}")

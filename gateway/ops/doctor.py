@@ -24,8 +24,9 @@ import aiohttp
 from gateway.cautions import cautions
 from gateway.config import Config, Settings, known_urls, read_engine_key
 from gateway.ops.checks import (
+    NONE_RUNS,
     PROBE_SECONDS,
-    Refused,
+    StatusUnavailable,
     by_files,
     by_model,
     check_block_size,
@@ -81,16 +82,15 @@ def run(config: Config) -> int:
 
 
 async def _run(config: Config) -> int:
-    levels = []
+    levels, none_runs = list[str](), ""
     async for finding in examine(config):
         print(line(finding), flush=True)
         levels.append(finding.level)
+        if finding == NONE_RUNS:
+            none_runs = "; no gateway runs with these settings"
     broken, odd = levels.count("fail"), levels.count("warn")
-    print(
-        f"\n{len(levels)} checks: {broken} broken, {odd} worth a look"
-        if broken or odd
-        else f"\n{len(levels)} checks, all is well"
-    )
+    found = f": {broken} broken, {odd} worth a look" if broken or odd else ", all is well"
+    print(f"\n{len(levels)} checks{found}{none_runs}")
     return 1 if broken else 0
 
 
@@ -119,7 +119,7 @@ class Examination(contextlib.AsyncExitStack):
         super().__init__()
         self._settings = settings
         self._running: dict[str, Any] | None = None  # what a gateway tells that runs with these settings
-        self._refuses = False  # it does not tell us
+        self._status_unavailable = False  # one may run, and does not tell us
         self._replicas: list[tuple[Address, Facts]] = []
         self._ways: dict[str, Access] = {}
 
@@ -127,12 +127,13 @@ class Examination(contextlib.AsyncExitStack):
         try:
             async with aiohttp.ClientSession() as session:
                 self._running = await running_gateway(self._settings, session)
-            for finding in (*check_gateway(self._settings, self._running), *check_launches(self._settings)):
+            for finding in check_gateway(self._settings, self._running):
                 yield finding
-        except Refused as refused:
-            self._refuses = True
-            yield Finding("fail", "gateway", f"one runs, and its admin side refuses the doctor: {refused}",
-                          "run the doctor with the --admin-token that the gateway was started with")  # fmt: skip
+        except StatusUnavailable as unavailable:
+            self._status_unavailable = True
+            yield unavailable.finding
+        for finding in check_launches(self._settings):
+            yield finding
 
     async def engines(self) -> AsyncIterator[Finding]:
         urls = [*known_urls(self._settings)]
@@ -156,7 +157,7 @@ class Examination(contextlib.AsyncExitStack):
                     yield finding
         for finding in check_seen_by_gateway(self._running, self._replicas, untried, map(self._name, self._replicas)):
             yield finding
-        if not addresses and not self._refuses and self._settings.discover is None:
+        if not addresses and not self._status_unavailable and self._settings.discover is None:
             yield check_no_replicas(self._settings)
 
     async def _engine(self, address: Address) -> AsyncIterator[Finding]:

@@ -71,7 +71,8 @@ def _somehow(admin: str | None, path: str, body: bytes, settings: Settings) -> d
         if not known_urls(settings):
             raise ConfigError(f"no gateway answers at {url} ({reason}). Start one, name its admin side with --admin URL, "
                               "or give --replica-url so that this can be worked out without a gateway") from None  # fmt: skip
-    print("no gateway runs here: worked out from the configuration, with costs not learned yet\n", file=sys.stderr)
+        print(f"no gateway answers at {url} ({reason}): worked out from the configuration, with costs not learned yet\n",
+              file=sys.stderr)  # fmt: skip
     return asyncio.run(alone(settings, path, body))
 
 

@@ -473,7 +473,6 @@ def test_events_that_only_the_running_gateway_knows_of(capsys, fake, engines, mo
 def test_a_port_that_somebody_holds(capsys):
     with socket.socket() as holder:
         holder.bind(("127.0.0.1", 0))
-        holder.listen()
         port = holder.getsockname()[1]
         code, found = examine(capsys, "--launch", "1", "--admin-port", str(port))
     assert code == 1
@@ -524,12 +523,34 @@ def test_without_its_token_nothing_is_said_of_what_only_the_gateway_knows(capsys
     monkeypatch.delenv("HITHERTO_MODEL")
 
     async def refused(*_):
-        raise doctor.Refused("the admin side asks for its token")
+        raise doctor.StatusUnavailable(checks._refused("the admin side asks for its token"))
 
     monkeypatch.setattr(doctor, "running_gateway", refused)
     code, found = examine(capsys)
     assert code == 1 and found["gateway"][0] == "fail" and "--admin-token" in found["gateway"][1]
     assert set(found) == {"config", "gateway"}
+
+
+def test_that_no_gateway_runs_stands_in_the_last_line(capsys, engines):
+    code, out = doctor_lines(capsys, "--replica-url", engines[0].url)
+    assert code == 0 and out.endswith("checks, all is well; no gateway runs with these settings\n")
+    code, out = doctor_lines(capsys)
+    assert code == 1 and out.endswith("0 worth a look; no gateway runs with these settings\n")
+
+
+def test_a_gateway_that_hangs_is_restarted_and_keeps_its_port(capsys, engines, monkeypatch):
+    """As a process that was stopped does: the kernel takes its connections, and nobody answers."""
+    monkeypatch.setattr(checks, "ADMIN_SECONDS", 0.3)
+    with socket.create_server(("127.0.0.1", 0)) as clients, socket.create_server(("127.0.0.1", 0)) as admin:
+        monkeypatch.setenv("HITHERTO_PORT", str(clients.getsockname()[1]))
+        monkeypatch.setenv("HITHERTO_ADMIN_PORT", str(admin.getsockname()[1]))
+        code, found = examine(capsys, "--replica-url", engines[0].url)
+        _, out = doctor_lines(capsys, "--replica-url", engines[0].url)
+    level, text = found["gateway"]
+    assert code == 1 and level == "fail" and "holds the admin port" in text and "does not answer" in text
+    assert "it hangs: save `py-spy dump --pid PID`" in text and "HithertoGatewayDown" in text
+    assert "port" not in found and found["events"][0] == "ok", "the engines are looked at all the same"
+    assert "no gateway runs" not in out
 
 
 async def test_clocks_that_differ(monkeypatch):

@@ -129,7 +129,7 @@ async def test_alone_against_replicas(listen, empty_folder, capsys, unused_tcp_p
     told = json.loads(out)
     assert told["choice"] == idle.removeprefix("http://") and len(told["replicas"]) == 2
     assert told["mode"] == "exact" and told["tokens"] > 100 and told["blocks"] == told["tokens"] // 16
-    assert "no gateway runs here" in err and "left out: 127.0.0.1:9: " in err
+    assert "(nothing listens there): worked out from the configuration" in err and "left out: 127.0.0.1:9: " in err
 
 
 async def test_alone_both_legs_are_named(listen, empty_folder, capsys, unused_tcp_port):

@@ -180,9 +180,14 @@ class Health:
             and now - self._silent_since >= self.limits.lost_after
         )
 
+    def silence(self, now: float) -> str:
+        """For how long no probe has been answered, and why the last one was not."""
+        since = now if self._silent_since is None else self._silent_since
+        return f"no answer for {now - since:.0f} s: {self._last_error}"
+
     def opinion(self, now: float) -> Opinion:
         if self.hung(now):
-            return Opinion(Verdict.LOST, f"no answer for {now - self._silent_since:.0f} s: {self._last_error}")
+            return Opinion(Verdict.LOST, self.silence(now))
         if self._refusals >= 2:
             return Opinion(Verdict.LOST, self._last_error)
         if self._trouble:

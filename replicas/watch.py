@@ -326,7 +326,9 @@ class Watch:
         if replica.state is State.STARTING and replica.managed:
             self._still_starting(facts.error)
         elif replica.state in (State.STARTING, State.FAILED) and not replica.managed:
-            self.tell(replica, Event.GONE, f"{facts.error}; asked again every {self.interval:g} s")
+            self.health.probed(now, facts.fault, facts.error)
+            why = self.health.silence(now) if facts.fault == "timeout" else facts.error
+            self.tell(replica, Event.GONE, f"{why}; asked again every {self.interval:g} s")
         else:
             self.hear()
             self.health.probed(now, facts.fault, facts.error)

@@ -22,6 +22,7 @@ from gateway.prompt.report import template_report
 from replicas import pairing, twins
 from replicas.access import Access
 from replicas.adopt import IS_GATEWAY, Facts, problems_of
+from replicas.ask import LATE
 from replicas.engines import TRANSFERS
 from replicas.problems import DRAINED, Problem
 from replicas.replica import Address, EventSource, Replica, parse_url
@@ -373,7 +374,17 @@ def check_kept_out(address: Address, running: dict[str, Any] | None) -> Iterator
     for one in (running or {}).get("replicas", []):
         if one["url"] == address.url and one.get("state") in ("starting", "warming", "failed"):
             yield Finding("fail", f"replica {one['id']}", f"the gateway calls it {one['state']}: {one['reason']}",
-                          "start it, wait for it to load, or correct its URL; its other checks are skipped")  # fmt: skip
+                          f"{_remedy_of_silence(one['reason'])}; its other checks are skipped")  # fmt: skip
+
+
+def _remedy_of_silence(why: str) -> str:
+    """What to do about an engine that serves nothing, by what was seen of it."""
+    if LATE in why:
+        return (
+            "it hangs, still loads, or is out of reach. If its port takes connections and its log does not say that it "
+            "loads, save `py-spy dump --pid PID` of its process and restart it; else look at its machine and at firewalls"
+        )
+    return "start it, wait for it to load, or correct its URL"
 
 
 def check_drained(settings: Settings, address: Address, running: dict[str, Any] | None) -> Iterator[Finding]:
@@ -409,7 +420,7 @@ def check_reached(address: Address, facts: Facts) -> Finding:
             facts.error or "does not serve a model",
             "give the URLs of the engines behind that gateway as --replica-url, in place of its own"
             if facts.error == IS_GATEWAY
-            else "start it, wait for it to load, or correct its URL",
+            else _remedy_of_silence(facts.error),
         )
     cache = f", {facts.num_blocks} blocks of {facts.block_size}" if facts.num_blocks else ""
     bases = base_names(facts.models)

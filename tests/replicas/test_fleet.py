@@ -535,6 +535,8 @@ async def test_an_engine_that_hung_and_then_was_replaced_is_another_incarnation(
     hanging.set()
     await comes(replica, FAILED)
     assert "no answer for" in replica.reason
+    await until(lambda: "asked again every" in replica.reason, lambda: replica.reason)
+    assert "no answer for" in replica.reason, "also once it was asked again"
     await serve.stop()
     await until(lambda: "nothing listens" in replica.reason, lambda: replica.reason)
     await engine(replica.port, started=None)

@@ -17,6 +17,7 @@ from gateway.ops import checks, doctor, trial
 from gateway.ops.trial import Finding
 from gateway.prompt.pipeline import Pipeline
 from replicas.engines.vllm.events import Decoder
+from replicas.replica import parse_url
 from replicas.simulated.model import sim_model_dir
 
 from ..prompt.families import FAMILIES
@@ -205,6 +206,19 @@ def test_a_replica_that_is_not_there(capsys):
     assert code == 1
     level, text = found["replica"]
     assert level == "fail" and "cannot connect" in text and "correct its URL" in text
+
+
+def test_an_engine_that_takes_connections_and_answers_nothing(capsys, monkeypatch):
+    """As a process that was stopped does. What the running gateway calls failed for that has the same remedy."""
+    monkeypatch.setattr(doctor, "PROBE_SECONDS", 0.3)
+    with socket.create_server(("127.0.0.1", 0)) as stopped:
+        code, found = examine(capsys, "--replica-url", f"http://127.0.0.1:{stopped.getsockname()[1]}")
+    level, text = found["replica"]
+    assert code == 1 and level == "fail" and "/health did not answer within 0.3 s it hangs, still loads" in text
+    assert "`py-spy dump --pid PID` of its process and restart it" in text and "correct its URL" not in text
+    failed = {"id": "a:1", "url": "http://a:1", "state": "failed", "reason": f"no answer for 15 s: {text}"}
+    (kept_out,) = checks.check_kept_out(parse_url("http://a:1"), status(replicas=[failed]))
+    assert "py-spy dump" in kept_out.remedy and "its other checks are skipped" in kept_out.remedy
 
 
 def test_a_model_that_only_replicas_could_name_is_not_blamed_while_none_answers(capsys, monkeypatch):

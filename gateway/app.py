@@ -133,6 +133,8 @@ class Gateway:
         self.view.keys, self.view.metering = self.keys, self.metering
         self.view.certificate, self.view.control = self.certificate, self.proxy.control
         self.view.discovery = self.discovery
+        if self.proxy.placing.queue is not None:
+            self.view.waiting = self.proxy.placing.queue.waiting
         self.shared_ledger = datapath.shared_ledger(settings, self.metrics, self.ledger, self.background)
         self.proxy.placing.shared = self.view.shared_ledger = self.shared_ledger
         if self.shared_ledger is not None:

@@ -75,6 +75,7 @@ class View:
         self.metering: Metering | None = None  # with these
         self.certificate: Certificate | None = None  # with TLS
         self.control: OverloadControl | None = None  # where classes have limits
+        self.waiting: Callable[[], Mapping[str, int]] = dict  # with a queue: how many wait there now, by class
         self.discovery: Discovery | None = None  # with --discover
         self.shared: Any = None  # SharedMap, where several gateways share one map
 
@@ -110,7 +111,7 @@ class View:
             "why_not": why_not,
             "stopping": self.draining,
             "loading": sorted(self.models.loading) if self.models is not None else [],
-            **counted(metrics, self.settings.shadow, replicas),
+            **counted(metrics, self.settings.shadow, replicas, self.waiting()),
             "map": {
                 "blocks": stats["blocks"],
                 "bytes": stats["bytes"],
@@ -286,9 +287,11 @@ def _spaces(spaces: Sequence[ModelSpace]) -> list[dict[str, Any]]:
     ]
 
 
-def counted(metrics: Metrics, shadows: Sequence[str], replicas: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def counted(
+    metrics: Metrics, shadows: Sequence[str], replicas: Sequence[Mapping[str, Any]], waiting: Mapping[str, int]
+) -> dict[str, Any]:
     """The part of a status that is counted, in one process or in several together; `replicas` as the status has
-    them."""
+    them, `waiting` as `_admission`."""
     return {
         "totals": {
             "requests": metrics.requests.total(),
@@ -309,7 +312,7 @@ def counted(metrics: Metrics, shadows: Sequence[str], replicas: Sequence[Mapping
         },
         "legs": _legs(metrics),
         "shadow": told(metrics, shadows),
-        "admission": _admission(metrics),
+        "admission": _admission(metrics, waiting),
     }
 
 
@@ -322,8 +325,9 @@ def _legs(metrics: Metrics) -> dict[str, Any]:
     return {**{choice: metrics.leg_choices.total(choice=choice) for choice in ("apart", "whole")}, **ended}
 
 
-def _admission(metrics: Metrics) -> list[dict[str, Any]]:
-    """By class: what was decided, why requests were refused, and what was predicted against what came of it."""
+def _admission(metrics: Metrics, waiting: Mapping[str, int]) -> list[dict[str, Any]]:
+    """By class: what was decided, why requests were refused, and what was predicted against what came of it.
+    `waiting`: how many wait now, of all those that were ever `queued`."""
     found: dict[str, dict[str, Any]] = {}
     for (decision, name, reason), number in metrics.admission.values.items():
         one = found.setdefault(name, {"class": name, **dict.fromkeys(DECISIONS, 0), "refused_for": {}})
@@ -337,6 +341,7 @@ def _admission(metrics: Metrics) -> list[dict[str, Any]]:
         )
         count = metrics.predicted_answers.total(**{"class": name})
         one |= {
+            "waiting": waiting.get(name, 0),
             "met": met,
             "missed": missed,
             "predicted_ttft_seconds": predicted / count if count else None,

@@ -343,13 +343,17 @@ class Queue:
                 self._metrics.predicted_ttft_seconds.inc(name, by=ticket.ttft)
                 self._metrics.delivered_ttft_seconds.inc(name, by=ttft)
 
-    def reading(self) -> dict[str, Any]:
-        """For `Metrics.read_from`."""
+    def waiting(self) -> dict[str, int]:
+        """Return how many wait now, by class."""
         waiting = {one.name: 0 for one in self._classes.all}
         for fleet in self._fleets.values():
             for line in fleet.lines:
                 waiting[line.qos.name] += line.count
-        return {"queued_requests": waiting, "queued_bytes": self._space.bytes}
+        return waiting
+
+    def reading(self) -> dict[str, Any]:
+        """For `Metrics.read_from`."""
+        return {"queued_requests": self.waiting(), "queued_bytes": self._space.bytes}
 
 
 def _failed(exchange: Exchange, outcome: str) -> bool:

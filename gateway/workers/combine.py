@@ -7,6 +7,7 @@ want one answer.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -50,8 +51,9 @@ def statuses(
     shadows: Sequence[str],
     own: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """One status out of the workers'. `found`: as `worker.WorkerAdmin.counted` answers, at least one; `launched`: what
-    the supervisor knows of its engines, by replica; `own`: fields that are the supervisor's to say."""
+    """One status out of the workers'. `found`: as `worker.WorkerAdmin.counted` answers, with the `worker` that did, at
+    least one; `launched`: what the supervisor knows of its engines, by replica; `own`: fields that are the supervisor's
+    to say."""
     metrics = Metrics()
     for one in found:
         metrics.add(one["counts"])
@@ -62,6 +64,9 @@ def statuses(
             views.setdefault(replica["id"], []).append(replica)
     numbers = counted_of(metrics, views)
     replicas = [{**_replica(seen, launched.get(id)), **numbers[id]} for id, seen in views.items()]
+    waiting: Counter[str] = Counter()
+    for status in each:
+        waiting.update({one["class"]: one["waiting"] for one in status["admission"]})
     why_not = next((status["why_not"] for status in each if not status["ready"]), None)
     return {
         **each[0],
@@ -70,9 +75,9 @@ def statuses(
         "why_not": why_not,
         "stopping": any(status["stopping"] for status in each),
         "loading": sorted({name for status in each for name in status["loading"]}),
-        **counted(metrics, shadows, replicas),
+        **counted(metrics, shadows, replicas, waiting),
         "map": _map([status["map"] for status in each]),
-        "control": _control([status["control"] for status in each]),
+        "control": _control([(one["worker"], one["status"]["control"]) for one in found]),
         "tls": max((status["tls"] for status in each), key=lambda tls: tls["problem"] if tls else "", default=None),
         "api_keys": _keys([status["api_keys"] for status in each]),
         "background_failures": _failures(status["background_failures"] for status in each),
@@ -115,16 +120,17 @@ def _map(each: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _control(each: Sequence[Mapping[str, Any] | None]) -> dict[str, Any] | None:
+def _control(each: Sequence[tuple[int, Mapping[str, Any] | None]]) -> dict[str, Any] | None:
     """Each worker controls what comes to it: of a model it is told what is taken at most, how near a class is to its
-    limits at worst, and what all of them did."""
-    known = [one for one in each if one is not None]
+    limits at worst, and what each of them did."""
+    known = [one for _, one in each if one is not None]
     if not known:
         return None
     models: dict[str, Mapping[str, Any]] = {}
     for one in (model for status in known for model in status["models"]):
         models[one["model"]] = _controlled(one, models.get(one["model"], one))
-    events = sorted([event for one in known for event in one["events"]], key=lambda event: event["at"])
+    events = [{**event, "worker": worker} for worker, one in each if one is not None for event in one["events"]]
+    events.sort(key=lambda event: event["at"])
     return {**known[0], "models": [*models.values()], "events": events[-100:]}
 
 

@@ -324,7 +324,7 @@ class Workers:
             for id, one in self.fleet.replicas.items()
         }
         return statuses(
-            [told for _, told in found],
+            [{**told, "worker": member.index} for member, told in found],
             launched,
             self.settings.shadow,
             {"uptime_seconds": round(monotonic() - self._begun, 3), "workers": workers},

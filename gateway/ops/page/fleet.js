@@ -69,7 +69,7 @@ function admissions(s) {
   const row = one => make("tr", {},
     make("td", {}, make("div", {class: "id"}, one.class)),
     cell(heads[1][0], "n", count(one.admitted + one.observed)),
-    cell(heads[2][0], "n", count(one.queued)),
+    cell(heads[2][0], "n", count(one.queued), one.waiting ? make("div", {class: "sub"}, `${count(one.waiting)} now`) : null),
     cell(heads[3][0], "n", time(one.queue_p99_seconds)),
     cell(heads[4][0], "n", count(one.refused), make("div", {class: "sub"}, Object.entries(one.refused_for).map(([why, n]) => `${why} ${count(n)}`).join(", "))),
     cell(heads[5][0], "", percent(share(one.met, one.met + one.missed)), bar(share(one.met, one.met + one.missed))),

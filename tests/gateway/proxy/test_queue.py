@@ -134,6 +134,7 @@ async def test_it_waits_until_the_replica_has_room_and_goes_then():
         assert (await first.response())[0] == (await second.response())[0] == 200
         assert s.metrics.admission.total(decision="queued") == 1
         assert s.metrics.queue_seconds.count("free") == 1
+        assert queue.waiting() == {"premium": 0, "free": 0}
 
 
 async def test_the_higher_class_goes_first_and_tenants_take_turns():

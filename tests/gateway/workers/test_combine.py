@@ -3,6 +3,7 @@
 from prometheus_client.parser import text_string_to_metric_families
 
 from gateway.ops.metrics import Metrics, lines
+from gateway.ops.view import _admission
 from gateway.workers.combine import pages, statuses
 
 
@@ -52,11 +53,11 @@ def said(state: str, *, requests: int, inflight: int, joined: bool = True, probl
     redis = {"ledger_joined": joined, "ledger_reason": "joined" if joined else "away"}
     status = {
         "models": ["sim"], "ready": state == "ready", "why_not": None if state == "ready" else f"a is {state}",
-        "stopping": state == "draining", "loading": ["one"] * (state == "warming"),
+        "stopping": state == "draining", "loading": ["one"] * (state == "warming"), "admission": [],
         "replicas": [replica], "background_failures": {}, "api_keys": None, "tls": None, "control": None,
         "map": {"blocks": 10 * requests, "bytes": 100, "budget_bytes": 1000, "evicted": 1, "redis": redis},
     }  # fmt: skip
-    return {"status": status, "counts": metrics.counts(), "connections": 1}
+    return {"status": status, "counts": metrics.counts(), "connections": 1, "worker": 0}
 
 
 def test_a_status_adds_up_and_is_no_better_than_the_least_ready_worker():
@@ -171,7 +172,20 @@ def test_of_what_workers_take_from_classes_the_most_is_told_and_all_that_they_di
         return {"control": {"window_seconds": 30.0, "models": [model], "events": [{"at": at}]}}
 
     found = [said("ready", requests=1, inflight=0) for _ in range(2)]
-    for one, more in zip(found, (control(1, 5.0), control(3, 4.0))):
+    for worker, (one, more) in enumerate(zip(found, (control(1, 5.0), control(3, 4.0)))):
         one["status"] |= more
+        one["worker"] = worker
     told = statuses(found, {}, (), {})["control"]
-    assert [one["level"] for one in told["models"]] == [3] and [one["at"] for one in told["events"]] == [4.0, 5.0]
+    assert [one["level"] for one in told["models"]] == [3]
+    assert told["events"] == [{"at": 4.0, "worker": 1}, {"at": 5.0, "worker": 0}]
+
+
+def test_those_that_wait_in_any_worker_are_told_beside_those_that_ever_waited():
+    found = []
+    for waiting in (2, 3):
+        metrics = Metrics()
+        metrics.admission.inc("queued", "free", "full", by=10)
+        found.append(said("ready", requests=1, inflight=0) | {"counts": metrics.counts()})
+        found[-1]["status"]["admission"] = _admission(metrics, {"free": waiting})
+    (told,) = statuses(found, {}, (), {})["admission"]
+    assert (told["class"], told["queued"], told["waiting"]) == ("free", 20, 5)

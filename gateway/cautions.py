@@ -8,7 +8,7 @@ from policies.verdicts import SPILL
 from replicas.replica import parse_url
 
 from .config import Settings, known_urls
-from .overload import Overload, overload
+from .overload import Overload, overload, parse_routes
 from .tenants.key_file import KeyFileError, read
 
 
@@ -25,8 +25,13 @@ class Caution(NamedTuple):
 def cautions(settings: Settings) -> list[Caution]:
     found = overload(settings.slo, settings.scheduler, settings.request_router, settings.admission)
     if found is None:
-        return []
-    return [*_spills_nowhere(settings, found), *_unreached(settings, found)]
+        return _without_classes(settings)
+    return [
+        *_spills_nowhere(settings, found),
+        *_unreached(settings, found),
+        *_unused_routes(settings, found),
+        *_without_classes(settings),
+    ]
 
 
 def _spills_nowhere(settings: Settings, found: Overload) -> list[Caution]:
@@ -41,6 +46,35 @@ def _spills_nowhere(settings: Settings, found: Overload) -> list[Caution]:
         return []
     what = f"{', '.join(places)}: {SPILL} is passed over, since no replica is of a slow pool"
     return [Caution(what, "write #spill=yes behind a replica's URL or spill: true in a pool, or leave the step out")]
+
+
+def _unused_routes(settings: Settings, found: Overload) -> list[Caution]:
+    """Routes that no request takes: one by a key where there are none, and those behind one that takes all."""
+    routes = parse_routes(settings.request_router, found.classes.all) if settings.request_router is not None else ()
+    said = []
+    for index, rule in enumerate(routes):
+        place = f"request_router.routes[{index}]"
+        if rule.key is not None and settings.api_keys is None:
+            what = f"{place}: no request matches key: {rule.key}, since there are no API keys"
+            said.append(Caution(what, "name their file with --api-keys, or leave the route out"))
+        elif rule.header is rule.key is None and {rule.path, rule.model} <= {None, "*"} and index < len(routes) - 1:
+            what = f"{place}: it matches every request, so no route after it is ever used"
+            said.append(Caution(what, "put it last"))
+    return said
+
+
+def _without_classes(settings: Settings) -> list[Caution]:
+    """API keys have classes, and there are none."""
+    if settings.api_keys is None or settings.scheduler is not None:
+        return []
+    try:
+        named = {tenant.qos_class for tenant in read(settings.api_keys).values()} - {None}
+    except KeyFileError:
+        return []  # which is an error of its own
+    if not named:
+        return []
+    what = f"{settings.api_keys}: class: {', '.join(sorted(map(str, named)))} says nothing, since there are no classes"
+    return [Caution(what, "name them in scheduler.qos_classes, or leave class out of the file")]
 
 
 def _unreached(settings: Settings, found: Overload) -> list[Caution]:

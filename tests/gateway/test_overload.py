@@ -87,11 +87,38 @@ def test_a_class_that_no_request_is_of_is_warned_of(more, keys, said, capsys):
         with open("keys.yaml", "w") as file:
             file.write(keys)
     found = [str(one) for one in cautions(load({}, environ={}).settings)]
-    assert len(found) == bool(said)
+    of_classes = [one for one in found if "no request is of" in one]
+    assert len(of_classes) == bool(said)
     if said:
-        assert found[0].startswith(f"scheduler.qos_classes: no request is of {said}, since no route and no API key")
+        assert of_classes[0].startswith(
+            f"scheduler.qos_classes: no request is of {said}, since no route and no API key"
+        )
     assert cli.main(["config"]) == 0
     assert capsys.readouterr().err == "".join(f"hitherto: {one}\n" for one in found)
+
+
+OF_REST, OF_EVERY = "{class: free}", "{match: {path: '*'}, class: silver}"
+
+
+@pytest.mark.parametrize(
+    ("text", "keyed", "said"),
+    [
+        (CLASSES + ROUTES % f"{OF_GOLD}, {OF_KEY}, {OF_REST}", False, "request_router.routes[1]: no request matches key: team-a, since"),
+        (CLASSES + ROUTES % f"{OF_GOLD}, {OF_EVERY}, {OF_REST}", False, "request_router.routes[1]: it matches every request, so no"),
+        (CLASSES + ROUTES % f"{{match: {{model: m}}, class: free}}, {OF_GOLD}, {OF_EVERY}", False, ""),  # the last one
+        (CLASSES + ROUTES % f"{OF_KEY}, {OF_REST}", True, ""),
+        ("slo: {ttft: 2s}\n", True, "keys.yaml: class: gold says nothing, since there are no classes. Name"),
+        ("", True, "keys.yaml: class: gold says nothing, since there are no classes. Name"),
+        ("", False, ""),
+    ],
+)  # fmt: skip
+def test_routes_and_classes_of_keys_that_are_never_used_are_warned_of(text, keyed, said):
+    with open("hitherto.yaml", "w") as file:
+        file.write(text + "api_keys: keys.yaml\n" * keyed)
+    with open("keys.yaml", "w") as file:
+        file.write(f"- {{name: a, sha256: '{HASH}', class: gold}}")
+    found = [one for one in map(str, cautions(load({}, environ={}).settings)) if "no request is of" not in one]
+    assert len(found) == bool(said) and all(one.startswith(said) for one in found)
 
 
 def test_a_key_that_is_added_later_leads_to_its_class(capsys):

@@ -384,12 +384,18 @@ class Admission:
     def _to_return(self, ticket: Ticket, refused: Verdict, now: float) -> Verdict:
         """Count it, and have it come back behind those that were refused before it."""
         if _is_for_its_class(ticket, refused.reason):
-            owed, beyond = self.refused[ticket.qos.name]
-            is_owed = self._reserves.is_owed(ticket.qos, now)
-            self.refused[ticket.qos.name] = Refused(owed + is_owed, beyond + (not is_owed))
+            self.refused[ticket.qos.name] = self._counted(ticket.qos, now)
         in_line = sum([line.pace.value for line in self.lines if line.qos is ticket.qos])
         pace = max(in_line, self._reserves.pace(now))
         return refused._replace(retry_after=self._returns.book(ticket.qos, refused.retry_after, ticket.own, pace, now))
+
+    def _counted(self, qos: QosClass, now: float) -> Refused:
+        """Return how many of a class were refused for its limits, with one more."""
+        owed, beyond, flood = self.refused[qos.name]
+        if self._reserves.is_owed(qos, now):
+            return Refused(owed + 1, beyond, flood)
+        floods = self._reserves.floods(qos)
+        return Refused(owed, beyond + (not floods), flood + floods)
 
     def _make_space(self, ticket: Ticket, now: float) -> bool:
         """Have others give way to it where the queue is full, if that suffices; else nobody does. Those of lower

@@ -22,10 +22,11 @@ undone, never both.
 A request that was refused because nobody could meet its class's limits has missed them like a slow answer, where a
 lower class had what the rules would have given to it (`Reserves.is_owed`). Where more than one in a hundred missed them
 so, the pressure is REFUSED at least: an overloaded fleet refuses most and answers few, all of them in time. Those that
-were refused while their class had its due (a flood, or all that there is once lower classes are shed) demand no step.
-But as long as there are such, or so few requests that nothing is known of a class, what was taken for it is kept, for
-HOLD windows: then it is undone as if there was no pressure. That shows whether the fault is over, and nobody gives
-anything up for those who ask no more.
+were refused while their class had its due (a flood, or all that there is once lower classes are shed) demand no step;
+and where the class had most of what all had, nor do the answers beside them: a flood is admitted to just within the
+limit. But as long as there are such, or so few requests that nothing is known of a class, what was taken for it is
+kept, for HOLD windows: then it is undone as if there was no pressure. That shows whether the fault is over, and nobody
+gives anything up for those who ask no more.
 
 Nor is a class refused for nothing. Where limits are kept by little, with the pressure between 0.9 and 1.0, or are
 missed whatever is taken, since no engine is quick enough for them, the pressure alone would keep it shed for as long as
@@ -45,6 +46,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from math import inf
+from operator import sub
 from statistics import fmean
 from typing import NamedTuple
 
@@ -87,10 +89,11 @@ NO_ANSWERS: Answers = (None, None, None)
 
 class Refused(NamedTuple):
     """How many of a class's requests were refused because nobody could meet its limits: `owed` while a lower class had
-    more than its due, and `beyond` that."""
+    more than its due, `flood` while none had and it had most of all, and `beyond` while each had its due."""
 
     owed: int = 0
     beyond: int = 0
+    flood: int = 0
 
 
 NONE_REFUSED = Refused()
@@ -109,9 +112,8 @@ class Refusals:
 
     def of(self, qos: str) -> tuple[Refused, Refused]:
         """Return how many of a class were refused since the window began, and since its last third did."""
-        owed, beyond = self._counted[qos]
-        window, lately = self._window[qos], self._lately[qos]
-        return Refused(owed - window.owed, beyond - window.beyond), Refused(owed - lately.owed, beyond - lately.beyond)
+        counted, window, lately = self._counted[qos], self._window[qos], self._lately[qos]
+        return Refused(*map(sub, counted, window)), Refused(*map(sub, counted, lately))
 
     def next_window(self) -> None:
         """It begins now."""
@@ -165,9 +167,12 @@ def pressure(
         whole = max(whole or 0.0, REFUSED)
         lasting = max(lasting or 0.0, 0.0 if over else REFUSED)
         firm = max(firm or 0.0, 0.0 if over or refused.owed < 2 else REFUSED)
+    elif _is_missed(answers, refused.flood, ENOUGH):
+        lasting = firm = 0.0
+    unsure = _is_missed(answers, refused.beyond + refused.flood, ENOUGH)
     late, turned_away = max([one.late for one in window if one is not None], default=0.0), sum(refused)
     missed = (late + turned_away) / max(1.0, answers + turned_away)
-    return Pressure(whole, lasting or 0.0, firm or 0.0, _is_missed(answers, refused.beyond, ENOUGH), missed)
+    return Pressure(whole, lasting or 0.0, firm or 0.0, unsure, missed)
 
 
 def answered(seen: Answers) -> float:

@@ -13,6 +13,7 @@ from .classes import Classes, QosClass
 
 _USED_SECONDS = 10.0  # over which a class's share is taken
 CLEARLY = 4 / 3  # times a fraction
+MOST = 0.5  # of what all had
 LITTLE = 0.1  # of what all had, too little to be why another class is refused
 _FIRST_SWEEP = 256  # replicas at which those that compute for nobody any more are forgotten for the first time
 
@@ -96,6 +97,10 @@ class Reserves:
             return False
         had_less = CLEARLY * self._share(qos) < qos.reserved_fraction
         return had_less or any(self._share(one) > max(LITTLE, CLEARLY * one.reserved_fraction) for one in lower)
+
+    def floods(self, qos: QosClass) -> bool:
+        """Return whether it has had most of what all had, and clearly more than its fraction."""
+        return self._share(qos) > max(MOST, CLEARLY * qos.reserved_fraction)
 
     def _is_within(self, qos: QosClass, now: float) -> bool:
         return self._is_active(qos, now) and self.unused(qos) > 0.0

@@ -157,7 +157,7 @@ class OverloadControl:
                 seen = self._seen(window, one, fleet)
                 refused, refused_lately = fleet.refusals.of(one.name)
                 pressures[one.name] = pressure(one.slo, seen, self._seen(lately, one, fleet), refused, refused_lately)
-                count = refused.owed + (refused.beyond if one.name in fleet.control.highest else 0)
+                count = sum(refused) if one.name in fleet.control.highest else refused.owed
                 if (limit := one.slo.ttft) is not None:
                     count += sum(age > limit for name in fleet.names for age in waited.get((one.name, name), ()))
                 late |= is_late(answered(seen), count, fleet.control.wants_more)

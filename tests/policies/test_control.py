@@ -91,6 +91,18 @@ def test_what_a_class_is_refused_beyond_its_due_is_no_pressure_but_may_be_a_faul
     assert not refused(0, 60).unsure
 
 
+def test_answers_of_a_class_that_floods_demand_no_step():
+    """As many are admitted as come just within the limit, or miss it by little."""
+    window = Seen(70, 2.2, 2.2), None
+    assert pressure(SLO, window, (None, None), Refused(0, 0, 80)) == Pressure(
+        pytest.approx(1.1), unsure=True, missed=pytest.approx(80 / 150)
+    )
+    assert pressure(SLO, window, (None, None), Refused(10, 0, 80)).lasting == pytest.approx(1.1), "some were owed to it"
+    control = Control(CLASSES)
+    for _ in range(9):
+        assert control.ended({"premium": Pressure(1.1, unsure=True)}) == [] and control.wants_more
+
+
 def test_the_share_that_missed_limits_is_that_of_answers_and_refusals_together():
     window = Seen(60, 2.4, 2.4, late=12), Seen(50, 0.1, 0.1, late=20), Seen(80, 9.0, 9.0)
     assert pressure(SLO, window, (None, None), Refused(15, 5)).missed == pytest.approx((20 + 20) / 100)
@@ -401,22 +413,24 @@ def refuse(admission, qos, slo=None):
 
 
 @pytest.mark.parametrize(
-    "qos, shares, owed",
+    "qos, shares, counted",
     [
-        (PREMIUM, {"premium": 0.05, "free": 0.95}, True),  # both by its own fraction and by free's
-        (PREMIUM, {"premium": 0.05, "standard": 0.35, "free": 0.6}, True),  # within its own
-        (PREMIUM, {"premium": 0.11, "free": 0.89}, True),  # beyond it, but free clearly beyond its own
-        (PREMIUM, {"premium": 0.4, "free": 0.6}, False),  # a flood, beside a class that has its due
-        (PREMIUM, {"premium": 0.09, "standard": 0.31, "free": 0.6}, False),  # where floods of all come to
-        (PREMIUM, {"premium": 1.0}, False),  # nobody else asks
-        (STANDARD, {"standard": 0.7, "free": 0.3}, False),
-        (FREE, {"premium": 0.05, "free": 0.95}, False),  # nobody is below it
+        (PREMIUM, {"premium": 0.05, "free": 0.95}, "owed"),  # both by its own fraction and by free's
+        (PREMIUM, {"premium": 0.05, "standard": 0.35, "free": 0.6}, "owed"),  # within its own
+        (PREMIUM, {"premium": 0.11, "free": 0.89}, "owed"),  # beyond it, but free clearly beyond its own
+        (PREMIUM, {"premium": 0.4, "free": 0.6}, "beyond"),
+        (PREMIUM, {"premium": 0.09, "standard": 0.31, "free": 0.6}, "beyond"),  # where floods of all come to
+        (PREMIUM, {"premium": 0.6, "free": 0.4}, "flood"),  # beside a class that has its due
+        (PREMIUM, {"premium": 1.0}, "flood"),  # nobody else asks
+        (STANDARD, {"standard": 0.7, "free": 0.3}, "flood"),
+        (STANDARD, {"premium": 0.4, "standard": 0.35, "free": 0.25}, "beyond"),
+        (FREE, {"premium": 0.3, "free": 0.7}, "beyond"),  # nobody is below it
     ],
 )
-def test_a_refusal_is_owed_where_lower_classes_had_what_should_have_been_its_own(qos, shares, owed):
+def test_a_refusal_is_owed_where_lower_classes_had_what_should_have_been_its_own(qos, shares, counted):
     admission = Admission(Classes(CLASSES), Rules(("wait",)))
     had(admission, **shares)
-    assert refuse(admission, qos) == Refused(int(owed), int(not owed))
+    assert refuse(admission, qos) == Refused(**{counted: 1})
 
 
 def test_who_is_refused_for_anything_but_a_limit_of_its_class_has_missed_none():

@@ -25,3 +25,12 @@ def test_however_many_are_refused_nobody_is_told_to_wait_for_a_minute_nor_with_a
     told = [returns.book(FREE, 2.0, 1.0, pace, 0.0) for _ in range(1000)]
     assert 50.0 < max(told) < 60.0
     assert max(Counter(int(one) for one in told).values()) < 0.15 * len(told)
+
+
+def test_who_has_to_wait_for_a_window_by_itself_is_told_no_more_than_clients_follow_either():
+    """As those of a class that the control of overload refuses."""
+    returns = Returns()
+    told = [returns.book(FREE, 30.0, 1.0, 1.0, 0.0) for _ in range(1000)]
+    assert min(told) == 30.0 and 55.0 < max(told) <= 60.0
+    assert max(Counter(int(one) for one in told).values()) < 0.15 * len(told)
+    assert [returns.book(PREMIUM, 90.0, 6.0, 1.0, 0.0) for _ in range(3)] == [90.0, 97.0, 99.0], "longer than that"

@@ -105,6 +105,17 @@ def test_every_page_is_on_the_index():
     assert missing == ["README.md"]
 
 
+def test_a_pod_and_a_unit_as_documented_have_the_time_to_drain():
+    page = (ROOT / "docs/deploying.md").read_text()
+    [wait] = re.findall(r'preStop: .*\["sleep", "(\d+)"\]', page)
+    [grace] = re.findall(r"terminationGracePeriodSeconds: (\d+)", page)
+    [unit] = re.findall(r"`TimeoutStopSec=(\d+)`", page)
+    drain = Settings().drain_timeout_s
+    assert f"`--drain-timeout-s` ({drain:g} s)" in page
+    assert int(grace) >= int(wait) + drain + 5 and int(unit) >= drain + 5
+    assert f"TimeoutStopSec={unit}\n" in (ROOT / "deploy/hitherto.service").read_text()
+
+
 def test_no_table_of_the_index_has_a_row_twice():
     rows = [line for line in (ROOT / "docs/README.md").read_text().splitlines() if line.startswith("| ")]
     assert len(rows) > 40 and len(rows) == len(set(rows))

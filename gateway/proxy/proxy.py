@@ -158,6 +158,8 @@ class Preparation:
             if error is None:
                 exchange.run_isolated(exchange.prepared, prompt)
             else:
+                if prompt is not None:
+                    exchange.model = prompt.model  # for its line in the usage log
                 exchange.run_isolated(exchange.refused, error)
 
         self._metering.claim(charge, decided)

@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 import pytest
 
 from gateway.tenants.keys import Keys
+from gateway.tenants.metering import Metering
 from gateway.tenants.usage_log import UsageLog
 
 from ..http.talk import eventually
@@ -58,6 +59,26 @@ async def test_each_request_is_a_line_with_its_tenant_and_its_tokens(file, keys)
     }  # fmt: skip
     told = {name: second[name] for name in ("key", "status", "outcome", "input_tokens", "output_tokens")}
     assert told == {"key": None, "status": 401, "outcome": "refused", "input_tokens": 0, "output_tokens": 0}
+
+
+async def test_a_line_names_the_model_of_a_request_whose_prompt_was_read_before_a_limit_refused_it(file, tmp_path):
+    limited = tmp_path / "limited"
+    limited.write_text(
+        f"- {{name: a, sha256: {hashlib.sha256(b'a').hexdigest()}, input_tokens_per_minute: 1}}\n"
+        f"- {{name: b, sha256: {hashlib.sha256(b'b').hexdigest()}, requests_per_minute: 1}}\n"
+    )
+    log = UsageLog(file)
+    async with stack(answers(ANSWER), keys=Keys(limited), usage_log=log, metering=Metering(lambda: 1000.0)) as s:
+        await ask(s)
+        for _ in range(2):
+            await ask(s, extra=b"Authorization: Bearer b\r\n")
+        await eventually(lambda: len(lines(file)) == 3)
+    log.close()
+    assert [(one["key"], one["status"], one["model"]) for one in lines(file)] == [
+        ("a", 429, "m"),
+        ("b", 200, "m"),
+        ("b", 429, None),  # refused before its body was read
+    ]
 
 
 CHAT = [

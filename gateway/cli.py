@@ -10,6 +10,7 @@ Exit codes: 0 done, 1 it ran and found or met trouble, 2 flags or configuration 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import difflib
 import json
 import os
@@ -17,13 +18,14 @@ import re
 import sys
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import shtab
 
 from gateway import __version__
 from gateway.config import ALIASES, ENV_PREFIX, SIZES, Config, ConfigError, Settings, flag, load, suggest
+from gateway.setting_errors import place_of
 from gateway.sizes import show_bytes
 from replicas.simulated import complaints
 
@@ -207,24 +209,40 @@ def ignored_variables(environ: Mapping[str, str]) -> list[str]:
     ]
 
 
+@contextlib.contextmanager
+def _placing(config: Config) -> Iterator[None]:
+    """What is wrong with a setting is said with where that was set."""
+    try:
+        yield
+    except ConfigError as error:
+        if not error.setting:
+            raise
+        raise ConfigError(f"{place_of(error.setting, config.sources)}: {error.text}") from None
+
+
 def serve(args: argparse.Namespace) -> int:
-    settings = load_config(args).settings
+    config = load_config(args)
+    settings = config.settings
     if not (settings.replica_url or settings.launches or settings.replica_file or settings.discover):
         raise ConfigError(
             "there is no replica to send requests to. Give --replica-url http://HOST:PORT for engines that run already, "
             "--launch 2 to start simulated ones, --discover for pods of a cluster, or --replica-file FILE to add them by POST /replicas"
         )
     if settings.workers > 1:
-        from gateway.workers import supervisor
-
-        return supervisor.serve(settings)
-    from gateway import app
-
-    return app.serve(settings)
+        from gateway.workers.supervisor import serve as run
+    else:
+        from gateway.app import serve as run
+    with _placing(config):
+        return run(settings)
 
 
 def show_config(args: argparse.Namespace) -> int:
     config = load_config(args)
+    if config.settings.pools:
+        from gateway.model import check_roles
+
+        with _placing(config):
+            check_roles(config.settings)
     if args.json:
         plain = config.plain()
         print(
@@ -270,7 +288,9 @@ def plan(argv: Sequence[str]) -> int:
 def explain(args: argparse.Namespace) -> int:
     from gateway.ops import explain as room
 
-    return room.run(args, load_config(args))
+    config = load_config(args)
+    with _placing(config):
+        return room.run(args, config)
 
 
 def doctor(args: argparse.Namespace) -> int:
@@ -280,7 +300,8 @@ def doctor(args: argparse.Namespace) -> int:
         config = load_config(args)
     except ConfigError as error:
         return room.report_bad_config(str(error))
-    return room.run(config)
+    with _placing(config):
+        return room.run(config)
 
 
 def key(argv: Sequence[str]) -> int:

@@ -45,6 +45,11 @@ ALIASES = {"replica_url": ("--worker-urls", "--backend-url")}
 class ConfigError(Exception):
     """A setting is wrong. The text says what, where and what would be right; exit code 2."""
 
+    def __init__(self, text: str, setting: str = ""):
+        """`setting`: the one that it is about, where the text does not say where that was set."""
+        super().__init__(f"{setting}: {text}" if setting else text)
+        self.text, self.setting = text, setting
+
 
 @dataclass(frozen=True)
 class Config:
@@ -107,6 +112,8 @@ def load(
         values[name], sources[name] = value, f"environment {ENV_PREFIX}{name.upper()}"
     for name, value in (flags or {}).items():
         values[name], sources[name] = value, f"flag {flag(name)}"
+    for name in SECRETS:
+        _check_not_on_command_line(name, values.get(name), sources)
     try:
         settings = Settings.model_validate(values)
     except ValidationError as error:
@@ -218,7 +225,8 @@ def kept_replicas(settings: Settings) -> KeptReplicas | None:
         kept.check()
     except OSError as error:
         raise ConfigError(
-            f"replica_file: {kept.path} cannot be written: {error.strerror or error}. Its folder must exist, and the gateway may write there"
+            f"{kept.path} cannot be written: {error.strerror or error}. Its folder must exist, and the gateway may write there",
+            "replica_file",
         ) from None
     added = _added(settings)
     for url in settings.replica_url:
@@ -244,7 +252,7 @@ def _added(settings: Settings) -> dict[str, str]:
         return {parse_url(url).id: url for url in KeptReplicas(settings.replica_file).urls()}
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"replica_file: {error}. Correct or remove that file, which has one replica's URL a line"
+            f"{error}. Correct or remove that file, which has one replica's URL a line", "replica_file"
         ) from None
 
 
@@ -286,7 +294,6 @@ def _check_admin(settings: Settings, sources: Mapping[str, str]) -> None:
             f"{place_of(winner, sources)}: clients and the admin side cannot share port {settings.port}. "
             f"Give --admin-port another one, like {settings.port + 1}"
         )
-    _check_not_on_command_line("admin_token", settings.admin_token, sources)
     if read_token(settings, place_of("admin_token", sources)) is None and not _is_loopback(settings.admin_host):
         raise ConfigError(
             f"{place_of('admin_host', sources)}: {settings.admin_host or 'every address'} can be reached from other "
@@ -296,7 +303,8 @@ def _check_admin(settings: Settings, sources: Mapping[str, str]) -> None:
 
 
 def _check_not_on_command_line(name: str, given: str | None, sources: Mapping[str, str]) -> None:
-    if given is not None and sources[name].startswith("flag ") and not given.startswith("@"):
+    """A file's name without the @ is for the setting's own check to say."""
+    if given and sources[name].startswith("flag ") and not given.startswith("@") and not os.path.isfile(given):
         raise ConfigError(
             f"flag {flag(name)}: everybody on this machine can read a command line. "
             f"Write it to a file and give {flag(name)} @FILE, or set {ENV_PREFIX}{name.upper()}"
@@ -304,7 +312,6 @@ def _check_not_on_command_line(name: str, given: str | None, sources: Mapping[st
 
 
 def _check_access(settings: Settings, sources: Mapping[str, str]) -> None:
-    _check_not_on_command_line("engine_api_key", settings.engine_api_key, sources)
     read_engine_key(settings, place_of("engine_api_key", sources))
     try:
         access.check_keys(settings.api_keys, class_names(settings.scheduler), settings.forward_api_keys)

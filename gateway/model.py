@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from gateway.config import ConfigError, Settings, known_urls
-from gateway.pools import Kind, complaints
+from gateway.pools import Kind, Pool, complaints
 from replicas.launch import profile as profiles
 from replicas.launch.command import LaunchProfile
 from replicas.replica import parse_url
@@ -81,21 +81,47 @@ def launches(settings: Settings) -> list[Launch]:
         profile = _loaded("--profile", settings.profile)
         found["--launch"] = Launch(settings.launch, profile, *model_and_name(settings, profile), profile.role)
     for name, pool in settings.pools.items():
-        profile = _loaded(f"pools.{name}.profile", pool.profile)
-        model = {"model": pool.model or settings.model, "served_model_name": pool.served_model_name}
-        if pool.model in (None, settings.model):
-            model["served_model_name"] = pool.served_model_name or settings.served_model_name
-        where = model_and_name(settings.model_copy(update=model), profile)
+        profile, its = _loaded(f"pools.{name}.profile", pool.profile), _of_pool(settings, pool)
+        try:
+            where = model_and_name(its, profile)
+        except ConfigError as error:
+            raise ConfigError(f"{name}.model: {error.text}", "pools") if pool.model else error from None
         found[f"pools.{name}"] = Launch(pool.launch, profile, *where, pool.role_of(profile), pool.spill)
+    _check_together(settings, found)
+    return [*found.values()]
+
+
+def check_roles(settings: Settings) -> None:
+    """Raises ConfigError as `launches` does, for what can be said of pools without their models' files."""
+    found: dict[str, Launch] = {}
+    if settings.launch:
+        profile = _loaded("--profile", settings.profile)
+        found["--launch"] = Launch(settings.launch, profile, None, name_of(settings, profile), profile.role)
+    for name, pool in settings.pools.items():
+        profile = _loaded(f"pools.{name}.profile", pool.profile)
+        served = name_of(_of_pool(settings, pool), profile)
+        found[f"pools.{name}"] = Launch(pool.launch, profile, None, served, pool.role_of(profile), pool.spill)
+    _check_together(settings, found)
+
+
+def _of_pool(settings: Settings, pool: Pool) -> Settings:
+    """The settings with the pool's own model."""
+    model = {"model": pool.model or settings.model, "served_model_name": pool.served_model_name}
+    if pool.model in (None, settings.model):
+        model["served_model_name"] = pool.served_model_name or settings.served_model_name
+    return settings.model_copy(update=model)
+
+
+def _check_together(settings: Settings, launched: Mapping[str, Launch]) -> None:
+    """Raises ConfigError for pools that cannot work together. `launched`: by where each is set."""
     kinds: dict[str, list[Kind]] = {}
-    for place, one in found.items():
+    for place, one in launched.items():
         kinds.setdefault(one.served_name, []).append(Kind(place, one.role, one.profile, one.directory))
     adopted = {parse_url(url).role for url in known_urls(settings)}
     if settings.discover is not None:
         adopted |= {PREFILL, DECODE}  # pods of either role may come
     if wrong := complaints(kinds, adopted):
         raise ConfigError("\n".join(wrong))
-    return [*found.values()]
 
 
 def _loaded(place: str, name: str) -> LaunchProfile:
@@ -108,7 +134,19 @@ def _loaded(place: str, name: str) -> LaunchProfile:
 def model_and_name(settings: Settings, profile: LaunchProfile | None) -> tuple[Path | None, str]:
     """The folder of the model (None: it is learned from the replicas) and the name that engines of this profile serve
     it by."""
-    name = settings.model or (profile.own_model if profile is not None else None)
-    if name is None:
-        return None, settings.served_model_name or "model"
-    return model_dir(name), settings.served_model_name or os.path.basename(name.rstrip("/"))
+    name = _model_of(settings, profile)
+    try:
+        directory = None if name is None else model_dir(name)
+    except ConfigError as error:
+        why = error.text.removeprefix(f"model {name}: ")  # which its place says
+        raise ConfigError(why, "model") if settings.model else error from None
+    return directory, name_of(settings, profile)
+
+
+def name_of(settings: Settings, profile: LaunchProfile | None) -> str:
+    """The name that engines of this profile serve their model by."""
+    return settings.served_model_name or os.path.basename((_model_of(settings, profile) or "model").rstrip("/"))
+
+
+def _model_of(settings: Settings, profile: LaunchProfile | None) -> str | None:
+    return settings.model or (profile.own_model if profile is not None else None)

@@ -23,6 +23,7 @@ import yaml
 
 from gateway import cli
 from gateway.config import ENV_PREFIX, Settings, load
+from gateway.model import check_roles
 from loadgen.cli import build_parser as loadgen_parser
 from replicas.launch import ports, profile
 
@@ -210,7 +211,7 @@ def test_yaml_is_what_a_program_takes(page, folder):
             profile.load(str(folder / "profile.yaml"))
         elif set(given) & set(Settings.model_fields):
             (folder / "hitherto.yaml").write_text(text)
-            load({}, file=folder / "hitherto.yaml", environ={})
+            check_roles(load({}, file=folder / "hitherto.yaml", environ={}).settings)
         else:
             assert "model_list" in given, "YAML of no program that is known here"  # LiteLLM's: tests/clients
 
@@ -311,6 +312,20 @@ async def test_the_whole_example_with_keys_and_classes_starts_and_puts_each_key_
             assert (await gateway.chat(asked)).status_code == 200
             admitted = {one["class"]: one["admitted"] for one in (await gateway.status())["admission"]}
             assert admitted[qos] == 1, admitted
+
+
+async def test_the_example_of_simulated_prefill_and_decode_takes_two_legs(tmp_path):
+    page = ROOT / "docs/disaggregation.md"
+    [example] = [text for info, text in fenced(page) if info == "yaml" and "pd-sim" in text]
+    (tmp_path / "hitherto.yaml").write_text(example)
+    async with running("--config", str(tmp_path / "hitherto.yaml"), "--policy", "round_robin") as gateway:
+        replicas = (await gateway.ready(3))["replicas"]
+        roles = {one["id"]: one["role"] for one in replicas}
+        assert sorted(roles.values()) == ["decode", "decode", "prefill"]
+        await gateway.until(lambda status: status["ready"])
+        answer = await gateway.chat([{"role": "user", "content": "Down the rabbit hole. " * 200}])
+        assert answer.status_code == 200 and roles[answer.headers["x-hitherto-replica"]] == "decode"
+        assert await gateway.counted("hitherto_legs_total", leg="prefill", outcome="complete") == 1
 
 
 # Of the requests to the admin side that operations.md shows, those that a simulated engine has no answer for.

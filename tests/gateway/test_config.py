@@ -257,7 +257,8 @@ def test_the_token_is_in_a_file_or_the_environment_and_on_no_command_line(tmp_pa
         == TOKEN
     )
     assert read_token(load(environ={"HITHERTO_ADMIN_TOKEN": TOKEN}).settings) == TOKEN
-    assert "everybody on this machine can read a command line" in wrong(flags={"admin_token": TOKEN})
+    for token in (TOKEN, "abc", "a b"):
+        assert "everybody on this machine can read a command line" in wrong(flags={"admin_token": token})
     assert "No such file" in wrong(flags={"admin_token": "@/nowhere"})
     for name in ("token", "a-name-of-sixteen-characters-or-more"):
         (tmp_path / name).write_text(TOKEN)

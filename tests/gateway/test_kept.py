@@ -65,21 +65,21 @@ async def test_what_cannot_be_kept_is_not_added(tmp_path):
 
 
 async def test_a_file_that_cannot_be_written_ends_the_start(tmp_path):
-    with pytest.raises(AssertionError, match=r"replica_file: .*no folder/replicas cannot be written: No such file"):
+    with pytest.raises(AssertionError, match=r"flag --replica-file: .*no folder/replicas cannot be written: No such file"):
         async with running("--replica-file", str(tmp_path / "no folder" / "replicas")):
             pass
 
 
 @pytest.mark.parametrize("path", ["/", "."])
 async def test_a_folder_in_place_of_the_file_ends_the_start(path):
-    with pytest.raises(AssertionError, match=r"replica_file: .* cannot be written: Is a directory"):
+    with pytest.raises(AssertionError, match=r"flag --replica-file: .* cannot be written: Is a directory"):
         async with running("--replica-file", path):
             pass
 
 
 async def test_a_line_that_is_no_url_ends_the_start_and_is_named(tmp_path):
     (tmp_path / "replicas").write_text("http://127.0.0.3:9\n\nhttp://a b\n")
-    with pytest.raises(AssertionError, match=r"replica_file: .*replicas: replica URL 'http://a b'"):
+    with pytest.raises(AssertionError, match=r"flag --replica-file: .*replicas: replica URL 'http://a b'"):
         async with running("--replica-file", str(tmp_path / "replicas")):
             pass
 

@@ -5,6 +5,7 @@ import signal
 
 import pytest
 
+from gateway import cli
 from gateway.config import ConfigError, load
 from gateway.model import launches
 from gateway.ops.doctor import examine
@@ -42,6 +43,37 @@ def test_each_pool_has_a_profile_a_count_and_a_role(tmp_path, connected):
         (2, "prefill", "sim"),
         (3, "decode", "sim"),
     ]
+
+
+@pytest.mark.parametrize("verb", ["config", "serve"])
+def test_who_asks_for_the_settings_is_told_of_pools_that_cannot_work_together_as_who_starts_is(
+    verb, capsys, monkeypatch
+):
+    monkeypatch.setattr("gateway.app.serve", launches)
+    pools = "{p: {profile: sim, launch: 1, role: prefill}, d: {profile: pd-sim, launch: 1, role: decode}}"
+    assert cli.main([verb, "--pools", pools]) == 2
+    assert capsys.readouterr().err.startswith(
+        "hitherto: pools.p: its engines pass no cache on: add `kv_connector: true`"
+    )
+
+
+def test_the_settings_are_printed_without_the_models_of_pools(capsys):
+    assert cli.main(["config", "--pools", "{a: {profile: vllm, launch: 1, model: nobody/nothing}}"]) == 0
+
+
+def test_a_model_that_is_not_there_is_said_with_where_it_was_set(capsys, monkeypatch):
+    monkeypatch.setattr("gateway.app.serve", launches)
+    pool = "{a: {profile: sim, launch: 1%s}}"
+    for environment, flags, place in (
+        ({}, ["--launch", "1", "--model", "/nope"], "flag --model"),
+        ({"HITHERTO_MODEL": "/nope"}, ["--pools", pool % ""], "environment HITHERTO_MODEL"),
+        ({}, ["--pools", pool % ", model: /nope"], "flag --pools: a.model"),
+    ):
+        with monkeypatch.context() as patch:
+            for name, value in environment.items():
+                patch.setenv(name, value)
+            assert cli.main(["serve", *flags]) == 2
+        assert capsys.readouterr().err.startswith(f"hitherto: {place}: no directory /nope: give --model")
 
 
 def test_a_role_may_stand_in_the_profile_and_the_pool_has_the_last_word(tmp_path):
@@ -123,7 +155,7 @@ def test_a_role_needs_a_counterpart_of_the_same_model(tmp_path, connected):
 def test_engines_that_pass_no_cache_on_have_no_roles(tmp_path, connected):
     pools = f"p: {{profile: sim, launch: 1, role: prefill}}\nd: {{profile: {connected}, launch: 1, role: decode}}"
     assert refused(tmp_path, pools) == (
-        "pools.p: its engines pass no cache on: add `kv_connector: true` to the profile"
+        "pools.p: its engines pass no cache on: add `kv_connector: true` to the profile, or take `pd-sim`"
     )
     assert planned(tmp_path, f"a: {{profile: sim, launch: 1}}\nb: {{profile: {connected}, launch: 1}}"), "without roles"
 

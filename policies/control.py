@@ -23,10 +23,10 @@ A request that was refused because nobody could meet its class's limits has miss
 lower class had what the rules would have given to it (`Reserves.is_owed`). Where more than one in a hundred missed them
 so, the pressure is REFUSED at least: an overloaded fleet refuses most and answers few, all of them in time. Those that
 were refused while their class had its due (a flood, or all that there is once lower classes are shed) demand no step;
-and where the class had most of what all had, nor do the answers beside them: a flood is admitted to just within the
-limit. But as long as there are such, or so few requests that nothing is known of a class, what was taken for it is
-kept, for HOLD windows: then it is undone as if there was no pressure. That shows whether the fault is over, and nobody
-gives anything up for those who ask no more.
+and where the class had most of what all had, nor do the answers beside them, up to FLOODED: a flood is admitted to
+just within the limit. But as long as there are such, or so few requests that nothing is known of a class, what was
+taken for it is kept, for HOLD windows: then it is undone as if there was no pressure, and what a flood keeps shed by a
+trial (below). That shows whether the fault is over, and nobody gives anything up for those who ask no more.
 
 Nor is a class refused for nothing. Where limits are kept by little, with the pressure between 0.9 and 1.0, or are
 missed whatever is taken, since no engine is quick enough for them, the pressure alone would keep it shed for as long as
@@ -64,6 +64,11 @@ ENOUGH, ENOUGH_FOR_P999 = 20, 1000  # answers in a window: of fewer, one that is
 MISSED = 0.01  # share of a class's requests that may miss its limits
 REFUSED = 1.0  # pressure where more than that are refused
 HOLD = 2  # windows in a row in which steps are kept though nothing says that they are needed
+# Windows in a row in which steps that refuse somebody are held without a change, until they are undone for a trial
+PATIENCE, MOST_PATIENCE = 6, 48
+HELPS = 0.05  # share of a class's requests by which refusing others has to help: of 60, as many miss by chance
+REFUSING = [*FROM].index(HALVE)  # of the rungs, the first that refuses somebody
+FLOODED = 1.25  # of the limit: a flood is admitted to just within it, as predicted; what is slower has another cause
 
 
 class Seen(NamedTuple):
@@ -77,10 +82,6 @@ class Seen(NamedTuple):
     late: float = 0.0
 
 
-# Windows in a row in which steps that refuse somebody are held without a change, until they are undone for a trial
-PATIENCE, MOST_PATIENCE = 6, 48
-HELPS = 0.05  # share of a class's requests, see above: of fewer, 60 in a window miss by chance by as much
-REFUSING = [*FROM].index(HALVE)  # of the rungs, the first that refuses somebody
 # Of the time to the first token, per token, and of the whole answer: that has no limit, but it is all that is known of
 # answers that are not streamed, beside which those that were refused are many or few.
 Answers = tuple[Seen | None, Seen | None, Seen | None]
@@ -167,7 +168,7 @@ def pressure(
         whole = max(whole or 0.0, REFUSED)
         lasting = max(lasting or 0.0, 0.0 if over else REFUSED)
         firm = max(firm or 0.0, 0.0 if over or refused.owed < 2 else REFUSED)
-    elif _is_missed(answers, refused.flood, ENOUGH):
+    elif _is_missed(answers, refused.flood, ENOUGH) and (lasting or 0.0) <= FLOODED:
         lasting = firm = 0.0
     unsure = _is_missed(answers, refused.beyond + refused.flood, ENOUGH)
     late, turned_away = max([one.late for one in window if one is not None], default=0.0), sum(refused)

@@ -114,7 +114,7 @@ class OverloadControl:
             [limit for limit in limits if limit is not None] for limits in zip(*[one.slo for one in classes])
         ]
         for histogram, limits in ((metrics.answer_ttft_seconds, ttfts), (metrics.answer_tpot_seconds, tpots)):
-            histogram.split([float(f"{limit * share:.12g}") for limit in limits for share in BORDERS])
+            histogram.split([_border(limit * share) for limit in limits for share in BORDERS])
         # The whole answers have no limit. Of those that are not streamed they alone say that there were such.
         self._histograms = metrics.answer_ttft_seconds, metrics.answer_tpot_seconds, metrics.answer_e2e_seconds
         self._gained = Gained(self._histograms)
@@ -271,5 +271,10 @@ def _seen(
     # A hair less: what falls between two buckets is in the lower one, so the limit itself is kept.
     shares = [max(0.0, share - 1e-9) for share in (0.99, 0.999, 1.0 - 1.0 / answers)]
     p99, p999, second = [quantile(bounds, counts, share) or 0.0 for share in shares]
-    late = sum(counts[bisect_right(bounds, limit) :])
+    late = sum(counts[bisect_right(bounds, _border(limit)) :])
     return Seen(answers, p99, p999, second, late)
+
+
+def _border(seconds: float) -> float:
+    """Return where a bucket ends: 39.3 ms has the same end whether it is read or multiplied."""
+    return float(f"{seconds:.12g}")

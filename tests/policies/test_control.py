@@ -97,6 +97,8 @@ def test_answers_of_a_class_that_floods_demand_no_step():
     assert pressure(SLO, window, (None, None), Refused(0, 0, 80)) == Pressure(
         pytest.approx(1.1), unsure=True, missed=pytest.approx(80 / 150)
     )
+    slower = Seen(70, 2.6, 2.6), None
+    assert pressure(SLO, slower, (None, None), Refused(0, 0, 80)).lasting == pytest.approx(1.3), "no flood does that"
     assert pressure(SLO, window, (None, None), Refused(10, 0, 80)).lasting == pytest.approx(1.1), "some were owed to it"
     control = Control(CLASSES)
     for _ in range(9):

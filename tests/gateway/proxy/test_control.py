@@ -6,7 +6,7 @@ import orjson
 import pytest
 
 from gateway.ops.metrics import Metrics
-from gateway.overload import Overload
+from gateway.overload import Overload, parse_slo
 from gateway.proxy.control import OverloadControl
 from policies import Admission, Classes, QosClass, Rules, Slo
 from policies.control import ENOUGH, HOLD, PATIENCE, Refused
@@ -102,6 +102,17 @@ def test_one_answer_in_a_hundred_may_miss_the_limit_and_two_may_not():
         one.answers("m", late, ttft=3.0)
         one.end_window()
         assert (one.level(), one.wanted()) == (level, wanted)
+
+
+@pytest.mark.parametrize("limit", ["4.1ms", "10.2ms", "39.3ms", "40ms", "2s"])
+def test_answers_within_a_limit_that_no_float_has_exactly_do_not_count_as_late(limit):
+    slo = parse_slo(f"ttft={limit}")
+    one = Controlled(["m"], classes=(QosClass("premium", priority=2, slo=slo), FREE))
+    for share in (1.1, *[0.95] * PATIENCE):
+        one.answers("m", 100, ttft=share * slo.ttft)
+        one.end_window()
+    [trial] = [event["text"] for event in one.control.events if "for a trial" in event["text"]]
+    assert "(0.0 % of the requests of a higher class)" in trial
 
 
 def test_a_window_is_judged_though_a_class_has_one_answer_in_it():

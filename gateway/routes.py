@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from time import perf_counter
 
 from replicas import TAKES_TRAFFIC
-from replicas.served import base_names
+from replicas.served import base_names, count_models, marks
 
 from .prompt import Prompt
 from .prompt.api.openai import parse
@@ -87,24 +87,19 @@ def _add_away(routes: dict[str | None, list[ModelSpace]], away: Iterable[Member]
 def _unlike(members: Iterable[Member]) -> tuple[str, ...]:
     """The base names of several models, or nothing where all is one model: adapters and aliases share a replica, a root
     or files with it."""
-    groups: list[set[object]] = []
+    marked: list[set[object]] = []
     names: set[str] = set()
     for member in members:
         replica, space = member.replica, member.space
         served = frozenset(replica.models) or member.served
         if not served:
             continue
-        marks: set[object] = {*served}
-        if replica.root:
-            marks.add(("root", replica.root))
+        found = marks(served, replica.root)
         if space is not None and space.format.source is not None:
-            marks.add(space)
+            found.add(space)
+        marked.append(found)
         names.update(base_names(replica.models) or served)
-        for group in [one for one in groups if one & marks]:
-            groups.remove(group)
-            marks |= group
-        groups.append(marks)
-    return (*sorted(names),) if len(groups) > 1 else ()
+    return (*sorted(names),) if count_models(marked) > 1 else ()
 
 
 def _contexts(found: Collection[ModelSpace], spaces: Iterable[ModelSpace]) -> tuple[int, ...]:

@@ -27,7 +27,7 @@ from replicas.engines import TRANSFERS
 from replicas.problems import DRAINED, Problem
 from replicas.replica import Address, EventSource, Replica, parse_url
 from replicas.roles import BOTH, REMEDY, SPEAK_ALIKE, lacks, unlike
-from replicas.served import base_names
+from replicas.served import base_names, count_models, marks
 from replicas.simulated import complaints
 
 SKEW_SECONDS = 2.0  # Date headers have whole seconds
@@ -474,11 +474,20 @@ def check_models(replicas: list[tuple[Address, Facts]]) -> Finding:
             + (", ".join(next(iter(bases.values()))) or "unnamed models"),
         )
     told = "; ".join(f"{id}: {', '.join(names)}" for id, names in bases.items())
+    if count_models(marks(facts.models, facts.root) for _, facts in replicas if facts.models) < 2:
+        return Finding(
+            "warn",
+            "models",
+            f"the replicas serve one model by different names ({told}): they share a name or the folder they were started from",
+            "a request goes to the replicas that serve the name in it, and to any where it has none; "
+            "if that is not meant, start them with the same --served-model-name",
+        )
+    refused = "" if not all(one.models for _, one in replicas) else ", and a prompt that names none is refused"
     return Finding(
         "warn",
         "models",
-        f"the replicas serve different models ({told})",
-        "each model is routed among its own replicas; if that is not meant, correct --replica-url",
+        f"the replicas serve different models ({told}): they share neither a name nor the folder they were started from",
+        f"each model is routed among its own replicas{refused}; if that is not meant, correct --replica-url",
     )
 
 

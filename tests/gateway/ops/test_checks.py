@@ -77,6 +77,28 @@ def test_an_engine_that_is_for_another_role_than_its_url_says():
         assert not list(checks.check_own_words(parse_url(right), facts))
 
 
+def of_model(root: str | None, *names: str) -> Facts:
+    return Facts(alive=True, serving=True, root=root, models=dict.fromkeys(names))
+
+
+@pytest.mark.parametrize(
+    ("found", "said"),
+    [
+        ((of_model("/m", "a"), of_model("/m", "b")), "one model by different names"),
+        ((of_model("/m", "a", "b"), of_model("/n", "b")), "one model by different names"),
+        ((of_model("/m", "a"), of_model("/n", "b", "c"), of_model(None, "c", "a")), "one model by different names"),
+        ((of_model("/m", "a"), of_model("/n", "b")), "different models"),
+        ((of_model(None, "a"), of_model(None, "b")), "different models"),
+        ((of_model("/m", "a"), of_model("/n", "a")), "all 2 replicas serve a"),
+    ],
+)
+def test_replicas_are_of_one_model_where_they_share_a_name_or_what_they_were_started_from(found, said):
+    """As the gateway counts them, which refuses a prompt without a name only where there are several."""
+    one = checks.check_models([(parse_url(f"http://a:{port}"), facts) for port, facts in enumerate(found, 1)])
+    assert said in one.text and one.text.count("share") == (not said.startswith("all"))
+    assert ("names none is refused" in (one.remedy or "")) == (said == "different models")
+
+
 def test_an_engine_that_is_given_by_two_names_is_named():
     given = [Name("a:1", "127.0.0.1", 1, 5.25), Name("b:1", "10.0.0.1", 1, 5.25), Name("c:1", "::1", 1, 5.25)]
     others = [Name("a:2", "127.0.0.1", 2, 5.75), Name("d:1", "10.0.0.9", 1, None)]

@@ -135,6 +135,8 @@ class Gateway:
         self.view.discovery = self.discovery
         if self.proxy.placing.queue is not None:
             self.view.waiting = self.proxy.placing.queue.waiting
+        self._is_launching = bool(self.launches)
+        self.proxy.eligible.unlisted = self._unlisted
         self.shared_ledger = datapath.shared_ledger(settings, self.metrics, self.ledger, self.background)
         self.proxy.placing.shared = self.view.shared_ledger = self.shared_ledger
         if self.shared_ledger is not None:
@@ -189,6 +191,7 @@ class Gateway:
             self.fleet.add(url)
         for launch in self.launches:
             await self.fleet.launch(*launch)
+        self._is_launching = False
         self._caring = self.background.spawn(CARE, self._care)
         self._following.append(self.background.spawn(FOLLOW_RECENT, self.recent.follow))
         if self.discovery is not None:
@@ -244,6 +247,14 @@ class Gateway:
             await asyncio.to_thread(self.spans.close)
 
     # --- replicas come, change and go
+
+    def _unlisted(self) -> str:
+        """Why there may be replicas that the fleet does not have; "" where there are none."""
+        if self._is_launching:
+            return "engines are being launched"
+        if self.discovery is not None and self.discovery.problem:
+            return f"the pods are not known: {self.discovery.problem}"
+        return ""
 
     def _inflight(self, replica: str) -> int:
         return self.ledger.own(replica)[0]

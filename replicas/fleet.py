@@ -112,7 +112,8 @@ class Fleet:
         replica.spill, replica.moves_by, replica.bootstrap = address.spill, address.transfer, address.bootstrap
         replica.peer = address.peer
         replica.tls, replica.key = tls.context_for(address.url, self._authorities), self._engine_key
-        self._follow(replica, given=address.source, model=address.model or self._model)
+        replica.required_model = address.model or self._model
+        self._follow(replica, given=address.source)
         return replica
 
     async def launch(
@@ -150,6 +151,7 @@ class Fleet:
         replica = Replica(name, f"http://{name}", HOST, ports.http, managed=True, since=monotonic())
         replica.reason, replica.dialect = "its process is being started", by_id(profile.engine)
         replica.key, replica.role, replica.spill = self._engine_key, role, spill
+        replica.required_model = model.served_name
         replica.moves_by, replica.bootstrap, replica.declared = (
             profile.transfer,
             profile.bootstrap(ports),
@@ -184,7 +186,6 @@ class Fleet:
         engine = self._follow(
             replica,
             given=profile.events(HOST, ports),
-            model=model.served_name,
             supervisor=supervisor,
             start_timeout=profile.start_timeout_s,
         )

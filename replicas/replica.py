@@ -82,6 +82,7 @@ class Replica:
     # cannot be told in this way.
     proof: asyncio.BaseTransport | None = None
     models: dict[str, str | None] = field(default_factory=dict)  # name -> base model of an adapter
+    required_model: str | None = None  # the name that it has to list: the operator's word, or what it was launched with
     # name of an adapter -> the folder that it was loaded from
     adapter_roots: dict[str, str] = field(default_factory=dict)
     root: str | None = None  # the folder or hub name that the engine was started with, whatever it calls the model
@@ -199,6 +200,7 @@ class Replica:
             moves_by=self.moves_by,
             bootstrap=self.bootstrap,
             peer=_of_rank(self.peer, rank),
+            required_model=self.required_model,
         )
 
     def become(self, incarnation: str) -> None:

@@ -55,7 +55,6 @@ class Watch:
         interval: float = 1.0,
         limits: Limits = Limits(),
         given: EventSource | None = None,
-        model: str | None = None,
         supervisor: Supervisor | None = None,
         start_timeout: float = 0.0,
         pulse: Pulse | None = None,
@@ -64,12 +63,12 @@ class Watch:
         may be known of it, before any `tell`. `waited`: seconds since the oldest unanswered prompt was sent. `hear`:
         calls `succeeded` with what was answered and not told yet, before a probe counts.
         `given`: the event source as the operator or the profile knows it, instead of asking.
-        `model`: the served name that must be listed. `pulse`: when this process was held up; `health` and `progress`
-        are given times of its clock. The rest is for replicas of our own."""
+        `pulse`: when this process was held up; `health` and `progress` are given times of its clock. The rest is for
+        replicas of our own."""
         self.replica, self.tell, self.changed, self.looked = replica, tell, changed, looked
         self.access = Access(replica.url, replica.host, replica.tls, given, replica.credentials)
         self.busy, self.waited, self.hear, self.interval, self.limits = busy, waited, hear, interval, limits
-        self.given, self.model = given, model
+        self.given = given
         self.given_role = replica.role  # by the operator; an engine that is for one role tells its own
         self.supervisor, self.start_timeout = supervisor, start_timeout
         self.pulse = pulse or Pulse()
@@ -401,12 +400,12 @@ class Watch:
         )
 
     def _wrong_model(self) -> str:
-        names = self.replica.models
-        if self.model is None or not names or self.model in names:
+        names, required = self.replica.models, self.replica.required_model
+        if required is None or not names or required in names:
             return ""
         return (
-            f"serves {', '.join(names)}, not {self.model!r}: another server is on this port, or it was started "
-            f"without --served-model-name {self.model}"
+            f"serves {', '.join(names)}, not {required!r}: another server is on this port, or it was started "
+            f"without --served-model-name {required}"
         )
 
     def _learn(self, facts: Facts) -> None:

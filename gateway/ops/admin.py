@@ -111,7 +111,7 @@ async def keep(kept: KeptReplicas | None, change: str, what: str) -> str | None:
 
 def _refuse_another(engine: Any, address: Address) -> None:
     """An engine keeps what its URL said when it was added; a URL without a fragment says nothing else."""
-    source, model = engine.watch.given, engine.watch.model
+    source, model = engine.watch.given, engine.lead.required_model
     said = (address.source not in (None, source), address.model not in (None, model))
     kept = engine.lead
     said += (address.role not in (BOTH, kept.role, engine.watch.given_role), address.spill and not kept.spill)

@@ -17,7 +17,7 @@ import sys
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -125,8 +125,8 @@ async def alone(settings: Settings, path: str, body: bytes) -> dict[str, Any]:
     """Work out the decision without a gateway. Raises ConfigError and ApiError."""
     from gateway.proxy.placing import demand_of
 
-    up = await _serving(settings)
-    prompt, up, pipeline = _prepared(settings, path, body, up)
+    up, away = await _serving(settings)
+    prompt, up, pipeline = _prepared(settings, path, body, up, away)
     router = await _router(settings, up, pipeline)
     targets = Targets([router.candidates[one.id] for one in _taking(up)])
     evaluation = router.evaluate(demand_of(prompt), targets, 0.0, explain=True)
@@ -155,8 +155,8 @@ def _pairings(up: list[Replica], candidates: Mapping[str, Candidate], path: str)
     return found
 
 
-async def _serving(settings: Settings) -> list[Replica]:
-    """The replicas that answer. Raises ConfigError where there are none."""
+async def _serving(settings: Settings) -> tuple[list[Replica], list[str]]:
+    """The replicas that answer, and in words those that do not. Raises ConfigError where none answers."""
     from replicas.access import Access
     from replicas.adopt import described
     from replicas.replica import bearer, parse_url
@@ -167,9 +167,9 @@ async def _serving(settings: Settings) -> list[Replica]:
     ways = [Access(one.url, one.host, context_for(one.url, settings.replica_ca), one.source, key) for one in addresses]
     facts = await asyncio.gather(*(way.find(PROBE_SECONDS) for way in ways))
     await asyncio.gather(*(way.close() for way in ways))
-    for address, fact in zip(addresses, facts, strict=True):
-        if not fact.serving:
-            print(f"left out: {address.id}: {fact.error}", file=sys.stderr)
+    away = [f"{one.id}: {fact.error}" for one, fact in zip(addresses, facts, strict=True) if not fact.serving]
+    for one in away:
+        print(f"left out: {one}", file=sys.stderr)
     found = zip(addresses, ways, facts, strict=True)
     up = [
         one
@@ -179,15 +179,19 @@ async def _serving(settings: Settings) -> list[Replica]:
     ]
     if not up:
         raise ConfigError("no replica answers, so there is nothing to choose from. Start one, or correct --replica-url")
-    return up
+    return up, away
 
 
-def _prepared(settings: Settings, path: str, body: bytes, up: list[Replica]) -> tuple[Prompt, list[Replica], Pipeline]:
-    """The request, the replicas that serve its model, and what made its tokens."""
+def _prepared(
+    settings: Settings, path: str, body: bytes, up: list[Replica], away: Sequence[str] = ()
+) -> tuple[Prompt, list[Replica], Pipeline]:
+    """The request, the replicas that serve its model, and what made its tokens. `away`: replicas that do not answer, in
+    words."""
     from gateway.prompt.api.named import named_model
     from gateway.prompt.pipeline import Pipeline
     from gateway.prompt.prompt import PROMPT_PATHS, unread
     from gateway.proxy.paths import AllowedPaths, refusal
+    from gateway.proxy.placing import unknown_model_error
 
     if path not in AllowedPaths(settings.allow_path):
         raise ApiError(404, refusal(path, False), code="path_not_allowed")
@@ -205,10 +209,10 @@ def _prepared(settings: Settings, path: str, body: bytes, up: list[Replica]) -> 
     prompt = (
         pipeline.prepare(path, body, {}, adapters) if path in PROMPT_PATHS else unread(path, asked if several else None)
     )
-    up = _that_serve(prompt.model, up)
-    if not up:
-        raise ApiError(404, f"the model {prompt.model!r} does not exist", param="model", code="model_not_found")
-    return prompt, up, pipeline
+    serving = _that_serve(prompt.model, up)
+    if not serving:
+        raise unknown_model_error(prompt.model or "", {name for one in up for name in one.models}, away)
+    return prompt, serving, pipeline
 
 
 def _that_serve(model: str | None, up: list[Replica]) -> list[Replica]:

@@ -19,11 +19,16 @@ def readiness(status: Mapping[str, Any], asked: Sequence[str]) -> dict[str, Any]
 
 def _of(status: Mapping[str, Any], model: str) -> list[Mapping[str, Any]]:
     """The replicas that serve it when they are well. One that has told no models may serve any."""
-    return [one for one in status["replicas"] if model in one["served_models"] or not one["served_models"]]
+    return [
+        one
+        for one in status["replicas"]
+        if model in one["served_models"] or model == one["required_model"] or not one["served_models"]
+    ]
 
 
 def _known(status: Mapping[str, Any]) -> list[str]:
-    return sorted({name for one in status["replicas"] for name in one["served_models"]})
+    named = {one["required_model"] for one in status["replicas"] if one["required_model"]}
+    return sorted(named.union(*(one["served_models"] for one in status["replicas"])))
 
 
 def _takes_requests(replica: Mapping[str, Any]) -> bool:

@@ -148,6 +148,7 @@ class View:
             "restarts": replica.restarts,
             "version": replica.version,
             "models": list(replica.models),
+            "required_model": replica.required_model,
             "served_models": sorted(self.served_by(replica.id) or replica.models),
             "adapters": {name: parent for name, parent in replica.models.items() if parent},
             "block_size": replica.block_size,

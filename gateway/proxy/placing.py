@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from random import random
 from time import monotonic, perf_counter
 from typing import TYPE_CHECKING, Protocol
@@ -33,6 +33,9 @@ if TYPE_CHECKING:
     from .shared import SharedLedger
 
 
+UNTOLD = (State.STARTING, State.WARMING, State.FAILED)  # in these a replica is expected to tell its models by itself
+
+
 class Eligibility:
     """`replicas`: all that are known, for the words of a 503. `backends` are those that were ready once. `discreet`:
     clients are tenants, who are told nothing of the replicas, which may serve others too."""
@@ -46,6 +49,7 @@ class Eligibility:
         self._ready: dict[str | None, Targets] = {}
         self._with_room: dict[tuple[str | None, int], Targets] = {}  # of models whose replicas differ in context
         self.roles = Roles()
+        self.unlisted: Callable[[], str] = lambda: ""  # why `replicas` may lack some that there are; "": it lacks none
         self.pulls: Pulls | None = None  # told when replicas change
         self._sides: dict[str | None, Sides] = {}
         self._slow: dict[str | None, Targets] = {}
@@ -115,8 +119,10 @@ class Eligibility:
         return not known and not self._taking(model)
 
     def _is_away(self, model: str) -> bool:
-        """Whether a replica that is not ready served it before."""
-        return any(model in names for names in self._served.values())
+        """Whether a replica that is not ready served it before, or has to serve it."""
+        return any(model in names for names in self._served.values()) or any(
+            one.required_model == model for one in self._replicas.values()
+        )
 
     def _taking(self, model: str | None, tried: tuple[Backend, ...] = ()) -> list[Backend]:
         """Whole requests. A replica of a slow pool, or one that is for prompts, takes them only if nobody else can."""
@@ -187,22 +193,53 @@ class Eligibility:
         return ApiError(400, f"name a model; served here: {', '.join(models)}", param="model", code="model_not_named")
 
     def no_replica_error(self, model: str | None) -> ApiError:
-        """Why nobody serves this model: it is not served here, or no replica of it is ready."""
+        """Why nobody serves this model: it is not served here, no replica of it is ready, or one that is not ready may
+        serve it."""
         known = self.names
         if model is not None and known and model not in known and not self._is_away(model):
-            return ApiError(
-                404,
-                f"the model {model[:200]!r} does not exist; served here: {', '.join(sorted(known))}",
-                param="model",
-                code="model_not_found",
-            )
+            untold = [_described(one) for one in self._replicas.values() if one.state in UNTOLD and not self._told(one)]
+            if missing := self.unlisted():
+                untold.append(missing)
+            return unknown_model_error(model, known, untold, self._discreet)
         if self._discreet:
             return ApiError(503, "no replica is ready" if model is None else f"no replica of {model[:200]!r} is ready")
-        # One that does not tell what it serves gets any model, so it is named as well.
-        replicas = [one for one in self._replicas.values() if model is None or not one.models or one.serves(model)]
-        states = "; ".join(f"{one.id} is {one.state}: {one.reason}" for one in replicas)
+        states = "; ".join(_described(one) for one in self._replicas.values() if self._may_serve(one, model))
         of_model = "" if model is None else f" of {model[:200]!r}"
         return ApiError(503, f"no replica{of_model} is ready ({states or 'none is known'})")
+
+    def _told(self, replica: Replica) -> Collection[str]:
+        """The names that it has told, now or before it went away."""
+        return replica.models or self.served_by(replica.id)
+
+    def _may_serve(self, replica: Replica, model: str | None) -> bool:
+        """Whether it serves that model once it is ready, as far as is known. One that has told no names may."""
+        if model is None or replica.required_model == model:
+            return True
+        told = self._told(replica)
+        return model in told if told else replica.required_model is None
+
+
+def unknown_model_error(model: str, known: Collection[str], untold: Sequence[str], discreet: bool = False) -> ApiError:
+    """Refuse a model that no replica is known to serve. A 404 is final to clients, so none is given while replicas may
+    serve it that have not told their models. `untold`: these, in words, which `discreet` leaves out."""
+    served = ", ".join(sorted(known))
+    if untold:
+        which = "some replicas have" if discreet else "these have"
+        more = "" if discreet else f": {'; '.join(untold)}"
+        return ApiError(
+            503,
+            f"no replica is known to serve {model[:200]!r} (served here: {served}), but {which} not told their models yet{more}",
+        )
+    return ApiError(
+        404,
+        f"the model {model[:200]!r} does not exist; served here: {served}",
+        param="model",
+        code="model_not_found",
+    )
+
+
+def _described(replica: Replica) -> str:
+    return f"{replica.id} is {replica.state}: {replica.reason}"
 
 
 def _in_best_state(backends: list[Backend]) -> list[Backend]:

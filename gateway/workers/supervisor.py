@@ -152,7 +152,7 @@ class Workers:
                 self.urls[replica.engine] = url_of(
                     engine.lead.url,
                     engine.watch.given,
-                    engine.watch.model,
+                    engine.lead.required_model,
                     engine.lead.role,
                     engine.lead.spill,
                     engine.lead.moves_by,

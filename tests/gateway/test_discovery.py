@@ -65,6 +65,14 @@ async def test_a_pod_computes_the_prompts_that_its_label_says(cluster, pair, wor
         assert answer.status_code == 200
 
 
+async def test_while_the_pods_are_not_known_no_model_is_refused_for_good(cluster, pair, unused_tcp_port):
+    given = settings(cluster, pair[0], api=f"http://127.0.0.1:{unused_tcp_port}")
+    async with running("--discover", given, "--replica-url", pair[1].url) as gateway:
+        await gateway.ready(1)
+        answer = await gateway.chat([{"role": "user", "content": TEXT}], model="late")
+        assert answer.status_code == 503 and "the pods are not known: " in answer.json()["error"]["message"]
+
+
 async def test_without_any_pod_it_is_said_what_is_waited_for(cluster, pair):
     async with running("--discover", settings(cluster, pair[0])) as gateway:
         await gateway.until(lambda status: "has the labels of discover.selector" in (status["why_not"] or ""))

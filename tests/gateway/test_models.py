@@ -278,6 +278,43 @@ async def test_a_model_that_is_away_is_not_answered_for_by_another(start_engine,
         assert answer.status_code == 404 and answer.json()["error"]["code"] == "model_not_found", answer.text
 
 
+async def test_a_model_whose_engine_was_down_before_the_gateway_began_is_not_refused_for_good(
+    start_engine, unused_tcp_port
+):
+    """Engines load for minutes, a gateway starts in seconds, and no client repeats what got a 404."""
+    qwen, down = start_engine("--served-model-name", "qwen").wait(), f"127.0.0.1:{unused_tcp_port}"
+    async with running("--replica-url", f"http://{down}", qwen.url) as gateway:
+        await gateway.until(lambda status: {one["state"] for one in status["replicas"]} == {"ready", "failed"})
+        told = (
+            "no replica is known to serve 'llama' (served here: qwen), but these have not told their models yet: "
+            f"{down} is failed: "
+        )
+        answer = await gateway.chat([{"role": "user", "content": "x"}], model="llama")
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no_replica_ready")
+        assert answer.json()["error"]["message"].startswith(told) and answer.headers["retry-after"] == "1"
+        body = {"model": "llama", "messages": [{"role": "user", "content": "x"}]}
+        for path in ("/explain", "/decide"):
+            answer = await gateway.admin.post(path, json=body)
+            assert answer.status_code == 503 and answer.json()["error"]["message"].startswith(told), path
+        llama = start_engine("--served-model-name", "llama", "--port", str(unused_tcp_port)).wait()
+        await gateway.ready(2)
+        assert (await gateway.chat([{"role": "user", "content": "x"}], model="llama")).status_code == 200
+        answer = await gateway.chat([{"role": "user", "content": "x"}], model="lama")
+        assert answer.status_code == 404, "all have told theirs"
+        llama.stop()
+
+
+async def test_a_model_that_a_replicas_url_names_is_known_before_its_engine_answers(start_engine, unused_tcp_port):
+    qwen, down = start_engine("--served-model-name", "qwen").wait(), f"127.0.0.1:{unused_tcp_port}"
+    async with running("--workers", "2", "--replica-url", f"http://{down}#model=llama", qwen.url) as gateway:
+        await gateway.until(lambda status: {one["state"] for one in status["replicas"]} == {"ready", "failed"})
+        answer = await gateway.chat([{"role": "user", "content": "x"}], model="llama")
+        assert answer.status_code == 503, answer.text
+        assert answer.json()["error"]["message"].startswith(f"no replica of 'llama' is ready ({down} is failed: ")
+        ready = (await gateway.admin.get("/readyz")).json()["models"]  # qwen's tokenizer may still be loading
+        assert ready.keys() == {"llama", "qwen"} and not ready["llama"]
+
+
 async def test_a_prompt_that_names_no_model_is_refused_where_unlike_models_are_served(start_engine, other):
     long = start_engine("--served-model-name", "long", "--lora", "red").wait()
     short = start_engine("--model", other, "--served-model-name", "short").wait()

@@ -178,6 +178,7 @@ async def test_a_taken_port_names_its_holder(fleet, fake_profile, comes, until):
 
 async def test_the_wrong_model_gets_no_traffic(fleet, fake_profile, comes):
     (replica,) = await fleet.launch(1, fake_profile("--model", "other"), served_name="mine")
+    assert replica.required_model == "mine"
     await comes(replica, State.WARMING)
     assert "serves other, not 'mine'" in replica.reason
     assert READY not in states(fleet, replica)

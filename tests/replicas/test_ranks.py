@@ -96,9 +96,10 @@ def names(url: str, count: int) -> list[str]:
 
 async def test_each_rank_is_a_replica_with_its_own_events_load_and_cache(fleet, ranked, become):
     url = await ranked.start()
-    fleet.add(url)
+    fleet.add(url + "#model=m")
     zero, one = await become(names(url, 2))
-    assert (zero.rank, one.rank) == (0, 1) and zero.url == one.url == url and zero.engine == one.engine
+    assert (zero.rank, one.rank) == (0, 1) and zero.required_model == one.required_model == "m"
+    assert zero.url == one.url == url and zero.engine == one.engine
     assert [replica.events.endpoint[-4:] for replica in (zero, one)] == ["5600", "5601"]
     assert [replica.num_blocks for replica in (zero, one)] == [100, 100]
     assert [replica.scrape.waiting for replica in (zero, one)] == [0, 1]

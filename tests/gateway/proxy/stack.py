@@ -93,8 +93,8 @@ async def stack(
     async with AsyncExitStack() as resources:
         proxy = Proxy(
             models=Models.of(pipeline or Pipeline(None, "m", 16)), router=Router(make(policy), CacheMap(1 << 24), Ledger(), CostGroup()),
-            retries=retries, request_timeout=request_timeout, idle_timeout=idle_timeout, response_headers=True, replicas={},
-            on_traffic=traffic, **{"ask_models": nothing_new, "metrics": Metrics(), **options},
+            retries=retries, request_timeout=request_timeout, idle_timeout=idle_timeout, response_headers=True,
+            on_traffic=traffic, **{"replicas": {}, "ask_models": nothing_new, "metrics": Metrics(), **options},
         )  # fmt: skip
         for port in ports:
             backend_for(proxy, port)

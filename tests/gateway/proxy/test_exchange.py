@@ -9,7 +9,7 @@ import pytest
 
 from gateway.http.messages import Limits
 from gateway.prompt.pipeline import Pipeline
-from replicas import State
+from replicas import Replica, State
 from replicas.simulated.model import sim_model_dir
 
 from ..http.talk import eventually, read_request
@@ -93,6 +93,81 @@ async def test_a_model_whose_only_replica_is_away_is_not_unknown():
         s.proxy.remove(away.id)
         await talk.say(post(BODY.replace(b'"m"', b'"away"')))
         assert (await talk.response())[0] == 404 and s.proxy.eligible.names == other.replica.models
+
+
+def away(port: int, state: State = State.FAILED, **facts) -> Replica:
+    name = f"127.0.0.1:{port}"
+    return Replica(name, f"http://{name}", "127.0.0.1", port, state=state, reason="nothing listens there", **facts)
+
+
+async def refusals(s, model: bytes) -> set[tuple[int, str, str | None]]:
+    """How a request for this model is refused in each API, and where its description is asked for."""
+    talk, found = await s.talk(), set()
+    chat, text = b'{"model":"%b","messages":[{"role":"user","content":"x"}]}', b'{"model":"%b","input":"x"}'
+    for path, body in (
+        (b"/v1/chat/completions", chat),
+        (b"/v1/completions", b'{"model":"%b","prompt":"x"}'),
+        (b"/v1/responses", text),
+        (b"/v1/messages", chat[:-1] + b',"max_tokens":1}'),
+        (b"/v1/embeddings", text),
+        (b"/v1/models/" + model, None),
+    ):
+        await talk.say(post(body % model, path) if body else b"GET %b HTTP/1.1\r\nHost: x\r\n\r\n" % path)
+        status, headers, told = await talk.response()
+        found.add((status, json.loads(told)["error"]["message"], headers.get("retry-after")))
+    return found
+
+
+async def test_a_model_is_not_unknown_while_a_replica_has_not_told_what_it_serves():
+    replicas = {}
+    async with stack(answers(), replicas=replicas) as s:
+        served_here = "(served here: m)"
+        for state in (State.STARTING, State.WARMING, State.FAILED):
+            replicas["late"] = away(9, state)
+            told = f"these have not told their models yet: 127.0.0.1:9 is {state}: nothing listens there"
+            assert await refusals(s, b"late") == {
+                (503, f"no replica is known to serve 'late' {served_here}, but {told}", "1")
+            }
+        for state in (State.DRAINING, State.STOPPED):  # on purpose: nobody waits for it
+            replicas["late"] = away(9, state)
+            ((status, message, again),) = await refusals(s, b"late")
+            assert (status, again) == (404, None) and message == "the model 'late' does not exist; served here: m"
+        replicas["late"] = away(9, State.WARMING, models={"another": None}, required_model="late")
+        ((status, message, _),) = await refusals(s, b"none")  # it has told
+        assert status == 404
+        del replicas["late"]
+        s.proxy.eligible.unlisted = lambda: "the pods are not known: not asked yet"
+        ((status, message, _),) = await refusals(s, b"late")
+        assert status == 503 and message.endswith("told their models yet: the pods are not known: not asked yet")
+
+
+async def test_a_model_that_a_replica_has_to_serve_is_not_unknown():
+    asked = []
+
+    async def ask():
+        asked.append(True)
+
+    replicas = {"named": away(9, required_model="named"), "other": away(10, required_model="other")}
+    async with stack(answers(), replicas=replicas, ask_models=ask) as s:
+        ready = s.proxy.eligible.names
+        said = "no replica of 'named' is ready (127.0.0.1:9 is failed: nothing listens there)"
+        assert await refusals(s, b"named") == {(503, said, "1")}
+        assert not asked and ready == {"m": None}, "what is certain needs no question"
+        replicas["named"].state, replicas["named"].models = State.WARMING, {"another": None}
+        assert {status for status, *_ in await refusals(s, b"named")} == {503}
+
+
+async def test_a_replica_that_tells_no_names_may_serve_any_while_it_is_away():
+    replicas = {}
+    async with stack(answers(), replicas=replicas) as s:
+        known = backend_for(s.proxy, 9).replica
+        locked = backend_for(s.proxy, 10, models=()).replica
+        replicas |= {known.id: known, locked.id: locked}
+        known.state = locked.state = State.FAILED
+        known.models = {}
+        s.proxy.changed()
+        ((status, message, _),) = await refusals(s, b"any")
+        assert status == 503 and "127.0.0.1:10 is failed" in message and "127.0.0.1:9 " not in message
 
 
 async def test_stream_bytes_pass_untouched_chunk_framing_included():

@@ -11,6 +11,7 @@ import socket
 import pytest
 
 from gateway.tenants.keys import CLIENT_KEYS, Keys
+from replicas import Replica
 
 from ..http.talk import eventually
 from ..proxy.replies import BODY, answers, post
@@ -124,6 +125,18 @@ async def test_keys_differ_in_what_they_may_use(file):
         ]
         assert s.metrics.rejections.values["403",] == 9
         assert len(seen) == 4 and s.idle()
+
+
+async def test_a_tenant_is_not_told_which_replicas_have_not_told_their_models(file):
+    late = Replica("127.0.0.1:9", "http://127.0.0.1:9", "127.0.0.1", 9, reason="nothing listens there")
+    async with stack(answers(), keys=Keys(file), replicas={late.id: late}) as s:
+        body = json.dumps({"model": "m3", "prompt": "x"}).encode()
+        status, headers, told = await ask(s, post(body, b"/v1/completions", bearer("one")))
+        assert (status, headers["retry-after"]) == (503, "1")
+        assert json.loads(told)["error"]["message"] == (
+            "no replica is known to serve 'm3' (served here: m), but some replicas have not told their models yet"
+        )
+        assert (await ask(s, post(body, b"/v1/completions", bearer("two"))))[0] == 403
 
 
 async def test_a_request_knows_whose_it_is(file):

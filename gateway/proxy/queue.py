@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from policies import Admission, Evaluation, Pairing, QosClass, Slo, Ticket, Verdict, admit
 from policies.admission import Space
 from policies.classes import NO_LIMITS
-from policies.verdicts import LEFT, QUEUED, REFUSED, SENT, SPILLED
+from policies.verdicts import LEFT, QUEUED, REFUSED, SENT, SHUTTING_DOWN, SPILLED
 
 from ..errors import ApiError, bad
 from ..overload import Overload, parse_slo
@@ -287,13 +287,13 @@ class Queue:
 
     # --- those that leave
 
-    def forget(self, asker: Asker) -> None:
-        """It wants no replica any more."""
+    def forget(self, asker: Asker, decision: str = LEFT, reason: str = "client") -> None:
+        """It wants no replica any more. `decision` and `reason`: what is counted where it still waits."""
         known = self._take_ticket(asker)
         if known is not None and known[1].waits:
             fleet, ticket = known
             fleet.leave(ticket, monotonic())
-            self._metrics.admission.inc(LEFT, ticket.qos.name, "client")
+            self._metrics.admission.inc(decision, ticket.qos.name, reason)
         self.look()
 
     def _take_ticket(self, asker: Asker) -> tuple[Admission, Ticket] | None:
@@ -315,7 +315,10 @@ class Queue:
         known = self._tickets.get(exchange)
         if known is None:
             return
-        self.forget(exchange)
+        if isinstance(exchange.error, ApiError) and exchange.error.code == SHUTTING_DOWN:
+            self.forget(exchange, REFUSED, SHUTTING_DOWN)
+        else:
+            self.forget(exchange)
         fleet, ticket = known
         attempt, name, prompt = exchange.attempt, ticket.qos.name, exchange.prompt
         if prompt is None:  # nobody sees when its answer begins

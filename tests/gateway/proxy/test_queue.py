@@ -233,7 +233,7 @@ async def test_when_the_time_to_stop_is_over_whoever_has_no_byte_yet_gets_503():
             writer.write(SSE_HEAD + chunk(EVENT))
         await reader.read()
 
-    async with queued(engine) as (s, queue):
+    async with queued(engine, slo=Slo(30.0)) as (s, queue):
         talkers = [await send(s, "streams")]
         await talkers[0].until(b"\r\n\r\n")
         talkers.append(await send(s, "sent"))
@@ -252,6 +252,9 @@ async def test_when_the_time_to_stop_is_over_whoever_has_no_byte_yet_gets_503():
         assert not (await talkers[0].rest()).endswith(b"0\r\n\r\n")
         assert seen == ["streams", "sent"]
         assert s.metrics.rejections.values == {("shutting_down",): 2}
+        assert s.metrics.admission.total(decision="left") == 0, "no client has left"
+        assert s.metrics.admission.total(decision="refused", reason="shutting_down") == 2
+        assert s.metrics.slo_requests.total(outcome="failed") == 1, "an engine had it"
 
 
 @pytest.mark.parametrize("slo", [Slo(), Slo(ttft=1.0)])

@@ -252,7 +252,8 @@ def show_config(args: argparse.Namespace) -> int:
         )
     else:
         print(config.to_yaml())
-    if config.settings.scheduler is not None or config.settings.admission is not None:
+    settings = config.settings
+    if any(setting is not None for setting in (settings.scheduler, settings.admission, settings.api_keys)):
         from gateway.cautions import cautions  # numpy comes with it, for which nobody else is to wait
 
         for caution in cautions(config.settings):

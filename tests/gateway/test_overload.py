@@ -112,13 +112,15 @@ OF_REST, OF_EVERY = "{class: free}", "{match: {path: '*'}, class: silver}"
         ("", False, ""),
     ],
 )  # fmt: skip
-def test_routes_and_classes_of_keys_that_are_never_used_are_warned_of(text, keyed, said):
+def test_routes_and_classes_of_keys_that_are_never_used_are_warned_of(text, keyed, said, capsys):
     with open("hitherto.yaml", "w") as file:
         file.write(text + "api_keys: keys.yaml\n" * keyed)
     with open("keys.yaml", "w") as file:
         file.write(f"- {{name: a, sha256: '{HASH}', class: gold}}")
     found = [one for one in map(str, cautions(load({}, environ={}).settings)) if "no request is of" not in one]
     assert len(found) == bool(said) and all(one.startswith(said) for one in found)
+    assert cli.main(["config"]) == 0
+    assert all(f"hitherto: {one}\n" in printed for printed in [capsys.readouterr().err] for one in found)
 
 
 def test_a_key_that_is_added_later_leads_to_its_class(capsys):

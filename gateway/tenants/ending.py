@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ..prompt.prompt import NO_PREFILL
 from ..proxy.exchange import output_tokens
+from ..proxy.queue import SLO_HEADER
 from ..proxy.states import BROKEN_OFF
 from .metering import Metering
 
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
 
 
 BYTES_PER_TOKEN = 4  # of a body whose prompt is not read
-NO_PLACE = frozenset((429, 503))  # without an attempt: refused by the gateway's own load, or since no replica is ready
 # What ends the paths of requests for which engines compute no prompt.
 _RENDERS = ("/render", "/derender", "/count_tokens")
 
@@ -59,6 +59,14 @@ def unread_tokens(request: Request) -> int:
     return len(request.body) // BYTES_PER_TOKEN
 
 
+def _is_unserved(exchange: Exchange) -> bool:
+    """Whether the gateway had no place for a request: its own load refused it, or no replica was ready. A request that
+    brings limits of its own may be refused for these, which counts: else a tenant would have as many as it likes."""
+    if exchange.attempts:
+        return False
+    return exchange.status == 503 or (exchange.status == 429 and exchange.header(SLO_HEADER) is None)
+
+
 class Settled:
     """An `on_end`: takes what a tenant's request has claimed for what it has cost, and counts it."""
 
@@ -72,8 +80,7 @@ class Settled:
             return
         found = cost(exchange, usage)
         if exchange.charge is not None:
-            unserved = exchange.status in NO_PLACE and not exchange.attempts
-            self._metering.settle(exchange.charge, found.input, found.output, unserved)
+            self._metering.settle(exchange.charge, found.input, found.output, _is_unserved(exchange))
         if tenant.name in self._names:
             answered = exchange.fault or exchange.answered_with
             status = outcome if outcome in BROKEN_OFF else f"{answered // 100}xx"

@@ -25,15 +25,16 @@ Decided = Callable[[ApiError | None], None]
 
 class Charge:
     """What one request has claimed. `granted`: None until it is decided. `unread`: prompt tokens that it costs where
-    nobody tells, since its prompt is not read: by its size."""
+    nobody tells, since its prompt is not read: by its size. `unserved`: the gateway had no place for it, so that it
+    does not count as a request."""
 
-    __slots__ = ("account", "limits", "wanted", "unread", "granted", "ended", "_clock")
+    __slots__ = ("account", "limits", "wanted", "unread", "granted", "ended", "unserved", "_clock")
 
     def __init__(self, account: Account, limits: Limits, wanted: Sequence[Claim], clock: Callable[[], float]):
         self.account, self.limits, self.wanted, self._clock = account, limits, wanted, clock
         self.granted: bool | None = None
         self.unread = 0
-        self.ended = False
+        self.ended = self.unserved = False
 
     def header_lines(self) -> bytes:
         """What its client is told."""
@@ -113,7 +114,7 @@ class Metering:
             if over is not None:
                 self._refused(charge.account.name, over.kind)
             if charge.ended:
-                self.settle(charge, 0, 0)
+                self.settle(charge, 0, 0, charge.unserved)
             else:
                 then(None if over is None else rules.error(over, charge.limits, charge.account, self._clock(), share))
 
@@ -147,9 +148,8 @@ class Metering:
         return over
 
     def settle(self, charge: Charge, input: int, output: int, unserved: bool = False) -> None:
-        """A request has ended, and cost so many tokens in fact. `unserved`: the gateway had no place for it, so that it
-        does not count as a request."""
-        charge.ended = True
+        """A request has ended, and cost so many tokens in fact. `unserved`: as in `Charge`."""
+        charge.ended, charge.unserved = True, unserved
         if not charge.granted:
             return  # or it is not decided yet, and this is called again
         account, now = charge.account, self._clock()

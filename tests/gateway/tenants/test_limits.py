@@ -50,9 +50,9 @@ class Tenants:
     def account(self, name="a"):
         return self.metering.account(name)
 
-    async def begin(self, name="a", body=BODY, path=b"/v1/chat/completions"):
+    async def begin(self, name="a", body=BODY, path=b"/v1/chat/completions", header=b""):
         talk = await self.stack.talk()
-        await talk.say(post(body, path, b"Authorization: Bearer %b\r\n" % name.encode()))
+        await talk.say(post(body, path, b"Authorization: Bearer %b\r\n%b" % (name.encode(), header)))
         return talk
 
     async def ask(self, *args, **options):
@@ -113,6 +113,43 @@ async def test_what_the_gateway_has_no_place_for_is_given_back_and_its_client_to
             backend.replica.state = State.FAILED
         t.stack.proxy.changed()
         assert [(await t.ask())[0] for _ in range(4)] == [503] * 4
+
+
+async def test_who_is_refused_with_limits_of_its_own_does_not_go_round_its_requests_per_minute(tmp_path):
+    overload = Overload(Classes(), Rules(engine_wait=0.0, max_wait=0.05), None)
+    async with tenants(tmp_path, silent, a={"requests_per_minute": 3}, overload=overload) as t:
+        first = await t.begin()
+        await eventually(lambda: t.stack.proxy.router.ledger.total().requests)
+        codes = [
+            json.loads((await t.ask(header=b"x-hitherto-slo: ttft=1ms\r\n"))[2])["error"]["code"] for _ in range(3)
+        ]
+        assert codes == ["overloaded", "overloaded", "rate_limit_exceeded"]
+        t.stack.proxy.refuse_unanswered()
+        assert (await first.response())[0] == 503
+
+
+def test_a_request_that_ends_without_a_place_before_its_claim_is_decided_does_not_count():
+    metering, later = Metering(Clock()), []
+
+    class Redis:
+        joined = True
+
+        def claim(self, account, wanted, decide):
+            later.append(decide)
+
+        def charge(self, *_):
+            pass
+
+    class Pending:
+        over = None
+
+    metering.shared = Redis()
+    charge = metering.charge(Tenant("a", None, None, rules.Limits(requests_per_minute=3), None), 0)
+    metering.claim(charge, lambda error: pytest.fail("it has ended"))
+    metering.settle(charge, 0, 0, unserved=True)
+    metering.account("a").take(charge.wanted)  # as Redis has
+    later.pop()(Pending, True)
+    assert metering.account("a").own.get("requests", rules.window("requests", Clock.now)) == 0
 
 
 async def test_a_tenant_without_limits_is_told_of_none(tmp_path):

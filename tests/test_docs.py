@@ -6,6 +6,7 @@ from pathlib import Path
 from bench import config_page
 from gateway.config import ALIASES, Settings, flag
 from gateway.ops.metrics import READ, Counter, Metrics
+from gateway.workers.supervisor import STOP_SECONDS
 
 ROOT = Path(__file__).parent.parent
 WRITTEN = {".py", ".lua", ".js", ".html", ".md", ".sh", ".yml", ".yaml", ".json", ".toml", ".env", ".service"}
@@ -112,7 +113,9 @@ def test_a_pod_and_a_unit_as_documented_have_the_time_to_drain():
     [unit] = re.findall(r"`TimeoutStopSec=(\d+)`", page)
     drain = Settings().drain_timeout_s
     assert f"`--drain-timeout-s` ({drain:g} s)" in page
-    assert int(grace) >= int(wait) + drain + 5 and int(unit) >= drain + 5
+    assert int(grace) >= int(wait) + drain + STOP_SECONDS and int(unit) >= drain + STOP_SECONDS
+    said = re.findall(r"\b(\d+) s (?:above at least|more)\b", page + (ROOT / "docs/operations.md").read_text())
+    assert [float(one) for one in said] == 3 * [STOP_SECONDS]
     assert f"TimeoutStopSec={unit}\n" in (ROOT / "deploy/hitherto.service").read_text()
 
 

@@ -16,6 +16,9 @@ import pytest
 import uvloop
 
 from gateway.config import SIZES, load
+from gateway.http import server
+from gateway.proxy import shared as ledger
+from gateway.tenants import shared as limits
 from gateway.workers import supervisor
 from gateway.workers.member import Member
 from gateway.workers.supervisor import Workers, budgets
@@ -41,6 +44,11 @@ async def watched(folder: Path):
             theirs.close()
             await member.ended()
             await workers.stop(0)
+
+
+def test_a_worker_has_the_time_to_flush_and_to_wait_for_a_redis_that_is_away_before_it_is_killed():
+    """Its usage log is written after that: 1 s for the leases of the map, and three waits for the ledger."""
+    assert supervisor.STOP_SECONDS >= server.FLUSH_SECONDS + 1.0 + 3 * ledger.PATIENCE + limits.PATIENCE
 
 
 class Freezes(asyncio.Protocol):

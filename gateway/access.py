@@ -18,13 +18,17 @@ class Unusable(ValueError):
         self.setting, self.part = setting, part
 
 
+class UnusableFile(Unusable):
+    """What the setting says is right; the file that it names is not, or is not there."""
+
+
 def check_keys(file: Path | None, classes: Collection[str], forward: bool) -> None:
     """Raises Unusable."""
     if file is not None:
         try:
             read(file, classes)
         except KeyFileError as error:
-            raise Unusable("api_keys", str(error)) from None
+            raise UnusableFile("api_keys", str(error)) from None
     elif forward:
         raise Unusable(
             "forward_api_keys",
@@ -38,7 +42,7 @@ def check_tls(certificate: Path | None, key: Path | None, authorities: Path | No
         try:
             Certificate(certificate, key, authorities)
         except CertificateError as error:
-            raise Unusable(error.setting, str(error)) from None
+            raise UnusableFile(error.setting, str(error)) from None
     for name, path in (("tls_key", key), ("tls_client_ca", authorities)):
         if certificate is None and path is not None:
             raise Unusable(name, "it is of use with a certificate alone: name one with --tls-cert")

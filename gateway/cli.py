@@ -179,9 +179,9 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     return args
 
 
-def load_config(args: argparse.Namespace) -> Config:
+def load_config(args: argparse.Namespace, without_files: bool = False) -> Config:
     given = {name: value for name, value in vars(args).items() if name in Settings.model_fields}
-    config = load(given, file=getattr(args, "config", None))
+    config = load(given, file=getattr(args, "config", None), without_files=without_files)
     _warn_of_ignored_variables()
     return config
 
@@ -289,7 +289,7 @@ def plan(argv: Sequence[str]) -> int:
 def explain(args: argparse.Namespace) -> int:
     from gateway.ops import explain as room
 
-    config = load_config(args)
+    config = load_config(args, without_files=True)
     with _placing(config):
         return room.run(args, config)
 
@@ -298,7 +298,7 @@ def doctor(args: argparse.Namespace) -> int:
     from gateway.ops import doctor as room
 
     try:
-        config = load_config(args)
+        config = load_config(args, without_files=True)
     except ConfigError as error:
         return room.report_bad_config(str(error))
     with _placing(config):

@@ -14,8 +14,10 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +41,8 @@ log = logging.getLogger("hitherto")
 
 ENV_PREFIX = "HITHERTO_"
 DEFAULT_FILE = "hitherto.yaml"
+# Settings that `load` leaves out where their files cannot be used, since whoever works without a gateway reads them.
+LEFT_OUT = frozenset(("admin_token", "engine_api_key", "replica_ca", "chat_template", "replica_file", "discover"))
 ALIASES = {"replica_url": ("--worker-urls", "--backend-url")}
 
 
@@ -53,10 +57,12 @@ class ConfigError(Exception):
 
 @dataclass(frozen=True)
 class Config:
-    """The effective settings, and for each field the source that won, in words."""
+    """The effective settings, for each field the source that won, in words, and for each that names a file why that
+    cannot be used."""
 
     settings: Settings
     sources: dict[str, str]
+    unusable: dict[str, str] = field(default_factory=dict)
 
     def to_yaml(self) -> str:
         """A file that `--config` reads back to the same settings, each line with its source. Secrets are left out."""
@@ -95,11 +101,13 @@ def load(
     flags: Mapping[str, Any] | None = None,
     environ: Mapping[str, str] | None = None,
     file: str | Path | None = None,
+    without_files: bool = False,
 ) -> Config:
     """Merge default < file < environment < flags, check, and say where each value came from.
 
     `flags`: field name -> value, only those given. `file`: the one to read; else HITHERTO_CONFIG;
-    else ./hitherto.yaml if there is one. Raises ConfigError.
+    else ./hitherto.yaml if there is one. `without_files`: a file that a setting names and that cannot be
+    used is no error; `Config.unusable` has it, and what reads it is left out. Raises ConfigError.
     """
     environ = os.environ if environ is None else environ
     values: dict[str, Any] = {}
@@ -118,8 +126,14 @@ def load(
         settings = Settings.model_validate(values)
     except ValidationError as error:
         raise ConfigError(explain(error, sources)) from None
-    _check_together(settings, sources)
-    return Config(settings, sources)
+    unusable = _check_together(settings, sources)
+    if without_files:
+        with _noted(unusable, "replica_file", sources):
+            known_urls(settings)
+        settings = settings.model_copy(update=dict.fromkeys(LEFT_OUT & unusable.keys()))
+    elif unusable:
+        raise ConfigError("\n".join(unusable.values()))
+    return Config(settings, sources, unusable)
 
 
 def read_file(path: Path) -> dict[str, tuple[Any, int]]:
@@ -268,10 +282,11 @@ def admin_headers(settings: Settings) -> dict[str, str]:
     return {"Authorization": f"Bearer {token}"} if token else {}
 
 
-def _check_together(settings: Settings, sources: Mapping[str, str]) -> None:
-    """What no field can judge alone."""
-    _check_admin(settings, sources)
-    _check_access(settings, sources)
+def _check_together(settings: Settings, sources: Mapping[str, str]) -> dict[str, str]:
+    """What no field can judge alone. Returns by setting why the file that it names cannot be used."""
+    unusable: dict[str, str] = {}
+    _check_admin(settings, sources, unusable)
+    _check_access(settings, sources, unusable)
     if settings.workers > 1 and sys.platform != "linux":
         raise ConfigError(
             f"{place_of('workers', sources)}: several share a port as only Linux spreads connections over processes (SO_REUSEPORT). Leave it at 1"
@@ -285,16 +300,28 @@ def _check_together(settings: Settings, sources: Mapping[str, str]) -> None:
         check_routes(settings.request_router, settings.scheduler)
     except ValueError as error:
         raise ConfigError(f"{place_of('request_router', sources)}: {error}") from None
+    return unusable
 
 
-def _check_admin(settings: Settings, sources: Mapping[str, str]) -> None:
+@contextmanager
+def _noted(unusable: dict[str, str], setting: str, sources: Mapping[str, str]) -> Iterator[None]:
+    """Whatever is wrong is wrong with the file of this setting."""
+    try:
+        yield
+    except ConfigError as error:
+        unusable[setting] = f"{place_of(error.setting, sources)}: {error.text}" if error.setting else error.text
+
+
+def _check_admin(settings: Settings, sources: Mapping[str, str], unusable: dict[str, str]) -> None:
     if settings.port == settings.admin_port != 0:
         winner = "admin_port" if sources["admin_port"] != "default" else "port"
         raise ConfigError(
             f"{place_of(winner, sources)}: clients and the admin side cannot share port {settings.port}. "
             f"Give --admin-port another one, like {settings.port + 1}"
         )
-    if read_token(settings, place_of("admin_token", sources)) is None and not _is_loopback(settings.admin_host):
+    with _noted(unusable, "admin_token", sources):
+        read_token(settings, place_of("admin_token", sources))
+    if settings.admin_token is None and not _is_loopback(settings.admin_host):
         raise ConfigError(
             f"{place_of('admin_host', sources)}: {settings.admin_host or 'every address'} can be reached from other "
             "machines, and whoever reaches the admin side can add a replica and so receive prompts. Give --admin-token "
@@ -311,14 +338,23 @@ def _check_not_on_command_line(name: str, given: str | None, sources: Mapping[st
         )
 
 
-def _check_access(settings: Settings, sources: Mapping[str, str]) -> None:
-    read_engine_key(settings, place_of("engine_api_key", sources))
-    try:
-        access.check_keys(settings.api_keys, class_names(settings.scheduler), settings.forward_api_keys)
-        access.check_tls(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
-        named.check_profiles(settings.profile if settings.launch else None, settings.pools)
-        named.check_files(settings.usage_log, settings.replica_ca, settings.chat_template)
-        named.check_cluster(settings.discover)
-    except access.Unusable as error:
-        part = f"{error.part}: " if error.part else ""
-        raise ConfigError(f"{place_of(error.setting, sources)}: {part}{error}") from None
+def _check_access(settings: Settings, sources: Mapping[str, str], unusable: dict[str, str]) -> None:
+    with _noted(unusable, "engine_api_key", sources):
+        read_engine_key(settings, place_of("engine_api_key", sources))
+    for check in (
+        partial(access.check_keys, settings.api_keys, class_names(settings.scheduler), settings.forward_api_keys),
+        partial(access.check_tls, settings.tls_cert, settings.tls_key, settings.tls_client_ca),
+        partial(named.check_profiles, settings.profile if settings.launch else None, settings.pools),
+        partial(named.check_usage_log, settings.usage_log),
+        partial(named.check_replica_ca, settings.replica_ca),
+        partial(named.check_chat_template, settings.chat_template),
+        partial(named.check_cluster, settings.discover),
+    ):
+        try:
+            check()
+        except access.Unusable as error:
+            part = f"{error.part}: " if error.part else ""
+            why = f"{place_of(error.setting, sources)}: {part}{error}"
+            if not isinstance(error, access.UnusableFile):
+                raise ConfigError(why) from None
+            unusable[error.setting] = why

@@ -8,42 +8,50 @@ from pathlib import Path
 from replicas import pods, tls
 from replicas.launch import profile
 
-from .access import Unusable
+from .access import UnusableFile
 from .files import check_appendable
 from .pools import Pool
 
 
 def check_profiles(alone: str | None, pools: Mapping[str, Pool]) -> None:
-    """`alone`: that of --launch, if there is one. Raises Unusable."""
+    """`alone`: that of --launch, if there is one. Raises UnusableFile."""
     named = [("profile", "", alone)] if alone is not None else []
     for setting, part, name in named + [("pools", f"{name}.profile", pool.profile) for name, pool in pools.items()]:
         try:
             profile.load(name)
         except ValueError as error:
-            raise Unusable(setting, str(error), part) from None
+            raise UnusableFile(setting, str(error), part) from None
 
 
-def check_files(usage_log: Path | None, replica_ca: Path | None, chat_template: Path | None) -> None:
-    """Raises Unusable."""
+def check_usage_log(usage_log: Path | None) -> None:
+    """Raises UnusableFile."""
     if usage_log:
         try:
             check_appendable(usage_log)
         except OSError as error:
-            raise Unusable(
+            raise UnusableFile(
                 "usage_log",
                 f"{usage_log} cannot be written: {error.strerror or error}. Its folder must exist, and the gateway may write there",
             ) from None
+
+
+def check_replica_ca(replica_ca: Path | None) -> None:
+    """Raises UnusableFile."""
     if replica_ca:
         try:
             tls.context(replica_ca)
         except OSError as error:
-            raise Unusable(
+            raise UnusableFile(
                 "replica_ca",
                 f"{replica_ca} cannot be read as certificates: {error.strerror or error}. "
                 "Name a PEM file with the certificates of the authorities that signed the replicas'",
             ) from None
+
+
+def check_chat_template(chat_template: Path | None) -> None:
+    """Raises UnusableFile."""
     if chat_template and not chat_template.is_file():
-        raise Unusable(
+        raise UnusableFile(
             "chat_template",
             f"there is no file {chat_template}. "
             "Name the Jinja file the engines were started with, or leave it out to use the model's own",
@@ -51,9 +59,9 @@ def check_files(usage_log: Path | None, replica_ca: Path | None, chat_template: 
 
 
 def check_cluster(discover: pods.Discover | None) -> None:
-    """Raises Unusable."""
+    """Raises UnusableFile."""
     if discover is not None:
         try:
             pods.place(discover)
         except ValueError as error:
-            raise Unusable("discover", str(error)) from None
+            raise UnusableFile("discover", str(error)) from None

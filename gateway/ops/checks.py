@@ -13,7 +13,7 @@ from typing import Any
 
 import aiohttp
 
-from gateway.config import Config, ConfigError, Settings, admin_headers, admin_url
+from gateway.config import LEFT_OUT, Config, ConfigError, Settings, admin_headers, admin_url
 from gateway.model import folder_here, launches, model_dir
 from gateway.ops import traces
 from gateway.ops.trial import WORDS, Finding
@@ -48,6 +48,18 @@ def check_settings(config: Config) -> Finding:
         *(f"read {name.removeprefix('file ')}" for name in files),
     ]
     return Finding("ok", "config", ", ".join(parts))
+
+
+def check_named_files(config: Config) -> Iterator[Finding]:
+    """Files that settings name and that cannot be used. Profiles are for `check_launches` to judge."""
+    for setting, why in config.unusable.items():
+        if setting not in ("profile", "pools"):
+            subject, stays = _FOLLOWED.get(
+                "tls" if setting.startswith("tls_") else setting, (setting.replace("_", " "), "")
+            )
+            left_out = "; the checks below are made without it" if setting in LEFT_OUT else ""
+            yield Finding("fail", subject, why,
+                          "mend it: no gateway starts with it" + (f"; in one that runs {stays}" if stays else left_out))  # fmt: skip
 
 
 def check_own_redis() -> Finding:
@@ -122,7 +134,8 @@ async def running_gateway(settings: Settings, session: aiohttp.ClientSession) ->
     return None
 
 
-def check_gateway(settings: Settings, running: dict[str, Any] | None) -> Iterator[Finding]:
+def check_gateway(settings: Settings, running: dict[str, Any] | None, known: Collection[str] = ()) -> Iterator[Finding]:
+    """What the gateway that runs with these settings says of itself. `known`: what has been said of files already."""
     if running is None:
         for setting in ("port", "admin_port"):
             port, host = getattr(settings, setting), getattr(settings, setting.replace("port", "host"))
@@ -149,7 +162,7 @@ def check_gateway(settings: Settings, running: dict[str, Any] | None) -> Iterato
                 f"the gateway that runs is without the {what} that gateways share: {why}",
                 "see what is said of redis above, and the gateway's log",
             )
-    yield from _check_files(running)
+    yield from _check_files(running, known)
     for work, failures in running.get("background_failures", {}).items():
         yield Finding("fail", "background work", f"{work} failed {failures['failures']} times, {failures['seconds_ago']:.0f} s ago with {failures['last']}",
                       "the gateway started it again; its log has the traceback, which is worth a report")  # fmt: skip
@@ -172,11 +185,12 @@ _FOLLOWED = {
 }
 
 
-def _check_files(running: dict[str, Any]) -> Iterator[Finding]:
+def _check_files(running: dict[str, Any], known: Collection[str]) -> Iterator[Finding]:
     """What the gateway that runs says of the files that it reads again when they change. The doctor's own settings need
     not name them."""
     for part, (subject, stays) in _FOLLOWED.items():
-        if why := (running.get(part) or {}).get("problem"):
+        why = (running.get(part) or {}).get("problem")
+        if why and not any(why in said for said in known):
             yield Finding("fail", subject, f"the gateway that runs cannot use its file: {why}",
                           f"mend it, and it is read again within seconds; until then {stays}")  # fmt: skip
 

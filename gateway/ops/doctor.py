@@ -9,7 +9,8 @@ nobody publishes. All of them end in misses that look like bad luck. So the doct
 settings: it sends each replica one short prompt that nobody has sent before, and looks whether the engine
 counts the same tokens, publishes the blocks, and finds them again.
 
-Exit code 0: nothing is broken (`warn` is worth a look). 1: something is. 2: the settings themselves are wrong.
+Exit code 0: nothing is broken (`warn` is worth a look). 1: something is, be it a file that a setting names. 2: the
+settings themselves are wrong, so that nothing else was looked at.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import Any
 import aiohttp
 
 from gateway.cautions import cautions
-from gateway.config import Config, Settings, known_urls, read_engine_key
+from gateway.config import Config, known_urls, read_engine_key
 from gateway.ops.checks import (
     NONE_RUNS,
     PROBE_SECONDS,
@@ -39,6 +40,7 @@ from gateway.ops.checks import (
     check_launches,
     check_model,
     check_models,
+    check_named_files,
     check_no_replicas,
     check_own_redis,
     check_own_words,
@@ -97,6 +99,8 @@ async def _run(config: Config) -> int:
 async def examine(config: Config) -> AsyncIterator[Finding]:
     settings = config.settings
     yield check_settings(config)
+    for finding in check_named_files(config):
+        yield finding
     for caution in cautions(settings):
         yield Finding("warn", "admission", *caution)
     if settings.redis_url is not None:
@@ -106,7 +110,7 @@ async def examine(config: Config) -> AsyncIterator[Finding]:
         yield check_own_redis()
     if (finding := await check_traces()) is not None:
         yield finding
-    async with Examination(settings) as under_way:
+    async with Examination(config) as under_way:
         for part in (under_way.gateway, under_way.engines, under_way.models):
             async for finding in part():
                 yield finding
@@ -115,9 +119,9 @@ async def examine(config: Config) -> AsyncIterator[Finding]:
 class Examination(contextlib.AsyncExitStack):
     """What is found of the gateway is asked of its engines, and what is found of these of their models."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, config: Config) -> None:
         super().__init__()
-        self._settings = settings
+        self._settings, self._unusable = config.settings, config.unusable
         self._running: dict[str, Any] | None = None  # what a gateway tells that runs with these settings
         self._status_unavailable = False  # one may run, and does not tell us
         self._replicas: list[tuple[Address, Facts]] = []
@@ -127,7 +131,7 @@ class Examination(contextlib.AsyncExitStack):
         try:
             async with aiohttp.ClientSession() as session:
                 self._running = await running_gateway(self._settings, session)
-            for finding in check_gateway(self._settings, self._running):
+            for finding in check_gateway(self._settings, self._running, self._unusable.values()):
                 yield finding
         except StatusUnavailable as unavailable:
             self._status_unavailable = True
@@ -157,7 +161,10 @@ class Examination(contextlib.AsyncExitStack):
                     yield finding
         for finding in check_seen_by_gateway(self._running, self._replicas, untried, map(self._name, self._replicas)):
             yield finding
-        if not addresses and not self._status_unavailable and self._settings.discover is None:
+        unknown = self._settings.discover is not None or not self._unusable.keys().isdisjoint(
+            ("discover", "replica_file")
+        )
+        if not addresses and not self._status_unavailable and not unknown:
             yield check_no_replicas(self._settings)
 
     async def _engine(self, address: Address) -> AsyncIterator[Finding]:

@@ -21,7 +21,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gateway.config import Config, ConfigError, Settings, admin_headers, admin_url, known_urls, read_engine_key
+from gateway.config import (
+    LEFT_OUT,
+    Config,
+    ConfigError,
+    Settings,
+    admin_headers,
+    admin_url,
+    known_urls,
+    read_engine_key,
+)
 from gateway.errors import ApiError
 from gateway.model import model_dir
 from gateway.prompt import Prompt
@@ -51,15 +60,21 @@ class Unanswered(Exception):
 def run(args: argparse.Namespace, config: Config) -> int:
     body, settings = _read_body(args.body), config.settings
     try:
-        told = _somehow(args.admin, args.path, body, settings)
+        told = _somehow(args.admin, args.path, body, settings, config.unusable)
     except ApiError as wrong:
         print(f"hitherto: this request would be answered with {wrong.status}: {wrong.message}", file=sys.stderr)
         return 1
+    for why in config.unusable.values():
+        print(f"not needed for this answer, but no gateway starts with it: {why}", file=sys.stderr)
     print(json.dumps(told, indent=2) if args.json else show(told))
     return 0
 
 
-def _somehow(admin: str | None, path: str, body: bytes, settings: Settings) -> dict[str, Any]:
+def _somehow(
+    admin: str | None, path: str, body: bytes, settings: Settings, unusable: Mapping[str, str]
+) -> dict[str, Any]:
+    """The running gateway's answer, or one that is worked out here. Raises ConfigError and ApiError. `unusable`: by
+    setting why the file that it names cannot be used."""
     url = (admin or admin_url(settings)).rstrip("/")
     if not url.startswith(("http://", "https://")):
         raise ConfigError(f"--admin {admin}: it is no URL: write http://HOST:PORT")
@@ -68,6 +83,8 @@ def _somehow(admin: str | None, path: str, body: bytes, settings: Settings) -> d
     except Unanswered as reason:
         if admin:
             raise ConfigError(f"--admin {admin}: {reason}. Give the admin side's URL of a running gateway") from None
+        if needed := [why for setting, why in unusable.items() if setting in LEFT_OUT]:
+            raise ConfigError("\n".join(needed)) from None
         if not known_urls(settings):
             raise ConfigError(f"no gateway answers at {url} ({reason}). Start one, name its admin side with --admin URL, "
                               "or give --replica-url so that this can be worked out without a gateway") from None  # fmt: skip

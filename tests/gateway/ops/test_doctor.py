@@ -498,6 +498,48 @@ def test_bad_settings_are_a_line_too_with_exit_code_2(capsys):
     assert capsys.readouterr().out.startswith("fail  config")
 
 
+BAD_KEYS = '- {name: team a!, sha256: "' + 64 * "0" + '"}\n'
+
+
+def test_a_file_that_cannot_be_used_is_one_failed_check_and_all_others_are_done(capsys, engines, tmp_path):
+    (tmp_path / "keys.yaml").write_text(BAD_KEYS)
+    files = {
+        "--api-keys": ("keys.yaml", "api keys", "keys.yaml:1: name: 'team a!' is no name"),
+        "--tls-cert": ("gone.pem", "tls", "gone.pem cannot be read"),
+        "--chat-template": ("gone.jinja", "chat template", "there is no file gone.jinja"),
+        "--replica-ca": ("gone-too.pem", "replica ca", "gone-too.pem cannot be read"),
+        "--admin-token": ("@gone", "admin token", "cannot read it from gone"),
+        "--engine-api-key": ("@gone", "engine api key", "cannot read it from gone"),
+        "--usage-log": ("gone/usage", "usage log", "gone/usage cannot be written"),
+    }
+    flags = [word for flag, (name, _, _) in files.items() for word in (flag, name)]
+    code, out = doctor_lines(capsys, "--replica-url", engines[0].url, *flags)
+    assert code == 1 and len(re.findall("^fail ", out, re.M)) == len(files), out
+    for flag, (_, subject, said) in files.items():
+        line, remedy = re.search(rf"^fail  {subject} +flag {flag}: (.*)\n      -> (.*)$", out, re.M).groups()
+        assert said in line and remedy.startswith("mend it: no gateway starts with it")
+    for subject in ("gateway", "chat template", "replica 127", "tokens 127", "events 127", "cache 127"):
+        assert re.search(f"^ok    {subject}", out, re.M), subject
+
+
+def test_a_profile_or_a_file_of_replicas_that_cannot_be_used_keeps_nothing_from_being_checked(capsys, tmp_path):
+    (tmp_path / "broken.yaml").write_text("kind: [")
+    (tmp_path / "replicas.txt").write_text("no url\n")
+    code, found = examine(capsys, "--launch", "1", "--profile", "broken.yaml", "--replica-file", "replicas.txt")
+    assert code == 1 and "broken.yaml" in found["launch"][1] and "replicas.txt" in found["replica file"][1]
+    assert found["chat template"][0] == "ok" and "profile" not in found
+
+
+def test_what_the_running_gateway_says_of_a_file_is_not_said_twice(capsys, gateway, tmp_path):
+    (tmp_path / "keys.yaml").write_text(BAD_KEYS)
+    problem = "keys.yaml:1: name: 'team a!' is no name: it has 1 to 64 letters, digits, '.', '_' and '-'"
+    gateway(status(api_keys={"problem": problem}, replicas=[]))
+    _, out = doctor_lines(capsys, "--api-keys", "keys.yaml")
+    assert out.count("api keys") == out.count("team a!") == 1 and "the keys read before stay good" in out
+    _, out = doctor_lines(capsys)
+    assert "the gateway that runs cannot use its file" in out
+
+
 @pytest.fixture
 def gateway(fake, monkeypatch):
     """gateway(status): the admin side of a running gateway that answers so."""

@@ -132,6 +132,20 @@ async def test_alone_against_replicas(listen, empty_folder, capsys, unused_tcp_p
     assert "(nothing listens there): worked out from the configuration" in err and "left out: 127.0.0.1:9: " in err
 
 
+async def test_a_file_that_it_does_not_need_and_that_cannot_be_used_is_named_and_done_without(
+    listen, empty_folder, capsys, unused_tcp_port
+):
+    (empty_folder / "body.json").write_bytes(CHAT)
+    (empty_folder / "keys.yaml").write_text("- {name: team a!}")
+    arguments = ["body.json", "--admin-port", str(unused_tcp_port), "--replica-url", await listen(*engine()), "--json"]
+    assert await in_thread(*arguments, "--api-keys", "keys.yaml") == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["mode"] == "exact"
+    assert "not needed for this answer, but no gateway starts with it: flag --api-keys: keys.yaml:1: name: " in err
+    assert await in_thread(*arguments, "--chat-template", "gone.jinja") == 2, "which it needs"
+    assert "there is no file gone.jinja" in capsys.readouterr().err
+
+
 async def test_alone_both_legs_are_named(listen, empty_folder, capsys, unused_tcp_port):
     prefiller, decoder = await listen(*engine()), await listen(*engine())
     (empty_folder / "body.json").write_bytes(CHAT)

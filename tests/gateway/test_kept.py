@@ -65,7 +65,9 @@ async def test_what_cannot_be_kept_is_not_added(tmp_path):
 
 
 async def test_a_file_that_cannot_be_written_ends_the_start(tmp_path):
-    with pytest.raises(AssertionError, match=r"flag --replica-file: .*no folder/replicas cannot be written: No such file"):
+    with pytest.raises(
+        AssertionError, match=r"flag --replica-file: .*no folder/replicas cannot be written: No such file"
+    ):
         async with running("--replica-file", str(tmp_path / "no folder" / "replicas")):
             pass
 

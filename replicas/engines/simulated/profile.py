@@ -47,7 +47,11 @@ class SimProfile(BaseModel):
     @property
     def no_transfer(self) -> str:
         connects = self.kv_connector or "--kv-connector" in self.extra_args
-        return "" if connects else "its engines pass no cache on: add `kv_connector: true` to the profile, or take `pd-sim`"
+        return (
+            ""
+            if connects
+            else "its engines pass no cache on: add `kv_connector: true` to the profile, or take `pd-sim`"
+        )
 
     @property
     def transfer(self) -> str:

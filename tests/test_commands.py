@@ -319,10 +319,9 @@ async def test_the_example_of_simulated_prefill_and_decode_takes_two_legs(tmp_pa
     [example] = [text for info, text in fenced(page) if info == "yaml" and "pd-sim" in text]
     (tmp_path / "hitherto.yaml").write_text(example)
     async with running("--config", str(tmp_path / "hitherto.yaml"), "--policy", "round_robin") as gateway:
-        replicas = (await gateway.ready(3))["replicas"]
+        replicas = (await gateway.ready_for_legs(3))["replicas"]
         roles = {one["id"]: one["role"] for one in replicas}
         assert sorted(roles.values()) == ["decode", "decode", "prefill"]
-        await gateway.until(lambda status: status["ready"])
         answer = await gateway.chat([{"role": "user", "content": "Down the rabbit hole. " * 200}])
         assert answer.status_code == 200 and roles[answer.headers["x-hitherto-replica"]] == "decode"
         assert await gateway.counted("hitherto_legs_total", leg="prefill", outcome="complete") == 1

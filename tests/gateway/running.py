@@ -62,6 +62,15 @@ class Running:
     async def ready(self, count: int) -> dict:
         return await self.until(lambda status: sum(one["state"] == "ready" for one in status["replicas"]) >= count)
 
+    async def ready_for_legs(self, count: int) -> dict:
+        """Wait until `count` replicas are ready, and the tokenizer of each model is loaded for all of its replicas. Its
+        files are looked for per replica, once that is ready: while only some replicas have theirs, the model has two
+        variants, and a request that may stay whole gets no two legs across them."""
+        await self.ready(count)
+        return await self.until(
+            lambda status: not status["loading"] and all(one["variants"] == 1 for one in status["spaces"])
+        )
+
 
 @asynccontextmanager
 async def running(*args: str, env: Mapping[str, str] = {}):

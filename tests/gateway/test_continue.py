@@ -172,7 +172,7 @@ async def test_a_decoder_that_breaks_off_is_followed_by_another_that_computes_th
     asked = body(path, 9)
     asked = {name: value if value != 40 else 30 for name, value in asked.items()}
     async with running("--replica-url", *urls, *flags) as gateway:
-        await gateway.ready(3)
+        await gateway.ready_for_legs(3)
         whole = events((await gateway.client.post(path, json=asked)).text)
         for one in decoders:
             await break_off(gateway, one, 1)

@@ -49,8 +49,7 @@ async def test_a_pod_computes_the_prompts_that_its_label_says(cluster, pair, wor
     async with running(*given, "--policy", "round_robin", "--workers", str(workers)) as gateway:
         await gateway.ready(1)
         await cluster.create("p", "127.0.0.1", APP | {"part": "prefill"})
-        await gateway.ready(2)
-        status = await gateway.status()
+        status = await gateway.ready_for_legs(2)
         assert {one["url"]: one["role"] for one in status["replicas"]} == {
             prefiller.url: "prefill",
             decoder.url: "decode",

@@ -44,7 +44,7 @@ async def test_two_legs_say_what_one_engine_says(trio, way):
     async with running(
         "--replica-url", f"{prefiller.url}#role=prefill", f"{decoder.url}#role=decode", "--policy", "round_robin"
     ) as gateway:
-        await gateway.ready(2)
+        await gateway.ready_for_legs(2)
         roles = {one["url"]: one["role"] for one in (await gateway.status())["replicas"]}
         assert roles == {prefiller.url: "prefill", decoder.url: "decode"}
         async with httpx.AsyncClient(base_url=single.url) as alone:
@@ -76,7 +76,7 @@ async def test_usage_has_the_tokens_that_the_prefiller_found_cached(trio, way, s
     async with running(
         "--replica-url", f"{prefiller.url}#role=prefill", f"{decoder.url}#role=decode", "--policy", "round_robin"
     ) as gateway:
-        await gateway.ready(2)
+        await gateway.ready_for_legs(2)
         path, body = asked(way, f"{way}, {stream}: known to one. " + TEXT * 20, stream)
         if stream and way != "responses":
             body["stream_options"] = {"include_usage": True}
@@ -104,7 +104,7 @@ async def test_no_counterpart_is_missed_that_has_not_been_heard_yet_or_has_stopp
 async def test_explain_tells_both_ways_and_reserves_nothing(trio):
     prefiller, decoder, _ = trio
     async with running("--replica-url", f"{prefiller.url}#role=prefill", f"{decoder.url}#role=decode") as gateway:
-        await gateway.ready(2)
+        await gateway.ready_for_legs(2)
         path, body = asked("chat", "Explained. " + TEXT * 20, False)
         told = (await gateway.admin.post("/explain", params={"path": path}, json=body)).json()
         # nothing there is to be held up, so moving the cache is not worth it
@@ -117,7 +117,7 @@ async def test_explain_tells_both_ways_and_reserves_nothing(trio):
     async with running(
         "--replica-url", f"{prefiller.url}#role=prefill", f"{decoder.url}#role=decode", "--policy", "round_robin"
     ) as gateway:
-        await gateway.ready(2)
+        await gateway.ready_for_legs(2)
         path, body = asked("chat", "Explained otherwise. " + TEXT * 20, False)
         legs = (await gateway.admin.post("/explain", params={"path": path}, json=body)).json()["legs"]
         assert (legs["prefill"], legs["decode"]) == (f"127.0.0.1:{prefiller.port}", f"127.0.0.1:{decoder.port}")
@@ -135,7 +135,7 @@ async def test_a_prompt_that_the_decoder_has_now_is_asked_whole(trio):
     async with running(
         "--replica-url", f"{prefiller.url}#role=prefill", f"{decoder.url}#role=decode", "--policy", "round_robin"
     ) as gateway:
-        await gateway.ready(2)
+        await gateway.ready_for_legs(2)
         await gateway.until(lambda status: all(one["events"] == "live" for one in status["replicas"]))
         path, body = asked("chat", "Twice. " + TEXT * 20, False)
         first, second = [(await gateway.client.post(path, json=body)).json()["usage"] for _ in range(2)]
@@ -149,7 +149,7 @@ async def test_an_engine_without_a_connector_is_found_out_and_its_requests_stay_
     way = "transfer=nixl-unchecked"  # else its metrics would have told
     urls = f"{single.url}#role=prefill,{way}", f"{decoder.url}#role=decode,{way}"
     async with running("--replica-url", *urls, "--policy", "round_robin") as gateway:
-        await gateway.ready(2)
+        await gateway.ready_for_legs(2)
         for number in range(3):
             path, body = asked("chat", f"Nothing kept {number}. " + TEXT * 20, False)
             assert (await gateway.client.post(path, json=body)).status_code == 200
@@ -170,7 +170,7 @@ async def test_two_legs_say_what_one_engine_says_by_any_way_of_moving_caches(sta
     decoder = start_engine("--kv-connector", wire).wait()
     urls = [f"{prefiller.url}#role=prefill,transfer={wire}", f"{decoder.url}#role=decode,transfer={wire}"]
     async with running("--replica-url", *urls, "--policy", "round_robin") as gateway:
-        await gateway.ready(2)
+        await gateway.ready_for_legs(2)
         assert {one["transfer"] for one in (await gateway.status())["replicas"]} == {wire}
         async with httpx.AsyncClient(base_url=single.url) as alone:
             for way in ways:
@@ -199,7 +199,7 @@ async def test_replicas_that_pass_caches_on_in_different_ways_are_told_of_and_ta
         "--policy",
         "round_robin",
     ) as gateway:
-        await gateway.ready(2)
+        await gateway.ready_for_legs(2)
         path, body = asked("chat", "Unlike. " + TEXT * 20, False)
         assert (await gateway.client.post(path, json=body)).status_code == 200
         assert await gateway.counted("hitherto_leg_choices_total", choice="apart") == 0
@@ -216,7 +216,7 @@ async def test_a_sidecar_whose_prefiller_is_killed_loses_no_request(start_engine
         "--policy",
         "round_robin",
     ) as gateway:
-        await gateway.ready(2)
+        await gateway.ready_for_legs(2)
         dies.process.kill()
         for number in range(4):
             path, body = asked("chat", f"Bereft {number}. " + TEXT * 20, False)
@@ -230,7 +230,7 @@ async def test_a_prefiller_that_is_killed_loses_no_request(start_engine, trio):
     async with running(
         "--replica-url", f"{dies.url}#role=prefill", f"{decoder.url}#role=decode", "--policy", "round_robin"
     ) as gateway:
-        await gateway.ready(2)
+        await gateway.ready_for_legs(2)
         path, body = asked("chat", "Alive. " + TEXT * 20, False)
         assert (await gateway.client.post(path, json=body)).status_code == 200
         dies.process.kill()
@@ -246,7 +246,7 @@ async def test_two_gateways_count_both_legs_in_one_ledger(trio, start_redis):
     flags = ["--replica-url", f"{prefiller.url}#role=prefill", f"{decoder.url}#role=decode", "--policy", "round_robin"]
     async with running(*flags, "--redis-url", server.url) as one, running(*flags, "--redis-url", server.url) as other:
         for gateway in (one, other):
-            await gateway.ready(2)
+            await gateway.ready_for_legs(2)
             await gateway.until(lambda status: status["map"]["redis"]["ledger_joined"], 20)
         asked_of = [
             gateway.client.post(path, json=body)

@@ -39,7 +39,7 @@ async def apart(prefiller: Engine, decoder: Engine):
     urls = f"{prefiller.url}#role=prefill", f"{decoder.url}#role=decode"
     async with running("--replica-url", *urls, "--model", "sim") as gateway:
         gateway.client.timeout = httpx.Timeout(PATIENCE)
-        await gateway.ready(2)
+        await gateway.ready_for_legs(2)
         yield gateway
 
 

@@ -235,7 +235,7 @@ async def test_prompts_are_computed_in_one_pool_and_answered_by_the_other(tmp_pa
         "  other: {profile: sim, launch: 1, served_model_name: other}\n"
     )
     async with running("--config", str(config)) as gateway:
-        replicas = (await gateway.ready(4))["replicas"]
+        replicas = (await gateway.ready_for_legs(4))["replicas"]
         roles = {one["id"]: one["role"] for one in replicas}
         assert sorted(roles.values()) == ["both", "decode", "decode", "prefill"]
         assert {one["id"] for one in (await gateway.client.get("/v1/models")).json()["data"]} == {"sim", "other"}
@@ -265,7 +265,7 @@ async def test_pools_that_pass_caches_on_by_mooncake_need_no_more_than_their_pro
         f"{{p: {{profile: {profile}, launch: 2, role: prefill}}, d: {{profile: {profile}, launch: 1, role: decode}}}}"
     )
     async with running("--pools", pools, "--workers", workers, "--policy", "round_robin") as gateway:
-        replicas = (await gateway.ready(3))["replicas"]
+        replicas = (await gateway.ready_for_legs(3))["replicas"]
         assert {one["transfer"] for one in replicas} == {"mooncake"}
         for number in range(4):
             answer = await gateway.chat([{"role": "user", "content": f"{number}. " + TEXT * 40}])
@@ -273,7 +273,7 @@ async def test_pools_that_pass_caches_on_by_mooncake_need_no_more_than_their_pro
         assert await gateway.counted("hitherto_legs_total", leg="decode", outcome="complete") == 4
         os.kill(next(one["pid"] for one in replicas if one["role"] == "prefill"), signal.SIGKILL)
         await gateway.until(lambda status: sum(one["state"] == "ready" for one in status["replicas"]) < 3)
-        await gateway.ready(3)
+        await gateway.ready_for_legs(3)
         for number in range(4):
             answer = await gateway.chat([{"role": "user", "content": f"again {number}. " + TEXT * 40}])
             assert answer.status_code == 200, answer.text

@@ -74,7 +74,7 @@ async def nothing_is_left(gateway, *engines):
 async def test_two_legs_say_what_one_engine_says(engines, single, wire, api):
     prefiller, decoder = engines[wire].prefiller, engines[wire].decoder
     async with running(*flags_of(wire, [prefiller], [decoder])) as gateway:
-        await gateway.ready(2)
+        await gateway.ready_for_legs(2)
         async with httpx.AsyncClient(base_url=single.url) as alone:
             for number in range(3):
                 path, body = asked(api, f"{wire}, {api} {number}. " + TEXT * 20, False)
@@ -95,7 +95,7 @@ async def test_two_legs_say_what_one_engine_says(engines, single, wire, api):
 async def test_usage_has_the_tokens_that_the_prefiller_found_cached(engines, stream):
     prefiller, decoder = engines["sglang"].prefiller, engines["sglang"].decoder
     async with running(*flags_of("sglang", [prefiller], [decoder])) as gateway:
-        await gateway.ready(2)
+        await gateway.ready_for_legs(2)
         path, body = asked("chat", f"{stream}: said before. " + TEXT * 20, stream)
         if stream:
             body["stream_options"] = {"include_usage": True}
@@ -110,7 +110,7 @@ async def test_usage_has_the_tokens_that_the_prefiller_found_cached(engines, str
 async def test_several_choices_and_short_prompts_go_through_rooms_too(engines):
     prefiller, decoder = engines["sglang"].prefiller, engines["sglang"].decoder
     async with running(*flags_of("sglang", [prefiller], [decoder])) as gateway:
-        await gateway.ready(2)
+        await gateway.ready_for_legs(2)
         answer = await gateway.chat([{"role": "user", "content": "Hi."}], n=3)
         assert answer.status_code == 200 and len(answer.json()["choices"]) == 3
         assert await gateway.counted("hitherto_legs_total", leg="decode", outcome="complete") == 1
@@ -127,7 +127,7 @@ async def test_an_engine_that_speaks_so_tells_where_it_is_met(start_engine):
     decoder = start_engine("--kv-connector", "sglang-decode", *flags)
     urls = f"{prefiller.wait().url}#role=prefill", f"{decoder.wait().url}#role=decode"
     async with running("--replica-url", *urls, "--policy", "round_robin") as gateway:
-        await gateway.ready(2)
+        await gateway.ready_for_legs(2)
         for stream in (False, True):
             path, body = asked("chat", f"{stream}, {TEXT * 20}", stream)
             assert (await gateway.client.post(path, json=body)).status_code == 200
@@ -143,7 +143,7 @@ async def test_the_mode_that_an_engine_was_started_in_is_its_role(start_engine, 
     decoder = start_engine("--kv-connector", "sglang-decode", *flags).wait()
     for said in ("", "#role=prefill"):
         async with running("--replica-url", prefiller.url, decoder.url + said, "--workers", workers) as gateway:
-            status = await gateway.ready(2)
+            status = await gateway.ready_for_legs(2)
             told = {one["url"]: (one["role"], " ".join(one["problems"])) for one in status["replicas"]}
             assert (told[prefiller.url][0], told[decoder.url][0]) == ("prefill", "decode")
             assert "started for" not in told[prefiller.url][1]
@@ -159,7 +159,7 @@ async def test_a_bootstrap_server_that_nobody_reaches_is_said_with_its_remedy(en
     prefiller, decoder = engines["mooncake"].prefiller, engines["mooncake"].decoder
     urls = f"{prefiller.url}#role=prefill,transfer=mooncake,bootstrap=1", url_of(decoder, "decode", "mooncake")
     async with running("--replica-url", *urls, "--policy", "round_robin") as gateway:
-        status = await gateway.ready(2)
+        status = await gateway.ready_for_legs(2)
         (problems,) = [" ".join(one["problems"]) for one in status["replicas"] if one["role"] == "prefill"]
         assert ":1/query cannot be read" in problems and "#bootstrap=PORT" in problems
         path, body = asked("chat", "Whole. " + TEXT * 20, False)
@@ -193,7 +193,7 @@ async def in_trouble(engine, gateway, what, *left, faults=("refuse", "error_500"
 async def test_a_prefiller_that_fails_or_is_killed_while_it_computes_loses_no_request(engines, wire):
     prefiller, decoder, dies = engines[wire].prefiller, engines[wire].decoder, engines[wire].prefiller_that_dies
     async with running(*flags_of(wire, [dies, prefiller], [decoder])) as gateway:
-        await gateway.ready(3)
+        await gateway.ready_for_legs(3)
         await in_trouble(dies, gateway, f"{wire}, of its prefiller,", prefiller, dies, faults=("refuse", "error_503"))
         asking = []
         for stream in (True, False):  # each prefiller gets one
@@ -212,7 +212,7 @@ async def test_a_prefiller_that_answers_500_loses_no_request(engines, wire):
     """The pair is left out for a while."""
     prefiller, other, decoder = engines[wire].prefiller, engines[wire].slow, engines[wire].decoder
     async with running(*flags_of(wire, [prefiller, other], [decoder])) as gateway:
-        await gateway.ready(3)
+        await gateway.ready_for_legs(3)
         await in_trouble(prefiller, gateway, f"{wire}, of its prefiller,", prefiller, other, faults=("error_500",))
 
 
@@ -220,7 +220,7 @@ async def test_a_prefiller_that_answers_500_loses_no_request(engines, wire):
 async def test_a_decoder_that_fails_or_is_killed_before_its_first_byte_loses_no_request(engines, wire):
     slow, decoder, dies = engines[wire].slow, engines[wire].decoder, engines[wire].decoder_that_dies
     async with running(*flags_of(wire, [slow], [dies, decoder])) as gateway:
-        await gateway.ready(3)
+        await gateway.ready_for_legs(3)
         if wire == "sglang":
             await in_trouble(dies, gateway, f"{wire}, of its decoder,", slow)
         else:  # a prompt is kept for a while for a decoder that never comes; after a 500 the pair would be left out
@@ -242,7 +242,7 @@ async def test_a_client_that_leaves_is_left_by_both_engines(engines, wire):
     slow, decoder = engines[wire].slow, engines[wire].decoder
     before = await rooms_open(slow)
     async with running(*flags_of(wire, [slow], [decoder])) as gateway:
-        await gateway.ready(2)
+        await gateway.ready_for_legs(2)
         path, body = asked("chat", f"{wire}: left. " + LONG, True)
         asking = asyncio.ensure_future(gateway.client.post(path, json=body))
         await is_loaded(slow, 1)
@@ -260,7 +260,7 @@ async def test_an_engine_that_stops_without_a_word_is_left(engines, stopped):
     of = engines["sglang"]
     sides = ([of.slow, of.prefiller], [of.decoder])
     async with running(*flags_of("sglang", *sides)) as gateway:
-        await gateway.ready(3)
+        await gateway.ready_for_legs(3)
         asked_of = [asked("chat", f"{stopped}, {number}: stopped. " + LONG, True) for number in range(2)]
         asking = asyncio.gather(*[gateway.client.post(path, json=body) for path, body in asked_of])
         await is_loaded(of.slow, 1)
@@ -283,7 +283,7 @@ async def test_two_gateways_count_both_legs_in_one_ledger(engines, start_redis):
     flags = (*flags_of("sglang", [prefiller], [decoder]), "--redis-url", server.url)
     async with running(*flags) as one, running(*flags) as other:
         for gateway in (one, other):
-            await gateway.ready(2)
+            await gateway.ready_for_legs(2)
             await gateway.until(lambda status: status["map"]["redis"]["ledger_joined"], 20)
         asked_of = [
             gateway.client.post(path, json=body)
@@ -307,7 +307,7 @@ async def test_another_proxy_is_told_that_requests_in_two_legs_pass_here(engines
     path, body = asked("chat", "Decided. " + TEXT * 20, False)
     flags = flags_of("sglang", [prefiller], [decoder])
     async with running(*flags) as gateway:
-        await gateway.ready(2)
+        await gateway.ready_for_legs(2)
         refused = await gateway.admin.post("/decide", params={"path": path}, json=body)
         error = refused.json()["error"]
         assert (refused.status_code, error["code"]) == (501, "takes_two_legs")
@@ -315,7 +315,7 @@ async def test_another_proxy_is_told_that_requests_in_two_legs_pass_here(engines
         assert (await gateway.client.post(path, json=body)).status_code == 200, "which has its own way"
         await nothing_is_left(gateway, prefiller)
     async with running(*flags[:1], single.url, *flags[1:]) as gateway:
-        await gateway.ready(3)
+        await gateway.ready_for_legs(3)
         decided = (await gateway.admin.post("/decide", params={"path": path}, json=body)).json()
         assert decided["url"] == single.url and decided["candidates"] == [decided["replica"]]
         await gateway.admin.post(f"/decide/{decided['id']}/done")

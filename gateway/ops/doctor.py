@@ -24,41 +24,44 @@ import aiohttp
 
 from gateway.cautions import cautions
 from gateway.config import Config, known_urls, read_engine_key
-from gateway.ops.checks import (
+from gateway.ops.gateway_check import (
     NONE_RUNS,
-    PROBE_SECONDS,
     StatusUnavailable,
+    check_drained,
+    check_gateway,
+    check_kept_out,
+    check_seen_by_gateway,
+    check_variants,
+    ended_by_drain,
+    known_to,
+    running_gateway,
+)
+from gateway.ops.pods_check import find_pods
+from gateway.ops.prompt_check import check_model, check_prompts
+from gateway.ops.redis_check import redis_findings
+from gateway.ops.replicas_check import (
+    PROBE_SECONDS,
     by_files,
     by_model,
     check_block_size,
     check_clock,
     check_context,
-    check_drained,
-    check_gateway,
     check_hash_seeds,
-    check_kept_out,
-    check_launches,
-    check_model,
     check_models,
+    check_own_words,
+    check_reached,
+    check_roles,
+    check_twice,
+    problems_by_subject,
+)
+from gateway.ops.settings_check import (
+    check_launches,
     check_named_files,
     check_no_replicas,
     check_own_redis,
-    check_own_words,
-    check_prompts,
-    check_reached,
-    check_roles,
-    check_seen_by_gateway,
     check_settings,
     check_traces,
-    check_twice,
-    check_variants,
-    ended_by_drain,
-    known_to,
-    problems_by_subject,
-    running_gateway,
 )
-from gateway.ops.pods_check import find_pods
-from gateway.ops.redis_check import redis_findings
 from gateway.ops.transfer_trial import transfers
 from gateway.ops.trial import Finding, Trial, trials
 from gateway.prompt.pipeline import Pipeline

@@ -1,81 +1,24 @@
 """`hitherto doctor` against real simulated engines, healthy and broken in one way each."""
 
-import functools
-import http.server
 import json
 import re
 import shutil
 import socket
-import threading
 import urllib.request
 
 import pytest
-from aiohttp import web
 
 from gateway import cli
-from gateway.ops import checks, doctor, trial
+from gateway.ops import doctor, gateway_check, trial
 from gateway.ops.trial import Finding
-from gateway.prompt.pipeline import Pipeline
 from replicas.engines.vllm.events import Decoder
 from replicas.replica import parse_url
 from replicas.simulated.model import sim_model_dir
 
 from ..prompt.families import FAMILIES
-from .test_checks import status
+from .examined import METRICS, TRIED, doctor_lines, examine, free_port, once_read, status, told_by
 
-
-def told_by(url: str) -> dict:
-    with urllib.request.urlopen(url) as answer:
-        return json.load(answer)
-
-
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return one.getsockname()[1]
-
-
-@pytest.fixture(scope="module")
-def engines(start_engine):
-    """healthy; without events and cached tokens; with other blocks."""
-    started = [start_engine(), start_engine("--no-events", "--no-cached-tokens"), start_engine("--block-size", "32")]
-    return [engine.wait() for engine in started]
-
-
-# Reading a tokenizer takes a second; the same one is read once for all tests.
-once_read = functools.cache(Pipeline)
-
-
-@pytest.fixture(autouse=True)
-def settings(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(checks, "Pipeline", once_read)
-    monkeypatch.setenv("HITHERTO_PORT", str(free_port()))
-    monkeypatch.setenv("HITHERTO_ADMIN_PORT", str(free_port()))
-    monkeypatch.setenv("HITHERTO_MODEL", "sim")
-
-
-def doctor_lines(capsys, *flags: str) -> tuple[int, str]:
-    code = cli.main(["doctor", *flags])
-    return code, capsys.readouterr().out
-
-
-def examine(capsys, *flags: str) -> tuple[int, dict[str, tuple[str, str]]]:
-    """(exit code, subject without the replica's name -> (level, text and remedy))."""
-    found: dict[str, tuple[str, str]] = {}
-    line = doctor.line
-
-    def noted(finding: Finding) -> str:
-        found[finding.subject.split(" 127.")[0]] = (finding.level, f"{finding.text} {finding.remedy}".strip())
-        return line(finding)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(doctor, "line", noted)
-        code = cli.main(["doctor", *flags])
-    out = capsys.readouterr().out
-    broken = len(re.findall(r"^fail ", out, re.M))
-    assert f": {broken} broken, " in out if broken else "0 broken" in out or "all is well" in out
-    return code, found
+pytestmark = pytest.mark.usefixtures("settings")
 
 
 def test_a_healthy_engine(capsys, engines):
@@ -217,7 +160,7 @@ def test_an_engine_that_takes_connections_and_answers_nothing(capsys, monkeypatc
     assert code == 1 and level == "fail" and "/health did not answer within 0.3 s it hangs, still loads" in text
     assert "`py-spy dump --pid PID` of its process and restart it" in text and "correct its URL" not in text
     failed = {"id": "a:1", "url": "http://a:1", "state": "failed", "reason": f"no answer for 15 s: {text}"}
-    (kept_out,) = checks.check_kept_out(parse_url("http://a:1"), status(replicas=[failed]))
+    (kept_out,) = gateway_check.check_kept_out(parse_url("http://a:1"), status(replicas=[failed]))
     assert "py-spy dump" in kept_out.remedy and "its other checks are skipped" in kept_out.remedy
 
 
@@ -238,68 +181,6 @@ def test_no_replica_at_all_and_no_tokenizer(capsys, monkeypatch, tmp_path):
     assert code == 1
     assert found["replicas"][0] == "fail" and "--replica-url" in found["replicas"][1]
     assert found["tokenizer"][0] == "fail" and "tokenizer.json" in found["tokenizer"][1]
-
-
-METRICS = """vllm:cache_config_info{block_size="16",enable_prefix_caching="True",engine="0",num_gpu_blocks="100"} 1.0
-vllm:num_requests_running{engine="0"} 0.0
-vllm:num_requests_waiting{engine="0"} 0.0
-vllm:kv_cache_usage_perc{engine="0"} 0.0
-vllm:prefix_cache_queries_total{engine="0"} 0.0
-vllm:prefix_cache_hits_total{engine="0"} 0.0
-vllm:prompt_tokens_total{engine="0"} 0.0
-vllm:generation_tokens_total{engine="0"} 0.0
-"""
-ENGINE = {
-    "/health": "",
-    "/v1/models": {"data": [{"id": "sim"}, {"id": "sql", "parent": "sim"}]},
-    "/version": {"version": "9"},
-    "/metrics": METRICS,
-    "/kv_event_sources": {},
-}
-
-
-@pytest.fixture
-def fake():
-    """fake({path: text, object or status}) -> URL of an engine that answers so, to every method; all else is 404."""
-    servers = []
-
-    def start(pages: dict) -> str:
-        class Handler(http.server.BaseHTTPRequestHandler):
-            def do_GET(self):
-                self.rfile.read(int(self.headers.get("Content-Length", 0)))
-                page = pages.get(self.path, 404)
-                body = (
-                    b"{}"
-                    if isinstance(page, int)
-                    else page.encode()
-                    if isinstance(page, str)
-                    else json.dumps(page).encode()
-                )
-                self.send_response(page if isinstance(page, int) else 200)
-                self.send_header("Content-Length", str(len(body)))
-                self.send_header("Content-Type", "text/plain" if isinstance(page, str) else "application/json")
-                self.end_headers()
-                self.wfile.write(body)
-
-            do_POST = do_GET
-
-            def log_message(self, *ignored):
-                pass
-
-        server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        server.daemon_threads = True
-        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
-        servers.append(server)
-        return f"http://127.0.0.1:{server.server_port}"
-
-    yield start
-    for server in servers:
-        server.shutdown()
-        server.server_close()
-
-
-COMPLETION = {"usage": {"prompt_tokens": 60, "prompt_tokens_details": {"cached_tokens": 48}}}
-TRIED = {**ENGINE, "/v1/completions": COMPLETION}
 
 
 @pytest.mark.parametrize(
@@ -452,228 +333,9 @@ def test_a_model_by_any_name_is_looked_for_where_the_engine_has_it_from(capsys, 
     assert found["model"] == ("ok", f"support-bot, tokenizer and template from {sim_model_dir()}")
 
 
-def test_what_only_traffic_shows_comes_from_the_running_gateway():
-    running = {"replicas": [{"id": "a:1", "problems": ["12 KV events were passed over (unknown type 'X')"]}]}
-    (finding,) = checks.check_seen_by_gateway(running, [])
-    assert finding.level == "warn" and "passed over" in finding.text and finding.subject == "traffic a:1"
-    assert not list(checks.check_seen_by_gateway({"replicas": [{"id": "a:1"}]}, [])) and not list(
-        checks.check_seen_by_gateway(None, [])
-    )
-
-
-def test_events_that_only_the_running_gateway_knows_of(capsys, fake, engines, monkeypatch):
-    """An older engine does not say where its events are: their address stands in the gateway's flags."""
-    published = told_by(engines[0].url + "/kv_event_sources")["0"]
-    source = {
-        "endpoint": published["endpoint"].replace("*", "127.0.0.1"),
-        "replay": published["replay_endpoint"].replace("*", "127.0.0.1"),
-        "topic": "",
-    }
-    url = fake({**TRIED, "/kv_event_sources": 404})
-    replica = {"id": "x", "url": url, "rank": None, "events": "live", "event_source": source}
-
-    async def running(*_) -> dict:
-        return status(replicas=[replica])
-
-    monkeypatch.setattr(doctor, "running_gateway", running)
-    monkeypatch.setattr(trial, "EVENT_SECONDS", 0.1)
-    _, found = examine(capsys)
-    assert source["endpoint"] in found["events"][1], found  # listened to; this fake publishes nothing there
-    replica |= {"event_source": None, "events": "off"}
-    _, found = examine(capsys)
-    assert found["events"][0] == "warn" and "URL#events=tcp://HOST:PORT" in found["events"][1]
-
-
-def test_a_port_that_somebody_holds(capsys):
-    with socket.socket() as holder:
-        holder.bind(("127.0.0.1", 0))
-        port = holder.getsockname()[1]
-        code, found = examine(capsys, "--launch", "1", "--admin-port", str(port))
-    assert code == 1
-    assert found["admin_port"][0] == "fail" and "give another with --admin-port" in found["admin_port"][1]
-
-
-def test_bad_settings_are_a_line_too_with_exit_code_2(capsys):
-    assert cli.main(["doctor", "--policy", "fastest"]) == 2
-    assert capsys.readouterr().out.startswith("fail  config")
-
-
-BAD_KEYS = '- {name: team a!, sha256: "' + 64 * "0" + '"}\n'
-
-
-def test_a_file_that_cannot_be_used_is_one_failed_check_and_all_others_are_done(capsys, engines, tmp_path):
-    (tmp_path / "keys.yaml").write_text(BAD_KEYS)
-    files = {
-        "--api-keys": ("keys.yaml", "api keys", "keys.yaml:1: name: 'team a!' is no name"),
-        "--tls-cert": ("gone.pem", "tls", "gone.pem cannot be read"),
-        "--chat-template": ("gone.jinja", "chat template", "there is no file gone.jinja"),
-        "--replica-ca": ("gone-too.pem", "replica ca", "gone-too.pem cannot be read"),
-        "--admin-token": ("@gone", "admin token", "cannot read it from gone"),
-        "--engine-api-key": ("@gone", "engine api key", "cannot read it from gone"),
-        "--usage-log": ("gone/usage", "usage log", "gone/usage cannot be written"),
-    }
-    flags = [word for flag, (name, _, _) in files.items() for word in (flag, name)]
-    code, out = doctor_lines(capsys, "--replica-url", engines[0].url, *flags)
-    assert code == 1 and len(re.findall("^fail ", out, re.M)) == len(files), out
-    for flag, (_, subject, said) in files.items():
-        line, remedy = re.search(rf"^fail  {subject} +flag {flag}: (.*)\n      -> (.*)$", out, re.M).groups()
-        assert said in line and remedy.startswith("mend it: no gateway starts with it")
-    for subject in ("gateway", "chat template", "replica 127", "tokens 127", "events 127", "cache 127"):
-        assert re.search(f"^ok    {subject}", out, re.M), subject
-
-
-def test_a_profile_or_a_file_of_replicas_that_cannot_be_used_keeps_nothing_from_being_checked(capsys, tmp_path):
-    (tmp_path / "broken.yaml").write_text("kind: [")
-    (tmp_path / "replicas.txt").write_text("no url\n")
-    code, found = examine(capsys, "--launch", "1", "--profile", "broken.yaml", "--replica-file", "replicas.txt")
-    assert code == 1 and "broken.yaml" in found["launch"][1] and "replicas.txt" in found["replica file"][1]
-    assert found["chat template"][0] == "ok" and "profile" not in found
-
-
-def test_what_the_running_gateway_says_of_a_file_is_not_said_twice(capsys, gateway, tmp_path):
-    (tmp_path / "keys.yaml").write_text(BAD_KEYS)
-    problem = "keys.yaml:1: name: 'team a!' is no name: it has 1 to 64 letters, digits, '.', '_' and '-'"
-    gateway(status(api_keys={"problem": problem}, replicas=[]))
-    _, out = doctor_lines(capsys, "--api-keys", "keys.yaml")
-    assert out.count("api keys") == out.count("team a!") == 1 and "the keys read before stay good" in out
-    _, out = doctor_lines(capsys)
-    assert "the gateway that runs cannot use its file" in out
-
-
-@pytest.fixture
-def gateway(fake, monkeypatch):
-    """gateway(status): the admin side of a running gateway that answers so."""
-
-    def start(page) -> None:
-        monkeypatch.setenv("HITHERTO_ADMIN_PORT", fake({"/status": page}).rpartition(":")[2])
-
-    return start
-
-
-def test_what_the_gateway_says_of_a_replica_comes_before_one_look_at_what_answers_there(
-    capsys, fake, gateway, monkeypatch
-):
-    monkeypatch.delenv("HITHERTO_MODEL")
-    url = fake(
-        {"/health": "", "/v1/models": "<html>", "/version": "<html>", "/metrics": "<html>", "/tokenize": "<html>"}
-    )
-    name, reason = (
-        url.removeprefix("http://"),
-        "something else than the engine answers there: /v1/models lists no models",
-    )
-    one = {
-        "id": name,
-        "url": url,
-        "events": "off",
-        "state": "warming",
-        "reason": reason,
-        "problems": ["KV events are off"],
-    }
-    gateway(status(ready=False, why_not=f"no replica is ready: {name} is warming ({reason})", replicas=[one]))
-    code, found = examine(capsys, "--replica-url", url)
-    assert code == 1 and found["replica"][0] == "fail" and f"warming: {reason}" in found["replica"][1]
-    assert set(found) == {"config", "gateway", "replica"}, "nothing else is known of it"
-
-
-def test_without_its_token_nothing_is_said_of_what_only_the_gateway_knows(capsys, fake, monkeypatch):
-    monkeypatch.delenv("HITHERTO_MODEL")
-
-    async def refused(*_):
-        raise doctor.StatusUnavailable(checks._refused("the admin side asks for its token"))
-
-    monkeypatch.setattr(doctor, "running_gateway", refused)
-    code, found = examine(capsys)
-    assert code == 1 and found["gateway"][0] == "fail" and "--admin-token" in found["gateway"][1]
-    assert set(found) == {"config", "gateway"}
-
-
-def test_that_no_gateway_runs_stands_in_the_last_line(capsys, engines):
-    code, out = doctor_lines(capsys, "--replica-url", engines[0].url)
-    assert code == 0 and out.endswith("checks, all is well; no gateway runs with these settings\n")
-    code, out = doctor_lines(capsys)
-    assert code == 1 and out.endswith("0 worth a look; no gateway runs with these settings\n")
-
-
-def test_a_gateway_that_hangs_is_restarted_and_keeps_its_port(capsys, engines, monkeypatch):
-    """As a process that was stopped does: the kernel takes its connections, and nobody answers."""
-    monkeypatch.setattr(checks, "ADMIN_SECONDS", 0.3)
-    with socket.create_server(("127.0.0.1", 0)) as clients, socket.create_server(("127.0.0.1", 0)) as admin:
-        monkeypatch.setenv("HITHERTO_PORT", str(clients.getsockname()[1]))
-        monkeypatch.setenv("HITHERTO_ADMIN_PORT", str(admin.getsockname()[1]))
-        code, found = examine(capsys, "--replica-url", engines[0].url)
-        _, out = doctor_lines(capsys, "--replica-url", engines[0].url)
-    level, text = found["gateway"]
-    assert code == 1 and level == "fail" and "holds the admin port" in text and "does not answer" in text
-    assert "it hangs: save `py-spy dump --pid PID`" in text and "HithertoGatewayDown" in text
-    assert "port" not in found and found["events"][0] == "ok", "the engines are looked at all the same"
-    assert "no gateway runs" not in out
-
-
-async def test_clocks_that_differ(monkeypatch):
-    from replicas.access import Access
-
-    async def health(request):
-        return web.Response(headers={"Date": "Thu, 01 Jan 2026 00:00:00 GMT"})
-
-    app = web.Application()
-    app.add_routes([web.get("/health", health)])
-    runner = web.AppRunner(app)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    way = Access(f"http://127.0.0.1:{runner.addresses[0][1]}", "127.0.0.1")
-    moment = 1767225600.0  # the same in seconds since 1970
-    try:
-        for offset, level in ((0.5, "ok"), (-1.5, "ok"), (60.0, "warn"), (-60.0, "warn")):
-            monkeypatch.setattr(checks.time, "time", lambda offset=offset: moment + offset)
-            finding = await checks.check_clock({"a": way})
-            assert finding.level == level, offset
-    finally:
-        await way.close()
-    assert "60 s" in finding.text and "NTP" in finding.remedy
-    await runner.cleanup()
-
-
 def test_a_new_prompt_fills_three_blocks_of_any_size_and_is_new():
     pipeline = once_read(sim_model_dir(), "sim", 16, chat_template=None)
     prompts = {trial.new_prompt(size): size for size in (16, 32, 128) for _ in range(2)}
     assert len(prompts) == 6
     for text, size in prompts.items():
         assert len(pipeline.tokenizer.encode(text)) // 4 >= 3 * size
-
-
-def test_a_redis_for_workers(capsys, engines, monkeypatch):
-    flags = ("--replica-url", engines[0].url, "--workers", "2")
-    assert examine(capsys, *flags)[1]["workers"][0] == "ok"
-    monkeypatch.setattr("gateway.workers.private_redis._installed", list)
-    code, found = examine(capsys, *flags)
-    assert code == 1 and found["workers"][0] == "fail" and "pip install 'hitherto[redis-server]'" in found["workers"][1]
-
-
-def test_traces_that_arrive_and_that_do_not(capsys, engines, monkeypatch):
-    class Receiver(http.server.BaseHTTPRequestHandler):
-        def do_POST(self):
-            self.rfile.read(int(self.headers["content-length"]))
-            self.send_response(200 if self.path == "/v1/traces" else 404)
-            self.end_headers()
-
-        def log_message(self, *_): ...
-
-    receiver = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Receiver)
-    threading.Thread(target=receiver.serve_forever, daemon=True).start()
-    base = f"http://127.0.0.1:{receiver.server_port}"
-    found = {}
-    for url in (base, base + "/elsewhere", f"http://127.0.0.1:{free_port()}", "collector:4317"):
-        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", url)
-        found[url] = examine(capsys)[1]["traces"]
-    receiver.shutdown()
-    receiver.server_close()
-    (ok, takes), (wrong, elsewhere), (absent, nobody), (bad, no_url) = found.values()
-    assert (ok, wrong, absent, bad) == ("ok", "warn", "warn", "fail")
-    assert (
-        takes == f"{base}/v1/traces takes them"
-        and "404" in elsewhere
-        and "refused" in nobody
-        and "no http:// or https:// URL" in no_url
-    )
-    monkeypatch.delenv("OTEL_EXPORTER_OTLP_ENDPOINT")
-    assert "traces" not in examine(capsys)[1]

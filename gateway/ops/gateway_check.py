@@ -1,0 +1,230 @@
+"""What `hitherto doctor` finds in a gateway that runs with the same settings, and what it says of its replicas."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import Collection, Iterable, Iterator
+from typing import Any
+
+import aiohttp
+
+from gateway.config import Settings, admin_headers, admin_url
+from gateway.ops.replicas_check import problems_by_subject, remedy_of_silence
+from gateway.ops.settings_check import FOLLOWED
+from gateway.ops.trial import Finding
+from replicas import twins
+from replicas.adopt import Facts
+from replicas.engines import TRANSFERS
+from replicas.problems import DRAINED
+from replicas.replica import Address, EventSource, parse_url
+from replicas.roles import BOTH
+from replicas.simulated import complaints
+
+ADMIN_SECONDS = 5.0  # for the answer of a gateway's admin side
+
+
+NONE_RUNS = Finding("ok", "gateway", "none runs with these settings")
+
+
+class StatusUnavailable(Exception):
+    """Something is at a gateway's admin port and does not say how the gateway is; `finding` says what it does."""
+
+    def __init__(self, finding: Finding):
+        super().__init__(finding.text)
+        self.finding = finding
+
+
+def _refused(why: str) -> Finding:
+    return Finding("fail", "gateway", f"one runs, and its admin side refuses the doctor: {why}",
+                   "run the doctor with the --admin-token that the gateway was started with")  # fmt: skip
+
+
+def _hangs(settings: Settings) -> Finding:
+    return Finding(
+        "fail",
+        "gateway",
+        f"something holds the admin port {admin_url(settings).removeprefix('http://')} and does not answer within {ADMIN_SECONDS:g} s",
+        "if it is this gateway, it hangs: save `py-spy dump --pid PID` (`ss -ltnp` names the process), then restart it "
+        "(runbook HithertoGatewayDown); else stop what holds the port, or give another with --admin-port",
+    )
+
+
+async def running_gateway(settings: Settings, session: aiohttp.ClientSession) -> dict[str, Any] | None:
+    """The status of the gateway that runs with these settings, if one does. Raises StatusUnavailable."""
+    with contextlib.suppress(aiohttp.ClientError, ValueError, LookupError, TypeError):
+        try:
+            async with session.get(
+                admin_url(settings) + "/status",
+                headers=admin_headers(settings),
+                timeout=aiohttp.ClientTimeout(ADMIN_SECONDS),
+            ) as response:
+                status = await response.json()
+        except TimeoutError:
+            raise StatusUnavailable(_hangs(settings)) from None
+        if response.status in (401, 403):
+            raise StatusUnavailable(_refused(status["error"]["message"]))
+        return status if isinstance(status, dict) and "replicas" in status and "policy" in status else None
+    return None
+
+
+def check_gateway(settings: Settings, running: dict[str, Any] | None, known: Collection[str] = ()) -> Iterator[Finding]:
+    """What the gateway that runs with these settings says of itself. `known`: what has been said of files already."""
+    if running is None:
+        for setting in ("port", "admin_port"):
+            port, host = getattr(settings, setting), getattr(settings, setting.replace("port", "host"))
+            wrong = _taken(host, port)
+            if wrong:
+                flags = [f"--{one.replace('_', '-')}" for one in (setting, setting.replace("port", "host"))]
+                what, _, remedy = complaints.cannot_listen(host, port, wrong, *flags).partition(". ")
+                yield Finding("fail", setting, what, remedy[0].lower() + remedy[1:])
+        yield NONE_RUNS
+        return
+    if running["ready"]:
+        yield Finding("ok", "gateway", f"runs, ready, policy {running['policy']}")
+    else:
+        yield Finding("fail", "gateway", f"runs but is not ready: {running['why_not']}", "see the replicas below")
+    redis = running.get("map", {}).get("redis", {})
+    for what, why in (
+        ("map", redis.get("trouble")),
+        ("ledger", not redis.get("ledger_joined", True) and redis["ledger_reason"]),
+    ):
+        if why:
+            yield Finding(
+                "fail",
+                f"redis: {what}",
+                f"the gateway that runs is without the {what} that gateways share: {why}",
+                "see what is said of redis above, and the gateway's log",
+            )
+    yield from _check_files(running, known)
+    for work, failures in running.get("background_failures", {}).items():
+        yield Finding("fail", "background work", f"{work} failed {failures['failures']} times, {failures['seconds_ago']:.0f} s ago with {failures['last']}",
+                      "the gateway started it again; its log has the traceback, which is worth a report")  # fmt: skip
+    prompts = running["totals"]["prompts"]
+    blind, total = prompts.get("load", 0) + prompts.get("text", 0), sum(prompts.values())
+    if total and blind > 0.01 * total:
+        yield Finding("warn", "prompts", f"{blind:g} of {total:g} prompts were routed without exact tokens",
+                      "its log says why: 'a prompt is routed by load', once a minute for each path; hitherto explain shows one")  # fmt: skip
+    for one in running["replicas"]:
+        if one["events"] in ("unobserved", "gap"):
+            yield Finding("fail", f"events {one['id']}", f"the gateway calls its KV events {one['events']}: its cache is guessed from traffic"
+                          f" ({one['events_reason']})",
+                          "see the trial of this replica below, and the gateway's log")  # fmt: skip
+
+
+def _check_files(running: dict[str, Any], known: Collection[str]) -> Iterator[Finding]:
+    """What the gateway that runs says of the files that it reads again when they change. The doctor's own settings need
+    not name them."""
+    for part, (subject, stays) in FOLLOWED.items():
+        why = (running.get(part) or {}).get("problem")
+        if why and not any(why in said for said in known):
+            yield Finding("fail", subject, f"the gateway that runs cannot use its file: {why}",
+                          f"mend it, and it is read again within seconds; until then {stays}")  # fmt: skip
+
+
+def _taken(host: str, port: int) -> OSError | None:
+    """Why nobody could listen there, or None."""
+    if port == 0:
+        return None
+    try:
+        family, kind, protocol, _, where = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        with socket.socket(family, kind, protocol) as probe_socket:
+            probe_socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe_socket.bind(where)
+            probe_socket.listen(1)
+    except OSError as error:
+        return error
+    return None
+
+
+def known_to(running: dict[str, Any] | None) -> list[Address]:
+    """The engines of the running gateway, with the sources of events that it follows and their roles: an older engine
+    does not tell the former, and they stand in the gateway's settings alone."""
+    found: dict[str, Address] = {}
+    for one in (running or {}).get("replicas", []):
+        source = one.get("event_source") if not one.get("rank") else None
+        role, way = one.get("role") or BOTH, one.get("transfer")
+        address = parse_url(one["url"])._replace(
+            source=EventSource(**source) if source else None,
+            role=role,
+            transfer=way if way in TRANSFERS else "",
+            bootstrap=one.get("bootstrap") or 0,
+        )
+        if address.url not in found or address.source is not None:
+            found[address.url] = address
+    return list(found.values())
+
+
+def check_kept_out(address: Address, running: dict[str, Any] | None) -> Iterator[Finding]:
+    """Replicas behind this address that the running gateway sends nothing to, by its own words. It remembers what
+    was there before; what answers now need not be an engine, and would be misjudged by one look at it."""
+    for one in (running or {}).get("replicas", []):
+        if one["url"] == address.url and one.get("state") in ("starting", "warming", "failed"):
+            yield Finding("fail", f"replica {one['id']}", f"the gateway calls it {one['state']}: {one['reason']}",
+                          f"{remedy_of_silence(one['reason'])}; its other checks are skipped")  # fmt: skip
+
+
+def check_drained(settings: Settings, address: Address, running: dict[str, Any] | None) -> Iterator[Finding]:
+    """Replicas behind this address that were drained and not asked back, in the running gateway's own words."""
+    headers = "-H 'content-type: application/json'" + (
+        " -H 'authorization: Bearer TOKEN'" if admin_headers(settings) else ""
+    )
+    for one in (running or {}).get("replicas", []):
+        if one["url"] == address.url and one.get("state") == "stopped":
+            yield Finding(
+                "warn",
+                f"replica {one['id']}",
+                f"{one['reason']}, {_minutes(one['since_seconds'])} ago: {DRAINED}",
+                f"""curl -X POST {admin_url(settings)}/replicas {headers} -d '{{"url": "{one["url"]}"}}'""",
+            )
+
+
+def _minutes(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
+
+
+def ended_by_drain(address: Address, running: dict[str, Any] | None) -> bool:
+    """Whether the gateway launched this engine and ended it when it was drained, so that none is to be looked for."""
+    known = [one for one in (running or {}).get("replicas", []) if one["url"] == address.url]
+    return any(one.get("managed") and one.get("state") == "stopped" for one in known)
+
+
+def check_seen_by_gateway(
+    running: dict[str, Any] | None,
+    replicas: list[tuple[Address, Facts]],
+    untried: Collection[str] = (),
+    names: Iterable[twins.Name] = (),
+) -> Iterator[Finding]:
+    """Problems that only traffic shows, from the gateway that sees it, and those of replicas that only it knows.
+    `names`: of the replicas, for `check_twice` says what is to be said of them."""
+    known = {str(problem) for address, facts in replicas for problem in problems_by_subject(address, facts).values()}
+    known |= {str(problem) for _, problem in twins.complaints(names)}
+    for one in (running or {}).get("replicas", []):
+        for problem in one.get("problems", []):
+            if problem not in known and one.get("url") not in untried and not problem.startswith(DRAINED):
+                yield Finding("warn", f"traffic {one['id']}", problem)
+
+
+def check_variants(running: dict[str, Any] | None, continues: bool = False) -> Iterator[Finding]:
+    """What the running gateway tells apart: more than a look from here shows, since it knows what each engine was
+    started from. `continues`: whether it goes on with streams that break off."""
+    spaces = [space for space in (running or {}).get("spaces", []) if space["variants"] > 1]
+    for name in sorted({name for space in spaces for name in space["models"]}):
+        told = [f"{', '.join(one['replicas'])} (blocks of {one['block_size']}, {one['directory'] or 'no files'}, "
+                f"version {', '.join(one['versions']) or 'unknown'})"
+                for one in spaces if name in one["models"]]  # fmt: skip
+        more = (
+            "; prompts are prepared for two of them, the replicas of the others are chosen by load alone"
+            if len(told) > 2
+            else ""
+        )
+        roles = {one["id"]: one.get("role", BOTH) for one in (running or {}).get("replicas", [])}
+        if any(roles.get(id, BOTH) != BOTH for one in spaces if name in one["models"] for id in one["replicas"]):
+            more += "; both legs of a request are at replicas of one of them"
+            more += ", those that prompts are not prepared for have none" if len(told) > 2 else ""
+        if continues:
+            more += "; a stream that breaks off is gone on with by a replica of its own variant alone"
+        yield Finding("warn", f"variants {name}"[:60], f"the gateway tells {len(told)} apart: {' | '.join(told)}{more}",
+                      "nothing to mend during an upgrade; restart the engines that are behind so that all are alike")  # fmt: skip

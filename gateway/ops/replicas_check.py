@@ -1,0 +1,237 @@
+"""What `hitherto doctor` finds in replicas by how they describe themselves, each alone and beside the others."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterable, Iterator
+from email.utils import parsedate_to_datetime
+from pathlib import Path
+
+import aiohttp
+
+from gateway.config import Settings
+from gateway.model import folder_here
+from gateway.ops.trial import Finding
+from replicas import pairing, twins
+from replicas.access import Access
+from replicas.adopt import IS_GATEWAY, Facts, problems_of
+from replicas.ask import LATE
+from replicas.problems import Problem
+from replicas.replica import Address, Replica
+from replicas.roles import BOTH, REMEDY, SPEAK_ALIKE, lacks, unlike
+from replicas.served import base_names, count_models, marks
+
+SKEW_SECONDS = 2.0  # Date headers have whole seconds
+
+
+PROBE_SECONDS = 2.0  # for a name to be resolved, and for each answer
+
+
+def by_model(replicas: list[tuple[Address, Facts]]) -> list[list[tuple[Address, Facts]]]:
+    """Replicas that serve the same base model, in groups."""
+    groups: list[tuple[set[str], list[tuple[Address, Facts]]]] = []
+    for address, facts in replicas:
+        names = set(base_names(facts.models))
+        group = next((one for one in groups if one[0] & names or one[0] == names), None)
+        if group is None:
+            groups.append((set(names), [(address, facts)]))
+        else:
+            group[0].update(names)
+            group[1].append((address, facts))
+    return [members for _, members in groups]
+
+
+def by_files(settings: Settings, group: list[tuple[Address, Facts]]) -> list[list[tuple[Address, Facts]]]:
+    """Replicas of one model, those together that were started from the same files as far as these are here."""
+    if settings.model or not group:
+        return [group]
+    variants: dict[Path | None, list[tuple[Address, Facts]]] = {}
+    for address, facts in group:
+        variants.setdefault(folder_here(facts.root), []).append((address, facts))
+    strangers = variants.pop(None, [])
+    first, *others = variants.values() or [[]]
+    return [first + strangers, *others]
+
+
+def check_reached(address: Address, facts: Facts) -> Finding:
+    if not facts.serving:
+        return Finding(
+            "fail",
+            f"replica {address.id}",
+            facts.error or "does not serve a model",
+            "give the URLs of the engines behind that gateway as --replica-url, in place of its own"
+            if facts.error == IS_GATEWAY
+            else remedy_of_silence(facts.error),
+        )
+    cache = f", {facts.num_blocks} blocks of {facts.block_size}" if facts.num_blocks else ""
+    bases = base_names(facts.models)
+    adapters = [name for name, parent in facts.models.items() if parent]
+    more = f", adapters {', '.join(adapters)}" if adapters else ""
+    length = f", context {facts.max_model_len}" if facts.max_model_len else ""
+    ranks = f", {len(facts.engines)} data-parallel ranks" if len(facts.engines) > 1 else ""
+    return Finding(
+        "ok",
+        f"replica {address.id}",
+        f"serves {', '.join(bases) or 'unnamed models'}{more}{cache}{length}{ranks}, version {facts.version or 'unknown'}",
+    )
+
+
+def remedy_of_silence(why: str) -> str:
+    """What to do about an engine that serves nothing, by what was seen of it."""
+    if LATE in why:
+        return (
+            "it hangs, still loads, or is out of reach. If its port takes connections and its log does not say that it "
+            "loads, save `py-spy dump --pid PID` of its process and restart it; else look at its machine and at firewalls"
+        )
+    return "start it, wait for it to load, or correct its URL"
+
+
+def problems_by_subject(address: Address, facts: Facts) -> dict[str, Problem]:
+    return problems_of(facts, address.source, facts.events(address.source), address.role)
+
+
+def check_own_words(address: Address, facts: Facts) -> Iterator[Finding]:
+    """What the engine tells of itself that keeps the gateway from its work; events are for the trial to judge."""
+    for name, problem in problems_by_subject(address, facts).items():
+        if name in ("models", "metrics", "caching", "tiers", "role"):
+            level = "fail" if name == "caching" else "warn"
+            subject = "model names" if name == "models" else name
+            yield Finding(level, f"{subject} {address.id}", problem.what, problem.remedy)
+
+
+def check_models(replicas: list[tuple[Address, Facts]]) -> Finding:
+    bases = {address.id: sorted(base_names(facts.models)) for address, facts in replicas}
+    if len(set(map(tuple, bases.values()))) == 1:
+        return Finding(
+            "ok",
+            "models",
+            f"{'the replica serves' if len(bases) == 1 else f'all {len(bases)} replicas serve'} "
+            + (", ".join(next(iter(bases.values()))) or "unnamed models"),
+        )
+    told = "; ".join(f"{id}: {', '.join(names)}" for id, names in bases.items())
+    if count_models(marks(facts.models, facts.root) for _, facts in replicas if facts.models) < 2:
+        return Finding(
+            "warn",
+            "models",
+            f"the replicas serve one model by different names ({told}): they share a name or the folder they were started from",
+            "a request goes to the replicas that serve the name in it, and to any where it has none; "
+            "if that is not meant, start them with the same --served-model-name",
+        )
+    refused = "" if not all(one.models for _, one in replicas) else ", and a prompt that names none is refused"
+    return Finding(
+        "warn",
+        "models",
+        f"the replicas serve different models ({told}): they share neither a name nor the folder they were started from",
+        f"each model is routed among its own replicas{refused}; if that is not meant, correct --replica-url",
+    )
+
+
+def check_twice(names: Iterable[twins.Name]) -> Iterator[Finding]:
+    """Engines that are given under several names."""
+    for found in twins.find(names):
+        said = twins.complaint(found, found.names[0])
+        yield Finding("warn", f"twice {found.names[0]}"[:60], said.what, said.remedy)
+
+
+def check_roles(replicas: list[Replica]) -> Finding | None:
+    """Whether prompts can be computed on one replica and answered by another, where that is wanted."""
+    roles = [one.role for one in replicas]
+    if set(roles) == {BOTH}:
+        return None
+    if what := lacks(set(roles)):
+        return Finding("fail", "roles", what, REMEDY)
+    if what := unlike((one.role, None if one.transfer is None else one.transfer.name) for one in replicas):
+        return Finding("fail", "roles", what, SPEAK_ALIKE)
+    counted = ", ".join(f"{roles.count(role)} {role}" for role in sorted(set(roles)))
+    found, pairs, untold = [], 0, dict[str, None]()
+    for way in dict.fromkeys(one.transfer for one in replicas if one.transfer is not None):
+        alike = [one for one in replicas if one.transfer is way]
+        computing, writing = pairing.sides_of(way, alike, lambda one: one)
+        found += pairing.complaints(computing, writing, way)
+        untold |= dict.fromkeys(
+            name for name in way.compares if any(getattr(one.traits, name) is None for one in alike)
+        )
+        pairs += sum(bool(first and second) for first, second in pairing.groups(computing, writing, way))
+    if found:
+        left = counted if pairs else "no pair is left, so no prompt is computed on one replica and answered by another"
+        remedies = [one.lacking.dialect.remedies.transfer if one.lacking else pairing.REMEDY for one in found]
+        said = "; ".join(one.text for one in found)
+        return Finding("warn" if pairs else "fail", "roles", f"{left}: {said}", "; ".join(dict.fromkeys(remedies)))
+    said = f"{counted}: prompts can be computed on one replica and answered by another"
+    if untold:
+        said += f", as far as they tell: not {', '.join(untold)}, which have to be alike as well; the transfer below tries that"
+    return Finding("ok", "roles", said)
+
+
+def check_block_size(settings: Settings, replicas: list[tuple[Address, Facts]]) -> Finding:
+    sizes = {address.id: facts.block_size for address, facts in replicas if facts.block_size}
+    if settings.block_size and set(sizes.values()) - {settings.block_size}:
+        return Finding("fail", "block size", f"set to {settings.block_size}, but the replicas say {sizes}: no block would ever match",
+                       "leave --block-size out; it is learned from the replicas")  # fmt: skip
+    if len(set(sizes.values())) > 1:
+        return Finding("warn", "block size", f"differs between replicas of one model: {sizes}. They are variants, and each prompt is prepared for both",
+                       "start them all with the same --block-size; of more than two variants the rest is chosen by load alone")  # fmt: skip
+    if sizes:
+        return Finding(
+            "ok",
+            "block size",
+            f"{next(iter(sizes.values()))} tokens on {'every replica' if len(sizes) == len(replicas) else ', '.join(sizes)}",
+        )
+    if settings.block_size:
+        return Finding("ok", "block size", f"{settings.block_size} tokens, as set; the replicas do not tell")
+    return Finding(
+        "warn",
+        "block size",
+        "no replica tells it, so the usual 16 is assumed",
+        "give --block-size as the engines were started with",
+    )
+
+
+def check_hash_seeds(replicas: list[tuple[Address, Facts]]) -> Finding | None:
+    """Whether engines that look for blocks in slower tiers, which they may share, name a block alike."""
+    tiered = [(address.id, facts) for address, facts in replicas if facts.scrape and facts.scrape.external_queries]
+    random = [id for id, facts in tiered if facts.dialect.has_random_hash_seed(facts.version)]
+    if len(tiered) < 2 or not random:
+        return None
+    return Finding("warn", "hash seeds", f"this release names blocks by a seed that is random in each process: what {', '.join(random)} put into "
+                   "a tier that replicas share, no other finds",
+                   "start all with the same PYTHONHASHSEED, or a newer release; nothing to mend if each has a tier of its own")  # fmt: skip
+
+
+def check_context(replicas: list[tuple[Address, Facts]]) -> Finding:
+    lengths = {address.id: facts.max_model_len for address, facts in replicas if facts.max_model_len}
+    names = ", ".join(sorted({name for _, facts in replicas for name in base_names(facts.models)})) or "the model"
+    if not lengths:
+        return Finding("ok", "context", f"no replica of {names} tells its length; prompts are not checked for it")
+    if len(set(lengths.values())) > 1:
+        return Finding("warn", "context", f"differs between replicas of {names}: {lengths}. Longer prompts go only to those that have room",
+                       "start them all with the same --max-model-len if that is not meant")  # fmt: skip
+    return Finding("ok", "context", f"{next(iter(lengths.values()))} tokens on every replica of {names}")
+
+
+async def check_clock(ways: dict[str, Access]) -> Finding:
+    """The replicas' Date headers against this machine's clock."""
+    skews: dict[str, float] = {}
+    for id, way in ways.items():
+        with contextlib.suppress(aiohttp.ClientError, TimeoutError, ValueError, KeyError):
+            before = time.time()
+            async with way.session.get(way.url + "/health", timeout=aiohttp.ClientTimeout(5)) as response:
+                then = parsedate_to_datetime(response.headers["Date"]).timestamp()
+            skews[id] = max(then - time.time(), before - then - 1, 0.0)  # the header is cut to whole seconds
+    wrong = {id: skew for id, skew in skews.items() if skew > SKEW_SECONDS}
+    if wrong:
+        told = ", ".join(f"{id} by {skew:.0f} s" for id, skew in wrong.items())
+        return Finding(
+            "warn",
+            "clock",
+            f"differs from the replicas' clocks: {told}",
+            "routing does not depend on it, but logs and metrics do: run NTP on all machines",
+        )
+    return Finding(
+        "ok",
+        "clock",
+        f"agrees with {len(skews)} of {len(ways)} replicas"
+        if skews
+        else "no replica tells the time; nothing to compare",
+    )

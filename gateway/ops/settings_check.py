@@ -1,0 +1,92 @@
+"""What `hitherto doctor` finds in the settings and the files that they name, before anything is asked."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+from gateway.config import LEFT_OUT, Config, ConfigError, Settings
+from gateway.model import launches
+from gateway.ops import traces
+from gateway.ops.trial import Finding
+
+
+def check_settings(config: Config) -> Finding:
+    given = [source for source in config.sources.values() if source != "default"]
+    files = sorted({source.split(":")[0] for source in given if source.startswith("file ")})
+    parts = [
+        f"{len(given)} of {len(config.sources)} settings given",
+        *(f"read {name.removeprefix('file ')}" for name in files),
+    ]
+    return Finding("ok", "config", ", ".join(parts))
+
+
+# By the part of a gateway's status: what the doctor calls it, and what stays in use while its file cannot be used.
+FOLLOWED = {
+    "api_keys": ("api keys", "the keys read before stay good, also one that was taken out since"),
+    "tls": ("tls", "the certificate read before stays in use"),
+}
+
+
+def check_named_files(config: Config) -> Iterator[Finding]:
+    """Files that settings name and that cannot be used. Profiles are for `check_launches` to judge."""
+    for setting, why in config.unusable.items():
+        if setting not in ("profile", "pools"):
+            subject, stays = FOLLOWED.get(
+                "tls" if setting.startswith("tls_") else setting, (setting.replace("_", " "), "")
+            )
+            left_out = "; the checks below are made without it" if setting in LEFT_OUT else ""
+            yield Finding("fail", subject, why,
+                          "mend it: no gateway starts with it" + (f"; in one that runs {stays}" if stays else left_out))  # fmt: skip
+
+
+def check_own_redis() -> Finding:
+    """What workers share where no Redis is named."""
+    from gateway.workers.private_redis import server
+
+    try:
+        return Finding("ok", "workers", f"share a Redis of their own, {server()}")
+    except ConfigError as error:
+        return Finding("fail", "workers", str(error))
+
+
+async def check_traces() -> Finding | None:
+    """Whether they arrive, if the environment wants them."""
+    try:
+        receiver = traces.receiver()
+    except ConfigError as error:
+        return Finding("fail", "traces", str(error))
+    if receiver is None:
+        return None
+    from gateway.ops.spans import refusal
+
+    why = await asyncio.to_thread(refusal, 2.0)
+    if why:
+        return Finding(
+            "warn",
+            "traces",
+            f"{receiver} does not take them: {why}",
+            "start the collector, or correct OTEL_EXPORTER_OTLP_ENDPOINT; its port for HTTP is most often 4318",
+        )
+    return Finding("ok", "traces", f"{receiver} takes them")
+
+
+def check_launches(settings: Settings) -> Iterator[Finding]:
+    """What keeps engines from being launched, as the gateway says it when it starts."""
+    try:
+        launches(settings)
+    except ConfigError as error:
+        yield from (
+            Finding("fail", "launch", line, "the gateway does not start with that") for line in str(error).splitlines()
+        )
+
+
+def check_no_replicas(settings: Settings) -> Finding:
+    if settings.launches:
+        alone = [(settings.launch, settings.profile)] if settings.launch else []
+        kinds = alone + [(pool.launch, pool.profile) for pool in settings.pools.values()]
+        what = ", ".join(f"{count} would be launched with profile {profile}" for count, profile in kinds)
+        return Finding("ok", "replicas", f"{what}; run the doctor again when they run")
+    return Finding(
+        "fail", "replicas", "there is none to send requests to", "give --replica-url http://HOST:PORT, or --launch N"
+    )

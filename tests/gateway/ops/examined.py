@@ -1,0 +1,92 @@
+"""How tests run `hitherto doctor`, and the pages of an engine and of a gateway that it looks at."""
+
+import functools
+import json
+import re
+import socket
+import urllib.request
+
+import pytest
+
+from gateway import cli
+from gateway.ops import doctor
+from gateway.ops.trial import Finding
+from gateway.prompt.pipeline import Pipeline
+
+
+def told_by(url: str) -> dict:
+    with urllib.request.urlopen(url) as answer:
+        return json.load(answer)
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return one.getsockname()[1]
+
+
+# Reading a tokenizer takes a second; the same one is read once for all tests.
+once_read = functools.cache(Pipeline)
+
+
+def doctor_lines(capsys, *flags: str) -> tuple[int, str]:
+    code = cli.main(["doctor", *flags])
+    return code, capsys.readouterr().out
+
+
+def examine(capsys, *flags: str) -> tuple[int, dict[str, tuple[str, str]]]:
+    """(exit code, subject without the replica's name -> (level, text and remedy))."""
+    found: dict[str, tuple[str, str]] = {}
+    line = doctor.line
+
+    def noted(finding: Finding) -> str:
+        found[finding.subject.split(" 127.")[0]] = (finding.level, f"{finding.text} {finding.remedy}".strip())
+        return line(finding)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(doctor, "line", noted)
+        code = cli.main(["doctor", *flags])
+    out = capsys.readouterr().out
+    broken = len(re.findall(r"^fail ", out, re.M))
+    assert f": {broken} broken, " in out if broken else "0 broken" in out or "all is well" in out
+    return code, found
+
+
+METRICS = """vllm:cache_config_info{block_size="16",enable_prefix_caching="True",engine="0",num_gpu_blocks="100"} 1.0
+vllm:num_requests_running{engine="0"} 0.0
+vllm:num_requests_waiting{engine="0"} 0.0
+vllm:kv_cache_usage_perc{engine="0"} 0.0
+vllm:prefix_cache_queries_total{engine="0"} 0.0
+vllm:prefix_cache_hits_total{engine="0"} 0.0
+vllm:prompt_tokens_total{engine="0"} 0.0
+vllm:generation_tokens_total{engine="0"} 0.0
+"""
+
+
+ENGINE = {
+    "/health": "",
+    "/v1/models": {"data": [{"id": "sim"}, {"id": "sql", "parent": "sim"}]},
+    "/version": {"version": "9"},
+    "/metrics": METRICS,
+    "/kv_event_sources": {},
+}
+
+
+COMPLETION = {"usage": {"prompt_tokens": 60, "prompt_tokens_details": {"cached_tokens": 48}}}
+
+
+TRIED = {**ENGINE, "/v1/completions": COMPLETION}
+
+BAD_KEYS = '- {name: team a!, sha256: "' + 64 * "0" + '"}\n'
+
+
+def status(**changes) -> dict:
+    replica = {"id": "a:1", "url": "http://a:1", "events": "live"}
+    return {
+        "ready": True,
+        "why_not": None,
+        "policy": "least_time",
+        "totals": {"prompts": {"exact": 99, "load": 1}},
+        "replicas": [replica],
+        **changes,
+    }

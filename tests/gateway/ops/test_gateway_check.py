@@ -1,0 +1,195 @@
+"""What `hitherto doctor` reads out of a running gateway's status, and says of one that does not tell it."""
+
+import socket
+
+import pytest
+
+from gateway import cli
+from gateway.ops import doctor, gateway_check, trial
+from gateway.ops.trial import Finding
+from replicas import twins
+from replicas.twins import Name
+
+from .examined import BAD_KEYS, TRIED, doctor_lines, examine, status, told_by
+
+pytestmark = pytest.mark.usefixtures("settings")
+
+
+def told(running) -> list[Finding]:
+    return list(gateway_check.check_gateway(cli.load_config(cli._parse(["doctor"])).settings, running))
+
+
+def test_what_a_running_gateway_says_of_itself():
+    assert [finding.level for finding in told(status())] == ["ok"]
+    (finding,) = told(status(ready=False, why_not="no replica is ready: a:1 is failed (exit code 1)"))
+    assert finding.level == "fail" and "exit code 1" in finding.text
+    assert [f.subject for f in told(status(totals={"prompts": {"exact": 50, "load": 50}}))] == ["gateway", "prompts"]
+    why = "none of the engine's layers has full attention"
+    page = {"id": "a:1", "url": "http://a:1", "events": "unobserved", "events_reason": why}
+    unobserved = told(status(replicas=[page]))
+    assert [(f.level, f.subject) for f in unobserved] == [("ok", "gateway"), ("fail", "events a:1")]
+    assert why in unobserved[1].text
+
+
+def test_what_a_running_gateway_says_of_redis_and_of_its_own_background_work():
+    redis = {"ledger_joined": True, "ledger_reason": "joined", "trouble": ""}
+    assert [finding.level for finding in told(status(map={"redis": redis}, background_failures={}))] == ["ok"]
+    _, map_, ledger = told(
+        status(
+            map={"redis": redis | {"ledger_joined": False, "ledger_reason": "READONLY", "trouble": "leases: NOPERM"}}
+        )
+    )
+    assert (map_.level, map_.subject) == ("fail", "redis: map") and "NOPERM" in map_.text
+    assert (ledger.level, ledger.subject) == ("fail", "redis: ledger") and "READONLY" in ledger.text
+    _, failed = told(
+        status(background_failures={"shared map: publish": {"failures": 3, "last": "KeyError: 7", "seconds_ago": 2.0}})
+    )
+    assert (
+        failed.level == "fail" and "shared map: publish failed 3 times" in failed.text and "KeyError: 7" in failed.text
+    )
+
+
+def test_a_file_that_the_running_gateway_cannot_use_is_said_whatever_the_doctor_was_given():
+    limits = {"joined": None, "reason": "counted by this gateway alone", "gateways": 1}
+    usable = {"api_keys": {"problem": "", "limits": limits}, "tls": None}
+    assert [finding.level for finding in told(status(**usable))] == ["ok"]
+    _, keys, tls = told(
+        status(api_keys=usable["api_keys"] | {"problem": "keys.yaml:2: sha256: is missing"}, tls={"problem": "no PEM"})
+    )
+    assert (keys.level, keys.subject) == ("fail", "api keys") and "keys.yaml:2: sha256: is missing" in keys.text
+    assert (tls.level, tls.subject) == ("fail", "tls") and "no PEM" in tls.text
+
+
+def test_an_engine_whose_other_name_only_the_gateway_knows_is_told_by_it():
+    names = {id: Name(id, "10.0.0.1", 1, 5.25) for id in ("a:1", "b:1")}
+    problems = {id: [str(problem)] for id, problem in twins.complaints(names.values())}
+    running = {"replicas": [{"id": id, "url": f"http://{id}", "problems": problems[id]} for id in problems]}
+    seen = list(gateway_check.check_seen_by_gateway(running, [], (), [names["a:1"]]))
+    assert [one.subject for one in seen] == ["traffic a:1", "traffic b:1"], "b:1 was added with POST /replicas"
+    assert "also given as a:1" in seen[1].text
+    assert not list(gateway_check.check_seen_by_gateway(running, [], (), reversed(names.values()))), (
+        "check_twice says it"
+    )
+
+
+@pytest.mark.parametrize("continues", (False, True))
+def test_variants_that_do_not_go_on_with_each_others_streams_are_named(continues):
+    space = {"models": ["m"], "directory": None, "block_size": 16, "max_model_len": None, "versions": [], "variants": 2}
+    running = {"spaces": [{**space, "replicas": ["a:1"]}, {**space, "replicas": ["b:1"], "block_size": 32}]}
+    [finding] = gateway_check.check_variants(running, continues)
+    assert "a:1 (blocks of 16" in finding.text and "b:1 (blocks of 32" in finding.text
+    assert ("by a replica of its own variant alone" in finding.text) is continues
+    assert "two legs" not in finding.text
+    running["replicas"] = [{"id": "a:1", "role": "both"}, {"id": "b:1", "role": "decode"}]
+    [finding] = gateway_check.check_variants(running, continues)
+    assert "both legs of a request are at replicas of one of them" in finding.text
+
+
+def test_what_only_traffic_shows_comes_from_the_running_gateway():
+    running = {"replicas": [{"id": "a:1", "problems": ["12 KV events were passed over (unknown type 'X')"]}]}
+    (finding,) = gateway_check.check_seen_by_gateway(running, [])
+    assert finding.level == "warn" and "passed over" in finding.text and finding.subject == "traffic a:1"
+    assert not list(gateway_check.check_seen_by_gateway({"replicas": [{"id": "a:1"}]}, [])) and not list(
+        gateway_check.check_seen_by_gateway(None, [])
+    )
+
+
+def test_events_that_only_the_running_gateway_knows_of(capsys, fake, engines, monkeypatch):
+    """An older engine does not say where its events are: their address stands in the gateway's flags."""
+    published = told_by(engines[0].url + "/kv_event_sources")["0"]
+    source = {
+        "endpoint": published["endpoint"].replace("*", "127.0.0.1"),
+        "replay": published["replay_endpoint"].replace("*", "127.0.0.1"),
+        "topic": "",
+    }
+    url = fake({**TRIED, "/kv_event_sources": 404})
+    replica = {"id": "x", "url": url, "rank": None, "events": "live", "event_source": source}
+
+    async def running(*_) -> dict:
+        return status(replicas=[replica])
+
+    monkeypatch.setattr(doctor, "running_gateway", running)
+    monkeypatch.setattr(trial, "EVENT_SECONDS", 0.1)
+    _, found = examine(capsys)
+    assert source["endpoint"] in found["events"][1], found  # listened to; this fake publishes nothing there
+    replica |= {"event_source": None, "events": "off"}
+    _, found = examine(capsys)
+    assert found["events"][0] == "warn" and "URL#events=tcp://HOST:PORT" in found["events"][1]
+
+
+def test_a_port_that_somebody_holds(capsys):
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        port = holder.getsockname()[1]
+        code, found = examine(capsys, "--launch", "1", "--admin-port", str(port))
+    assert code == 1
+    assert found["admin_port"][0] == "fail" and "give another with --admin-port" in found["admin_port"][1]
+
+
+def test_what_the_running_gateway_says_of_a_file_is_not_said_twice(capsys, gateway, tmp_path):
+    (tmp_path / "keys.yaml").write_text(BAD_KEYS)
+    problem = "keys.yaml:1: name: 'team a!' is no name: it has 1 to 64 letters, digits, '.', '_' and '-'"
+    gateway(status(api_keys={"problem": problem}, replicas=[]))
+    _, out = doctor_lines(capsys, "--api-keys", "keys.yaml")
+    assert out.count("api keys") == out.count("team a!") == 1 and "the keys read before stay good" in out
+    _, out = doctor_lines(capsys)
+    assert "the gateway that runs cannot use its file" in out
+
+
+def test_what_the_gateway_says_of_a_replica_comes_before_one_look_at_what_answers_there(
+    capsys, fake, gateway, monkeypatch
+):
+    monkeypatch.delenv("HITHERTO_MODEL")
+    url = fake(
+        {"/health": "", "/v1/models": "<html>", "/version": "<html>", "/metrics": "<html>", "/tokenize": "<html>"}
+    )
+    name, reason = (
+        url.removeprefix("http://"),
+        "something else than the engine answers there: /v1/models lists no models",
+    )
+    one = {
+        "id": name,
+        "url": url,
+        "events": "off",
+        "state": "warming",
+        "reason": reason,
+        "problems": ["KV events are off"],
+    }
+    gateway(status(ready=False, why_not=f"no replica is ready: {name} is warming ({reason})", replicas=[one]))
+    code, found = examine(capsys, "--replica-url", url)
+    assert code == 1 and found["replica"][0] == "fail" and f"warming: {reason}" in found["replica"][1]
+    assert set(found) == {"config", "gateway", "replica"}, "nothing else is known of it"
+
+
+def test_without_its_token_nothing_is_said_of_what_only_the_gateway_knows(capsys, fake, monkeypatch):
+    monkeypatch.delenv("HITHERTO_MODEL")
+
+    async def refused(*_):
+        raise doctor.StatusUnavailable(gateway_check._refused("the admin side asks for its token"))
+
+    monkeypatch.setattr(doctor, "running_gateway", refused)
+    code, found = examine(capsys)
+    assert code == 1 and found["gateway"][0] == "fail" and "--admin-token" in found["gateway"][1]
+    assert set(found) == {"config", "gateway"}
+
+
+def test_that_no_gateway_runs_stands_in_the_last_line(capsys, engines):
+    code, out = doctor_lines(capsys, "--replica-url", engines[0].url)
+    assert code == 0 and out.endswith("checks, all is well; no gateway runs with these settings\n")
+    code, out = doctor_lines(capsys)
+    assert code == 1 and out.endswith("0 worth a look; no gateway runs with these settings\n")
+
+
+def test_a_gateway_that_hangs_is_restarted_and_keeps_its_port(capsys, engines, monkeypatch):
+    """As a process that was stopped does: the kernel takes its connections, and nobody answers."""
+    monkeypatch.setattr(gateway_check, "ADMIN_SECONDS", 0.3)
+    with socket.create_server(("127.0.0.1", 0)) as clients, socket.create_server(("127.0.0.1", 0)) as admin:
+        monkeypatch.setenv("HITHERTO_PORT", str(clients.getsockname()[1]))
+        monkeypatch.setenv("HITHERTO_ADMIN_PORT", str(admin.getsockname()[1]))
+        code, found = examine(capsys, "--replica-url", engines[0].url)
+        _, out = doctor_lines(capsys, "--replica-url", engines[0].url)
+    level, text = found["gateway"]
+    assert code == 1 and level == "fail" and "holds the admin port" in text and "does not answer" in text
+    assert "it hangs: save `py-spy dump --pid PID`" in text and "HithertoGatewayDown" in text
+    assert "port" not in found and found["events"][0] == "ok", "the engines are looked at all the same"
+    assert "no gateway runs" not in out

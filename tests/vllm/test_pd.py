@@ -253,6 +253,7 @@ async def test_pools_are_launched_with_all_that_a_transfer_needs(model, tmp_path
     pools = f"{{prefill: {{profile: {profile}, launch: 1, role: prefill}}, decode: {{profile: {profile}, launch: 1, role: decode}}}}"
     async with gateway(pools=pools, model=model, policy="round_robin", ready=False) as hitherto:
         await hitherto.until(lambda status: [one["state"] for one in status["replicas"]] == ["ready"] * 2, 180)
+        await hitherto.ready_for_legs(2)
         for text in prompts(3, 5):
             path, body = asked("chat", text, False)
             answer = await hitherto.client.post(path, json=body | {"model": model.name}, timeout=120)

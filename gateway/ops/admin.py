@@ -143,6 +143,19 @@ def with_members(body: Any) -> str:
     return f"{url}{',' if '#' in url else '#'}{','.join(said)}" if said else url
 
 
+def replica_of(body: bytes) -> tuple[str, Address]:
+    """The URL that the body of POST /replicas gives, and what it says. Raises Refusal."""
+    try:
+        url = with_members(orjson.loads(body))
+    except ValueError as wrong:
+        what = f": {wrong}" if str(wrong) and not isinstance(wrong, orjson.JSONDecodeError) else ""
+        raise Refusal(400, f'the body must be {{"url": "http://HOST:PORT"}}{what}', "invalid_body") from None
+    try:
+        return url, parse_url(url)
+    except ValueError as wrong:
+        raise Refusal(400, str(wrong), "invalid_url") from None
+
+
 class Admin(Side):
     """The admin side of one gateway."""
 
@@ -162,15 +175,9 @@ class Admin(Side):
         return answer(await asyncio.to_thread(told, self.gateway.recent.kept(), time()))
 
     async def add(self, request: web.Request) -> web.Response:
+        url, address = replica_of(await request.read())
+        fleet, id = self.gateway.fleet, address.id
         try:
-            url = with_members(orjson.loads(await request.read()))
-        except ValueError as wrong:
-            what = f": {wrong}" if str(wrong) and not isinstance(wrong, orjson.JSONDecodeError) else ""
-            raise Refusal(400, f'the body must be {{"url": "http://HOST:PORT"}}{what}', "invalid_body") from None
-        fleet = self.gateway.fleet
-        try:
-            address = parse_url(url)
-            id = address.id
             await fleet.quiet(id)
             if id not in fleet.engines:
                 await self._keep("add", url)

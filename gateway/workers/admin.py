@@ -29,9 +29,8 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from replicas import Fleet
 from replicas.kept import KeptReplicas
-from replicas.replica import parse_url
 
-from ..ops.admin import keep
+from ..ops.admin import keep, replica_of
 from ..ops.guard import PASSED_ON, Guard, Refusal
 from ..ops.recent.recent import merged, told
 from ..ops.side import Side, answer
@@ -125,11 +124,8 @@ class WorkersAdmin(Side):
 
     async def add(self, request: web.Request) -> web.Response:
         workers = self.workers
-        try:
-            url = orjson.loads(await request.read())["url"]
-            id = parse_url(url).id
-        except (ValueError, KeyError, TypeError, AttributeError):
-            return await self.pass_on(request)  # the answer says what is wrong
+        url, address = replica_of(await request.read())
+        id = address.id
 
         async def follow() -> None:
             if id in workers.fleet.engines:  # launched by the supervisor, and stopped perhaps

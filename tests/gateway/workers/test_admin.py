@@ -3,11 +3,13 @@ ones."""
 
 import asyncio
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 
 import httpx
 import orjson
 import pytest
 
+from gateway.ops.admin import Admin
 from gateway.ops.guard import Guard
 from gateway.workers.admin import WorkersAdmin
 from gateway.workers.member import Answer
@@ -127,6 +129,34 @@ async def test_a_refused_url_of_a_known_replica_is_not_kept(tmp_path):
     async with admin_of(ScriptedSupervisor([worker], kept, [URL])) as client:
         assert (await client.post("/replicas", json={"url": f"{URL}#events=tcp://10.0.0.7:5557"})).status_code == 409
     assert kept.urls() == ()
+
+
+async def test_what_the_body_says_besides_the_url_is_kept_for_workers_and_gateways_to_come(tmp_path):
+    kept, worker = KeptReplicas(tmp_path / "replicas"), ScriptedWorker(0)
+    supervisor = ScriptedSupervisor([worker], kept)
+    async with admin_of(supervisor) as client:
+        assert (await client.post("/replicas", json={"url": URL, "role": "prefill"})).status_code == 200
+        worker.refuses = 500
+        assert (await client.delete(f"/replicas/{ENGINE}")).status_code == 500  # and is taken back
+    assert (supervisor.urls, kept.urls()) == ({ENGINE: f"{URL}#role=prefill"}, (f"{URL}#role=prefill",))
+
+
+@pytest.mark.parametrize("body", [b"{", b"[]", b'{"url": 7}', b'{"url": "ftp://h:1"}', b'{"url": "http://h:1", "roll": "x"}',
+                                  b'{"url": "http://h:1", "role": "x"}', b'{"url": "http://h:1#role=decode", "role": ["x"]}'])  # fmt: skip
+async def test_what_is_wrong_with_a_body_is_said_as_by_one_gateway(body):
+    """However many workers there are, none that could be asked included."""
+    alone = Admin(SimpleNamespace(fleet=NothingLaunched(), kept=None), Guard(("127.0.0.1",), None))
+    port = await alone.start("127.0.0.1", 0)
+    kind = {"content-type": "application/json"}
+    try:
+        async with (
+            httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as one,
+            admin_of(ScriptedSupervisor([])) as many,
+        ):
+            said, told = [await client.post("/replicas", content=body, headers=kind) for client in (one, many)]
+    finally:
+        await alone.stop()
+    assert (told.status_code, told.json()) == (said.status_code, said.json()) and said.status_code == 400
 
 
 async def test_a_worker_that_does_not_say_whether_it_made_a_change_is_replaced_by_one_that_knows():

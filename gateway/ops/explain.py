@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import http.client
 import json
 import socket
 import sys
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     from replicas import Replica
 
 PROBE_SECONDS = 2.0  # for a name to be resolved, and for each answer
+NO_URL = "it is no URL: write http://HOST:PORT"
 REPLAY_SECONDS = 3.0  # how long to read a replica's events before choosing without the rest
 
 
@@ -76,8 +78,8 @@ def _somehow(
     """The running gateway's answer, or one that is worked out here. Raises ConfigError and ApiError. `unusable`: by
     setting why the file that it names cannot be used."""
     url = (admin or admin_url(settings)).rstrip("/")
-    if not url.startswith(("http://", "https://")):
-        raise ConfigError(f"--admin {admin}: it is no URL: write http://HOST:PORT")
+    if not _is_url(url):
+        raise ConfigError(f"--admin {admin}: {NO_URL}")
     try:
         return ask(url, path, body, admin_headers(settings))
     except Unanswered as reason:
@@ -93,6 +95,17 @@ def _somehow(
     return asyncio.run(alone(settings, path, body))
 
 
+def _is_url(text: str) -> bool:
+    """Whether it names a server as urllib reads it. What else is wrong with a host shows once it is asked."""
+    try:
+        parts = urllib.parse.urlsplit(text)
+        return (
+            parts.scheme in ("http", "https") and bool(parts.hostname and parts.port != 0) and "@" not in parts.netloc
+        )
+    except ValueError:
+        return False
+
+
 def _read_body(name: str) -> bytes:
     try:
         return sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
@@ -105,27 +118,44 @@ def _read_body(name: str) -> bytes:
 def ask(admin: str, path: str, body: bytes, headers: Mapping[str, str] = {}, seconds: float = 30.0) -> dict[str, Any]:
     """The running gateway's answer. Raises Unanswered, and ApiError where it refuses the request."""
     url = f"{admin}/explain?{urllib.parse.urlencode({'path': path})}"
-    request = urllib.request.Request(
-        url, data=body, headers={"Content-Type": "application/json", **headers}, method="POST"
-    )
     direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # never by way of a company's proxy
     try:
+        request = urllib.request.Request(
+            url, data=body, headers={"Content-Type": "application/json", **headers}, method="POST"
+        )
         with direct.open(request, timeout=seconds) as response:
-            told = json.loads(response.read())
+            answer = response.read()
     except urllib.error.HTTPError as refused:
         raise _refusal(refused, admin) from None
-    except (OSError, ValueError) as error:
-        raise Unanswered(_in_words(getattr(error, "reason", error), admin)) from None
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        raise Unanswered(_in_words(getattr(error, "reason", error), admin, seconds)) from None
+    try:
+        told = json.loads(answer)
+    except ValueError:
+        told = None
     if not isinstance(told, dict) or "replicas" not in told:
         raise Unanswered("something else answers there")
     return told
 
 
-def _in_words(reason: object, admin: str) -> str:
+def _in_words(reason: object, admin: str, seconds: float) -> str:
     """Why nobody answers, as far as it is known."""
-    if isinstance(reason, socket.gaierror):
-        return f"host name {urllib.parse.urlsplit(admin).hostname!r} does not resolve"
-    return "nothing listens there" if isinstance(reason, ConnectionRefusedError) else str(reason)
+    match reason:
+        case socket.gaierror():
+            return f"host name {urllib.parse.urlsplit(admin).hostname!r} does not resolve"
+        case ConnectionRefusedError():
+            return "nothing listens there"
+        case TimeoutError():
+            return f"it does not answer within {seconds:g} s"
+        case http.client.IncompleteRead():
+            return "its answer breaks off"
+        case http.client.RemoteDisconnected():
+            return "it closes the connection without an answer"
+        case ValueError() | http.client.InvalidURL():
+            return NO_URL
+        case http.client.HTTPException():
+            return "something else answers there"
+    return getattr(reason, "strerror", None) or str(reason)
 
 
 def _refusal(refused: urllib.error.HTTPError, admin: str) -> Exception:
@@ -134,7 +164,7 @@ def _refusal(refused: urllib.error.HTTPError, admin: str) -> Exception:
         if refused.code in (401, 403):
             return ConfigError(f"the admin side at {admin} refuses: {error['message']}")
         return ApiError(refused.code, error["message"], error["type"], error["param"], error["code"])
-    except (ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, http.client.HTTPException):
         return Unanswered(f"something else answers there, with status {refused.code}")
 
 

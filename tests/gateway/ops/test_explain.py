@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import socket
+import threading
 
 import aiohttp
 import pytest
@@ -100,6 +102,54 @@ async def test_something_else_on_that_port_is_no_gateway(listen, empty_folder, c
     url = await listen()
     assert await in_thread("body.json", "--admin", url) == 2
     assert "something else answers there, with status 404. Give the admin side's URL" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "gw:8081",
+        "http://gw:abc",
+        "http://[::1",
+        "http://g w:8081",
+        "http://",
+        "http://gw:99999",
+        "http://a@gw:1",
+        "http://..:1",
+    ],
+)
+def test_what_is_no_url_is_no_gateway(empty_folder, capsys, url):
+    (empty_folder / "body.json").write_bytes(CHAT)
+    assert cli.main(["explain", "body.json", "--admin", url]) == 2
+    assert capsys.readouterr().err.startswith(f"hitherto: --admin {url}: it is no URL: write http://HOST:PORT")
+
+
+@pytest.mark.parametrize(
+    "reply, said",
+    [
+        (b"SSH-2.0-OpenSSH_9.6\r\n", "something else answers there"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 6\r\n\r\n<html>", "something else answers there"),
+        (b"HTTP/1.1 500 No\r\nContent-Length: 99\r\n\r\n{", "something else answers there, with status 500"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\n{", "its answer breaks off"),
+        (b"", "it closes the connection without an answer"),
+    ],
+)
+def test_an_answer_that_is_no_gateways_is_told_in_words(empty_folder, capsys, reply, said):
+    (empty_folder / "body.json").write_bytes(CHAT)
+
+    def answer():
+        connection, _ = server.accept()
+        with connection, connection.makefile("rb") as request:
+            while not request.peek().endswith(CHAT):
+                request.read(len(request.peek()))
+            connection.sendall(reply)
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        thread = threading.Thread(target=answer)
+        thread.start()
+        url = f"http://127.0.0.1:{server.getsockname()[1]}"
+        assert cli.main(["explain", "body.json", "--admin", url]) == 2
+        thread.join()
+    assert capsys.readouterr().err.startswith(f"hitherto: --admin {url}: {said}. Give the admin side's URL")
 
 
 async def test_without_gateway_and_replicas_it_says_what_to_give(empty_folder, capsys, unused_tcp_port):

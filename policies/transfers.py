@@ -121,8 +121,12 @@ class Transfers:
         return now < until
 
     def restarted(self, replica: str) -> None:
-        """Another process is in its place, which has met nobody."""
+        """Another process is in its place, which has met nobody: it is tried at once, and what fails there too is a
+        failure in a row."""
         self._met = {pair for pair in self._met if replica not in pair}
+        for pair, (_, lasts) in self._paused.items():
+            if replica in pair:
+                self._paused[pair] = 0.0, lasts
 
     def forget(self, replica: str) -> None:
         """The replica is gone."""

@@ -15,6 +15,7 @@ from replicas.answer import Answer
 from replicas.ask import get
 from replicas.engines import DEFAULT, DIALECTS, EngineDialect, recognize
 from replicas.engines.dialect import Told
+from replicas.engines.transfer import MeetingTransfer
 from replicas.event_source import EventSource
 from replicas.metrics import Scrape, missing, parse
 from replicas.problems import NO_REPLAY, TIERS_UNKNOWN, Problem
@@ -134,7 +135,7 @@ async def engine_ids(session: aiohttp.ClientSession, replica: Replica, deadline:
     """Learn the ids by which engines that fetch caches from this one ask for its own, where they are needed. Returns
     what is amiss, and keeps what was known before where there is no answer."""
     transfer, url = replica.transfer, replica.ids_url
-    if transfer is None or not url:
+    if not isinstance(transfer, MeetingTransfer) or not url:
         return None
     answer = await get(session, url, deadline)
     found = transfer.engine_ids(answer.json()) if answer.status == 200 else {}

@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 from replicas.addresses import check_endpoint, check_host, one_spelling
 from replicas.engines import DEFAULT, TRANSFERS, EngineDialect, Transfer
-from replicas.engines.transfer import Meeting
+from replicas.engines.transfer import Meeting, MeetingTransfer
 from replicas.event_source import EventSource
 from replicas.lifecycle import Event, State, follows
 from replicas.metrics import Scrape
@@ -137,7 +137,7 @@ class Replica:
         """Where an engine finds it that fetches the cache of a prompt while that is computed; None: nobody knows, or
         caches are passed on in another way."""
         transfer = self.transfer
-        if transfer is None or not transfer.at_once:
+        if not isinstance(transfer, MeetingTransfer):
             return None
         engine = self.engine_ids.get(self.rank or 0, "")
         if transfer.ids_path and not engine:
@@ -149,7 +149,7 @@ class Replica:
     def ids_url(self) -> str:
         """What tells its engines' ids; "" where none are needed."""
         transfer = self.transfer
-        if transfer is None or not transfer.ids_path or self.role not in PREFILLERS:
+        if not isinstance(transfer, MeetingTransfer) or not transfer.ids_path or self.role not in PREFILLERS:
             return ""
         return f"http://{bracketed(self.host)}:{self.bootstrap or transfer.meets_at}{transfer.ids_path}"
 

@@ -15,7 +15,7 @@ import orjson
 
 from gateway.ops.trial import Finding, Locked, Refused, Trial, new_prompt
 from replicas.adopt import engine_ids
-from replicas.engines.transfer import with_first
+from replicas.engines.transfer import MeetingTransfer, with_first
 from replicas.names import bracketed
 from replicas.pairing import obstacles
 from replicas.problems import Problem
@@ -44,8 +44,10 @@ async def transfers(trials: Sequence[Trial]) -> AsyncIterator[Finding]:
         tried.add(kinds)
         subject = f"transfer {first.id}"
         try:
-            way = _relayed if transfer.header else _at_once if transfer.at_once else _in_turn
-            yield await way(first, second, transfer, subject)
+            if isinstance(transfer, MeetingTransfer):
+                yield await _at_once(first, second, transfer, subject)
+            else:
+                yield await (_relayed if transfer.header else _in_turn)(first, second, transfer, subject)
         except Locked:
             yield Finding(
                 "warn",
@@ -87,7 +89,7 @@ async def _in_turn(first: Trial, second: Trial, transfer: Transfer, subject: str
     return await _fetches(first, second, transfer, subject, body)
 
 
-async def _at_once(first: Trial, second: Trial, transfer: Transfer, subject: str) -> Finding:
+async def _at_once(first: Trial, second: Trial, transfer: MeetingTransfer, subject: str) -> Finding:
     """The gateway's two legs, at the same time; what one of them waits for the other lacks."""
     problem = await engine_ids(first.session, first.replica, ASKED_SECONDS)
     meeting = first.replica.meeting

@@ -15,15 +15,17 @@ LONGEST_ID = 200  # characters; it is the client's
 
 
 class Interruption(NamedTuple):
-    """`replica`: the one that broke off. `behind`: what the client has, in words."""
+    """`replica`: the one that broke off. `received`: what the client has, in words."""
 
     stream: str
     replica: str
     why: str
-    behind: str
+    received: str
 
     def __str__(self) -> str:
-        return f"stream {self.stream[:LONGEST_ID]} of replica {self.replica} broke off behind {self.behind}: {self.why}"
+        return (
+            f"stream {self.stream[:LONGEST_ID]} of replica {self.replica} broke off behind {self.received}: {self.why}"
+        )
 
 
 class Interruptions:

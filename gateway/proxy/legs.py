@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from policies import Candidate, Decision, Demand, Evaluation, Pairing, Router, legs, two_legs
 from replicas import TAKES_TRAFFIC, pairing
-from replicas.engines.transfer import json_object, with_first
+from replicas.engines.transfer import MeetingTransfer, json_object, with_first
 from replicas.names import bracketed
 from replicas.problems import Problem
 from replicas.roles import BOTH, DECODE, DECODERS, PREFILL, PREFILLERS, REMEDY, SPEAK_ALIKE, lacks, unlike
@@ -292,14 +292,14 @@ class LegPlacing:
             held.unsent, held.computing = placement, placement.punctual_ttft
             second_leg(exchange, now)
             return
-        if transfer.at_once:
+        if isinstance(transfer, MeetingTransfer):
             meeting = prefiller.replica.meeting
             assert meeting is not None, "one that nobody finds is given no first leg"
             members, held.parameters = transfer.meet(meeting)
             first_body = with_first(first_body, members)
         first = exchange.attempt_type(prefiller, placement, prompt, False, now, leg=Leg.PREFILL, body=first_body)
         exchange.add_attempt(first)
-        if transfer.at_once:
+        if isinstance(transfer, MeetingTransfer):
             held.first, held.computing = first, placement.punctual_ttft
             second_leg(exchange, now)
 
@@ -368,8 +368,7 @@ class LegPlacing:
         return True
 
     def _may_prefill(self, backend: Backend, prompt: Prompt) -> bool:
-        transfer = backend.replica.transfer
-        if transfer is not None and transfer.at_once and backend.replica.meeting is None:
+        if isinstance(backend.replica.transfer, MeetingTransfer) and backend.replica.meeting is None:
             return False
         return prompt.path not in backend.keeps_nothing and self._may_decode(backend, prompt)
 

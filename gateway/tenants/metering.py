@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 # Counts that do not shrink within their window, but by requests that the gateway has no place for: once they are at
 # their limit, nobody has to be asked.
-GROW = frozenset((REQUESTS, OUTPUT))
+ONLY_GROW = frozenset((REQUESTS, OUTPUT))
 
 MOST_GONE = 1000  # accounts that are kept of tenants that were taken out
 
@@ -91,7 +91,7 @@ class Metering:
         if limits is None:
             return None
         account = self.account(tenant.name)
-        wanted = rules.claims(limits, 0, now, GROW)
+        wanted = rules.claims(limits, 0, now, ONLY_GROW)
         over = rules.refused(wanted, account.count_seen)
         if over is None:
             return None

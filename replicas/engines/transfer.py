@@ -6,6 +6,7 @@ state, and there is one object of each.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Any, NamedTuple
 
 import orjson
@@ -32,13 +33,12 @@ class Meeting(NamedTuple):
     rank: int | None = None  # which of the data-parallel ranks behind its URL; None: there is one
 
 
-class Transfer:
+class Transfer(ABC):
     """How engines of one kind pass a prompt's KV cache on. The first leg goes to the replica that computes the prompt,
     the second to the one that writes the answer, whose bytes the client gets.
 
     By default one leg follows the other: what `parameters` reads in the first one's answer goes into the second one's
-    body. Where the legs are sent `at_once`, what both need to find each other (`meet`) goes into both bodies instead.
-    Where there is a `header` the gateway sends the request once.
+    body. Where there is a `header` the gateway sends the request once.
     """
 
     id = ""  # for operators: `#transfer=ID` behind a replica's URL
@@ -49,37 +49,23 @@ class Transfer:
     # (HOST:PORT), where the prompt is to be computed; b"" where the gateway sends both legs. Of such a way `first_body`
     # only says whether a request can have legs, and `parameters` is not asked.
     header = b""
-    at_once = False
     # Its engines also answer requests in one piece; else a replica with a role gets legs alone, and one without has
     # none.
     takes_whole = True
-    # Of legs that are sent at once: the port at which a replica is met where neither its URL nor its engine tells, and
-    # the path that tells the ids of the engines there, "" where none is needed.
-    meets_at = 0
-    ids_path = ""
     # What of `replicas.pairing.Traits` has to be the same in two engines, for one to fetch from the other, and block
     # sizes that fit; () where that is not known.
     compares: tuple[str, ...] = ()
 
+    @abstractmethod
     def first_body(self, path: str, body: bytes) -> bytes | None:
         """The first leg's body: of the same prompt, one token, in one piece, to be passed on. None: this request can
         have no legs."""
-        raise NotImplementedError
 
     def parameters(self, answer: bytes) -> bytes | None:
         """What the second leg needs of the first one's answer, as members of a JSON object; None where the engine did
         not keep the cache, b"" where there is nothing to go on with, since the answer ended with its first token.
         Raises ValueError if that is no answer at all."""
         return None
-
-    def meet(self, meeting: Meeting) -> tuple[bytes, bytes]:
-        """Members of the first and of the second leg's JSON object, with which the two find each other. Each call is
-        another rendezvous: one that failed is never used again."""
-        raise NotImplementedError
-
-    def engine_ids(self, told: dict[str, Any]) -> dict[int, str]:
-        """The engines' ids by data-parallel rank, by what `ids_path` tells."""
-        return {}
 
     def fetched_from(self, parameters: bytes) -> str:
         """Where the second replica connects to for the cache, HOST:PORT by what the first one says; "" if it does not
@@ -89,6 +75,22 @@ class Transfer:
     def second_body(self, body: bytes, parameters: bytes) -> bytes:
         """The second leg's body, which is the client's but for where the cache comes from."""
         return with_first(body, parameters)
+
+
+class MeetingTransfer(Transfer):
+    """One whose legs are sent at once: what both need to find each other goes into both bodies."""
+
+    meets_at: int  # the port at which a replica is met where neither its URL nor its engine tells
+    ids_path = ""  # tells the ids of the engines there; "" where none is needed
+
+    @abstractmethod
+    def meet(self, meeting: Meeting) -> tuple[bytes, bytes]:
+        """Members of the first and of the second leg's JSON object, with which the two find each other. Each call is
+        another rendezvous: one that failed is never used again."""
+
+    def engine_ids(self, told: dict[str, Any]) -> dict[int, str]:
+        """The engines' ids by data-parallel rank, by what `ids_path` tells."""
+        return {}
 
 
 def one_token(path: str, request: dict[str, Any]) -> dict[str, Any]:

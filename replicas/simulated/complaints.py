@@ -10,6 +10,7 @@ import errno
 import re
 import socket
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, NoReturn
@@ -24,7 +25,7 @@ _ELSEWHERE = {"--replicas": "--launch", "--launch": "--replicas"}  # what anothe
 _CHOICE = re.compile(r"invalid choice: (.+) \(choose from (.+)\)")
 
 
-class PlainParser(argparse.ArgumentParser):
+class PlainParser(argparse.ArgumentParser, ABC):
     """argparse whose complaints say what would be right; whoever inherits decides how one ends the program."""
 
     _given: Sequence[str] = ()
@@ -43,9 +44,9 @@ class PlainParser(argparse.ArgumentParser):
         said = in_words(message, self._given, options_of(self))
         self.refuse(f"{said}{'' if said.endswith('?') else '.'} `{self.prog} --help` lists what there is")
 
+    @abstractmethod
     def refuse(self, why: str) -> NoReturn:
         """End with this complaint, which is a sentence or two without the program's name."""
-        raise NotImplementedError
 
 
 def in_words(message: str, given: Sequence[str] = (), options: Sequence[str] = ()) -> str:

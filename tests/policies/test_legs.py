@@ -330,6 +330,16 @@ def test_a_pair_whose_transfer_failed_is_left_out_for_a_while_twice_as_long_each
     assert chosen(made, demand(), everybody, 2.0)[1] is None
 
 
+def test_a_pair_with_another_process_is_tried_at_once_and_left_out_for_longer_if_that_fails_too():
+    made, _ = fleet("round_robin")
+    for decoder in ("d", "e"):
+        made.transfers.failed("p", decoder, 0.0)
+    made.lost("d")
+    assert not made.transfers.paused("p", "d", 1.0) and made.transfers.paused("p", "e", 1.0)
+    made.transfers.failed("p", "d", 1.0)
+    assert made.transfers.paused("p", "d", 20.0) and not made.transfers.paused("p", "d", 22.0)
+
+
 def slow_network(seconds=60.0, observations=3, at=1.0):
     """A fleet whose decoders are full of streams, and whose transfers have taken so long."""
     made, everybody = fleet()

@@ -149,7 +149,7 @@ class Round:
         if self.second(requests) is None:
             return False
         if self.moment == COMPUTED:
-            await self.until(lambda: self.at_all("prefill", ("num_requests_running",)))
+            await self.until(lambda: self.computes(done))
             return await self.legs_done() == done
         if self.moment in (HANDED_OVER, FETCHED):
             await self.until(lambda: self.have_done(done + 4))
@@ -189,6 +189,10 @@ class Round:
 
     async def have_done(self, count: float) -> bool:
         return await self.legs_done() == count
+
+    async def computes(self, done: float) -> bool:
+        """Whether each prefiller has a request, or a leg is done: then they are past it."""
+        return await self.legs_done() != done or await self.at_all("prefill", ("num_requests_running",))
 
     async def have_begun(self, streams: list[Asked]) -> bool:
         """Whether each has text; one that ended without any says why."""

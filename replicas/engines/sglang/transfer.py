@@ -17,20 +17,19 @@ import secrets
 
 import orjson
 
-from replicas.engines.transfer import CHAT, COMPLETIONS, Meeting, Transfer, json_object
+from replicas.engines.transfer import CHAT, COMPLETIONS, Meeting, MeetingTransfer, json_object
 
 ROOM = "bootstrap_room"
 _ROOMS = 1 << 62  # of 63 bits, so that those of further sequences are within them as well
 
 
-class Bootstrap(Transfer):
+class Bootstrap(MeetingTransfer):
     """A room, both legs at once."""
 
     id = "sglang"
     name = "SGLang's bootstrap room"
     paths = (CHAT, COMPLETIONS)
     lease_seconds = 300.0
-    at_once = True
     takes_whole = False
     meets_at = 8998  # of --disaggregation-bootstrap-port
 

@@ -26,6 +26,7 @@ from replicas.engines.transfer import (
     MESSAGES,
     RESPONSES,
     Meeting,
+    MeetingTransfer,
     Transfer,
     json_object,
     one_sequence,
@@ -67,12 +68,11 @@ class Nixl(Transfer):
         return f"{told['remote_host']}:{told.get('remote_port')}" if told.get("remote_host") else ""
 
 
-class Mooncake(Transfer):
+class Mooncake(MeetingTransfer):
     """Mooncake's connector, both legs at once."""
 
     id = "mooncake"
     name = "Mooncake"
-    at_once = True
     lease_seconds = 480.0  # of VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT
     meets_at = 8998  # of VLLM_MOONCAKE_BOOTSTRAP_PORT
     ids_path = "/query"

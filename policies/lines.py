@@ -166,13 +166,13 @@ class Line:
             tenant.queue = deque([one for one in tenant.queue if one.waits])
             if not tenant.queue:
                 del self._tenants[name]
-                self._turns.remove(name)
+        self._turns = deque([name for name in self._turns if name in self._tenants])
         self._gone = 0
 
     def last(self, resource: Resource) -> Ticket | None:
         """Return who is to go if somebody must: the latest of the tenant that has most of the queue."""
         most = self._most(resource)
-        return next((one for one in reversed(most.queue) if one.waits), None) if most is not None else None
+        return most.queue[-1] if most is not None else None
 
     def most(self, resource: Resource) -> int:
         """Return what the tenant has that has most."""
@@ -200,7 +200,8 @@ class Line:
         return found if len(found) >= count and freed >= size and share <= left else None
 
     def _most(self, resource: Resource) -> _Tenant | None:
-        """Return the tenant that has most. What a heap says of a tenant is what it has, or had before some left."""
+        """Return the tenant that has most, of whose queue the last one waits. What a heap says of a tenant is what it
+        has, or had before some left."""
         heap = self._ranked[resource]
         while heap:
             said, name = heap[0]
@@ -210,8 +211,16 @@ class Line:
             elif (has := getattr(tenant, resource)) != -said:
                 heapreplace(heap, (-has, name))
             else:
+                self._trim(tenant.queue)
                 return tenant
         return None
+
+    def _trim(self, queue: deque[Ticket]) -> None:
+        """Forget those that have left from a queue's end, so that nobody passes them again: where its latest go one by
+        one, each would pass all that went before it."""
+        while not queue[-1].waits:
+            queue.pop()
+            self._gone -= 1
 
     def _rank(self, name: str, tenant: _Tenant) -> None:
         for resource, heap in self._ranked.items():

@@ -318,6 +318,61 @@ def test_the_tenant_with_most_is_known_whoever_comes_and_leaves(steps):
             sizes[one.tenant] += one.size
         assert line.most("count") == max(counts.values(), default=0)
         assert line.most("size") == max(sizes.values(), default=0) and line.size == sum(sizes.values())
+        for resource, sums in (("count", counts), ("size", sizes)):
+            last = line.last(resource)
+            if last is not None:
+                assert sums[last.tenant] == max(sums.values())
+                assert last is [one for one in waiting if one.tenant == last.tenant][-1], "the latest of them"
+        tickets = [one for tenant in line._tenants.values() for one in tenant.queue]
+        assert line._gone == len([one for one in tickets if not one.waits])
+        assert {one for one in tickets if one.waits} == set(waiting)
+        assert sorted(line._turns) == sorted(line._tenants)
+
+
+class Seen(Ticket):
+    """One that counts how often it is asked whether it waits."""
+
+    asked = 0
+
+    @property
+    def waits(self):
+        Seen.asked += 1
+        return self._waits
+
+    @waits.setter
+    def waits(self, waits):
+        self._waits = waits
+
+
+@pytest.mark.parametrize("give", ["last", "gives"])
+def test_the_latest_of_a_tenant_go_one_by_one_without_each_passing_those_that_went_before(give):
+    line, many = Line(FREE, 1.0), 2000
+    for _ in range(many):
+        line.add(Seen(FREE, FREE.slo, 0.0, "hog"), 0.0)
+    Seen.asked = 0
+    for _ in range(many // 2):
+        line.drop(line.last("count") if give == "last" else line.gives(1, 0, 1)[0], 0.0)
+    assert line.count == many // 2 and Seen.asked < 10 * many
+
+
+class Name(str):
+    """One that counts how often it is compared."""
+
+    compared, __hash__ = 0, str.__hash__
+
+    def __eq__(self, other):
+        Name.compared += 1
+        return str.__eq__(self, other)
+
+
+def test_tenants_leave_without_each_being_looked_for_among_all():
+    line, waiting = Line(FREE, 1.0), [ticket(tenant=Name(number)) for number in range(2000)]
+    for one in waiting:
+        line.add(one, 0.0)
+    Name.compared = 0
+    for one in reversed(waiting):
+        line.drop(one, 0.0)
+    assert not line.count and Name.compared < 20_000
 
 
 def test_tenants_whose_requests_have_all_left_are_not_ahead():

@@ -69,7 +69,9 @@ class Eligibility:
             self.pulls.changed()
         self.spills = any(one.replica.spill for one in known)
         self.finer = any(one.is_finer for one in known)
-        self.names = {name: parent for one in _in_best_state(known) for name, parent in one.replica.models.items()}
+        # A name may be a model at one replica and an adapter at another: those in the better state come last, and count.
+        taking = [one.replica for state in reversed(TAKES_TRAFFIC) for one in known if one.replica.state is state]
+        self.names = {name: parent for one in taking for name, parent in one.models.items()}
         self.adapters = frozenset(name for name, parent in self.names.items() if parent)
         told = {id: frozenset(backend.replica.models) for id, backend in self.backends.items()}
         self._served = {id: names or self._served.get(id, names) for id, names in told.items()}

@@ -95,6 +95,25 @@ async def test_a_model_whose_only_replica_is_away_is_not_unknown():
         assert (await talk.response())[0] == 404 and s.proxy.eligible.names == other.replica.models
 
 
+async def test_a_model_that_only_a_degraded_replica_serves_is_listed_with_its_adapters():
+    """Its prompts go there, so an adapter's blocks have to be told from the model's own."""
+    async with stack(answers(), answers()) as s:
+        ready, degraded = (one.replica for one in s.proxy.backends.values())
+        ready.models = {"m": None, "both": None}
+        degraded.models = {"other": None, "red": "other", "both": "other"}
+        degraded.state = State.DEGRADED
+        s.proxy.changed()
+        talk = await s.talk()
+        await talk.say(b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n")
+        _, _, told = await talk.response()
+        listed = {one["id"]: one["parent"] for one in json.loads(told)["data"]}
+        assert listed == {"m": None, "both": None, "other": None, "red": "other"}
+        assert s.proxy.eligible.adapters == {"red"}
+        await talk.say(post(BODY.replace(b'"m"', b'"red"')))
+        status, headers, _ = await talk.response()
+        assert (status, headers["x-hitherto-replica"]) == (200, degraded.id)
+
+
 def away(port: int, state: State = State.FAILED, **facts) -> Replica:
     name = f"127.0.0.1:{port}"
     return Replica(name, f"http://{name}", "127.0.0.1", port, state=state, reason="nothing listens there", **facts)

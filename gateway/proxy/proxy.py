@@ -158,8 +158,6 @@ class Preparation:
             if error is None:
                 exchange.run_isolated(exchange.prepared, prompt)
             else:
-                if prompt is not None:
-                    exchange.model = prompt.model  # for its line in the usage log
                 exchange.run_isolated(exchange.refused, error)
 
         self._metering.claim(charge, decided)
@@ -264,6 +262,7 @@ class Preparation:
             metrics.prompt_failures.inc(exchange.request.path)
             self.begin_other(exchange)
             return
+        exchange.model = prompt.model  # for its line in the usage log, should it be refused before it has the prompt
         exchange.stages.append((stage, seconds))
         if exchange.tenant is not None and (error := exchange.tenant.refusal(prompt.model)) is not None:
             exchange.refused(error)

@@ -81,6 +81,19 @@ async def test_a_line_names_the_model_of_a_request_whose_prompt_was_read_before_
     ]
 
 
+@pytest.mark.parametrize("path", [b"/v1/chat/completions", b"/v1/rerank"])
+async def test_a_line_names_the_model_that_a_key_may_not_use(file, tmp_path, path):
+    limited = tmp_path / "limited"
+    limited.write_text(f"- {{name: a, sha256: {hashlib.sha256(b'a').hexdigest()}, models: [other]}}")
+    log = UsageLog(file)
+    async with stack(answers(ANSWER), keys=Keys(limited), usage_log=log) as s:
+        assert (await ask(s, path=path))[0] == 403
+        assert (await ask(s, BODY.replace(b'"m"', b'""'), path=path))[0] == 403
+        await eventually(lambda: len(lines(file)) == 2)
+    log.close()
+    assert [(one["key"], one["status"], one["model"]) for one in lines(file)] == [("a", 403, "m"), ("a", 403, None)]
+
+
 CHAT = [
     (0, b'data: {"choices":[{"index":0,"delta":{"role":"assistant","content":""},"finish_reason":null}]}'),
     (1, EVENT.strip()),

@@ -402,7 +402,7 @@ class Metrics:
         kind=(*CONNECTION_FAULTS, *STATUS_FAULTS, *ANSWER_FAULTS, "status 5xx", "timeout", "stalled", "request"))
     rejections = Counter("Requests refused without asking a replica",
         reason=("400", "401", "403", "405", "408", "413", "415", "417", "429", "431", "500", "501", "503", "505",
-            "path_not_allowed", "model_not_found", "no_replica_ready", "shutting_down"))
+            "path_not_allowed", "model_not_found", "model_not_known", "no_replica_ready", "shutting_down"))
     # fmt: on
 
     def __init__(self, known: Mapping[str, Collection[str]] = {}) -> None:

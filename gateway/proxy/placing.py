@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from .shared import SharedLedger
 
 
+# Of the 503 for a model that no replica is known to serve, while some have not told theirs.
+MODEL_NOT_KNOWN = "model_not_known"
 UNTOLD = (State.STARTING, State.WARMING, State.FAILED)  # in these a replica is expected to tell its models by itself
 
 
@@ -231,6 +233,7 @@ def unknown_model_error(model: str, known: Collection[str], untold: Sequence[str
         return ApiError(
             503,
             f"no replica is known to serve {model[:200]!r} (served here: {served}), but {which} not told their models yet{more}",
+            code=MODEL_NOT_KNOWN,
         )
     return ApiError(
         404,

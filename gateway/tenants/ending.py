@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Container
 from typing import TYPE_CHECKING, NamedTuple
 
+from ..errors import ApiError
 from ..prompt.prompt import NO_PREFILL
 from ..proxy.exchange import output_tokens
+from ..proxy.placing import MODEL_NOT_KNOWN
 from ..proxy.queue import SLO_HEADER
 from ..proxy.states import BROKEN_OFF
 from .metering import Metering
@@ -60,11 +62,14 @@ def unread_tokens(request: Request) -> int:
 
 
 def _is_unserved(exchange: Exchange) -> bool:
-    """Whether the gateway had no place for a request: its own load refused it, or no replica was ready. A request that
-    brings limits of its own may be refused for these, which counts: else a tenant would have as many as it likes."""
+    """Whether the gateway had no place for a request: its own load refused it, or no replica was ready. What the
+    request itself may have brought about counts, else a tenant would have as many as it likes: limits of its own that
+    cannot be kept, and a model that no replica is known to serve."""
     if exchange.attempts:
         return False
-    return exchange.status == 503 or (exchange.status == 429 and exchange.header(SLO_HEADER) is None)
+    if exchange.status == 503:
+        return not (isinstance(exchange.error, ApiError) and exchange.error.code == MODEL_NOT_KNOWN)
+    return exchange.status == 429 and exchange.header(SLO_HEADER) is None
 
 
 class Settled:

@@ -290,7 +290,7 @@ async def test_a_model_whose_engine_was_down_before_the_gateway_began_is_not_ref
             f"{down} is failed: "
         )
         answer = await gateway.chat([{"role": "user", "content": "x"}], model="llama")
-        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no_replica_ready")
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "model_not_known")
         assert answer.json()["error"]["message"].startswith(told) and answer.headers["retry-after"] == "1"
         body = {"model": "llama", "messages": [{"role": "user", "content": "x"}]}
         for path in ("/explain", "/decide"):

@@ -4,6 +4,7 @@ import asyncio
 import hashlib
 import json
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from datetime import UTC, datetime
 
 import pytest
@@ -19,7 +20,7 @@ from gateway.tenants.keys import Keys
 from gateway.tenants.metering import MOST_GONE, Metering
 from gateway.tenants.tenant import Tenant
 from policies import Classes, Rules
-from replicas import State
+from replicas import Replica, State
 from replicas.simulated.model import sim_model_dir
 
 from ..http.talk import eventually, read_request
@@ -126,6 +127,25 @@ async def test_who_is_refused_with_limits_of_its_own_does_not_go_round_its_reque
         assert codes == ["overloaded", "overloaded", "rate_limit_exceeded"]
         t.stack.proxy.refuse_unanswered()
         assert (await first.response())[0] == 503
+
+
+async def test_who_asks_for_models_that_nobody_knows_does_not_go_round_its_requests_per_minute(tmp_path):
+    """One that is away counts as little as any that the gateway has no place for: it is no choice of the tenant's."""
+    replicas = {}
+    a = {"requests_per_minute": 2}
+    async with tenants(tmp_path, answers(), a=a, b=a, replicas=replicas) as t:
+        replicas["late"] = Replica("127.0.0.1:9", "http://127.0.0.1:9", "127.0.0.1", 9, state=State.WARMING)
+        replicas["away"] = replace(replicas["late"], id="127.0.0.1:10", models={"other": None}, required_model="away")
+
+        async def codes(name, *models):
+            said = [await t.ask(name, BODY.replace(b'"m"', b'"%b"' % model)) for model in models]
+            return [(status, json.loads(body).get("error", {}).get("code")) for status, _, body in said]
+
+        unknown, away = (503, "model_not_known"), (503, "no_replica_ready")
+        assert await codes("a", b"x", b"away", b"away", b"x", b"m") == [
+            unknown, away, away, unknown, (429, "rate_limit_exceeded"),
+        ]  # fmt: skip
+        assert await codes("b", b"m") == [(200, None)]
 
 
 def test_a_request_that_ends_without_a_place_before_its_claim_is_decided_does_not_count():

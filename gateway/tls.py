@@ -28,7 +28,9 @@ class Certificate:
     def __init__(self, certificate: Path, key: Path | None = None, authorities: Path | None = None):
         self._certificate, self._key, self._authorities = certificate, key, authorities
         self._files = Followed([path for path in (certificate, key, authorities) if path is not None])
-        self.context = self._made()
+        # Servers keep this one; where files were read since, connections go on with a context that was made of them.
+        self.context = self._current = self._made()
+        self.context.sni_callback = self._choose
         self.problem = ""  # of the files as they are now
 
     async def follow(self) -> None:
@@ -38,15 +40,17 @@ class Certificate:
 
     async def _renew(self) -> None:
         try:
-            # In a context of its own first: one that is in use would keep half of what does not fit together.
-            await asyncio.to_thread(self._made)
-            self._load(self.context)
+            self._current = await asyncio.to_thread(self._made)
         except CertificateError as error:
             self.problem = str(error)
             log.error("TLS: the certificate known so far stays in use: %s", error)
             return
         self.problem = ""
         log.info("TLS: the certificate in %s is used from now on", self._certificate)
+
+    def _choose(self, connection: ssl.SSLObject, name: str | None, context: ssl.SSLContext) -> None:
+        """OpenSSL asks this of each handshake, of clients that name no server as well."""
+        connection.context = self._current
 
     def _made(self) -> ssl.SSLContext:
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)

@@ -6,11 +6,14 @@ import re
 import shutil
 import ssl
 import subprocess
+from contextlib import closing
 
 import httpx
 import pytest
 
+from gateway import files
 from gateway.cli import main
+from gateway.tls import Certificate
 from tests.replicas.certificates import authority, issue
 
 from .running import running
@@ -94,6 +97,39 @@ async def test_clients_need_a_certificate_where_authorities_of_theirs_are_named(
             async with client(gateway.url, made, certificate) as unknown:
                 with pytest.raises(httpx.TransportError):
                     await unknown.get("/health")
+
+
+async def test_an_authority_that_is_taken_out_lets_nobody_in_any_more(made, tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "LOOK_SECONDS", 0.01)
+    authorities = tmp_path / "authorities.pem"
+    shutil.copy(made / "clients.pem", authorities)
+    tls = Certificate(made / "server.pem", made / "server.key", authorities)
+
+    async def greet(reader, writer) -> None:
+        writer.write(b"hello")
+        writer.close()
+
+    async def lets_in(name: str) -> bool:
+        context = ssl.create_default_context(cafile=made / "ca.pem")
+        context.load_cert_chain(made / f"{name}.pem", made / f"{name}.key")
+        try:
+            reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname(), ssl=context)
+            with closing(writer):
+                return await reader.read() == b"hello"
+        except (OSError, ssl.SSLError):
+            return False
+
+    async with await asyncio.start_server(greet, "127.0.0.1", 0, ssl=tls.context) as server:
+        following = asyncio.create_task(tls.follow())
+        try:
+            assert (await lets_in("client"), await lets_in("stranger")) == (True, False)
+            shutil.copy(made / "ca.pem", authorities)  # which issued the stranger's
+            async with asyncio.timeout(20):
+                while not await lets_in("stranger"):
+                    await asyncio.sleep(0.01)
+            assert not await lets_in("client")
+        finally:
+            following.cancel()
 
 
 def test_what_is_wrong_with_the_files_is_said_with_a_remedy(capsys, made, tmp_path):

@@ -15,7 +15,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -63,6 +63,11 @@ class Config:
     settings: Settings
     sources: dict[str, str]
     unusable: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def left_out(self) -> dict[str, str]:
+        """Of `unusable` those that `settings` is without."""
+        return {setting: why for setting, why in self.unusable.items() if getattr(self.settings, setting) is None}
 
     def to_yaml(self) -> str:
         """A file that `--config` reads back to the same settings, each line with its source. Secrets are left out."""
@@ -112,10 +117,10 @@ def load(
     environ = os.environ if environ is None else environ
     values: dict[str, Any] = {}
     sources = dict.fromkeys(Settings.model_fields, "default")
-    named = file or environ.get(ENV_PREFIX + "CONFIG")
-    if named or Path(DEFAULT_FILE).exists():
-        for name, (value, line) in read_file(Path(named or DEFAULT_FILE)).items():
-            values[name], sources[name] = value, f"file {named or DEFAULT_FILE}:{line}"
+    given = file or environ.get(ENV_PREFIX + "CONFIG")
+    if given or Path(DEFAULT_FILE).exists():
+        for name, (value, line) in read_file(Path(given or DEFAULT_FILE)).items():
+            values[name], sources[name] = value, f"file {given or DEFAULT_FILE}:{line}"
     for name, value in _from_environment(environ).items():
         values[name], sources[name] = value, f"environment {ENV_PREFIX}{name.upper()}"
     for name, value in (flags or {}).items():
@@ -128,12 +133,19 @@ def load(
         raise ConfigError(explain(error, sources)) from None
     unusable = _check_together(settings, sources)
     if without_files:
-        with _noted(unusable, "replica_file", sources):
-            known_urls(settings)
-        settings = settings.model_copy(update=dict.fromkeys(LEFT_OUT & unusable.keys()))
+        settings = settings.model_copy(update=dict.fromkeys(_unreadable(settings, unusable)))
     elif unusable:
         raise ConfigError("\n".join(unusable.values()))
     return Config(settings, sources, unusable)
+
+
+def _unreadable(settings: Settings, unusable: Mapping[str, str]) -> frozenset[str]:
+    """The settings of LEFT_OUT whose files cannot be read. A file of replicas that cannot be written can be."""
+    found = LEFT_OUT & unusable.keys()
+    with suppress(access.UnusableFile):
+        named.added_replicas(settings.replica_file)
+        found -= {"replica_file"}
+    return found
 
 
 def read_file(path: Path) -> dict[str, tuple[Any, int]]:
@@ -230,18 +242,11 @@ def _is_loopback(host: str) -> bool:
 
 
 def kept_replicas(settings: Settings) -> KeptReplicas | None:
-    """The file of replicas that operators added, if there is to be one. Raises ConfigError if it cannot be read
-    or written. What it overrules of the settings is logged."""
+    """The file of replicas that operators added, if there is to be one. Raises ConfigError if it cannot be read. What
+    it overrules of the settings is logged."""
     if settings.replica_file is None:
         return None
     kept = KeptReplicas(settings.replica_file)
-    try:
-        kept.check()
-    except OSError as error:
-        raise ConfigError(
-            f"{kept.path} cannot be written: {error.strerror or error}. Its folder must exist, and the gateway may write there",
-            "replica_file",
-        ) from None
     added = _added(settings)
     for url in settings.replica_url:
         if (later := added.get(parse_url(url).id, url)) != url:
@@ -260,14 +265,10 @@ def known_urls(settings: Settings) -> tuple[str, ...]:
 
 def _added(settings: Settings) -> dict[str, str]:
     """What operators added before the last restart, by id."""
-    if settings.replica_file is None:
-        return {}
     try:
-        return {parse_url(url).id: url for url in KeptReplicas(settings.replica_file).urls()}
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"{error}. Correct or remove that file, which has one replica's URL a line", "replica_file"
-        ) from None
+        return named.added_replicas(settings.replica_file)
+    except access.UnusableFile as error:
+        raise ConfigError(str(error), error.setting) from None
 
 
 def admin_url(settings: Settings) -> str:
@@ -346,6 +347,7 @@ def _check_access(settings: Settings, sources: Mapping[str, str], unusable: dict
         partial(access.check_tls, settings.tls_cert, settings.tls_key, settings.tls_client_ca),
         partial(named.check_profiles, settings.profile if settings.launch else None, settings.pools),
         partial(named.check_usage_log, settings.usage_log),
+        partial(named.check_replica_file, settings.replica_file),
         partial(named.check_replica_ca, settings.replica_ca),
         partial(named.check_chat_template, settings.chat_template),
         partial(named.check_cluster, settings.discover),

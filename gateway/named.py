@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
 from replicas import pods, tls
+from replicas.kept import KeptReplicas
 from replicas.launch import profile
+from replicas.replica import parse_url
 
 from .access import UnusableFile
 from .files import check_appendable
@@ -33,6 +37,35 @@ def check_usage_log(usage_log: Path | None) -> None:
                 "usage_log",
                 f"{usage_log} cannot be written: {error.strerror or error}. Its folder must exist, and the gateway may write there",
             ) from None
+
+
+def check_replica_file(replica_file: Path | None) -> None:
+    """Raises UnusableFile."""
+    if replica_file:
+        try:
+            if replica_file.is_dir():
+                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+            check_appendable(KeptReplicas(replica_file).new)
+        except OSError as error:
+            raise UnusableFile(
+                "replica_file",
+                f"{replica_file} cannot be written: {error.strerror or error}. Its folder must exist, and the gateway may write there",
+            ) from None
+    added_replicas(replica_file)
+
+
+def added_replicas(replica_file: Path | None) -> dict[str, str]:
+    """The URLs that operators added before the last restart, by replica's id. Raises UnusableFile."""
+    if replica_file is None:
+        return {}
+    try:
+        return {parse_url(url).id: url for url in KeptReplicas(replica_file).urls()}
+    except (OSError, ValueError) as error:
+        strerror = error.strerror if isinstance(error, OSError) else None
+        why = f"{replica_file} cannot be read: {strerror}" if strerror else str(error)
+        raise UnusableFile(
+            "replica_file", f"{why}. Correct or remove that file, which has one replica's URL a line"
+        ) from None
 
 
 def check_replica_ca(replica_ca: Path | None) -> None:

@@ -5,7 +5,6 @@ that a gateway killed at any moment leaves either the old one or the new one beh
 """
 
 import os
-from errno import EISDIR
 from pathlib import Path
 
 from replicas.replica import parse_url
@@ -18,13 +17,10 @@ class KeptReplicas:
     def __init__(self, path: Path):
         self.path = path
 
-    def check(self) -> None:
-        """Whether it could be written now; what it holds stays as it is."""
-        if self.path.is_dir():
-            raise IsADirectoryError(EISDIR, os.strerror(EISDIR), str(self.path))
-        new = self._new()
-        new.open("a").close()
-        new.unlink()
+    @property
+    def new(self) -> Path:
+        """The file that is written and then renamed to `path`, which must not be a folder."""
+        return self.path.with_name(self.path.name + ".new")
 
     def urls(self) -> tuple[str, ...]:
         """Raises ValueError for one that is no replica's URL."""
@@ -63,11 +59,8 @@ class KeptReplicas:
             raise OSError(f"{self.path} is not UTF-8 text") from error
         return [line.strip() for line in text.splitlines() if line.strip()]
 
-    def _new(self) -> Path:
-        return self.path.with_name(self.path.name + ".new")
-
     def _write(self, lines: list[str]) -> None:
-        new = self._new()
+        new = self.new
         with open(new, "w", encoding="utf-8") as file:
             file.writelines(line + "\n" for line in lines)
             file.flush()

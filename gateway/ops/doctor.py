@@ -124,7 +124,7 @@ class Examination(contextlib.AsyncExitStack):
 
     def __init__(self, config: Config) -> None:
         super().__init__()
-        self._settings, self._unusable = config.settings, config.unusable
+        self._config, self._settings = config, config.settings
         self._running: dict[str, Any] | None = None  # what a gateway tells that runs with these settings
         self._status_unavailable = False  # one may run, and does not tell us
         self._replicas: list[tuple[Address, Facts]] = []
@@ -134,7 +134,7 @@ class Examination(contextlib.AsyncExitStack):
         try:
             async with aiohttp.ClientSession() as session:
                 self._running = await running_gateway(self._settings, session)
-            for finding in check_gateway(self._settings, self._running, self._unusable.values()):
+            for finding in check_gateway(self._settings, self._running, self._config.unusable.values()):
                 yield finding
         except StatusUnavailable as unavailable:
             self._status_unavailable = True
@@ -164,7 +164,7 @@ class Examination(contextlib.AsyncExitStack):
                     yield finding
         for finding in check_seen_by_gateway(self._running, self._replicas, untried, map(self._name, self._replicas)):
             yield finding
-        unknown = self._settings.discover is not None or not self._unusable.keys().isdisjoint(
+        unknown = self._settings.discover is not None or not self._config.left_out.keys().isdisjoint(
             ("discover", "replica_file")
         )
         if not addresses and not self._status_unavailable and not unknown:

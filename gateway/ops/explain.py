@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gateway.config import (
-    LEFT_OUT,
     Config,
     ConfigError,
     Settings,
@@ -60,9 +59,9 @@ class Unanswered(Exception):
 
 
 def run(args: argparse.Namespace, config: Config) -> int:
-    body, settings = _read_body(args.body), config.settings
+    body = _read_body(args.body)
     try:
-        told = _somehow(args.admin, args.path, body, settings, config.unusable)
+        told = _somehow(args.admin, args.path, body, config)
     except ApiError as wrong:
         print(f"hitherto: this request would be answered with {wrong.status}: {wrong.message}", file=sys.stderr)
         return 1
@@ -72,21 +71,19 @@ def run(args: argparse.Namespace, config: Config) -> int:
     return 0
 
 
-def _somehow(
-    admin: str | None, path: str, body: bytes, settings: Settings, unusable: Mapping[str, str]
-) -> dict[str, Any]:
-    """The running gateway's answer, or one that is worked out here. Raises ConfigError and ApiError. `unusable`: by
-    setting why the file that it names cannot be used."""
-    url = (admin or admin_url(settings)).rstrip("/")
-    if not _is_url(url):
+def _somehow(admin: str | None, path: str, body: bytes, config: Config) -> dict[str, Any]:
+    """The running gateway's answer, or one that is worked out here. Raises ConfigError and ApiError."""
+    settings = config.settings
+    if admin and not _is_url(admin):
         raise ConfigError(f"--admin {admin}: {NO_URL}")
+    url = (admin or admin_url(settings)).rstrip("/")
     try:
         return ask(url, path, body, admin_headers(settings))
     except Unanswered as reason:
         if admin:
             raise ConfigError(f"--admin {admin}: {reason}. Give the admin side's URL of a running gateway") from None
-        if needed := [why for setting, why in unusable.items() if setting in LEFT_OUT]:
-            raise ConfigError("\n".join(needed)) from None
+        if config.left_out:
+            raise ConfigError("\n".join(config.left_out.values())) from None
         if not known_urls(settings):
             raise ConfigError(f"no gateway answers at {url} ({reason}). Start one, name its admin side with --admin URL, "
                               "or give --replica-url so that this can be worked out without a gateway") from None  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 
-from gateway.config import LEFT_OUT, Config, ConfigError, Settings
+from gateway.config import Config, ConfigError, Settings
 from gateway.model import launches
 from gateway.ops import traces
 from gateway.ops.trial import Finding
@@ -35,7 +35,7 @@ def check_named_files(config: Config) -> Iterator[Finding]:
             subject, stays = FOLLOWED.get(
                 "tls" if setting.startswith("tls_") else setting, (setting.replace("_", " "), "")
             )
-            left_out = "; the checks below are made without it" if setting in LEFT_OUT else ""
+            left_out = "; the checks below are made without it" if setting in config.left_out else ""
             yield Finding("fail", subject, why,
                           "mend it: no gateway starts with it" + (f"; in one that runs {stays}" if stays else left_out))  # fmt: skip
 

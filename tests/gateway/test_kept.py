@@ -4,6 +4,8 @@ import asyncio
 
 import pytest
 
+from gateway import cli
+from gateway.config import known_urls, load
 from replicas.kept import KeptReplicas
 
 from .running import running
@@ -84,6 +86,30 @@ async def test_a_line_that_is_no_url_ends_the_start_and_is_named(tmp_path):
     with pytest.raises(AssertionError, match=r"flag --replica-file: .*replicas: replica URL 'http://a b'"):
         async with running("--replica-file", str(tmp_path / "replicas")):
             pass
+
+
+def test_who_only_looks_at_the_settings_refuses_what_the_gateway_refuses_and_makes_no_file(capsys, tmp_path):
+    def told(path) -> str:
+        code = cli.main(["config", "--replica-file", str(path)])
+        said = capsys.readouterr().err
+        assert (code, said[:32]) == ((2, "hitherto: flag --replica-file: /") if said else (0, ""))
+        return said
+
+    assert not told(tmp_path / "replicas") and not [*tmp_path.iterdir()]
+    assert "no folder/replicas cannot be written: No such file" in told(tmp_path / "no folder" / "replicas")
+    assert f"{tmp_path} cannot be written: Is a directory" in told(tmp_path)
+    (tmp_path / "replicas").write_bytes(b"\xff\xfe")
+    assert "replicas is not UTF-8 text. Correct or remove that file" in told(tmp_path / "replicas")
+    (tmp_path / "replicas").write_text("ftp://x\n")
+    assert "scheme 'ftp' is not supported" in told(tmp_path / "replicas")
+
+
+def test_a_file_that_can_be_read_and_not_written_tells_its_replicas_to_who_only_looks(tmp_path):
+    (tmp_path / "replicas").write_text("http://127.0.0.3:9\n")
+    (tmp_path / "replicas.new").mkdir()  # where it would be written
+    config = load({"replica_file": tmp_path / "replicas"}, {}, without_files=True)
+    assert "replicas cannot be written: Is a directory" in config.unusable["replica_file"] and not config.left_out
+    assert known_urls(config.settings) == ("http://127.0.0.3:9",)
 
 
 async def test_the_file_is_whole_at_every_moment(tmp_path):

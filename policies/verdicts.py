@@ -13,11 +13,12 @@ LEFT = "left"  # their clients, while they waited
 DECISIONS = (ADMITTED, QUEUED, REFUSED, OBSERVED, DEGRADED, SPILLED, LEFT)
 SENT = frozenset((ADMITTED, OBSERVED, DEGRADED, SPILLED))
 # Why: there was room; limits are met without; its turn has come; or the limit that nobody can meet, no space in the
-# queue, a higher class in its place, waited too long, the control of overload, the gateway's stop; or the client left
-# fmt: off
-REASONS = ("room", "met", "turn", "ttft", "tpot", "full", "queue_full", "shed", "deadline", "control", "shutting_down", "client")
-# fmt: on
-CONTROL, SHUTTING_DOWN = "control", "shutting_down"
+# queue, a higher class in its place, waited too long, the control of overload, the gateway's stop, no replica left that
+# could take it; or the client left
+REASONS = (
+    "room", "met", "turn", "ttft", "tpot", "full", "queue_full", "shed", "deadline", "control", "shutting_down", "no_replica", "client",
+)  # fmt: skip
+CONTROL, SHUTTING_DOWN, NO_REPLICA = "control", "shutting_down", "no_replica"
 # What is done with a request that finds no room, see `admission`
 WAIT, DEGRADE, SPILL, REJECT, OBSERVE = "wait", "degrade", "spill", "reject", "observe"
 STEPS = (WAIT, DEGRADE, SPILL, REJECT, OBSERVE)

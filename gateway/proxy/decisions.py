@@ -123,8 +123,8 @@ class Decisions:
             self._bytes -= len(body)
         prompt.token_ids = b""  # nothing is sent from here
         leased = Leased(next(self._ids), prompt, tried, lease, headers)
-        self._placing.place(leased)
         try:
+            self._placing.place(leased)
             attempt = await leased.found
         except BaseException:  # an answer of the shared ledger that comes after a cancellation is taken back there
             if leased.attempt is not None:  # it has answered in the same turn

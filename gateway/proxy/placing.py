@@ -336,8 +336,11 @@ class Gate(Protocol):
     def keep(self, spaces: Mapping[int, str], models: Set[str]) -> None:
         """There are these spaces now, by number and name, and a metric calls models by these names."""
 
+    def leave(self, asker: Asker) -> None:
+        """No replica can take it: it waits no more, and will be told so."""
+
     def forget(self, asker: Asker) -> None:
-        """It wants no replica any more."""
+        """It has ended, or wants no replica any more."""
 
 
 Acted = Callable[[Went], None]  # told where a request that was seen went, see `Onlooker`
@@ -396,7 +399,7 @@ class Placing:
             targets = self.eligible.targets(prompt, asker.tried, asker.model)
         except ApiError as error:
             if self.queue is not None:
-                self.queue.forget(asker)
+                self.queue.leave(asker)
             asker.unplaced(error)
             return
         if asker.response is not None and (maker := self.responses.maker(asker.response)) is not None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from policies import Admission, Evaluation, Pairing, QosClass, Slo, Ticket, Verdict, admit
 from policies.admission import Space
 from policies.classes import NO_LIMITS
-from policies.verdicts import LEFT, QUEUED, REFUSED, SENT, SHUTTING_DOWN, SPILLED
+from policies.verdicts import LEFT, NO_REPLICA, QUEUED, REFUSED, SENT, SHUTTING_DOWN, SPILLED
 
 from ..errors import ApiError, bad
 from ..overload import Overload, parse_slo
@@ -99,7 +99,7 @@ class Queue:
         waited, prompt, placing = ticket.waits, _computed(asker), self._placing
         pairings, always = self._in_legs(asker, evaluation)
         if always and not any(first and second for first, second in pairings):
-            self.forget(asker)  # nobody can take it, which is no matter of room: `LegPlacing.refusal` says why
+            self.leave(asker)  # nobody can take it, which is no matter of room: `LegPlacing.refusal` says why
             return evaluation
         verdict, evaluation = admit(
             placing.router,
@@ -268,9 +268,10 @@ class Queue:
             for ticket, verdict in fleet.turned_out(monotonic()):
                 if verdict.decision == QUEUED:
                     self._call(ticket)
-                elif ticket.payload is not None:  # else its client has left meanwhile
+                else:
                     self._metrics.admission.inc(REFUSED, ticket.qos.name, verdict.reason)
-                    self._turn_away(ticket.payload, ticket, verdict)
+                    if ticket.payload is not None:  # else its client has left meanwhile
+                        self._turn_away(ticket.payload, ticket, verdict)
                 yield
             for head in fleet.heads(monotonic()):
                 if not self._call(head):
@@ -287,14 +288,24 @@ class Queue:
 
     # --- those that leave
 
+    def leave(self, asker: Asker) -> None:
+        """No replica can take it: it waits no more. What it is admitted by is kept until its end, see `ended`."""
+        known = self._tickets.get(asker)
+        if known is not None:
+            self._leave_line(*known, REFUSED, NO_REPLICA)
+        self.look()
+
     def forget(self, asker: Asker, decision: str = LEFT, reason: str = "client") -> None:
-        """It wants no replica any more. `decision` and `reason`: what is counted where it still waits."""
+        """It has ended, or wants no replica any more. `decision` and `reason`: what is counted where it still waits."""
         known = self._take_ticket(asker)
-        if known is not None and known[1].waits:
-            fleet, ticket = known
+        if known is not None:
+            self._leave_line(*known, decision, reason)
+        self.look()
+
+    def _leave_line(self, fleet: Admission, ticket: Ticket, decision: str, reason: str) -> None:
+        if ticket.waits:
             fleet.leave(ticket, monotonic())
             self._metrics.admission.inc(decision, ticket.qos.name, reason)
-        self.look()
 
     def _take_ticket(self, asker: Asker) -> tuple[Admission, Ticket] | None:
         """Its line may have the ticket for a while yet; the request, with its prompt and headers, is let go now."""
@@ -315,27 +326,30 @@ class Queue:
         known = self._tickets.get(exchange)
         if known is None:
             return
-        if isinstance(exchange.error, ApiError) and exchange.error.code == SHUTTING_DOWN:
-            self.forget(exchange, REFUSED, SHUTTING_DOWN)
-        else:
+        if outcome == "aborted":
             self.forget(exchange)
+        else:  # if it still waits, the gateway stops, or the time is over that any request may take
+            stops = isinstance(exchange.error, ApiError) and exchange.error.code == SHUTTING_DOWN
+            self.forget(exchange, REFUSED, SHUTTING_DOWN if stops else "deadline")
         fleet, ticket = known
         attempt, name, prompt = exchange.attempt, ticket.qos.name, exchange.prompt
         if prompt is None:  # nobody sees when its answer begins
             return
-        if _failed(exchange, outcome) and attempt is not None and _is_judged(attempt, prompt, ticket.slo):
-            self._metrics.slo_requests.inc(name, self._model_of(prompt), "failed")
+        if _failed(exchange, outcome):
+            if ticket.costs is not None and _is_judged(prompt.stream, prompt, ticket.slo):  # else it was not admitted
+                self._metrics.slo_requests.inc(name, self._model_of(prompt), "failed")
+            return
         if outcome == "aborted" and _left_late(exchange, prompt, ticket):
             self._metrics.slo_requests.inc(name, self._model_of(prompt), "missed")
         as_quoted = attempt is not None and _is_as_quoted(exchange, attempt, ticket)
         if not as_quoted:
             ticket.costs = None
         if outcome == "complete" and attempt is not None and not attempt.streams:
-            if _is_judged(attempt, prompt, ticket.slo) and usage is not None and usage.completion:
+            if _is_judged(False, prompt, ticket.slo) and usage is not None and usage.completion:
                 in_time = attempt.ended_at - ticket.since <= _whole_limit(ticket.slo, usage.completion)
                 self._metrics.slo_requests.inc(name, self._model_of(prompt), "met" if in_time else "missed")
             return
-        if outcome != "complete" or attempt is None or not exchange.beginning.first_at:
+        if outcome != "complete" or attempt is None or not exchange.beginning.first_at or attempt.status >= 400:
             return
         ttft, tpot = exchange.beginning.first_at - ticket.since, time_per_token(attempt, output_tokens(attempt, usage))
         met = fleet.ended(ticket, ttft, tpot, counted=usage is not None and usage.completion is not None)
@@ -375,10 +389,10 @@ def _left_late(exchange: Exchange, prompt: Prompt, ticket: Ticket) -> bool:
     return monotonic() - ticket.since > limit
 
 
-def _is_judged(attempt: Attempt, prompt: Prompt, limits: Slo) -> bool:
+def _is_judged(streams: bool, prompt: Prompt, limits: Slo) -> bool:
     """Whether its answer can be told to be within limits. Of one in a piece the first token is not seen, so that takes
     both limits, and an answer made of tokens."""
-    return limits != NO_LIMITS if attempt.streams else None not in limits and prompt.path in LIMITS
+    return limits != NO_LIMITS if streams else None not in limits and prompt.path in LIMITS
 
 
 def _whole_limit(limits: Slo, tokens: int) -> float:

@@ -1,0 +1,213 @@
+"""However a request ends, the queue lets go of it and has counted it once; and what failed counts in goodput."""
+
+import asyncio
+import json
+from contextlib import asynccontextmanager
+
+import pytest
+
+from gateway.errors import ApiError
+from gateway.proxy.decisions import Decisions
+from policies import Rules, Slo
+
+from ..http.talk import eventually, read_request
+from .replies import EVENT, SSE_HEAD, chunk, reply
+from .stack import stack
+from .test_queue import ONE_BY_ONE, Engine, Undecided, overload, send, waiting
+
+SOON = Slo(30.0)
+BODY = json.dumps({"model": "m", "messages": [{"role": "user", "content": "x"}], "stream": True}).encode()
+
+
+@asynccontextmanager
+async def counted(*engines, slo=SOON, rules=ONE_BY_ONE, **options):
+    async with stack(*engines, overload=overload(slo, rules), **options) as s:
+        queue, asked = s.proxy.placing.queue, []
+        made = queue._ticket
+        queue._ticket = lambda *given: asked.append(1) or made(*given)
+        yield s, queue
+        await eventually(s.idle)
+        assert not queue._tickets and not queue._notes
+        assert queue._space.requests == queue._space.bytes == queue._space.untold == 0
+        admission = s.metrics.admission
+        assert admission.total() - admission.total(decision="queued") == len(asked), "each is counted once"
+
+
+async def fills(s, engine, name="a"):
+    """A request that the replica is computing, so that others wait."""
+    talker = await send(s, name)
+    await eventually(lambda: engine.seen == [name])
+    return talker
+
+
+async def waits(s, queue, name, *headers):
+    before = sum(waiting(queue).values())
+    talker = await send(s, name, *headers)
+    await eventually(lambda: sum(waiting(queue).values()) == before + 1)
+    return talker
+
+
+def decided(s, *but):
+    return {key[::2]: count for key, count in s.metrics.admission.values.items() if key[::2] not in but}
+
+
+SENT, WAITED = ("admitted", "room"), ("queued", "full")
+
+
+async def test_who_waits_when_the_last_replica_goes_is_refused_and_has_not_left():
+    engine = Engine()
+    async with counted(engine) as (s, queue):
+        first = await fills(s, engine)
+        others = [await waits(s, queue, name) for name in "bc"]
+        s.proxy.remove(next(iter(s.proxy.backends)))
+        for one in others:
+            assert (await one.response())[0] == 503
+        engine.answer("a")
+        await first.response()
+        assert decided(s, SENT, WAITED) == {("refused", "no_replica"): 2}
+
+
+async def test_a_decision_that_waits_when_the_last_replica_goes_is_refused_as_well():
+    async with counted(Engine()) as (s, queue):
+        decisions = Decisions(s.proxy)
+        first = await decisions.decide("/v1/chat/completions", BODY, {})
+        second = asyncio.ensure_future(decisions.decide("/v1/chat/completions", BODY, {}))
+        await eventually(lambda: waiting(queue)["free"] == 1)
+        s.proxy.remove(next(iter(s.proxy.backends)))
+        with pytest.raises(ApiError):
+            await second
+        await decisions.done(first["id"], b"")
+        assert decided(s, SENT, WAITED) == {("refused", "no_replica"): 1}
+
+
+async def drops(reader, writer):
+    await read_request(reader)
+    writer.transport.abort()
+
+
+@pytest.mark.parametrize("replicas, retries", [(1, 2), (2, 3), (2, 1)])
+async def test_a_request_of_which_no_replica_is_left_counts_as_failed(replicas, retries):
+    """Whether it was tried at each, or may be tried no more."""
+    async with counted(*[drops] * replicas, retries=retries) as (s, _):
+        assert (await (await send(s, "a")).response())[0] == 502
+        await eventually(s.idle)
+        assert s.metrics.slo_requests.values == {("free", "m", "failed"): 1}
+        assert decided(s) == {SENT: 1}
+
+
+async def test_one_that_was_admitted_and_whose_replica_went_before_it_was_sent_counts_as_failed():
+    """While Redis was asked about it."""
+    async with counted(Engine()) as (s, _):
+        s.proxy.placing.shared = shared = Undecided()
+        talker = await send(s, "a")
+        await eventually(lambda: shared.asked)
+        chosen, then = shared.asked.pop()
+        s.proxy.remove(chosen)
+        then(None)
+        assert (await talker.response())[0] == 503
+        await eventually(s.idle)
+        assert s.metrics.slo_requests.values == {("free", "m", "failed"): 1} and decided(s) == {SENT: 1}
+
+
+async def test_a_client_that_leaves_while_redis_is_asked_leaves_nothing():
+    async with counted(Engine()) as (s, _):
+        s.proxy.placing.shared = shared = Undecided()
+        talker = await send(s, "a")
+        await eventually(lambda: shared.asked)
+        await talker.close()
+        await eventually(s.idle)
+        shared.asked.pop()[1](None)
+        assert decided(s) == {SENT: 1} and not s.metrics.slo_requests.values
+
+
+FAILED = b'{"error":{"message":"died","type":"InternalServerError","code":%d}}'
+SSE_ERROR = b"HTTP/1.1 %d Failed\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+def in_a_stream(status):
+    return SSE_ERROR % status + chunk(b"data: %b\n\n" % (FAILED % status)) + chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    "answer, outcome",
+    [
+        (reply(FAILED % 500, b"500 Failed"), {"failed": 1}),
+        (reply(FAILED % 400, b"400 Failed"), {}),  # the client's own
+        (in_a_stream(500), {"failed": 1}),
+        (in_a_stream(400), {}),
+    ],
+)
+async def test_a_stream_that_is_answered_with_an_error_is_judged_as_a_stream(answer, outcome):
+    async def engine(reader, writer):
+        await read_request(reader)
+        writer.write(answer)
+
+    async with counted(engine) as (s, _):
+        assert (await (await send(s, "a")).response())[0] >= 400
+        await eventually(s.idle)
+        assert dict(s.metrics.slo_requests.by("outcome")) == outcome
+
+
+async def test_a_stream_that_is_cut_counts_as_failed():
+    async def engine(reader, writer):
+        await read_request(reader)
+        writer.write(SSE_HEAD + chunk(EVENT))
+        await writer.drain()
+        writer.transport.abort()
+
+    async with counted(engine) as (s, _):
+        assert (await (await send(s, "a")).response())[0] == 200
+        await eventually(s.idle)
+        assert s.metrics.slo_requests.values == {("free", "m", "failed"): 1}
+
+
+async def test_who_waits_until_the_time_of_any_request_is_over_has_not_left():
+    engine = Engine()
+    async with counted(engine, slo=Slo(60.0), request_timeout=0.3) as (s, queue):
+        first = await fills(s, engine)
+        second = await waits(s, queue, "b")
+        assert (await first.response())[0] == (await second.response())[0] == 504
+        await eventually(s.idle)
+        assert decided(s, SENT, WAITED) == {("refused", "deadline"): 1}
+        assert s.metrics.slo_requests.values == {("free", "m", "failed"): 1}, "an engine had it"
+
+
+async def test_who_has_left_before_it_was_told_that_it_gave_way_is_counted(monkeypatch):
+    engine = Engine()
+    async with counted(engine, rules=ONE_BY_ONE._replace(max_requests=1)) as (s, queue):
+        first = await fills(s, engine)
+        lower = await waits(s, queue, "b")
+        look = queue.look
+        monkeypatch.setattr(queue, "look", lambda: None)
+        higher = await send(s, "c", b"x-tier: premium")
+        await eventually(lambda: waiting(queue) == {"premium": 1, "free": 0})
+        await lower.close()
+        await eventually(lambda: len(s.proxy.exchanges) == 2)
+        monkeypatch.setattr(queue, "look", look)
+        look()
+        for name in "ac":
+            engine.answer(name)
+        assert (await first.response())[0] == (await higher.response())[0] == 200
+        assert decided(s, SENT, WAITED) == {("refused", "shed"): 1, ("admitted", "turn"): 1}
+
+
+async def test_a_decision_that_makes_the_gateway_fail_leaves_nothing(monkeypatch):
+    async with counted(Engine()) as (s, _):
+
+        def fails(*given):
+            raise RuntimeError("a bug")
+
+        monkeypatch.setattr(s.proxy.placing, "_take", fails)
+        with pytest.raises(RuntimeError):
+            await Decisions(s.proxy).decide("/v1/chat/completions", BODY, {})
+
+
+@pytest.mark.parametrize("step, status", [("reject", 429), ("observe", 200), ("wait", 200)])
+async def test_of_many_that_come_at_once_each_is_counted_once(step, status):
+    engine = Engine()
+    async with counted(engine, slo=Slo(ttft=20.0), rules=Rules((step,), engine_wait=0.0)) as (s, _):
+        talkers = [await send(s, name) for name in "abcd"]
+        for name in "abcd":
+            engine.answer(name)
+        answered = {(await one.response())[0] for one in talkers}
+        assert answered <= {200, status}

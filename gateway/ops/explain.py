@@ -240,7 +240,8 @@ def _prepared(
     if path not in AllowedPaths(settings.allow_path):
         raise ApiError(404, refusal(path, False), code="path_not_allowed")
     # Of several models, only the one that is asked for.
-    asked, several = named_model("application/json", body), len({frozenset(one.models) for one in up}) > 1
+    asked = named_model("application/json", body)
+    models_differ = bool(away) or len({frozenset(one.models) for one in up}) > 1
     if any(asked in one.models for one in up):
         up = _that_serve(asked, up)
     served = settings.served_model_name or next((name for one in up for name in base_names(one.models)), None)
@@ -250,9 +251,10 @@ def _prepared(
     pipeline = Pipeline(model_dir(*known_as), served or "model", size, chat_template=settings.chat_template)
     pipeline.max_model_len = max((one.max_model_len or 0 for one in up), default=0) or None
     pipeline.follow(next((one.version_quirks for one in up if one.version), {}))
-    prompt = (
-        pipeline.prepare(path, body, {}, adapters) if path in PROMPT_PATHS else unread(path, asked if several else None)
-    )
+    if path in PROMPT_PATHS:
+        prompt = pipeline.prepare(path, body, {}, adapters)
+    else:
+        prompt = unread(path, asked if models_differ else None)
     serving = _that_serve(prompt.model, up)
     if not serving:
         raise unknown_model_error(prompt.model or "", {name for one in up for name in one.models}, away)

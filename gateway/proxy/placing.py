@@ -71,7 +71,7 @@ class Eligibility:
             self.pulls.changed()
         self.spills = any(one.replica.spill for one in known)
         self.finer = any(one.is_finer for one in known)
-        # A name may be a model at one replica and an adapter at another: those in the better state come last, and count.
+        # A name may be a model here and an adapter there: replicas in the better state come last, and theirs counts.
         taking = [one.replica for state in reversed(TAKES_TRAFFIC) for one in known if one.replica.state is state]
         self.names = {name: parent for one in taking for name, parent in one.models.items()}
         self.adapters = frozenset(name for name, parent in self.names.items() if parent)
@@ -116,6 +116,11 @@ class Eligibility:
     def served_by(self, replica: str) -> frozenset[str]:
         """The names that it told last, also while it is away."""
         return self._served.get(replica, frozenset())
+
+    @property
+    def awaits_names(self) -> bool:
+        """Whether a model that no replica is known to serve may be one of a replica that has not told its models."""
+        return bool(self.unlisted()) or any(map(self._is_untold, self._replicas.values()))
 
     def is_unknown(self, model: str) -> bool:
         """Replicas are ready and have told their models, and this is none of them."""
@@ -201,7 +206,7 @@ class Eligibility:
         serve it."""
         known = self.names
         if model is not None and known and model not in known and not self._is_away(model):
-            untold = [_described(one) for one in self._replicas.values() if one.state in UNTOLD and not self._told(one)]
+            untold = [_described(one) for one in self._replicas.values() if self._is_untold(one)]
             if missing := self.unlisted():
                 untold.append(missing)
             return unknown_model_error(model, known, untold, self._discreet)
@@ -210,6 +215,10 @@ class Eligibility:
         states = "; ".join(_described(one) for one in self._replicas.values() if self._may_serve(one, model))
         of_model = "" if model is None else f" of {model[:200]!r}"
         return ApiError(503, f"no replica{of_model} is ready ({states or 'none is known'})")
+
+    def _is_untold(self, replica: Replica) -> bool:
+        """Whether it is expected to tell its models, and has not yet."""
+        return replica.state in UNTOLD and not self._told(replica)
 
     def _told(self, replica: Replica) -> Collection[str]:
         """The names that it has told, now or before it went away."""

@@ -107,24 +107,21 @@ class Preparation:
         request = exchange.request
         if request.method != "POST" or exchange.response is not None:
             self._ready(exchange, None)
-        elif len(request.body) <= OFFLOAD_BYTES or not self._reads_model(exchange):
+        elif not (self._models_differ or (exchange.tenant is not None and exchange.tenant.models is not None)):
+            self._named(exchange, None)
+        elif len(request.body) <= OFFLOAD_BYTES:
             self._named(exchange, self._model_of(exchange))
         else:
             self._in_thread(exchange, self._model_of, self._named)
 
-    def _model(self, content_type: str, body: bytes) -> str | None:
-        """The model that chooses the replicas of a request whose prompt is not read. None: any replica will do, as
-        where all of them serve the same; what is wrong with the name is for the engine to say then."""
-        return named_model(content_type, body) if self._models.routes.several else None
-
-    def _reads_model(self, exchange: Exchange) -> bool:
-        """Whether the name of its model decides anything: which replicas it may get, or whether its tenant may."""
-        return self._models.routes.several or (exchange.tenant is not None and exchange.tenant.models is not None)
+    @property
+    def _models_differ(self) -> bool:
+        """Whether a model's name decides which replicas a request may get that is passed on without a look at its
+        prompt. Else any will do: all serve the same, and what is wrong with the name is for the engine to say."""
+        return self._models.routes.several or self._eligible.awaits_names
 
     def _model_of(self, exchange: Exchange) -> str | None:
         request = exchange.request
-        if not self._reads_model(exchange):
-            return None
         return named_model(request.header(b"content-type") or "", request.body)
 
     def _named(self, exchange: Exchange, model: str | None) -> None:
@@ -172,13 +169,13 @@ class Preparation:
 
         def prepare() -> Prompt:
             if path not in PROMPT_PATHS:
-                return unread(path, self._model(headers.get("content-type", ""), body))
+                return unread(path, named_model(headers.get("content-type", ""), body) if reads_model else None)
             prompt = self._models.routes.prepare(path, body, headers, adapters)
             if not (prompt.model or prompt.previous_response) and (error := self._eligible.unnamed_error()) is not None:
                 raise error
             return prompt
 
-        adapters = self._eligible.adapters
+        adapters, reads_model = self._eligible.adapters, path not in PROMPT_PATHS and self._models_differ
         if len(body) <= OFFLOAD_BYTES:
             event_loop.holds, event_loop.until = True, inf
             try:

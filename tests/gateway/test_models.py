@@ -304,6 +304,32 @@ async def test_a_model_whose_engine_was_down_before_the_gateway_began_is_not_ref
         llama.stop()
 
 
+async def test_what_is_only_passed_on_waits_for_a_model_that_has_not_been_told(reranker, unused_tcp_port, start_engine):
+    """One engine is ready and would refuse the other's requests for good."""
+    down = f"127.0.0.1:{unused_tcp_port}"
+    async with running("--replica-url", f"http://{down}", reranker) as gateway:
+        await gateway.until(lambda status: {one["state"] for one in status["replicas"]} == {"ready", "failed"})
+        body = {"model": "late", "query": "x", "documents": [PROSE]}
+        for path in ("/v1/rerank", "/v1/score", "/classify", "/pooling"):
+            # the long one is looked at in a thread
+            answer = await gateway.client.post(
+                path, json=body | {"documents": [PROSE] * (1 + 2000 * (path == "/pooling"))}
+            )
+            assert answer.status_code == 503 and answer.headers["retry-after"] == "1", (path, answer.text)
+            assert "these have not told their models yet" in answer.text
+            assert (await gateway.client.post(path, json=body | {"model": "ranker"})).status_code == 200
+        form = {"data": {"model": "late"}, "files": {"file": ("a.wav", b"\0" * 300_000)}}
+        assert (await gateway.client.post("/v1/audio/transcriptions", **form)).status_code == 503
+        for path in ("/decide", "/explain"):
+            answer = await gateway.admin.post(path, params={"path": "/v1/rerank"}, json=body)
+            assert answer.status_code == 503, answer.text
+        late = start_engine("--served-model-name", "late", "--port", str(unused_tcp_port)).wait()
+        await gateway.ready(2)
+        answer = await gateway.client.post("/v1/rerank", json=body | {"model": "lat"})
+        assert answer.status_code == 404 and answer.json()["error"]["code"] == "model_not_found"
+        late.stop()
+
+
 async def test_a_model_that_a_replicas_url_names_is_known_before_its_engine_answers(start_engine, unused_tcp_port):
     qwen, down = start_engine("--served-model-name", "qwen").wait(), f"127.0.0.1:{unused_tcp_port}"
     async with running("--workers", "2", "--replica-url", f"http://{down}#model=llama", qwen.url) as gateway:

@@ -262,9 +262,14 @@ async def test_alone_what_is_passed_on_goes_to_replicas_of_its_model(listen):
 
 async def test_alone_a_model_that_an_engine_may_serve_which_is_down_is_not_unknown(listen, unused_tcp_port):
     settings = Settings(model="sim", replica_url=(await listen(*engine()), f"http://127.0.0.1:{unused_tcp_port}"))
-    with pytest.raises(ApiError, match=f"127.0.0.1:{unused_tcp_port}: nothing listens there") as refused:
-        await explain.alone(settings, "/v1/chat/completions", CHAT.replace(b'"sim"', b'"nobody"'))
-    assert refused.value.status == 503
+    asked = {
+        "/v1/chat/completions": CHAT.replace(b'"sim"', b'"nobody"'),
+        "/v1/rerank": b'{"model": "nobody", "query": "x"}',
+    }
+    for path, body in asked.items():
+        with pytest.raises(ApiError, match=f"127.0.0.1:{unused_tcp_port}: nothing listens there") as refused:
+            await explain.alone(settings, path, body)
+        assert refused.value.status == 503
 
 
 async def test_alone_with_no_replica_up(unused_tcp_port):

@@ -160,6 +160,23 @@ async def test_a_model_is_not_unknown_while_a_replica_has_not_told_what_it_serve
         assert status == 503 and message.endswith("told their models yet: the pods are not known: not asked yet")
 
 
+async def test_what_is_only_passed_on_reaches_no_engine_while_another_may_serve_its_model():
+    replicas, seen = {}, []
+    async with stack(answers(seen=seen), replicas=replicas) as s:
+        talk = await s.talk()
+
+        async def rerank() -> int:
+            await talk.say(post(b'{"model":"late","query":"x","documents":["y"]}', b"/v1/rerank"))
+            return (await talk.response())[0]
+
+        assert await rerank() == 200, "what all engines serve alike they judge themselves"
+        replicas["late"] = away(9)
+        assert await rerank() == 503
+        del replicas["late"]
+        s.proxy.eligible.unlisted = lambda: "the pods are not known: not asked yet"
+        assert await rerank() == 503 and len(seen) == 1
+
+
 async def test_a_model_that_a_replica_has_to_serve_is_not_unknown():
     asked = []
 

@@ -514,6 +514,37 @@ def test_a_shed_class_gets_what_is_idle_and_nobody_before_it_waits_for():
     assert ask(admission, FREE, idle)[:2] == ("refused", "control")
 
 
+class Slow(Any):
+    """The slow pool, of one replica."""
+
+    def __init__(self, quote):
+        self._quote = quote
+
+    def spilled(self):
+        return [self._quote]
+
+
+@pytest.mark.parametrize(
+    "steps, slow, decision",
+    [
+        (("wait", "spill"), ROOM, ("spilled", "control")),
+        (("spill",), ROOM, ("spilled", "control")),
+        (("wait", "spill"), FULL._replace(ttft=9.0, wait=9.0), ("refused", "control")),
+        (("wait",), ROOM, ("refused", "control")),
+    ],
+)
+def test_a_shed_class_goes_to_the_slow_pool_if_that_is_among_its_steps_and_can_take_it(steps, slow, decision):
+    admission, _ = gate(1.0, *steps)
+    assert ask(admission, FREE, ROOM, Slow(slow))[:2] == decision
+
+
+def test_of_a_halved_class_every_other_newcomer_spills_where_it_may():
+    admission, control = gate(1.0, "wait", "spill")
+    control.ended({"premium": steady(0.5)})
+    admission.obey(control, 60.0)
+    assert [ask(admission, FREE, ROOM, Slow(ROOM)).decision for _ in range(4)] == ["spilled", "degraded"] * 2
+
+
 def test_of_a_halved_class_every_other_newcomer_is_refused_and_nobody_who_waits():
     admission, control = gate(1.0)
     control.ended({"premium": steady(0.5)})

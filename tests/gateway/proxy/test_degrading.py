@@ -172,6 +172,19 @@ async def test_the_slow_pool_gets_what_nobody_else_can_answer_in_time_and_nothin
         assert s.metrics.admission.total(decision="spilled") == 1
 
 
+async def test_a_class_that_the_control_sheds_still_gets_the_slow_pool_where_it_may_spill():
+    slow = Engine()
+    async with busy("wait", "spill", slow=slow) as (s, engine):
+        (fleet,) = s.proxy.placing.queue._fleets.values()
+        fleet.shed = frozenset({"all"})
+        talker = await send(s, CHAT, ASKS[CHAT])
+        await eventually(lambda: len(slow.bodies) == 1)
+        slow.go.set()
+        status, headers, _ = await talker.response()
+        assert status == 200 and headers["x-hitherto-degraded"] == "slow pool" and len(engine.bodies) == 1
+        assert s.metrics.admission.values["spilled", "all", "control"] == 1
+
+
 async def test_who_is_answered_by_another_than_the_slow_pool_is_not_told_of_it():
     slow = Engine()
     slow.drops = True

@@ -137,6 +137,8 @@ class Gateway:
             self.view.waiting = self.proxy.placing.queue.waiting
         self._is_launching = bool(self.launches)
         self.proxy.eligible.unlisted = self._unlisted
+        if self.discovery is not None:
+            self.discovery.leaving = self.proxy.eligible.expect_back
         self.shared_ledger = datapath.shared_ledger(settings, self.metrics, self.ledger, self.background)
         self.proxy.placing.shared = self.view.shared_ledger = self.shared_ledger
         if self.shared_ledger is not None:

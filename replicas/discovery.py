@@ -2,13 +2,13 @@
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from replicas.cluster_api import Pods, PodsError
 from replicas.fleet import Fleet
 from replicas.pods import Discover, Place, Pod
-from replicas.replica import parse_url
+from replicas.replica import Replica, parse_url
 
 log = logging.getLogger("replicas")
 
@@ -25,6 +25,7 @@ class Discovery:
         self._wanted: dict[str, str] = {}  # URLs by replicas' ids
         self._added: dict[str, str] = {}  # those that are in the fleet because of their pods
         self._said: set[str] = set()  # of pods that cannot be replicas
+        self.leaving: Callable[[Sequence[Replica]], None] = lambda replicas: None  # before they go with their pod
         self.problem = "not asked yet"  # why the API tells nothing; "" while it does
 
     async def run(self) -> None:
@@ -57,8 +58,10 @@ class Discovery:
         before its place is taken again."""
         for id in [id for id, url in self._added.items() if self._wanted.get(id) != url]:
             del self._added[id]
-            if id in self._fleet.engines:
+            if (engine := self._fleet.engines.get(id)) is not None:
                 log.info("replica %s: its pod is gone, is to end, or says something else now", id)
+                if engine.removal is None:  # else an operator wants it gone for good
+                    self.leaving(engine.replicas)
                 self._fleet.remove(id).add_done_callback(self._removed)
         for id, url in self._wanted.items():
             if id not in self._added and id not in self._fleet.engines:

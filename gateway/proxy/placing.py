@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
+from math import inf
 from random import random
 from time import monotonic, perf_counter
 from typing import TYPE_CHECKING, Protocol
@@ -35,6 +36,9 @@ if TYPE_CHECKING:
 
 # Of the 503 for a model that no replica is known to serve, while some have not told theirs.
 MODEL_NOT_KNOWN = "model_not_known"
+EXPECTED_SECONDS = 600.0  # that a model is waited for after a pod of it went: the next one is found a place first
+MOST_LEFT = 4096  # names of these that are kept
+TAKEN_OUT = (State.DRAINING, State.STOPPED)  # by an operator, or with its pod
 UNTOLD = (State.STARTING, State.WARMING, State.FAILED)  # in these a replica is expected to tell its models by itself
 
 
@@ -48,6 +52,7 @@ class Eligibility:
         self.names: dict[str, str | None] = {}  # every served name, with the base model of an adapter
         self.adapters: frozenset[str] = frozenset()
         self._served: dict[str, frozenset[str]] = {}  # by replica: the names it told last, also while it is away
+        self._left: dict[str, float] = {}  # names of which pods went, and when, the latest last
         self._ready: dict[str | None, Targets] = {}
         self._with_room: dict[tuple[str | None, int], Targets] = {}  # of models whose replicas differ in context
         self.roles = Roles()
@@ -77,6 +82,16 @@ class Eligibility:
         self.adapters = frozenset(name for name, parent in self.names.items() if parent)
         told = {id: frozenset(backend.replica.models) for id, backend in self.backends.items()}
         self._served = {id: names or self._served.get(id, names) for id, names in told.items()}
+
+    def expect_back(self, replicas: Iterable[Replica]) -> None:
+        """The pods of these replicas go, and most likely others come in their place."""
+        now = monotonic()
+        names = {name for one in replicas for name in (*self._told(one), one.required_model) if name}
+        left = [*((name, at) for name, at in self._left.items() if name not in names), *((name, now) for name in names)]
+        self._left = dict(left[-MOST_LEFT:])
+
+    def _is_expected_back(self, model: str) -> bool:
+        return monotonic() - self._left.get(model, -inf) < EXPECTED_SECONDS
 
     def targets(self, prompt: Prompt | None, tried: tuple[Backend, ...] = (), named: str | None = None) -> Targets:
         """Who may get it now. Raises ApiError when nobody can. `named`: the model of a request without prompt."""
@@ -119,8 +134,12 @@ class Eligibility:
 
     @property
     def awaits_names(self) -> bool:
-        """Whether a model that no replica is known to serve may be one of a replica that has not told its models."""
-        return bool(self.unlisted()) or any(map(self._is_untold, self._replicas.values()))
+        """Whether a model that no replica is known to serve may be one that a replica will tell."""
+        return (
+            bool(self.unlisted())
+            or self._is_expected_back(next(reversed(self._left), ""))
+            or any(map(self._is_untold, self._replicas.values()))
+        )
 
     def is_unknown(self, model: str) -> bool:
         """Replicas are ready and have told their models, and this is none of them."""
@@ -128,9 +147,12 @@ class Eligibility:
         return not known and not self._taking(model)
 
     def _is_away(self, model: str) -> bool:
-        """Whether a replica that is not ready served it before, or has to serve it."""
-        return any(model in names for names in self._served.values()) or any(
-            one.required_model == model for one in self._replicas.values()
+        """Whether a replica that is not ready served it before, or has to serve it, or a pod of it went lately. A drain
+        is a step of an upgrade where the replica has served; where it never has, nobody waits for it."""
+        return (
+            any(model in names for names in self._served.values())
+            or any(one.required_model == model and one.state not in TAKEN_OUT for one in self._replicas.values())
+            or self._is_expected_back(model)
         )
 
     def _taking(self, model: str | None, tried: tuple[Backend, ...] = ()) -> list[Backend]:
@@ -212,9 +234,11 @@ class Eligibility:
             return unknown_model_error(model, known, untold, self._discreet)
         if self._discreet:
             return ApiError(503, "no replica is ready" if model is None else f"no replica of {model[:200]!r} is ready")
-        states = "; ".join(_described(one) for one in self._replicas.values() if self._may_serve(one, model))
+        states = [_described(one) for one in self._replicas.values() if self._may_serve(one, model)]
+        if model is not None and self._is_expected_back(model):
+            states.append(f"a pod of it went {monotonic() - self._left[model]:.0f} s ago")
         of_model = "" if model is None else f" of {model[:200]!r}"
-        return ApiError(503, f"no replica{of_model} is ready ({states or 'none is known'})")
+        return ApiError(503, f"no replica{of_model} is ready ({'; '.join(states) or 'none is known'})")
 
     def _is_untold(self, replica: Replica) -> bool:
         """Whether it is expected to tell its models, and has not yet."""

@@ -64,6 +64,28 @@ async def test_a_pod_computes_the_prompts_that_its_label_says(cluster, pair, wor
         assert answer.status_code == 200
 
 
+async def test_a_model_whose_only_pod_is_made_again_is_not_refused_for_good(cluster, pair, start_engine):
+    llama = start_engine("--served-model-name", "llama", "--lora", "red").wait()
+    async with running("--discover", settings(cluster, llama), "--replica-url", pair[0].url) as gateway:
+        await gateway.ready(1)
+        await cluster.create("p", "127.0.0.1", APP)
+        await gateway.until(lambda status: len(status["spaces"]) == 2)
+        await cluster.delete("p")
+        await gateway.until(lambda status: len(status["replicas"]) == 1 == len(status["spaces"]))
+        for model in ("llama", "red"):
+            answer = await gateway.chat([{"role": "user", "content": TEXT}], model=model)
+            assert answer.status_code == 503 and answer.headers["retry-after"], answer.text
+            assert "a pod of it went " in answer.json()["error"]["message"]
+            body = {"model": model, "query": "x", "documents": ["y"]}
+            assert (await gateway.client.post("/v1/rerank", json=body)).status_code == 503
+            assert (await gateway.client.get(f"/v1/models/{model}")).status_code == 503
+        assert (await gateway.chat([{"role": "user", "content": TEXT}], model="lama")).status_code == 404
+        await cluster.create("p", "127.0.0.1", APP)
+        await gateway.ready(2)
+        assert (await gateway.chat([{"role": "user", "content": TEXT}], model="red")).status_code == 200
+    llama.stop()
+
+
 async def test_while_the_pods_are_not_known_no_model_is_refused_for_good(cluster, pair, unused_tcp_port):
     given = settings(cluster, pair[0], api=f"http://127.0.0.1:{unused_tcp_port}")
     async with running("--discover", given, "--replica-url", pair[1].url) as gateway:

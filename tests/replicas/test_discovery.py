@@ -184,6 +184,23 @@ async def test_what_an_operator_removed_stays_out_until_its_pod_is_another(clust
     await until(lambda: "127.0.1.1" in roles(fleet))
 
 
+async def test_who_goes_with_its_pod_is_told_before_and_not_what_an_operator_removes(cluster, fleet, discover, until):
+    left = []
+    await cluster.create("p", "127.0.1.1", P)
+    await cluster.create("d", "127.0.1.2", D)
+    discover().leaving = left.extend
+    await until(lambda: len(fleet.replicas) == 2)
+    first, second = fleet.replicas.values()
+    fleet._inflight = lambda id: int(id == first.id and not left)  # the drain goes on meanwhile
+    removal = fleet.remove(first.id)
+    await cluster.watched.wait()
+    await cluster.delete("p")
+    await cluster.delete("d")
+    await until(lambda: not fleet.replicas)
+    await removal
+    assert left == [second]
+
+
 async def test_replicas_given_by_their_urls_are_not_touched(cluster, fleet, discover, until):
     fleet.add("http://127.0.1.1:1#role=both")
     await cluster.create("p", "127.0.1.1", P)

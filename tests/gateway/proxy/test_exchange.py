@@ -9,6 +9,7 @@ import pytest
 
 from gateway.http.messages import Limits
 from gateway.prompt.pipeline import Pipeline
+from gateway.proxy import placing
 from replicas import Replica, State
 from replicas.simulated.model import sim_model_dir
 
@@ -114,6 +115,35 @@ async def test_a_model_that_only_a_degraded_replica_serves_is_listed_with_its_ad
         assert (status, headers["x-hitherto-replica"]) == (200, degraded.id)
 
 
+async def test_a_model_whose_pod_went_is_waited_for_for_a_while(monkeypatch):
+    async with stack(answers(), answers(), answers()) as s:
+        _, first, second = (one.replica for one in s.proxy.backends.values())
+        first.models, second.models = {"away": None, "red": "away"}, {"removed": None}
+        s.proxy.changed()
+        first.models = {}  # its engine went first
+        s.proxy.changed()
+        s.proxy.eligible.expect_back([first])
+        for replica in (first, second):
+            s.proxy.remove(replica.id)
+        said = "no replica of 'away' is ready (a pod of it went 0 s ago)"
+        assert await refusals(s, b"away") == {(503, said, "1")}
+        talk = await s.talk()
+        for model, status in ((b"red", 503), (b"away", 503), (b"removed", 404)):
+            await talk.say(post(b'{"model":"%b","query":"x","documents":["y"]}' % model, b"/v1/rerank"))
+            assert (await talk.response())[0] == status, model
+        monkeypatch.setattr(placing, "EXPECTED_SECONDS", 0.0)
+        assert {status for status, *_ in await refusals(s, b"away")} == {404}
+
+
+async def test_of_pods_that_went_the_latest_names_are_kept(monkeypatch):
+    monkeypatch.setattr(placing, "MOST_LEFT", 2)
+    async with stack(answers()) as s:
+        for model in ("one", "two", "one", "three"):
+            s.proxy.eligible.expect_back([away(9, models={}, required_model=model)])
+        found = {model: {status for status, *_ in await refusals(s, model)} for model in (b"one", b"two", b"three")}
+        assert found == {b"one": {503}, b"two": {404}, b"three": {503}}
+
+
 def away(port: int, state: State = State.FAILED, **facts) -> Replica:
     name = f"127.0.0.1:{port}"
     return Replica(name, f"http://{name}", "127.0.0.1", port, state=state, reason="nothing listens there", **facts)
@@ -191,6 +221,11 @@ async def test_a_model_that_a_replica_has_to_serve_is_not_unknown():
         assert not asked and ready == {"m": None}, "what is certain needs no question"
         replicas["named"].state, replicas["named"].models = State.WARMING, {"another": None}
         assert {status for status, *_ in await refusals(s, b"named")} == {503}
+        del replicas["other"]
+        replicas["named"].models = {}
+        for state in (State.DRAINING, State.STOPPED):  # on purpose, and it has never served it
+            replicas["named"].state = state
+            assert {(status, again) for status, _, again in await refusals(s, b"named")} == {(404, None)}
 
 
 async def test_a_replica_that_tells_no_names_may_serve_any_while_it_is_away():

@@ -18,12 +18,15 @@ def readiness(status: Mapping[str, Any], asked: Sequence[str]) -> dict[str, Any]
 
 
 def _of(status: Mapping[str, Any], model: str) -> list[Mapping[str, Any]]:
-    """The replicas that serve it when they are well. One that has told no models may serve any."""
-    return [
-        one
-        for one in status["replicas"]
-        if model in one["served_models"] or model == one["required_model"] or not one["served_models"]
-    ]
+    """The replicas that serve it when they are well, as far as is known."""
+    return [one for one in status["replicas"] if _may_serve(one, model)]
+
+
+def _may_serve(replica: Mapping[str, Any], model: str) -> bool:
+    """One that has told no models may serve any, but is not waited for by others than the one that it has to serve."""
+    if told := replica["served_models"]:
+        return model in told or model == replica["required_model"]
+    return replica["required_model"] in (None, model) or _takes_requests(replica)
 
 
 def _known(status: Mapping[str, Any]) -> list[str]:
@@ -46,4 +49,4 @@ def _why_not(status: Mapping[str, Any], model: str) -> str | None:
         return f"no replica of {model!r} is ready: {states}"
     if not status["replicas"]:
         return str(status["why_not"])
-    return f"no replica has served {model!r} yet; known are: {', '.join(_known(status)) or 'none'}"
+    return f"no replica is known to serve {model!r}; known are: {', '.join(_known(status)) or 'none'}"

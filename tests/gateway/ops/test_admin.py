@@ -137,12 +137,19 @@ async def test_readiness_is_of_the_gateway_or_of_the_models_that_are_named(http,
         assert status == 503 and said["ready"] is False and said["models"]["two"] is False
         assert said["why_not"] == "no replica of 'two' is ready: b:1 is failed (connection refused)"
     status, said = await ask("?model=three")
-    assert (status, said["why_not"]) == (503, "no replica has served 'three' yet; known are: adapter, one, two")
+    assert (status, said["why_not"]) == (503, "no replica is known to serve 'three'; known are: adapter, one, two")
     status, said = await ask("?model=")
     assert status == 400 and "/readyz?model=NAME" in said["error"]["message"]
-    served.clear()  # one that tells no models serves any
+    served.clear()
+    down.required_model = "two"
+    status, said = await ask("?model=three")
+    assert status == 503 and said["why_not"].startswith("no replica is known to serve 'three'"), (
+        "b has to serve another"
+    )
+    status, said = await ask("?model=two")
+    assert said["why_not"] == "no replica of 'two' is ready: b:1 is failed (connection refused)"
     down.state = State.READY
-    assert (await ask("?model=three"))[0] == 200
+    assert (await ask("?model=three"))[0] == 200, "one that is ready and tells no models serves any"
     gateway.view.draining = True
     status, said = await ask("?model=one")
     assert status == 503 and "is stopping" in said["why_not"] and said["models"] == {"one": False}

@@ -83,12 +83,24 @@ def check_replica_ca(replica_ca: Path | None) -> None:
 
 def check_chat_template(chat_template: Path | None) -> None:
     """Raises UnusableFile."""
-    if chat_template and not chat_template.is_file():
+    if chat_template and (why := _unreadable_text(chat_template)):
         raise UnusableFile(
             "chat_template",
-            f"there is no file {chat_template}. "
-            "Name the Jinja file the engines were started with, or leave it out to use the model's own",
+            f"{why}. Name the Jinja file the engines were started with, or leave it out to use the model's own",
         )
+
+
+def _unreadable_text(path: Path) -> str:
+    """Why there is no text to be had from this file; empty if there is."""
+    if not path.is_file():
+        return f"there is no file {path}"
+    try:
+        path.read_text(encoding="utf-8")
+    except OSError as error:
+        return f"{path} cannot be read: {error.strerror or error}"
+    except UnicodeDecodeError:
+        return f"{path} cannot be read: it is not UTF-8 text"
+    return ""
 
 
 def check_cluster(discover: pods.Discover | None) -> None:

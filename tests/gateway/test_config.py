@@ -345,8 +345,11 @@ def test_what_cannot_be_in_shadow_is_said():
     assert wrong(flags={"shadow": "random,least_time"}).startswith("flag --shadow: least_time is the policy that acts")
 
 
-def test_chat_template_must_exist(empty_folder):
+def test_chat_template_must_be_a_text_file(empty_folder):
     assert "there is no file nowhere.jinja" in wrong(flags={"chat_template": "nowhere.jinja"})
+    (empty_folder / "bad.jinja").write_bytes(b"\xff")
+    said = wrong(flags={"chat_template": "bad.jinja"})
+    assert said.startswith("flag --chat-template: bad.jinja cannot be read: it is not UTF-8 text. Name the Jinja file")
     (empty_folder / "t.jinja").write_text("x")
     assert load(flags={"chat_template": "t.jinja"}, environ={}).settings.chat_template.name == "t.jinja"
 

@@ -25,7 +25,6 @@ import shtab
 
 from gateway import __version__
 from gateway.config import ALIASES, ENV_PREFIX, SIZES, Config, ConfigError, Settings, flag, load, suggest
-from gateway.setting_errors import place_of
 from gateway.sizes import show_bytes
 from replicas.simulated import complaints
 
@@ -215,9 +214,7 @@ def _placing(config: Config) -> Iterator[None]:
     try:
         yield
     except ConfigError as error:
-        if not error.setting:
-            raise
-        raise ConfigError(f"{place_of(error.setting, config.sources)}: {error.text}") from None
+        raise ConfigError(error.placed(config.sources)) from None
 
 
 def serve(args: argparse.Namespace) -> int:
@@ -238,7 +235,7 @@ def serve(args: argparse.Namespace) -> int:
 
 def show_config(args: argparse.Namespace) -> int:
     config = load_config(args)
-    if config.settings.pools:
+    if config.settings.launches:
         from gateway.model import check_roles
 
         with _placing(config):

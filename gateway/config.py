@@ -50,9 +50,17 @@ class ConfigError(Exception):
     """A setting is wrong. The text says what, where and what would be right; exit code 2."""
 
     def __init__(self, text: str, setting: str = ""):
-        """`setting`: the one that it is about, where the text does not say where that was set."""
-        super().__init__(f"{setting}: {text}" if setting else text)
+        """`setting`: the one that each line is about, where the text does not say where that was set."""
+        super().__init__(_each_line(setting, text) if setting else text)
         self.text, self.setting = text, setting
+
+    def placed(self, sources: Mapping[str, str]) -> str:
+        """The text, each line with where the setting was set."""
+        return _each_line(place_of(self.setting, sources), self.text) if self.setting else self.text
+
+
+def _each_line(place: str, text: str) -> str:
+    return "\n".join(f"{place}: {line}" for line in text.splitlines())
 
 
 @dataclass(frozen=True)
@@ -310,7 +318,7 @@ def _noted(unusable: dict[str, str], setting: str, sources: Mapping[str, str]) -
     try:
         yield
     except ConfigError as error:
-        unusable[setting] = f"{place_of(error.setting, sources)}: {error.text}" if error.setting else error.text
+        unusable[setting] = error.placed(sources)
 
 
 def _check_admin(settings: Settings, sources: Mapping[str, str], unusable: dict[str, str]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -76,32 +76,37 @@ class Launch(NamedTuple):
 def launches(settings: Settings) -> list[Launch]:
     """What is launched: the engines of --launch, then each pool's. Raises ConfigError for pools that cannot work
     together."""
-    found: dict[str, Launch] = {}
-    if settings.launch:
-        profile = _loaded("--profile", settings.profile)
-        found["--launch"] = Launch(settings.launch, profile, *model_and_name(settings, profile), profile.role)
-    for name, pool in settings.pools.items():
-        profile, its = _loaded(f"pools.{name}.profile", pool.profile), _of_pool(settings, pool)
-        try:
-            where = model_and_name(its, profile)
-        except ConfigError as error:
-            raise ConfigError(f"{name}.model: {error.text}", "pools") if pool.model else error from None
-        found[f"pools.{name}"] = Launch(pool.launch, profile, *where, pool.role_of(profile), pool.spill)
+    found = {name: one._replace(directory=_folder_of(name, its, one)) for name, its, one in _given(settings)}
     _check_together(settings, found)
     return [*found.values()]
 
 
 def check_roles(settings: Settings) -> None:
     """Raises ConfigError as `launches` does, for what can be said of pools without their models' files."""
-    found: dict[str, Launch] = {}
+    _check_together(settings, {name: one for name, _, one in _given(settings)})
+
+
+LAUNCH = "the engines of --launch"  # in place of a pool's name
+
+
+def _given(settings: Settings) -> Iterator[tuple[str, Settings, Launch]]:
+    """(pool's name, settings with its own model, its engines without their model's folder)."""
     if settings.launch:
-        profile = _loaded("--profile", settings.profile)
-        found["--launch"] = Launch(settings.launch, profile, None, name_of(settings, profile), profile.role)
+        profile = _loaded(settings.profile, "profile")
+        yield LAUNCH, settings, Launch(settings.launch, profile, None, name_of(settings, profile), profile.role)
     for name, pool in settings.pools.items():
-        profile = _loaded(f"pools.{name}.profile", pool.profile)
-        served = name_of(_of_pool(settings, pool), profile)
-        found[f"pools.{name}"] = Launch(pool.launch, profile, None, served, pool.role_of(profile), pool.spill)
-    _check_together(settings, found)
+        profile, its = _loaded(pool.profile, "pools", f"{name}.profile: "), _of_pool(settings, pool)
+        role, served = pool.role_of(profile), name_of(its, profile)
+        yield name, its, Launch(pool.launch, profile, None, served, role, pool.spill)
+
+
+def _folder_of(name: str, its: Settings, one: Launch) -> Path | None:
+    try:
+        return model_and_name(its, one.profile)[0]
+    except ConfigError as error:
+        if name != LAUNCH and its.pools[name].model:
+            raise ConfigError(f"{name}.model: {error.text}", "pools") from None
+        raise
 
 
 def _of_pool(settings: Settings, pool: Pool) -> Settings:
@@ -113,22 +118,22 @@ def _of_pool(settings: Settings, pool: Pool) -> Settings:
 
 
 def _check_together(settings: Settings, launched: Mapping[str, Launch]) -> None:
-    """Raises ConfigError for pools that cannot work together. `launched`: by where each is set."""
+    """Raises ConfigError, a line each, for pools that cannot work together. `launched`: by pool."""
     kinds: dict[str, list[Kind]] = {}
-    for place, one in launched.items():
-        kinds.setdefault(one.served_name, []).append(Kind(place, one.role, one.profile, one.directory))
+    for name, one in launched.items():
+        kinds.setdefault(one.served_name, []).append(Kind(name, one.role, one.profile, one.directory))
     adopted = {parse_url(url).role for url in known_urls(settings)}
     if settings.discover is not None:
         adopted |= {PREFILL, DECODE}  # pods of either role may come
     if wrong := complaints(kinds, adopted):
-        raise ConfigError("\n".join(wrong))
+        raise ConfigError("\n".join(wrong), "pools" if settings.pools else "profile")
 
 
-def _loaded(place: str, name: str) -> LaunchProfile:
+def _loaded(name: str, setting: str, part: str = "") -> LaunchProfile:
     try:
         return profiles.load(name)
     except profiles.ProfileError as error:
-        raise ConfigError(f"{place}: {error}") from None
+        raise ConfigError(f"{part}{error}", setting) from None
 
 
 def model_and_name(settings: Settings, profile: LaunchProfile | None) -> tuple[Path | None, str]:

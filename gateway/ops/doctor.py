@@ -139,7 +139,7 @@ class Examination(contextlib.AsyncExitStack):
         except StatusUnavailable as unavailable:
             self._status_unavailable = True
             yield unavailable.finding
-        for finding in check_launches(self._settings):
+        for finding in check_launches(self._config):
             yield finding
 
     async def engines(self) -> AsyncIterator[Finding]:

@@ -71,14 +71,13 @@ async def check_traces() -> Finding | None:
     return Finding("ok", "traces", f"{receiver} takes them")
 
 
-def check_launches(settings: Settings) -> Iterator[Finding]:
+def check_launches(config: Config) -> Iterator[Finding]:
     """What keeps engines from being launched, as the gateway says it when it starts."""
     try:
-        launches(settings)
+        launches(config.settings)
     except ConfigError as error:
-        yield from (
-            Finding("fail", "launch", line, "the gateway does not start with that") for line in str(error).splitlines()
-        )
+        for line in error.placed(config.sources).splitlines():
+            yield Finding("fail", "launch", line, "the gateway does not start with that")
 
 
 def check_no_replicas(settings: Settings) -> Finding:

@@ -21,7 +21,7 @@ def test_the_first_name_that_leads_to_a_folder_is_taken(tmp_path):
 def test_of_names_that_lead_nowhere_each_is_said_with_why():
     with pytest.raises(
         ConfigError,
-        match=r"no directory /models/of/another/machine: give --model .* nobody/nothing is not in the .* cache",
+        match=r"no directory /models/of/another/machine: set model to .* nobody/nothing is not in the .* cache",
     ):
         model_dir("/models/of/another/machine", "nobody/nothing", "nobody/nothing")
     with pytest.raises(ConfigError, match="do not name their model.* Give --model"):

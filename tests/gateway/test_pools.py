@@ -53,7 +53,7 @@ def test_who_asks_for_the_settings_is_told_of_pools_that_cannot_work_together_as
     pools = "{p: {profile: sim, launch: 1, role: prefill}, d: {profile: pd-sim, launch: 1, role: decode}}"
     assert cli.main([verb, "--pools", pools]) == 2
     assert capsys.readouterr().err.startswith(
-        "hitherto: pools.p: its engines pass no cache on: add `kv_connector: true`"
+        "hitherto: flag --pools: p: its engines pass no cache on: add `kv_connector: true`"
     )
 
 
@@ -73,7 +73,7 @@ def test_a_model_that_is_not_there_is_said_with_where_it_was_set(capsys, monkeyp
             for name, value in environment.items():
                 patch.setenv(name, value)
             assert cli.main(["serve", *flags]) == 2
-        assert capsys.readouterr().err.startswith(f"hitherto: {place}: no directory /nope: give --model")
+        assert capsys.readouterr().err.startswith(f"hitherto: {place}: no directory /nope: set model to the folder")
 
 
 def test_a_role_may_stand_in_the_profile_and_the_pool_has_the_last_word(tmp_path):
@@ -145,17 +145,17 @@ def test_a_flag_says_in_one_line_what_a_file_says_in_several(connected):
 
 def test_a_role_needs_a_counterpart_of_the_same_model(tmp_path, connected):
     alone = f"p: {{profile: {connected}, launch: 1, role: prefill}}"
-    assert "pools.p: a replica has role=prefill and none has role=decode" in refused(tmp_path, alone)
+    assert "pools: p: a replica has role=prefill and none has role=decode" in refused(tmp_path, alone)
     other = f"\nd: {{profile: {connected}, launch: 1, role: decode, served_model_name: other}}"
     said = refused(tmp_path, alone + other)
-    assert "pools.p: " in said and "pools.d: " in said and "of the same model" in said
+    assert "pools: p: " in said and "pools: d: " in said and "of the same model" in said
     assert planned(tmp_path, alone, replica_url="http://gpu1:8000#role=decode"), "it is adopted"
 
 
 def test_engines_that_pass_no_cache_on_have_no_roles(tmp_path, connected):
     pools = f"p: {{profile: sim, launch: 1, role: prefill}}\nd: {{profile: {connected}, launch: 1, role: decode}}"
     assert refused(tmp_path, pools) == (
-        "pools.p: its engines pass no cache on: add `kv_connector: true` to the profile, or take `pd-sim`"
+        "pools: p: its engines pass no cache on: add `kv_connector: true` to the profile, or take `pd-sim`"
     )
     assert planned(tmp_path, f"a: {{profile: sim, launch: 1}}\nb: {{profile: {connected}, launch: 1}}"), "without roles"
 
@@ -168,7 +168,7 @@ def test_roles_of_adopted_replicas_say_nothing_of_pools_that_have_none(tmp_path,
         assert planned(tmp_path, plain, replica_url=adopted)
     mixed = plain + "\nd: {profile: sim, launch: 1, role: decode, served_model_name: third}"
     said = refused(tmp_path, mixed, replica_url=roles)
-    assert "pools.d: its engines pass no cache on" in said and "pools.a" not in said and "pools.b" not in said
+    assert "pools: d: its engines pass no cache on" in said and "a: " not in said and "b: " not in said
 
 
 def test_engines_of_two_kinds_pass_nothing_to_each_other(tmp_path, connected):
@@ -182,7 +182,7 @@ def test_what_vllm_would_refuse_at_the_first_transfer_is_refused_here(tmp_path):
         "engine: vllm\nrole: decode\nkv_cache_dtype: fp8\nkv_transfer_config: {kv_connector: NixlConnector}\n"
     )
     said = refused(tmp_path, f"p: {{profile: pd-prefill, launch: 1}}\nd: {{profile: {other}, launch: 1}}", model="sim")
-    assert "pools.p and pools.d: kv_cache_dtype is auto in one and fp8 in the other" in said
+    assert "pools: p and d: kv_cache_dtype is auto in one and fp8 in the other" in said
     staged = "p: {profile: pd-prefill, launch: 1}\nd: {profile: pd-prefill, launch: 1, role: decode}"
     assert "one pipeline stage only, and the decoder's pipeline_parallel_size is 2" in refused(
         tmp_path, staged, model="sim"
@@ -202,14 +202,36 @@ def test_a_connector_that_is_not_there_is_refused_with_what_to_install(tmp_path)
     )
     pools = f"p: {{profile: {bare}, launch: 1, role: prefill}}\nd: {{profile: {bare}, launch: 1, role: decode}}"
     said = refused(tmp_path, pools, model="sim")
-    assert "pools.p: its connector NixlConnector needs the package nixl" in said and "pools.d: " in said
+    assert "pools: p: its connector NixlConnector needs the package nixl" in said and "pools: d: " in said
     assert f"beside {tmp_path}/bin/vllm: `pip install nixl`" in said
+
+
+@pytest.mark.parametrize("verb", ["config", "serve"])
+def test_each_line_says_where_the_pools_were_set(verb, capsys, monkeypatch, tmp_path, connected):
+    monkeypatch.setattr("gateway.app.serve", launches)
+    file = tmp_path / "hitherto.yaml"
+    alone = f"profile: {connected}, launch: 1, role: prefill"
+    file.write_text(f"port: 0\npools: {{p: {{{alone}}}, d: {{{alone}, served_model_name: m}}}}\n")
+    assert cli.main([verb, "--config", str(file)]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    for line, name in zip(lines, "pd", strict=True):
+        assert line.startswith(f"hitherto: file {file}:2: pools: {name}: a replica has role=prefill and none")
+
+
+@pytest.mark.parametrize("verb", ["config", "serve"])
+def test_so_does_a_profile_that_is_launched_alone(verb, capsys, monkeypatch):
+    monkeypatch.setattr("gateway.app.serve", launches)
+    assert cli.main([verb, "--launch", "1", "--profile", "pd-prefill", "--model", "sim"]) == 2
+    assert capsys.readouterr().err.startswith("hitherto: flag --profile: the engines of --launch: a replica has role=")
 
 
 async def test_the_doctor_says_of_pools_what_the_gateway_would(tmp_path, connected):
     alone = f"{{p: {{profile: {connected}, launch: 1, role: prefill}}}}"
     whole = f"{{p: {{profile: {connected}, launch: 1, role: prefill}}, d: {{profile: {connected}, launch: 1, role: decode}}}}"
-    for pools, wrong in ((alone, ["pools.p: a replica has role=prefill and none has role=decode"]), (whole, [])):
+    for pools, wrong in (
+        (alone, ["flag --pools: p: a replica has role=prefill and none has role=decode"]),
+        (whole, []),
+    ):
         config = load(flags={"pools": pools, "port": 0, "admin_port": 0}, environ={})
         said = [one.text async for one in examine(config) if one.subject == "launch"]
         assert [one[: len(start)] for one, start in zip(said, wrong, strict=True)] == wrong
@@ -222,7 +244,7 @@ def test_two_models_under_one_name_pass_nothing_to_each_other(tmp_path, connecte
         f"d: {{profile: {connected}, launch: 1, role: decode, model: {other}, served_model_name: m}}"
     )
     said = refused(tmp_path, pools)
-    assert "pools.p and pools.d: they are started with different models" in said and "give both the same" in said
+    assert "pools: p and d: they are started with different models" in said and "give both the same" in said
 
 
 @pytest.mark.parametrize("workers", ["1", "2"])

@@ -44,7 +44,7 @@ def find_model(name_or_dir: str | Path) -> Path:
     name = str(name_or_dir)
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise ModelError(
-            f"no directory {name}: give --model the folder that holds the model's tokenizer.json, or its name on the hub"
+            f"no directory {name}: set model to the folder that holds its tokenizer.json, or to its name on the hub"
         )
     from huggingface_hub import snapshot_download  # a slow import, needed only here
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
@@ -58,14 +58,14 @@ def find_model(name_or_dir: str | Path) -> Path:
     if os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on"):
         raise ModelError(
             f"{name} is not in the Hugging Face cache and HF_HUB_OFFLINE is set: "
-            "unset it, or give --model a directory with tokenizer.json"
+            "unset it, or set model to a directory with tokenizer.json"
         )
     try:
         return Path(snapshot_download(name, allow_patterns=_FILES))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise ModelError(
             f"can't fetch the tokenizer of {name} ({type(error).__name__}: {error}): set HF_TOKEN if "
-            "the model is gated, or give --model a directory with tokenizer.json"
+            "the model is gated, or set model to a directory with tokenizer.json"
         ) from error
 
 

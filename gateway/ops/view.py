@@ -336,15 +336,16 @@ def _admission(metrics: Metrics, waiting: Mapping[str, int]) -> list[dict[str, A
         if decision == REFUSED:
             one["refused_for"][reason] = number
     for name, one in found.items():
-        met, missed = (metrics.slo_requests.total(**{"class": name, "outcome": what}) for what in ("met", "missed"))
+        outcomes = {
+            what: metrics.slo_requests.total(**{"class": name, "outcome": what}) for what in ("met", "missed", "failed")
+        }
         predicted, delivered = (
             one.total(**{"class": name}) for one in (metrics.predicted_ttft_seconds, metrics.delivered_ttft_seconds)
         )
         count = metrics.predicted_answers.total(**{"class": name})
         one |= {
             "waiting": waiting.get(name, 0),
-            "met": met,
-            "missed": missed,
+            **outcomes,
             "predicted_ttft_seconds": predicted / count if count else None,
             "ttft_seconds": delivered / count if count else None,
             "queue_p99_seconds": metrics.queue_seconds.quantile(0.99, name),

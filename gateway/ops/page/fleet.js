@@ -66,13 +66,14 @@ function shadows(s) {
 function admissions(s) {
   $("admission").hidden = !s.admission?.length;
   const heads = [["Class"], ["Sent", "n"], ["Had to wait", "n"], ["p99 of the wait", "n"], ["Refused", "n"], ["Limits kept"], ["TTFT, predicted / delivered", "n"]];
+  const kept = one => share(one.met, one.met + one.missed + one.failed);
   const row = one => make("tr", {},
     make("td", {}, make("div", {class: "id"}, one.class)),
-    cell(heads[1][0], "n", count(one.admitted + one.observed)),
+    cell(heads[1][0], "n", count(one.admitted + one.observed + one.degraded + one.spilled)),
     cell(heads[2][0], "n", count(one.queued), one.waiting ? make("div", {class: "sub"}, `${count(one.waiting)} now`) : null),
     cell(heads[3][0], "n", time(one.queue_p99_seconds)),
     cell(heads[4][0], "n", count(one.refused), make("div", {class: "sub"}, Object.entries(one.refused_for).map(([why, n]) => `${why} ${count(n)}`).join(", "))),
-    cell(heads[5][0], "", percent(share(one.met, one.met + one.missed)), bar(share(one.met, one.met + one.missed))),
+    cell(heads[5][0], "", percent(kept(one)), bar(kept(one))),
     cell(heads[6][0], "n", one.ttft_seconds == null ? "–" : `${time(one.predicted_ttft_seconds)} / ${time(one.ttft_seconds)}`));
   fill($("admissions"), table("cards", heads, (s.admission || []).map(row)));
 }

@@ -89,6 +89,21 @@ async def test_blocks_of_an_engine_that_is_gone_are_those_of_when_it_was_last_he
     assert shown == ["7", "7of 90", "7when last heard", "7when last heard"]
 
 
+async def test_of_a_class_all_are_counted_that_were_sent_in_any_way_and_what_failed_has_kept_no_limits():
+    gateway = Gateway()
+    for decision in ("admitted", "degraded", "spilled", "queued", "refused", "left"):
+        gateway.metrics.admission.inc(decision, "free", "full", by=2)
+    for outcome, count in (("met", 2), ("missed", 1), ("failed", 1)):
+        gateway.metrics.slo_requests.inc("free", "m", outcome, by=count)
+    async with served(gateway) as host, browser() as page:
+        await page.open(f"http://{host}/")
+        shown = await page.until(
+            "document.querySelector('#admissions tbody tr') && "
+            "[...document.querySelectorAll('#admissions tbody td')].map(cell => cell.textContent)"
+        )
+    assert (shown[1], shown[5]) == ("6", "50.0 %")
+
+
 HOSTILE = "<img src=x onerror=document.title=1><script>document.title=2</script>"
 
 

@@ -37,7 +37,7 @@ class ApiError(Exception):
     """Why a request is answered with an error of ours. `status` is HTTP's; `type`, `param` and `code` are fields of the
     error object, where None says that the status decides. `headers`: of the answer, besides those that every error
     has. `again`: False tells clients that repeat a request by themselves after a 429 or 5xx (OpenAI's and Anthropic's
-    do) not to."""
+    do) not to. `discreet`: what tenants are told in place of a message that names replicas."""
 
     def __init__(
         self,
@@ -49,17 +49,20 @@ class ApiError(Exception):
         *,
         headers: Sequence[tuple[bytes, bytes]] = (),
         again: bool = True,
+        discreet: str | None = None,
     ):
         super().__init__(message)
         self.status, self.message = status, message
+        self.discreet = message if discreet is None else discreet
         self.type, self.param, self.code = type, param, code
         self.headers, self.again = headers, again
 
-    def object(self, path: str) -> dict[str, Any]:
-        return error_object(path, self.status, self.message, type=self.type, param=self.param, code=self.code)
+    def object(self, path: str, discreet: bool = False) -> dict[str, Any]:
+        message = self.discreet if discreet else self.message
+        return error_object(path, self.status, message, type=self.type, param=self.param, code=self.code)
 
-    def body(self, path: str) -> bytes:
-        return orjson.dumps(self.object(path))
+    def body(self, path: str, discreet: bool = False) -> bytes:
+        return orjson.dumps(self.object(path, discreet))
 
 
 def bad(message: str, param: str | None = None) -> ApiError:

@@ -211,6 +211,7 @@ class Conductor:
         self.placing, self.judge, self.settling = placing, judge, settling
         self._forwarding, self._responses, self._metrics, self._added = forwarding, responses, metrics, added
         self._retries, self._traces = retries, traces
+        self.discreet = placing.eligible.discreet
         self.figures: Figures | None = None
         self.priorities: Priorities | None = None
         self.first_legs, self.leg_ends = FirstLegs(self), LegEnds(self, settling, metrics)
@@ -379,16 +380,16 @@ class Conductor:
             exchange.attempts_used += KINDS[kind].counts
         exchange.crashes = exchange.crashes.after(failed)
         if following is Next.LOST:
-            message = f"{max(exchange.crashes)} replicas went down or hung with this request, so no other is tried; the last: {exchange.last_failure}"
-            self.dispatch(exchange, ExchangeEvent.EXHAUSTED, ApiError(502, message, again=False, code="replicas_lost"))
+            why = f"{max(exchange.crashes)} replicas went down or hung with this request, so no other is tried"
+            error = exchange.exhausted(why, again=False, code="replicas_lost")
+            self.dispatch(exchange, ExchangeEvent.EXHAUSTED, error)
         elif following is Next.REFUSED:
             self.dispatch(exchange, ExchangeEvent.EXHAUSTED, ApiError(attempt.status, str(attempt.error)))
         elif following is Next.EXHAUSTED:
             why = "two engines failed this request alike, so no third was asked"
             if not failed.agreed:
                 why = f"no replica answered after {len(exchange.tried)} attempt(s)"
-            message = f"{why}; the last: {exchange.last_failure}"
-            self.dispatch(exchange, ExchangeEvent.EXHAUSTED, ApiError(502, message, again=not failed.agreed))
+            self.dispatch(exchange, ExchangeEvent.EXHAUSTED, exchange.exhausted(why, again=not failed.agreed))
         else:
             self._metrics.retries.inc(kind)
             demand = attempt.placement.demand
@@ -448,7 +449,9 @@ class Conductor:
         attempt, client, path = exchange.attempts[-1], exchange.client, exchange.request.path
         error = exchange.error = attempt.error
         self._close(exchange)
-        message = f"the answer broke off: replica {attempt.backend.id} {error}"
+        message = (
+            "the answer broke off" if self.discreet else f"the answer broke off: replica {attempt.backend.id} {error}"
+        )
         end = b"".join([piece[-len(CRLF_CHUNK_END) :] for piece in attempt.tail])
         continuation = exchange.continuation
         if continuation is not None and exchange.is_continued:  # what went to the client ends with an event
@@ -501,7 +504,7 @@ class Conductor:
         self.settling.ended(exchange, "refused")  # first, so that its client is told of limits what is left now
         if exchange.charge is not None and exchange.charge.granted:
             headers += exchange.charge.headers()
-        exchange.client.reply(error.status, error.body(exchange.request.path), headers)
+        exchange.client.reply(error.status, error.body(exchange.request.path, self.discreet), headers)
 
     def _abandon(self, exchange: Exchange, _: Any) -> None:
         self._close(exchange)

@@ -50,6 +50,7 @@ Encode = Callable[[Prompt, str], bytes]  # a text that stands behind this prompt
 class StreamConductor(Protocol):
     placing: Placing
     settling: Settling
+    discreet: bool
 
     def failed(self, attempt: Attempt, error: UpstreamError) -> None: ...
     def on_complete(self, attempt: Attempt) -> None: ...
@@ -438,7 +439,11 @@ class Continuing:
         timed_out = isinstance(error, ApiError) and error.status == 504
         crashed = isinstance(error, ApiError) and error.code == "replicas_lost"
         self._metrics.streams_not_continued.inc("timeout" if timed_out else "crashes" if crashed else "replicas")
-        message = f"the answer broke off, and nobody went on with it: {error}"
+        message = "the answer broke off, and nobody went on with it"
+        if not self._conductor.discreet:
+            message += f": {error}"
+        elif isinstance(error, ApiError):
+            message += f": {error.discreet}"
         event = error_event(exchange.request.path, 502, message, continuation.names.number + 1)
         exchange.client.write(continuation.framed(event) + continuation.end)
         exchange.client.finish(keep_alive=continuation.chunked)

@@ -53,12 +53,16 @@ class Deadlines:
             since = exchange.continuation.broke_at
         if self._ran(since, now) > self._request_timeout:
             self._settling.failed(attempt.backend if attempt else None, TIMEOUT)
-            what = (
-                f"replica {attempt.backend.id} sent no byte of an answer" if attempt else "no replica was found for it"
-            )
-            self._time_out(exchange, ApiError(504, f"{what} within {self._request_timeout:g} s"))
+            self._time_out(exchange, self._late(attempt))
         elif attempt is not None and attempt.state is AttemptState.AWAITING:
             self._check_unanswered(exchange, attempt, now)
+
+    def _late(self, attempt: Attempt | None) -> ApiError:
+        within = f"within {self._request_timeout:g} s"
+        if attempt is None:
+            return ApiError(504, f"no replica was found for it {within}")
+        what = f"sent no byte of an answer {within}"
+        return ApiError(504, f"replica {attempt.backend.id} {what}", discreet=f"the replica {what}")
 
     def _check_unanswered(self, exchange: Exchange, attempt: Attempt, now: float) -> None:
         first_leg = attempt.leg is Leg.PREFILL  # what is withheld of its answer is never for the client

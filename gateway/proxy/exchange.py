@@ -527,16 +527,16 @@ class Exchange:
         if self.tried:
             asked = len({attempt.backend for attempt in self.attempts})
             self.conductor.dispatch(
-                self,
-                ExchangeEvent.EXHAUSTED,
-                ApiError(502, f"no replica is left after {asked} attempt(s); the last: {self.last_failure}"),
+                self, ExchangeEvent.EXHAUSTED, self.exhausted(f"no replica is left after {asked} attempt(s)")
             )
         else:
             self.conductor.dispatch(self, ExchangeEvent.REFUSED, error)
 
-    @property
-    def last_failure(self) -> str:
-        return f"replica {self.attempts[-1].backend.id}: {self.attempts[-1].error}"
+    def exhausted(self, why: str, **options: Any) -> ApiError:
+        """The answer to it once its last attempt has failed and no other is made."""
+        attempt = self.attempts[-1]
+        last = f"the last: replica {attempt.backend.id}: {attempt.error}"
+        return ApiError(502, f"{why}; {last}", discreet=why, **options)
 
 
 class Parent(NamedTuple):

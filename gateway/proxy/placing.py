@@ -47,7 +47,7 @@ class Eligibility:
     clients are tenants, who are told nothing of the replicas, which may serve others too."""
 
     def __init__(self, models: Models, router: Router, replicas: Mapping[str, Replica], discreet: bool = False):
-        self.models, self._router, self._replicas, self._discreet = models, router, replicas, discreet
+        self.models, self._router, self._replicas, self.discreet = models, router, replicas, discreet
         self.backends: dict[str, Backend] = {}
         self.names: dict[str, str | None] = {}  # every served name, with the base model of an adapter
         self.adapters: frozenset[str] = frozenset()
@@ -93,12 +93,19 @@ class Eligibility:
     def _is_expected_back(self, model: str) -> bool:
         return monotonic() - self._left.get(model, -inf) < EXPECTED_SECONDS
 
-    def targets(self, prompt: Prompt | None, tried: tuple[Backend, ...] = (), named: str | None = None) -> Targets:
-        """Who may get it now. Raises ApiError when nobody can. `named`: the model of a request without prompt."""
+    def targets(
+        self,
+        prompt: Prompt | None,
+        tried: tuple[Backend, ...] = (),
+        named: str | None = None,
+        tenant: Tenant | None = None,
+    ) -> Targets:
+        """Who may get it now. Raises ApiError when nobody can. `named`: the model of a request without prompt;
+        `tenant`: whose request it is."""
         model = (prompt.model if prompt is not None else named) or None
         targets = self.ready_for(model)
         if not targets:
-            raise self.no_replica_error(model)
+            raise self.no_replica_error(model, tenant)
         if tried:
             targets = Targets([backend.candidate for backend in self.remaining(prompt, tried, named)])
             if not targets:
@@ -223,16 +230,17 @@ class Eligibility:
             return None
         return ApiError(400, f"name a model; served here: {', '.join(models)}", param="model", code="model_not_named")
 
-    def no_replica_error(self, model: str | None) -> ApiError:
+    def no_replica_error(self, model: str | None, tenant: Tenant | None) -> ApiError:
         """Why nobody serves this model: it is not served here, no replica of it is ready, or one that is not ready may
-        serve it."""
+        serve it. A tenant is told of no models but those that it may use."""
         known = self.names
         if model is not None and known and model not in known and not self._is_away(model):
             untold = [_described(one) for one in self._replicas.values() if self._is_untold(one)]
             if missing := self.unlisted():
                 untold.append(missing)
-            return unknown_model_error(model, known, untold, self._discreet)
-        if self._discreet:
+            told = known if tenant is None else [name for name in known if tenant.may_use(name)]
+            return unknown_model_error(model, told, untold, self.discreet)
+        if self.discreet:
             return ApiError(503, "no replica is ready" if model is None else f"no replica of {model[:200]!r} is ready")
         states = [_described(one) for one in self._replicas.values() if self._may_serve(one, model)]
         if model is not None and self._is_expected_back(model):
@@ -259,18 +267,18 @@ class Eligibility:
 def unknown_model_error(model: str, known: Collection[str], untold: Sequence[str], discreet: bool = False) -> ApiError:
     """Refuse a model that no replica is known to serve. A 404 is final to clients, so none is given while replicas may
     serve it that have not told their models. `untold`: these, in words, which `discreet` leaves out."""
-    served = ", ".join(sorted(known))
+    served = f"served here: {', '.join(sorted(known)) or 'none'}"
     if untold:
         which = "some replicas have" if discreet else "these have"
         more = "" if discreet else f": {'; '.join(untold)}"
         return ApiError(
             503,
-            f"no replica is known to serve {model[:200]!r} (served here: {served}), but {which} not told their models yet{more}",
+            f"no replica is known to serve {model[:200]!r} ({served}), but {which} not told their models yet{more}",
             code=MODEL_NOT_KNOWN,
         )
     return ApiError(
         404,
-        f"the model {model[:200]!r} does not exist; served here: {served}",
+        f"the model {model[:200]!r} does not exist; {served}",
         param="model",
         code="model_not_found",
     )
@@ -429,7 +437,7 @@ class Placing:
             self.pulse.look(now)
         prompt = asker.prompt
         try:
-            targets = self.eligible.targets(prompt, asker.tried, asker.model)
+            targets = self.eligible.targets(prompt, asker.tried, asker.model, asker.tenant)
         except ApiError as error:
             if self.queue is not None:
                 self.queue.leave(asker)

@@ -476,7 +476,7 @@ class Proxy:
             return
         if has_prompt and not self.conductor.draining:
             self.preparation.begin(exchange)
-        elif (error := self.refusal(path, request.method)) is not None:
+        elif (error := self.refusal(path, request.method, exchange.tenant)) is not None:
             exchange.refused(error)
         else:
             self.preparation.begin_other(exchange)
@@ -512,7 +512,7 @@ class Proxy:
         answer = self._local.get(request.path)
         return answer if self.eligible.names or answer != self._list_models else None
 
-    def refusal(self, path: str, method: str) -> ApiError | None:
+    def refusal(self, path: str, method: str, tenant: Tenant | None = None) -> ApiError | None:
         """Why nothing is sent on."""
         if self.draining:
             return _shutting_down()
@@ -523,7 +523,7 @@ class Proxy:
                 return ApiError(405, f"{method} is not supported for {path}", headers=[(b"allow", b"POST, OPTIONS")])
         elif path not in self.allowed_paths:
             if (model := model_in(path)) is not None:
-                return self._no_model(model, method)
+                return self._no_model(model, method, tenant)
             return ApiError(404, refusal(path, self.keys is not None), code="path_not_allowed")
         if method not in METHODS:
             return ApiError(
@@ -575,12 +575,12 @@ class Proxy:
             "max_model_len": max(self.models.routes.contexts.get(name, ()), default=None),
         }  # fmt: skip
 
-    def _no_model(self, name: str, method: str) -> ApiError:
+    def _no_model(self, name: str, method: str, tenant: Tenant | None) -> ApiError:
         """Why a model is not told of."""
         if method not in ("GET", "HEAD"):
             return ApiError(405, f"{method} is not supported for {MODELS}/NAME", headers=[(b"allow", b"GET, HEAD")])
         if self.eligible.names or not self.eligible.ready_for(None):
-            return self.eligible.no_replica_error(name)
+            return self.eligible.no_replica_error(name, tenant)
         return ApiError(
             404,
             f"the replicas tell what they serve only to those who bring an API key: ask GET {MODELS}, which passes it on",

@@ -173,6 +173,18 @@ async def test_an_engine_that_falls_silent_is_left():
         await eventually(s.idle)
 
 
+async def crashes(reader, writer):
+    await read_request(reader)
+
+
+async def fails(reader, writer):
+    while True:
+        await read_request(reader)
+        writer.write(
+            b"HTTP/1.1 500 Internal Server Error\r\nContent-Type: application/json\r\nContent-Length: 2\r\n\r\n{}"
+        )
+
+
 async def sweep(s):
     while True:
         s.proxy.sweep(asyncio.get_running_loop().time())
@@ -188,6 +200,20 @@ async def test_a_stream_that_nobody_goes_on_with_ends_with_an_error(others):
         assert b"broke off" in body and not body.endswith(b"[DONE]\n\n")
         assert s.metrics.streams_not_continued.total() == 1
         await eventually(s.idle)
+
+
+@pytest.mark.parametrize("others", [[], [fails, fails], [crashes, crashes]])
+async def test_who_did_not_go_on_with_a_stream_is_named_to_no_tenant(others, tmp_path):
+    file, told = tmp_path / "keys.yaml", []
+    file.write_text(f"- {{name: one, sha256: {hashlib.sha256(b'hth-one').hexdigest()}}}\n")
+    for keys in (None, Keys(file)):
+        async with continued(engine("1", b"", 2), *others, keys=keys) as s:
+            talk = await s.talk()
+            await talk.say(post(BODY, extra=b"authorization: Bearer hth-one\r\n"))
+            told.append((await talk.response())[2])
+            await eventually(s.idle)
+    assert all(b"the answer broke off" in body for body in told)
+    assert [b"127.0.0.1" in body for body in told] == [True, False]
 
 
 async def test_a_client_that_leaves_while_another_is_asked_leaves_nothing_behind():
@@ -298,18 +324,6 @@ async def test_a_replica_that_hashes_other_blocks_does_not_go_on():
         await talk.say(post(BODY))
         assert b"broke off" in (await talk.response())[2]
         assert s.metrics.streams_not_continued.by("reason")["unlike"] == 1
-
-
-async def crashes(reader, writer):
-    await read_request(reader)
-
-
-async def fails(reader, writer):
-    while True:
-        await read_request(reader)
-        writer.write(
-            b"HTTP/1.1 500 Internal Server Error\r\nContent-Type: application/json\r\nContent-Length: 2\r\n\r\n{}"
-        )
 
 
 async def test_one_crash_after_the_break_leaves_it_to_a_third_replica():

@@ -13,8 +13,8 @@ import pytest
 from gateway.tenants.keys import CLIENT_KEYS, Keys
 from replicas import Replica
 
-from ..http.talk import eventually
-from ..proxy.replies import BODY, answers, post
+from ..http.talk import eventually, free_port, read_request
+from ..proxy.replies import BODY, EVENT, SSE_HEAD, answers, chunk, post, silent
 from ..proxy.stack import stack
 
 KEYS = {"one": "sk-one-0123456789", "two": "sk-two-0123456789"}
@@ -137,6 +137,74 @@ async def test_a_tenant_is_not_told_which_replicas_have_not_told_their_models(fi
             "no replica is known to serve 'm3' (served here: m), but some replicas have not told their models yet"
         )
         assert (await ask(s, post(body, b"/v1/completions", bearer("two"))))[0] == 403
+
+
+async def dies(reader, writer):
+    await read_request(reader)
+
+
+async def breaks_off(reader, writer):
+    await read_request(reader)
+    writer.write(SSE_HEAD + chunk(EVENT))
+    await writer.drain()
+
+
+FAULTS = {  # what happens, what all are told of it, and what else is known
+    "nobody listens": ({"ports": 2, "retries": 5}, "no replica is left after 2 attempt(s)", "the last: replica 127"),
+    "no attempt is left": (
+        {"ports": 2, "retries": 0},
+        "no replica answered after 1 attempt(s)",
+        "the last: replica 127",
+    ),
+    "two die": ({"scripts": [dies, dies, dies]}, "so no other is tried", "the last: replica 127"),
+    "too late": (
+        {"scripts": [silent], "request_timeout": 0.2},
+        "sent no byte of an answer within 0.2 s",
+        "replica 127",
+    ),
+    "breaks off": ({"scripts": [breaks_off]}, "the answer broke off", "closed by the replica"),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+async def test_replicas_that_fail_are_named_to_no_tenant_but_to_operators_and_where_there_are_no_keys(file, name):
+    """Theirs are addresses of a network that is not the tenants', and the reason may have an address as well."""
+    options, message, more = FAULTS[name]
+    given = {**options, "ports": [free_port() for _ in range(options.get("ports", 0))]}
+    scripts, errors, told = given.pop("scripts", ()), [], {}
+    file.write_text("\n".join([entry("one"), entry("two", models=["m"], cache_salt="0123456789abcdef")]))
+    body = BODY.replace(b"{", b'{"stream": true,', 1) if breaks_off in scripts else BODY
+    for who, keys in (("one", Keys(file)), ("two", Keys(file)), ("", None)):
+        async with stack(*scripts, keys=keys, **given) as s:
+            s.proxy.settling.on_end(lambda exchange, outcome, usage: errors.append(str(exchange.error)))
+            told[who] = (await ask(s, post(body, extra=bearer(who) if who else b"")))[2].decode()
+            await eventually(s.idle)
+    for text in told.values():
+        assert message in text
+    assert "127.0.0.1" in told[""]
+    for who in ("one", "two"):
+        assert "127.0.0.1" not in told[who] and "the last" not in told[who]
+    assert len(errors) == 3 and all(more in error for error in errors)
+
+
+@pytest.mark.parametrize("path", [b"/v1/completions", b"/v1/messages"])
+async def test_a_key_for_some_models_is_told_of_no_others(file, path):
+    replicas = {}
+    async with stack(answers(), keys=Keys(file), replicas=replicas) as s:
+        (backend,) = s.proxy.backends.values()
+        backend.replica.models = {"m": None, "m3": None}
+        s.proxy.changed()
+        body = {"model": "m2", "prompt": "x", "max_tokens": 1, "messages": [{"role": "user", "content": "x"}]}
+        for who, served in (("two", "none"), ("one", "m, m3")):
+            replicas.clear()
+            status, _, told = await ask(s, post(json.dumps(body).encode(), path, bearer(who)))
+            message = json.loads(told)["error"]["message"]
+            assert (status, message) == (404, f"the model 'm2' does not exist; served here: {served}")
+            replicas["late"] = Replica("127.0.0.1:9", "http://127.0.0.1:9", "127.0.0.1", 9, reason="not there")
+            for raw in (post(json.dumps(body).encode(), path, bearer(who)), get(b"/v1/models/m2", bearer(who))):
+                status, _, told = await ask(s, raw)
+                message = json.loads(told)["error"]["message"]
+                assert status == 503 and f"(served here: {served})" in message and "127.0.0.1" not in message
 
 
 async def test_a_request_knows_whose_it_is(file):

@@ -118,7 +118,7 @@ class Decisions:
         tried = tuple(self._proxy.backends[id] for id in exclude if id in self._proxy.backends)
         self._bytes += len(body)
         try:
-            prompt = await self._prepared(path, body, headers)
+            prompt = await self._proxy.preparation.prompt(path, body, headers)
         finally:
             self._bytes -= len(body)
         prompt.token_ids = b""  # nothing is sent from here
@@ -150,14 +150,6 @@ class Decisions:
         """It has a replica, or wants none any more. Not before: one that was admitted may have to be placed again."""
         if self._placing.queue is not None:
             self._placing.queue.forget(leased)
-
-    async def _prepared(self, path: str, body: bytes, headers: Mapping[str, str]) -> Prompt:
-        proxy = self._proxy
-        prompt = await proxy.preparation.prompt(path, body, headers)
-        if proxy.eligible.is_unknown(prompt.model):
-            await proxy.newcomers.asked()
-            prompt = await proxy.preparation.prompt(path, body, headers)
-        return prompt
 
     def _told(self, leased: Leased, attempt: Attempt) -> dict[str, Any]:
         backend, prompt, placement = attempt.backend, leased.prompt, attempt.placement

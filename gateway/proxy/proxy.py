@@ -166,7 +166,13 @@ class Preparation:
 
     async def prompt(self, path: str, body: bytes, headers: Mapping[str, str]) -> Prompt:
         """Of a request that is not sent from here. Raises ApiError, and whatever else goes wrong."""
+        prompt = await self._prompt(path, body, headers)
+        if self._eligible.is_unknown(prompt.model):  # perhaps its model was loaded just now
+            await self._newcomers.asked()
+            prompt = await self._prompt(path, body, headers)
+        return prompt
 
+    async def _prompt(self, path: str, body: bytes, headers: Mapping[str, str]) -> Prompt:
         def prepare() -> Prompt:
             if path not in PROMPT_PATHS:
                 return unread(path, named_model(headers.get("content-type", ""), body) if reads_model else None)
@@ -285,7 +291,7 @@ class Preparation:
         """A prompt that is not known to its end."""
         if prompt.media:
             self._metrics.media_prompts.inc(prompt.media)
-        if prompt.mode == "load" and prompt.path not in NO_PREFILL:
+        if prompt.mode == "load" and prompt.path not in NO_PREFILL and self._eligible.ready_for(prompt.model or None):
             self._metrics.prompt_failures.inc(prompt.path)
             if perf_counter() >= self._silent_until.get(prompt.path, 0.0):
                 self._silent_until[prompt.path] = perf_counter() + SAID_EVERY
@@ -365,8 +371,7 @@ class Proxy:
             added = AddedByQueue(response_headers, cached_tokens_header, queue)
             # After the figures, which ask it for the request's class.
             on_end, on_first = (on_end[0], queue.ended, *on_end[1:]), (*on_first, queue.first_token)
-        self.newcomers = Newcomers(ask_models)
-        self.preparation = Preparation(self.eligible, self.placing, self.newcomers, metrics, metering)
+        self.preparation = Preparation(self.eligible, self.placing, Newcomers(ask_models), metrics, metering)
         self.forwarding = TokenIdForwarding(metrics, tokenize_once, self.backends, models.made_by)
         ended = on_end if traces is None else (traces.end, *on_end)
         self.settling = Settling(

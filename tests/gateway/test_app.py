@@ -92,10 +92,13 @@ async def test_an_adapter_is_served_from_the_moment_it_is_loaded_and_has_blocks_
         assert predicted(await gateway.chat(prompt)) == 0
         refused = await gateway.client.post("/v1/chat/completions", json={"model": "sql", "messages": prompt})
         assert (refused.status_code, refused.json()["error"]["code"]) == (404, "model_not_found")
-        async with httpx.AsyncClient(base_url=engine.url) as direct:
-            assert (
-                await direct.post("/v1/load_lora_adapter", json={"lora_name": "sql", "lora_path": "/sql"})
-            ).status_code == 200
+
+        async def load(name: str) -> None:
+            async with httpx.AsyncClient(base_url=engine.url) as direct:
+                told = {"lora_name": name, "lora_path": f"/{name}"}
+                assert (await direct.post("/v1/load_lora_adapter", json=told)).status_code == 200
+
+        await load("sql")
         answers = [
             await gateway.client.post(
                 "/v1/chat/completions", json={"model": "sql", "messages": prompt, "max_tokens": 2}
@@ -104,6 +107,10 @@ async def test_an_adapter_is_served_from_the_moment_it_is_loaded_and_has_blocks_
         ]
         assert [answer.status_code for answer in answers] == [200, 200]
         assert predicted(answers[0]) == reported(answers[0]) == 0 < predicted(answers[1]) == reported(answers[1])
+        for path in ("/explain", "/decide"):
+            await load(path[1:])
+            asked = await gateway.admin.post(path, json={"model": path[1:], "messages": prompt})
+            assert asked.status_code == 200, (path, asked.text)
 
 
 async def test_replicas_without_events_are_followed_by_what_was_sent_to_them(tmp_path):

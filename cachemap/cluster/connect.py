@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import hashlib
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,12 +27,13 @@ from hiredis import pack_command
 from redis.asyncio import ConnectionPool, Redis
 from redis.asyncio.connection import AbstractConnection, SSLConnection, parse_url
 from redis.asyncio.retry import Retry
-from redis.asyncio.sentinel import Sentinel, SentinelConnectionPool
+from redis.asyncio.sentinel import MasterNotFoundError, Sentinel, SentinelConnectionPool
 from redis.backoff import NoBackoff
 from redis.crc import key_slot
 from redis.exceptions import (
     AuthenticationError,
     BusyLoadingError,
+    InvalidResponse,
     NoPermissionError,
     NoScriptError,
     RedisError,
@@ -74,10 +77,25 @@ _SOURCE = re.compile(
 )
 
 
+# redis-py's words for an address that it does not reach; the number is errno's, or that of TLS or a name server
+_UNREACHED = re.compile(r"Error ?(-?\d*) connecting to (.+?)\. (.*?)\.?")
+
+
 def describe(error: BaseException) -> str:
     """A failure in plain words: what Redis refuses, at which key, why, and what to do."""
     if isinstance(error, BusyLoadingError):
         return in_words(f"LOADING {error}")  # redis-py takes the code away
+    if isinstance(error, MasterNotFoundError):  # redis-py appends a page on its connections
+        return f"no sentinel names a primary {str(error).partition(' : ')[0].removeprefix('No master found for ')}"
+    if isinstance(error, InvalidResponse):
+        return f"something else than Redis answers there ({error})"
+    if unreached := _UNREACHED.fullmatch(str(error)):
+        number, place, why = unreached.groups()
+        if number == str(errno.ECONNREFUSED):
+            why = "nothing listens there"
+        elif why.startswith("Connect call failed"):
+            why = os.strerror(int(number))
+        return f"cannot connect to {place}: {in_words(why)}"
     return in_words("; ".join([str(error) or "no answer in time", *getattr(error, "__notes__", [])]))
 
 

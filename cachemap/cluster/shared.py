@@ -41,7 +41,7 @@ SETTLE_SECONDS = 0.05  # between claims, while leases are free: gateways that st
 POLL_MILLISECONDS = 250  # a read waits that long for news; who joins is heard after it
 STREAM_SECONDS = 5e-5  # between two reads, for each stream read
 PART = "shared map: one replica's part"  # of background work
-LEASES, READS = "leases", "deltas cannot be read"  # troubles, besides WRITES
+LEASES, READS = "leases cannot be looked at", "deltas cannot be read"  # troubles, besides WRITES
 MOST_LOOKS = 128  # leases in one call: a server is blocked for about a millisecond
 # and members of a list or stream; longer ones than gateways write are not read at all
 MOST_READ_BYTES, MOST_READ = 1 << 20, 500
@@ -107,9 +107,11 @@ class SharedMap:
     @property
     def trouble(self) -> str:
         """What Redis does not let this gateway do, and why; empty if all is well."""
-        return "; ".join(dict.fromkeys(f"{what}: {one.why}" for (what, _), one in self._troubles.items())) or (
-            "" if self._reached else "not connected yet"
-        )
+        whats: dict[str, dict[str, None]] = {}  # by why
+        for (what, _), one in self._troubles.items():
+            whats.setdefault(one.why, {})[what] = None
+        told = "; ".join(f"{' and '.join(what)}: {why}" for why, what in whats.items())
+        return told or ("" if self._reached else "not connected yet")
 
     @property
     def leases(self) -> int:

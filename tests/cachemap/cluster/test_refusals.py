@@ -6,7 +6,10 @@ import re
 
 import pytest
 
-from cachemap.cluster.connect import Ways, in_words, parse
+from cachemap import CacheMap
+from cachemap.cluster import SharedMap
+from cachemap.cluster.connect import FAILURES, Trouble, Ways, describe, in_words, parse
+from cachemap.cluster.shared import LEASES, READS
 from gateway.proxy.shared import SharedLedger
 from policies import Ledger, make
 from tests.gateway.ops.test_redis_check import DOCUMENTED, acl
@@ -166,6 +169,43 @@ async def test_one_that_loads_its_data_answers():
 )  # fmt: skip
 def test_what_other_versions_say_is_as_plain(said, plain):
     assert in_words(said) == plain
+
+
+async def test_a_server_that_is_not_reached_is_named_with_why(unused_tcp_port, tmp_path):
+    async def page(_, writer):
+        writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+        writer.close()
+
+    async def told(url):
+        ways = Ways(parse(url))
+        with pytest.raises(FAILURES) as failed:
+            await (await ways.to("key")).ping()
+        await ways.aclose()
+        return describe(failed.value)
+
+    place = f"127.0.0.1:{unused_tcp_port}"
+    assert await told(f"redis://{place}") == f"cannot connect to {place}: nothing listens there"
+    assert await told(f"redis+sentinel://{place}/main") == "no sentinel names a primary 'main'"
+    gone = tmp_path / "redis.sock"
+    assert await told(f"unix://{gone}") == f"cannot connect to {gone}: No such file or directory"
+    async with await asyncio.start_server(page, "127.0.0.1", unused_tcp_port):
+        assert (await told(f"redis://{place}")).startswith("something else than Redis answers there (")
+
+
+async def test_what_cannot_be_done_for_one_reason_is_told_with_it_once():
+    shared = SharedMap(parse("redis://127.0.0.1:9"), "prod", CacheMap(1 << 20))
+    for what, lane, why in (
+        (LEASES, 0, "no answer"),
+        (READS, 0, "no answer"),
+        (READS, 1, "no answer"),
+        (READS, 2, "NOPERM"),
+    ):
+        shared.in_trouble(what, lane, Trouble(why, False))
+    assert (
+        shared.trouble
+        == "leases cannot be looked at and deltas cannot be read: no answer; deltas cannot be read: NOPERM"
+    )
+    await shared.stop()
 
 
 def test_protected_mode_is_named_in_one_line():

@@ -7,7 +7,12 @@ import socket
 import urllib.request
 
 import pytest
+from redis.exceptions import ResponseError
 
+from cachemap import CacheMap
+from cachemap.cluster import SharedMap
+from cachemap.cluster.connect import Trouble, parse
+from cachemap.cluster.shared import LEASES
 from gateway import cli
 from gateway.ops import doctor
 from gateway.ops.trial import Finding
@@ -17,6 +22,13 @@ from gateway.prompt.pipeline import Pipeline
 def told_by(url: str) -> dict:
     with urllib.request.urlopen(url) as answer:
         return json.load(answer)
+
+
+def redis_trouble(answer: str) -> str:
+    """What a gateway says of the shared map once Redis gives this answer to every look at its leases."""
+    shared = SharedMap(parse("redis://127.0.0.1:9"), "prod", CacheMap(1 << 20))
+    shared.in_trouble(LEASES, 0, Trouble.of(ResponseError(answer)))
+    return shared.trouble
 
 
 def free_port() -> int:

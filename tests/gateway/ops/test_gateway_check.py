@@ -10,7 +10,7 @@ from gateway.ops.trial import Finding
 from replicas import twins
 from replicas.twins import Name
 
-from .examined import BAD_KEYS, TRIED, doctor_lines, examine, status, told_by
+from .examined import BAD_KEYS, TRIED, doctor_lines, examine, redis_trouble, status, told_by
 
 pytestmark = pytest.mark.usefixtures("settings")
 
@@ -36,7 +36,10 @@ def test_what_a_running_gateway_says_of_redis_and_of_its_own_background_work():
     assert [finding.level for finding in told(status(map={"redis": redis}, background_failures={}))] == ["ok"]
     _, map_, ledger = told(
         status(
-            map={"redis": redis | {"ledger_joined": False, "ledger_reason": "READONLY", "trouble": "leases: NOPERM"}}
+            map={
+                "redis": redis
+                | {"ledger_joined": False, "ledger_reason": "READONLY", "trouble": redis_trouble("NOPERM")}
+            }
         )
     )
     assert (map_.level, map_.subject) == ("fail", "redis: map") and "NOPERM" in map_.text

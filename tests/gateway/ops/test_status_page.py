@@ -16,6 +16,7 @@ from replicas.lifecycle import State
 
 from ..running import running
 from .browser import CHROMIUM, MISSING, browser
+from .examined import redis_trouble
 from .test_admin import Gateway
 from .test_guard import TOKEN
 
@@ -38,7 +39,7 @@ async def test_it_says_what_is_amiss_with_the_gateway_also_when_opened_with_the_
     gateway = Gateway()
     gateway.fleet.add("http://a:1")
     status = gateway.status()
-    status["map"]["redis"] = {"trouble": "a lease: READONLY", "ledger_joined": False, "ledger_reason": "NOPERM"}
+    status["map"]["redis"] = {"trouble": redis_trouble("READONLY"), "ledger_joined": False, "ledger_reason": "NOPERM"}
     status["replicas"][0] |= {"map_role": "alone", "map_role_reason": "no gateway leads"}
     status["background_failures"] = {"publish": {"failures": 3, "last": "KeyError: 7", "seconds_ago": 2.0}}
     status["api_keys"] = {
@@ -53,7 +54,7 @@ async def test_it_says_what_is_amiss_with_the_gateway_also_when_opened_with_the_
             "document.querySelector('#problems li') && document.getElementById('problems').innerText"
         )
     for said in (
-        "map shared through Redis a lease: READONLY",
+        f"map shared through Redis {redis_trouble('READONLY')}",
         "load shared through Redis this gateway counts alone: NOPERM",
         "a:1 its part of the map is not shared: no gateway leads",
         "background work publish failed 3 times, 2 s ago with KeyError: 7",

@@ -259,7 +259,7 @@ async def test_pools_are_launched_with_all_that_a_transfer_needs(model, tmp_path
             answer = await hitherto.client.post(path, json=body | {"model": model.name}, timeout=120)
             assert answer.status_code == 200, answer.text
         page = (await hitherto.admin.get("/metrics")).text
-        legs = [line for line in page.splitlines() if line.startswith("hitherto_legs_total{")]
+        legs = "\n".join(line for line in page.splitlines() if line.startswith("hitherto_leg"))
         assert counted(page, "hitherto_legs_total", leg="prefill", outcome="complete") == 3, legs
         assert counted(page, "hitherto_legs_total", leg="decode", outcome="complete") == 3, legs
         assert counted(page, "hitherto_predictions_total", outcome="over") == 0

@@ -33,6 +33,7 @@ ANSWER_SECONDS = 300.0
 # In which requests are sent until they are at the moment: they may be past it, and pairs whose transfer failed in the
 # rounds before are left out for up to 320 s, so that no two pairs without a common engine may be there.
 REACHED_SECONDS = 600.0
+MOMENT_SECONDS = 60.0  # in which requests that were sent come to the moment, if they do: they may be placed anew before
 
 
 @dataclass
@@ -78,6 +79,7 @@ class Round:
         self.stopped: set[int] = set()
         self.killed: set[int] = set()
         self.struck: set[str] = set()
+        self.done = 0.0  # first legs, before the requests were sent
         self.roles: dict[str, list[dict]] = {}
 
     def signal(self, replicas: list[dict], number: int) -> None:
@@ -94,8 +96,8 @@ class Round:
             with suppress(ProcessLookupError):
                 os.killpg(self.stopped.pop(), signal.SIGCONT)
 
-    async def until(self, true) -> None:
-        async with asyncio.timeout(ANSWER_SECONDS):
+    async def until(self, true, seconds: float = ANSWER_SECONDS) -> None:
+        async with asyncio.timeout(seconds):
             while not await true():
                 await asyncio.sleep(0.02)
 
@@ -105,7 +107,7 @@ class Round:
             requests = await self.made(attempt)
             self.struck.clear()
             try:
-                if await self.reached(requests):
+                if await self.sent(requests) and await self.at_moment(requests):
                     others = self.strike(requests)
                     self.signal(others, signal.SIGCONT)
                     await asyncio.gather(*(one.task for one in requests))
@@ -132,10 +134,10 @@ class Round:
             requests.append(Asked(path, body, said(truth, body["stream"])))
         return requests
 
-    async def reached(self, requests: list[Asked]) -> bool:
-        """Send them, and whether all are at the moment now."""
+    async def sent(self, requests: list[Asked]) -> bool:
+        """Send them, and whether two of them share no engine."""
         self.roles = await self.fleet.roles()
-        done = await self.legs_done()
+        self.done = await self.legs_done()
         if self.moment == BEFORE:
             first = await self.legs_of(requests[0])
             other = next(one["id"] for one in self.roles["decode"] if one["id"] != first["decode"])
@@ -144,22 +146,30 @@ class Round:
             self.signal(self.roles["decode"], signal.SIGSTOP)
         for one in requests:
             await self.send(one)
-        if self.moment == BEFORE:
-            return True
-        if self.second(requests) is None:
+        return self.moment == BEFORE or self.second(requests) is not None
+
+    async def at_moment(self, requests: list[Asked]) -> bool:
+        """Whether all come to be at the moment, which those that were sent may be past, or never come to."""
+        try:
+            await self.come(requests)
+        except TimeoutError:
             return False
+        if self.moment == COMPUTED and await self.legs_done() != self.done:
+            return False
+        return self.moment == BEFORE or not any(one.task.done() for one in requests)
+
+    async def come(self, requests: list[Asked]) -> None:
+        """Wait until they are there."""
         if self.moment == COMPUTED:
-            await self.until(lambda: self.computes(done))
-            return await self.legs_done() == done
+            await self.until(self.computes, MOMENT_SECONDS)
         if self.moment in (HANDED_OVER, FETCHED):
-            await self.until(lambda: self.have_done(done + 4))
+            await self.until(lambda: self.have_done(self.done + 4), MOMENT_SECONDS)
         if self.moment == FETCHED:
             self.signal(self.roles["prefill"], signal.SIGSTOP)
             self.signal(self.roles["decode"], signal.SIGCONT)
-            await self.until(lambda: self.fetches(requests))
+            await self.until(lambda: self.fetches(requests), MOMENT_SECONDS)
         if self.moment == WRITTEN:
-            await self.until(lambda: self.have_begun(requests[2:]))
-        return not any(one.task.done() for one in requests)
+            await self.until(lambda: self.have_begun(requests[2:]), MOMENT_SECONDS)
 
     async def send(self, one: Asked) -> None:
         """Wait until it is placed, so that each of two engines gets every other one."""
@@ -190,9 +200,9 @@ class Round:
     async def have_done(self, count: float) -> bool:
         return await self.legs_done() == count
 
-    async def computes(self, done: float) -> bool:
+    async def computes(self) -> bool:
         """Whether each prefiller has a request, or a leg is done: then they are past it."""
-        return await self.legs_done() != done or await self.at_all("prefill", ("num_requests_running",))
+        return await self.legs_done() != self.done or await self.at_all("prefill", ("num_requests_running",))
 
     async def have_begun(self, streams: list[Asked]) -> bool:
         """Whether each has text; one that ended without any says why."""

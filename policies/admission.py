@@ -468,11 +468,12 @@ class Admission:
     def _shed(self, asked: Question) -> Verdict:
         """Refuse a newcomer, unless there is an idle replica, which nobody of a higher class has anything of: by its
         answer it is seen as well whether the fault is over. Nor is it refused where its class has the slow pool among
-        its steps, and that can take it. Nobody of a shed class waits (`obey`)."""
+        its steps, and that can take it without being in the way of others. Nobody of a shed class waits (`obey`)."""
         idle = [index for index in asked.room if not asked.quotes[index].there]
         if free := unclaimed(idle, asked.places, self._before(asked.ticket, asked.now)):
             return Verdict(ADMITTED, "room", free)
-        if SPILL in self.steps(asked.ticket.qos) and (found := self._spilled(asked, CONTROL)) is not None:
+        may_spill = SPILL in self.steps(asked.ticket.qos) and asked.offers.spills_elsewhere()
+        if may_spill and (found := self._spilled(asked, CONTROL)) is not None:
             return found
         return Verdict(REFUSED, CONTROL, (), self._until_judged)
 

@@ -64,6 +64,12 @@ class Offers:
         self.slow = [*found.candidates]
         return self._router.quotes(found)
 
+    def spills_elsewhere(self) -> bool:
+        targets = self._spill()
+        if not targets:
+            return False
+        return not any(one is targets.candidates[0] for one in self._evaluation.candidates)
+
 
 def admit(
     router: Router,

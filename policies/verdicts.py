@@ -63,6 +63,9 @@ class Offers(Protocol):
     def spilled(self) -> Sequence[Quote]:
         """The quotes of the slow pool's replicas that can take it."""
 
+    def spills_elsewhere(self) -> bool:
+        """Whether the slow pool is not where it would go anyway, as all do while nobody else is left."""
+
 
 class _Nothing:
     def may_cap(self, most: int) -> bool:
@@ -73,6 +76,9 @@ class _Nothing:
 
     def spilled(self) -> Sequence[Quote]:
         return ()
+
+    def spills_elsewhere(self) -> bool:
+        return False
 
 
 NO_OFFERS = _Nothing()

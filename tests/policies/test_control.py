@@ -523,6 +523,9 @@ class Slow(Any):
     def spilled(self):
         return [self._quote]
 
+    def spills_elsewhere(self):
+        return True
+
 
 @pytest.mark.parametrize(
     "steps, slow, decision",

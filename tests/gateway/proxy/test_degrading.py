@@ -185,6 +185,16 @@ async def test_a_class_that_the_control_sheds_still_gets_the_slow_pool_where_it_
         assert s.metrics.admission.values["spilled", "all", "control"] == 1
 
 
+async def test_a_class_that_the_control_sheds_is_not_spilled_where_all_others_go():
+    async with busy("wait", "spill") as (s, engine):
+        (only,) = s.proxy.backends.values()
+        only.replica.spill = True
+        s.proxy.changed()
+        (fleet,) = s.proxy.placing.queue._fleets.values()
+        fleet.shed = frozenset({"all"})
+        assert (await (await send(s, CHAT, ASKS[CHAT])).response())[0] == 429
+
+
 async def test_who_is_answered_by_another_than_the_slow_pool_is_not_told_of_it():
     slow = Engine()
     slow.drops = True

@@ -79,6 +79,10 @@ def _somehow(admin: str | None, path: str, body: bytes, config: Config) -> dict[
     url = (admin or admin_url(settings)).rstrip("/")
     try:
         return ask(url, path, body, admin_headers(settings))
+    except ConfigError as refused:
+        if (why := config.unusable.get("admin_token")) is None:
+            raise
+        raise ConfigError(f"{refused}\n{why}") from None
     except Unanswered as reason:
         if admin:
             raise ConfigError(f"--admin {admin}: {reason}. Give the admin side's URL of a running gateway") from None

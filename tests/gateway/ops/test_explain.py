@@ -97,6 +97,22 @@ async def test_the_gateways_refusal_is_passed_on(listen, empty_folder, capsys):
     assert capsys.readouterr().err == "hitherto: this request would be answered with 400: 'messages' is missing\n"
 
 
+async def test_a_token_that_cannot_be_read_is_named_where_the_gateway_wants_one(listen, empty_folder, capsys):
+    async def refuse(request):
+        assert "Authorization" not in request.headers
+        error = {"message": "this page needs the admin token", "type": "t", "param": None, "code": "admin_token"}
+        return web.json_response({"error": error}, status=401)
+
+    url = await listen(web.post("/explain", refuse))
+    (empty_folder / "body.json").write_bytes(CHAT)
+    assert await in_thread("body.json", "--admin", url, "--admin-token", "@gone") == 2
+    err = capsys.readouterr().err
+    assert f"the admin side at {url} refuses: this page needs the admin token" in err
+    assert "flag --admin-token: " in err and "gone" in err
+    assert await in_thread("body.json", "--admin", url) == 2
+    assert "--admin-token" not in capsys.readouterr().err
+
+
 async def test_something_else_on_that_port_is_no_gateway(listen, empty_folder, capsys):
     (empty_folder / "body.json").write_bytes(CHAT)
     url = await listen()

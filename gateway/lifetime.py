@@ -67,14 +67,17 @@ async def _serve(settings: Settings, make: Callable[[], Service], started: Calla
     loop, signalled = asyncio.get_running_loop(), asyncio.Event()
     closes = any(map(os.isatty, (0, 2)))  # asked now: no descriptor of a terminal says so once that is closed
     starting = asyncio.ensure_future(service.start())
-    on_signal(loop, starting.cancel)
-    on_hangup(loop, starting.cancel if closes else _ignore_hangup)
+
+    def stop() -> None:
+        signalled.set()  # the start may have ended already, and nobody looked yet
+        starting.cancel()
+
+    on_signal(loop, stop)
+    on_hangup(loop, stop if closes else _ignore_hangup)
     try:
         await starting
     except asyncio.CancelledError:
         return log.info("stopped by a signal while it started")
-    on_signal(loop, signalled.set)
-    on_hangup(loop, signalled.set if closes else _ignore_hangup)
     log.info("%s", service.greeting)
     for caution in cautions(settings):
         log.warning("%s", caution)

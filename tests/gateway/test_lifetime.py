@@ -1,7 +1,10 @@
-"""What is said of replicas that are not ready when the gateway serves."""
+"""From the start to a signal, and what is said of replicas that are not ready when the gateway serves."""
 
+import asyncio
 from types import SimpleNamespace
 
+from gateway import lifetime
+from gateway.config import Settings
 from gateway.lifetime import awaited, tell_awaited
 from replicas import State
 
@@ -57,3 +60,25 @@ async def test_it_is_said_until_all_are_ready(caplog):
     assert caplog.messages and all(
         line.startswith("0 of 1 replicas ready; a has been starting") for line in caplog.messages
     )
+
+
+async def test_a_signal_between_the_end_of_the_start_and_who_waits_for_it_stops_the_gateway(monkeypatch):
+    done, handlers = [], []
+
+    class Service:
+        fleet, greeting = Fleet(), "it serves"
+
+        async def start(self):
+            done.append("started")
+            asyncio.get_running_loop().call_soon(lambda: handlers[-1]())  # before what this start's end calls
+
+        async def stop(self, seconds):
+            done.append("stopped")
+
+        def hurry(self): ...
+
+    monkeypatch.setattr(lifetime, "on_signal", lambda loop, then: handlers.append(then))
+    monkeypatch.setattr(lifetime, "on_hangup", lambda loop, then: None)
+    settings = Settings(replica_url=("http://127.0.0.1:1",))
+    await asyncio.wait_for(lifetime._serve(settings, Service, lambda: done.append("told")), 5)
+    assert done == ["started", "told", "stopped"]

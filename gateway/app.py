@@ -229,6 +229,8 @@ class Gateway:
                 cut,
                 refused,
             )
+        if self.usage_log is not None:  # before engines, for which a service manager may not wait
+            await asyncio.to_thread(self.usage_log.close)
         for task in (self._caring, *self._following):
             if task is not None:
                 task.cancel()
@@ -243,8 +245,6 @@ class Gateway:
             await self.metering.shared.stop()
         await self.fleet.stop()
         await self.admin.stop()
-        if self.usage_log is not None:
-            await asyncio.to_thread(self.usage_log.close)
         if self.spans is not None:
             await asyncio.to_thread(self.spans.close)
 

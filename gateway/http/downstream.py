@@ -565,6 +565,14 @@ class Downstream(asyncio.Protocol):
         self.close_at = self.close_last = monotonic() + self.clients.limits.keep_alive_seconds
         self.transport.close()
 
+    def end(self) -> None:
+        """The server ends, and nothing is being answered here. One that is refused closes by itself, see
+        `_answer_refusal`."""
+        if self.reading:
+            self._refuse(503, "the server is shutting down")
+        if not self.closing:
+            self.transport.close()
+
     @property
     def busy(self) -> bool:
         """A request is being answered, or its answer is not all sent."""

@@ -123,11 +123,12 @@ class Server:
         return cut
 
     async def _flush(self, deadline: float) -> None:
-        """Send the rest of all answers that are written. What a TLS connection has taken may wait in the transport
-        below it, which nothing tells of: an orderly close sends it, and ends when the client has answered."""
+        """Send the rest of all answers that are written, and refuse requests that are still being sent. What a TLS
+        connection has taken may wait in the transport below it, which nothing tells of: an orderly close sends it, and
+        ends when the client has answered."""
         answered = {connection for connection in self.connections if connection.current is None}
         for connection in answered:
-            connection.transport.close()
+            connection.end()
         while answered & self.connections and monotonic() < deadline:
             await asyncio.sleep(0.005)
 

@@ -537,9 +537,13 @@ class Proxy:
         return None
 
     def refuse(self, status: int, message: str, target: bytes) -> tuple[Headers, bytes]:
+        path, headers = target.decode("latin-1"), [*JSON, *(HEADERS_OF.get(status, ()))]
+        if status == 503 and self.draining:
+            error = _shutting_down()
+            self.settling.turned_away(error)
+            return headers, error.body(path)
         self.metrics.rejections.inc(str(status))
-        body = error_body(target.decode("latin-1"), status, message, code="gateway_full" if status == 503 else None)
-        return [*JSON, *(HEADERS_OF.get(status, ()))], body
+        return headers, error_body(path, status, message, code="gateway_full" if status == 503 else None)
 
     def sweep(self, now: float) -> None:
         for exchange in list(self.exchanges):
@@ -594,9 +598,12 @@ class Proxy:
         )
 
     def _health(self, client: Downstream, request: Request, tenant: Tenant | None) -> None:
-        ready = bool(self.eligible.ready_for(None)) and not self.draining
-        body, headers = (b"", []) if ready else (error_body("", 503, "no replica is ready"), JSON)
-        client.reply(200 if ready else 503, body, [*headers, GATEWAY_SIGN])
+        if self.draining:
+            client.reply(503, _shutting_down().body(""), [*JSON, GATEWAY_SIGN])
+        elif self.eligible.ready_for(None):
+            client.reply(200, b"", [GATEWAY_SIGN])
+        else:
+            client.reply(503, error_body("", 503, "no replica is ready"), [*JSON, GATEWAY_SIGN])
 
 
 def _shutting_down() -> ApiError:

@@ -78,3 +78,29 @@ async def test_drain_cuts_what_is_still_running_at_the_deadline():
         assert await server.end() == 1
         assert await talk.rest() == b""
         assert echo.left == 1
+
+
+async def test_who_is_sending_a_request_when_the_server_ends_is_told_so():
+    """And may send on meanwhile, without a reset that would take the answer from it."""
+    async with served() as (talk, echo, server):
+        await talk.say(b"POST /a HTTP/1.1\r\nHost: x\r\nx-request-id: mine\r\nContent-Length: 900000\r\n\r\nsome")
+        await eventually(lambda: server.held)
+        await server.drain(0)
+        ended = asyncio.ensure_future(server.end())
+        status, headers, _ = await talk.response()
+        assert (status, headers["connection"], headers["x-request-id"]) == (503, "close", "mine")
+        for _ in range(4):
+            await talk.say(bytes(100_000))
+        assert await talk.rest() == b"" and not ended.done()
+        await talk.close()
+        assert await ended == 0 and server.held == 0 and not echo.seen
+
+
+async def test_who_is_refused_and_goes_on_sending_does_not_keep_a_server_from_its_end(monkeypatch):
+    monkeypatch.setattr("gateway.http.server.FLUSH_SECONDS", 0.05)
+    async with served() as (talk, _, server):
+        await talk.say(b"POST /a HTTP/1.1\r\nHost: x\r\nContent-Length: 900000\r\n\r\nsome")
+        await eventually(lambda: server.held)
+        await server.drain(0)
+        assert await server.end() == 0
+        assert (await talk.response())[0] == 503

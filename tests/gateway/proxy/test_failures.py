@@ -239,6 +239,35 @@ async def test_while_draining_new_work_gets_503_on_old_connections():
         assert status == 503 and headers["retry-after"]
 
 
+@pytest.mark.parametrize("path", [b"/v1/chat/completions", b"/v1/messages"])
+async def test_an_upload_that_a_stop_comes_before_is_answered_in_its_clients_format(path):
+    async with stack(answers()) as s:
+        talk = await s.talk()
+        await talk.say(post(path=path)[:-5])
+        await eventually(lambda: s.server.held)
+        s.proxy.drain()
+        await s.server.drain(0)
+        ended = asyncio.ensure_future(s.server.end())
+        status, headers, body = await talk.response()
+        error = json.loads(body)["error"]
+        assert (status, headers["retry-after"]) == (503, "1") and "shutting down" in error["message"]
+        assert error.get("code") == ("shutting_down" if path == b"/v1/chat/completions" else None)
+        assert error["type"] == ("server_error" if path == b"/v1/chat/completions" else "overloaded_error")
+        assert s.metrics.rejections.values == {("shutting_down",): 1}
+        await talk.close()
+        assert await ended == 0
+
+
+async def test_health_says_that_the_gateway_is_shutting_down():
+    async with stack(answers()) as s:
+        talk = await s.talk()
+        s.proxy.drain()
+        await talk.say(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        status, headers, body = await talk.response()
+        assert (status, json.loads(body)["error"]["code"]) == (503, "shutting_down")
+        assert "x-hitherto" in " ".join(headers), "by it another gateway knows this one"
+
+
 async def test_after_any_mix_of_requests_nothing_is_left():
     """Clients that leave, replicas that die at every point, retries: the ledger reads zero in the end."""
     rng = random.Random(3)

@@ -10,7 +10,6 @@ import aiohttp
 from replicas.answer import Answer
 from replicas.deadline import within
 
-LATE = "did not answer within"  # of an engine that may hang, load, or be out of reach
 GATEWAY = "x-hitherto-gateway"  # a header of /health that gateways have, and engines have not
 # Of these the engine is innocent.
 OWN_FAULTS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.EADDRNOTAVAIL)
@@ -23,7 +22,7 @@ async def get(session: aiohttp.ClientSession, url: str, deadline: float) -> Answ
     try:
         return await within(deadline, _get(session, url))
     except TimeoutError:
-        return Answer(0, fault="timeout", error=f"{where.path} {LATE} {deadline:g} s")
+        return Answer(0, fault="timeout", error=f"{where.path} did not answer within {deadline:g} s")
     except aiohttp.ClientConnectorDNSError:
         return Answer(0, fault="connect", error=unresolved(where.hostname or ""))
     except aiohttp.ClientConnectorCertificateError as error:

@@ -38,7 +38,7 @@ DEFAULT_PORTS = {"http": 80, "https": 443}
 SHARED = tuple(
     """
     dialect address proof role models adapter_roots root block_size page_size num_blocks max_model_len version pid restarts problems meets_at engine_ids
-    declared cache_dtype unable
+    declared cache_dtype unable fault
     """.split()
 )
 
@@ -72,6 +72,7 @@ class Replica:
     peer: str = ""  # HOST:PORT where others fetch from its memory, as it does from theirs; "": it takes no part
     state: State = State.STARTING
     reason: str = "not heard yet"
+    fault: str = ""  # of the last look at it, as an `Answer` calls it; empty if it answered
     since: float = 0.0  # when the state began
     incarnation: str = ""  # changes when the process behind the port does, and with `address`
     # the one that `host` leads to for this incarnation: everybody connects there; "" until it is known

@@ -192,6 +192,7 @@ class Watch:
         self._keep_proof(facts, full, was_proven)
         if self._excuses(facts, now):
             return False
+        replica.fault = facts.fault
         if full:
             self._facts_at = monotonic()
         now, answered = self.pulse.clock(), False

@@ -163,7 +163,7 @@ def check_kept_out(address: Address, running: dict[str, Any] | None) -> Iterator
     for one in (running or {}).get("replicas", []):
         if one["url"] == address.url and one.get("state") in ("starting", "warming", "failed"):
             yield Finding("fail", f"replica {one['id']}", f"the gateway calls it {one['state']}: {one['reason']}",
-                          f"{remedy_of_silence(one['reason'])}; its other checks are skipped")  # fmt: skip
+                          f"{remedy_of_silence(one.get('fault'))}; its other checks are skipped")  # fmt: skip
 
 
 def check_drained(settings: Settings, address: Address, running: dict[str, Any] | None) -> Iterator[Finding]:

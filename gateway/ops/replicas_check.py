@@ -16,7 +16,6 @@ from gateway.ops.trial import Finding
 from replicas import pairing, twins
 from replicas.access import Access
 from replicas.adopt import IS_GATEWAY, Facts, problems_of
-from replicas.ask import LATE
 from replicas.problems import Problem
 from replicas.replica import Address, Replica
 from replicas.roles import BOTH, REMEDY, SPEAK_ALIKE, lacks, unlike
@@ -62,7 +61,7 @@ def check_reached(address: Address, facts: Facts) -> Finding:
             facts.error or "does not serve a model",
             "give the URLs of the engines behind that gateway as --replica-url, in place of its own"
             if facts.error == IS_GATEWAY
-            else remedy_of_silence(facts.error),
+            else remedy_of_silence(facts.fault),
         )
     cache = f", {facts.num_blocks} blocks of {facts.block_size}" if facts.num_blocks else ""
     bases = base_names(facts.models)
@@ -77,9 +76,9 @@ def check_reached(address: Address, facts: Facts) -> Finding:
     )
 
 
-def remedy_of_silence(why: str) -> str:
-    """What to do about an engine that serves nothing, by what was seen of it."""
-    if LATE in why:
+def remedy_of_silence(fault: str | None) -> str:
+    """What to do about an engine that serves nothing, by the kind of its fault."""
+    if fault == "timeout":
         return (
             "it hangs, still loads, or is out of reach. If its port takes connections and its log does not say that it "
             "loads, save `py-spy dump --pid PID` of its process and restart it; else look at its machine and at firewalls"

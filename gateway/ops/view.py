@@ -142,6 +142,7 @@ class View:
             "address": replica.address or None,
             "state": str(replica.state),
             "reason": replica.reason,
+            "fault": replica.fault or None,
             "since_seconds": round(time.monotonic() - replica.since, 3),
             "managed": replica.managed,
             "pid": replica.pid,

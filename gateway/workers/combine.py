@@ -93,7 +93,7 @@ def _replica(views: Sequence[Mapping[str, Any]], launched: Mapping[str, Any] | N
     if launched is not None:
         merged |= {name: launched[name] for name in ("managed", "pid", "restarts")}
         if STATES.index(launched["state"]) <= STATES.index(said["state"]):
-            merged |= {name: launched[name] for name in ("state", "reason", "since_seconds")}
+            merged |= {name: launched[name] for name in ("state", "reason", "fault", "since_seconds")}
     return merged
 
 

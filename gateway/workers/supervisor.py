@@ -319,6 +319,7 @@ class Workers:
                 "restarts": one.restarts,
                 "state": str(one.state),
                 "reason": one.reason,
+                "fault": one.fault or None,
                 "since_seconds": round(monotonic() - one.since, 3),
             }
             for id, one in self.fleet.replicas.items()

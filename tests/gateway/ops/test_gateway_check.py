@@ -8,9 +8,12 @@ from gateway import cli
 from gateway.ops import doctor, gateway_check, trial
 from gateway.ops.trial import Finding
 from replicas import twins
+from replicas.lifecycle import State
+from replicas.replica import parse_url
 from replicas.twins import Name
 
 from .examined import BAD_KEYS, TRIED, doctor_lines, examine, redis_trouble, status, told_by
+from .test_admin import Gateway
 
 pytestmark = pytest.mark.usefixtures("settings")
 
@@ -50,6 +53,17 @@ def test_what_a_running_gateway_says_of_redis_and_of_its_own_background_work():
     assert (
         failed.level == "fail" and "shared map: publish failed 3 times" in failed.text and "KeyError: 7" in failed.text
     )
+
+
+async def test_what_to_do_about_a_failed_engine_goes_by_the_fault_that_the_gateway_tells():
+    gateway = Gateway()
+    replica = gateway.fleet.add("http://a:1")
+    replica.state, replica.reason, replica.fault = State.FAILED, "no answer for 15 s", "timeout"
+    (kept_out,) = gateway_check.check_kept_out(parse_url("http://a:1"), gateway.status())
+    assert "no answer for 15 s" in kept_out.text and kept_out.remedy.startswith("it hangs, still loads")
+    replica.fault = "connect"
+    (kept_out,) = gateway_check.check_kept_out(parse_url("http://a:1"), gateway.status())
+    assert kept_out.remedy.startswith("start it, ")
 
 
 def test_a_file_that_the_running_gateway_cannot_use_is_said_whatever_the_doctor_was_given():

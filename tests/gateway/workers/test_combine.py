@@ -96,6 +96,7 @@ def test_of_an_engine_that_was_launched_the_supervisor_knows_why_it_is_not_there
             "restarts": 2,
             "state": "failed",
             "reason": "exit code 1: out of memory",
+            "fault": None,
             "since_seconds": 3.0,
         }
     }

@@ -17,6 +17,8 @@ from replicas.event_source import EventSource
 from replicas.names import HostName
 from replicas.problems import Problem
 
+PROBE_SECONDS = 2.0  # the deadline of who looks once: for a name to be resolved, and for each answer
+
 
 class Access:
     """`find` looks for the engine; then `address` is where it answered last and `session` goes there."""

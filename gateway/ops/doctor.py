@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import aiohttp
@@ -40,7 +40,6 @@ from gateway.ops.pods_check import find_pods
 from gateway.ops.prompt_check import check_model, check_prompts
 from gateway.ops.redis_check import redis_findings
 from gateway.ops.replicas_check import (
-    PROBE_SECONDS,
     by_files,
     by_model,
     check_block_size,
@@ -65,7 +64,7 @@ from gateway.ops.settings_check import (
 from gateway.ops.transfer_trial import transfers
 from gateway.ops.trial import Finding, Trial, trials
 from gateway.prompt.pipeline import Pipeline
-from replicas.access import Access
+from replicas.access import PROBE_SECONDS, Access
 from replicas.adopt import Facts, described
 from replicas.replica import Address, bearer, parse_url
 from replicas.tls import context_for
@@ -150,17 +149,15 @@ class Examination(contextlib.AsyncExitStack):
             for finding in findings:
                 yield finding
         addresses = [parse_url(url) for url in urls] or known_to(self._running)
-        untried = set()
+        kept_out = {address.url: [*check_kept_out(address, self._running)] for address in addresses}
+        untried = {one.url for one in addresses if kept_out[one.url] or ended_by_drain(one, self._running)}
+        asked = [one for one in addresses if one.url not in untried]
+        answers = iter(await asyncio.gather(*map(self._ask, asked)))
         for address in addresses:
-            for finding in check_kept_out(address, self._running):
-                untried.add(address.url)
+            for finding in (*kept_out[address.url], *check_drained(self._settings, address, self._running)):
                 yield finding
-            for finding in check_drained(self._settings, address, self._running):
-                yield finding
-            if ended_by_drain(address, self._running):
-                untried.add(address.url)
             if address.url not in untried:
-                async for finding in self._engine(address):
+                for finding in self._engine(address, *next(answers)):
                     yield finding
         for finding in check_seen_by_gateway(self._running, self._replicas, untried, map(self._name, self._replicas)):
             yield finding
@@ -170,19 +167,20 @@ class Examination(contextlib.AsyncExitStack):
         if not addresses and not self._status_unavailable and not unknown:
             yield check_no_replicas(self._settings)
 
-    async def _engine(self, address: Address) -> AsyncIterator[Finding]:
+    async def _ask(self, address: Address) -> tuple[Access, Facts]:
         tls = context_for(address.url, self._settings.replica_ca)
         way = Access(address.url, address.host, tls, address.source, bearer(read_engine_key(self._settings)))
         self.push_async_callback(way.close)
-        facts = await way.find(PROBE_SECONDS)
+        return way, await way.find(PROBE_SECONDS)
+
+    def _engine(self, address: Address, way: Access, facts: Facts) -> Iterator[Finding]:
         yield check_reached(address, facts)
         if way.problem:
             yield Finding("warn", f"name {address.id}", way.problem.what, way.problem.remedy)
         if facts.serving:
             address, self._ways[address.id] = address._replace(source=way.events), way
             self._replicas.append((address, facts))
-            for finding in check_own_words(address, facts):
-                yield finding
+            yield from check_own_words(address, facts)
 
     async def models(self) -> AsyncIterator[Finding]:
         groups = by_model(self._replicas)

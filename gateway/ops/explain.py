@@ -46,7 +46,6 @@ if TYPE_CHECKING:
     from gateway.prompt.pipeline import Pipeline
     from replicas import Replica
 
-PROBE_SECONDS = 2.0  # for a name to be resolved, and for each answer
 NO_URL = "it is no URL: write http://HOST:PORT"
 REPLAY_SECONDS = 3.0  # how long to read a replica's events before choosing without the rest
 
@@ -205,7 +204,7 @@ def _pairings(up: list[Replica], candidates: Mapping[str, Candidate], path: str)
 
 async def _serving(settings: Settings) -> tuple[list[Replica], list[str]]:
     """The replicas that answer, and in words those that do not. Raises ConfigError where none answers."""
-    from replicas.access import Access
+    from replicas.access import PROBE_SECONDS, Access
     from replicas.adopt import described
     from replicas.replica import bearer, parse_url
     from replicas.tls import context_for

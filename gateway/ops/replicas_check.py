@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from email.utils import parsedate_to_datetime
 from pathlib import Path
 
@@ -22,9 +23,6 @@ from replicas.roles import BOTH, REMEDY, SPEAK_ALIKE, lacks, unlike
 from replicas.served import base_names, count_models, marks
 
 SKEW_SECONDS = 2.0  # Date headers have whole seconds
-
-
-PROBE_SECONDS = 2.0  # for a name to be resolved, and for each answer
 
 
 def by_model(replicas: list[tuple[Address, Facts]]) -> list[list[tuple[Address, Facts]]]:
@@ -138,11 +136,12 @@ def check_roles(replicas: list[Replica]) -> Finding | None:
     roles = [one.role for one in replicas]
     if set(roles) == {BOTH}:
         return None
+    names = _named(one.models for one in replicas)
     if what := lacks(set(roles)):
-        return Finding("fail", "roles", what, REMEDY)
+        return Finding("fail", "roles", f"of {names}: {what}", REMEDY)
     if what := unlike((one.role, None if one.transfer is None else one.transfer.name) for one in replicas):
-        return Finding("fail", "roles", what, SPEAK_ALIKE)
-    counted = ", ".join(f"{roles.count(role)} {role}" for role in sorted(set(roles)))
+        return Finding("fail", "roles", f"of {names}: {what}", SPEAK_ALIKE)
+    counted = f"{', '.join(f'{roles.count(role)} {role}' for role in sorted(set(roles)))} of {names}"
     found, pairs, untold = [], 0, dict[str, None]()
     for way in dict.fromkeys(one.transfer for one in replicas if one.transfer is not None):
         alike = [one for one in replicas if one.transfer is way]
@@ -153,7 +152,11 @@ def check_roles(replicas: list[Replica]) -> Finding | None:
         )
         pairs += sum(bool(first and second) for first, second in pairing.groups(computing, writing, way))
     if found:
-        left = counted if pairs else "no pair is left, so no prompt is computed on one replica and answered by another"
+        left = (
+            counted
+            if pairs
+            else f"no pair of {names} is left, so no prompt is computed on one replica and answered by another"
+        )
         remedies = [one.lacking.dialect.remedies.transfer if one.lacking else pairing.REMEDY for one in found]
         said = "; ".join(one.text for one in found)
         return Finding("warn" if pairs else "fail", "roles", f"{left}: {said}", "; ".join(dict.fromkeys(remedies)))
@@ -163,26 +166,34 @@ def check_roles(replicas: list[Replica]) -> Finding | None:
     return Finding("ok", "roles", said)
 
 
+def _named(models: Iterable[Mapping[str, str | None]]) -> str:
+    """The names of what replicas of one model serve."""
+    return ", ".join(sorted({name for served in models for name in base_names(served)})) or "the model"
+
+
+def _each(told: Mapping[str, int]) -> str:
+    """What each replica tells: `gpu1:8000 16, gpu2:8000 32`."""
+    return ", ".join(f"{id} {value}" for id, value in told.items())
+
+
 def check_block_size(settings: Settings, replicas: list[tuple[Address, Facts]]) -> Finding:
     sizes = {address.id: facts.block_size for address, facts in replicas if facts.block_size}
+    names = _named(facts.models for _, facts in replicas)
     if settings.block_size and set(sizes.values()) - {settings.block_size}:
-        return Finding("fail", "block size", f"set to {settings.block_size}, but the replicas say {sizes}: no block would ever match",
+        return Finding("fail", "block size", f"set to {settings.block_size}, but replicas of {names} tell another: {_each(sizes)}. No block would ever match",
                        "leave --block-size out; it is learned from the replicas")  # fmt: skip
     if len(set(sizes.values())) > 1:
-        return Finding("warn", "block size", f"differs between replicas of one model: {sizes}. They are variants, and each prompt is prepared for both",
+        return Finding("warn", "block size", f"differs between replicas of {names}: {_each(sizes)}. They are variants, and each prompt is prepared for both",
                        "start them all with the same --block-size; of more than two variants the rest is chosen by load alone")  # fmt: skip
     if sizes:
-        return Finding(
-            "ok",
-            "block size",
-            f"{next(iter(sizes.values()))} tokens on {'every replica' if len(sizes) == len(replicas) else ', '.join(sizes)}",
-        )
+        where = f"every replica of {names}" if len(sizes) == len(replicas) else f"{', '.join(sizes)} of {names}"
+        return Finding("ok", "block size", f"{next(iter(sizes.values()))} tokens on {where}")
     if settings.block_size:
-        return Finding("ok", "block size", f"{settings.block_size} tokens, as set; the replicas do not tell")
+        return Finding("ok", "block size", f"{settings.block_size} tokens, as set; the replicas of {names} do not tell")
     return Finding(
         "warn",
         "block size",
-        "no replica tells it, so the usual 16 is assumed",
+        f"no replica of {names} tells it, so the usual 16 is assumed",
         "give --block-size as the engines were started with",
     )
 
@@ -193,31 +204,37 @@ def check_hash_seeds(replicas: list[tuple[Address, Facts]]) -> Finding | None:
     random = [id for id, facts in tiered if facts.dialect.has_random_hash_seed(facts.version)]
     if len(tiered) < 2 or not random:
         return None
-    return Finding("warn", "hash seeds", f"this release names blocks by a seed that is random in each process: what {', '.join(random)} put into "
-                   "a tier that replicas share, no other finds",
+    names = _named(facts.models for _, facts in replicas)
+    return Finding("warn", "hash seeds", f"engines of {names} name blocks in this release by a seed that is random in each process: what "
+                   f"{', '.join(random)} put into a tier that replicas share, no other finds",
                    "start all with the same PYTHONHASHSEED, or a newer release; nothing to mend if each has a tier of its own")  # fmt: skip
 
 
 def check_context(replicas: list[tuple[Address, Facts]]) -> Finding:
     lengths = {address.id: facts.max_model_len for address, facts in replicas if facts.max_model_len}
-    names = ", ".join(sorted({name for _, facts in replicas for name in base_names(facts.models)})) or "the model"
+    names = _named(facts.models for _, facts in replicas)
     if not lengths:
         return Finding("ok", "context", f"no replica of {names} tells its length; prompts are not checked for it")
     if len(set(lengths.values())) > 1:
-        return Finding("warn", "context", f"differs between replicas of {names}: {lengths}. Longer prompts go only to those that have room",
+        return Finding("warn", "context", f"differs between replicas of {names}: {_each(lengths)}. Longer prompts go only to those that have room",
                        "start them all with the same --max-model-len if that is not meant")  # fmt: skip
     return Finding("ok", "context", f"{next(iter(lengths.values()))} tokens on every replica of {names}")
 
 
+async def _skew(way: Access) -> float | None:
+    """By how many seconds at least the replica's clock differs from this one; None where it does not tell the time."""
+    with contextlib.suppress(aiohttp.ClientError, TimeoutError, ValueError, KeyError):
+        before = time.time()
+        async with way.session.get(way.url + "/health", timeout=aiohttp.ClientTimeout(5)) as response:
+            then = parsedate_to_datetime(response.headers["Date"]).timestamp()
+        return max(then - time.time(), before - then - 1, 0.0)  # the header is cut to whole seconds
+    return None
+
+
 async def check_clock(ways: dict[str, Access]) -> Finding:
     """The replicas' Date headers against this machine's clock."""
-    skews: dict[str, float] = {}
-    for id, way in ways.items():
-        with contextlib.suppress(aiohttp.ClientError, TimeoutError, ValueError, KeyError):
-            before = time.time()
-            async with way.session.get(way.url + "/health", timeout=aiohttp.ClientTimeout(5)) as response:
-                then = parsedate_to_datetime(response.headers["Date"]).timestamp()
-            skews[id] = max(then - time.time(), before - then - 1, 0.0)  # the header is cut to whole seconds
+    found = zip(ways, await asyncio.gather(*map(_skew, ways.values())), strict=True)
+    skews = {id: skew for id, skew in found if skew is not None}
     wrong = {id: skew for id, skew in skews.items() if skew > SKEW_SECONDS}
     if wrong:
         told = ", ".join(f"{id} by {skew:.0f} s" for id, skew in wrong.items())

@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import socket
+import threading
 import urllib.request
 
 import pytest
@@ -93,7 +94,7 @@ def test_block_sizes_that_do_not_fit(capsys, engines, monkeypatch):
     assert code == 0
     assert (
         found["block size"][0] == "warn"
-        and "differs between replicas of one model" in found["block size"][1]
+        and re.search(r"differs between replicas of sim: 127\S+ 16, 127\S+ 32\. They are", found["block size"][1])
         and "variants" in found["block size"][1]
     )
     code, found = examine(capsys, "--replica-url", engines[2].url, "--block-size", "16")
@@ -116,7 +117,7 @@ def test_a_variant_with_another_template_is_tried_with_its_own(capsys, engines, 
 
 def test_another_block_size_that_all_share_is_fine(capsys, engines):
     code, found = examine(capsys, "--replica-url", engines[2].url)
-    assert code == 0 and found["block size"] == ("ok", "32 tokens on every replica")
+    assert code == 0 and found["block size"] == ("ok", "32 tokens on every replica of sim")
     assert found["events"][0] == "ok"
 
 
@@ -149,6 +150,23 @@ def test_a_replica_that_is_not_there(capsys):
     assert code == 1
     level, text = found["replica"]
     assert level == "fail" and "cannot connect" in text and "correct its URL" in text
+
+
+def test_engines_are_looked_at_all_at_once_and_told_in_their_order(capsys, fake):
+    """Neither answers before the other was asked as well, each time that they are."""
+    asked = threading.Barrier(2, timeout=10)
+
+    class Together(dict):
+        def get(self, path, default=None):
+            if path == "/health":
+                asked.wait()
+            return super().get(path, default)
+
+    urls = [fake(Together(TRIED)), fake(Together(TRIED))]
+    for given in (urls, urls[::-1]):
+        out = doctor_lines(capsys, "--replica-url", *given)[1]
+        assert re.findall(r"^ok    replica (\S+)", out, re.M) == [url.removeprefix("http://") for url in given], out
+        assert "ok    clock" in out and "2 of 2 replicas" in out
 
 
 def test_an_engine_that_takes_connections_and_answers_nothing(capsys, monkeypatch):

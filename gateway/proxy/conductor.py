@@ -206,12 +206,12 @@ def _foreign(what: str) -> UpstreamError:
 class Conductor:
     def __init__(
         self, placing: Placing, judge: Judge, settling: Settling, forwarding: TokenIdForwarding, responses: Responses, metrics: Metrics, added: Added,
-        *, retries: int, traces: Traces | None,
+        *, retries: int, traces: Traces | None, discreet: bool,
     ):  # fmt: skip
+        """`discreet`: clients are tenants, who are told nothing of the replicas, which may serve others too."""
         self.placing, self.judge, self.settling = placing, judge, settling
         self._forwarding, self._responses, self._metrics, self._added = forwarding, responses, metrics, added
-        self._retries, self._traces = retries, traces
-        self.discreet = placing.eligible.discreet
+        self._retries, self._traces, self.discreet = retries, traces, discreet
         self.figures: Figures | None = None
         self.priorities: Priorities | None = None
         self.first_legs, self.leg_ends = FirstLegs(self), LegEnds(self, settling, metrics)

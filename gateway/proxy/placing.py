@@ -43,11 +43,10 @@ UNTOLD = (State.STARTING, State.WARMING, State.FAILED)  # in these a replica is 
 
 
 class Eligibility:
-    """`replicas`: all that are known, for the words of a 503. `backends` are those that were ready once. `discreet`:
-    clients are tenants, who are told nothing of the replicas, which may serve others too."""
+    """`replicas`: all that are known, for the words of a 503. `backends` are those that were ready once."""
 
-    def __init__(self, models: Models, router: Router, replicas: Mapping[str, Replica], discreet: bool = False):
-        self.models, self._router, self._replicas, self.discreet = models, router, replicas, discreet
+    def __init__(self, models: Models, router: Router, replicas: Mapping[str, Replica]):
+        self.models, self._router, self._replicas = models, router, replicas
         self.backends: dict[str, Backend] = {}
         self.names: dict[str, str | None] = {}  # every served name, with the base model of an adapter
         self.adapters: frozenset[str] = frozenset()
@@ -239,14 +238,12 @@ class Eligibility:
             if missing := self.unlisted():
                 untold.append(missing)
             told = known if tenant is None else [name for name in known if tenant.may_use(name)]
-            return unknown_model_error(model, told, untold, self.discreet)
-        if self.discreet:
-            return ApiError(503, "no replica is ready" if model is None else f"no replica of {model[:200]!r} is ready")
+            return unknown_model_error(model, told, untold)
         states = [_described(one) for one in self._replicas.values() if self._may_serve(one, model)]
         if model is not None and self._is_expected_back(model):
             states.append(f"a pod of it went {monotonic() - self._left[model]:.0f} s ago")
-        of_model = "" if model is None else f" of {model[:200]!r}"
-        return ApiError(503, f"no replica{of_model} is ready ({'; '.join(states) or 'none is known'})")
+        what = f"no replica{'' if model is None else f' of {model[:200]!r}'} is ready"
+        return ApiError(503, f"{what} ({'; '.join(states) or 'none is known'})", discreet=what)
 
     def _is_untold(self, replica: Replica) -> bool:
         """Whether it is expected to tell its models, and has not yet."""
@@ -264,17 +261,17 @@ class Eligibility:
         return model in told if told else replica.required_model is None
 
 
-def unknown_model_error(model: str, known: Collection[str], untold: Sequence[str], discreet: bool = False) -> ApiError:
+def unknown_model_error(model: str, known: Collection[str], untold: Sequence[str]) -> ApiError:
     """Refuse a model that no replica is known to serve. A 404 is final to clients, so none is given while replicas may
-    serve it that have not told their models. `untold`: these, in words, which `discreet` leaves out."""
+    serve it that have not told their models. `untold`: these, in words."""
     served = f"served here: {', '.join(sorted(known)) or 'none'}"
     if untold:
-        which = "some replicas have" if discreet else "these have"
-        more = "" if discreet else f": {'; '.join(untold)}"
+        what = f"no replica is known to serve {model[:200]!r} ({served})"
         return ApiError(
             503,
-            f"no replica is known to serve {model[:200]!r} ({served}), but {which} not told their models yet{more}",
+            f"{what}, but these have not told their models yet: {'; '.join(untold)}",
             code=MODEL_NOT_KNOWN,
+            discreet=f"{what}, but some replicas have not told their models yet",
         )
     return ApiError(
         404,

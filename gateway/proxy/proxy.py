@@ -340,7 +340,7 @@ class Proxy:
         # What replicas were to answer meanwhile may be there: it is read before any of them is late.
         self.pulse.on_held_up.append(lambda now, _: router.ledger.held_up(now))
         self.allowed_paths = AllowedPaths(allow_paths)
-        self.eligible = Eligibility(models, router, replicas, keys is not None)
+        self.eligible = Eligibility(models, router, replicas)
         self.backends = self.eligible.backends
         responses = Responses()
         self.placing = Placing(
@@ -380,7 +380,7 @@ class Proxy:
         self.conductor = Conductor(
             self.placing, Judge(self.eligible, self.settling, retries), self.settling, self.forwarding, responses, metrics,
             added,
-            retries=retries, traces=traces,
+            retries=retries, traces=traces, discreet=keys is not None,
         )  # fmt: skip
         self.conductor.figures = figures
         self.deadlines = Deadlines(self.conductor, figures, request_timeout=request_timeout, idle_timeout=idle_timeout)

@@ -222,3 +222,6 @@ async def test_a_tenant_is_told_nothing_of_replicas_and_of_what_operators_can_do
         refused = await gateway.client.post("/sleep", headers=bearer("one"))
         assert refused.status_code == 404 and "admin" not in refused.text and "--allow-path" not in refused.text
         assert replica["id"] in (await gateway.admin.get("/readyz")).text, "operators are told"
+        for door in ("/decide", "/explain"):
+            answer = await gateway.admin.post(door, params={"path": "/v1/completions"}, json=body)
+            assert answer.status_code == 503 and replica["id"] in answer.json()["error"]["message"], door

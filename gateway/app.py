@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +25,8 @@ from replicas.lifecycle import TAKES_TRAFFIC
 from replicas.pulse import BREAKS_FROM, Pulse
 
 from . import datapath
-from .config import ConfigError, Settings, kept_replicas, known_urls, read_engine_key, read_token
+from .config import ConfigError, Secrets, Settings, kept_replicas, known_urls, read_secrets
+from .files import Copies
 from .http.server import Server
 from .lifetime import cannot_listen, greeting, run
 from .model import launches, main_model
@@ -59,10 +60,19 @@ class Gateway:
     """One gateway: `await start()`, `await stop()`; between them it serves. A worker is one as well, and starts it in
     parts."""
 
-    def __init__(self, settings: Settings, costs: dict[str, Any] | None = None, decision_prefix: str = ""):
+    def __init__(
+        self,
+        settings: Settings,
+        costs: dict[str, Any] | None = None,
+        decision_prefix: str = "",
+        secrets: Secrets | None = None,
+        copies: Mapping[str, Copies] = {},
+    ):
         """`costs`: what another gateway has learned (`CostGroup.state`); `decision_prefix` begins the ids of its
-        decisions."""
+        decisions; `secrets`: the settings' own, None: they are read; `copies`: to begin with in place of the files that
+        are followed, of `api_keys` and `tls`."""
         self.settings = settings
+        secrets = read_secrets(settings) if secrets is None else secrets
         self.background = Background()
         self.map = CacheMap(settings.cache_budget)
         self.ledger = Ledger()
@@ -76,20 +86,20 @@ class Gateway:
             drain_timeout=settings.drain_timeout_s,
             model=settings.served_model_name,
             authorities=settings.replica_ca,
-            engine_key=read_engine_key(settings),
+            engine_key=secrets.engine_key,
             pulse=self.pulse,
         )
         # With keys of its own on either side, the gateway passes no client's key on, unless it is told to.
         keeps_keys = settings.forward_api_keys or (settings.api_keys is None and settings.engine_api_key is None)
         self._hidden = frozenset() if keeps_keys else CLIENT_KEYS
         classes = datapath.class_names(settings)
-        self.keys = datapath.keys(settings)
+        self.keys = datapath.keys(settings, copies.get("api_keys"))
         names = self.keys.names if self.keys is not None else ()
         self.metrics = Metrics(
             {"replica": self.fleet.replicas, "policy": settings.shadow, "class": classes, "tenant": names}
         )
         self.metering = datapath.metering(settings, self.keys, self.metrics, self.background)
-        self.certificate = datapath.certificate(settings)
+        self.certificate = datapath.certificate(settings, copies.get("tls"))
         self.usage_log = datapath.usage_log(settings, self.metrics)
         self.fleet.on_change.append(self._replica_changed)
         self.kept = kept_replicas(settings)
@@ -154,7 +164,7 @@ class Gateway:
         self.fleet.on_change.append(self.recent.replica_changed)
         if self.proxy.control is not None:
             self.proxy.control.on_change = self.recent.control_changed
-        self.admin = Admin(self, Guard((settings.admin_host, *settings.admin_allow_host), read_token(settings)))
+        self.admin = Admin(self, Guard((settings.admin_host, *settings.admin_allow_host), secrets.admin_token))
         self.port = self.admin_port = 0
         self._caring: asyncio.Task[None] | None = None
         self._following: list[asyncio.Task[None]] = []

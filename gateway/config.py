@@ -19,14 +19,14 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 from pydantic import ValidationError
 
 from replicas import yaml_text
 from replicas.kept import KeptReplicas
-from replicas.replica import parse_url
+from replicas.replica import bearer, parse_url
 
 from . import access, credentials, named
 from .complaints import wanted
@@ -241,6 +241,18 @@ def read_engine_key(settings: Settings, place: str = "engine_api_key") -> str | 
         ) from None
 
 
+class Secrets(NamedTuple):
+    """The secrets of the settings themselves, wherever they are."""
+
+    admin_token: str | None
+    engine_key: str | None
+
+
+def read_secrets(settings: Settings) -> Secrets:
+    """Raises ConfigError."""
+    return Secrets(read_token(settings), read_engine_key(settings))
+
+
 def _is_loopback(host: str) -> bool:
     """Whether only this machine reaches what listens there."""
     try:
@@ -287,8 +299,7 @@ def admin_url(settings: Settings) -> str:
 
 def admin_headers(settings: Settings) -> dict[str, str]:
     """What a request to that admin side needs."""
-    token = read_token(settings)
-    return {"Authorization": f"Bearer {token}"} if token else {}
+    return bearer(read_token(settings))
 
 
 def _check_together(settings: Settings, sources: Mapping[str, str]) -> dict[str, str]:

@@ -13,6 +13,7 @@ from policies import CostGroup, Ledger, Router, make
 from policies.classes import DEFAULT_CLASS
 
 from .config import ConfigError, Settings
+from .files import Copies
 from .http.messages import Limits
 from .ops import log as lines
 from .ops.metrics import Metrics
@@ -132,12 +133,12 @@ def shared_ledger(
     )
 
 
-def keys(settings: Settings) -> Keys | None:
+def keys(settings: Settings, copies: Copies | None = None) -> Keys | None:
     """Of clients; None where they need none. Raises ConfigError."""
     if settings.api_keys is None:
         return None
     try:
-        return Keys(settings.api_keys, names_of_classes(settings.scheduler))
+        return Keys(settings.api_keys, names_of_classes(settings.scheduler), copies)
     except KeyFileError as error:
         raise ConfigError(f"api_keys: {error}") from None
 
@@ -174,24 +175,20 @@ def discovery(settings: Settings, fleet: Fleet) -> Discovery | None:
     return Discovery(fleet, settings.discover, place(settings.discover))
 
 
-def certificate(settings: Settings) -> Certificate | None:
+def certificate(settings: Settings, copies: Copies | None = None) -> Certificate | None:
     """Of the gateway; None where clients speak plain HTTP. Raises ConfigError."""
     if settings.tls_cert is None:
         return None
     try:
-        return Certificate(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
+        return Certificate(settings.tls_cert, settings.tls_key, settings.tls_client_ca, copies)
     except CertificateError as error:
         raise ConfigError(f"{error.setting}: {error}") from None
 
 
 def usage_log(settings: Settings, metrics: Metrics) -> UsageLog | None:
-    """Raises ConfigError."""
     if settings.usage_log is None:
         return None
-    try:
-        return UsageLog(settings.usage_log, lambda lines: metrics.usage_lines_dropped.inc(by=lines))
-    except OSError as error:
-        raise ConfigError(f"usage_log: {settings.usage_log} cannot be written: {error.strerror or error}") from None
+    return UsageLog(settings.usage_log, lambda lines: metrics.usage_lines_dropped.inc(by=lines))
 
 
 def started() -> None:

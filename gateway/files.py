@@ -7,6 +7,7 @@ import errno
 import os
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 LOOK_SECONDS = 0.5  # between two looks
 
@@ -14,12 +15,19 @@ LOOK_SECONDS = 0.5  # between two looks
 Signature = tuple[int, int, int, int] | None
 
 
-class Followed:
-    """Some files, as they are now."""
+class Copies(NamedTuple):
+    """Copies of some files, by the files' own paths, and the files' signatures at that time."""
 
-    def __init__(self, paths: Sequence[Path]):
+    paths: dict[Path, Path]
+    signatures: list[Signature]
+
+
+class Followed:
+    """Some files, as they are now; `copies`: as they were when these were made."""
+
+    def __init__(self, paths: Sequence[Path], copies: Copies | None = None):
         self._paths = paths
-        self._known = self._signatures()
+        self._known = signatures(paths) if copies is None else copies.signatures
 
     async def run(self, changed: Callable[[], Awaitable[None]]) -> None:
         """Call `changed` after each change, until cancelled: once the files have stayed the same for a while, since
@@ -27,14 +35,20 @@ class Followed:
         seen = self._known
         while True:
             await asyncio.sleep(LOOK_SECONDS)
-            now = await asyncio.to_thread(self._signatures)
+            now = await asyncio.to_thread(signatures, self._paths)
             if now == seen != self._known:
                 await changed()  # what fails is called again
                 self._known = now
             seen = now
 
-    def _signatures(self) -> list[Signature]:
-        return [_signature(path) for path in self._paths]
+
+def signatures(paths: Sequence[Path]) -> list[Signature]:
+    return [_signature(path) for path in paths]
+
+
+def unblocked(path: str, flags: int) -> int:
+    """An opener that opens at once what else would wait for somebody at its other end."""
+    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def check_appendable(path: Path) -> None:

@@ -30,6 +30,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from replicas import yaml_text
 
 from .. import complaints
+from ..files import unblocked
 from .limits import Limits
 from .tenant import Tenant
 
@@ -141,16 +142,11 @@ Entry = create_model("Entry", __base__=_Entry, **dict.fromkeys(Limits._fields, (
 FIELDS = [field.alias or name for name, field in Entry.model_fields.items()]
 
 
-def _unblocked(path: str, flags: int) -> int:
-    """Opens at once what else would wait for somebody at its other end."""
-    return os.open(path, flags | os.O_NONBLOCK)
-
-
 def read(path: Path, classes: Collection[str] = ()) -> dict[bytes, Tenant]:
     """The tenant of each key's hash. `classes`: those that there are; without any, which a tenant is of says nothing.
     Raises KeyFileError."""
     try:
-        with open(path, "rb", opener=_unblocked) as file:
+        with open(path, "rb", opener=unblocked) as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 raise KeyFileError(f"{path} cannot be read: it is no regular file. {REMEDY}")
             data = file.read(MOST_BYTES + 1)

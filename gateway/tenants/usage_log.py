@@ -12,6 +12,7 @@ import os
 import queue
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from time import monotonic
@@ -33,12 +34,14 @@ LONGEST_NAME = 200  # characters of a model's name and of a request's id, which 
 
 
 class UsageLog:
-    """An `on_end`. Raises OSError where the file cannot be written."""
+    """An `on_end`. While the file cannot be written, lines are lost and no request."""
 
     def __init__(self, path: Path, dropped: Callable[[int], None] = lambda lines: None):
         """`dropped(lines)` hears of lines that could not be written. It is called in the event loop's thread."""
         self._path, self._dropped = path, dropped
-        self._file = _open(path)
+        self._file: int | None = None
+        with suppress(OSError):  # which is said of the first line that is lost of it
+            self._file = _open(path)
         self._lines: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._put = self._written = 0  # bytes; each has one writer
         self._lost = 0  # lines that the disk did not take
@@ -74,16 +77,17 @@ class UsageLog:
             data = b"".join([line for line in batch if line is not None])
             self._written += len(data)
             try:
-                self._follow()
+                file = self._follow()
                 if self._torn and data:  # not even this line, were it to go on where another was broken off
-                    os.write(self._file, b"\n")
+                    os.write(file, b"\n")
                     self._torn = False
                 while data:
-                    written = os.write(self._file, data)
+                    written = os.write(file, data)
                     self._torn, data = data[written - 1 : written] != b"\n", data[written:]
             except OSError as error:
                 self._lose(data.count(b"\n"), error)
-        os.close(self._file)
+        if self._file is not None:
+            os.close(self._file)
 
     def _lose(self, lines: int, error: OSError) -> None:
         """A full disk stays full for long: its log is not filled with a line for each request as well."""
@@ -93,17 +97,23 @@ class UsageLog:
             self._logged_at = monotonic()
             log.error("usage log: %d lines were not written to %s: %s", lines, self._path, error.strerror)
 
-    def _follow(self) -> None:
-        """Where another file has that name now, or none: go on with that."""
-        try:
-            now, then = os.stat(self._path), os.fstat(self._file)
-            if (now.st_ino, now.st_dev) == (then.st_ino, then.st_dev):
-                return
-        except FileNotFoundError:
-            pass
+    def _follow(self) -> int:
+        """The file that is there now: another one, where another has that name or none did."""
+        if self._file is not None and _is_at(self._path, self._file):
+            return self._file
         opened = _open(self._path)
-        os.close(self._file)
+        if self._file is not None:
+            os.close(self._file)
         self._file, self._torn = opened, False
+        return opened
+
+
+def _is_at(path: Path, file: int) -> bool:
+    try:
+        now, then = os.stat(path), os.fstat(file)
+    except FileNotFoundError:
+        return False
+    return (now.st_ino, now.st_dev) == (then.st_ino, then.st_dev)
 
 
 def _open(path: Path) -> int:

@@ -76,19 +76,20 @@ class Member:
         self._listening = asyncio.create_task(self._listen(), name=f"hear worker {index}")
 
     @classmethod
-    async def start(cls, index: int, path: Path, settings: dict[str, Any], costs: dict[str, Any] | None) -> Member:
-        """A process of its own, with its admin side at `path`. OSError if there can be none."""
+    async def start(cls, index: int, path: Path, hello: dict[str, Any], descriptors: Sequence[int] = ()) -> Member:
+        """A process of its own, with its admin side at `path`, which inherits these descriptors and is told all of
+        `hello`. OSError if there can be none."""
         ours, theirs = socket.socketpair()
         with theirs:
             try:
-                process = _start_process(theirs)
+                process = _start_process(theirs, descriptors)
                 reader, writer = await asyncio.open_connection(sock=ours, limit=LONGEST)
             except BaseException:
                 ours.close()
                 raise
         path.unlink(missing_ok=True)
         self = cls(index, process, reader, writer, path)
-        self.tell(index=index, socket=str(path), settings=settings, costs=costs)
+        self.tell(index=index, socket=str(path), **hello)
         return self
 
     def tell(self, **message: Any) -> None:
@@ -152,12 +153,13 @@ class Member:
             asyncio.get_running_loop().call_soon(self._news.set)  # once this task is done
 
 
-def _start_process(stdin: socket.socket) -> subprocess.Popen[bytes]:
+def _start_process(stdin: socket.socket, descriptors: Sequence[int]) -> subprocess.Popen[bytes]:
     """A worker that is born with NOT_FOR_WORKERS blocked, until it ignores them: it takes an interpreter half a second
     to get that far. asyncio's own way to start a process would let them through from the start."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, NOT_FOR_WORKERS)
     try:
-        return subprocess.Popen([sys.executable, "-P", "-m", "gateway.workers.worker"], stdin=stdin, env=_environment())
+        command = [sys.executable, "-P", "-m", "gateway.workers.worker"]
+        return subprocess.Popen(command, stdin=stdin, env=_environment(), pass_fds=descriptors)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 

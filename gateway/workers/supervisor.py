@@ -21,12 +21,13 @@ from typing import Any
 
 import orjson
 
+from cachemap.background import Background
 from cachemap.map import LEAST_BUDGET
 from replicas import Fleet
 from replicas.launch import profile as profiles
-from replicas.replica import parse_url, url_of
+from replicas.replica import bearer, parse_url, url_of
 
-from ..config import ConfigError, Settings, admin_headers, kept_replicas, known_urls, read_engine_key, read_token
+from ..config import ConfigError, Settings, kept_replicas, known_urls
 from ..lifetime import cannot_listen, greeting, run
 from ..model import launches, main_model
 from ..ops import traces
@@ -35,6 +36,7 @@ from ..ops.metrics import lines
 from ..overload_fields import one_workers_admission
 from .admin import WorkersAdmin
 from .combine import statuses
+from .last_good import LastGood
 from .member import GONE, Member, how
 from .private_redis import PrivateRedis
 
@@ -59,7 +61,9 @@ class Workers:
     def __init__(self, settings: Settings):
         self.settings = settings
         traces.receiver()  # what is wrong with it is said before anything is started
-        self.admin_headers = {**admin_headers(settings), "Host": "localhost"}
+        self._last_good = LastGood(settings)
+        secrets = self._last_good.secrets
+        self.admin_headers = {**bearer(secrets.admin_token), "Host": "localhost"}
         self.kept = kept_replicas(settings)
         self.launches = launches(settings)
         self.urls: dict[str, str] = {}  # of the replicas there are, by id
@@ -72,14 +76,16 @@ class Workers:
             drain_timeout=settings.drain_timeout_s,
             model=settings.served_model_name,
             authorities=settings.replica_ca,
-            engine_key=read_engine_key(settings),
+            engine_key=secrets.engine_key,
         )
-        self.admin = WorkersAdmin(self, Guard((settings.admin_host, *settings.admin_allow_host), read_token(settings)))
+        self.admin = WorkersAdmin(self, Guard((settings.admin_host, *settings.admin_allow_host), secrets.admin_token))
         self.beginning = asyncio.Lock()
         self.port = self.admin_port = 0
         self._folder = _folder()
         self._redis: PrivateRedis | None = None
         self._held: list[socket.socket] = []
+        self._background = Background()
+        self._following: list[asyncio.Task[None]] = []
         self._tasks: list[asyncio.Task[None]] = []
         self._made: list[asyncio.Future[None]] = []
         self._listening: list[asyncio.Future[None]] = []
@@ -139,12 +145,11 @@ class Workers:
             "model": settings.model or (str(directory) if directory else None),
             **budgets(settings, count),
         })  # fmt: skip
+        told = self._last_good.settings(each.model_dump(mode="json"))
+        self._following = self._last_good.follow(self._background)
         self._made = [loop.create_future() for _ in range(count)]
         self._listening = [loop.create_future() for _ in range(count)]
-        self._tasks = [
-            asyncio.create_task(self._keep(index, each.model_dump(mode="json")), name=f"worker {index}")
-            for index in range(count)
-        ]
+        self._tasks = [asyncio.create_task(self._keep(index, told), name=f"worker {index}") for index in range(count)]
         await all_of(self._made)
         for launch in self.launches:
             for replica in await self.fleet.launch(*launch):
@@ -183,6 +188,10 @@ class Workers:
             for task in late:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
+        for task in self._following:
+            task.cancel()
+        await asyncio.gather(*self._following, return_exceptions=True)
+        self._last_good.close()
         await self.fleet.stop()
         if self._redis is not None:
             await self._redis.stop()
@@ -203,9 +212,13 @@ class Workers:
         """One worker after another in this place, as long as the supervisor lives."""
         pause, patience = PAUSES[0], 0.0
         while not self._stopping.is_set():
+            costs = await self._costs()
             try:
                 member = self.members[index] = await Member.start(
-                    index, self._folder / f"worker-{index}.sock", settings, await self._costs()
+                    index,
+                    self._folder / f"worker-{index}.sock",
+                    {"settings": settings, "costs": costs, **self._last_good.told()},
+                    self._last_good.descriptors,
                 )
             except OSError as error:
                 if not self._made[index].done():

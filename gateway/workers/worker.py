@@ -31,13 +31,14 @@ from replicas import Replica, State
 
 from .. import datapath
 from ..app import Gateway
-from ..config import ConfigError, Settings
+from ..config import ConfigError, Secrets, Settings
 from ..http.server import allow_many_connections
 from ..memory import share_one_heap
 from ..ops import log as lines
 from ..ops.admin import Admin
 from ..ops.side import answer
 from .admin import decision_prefix
+from .last_good import heard as heard_copies
 from .member import NOT_FOR_WORKERS
 
 log = logging.getLogger("hitherto.workers")
@@ -80,7 +81,11 @@ class Worker:
     def __init__(self, end: socket.socket, hello: dict[str, Any]):
         self._end, self._socket = end, Path(hello["socket"])
         self.gateway = gateway = Gateway(
-            Settings.model_validate(hello["settings"]), hello["costs"], decision_prefix(hello["index"])
+            Settings.model_validate(hello["settings"]),
+            hello["costs"],
+            decision_prefix(hello["index"]),
+            Secrets(*hello["secrets"]),
+            heard_copies(hello["copies"]),
         )
         gateway.admin = WorkerAdmin(gateway, gateway.admin.guard)
         gateway.fleet.on_change.append(self._replica_changed)

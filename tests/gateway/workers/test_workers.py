@@ -482,7 +482,7 @@ async def test_workers_are_of_the_supervisors_own_package(tmp_path, monkeypatch)
     (tmp_path / "gateway").mkdir()
     (tmp_path / "gateway/__init__.py").write_text("raise SystemExit(7)")
     monkeypatch.chdir(tmp_path)
-    member = await Member.start(0, tmp_path / "socket", {}, None)
+    member = await Member.start(0, tmp_path / "socket", {})
     try:
         with pytest.raises(ConfigError, match="exit code 1 "):  # it is told no settings
             await member.has("made")
@@ -495,7 +495,7 @@ async def test_a_signal_to_the_whole_group_ends_no_worker_that_starts(tmp_path, 
     that."""
     (tmp_path / "sitecustomize.py").write_text("import os\nos.kill(os.getpid(), 15)\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    member = await Member.start(0, tmp_path / "socket", {}, None)
+    member = await Member.start(0, tmp_path / "socket", {})
     try:
         with pytest.raises(ConfigError, match="exit code 1 "):
             await member.has("made")

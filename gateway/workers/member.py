@@ -129,6 +129,8 @@ class Member:
         self, method: str, path: str, headers: Sequence[tuple[str, str]], body: bytes, seconds: float
     ) -> Answer:
         """What its admin side answers. Raises one of GONE."""
+        if self.admin.closed:
+            raise ConnectionResetError("the worker has ended")
         async with self.admin.request(
             method, URL(path, encoded=True), headers=headers, data=body or None, allow_redirects=False, timeout=aiohttp.ClientTimeout(seconds),
             skip_auto_headers=(hdrs.CONTENT_TYPE, hdrs.USER_AGENT, hdrs.ACCEPT, hdrs.ACCEPT_ENCODING),

@@ -15,6 +15,7 @@ import socket
 import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -150,6 +151,8 @@ class Workers:
         self._made = [loop.create_future() for _ in range(count)]
         self._listening = [loop.create_future() for _ in range(count)]
         self._tasks = [asyncio.create_task(self._keep(index, told), name=f"worker {index}") for index in range(count)]
+        for index, keeping in enumerate(self._tasks):
+            keeping.add_done_callback(partial(self._kept, index))
         await all_of(self._made)
         for launch in self.launches:
             for replica in await self.fleet.launch(*launch):
@@ -221,10 +224,9 @@ class Workers:
                     self._last_good.descriptors,
                 )
             except OSError as error:
-                if not self._made[index].done():
-                    self._made[index].set_exception(
-                        ConfigError(f"--workers: worker {index} cannot be started: {error.strerror or error}")
-                    )
+                if self._fail_start(
+                    index, ConfigError(f"--workers: worker {index} cannot be started: {error.strerror or error}")
+                ):
                     return
                 log.error("worker %d cannot be started: %s", index, error)
                 await self._rest(PAUSES[1])
@@ -234,16 +236,33 @@ class Workers:
             del self.members[index]
             if self._stopping.is_set():
                 return
-            if not self._listening[index].done():
-                (self._listening if self._made[index].done() else self._made)[index].set_exception(wrong)
+            if wrong is not None and self._fail_start(index, wrong):
                 return
             if monotonic() - member.begun > SETTLED:
                 pause = PAUSES[0]
-            log.warning("worker %d (process %d) ended with %s, and its clients' connections with it; another one is started in %g s%s",
-                        index, member.process.pid, how(code), pause, f": {wrong}" if wrong else "")  # fmt: skip
-            self.restarts += 1
+            if wrong is not None:
+                log.error("worker %d (process %d) could not start: %s; another one is tried in %g s",
+                          index, member.process.pid, wrong, pause)  # fmt: skip
+            else:
+                log.warning("worker %d (process %d) ended with %s, and its clients' connections with it; another one is started in %g s",
+                            index, member.process.pid, how(code), pause)  # fmt: skip
+                self.restarts += 1
             await self._rest(pause)
             pause, patience = min(2 * pause, PAUSES[1]), PATIENCE
+
+    def _kept(self, index: int, keeping: asyncio.Task[None]) -> None:
+        """Nobody waits for a task of `_keep` before the gateway stops."""
+        if keeping.cancelled() or (error := keeping.exception()) is None:
+            return
+        log.error("worker %d: its place stays empty until the gateway is started again: %r", index, error, exc_info=error)  # fmt: skip
+        self._fail_start(index, error)
+
+    def _fail_start(self, index: int, error: BaseException) -> bool:
+        """Let `start` raise this; False where it is over."""
+        if self._listening[index].done():
+            return False
+        (self._listening if self._made[index].done() else self._made)[index].set_exception(error)
+        return True
 
     async def _rest(self, seconds: float) -> None:
         """Wait, but no longer than until the supervisor is told to stop."""

@@ -20,7 +20,7 @@ from gateway.http import server
 from gateway.proxy import shared as ledger
 from gateway.tenants import shared as limits
 from gateway.workers import supervisor
-from gateway.workers.member import Member
+from gateway.workers.member import GONE, Member
 from gateway.workers.supervisor import Workers, budgets
 
 
@@ -100,6 +100,28 @@ def test_a_worker_that_says_nothing_is_killed(tmp_path, monkeypatch):
             assert await asyncio.to_thread(member.process.wait) == -9
 
     uvloop.run(scenario())
+
+
+async def test_a_worker_that_has_ended_is_gone_for_whoever_asks_it_a_moment_later(tmp_path):
+    """As one in another one's place asks for costs while a sibling ends."""
+    async with watched(tmp_path) as (member, end):
+        end.close()
+        await member.ended()
+        with pytest.raises(GONE):
+            await member.ask("GET", "/worker/costs", [], b"", 1.0)
+
+
+async def test_a_place_that_nobody_looks_after_any_more_is_told(monkeypatch, caplog):
+    workers = Workers(load({"workers": 2, "redis_url": "unix:///nowhere", "port": 0, "admin_port": 0}, {}).settings)
+
+    async def fails(self):
+        raise KeyError("a bug")
+
+    monkeypatch.setattr(Workers, "_costs", fails)
+    async with asyncio.timeout(10):
+        with pytest.raises(KeyError):
+            await workers.start()
+    assert "worker 1: its place stays empty" in caplog.text and "KeyError: 'a bug'" in caplog.text
 
 
 @pytest.mark.parametrize("name", ["x", "\u00e9"])

@@ -478,6 +478,27 @@ async def test_a_worker_that_cannot_start_is_said_at_once(tmp_path):
     assert code == 2 and "a worker ended with exit code 7 while it started" in text
 
 
+async def test_a_replacement_that_cannot_start_is_no_worker_that_was_replaced(engines, tmp_path):
+    """Nobody was connected to it; why it could not is what an operator looks for."""
+    broken = tmp_path / "broken"
+    (tmp_path / "sitecustomize.py").write_text(
+        f"import os, sys\nif 'gateway.workers.worker' in sys.orig_argv and os.path.exists({str(broken)!r}): os._exit(7)\n"
+    )
+    arguments = ("--workers", "2", "--model", "sim", "--replica-url", *engines)
+    async with running(*arguments, env={"PYTHONPATH": str(tmp_path)}) as gateway:
+        status = await gateway.ready(2)
+        broken.touch()
+        os.kill(pids(status)[0], signal.SIGKILL)
+        failed = b"could not start: a worker ended with exit code 7 while it started"
+        async with asyncio.timeout(60):
+            while sum(failed in line for line in gateway.log) < 2:
+                await asyncio.sleep(0.02)
+        broken.unlink()
+        await replaced(gateway, pids(status)[0])
+        assert await gateway.counted("hitherto_worker_restarts_total") == 1
+        assert sum(b"its clients' connections with it" in line for line in gateway.log) == 1
+
+
 async def test_workers_are_of_the_supervisors_own_package(tmp_path, monkeypatch):
     (tmp_path / "gateway").mkdir()
     (tmp_path / "gateway/__init__.py").write_text("raise SystemExit(7)")

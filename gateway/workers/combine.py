@@ -71,6 +71,8 @@ def statuses(
     return {
         **each[0],
         "models": sorted({name for status in each for name in status["models"]}),
+        "spaces": _spaces([status["spaces"] for status in each]),
+        "discovery": _discovery([status["discovery"] for status in each]),
         "ready": why_not is None,
         "why_not": why_not,
         "stopping": any(status["stopping"] for status in each),
@@ -95,6 +97,46 @@ def _replica(views: Sequence[Mapping[str, Any]], launched: Mapping[str, Any] | N
         if STATES.index(launched["state"]) <= STATES.index(said["state"]):
             merged |= {name: launched[name] for name in ("state", "reason", "fault", "since_seconds")}
     return merged
+
+
+def _spaces(each: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
+    """Each worker finds models and variants by itself. What they tell apart alike is one; where they differ, a replica
+    is in as many as it is told of."""
+    merged: list[dict[str, Any]] = []
+    for spaces in each:
+        left = [*merged]  # a worker's own are different ones
+        for space in spaces:
+            known = max(
+                (one for one in left if _is_same_space(one, space)), key=lambda one: _common(one, space), default=None
+            )
+            if known is None:
+                merged.append({**space})
+                continue
+            left.remove(known)
+            known |= {name: sorted({*known[name], *space[name]}) for name in ("models", "versions")}
+            known["replicas"] = [*dict.fromkeys([*known["replicas"], *space["replicas"]])]
+            known["max_model_len"] = max(known["max_model_len"] or 0, space["max_model_len"] or 0) or None
+    for one in merged:
+        one["variants"] = sum(not {*one["models"]}.isdisjoint(other["models"]) for other in merged)
+    return merged
+
+
+def _is_same_space(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    alike = all(one[name] == other[name] for name in ("directory", "block_size"))
+    return alike and (one["models"] == other["models"] or not {*one["models"]}.isdisjoint(other["models"]))
+
+
+def _common(one: Mapping[str, Any], other: Mapping[str, Any]) -> int:
+    return len({*one["replicas"]} & {*other["replicas"]})
+
+
+def _discovery(each: Sequence[Mapping[str, Any] | None]) -> Mapping[str, Any] | None:
+    """Each worker asks for the pods by itself: what is wrong for one of them is told, and the fewest."""
+    known = [one for one in each if one is not None]
+    if not known:
+        return None
+    problem = next((one["problem"] for one in known if one["problem"]), None)
+    return {**known[0], "replicas": min(one["replicas"] for one in known), "problem": problem}
 
 
 def _map(each: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -55,6 +55,7 @@ def said(state: str, *, requests: int, inflight: int, joined: bool = True, probl
         "models": ["sim"], "ready": state == "ready", "why_not": None if state == "ready" else f"a is {state}",
         "stopping": state == "draining", "loading": ["one"] * (state == "warming"), "admission": [],
         "replicas": [replica], "background_failures": {}, "api_keys": None, "tls": None, "control": None,
+        "spaces": [], "discovery": None,
         "map": {"blocks": 10 * requests, "bytes": 100, "budget_bytes": 1000, "evicted": 1, "redis": redis},
     }  # fmt: skip
     return {"status": status, "counts": metrics.counts(), "connections": 1, "worker": 0}
@@ -190,3 +191,43 @@ def test_those_that_wait_in_any_worker_are_told_beside_those_that_ever_waited():
         found[-1]["status"]["admission"] = _admission(metrics, {"free": waiting})
     (told,) = statuses(found, {}, (), {})["admission"]
     assert (told["class"], told["queued"], told["waiting"]) == ("free", 20, 5)
+
+
+def space(replicas: list[str], directory: str | None = "/m", **fields) -> dict:
+    found = {"models": ["m"], "replicas": replicas, "directory": directory, "block_size": 16, "max_model_len": None}
+    return {**found, "versions": [], "variants": 1, **fields}
+
+
+def together(*each: list[dict]) -> list[dict]:
+    found = [said("ready", requests=0, inflight=0) for _ in each]
+    for one, spaces in zip(found, each, strict=True):
+        one["status"]["spaces"] = spaces
+    return statuses(found, {}, (), {})["spaces"]
+
+
+def test_a_model_is_told_once_with_all_that_any_worker_knows_of_it():
+    first = [space(["a"], versions=["1"])]
+    second = [space(["b", "a"], max_model_len=9, models=["adapter", "m"]), space(["c"], "/other", models=["other"])]
+    assert together(first, second) == [
+        space(["a", "b"], versions=["1"], max_model_len=9, models=["adapter", "m"]),
+        space(["c"], "/other", models=["other"]),
+    ]
+    assert first == [space(["a"], versions=["1"])], "what the worker said is left as it is"
+
+
+def test_a_variant_that_one_worker_alone_tells_apart_is_told():
+    apart = [space(["a"], variants=2), space(["b"], variants=2)]  # alike but for what replicas made of their files
+    assert together([space(["a", "b"])], apart) == [space(["a", "b"], variants=2), space(["b"], variants=2)]
+    assert together(apart, apart[::-1]) == apart
+    assert together([space(["a"])], [space(["a"], None)]) == [
+        space(["a"], variants=2),
+        space(["a"], None, variants=2),
+    ]
+
+
+def test_of_the_pods_the_fewest_and_whatever_is_wrong_are_told():
+    found = [said("ready", requests=0, inflight=0) for _ in range(3)]
+    for one, (replicas, problem) in zip(found, [(3, None), (2, "refused"), (3, None)], strict=True):
+        one["status"]["discovery"] = {"selector": "app=vllm", "replicas": replicas, "problem": problem}
+    told = statuses(found, {}, (), {})["discovery"]
+    assert told == {"selector": "app=vllm", "replicas": 2, "problem": "refused"}

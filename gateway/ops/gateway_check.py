@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import socket
 from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
@@ -13,6 +12,7 @@ from gateway.config import Settings, admin_headers, admin_url
 from gateway.ops.replicas_check import problems_by_subject, remedy_of_silence
 from gateway.ops.settings_check import FOLLOWED
 from gateway.ops.trial import Finding
+from gateway.ports import why_taken
 from replicas import twins
 from replicas.adopt import Facts
 from replicas.engines import TRANSFERS
@@ -73,7 +73,7 @@ def check_gateway(settings: Settings, running: dict[str, Any] | None, known: Col
     if running is None:
         for setting in ("port", "admin_port"):
             port, host = getattr(settings, setting), getattr(settings, setting.replace("port", "host"))
-            wrong = _taken(host, port)
+            wrong = why_taken(host, port)
             if wrong:
                 flags = [f"--{one.replace('_', '-')}" for one in (setting, setting.replace("port", "host"))]
                 what, _, remedy = complaints.cannot_listen(host, port, wrong, *flags).partition(". ")
@@ -120,23 +120,6 @@ def _check_files(running: dict[str, Any], known: Collection[str]) -> Iterator[Fi
         if why and not any(why in said for said in known):
             yield Finding("fail", subject, f"the gateway that runs cannot use its file: {why}",
                           f"mend it, and it is read again within seconds; until then {stays}")  # fmt: skip
-
-
-def _taken(host: str, port: int) -> OSError | None:
-    """Why nobody could listen there, or None."""
-    if port == 0:
-        return None
-    try:
-        family, kind, protocol, _, where = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        with socket.socket(family, kind, protocol) as probe_socket:
-            probe_socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe_socket.bind(where)
-            probe_socket.listen(1)
-    except OSError as error:
-        return error
-    return None
 
 
 def known_to(running: dict[str, Any] | None) -> list[Address]:

@@ -35,6 +35,7 @@ from ..ops import traces
 from ..ops.guard import Guard
 from ..ops.metrics import lines
 from ..overload_fields import one_workers_admission
+from ..ports import bound
 from .admin import WorkersAdmin
 from .combine import statuses
 from .last_good import LastGood
@@ -421,21 +422,6 @@ async def hold(host: str, port: int) -> tuple[list[socket.socket], int]:
             one.close()
         raise
     return held, port
-
-
-def bound(kind: int, address: tuple, shared: bool) -> socket.socket:
-    one = socket.socket(kind, socket.SOCK_STREAM)
-    try:
-        one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if shared:
-            one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        if kind == socket.AF_INET6:
-            one.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-        one.bind(address)
-    except BaseException:
-        one.close()
-        raise
-    return one
 
 
 def _folder() -> Path:

@@ -178,3 +178,20 @@ async def test_a_shutdown_does_not_wait_for_those_that_say_nothing(folder):
         assert await s.stack.server.end() == 1
         assert asyncio.get_running_loop().time() - begun < 3
         assert await idle.rest() == b""
+
+
+@on_uvloop
+async def test_an_upload_that_the_server_ends_before_is_answered(folder):
+    async with secure(folder) as s:
+        talk = await s.talk()
+        await talk.say(post()[:-5])
+        await eventually(lambda: s.stack.server.held)
+        s.stack.proxy.drain()
+        await s.stack.server.drain(0)
+        ended = asyncio.ensure_future(s.stack.server.end())
+        status, _, body = await talk.response()
+        assert status == 503 and b"shutting_down" in body
+        await talk.say(bytes(50_000))
+        assert not ended.done()
+        await talk.close()
+        assert await ended == 0

@@ -231,5 +231,6 @@ def _access(exchange: Exchange, outcome: str, usage: Usage | None) -> None:
         predicted=attempt.placement.predicted if attempt else None,
         prefilled_by=exchange.legs.prefiller.id if exchange.legs is not None else None,
         cached=usage.cached if usage else None,
-        error=str(exchange.error) if attempt and exchange.error else None,
+        # Words of a 4xx may quote the prompt.
+        error=str(exchange.error) if exchange.error and (attempt or exchange.status >= 500) else None,
     )  # fmt: skip

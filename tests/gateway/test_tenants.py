@@ -209,14 +209,16 @@ def test_the_engines_key_is_not_shown(capsys, monkeypatch):
 
 
 async def test_a_tenant_is_told_nothing_of_replicas_and_of_what_operators_can_do(file, engine):
-    arguments = ("--api-keys", str(file), "--replica-url", engine.url, "--model", "sim")
+    arguments = ("--api-keys", str(file), "--replica-url", engine.url, "--model", "sim", "--access-log")
     async with running(*arguments, env=SECRET) as gateway:
         (replica,) = (await gateway.ready(1))["replicas"]
         await gateway.admin.post(f"/replicas/{replica['id']}/drain")
         await gateway.until(lambda status: status["replicas"][0]["state"] == "stopped")
         body = {"model": "sim", "prompt": "hello", "max_tokens": 2}
+        await gateway.client.post("/v1/completions", json={"model": "sim", "prompt": [["no"]]}, headers=bearer("one"))
         refused = await gateway.client.post("/v1/completions", json=body, headers=bearer("one"))
         assert refused.status_code == 503 and refused.json()["error"]["message"] == "no replica of 'sim' is ready"
+        refused_id = refused.headers["x-request-id"]
         models = await gateway.client.get("/v1/models", headers=bearer("one"))
         assert replica["id"] not in models.text
         refused = await gateway.client.post("/sleep", headers=bearer("one"))
@@ -225,3 +227,6 @@ async def test_a_tenant_is_told_nothing_of_replicas_and_of_what_operators_can_do
         for door in ("/decide", "/explain"):
             answer = await gateway.admin.post(door, params={"path": "/v1/completions"}, json=body)
             assert answer.status_code == 503 and replica["id"] in answer.json()["error"]["message"], door
+    lines = {line.split(b"/v1/completions ")[1][:3]: line for line in gateway.log if b"POST /v1/completions " in line}
+    assert b"id=" + refused_id.encode() in lines[b"503"] and f"{replica['id']} is stopped".encode() in lines[b"503"]
+    assert b" error=" not in lines[b"400"], "it may quote the prompt"

@@ -18,6 +18,9 @@ from ..ops.view import counted, counted_of
 # launched: the first of these. So a replica is ready once it is ready for all, and drained once it is drained for all.
 STATES = ("draining", "starting", "warming", "failed", "degraded", "ready", "stopped")
 SUMS = ("inflight", "prefill_tokens", "context_tokens")
+# Of a replica's events, and of its part of the map: the first of these that a worker tells, and why.
+EVENTS = ("unobserved", "gap", "connecting", "off", "live")
+ROLES = ("alone", "joining", "writer", "mirror", None)
 
 
 def pages(by_worker: Mapping[str, bytes], own: bytes) -> bytes:
@@ -53,7 +56,7 @@ def statuses(
 ) -> dict[str, Any]:
     """One status out of the workers'. `found`: as `worker.WorkerAdmin.counted` answers, with the `worker` that did, at
     least one; `launched`: what the supervisor knows of its engines, by replica; `own`: fields that are the supervisor's
-    to say."""
+    to say, and how its own background work failed."""
     metrics = Metrics()
     for one in found:
         metrics.add(one["counts"])
@@ -82,9 +85,11 @@ def statuses(
         "control": _control([(one["worker"], one["status"]["control"]) for one in found]),
         "tls": max((status["tls"] for status in each), key=lambda tls: tls["problem"] if tls else "", default=None),
         "api_keys": _keys([status["api_keys"] for status in each]),
-        "background_failures": _failures(status["background_failures"] for status in each),
         "replicas": replicas,
         **own,
+        "background_failures": _failures(
+            one["background_failures"] for one in (*each, own) if "background_failures" in one
+        ),
     }
 
 
@@ -92,6 +97,11 @@ def _replica(views: Sequence[Mapping[str, Any]], launched: Mapping[str, Any] | N
     said = min(views, key=lambda view: STATES.index(view["state"]))
     problems = list(dict.fromkeys(problem for view in views for problem in view["problems"]))
     merged = {**said, "problems": problems, **{name: sum(view[name] for view in views) for name in SUMS}}
+    events = min(views, key=lambda view: EVENTS.index(view["events"]))
+    merged |= {name: events[name] for name in ("events", "event_source", "events_reason")}
+    role = min(views, key=lambda view: ROLES.index(view["map_role"]))
+    merged |= {name: role[name] for name in ("map_role", "map_role_reason")}
+    merged["map_blocks"] = max(view["map_blocks"] for view in views)
     if launched is not None:
         merged |= {name: launched[name] for name in ("managed", "pid", "restarts")}
         if STATES.index(launched["state"]) <= STATES.index(said["state"]):

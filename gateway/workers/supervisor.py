@@ -361,7 +361,11 @@ class Workers:
             [{**told, "worker": member.index} for member, told in found],
             launched,
             self.settings.shadow,
-            {"uptime_seconds": round(monotonic() - self._begun, 3), "workers": workers},
+            {
+                "uptime_seconds": round(monotonic() - self._begun, 3),
+                "workers": workers,
+                "background_failures": self._background.recent(),
+            },
         )
 
     def _worker(self, member: Member, said: dict[str, Any] | None) -> dict[str, Any]:

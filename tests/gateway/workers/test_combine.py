@@ -49,7 +49,9 @@ def said(state: str, *, requests: int, inflight: int, joined: bool = True, probl
     metrics.requests.inc("chat", "2xx", by=requests)
     metrics.replica_requests.inc("a", "2xx", by=requests)
     replica = {"id": "a", "state": state, "reason": f"it is {state}", "since_seconds": 1.0, "problems": list(problems), "inflight": inflight,
-               "prefill_tokens": 0, "context_tokens": 0, "managed": False, "pid": None, "restarts": 0}  # fmt: skip
+               "prefill_tokens": 0, "context_tokens": 0, "events": "live", "event_source": None, "events_reason": "all replayed",
+               "map_role": "mirror", "map_role_reason": "another one follows", "map_blocks": requests,
+               "managed": False, "pid": None, "restarts": 0}  # fmt: skip
     redis = {"ledger_joined": joined, "ledger_reason": "joined" if joined else "away"}
     status = {
         "models": ["sim"], "ready": state == "ready", "why_not": None if state == "ready" else f"a is {state}",
@@ -231,3 +233,31 @@ def test_of_the_pods_the_fewest_and_whatever_is_wrong_are_told():
         one["status"]["discovery"] = {"selector": "app=vllm", "replicas": replicas, "problem": problem}
     told = statuses(found, {}, (), {})["discovery"]
     assert told == {"selector": "app=vllm", "replicas": 2, "problem": "refused"}
+
+
+def test_of_a_replicas_events_and_map_the_worst_is_told_with_its_reason():
+    first, second, third = found = [said("ready", requests=number, inflight=0) for number in (1, 5, 3)]
+    for one, intake in (
+        (first, {"map_role": "writer", "map_role_reason": "it follows"}),
+        (second, {"events": "gap", "events_reason": "3 were lost"}),
+        (third, {"map_role": "alone", "map_role_reason": "another block size"}),
+    ):
+        one["status"]["replicas"][0] |= intake
+
+    def told(*found: dict) -> tuple:
+        (one,) = statuses(found, {}, (), {})["replicas"]
+        return tuple(one[name] for name in ("events", "events_reason", "map_role", "map_role_reason", "map_blocks"))
+
+    assert told(*found) == ("gap", "3 were lost", "alone", "another block size", 5)
+    assert told(third, first) == ("live", "all replayed", "alone", "another block size", 3)
+    assert told(said("ready", requests=1, inflight=0), first) == ("live", "all replayed", "writer", "it follows", 1)
+
+
+def test_what_failed_in_the_background_of_any_process_is_told():
+    def failed(count: int, ago: float) -> dict:
+        return {"work": {"failures": count, "last": f"{ago} s ago", "seconds_ago": ago}}
+
+    found = [said("ready", requests=0, inflight=0) for _ in range(2)]
+    found[1]["status"]["background_failures"] = failed(2, 7.0)
+    told = statuses(found, {}, (), {"background_failures": failed(1, 3.0)})["background_failures"]
+    assert told == {"work": {"failures": 3, "last": "3.0 s ago", "seconds_ago": 3.0}}

@@ -65,7 +65,7 @@ def run(settings: Settings, make: Callable[[], Service], started: Callable[[], N
 async def _serve(settings: Settings, make: Callable[[], Service], started: Callable[[], None]) -> None:
     service = make()
     loop, signalled = asyncio.get_running_loop(), asyncio.Event()
-    closes = any(map(os.isatty, (0, 2)))  # asked now: no descriptor of a terminal says so once that is closed
+    stops_on_hangup = any(map(os.isatty, (0, 2)))  # asked now: no descriptor of a terminal says so once that is closed
     starting = asyncio.ensure_future(service.start())
 
     def stop() -> None:
@@ -73,7 +73,7 @@ async def _serve(settings: Settings, make: Callable[[], Service], started: Calla
         starting.cancel()
 
     on_signal(loop, stop)
-    on_hangup(loop, stop if closes else _ignore_hangup)
+    on_hangup(loop, stop if stops_on_hangup else _ignore_hangup)
     try:
         await starting
     except asyncio.CancelledError:
@@ -93,7 +93,7 @@ async def _serve(settings: Settings, make: Callable[[], Service], started: Calla
     )
     stopping = asyncio.ensure_future(service.stop(settings.drain_timeout_s))
     on_signal(loop, service.hurry)
-    on_hangup(loop, lambda: None)  # of a terminal that closes come two: its own, and its shell's
+    on_hangup(loop, lambda: None)  # of a terminal that stops_on_hangup come two: its own, and its shell's
     await stopping
 
 

@@ -93,7 +93,7 @@ async def _serve(settings: Settings, make: Callable[[], Service], started: Calla
     )
     stopping = asyncio.ensure_future(service.stop(settings.drain_timeout_s))
     on_signal(loop, service.hurry)
-    on_hangup(loop, lambda: None)  # of a terminal that stops_on_hangup come two: its own, and its shell's
+    on_hangup(loop, lambda: None)  # of a terminal that closes come two: its own, and its shell's
     await stopping
 
 

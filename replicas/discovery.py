@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from replicas.cluster_api import Pods, PodsError
@@ -52,6 +52,16 @@ class Discovery:
 
     def to_dict(self) -> dict[str, Any]:
         return {"selector": self._discover.selector, "replicas": len(self._wanted), "problem": self.problem or None}
+
+    @property
+    def left_out(self) -> dict[str, str]:
+        """What an operator has removed though its pod is there: URLs by replicas' ids."""
+        engines = self._fleet.engines
+        return {id: url for id, url in self._added.items() if id not in engines or engines[id].removal is not None}
+
+    def leave_out(self, urls: Mapping[str, str]) -> None:
+        """As if an operator had removed these, before any pod is known."""
+        self._added |= urls
 
     def _reconcile(self) -> None:
         """Let go of what is not wanted, or wanted otherwise, and add what is missing. One that goes has to be gone

@@ -216,7 +216,7 @@ class Workers:
         """One worker after another in this place, as long as the supervisor lives."""
         pause, patience = PAUSES[0], 0.0
         while not self._stopping.is_set():
-            costs = await self._costs()
+            costs = await self._learned("/worker/costs")
             try:
                 member = self.members[index] = await Member.start(
                     index,
@@ -278,7 +278,12 @@ class Workers:
             settle(self._made[member.index])
             await self._launched.wait()
             async with self.beginning:
-                member.tell(urls=list(self.urls.values()), drained=sorted(self.drained), patience=patience)
+                member.tell(
+                    urls=list(self.urls.values()),
+                    drained=sorted(self.drained),
+                    left_out=(await self._learned("/worker/left_out")) or {},
+                    patience=patience,
+                )
                 await member.has("begun")
                 member.told = True
             await member.has("listens")
@@ -292,12 +297,11 @@ class Workers:
         settle(self._listening[member.index])
         return None
 
-    async def _costs(self) -> dict[str, Any] | None:
-        """What a sibling has learned of replicas, for a worker that is new; None if there is no sibling, or it does not
-        say."""
+    async def _learned(self, path: str) -> dict[str, Any] | None:
+        """What a sibling has learned, for a worker that is new; None if there is no sibling, or it does not say."""
         for member in self.answering:
             try:
-                found = await member.ask("GET", "/worker/costs", list(self.admin_headers.items()), b"", COSTS_SECONDS)
+                found = await member.ask("GET", path, list(self.admin_headers.items()), b"", COSTS_SECONDS)
             except GONE:
                 continue
             if found.status == 200:

@@ -54,6 +54,7 @@ class WorkerAdmin(Admin):
             *super().routes(),
             web.get("/worker", self.counted),
             web.get("/worker/costs", self.costs),
+            web.get("/worker/left_out", self.left_out),
             web.get("/worker/recent", self.kept),
         ]
 
@@ -76,6 +77,11 @@ class WorkerAdmin(Admin):
         """What this worker has learned, for one that takes another's place."""
         return answer(self.gateway.costs.state())
 
+    async def left_out(self, request: web.Request) -> web.Response:
+        """Pods that operators removed, for one that takes another's place and finds them by itself."""
+        discovery = self.gateway.discovery
+        return answer({} if discovery is None else discovery.left_out)
+
 
 class Worker:
     def __init__(self, end: socket.socket, hello: dict[str, Any]):
@@ -97,6 +103,8 @@ class Worker:
         self._say(made=True)
         begin = await told.get()
         self._drained = set(begin["drained"])
+        if gateway.discovery is not None:
+            gateway.discovery.leave_out(begin["left_out"])
         await gateway.begin(begin["urls"])
         self._say(begun=True)
         if begin["patience"]:

@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import os
+import signal
 import sys
 
 import pytest
@@ -9,6 +11,7 @@ import pytest
 from tests.replicas.cluster import Cluster
 
 from .running import running
+from .workers.test_workers import replaced
 
 APP = {"app": "vllm"}
 TEXT = "Down the rabbit hole, and what Alice found there: a table, a key and a very small door. "
@@ -62,6 +65,23 @@ async def test_a_pod_computes_the_prompts_that_its_label_says(cluster, pair, wor
         await gateway.until(lambda status: [one["role"] for one in status["replicas"]] == ["decode"])
         answer = await gateway.chat([{"role": "user", "content": f"With {workers}, alone. " + TEXT * 20}])
         assert answer.status_code == 200
+
+
+async def test_what_an_operator_removed_stays_out_of_a_worker_in_anothers_place(cluster, pair):
+    removed, other = pair
+    given = ["--discover", settings(cluster, removed), "--replica-url", other.url, "--workers", "2"]
+    await cluster.create("p", "127.0.0.1", APP)
+    async with running(*given) as gateway:
+        status = await gateway.ready(2)
+        assert (await gateway.admin.delete(f"/replicas/127.0.0.1:{removed.port}")).status_code == 200
+        os.kill(status["workers"][0]["pid"], signal.SIGKILL)
+        await replaced(gateway, status["workers"][0]["pid"])
+        status = await gateway.until(lambda status: status["discovery"]["replicas"] == 1)
+        assert [one["url"] for one in status["replicas"]] == [other.url]
+        await cluster.delete("p")
+        await gateway.until(lambda status: status["discovery"]["replicas"] == 0)
+        await cluster.create("again", "127.0.0.1", APP)
+        await gateway.until(lambda status: len(status["replicas"]) == 2)
 
 
 async def test_a_model_whose_only_pod_is_made_again_is_not_refused_for_good(cluster, pair, start_engine):

@@ -114,10 +114,10 @@ async def test_a_worker_that_has_ended_is_gone_for_whoever_asks_it_a_moment_late
 async def test_a_place_that_nobody_looks_after_any_more_is_told(monkeypatch, caplog):
     workers = Workers(load({"workers": 2, "redis_url": "unix:///nowhere", "port": 0, "admin_port": 0}, {}).settings)
 
-    async def fails(self):
+    async def fails(self, path):
         raise KeyError("a bug")
 
-    monkeypatch.setattr(Workers, "_costs", fails)
+    monkeypatch.setattr(Workers, "_learned", fails)
     async with asyncio.timeout(10):
         with pytest.raises(KeyError):
             await workers.start()

@@ -8,6 +8,8 @@ from typing import Any
 
 import yaml
 
+NO_VALUE = "it has no value; write one, or leave the field out"  # of a field of a profile
+
 _MERGE = "tag:yaml.org,2002:merge"
 
 

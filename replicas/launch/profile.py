@@ -71,7 +71,7 @@ def _complaint(item: dict, kind: type[BaseModel]) -> str:
     if item["type"] == "value_error":  # our own words
         return f"{field}: {item['ctx']['error']}" if field else str(item["ctx"]["error"])
     if item["type"] != "extra_forbidden" and item["input"] is None:
-        return f"{field}: it has no value; write one, or leave the field out"
+        return f"{field}: {yaml_text.NO_VALUE}"
     if item["type"] != "extra_forbidden":
         return f"{field}: {item['msg']}, got {item['input']!r}"
     close = difflib.get_close_matches(place[-1], _fields(kind, place[:-1]), 1)

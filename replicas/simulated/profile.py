@@ -6,6 +6,8 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from random import Random
 
+from replicas import yaml_text
+
 PROFILES = Path(__file__).parent / "profiles"
 
 
@@ -208,8 +210,6 @@ def load_profile(name_or_path: str | Path, **changes) -> Profile:
     """A bundled profile by name or one from a YAML file; `changes` replace fields (None: keep).
 
     ValueError says what is wrong with the file and where."""
-    from replicas import yaml_text
-
     path = PROFILES / f"{name_or_path}.yaml"
     if not path.is_file():
         path = Path(name_or_path)
@@ -250,7 +250,7 @@ def _times(path: Path, name: str, given: dict | None, kind: type):
 def _refuse_empty(path: Path, given: dict, place: str = "") -> None:
     for name, value in given.items():
         if value is None:
-            raise ValueError(f"{path}: {place}{name}: it has no value; write one, or leave the field out")
+            raise ValueError(f"{path}: {place}{name}: {yaml_text.NO_VALUE}")
 
 
 def _refuse_unknown(path: Path, given: dict, kind: type) -> None:

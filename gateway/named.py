@@ -92,9 +92,9 @@ def check_chat_template(chat_template: Path | None) -> None:
 
 def _unreadable_text(path: Path) -> str:
     """Why there is no text to be had from this file; empty if there is."""
-    if not path.is_file():
-        return f"there is no file {path}"
     try:
+        if not path.is_file():
+            return f"there is no file {path}"
         path.read_text(encoding="utf-8")
     except OSError as error:
         return f"{path} cannot be read: {error.strerror or error}"

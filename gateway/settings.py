@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator
 
 from replicas.pods import Discover
 from replicas.replica import parse_url
@@ -249,6 +249,14 @@ class Settings(BaseModel):
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least severity that is logged")
     access_log: bool = Field(False, description="log one line per request")
     live_prompts: bool = Field(False, description="show how sampled prompts begin on the status page and at /recent")
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _has_no_nul(cls, given: Any) -> Any:
+        """No name of a file or host may have one, and what opens these raises no OSError for it."""
+        if isinstance(given, str) and "\0" in given:
+            raise ValueError("there is a NUL character in it; leave it out")
+        return given
 
     @property
     def launches(self) -> bool:

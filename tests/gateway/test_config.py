@@ -354,6 +354,21 @@ def test_chat_template_must_be_a_text_file(empty_folder):
     assert load(flags={"chat_template": "t.jinja"}, environ={}).settings.chat_template.name == "t.jinja"
 
 
+@pytest.mark.parametrize(
+    "setting", ["usage_log", "replica_file", "api_keys", "tls_cert", "replica_ca", "model", "host"]
+)
+def test_a_name_with_a_nul_is_refused_in_words(empty_folder, setting):
+    (empty_folder / "hitherto.yaml").write_text(f'{setting}: "a\\0b"\n')
+    assert wrong() == f"file hitherto.yaml:1: {setting}: there is a NUL character in it; leave it out"
+
+
+@pytest.mark.parametrize(
+    "setting", ["usage_log", "replica_file", "api_keys", "tls_cert", "replica_ca", "chat_template"]
+)
+def test_a_name_that_is_too_long_is_refused_in_words(setting):
+    assert "File name too long" in wrong(flags={setting: 300 * "x"})
+
+
 def test_urls_in_one_string():
     environ = {
         "HITHERTO_REPLICA_URL": "http://a:1#events=tcp://a:2,replay=tcp://a:3, http://b:1/v1/  http://c,http://d"

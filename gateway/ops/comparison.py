@@ -9,6 +9,7 @@ the prompts of a model whose engine makes other tokens are matched as text, and 
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
@@ -65,14 +66,18 @@ async def engine_answers(
                 )
             if response.status != 200:
                 raise Unanswered(f"/tokenize answers {response.status}", response.status < 500)
-            ids = (await response.json(content_type=None)).get("tokens")
+            try:
+                told = json.loads(await response.read())
+            except ValueError:
+                told = None
+        ids = told.get("tokens") if isinstance(told, dict) else None
         if not isinstance(ids, list) or not all(type(one) is int for one in ids):
-            raise Unanswered("/tokenize tells no token ids", final=True)
+            raise Unanswered("/tokenize tells no token ids", final=isinstance(told, dict))
         return Answer(text, special, ids)
 
     try:
         return await asyncio.gather(*(ask(text, special) for text in texts for special in specials))
-    except (aiohttp.ClientError, TimeoutError, ValueError, AttributeError) as error:
+    except (aiohttp.ClientError, TimeoutError) as error:
         raise Unanswered(f"/tokenize does not answer: {error or type(error).__name__}") from None
 
 

@@ -226,6 +226,8 @@ def test_no_replica_at_all_and_no_tokenizer(capsys, monkeypatch, tmp_path):
         ({"/v1/completions": 404, "/classify": {"usage": {"prompt_tokens": 60}}}, "cache", "ok", "/classify"),
         ({"/v1/completions": 404}, "trial", "fail", "/v1/completions answers 404"),
         ({"/tokenize": {"tokens": [1, 2, 3]}}, "tokens", "fail", "give --model and --chat-template"),
+        ({"/tokenize": "<html>"}, "tokenizer", "warn", "/tokenize tells no token ids"),
+        ({"/tokenize": []}, "tokenizer", "warn", "/tokenize tells no token ids"),
         ({"/version": 404}, "replica", "ok", "version unknown"),
     ],
 )

@@ -137,15 +137,16 @@ class Client:
     def __init__(self, base_url: str, headers: Mapping[str, str] | None = None, timeout: float = 600.0):
         if not base_url.isprintable() or " " in base_url:
             raise BadURL(f"{base_url!r}: there is a space or a control character in it, write http://HOST:PORT")
-        parts = urlsplit(base_url if "://" in base_url else f"http://{base_url}")
+        try:
+            parts = urlsplit(base_url if "://" in base_url else f"http://{base_url}")
+            given_port = parts.port
+        except ValueError as error:
+            raise BadURL(f"{base_url!r}: {error}; write http://HOST:PORT") from None
         if parts.query or parts.fragment:
             raise BadURL(f"{base_url!r}: a base URL has neither ? nor #, write http://HOST:PORT or http://HOST:PORT/v1")
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise BadURL(f"{base_url!r} is not an http:// or https:// URL; write http://HOST:PORT")
-        try:
-            self.port = parts.port or (443 if parts.scheme == "https" else 80)
-        except ValueError as error:
-            raise BadURL(f"{base_url!r}: {error}; write http://HOST:PORT") from None
+        self.port = given_port or (443 if parts.scheme == "https" else 80)
         self.base_url = f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/')}"
         self.host, self.path, self.timeout = parts.hostname, parts.path.rstrip("/"), timeout
         self.ssl = ssl.create_default_context() if parts.scheme == "https" else None

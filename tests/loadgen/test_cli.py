@@ -449,6 +449,7 @@ async def test_a_server_that_lists_no_model(engine, wire):
         (("run", "--seed", "x"), "--seed: 'x' is no whole number"),
         (("run", "--base-url", "http://a b"), "there is a space or a control character in it"),
         (("run", "--base-url", "http://h:99999"), "Port out of range 0-65535; write http://HOST:PORT"),
+        (("run", "--base-url", "http://[::1"), "Invalid IPv6 URL; write http://HOST:PORT"),
         (("run", "--base-url", "http://h/v1?x=1"), "a base URL has neither ? nor #"),
         (("run", "nonsense"), "unknown argument 'nonsense'. `loadgen run --help` lists what there is"),
         (("--seed", "3"), "unknown argument '--seed': a command comes first"),

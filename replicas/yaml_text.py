@@ -27,11 +27,14 @@ class Loader(yaml.SafeLoader):
             return super().construct_object(node, deep)
         except ValueError as error:  # of int() and date(), for what only looks like a number or a date
             raise yaml.constructor.ConstructorError(None, None, str(error), node.start_mark) from None
+        except (LookupError, AttributeError):  # of PyYAML, for a scalar that is not of the kind its tag says
+            problem = f"{node.value!r} is no {node.tag.rpartition(':')[2]}"
+            raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark) from None
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         """YAML itself would take the last of two equal keys, and nobody would see that the first says nothing."""
         keys: set[str] = set()
-        for key, _ in node.value:
+        for key, _ in node.value if isinstance(node, yaml.MappingNode) else ():  # else YAML says what it is instead
             if isinstance(key, yaml.ScalarNode) and key.tag != _MERGE:
                 if key.value in keys:
                     problem = f"{key.value!r} is there twice; keep one of them"

@@ -117,18 +117,22 @@ class _Files:
             return None
         try:
             self._check(made.copies)
-        except ValueError:  # each worker says so
+        except BaseException as error:
             _close(made.descriptors)
-            return None
+            if isinstance(error, ValueError):  # each worker says so
+                return None
+            raise
         return made
 
     def _copied(self) -> _Made | None:
         known, descriptors = signatures(self._paths), []
         try:
             descriptors += map(_copy, self._paths)
-        except OSError:
+        except BaseException as error:
             _close(descriptors)
-            return None
+            if isinstance(error, OSError):
+                return None
+            raise
         paths = {path: Path(f"/proc/self/fd/{number}") for path, number in zip(self._paths, descriptors, strict=True)}
         return _Made(Copies(paths, known), descriptors)
 
@@ -138,8 +142,12 @@ def _copy(path: Path) -> int:
     with open(path, "rb", opener=unblocked) as file:
         data = file.read(MOST_BYTES + 1) or b""
     number = os.memfd_create(path.name)
-    with open(number, "wb", closefd=False) as copy:
-        copy.write(data)
+    try:
+        with open(number, "wb", closefd=False) as copy:
+            copy.write(data)
+    except BaseException:
+        os.close(number)
+        raise
     return number
 
 

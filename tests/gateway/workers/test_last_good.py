@@ -1,11 +1,12 @@
 """A worker in another one's place serves what its siblings serve, whatever has become of the files meanwhile."""
 
 import asyncio
+import fcntl
 import os
 import shutil
 import signal
 import ssl
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import httpx
@@ -124,3 +125,46 @@ async def test_copies_are_of_the_files_as_they_could_last_be_used(folder, monkey
             task.cancel()
         await asyncio.gather(*following, return_exceptions=True)
         last.close()
+
+
+def copies_of(path: Path) -> list[Path]:
+    """Those in memory that this process has open."""
+    opened = []
+    for one in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):  # the one that lists the folder
+            opened.append(one.readlink())
+    return [one for one in opened if str(one).startswith(f"/memfd:{path.name}")]
+
+
+async def test_a_check_that_fails_leaves_no_copy_behind(folder, monkeypatch):
+    keys = folder / "keys that cannot be checked"
+    keys.write_text(line("one"))
+    last = LastGood(load({"workers": 2, "api_keys": str(keys)}, {}).settings)
+
+    class NoKeys:
+        def __init__(self, *arguments):
+            raise RuntimeError("a bug")
+
+    monkeypatch.setattr(last_good, "Keys", NoKeys)
+    try:
+        with pytest.raises(RuntimeError):
+            await last._files["api_keys"]._renew()
+        assert len(copies_of(keys)) == 1
+    finally:
+        last.close()
+
+
+def test_a_copy_that_cannot_be_written_leaves_nothing_behind(tmp_path, monkeypatch):
+    """As when memory has run out."""
+    file = tmp_path / "file that cannot be copied"
+    file.write_text("text")
+    create = os.memfd_create
+
+    def create_sealed(name: str) -> int:
+        number = create(name, os.MFD_ALLOW_SEALING)
+        fcntl.fcntl(number, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
+        return number
+
+    monkeypatch.setattr(os, "memfd_create", create_sealed)
+    assert last_good._Files([file]).made is None
+    assert not copies_of(file)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 
 
@@ -22,13 +23,28 @@ def bound(kind: int, address: tuple, shared: bool) -> socket.socket:
     return one
 
 
+def addresses(host: str, port: int) -> list[tuple]:
+    """All of a host's, as `getaddrinfo` gives them; "" is every address that this machine has. Those of a family that
+    the kernel has no sockets for are left out, unless there are no others: a server does without them, too."""
+    found = dict.fromkeys(socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE))
+    kinds = {kind for kind in {one[0] for one in found} if _has_sockets(kind)}
+    return [one for one in found if one[0] in kinds] or list(found)
+
+
+def _has_sockets(kind: int) -> bool:
+    try:
+        socket.socket(kind, socket.SOCK_STREAM).close()
+    except OSError as error:
+        return error.errno != errno.EAFNOSUPPORT
+    return True
+
+
 def why_taken(host: str, port: int) -> OSError | None:
-    """Why nobody could listen there, or None. Of every address of the host; "" is all that this machine has."""
+    """Why nobody could listen there, on every address of the host, or None."""
     if port == 0:
         return None
     try:
-        found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        for kind, *_, address in dict.fromkeys(found):
+        for kind, *_, address in addresses(host, port):
             with bound(kind, address, shared=False) as probe:
                 probe.listen(1)
     except OSError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -254,13 +255,26 @@ class Settings(BaseModel):
     @classmethod
     def _has_no_nul(cls, given: Any) -> Any:
         """No name of a file or host may have one, and what opens these raises no OSError for it."""
-        if isinstance(given, str) and "\0" in given:
+        if any("\0" in text for text in texts(given)):
             raise ValueError("there is a NUL character in it; leave it out")
         return given
 
     @property
     def launches(self) -> bool:
         return bool(self.launch or self.pools)
+
+
+def texts(given: Any) -> Iterator[str]:
+    """All that is written in a value, as YAML or a command line has it."""
+    if isinstance(given, str):
+        yield given
+    elif isinstance(given, Mapping):
+        for name, value in given.items():
+            yield from texts(name)
+            yield from texts(value)
+    elif isinstance(given, (list, tuple)):
+        for value in given:
+            yield from texts(value)
 
 
 def flag(name: str) -> str:

@@ -79,6 +79,8 @@ _SOURCE = re.compile(
 
 # redis-py's words for an address that it does not reach; the number is errno's, or that of TLS or a name server
 _UNREACHED = re.compile(r"Error ?(-?\d*) connecting to (.+?)\. (.*?)\.?")
+_ALL_UNREACHED = re.compile(r"Error Multiple exceptions: (.+) connecting to (.+?)\.")  # where a host has several
+_NUMBER = re.compile(r"\[Errno (\d+)\]")
 
 
 def describe(error: BaseException) -> str:
@@ -89,14 +91,19 @@ def describe(error: BaseException) -> str:
         return f"no sentinel names a primary {str(error).partition(' : ')[0].removeprefix('No master found for ')}"
     if isinstance(error, InvalidResponse):
         return f"something else than Redis answers there ({error})"
+    if several := _ALL_UNREACHED.fullmatch(str(error)):
+        reasons = dict.fromkeys(_why(int(number)) for number in _NUMBER.findall(several[1]))
+        return f"cannot connect to {several[2]}: {', '.join(reasons) or several[1]}"
     if unreached := _UNREACHED.fullmatch(str(error)):
-        number, place, why = unreached.groups()
-        if number == str(errno.ECONNREFUSED):
-            why = "nothing listens there"
-        elif why.startswith("Connect call failed"):
-            why = os.strerror(int(number))
-        return f"cannot connect to {place}: {in_words(why)}"
+        number, place, said = unreached.groups()
+        plain = number == str(errno.ECONNREFUSED) or said.startswith("Connect call failed")
+        why = _why(int(number)) if plain else in_words(said)
+        return f"cannot connect to {place}: {why}"
     return in_words("; ".join([str(error) or "no answer in time", *getattr(error, "__notes__", [])]))
+
+
+def _why(number: int) -> str:
+    return "nothing listens there" if number == errno.ECONNREFUSED else os.strerror(number)
 
 
 def in_words(said: str) -> str:

@@ -24,6 +24,7 @@ import aiohttp
 
 from gateway.cautions import cautions
 from gateway.config import Config, known_urls, read_engine_key
+from gateway.http.server import allow_many_connections
 from gateway.ops.gateway_check import (
     NONE_RUNS,
     StatusUnavailable,
@@ -82,6 +83,7 @@ def report_bad_config(text: str) -> int:
 
 
 def run(config: Config) -> int:
+    allow_many_connections()  # all engines are asked at once
     return asyncio.run(_run(config))
 
 

@@ -32,6 +32,7 @@ from gateway.config import (
     read_engine_key,
 )
 from gateway.errors import ApiError
+from gateway.http.server import allow_many_connections
 from gateway.model import model_dir
 from gateway.prompt import Prompt
 from policies import Candidate, CostGroup, Ledger, Load, Pairing, Router, Targets, make, two_legs
@@ -92,6 +93,7 @@ def _somehow(admin: str | None, path: str, body: bytes, config: Config) -> dict[
                               "or give --replica-url so that this can be worked out without a gateway") from None  # fmt: skip
         print(f"no gateway answers at {url} ({reason}): worked out from the configuration, with costs not learned yet\n",
               file=sys.stderr)  # fmt: skip
+    allow_many_connections()  # all engines are asked at once
     return asyncio.run(alone(settings, path, body))
 
 

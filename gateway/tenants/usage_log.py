@@ -76,9 +76,11 @@ class UsageLog:
             ended = None in batch
             data = b"".join([line for line in batch if line is not None])
             self._written += len(data)
+            if not data:  # it is closed
+                continue
             try:
                 file = self._follow()
-                if self._torn and data:  # not even this line, were it to go on where another was broken off
+                if self._torn:  # not even this line, were it to go on where another was broken off
                     os.write(file, b"\n")
                     self._torn = False
                 while data:

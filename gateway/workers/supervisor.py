@@ -35,7 +35,7 @@ from ..ops import traces
 from ..ops.guard import Guard
 from ..ops.metrics import lines
 from ..overload_fields import one_workers_admission
-from ..ports import bound
+from ..ports import addresses, bound
 from .admin import WorkersAdmin
 from .combine import statuses
 from .last_good import LastGood
@@ -417,10 +417,9 @@ def settle(future: asyncio.Future[None]) -> None:
 async def hold(host: str, port: int) -> tuple[list[socket.socket], int]:
     """Sockets that keep a port for workers, on every address of the host, without listening there. OSError if it is
     taken: another process of this user could listen there as well, and would get a part of the connections."""
-    loop, held = asyncio.get_running_loop(), []
-    found = await loop.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    held: list[socket.socket] = []
     try:
-        for kind, *_, address in dict.fromkeys(found):
+        for kind, *_, address in await asyncio.to_thread(addresses, host, port):
             if port:
                 bound(kind, (address[0], port, *address[2:]), shared=False).close()
             held.append(bound(kind, (address[0], port, *address[2:]), shared=True))

@@ -355,10 +355,12 @@ def test_chat_template_must_be_a_text_file(empty_folder):
 
 
 @pytest.mark.parametrize(
-    "setting", ["usage_log", "replica_file", "api_keys", "tls_cert", "replica_ca", "model", "host"]
+    "setting", ["usage_log", "replica_file", "api_keys", "tls_cert", "replica_ca", "model", "host", "pools", "discover"]
 )
 def test_a_name_with_a_nul_is_refused_in_words(empty_folder, setting):
-    (empty_folder / "hitherto.yaml").write_text(f'{setting}: "a\\0b"\n')
+    inside = {"pools": "{p: {profile: x, launch: 1, model: NAME}}", "discover": "{namespace: NAME}"}
+    value = inside.get(setting, "NAME").replace("NAME", r'"a\0b"')
+    (empty_folder / "hitherto.yaml").write_text(f"{setting}: {value}\n")
     assert wrong() == f"file hitherto.yaml:1: {setting}: there is a NUL character in it; leave it out"
 
 

@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from gateway.ports import bound, why_taken
+from gateway.ports import addresses, bound, why_taken
 
 
 @pytest.fixture
@@ -46,6 +46,22 @@ async def test_a_port_is_taken_exactly_where_a_server_could_not_have_it(listener
 
 def test_an_address_of_another_machine_is_none_of_ours():
     assert why_taken("192.0.2.7", 8080).errno == errno.EADDRNOTAVAIL
+
+
+def test_a_family_that_the_kernel_has_no_sockets_for_takes_no_port(monkeypatch):
+    class Socket(socket.socket):
+        def __init__(self, kind, *given):
+            if kind == socket.AF_INET6:
+                raise OSError(errno.EAFNOSUPPORT, "Address family not supported by protocol")
+            super().__init__(kind, *given)
+
+    monkeypatch.setattr(socket, "socket", Socket)
+    assert {kind for kind, *_ in addresses("", 0)} == {socket.AF_INET}
+    assert why_taken("", 0) is None
+    with bound(socket.AF_INET, ("0.0.0.0", 0), shared=False) as one:
+        port = one.getsockname()[1]
+    assert why_taken("", port) is None
+    assert why_taken("::1", port).errno == errno.EAFNOSUPPORT
 
 
 def test_some_port_is_always_free():

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import re
+import socket
 
 import pytest
 
@@ -190,6 +191,20 @@ async def test_a_server_that_is_not_reached_is_named_with_why(unused_tcp_port, t
     assert await told(f"unix://{gone}") == f"cannot connect to {gone}: No such file or directory"
     async with await asyncio.start_server(page, "127.0.0.1", unused_tcp_port):
         assert (await told(f"redis://{place}")).startswith("something else than Redis answers there (")
+
+
+async def test_a_server_none_of_whose_addresses_is_reached_is_named_with_each_reason_once(monkeypatch):
+    found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (host, 1)) for host in ("127.0.0.1", "127.0.0.2")]
+
+    async def addresses(*_, **__):
+        return found
+
+    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", addresses)
+    ways = Ways(parse("redis://redis.example:1"))
+    with pytest.raises(FAILURES) as failed:
+        await (await ways.to("key")).ping()
+    await ways.aclose()
+    assert describe(failed.value) == "cannot connect to redis.example:1: nothing listens there"
 
 
 async def test_what_cannot_be_done_for_one_reason_is_told_with_it_once():

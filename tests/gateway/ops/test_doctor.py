@@ -4,6 +4,8 @@ import json
 import re
 import shutil
 import socket
+import subprocess
+import sys
 import threading
 import urllib.request
 
@@ -360,3 +362,10 @@ def test_a_new_prompt_fills_three_blocks_of_any_size_and_is_new():
     assert len(prompts) == 6
     for text, size in prompts.items():
         assert len(pipeline.tokenizer.encode(text)) // 4 >= 3 * size
+
+
+def test_more_engines_can_be_asked_than_a_process_may_have_files_by_default(tmp_path):
+    urls = [f"--replica-url=http://127.0.0.1:{port}" for port in range(1, 101)]
+    command = ["sh", "-c", 'ulimit -Sn 48; exec "$@"', "sh", sys.executable, "-m", "gateway", "doctor", *urls]
+    asked = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert asked.stdout.count(": nothing listens there") == 100, asked

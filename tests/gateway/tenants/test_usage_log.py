@@ -224,3 +224,8 @@ async def test_a_disk_that_stays_full_does_not_fill_the_log_as_well(file, keys, 
             await eventually(lambda: log._lost == count)
     log.close()
     assert caplog.text.count("were not written") == 1
+
+
+def test_a_log_that_lost_nothing_says_nothing_at_its_end(tmp_path, caplog):
+    UsageLog(tmp_path / "none" / "usage.jsonl").close()
+    assert not caplog.text

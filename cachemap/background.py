@@ -69,6 +69,11 @@ class Background:
                 "%s failed and is started again (failure %d): %s", kind, failures.count, failures.last, exc_info=error
             )
 
+    @property
+    def counts(self) -> dict[str, int]:
+        """How often each kind of work failed, for /metrics."""
+        return {kind: one.count for kind, one in self.failures.items()}
+
     def recent(self) -> dict[str, dict[str, Any]]:
         """What failed within the last minutes, for /status and the doctor."""
         now = monotonic()

@@ -201,9 +201,7 @@ class View:
             "events_state": {(id, intake.state): 1.0 for id in ids if (intake := self._intake(self.replicas[id]))},
             "uptime_seconds": time.monotonic() - self.started,
             "build_info": {(__version__, self.settings.policy): 1},
-            "background_failures": {kind: one.count for kind, one in self.background.failures.items()}
-            if self.background
-            else {},
+            "background_failures": self.background.counts if self.background else {},
             **self._shared_reading(),
         }
         for name, field in _SCRAPED.items():

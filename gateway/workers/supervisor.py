@@ -387,10 +387,13 @@ class Workers:
         up = {str(index): 0.0 for index in range(self.settings.workers)} | {
             str(member.index): 1.0 for member in self.answering
         }
-        restarts = {id: one.restarts for id, one in self.fleet.replicas.items()}
-        return "".join(
-            lines({"worker_up": up, "worker_restarts": self.restarts, "replica_restarts": restarts})
-        ).encode()
+        reading = {
+            "worker_up": up,
+            "worker_restarts": self.restarts,
+            "replica_restarts": {id: one.restarts for id, one in self.fleet.replicas.items()},
+            "background_failures": self._background.counts,
+        }
+        return "".join(lines(reading)).encode()
 
 
 async def all_of(futures: Sequence[asyncio.Future[None]]) -> None:

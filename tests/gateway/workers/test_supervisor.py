@@ -22,6 +22,9 @@ from gateway.tenants import shared as limits
 from gateway.workers import supervisor
 from gateway.workers.member import GONE, Member
 from gateway.workers.supervisor import Workers, budgets
+from tests.gateway.running import counted
+from tests.gateway.test_background import FAILURES
+from tests.gateway.test_tenants import line
 
 
 @asynccontextmanager
@@ -122,6 +125,23 @@ async def test_a_place_that_nobody_looks_after_any_more_is_told(monkeypatch, cap
         with pytest.raises(KeyError):
             await workers.start()
     assert "worker 1: its place stays empty" in caplog.text and "KeyError: 'a bug'" in caplog.text
+
+
+async def test_a_fault_of_the_supervisors_own_work_is_counted_among_its_metrics(tmp_path):
+    keys = tmp_path / "keys"
+    keys.write_text(line("one"))
+    workers = Workers(load({"workers": 2, "api_keys": str(keys)}, {}).settings)
+    following = workers._last_good.follow(workers._background)
+    work = {"work": "copies for workers: api_keys"}
+    try:
+        assert counted(workers.metrics().decode(), FAILURES, **work) == 0  # before the first failure, too
+        workers._background.failed(work["work"], OSError("no memory"))
+        assert counted(workers.metrics().decode(), FAILURES, **work) == 1
+    finally:
+        for task in following:
+            task.cancel()
+        await asyncio.gather(*following, return_exceptions=True)
+        await workers.stop(0)
 
 
 @pytest.mark.parametrize("name", ["x", "\u00e9"])

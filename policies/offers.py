@@ -68,7 +68,8 @@ class Offers:
         targets = self._spill()
         if not targets:
             return False
-        return not any(one is targets.candidates[0] for one in self._evaluation.candidates)
+        slow = {one.replica for one in targets.candidates}
+        return slow.isdisjoint(one.replica for one in self._evaluation.candidates)
 
 
 def admit(

@@ -195,6 +195,22 @@ async def test_a_class_that_the_control_sheds_is_not_spilled_where_all_others_go
         assert (await (await send(s, CHAT, ASKS[CHAT])).response())[0] == 429
 
 
+async def test_a_response_that_is_gone_on_with_is_not_spilled_where_all_others_go():
+    idle = Engine()
+    async with busy("wait", "spill", slow=idle) as (s, _):
+        backends = s.proxy.eligible.backends
+        maker = next(iter(backends))
+        backends[maker] = backends.pop(maker)  # it is not the first of the pool
+        for one in backends.values():
+            one.replica.spill = True
+        s.proxy.changed()
+        s.proxy.placing.responses._note("resp_1", maker)
+        (fleet,) = s.proxy.placing.queue._fleets.values()
+        fleet.shed = frozenset({"all"})
+        talker = await send(s, RESPONSES, {**ASKS[RESPONSES], "previous_response_id": "resp_1"})
+        assert (await talker.response())[0] == 429 and not idle.bodies
+
+
 async def test_who_is_answered_by_another_than_the_slow_pool_is_not_told_of_it():
     slow = Engine()
     slow.drops = True

@@ -166,7 +166,7 @@ class Fleet:
 
         def exited(reason: str) -> None:
             news = [] if replica.state is not State.FAILED else [reason]  # else the change of state tells it
-            replica.pid = None
+            replica.pid, replica.fault = None, ""  # of a hang it was cured by its end
             self._tell(replica, Event.GONE, reason)
             if last := supervisor.tail.lines[-10:]:
                 news.append("its last lines:\n  " + "\n  ".join(last))

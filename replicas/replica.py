@@ -72,7 +72,7 @@ class Replica:
     peer: str = ""  # HOST:PORT where others fetch from its memory, as it does from theirs; "": it takes no part
     state: State = State.STARTING
     reason: str = "not heard yet"
-    fault: str = ""  # of the last look at it, as an `Answer` calls it; empty if it answered
+    fault: str = ""  # of the last look at its process, as an `Answer` calls it; empty if it answered, or none was taken
     since: float = 0.0  # when the state began
     incarnation: str = ""  # changes when the process behind the port does, and with `address`
     # the one that `host` leads to for this incarnation: everybody connects there; "" until it is known
@@ -239,6 +239,8 @@ class Replica:
         before, self.reason = self.state, reason
         if event in ENDINGS:
             self.forget()
+        if event in (Event.LAUNCHED, Event.DOUBTED):
+            self.fault = ""  # no look has been taken since
         if after is before:
             return None
         self.state, self.since = after, now

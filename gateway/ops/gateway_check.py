@@ -146,7 +146,14 @@ def check_kept_out(address: Address, running: dict[str, Any] | None) -> Iterator
     for one in (running or {}).get("replicas", []):
         if one["url"] == address.url and one.get("state") in ("starting", "warming", "failed"):
             yield Finding("fail", f"replica {one['id']}", f"the gateway calls it {one['state']}: {one['reason']}",
-                          f"{remedy_of_silence(one.get('fault'))}; its other checks are skipped")  # fmt: skip
+                          f"{_remedy_of_kept_out(one)}; its other checks are skipped")  # fmt: skip
+
+
+def _remedy_of_kept_out(replica: dict[str, Any]) -> str:
+    fault = replica.get("fault")
+    if replica.get("managed") and fault != "timeout":
+        return "the gateway starts it by itself, and again whenever it ends: wait for it to load, or see why it ended in the gateway's log"
+    return remedy_of_silence(fault)
 
 
 def check_drained(settings: Settings, address: Address, running: dict[str, Any] | None) -> Iterator[Finding]:

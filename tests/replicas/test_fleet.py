@@ -130,7 +130,11 @@ async def test_a_hung_engine_is_degraded_then_killed_and_started_again(fleet, fa
     await comes(replica, DEGRADED)
     assert "/health did not answer within 0.2 s" in replica.reason
     await comes(replica, FAILED)
-    assert "its process is alive" in replica.reason
+    assert "its process is alive" in replica.reason and replica.fault == "timeout"
+    async with asyncio.timeout(10):
+        while replica.pid == pid:
+            await asyncio.sleep(0)
+    assert "so it was killed" in replica.reason and not replica.fault, "it hangs no more"
     await comes(replica, READY)
     assert replica.pid != pid and not alive(pid)
     assert "it hangs, so it was killed; next start in" in caplog.text

@@ -71,3 +71,14 @@ def test_apply_tells_the_state_before_and_keeps_the_reason():
     replica.apply(Event.GONE, "first reason", 7.0)
     assert replica.apply(Event.GONE, "newer reason", 8.0) is None
     assert (replica.state, replica.reason, replica.since) == (State.FAILED, "newer reason", 7.0)
+
+
+def test_a_fault_is_of_the_last_look_at_the_process_that_there_is():
+    replica = Replica("h:1", "http://h:1", "h", 1, state=State.READY, fault="timeout")
+    replica.apply(Event.GONE, "no answer for 15 s", 1.0)
+    assert replica.fault == "timeout"
+    replica.apply(Event.LAUNCHED, "process 7 started", 2.0)
+    assert replica.fault == ""
+    replica.state, replica.fault = State.READY, "timeout"
+    replica.apply(Event.DOUBTED, "what answered a request there was no inference engine", 3.0)
+    assert replica.fault == ""

@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import errno
 import os
 import shlex
 import sys
@@ -42,18 +43,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Exit code 0: written; 1: it could not be measured; 2: a flag cannot be used; 130: interrupted, nothing is
-    written."""
+    """Exit code 0: written; 1: it could not be measured, or not be written any more; 2: a flag cannot be used;
+    130: interrupted, nothing is written."""
     try:
         args.url = parse_url(args.url).url
-        if not args.out.resolve().parent.is_dir():
-            raise ValueError(f"--out {args.out}: no folder {args.out.resolve().parent}")
+        check_savable(args.out)
     except ValueError as error:
         print(f"hitherto calibrate: {error}", file=sys.stderr)
         return 2
+    except OSError as error:
+        print(f"hitherto calibrate: --out {args.out} cannot be written: {error.strerror}", file=sys.stderr)
+        return 2
     try:
         text = asyncio.run(calibrate(args))
-        save(args.out, text)
     except CalibrationError as error:
         print(f"hitherto calibrate: {error}", file=sys.stderr)
         return 1
@@ -63,6 +65,15 @@ def run(args: argparse.Namespace) -> int:
             file=sys.stderr,
         )
         return 130
+    try:
+        save(args.out, text)
+    except OSError as error:  # it could be written when the measurement began
+        print(f"\n{text}")
+        print(
+            f"hitherto calibrate: {args.out} cannot be written: {error.strerror}; the profile is printed above",
+            file=sys.stderr,
+        )
+        return 1
     print(f"\nwritten: {args.out}\n{EPILOG.replace('FILE', str(args.out))}")
     return 0
 
@@ -135,9 +146,25 @@ def _show(result: Fit) -> None:
         print(f"{region:38}{one.count:8}{one.bias:+8.1%}{one.typical:9.1%}{one.worst_tenth:8.1%}")
 
 
+def check_savable(path: Path) -> None:
+    """Raises ValueError or OSError where `save` could not write to `path`. Leaves nothing behind."""
+    folder = path.resolve().parent
+    if not folder.is_dir():
+        raise ValueError(f"--out {path}: no folder {folder}")
+    if path.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+    with tempfile.TemporaryFile(dir=folder):  # by doing it: a file system that is mounted read-only shows no other way
+        pass
+
+
 def save(path: Path, text: str) -> None:
-    """Whole or not at all."""
-    with tempfile.NamedTemporaryFile("w", dir=path.resolve().parent, prefix=f".{path.name}.", delete=False) as file:
-        file.write(text)
-    os.chmod(file.name, 0o644)
-    os.replace(file.name, path)
+    """Whole or not at all. Raises OSError."""
+    descriptor, name = tempfile.mkstemp(dir=path.resolve().parent, prefix=f".{path.name}.")
+    try:
+        with open(descriptor, "w") as file:
+            file.write(text)
+        os.chmod(name, 0o644)
+        os.replace(name, path)
+    except OSError:
+        os.unlink(name)
+        raise

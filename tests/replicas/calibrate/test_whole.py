@@ -1,5 +1,6 @@
 """`hitherto calibrate` as a process: against a simulated engine, and against what is none."""
 
+import argparse
 import asyncio
 import re
 import signal
@@ -9,6 +10,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
+from replicas.calibrate import cli
 from replicas.simulated.profile import load_profile
 
 # Short of context, so that there is little to ask.
@@ -103,6 +105,29 @@ async def test_nobody_there_and_no_folder(tmp_path):
     assert code == 1 and "no engine answers at http://127.0.0.1:9" in err and "nothing listens" in err
     code, _, err = await calibrate("http://127.0.0.1:9", "--out", str(tmp_path / "no" / "x.yaml"))
     assert code == 2 and "no folder" in err
+
+
+@pytest.mark.parametrize("out, says", [(".", "Is a directory"), ("/proc/x.yaml", "No such file or directory")])
+async def test_what_cannot_be_written_is_refused_before_the_engine_is_asked(tmp_path, out, says):
+    """/proc is a folder in which nobody can make a file, root included."""
+    path = tmp_path / out
+    code, _, err = await calibrate("http://127.0.0.1:9", "--out", str(path))
+    assert code == 2 and err == f"hitherto calibrate: --out {path} cannot be written: {says}\n"
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_profile_that_cannot_be_written_any_more_is_printed(tmp_path, monkeypatch, capsys):
+    out = tmp_path / "found.yaml"
+
+    async def calibrated(args):
+        out.mkdir()  # while it measures
+        return "num_blocks: 1024"
+
+    monkeypatch.setattr(cli, "calibrate", calibrated)
+    assert cli.run(argparse.Namespace(url="http://127.0.0.1:9", out=out)) == 1
+    said, err = capsys.readouterr()
+    assert "num_blocks: 1024" in said and f"{out} cannot be written: Is a directory; the profile is printed" in err
+    assert [path.name for path in tmp_path.iterdir()] == ["found.yaml"], "nothing half written is left"
 
 
 @pytest.mark.parametrize("paths, says", [

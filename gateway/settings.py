@@ -248,7 +248,7 @@ class Settings(BaseModel):
         description="tell clients in x-hitherto-cached-tokens how much of their prompt was cached, and so whether somebody asked it before",
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least severity that is logged")
-    access_log: bool = Field(False, description="log one line per request")
+    access_log: bool = Field(False, description="log one line per whole request")
     live_prompts: bool = Field(False, description="show how sampled prompts begin on the status page and at /recent")
 
     @field_validator("*", mode="before")

@@ -146,7 +146,9 @@ class Downstream(asyncio.Protocol):
         self.closing = True
         self.waiting.clear()
         exchange, self.exchange, self.current = self.exchange, None, None
-        if exchange is not None:
+        if exchange is not None and self.clients.closed:
+            exchange.cut()
+        elif exchange is not None:
             exchange.client_gone()
         self._hold(-self.held)
         self.answering = 0

@@ -506,11 +506,14 @@ class Conductor:
             headers += exchange.charge.headers()
         exchange.client.reply(error.status, error.body(exchange.request.path, self.discreet), headers)
 
-    def _abandon(self, exchange: Exchange, _: Any) -> None:
+    def _abandon(self, exchange: Exchange, cut: ConnectionAbortedError | None) -> None:
+        """`cut`: why its client gets no more, which has not left; None: it has."""
+        if cut is not None:
+            exchange.error = cut
         self._close(exchange)
         self.settling.close_unattributed(exchange)
         exchange.forget_body()
-        self.settling.ended(exchange, "aborted")
+        self.settling.ended(exchange, "aborted" if cut is None or not exchange.answered_with else "cut")
 
     def _close(self, exchange: Exchange) -> None:
         """An end of another kind than that which `settling` settles: nothing stays connected, reserved or listed."""

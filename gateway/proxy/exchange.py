@@ -469,6 +469,10 @@ class Exchange:
         if self.state is not ExchangeState.ENDED:
             self.conductor.dispatch(self, ExchangeEvent.GONE)
 
+    def cut(self) -> None:
+        if self.state is not ExchangeState.ENDED:
+            self.conductor.dispatch(self, ExchangeEvent.GONE, ConnectionAbortedError("the gateway was stopped"))
+
     def pause(self) -> None:
         attempt = self.attempt
         if attempt is not None and attempt.upstream is not None:

@@ -9,6 +9,8 @@ from __future__ import annotations
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
+from policies.verdicts import SHUTTING_DOWN
+
 from ..ops.spans import Spans, traceparent
 from .answers import NOTHING, Usage
 from .exchange import Attempt, Exchange, Parent
@@ -76,7 +78,11 @@ class Traces:
             **_address(exchange.request.header(b"host")),
             "http.route": exchange.request.path if exchange.label != "other" else None,
             "http.response.status_code": exchange.answered_with if answered else None,
-            "error.type": None if not failed else _kind(tried[-1]) if outcome == "cut" else str(status),
+            "error.type": None
+            if not failed
+            else _kind(tried[-1]) or SHUTTING_DOWN
+            if outcome == "cut"
+            else str(status),
             "hitherto.outcome": outcome,
             "hitherto.request_id": exchange.id.decode("latin-1")[:LONGEST],
             **_both_legs(exchange),

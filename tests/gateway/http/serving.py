@@ -33,6 +33,9 @@ class Echo:
     def client_gone(self):
         self.left += 1
 
+    def cut(self):
+        self.left += 1
+
     def pause(self): ...
     def resume(self): ...
     def sweep(self, now): ...

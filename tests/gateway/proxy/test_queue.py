@@ -254,7 +254,8 @@ async def test_when_the_time_to_stop_is_over_whoever_has_no_byte_yet_gets_503():
         assert s.metrics.rejections.values == {("shutting_down",): 2}
         assert s.metrics.admission.total(decision="left") == 0, "no client has left"
         assert s.metrics.admission.total(decision="refused", reason="shutting_down") == 2
-        assert s.metrics.slo_requests.total(outcome="failed") == 1, "an engine had it"
+        assert s.metrics.slo_requests.total(outcome="failed") == 2, "engines had them"
+        assert s.metrics.requests.total(status="cut") == 1 and not s.metrics.client_aborts.values
 
 
 @pytest.mark.parametrize("slo", [Slo(), Slo(ttft=1.0)])

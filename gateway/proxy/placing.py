@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, S
 from math import inf
 from random import random
 from time import monotonic, perf_counter
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from policies import UNTIMED, Decision, Demand, Evaluation, Router, Targets, legs
 from replicas import TAKES_TRAFFIC, State
@@ -80,7 +80,8 @@ class Eligibility:
         self.names = {name: parent for one in taking for name, parent in one.models.items()}
         self.adapters = frozenset(name for name, parent in self.names.items() if parent)
         told = {id: frozenset(backend.replica.models) for id, backend in self.backends.items()}
-        self._served = {id: names or self._served.get(id, names) for id, names in told.items()}
+        before = {id: names for id, names in self._served.items() if id in self._replicas}
+        self._served = before | {id: names or self._served.get(id, names) for id, names in told.items()}
 
     def expect_back(self, replicas: Iterable[Replica]) -> None:
         """The pods of these replicas go, and most likely others come in their place."""
@@ -88,6 +89,24 @@ class Eligibility:
         names = {name for one in replicas for name in (*self._told(one), one.required_model) if name}
         left = [*((name, at) for name, at in self._left.items() if name not in names), *((name, now) for name in names)]
         self._left = dict(left[-MOST_LEFT:])
+
+    def names_waited_for(self) -> dict[str, Any]:
+        """What a worker in another one's place goes on with: by replica the names that it served last, and for how many
+        seconds the pods of names have been gone, the longest first."""
+        now = monotonic()
+        return {
+            "served": {id: sorted(names) for id, names in self._served.items() if names},
+            "gone": {name: now - at for name, at in self._left.items() if now - at < EXPECTED_SECONDS},
+        }
+
+    def wait_for_gone(self, gone: Mapping[str, float]) -> None:
+        """Wait for pods that went before this process began, as `names_waited_for` tells."""
+        now = monotonic()
+        self._left = {name: now - seconds for name, seconds in gone.items()} | self._left
+
+    def served_before(self, replica: str, names: Iterable[str]) -> None:
+        """A replica served these names before this process began."""
+        self._served.setdefault(replica, frozenset(names))
 
     def _is_expected_back(self, model: str) -> bool:
         return monotonic() - self._left.get(model, -inf) < EXPECTED_SECONDS
@@ -156,7 +175,7 @@ class Eligibility:
         """Whether a replica that is not ready served it before, or has to serve it, or a pod of it went lately. A drain
         is a step of an upgrade where the replica has served; where it never has, nobody waits for it."""
         return (
-            any(model in names for names in self._served.values())
+            any(model in names for id, names in self._served.items() if id in self.backends or id in self._replicas)
             or any(one.required_model == model and one.state not in TAKEN_OUT for one in self._replicas.values())
             or self._is_expected_back(model)
         )

@@ -277,11 +277,13 @@ class Workers:
             await member.has("made")
             settle(self._made[member.index])
             await self._launched.wait()
+            names = await self._learned("/worker/names")
             async with self.beginning:
                 member.tell(
                     urls=list(self.urls.values()),
                     drained=sorted(self.drained),
                     left_out=(await self._learned("/worker/left_out")) or {},
+                    names=names,
                     patience=patience,
                 )
                 await member.has("begun")

@@ -55,6 +55,7 @@ class WorkerAdmin(Admin):
             web.get("/worker", self.counted),
             web.get("/worker/costs", self.costs),
             web.get("/worker/left_out", self.left_out),
+            web.get("/worker/names", self.names),
             web.get("/worker/recent", self.kept),
         ]
 
@@ -82,6 +83,10 @@ class WorkerAdmin(Admin):
         discovery = self.gateway.discovery
         return answer({} if discovery is None else discovery.left_out)
 
+    async def names(self, request: web.Request) -> web.Response:
+        """Names that are waited for, for a worker that takes another's place: it has not seen who served them."""
+        return answer(self.gateway.proxy.eligible.names_waited_for())
+
 
 class Worker:
     def __init__(self, end: socket.socket, hello: dict[str, Any]):
@@ -95,7 +100,9 @@ class Worker:
         )
         gateway.admin = WorkerAdmin(gateway, gateway.admin.guard)
         gateway.fleet.on_change.append(self._replica_changed)
-        self._drained: set[str] = set()  # replicas that an operator drained before this worker was there
+        # Before this worker was there: replicas that an operator drained, and by replica the names that it served
+        self._drained: set[str] = set()
+        self._served: dict[str, list[str]] = {}
 
     async def run(self, told: asyncio.Queue[dict[str, Any]]) -> None:
         gateway = self.gateway
@@ -103,6 +110,9 @@ class Worker:
         self._say(made=True)
         begin = await told.get()
         self._drained = set(begin["drained"])
+        if names := begin["names"]:
+            self._served = names["served"]
+            gateway.proxy.eligible.wait_for_gone(names["gone"])
         if gateway.discovery is not None:
             gateway.discovery.leave_out(begin["left_out"])
         await gateway.begin(begin["urls"])
@@ -131,6 +141,8 @@ class Worker:
             await asyncio.sleep(0.02)
 
     def _replica_changed(self, replica: Replica, old: State, new: State) -> None:
+        if (served := self._served.pop(replica.id, None)) is not None:
+            self.gateway.proxy.eligible.served_before(replica.id, served)
         if replica.id in self._drained:
             self._drained.discard(replica.id)
             asyncio.get_running_loop().call_soon(self.gateway.fleet.drain, replica.id)

@@ -107,6 +107,31 @@ async def test_a_model_whose_only_pod_is_made_again_is_not_refused_for_good(clus
     llama.stop()
 
 
+async def test_a_worker_in_anothers_place_waits_for_the_models_that_its_siblings_wait_for(cluster, pair, start_engine):
+    pod, upgraded = start_engine("--served-model-name", "llama"), start_engine("--served-model-name", "qwen")
+    given = ["--discover", settings(cluster, pod.wait()), "--replica-url", pair[0].url, upgraded.wait().url]
+    await cluster.create("p", "127.0.0.1", APP)
+    async with running(*given, "--workers", "2") as gateway:
+        status = await gateway.ready(3)
+        await cluster.delete("p")
+        await gateway.until(lambda status: len(status["replicas"]) == 2)
+        drained = await gateway.admin.post(f"/replicas/127.0.0.1:{upgraded.port}/drain", json={})
+        assert drained.status_code == 202
+        await gateway.until(lambda status: any(one["state"] == "stopped" for one in status["replicas"]))
+        upgraded.stop()
+        killed = status["workers"][0]["pid"]
+        os.kill(killed, signal.SIGKILL)
+        await replaced(gateway, killed)
+        status = await gateway.until(lambda status: any(one["state"] == "stopped" for one in status["replicas"]))
+        while min(one["requests"] for one in status["workers"]) < 4:
+            for model, expected in (("llama", 503), ("qwen", 503), ("lama", 404)):
+                body = {"model": model, "messages": [{"role": "user", "content": TEXT}]}
+                answer = await gateway.client.post("/v1/chat/completions", json=body, headers={"connection": "close"})
+                assert answer.status_code == expected, answer.text
+            status = await gateway.status()
+    pod.stop()
+
+
 async def test_while_the_pods_are_not_known_no_model_is_refused_for_good(cluster, pair, unused_tcp_port):
     given = settings(cluster, pair[0], api=f"http://127.0.0.1:{unused_tcp_port}")
     async with running("--discover", given, "--replica-url", pair[1].url) as gateway:

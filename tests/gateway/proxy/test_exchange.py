@@ -150,6 +150,32 @@ async def test_a_pod_that_went_is_waited_for_though_an_operator_removed_another_
         assert {status for status, *_ in await refusals(s, b"away")} == {503}
 
 
+async def test_another_process_waits_for_the_models_that_this_one_waits_for(monkeypatch):
+    async with stack(answers(), answers(), answers()) as s:
+        _, gone, drained = (one.replica for one in s.proxy.backends.values())
+        gone.models, drained.models = {"gone": None}, {"drained": None}
+        s.proxy.changed()
+        s.proxy.eligible.expect_back([gone])
+        s.proxy.remove(gone.id)
+        drained.state = State.STOPPED
+        told = json.loads(json.dumps(s.proxy.eligible.names_waited_for()))
+    replicas = {drained.id: away(drained.port, State.STOPPED)}
+    async with stack(answers(), replicas=replicas) as s:
+        eligible = s.proxy.eligible
+        eligible.wait_for_gone(told["gone"])
+        eligible.served_before(drained.id, told["served"][drained.id])
+        s.proxy.changed()
+        for model, waited_for in ((b"gone", "a pod of it went 0 s ago"), (b"drained", f"{drained.id} is stopped")):
+            ((status, said, _),) = await refusals(s, model)
+            assert status == 503 and waited_for in said
+        assert {status for status, *_ in await refusals(s, b"none")} == {404}
+        replicas.clear()  # an operator has removed it
+        monkeypatch.setattr(placing, "EXPECTED_SECONDS", 0.0)
+        for model in (b"gone", b"drained"):
+            assert {status for status, *_ in await refusals(s, model)} == {404}
+        assert eligible.names_waited_for()["gone"] == {}
+
+
 async def test_of_pods_that_went_the_latest_names_are_kept(monkeypatch):
     monkeypatch.setattr(placing, "MOST_LEFT", 2)
     async with stack(answers()) as s:

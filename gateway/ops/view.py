@@ -395,7 +395,8 @@ def _seen(replica: Replica, intake: Any) -> list[str]:
     """What traffic and events showed to be amiss, beside what the engine tells of itself."""
     found = [*(intake.problems if intake else ()), *replica.unlike]
     if replica.state is State.FAILED:
-        found.append(f"no engine is there, and nothing is sent there: {replica.reason}")
+        absent = replica.fault in ("", "connect")  # else something is there: it hangs, or answers with errors
+        found.append(f"{'no engine is there, and ' if absent else ''}nothing is sent there: {replica.reason}")
     if replica.state is State.STOPPED:
         found.append(str(Problem(f"{DRAINED} ({replica.reason})", f'POST /replicas {{"url": "{replica.url}"}}')))
     if intake and intake.state == "unobserved":

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import math
 from collections.abc import Callable, Collection
 
 from replicas.simulated import complaints
+from replicas.simulated.complaints import number as number
+from replicas.simulated.complaints import positive as positive
+from replicas.simulated.complaints import seconds as seconds
+from replicas.simulated.complaints import whole as whole
 
 INTERRUPTED = 130  # the exit code after Ctrl-C, as shells have it
 # What a 401 means, and where the key is read.
@@ -36,27 +39,8 @@ def flags(
         group.add_argument(*spelled.split(), **read, metavar=placeholder, default=default, help=told)
 
 
-def number(text: str, fits: Callable[[float], bool], otherwise: str) -> float:
-    """Return the number that `text` is. Raises ArgumentTypeError, saying what it is `otherwise`."""
-    try:
-        value = float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
-    if not fits(value):
-        raise argparse.ArgumentTypeError(f"{text} is {otherwise}")
-    return value
-
-
-def positive(text: str) -> float:
-    return number(text, lambda value: 0 < value < math.inf, "not above zero and finite")
-
-
 def rate(text: str) -> float:
     return number(text, lambda value: value > 0, "not above zero")
-
-
-def seconds(text: str) -> float:
-    return number(text, lambda value: 0 <= value < math.inf, "not zero or above")
 
 
 def share(text: str) -> float:
@@ -65,12 +49,6 @@ def share(text: str) -> float:
 
 def attainment(text: str) -> float:
     return number(text, lambda value: 0 < value <= 1, "not a share above 0 and up to 1: it reads 0.9 for 90 %")
-
-
-def whole(text: str) -> int:
-    if not text.isascii() or not text.isdigit() or not int(text):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above zero")
-    return int(text)
 
 
 def whole_to(most: int) -> Callable[[str], int]:

@@ -39,8 +39,14 @@ async def get(session: aiohttp.ClientSession, url: str, deadline: float) -> Answ
         refused = isinstance(error.os_error, ConnectionRefusedError)
         what = "nothing listens there" if refused else (error.os_error.strerror or str(error.os_error))
         return Answer(0, fault="connect", error=f"cannot connect to {where.netloc}: {what}")
+    except aiohttp.ClientResponseError:
+        return Answer(0, fault="closed", error=f"{where.path}: what answers at {where.netloc} does not speak HTTP as it should; "
+                      "correct the port in the URL, or write https:// if it speaks TLS there")  # fmt: skip
+    except aiohttp.ClientPayloadError:
+        return Answer(0, fault="closed", error=f"{where.path}: the answer broke off, or cannot be decoded")
     except (aiohttp.ClientError, OSError) as error:
-        return Answer(0, fault="closed", error=f"{where.path}: the connection broke ({type(error).__name__})")
+        what = getattr(error, "strerror", None) or "it was closed before the answer"
+        return Answer(0, fault="closed", error=f"{where.path}: the connection broke: {what}")
 
 
 async def _get(session: aiohttp.ClientSession, url: str) -> Answer:

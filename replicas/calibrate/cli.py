@@ -13,6 +13,7 @@ from pathlib import Path
 from time import monotonic
 
 from ..replica import parse_url
+from ..simulated import complaints
 from . import plan, write
 from .client import CalibrationError, Client
 from .fit import Fit, fit
@@ -33,7 +34,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--out", type=Path, default=Path("calibrated.yaml"), metavar="FILE", help="the profile (default: %(default)s)"
     )
     parser.add_argument(
-        "--seconds", type=float, default=120.0, metavar="N", help="about how long to measure (default: %(default)g)"
+        "--seconds",
+        type=complaints.positive,
+        default=120.0,
+        metavar="N",
+        help="about how long to measure (default: %(default)g)",
     )
     parser.add_argument(
         "--model", metavar="NAME", help="model or adapter to ask for (default: the first the engine lists)"

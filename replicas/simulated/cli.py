@@ -30,29 +30,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME|FILE",
         help="how fast and how large the engine is: gpu-8b, cpu-tiny or a YAML file (default: %(default)s)",
     )
-    parser.add_argument("--speedup", type=float, metavar="X", help="run X times as fast as the profile says")
+    parser.add_argument(
+        "--speedup", type=complaints.positive, metavar="X", help="run X times as fast as the profile says"
+    )
     parser.add_argument(
         "--num-blocks",
-        type=int,
+        type=complaints.whole,
         metavar="N",
         help="KV blocks, instead of the profile's; where that has decode times by the share of the cache in use, as gpu-8b, "
         "more of them also make it faster",
     )
-    parser.add_argument("--block-size", type=int, metavar="N", help="tokens in a block, instead of the profile's")
+    parser.add_argument(
+        "--block-size", type=complaints.whole, metavar="N", help="tokens in a block, instead of the profile's"
+    )
     parser.add_argument(
         "--kv-cache-dtype",
         default="auto",
         metavar="TYPE",
         help="the type that its cache is said to have: engines of unlike ones pass no caches on (default: %(default)s)",
     )
-    parser.add_argument("--max-model-len", type=int, metavar="N", help="context length, instead of the profile's")
-    parser.add_argument("--max-num-seqs", type=int, metavar="N", help="requests that run at once")
+    parser.add_argument(
+        "--max-model-len", type=complaints.whole, metavar="N", help="context length, instead of the profile's"
+    )
+    parser.add_argument("--max-num-seqs", type=complaints.whole, metavar="N", help="requests that run at once")
     parser.add_argument(
         "--scheduling-policy",
         choices=("fcfs", "priority"),
         help="who waits goes first come first served, or by priority",
     )
-    parser.add_argument("--max-num-batched-tokens", type=int, metavar="N", help="tokens in one step")
+    parser.add_argument("--max-num-batched-tokens", type=complaints.whole, metavar="N", help="tokens in one step")
     parser.add_argument(
         "--speaks",
         choices=("vllm", "sglang", "tensorrt-llm"),
@@ -63,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("slower tiers behind the cache, as vLLM's offloading connector has them")
     group.add_argument("--cpu-blocks", type=int, metavar="N", help="KV blocks that host memory has room for")
     group.add_argument("--disk-blocks", type=int, metavar="N", help="KV blocks that a disk behind it has room for")
-    group.add_argument("--chunk-blocks", type=int, metavar="N", help="KV blocks that are moved at a time")
+    group.add_argument("--chunk-blocks", type=complaints.whole, metavar="N", help="KV blocks that are moved at a time")
     group.add_argument(
         "--lmcache",
         action="store_true",
@@ -117,7 +123,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "of its disaggregation modes",
     )  # fmt: skip
     parser.add_argument(
-        "--room-seconds", type=float, metavar="S",
+        "--room-seconds", type=complaints.positive, metavar="S",
         help="mooncake and SGLang: how long an engine waits for the other one that has the same request; default 300",
     )  # fmt: skip
     parser.add_argument(

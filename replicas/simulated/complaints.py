@@ -7,11 +7,12 @@ meant, says of a flag that it does not know no more than that, and not even that
 import argparse
 import difflib
 import errno
+import math
 import re
 import socket
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any, NoReturn
 
@@ -143,6 +144,31 @@ def port(text: str) -> int:
     """A port to listen on, 0 for a free one. Raises ArgumentTypeError."""
     if not text.isascii() or not text.isdigit() or int(text) > 65535:
         raise argparse.ArgumentTypeError(f"{text!r} is no port: it reads 0 (any free one) to 65535")
+    return int(text)
+
+
+def number(text: str, fits: Callable[[float], bool], otherwise: str) -> float:
+    """Return the number that `text` is. Raises ArgumentTypeError, saying what it is `otherwise`."""
+    try:
+        value = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+    if not fits(value):
+        raise argparse.ArgumentTypeError(f"{text} is {otherwise}")
+    return value
+
+
+def positive(text: str) -> float:
+    return number(text, lambda value: 0 < value < math.inf, "not above zero and finite")
+
+
+def seconds(text: str) -> float:
+    return number(text, lambda value: 0 <= value < math.inf, "not zero or above")
+
+
+def whole(text: str) -> int:
+    if not text.isascii() or not text.isdigit() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above zero")
     return int(text)
 
 

@@ -304,17 +304,25 @@ async def test_a_server_that_never_answers(serve, session):
     assert facts.fault == "timeout" and "within 0.1 s" in facts.error
 
 
-async def test_a_port_that_does_not_speak_http(session):
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (b"SSH-2.0-OpenSSH_9.2\r\n", "does not speak HTTP as it should; correct the port in the URL"),
+        (b"", "the connection broke: it was closed before the answer"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 10\r\n\r\nabc", "the answer broke off"),
+    ],
+)
+async def test_a_port_that_does_not_speak_http(session, answer, said):
     async def hang_up(reader, writer):
         await reader.read(1)
-        writer.write(b"SSH-2.0-OpenSSH_9.2\r\n")
+        writer.write(answer)
         writer.close()
 
     server = await asyncio.start_server(hang_up, "127.0.0.1", 0)
     async with server:
         port = server.sockets[0].getsockname()[1]
         facts = await probe(f"http://127.0.0.1:{port}", session)
-    assert not facts.alive and facts.fault == "closed"
+    assert not facts.alive and facts.fault == "closed" and said in facts.error
 
 
 async def test_a_gateway_out_of_descriptors_blames_itself(serve, session):

@@ -130,6 +130,11 @@ def test_a_profile_that_cannot_be_written_any_more_is_printed(tmp_path, monkeypa
     assert [path.name for path in tmp_path.iterdir()] == ["found.yaml"], "nothing half written is left"
 
 
+async def test_a_time_that_cannot_be_is_refused_before_an_engine_is_asked():
+    code, _, err = await calibrate("http://127.0.0.1:9", "--seconds", "-1")
+    assert code == 2 and "--seconds: -1 is not above zero" in err
+
+
 @pytest.mark.parametrize("paths, says", [
     ({}, "is not ready"),
     ({"/v1/models": 401}, "OPENAI_API_KEY"),

@@ -62,10 +62,13 @@ SCENES: dict[str, tuple[dict[str, str], list[int], list[int]]] = {
     "HithertoRefusing": (
         {
             'hitherto_admission_total{class="free", decision="admitted"}': "0+60x70",
-            'hitherto_admission_total{class="free", decision="refused"}': "0x10 0+10x20 200x40",
+            'hitherto_admission_total{class="free", decision="refused", reason="full"}': "0x10 0+10x20 200x40",
+            'hitherto_admission_total{class="paid", decision="admitted"}': "0+60x70",
+            'hitherto_admission_total{class="paid", decision="refused", reason="no_replica"}': "0x35 0+10x35",
+            'hitherto_admission_total{class="paid", decision="refused", reason="shutting_down"}': "0x35 0+10x35",
         },
         [25],
-        [9, 50],
+        [9, 50, 60],
     ),
     "HithertoQueueing": ({'hitherto_queued_requests{class="free"}': "0x5 3x20 0x20"}, [18], [4, 30]),
     "HithertoMoreReplicasWanted": ({'hitherto_more_replicas_wanted{model="m"}': "0x5 1x20 0x20"}, [18], [4, 12, 30]),

@@ -291,6 +291,9 @@ def _added(settings: Settings) -> dict[str, str]:
         raise ConfigError(str(error), error.setting) from None
 
 
+ADMIN_SIDE = "x-hitherto-admin"  # a header that every answer of a gateway's admin side has, and no other server's
+
+
 def admin_url(settings: Settings) -> str:
     """Where the gateway with these settings has its admin side, for a client on the same machine."""
     host = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(settings.admin_host, settings.admin_host)

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gateway.config import (
+    ADMIN_SIDE,
     Config,
     ConfigError,
     Settings,
@@ -161,13 +162,17 @@ def _in_words(reason: object, admin: str, seconds: float) -> str:
 
 
 def _refusal(refused: urllib.error.HTTPError, admin: str) -> Exception:
+    """An error is a verdict where a gateway's admin side gave it. Engines and the clients' side of a gateway answer in
+    the same shape."""
+    if ADMIN_SIDE not in refused.headers:
+        return Unanswered(f"what answers there, with status {refused.code}, is no gateway's admin side")
     try:
         error = json.loads(refused.read())["error"]
         if refused.code in (401, 403):
             return ConfigError(f"the admin side at {admin} refuses: {error['message']}")
         return ApiError(refused.code, error["message"], error["type"], error["param"], error["code"])
     except (OSError, ValueError, KeyError, TypeError, http.client.HTTPException):
-        return Unanswered(f"something else answers there, with status {refused.code}")
+        return Unanswered(f"its answer, with status {refused.code}, cannot be read")
 
 
 async def alone(settings: Settings, path: str, body: bytes) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import aiohttp
 
-from gateway.config import Settings, admin_headers, admin_url
+from gateway.config import ADMIN_SIDE, Settings, admin_headers, admin_url
 from gateway.ops.replicas_check import problems_by_subject, remedy_of_silence
 from gateway.ops.settings_check import FOLLOWED
 from gateway.ops.trial import Finding
@@ -62,7 +62,7 @@ async def running_gateway(settings: Settings, session: aiohttp.ClientSession) ->
                 status = await response.json()
         except TimeoutError:
             raise StatusUnavailable(_hangs(settings)) from None
-        if response.status in (401, 403):
+        if response.status in (401, 403) and ADMIN_SIDE in response.headers:
             raise StatusUnavailable(_refused(status["error"]["message"]))
         return status if isinstance(status, dict) and "replicas" in status and "policy" in status else None
     return None

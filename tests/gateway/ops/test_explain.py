@@ -10,7 +10,7 @@ import pytest
 from aiohttp import web
 
 from gateway import cli
-from gateway.config import ConfigError, Settings
+from gateway.config import ADMIN_SIDE, ConfigError, Settings
 from gateway.errors import ApiError
 from gateway.model import model_dir
 from gateway.ops import explain
@@ -88,7 +88,9 @@ async def test_a_running_gateway_is_asked(listen, empty_folder, capsys):
 async def test_the_gateways_refusal_is_passed_on(listen, empty_folder, capsys):
     async def refuse(request):
         return web.json_response(
-            {"error": {"message": "'messages' is missing", "type": "t", "param": None, "code": None}}, status=400
+            {"error": {"message": "'messages' is missing", "type": "t", "param": None, "code": None}},
+            status=400,
+            headers={ADMIN_SIDE: "0"},
         )
 
     url = await listen(web.post("/explain", refuse))
@@ -101,7 +103,7 @@ async def test_a_token_that_cannot_be_read_is_named_where_the_gateway_wants_one(
     async def refuse(request):
         assert "Authorization" not in request.headers
         error = {"message": "this page needs the admin token", "type": "t", "param": None, "code": "admin_token"}
-        return web.json_response({"error": error}, status=401)
+        return web.json_response({"error": error}, status=401, headers={ADMIN_SIDE: "0"})
 
     url = await listen(web.post("/explain", refuse))
     (empty_folder / "body.json").write_bytes(CHAT)
@@ -117,7 +119,23 @@ async def test_something_else_on_that_port_is_no_gateway(listen, empty_folder, c
     (empty_folder / "body.json").write_bytes(CHAT)
     url = await listen()
     assert await in_thread("body.json", "--admin", url) == 2
-    assert "something else answers there, with status 404. Give the admin side's URL" in capsys.readouterr().err
+    said = "what answers there, with status 404, is no gateway's admin side. Give the admin side's URL"
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("status", [401, 404])
+async def test_an_engines_error_is_no_verdict_and_its_refusal_not_the_admin_sides(listen, empty_folder, capsys, status):
+    """Nor is one of the clients' side of a gateway with keys: all have OpenAI's shape."""
+
+    async def refuse(request):
+        error = {"message": "Not Found", "type": "NotFoundError", "param": None, "code": status}
+        return web.json_response({"error": error}, status=status)
+
+    (empty_folder / "body.json").write_bytes(CHAT)
+    url = await listen(web.post("/explain", refuse))
+    assert await in_thread("body.json", "--admin", url) == 2
+    said = f"what answers there, with status {status}, is no gateway's admin side. Give the admin side's URL"
+    assert capsys.readouterr().err.startswith(f"hitherto: --admin {url}: {said}")
 
 
 @pytest.mark.parametrize(
@@ -144,7 +162,10 @@ def test_what_is_no_url_is_no_gateway(empty_folder, capsys, url):
     [
         (b"SSH-2.0-OpenSSH_9.6\r\n", "something else answers there"),
         (b"HTTP/1.1 200 OK\r\nContent-Length: 6\r\n\r\n<html>", "something else answers there"),
-        (b"HTTP/1.1 500 No\r\nContent-Length: 99\r\n\r\n{", "something else answers there, with status 500"),
+        (
+            b"HTTP/1.1 500 No\r\nContent-Length: 99\r\n\r\n{",
+            "what answers there, with status 500, is no gateway's admin side",
+        ),
         (b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\n{", "its answer breaks off"),
         (b"", "it closes the connection without an answer"),
     ],
@@ -310,11 +331,13 @@ def test_model_names_are_resolved_or_refused(tmp_path):
 def test_refusals_of_other_servers_are_not_taken_for_the_gateways():
     import io
     import urllib.error
+    from email.message import Message
 
-    page = urllib.error.HTTPError("u", 500, "x", {}, io.BytesIO(b"<html>"))
+    headers = Message()
+    headers[ADMIN_SIDE] = "0"
+    page = urllib.error.HTTPError("u", 500, "x", headers, io.BytesIO(b"<html>"))
     assert isinstance(explain._refusal(page, "http://a"), explain.Unanswered)
-    ours = urllib.error.HTTPError(
-        "u", 404, "x", {}, io.BytesIO(b'{"error": {"message": "m", "type": "t", "param": "p", "code": "c"}}')
-    )
+    told = b'{"error": {"message": "m", "type": "t", "param": "p", "code": "c"}}'
+    ours = urllib.error.HTTPError("u", 404, "x", headers, io.BytesIO(told))
     wrong = explain._refusal(ours, "http://a")
     assert isinstance(wrong, ApiError) and (wrong.status, wrong.message, wrong.code) == (404, "m", "c")

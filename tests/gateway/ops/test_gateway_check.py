@@ -2,9 +2,12 @@
 
 import socket
 
+import aiohttp
 import pytest
+from aiohttp import web
 
 from gateway import cli
+from gateway.config import Settings
 from gateway.ops import doctor, gateway_check, trial
 from gateway.ops.trial import Finding
 from replicas import twins
@@ -32,6 +35,23 @@ def test_what_a_running_gateway_says_of_itself():
     unobserved = told(status(replicas=[page]))
     assert [(f.level, f.subject) for f in unobserved] == [("ok", "gateway"), ("fail", "events a:1")]
     assert why in unobserved[1].text
+
+
+async def test_another_servers_refusal_at_the_admin_port_is_no_gateways():
+    async def refuse(request):
+        return web.json_response({"error": {"message": "an API key is needed"}}, status=401)
+
+    app = web.Application()
+    app.add_routes([web.get("/status", refuse)])
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    try:
+        async with aiohttp.ClientSession() as session:
+            settings = Settings(admin_port=runner.addresses[0][1])
+            assert await gateway_check.running_gateway(settings, session) is None
+    finally:
+        await runner.cleanup()
 
 
 def test_what_a_running_gateway_says_of_redis_and_of_its_own_background_work():

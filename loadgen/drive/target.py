@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import json
 import os
+import re
 import signal
 import sys
 from collections.abc import Iterator
@@ -25,6 +26,7 @@ from loadgen.workload.conversations import Workload
 
 # `timeout -s INT` tells its child and then the whole group: two so near each other are one wish
 _ONE_INTERRUPT_SECONDS = 0.2
+_PATH = re.compile(r"/[!-~]+")
 
 
 class Unreachable(Failed):
@@ -57,7 +59,7 @@ def add_asking(group: argparse._ArgumentGroup) -> None:
         ("--backend", ("openai-chat", "openai", "vllm"), None, None,
          "openai-chat asks chat completions, openai or vllm asks completions (default: completions with token ids "
          "where the load has no text, else chat)"),
-        ("--endpoint", str, "PATH", None, "path to ask (default: the backend's own)"),
+        ("--endpoint", _path, "PATH", None, "path to ask (default: the backend's own)"),
     )  # fmt: skip
     group.add_argument(
         "--header",
@@ -100,6 +102,14 @@ def headers(args: argparse.Namespace) -> dict[str, str]:
     return found
 
 
+def _path(text: str) -> str:
+    """Read a path to ask. Raises ArgumentTypeError."""
+    if _PATH.fullmatch(text):
+        return text
+    right = f"/{text}" if _PATH.fullmatch(f"/{text}") and "://" not in text else f"one like {COMPLETIONS}"
+    raise argparse.ArgumentTypeError(f"{text!r} is no path; write {right}")
+
+
 def _object(text: str) -> dict[str, object]:
     try:
         value = orjson.loads(text)
@@ -126,7 +136,8 @@ async def model_of(client: Client, asked: str | None) -> Model:
         name = told["data"][0]["id"]
     except (ValueError, LookupError, TypeError):
         raise Unreachable(
-            f"{client.base_url} answers {status} to /v1/models and lists no model; name one with --model"
+            f"{client.base_url} answers {status} to /v1/models and lists no model; name one with --model, "
+            "or is this not the clients' port?"
         ) from None
     return Model(name, _vocabulary(body, name))
 

@@ -5,6 +5,7 @@ import asyncio
 import logging
 import signal
 import sys
+from itertools import combinations
 from pathlib import Path
 
 from . import complaints
@@ -179,6 +180,7 @@ def run(args: argparse.Namespace) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
     logging.getLogger("aiohttp.access").setLevel(logging.WARNING)
     try:
+        _check_ports(args)
         profile = _profile(args)
         from .model import sim_model_dir
 
@@ -191,6 +193,16 @@ def run(args: argparse.Namespace) -> int:
     import uvloop
 
     return uvloop.run(_serve(args, profile, model_dir))
+
+
+def _check_ports(args: argparse.Namespace) -> None:
+    """Raises ValueError where two servers of this engine were given one port."""
+    given = {"--port": args.port}
+    if not args.no_events and args.speaks != "tensorrt-llm":
+        given |= {"--events-port": args.events_port, "--replay-port": args.replay_port}
+    for one, other in combinations(given, 2):
+        if given[one] == given[other] != 0:
+            raise ValueError(f"{one} and {other} cannot share {given[one]}")
 
 
 def _load(model_dir: Path, seed: int) -> tuple:

@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+from replicas.simulated import cli
+
 
 async def start(*flags: str):
     """-> (process, "host:port", its start-up line); fails with its words if it does not come up."""
@@ -142,3 +144,10 @@ async def test_a_folder_that_holds_no_usable_tokenizer_ends_it_with_2_and_its_na
         and f"hitherto replica: --model {tmp_path}: ".encode() in said
         and b"Traceback" not in said
     )
+
+
+@pytest.mark.parametrize("flags", ["--port --events-port", "--events-port --replay-port"])
+def test_two_servers_of_one_engine_cannot_share_a_port(capsys, unused_tcp_port, flags):
+    one, other = flags.split()
+    assert cli.main([one, str(unused_tcp_port), other, str(unused_tcp_port)]) == 2
+    assert capsys.readouterr().err == f"hitherto replica: {one} and {other} cannot share {unused_tcp_port}\n"

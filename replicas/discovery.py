@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from replicas.cluster_api import Pods, PodsError
@@ -25,7 +25,11 @@ class Discovery:
         self._wanted: dict[str, str] = {}  # URLs by replicas' ids
         self._added: dict[str, str] = {}  # those that are in the fleet because of their pods
         self._said: set[str] = set()  # of pods that cannot be replicas
+        self._left_out: frozenset[str] = frozenset()  # see `resume`
+        self._asked_of: frozenset[str] = frozenset()
         self.leaving: Callable[[Sequence[Replica]], None] = lambda replicas: None  # before they go with their pod
+        # Told a replica's id: its pod is gone or says something else, so what operators asked of it holds no longer.
+        self.gone: Callable[[str], None] = lambda id: None
         self.problem = "not asked yet"  # why the API tells nothing; "" while it does
 
     async def run(self) -> None:
@@ -48,26 +52,30 @@ class Discovery:
         for complaint in sorted(complaints - self._said):
             log.warning("%s: it gets no requests", complaint)
         self._said = complaints
+        self._resume()
         self._reconcile()
 
     def to_dict(self) -> dict[str, Any]:
         return {"selector": self._discover.selector, "replicas": len(self._wanted), "problem": self.problem or None}
 
-    @property
-    def left_out(self) -> dict[str, str]:
-        """What an operator has removed though its pod is there: URLs by replicas' ids."""
-        engines = self._fleet.engines
-        return {id: url for id, url in self._added.items() if id not in engines or engines[id].removal is not None}
+    def resume(self, left_out: Iterable[str], asked_of: Iterable[str]) -> None:
+        """Begin where other processes stand, before any pod is known. Operators have asked something of the pods in
+        `asked_of`, which are ids of replicas, and have removed those in `left_out`."""
+        self._left_out, self._asked_of = frozenset(left_out), frozenset(asked_of)
 
-    def leave_out(self, urls: Mapping[str, str]) -> None:
-        """As if an operator had removed these, before any pod is known."""
-        self._added |= urls
+    def _resume(self) -> None:
+        """Once it is known which pods there are."""
+        self._added |= {id: url for id, url in self._wanted.items() if id in self._left_out}
+        for id in sorted(self._asked_of - self._wanted.keys()):
+            self.gone(id)
+        self._left_out = self._asked_of = frozenset()
 
     def _reconcile(self) -> None:
         """Let go of what is not wanted, or wanted otherwise, and add what is missing. One that goes has to be gone
         before its place is taken again."""
         for id in [id for id, url in self._added.items() if self._wanted.get(id) != url]:
             del self._added[id]
+            self.gone(id)
             if (engine := self._fleet.engines.get(id)) is not None:
                 log.info("replica %s: its pod is gone, is to end, or says something else now", id)
                 if engine.removal is None:  # else an operator wants it gone for good

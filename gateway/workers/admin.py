@@ -60,6 +60,7 @@ class Workers(Protocol):
     kept: KeptReplicas | None
     urls: dict[str, str]
     drained: set[str]
+    left_out: set[str]
     admin_headers: dict[str, str]
 
     @property
@@ -87,11 +88,12 @@ class Workers(Protocol):
 
 
 class Known(NamedTuple):
-    """What a worker that begins is told of an engine: its URL, None if it is not there; which of its replicas an
-    operator drained."""
+    """What a worker that begins is told of an engine: its URL, None if it is not there or is a pod, which workers find
+    by themselves; which of its replicas an operator drained; whether it is a pod that an operator removed."""
 
     url: str | None
     drained: frozenset[str]
+    left_out: bool
 
 
 class Kept(NamedTuple):
@@ -131,7 +133,9 @@ class WorkersAdmin(Side):
             if id in workers.fleet.engines:  # launched by the supervisor, and stopped perhaps
                 workers.fleet.add(url)
 
-        return await self._change(request, id, lambda before: Known(before.url or url, frozenset()), follow)
+        return await self._change(
+            request, id, lambda before: Known(before.url or url, frozenset(), before.left_out), follow
+        )
 
     async def drain(self, request: web.Request) -> web.Response:
         """Answers at once; the replica's state tells when it is done."""
@@ -142,7 +146,7 @@ class WorkersAdmin(Side):
                 await workers.up_to_date()
                 workers.fleet.drain(id)
 
-        return await self._change(request, id, lambda before: Known(before.url, before.drained | {id}), follow)
+        return await self._change(request, id, lambda before: before._replace(drained=before.drained | {id}), follow)
 
     async def remove(self, request: web.Request) -> web.Response:
         """Answers when it is done."""
@@ -152,10 +156,12 @@ class WorkersAdmin(Side):
             if id in workers.fleet.engines:
                 await workers.fleet.remove(id)
 
-        # Workers refuse to remove one rank of an engine by itself.
-        return await self._change(
-            request, id, lambda before: Known(None, frozenset()) if self._engine(id) == id else before, follow
-        )
+        def alter(before: Known) -> Known:
+            if self._engine(id) != id:  # workers refuse to remove one rank of an engine by itself
+                return before
+            return Known(None, frozenset(), before.left_out or before.url is None)
+
+        return await self._change(request, id, alter, follow)
 
     async def report(self, request: web.Request) -> web.Response:
         """Of a decision. What a worker counted goes with it, so any other one rightly says that there is no such
@@ -272,9 +278,9 @@ class WorkersAdmin(Side):
         return engine if rank.isdecimal() and id not in self.workers.urls else id
 
     def _known(self, engine: str) -> Known:
-        return Known(
-            self.workers.urls.get(engine), frozenset(id for id in self.workers.drained if self._engine(id) == engine)
-        )
+        workers = self.workers
+        drained = frozenset(id for id in workers.drained if self._engine(id) == engine)
+        return Known(workers.urls.get(engine), drained, engine in workers.left_out)
 
     def _set(self, engine: str, known: Known) -> None:
         workers = self.workers
@@ -283,6 +289,17 @@ class WorkersAdmin(Side):
         else:
             workers.urls[engine] = known.url
         workers.drained = {id for id in workers.drained if self._engine(id) != engine} | known.drained
+        (workers.left_out.add if known.left_out else workers.left_out.discard)(engine)
+
+    @property
+    def pods_asked_of(self) -> set[str]:
+        """Engines that have no URL here, so they are pods, and that operators have drained or removed."""
+        workers = self.workers
+        return workers.left_out | {engine for id in workers.drained if (engine := self._engine(id)) not in workers.urls}
+
+    def pod_gone(self, engine: str) -> None:
+        """A worker saw it go: what operators asked of it does not hold for the next pod at that address."""
+        self._set(engine, Known(self.workers.urls.get(engine), frozenset(), False))
 
     # --- workers
 

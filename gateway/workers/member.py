@@ -9,7 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from time import monotonic
 from typing import Any, NamedTuple
@@ -67,6 +67,7 @@ class Member:
         self.live = self.told = False
         self.loads: dict[str, tuple[int, float]] = {}
         self.silent = self.beats = 0
+        self.on_gone: Callable[[str], None] = lambda engine: None  # told engines whose pods are gone
         self.admin = aiohttp.ClientSession(
             "http://worker", connector=aiohttp.UnixConnector(str(path)), auto_decompress=False
         )
@@ -145,6 +146,8 @@ class Member:
                 self._wrong = message.get("wrong", self._wrong)
                 if "loads" in message:
                     self.loads, self.beats = message["loads"], self.beats + 1
+                if "gone" in message:
+                    self.on_gone(message["gone"])
                 self._said |= message.keys()
                 self._news.set()
         except OSError:

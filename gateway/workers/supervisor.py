@@ -69,7 +69,9 @@ class Workers:
         self.kept = kept_replicas(settings)
         self.launches = launches(settings)
         self.urls: dict[str, str] = {}  # of the replicas there are, by id
-        self.drained: set[str] = set()  # by an operator
+        # By operators. Of pods, which workers find by themselves, it holds until a worker sees the pod go.
+        self.drained: set[str] = set()
+        self.left_out: set[str] = set()  # pods that were removed
         self.members: dict[int, Member] = {}
         self.restarts = 0
         self.fleet = Fleet(
@@ -276,13 +278,15 @@ class Workers:
         try:
             await member.has("made")
             settle(self._made[member.index])
+            member.on_gone = self.admin.pod_gone
             await self._launched.wait()
             names = await self._learned("/worker/names")
             async with self.beginning:
                 member.tell(
                     urls=list(self.urls.values()),
                     drained=sorted(self.drained),
-                    left_out=(await self._learned("/worker/left_out")) or {},
+                    left_out=sorted(self.left_out),
+                    asked_of=sorted(self.admin.pods_asked_of),
                     names=names,
                     patience=patience,
                 )

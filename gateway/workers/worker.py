@@ -54,7 +54,6 @@ class WorkerAdmin(Admin):
             *super().routes(),
             web.get("/worker", self.counted),
             web.get("/worker/costs", self.costs),
-            web.get("/worker/left_out", self.left_out),
             web.get("/worker/names", self.names),
             web.get("/worker/recent", self.kept),
         ]
@@ -77,11 +76,6 @@ class WorkerAdmin(Admin):
     async def costs(self, request: web.Request) -> web.Response:
         """What this worker has learned, for one that takes another's place."""
         return answer(self.gateway.costs.state())
-
-    async def left_out(self, request: web.Request) -> web.Response:
-        """Pods that operators removed, for one that takes another's place and finds them by itself."""
-        discovery = self.gateway.discovery
-        return answer({} if discovery is None else discovery.left_out)
 
     async def names(self, request: web.Request) -> web.Response:
         """Names that are waited for, for a worker that takes another's place: it has not seen who served them."""
@@ -114,7 +108,8 @@ class Worker:
             self._served = names["served"]
             gateway.proxy.eligible.wait_for_gone(names["gone"])
         if gateway.discovery is not None:
-            gateway.discovery.leave_out(begin["left_out"])
+            gateway.discovery.resume(begin["left_out"], begin["asked_of"])
+            gateway.discovery.gone = self._pod_gone
         await gateway.begin(begin["urls"])
         self._say(begun=True)
         if begin["patience"]:
@@ -139,6 +134,14 @@ class Worker:
         gateway, deadline = self.gateway, monotonic() + seconds
         while monotonic() < deadline and not (gateway.view.why_not_ready() is None and gateway.shared_ledger.joined):
             await asyncio.sleep(0.02)
+
+    def _pod_gone(self, engine: str) -> None:
+        """What is known of its replicas from before this worker was there does not hold for another pod."""
+        for id in {*self._drained, *self._served}:
+            if id == engine or id.startswith(f"{engine}-dp"):
+                self._drained.discard(id)
+                self._served.pop(id, None)
+        self._say(gone=engine)
 
     def _replica_changed(self, replica: Replica, old: State, new: State) -> None:
         if (served := self._served.pop(replica.id, None)) is not None:

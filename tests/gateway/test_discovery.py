@@ -74,14 +74,36 @@ async def test_what_an_operator_removed_stays_out_of_a_worker_in_anothers_place(
     async with running(*given) as gateway:
         status = await gateway.ready(2)
         assert (await gateway.admin.delete(f"/replicas/127.0.0.1:{removed.port}")).status_code == 200
-        os.kill(status["workers"][0]["pid"], signal.SIGKILL)
-        await replaced(gateway, status["workers"][0]["pid"])
+        for one in status["workers"]:  # none of them is left to ask
+            os.kill(one["pid"], signal.SIGKILL)
+        await gateway.until(lambda status: "workers" in status)
+        for one in status["workers"]:
+            await replaced(gateway, one["pid"])
         status = await gateway.until(lambda status: status["discovery"]["replicas"] == 1)
         assert [one["url"] for one in status["replicas"]] == [other.url]
         await cluster.delete("p")
         await gateway.until(lambda status: status["discovery"]["replicas"] == 0)
         await cluster.create("again", "127.0.0.1", APP)
         await gateway.until(lambda status: len(status["replicas"]) == 2)
+
+
+async def test_a_pod_at_the_address_of_one_that_was_drained_is_not_drained_in_a_worker_in_anothers_place(cluster, pair):
+    drained, other = pair
+    given = ["--discover", settings(cluster, drained), "--replica-url", other.url, "--workers", "2"]
+    await cluster.create("p", "127.0.0.1", APP)
+    async with running(*given) as gateway:
+        status = await gateway.ready(2)
+        assert (await gateway.admin.post(f"/replicas/127.0.0.1:{drained.port}/drain", json={})).status_code == 202
+        await gateway.until(lambda status: any(one["state"] == "stopped" for one in status["replicas"]))
+        await cluster.delete("p")
+        await gateway.until(lambda status: len(status["replicas"]) == 1)
+        await cluster.create("another", "127.0.0.1", APP)
+        await gateway.ready(2)
+        os.kill(status["workers"][0]["pid"], signal.SIGKILL)
+        await replaced(gateway, status["workers"][0]["pid"])
+        async with asyncio.timeout(60):
+            while await gateway.counted("hitherto_replica_state", state="ready") < 4:  # each worker's view of each
+                await asyncio.sleep(0.05)
 
 
 async def test_a_model_whose_only_pod_is_made_again_is_not_refused_for_good(cluster, pair, start_engine):

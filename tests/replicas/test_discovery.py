@@ -184,6 +184,24 @@ async def test_what_an_operator_removed_stays_out_until_its_pod_is_another(clust
     await until(lambda: "127.0.1.1" in roles(fleet))
 
 
+async def test_it_begins_where_other_processes_stand(cluster, fleet, discover, until):
+    gone = []
+    await cluster.create("removed", "127.0.1.1", P)
+    await cluster.create("drained", "127.0.1.2", D)
+    found = discover()
+    found.gone = gone.append
+    found.resume(["127.0.1.1:1", "127.0.1.8:1"], ["127.0.1.1:1", "127.0.1.2:1", "127.0.1.8:1", "127.0.1.9:1"])
+    await until(lambda: roles(fleet) == {"127.0.1.2": "decode"})
+    assert gone == ["127.0.1.8:1", "127.0.1.9:1"], "these went before this process knew of pods"
+    await cluster.watched.wait()
+    await cluster.delete("removed")
+    await until(lambda: gone[2:] == ["127.0.1.1:1"])
+    await cluster.create("again", "127.0.1.1", P)
+    await until(lambda: "127.0.1.1" in roles(fleet))
+    await cluster.delete("drained")
+    await until(lambda: gone[3:] == ["127.0.1.2:1"])
+
+
 async def test_who_goes_with_its_pod_is_told_before_and_not_what_an_operator_removes(cluster, fleet, discover, until):
     left = []
     await cluster.create("p", "127.0.1.1", P)

@@ -70,7 +70,7 @@ class NothingLaunched:
 class ScriptedSupervisor:
     def __init__(self, members, kept=None, urls=()):
         self.members, self.kept, self.fleet = members, kept, NothingLaunched()
-        self.urls, self.drained = {url.removeprefix("http://"): url for url in urls}, set()
+        self.urls, self.drained, self.left_out = {url.removeprefix("http://"): url for url in urls}, set(), set()
         self.admin_headers, self.beginning = {}, asyncio.Lock()
 
     live = answering = told = property(lambda self: [one for one in self.members if one.told])
@@ -120,6 +120,39 @@ async def test_a_drained_replica_stays_drained_where_it_cannot_be_removed(tmp_pa
         members[1].refuses = 409
         assert (await CHANGES["remove"](client)).status_code == 409
     assert supervisor.drained == {ENGINE} and members[0].replicas == {ENGINE: "drained"}
+
+
+async def test_what_was_asked_of_a_pod_is_known_at_once_and_until_it_is_gone():
+    """A worker that begins is told of it, though the others have not answered yet; they find pods by themselves."""
+    worker = ScriptedWorker(0, [URL])
+    supervisor = ScriptedSupervisor([worker])
+    side = WorkersAdmin(supervisor, Guard(("127.0.0.1",), None))
+    async with admin_of(supervisor) as client:
+        assert (await client.post(f"/replicas/{ENGINE}-dp1/drain", json={})).status_code == 404
+        assert (await CHANGES["drain"](client)).status_code == 200
+        assert (supervisor.drained, side.pods_asked_of) == ({ENGINE}, {ENGINE})
+        worker.asked.clear()
+        worker.may_answer.clear()
+        removing = asyncio.create_task(CHANGES["remove"](client))
+        await worker.asked.wait()
+        assert (supervisor.left_out, supervisor.drained, side.pods_asked_of) == ({ENGINE}, set(), {ENGINE})
+        worker.may_answer.set()
+        assert (await removing).status_code == 200
+        assert (await CHANGES["remove"](client)).status_code == 404
+    assert supervisor.left_out == {ENGINE}
+    supervisor.drained = {f"{ENGINE}-dp1", "10.0.0.8:8000"}
+    side.pod_gone(ENGINE)
+    assert (supervisor.left_out, supervisor.drained) == (set(), {"10.0.0.8:8000"})
+
+
+async def test_what_operators_ask_of_an_engine_that_was_given_by_url_does_not_go_with_a_pod():
+    supervisor = ScriptedSupervisor([ScriptedWorker(0, [URL])], None, [URL])
+    side = WorkersAdmin(supervisor, Guard(("127.0.0.1",), None))
+    async with admin_of(supervisor) as client:
+        assert (await CHANGES["drain"](client)).status_code == 200
+        assert (supervisor.drained, side.pods_asked_of) == ({ENGINE}, set())
+        assert (await CHANGES["remove"](client)).status_code == 200
+    assert supervisor.left_out == set()
 
 
 async def test_a_refused_url_of_a_known_replica_is_not_kept(tmp_path):

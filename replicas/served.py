@@ -8,6 +8,12 @@ def base_names(served: Mapping[str, str | None]) -> list[str]:
     return [name for name, parent in served.items() if parent is None]
 
 
+def may_serve(model: str, told: Collection[str], required: str | None) -> bool:
+    """Whether a replica serves this model once it is ready, as far as is known. `told`: the names that it told last, of
+    which it may serve any while there are none; `required`: the one that it has to serve."""
+    return required == model or (model in told if told else required is None)
+
+
 def marks(names: Iterable[str], root: str | None) -> set[object]:
     """What an engine has in common with others of its model: names that it serves, adapters' included, or what it was
     started from."""

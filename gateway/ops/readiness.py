@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from replicas.lifecycle import TAKES_TRAFFIC
+from replicas.served import may_serve
 
 
 def readiness(status: Mapping[str, Any], asked: Sequence[str]) -> dict[str, Any]:
@@ -23,15 +24,14 @@ def _of(status: Mapping[str, Any], model: str) -> list[Mapping[str, Any]]:
 
 
 def _may_serve(replica: Mapping[str, Any], model: str) -> bool:
-    """One that has told no models may serve any, but is not waited for by others than the one that it has to serve."""
-    if told := replica["served_models"]:
-        return model in told or model == replica["required_model"]
-    return replica["required_model"] in (None, model) or _takes_requests(replica)
+    """One that takes requests and has told no models is taken at its word."""
+    told = replica["served_models"]
+    return may_serve(model, told, replica["required_model"]) or (not told and _takes_requests(replica))
 
 
 def _known(status: Mapping[str, Any]) -> list[str]:
     named = {one["required_model"] for one in status["replicas"] if one["required_model"]}
-    return sorted(named.union(*(one["served_models"] for one in status["replicas"])))
+    return sorted(named.union(status["gone_models"], *(one["served_models"] for one in status["replicas"])))
 
 
 def _takes_requests(replica: Mapping[str, Any]) -> bool:
@@ -44,9 +44,11 @@ def _why_not(status: Mapping[str, Any], model: str) -> str | None:
         return str(status["why_not"])
     if any(map(_takes_requests, _of(status, model))):
         return f"waiting for the tokenizer of {model!r}, which is being loaded" if model in status["loading"] else None
-    states = "; ".join(f"{one['id']} is {one['state']} ({one['reason']})" for one in _of(status, model))
+    states = [f"{one['id']} is {one['state']} ({one['reason']})" for one in _of(status, model)]
+    if model in status["gone_models"]:
+        states.append(f"a pod of it went {status['gone_models'][model]:.0f} s ago")
     if states:
-        return f"no replica of {model!r} is ready: {states}"
+        return f"no replica of {model!r} is ready: {'; '.join(states)}"
     if not status["replicas"]:
         return str(status["why_not"])
     return f"no replica is known to serve {model!r}; known are: {', '.join(_known(status)) or 'none'}"

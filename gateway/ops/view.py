@@ -69,6 +69,7 @@ class View:
         self.served_by: Callable[[str], frozenset[str]] = lambda id: (
             frozenset()
         )  # names that it told last, if it is away
+        self.gone: Callable[[], Mapping[str, float]] = dict  # names whose pods went, seconds ago, and are expected back
         self.shared_ledger: Any = None  # SharedLedger, with Redis
         self.background: Any = None  # Background, whose failures are shown
         self.keys: Keys | None = None  # with --api-keys
@@ -111,6 +112,7 @@ class View:
             "why_not": why_not,
             "stopping": self.draining,
             "loading": sorted(self.models.loading) if self.models is not None else [],
+            "gone_models": {name: round(seconds, 3) for name, seconds in self.gone().items()},
             **counted(metrics, self.settings.shadow, replicas, self.waiting()),
             "map": {
                 "blocks": stats["blocks"],

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from policies import UNTIMED, Decision, Demand, Evaluation, Router, Targets, legs
 from replicas import TAKES_TRAFFIC, State
 from replicas.roles import PREFILL
+from replicas.served import may_serve
 
 from ..errors import ApiError
 from ..prompt.prompt import as_variant
@@ -91,13 +92,16 @@ class Eligibility:
         self._left = dict(left[-MOST_LEFT:])
 
     def names_waited_for(self) -> dict[str, Any]:
-        """What a worker in another one's place goes on with: by replica the names that it served last, and for how many
-        seconds the pods of names have been gone, the longest first."""
-        now = monotonic()
+        """What a worker in another one's place goes on with: by replica the names that it served last, and `gone`."""
         return {
             "served": {id: sorted(names) for id, names in self._served.items() if names},
-            "gone": {name: now - at for name, at in self._left.items() if now - at < EXPECTED_SECONDS},
+            "gone": self.gone(),
         }
+
+    def gone(self) -> dict[str, float]:
+        """The names whose pods are expected back, and for how many seconds they have been gone, the longest first."""
+        now = monotonic()
+        return {name: now - at for name, at in self._left.items() if now - at < EXPECTED_SECONDS}
 
     def wait_for_gone(self, gone: Mapping[str, float]) -> None:
         """Wait for pods that went before this process began, as `names_waited_for` tells."""
@@ -273,11 +277,8 @@ class Eligibility:
         return replica.models or self.served_by(replica.id)
 
     def _may_serve(self, replica: Replica, model: str | None) -> bool:
-        """Whether it serves that model once it is ready, as far as is known. One that has told no names may."""
-        if model is None or replica.required_model == model:
-            return True
-        told = self._told(replica)
-        return model in told if told else replica.required_model is None
+        """Whether it serves that model once it is ready, as far as is known."""
+        return model is None or may_serve(model, self._told(replica), replica.required_model)
 
 
 def unknown_model_error(model: str, known: Collection[str], untold: Sequence[str]) -> ApiError:

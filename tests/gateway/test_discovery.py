@@ -121,6 +121,8 @@ async def test_a_model_whose_only_pod_is_made_again_is_not_refused_for_good(clus
             body = {"model": model, "query": "x", "documents": ["y"]}
             assert (await gateway.client.post("/v1/rerank", json=body)).status_code == 503
             assert (await gateway.client.get(f"/v1/models/{model}")).status_code == 503
+            ready = await gateway.admin.get("/readyz", params={"model": model})
+            assert ready.status_code == 503 and "a pod of it went " in ready.json()["why_not"]
         assert await gateway.counted("hitherto_prompt_failures_total") == 0, "they were not routed by load, but refused"
         assert (await gateway.chat([{"role": "user", "content": TEXT}], model="lama")).status_code == 404
         await cluster.create("p", "127.0.0.1", APP)

@@ -34,7 +34,11 @@ COLUMNS = tuple(
 def add_report(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("report")
     group.add_argument(
-        "--slo", "--goodput", nargs="+", metavar="LIMIT", help="e.g. ttft:500ms,tpot:50ms: count what meets it"
+        "--slo",
+        "--goodput",
+        nargs="+",
+        metavar="LIMIT",
+        help="e.g. ttft:500ms,tpot:50ms: count what meets it (milliseconds where there is no unit)",
     )
     flags(
         group,

@@ -83,9 +83,10 @@ class Certificate:
         except ssl.SSLError as error:
             what = "are no certificate and its key" if self._key else "is no certificate with its key"
             names = f"{self._certificate} and {self._key}" if self._key else f"{self._certificate}"
+            reason = f" ({error.reason})" if error.reason else ""  # str(error) names a line of OpenSSL's source
             raise CertificateError(
                 "tls_cert",
-                f"{names} {what} ({error.reason or error}). Name PEM files: the certificate followed by those "
+                f"{names} {what}{reason}. Name PEM files: the certificate followed by those "
                 "that lead to its authority, and its private key",
             ) from None
         except OSError as error:

@@ -52,6 +52,8 @@ def run(args: argparse.Namespace) -> int:
             fields[name] = [one for one in value.split(",") if one] if name == "models" else value
     if args.own_cache:
         fields["cache_salt"] = new_salt()
+    if fields.get("models") == []:
+        raise ConfigError("flag --models: it names no model; leave it out to allow all")
     try:
         entry = Entry.model_validate(fields)
     except ValidationError as error:

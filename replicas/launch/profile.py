@@ -24,9 +24,7 @@ def names() -> list[str]:
 
 def load(name_or_file: str) -> LaunchProfile:
     """A shipped profile by name, or a YAML file by path. Raises ProfileError."""
-    path = SHIPPED / f"{name_or_file}.yaml"
-    if "/" in name_or_file or name_or_file.endswith((".yaml", ".yml")):
-        path = Path(name_or_file)
+    path = SHIPPED / f"{name_or_file}.yaml" if name_or_file in names() else Path(name_or_file)
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError:

@@ -149,6 +149,8 @@ def test_what_is_wrong_with_the_files_is_said_with_a_remedy(capsys, made, tmp_pa
     )
     assert "are no certificate and its key" in told(*cert, "--tls-key", str(made / "renewed.key"))
     assert "is no certificate with its key" in told(*cert)
+    (typo := tmp_path / "typo.pem").write_text("no certificate")
+    assert f"{typo} is no certificate with its key. Name PEM files" in told("--tls-cert", str(typo))
     assert re.search(
         "flag --tls-client-ca: .*server.key cannot be read as certificates",
         told(*cert, *key, "--tls-client-ca", str(made / "server.key")),

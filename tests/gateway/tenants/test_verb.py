@@ -153,6 +153,8 @@ def _add_as_another(folder, capfd):
             ["key", "new", "a", "--requests-per-minute", "0"],
             "flag --requests-per-minute: '0' is not a whole number from 1 to ",
         ),
+        (["key", "new", "a", "--models", ""], "flag --models: it names no model; leave it out to allow all"),
+        (["key", "new", "a", "--models", ","], "flag --models: it names no model"),
         (["key", "new", "a", "--requests-per-minute", "x"], "requests-per-minute"),
         (["key", "nwe", "a"], "nwe"),
     ],

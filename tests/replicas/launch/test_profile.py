@@ -93,6 +93,15 @@ def test_an_unknown_profile_names_the_known_ones():
         profile.load("/nowhere/x.yaml")
 
 
+def test_what_no_shipped_profile_is_called_is_a_path(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(ProfileError, match="'folder': Is a directory; one of "):
+        profile.load("folder")
+    (tmp_path / "mine").write_text("engine: sim\n")
+    assert profile.load("mine").engine == profile.load("sim").engine
+
+
 def test_every_shipped_profile_loads():
     assert "sim" in profile.names()
     for name in profile.names():

@@ -416,7 +416,7 @@ class Exchange:
     @property
     def answered_with(self) -> int:
         """The status that the client was told, ours or its replica's; 0 before."""
-        return self.status or (self.attempts[-1].status if self.attempts else 0)
+        return self.status or (self.beginning.status if self.attempts else 0)
 
     @property
     def fault(self) -> int:

@@ -95,6 +95,11 @@ class Known(NamedTuple):
     drained: frozenset[str]
     left_out: bool
 
+    @property
+    def is_pod(self) -> bool:
+        """As far as it shows: of what has no URL and is not there an operator asks nothing."""
+        return self.url is None and (self.left_out or bool(self.drained))
+
 
 class Kept(NamedTuple):
     """What the file of replicas held for an engine before a change."""
@@ -133,9 +138,10 @@ class WorkersAdmin(Side):
             if id in workers.fleet.engines:  # launched by the supervisor, and stopped perhaps
                 workers.fleet.add(url)
 
-        return await self._change(
-            request, id, lambda before: Known(before.url or url, frozenset(), before.left_out), follow
-        )
+        def alter(before: Known) -> Known:
+            return Known(None if before.is_pod else before.url or url, frozenset(), False)
+
+        return await self._change(request, id, alter, follow)
 
     async def drain(self, request: web.Request) -> web.Response:
         """Answers at once; the replica's state tells when it is done."""

@@ -164,7 +164,8 @@ class Worker:
 
 
 def say(end: socket.socket, message: dict[str, Any]) -> None:
-    """Nobody waits for a supervisor that does not read: it is told again."""
+    """Nobody waits for a supervisor that does not read: of loads it is told again, and of pods that went by the next
+    worker that begins."""
     line = orjson.dumps(message) + b"\n"
     try:
         sent = end.send(line, socket.MSG_DONTWAIT)

@@ -233,6 +233,24 @@ async def test_a_client_that_leaves_while_another_is_asked_leaves_nothing_behind
         assert not s.proxy.conductor.continuing.kept
 
 
+async def test_a_stream_that_a_stop_cuts_while_another_is_asked_is_not_left_by_its_client():
+    asked = asyncio.Event()
+
+    async def silent(reader, writer):
+        await read_request(reader)
+        asked.set()
+        await reader.read()
+
+    async with continued(engine("1", b"", 2), silent) as s:
+        talk = await s.talk()
+        await talk.say(post(BODY))
+        await asyncio.wait_for(asked.wait(), 5)
+        s.proxy.drain()
+        await s.server.drain(0)
+        assert (s.proxy.refuse_unanswered(), await s.server.end()) == (0, 1)
+        assert s.metrics.requests.total(status="cut") == 1 and not s.metrics.client_aborts.values
+
+
 async def test_an_engine_that_does_not_take_the_ids_is_passed_over():
     async def deaf(reader, writer):
         """Begins the answer from its beginning, whatever ids it is given."""

@@ -165,9 +165,9 @@ async def test_another_process_waits_for_the_models_that_this_one_waits_for(monk
         eligible.wait_for_gone(told["gone"])
         eligible.served_before(drained.id, told["served"][drained.id])
         s.proxy.changed()
-        for model, waited_for in ((b"gone", "a pod of it went 0 s ago"), (b"drained", f"{drained.id} is stopped")):
-            ((status, said, _),) = await refusals(s, model)
-            assert status == 503 and waited_for in said
+        for model, waited_for in ((b"gone", r"a pod of it went \d+ s ago"), (b"drained", f"{drained.id} is stopped")):
+            for status, said, _ in await refusals(s, model):
+                assert status == 503 and re.search(waited_for, said)
         assert {status for status, *_ in await refusals(s, b"none")} == {404}
         replicas.clear()  # an operator has removed it
         monkeypatch.setattr(placing, "EXPECTED_SECONDS", 0.0)

@@ -145,6 +145,19 @@ async def test_what_was_asked_of_a_pod_is_known_at_once_and_until_it_is_gone():
     assert (supervisor.left_out, supervisor.drained) == (set(), {"10.0.0.8:8000"})
 
 
+@pytest.mark.parametrize("before", ["drain", "remove"])
+async def test_a_pod_that_is_brought_back_is_no_engine_that_was_given_by_url(tmp_path, before):
+    """It is found again by whoever begins, goes with its pod, and stays out once it is removed."""
+    kept = KeptReplicas(tmp_path / "replicas")
+    supervisor = ScriptedSupervisor([ScriptedWorker(0, [URL])], kept)
+    async with admin_of(supervisor) as client:
+        assert (await CHANGES[before](client)).status_code == 200
+        assert (await client.post("/replicas", json={"url": URL})).status_code in (200, 201)
+        assert (supervisor.urls, supervisor.drained, supervisor.left_out, kept.urls()) == ({}, set(), set(), ())
+        assert (await CHANGES["remove"](client)).status_code == 200
+    assert supervisor.left_out == {ENGINE}
+
+
 async def test_what_operators_ask_of_an_engine_that_was_given_by_url_does_not_go_with_a_pod():
     supervisor = ScriptedSupervisor([ScriptedWorker(0, [URL])], None, [URL])
     side = WorkersAdmin(supervisor, Guard(("127.0.0.1",), None))

@@ -154,6 +154,20 @@ async def test_replicas_that_are_killed_stopped_failing_or_slow(tmp_path, engine
                 await engines.order(error_share=0)
 
 
+async def test_a_model_whose_only_engine_goes(tmp_path, engines):
+    other = ("--served-model-name", "other")
+    engines.kill(1)
+    engines.again(1, *other)
+    async with running("--replica-url", *engines.urls) as gateway:
+        await gateway.ready(2)
+        async with watched(tmp_path, gateway) as scene, Load(gateway.url, 2):
+            await scene.calm()
+            async with scene.during("HithertoModelAway") as fires:
+                engines.kill(1)
+                await fires()
+                engines.again(1, *other)
+
+
 async def test_events_that_are_lost(tmp_path, engines):
     async with running("--replica-url", *engines.urls, "--model", "sim") as gateway:
         await gateway.ready(2)

@@ -101,7 +101,7 @@ def test_doctor_names_what_differs_and_tries_no_such_transfer(quartet, capsys, t
     replicas = urls((prefiller, "prefill"), (unlike, "decode"))
     assert main(["doctor", "--replica-url", *replicas]) == 1
     out = capsys.readouterr().out
-    assert "fail  roles" in out and "no pair is left" in out and "kv_cache_dtype is auto in one and fp8" in out
+    assert "fail  roles" in out and "no pair of sim is left" in out and "kv_cache_dtype is auto in one and fp8" in out
     assert "transfer 127.0.0.1" not in out
     replicas = urls((prefiller, "prefill"), (unlike, "decode"), (alike, "decode"))
     assert main(["doctor", "--replica-url", *replicas]) == 0

@@ -73,7 +73,7 @@ def ask_valgrind():
 class Request:
     """Who asks for a replica, and does nothing with it."""
 
-    tried, response, model = (), None, None
+    tried, response, model, tenant = (), None, None, None
 
     def __init__(self, prompt):
         from gateway.proxy.exchange import Attempt

@@ -5,6 +5,7 @@ import hashlib
 import json
 import re
 import threading
+from contextlib import asynccontextmanager
 
 import orjson
 import pytest
@@ -216,7 +217,9 @@ async def test_who_did_not_go_on_with_a_stream_is_named_to_no_tenant(others, tmp
     assert [b"127.0.0.1" in body for body in told] == [True, False]
 
 
-async def test_a_client_that_leaves_while_another_is_asked_leaves_nothing_behind():
+@asynccontextmanager
+async def while_another_is_asked():
+    """A stream has broken off, and who is to go on with it says nothing."""
     asked = asyncio.Event()
 
     async def silent(reader, writer):
@@ -228,23 +231,18 @@ async def test_a_client_that_leaves_while_another_is_asked_leaves_nothing_behind
         talk = await s.talk()
         await talk.say(post(BODY))
         await asyncio.wait_for(asked.wait(), 5)
+        yield s, talk
+
+
+async def test_a_client_that_leaves_while_another_is_asked_leaves_nothing_behind():
+    async with while_another_is_asked() as (s, talk):
         await talk.close()
         await eventually(s.idle)
         assert not s.proxy.conductor.continuing.kept
 
 
 async def test_a_stream_that_a_stop_cuts_while_another_is_asked_is_not_left_by_its_client():
-    asked = asyncio.Event()
-
-    async def silent(reader, writer):
-        await read_request(reader)
-        asked.set()
-        await reader.read()
-
-    async with continued(engine("1", b"", 2), silent) as s:
-        talk = await s.talk()
-        await talk.say(post(BODY))
-        await asyncio.wait_for(asked.wait(), 5)
+    async with while_another_is_asked() as (s, talk):
         s.proxy.drain()
         await s.server.drain(0)
         assert (s.proxy.refuse_unanswered(), await s.server.end()) == (0, 1)

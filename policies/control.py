@@ -24,9 +24,10 @@ lower class had what the rules would have given to it (`Reserves.is_owed`). Wher
 so, the pressure is REFUSED at least: an overloaded fleet refuses most and answers few, all of them in time. Those that
 were refused while their class had its due (a flood, or all that there is once lower classes are shed) demand no step;
 and where the class had most of what all had, nor do the answers beside them, up to FLOODED: a flood is admitted to
-just within the limit. But as long as there are such, or so few requests that nothing is known of a class, what was
-taken for it is kept, for HOLD windows: then it is undone as if there was no pressure, and what a flood keeps shed by a
-trial (below). That shows whether the fault is over, and nobody gives anything up for those who ask no more.
+just within the limit. But as long as there are such to the end of a window (a class that was shed and comes back may
+fill all engines for some seconds), or so few requests that nothing is known of a class, what was taken for it is kept,
+for HOLD windows: then it is undone as if there was no pressure, and what a flood keeps shed by a trial (below). That
+shows whether the fault is over, and nobody gives anything up for those who ask no more.
 
 Nor is a class refused for nothing. Where limits are kept by little, with the pressure between 0.9 and 1.0, or are
 missed whatever is taken, since no engine is quick enough for them, the pressure alone would keep it shed for as long as
@@ -163,14 +164,15 @@ def pressure(
     )
     answers = answered(window)
     if _is_missed(answers, refused.owed, ENOUGH):
-        last = answered(lately)
-        over = last + refused_lately.owed >= ENOUGH * LATELY and not _is_missed(last, refused_lately.owed, 0)
+        over = _is_over(lately, refused_lately.owed)
         whole = max(whole or 0.0, REFUSED)
         lasting = max(lasting or 0.0, 0.0 if over else REFUSED)
         firm = max(firm or 0.0, 0.0 if over or refused.owed < 2 else REFUSED)
     elif _is_missed(answers, refused.flood, ENOUGH) and (lasting or 0.0) <= FLOODED:
         lasting = firm = 0.0
-    unsure = _is_missed(answers, refused.beyond + refused.flood, ENOUGH)
+    unsure = _is_missed(answers, refused.beyond + refused.flood, ENOUGH) and not _is_over(
+        lately, refused_lately.beyond + refused_lately.flood
+    )
     late, turned_away = max([one.late for one in window if one is not None], default=0.0), sum(refused)
     missed = (late + turned_away) / max(1.0, answers + turned_away)
     return Pressure(whole, lasting or 0.0, firm or 0.0, unsure, missed)
@@ -183,6 +185,12 @@ def answered(seen: Answers) -> float:
 
 def _is_missed(answers: float, missed: int, enough: float) -> bool:
     return answers + missed >= enough and missed > MISSED * (answers + missed)
+
+
+def _is_over(lately: Answers, missed: int) -> bool:
+    """Whether the last third of a window says enough, and shows no more of what was missed in it."""
+    answers = answered(lately)
+    return answers + missed >= ENOUGH * LATELY and not _is_missed(answers, missed, 0)
 
 
 def _share(limits: Slo, window: Answers, lately: Answers, firm: bool) -> float | None:

@@ -60,11 +60,12 @@ def test_what_the_last_third_of_a_window_shows_no_more_is_over():
     assert lasting(SLO, *tails) == pytest.approx(1.3), "the p99.9 of both"
 
 
-def refused(owed, answers, lately=None, beyond=0, owed_lately=None):
-    """Of a window with so many answers, all within half of the limits."""
+def refused(owed, answers, lately=None, beyond=0, owed_lately=None, beyond_lately=None):
+    """Of a window with so many answers, all within half of the limits. Unless told otherwise all were refused in its
+    last third."""
     window, last = [(Seen(count, 1.0, 1.0), None) if count else (None, None) for count in (answers, lately)]
-    lately = Refused(owed if owed_lately is None else owed_lately)
-    return pressure(SLO, window, last, Refused(owed, beyond), lately)._replace(missed=0.0)
+    late = Refused(owed if owed_lately is None else owed_lately, beyond if beyond_lately is None else beyond_lately)
+    return pressure(SLO, window, last, Refused(owed, beyond), late)._replace(missed=0.0)
 
 
 def test_who_was_refused_for_the_limits_has_missed_them():
@@ -83,6 +84,9 @@ def test_refusals_that_were_over_before_the_last_third_of_a_window_are_over():
     assert refused(20, 60, lately=20, owed_lately=0) == Pressure(1.0, 0.5, 0.5)
     assert refused(20, 60, lately=3, owed_lately=0) == Pressure(1.0, 1.0, 1.0), "too few to say that"
     assert refused(20, 60, lately=3, owed_lately=9) == Pressure(1.0, 1.0, 1.0)
+    assert not refused(0, 60, lately=20, beyond=20, beyond_lately=0).unsure
+    assert refused(0, 60, lately=3, beyond=20, beyond_lately=0).unsure, "too few to say that"
+    assert refused(0, 60, lately=20, beyond=20, beyond_lately=2).unsure
 
 
 def test_what_a_class_is_refused_beyond_its_due_is_no_pressure_but_may_be_a_fault():

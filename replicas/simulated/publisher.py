@@ -10,6 +10,7 @@ With `lmcache` they are LMCache's (`lmcache.py`), which vLLM publishes among its
 
 import asyncio
 import logging
+import os
 import time
 from collections import deque
 
@@ -17,7 +18,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from . import lmcache
+from . import complaints, lmcache
 from .engine import Cleared, Removed, Stored
 from .keys import extra_keys
 from .steps import GroupKey, GroupStored
@@ -29,8 +30,9 @@ log = logging.getLogger(__name__)
 
 
 class Publisher:
-    """`host` is where to listen; port 0 takes a free one. `drop`, `swap` and `mute` are injected faults. `chunk`:
-    blocks that slower tiers move at a time. `windows`: the profile's; full attention is the last cache group."""
+    """`host` is where to listen; port 0 takes a free one. Raises ValueError where it cannot listen. `drop`, `swap` and
+    `mute` are injected faults. `chunk`: blocks that slower tiers move at a time. `windows`: the profile's; full
+    attention is the last cache group."""
 
     def __init__(
         self,
@@ -60,18 +62,19 @@ class Publisher:
         for socket in (self._pub, self._router):
             socket.set(zmq.LINGER, 0)
             socket.set(zmq.SNDHWM, 100_000)
-        self.port = self._bind(self._pub, host, port)
-        self.replay_port = self._bind(self._router, host, replay_port)
+        self.port = self._bind(self._pub, host, port, "--events-port")
+        self.replay_port = self._bind(self._router, host, replay_port, "--replay-port")
 
     @staticmethod
-    def _bind(socket: zmq.Socket, host: str, port: int) -> int:
+    def _bind(socket: zmq.Socket, host: str, port: int, flag: str) -> int:
         where = f"[{host}]" if ":" in host else host
         if ":" in host:
             socket.set(zmq.IPV6, 1)
         try:
             socket.bind(f"tcp://{'*' if host in ('0.0.0.0', '::', '') else where}:{port or '*'}")
         except zmq.ZMQError as error:
-            raise OSError(error.errno, f"for event subscribers on port {port}: {error.strerror}") from None
+            why = OSError(error.errno, os.strerror(error.errno))  # ZMQ's own words repeat the address
+            raise ValueError(complaints.cannot_listen(host, port, why, flag)) from None
         return int(socket.get(zmq.LAST_ENDPOINT).rstrip(b"\0").rsplit(b":", 1)[1])
 
     def source(self) -> dict:

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+import socket
 import sys
 
 import pytest
@@ -114,15 +115,17 @@ async def test_flags_that_cannot_be_end_it_with_2(flags, about):
     assert process.returncode == 2 and about in said.decode() and "Traceback" not in said.decode()
 
 
-async def test_a_port_in_use_ends_it_with_2_and_a_remedy():
-    server = await asyncio.start_server(lambda reader, writer: writer.close(), "127.0.0.1", 0)
-    port = server.sockets[0].getsockname()[1]
-    async with server:
+@pytest.mark.parametrize("flag", ["--port", "--events-port", "--replay-port"])
+async def test_a_port_in_use_ends_it_with_2_and_names_the_flag_to_change(flag):
+    with socket.create_server(("127.0.0.1", 0)) as holder:
+        port = holder.getsockname()[1]
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "replicas.simulated", "--port", str(port), stderr=asyncio.subprocess.PIPE
+            sys.executable, "-m", "replicas.simulated", "--port", "0", flag, str(port), stderr=asyncio.subprocess.PIPE
         )
         _, said = await process.communicate()
-    assert process.returncode == 2 and str(port) in said.decode() and "Traceback" not in said.decode()
+    assert process.returncode == 2 and b"Traceback" not in said
+    assert f"hitherto replica: cannot listen on 127.0.0.1:{port}: " in said.decode()
+    assert said.decode().endswith(f"Stop what holds the port, or give another with {flag} (and --host)\n")
 
 
 async def test_a_folder_that_holds_no_usable_tokenizer_ends_it_with_2_and_its_name(tmp_path):

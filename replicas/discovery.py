@@ -28,7 +28,9 @@ class Discovery:
         self._left_out: frozenset[str] = frozenset()  # see `resume`
         self._asked_of: frozenset[str] = frozenset()
         self.leaving: Callable[[Sequence[Replica]], None] = lambda replicas: None  # before they go with their pod
-        # Told a replica's id: its pod is gone or says something else, so what operators asked of it holds no longer.
+        # Both are told a replica's id. `found`: it is here because of its pod; `gone`: its pod is gone or says
+        # something else, so what operators asked of it holds no longer.
+        self.found: Callable[[str], None] = lambda id: None
         self.gone: Callable[[str], None] = lambda id: None
         self.problem = "not asked yet"  # why the API tells nothing; "" while it does
 
@@ -65,7 +67,8 @@ class Discovery:
 
     def _resume(self) -> None:
         """Once it is known which pods there are."""
-        self._added |= {id: url for id, url in self._wanted.items() if id in self._left_out}
+        for id in sorted(self._left_out & self._wanted.keys()):
+            self._note(id)
         for id in sorted(self._asked_of - self._wanted.keys()):
             self.gone(id)
         self._left_out = self._asked_of = frozenset()
@@ -84,8 +87,12 @@ class Discovery:
         for id, url in self._wanted.items():
             if id not in self._added and id not in self._fleet.engines:
                 self._fleet.add(url)
-                self._added[id] = url
+                self._note(id)
                 log.info("replica %s: added for its pod, %s", id, url)
+
+    def _note(self, id: str) -> None:
+        self._added[id] = self._wanted[id]
+        self.found(id)
 
     def _removed(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled():

@@ -95,11 +95,6 @@ class Known(NamedTuple):
     drained: frozenset[str]
     left_out: bool
 
-    @property
-    def is_pod(self) -> bool:
-        """As far as it shows: of what has no URL and is not there an operator asks nothing."""
-        return self.url is None and (self.left_out or bool(self.drained))
-
 
 class Kept(NamedTuple):
     """What the file of replicas held for an engine before a change."""
@@ -139,7 +134,7 @@ class WorkersAdmin(Side):
                 workers.fleet.add(url)
 
         def alter(before: Known) -> Known:
-            return Known(None if before.is_pod else before.url or url, frozenset(), False)
+            return Known(None if self._is_pod(id) else before.url or url, frozenset(), False)
 
         return await self._change(request, id, alter, follow)
 
@@ -302,6 +297,12 @@ class WorkersAdmin(Side):
         """Engines that have no URL here, so they are pods, and that operators have drained or removed."""
         workers = self.workers
         return workers.left_out | {engine for id in workers.drained if (engine := self._engine(id)) not in workers.urls}
+
+    def _is_pod(self, engine: str) -> bool:
+        """Whether workers have it because of its pod, or will once they have found that."""
+        if engine in self.workers.urls:
+            return False
+        return engine in self.pods_asked_of or any(engine in member.pods for member in self.workers.told)
 
     def pod_gone(self, engine: str) -> None:
         """A worker saw it go: what operators asked of it does not hold for the next pod at that address."""

@@ -51,7 +51,7 @@ class Answer(NamedTuple):
 class Member:
     """`live` while it listens; `told` once it knows the replicas that there are; `silent` is how often the supervisor
     has looked since its last message; `loads` is what it has on replicas: how many requests, and for how long the
-    oldest prompt has had no answer."""
+    oldest prompt has had no answer; `pods` are the engines that it has because of their pods."""
 
     def __init__(
         self,
@@ -66,6 +66,7 @@ class Member:
         self.begun = monotonic()
         self.live = self.told = False
         self.loads: dict[str, tuple[int, float]] = {}
+        self.pods: set[str] = set()
         self.silent = self.beats = 0
         self.on_gone: Callable[[str], None] = lambda engine: None  # told engines whose pods are gone
         self.admin = aiohttp.ClientSession(
@@ -138,6 +139,13 @@ class Member:
         ) as found:  # fmt: skip
             return Answer(found.status, found.headers, await found.read())
 
+    def _pod_changed(self, engine: str, there: bool) -> None:
+        if there:
+            self.pods.add(engine)
+        else:
+            self.pods.discard(engine)
+            self.on_gone(engine)
+
     async def _listen(self) -> None:
         try:
             while line := await self._reader.readline():
@@ -146,8 +154,8 @@ class Member:
                 self._wrong = message.get("wrong", self._wrong)
                 if "loads" in message:
                     self.loads, self.beats = message["loads"], self.beats + 1
-                if "gone" in message:
-                    self.on_gone(message["gone"])
+                for engine, there in message.get("pods", ()):
+                    self._pod_changed(engine, there)
                 self._said |= message.keys()
                 self._news.set()
         except OSError:

@@ -97,6 +97,8 @@ class Worker:
         # Before this worker was there: replicas that an operator drained, and by replica the names that it served
         self._drained: set[str] = set()
         self._served: dict[str, list[str]] = {}
+        # Engines that came because of their pods (True) or whose pods went, in this order: the supervisor is to be told
+        self._pods: list[tuple[str, bool]] = []
 
     async def run(self, told: asyncio.Queue[dict[str, Any]]) -> None:
         gateway = self.gateway
@@ -109,6 +111,7 @@ class Worker:
             gateway.proxy.eligible.wait_for_gone(names["gone"])
         if gateway.discovery is not None:
             gateway.discovery.resume(begin["left_out"], begin["asked_of"])
+            gateway.discovery.found = lambda engine: self._pod_changed(engine, True)
             gateway.discovery.gone = self._pod_gone
         await gateway.begin(begin["urls"])
         self._say(begun=True)
@@ -141,7 +144,17 @@ class Worker:
             if id == engine or id.startswith(f"{engine}-dp"):
                 self._drained.discard(id)
                 self._served.pop(id, None)
-        self._say(gone=engine)
+        self._pod_changed(engine, False)
+
+    def _pod_changed(self, engine: str, there: bool) -> None:
+        if not self._pods:
+            asyncio.get_running_loop().call_soon(self._say_pods)  # of many that come at once in one message
+        self._pods.append((engine, there))
+
+    def _say_pods(self) -> None:
+        """Once each, so they wait here while the supervisor reads nothing."""
+        if self._pods and self._say(pods=self._pods):
+            self._pods = []
 
     def _replica_changed(self, replica: Replica, old: State, new: State) -> None:
         if (served := self._served.pop(replica.id, None)) is not None:
@@ -156,22 +169,23 @@ class Worker:
         while True:
             now, sent, ran = monotonic(), gateway.proxy.oldest_unanswered(), gateway.proxy.pulse.ran
             loads = {id: (gateway.ledger.own(id)[0], ran(sent.get(id, now), now)) for id in gateway.fleet.replicas}
+            self._say_pods()
             self._say(loads={id: load for id, load in loads.items() if any(load)})
             await asyncio.sleep(BEAT_SECONDS)
 
-    def _say(self, **message: Any) -> None:
-        say(self._end, message)
+    def _say(self, **message: Any) -> bool:
+        return say(self._end, message)
 
 
-def say(end: socket.socket, message: dict[str, Any]) -> None:
-    """Nobody waits for a supervisor that does not read: of loads it is told again, and of pods that went by the next
-    worker that begins."""
+def say(end: socket.socket, message: dict[str, Any]) -> bool:
+    """Whether it was sent. Nobody waits for a supervisor that does not read."""
     line = orjson.dumps(message) + b"\n"
     try:
         sent = end.send(line, socket.MSG_DONTWAIT)
         end.sendall(line[sent:])
     except OSError:
-        pass
+        return False
+    return True
 
 
 def heard(end: socket.socket) -> Iterator[dict[str, Any]]:

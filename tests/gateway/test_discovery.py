@@ -87,6 +87,26 @@ async def test_what_an_operator_removed_stays_out_of_a_worker_in_anothers_place(
         await gateway.until(lambda status: len(status["replicas"]) == 2)
 
 
+async def test_a_pod_that_was_posted_is_no_engine_given_by_url_in_a_worker_in_anothers_place(cluster, pair):
+    posted, other = pair
+    given = ["--discover", settings(cluster, posted), "--replica-url", other.url, "--workers", "2"]
+    await cluster.create("p", "127.0.0.1", APP)
+    async with running(*given) as gateway:
+        status = await gateway.ready(2)
+        assert (await gateway.admin.post("/replicas", json={"url": posted.url})).status_code == 200
+        os.kill(status["workers"][0]["pid"], signal.SIGKILL)
+        await replaced(gateway, status["workers"][0]["pid"])
+        await cluster.delete("p")
+        await gateway.until(lambda status: len(status["replicas"]) == 1)
+        await cluster.create("again", "127.0.0.1", APP)
+        status = await gateway.ready(2)
+        assert (await gateway.admin.post("/replicas", json={"url": posted.url})).status_code == 200
+        assert (await gateway.admin.delete(f"/replicas/127.0.0.1:{posted.port}")).status_code == 200
+        os.kill(status["workers"][0]["pid"], signal.SIGKILL)
+        status = await replaced(gateway, status["workers"][0]["pid"])
+        assert (status["discovery"]["replicas"], [one["url"] for one in status["replicas"]]) == (1, [other.url])
+
+
 async def test_a_pod_at_the_address_of_one_that_was_drained_is_not_drained_in_a_worker_in_anothers_place(cluster, pair):
     drained, other = pair
     given = ["--discover", settings(cluster, drained), "--replica-url", other.url, "--workers", "2"]

@@ -26,6 +26,7 @@ class ScriptedWorker:
     def __init__(self, index: int, urls=()):
         self.index, self.live, self.told, self.silent = index, True, True, 0
         self.replicas = {url.removeprefix("http://"): "ready" for url in urls}
+        self.pods: set[str] = set()
         self.refuses: int | None = None
         self.gone = self.killed = False
         self.asked: asyncio.Event = asyncio.Event()
@@ -145,13 +146,16 @@ async def test_what_was_asked_of_a_pod_is_known_at_once_and_until_it_is_gone():
     assert (supervisor.left_out, supervisor.drained) == (set(), {"10.0.0.8:8000"})
 
 
-@pytest.mark.parametrize("before", ["drain", "remove"])
+@pytest.mark.parametrize("before", ["drain", "remove", "nothing"])
 async def test_a_pod_that_is_brought_back_is_no_engine_that_was_given_by_url(tmp_path, before):
     """It is found again by whoever begins, goes with its pod, and stays out once it is removed."""
-    kept = KeptReplicas(tmp_path / "replicas")
-    supervisor = ScriptedSupervisor([ScriptedWorker(0, [URL])], kept)
+    kept, worker = KeptReplicas(tmp_path / "replicas"), ScriptedWorker(1, [URL])
+    supervisor = ScriptedSupervisor([ScriptedWorker(0, [URL]), worker], kept)
     async with admin_of(supervisor) as client:
-        assert (await CHANGES[before](client)).status_code == 200
+        if before == "nothing":
+            worker.pods = {ENGINE}
+        else:
+            assert (await CHANGES[before](client)).status_code == 200
         assert (await client.post("/replicas", json={"url": URL})).status_code in (200, 201)
         assert (supervisor.urls, supervisor.drained, supervisor.left_out, kept.urls()) == ({}, set(), set(), ())
         assert (await CHANGES["remove"](client)).status_code == 200

@@ -65,6 +65,13 @@ class Discovery:
         `asked_of`, which are ids of replicas, and have removed those in `left_out`."""
         self._left_out, self._asked_of = frozenset(left_out), frozenset(asked_of)
 
+    def take_back(self, id: str, left_out: bool) -> str | None:
+        """A change of it was not made after all; `left_out`: an operator had removed it before. The URL that it is to
+        have in the fleet, None if it is not to be there because of a pod."""
+        if id not in self._added:  # its pod may be known later
+            self._left_out = self._left_out | {id} if left_out else self._left_out - {id}
+        return None if left_out else self._added.get(id)
+
     def _resume(self) -> None:
         """Once it is known which pods there are."""
         for id in sorted(self._left_out & self._wanted.keys()):

@@ -209,6 +209,8 @@ class WorkersAdmin(Side):
             if answers and all(one.status < 300 for one in answers.values()):
                 await follow()
             else:
+                if self._known(engine) != after:  # its pod went meanwhile
+                    before = Known(before.url, frozenset(), False)
                 await self._take_back(
                     engine, before, kept, {member for member, one in answers.items() if one.status >= 300}
                 )
@@ -240,20 +242,17 @@ class WorkersAdmin(Side):
     async def _take_back(self, engine: str, before: Known, kept: Kept | None, unchanged: Set[Member]) -> None:
         """Undo a change that not all workers made, in those that may have made it, and in the file of kept replicas."""
         workers, headers = self.workers, [*self.workers.admin_headers.items(), ("Content-Type", "application/json")]
-        path = f"/replicas/{quote(engine, safe='')}"
-        undo = [("DELETE", path, b"")]
-        if before.url is not None:
-            undo = [("POST", "/replicas", orjson.dumps({"url": before.url}))]
-            undo += [("POST", f"/replicas/{quote(id, safe='')}/drain", b"{}") for id in sorted(before.drained)]
-
-        async def undo_in(member: Member) -> None:
-            for method, target, body in undo:
-                if await self._make_follow(member, method, target, headers, body) is None:
-                    return
-
+        path = f"/worker/replicas/{quote(engine, safe='')}"
+        body = orjson.dumps(before._asdict(), default=sorted)
         async with workers.beginning:
             self._set(engine, before)
-            undoing = asyncio.gather(*(undo_in(member) for member in workers.told if member not in unchanged))
+            undoing = asyncio.gather(
+                *(
+                    self._make_follow(member, "PUT", path, headers, body)
+                    for member in workers.told
+                    if member not in unchanged
+                )
+            )
         try:
             if kept is not None:
                 await self._keep(engine, kept.url)

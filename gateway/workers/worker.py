@@ -49,6 +49,10 @@ BEAT_SECONDS = 0.25
 class WorkerAdmin(Admin):
     """An admin side that also answers what only the supervisor asks."""
 
+    def __init__(self, worker: Worker):
+        super().__init__(worker.gateway, worker.gateway.admin.guard)
+        self.worker = worker
+
     def routes(self) -> list[web.RouteDef]:
         return [
             *super().routes(),
@@ -56,6 +60,7 @@ class WorkerAdmin(Admin):
             web.get("/worker/costs", self.costs),
             web.get("/worker/names", self.names),
             web.get("/worker/recent", self.kept),
+            web.put("/worker/replicas/{id}", self.take_back),
         ]
 
     async def counted(self, request: web.Request) -> web.Response:
@@ -81,6 +86,12 @@ class WorkerAdmin(Admin):
         """Names that are waited for, for a worker that takes another's place: it has not seen who served them."""
         return answer(self.gateway.proxy.eligible.names_waited_for())
 
+    async def take_back(self, request: web.Request) -> web.Response:
+        """Make an engine what it was before a change that a sibling refused: the body is an `admin.Known`."""
+        before = orjson.loads(await request.read())
+        await self.worker.take_back(request.match_info["id"], before["url"], before["drained"], before["left_out"])
+        return answer({})
+
 
 class Worker:
     def __init__(self, end: socket.socket, hello: dict[str, Any]):
@@ -92,7 +103,7 @@ class Worker:
             Secrets(*hello["secrets"]),
             heard_copies(hello["copies"]),
         )
-        gateway.admin = WorkerAdmin(gateway, gateway.admin.guard)
+        gateway.admin = WorkerAdmin(self)
         gateway.fleet.on_change.append(self._replica_changed)
         # Before this worker was there: replicas that an operator drained, and by replica the names that it served
         self._drained: set[str] = set()
@@ -138,12 +149,28 @@ class Worker:
         while monotonic() < deadline and not (gateway.view.why_not_ready() is None and gateway.shared_ledger.joined):
             await asyncio.sleep(0.02)
 
+    async def take_back(self, engine: str, url: str | None, drained: list[str], left_out: bool) -> None:
+        """See `WorkerAdmin.take_back`. Whether it is a pod, and with which URL, is known here."""
+        fleet, discovery = self.gateway.fleet, self.gateway.discovery
+        await fleet.quiet(engine)
+        if url is None and discovery is not None:
+            url = discovery.take_back(engine, left_out)
+        self._drained = {id for id in self._drained if not _is_of(id, engine)}
+        if url is None:
+            if engine in fleet.engines:
+                await fleet.remove(engine)
+            return
+        fleet.add(url)
+        for id in drained:
+            if id in fleet.engines or id in fleet.replicas:
+                fleet.drain(id)
+            else:
+                self._drained.add(id)
+
     def _pod_gone(self, engine: str) -> None:
         """What is known of its replicas from before this worker was there does not hold for another pod."""
-        for id in {*self._drained, *self._served}:
-            if id == engine or id.startswith(f"{engine}-dp"):
-                self._drained.discard(id)
-                self._served.pop(id, None)
+        self._drained = {id for id in self._drained if not _is_of(id, engine)}
+        self._served = {id: names for id, names in self._served.items() if not _is_of(id, engine)}
         self._pod_changed(engine, False)
 
     def _pod_changed(self, engine: str, there: bool) -> None:
@@ -175,6 +202,11 @@ class Worker:
 
     def _say(self, **message: Any) -> bool:
         return say(self._end, message)
+
+
+def _is_of(id: str, engine: str) -> bool:
+    """Whether a replica's id is this engine's, or one of its ranks'."""
+    return id == engine or id.startswith(f"{engine}-dp")
 
 
 def say(end: socket.socket, message: dict[str, Any]) -> bool:

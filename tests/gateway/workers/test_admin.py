@@ -45,6 +45,8 @@ class ScriptedWorker:
             raise ConnectionResetError
         if self.refuses:
             return Answer(self.refuses, {"content-type": "application/json"}, b'{"error": {}}')
+        if method == "PUT":
+            return self.take_back(path.split("/")[3].replace("%3A", ":"), **orjson.loads(body))
         _, _, id, *verb = (
             path.split("/") if path != "/replicas" else (0, 0, orjson.loads(body)["url"].removeprefix("http://"))
         )
@@ -57,6 +59,12 @@ class ScriptedWorker:
             self.replicas[id] = "drained"
         else:
             del self.replicas[id]
+        return Answer(200, {}, b"{}")
+
+    def take_back(self, id: str, url: str | None, drained: list[str], left_out: bool) -> Answer:
+        self.replicas.pop(id, None)
+        if url or (id in self.pods and not left_out):
+            self.replicas[id] = "drained" if drained else "ready"
         return Answer(200, {}, b"{}")
 
     def kill(self) -> None:
@@ -144,6 +152,29 @@ async def test_what_was_asked_of_a_pod_is_known_at_once_and_until_it_is_gone():
     supervisor.drained = {f"{ENGINE}-dp1", "10.0.0.8:8000"}
     side.pod_gone(ENGINE)
     assert (supervisor.left_out, supervisor.drained) == (set(), {"10.0.0.8:8000"})
+
+
+@pytest.mark.parametrize("change", ["drain", "remove"])
+@pytest.mark.parametrize("goes", [False, True])
+async def test_a_change_of_a_pod_that_one_worker_has_not_found_yet_is_made_nowhere(change, goes):
+    """A drain of it, refused by that worker, was undone as a removal in the others. One that goes meanwhile has
+    nothing left for the next pod at its address."""
+    first, second = members = [ScriptedWorker(0, [URL]), ScriptedWorker(1)]
+    first.pods = {ENGINE}
+    supervisor = ScriptedSupervisor(members)
+    supervisor.drained = {ENGINE} if goes else set()
+    first.may_answer.clear()
+    side = WorkersAdmin(supervisor, Guard(("127.0.0.1",), None))
+    async with admin_of(supervisor) as client:
+        changing = asyncio.create_task(CHANGES[change](client))
+        await first.asked.wait()
+        if goes:
+            first.pods.clear()
+            side.pod_gone(ENGINE)
+        first.may_answer.set()
+        assert (await changing).status_code == 404
+    assert first.replicas == ({} if goes else {ENGINE: "ready"})
+    assert (supervisor.left_out, supervisor.drained) == (set(), set())
 
 
 @pytest.mark.parametrize("before", ["drain", "remove", "nothing"])

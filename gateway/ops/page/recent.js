@@ -25,7 +25,9 @@ function tiles(s, recent) {
   const [ttft, ttftUnit] = seconds(w.ttft_p50), [e2e, e2eUnit] = seconds(w.e2e_p50);
   const hit = w.hit_reported ?? w.hit_predicted, reported = w.hit_reported != null;
   const rates = c.requests.map(n => n / width), rate = seen ? w.requests / seen : 0;
-  const waiting = s.replicas.reduce((sum, r) => sum + (r.waiting || 0), 0), queued = c.queued.at(-1);
+  // What waits now is from /status: a point of the curves is the most that waited in its 15 s.
+  const waiting = s.replicas.reduce((sum, r) => sum + (r.waiting || 0), 0);
+  const queued = (s.admission || []).reduce((sum, one) => sum + one.waiting, 0);
   const peak = Math.max(...c.queued.map((n, at) => n + c.waiting[at]));
   const failed = share(w.errors, w.requests);
   fill($("tiles"),
@@ -38,7 +40,7 @@ function tiles(s, recent) {
     tile("Errors", w.errors ? "bad" : "", window, count(w.errors), failed ? percent(failed) : "",
       [`${count(w.rejected)} rejected (4xx), ${count(w.aborted)} left by clients`], c.errors),
     tile("Queue", queued + waiting ? "warn" : "", window, count(queued + waiting), "waiting now",
-      [key("", `peak ${count(peak)}`), key("second", "in flight"), 
+      [key("", `peak ${count(peak)}`), key("second", "in flight"),
        make("span", {class: "keyed"}, w.refused ? `${count(w.refused)} refused` : `${count(queued)} here, ${count(waiting)} in engines`)],
       c.queued.map((n, at) => n + c.waiting[at]), c.inflight));
 }

@@ -105,6 +105,24 @@ async def test_of_a_class_all_are_counted_that_were_sent_in_any_way_and_what_fai
     assert (shown[1], shown[5]) == ("6", "50.0 %")
 
 
+async def test_the_queue_tile_counts_who_waits_now_and_names_the_peak_of_before():
+    gateway = Gateway()
+    gateway.fleet.add("http://a:1")
+    for name in ("free", "premium"):
+        gateway.metrics.admission.inc("queued", name, "full", by=5)
+    gateway.recent.figures.look(time.time(), 0, 9, 0)
+    gateway.view.waiting = lambda: {"free": 2, "premium": 1}
+    tile = "[...document.querySelectorAll('.tile')].find(one => one.innerText.includes('Queue'))?.innerText"
+    async with served(gateway) as host, browser() as page:
+        await page.open(f"http://{host}/")
+        shown = await page.until(tile)
+        assert re.search(r"\b3\s*waiting now", shown) and "peak 9" in shown and "3 here, 0 in engines" in shown, shown
+        gateway.view.waiting = dict
+        await page.ask("new Promise(done => { clearTimeout(timer); poll().then(done) })")
+        shown = await page.ask(tile)
+        assert re.search(r"\b0\s*waiting now", shown) and "peak 9" in shown, shown
+
+
 HOSTILE = "<img src=x onerror=document.title=1><script>document.title=2</script>"
 
 

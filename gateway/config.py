@@ -28,7 +28,7 @@ from replicas import yaml_text
 from replicas.kept import KeptReplicas
 from replicas.replica import bearer, parse_url
 
-from . import access, credentials, named
+from . import access, credentials, files, named
 from .complaints import wanted
 from .credentials import MAKE_TOKEN
 from .overload_fields import check_routes, class_names
@@ -159,7 +159,7 @@ def _unreadable(settings: Settings, unusable: Mapping[str, str]) -> frozenset[st
 def read_file(path: Path) -> dict[str, tuple[Any, int]]:
     """Field name -> (value, line) of a YAML file; unknown and repeated names are refused."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = files.read(path).decode()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise ConfigError(

@@ -6,6 +6,8 @@ import os
 import re
 from pathlib import Path
 
+from replicas.simulated.complaints import refuse_pipe
+
 TOKEN = re.compile(r"[!-~]{16,1024}")  # of the admin side, made for this
 ENGINE_KEY = re.compile(r"[!-~]{1,1024}")  # whatever an engine was started with
 HIDDEN = "********"  # shown in place of a secret
@@ -41,6 +43,7 @@ def read(given: str | None, allowed: re.Pattern[str], what: str) -> str | None:
     if given is None or not given.startswith("@"):
         return given
     try:
+        refuse_pipe(Path(given[1:]))
         secret = Path(given[1:]).read_text(encoding="ascii").strip()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not ASCII text"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import stat
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -51,10 +52,32 @@ def unblocked(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NONBLOCK)
 
 
+def read(path: Path) -> bytes:
+    """What is in a file, or comes through a pipe. A pipe that nobody writes to is not waited for: OSError."""
+    with open(path, "rb", buffering=0, opener=unblocked) as file:
+        begun = file.read(1)  # None: somebody has the other end, and has not written yet
+        if begun == b"" and stat.S_ISFIFO(os.fstat(file.fileno()).st_mode):
+            raise OSError(errno.EPIPE, "it is a pipe that nobody writes to")
+        os.set_blocking(file.fileno(), True)
+        return (begun or b"") + file.readall()
+
+
+def open_to_append(path: Path, more_flags: int = 0) -> int:
+    """The descriptor of the file at `path`. A pipe that nobody reads is not waited for: OSError."""
+    try:
+        opened = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK | more_flags, 0o640)
+    except OSError as error:
+        if error.errno == errno.ENXIO and path.is_fifo():  # a socket cannot be opened either
+            raise OSError(errno.ENXIO, "it is a pipe that nobody reads: start its reader first") from None
+        raise
+    os.set_blocking(opened, True)
+    return opened
+
+
 def check_appendable(path: Path) -> None:
     """Raises OSError where nothing could be appended to the file at `path`; does not create it."""
     try:
-        os.close(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC))
+        os.close(open_to_append(path))
     except FileNotFoundError:
         folder = path.resolve().parent
         if not folder.is_dir():

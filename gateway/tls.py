@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from replicas.simulated.complaints import refuse_pipe
+
 from .files import Copies, Followed
 
 log = logging.getLogger("hitherto")
@@ -68,6 +70,14 @@ class Certificate:
         return context
 
     def _load(self, context: ssl.SSLContext, copies: Mapping[Path, Path]) -> None:
+        named = {"tls_cert": self._certificate, "tls_key": self._key, "tls_client_ca": self._authorities}
+        for setting, path in named.items():
+            if path is not None:
+                try:
+                    refuse_pipe(copies.get(path, path))
+                except OSError as error:
+                    why = f"{path} cannot be read: {error.strerror}. Name a PEM file"
+                    raise CertificateError(setting, why) from None
         certificate, key, authorities = (
             None if path is None else copies.get(path, path)
             for path in (self._certificate, self._key, self._authorities)

@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 
 from replicas.replica import parse_url
+from replicas.simulated.complaints import refuse_pipe
 
 
 class KeptReplicas:
@@ -52,6 +53,7 @@ class KeptReplicas:
 
     def _lines(self) -> list[str]:
         try:
+            refuse_pipe(self.path)
             text = self.path.read_text(encoding="utf-8")
         except FileNotFoundError:
             return []

@@ -22,6 +22,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gateway import files
 from gateway.config import (
     ADMIN_SIDE,
     Config,
@@ -111,7 +112,7 @@ def _is_url(text: str) -> bool:
 
 def _read_body(name: str) -> bytes:
     try:
-        return sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
+        return sys.stdin.buffer.read() if name == "-" else files.read(Path(name))
     except OSError as error:
         raise ConfigError(
             f"{name}: cannot read the request's body: {error.strerror}. Give a JSON file as a client would send it, or - for standard input"

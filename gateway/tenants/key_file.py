@@ -28,6 +28,7 @@ import yaml
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, create_model
 
 from replicas import yaml_text
+from replicas.simulated.complaints import refuse_pipe
 
 from .. import complaints
 from ..files import unblocked
@@ -194,6 +195,7 @@ def add(path: Path, entry: Entry) -> None:
 
 def _add(path: Path, real: Path, entry: Entry) -> None:
     owner = real.stat() if real.exists() else None
+    refuse_pipe(real)
     before = real.read_text(encoding="utf-8-sig") if owner is not None else ""
     line = json.dumps(entry.plain()) if before.lstrip().startswith("{") else entry.line()
     file, name = tempfile.mkstemp(prefix=f".{real.name}.", dir=real.parent)  # mode 0600

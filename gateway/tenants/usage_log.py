@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 import orjson
 
+from ..files import open_to_append
 from .ending import cost
 
 if TYPE_CHECKING:
@@ -119,7 +120,7 @@ def _is_at(path: Path, file: int) -> bool:
 
 
 def _open(path: Path) -> int:
-    return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o640)
+    return open_to_append(path, os.O_CREAT)
 
 
 def _line(exchange: Exchange, outcome: str, usage: Usage | None) -> bytes:

@@ -36,6 +36,7 @@ from loadgen.workload.arrivals import conversation_starts
 from loadgen.workload.conversations import BadWorkload, Conversation
 from loadgen.workload.documents import Document, documents, read_text
 from loadgen.workload.texts import multi_turn
+from replicas.simulated.complaints import refuse_pipe
 
 POLICIES = ("round_robin", "least_time")
 LEAST_CHARS = 2000  # of a text cut from a short file
@@ -74,8 +75,11 @@ def plan(path: Path | None, scene: Scene = SIMULATED) -> Plan:
     length = scene.text_chars
     try:
         if path is not None:  # a short file is cut into shorter texts, so that there are still several
+            refuse_pipe(path)
             length = min(length, max(LEAST_CHARS, len(read_text(path)) // scene.texts))
         texts = documents(path, scene.texts, length)
+    except OSError as error:
+        raise BadWorkload(f"--file {path}: {error.strerror}; name a UTF-8 text") from None
     except BadWorkload as error:
         raise BadWorkload(f"--file {error}" if path is not None else str(error)) from None
     tokens = sum(len(document.text) for document in texts) / scene.chars_per_token

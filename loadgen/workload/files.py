@@ -17,6 +17,7 @@ from typing import IO
 import orjson
 
 from loadgen.workload.conversations import FILES, BadWorkload
+from replicas.simulated.complaints import refuse_pipe
 
 _UNREADABLE = (OSError, EOFError, zlib.error)  # the latter two: a .gz that ends too soon, or is damaged
 _EXAMPLES = 5  # reasons shown of what was left out
@@ -64,11 +65,13 @@ class Reader:
                 self._refuse(f"after entry {number}", _reason(error))
 
     def first_line(self) -> bytes:
-        with self._open() as file:
-            try:
+        """For a look at what the file is, before all of it is read."""
+        try:
+            refuse_pipe(self.path)
+            with self._open() as file:
                 return next((line for line in iter(lambda: file.readline(_CHUNK), b"") if line.strip()), b"").strip()
-            except _UNREADABLE as error:
-                raise BadWorkload(f"{self.path}: {_reason(error)}; name {FILES}") from None
+        except _UNREADABLE as error:
+            raise BadWorkload(f"{self.path}: {_reason(error)}; name {FILES}") from None
 
     def notes(self) -> list[str]:
         if not self.bad:

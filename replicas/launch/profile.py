@@ -14,6 +14,7 @@ from replicas import yaml_text
 from replicas.engines import DEFAULT, DIALECTS
 from replicas.engines.simulated import SIMULATED
 from replicas.launch.command import LaunchProfile, ProfileError
+from replicas.simulated.complaints import refuse_pipe
 
 SHIPPED = Path(__file__).parents[1] / "profiles"
 
@@ -26,6 +27,7 @@ def load(name_or_file: str) -> LaunchProfile:
     """A shipped profile by name, or a YAML file by path. Raises ProfileError."""
     path = SHIPPED / f"{name_or_file}.yaml" if name_or_file in names() else Path(name_or_file)
     try:
+        refuse_pipe(path)
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError:
         raise ProfileError(f"{path}: it is not UTF-8 text") from None

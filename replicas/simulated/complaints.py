@@ -14,6 +14,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, NoReturn
 
 _MISPLACED = re.compile(" required|invalid choice")  # what a misspelt flag, or the value after it, may be the cause of
@@ -170,6 +171,13 @@ def whole(text: str) -> int:
     if not text.isascii() or not text.isdigit() or not int(text):
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above zero")
     return int(text)
+
+
+def refuse_pipe(path: Path) -> None:
+    """Raises OSError for a pipe where a file is needed that can be read more than once. A pipe is empty the second
+    time, and a named one that nobody writes to would be waited for without a word."""
+    if path.is_fifo():
+        raise OSError(errno.ESPIPE, "it is a pipe, which cannot be read more than once")
 
 
 def cannot_listen(host: str, port: int, error: OSError, port_flag: str = "--port", host_flag: str = "--host") -> str:

@@ -1,6 +1,8 @@
 """Settings: where they come from, who wins, and what is said when one is wrong."""
 
 import json
+import os
+import re
 
 import pytest
 import yaml
@@ -187,6 +189,33 @@ def test_file_that_is_not_there_or_not_text(empty_folder):
     assert "missing.yaml: cannot read the configuration: No such file" in wrong(file="missing.yaml")
     (empty_folder / "bad.yaml").write_bytes(b"\xff\xfe\x00")
     assert "it is not UTF-8 text" in wrong(file="bad.yaml")
+    os.mkfifo(empty_folder / "pipe")
+    assert "pipe: cannot read the configuration: it is a pipe that nobody writes to" in wrong(file="pipe")
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "admin_token",
+        "engine_api_key",
+        "replica_file",
+        "profile",
+        "tls_cert",
+        "tls_key",
+        "tls_client_ca",
+        "usage_log",
+        "api_keys",
+        "chat_template",
+    ],
+)
+def test_a_named_pipe_is_refused_and_not_waited_for(empty_folder, setting):
+    os.mkfifo(empty_folder / "pipe")
+    (empty_folder / "cert.pem").write_text("no certificate")
+    secret = setting in ("admin_token", "engine_api_key")
+    given = {"tls_cert": "cert.pem"} if setting.startswith("tls") else {"launch": 1} if setting == "profile" else {}
+    said = wrong(flags={**given, setting: "@pipe" if secret else "pipe"})
+    assert said.startswith(f"flag --{setting.replace('_', '-')}: ")
+    assert re.search(r"it is a pipe|it is no regular file|there is no file pipe", said)
 
 
 def test_empty_file_is_fine(empty_folder):

@@ -1,6 +1,9 @@
 """Files that are followed: no change is lost."""
 
 import asyncio
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
@@ -30,3 +33,37 @@ async def test_a_change_that_could_not_be_taken_up_is_tried_again(tmp_path, monk
     finally:
         again.cancel()
     assert tried == ["another", "another"]
+
+
+@pytest.fixture
+def pipe(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    return tmp_path / "pipe"
+
+
+@pytest.mark.parametrize("size", [10, 1_000_000], ids=["small", "more than a pipe holds"])
+def test_a_pipe_that_somebody_writes_to_is_read_to_its_end(pipe, size):
+    kept, writes = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK), os.open(pipe, os.O_WRONLY)
+    path = Path(f"/dev/fd/{kept}")  # as a shell names what it puts in the place of <(...)
+    with ThreadPoolExecutor(1) as pool:
+        read = pool.submit(files.read, path)
+        with open(writes, "wb") as end:
+            end.write(b"x" * size)
+        assert read.result(5) == b"x" * size
+    os.close(kept)
+
+
+def test_a_pipe_that_nobody_writes_to_is_not_waited_for(pipe):
+    with pytest.raises(OSError, match="it is a pipe that nobody writes to"):
+        files.read(pipe)
+
+
+def test_a_pipe_is_written_to_while_somebody_reads_it_and_not_waited_for(pipe):
+    with pytest.raises(OSError, match="it is a pipe that nobody reads"):
+        files.check_appendable(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    files.check_appendable(pipe)
+    written = files.open_to_append(pipe)
+    assert os.get_blocking(written), "a reader that is slow loses nothing"
+    os.close(written)
+    os.close(reader)

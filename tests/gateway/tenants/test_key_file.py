@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from gateway.tenants.key_file import KeyFileError, digest, new_key, read
+from gateway.tenants.key_file import Entry, KeyFileError, add, digest, new_key, read
 from gateway.tenants.tenant import Tenant
 
 A, B = hashlib.sha256(b"key of a").hexdigest(), hashlib.sha256(b"key of b").hexdigest()
@@ -98,3 +98,5 @@ def test_what_is_no_regular_file_is_refused_and_not_waited_for(file):
     for path in (file, file.parent):
         with pytest.raises(KeyFileError, match="no regular file|Is a directory"):
             read(path)
+        with pytest.raises(KeyFileError, match="cannot be added to: it is a pipe|Is a directory"):
+            add(path, Entry(name="a", sha256=digest(new_key()).hex()))

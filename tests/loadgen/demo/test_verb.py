@@ -40,6 +40,9 @@ def test_a_short_file_is_still_several_texts(tmp_path):
     path.write_text(" ")
     with pytest.raises(BadWorkload, match="no text"):
         demo.plan(path)
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(BadWorkload, match="--file .*pipe: it is a pipe, which cannot be read more than once; name"):
+        demo.plan(tmp_path / "pipe")
 
 
 def test_it_says_what_is_real_and_what_to_type_next():

@@ -3,6 +3,7 @@
 import gzip
 import itertools
 import json
+import os
 import random
 from array import array
 
@@ -407,6 +408,13 @@ def test_what_a_file_is_shows_in_its_first_line(tmp_path, first, name):
     path = tmp_path / "file"
     path.write_text(f"\n{first}\nmore")
     assert guess(path) == name
+
+
+def test_a_pipe_is_not_looked_into_before_it_is_read(tmp_path):
+    """What was read to see what it is would be gone, and a pipe that nobody writes to would be waited for."""
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(BadWorkload, match="pipe: it is a pipe, which cannot be read more than once; name a trace"):
+        guess(tmp_path / "pipe")
 
 
 def test_ids_are_held_in_as_few_bytes_as_they_need(tmp_path):

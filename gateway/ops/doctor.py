@@ -35,6 +35,7 @@ from gateway.ops.gateway_check import (
     check_variants,
     ended_by_drain,
     known_to,
+    other_server,
     running_gateway,
 )
 from gateway.ops.pods_check import find_pods
@@ -135,7 +136,8 @@ class Examination(contextlib.AsyncExitStack):
         try:
             async with aiohttp.ClientSession() as session:
                 self._running = await running_gateway(self._settings, session)
-            for finding in check_gateway(self._settings, self._running, self._config.unusable.values()):
+                other = "" if self._running else await other_server(self._settings, session)
+            for finding in check_gateway(self._settings, self._running, self._config.unusable.values(), other):
                 yield finding
         except StatusUnavailable as unavailable:
             self._status_unavailable = True

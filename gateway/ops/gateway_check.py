@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
@@ -16,6 +17,7 @@ from gateway.ports import why_taken
 from replicas import twins
 from replicas.adopt import Facts
 from replicas.engines import TRANSFERS
+from replicas.launch.ports import holder
 from replicas.problems import DRAINED
 from replicas.replica import Address, EventSource, parse_url
 from replicas.roles import BOTH
@@ -68,8 +70,26 @@ async def running_gateway(settings: Settings, session: aiohttp.ClientSession) ->
     return None
 
 
-def check_gateway(settings: Settings, running: dict[str, Any] | None, known: Collection[str] = ()) -> Iterator[Finding]:
-    """What the gateway that runs with these settings says of itself. `known`: what has been said of files already."""
+async def other_server(settings: Settings, session: aiohttp.ClientSession) -> str:
+    """What answers at the admin port where no gateway runs, as far as it shows; "" if nothing does."""
+    try:
+        async with session.get(
+            admin_url(settings) + "/status", timeout=aiohttp.ClientTimeout(ADMIN_SECONDS)
+        ) as response:
+            kind = "a gateway" if ADMIN_SIDE in response.headers else "another server, not a gateway,"
+            name = response.headers.get("Server", "")
+            return f"{kind} answers there with {response.status} to /status{name and f' ({name[:60]})'}"
+    except aiohttp.ClientConnectorError:
+        return ""
+    except (aiohttp.ClientError, TimeoutError):
+        return "what is there is no gateway: it does not speak HTTP"
+
+
+def check_gateway(
+    settings: Settings, running: dict[str, Any] | None, known: Collection[str] = (), other: str = ""
+) -> Iterator[Finding]:
+    """What the gateway that runs with these settings says of itself. `known`: what has been said of files already.
+    `other`: what answers at the admin port where none runs."""
     if running is None:
         for setting in ("port", "admin_port"):
             port, host = getattr(settings, setting), getattr(settings, setting.replace("port", "host"))
@@ -77,6 +97,10 @@ def check_gateway(settings: Settings, running: dict[str, Any] | None, known: Col
             if wrong:
                 flags = [f"--{one.replace('_', '-')}" for one in (setting, setting.replace("port", "host"))]
                 what, _, remedy = complaints.cannot_listen(host, port, wrong, *flags).partition(". ")
+                if wrong.errno == errno.EADDRINUSE and (process := holder(port)):
+                    what += f" by {process}"
+                if setting == "admin_port" and other:
+                    what += f"; {other}"
                 yield Finding("fail", setting, what, remedy[0].lower() + remedy[1:])
         yield NONE_RUNS
         return

@@ -1,6 +1,9 @@
 """What `hitherto doctor` reads out of a running gateway's status, and says of one that does not tell it."""
 
+import os
 import socket
+import socketserver
+import threading
 
 import aiohttp
 import pytest
@@ -35,6 +38,28 @@ def test_what_a_running_gateway_says_of_itself():
     unobserved = told(status(replicas=[page]))
     assert [(f.level, f.subject) for f in unobserved] == [("ok", "gateway"), ("fail", "events a:1")]
     assert why in unobserved[1].text
+
+
+@pytest.mark.parametrize("speaks_http", [True, False])
+def test_another_server_at_the_admin_port_is_called_so(capsys, fake, speaks_http):
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Closing) as closing:
+        threading.Thread(target=closing.serve_forever, args=(0.02,), daemon=True).start()
+        port = fake({}).rpartition(":")[2] if speaks_http else str(closing.server_address[1])
+        code, found = examine(capsys, "--launch", "1", "--admin-port", port)
+        closing.shutdown()
+    level, said = found["admin_port"]
+    assert (code, level) == (1, "fail") and f"Address already in use by pid {os.getpid()} (" in said
+    assert ("another server, not a gateway, answers there with 404 to /status (BaseHTTP" in said) is speaks_http
+    assert ("what is there is no gateway: it does not speak HTTP" in said) is not speaks_http
+    assert said.endswith(" stop what holds the port, or give another with --admin-port (and --admin-host)")
+    assert found["gateway"] == ("ok", "none runs with these settings")
+
+
+class Closing(socketserver.BaseRequestHandler):
+    """Says something of its own and goes, as servers of other protocols do."""
+
+    def handle(self):
+        self.request.sendall(b"-ERR unknown command\r\n")
 
 
 async def test_another_servers_refusal_at_the_admin_port_is_no_gateways():

@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from replicas import Replica
 
 NO_URL = "it is no URL: write http://HOST:PORT"
+AS_CLIENTS_SEND = 'Give a body as a client would send it: {"messages": [{"role": "user", "content": "..."}]}'
 REPLAY_SECONDS = 3.0  # how long to read a replica's events before choosing without the rest
 
 
@@ -66,6 +67,9 @@ def run(args: argparse.Namespace, config: Config) -> int:
         told = _somehow(args.admin, args.path, body, config)
     except ApiError as wrong:
         print(f"hitherto: this request would be answered with {wrong.status}: {wrong.message}", file=sys.stderr)
+        if wrong.status == 400 and not _is_json(body):
+            given = "standard input" if args.body == "-" else args.body
+            print(f"{given} has no JSON. {AS_CLIENTS_SEND}", file=sys.stderr)
         return 1
     for why in config.unusable.values():
         print(f"not needed for this answer, but no gateway starts with it: {why}", file=sys.stderr)
@@ -117,6 +121,14 @@ def _read_body(name: str) -> bytes:
         raise ConfigError(
             f"{name}: cannot read the request's body: {error.strerror}. Give a JSON file as a client would send it, or - for standard input"
         ) from None
+
+
+def _is_json(body: bytes) -> bool:
+    try:
+        json.loads(body)
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 def ask(admin: str, path: str, body: bytes, headers: Mapping[str, str] = {}, seconds: float = 30.0) -> dict[str, Any]:

@@ -97,6 +97,9 @@ async def test_the_gateways_refusal_is_passed_on(listen, empty_folder, capsys):
     (empty_folder / "body.json").write_bytes(b"{}")
     assert await in_thread("body.json", "--admin", url) == 1
     assert capsys.readouterr().err == "hitherto: this request would be answered with 400: 'messages' is missing\n"
+    (empty_folder / "body.json").write_bytes(b"What is the sum?")
+    assert await in_thread("body.json", "--admin", url) == 1
+    assert "\nbody.json has no JSON. Give a body as a client would send it: " in capsys.readouterr().err
 
 
 async def test_a_token_that_cannot_be_read_is_named_where_the_gateway_wants_one(listen, empty_folder, capsys):
@@ -275,7 +278,9 @@ async def test_alone_the_clients_fault_is_told(listen, empty_folder, capsys, unu
         await in_thread("body.json", "--admin-port", str(unused_tcp_port), "--replica-url", await listen(*engine()))
         == 1
     )
-    assert "would be answered with 400: " in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "would be answered with 400: the body is not valid JSON: " in said
+    assert 'body.json has no JSON. Give a body as a client would send it: {"messages": ' in said
 
 
 async def test_alone_a_path_that_no_client_may_ask_is_refused(listen, empty_folder, capsys, unused_tcp_port):

@@ -143,9 +143,9 @@ class Sweep:
         slo = f"{self.attainment * 100:g} % of requests within {show.limits(self.slo)}"
         if self.search.kept is None:
             return f"No rate that was tried kept the SLO: {slo}."
-        return f"{self.search.kept:.4g} requests/s is the highest rate that kept the SLO: {slo}." + (
-            f" {self.search.missed:.4g} did not." if self.search.missed else ""
-        )
+        if self.search.missed is None:
+            return f"At least {self.search.kept:.4g} requests/s, the highest rate that was tried, keep the SLO: {slo}."
+        return f"{self.search.kept:.4g} requests/s is the highest rate that kept the SLO: {slo}. {self.search.missed:.4g} did not."
 
     def figures(self) -> dict[str, object]:
         """For `--json`, and for the page under `about["sweep"]`."""

@@ -75,6 +75,14 @@ def test_nothing_kept_is_said():
     assert found.answer == "No rate that was tried kept the SLO: 90 % of requests within TTFT 500 ms."
 
 
+@pytest.mark.parametrize("how", [{"limit": 5.0}, {"given": (2.0, 5.0)}])
+def test_where_every_rate_kept_the_highest_is_known_from_below_only(how):
+    found = searched(1.0, 100.0, **how)
+    assert found.search.stopped and found.answer == (
+        "At least 5 requests/s, the highest rate that was tried, keep the SLO: 90 % of requests within TTFT 500 ms."
+    )
+
+
 @pytest.mark.parametrize("met, kept", [(89, False), (90, True)])
 def test_a_rate_is_kept_from_the_share_that_was_asked_for(met, kept):
     step = Sweep(Search(1.0), {"ttft": 1.0}, 0.9, []).add(1.0, report(met))

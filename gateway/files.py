@@ -52,6 +52,15 @@ def unblocked(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NONBLOCK)
 
 
+def regular(path: str, flags: int) -> int:
+    """An opener of regular files, which raises OSError at once for a device, a pipe or a folder."""
+    file = unblocked(path, flags)
+    if not stat.S_ISREG(os.fstat(file).st_mode):
+        os.close(file)
+        raise OSError(errno.EINVAL, "it is no regular file", path)
+    return file
+
+
 def read(path: Path) -> bytes:
     """What is in a file, or comes through a pipe. A pipe that nobody writes to is not waited for: OSError."""
     with open(path, "rb", buffering=0, opener=unblocked) as file:

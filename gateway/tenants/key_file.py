@@ -28,10 +28,9 @@ import yaml
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, create_model
 
 from replicas import yaml_text
-from replicas.simulated.complaints import refuse_pipe
 
 from .. import complaints
-from ..files import unblocked
+from ..files import regular
 from .limits import Limits
 from .tenant import Tenant
 
@@ -147,9 +146,7 @@ def read(path: Path, classes: Collection[str] = ()) -> dict[bytes, Tenant]:
     """The tenant of each key's hash. `classes`: those that there are; without any, which a tenant is of says nothing.
     Raises KeyFileError."""
     try:
-        with open(path, "rb", opener=unblocked) as file:
-            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise KeyFileError(f"{path} cannot be read: it is no regular file. {REMEDY}")
+        with open(path, "rb", opener=regular) as file:
             data = file.read(MOST_BYTES + 1)
         if len(data) > MOST_BYTES:
             raise KeyFileError(f"{path} has more than {MOST_BYTES >> 20} MiB, so it is taken for another file")
@@ -184,7 +181,7 @@ def add(path: Path, entry: Entry) -> None:
     """Add a tenant to the file at `path`, which need not be there yet: whole, and by renaming, so that a gateway that
     follows it never reads a part; links to it, its owner and its mode stay. Raises KeyFileError, also where the file
     would not be one any more."""
-    real = path.resolve()
+    real = Path(os.path.realpath(path))
     try:
         with _locked(real.parent):
             _add(path, real, entry)
@@ -194,9 +191,11 @@ def add(path: Path, entry: Entry) -> None:
 
 
 def _add(path: Path, real: Path, entry: Entry) -> None:
-    owner = real.stat() if real.exists() else None
-    refuse_pipe(real)
-    before = real.read_text(encoding="utf-8-sig") if owner is not None else ""
+    try:
+        with open(real, "rb", opener=regular) as old:
+            owner, before = os.fstat(old.fileno()), old.read().decode("utf-8-sig")
+    except FileNotFoundError:
+        owner, before = None, ""
     line = json.dumps(entry.plain()) if before.lstrip().startswith("{") else entry.line()
     file, name = tempfile.mkstemp(prefix=f".{real.name}.", dir=real.parent)  # mode 0600
     new = Path(name)

@@ -98,5 +98,5 @@ def test_what_is_no_regular_file_is_refused_and_not_waited_for(file):
     for path in (file, file.parent):
         with pytest.raises(KeyFileError, match="no regular file|Is a directory"):
             read(path)
-        with pytest.raises(KeyFileError, match="cannot be added to: it is a pipe|Is a directory"):
+        with pytest.raises(KeyFileError, match="cannot be added to: it is no regular file"):
             add(path, Entry(name="a", sha256=digest(new_key()).hex()))

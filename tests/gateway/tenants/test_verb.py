@@ -1,6 +1,7 @@
 """`hitherto key new`: the key once, and the line that lets its bearer in."""
 
 import os
+import pty
 import tempfile
 import threading
 from pathlib import Path
@@ -106,6 +107,31 @@ def test_what_a_link_points_to_is_added_to(tmp_path):
     link.symlink_to(real / "keys")
     assert main(["key", "new", "b", "--file", str(link)]) == 0
     assert link.is_symlink() and len(read(real / "keys")) == 2
+
+
+@pytest.mark.parametrize(
+    "kind, said",
+    [("loop", "Too many levels of symbolic links"), ("pipe", "no regular file"), ("device", "no regular file")],
+)
+def test_what_is_no_regular_file_is_not_added_to(capsys, tmp_path, kind, said):
+    link = tmp_path / "keys"
+    terminal, other = pty.openpty()
+    with open(terminal), open(other):
+        if kind == "pipe":
+            os.mkfifo(tmp_path / "pipe")
+        link.symlink_to({"loop": link, "pipe": tmp_path / "pipe", "device": os.ttyname(other)}[kind])
+        before = {*tmp_path.iterdir()}
+        assert main(["key", "new", "a", "--file", str(link)]) == 2
+    printed = capsys.readouterr()
+    assert f"flag --file: {link} cannot be added to: " in printed.err and said in printed.err and not printed.out
+    assert {*tmp_path.iterdir()} == before and link.is_symlink()
+
+
+def test_what_a_link_points_to_is_made(tmp_path):
+    link = tmp_path / "keys"
+    link.symlink_to(tmp_path / "real")
+    assert main(["key", "new", "a", "--file", str(link)]) == 0
+    assert link.is_symlink() and len(read(tmp_path / "real")) == 1
 
 
 def test_the_file_stays_whose_it_was(tmp_path):

@@ -71,8 +71,14 @@ def check_writable(path: Path | None, flag: str = "--json") -> None:
     """Raises BadOption when a flag names a place that can't be written."""
     if path is None or str(path) == "-":
         return
-    folder = path.resolve().parent
-    if path.is_dir() or not folder.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
+    real = Path(os.path.realpath(path))  # a link only where links form a loop
+    folder = real.parent
+    if (
+        real.is_symlink()
+        or path.is_dir()
+        or not folder.is_dir()
+        or not os.access(path if path.exists() else folder, os.W_OK)
+    ):
         raise BadOption(f"{flag} {path}: can't be written; name a file in a folder that exists")
 
 

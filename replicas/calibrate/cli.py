@@ -5,8 +5,10 @@ import asyncio
 import errno
 import os
 import shlex
+import stat
 import sys
 import tempfile
+from contextlib import suppress
 from dataclasses import replace
 from datetime import date
 from pathlib import Path
@@ -153,23 +155,27 @@ def _show(result: Fit) -> None:
 
 def check_savable(path: Path) -> None:
     """Raises ValueError or OSError where `save` could not write to `path`. Leaves nothing behind."""
-    folder = path.resolve().parent
+    folder = Path(os.path.realpath(path)).parent
     if not folder.is_dir():
         raise ValueError(f"--out {path}: no folder {folder}")
     if path.is_dir():
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+    with suppress(FileNotFoundError):
+        if not stat.S_ISREG(os.stat(path).st_mode):  # `save` would put a file in the place of a device
+            raise OSError(errno.EINVAL, "it is no regular file")
     with tempfile.TemporaryFile(dir=folder):  # by doing it: a file system that is mounted read-only shows no other way
         pass
 
 
 def save(path: Path, text: str) -> None:
     """Whole or not at all. Raises OSError."""
-    descriptor, name = tempfile.mkstemp(dir=path.resolve().parent, prefix=f".{path.name}.")
+    real = Path(os.path.realpath(path))  # a link stays one
+    descriptor, name = tempfile.mkstemp(dir=real.parent, prefix=f".{real.name}.")
     try:
         with open(descriptor, "w") as file:
             file.write(text)
         os.chmod(name, 0o644)
-        os.replace(name, path)
+        os.replace(name, real)
     except OSError:
         os.unlink(name)
         raise

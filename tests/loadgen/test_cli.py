@@ -548,3 +548,9 @@ def test_a_pipe_has_as_many_columns_as_it_needs_and_no_blanks_at_the_ends_of_lin
     assert not [line for line in lines if line.endswith(" ")]
     rows = [line for line in lines if line.startswith(" TTFT mean")]
     assert (len(rows), any(len(row) > 250 for row in rows)) == (tables, wide)
+
+
+def test_a_loop_of_links_is_refused_before_the_load_is_offered(capsys, tmp_path):
+    (loop := tmp_path / "loop").symlink_to(tmp_path / "loop")
+    assert main(["run", "--json", str(loop)]) == 2
+    assert f"--json {loop}: can't be written" in capsys.readouterr().err

@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import os
 import re
 import signal
 import sys
@@ -114,6 +115,27 @@ async def test_what_cannot_be_written_is_refused_before_the_engine_is_asked(tmp_
     code, _, err = await calibrate("http://127.0.0.1:9", "--out", str(path))
     assert code == 2 and err == f"hitherto calibrate: --out {path} cannot be written: {says}\n"
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "kind, says", [("loop", "Too many levels of symbolic links"), ("pipe", "it is no regular file")]
+)
+async def test_neither_a_loop_of_links_nor_a_pipe_is_replaced(tmp_path, kind, says):
+    out = tmp_path / "out"
+    if kind == "loop":
+        out.symlink_to(out)
+    else:
+        os.mkfifo(out)
+    code, _, err = await calibrate("http://127.0.0.1:9", "--out", str(out))
+    assert code == 2 and err == f"hitherto calibrate: --out {out} cannot be written: {says}\n"
+
+
+def test_what_a_link_points_to_is_written(tmp_path):
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "found.yaml")
+    cli.check_savable(link)
+    cli.save(link, "num_blocks: 1024")
+    assert link.is_symlink() and (tmp_path / "found.yaml").read_text() == "num_blocks: 1024"
 
 
 def test_a_profile_that_cannot_be_written_any_more_is_printed(tmp_path, monkeypatch, capsys):

@@ -252,7 +252,9 @@ async def test_pools_are_launched_with_all_that_a_transfer_needs(model, tmp_path
     profile.write_text(shipped + f"executable: {folder()}/bin/vllm\n")
     pools = f"{{prefill: {{profile: {profile}, launch: 1, role: prefill}}, decode: {{profile: {profile}, launch: 1, role: decode}}}}"
     async with gateway(pools=pools, model=model, policy="round_robin", ready=False) as hitherto:
-        await hitherto.until(lambda status: [one["state"] for one in status["replicas"]] == ["ready"] * 2, 180)
+        ready = await hitherto.until(lambda status: [one["state"] for one in status["replicas"]] == ["ready"] * 2, 180)
+        for one in ready["replicas"]:
+            spread(one["pid"])
         await hitherto.ready_for_legs(2)
         for text in prompts(3, 5):
             path, body = asked("chat", text, False)

@@ -22,8 +22,8 @@ class Routes:
     """Never changes: others are made when replicas change, and a request that is prepared in a thread keeps these.
 
     `contexts`: lengths of context that a name's replicas have, from the shortest, those included that take no traffic
-    now: what fits such a replica alone has to wait for it. `several`: whether replicas serve unlike names. `models`:
-    the names of the base models where they are unlike; empty where a request without a name has one model to get."""
+    now: what fits such a replica alone has to wait for it. `models`: the names of the base models where they are
+    unlike; empty where a request without a name has one model to get."""
 
     def __init__(self, spaces: Sequence[ModelSpace], members: Collection[Member]):
         of_spaces = [one for one in members if one.space is not None]
@@ -36,7 +36,6 @@ class Routes:
         _add_away(routes, away)
         of_all = {found: _contexts(found, spaces) for found in {(*found,) for found in routes.values()}}
         self.contexts = {name: of_all[(*found,)] for name, found in routes.items()}
-        self.several = len({frozenset(one.replica.models) for one in taking} | {one.served for one in away}) > 1
         self.models = () if "" in routes else _unlike(of_spaces)
         self._mixed = len(self.contexts[None]) > 1
         self._longest = max((space.context or 0 for space in spaces), default=0) or _UNKNOWN_CONTEXT

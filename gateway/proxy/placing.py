@@ -161,15 +161,6 @@ class Eligibility:
         """The names that it told last, also while it is away."""
         return self._served.get(replica, frozenset())
 
-    @property
-    def awaits_names(self) -> bool:
-        """Whether a model that no replica is known to serve may be one that a replica will tell."""
-        return (
-            bool(self.unlisted())
-            or self._is_expected_back(next(reversed(self._left), ""))
-            or any(map(self._is_untold, self._replicas.values()))
-        )
-
     def is_unknown(self, model: str) -> bool:
         """Replicas are ready and have told their models, and this is none of them."""
         known = model in self.names or not (model and self.names) or self._is_away(model)

@@ -107,18 +107,10 @@ class Preparation:
         request = exchange.request
         if request.method != "POST" or exchange.response is not None:
             self._ready(exchange, None)
-        elif not (self._models_differ or (exchange.tenant is not None and exchange.tenant.models is not None)):
-            self._named(exchange, None)
         elif len(request.body) <= OFFLOAD_BYTES:
             self._named(exchange, self._model_of(exchange))
         else:
             self._in_thread(exchange, self._model_of, self._named)
-
-    @property
-    def _models_differ(self) -> bool:
-        """Whether a model's name decides which replicas a request may get that is passed on without a look at its
-        prompt. Else any will do: all serve the same, and what is wrong with the name is for the engine to say."""
-        return self._models.routes.several or self._eligible.awaits_names
 
     def _model_of(self, exchange: Exchange) -> str | None:
         request = exchange.request
@@ -175,13 +167,13 @@ class Preparation:
     async def _prompt(self, path: str, body: bytes, headers: Mapping[str, str]) -> Prompt:
         def prepare() -> Prompt:
             if path not in PROMPT_PATHS:
-                return unread(path, named_model(headers.get("content-type", ""), body) if reads_model else None)
+                return unread(path, named_model(headers.get("content-type", ""), body))
             prompt = self._models.routes.prepare(path, body, headers, adapters)
             if not (prompt.model or prompt.previous_response) and (error := self._eligible.unnamed_error()) is not None:
                 raise error
             return prompt
 
-        adapters, reads_model = self._eligible.adapters, path not in PROMPT_PATHS and self._models_differ
+        adapters = self._eligible.adapters
         if len(body) <= OFFLOAD_BYTES:
             event_loop.holds, event_loop.until = True, inf
             try:

@@ -272,7 +272,6 @@ async def two_models(**options):
     """The first replica serves "m", the second one "ranker", in a space of its own."""
     async with decisions(1, **options) as (s, d):
         backend_for(s.proxy, 10, ("ranker",)).candidate.space = 3
-        s.proxy.models.routes.several = True
         s.proxy.changed()
         yield s, d
 
@@ -305,7 +304,7 @@ async def test_of_a_model_that_nobody_serves_nothing_is_decided_on_any_path():
         assert failure.code == "model_not_found"
 
 
-async def test_where_all_serve_the_same_its_engine_is_to_say_what_is_wrong_with_the_model():
-    async with decisions(1) as (_, d):
-        made = await d.decide("/v1/rerank", chat(model="nobody"), {"content-type": "application/json"})
-        await d.done(made["id"], b"")
+async def test_of_a_model_that_nobody_serves_nothing_is_decided_where_all_serve_the_same():
+    async with decisions(1) as (s, d):
+        failure = await refused(d.decide("/v1/rerank", chat(model="nobody"), {"content-type": "application/json"}))
+        assert (failure.status, failure.code) == (404, "model_not_found") and s.idle()

@@ -115,7 +115,6 @@ async def test_an_engine_that_stops_and_aborts_what_it_has_is_passed_over(stream
 @pytest.mark.parametrize("padding", [0, 100_000], ids=["at once", "in a thread"])
 async def test_a_bug_in_looking_for_the_model_ends_the_request_with_an_answer(padding, monkeypatch, caplog):
     async with stack(answers()) as s:
-        s.proxy.models.routes.several = True
         monkeypatch.setattr(proxy, "named_model", lambda *_: 1 / 0)
         talk = await s.talk()
         await talk.say(post(b"{}" + b" " * padding, path=b"/v1/rerank"))
@@ -384,7 +383,6 @@ async def test_a_bug_in_preparing_does_not_send_a_request_to_another_models_repl
     async with stack(answers(), answers()) as s:
         other, own = s.proxy.backends.values()
         other.replica.models = {"other": None}
-        s.proxy.models.routes.several = True
         s.proxy.changed()
         monkeypatch.setattr(s.proxy.models.routes, "prepare", fails)
         talk = await s.talk()

@@ -236,7 +236,6 @@ async def test_nothing_is_looked_for_in_what_is_passed_on_for_a_client_that_left
     looked = []
     monkeypatch.setattr(proxy, "named_model", lambda _, body: looked.append(body))
     async with stack(answers(), pipeline=gated) as s:
-        s.proxy.models.routes.several = True
         talks = [await s.talk() for _ in range(OFFLOAD_THREADS + 1)]
         for talk in talks[:-1]:
             await talk.say(post(HUGE))

@@ -29,9 +29,9 @@ ONE_BY_ONE = Rules(engine_wait=0.0)
 USAGE = b'data: {"choices":[],"usage":{"prompt_tokens":9,"completion_tokens":20,"prompt_tokens_details":{"cached_tokens":0}}}\n\n'
 
 
-def overload(slo=Slo(), rules=ONE_BY_ONE, tenant=None):
+def overload(slo=Slo(), rules=ONE_BY_ONE, tenant=None, routes=ROUTES):
     classes = [QosClass(one.name, one.reserved_fraction, one.priority, slo) for one in (PREMIUM, FREE)]
-    return Overload(Classes(classes, [rule._replace(qos=one) for rule, one in zip(ROUTES, classes)]), rules, tenant)
+    return Overload(Classes(classes, [rule._replace(qos=one) for rule, one in zip(routes, classes)]), rules, tenant)
 
 
 def ask(name, *headers, path=b"/v1/chat/completions", model="m"):

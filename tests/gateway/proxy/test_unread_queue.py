@@ -6,11 +6,11 @@ import json
 import pytest
 
 from gateway.proxy.decisions import Decisions
-from policies import Rules, Slo
+from policies import Rule, Rules, Slo
 
 from ..http.talk import eventually
 from .replies import post
-from .test_queue import Engine, ask, queued, send, waiting
+from .test_queue import FREE, PREMIUM, Engine, ask, queued, send, waiting
 
 
 def unread(name, path=b"/invocations"):
@@ -41,6 +41,18 @@ async def test_a_request_whose_prompt_is_not_read_waits_where_all_is_full(path):
             ("admitted", "premium", "turn"): 1,
         }
         assert s.metrics.slo_requests.total() == 2, "of the one that is not read nobody sees when it begins"
+
+
+async def test_the_class_of_a_request_whose_prompt_is_not_read_goes_by_its_model_too():
+    """Also where one model is all that is served."""
+    engine = Engine()
+    async with queued(engine, routes=(Rule(PREMIUM, model="m"), Rule(FREE))) as (s, _):
+        talk = await s.talk()
+        await talk.say(unread("a"))
+        await eventually(lambda: engine.seen == ["a"])
+        engine.answer("a")
+        assert (await talk.response())[0] == 200
+        assert s.metrics.admission.values == {("admitted", "premium", "room"): 1}
 
 
 async def test_what_computes_no_prompt_does_not_wait():

@@ -53,6 +53,8 @@ class Eligibility:
         self.adapters: frozenset[str] = frozenset()
         self._served: dict[str, frozenset[str]] = {}  # by replica: the names it told last, also while it is away
         self._left: dict[str, float] = {}  # names of which pods went, and when, the latest last
+        # Those of them that no replica has served since: whoever removes the last one by hand knows that it is gone
+        self.not_back: frozenset[str] = frozenset()
         self._ready: dict[str | None, Targets] = {}
         self._with_room: dict[tuple[str | None, int], Targets] = {}  # of models whose replicas differ in context
         self.roles = Roles()
@@ -80,6 +82,7 @@ class Eligibility:
         taking = [one.replica for state in reversed(TAKES_TRAFFIC) for one in known if one.replica.state is state]
         self.names = {name: parent for one in taking for name, parent in one.models.items()}
         self.adapters = frozenset(name for name, parent in self.names.items() if parent)
+        self.not_back -= self.names.keys()
         told = {id: frozenset(backend.replica.models) for id, backend in self.backends.items()}
         before = {id: names for id, names in self._served.items() if id in self._replicas}
         self._served = before | {id: names or self._served.get(id, names) for id, names in told.items()}
@@ -90,12 +93,16 @@ class Eligibility:
         names = {name for one in replicas for name in (*self._told(one), one.required_model) if name}
         left = [*((name, at) for name, at in self._left.items() if name not in names), *((name, now) for name in names)]
         self._left = dict(left[-MOST_LEFT:])
+        self.not_back = (self.not_back | names) & self._left.keys()
 
     def names_waited_for(self) -> dict[str, Any]:
-        """What a worker in another one's place goes on with: by replica the names that it served last, and `gone`."""
+        """What a worker in another one's place goes on with: by replica the names that it served last, and what
+        `wait_for_gone` takes."""
+        now = monotonic()
         return {
             "served": {id: sorted(names) for id, names in self._served.items() if names},
-            "gone": self.gone(),
+            "gone": self.gone() | {name: now - self._left[name] for name in self.not_back},
+            "not_back": sorted(self.not_back),
         }
 
     def gone(self) -> dict[str, float]:
@@ -103,10 +110,11 @@ class Eligibility:
         now = monotonic()
         return {name: now - at for name, at in self._left.items() if now - at < EXPECTED_SECONDS}
 
-    def wait_for_gone(self, gone: Mapping[str, float]) -> None:
+    def wait_for_gone(self, gone: Mapping[str, float], not_back: Iterable[str]) -> None:
         """Wait for pods that went before this process began, as `names_waited_for` tells."""
         now = monotonic()
         self._left = {name: now - seconds for name, seconds in gone.items()} | self._left
+        self.not_back |= {*not_back} & self._left.keys()
 
     def served_before(self, replica: str, names: Iterable[str]) -> None:
         """A replica served these names before this process began."""

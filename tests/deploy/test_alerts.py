@@ -75,9 +75,12 @@ SCENES: dict[str, tuple[dict[str, str], list[int], list[int]]] = {
     "HithertoSloBurnFast": (slo("0+60x60 3600+30x30 4500+60x60", "0x60 0+30x30 900x60"), [86], [60, 75, 100]),
     "HithertoSloBurnSlow": (slo("0+60x60 3600+30x60 5400+60x60", "0x60 0+30x60 1800x60"), [105], [60, 165]),
     "HithertoNoReplica": (
-        state("ready", "1x5 0x10 1x20") | state("degraded", "0x40") | state("failed", "0x5 1x10 0x20"),
-        [8],
-        [4, 20],
+        state("ready", "1x5 0x10 1x14 stale")
+        | state("degraded", "0x30 stale")
+        | state("failed", "0x5 1x10 0x14 stale")
+        | {f"hitherto_uptime_seconds{{{GATEWAY}}}": "0+60x50"},
+        [8, 40],
+        [4, 20, 28],
     ),
     "HithertoModelAway": (
         {
@@ -93,6 +96,7 @@ SCENES: dict[str, tuple[dict[str, str], list[int], list[int]]] = {
         [90, 100],
         [4, 10, 70, 82, 115],
     ),
+    "HithertoModelGone": ({f'hitherto_model_gone{{{GATEWAY}, model="m"}}': "_x5 1x20 stale"}, [16, 24], [4, 14, 27]),
     "HithertoReplicaDown": (state("failed", "0x5 1x10 0x20"), [9], [4, 20]),
     "HithertoReplicaDegraded": (state("degraded", "0x5 1x10 0x20"), [9], [4, 20]),
     "HithertoReplicaStopped": (state("stopped", "0x5 1x20 0x5 1x40 0x20"), [65], [4, 25, 34, 60, 75]),

@@ -255,5 +255,6 @@ async def test_every_query_returns_data_of_gateways_under_load(tmp_path, start_e
 
 ABSENT_UNTIL_IT_HAPPENS = (
     "hitherto_background_failures_total",
-    "hitherto_events_state",
-)  # the state that it has is live
+    "hitherto_events_state",  # the state that it has is live
+    "hitherto_model_gone",
+)

@@ -135,6 +135,7 @@ async def test_a_model_whose_only_pod_is_made_again_is_not_refused_for_good(clus
         await cluster.delete("p")
         await gateway.until(lambda status: len(status["replicas"]) == 1 == len(status["spaces"]))
         for model in ("llama", "red"):
+            assert await gateway.counted("hitherto_model_gone", model=model) == 1
             answer = await gateway.chat([{"role": "user", "content": TEXT}], model=model)
             assert answer.status_code == 503 and answer.headers["retry-after"], answer.text
             assert "a pod of it went " in answer.json()["error"]["message"]
@@ -148,6 +149,7 @@ async def test_a_model_whose_only_pod_is_made_again_is_not_refused_for_good(clus
         await cluster.create("p", "127.0.0.1", APP)
         await gateway.ready(2)
         assert (await gateway.chat([{"role": "user", "content": TEXT}], model="red")).status_code == 200
+        assert "hitherto_model_gone{" not in (await gateway.admin.get("/metrics")).text
     llama.stop()
 
 

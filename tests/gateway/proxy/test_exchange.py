@@ -150,6 +150,26 @@ async def test_a_pod_that_went_is_waited_for_though_an_operator_removed_another_
         assert {status for status, *_ in await refusals(s, b"away")} == {503}
 
 
+async def test_a_model_is_missed_from_when_its_last_pod_goes_until_a_replica_serves_it(monkeypatch):
+    monkeypatch.setattr(placing, "EXPECTED_SECONDS", 0.0)
+    async with stack(answers(), answers(), answers()) as s:
+        eligible, (_, first, last) = s.proxy.eligible, (one.replica for one in s.proxy.backends.values())
+        first.models = last.models = {"away": None}
+        s.proxy.changed()
+        eligible.expect_back([first])
+        s.proxy.remove(first.id)
+        assert not eligible.not_back, "another replica serves it"
+        eligible.expect_back([last])
+        last.state = State.DRAINING
+        s.proxy.changed()
+        assert eligible.not_back == {"away"} == {*eligible.names_waited_for()["gone"]}
+        last.state = State.READY  # one at its address
+        s.proxy.changed()
+        assert not eligible.not_back
+        s.proxy.remove(last.id)
+        assert not eligible.not_back, "an operator removed it"
+
+
 async def test_another_process_waits_for_the_models_that_this_one_waits_for(monkeypatch):
     async with stack(answers(), answers(), answers()) as s:
         _, gone, drained = (one.replica for one in s.proxy.backends.values())
@@ -162,7 +182,8 @@ async def test_another_process_waits_for_the_models_that_this_one_waits_for(monk
     replicas = {drained.id: away(drained.port, State.STOPPED)}
     async with stack(answers(), replicas=replicas) as s:
         eligible = s.proxy.eligible
-        eligible.wait_for_gone(told["gone"])
+        eligible.wait_for_gone(told["gone"], told["not_back"])
+        assert eligible.not_back == {"gone"}
         eligible.served_before(drained.id, told["served"][drained.id])
         s.proxy.changed()
         for model, waited_for in ((b"gone", r"a pod of it went \d+ s ago"), (b"drained", f"{drained.id} is stopped")):
@@ -173,7 +194,7 @@ async def test_another_process_waits_for_the_models_that_this_one_waits_for(monk
         monkeypatch.setattr(placing, "EXPECTED_SECONDS", 0.0)
         for model in (b"gone", b"drained"):
             assert {status for status, *_ in await refusals(s, model)} == {404}
-        assert eligible.names_waited_for()["gone"] == {}
+        assert eligible.gone() == {}
 
 
 async def test_of_pods_that_went_the_latest_names_are_kept(monkeypatch):

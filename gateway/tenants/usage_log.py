@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import queue
+import stat
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -47,7 +48,7 @@ class UsageLog:
         self._put = self._written = 0  # bytes; each has one writer
         self._lost = 0  # lines that the disk did not take
         self._told = 0
-        self._torn = False  # the file ends within a line
+        self._torn = False  # the file ends within a line that could not be taken back
         self._logged_at, self._logged = float("-inf"), 0
         self._thread = threading.Thread(target=self._write, name="usage log", daemon=True)
         self._thread.start()
@@ -79,18 +80,34 @@ class UsageLog:
             self._written += len(data)
             if not data:  # it is closed
                 continue
+            rest = data
             try:
                 file = self._follow()
                 if self._torn:  # not even this line, were it to go on where another was broken off
                     os.write(file, b"\n")
                     self._torn = False
-                while data:
-                    written = os.write(file, data)
-                    self._torn, data = data[written - 1 : written] != b"\n", data[written:]
+                while rest:
+                    rest = rest[os.write(file, rest) :]
             except OSError as error:
-                self._lose(data.count(b"\n"), error)
+                written = len(data) - len(rest)
+                if torn := written - (data.rfind(b"\n", 0, written) + 1):
+                    self._torn = not self._take_back(torn)
+                self._lose(rest.count(b"\n"), error)
         if self._file is not None:
             os.close(self._file)
+
+    def _take_back(self, count: int) -> bool:
+        """Cut off the last `count` bytes that were written, and return whether that could be done: not where another
+        worker has written after them, nor in a pipe or a file that may only be appended to."""
+        assert self._file is not None
+        found = os.fstat(self._file)
+        try:
+            if not stat.S_ISREG(found.st_mode) or found.st_size != (end := os.lseek(self._file, 0, os.SEEK_CUR)):
+                return False
+            os.ftruncate(self._file, end - count)
+        except OSError:
+            return False
+        return True
 
     def _lose(self, lines: int, error: OSError) -> None:
         """A full disk stays full for long: its log is not filled with a line for each request as well."""

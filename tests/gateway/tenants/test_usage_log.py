@@ -1,6 +1,7 @@
 """The usage log: a line for each request, whatever became of it, in a file that may be rotated."""
 
 import asyncio
+import errno
 import hashlib
 import json
 import os
@@ -189,18 +190,27 @@ async def test_a_disk_that_takes_no_more_loses_lines_which_are_counted_and_no_re
     log.close()
 
 
-async def test_a_line_that_a_full_disk_broke_off_takes_no_other_with_it(file, keys):
-    """The disk is full within a line; the next one, once there is space again, stands by itself."""
+def _refuse_to_truncate(file, length):
+    raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+
+@pytest.mark.parametrize("append_only", [False, True])
+async def test_a_line_that_a_full_disk_broke_off_is_taken_back(file, keys, append_only, monkeypatch):
+    """The disk is full within a line; the next one, once there is space again, stands by itself, also where the first
+    could not be taken back (`chattr +a`)."""
     size, limits = 2**30, resource.getrlimit(resource.RLIMIT_FSIZE)
     file.touch()
     os.truncate(file, size)  # sparse, so that the limit is below no other file of this process
     log, dropped = None, []
+    if append_only:
+        monkeypatch.setattr(os, "ftruncate", _refuse_to_truncate)
     try:
         log = UsageLog(file, dropped.append)
         async with stack(answers(ANSWER), keys=keys, usage_log=log) as s:
             resource.setrlimit(resource.RLIMIT_FSIZE, (size + 50, limits[1]))
             await ask(s)
-            await eventually(lambda: file.stat().st_size == size + 50 and log._lost == 1)
+            await eventually(lambda: log._lost == 1)
+            assert file.stat().st_size == size + 50 * append_only
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
             await ask(s, extra=b"Authorization: Bearer a\r\nx-request-id: next\r\n")
             await ask(s, extra=b"Authorization: Bearer a\r\nx-request-id: last\r\n")
@@ -209,8 +219,9 @@ async def test_a_line_that_a_full_disk_broke_off_takes_no_other_with_it(file, ke
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     with open(file, "rb") as written:
         written.seek(size)
-        broken, *whole = written.read().splitlines()
-    assert len(broken) == 50 and [json.loads(line)["id"] for line in whole] == ["next", "last"]
+        whole = written.read().splitlines()
+    assert not append_only or len(whole.pop(0)) == 50
+    assert [json.loads(line)["id"] for line in whole] == ["next", "last"]
     assert sum(dropped) == 1
 
 

@@ -24,6 +24,7 @@ from replicas.simulated.model import sim_model_dir
 from ..gateway.conftest import Engine
 from ..gateway.running import running
 from ..redis_server import free_port
+from ..replicas.cluster import Cluster
 from .load import Load
 from .prometheus import Prometheus, faster, prometheus
 
@@ -166,6 +167,28 @@ async def test_a_model_whose_only_engine_goes(tmp_path, engines):
                 engines.kill(1)
                 await fires()
                 engines.again(1, *other)
+
+
+async def test_a_model_whose_only_pod_goes(tmp_path, engines):
+    """And stays away for longer than a pod takes to be replaced."""
+    cluster = Cluster()
+    engines.kill(1)
+    engines.again(1, "--served-model-name", "other")
+    await cluster.start()
+    where = {"selector": "app=vllm", "namespace": "inference", "api": f"http://127.0.0.1:{cluster.port}"}
+    discover = json.dumps(where | {"url": engines.urls[0].replace("127.0.0.1", "{ip}")})
+    try:
+        await cluster.create("p", "127.0.0.1", {"app": "vllm"})
+        async with running("--discover", discover, "--replica-url", engines.urls[1]) as gateway:
+            await gateway.ready(2)
+            async with watched(tmp_path, gateway) as scene:
+                await scene.calm()
+                async with scene.during("HithertoModelGone") as fires:
+                    await cluster.delete("p")
+                    await fires()
+                    await cluster.create("again", "127.0.0.1", {"app": "vllm"})
+    finally:
+        await cluster.stop()
 
 
 async def test_events_that_are_lost(tmp_path, engines):

@@ -111,6 +111,7 @@ class WorkersAdmin(Side):
         # By engine: all workers hear of its changes in one order. An entry lasts as long as a change holds its lock or
         # waits for it.
         self._changing: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        self._went: set[str] = set()  # of the engines that are being changed, those whose pods went meanwhile
 
     async def metrics(self, request: web.Request) -> web.Response:
         found = await self._query("/metrics")
@@ -200,6 +201,7 @@ class WorkersAdmin(Side):
             async with workers.beginning:
                 if not workers.told:
                     raise nobody()
+                self._went.discard(engine)
                 before = self._known(engine)
                 after = alter(before)
                 kept = await self._keep(engine, after.url) if (before.url is None) != (after.url is None) else None
@@ -209,7 +211,7 @@ class WorkersAdmin(Side):
             if answers and all(one.status < 300 for one in answers.values()):
                 await follow()
             else:
-                if self._known(engine) != after:  # its pod went meanwhile
+                if engine in self._went:
                     before = Known(before.url, frozenset(), False)
                 await self._take_back(
                     engine, before, kept, {member for member, one in answers.items() if one.status >= 300}
@@ -306,6 +308,8 @@ class WorkersAdmin(Side):
     def pod_gone(self, engine: str) -> None:
         """A worker saw it go: what operators asked of it does not hold for the next pod at that address."""
         self._set(engine, Known(self.workers.urls.get(engine), frozenset(), False))
+        if engine in self._changing:
+            self._went.add(engine)
 
     # --- workers
 

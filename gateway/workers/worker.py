@@ -119,7 +119,7 @@ class Worker:
         self._drained = set(begin["drained"])
         if names := begin["names"]:
             self._served = names["served"]
-            gateway.proxy.eligible.wait_for_gone(names["gone"], names["not_back"])
+            gateway.proxy.eligible.wait_for_gone(names["gone"], names["unserved"])
         if gateway.discovery is not None:
             gateway.discovery.resume(begin["left_out"], begin["asked_of"])
             gateway.discovery.found = lambda engine: self._pod_changed(engine, True)
@@ -210,7 +210,7 @@ def _is_of(id: str, engine: str) -> bool:
 
 
 def say(end: socket.socket, message: dict[str, Any]) -> bool:
-    """Whether it was sent. Nobody waits for a supervisor that does not read."""
+    """Whether it was sent. Nobody waits for a supervisor that does not read, unless it took the beginning."""
     line = orjson.dumps(message) + b"\n"
     try:
         sent = end.send(line, socket.MSG_DONTWAIT)

@@ -86,8 +86,8 @@ class ScriptedSupervisor:
 
 
 @asynccontextmanager
-async def admin_of(supervisor):
-    side = WorkersAdmin(supervisor, Guard(("127.0.0.1",), None))
+async def admin_of(supervisor, side=None):
+    side = side or WorkersAdmin(supervisor, Guard(("127.0.0.1",), None))
     port = await side.start("127.0.0.1", 0)
     try:
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:
@@ -101,6 +101,7 @@ CHANGES = {
     "drain": lambda client: client.post(f"/replicas/{ENGINE}/drain", json={}),
     "remove": lambda client: client.delete(f"/replicas/{ENGINE}"),
 }
+BRING_BACK = {"bring back": lambda client: client.post("/replicas", json={"url": URL})}
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -136,7 +137,7 @@ async def test_what_was_asked_of_a_pod_is_known_at_once_and_until_it_is_gone():
     worker = ScriptedWorker(0, [URL])
     supervisor = ScriptedSupervisor([worker])
     side = WorkersAdmin(supervisor, Guard(("127.0.0.1",), None))
-    async with admin_of(supervisor) as client:
+    async with admin_of(supervisor, side) as client:
         assert (await client.post(f"/replicas/{ENGINE}-dp1/drain", json={})).status_code == 404
         assert (await CHANGES["drain"](client)).status_code == 200
         assert (supervisor.drained, side.pods_asked_of) == ({ENGINE}, {ENGINE})
@@ -154,27 +155,29 @@ async def test_what_was_asked_of_a_pod_is_known_at_once_and_until_it_is_gone():
     assert (supervisor.left_out, supervisor.drained) == (set(), {"10.0.0.8:8000"})
 
 
-@pytest.mark.parametrize("change", ["drain", "remove"])
+@pytest.mark.parametrize("change", ["drain", "remove", "bring back"])
 @pytest.mark.parametrize("goes", [False, True])
 async def test_a_change_of_a_pod_that_one_worker_has_not_found_yet_is_made_nowhere(change, goes):
     """A drain of it, refused by that worker, was undone as a removal in the others. One that goes meanwhile has
     nothing left for the next pod at its address."""
     first, second = members = [ScriptedWorker(0, [URL]), ScriptedWorker(1)]
-    first.pods = {ENGINE}
+    first.pods, second.refuses = {ENGINE}, 404
     supervisor = ScriptedSupervisor(members)
-    supervisor.drained = {ENGINE} if goes else set()
+    left_out = {ENGINE} if change == "bring back" else set()
+    supervisor.left_out = left_out.copy()
+    supervisor.drained = {ENGINE} if goes and not left_out else set()
     first.may_answer.clear()
     side = WorkersAdmin(supervisor, Guard(("127.0.0.1",), None))
-    async with admin_of(supervisor) as client:
-        changing = asyncio.create_task(CHANGES[change](client))
+    async with admin_of(supervisor, side) as client:
+        changing = asyncio.create_task((CHANGES | BRING_BACK)[change](client))
         await first.asked.wait()
         if goes:
             first.pods.clear()
             side.pod_gone(ENGINE)
         first.may_answer.set()
         assert (await changing).status_code == 404
-    assert first.replicas == ({} if goes else {ENGINE: "ready"})
-    assert (supervisor.left_out, supervisor.drained) == (set(), set())
+    assert first.replicas == ({} if goes or left_out else {ENGINE: "ready"})
+    assert (supervisor.left_out, supervisor.drained) == (set() if goes else left_out, set())
 
 
 @pytest.mark.parametrize("before", ["drain", "remove", "nothing"])
@@ -196,7 +199,7 @@ async def test_a_pod_that_is_brought_back_is_no_engine_that_was_given_by_url(tmp
 async def test_what_operators_ask_of_an_engine_that_was_given_by_url_does_not_go_with_a_pod():
     supervisor = ScriptedSupervisor([ScriptedWorker(0, [URL])], None, [URL])
     side = WorkersAdmin(supervisor, Guard(("127.0.0.1",), None))
-    async with admin_of(supervisor) as client:
+    async with admin_of(supervisor, side) as client:
         assert (await CHANGES["drain"](client)).status_code == 200
         assert (supervisor.drained, side.pods_asked_of) == ({ENGINE}, set())
         assert (await CHANGES["remove"](client)).status_code == 200

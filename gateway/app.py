@@ -139,7 +139,7 @@ class Gateway:
             known.size_of = self.models.prompt_bytes
         self.view.shared = self.shared
         self.view.models, self.view.served_by = self.models, self.proxy.eligible.served_by
-        self.view.gone, self.view.not_back = self.proxy.eligible.gone, lambda: self.proxy.eligible.not_back
+        self.view.gone, self.view.missing = self.proxy.eligible.gone, self.proxy.eligible.missing
         self.view.background = self.background
         self.view.keys, self.view.metering = self.keys, self.metering
         self.view.certificate, self.view.control = self.certificate, self.proxy.control

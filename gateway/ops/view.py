@@ -70,7 +70,7 @@ class View:
             frozenset()
         )  # names that it told last, if it is away
         self.gone: Callable[[], Mapping[str, float]] = dict  # names whose pods went, seconds ago, and are expected back
-        self.not_back: Callable[[], Iterable[str]] = tuple  # names that nobody has served since their last pod went
+        self.missing: Callable[[], Iterable[str]] = tuple  # names that nobody has served since their last pod went
         self.shared_ledger: Any = None  # SharedLedger, with Redis
         self.background: Any = None  # Background, whose failures are shown
         self.keys: Keys | None = None  # with --api-keys
@@ -191,7 +191,7 @@ class View:
             "replica_state": {
                 (id, str(state)): float(self.replicas[id].state is state) for id in ids for state in State
             },
-            "model_gone": dict.fromkeys(self.not_back(), 1.0),
+            "model_gone": dict.fromkeys(self.missing(), 1.0),
             "replica_models": {(id, name): 1.0 for id in ids for name in self.replicas[id].models},
             "event_lag_seconds": {
                 id: lag for id in ids if (lag := getattr(self.intakes.get(id), "lag_seconds", None)) is not None

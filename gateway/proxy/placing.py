@@ -53,8 +53,7 @@ class Eligibility:
         self.adapters: frozenset[str] = frozenset()
         self._served: dict[str, frozenset[str]] = {}  # by replica: the names it told last, also while it is away
         self._left: dict[str, float] = {}  # names of which pods went, and when, the latest last
-        # Those of them that no replica has served since: whoever removes the last one by hand knows that it is gone
-        self.not_back: frozenset[str] = frozenset()
+        self._unserved: set[str] = set()  # of these, those that no replica has served since
         self._ready: dict[str | None, Targets] = {}
         self._with_room: dict[tuple[str | None, int], Targets] = {}  # of models whose replicas differ in context
         self.roles = Roles()
@@ -82,7 +81,7 @@ class Eligibility:
         taking = [one.replica for state in reversed(TAKES_TRAFFIC) for one in known if one.replica.state is state]
         self.names = {name: parent for one in taking for name, parent in one.models.items()}
         self.adapters = frozenset(name for name, parent in self.names.items() if parent)
-        self.not_back -= self.names.keys()
+        self._unserved.difference_update(self.names)
         told = {id: frozenset(backend.replica.models) for id, backend in self.backends.items()}
         before = {id: names for id, names in self._served.items() if id in self._replicas}
         self._served = before | {id: names or self._served.get(id, names) for id, names in told.items()}
@@ -93,28 +92,36 @@ class Eligibility:
         names = {name for one in replicas for name in (*self._told(one), one.required_model) if name}
         left = [*((name, at) for name, at in self._left.items() if name not in names), *((name, now) for name in names)]
         self._left = dict(left[-MOST_LEFT:])
-        self.not_back = (self.not_back | names) & self._left.keys()
+        self._unserved = (self._unserved | names) & {*self._left}
 
     def names_waited_for(self) -> dict[str, Any]:
         """What a worker in another one's place goes on with: by replica the names that it served last, and what
         `wait_for_gone` takes."""
-        now = monotonic()
         return {
             "served": {id: sorted(names) for id, names in self._served.items() if names},
-            "gone": self.gone() | {name: now - self._left[name] for name in self.not_back},
-            "not_back": sorted(self.not_back),
+            "gone": self._gone(self._unserved),
+            "unserved": sorted(self._unserved),
         }
 
     def gone(self) -> dict[str, float]:
         """The names whose pods are expected back, and for how many seconds they have been gone, the longest first."""
-        now = monotonic()
-        return {name: now - at for name, at in self._left.items() if now - at < EXPECTED_SECONDS}
+        return self._gone(())
 
-    def wait_for_gone(self, gone: Mapping[str, float], not_back: Iterable[str]) -> None:
+    def _gone(self, unserved: Collection[str]) -> dict[str, float]:
+        """These are in it however long that is."""
+        now = monotonic()
+        return {name: now - at for name, at in self._left.items() if now - at < EXPECTED_SECONDS or name in unserved}
+
+    def missing(self) -> list[str]:
+        """The names whose last replica went with its pod, and that none has served since. Not those of a replica that
+        is only away, and none that an operator removed: who did that knows."""
+        return sorted(name for name in self._unserved if name not in self.names and not self._has_served(name))
+
+    def wait_for_gone(self, gone: Mapping[str, float], unserved: Iterable[str]) -> None:
         """Wait for pods that went before this process began, as `names_waited_for` tells."""
         now = monotonic()
         self._left = {name: now - seconds for name, seconds in gone.items()} | self._left
-        self.not_back |= {*not_back} & self._left.keys()
+        self._unserved.update(name for name in unserved if name in self._left)
 
     def served_before(self, replica: str, names: Iterable[str]) -> None:
         """A replica served these names before this process began."""
@@ -178,10 +185,14 @@ class Eligibility:
         """Whether a replica that is not ready served it before, or has to serve it, or a pod of it went lately. A drain
         is a step of an upgrade where the replica has served; where it never has, nobody waits for it."""
         return (
-            any(model in names for id, names in self._served.items() if id in self.backends or id in self._replicas)
+            self._has_served(model)
             or any(one.required_model == model and one.state not in TAKEN_OUT for one in self._replicas.values())
             or self._is_expected_back(model)
         )
+
+    def _has_served(self, model: str) -> bool:
+        """Whether a replica that is known told this name last."""
+        return any(model in names for id, names in self._served.items() if id in self.backends or id in self._replicas)
 
     def _taking(self, model: str | None, tried: tuple[Backend, ...] = ()) -> list[Backend]:
         """Whole requests. A replica of a slow pool, or one that is for prompts, takes them only if nobody else can."""

@@ -62,11 +62,12 @@ def regular(path: str, flags: int) -> int:
 
 
 def read(path: Path) -> bytes:
-    """What is in a file, or comes through a pipe. A pipe that nobody writes to is not waited for: OSError."""
+    """What is in a file, or comes through a pipe. A pipe through which nothing comes is not waited for, nor taken for
+    an empty file, as the command behind it may have failed: OSError."""
     with open(path, "rb", buffering=0, opener=unblocked) as file:
         begun = file.read(1)  # None: somebody has the other end, and has not written yet
         if begun == b"" and stat.S_ISFIFO(os.fstat(file.fileno()).st_mode):
-            raise OSError(errno.EPIPE, "it is a pipe that nobody writes to")
+            raise OSError(errno.EPIPE, "it is a pipe through which nothing comes")
         os.set_blocking(file.fileno(), True)
         return (begun or b"") + file.readall()
 
@@ -84,9 +85,13 @@ def open_to_append(path: Path, more_flags: int = 0) -> int:
 
 
 def check_appendable(path: Path) -> None:
-    """Raises OSError where nothing could be appended to the file at `path`; does not create it."""
+    """Raises OSError where nothing could be appended to the file at `path`; does not create it. A pipe is not opened:
+    its reader would take it to have ended once it is closed."""
     try:
-        os.close(open_to_append(path))
+        if not path.is_fifo():
+            os.close(open_to_append(path))
+        elif not os.access(path, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
     except FileNotFoundError:
         folder = path.resolve().parent
         if not folder.is_dir():

@@ -98,10 +98,11 @@ class UsageLog:
 
     def _take_back(self, count: int) -> bool:
         """Cut off the last `count` bytes that were written, and return whether that could be done: not where another
-        worker has written after them, nor in a pipe or a file that may only be appended to."""
+        worker has written after them, nor in a pipe or a file that may only be appended to. What another worker gets
+        onto the full disk between the look and the cut is lost with them, and not counted."""
         assert self._file is not None
-        found = os.fstat(self._file)
         try:
+            found = os.fstat(self._file)
             if not stat.S_ISREG(found.st_mode) or found.st_size != (end := os.lseek(self._file, 0, os.SEEK_CUR)):
                 return False
             os.ftruncate(self._file, end - count)

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+from pathlib import Path
 
 import pytest
 import yaml
@@ -190,7 +191,7 @@ def test_file_that_is_not_there_or_not_text(empty_folder):
     (empty_folder / "bad.yaml").write_bytes(b"\xff\xfe\x00")
     assert "it is not UTF-8 text" in wrong(file="bad.yaml")
     os.mkfifo(empty_folder / "pipe")
-    assert "pipe: cannot read the configuration: it is a pipe that nobody writes to" in wrong(file="pipe")
+    assert "pipe: cannot read the configuration: it is a pipe through which nothing comes" in wrong(file="pipe")
 
 
 @pytest.mark.parametrize(
@@ -203,7 +204,6 @@ def test_file_that_is_not_there_or_not_text(empty_folder):
         "tls_cert",
         "tls_key",
         "tls_client_ca",
-        "usage_log",
         "api_keys",
         "chat_template",
     ],
@@ -216,6 +216,11 @@ def test_a_named_pipe_is_refused_and_not_waited_for(empty_folder, setting):
     said = wrong(flags={**given, setting: "@pipe" if secret else "pipe"})
     assert said.startswith(f"flag --{setting.replace('_', '-')}: ")
     assert re.search(r"it is a pipe|it is no regular file|there is no file pipe", said)
+
+
+def test_the_usage_log_may_be_a_pipe(empty_folder):
+    os.mkfifo(empty_folder / "pipe")
+    assert load({"usage_log": "pipe"}, environ={}).settings.usage_log == Path("pipe")
 
 
 def test_empty_file_is_fine(empty_folder):

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import select
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -53,17 +54,28 @@ def test_a_pipe_that_somebody_writes_to_is_read_to_its_end(pipe, size):
     os.close(kept)
 
 
-def test_a_pipe_that_nobody_writes_to_is_not_waited_for(pipe):
-    with pytest.raises(OSError, match="it is a pipe that nobody writes to"):
+def test_a_pipe_through_which_nothing_comes_is_not_waited_for(pipe):
+    with pytest.raises(OSError, match="it is a pipe through which nothing comes"):
         files.read(pipe)
 
 
 def test_a_pipe_is_written_to_while_somebody_reads_it_and_not_waited_for(pipe):
     with pytest.raises(OSError, match="it is a pipe that nobody reads"):
-        files.check_appendable(pipe)
+        files.open_to_append(pipe)
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
-    files.check_appendable(pipe)
     written = files.open_to_append(pipe)
     assert os.get_blocking(written), "a reader that is slow loses nothing"
     os.close(written)
+    os.close(reader)
+
+
+def test_that_a_pipe_can_be_written_to_is_found_without_its_readers_end(pipe):
+    """As soon as somebody had opened and closed it, `cat` would end."""
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    with select.epoll() as ends:
+        ends.register(reader, select.EPOLLHUP)
+        files.check_appendable(pipe)
+        assert not ends.poll(0)
+        os.close(files.open_to_append(pipe))
+        assert ends.poll(0) == [(reader, select.EPOLLHUP)]
     os.close(reader)

@@ -81,7 +81,9 @@ async def other_server(settings: Settings, session: aiohttp.ClientSession) -> st
             return f"{kind} answers there with {response.status} to /status{name and f' ({name[:60]})'}"
     except aiohttp.ClientConnectorError:
         return ""
-    except (aiohttp.ClientError, TimeoutError):
+    except TimeoutError:
+        return "what is there does not answer"
+    except aiohttp.ClientError:
         return "what is there is no gateway: it does not speak HTTP"
 
 

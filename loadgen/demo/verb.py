@@ -75,11 +75,12 @@ def plan(path: Path | None, scene: Scene = SIMULATED) -> Plan:
     length = scene.text_chars
     try:
         if path is not None:  # a short file is cut into shorter texts, so that there are still several
-            refuse_pipe(path)
+            try:
+                refuse_pipe(path)
+            except OSError as error:
+                raise BadWorkload(f"{path}: {error.strerror}; name a UTF-8 text") from None
             length = min(length, max(LEAST_CHARS, len(read_text(path)) // scene.texts))
         texts = documents(path, scene.texts, length)
-    except OSError as error:
-        raise BadWorkload(f"--file {path}: {error.strerror}; name a UTF-8 text") from None
     except BadWorkload as error:
         raise BadWorkload(f"--file {error}" if path is not None else str(error)) from None
     tokens = sum(len(document.text) for document in texts) / scene.chars_per_token

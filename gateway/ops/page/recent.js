@@ -28,7 +28,7 @@ function tiles(s, recent) {
   // What waits now is from /status: a point of the curves is the most that waited in its 15 s.
   const waiting = s.replicas.reduce((sum, r) => sum + (r.waiting || 0), 0);
   const queued = (s.admission || []).reduce((sum, one) => sum + one.waiting, 0);
-  const peak = Math.max(...c.queued.map((n, at) => n + c.waiting[at]));
+  const peak = Math.max(queued + waiting, ...c.queued.map((n, at) => n + c.waiting[at]));
   const failed = share(w.errors, w.requests);
   fill($("tiles"),
     tile("TTFT", "", window, ttft, ttftUnit, [key("", "median"), key("second", `p99 ${time(w.ttft_p99)}`)], c.ttft_p50, c.ttft_p99),

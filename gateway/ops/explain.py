@@ -257,8 +257,8 @@ def _prepared(
     from gateway.prompt.api.named import named_model
     from gateway.prompt.pipeline import Pipeline
     from gateway.prompt.prompt import PROMPT_PATHS, unread
+    from gateway.proxy.known_models import unknown_model_error
     from gateway.proxy.paths import AllowedPaths, refusal
-    from gateway.proxy.placing import unknown_model_error
 
     if path not in AllowedPaths(settings.allow_path):
         raise ApiError(404, refusal(path, False), code="path_not_allowed")

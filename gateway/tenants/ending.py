@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from ..errors import ApiError
 from ..prompt.prompt import NO_PREFILL
 from ..proxy.exchange import output_tokens
-from ..proxy.placing import MODEL_NOT_KNOWN
+from ..proxy.known_models import MODEL_NOT_KNOWN
 from ..proxy.queue import SLO_HEADER
 from ..proxy.states import BROKEN_OFF
 from .metering import Metering

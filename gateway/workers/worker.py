@@ -84,7 +84,7 @@ class WorkerAdmin(Admin):
 
     async def names(self, request: web.Request) -> web.Response:
         """Names that are waited for, for a worker that takes another's place: it has not seen who served them."""
-        return answer(self.gateway.proxy.eligible.names_waited_for())
+        return answer(self.gateway.proxy.eligible.known.handed_on())
 
     async def take_back(self, request: web.Request) -> web.Response:
         """Make an engine what it was before a change that a sibling refused: the body is an `admin.Known`."""
@@ -119,7 +119,7 @@ class Worker:
         self._drained = set(begin["drained"])
         if names := begin["names"]:
             self._served = names["served"]
-            gateway.proxy.eligible.wait_for_gone(names["gone"], names["unserved"])
+            gateway.proxy.eligible.known.wait_for_gone(names["gone"], names["unserved"])
         if gateway.discovery is not None:
             gateway.discovery.resume(begin["left_out"], begin["asked_of"])
             gateway.discovery.found = lambda engine: self._pod_changed(engine, True)
@@ -185,7 +185,7 @@ class Worker:
 
     def _replica_changed(self, replica: Replica, old: State, new: State) -> None:
         if (served := self._served.pop(replica.id, None)) is not None:
-            self.gateway.proxy.eligible.served_before(replica.id, served)
+            self.gateway.proxy.eligible.known.served_before(replica.id, served)
         if replica.id in self._drained:
             self._drained.discard(replica.id)
             asyncio.get_running_loop().call_soon(self.gateway.fleet.drain, replica.id)

@@ -29,7 +29,7 @@ from loadgen.drive.run import Asking, Run
 from loadgen.drive.stack import Stack
 from loadgen.drive.target import model_of, stopped_by_interrupt
 from loadgen.report import files, show
-from loadgen.report.comparison import comparison
+from loadgen.report.comparison import comparison, print_table
 from loadgen.report.summary import Report, Reports, now, setting, summarise
 from loadgen.run import exit_code
 from loadgen.workload.arrivals import conversation_starts
@@ -165,9 +165,10 @@ def introduce(console: Console, planned: Plan, file: Path | None, requests: int)
 
 
 def conclude(console: Console, reports: Reports) -> None:
-    console.print(show.comparison_table(reports, show.DEMO_ROWS))
+    print_table(console, reports, show.DEMO_ROWS)
     if len(reports) == len(POLICIES):
         base, other = POLICIES
+        console.print()
         console.print(
             show.bullets(comparison(other, reports[other], base, reports[base])), width=min(console.width, 96)
         )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rich.console import Console
 
 from loadgen.report import noise, rates, seeds, show
@@ -131,11 +133,16 @@ def void_because(reports: Reports) -> str | None:
 
 def print_comparison(console: Console, reports: Reports) -> None:
     """Print all there is to say of targets measured under the same load."""
-    console.print(show.comparison_table(reports))
-    for name, report in reports.items():
-        console.print(f"[dim]{name}: {rates.rates(report)}[/]")
+    print_table(console, reports)
     say_ratios(console, reports)
     show.print_troubles(console, reports)
+
+
+def print_table(console: Console, reports: Reports, rows: Sequence[show.Row] | None = None) -> None:
+    """Print the targets' figures next to each other, and of each why it answered fewer requests than were offered."""
+    console.print(show.comparison_table(reports, rows))
+    for name, report in reports.items():
+        console.print(f"[dim]{name}: {rates.rates(report)}[/]")
 
 
 def say_ratios(console: Console, reports: Reports) -> None:

@@ -1,4 +1,6 @@
+import io
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -13,6 +15,10 @@ from loadgen.demo.scenes import SIMULATED
 from loadgen.options import BadInput
 from loadgen.workload.conversations import BadWorkload
 from replicas.launch import profile
+
+from ...test_house import ROOT
+from ..report.conftest import made as records_made
+from ..report.conftest import report_of
 
 
 def test_the_plan_puts_the_caches_under_pressure():
@@ -60,6 +66,36 @@ def test_it_says_what_is_real_and_what_to_type_next():
         "demo --file FILE",
     ):
         assert typed in text
+
+
+def concluded(width: int) -> list[str]:
+    """What ends the demo, after two rounds in which fewer requests a second were answered than offered."""
+    console = Console(width=width, file=io.StringIO())
+    demo.conclude(console, {policy: report_of(records_made(40, seed)) for seed, policy in enumerate(demo.POLICIES)})
+    return console.file.getvalue().splitlines()
+
+
+def test_its_table_says_why_fewer_were_answered_than_offered():
+    lines = concluded(250)
+    for policy in demo.POLICIES:
+        [line] = [line for line in lines if line.startswith(f"{policy}: ")]
+        assert re.fullmatch(
+            rf"{policy}: 4.00 requests/s offered, \d.\d\d answered: the last answer came [\d.]+ s after the last .*",
+            line,
+        )
+
+
+def test_the_readme_shows_its_table():
+    def table(lines: list[str]) -> list[str]:
+        """The names of its rows, and its rules."""
+        start = next(number for number, line in enumerate(lines) if line.split() == [*demo.POLICIES])
+        return [re.split("  +", line)[0] for line in lines[start + 1 : lines.index("", start)]]
+
+    readme = [line.strip() for line in (ROOT / "README.md").read_text().splitlines()]
+    rows = table([line.strip() for line in concluded(250)])
+    said = table(readme)
+    assert [row for row in said if "─" not in row] == [row for row in rows if "─" not in row]
+    assert "─" in said[0] and "─" in rows[0]
 
 
 @pytest.fixture

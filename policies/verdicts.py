@@ -19,6 +19,8 @@ REASONS = (
     "room", "met", "turn", "ttft", "tpot", "full", "queue_full", "shed", "deadline", "control", "shutting_down", "no_replica", "client",
 )  # fmt: skip
 CONTROL, SHUTTING_DOWN, NO_REPLICA = "control", "shutting_down", "no_replica"
+# What sets the candidates of a request that is sent apart from others that it is not sent to
+NARROWED = ROOM, MET, SLOW = "room", "met", "slow"  # they have room, meet its limits, or are of the slow pool
 # What is done with a request that finds no room, see `admission`
 WAIT, DEGRADE, SPILL, REJECT, OBSERVE = "wait", "degrade", "spill", "reject", "observe"
 STEPS = (WAIT, DEGRADE, SPILL, REJECT, OBSERVE)
@@ -48,6 +50,13 @@ class Verdict(NamedTuple):
     among: Sequence[int] = ()
     retry_after: float = 0.0
     cap: int = 0
+
+    @property
+    def narrows_to(self) -> str:
+        """By what a request that is sent gets fewer candidates than there are, one of `NARROWED`."""
+        if self.decision == SPILLED:
+            return SLOW
+        return MET if self.reason == MET else ROOM
 
 
 class Offers(Protocol):

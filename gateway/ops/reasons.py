@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from gateway.prompt import Prompt
 from policies import Candidate, Demand, Evaluation, Policy, legs
 from policies.outputs import Outputs
+from policies.verdicts import MET, ROOM, SLOW
 
 LOAD_FIELDS = ("requests", "prefill_tokens", "decoding", "context_tokens", "waiting")
 MOST_NAMED = 3  # of replicas that cost the same
@@ -37,6 +38,15 @@ TERMS = {
     "decode": Term("this answer's decode steps among those there, weighted", "its answer is written faster there"),
     "crowding": Term("what this answer slows the others there by, weighted", "fewer answers are under way there"),
     "eviction": Term("what it pushes out of the cache and is asked for again", "its KV cache is less full"),
+}
+
+
+# What is said of the only candidate, and of all of several, where admission left others out that could take it, too.
+NARROWED = {
+    "": ("the only replica that can take it", ""),
+    ROOM: ("the only one with room", " with room"),
+    MET: ("the only one that meets its limits", " that meet its limits"),
+    SLOW: ("of the slow pool, as no other has room", " of the slow pool, as no other has room"),
 }
 
 
@@ -129,7 +139,8 @@ def legs_told(chosen: legs.LegChoice | None) -> dict[str, Any] | None:
 
 def sentence(told: Mapping[str, Any]) -> str:
     """Where the request goes, why, and what it would have cost elsewhere. `told`: as `describe` returns it, with the
-    `legs` of `legs_told` where replicas have roles, or else `other_legs`, the cheapest ones that were not taken."""
+    `legs` of `legs_told` where replicas have roles, or else `other_legs`, the cheapest ones that were not taken, and
+    with `narrowed` as of the `Evaluation` where admission may have left replicas out."""
     if told.get("legs"):
         return _in_legs(told["legs"], told["choice"])
     if other := told.get("other_legs"):
@@ -143,15 +154,17 @@ def sentence(told: Mapping[str, Any]) -> str:
 
 def _whole(told: Mapping[str, Any]) -> str:
     chosen = next(one for one in told["replicas"] if one["chosen"])
+    alone, of_all = NARROWED[told.get("narrowed", "")]
     if len(told["replicas"]) == 1:
-        return f"{chosen['id']}, the only replica that can take it: {_price(told, chosen)}."
+        return f"{chosen['id']}, {alone}: {_price(told, chosen)}."
     if chosen["seconds"] is None:
         return _by_rule(told, chosen)
     tied = [one for one in told["replicas"] if one["tied"]]
     others = [one for one in told["replicas"] if not one["chosen"] and not (chosen["tied"] and one["tied"])]
     if not others:
         return (
-            f"{chosen['id']}, drawn from all {len(tied)}, which cost the same{_within(told)}: {_price(told, chosen)}."
+            f"{chosen['id']}, drawn from all {len(tied)}{of_all}, which cost the same{_within(told)}: "
+            f"{_price(told, chosen)}."
         )
     other = min(others, key=lambda one: one["seconds"])
     if not chosen["tied"]:

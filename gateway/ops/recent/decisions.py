@@ -88,12 +88,13 @@ class Sampler:
         demand, candidates = evaluation.demand, evaluation.candidates
         choice = placing.router.policy.choose(demand, candidates, explain=True)
         # What was admitted among some of the candidates, or drawn, is as it was.
-        return describe(
+        told = describe(
             placing.router.policy,
             prompt,
             evaluation._replace(choice=choice._replace(index=evaluation.choice.index)),
             placing.router.outputs,
         )
+        return told | {"narrowed": evaluation.narrowed}
 
     def _acted(self, asker: Asker, told: dict[str, Any], beyond: Acted | None, went: Went) -> None:
         if beyond is not None:

@@ -75,6 +75,25 @@ def test_one_replica_alone_is_compared_with_nobody():
     assert said.startswith("a:1, the only replica that can take it: the request costs ") and "next best" not in said
 
 
+@pytest.mark.parametrize(
+    "narrowed,one,all_of_them",
+    [
+        ("room", "the only one with room: ", "drawn from all 2 with room, which cost the same"),
+        ("met", "the only one that meets its limits: ", "drawn from all 2 that meet its limits, which cost the same"),
+        (
+            "slow",
+            "of the slow pool, as no other has room: ",
+            "drawn from all 2 of the slow pool, as no other has room, ",
+        ),
+    ],
+)
+def test_where_admission_left_others_out_it_says_by_what(narrowed, one, all_of_them):
+    alone = decided("least_time", replica("a:1")) | {"narrowed": narrowed}
+    assert sentence(alone).startswith(f"a:1, {one}")
+    equal = decided("least_time", replica("a:1"), replica("b:1")) | {"narrowed": narrowed}
+    assert sentence(equal).startswith(f"a:1, {all_of_them}")
+
+
 class Copies(least_time.LeastTime):
     """Makes a copy on the last candidate."""
 

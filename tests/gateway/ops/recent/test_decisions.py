@@ -13,6 +13,7 @@ from replicas.simulated.model import sim_model_dir
 from ...http.talk import eventually
 from ...proxy.replies import answers, post
 from ...proxy.stack import stack
+from ...proxy.test_queue import Engine, overload, send
 
 SECRET = "The launch code is 0000. " * 20
 
@@ -51,6 +52,25 @@ async def test_one_decision_is_seen_and_then_nobody_looks(pipeline):
         assert placing.onlooker is None, "not before the pause is over"
         sampler.arm(monotonic() + 60)
         assert placing.onlooker is sampler
+
+
+async def test_of_replicas_that_are_ready_the_one_with_room_is_not_told_of_as_the_only_one_there_is():
+    first, second = Engine(), Engine()
+    async with stack(first, second, overload=overload()) as s:
+        sampler = Sampler(s.proxy.placing)
+        held = await send(s, "held")
+        await eventually(lambda: first.seen)
+        second.answer("quick")
+        assert (await (await send(s, "quick")).response())[0] == 200
+        await eventually(lambda: sum(one.candidate.load.requests for one in s.proxy.backends.values()) == 1)
+        sampler.arm(monotonic())
+        second.answer("now")  # it is the first one's turn, which has no room
+        assert (await (await send(s, "now")).response())[0] == 200
+        first.answer("held")
+        assert (await held.response())[0] == 200
+        await eventually(s.idle)
+        assert second.seen == ["quick", "now"]
+        assert sampler.decisions[0]["sentence"].startswith(f"{[*s.proxy.backends][1]}, the only one with room: ")
 
 
 async def test_nothing_of_prompts_is_kept_unless_it_is_allowed(pipeline):

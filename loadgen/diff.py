@@ -39,7 +39,9 @@ def read(path: Path) -> Mapping[str, object]:
     except orjson.JSONDecodeError as error:
         raise BadInput(f"{path}: not JSON: {error}. Name two files that --json wrote") from None
     if not isinstance(figures, dict) or not reports_of(figures):
-        raise BadInput(f"{path}: it has no figures of `loadgen run`, `compare`, `simulate` or `sweep`")
+        raise BadInput(
+            f"{path}: it has no figures of `loadgen run`, `compare`, `simulate` or `sweep`. Name two files that --json wrote"
+        )
     return figures
 
 

@@ -82,8 +82,9 @@ def _as_given(names: Sequence[str], given: Sequence[str]) -> str:
 
 def meant(word: str, known: list[str]) -> str:
     """`. Did you mean 'X'?`, or nothing."""
-    near = difflib.get_close_matches(word, known, 1, 0.6)
-    return f". Did you mean {near[0]!r}?" if near else ""
+    bare = {one.lstrip("-"): one for one in known}  # the dashes of flags make all of them alike
+    near = difflib.get_close_matches(word.lstrip("-"), bare, 1, 0.6)
+    return f". Did you mean {bare[near[0]]!r}?" if near else ""
 
 
 def none_of(given: object, known: list[str]) -> str:

@@ -476,6 +476,7 @@ async def test_a_server_that_lists_no_model(engine, wire):
         (("compare", "--policies", "random", "--replicas", "2"), "'--replicas'. Did you mean '--launch'?"),
         (("simulate", "--launch", "2"), "'--launch'. Did you mean '--replicas'?"),
         (("diff", "--jsno", "x"), "unknown argument '--jsno'. Did you mean '--json'?"),
+        (("run", "--nonsense", "3"), "unknown argument '--nonsense'. `loadgen run --help`"),
         (("compare", "--target", "x"), "expected NAME=URL"),
         (("compare", "--target", "a=http://h", "a=http://h"), "'a' is given twice"),
         (("compare", "--policies", "least_tme"), "there is no policy 'least_tme'"),

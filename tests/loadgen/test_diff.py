@@ -100,7 +100,10 @@ def test_the_verdict_as_json(file, tmp_path):
     [
         (None, "No such file"),
         ("{", "not JSON"),
-        ("[]", "it has no figures of `loadgen run`"),
+        (
+            "[]",
+            "it has no figures of `loadgen run`, `compare`, `simulate` or `sweep`. Name two files that --json wrote",
+        ),
         ('{"plan": 1}', "it has no figures of `loadgen run`"),
         ('{"targets": {"x": {"ttft_ms": null}, "y": {}}}', "nothing to compare"),
     ],

@@ -63,8 +63,9 @@ def find_model(name_or_dir: str | Path) -> Path:
     try:
         return Path(snapshot_download(name, allow_patterns=_FILES))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        first, _, _ = str(error).partition("\n")  # what follows is advice for those who called the hub themselves
         raise ModelError(
-            f"can't fetch the tokenizer of {name} ({type(error).__name__}: {error}): set HF_TOKEN if "
+            f"can't fetch the tokenizer of {name} ({type(error).__name__}: {first}): set HF_TOKEN if "
             "the model is gated, or set model to a directory with tokenizer.json"
         ) from error
 

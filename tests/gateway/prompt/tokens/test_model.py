@@ -1,6 +1,7 @@
 """Finding and reading a model directory, and what is said about its template."""
 
 import json
+import re
 
 import pytest
 
@@ -37,6 +38,15 @@ def test_a_name_nobody_has(monkeypatch, tmp_path):
         find_model("some/model")
     with pytest.raises(ModelError, match="neither a directory nor a model name"):
         find_model("not a name!")
+
+
+def test_a_hub_that_nobody_reaches_is_named_in_one_line(monkeypatch, tmp_path):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:1")
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:1")
+    with pytest.raises(ModelError) as raised:
+        find_model("some/model")
+    assert re.fullmatch(r"can't fetch the tokenizer of some/model \(\w+: .*\): set HF_TOKEN .*", str(raised.value))
 
 
 def test_a_snapshot_in_the_cache(monkeypatch, tmp_path):

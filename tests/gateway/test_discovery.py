@@ -44,6 +44,12 @@ def settings(cluster, engine, **fields) -> str:
     )
 
 
+async def replace_first(gateway, status) -> dict:
+    """Kill the first worker, and wait for the one in its place."""
+    os.kill(pid := status["workers"][0]["pid"], signal.SIGKILL)
+    return await replaced(gateway, pid)
+
+
 @pytest.mark.parametrize("workers", [1, 2])
 async def test_a_pod_computes_the_prompts_that_its_label_says(cluster, pair, workers):
     prefiller, decoder = pair
@@ -94,16 +100,14 @@ async def test_a_pod_that_was_posted_is_no_engine_given_by_url_in_a_worker_in_an
     async with running(*given) as gateway:
         status = await gateway.ready(2)
         assert (await gateway.admin.post("/replicas", json={"url": posted.url})).status_code == 200
-        os.kill(status["workers"][0]["pid"], signal.SIGKILL)
-        await replaced(gateway, status["workers"][0]["pid"])
+        await replace_first(gateway, status)
         await cluster.delete("p")
         await gateway.until(lambda status: len(status["replicas"]) == 1)
         await cluster.create("again", "127.0.0.1", APP)
         status = await gateway.ready(2)
         assert (await gateway.admin.post("/replicas", json={"url": posted.url})).status_code == 200
         assert (await gateway.admin.delete(f"/replicas/127.0.0.1:{posted.port}")).status_code == 200
-        os.kill(status["workers"][0]["pid"], signal.SIGKILL)
-        status = await replaced(gateway, status["workers"][0]["pid"])
+        status = await replace_first(gateway, status)
         assert (status["discovery"]["replicas"], [one["url"] for one in status["replicas"]]) == (1, [other.url])
 
 
@@ -119,8 +123,7 @@ async def test_a_pod_at_the_address_of_one_that_was_drained_is_not_drained_in_a_
         await gateway.until(lambda status: len(status["replicas"]) == 1)
         await cluster.create("another", "127.0.0.1", APP)
         await gateway.ready(2)
-        os.kill(status["workers"][0]["pid"], signal.SIGKILL)
-        await replaced(gateway, status["workers"][0]["pid"])
+        await replace_first(gateway, status)
         async with asyncio.timeout(60):
             while await gateway.counted("hitherto_replica_state", state="ready") < 4:  # each worker's view of each
                 await asyncio.sleep(0.05)

@@ -178,15 +178,14 @@ def conclude(console: Console, reports: Reports) -> None:
 def next_steps(console: Console, scene: Scene) -> None:
     hitherto, loadgen, name = command("hitherto"), command("loadgen"), scene.model.name if scene.model else "sim"
     body = f'{{"model": "{name}", "messages": [{{"role": "user", "content": "{QUESTION}"}}]}}'
-    before = ("put it before your own vLLM", f"{hitherto} serve --replica-url http://HOST:8000 http://HOST:8001")
-    launch = ("or before simulated engines", f"{hitherto} serve --launch 4 --profile sim")
+    launch = ("start it with simulated engines", f"{hitherto} serve --launch 4 --profile sim")
     again = f"{loadgen} demo --file FILE"
     if scene.model:
         fleet = f"--launch {scene.engines} --profile {scene.folder / 'demo.yaml'}"
         launch = ("start these engines again", f"{hitherto} serve {fleet} --model {scene.model}")
         again = "make demo-vllm ARGS='--file FILE'"
     steps = [
-        *((launch, before) if scene.model else (before, launch)),
+        launch,
         (
             "talk to it",
             f"curl -i http://127.0.0.1:8080/v1/chat/completions -H 'content-type: application/json' -d '{body}'",
@@ -195,6 +194,8 @@ def next_steps(console: Console, scene: Scene) -> None:
         ("see where a request would go, and why", f"echo '{body}' | {hitherto} explain -"),
         ("compare other policies", f"{loadgen} compare --policies least_load,prefix_affinity,least_time"),
         ("talk about a text of your own", again),
+        ("put it before your own vLLM", f"{hitherto} serve --replica-url http://HOST:8000 http://HOST:8001"),
+        ("whose flags, and what else to do, are in", "docs/before-your-vllm.md"),
     ]
     console.print()
     console.print("[bold]What to type next[/]")

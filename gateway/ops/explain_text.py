@@ -170,7 +170,7 @@ def _legend(
         lines.append("=: costs the same as the least, one of them is drawn")
     if not weighed:
         return lines
-    lines.append("cost: what this request loses there and makes others lose, in weighted ms: it is no duration.")
+    lines.append("cost: ms that this request loses there and makes others lose, weighted: not how long it takes.")
     lines.append("The least is chosen. It is the sum of")
     for name in kept:
         if name == REST:

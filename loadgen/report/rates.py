@@ -30,8 +30,8 @@ def _offered(report: Report, offered: float) -> str:
     if not drawn or f"{drawn['rate']:.2f}" == f"{offered:.2f}":
         return f"{offered:,.2f} requests/s offered"
     return (
-        f"{drawn['rate']:,.4g} requests/s asked for, {offered:,.2f} offered as drawn "
-        f"({drawn['arrivals']}, {report['conversations']:,.0f} conversations)"
+        f"{offered:,.2f} requests/s offered (drawn for {drawn['rate']:,.4g}: {drawn['arrivals']}, "
+        f"{report['conversations']:,.0f} conversations)"
     )
 
 

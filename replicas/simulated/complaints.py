@@ -81,9 +81,12 @@ def _as_given(names: Sequence[str], given: Sequence[str]) -> str:
 
 
 def meant(word: str, known: list[str]) -> str:
-    """`. Did you mean 'X'?`, or nothing."""
+    """`. Did you mean 'X'?`, or nothing. The only name that has `word` as one of its words comes before one that is
+    spelt like it: --request-rate, not --trace, for --rate."""
     bare = {one.lstrip("-"): one for one in known}  # the dashes of flags make all of them alike
-    near = difflib.get_close_matches(word.lstrip("-"), bare, 1, 0.6)
+    whole = word.lstrip("-")
+    longer = [one for one in bare if whole in one.split("-")]
+    near = longer if len(longer) == 1 else difflib.get_close_matches(whole, bare, 1, 0.6)
     return f". Did you mean {bare[near[0]]!r}?" if near else ""
 
 

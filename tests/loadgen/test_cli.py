@@ -513,6 +513,7 @@ def test_the_command_alone_helps_and_tells_its_version(capsys):
             "loadgen compare: unknown argument '--traget'. Did you mean '--target'?",
         ),
         (["diff", "--jsno", "x"], "loadgen diff: unknown argument '--jsno'. Did you mean '--json'?"),
+        (["run", "--rate", "20"], "loadgen run: unknown argument '--rate'. Did you mean '--request-rate'?"),
         (["completion", "--hlp", "x"], "loadgen completion: unknown argument '--hlp'. Did you mean '--help'?"),
     ],
 )

@@ -59,7 +59,7 @@ def test_why_fewer_are_answered_than_offered(made, said):
 def test_a_rate_that_was_drawn_stands_beside_the_one_that_was_asked_for():
     asked = {"asked": {"rate": 8.0, "arrivals": "Poisson"}, "conversations": 46}
     assert rates(report(10.2, **asked)) == (
-        "8 requests/s asked for, 10.00 offered as drawn (Poisson, 46 conversations), 10.20 answered"
+        "10.00 requests/s offered (drawn for 8: Poisson, 46 conversations), 10.20 answered"
     )
     exact = {**asked, "asked": {"rate": 10.0, "arrivals": "constant"}}
     assert rates(report(10.2, **exact)) == "10.00 requests/s offered, 10.20 answered"

@@ -179,7 +179,7 @@ def next_steps(console: Console, scene: Scene) -> None:
     hitherto, loadgen, name = command("hitherto"), command("loadgen"), scene.model.name if scene.model else "sim"
     body = f'{{"model": "{name}", "messages": [{{"role": "user", "content": "{QUESTION}"}}]}}'
     launch = ("start it with simulated engines", f"{hitherto} serve --launch 4 --profile sim")
-    again = f"{loadgen} demo --file FILE"
+    again, engines = f"{loadgen} demo --file FILE", "http://HOST:8000 http://HOST:8001"
     if scene.model:
         fleet = f"--launch {scene.engines} --profile {scene.folder / 'demo.yaml'}"
         launch = ("start these engines again", f"{hitherto} serve {fleet} --model {scene.model}")
@@ -194,8 +194,8 @@ def next_steps(console: Console, scene: Scene) -> None:
         ("see where a request would go, and why", f"echo '{body}' | {hitherto} explain -"),
         ("compare other policies", f"{loadgen} compare --policies least_load,prefix_affinity,least_time"),
         ("talk about a text of your own", again),
-        ("put it before your own vLLM", f"{hitherto} serve --replica-url http://HOST:8000 http://HOST:8001"),
-        ("whose flags, and what else to do, are in", "docs/before-your-vllm.md"),
+        ("put it before your own vLLM", f"{hitherto} serve --replica-url {engines}"),
+        ("see which flags your engines lack", f"{hitherto} doctor --replica-url {engines}"),
     ]
     console.print()
     console.print("[bold]What to type next[/]")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -63,11 +64,18 @@ def find_model(name_or_dir: str | Path) -> Path:
     try:
         return Path(snapshot_download(name, allow_patterns=_FILES))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        first, _, _ = str(error).partition("\n")  # what follows is advice for those who called the hub themselves
         raise ModelError(
-            f"can't fetch the tokenizer of {name} ({type(error).__name__}: {first}): set HF_TOKEN if "
+            f"can't fetch the tokenizer of {name} ({type(error).__name__}: {_cause(error)}): set HF_TOKEN if "
             "the model is gated, or set model to a directory with tokenizer.json"
         ) from error
+
+
+def _cause(error: Exception) -> str:
+    """The hub's words in one line: the status and what was refused, which a blank line parts, without the number of the
+    request and the advice for callers of the hub that follows."""
+    head, _, rest = str(error).partition("\n\n")
+    status = re.sub(r"\s*\(Request ID: [^)]*\)", "", head.partition("\n")[0])
+    return f"{status} {rest.partition(chr(10))[0]}".strip()
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,8 @@
 
 import json
 import re
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
@@ -44,9 +46,45 @@ def test_a_hub_that_nobody_reaches_is_named_in_one_line(monkeypatch, tmp_path):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:1")
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:1")
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     with pytest.raises(ModelError) as raised:
         find_model("some/model")
     assert re.fullmatch(r"can't fetch the tokenizer of some/model \(\w+: .*\): set HF_TOKEN .*", str(raised.value))
+
+
+@pytest.mark.parametrize(
+    ("status", "headers", "said"),
+    [
+        (403, {}, "403 Forbidden"),
+        (429, {}, "429 Too Many Requests"),
+        (401, {"X-Error-Code": "GatedRepo", "X-Error-Message": "Restricted."}, "Cannot access gated repo"),
+        (404, {"X-Error-Code": "RepoNotFound", "X-Error-Message": "Not found."}, "Repository Not Found"),
+    ],
+)
+def test_a_hub_that_refuses_says_why_in_one_line(status, headers, said, monkeypatch, tmp_path):
+    class Refusing(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(status)
+            for name, value in {"X-Request-Id": "Root=1-abc;dead", "Content-Length": "0", **headers}.items():
+                self.send_header(name, value)
+            self.end_headers()
+
+        do_HEAD = do_GET
+
+        def log_message(self, *_):
+            """Says nothing."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Refusing) as hub:
+        threading.Thread(target=hub.serve_forever, daemon=True).start()
+        address = f"http://127.0.0.1:{hub.server_port}"
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", address)
+        monkeypatch.setenv("HF_ENDPOINT", address)
+        monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+        with pytest.raises(ModelError) as raised:
+            find_model("some/model")
+        hub.shutdown()
+    assert "\n" not in str(raised.value) and said in str(raised.value) and "Root=1" not in str(raised.value)
 
 
 def test_a_snapshot_in_the_cache(monkeypatch, tmp_path):

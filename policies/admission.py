@@ -48,13 +48,11 @@ from .verdicts import (
     CONTROL,
     DEGRADE,
     DEGRADED,
-    MET,
     NO_OFFERS,
     OBSERVE,
     OBSERVED,
     QUEUED,
     REFUSED,
-    ROOM,
     SPILL,
     SPILLED,
     WAIT,
@@ -212,7 +210,7 @@ class Admission:
     def _at_once(self, asked: Question, room: Sequence[int]) -> Verdict:
         meets = self.fit.meeting(asked.quotes, asked)
         if among := meets or self.fit.fast(asked.ticket, asked.quotes, room):
-            return Verdict(ADMITTED, MET if meets else ROOM, among)
+            return Verdict(ADMITTED, "met" if meets else "room", among)
         return self._refused(asked, self.fit.too_much(asked.best, asked) or "full", asked.ttft)
 
     def _newcomer(self, asked: Question) -> Verdict:
@@ -221,7 +219,7 @@ class Admission:
         if not room:
             return self._refused(asked, "full", asked.ttft)
         if fast := self.fit.fast(asked.ticket, asked.quotes, room):
-            return Verdict(ADMITTED, ROOM, fast)
+            return Verdict(ADMITTED, "room", fast)
         return self._refused(asked, "tpot", asked.ttft)
 
     def _line_up(self, asked: Question) -> Verdict:
@@ -473,7 +471,7 @@ class Admission:
         its steps, and that can take it without being in the way of others. Nobody of a shed class waits (`obey`)."""
         idle = [index for index in asked.room if not asked.quotes[index].there]
         if free := unclaimed(idle, asked.places, self._before(asked.ticket, asked.now)):
-            return Verdict(ADMITTED, ROOM, free)
+            return Verdict(ADMITTED, "room", free)
         may_spill = SPILL in self.steps(asked.ticket.qos) and asked.offers.spills_elsewhere()
         if may_spill and (found := self._spilled(asked, CONTROL)) is not None:
             return found

@@ -118,11 +118,10 @@ def admit(
         allowed = [paired[index - len(wholes)] for index in verdict.among if index >= len(wholes)]
     if offers.slow or verdict.cap or (whole and evaluation.choice.index not in whole):
         targets = Targets([candidates[index] for index in whole or range(len(candidates))])
-        fewer = verdict.decision == SPILLED or len(targets) < len(candidates)
         evaluation = router.evaluate(demand, targets, now, peers=evaluation.peers)
         quotes = router.quotes(evaluation)
-        if fewer:
-            evaluation = evaluation._replace(narrowed=verdict.narrows_to)
+        if verdict.decision == SPILLED or len(targets) < len(candidates):
+            evaluation = evaluation._replace(narrowed=verdict.decision)
     writer, legs = evaluation.candidates[evaluation.choice.index], None
     if pairings:
         may_go_whole = not always and (bool(whole) or not verdict.among or admission.observes(ticket.qos))

@@ -87,8 +87,8 @@ class Evaluation(NamedTuple):
     """What the policy would do with a request by the loads known here. Nothing is done yet. `overlap`: prompt tokens
     that the candidate it chose holds in its first tier; `lower`: those that follow in slower tiers. `settled`:
     admission has chosen how it goes, in these `legs`, or whole if there are none. `peers`: the replicas that may fetch
-    its prompt from one another's memory, for whoever evaluates it again. `narrowed`: what sets the candidates apart
-    from others that could take it, too, one of `verdicts.NARROWED`; "" if there are no others."""
+    its prompt from one another's memory, for whoever evaluates it again. `narrowed`: admission's decision on
+    it, where that left out others that could take it, too; "" if it left out none."""
 
     demand: Demand
     candidates: Sequence[Candidate]

@@ -12,15 +12,13 @@ DEGRADED, SPILLED = "degraded", "spilled"  # sent, with a capped answer or to th
 LEFT = "left"  # their clients, while they waited
 DECISIONS = (ADMITTED, QUEUED, REFUSED, OBSERVED, DEGRADED, SPILLED, LEFT)
 SENT = frozenset((ADMITTED, OBSERVED, DEGRADED, SPILLED))
+CONTROL, SHUTTING_DOWN, NO_REPLICA = "control", "shutting_down", "no_replica"
 # Why: there was room; limits are met without; its turn has come; or the limit that nobody can meet, no space in the
 # queue, a higher class in its place, waited too long, the control of overload, the gateway's stop, no replica left that
 # could take it; or the client left
 REASONS = (
-    "room", "met", "turn", "ttft", "tpot", "full", "queue_full", "shed", "deadline", "control", "shutting_down", "no_replica", "client",
+    "room", "met", "turn", "ttft", "tpot", "full", "queue_full", "shed", "deadline", CONTROL, SHUTTING_DOWN, NO_REPLICA, "client",
 )  # fmt: skip
-CONTROL, SHUTTING_DOWN, NO_REPLICA = "control", "shutting_down", "no_replica"
-# What sets the candidates of a request that is sent apart from others that it is not sent to
-NARROWED = ROOM, MET, SLOW = "room", "met", "slow"  # they have room, meet its limits, or are of the slow pool
 # What is done with a request that finds no room, see `admission`
 WAIT, DEGRADE, SPILL, REJECT, OBSERVE = "wait", "degrade", "spill", "reject", "observe"
 STEPS = (WAIT, DEGRADE, SPILL, REJECT, OBSERVE)
@@ -50,13 +48,6 @@ class Verdict(NamedTuple):
     among: Sequence[int] = ()
     retry_after: float = 0.0
     cap: int = 0
-
-    @property
-    def narrows_to(self) -> str:
-        """By what a request that is sent gets fewer candidates than there are, one of `NARROWED`."""
-        if self.decision == SPILLED:
-            return SLOW
-        return MET if self.reason == MET else ROOM
 
 
 class Offers(Protocol):

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from gateway.prompt import Prompt
 from policies import Candidate, Demand, Evaluation, Policy, legs
 from policies.outputs import Outputs
-from policies.verdicts import MET, ROOM, SLOW
+from policies.verdicts import SPILLED
 
 LOAD_FIELDS = ("requests", "prefill_tokens", "decoding", "context_tokens", "waiting")
 MOST_NAMED = 3  # of replicas that cost the same
@@ -38,15 +38,6 @@ TERMS = {
     "decode": Term("this answer's decode steps among those there, weighted", "its answer is written faster there"),
     "crowding": Term("what this answer slows the others there by, weighted", "fewer answers are under way there"),
     "eviction": Term("what it pushes out of the cache and is asked for again", "its KV cache is less full"),
-}
-
-
-# What is said of the only candidate, and of all of several, where admission left others out that could take it, too.
-NARROWED = {
-    "": ("the only replica that can take it", ""),
-    ROOM: ("the only one with room", " with room"),
-    MET: ("the only one that meets its limits", " that meet its limits"),
-    SLOW: ("of the slow pool, as no other has room", " of the slow pool, as no other has room"),
 }
 
 
@@ -154,16 +145,15 @@ def sentence(told: Mapping[str, Any]) -> str:
 
 def _whole(told: Mapping[str, Any]) -> str:
     chosen = next(one for one in told["replicas"] if one["chosen"])
-    alone, of_all = NARROWED[told.get("narrowed", "")]
     if len(told["replicas"]) == 1:
-        return f"{chosen['id']}, {alone}: {_price(told, chosen)}."
+        return f"{chosen['id']}, the only replica{_allowed(told) or ' that can take it'}: {_price(told, chosen)}."
     if chosen["seconds"] is None:
         return _by_rule(told, chosen)
     tied = [one for one in told["replicas"] if one["tied"]]
     others = [one for one in told["replicas"] if not one["chosen"] and not (chosen["tied"] and one["tied"])]
     if not others:
         return (
-            f"{chosen['id']}, drawn from all {len(tied)}{of_all}, which cost the same{_within(told)}: "
+            f"{chosen['id']}, drawn from all {len(tied)}{_allowed(told)}, which cost the same{_within(told)}: "
             f"{_price(told, chosen)}."
         )
     other = min(others, key=lambda one: one["seconds"])
@@ -177,6 +167,13 @@ def _whole(told: Mapping[str, Any]) -> str:
     return (
         f"{chosen['id']}, {why}: {_price(told, chosen)}, and {_against(chosen, other)} on {other['id']}, the next best."
     )
+
+
+def _allowed(told: Mapping[str, Any]) -> str:
+    """Which replicas these are, where admission left out others that could take it, too."""
+    narrowed = told.get("narrowed", "")
+    pool = " of the slow pool" if narrowed == SPILLED else ""
+    return f"{pool} that admission allows to take it" if narrowed else ""
 
 
 def _in_legs(apart: Mapping[str, Any], whole: str) -> str:

@@ -76,22 +76,18 @@ def test_one_replica_alone_is_compared_with_nobody():
 
 
 @pytest.mark.parametrize(
-    "narrowed,one,all_of_them",
+    "narrowed,which",
     [
-        ("room", "the only one with room: ", "drawn from all 2 with room, which cost the same"),
-        ("met", "the only one that meets its limits: ", "drawn from all 2 that meet its limits, which cost the same"),
-        (
-            "slow",
-            "of the slow pool, as no other has room: ",
-            "drawn from all 2 of the slow pool, as no other has room, ",
-        ),
+        ("admitted", "that admission allows to take it"),
+        ("degraded", "that admission allows to take it"),
+        ("spilled", "of the slow pool that admission allows to take it"),
     ],
 )
-def test_where_admission_left_others_out_it_says_by_what(narrowed, one, all_of_them):
+def test_where_admission_left_others_out_it_says_so(narrowed, which):
     alone = decided("least_time", replica("a:1")) | {"narrowed": narrowed}
-    assert sentence(alone).startswith(f"a:1, {one}")
+    assert sentence(alone).startswith(f"a:1, the only replica {which}: the request costs ")
     equal = decided("least_time", replica("a:1"), replica("b:1")) | {"narrowed": narrowed}
-    assert sentence(equal).startswith(f"a:1, {all_of_them}")
+    assert sentence(equal).startswith(f"a:1, drawn from all 2 {which}, which cost the same to within 0.1 ms: ")
 
 
 class Copies(least_time.LeastTime):

@@ -70,7 +70,8 @@ async def test_of_replicas_that_are_ready_the_one_with_room_is_not_told_of_as_th
         assert (await held.response())[0] == 200
         await eventually(s.idle)
         assert second.seen == ["quick", "now"]
-        assert sampler.decisions[0]["sentence"].startswith(f"{[*s.proxy.backends][1]}, the only one with room: ")
+        told = sampler.decisions[0]["sentence"]
+        assert told.startswith(f"{[*s.proxy.backends][1]}, the only replica that admission allows to take it: ")
 
 
 async def test_nothing_of_prompts_is_kept_unless_it_is_allowed(pipeline):

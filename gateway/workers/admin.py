@@ -111,7 +111,8 @@ class WorkersAdmin(Side):
         # By engine: all workers hear of its changes in one order. An entry lasts as long as a change holds its lock or
         # waits for it.
         self._changing: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
-        self._went: set[str] = set()  # of the engines that are being changed, those whose pods went meanwhile
+        # Of the engines that are being changed: what holds again if the change is refused.
+        self._before: dict[str, Known] = {}
 
     async def metrics(self, request: web.Request) -> web.Response:
         found = await self._query("/metrics")
@@ -193,32 +194,35 @@ class WorkersAdmin(Side):
     async def _change_in_turn(
         self, request: web.Request, engine: str, alter: Callable[[Known], Known], follow: Callable[[], Awaitable[None]]
     ) -> web.Response:
-        workers = self.workers
         lock = self._changing.get(engine)
         if lock is None:
             lock = self._changing[engine] = asyncio.Lock()
         async with lock:
-            async with workers.beginning:
-                if not workers.told:
-                    raise nobody()
-                self._went.discard(engine)
-                before = self._known(engine)
-                after = alter(before)
-                kept = await self._keep(engine, after.url) if (before.url is None) != (after.url is None) else None
-                self._set(engine, after)
-                telling = asyncio.ensure_future(self._tell(workers.told, request))
-            answers = await telling
-            if answers and all(one.status < 300 for one in answers.values()):
-                await follow()
-            else:
-                if engine in self._went:
-                    before = Known(before.url, frozenset(), False)
-                await self._take_back(
-                    engine, before, kept, {member for member, one in answers.items() if one.status >= 300}
-                )
-            if not answers:
+            try:
+                return await self._change_alone(request, engine, alter, follow)
+            finally:
+                self._before.pop(engine, None)
+
+    async def _change_alone(
+        self, request: web.Request, engine: str, alter: Callable[[Known], Known], follow: Callable[[], Awaitable[None]]
+    ) -> web.Response:
+        workers = self.workers
+        async with workers.beginning:
+            if not workers.told:
                 raise nobody()
-            return max(answers.values(), key=lambda one: one.status).response()
+            before = self._before[engine] = self._known(engine)
+            after = alter(before)
+            kept = await self._keep(engine, after.url) if (before.url is None) != (after.url is None) else None
+            self._set(engine, after)
+            telling = asyncio.ensure_future(self._tell(workers.told, request))
+        answers = await telling
+        if answers and all(one.status < 300 for one in answers.values()):
+            await follow()
+        else:
+            await self._take_back(engine, kept, {member for member, one in answers.items() if one.status >= 300})
+        if not answers:
+            raise nobody()
+        return max(answers.values(), key=lambda one: one.status).response()
 
     async def _tell(self, members: Sequence[Member], request: web.Request) -> dict[Member, Answer]:
         headers, body = _passed_on(request), await request.read()
@@ -241,12 +245,13 @@ class WorkersAdmin(Side):
             member.kill()
             return None
 
-    async def _take_back(self, engine: str, before: Known, kept: Kept | None, unchanged: Set[Member]) -> None:
+    async def _take_back(self, engine: str, kept: Kept | None, unchanged: Set[Member]) -> None:
         """Undo a change that not all workers made, in those that may have made it, and in the file of kept replicas."""
         workers, headers = self.workers, [*self.workers.admin_headers.items(), ("Content-Type", "application/json")]
         path = f"/worker/replicas/{quote(engine, safe='')}"
-        body = orjson.dumps(before._asdict(), default=sorted)
         async with workers.beginning:
+            before = self._before[engine]  # its pod may have gone until now
+            body = orjson.dumps(before._asdict(), default=sorted)
             self._set(engine, before)
             undoing = asyncio.gather(
                 *(
@@ -306,10 +311,11 @@ class WorkersAdmin(Side):
         return engine in self.pods_asked_of or any(engine in member.pods for member in self.workers.told)
 
     def pod_gone(self, engine: str) -> None:
-        """A worker saw it go: what operators asked of it does not hold for the next pod at that address."""
+        """A worker saw it go: what operators asked of it does not hold for the next pod at that address, neither now
+        nor once a change under way is taken back."""
         self._set(engine, Known(self.workers.urls.get(engine), frozenset(), False))
-        if engine in self._changing:
-            self._went.add(engine)
+        if engine in self._before:
+            self._before[engine] = Known(self._before[engine].url, frozenset(), False)
 
     # --- workers
 

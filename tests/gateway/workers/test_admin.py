@@ -76,11 +76,21 @@ class NothingLaunched:
     engines: dict = {}
 
 
+class WatchedLock(asyncio.Lock):
+    def __init__(self):
+        super().__init__()
+        self.wanted = asyncio.Event()
+
+    async def acquire(self):
+        self.wanted.set()
+        return await super().acquire()
+
+
 class ScriptedSupervisor:
     def __init__(self, members, kept=None, urls=()):
         self.members, self.kept, self.fleet = members, kept, NothingLaunched()
         self.urls, self.drained, self.left_out = {url.removeprefix("http://"): url for url in urls}, set(), set()
-        self.admin_headers, self.beginning = {}, asyncio.Lock()
+        self.admin_headers, self.beginning = {}, WatchedLock()
 
     live = answering = told = property(lambda self: [one for one in self.members if one.told])
 
@@ -156,10 +166,10 @@ async def test_what_was_asked_of_a_pod_is_known_at_once_and_until_it_is_gone():
 
 
 @pytest.mark.parametrize("change", ["drain", "remove", "bring back"])
-@pytest.mark.parametrize("goes", [False, True])
+@pytest.mark.parametrize("goes", [None, "while workers are asked", "while the change waits to be taken back"])
 async def test_a_change_of_a_pod_that_one_worker_has_not_found_yet_is_made_nowhere(change, goes):
     """A drain of it, refused by that worker, was undone as a removal in the others. One that goes meanwhile has
-    nothing left for the next pod at its address."""
+    nothing left for the next pod at its address; a change waits while a worker that begins is told the replicas."""
     first, second = members = [ScriptedWorker(0, [URL]), ScriptedWorker(1)]
     first.pods, second.refuses = {ENGINE}, 404
     supervisor = ScriptedSupervisor(members)
@@ -171,9 +181,14 @@ async def test_a_change_of_a_pod_that_one_worker_has_not_found_yet_is_made_nowhe
     async with admin_of(supervisor, side) as client:
         changing = asyncio.create_task((CHANGES | BRING_BACK)[change](client))
         await first.asked.wait()
-        if goes:
-            first.pods.clear()
-            side.pod_gone(ENGINE)
+        async with supervisor.beginning:
+            if goes == "while the change waits to be taken back":
+                supervisor.beginning.wanted.clear()
+                first.may_answer.set()
+                await supervisor.beginning.wanted.wait()
+            if goes:
+                first.pods.clear()
+                side.pod_gone(ENGINE)
         first.may_answer.set()
         assert (await changing).status_code == 404
     assert first.replicas == ({} if goes or left_out else {ENGINE: "ready"})
@@ -297,4 +312,47 @@ async def test_what_was_changed_once_is_not_remembered():
         for number in range(20):
             assert (await client.post(f"/replicas/nobody:{number + 1}/drain", json={})).status_code == 404
     await side.stop()
-    assert len(side._changing) == 0 and side.workers.drained == set()
+    assert len(side._changing) == len(side._before) == 0 and side.workers.drained == set()
+
+
+async def test_pods_that_go_are_not_remembered():
+    """Neither those that nobody changes, nor those that go while they are removed."""
+    supervisor = ScriptedSupervisor([])
+    side = WorkersAdmin(supervisor, Guard(("127.0.0.1",), None))
+    async with admin_of(supervisor, side) as client:
+        for number in range(3):
+            engine = f"10.0.1.{number}:8000"
+            worker = ScriptedWorker(0, [f"http://{engine}"])
+            supervisor.members, worker.pods = [worker], {engine}
+            worker.may_answer.clear()
+            removing = asyncio.create_task(client.delete(f"/replicas/{engine}"))
+            await worker.asked.wait()
+            side.pod_gone(engine)
+            worker.may_answer.set()
+            assert (await removing).status_code == 200
+            side.pod_gone(engine)
+    assert side._before == {} and (supervisor.drained, supervisor.left_out) == (set(), set())
+
+
+async def test_a_pod_that_went_before_a_change_takes_nothing_from_the_next_one_at_its_address():
+    """The next pod is drained, and stays so where its removal is refused, though the pod before it went during another
+    change for which these two waited."""
+    worker = ScriptedWorker(0, [URL])
+    supervisor = ScriptedSupervisor([worker])
+    side = WorkersAdmin(supervisor, Guard(("127.0.0.1",), None))
+    worker.pods = {ENGINE}
+    worker.may_answer.clear()
+    async with admin_of(supervisor, side) as client:
+        first = asyncio.create_task(CHANGES["drain"](client))
+        await worker.asked.wait()
+        side.pod_gone(ENGINE)
+        assert supervisor.drained == set()
+        lock = side._changing[ENGINE]
+        second = asyncio.create_task(CHANGES["drain"](client))
+        while not lock._waiters:
+            await asyncio.sleep(0)
+        worker.may_answer.set()
+        assert [(await one).status_code for one in (first, second)] == [200, 200]
+        worker.refuses = 409
+        assert (await CHANGES["remove"](client)).status_code == 409
+    assert supervisor.drained == {ENGINE} and side._before == {}

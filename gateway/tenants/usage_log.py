@@ -2,7 +2,8 @@
 
 Lines are made where a request ends (3 us) and written by a thread, so that a slow disk holds up nobody. The file is
 opened again when it was renamed or removed, as logrotate does, and each batch of lines is one write at the file's end,
-so that several workers may write to one file.
+so that several workers may write to one file. Only up to PIPE_BUF bytes of one write stay together in a pipe with
+several writers, so each write to a pipe is of whole lines that are no longer than that together.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import queue
+import select
 import stat
 import threading
 from collections.abc import Callable
@@ -80,19 +82,20 @@ class UsageLog:
             self._written += len(data)
             if not data:  # it is closed
                 continue
-            rest = data
+            written = 0
             try:
                 file = self._follow()
                 if self._torn:  # not even this line, were it to go on where another was broken off
                     os.write(file, b"\n")
                     self._torn = False
-                while rest:
-                    rest = rest[os.write(file, rest) :]
+                is_pipe = stat.S_ISFIFO(os.fstat(file).st_mode)
+                while written < len(data):
+                    end = _end_of_piece(data, written) if is_pipe else len(data)
+                    written += os.write(file, memoryview(data)[written:end])
             except OSError as error:
-                written = len(data) - len(rest)
                 if torn := written - (data.rfind(b"\n", 0, written) + 1):
                     self._torn = not self._take_back(torn)
-                self._lose(rest.count(b"\n"), error)
+                self._lose(data.count(b"\n", written), error)
         if self._file is not None:
             os.close(self._file)
 
@@ -132,13 +135,20 @@ class UsageLog:
 def _is_at(path: Path, file: int) -> bool:
     try:
         now, then = os.stat(path), os.fstat(file)
-    except FileNotFoundError:
+    except OSError:  # there is none now, or the one that is open is gone from its server
         return False
     return (now.st_ino, now.st_dev) == (then.st_ino, then.st_dev)
 
 
 def _open(path: Path) -> int:
     return open_to_append(path, os.O_CREAT)
+
+
+def _end_of_piece(data: bytes, begin: int) -> int:
+    """Where a write to a pipe that begins at `begin` ends: after the last line that ends within PIPE_BUF bytes. On
+    Linux these are 4,096, and no line is longer, by `LONGEST_NAME`. Elsewhere a longer line is a write of its own,
+    which other writers may break up."""
+    return data.rfind(b"\n", begin, begin + select.PIPE_BUF) + 1 or data.index(b"\n", begin) + 1
 
 
 def _line(exchange: Exchange, outcome: str, usage: Usage | None) -> bytes:

@@ -6,6 +6,8 @@ import hashlib
 import json
 import os
 import resource
+import select
+import threading
 from datetime import UTC, datetime
 
 import pytest
@@ -190,27 +192,119 @@ async def test_a_disk_that_takes_no_more_loses_lines_which_are_counted_and_no_re
     log.close()
 
 
+async def test_a_file_that_its_server_has_forgotten_is_opened_again(file, keys, monkeypatch):
+    """As on NFS, once another machine has put another file in its place."""
+    log, fstat = UsageLog(file), os.fstat
+    forgotten = file.stat().st_ino
+
+    def look(opened):
+        found = fstat(opened)
+        if found.st_ino == forgotten:
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return found
+
+    async with stack(answers(ANSWER), keys=keys, usage_log=log) as s:
+        file.rename(file.with_suffix(".1"))
+        file.touch()
+        monkeypatch.setattr(os, "fstat", look)
+        await ask(s)
+        await eventually(lambda: len(lines(file)) == 1)
+    log.close()
+
+
+@pytest.fixture
+def pipe(tmp_path):
+    """Its path and a reader of it."""
+    os.mkfifo(path := tmp_path / "pipe")
+    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    os.set_blocking(reader, True)
+    yield path, reader
+    os.close(reader)
+
+
+def test_lines_of_several_workers_stay_whole_in_a_pipe_whose_reader_is_slow(pipe, monkeypatch):
+    path, reader = pipe
+    written = [b'{"worker":%d,"number":%d,"pad":"%b"}\n' % (n % 2, n, b"x" * (n % 500)) for n in range(4000)]
+    monkeypatch.setattr("gateway.tenants.usage_log._line", lambda line, *_: line)
+    logs = [UsageLog(path) for _ in range(2)]
+    for number, line in enumerate(written):
+        logs[number % 2](line, "", None)
+    closing = [threading.Thread(target=log.close) for log in logs]
+    for one in closing:
+        one.start()
+    read = bytearray()
+    while part := os.read(reader, 3000):
+        read += part
+    for one in closing:
+        one.join()
+    assert sorted(read.splitlines(keepends=True)) == sorted(written)
+    assert [log._lost for log in logs] == [0, 0]
+
+
+def test_a_line_that_a_pipe_may_break_up_is_written_all_the_same(pipe, monkeypatch):
+    """As where PIPE_BUF is 512 (macOS)."""
+    path, reader = pipe
+    monkeypatch.setattr(select, "PIPE_BUF", 512)
+    monkeypatch.setattr("gateway.tenants.usage_log._line", lambda line, *_: line)
+    written = [b"x" * length + b"\n" for length in (10, 511, 512, 2000, 500, 3)]
+    log = UsageLog(path)
+    for line in written:
+        log(line, "", None)
+    log.close()
+    assert os.read(reader, 10_000) == b"".join(written)
+
+
+async def test_the_longest_line_fits_into_one_write_to_a_pipe(file, tmp_path):
+    name = "a" * 64
+    (tmp_path / "keys").write_text("- {name: %s, sha256: %s}" % (name, hashlib.sha256(b"a").hexdigest()))
+    log = UsageLog(file)
+    async with stack(answers(ANSWER), keys=Keys(tmp_path / "keys"), usage_log=log) as s:
+        await ask(
+            s,
+            json.dumps(json.loads(BODY) | {"model": "\1" * 300}).encode(),
+            b"Authorization: Bearer a\r\nx-request-id: %b\r\n" % (b'"' * 300),
+        )
+        await eventually(lambda: len(lines(file)) == 1)
+    log.close()
+    (line,) = lines(file)
+    assert (line["key"], line["model"]) == (name, "\1" * 200)
+    # as if each character of the names that clients give were written as one of `model` is: \u0001
+    names = sum(len(json.dumps(line[one])) - 2 for one in ("id", "model", "path"))
+    assert file.stat().st_size - names + 3 * 200 * 6 < 4096
+
+
 def _refuse_to_truncate(file, length):
     raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
 
 
-@pytest.mark.parametrize("append_only", [False, True])
-async def test_a_line_that_a_full_disk_broke_off_is_taken_back(file, keys, append_only, monkeypatch):
+@pytest.mark.parametrize("left", ["", "append only", "its server does not answer"])
+async def test_a_line_that_a_full_disk_broke_off_is_taken_back(file, keys, left, monkeypatch):
     """The disk is full within a line; the next one, once there is space again, stands by itself, also where the first
-    could not be taken back (`chattr +a`)."""
+    is `left` there, as it could not be taken back (`chattr +a`, or a file on another machine)."""
     size, limits = 2**30, resource.getrlimit(resource.RLIMIT_FSIZE)
     file.touch()
     os.truncate(file, size)  # sparse, so that the limit is below no other file of this process
     log, dropped = None, []
-    if append_only:
+    fstat, failed = os.fstat, []
+
+    def look(opened):
+        found = fstat(opened)
+        if found.st_size == size + 50 and not failed:
+            failed.append(opened)
+            raise OSError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT))
+        return found
+
+    if left == "append only":
         monkeypatch.setattr(os, "ftruncate", _refuse_to_truncate)
+    elif left:
+        monkeypatch.setattr(os, "fstat", look)
     try:
         log = UsageLog(file, dropped.append)
         async with stack(answers(ANSWER), keys=keys, usage_log=log) as s:
             resource.setrlimit(resource.RLIMIT_FSIZE, (size + 50, limits[1]))
             await ask(s)
             await eventually(lambda: log._lost == 1)
-            assert file.stat().st_size == size + 50 * append_only
+            assert file.stat().st_size == size + 50 * bool(left)
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
             await ask(s, extra=b"Authorization: Bearer a\r\nx-request-id: next\r\n")
             await ask(s, extra=b"Authorization: Bearer a\r\nx-request-id: last\r\n")
@@ -220,7 +314,7 @@ async def test_a_line_that_a_full_disk_broke_off_is_taken_back(file, keys, appen
     with open(file, "rb") as written:
         written.seek(size)
         whole = written.read().splitlines()
-    assert not append_only or len(whole.pop(0)) == 50
+    assert not left or len(whole.pop(0)) == 50
     assert [json.loads(line)["id"] for line in whole] == ["next", "last"]
     assert sum(dropped) == 1
 

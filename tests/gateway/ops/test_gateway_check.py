@@ -55,6 +55,15 @@ def test_another_server_at_the_admin_port_is_called_so(capsys, fake, speaks_http
     assert found["gateway"] == ("ok", "none runs with these settings")
 
 
+async def test_a_server_at_the_admin_port_that_does_not_answer_is_called_so(monkeypatch):
+    """Nor is it said that it speaks no HTTP, which nobody knows."""
+    monkeypatch.setattr(gateway_check, "ADMIN_SECONDS", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        async with aiohttp.ClientSession() as session:
+            settings = Settings(admin_port=silent.getsockname()[1])
+            assert await gateway_check.other_server(settings, session) == "what is there does not answer"
+
+
 class Closing(socketserver.BaseRequestHandler):
     """Says something of its own and goes, as servers of other protocols do."""
 

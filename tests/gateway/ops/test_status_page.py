@@ -13,6 +13,7 @@ import pytest
 from gateway.ops.admin import Admin
 from gateway.ops.guard import Guard
 from replicas.lifecycle import State
+from replicas.metrics import Scrape
 
 from ..running import running
 from .browser import CHROMIUM, MISSING, browser
@@ -121,6 +122,20 @@ async def test_the_queue_tile_counts_who_waits_now_and_names_the_peak_of_before(
         await page.ask("new Promise(done => { clearTimeout(timer); poll().then(done) })")
         shown = await page.ask(tile)
         assert re.search(r"\b0\s*waiting now", shown) and "peak 9" in shown, shown
+
+
+async def test_the_peak_of_the_queue_tile_is_never_below_what_waits_now():
+    """The curves are of the last look at the queues, and a burst may have come since."""
+    gateway = Gateway()
+    gateway.fleet.add("http://a:1").scrape = Scrape(0.0, 5, 4, 0.25, None, None, None, 16, 1000)
+    gateway.metrics.admission.inc("queued", "free", "full", by=5)
+    gateway.recent.figures.look(time.time(), 0, 2, 0)
+    gateway.view.waiting = lambda: {"free": 3}
+    tile = "[...document.querySelectorAll('.tile')].find(one => one.innerText.includes('Queue'))?.innerText"
+    async with served(gateway) as host, browser() as page:
+        await page.open(f"http://{host}/")
+        shown = await page.until(tile)
+    assert re.search(r"\b7\s*waiting now", shown) and "3 here, 4 in engines" in shown and "peak 7" in shown, shown
 
 
 HOSTILE = "<img src=x onerror=document.title=1><script>document.title=2</script>"

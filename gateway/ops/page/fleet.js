@@ -12,7 +12,8 @@ const blocksAbout = r => !THERE.includes(r.state) && r.map_blocks ? "when last h
 
 function replicaRow(r, recent, whole, most, now, several_models) {
   const f = recent.figures.replicas[r.id] || {}, last = recent.failures[r.id];
-  const rate = f.hit_reported ?? f.hit_predicted ?? null, part = share(f.requests, whole);
+  const requests = f.requests || 0; // a replica that got none lately has no figures
+  const rate = f.hit_reported ?? f.hit_predicted ?? null, part = share(requests, whole);
   const calm = r.state === "ready" ? "calm" : "";
   const badEvents = r.events === "gap" || r.events === "unobserved";
   const problem = last ? [make("div", {class: now - last.at < 60 ? "badish" : null}, ago(last.at, now)), make("div", {class: "sub why"}, last.why)] : ["none"];
@@ -21,7 +22,7 @@ function replicaRow(r, recent, whole, most, now, several_models) {
         r.role && r.role !== "both" ? make("span", {class: "tag"}, r.role) : null,
         several_models ? make("span", {class: "tag"}, served(r) || "no model yet") : null, make("span", {class: "unseen"}, r.state)),
       make("div", {class: "sub why " + calm}, r.state === "ready" ? "ready for " + span(r.since_seconds) : r.reason.startsWith(r.state) ? r.reason : r.state === "stopped" ? `stopped for ${span(r.since_seconds)}: ${r.reason}` : `${r.state}: ${r.reason}`)),
-    cell("Requests", "", `${count(f.requests || 0)} `, make("span", {class: "sub"}, part == null ? "" : percent(part)), bar(most ? (f.requests || 0) / most : 0)),
+    cell("Requests", "", `${count(requests)} `, make("span", {class: "sub"}, part == null ? "" : percent(part)), bar(most ? requests / most : 0)),
     cell("In flight", "n", count(r.inflight), make("div", {class: "sub " + (r.waiting ? "" : "calm")}, r.waiting == null ? "" : `${r.waiting} waiting`)),
     cell("Hit rate", "", percent(rate), bar(rate)),
     cell("TTFT", "n", time(f.ttft_p50 ?? null), make("div", {class: "sub calm"}, f.ttft_p99 == null ? "" : `p99 ${time(f.ttft_p99)}`)),

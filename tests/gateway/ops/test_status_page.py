@@ -106,6 +106,23 @@ async def test_of_a_class_all_are_counted_that_were_sent_in_any_way_and_what_fai
     assert (shown[1], shown[5]) == ("6", "50.0 %")
 
 
+async def test_a_replica_without_a_request_in_the_window_has_none_of_them_and_no_page_shows_what_is_no_number():
+    gateway = Gateway()
+    for number in range(2):
+        gateway.fleet.add(f"http://a:{number + 1}").state = State.READY
+    gateway.metrics.replica_requests.inc("a:1", "2xx", by=3)
+    gateway.recent.figures.look(time.time(), 0, 0, 0)
+    async with served(gateway) as host, browser() as page:
+        await page.open(f"http://{host}/")
+        shown = await page.until(
+            "document.querySelector('#replicas tbody tr') && "
+            "[...document.querySelectorAll('#replicas tbody tr')].map(row => row.children[1].textContent)"
+        )
+        assert shown == ["3 100 %", "0 0 %"]
+        assert not re.search(r"NaN|undefined|Infinity|\bnull\b", await page.ask(TEXT))
+    assert page.problems == []
+
+
 async def test_the_queue_tile_counts_who_waits_now_and_names_the_peak_of_before():
     gateway = Gateway()
     gateway.fleet.add("http://a:1")

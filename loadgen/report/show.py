@@ -330,13 +330,19 @@ def rows_of(reports: Reports) -> list[Row]:
     return [*_BEFORE, *latencies, *_AFTER]
 
 
+def _counted_hit_rate(report: Report) -> float | None:
+    """The engines' own count, where replies tell nothing; else it would stand beside theirs and differ, since it has
+    requests of others as well, such as a gateway's checks of an engine's token ids (`gateway.proxy.forwarding`)."""
+    return path_of("engines", "hit_rate")(report) if report["cache"]["hit_rate"] is None else None
+
+
 _OFFERED = Row("requests/s, offered", path_of("offered", "rate"), rates.per_second)
 _ANSWERED = Row("requests/s, answered", path_of("request_throughput"), rates.per_second, max)
 HIT_RATE = Row("cache hit rate, engines' replies", path_of("cache", "hit_rate"), percent, max, noise.of_share)
 PREFILL = Row("prefill tokens computed", path_of("cache", "prefill_tokens"), count, min)
 _BEFORE = (
     HIT_RATE,
-    Row("cache hit rate, engines' counters", path_of("engines", "hit_rate"), percent, max, noise.of_share),
+    Row("cache hit rate, engines' counters", _counted_hit_rate, percent, max, noise.of_share),
     Row("cache hit rate, gateway's prediction", path_of("cache", "predicted_hit_rate"), percent),
     Row("prompt tokens", path_of("cache", "prompt_tokens"), count),
     PREFILL,

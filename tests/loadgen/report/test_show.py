@@ -142,6 +142,14 @@ def test_targets_side_by_side():
     assert "within the SLO" not in text and "engines' counters" not in text  # nobody knows them
 
 
+def test_engines_counters_are_shown_where_replies_report_nothing():
+    counted = {"engines": {"hit_rate": 0.8}}  # with requests that were not the load's
+    one, other = {**summarise(run_of(told())), **counted}, {**summarise(run_of(record())), **counted}
+    assert "counters" not in drawn(show.comparison_table({"both": one}))
+    text = drawn(show.comparison_table({"none": other}))
+    assert "cache hit rate, engines' counters" in text and "80.0 %" in text and "engines' replies" not in text
+
+
 @pytest.mark.parametrize(
     "value, said", [(None, "–"), (0.25, "0.2 ms"), (99.96, "100.0 ms"), (1234, "1,234 ms"), (12_345, "12.3 s")]
 )

@@ -22,6 +22,7 @@ from replicas import Fleet, Replica, State
 from replicas.access import session_to
 from replicas.launch import profile as profiles
 from replicas.lifecycle import TAKES_TRAFFIC
+from replicas.problems import block_size_set
 from replicas.pulse import BREAKS_FROM, Pulse
 
 from . import datapath
@@ -332,6 +333,8 @@ class Gateway:
             self.proxy.router.lost(replica.id)
         backend.follow_incarnation()
         self.models.adopt(replica)
+        if problem := block_size_set(self.settings.block_size, replica.block_size, replica.page_size):
+            log.warning("replica %s: %s", replica.id, problem)
         self._listen(backend, anew=True)
 
     def _hidden_from(self, replica: Replica) -> frozenset[bytes]:

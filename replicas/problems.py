@@ -13,6 +13,18 @@ class Problem(NamedTuple):
         return f"{self.what}: {self.remedy}"
 
 
+def block_size_set(given: int | None, told: int | None, page_size: int | None = None) -> Problem | None:
+    """What is wrong with the block size that the operator gave, for an engine that tells another. `page_size`: of the
+    parts of a block that it finds, any whole number of which can be matched."""
+    if not given or not told or given == told or (page_size and given % page_size == 0):
+        return None
+    if given % told == 0:
+        what = f"what it holds is matched in steps of {given}, so predictions leave out up to {given - told} cached tokens of a prompt"
+    else:
+        what = "its KV events cannot be matched with prompts, so its cache is guessed from traffic"
+    return Problem(f"block_size is set to {given} tokens and its engine caches blocks of {told}: {what}", UNSET)
+
+
 class Remedies(NamedTuple):
     """What to change about one kind of engine, in the words of its own flags."""
 
@@ -32,6 +44,7 @@ class Remedies(NamedTuple):
     transfer: str  # it keeps no prompt's KV cache for another replica
 
 
+UNSET = "leave --block-size out; it is learned from each replica"
 EVENTS_OFF = "KV events are off, the cache is guessed from traffic"
 TIERS_UNTOLD = (
     "it looked for {} tokens in slower tiers, and its KV events tell nothing of what is there: predictions leave it out"

@@ -163,7 +163,8 @@ class Examination(contextlib.AsyncExitStack):
             if address.url not in untried:
                 for finding in self._engine(address, *next(answers)):
                     yield finding
-        for finding in check_seen_by_gateway(self._running, self._replicas, untried, map(self._name, self._replicas)):
+        names = map(self._name, self._replicas)
+        for finding in check_seen_by_gateway(self._running, self._replicas, untried, names, self._settings.block_size):
             yield finding
         unknown = self._settings.discover is not None or not self._config.left_out.keys().isdisjoint(
             ("discover", "replica_file")

@@ -18,7 +18,7 @@ from replicas import twins
 from replicas.adopt import Facts
 from replicas.engines import TRANSFERS
 from replicas.launch.ports import holder
-from replicas.problems import DRAINED
+from replicas.problems import DRAINED, block_size_set
 from replicas.replica import Address, EventSource, parse_url
 from replicas.roles import BOTH
 from replicas.simulated import complaints
@@ -212,11 +212,14 @@ def check_seen_by_gateway(
     replicas: list[tuple[Address, Facts]],
     untried: Collection[str] = (),
     names: Iterable[twins.Name] = (),
+    block_size: int | None = None,
 ) -> Iterator[Finding]:
     """Problems that only traffic shows, from the gateway that sees it, and those of replicas that only it knows.
-    `names`: of the replicas, for `check_twice` says what is to be said of them."""
+    `names`: of the replicas, for `check_twice` says what is to be said of them; `block_size`: as the doctor was given
+    it, for `check_block_size` does."""
     known = {str(problem) for address, facts in replicas for problem in problems_by_subject(address, facts).values()}
     known |= {str(problem) for _, problem in twins.complaints(names)}
+    known |= {str(block_size_set(block_size, facts.block_size, facts.told.page_size)) for _, facts in replicas}
     for one in (running or {}).get("replicas", []):
         for problem in one.get("problems", []):
             if problem not in known and one.get("url") not in untried and not problem.startswith(DRAINED):

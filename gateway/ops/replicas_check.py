@@ -17,7 +17,7 @@ from gateway.ops.trial import Finding
 from replicas import pairing, twins
 from replicas.access import Access
 from replicas.adopt import IS_GATEWAY, Facts, problems_of
-from replicas.problems import Problem
+from replicas.problems import UNSET, Problem, block_size_set
 from replicas.replica import Address, Replica
 from replicas.roles import BOTH, REMEDY, SPEAK_ALIKE, lacks, unlike
 from replicas.served import base_names, count_models, marks
@@ -179,17 +179,22 @@ def _each(told: Mapping[str, int]) -> str:
 def check_block_size(settings: Settings, replicas: list[tuple[Address, Facts]]) -> Finding:
     sizes = {address.id: facts.block_size for address, facts in replicas if facts.block_size}
     names = _named(facts.models for _, facts in replicas)
-    if settings.block_size and set(sizes.values()) - {settings.block_size}:
-        return Finding("fail", "block size", f"set to {settings.block_size}, but replicas of {names} tell another: {_each(sizes)}. No block would ever match",
-                       "leave --block-size out; it is learned from the replicas")  # fmt: skip
+    given, wrong = settings.block_size, dict[Problem, list[str]]()
+    for address, facts in replicas:
+        if problem := block_size_set(given, facts.block_size, facts.told.page_size):
+            wrong.setdefault(problem, []).append(address.id)
+    if wrong:
+        said = "; ".join(f"{', '.join(ids)} of {names}: {problem.what}" for problem, ids in wrong.items())
+        unmatched = any(given % sizes[id] for ids in wrong.values() for id in ids)
+        return Finding("fail" if unmatched else "warn", "block size", said, UNSET)
     if len(set(sizes.values())) > 1:
         return Finding("warn", "block size", f"differs between replicas of {names}: {_each(sizes)}. They are variants, and each prompt is prepared for both",
                        "start them all with the same --block-size; of more than two variants the rest is chosen by load alone")  # fmt: skip
     if sizes:
         where = f"every replica of {names}" if len(sizes) == len(replicas) else f"{', '.join(sizes)} of {names}"
         return Finding("ok", "block size", f"{next(iter(sizes.values()))} tokens on {where}")
-    if settings.block_size:
-        return Finding("ok", "block size", f"{settings.block_size} tokens, as set; the replicas of {names} do not tell")
+    if given:
+        return Finding("ok", "block size", f"{given} tokens, as set; the replicas of {names} do not tell")
     return Finding(
         "warn",
         "block size",

@@ -26,7 +26,7 @@ from policies.verdicts import DECISIONS, REFUSED
 from replicas import twins
 from replicas.discovery import Discovery
 from replicas.lifecycle import ENGINE_THERE, TAKES_TRAFFIC, State
-from replicas.problems import DRAINED, NO_CACHED_TOKENS, Problem
+from replicas.problems import DRAINED, NO_CACHED_TOKENS, Problem, block_size_set
 from replicas.replica import Replica
 
 _EVENT_COUNTS = {
@@ -158,7 +158,7 @@ class View:
             "block_size": replica.block_size,
             "num_blocks": replica.num_blocks,
             "max_model_len": replica.max_model_len,
-            "problems": [*replica.problems, *_seen(replica, intake)],
+            "problems": [*replica.problems, *_seen(replica, intake, self.settings.block_size)],
             "tokenizer": replica.tokenizer,
             "takes_ids": replica.takes_ids,
             "inflight": load.requests,
@@ -395,9 +395,12 @@ def given_twice(replicas: Sequence[Replica]) -> Iterator[tuple[Replica, str]]:
             yield replica, str(problem)
 
 
-def _seen(replica: Replica, intake: Any) -> list[str]:
-    """What traffic and events showed to be amiss, beside what the engine tells of itself."""
+def _seen(replica: Replica, intake: Any, block_size: int | None) -> list[str]:
+    """What traffic, events and the `block_size` that is set showed to be amiss, beside what the engine tells of
+    itself."""
     found = [*(intake.problems if intake else ()), *replica.unlike]
+    if problem := block_size_set(block_size, replica.block_size, replica.page_size):
+        found.append(str(problem))
     if replica.state is State.FAILED:
         absent = replica.fault in ("", "connect")  # else something is there: it hangs, or answers with errors
         found.append(f"{'no engine is there, and ' if absent else ''}nothing is sent there: {replica.reason}")

@@ -227,6 +227,29 @@ async def test_variants_of_one_model_are_each_predicted_exactly(start_engine, tm
         assert set((await gateway.status())["totals"]["prompts"]) == {"exact"}
 
 
+@pytest.mark.parametrize("given, said", [(16, "its KV events cannot be"), (64, "leave out up to 32 cached tokens")])
+async def test_a_block_size_that_is_not_the_engines_is_a_problem_of_the_replica(start_engine, given, said):
+    engine = start_engine("--block-size", "32").wait()
+    async with running("--replica-url", engine.url, "--block-size", str(given)) as gateway:
+        await compared(gateway, 1)
+        short = 0
+        for number in range(8):
+            for asked_again in (False, True):
+                reply = await gateway.chat(
+                    [{"role": "user", "content": f"{number} {PROSE * 9}{'word ' * 16 * number}"}]
+                )
+                if asked_again and given > 32:
+                    predicted = int(reply.headers["x-hitherto-cached-tokens"])
+                    missed = reply.json()["usage"]["prompt_tokens_details"]["cached_tokens"] - predicted
+                    assert missed in (0, 32)
+                    short += missed > 0
+        assert short or given < 32
+        (replica,) = (await gateway.status())["replicas"]
+        (problem,) = [one for one in replica["problems"] if one.startswith(f"block_size is set to {given} tokens")]
+        assert said in problem and problem.endswith("leave --block-size out; it is learned from each replica")
+        assert sum(problem.encode() in line for line in gateway.log) == 1
+
+
 async def test_an_engine_with_another_tokenizer_does_not_make_the_others_inexact(start_engine, other):
     """As with vLLM's --tokenizer, which nothing tells: the same name, and other tokens than the rest."""
     good, odd = start_engine(), start_engine("--model", other, "--served-model-name", "sim")

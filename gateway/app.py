@@ -139,8 +139,9 @@ class Gateway:
         for known in (self.proxy.router.transfers, self.proxy.router.pulls):
             known.size_of = self.models.prompt_bytes
         self.view.shared = self.shared
-        self.view.models, self.view.served_by = self.models, self.proxy.eligible.known.of
-        self.view.gone, self.view.missing = self.proxy.eligible.known.gone, self.proxy.eligible.known.missing
+        known_models = self.proxy.eligible.known
+        self.view.models, self.view.served_by = self.models, known_models.served_by
+        self.view.expected_back, self.view.gone = known_models.expected_back, known_models.gone
         self.view.background = self.background
         self.view.keys, self.view.metering = self.keys, self.metering
         self.view.certificate, self.view.control = self.certificate, self.proxy.control
@@ -148,9 +149,9 @@ class Gateway:
         if self.proxy.placing.queue is not None:
             self.view.waiting = self.proxy.placing.queue.waiting
         self._is_launching = bool(self.launches)
-        self.proxy.eligible.known.unlisted = self._unlisted
+        known_models.unlisted = self._unlisted
         if self.discovery is not None:
-            self.discovery.leaving = self.proxy.eligible.known.expect_back
+            self.discovery.leaving = known_models.expect_back
         self.shared_ledger = datapath.shared_ledger(settings, self.metrics, self.ledger, self.background)
         self.proxy.placing.shared = self.view.shared_ledger = self.shared_ledger
         if self.shared_ledger is not None:

@@ -88,7 +88,7 @@ READ = {
     "reserved_context_tokens": ("gauge", "Context tokens of streams past their first byte: prompts, and what has come of answers", ("replica",)),
     "replica_state": ("gauge", "1 for the state the replica is in", ("replica", "state")),
     "replica_models": ("gauge", "1 for each model or adapter that a replica serves", ("replica", "model")),
-    "model_gone": ("gauge", "1 for a model or adapter whose last replica went with its pod, until one serves it again", ("model",)),
+    "model_gone": ("gauge", "1 for a model or adapter that no replica has served since a pod of it went", ("model",)),
     "replica_waiting_requests": ("gauge", "Requests the engine itself reports as waiting", ("replica",)),
     "replica_running_requests": ("gauge", "Requests the engine itself reports as running", ("replica",)),
     "replica_kv_usage_ratio": ("gauge", "Share of the KV cache in use, as the engine reports it", ("replica",)),

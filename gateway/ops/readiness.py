@@ -31,7 +31,7 @@ def _may_serve(replica: Mapping[str, Any], model: str) -> bool:
 
 def _known(status: Mapping[str, Any]) -> list[str]:
     named = {one["required_model"] for one in status["replicas"] if one["required_model"]}
-    return sorted(named.union(status["gone_models"], *(one["served_models"] for one in status["replicas"])))
+    return sorted(named.union(status["expected_back"], *(one["served_models"] for one in status["replicas"])))
 
 
 def _takes_requests(replica: Mapping[str, Any]) -> bool:
@@ -45,8 +45,8 @@ def _why_not(status: Mapping[str, Any], model: str) -> str | None:
     if any(map(_takes_requests, _of(status, model))):
         return f"waiting for the tokenizer of {model!r}, which is being loaded" if model in status["loading"] else None
     states = [f"{one['id']} is {one['state']} ({one['reason']})" for one in _of(status, model)]
-    if model in status["gone_models"]:
-        states.append(f"a pod of it went {status['gone_models'][model]:.0f} s ago")
+    if model in status["expected_back"]:
+        states.append(f"a pod of it went {status['expected_back'][model]:.0f} s ago")
     if states:
         return f"no replica of {model!r} is ready: {'; '.join(states)}"
     if not status["replicas"]:

@@ -68,9 +68,9 @@ class View:
         self.models: Models | None = None  # what is known of each model
         self.served_by: Callable[[str], frozenset[str]] = lambda id: (
             frozenset()
-        )  # names that it told last, if it is away
-        self.gone: Callable[[], Mapping[str, float]] = dict  # names whose pods went, seconds ago, and are expected back
-        self.missing: Callable[[], Iterable[str]] = tuple  # names that nobody has served since their last pod went
+        )  # names that it reported last, also while it is away
+        self.expected_back: Callable[[], Mapping[str, float]] = dict  # name -> seconds since a pod of it went
+        self.gone: Callable[[], Iterable[str]] = tuple  # names that no replica has served since a pod of them went
         self.shared_ledger: Any = None  # SharedLedger, with Redis
         self.background: Any = None  # Background, whose failures are shown
         self.keys: Keys | None = None  # with --api-keys
@@ -113,7 +113,7 @@ class View:
             "why_not": why_not,
             "stopping": self.draining,
             "loading": sorted(self.models.loading) if self.models is not None else [],
-            "gone_models": {name: round(seconds, 3) for name, seconds in self.gone().items()},
+            "expected_back": {name: round(seconds, 3) for name, seconds in self.expected_back().items()},
             **counted(metrics, self.settings.shadow, replicas, self.waiting()),
             "map": {
                 "blocks": stats["blocks"],
@@ -191,7 +191,7 @@ class View:
             "replica_state": {
                 (id, str(state)): float(self.replicas[id].state is state) for id in ids for state in State
             },
-            "model_gone": dict.fromkeys(self.missing(), 1.0),
+            "model_gone": dict.fromkeys(self.gone(), 1.0),
             "replica_models": {(id, name): 1.0 for id in ids for name in self.replicas[id].models},
             "event_lag_seconds": {
                 id: lag for id in ids if (lag := getattr(self.intakes.get(id), "lag_seconds", None)) is not None

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class Eligibility:
-    """`replicas`: all that are known, for the words of a 503. `backends` are those that were ready once."""
+    """`replicas`: all that are known. `backends` are those that were ready once."""
 
     def __init__(self, models: Models, router: Router, replicas: Mapping[str, Replica]):
         self.models, self._router, self._replicas = models, router, replicas
@@ -83,7 +83,7 @@ class Eligibility:
         model = (prompt.model if prompt is not None else named) or None
         targets = self.ready_for(model)
         if not targets:
-            raise self.known.error(model, tenant)
+            raise self.known.no_replica_error(model, tenant)
         if tried:
             targets = Targets([backend.candidate for backend in self.remaining(prompt, tried, named)])
             if not targets:

@@ -581,7 +581,7 @@ class Proxy:
         if method not in ("GET", "HEAD"):
             return ApiError(405, f"{method} is not supported for {MODELS}/NAME", headers=[(b"allow", b"GET, HEAD")])
         if self.eligible.names or not self.eligible.ready_for(None):
-            return self.eligible.known.error(name, tenant)
+            return self.eligible.known.no_replica_error(name, tenant)
         return ApiError(
             404,
             f"the replicas tell what they serve only to those who bring an API key: ask GET {MODELS}, which passes it on",

@@ -80,7 +80,7 @@ def statuses(
         "why_not": why_not,
         "stopping": any(status["stopping"] for status in each),
         "loading": sorted({name for status in each for name in status["loading"]}),
-        "gone_models": {name: seconds for status in each for name, seconds in status["gone_models"].items()},
+        "expected_back": {name: seconds for status in each for name, seconds in status["expected_back"].items()},
         **counted(metrics, shadows, replicas, waiting),
         "map": _map([status["map"] for status in each]),
         "control": _control([(one["worker"], one["status"]["control"]) for one in found]),

@@ -119,7 +119,7 @@ class Worker:
         self._drained = set(begin["drained"])
         if names := begin["names"]:
             self._served = names["served"]
-            gateway.proxy.eligible.known.wait_for_gone(names["gone"], names["unserved"])
+            gateway.proxy.eligible.known.resume(names["since_pod_went"], names["gone"])
         if gateway.discovery is not None:
             gateway.discovery.resume(begin["left_out"], begin["asked_of"])
             gateway.discovery.found = lambda engine: self._pod_changed(engine, True)

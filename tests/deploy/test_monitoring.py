@@ -83,6 +83,9 @@ def test_each_expression_uses_what_the_gateway_exports(where, expression):
     labels = {label.strip() for group in groups for label in group.split(",") if label.strip()}
     labels |= set(re.findall(r"[{,]\s*(\w+)\s*[=!]", expression)) - {"__name__", "job"}
     known = set().union(*(SERIES[name] for name in names), {"worker"})
+    if "ALERTS{" in expression:  # Prometheus's own series of each alert
+        known |= {"alertname", "alertstate"}
+        assert set(re.findall(r'alertname="([^"]*)"', expression)) <= {rule["alert"] for rule in RULES} - {where}
     assert labels <= known | ({"instance"} if not names else set()), labels - known
 
 

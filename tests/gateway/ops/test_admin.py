@@ -140,14 +140,14 @@ async def test_readiness_is_of_the_gateway_or_of_the_models_that_are_named(http,
     assert (status, said["why_not"]) == (503, "no replica is known to serve 'three'; known are: adapter, one, two")
     status, said = await ask("?model=")
     assert status == 400 and "/readyz?model=NAME" in said["error"]["message"]
-    gateway.view.gone = lambda: {"gone": 12.3, "two": 4.0}
+    gateway.view.expected_back = lambda: {"gone": 12.3, "two": 4.0}
     status, said = await ask("?model=gone")
     assert (status, said["why_not"]) == (503, "no replica of 'gone' is ready: a pod of it went 12 s ago")
     status, said = await ask("?model=two")
     assert said["why_not"].endswith("b:1 is failed (connection refused); a pod of it went 4 s ago")
     assert (await ask())[1]["models"] == each | {"gone": False}
     assert (await ask("?model=one"))[0] == 200
-    gateway.view.gone = dict
+    gateway.view.expected_back = dict
     served.clear()
     down.required_model = "two"
     status, said = await ask("?model=three")

@@ -55,7 +55,7 @@ def said(state: str, *, requests: int, inflight: int, joined: bool = True, probl
     redis = {"ledger_joined": joined, "ledger_reason": "joined" if joined else "away"}
     status = {
         "models": ["sim"], "ready": state == "ready", "why_not": None if state == "ready" else f"a is {state}",
-        "stopping": state == "draining", "loading": ["one"] * (state == "warming"), "gone_models": {},
+        "stopping": state == "draining", "loading": ["one"] * (state == "warming"), "expected_back": {},
         "admission": [],
         "replicas": [replica], "background_failures": {}, "api_keys": None, "tls": None, "control": None,
         "spaces": [], "discovery": None,
@@ -238,8 +238,8 @@ def test_of_the_pods_the_fewest_and_whatever_is_wrong_are_told():
 
 def test_a_model_whose_pod_any_worker_saw_go_is_told():
     found = [said("ready", requests=0, inflight=0) for _ in range(2)]
-    found[1]["status"]["gone_models"] = {"llama": 3.0}
-    assert statuses(found, {}, (), {})["gone_models"] == {"llama": 3.0}
+    found[1]["status"]["expected_back"] = {"llama": 3.0}
+    assert statuses(found, {}, (), {})["expected_back"] == {"llama": 3.0}
 
 
 def test_of_a_replicas_events_and_map_the_worst_is_told_with_its_reason():

@@ -33,8 +33,10 @@ from gateway.ops.gateway_check import (
     check_kept_out,
     check_seen_by_gateway,
     check_variants,
+    do_not_count,
     ended_by_drain,
     known_to,
+    not_in_force,
     other_server,
     running_gateway,
 )
@@ -139,6 +141,9 @@ class Examination(contextlib.AsyncExitStack):
                 other = "" if self._running else await other_server(self._settings, session)
             for finding in check_gateway(self._settings, self._running, self._config.unusable.values(), other):
                 yield finding
+            if self._running and (given := not_in_force(self._config, self._running)):
+                yield Finding("warn", "gateway settings", f"the gateway runs {do_not_count(given)}",
+                              "examine it with the settings that it was started with, or start it again with these")  # fmt: skip
         except StatusUnavailable as unavailable:
             self._status_unavailable = True
             yield unavailable.finding

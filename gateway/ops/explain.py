@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import http.client
 import json
 import socket
@@ -30,6 +31,7 @@ from gateway.config import (
     Settings,
     admin_headers,
     admin_url,
+    flag,
     known_urls,
     read_engine_key,
 )
@@ -43,6 +45,7 @@ from replicas.roles import BOTH, PREFILL
 from replicas.served import base_names
 
 from .explain_text import show
+from .gateway_check import ADMIN_SECONDS, do_not_count, not_in_force
 from .reasons import describe, explained, legs_told
 
 if TYPE_CHECKING:
@@ -51,6 +54,7 @@ if TYPE_CHECKING:
 
 NO_URL = "it is no URL: write http://HOST:PORT"
 AS_CLIENTS_SEND = 'Give a body as a client would send it: {"messages": [{"role": "user", "content": "..."}]}'
+_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # never by way of a company's proxy
 REPLAY_SECONDS = 3.0  # how long to read a replica's events before choosing without the rest
 
 
@@ -84,7 +88,10 @@ def _somehow(admin: str | None, path: str, body: bytes, config: Config) -> dict[
         raise ConfigError(f"--admin {admin}: {NO_URL}")
     url = (admin or admin_url(settings)).rstrip("/")
     try:
-        return ask(url, path, body, admin_headers(settings))
+        told = ask(url, path, body, admin_headers(settings))
+        if given := _not_in_force(url, config):
+            print(f"the running gateway answers, {do_not_count(given)}\n", file=sys.stderr)
+        return told
     except ConfigError as refused:
         if (why := config.unusable.get("admin_token")) is None:
             raise
@@ -101,6 +108,22 @@ def _somehow(admin: str | None, path: str, body: bytes, config: Config) -> dict[
               file=sys.stderr)  # fmt: skip
     allow_many_connections()  # all engines are asked at once
     return asyncio.run(alone(settings, path, body))
+
+
+def _not_in_force(admin: str, config: Config) -> list[str]:
+    """What was given and makes no difference to the running gateway's answer: flags, and what it has otherwise."""
+    compared, found = ("policy", "replica_url"), list[str]()
+    if any(config.sources[name] != "default" for name in compared):
+        with contextlib.suppress(OSError, ValueError, http.client.HTTPException):
+            request = urllib.request.Request(f"{admin}/status", headers=admin_headers(config.settings))
+            with _DIRECT.open(request, timeout=ADMIN_SECONDS) as response:
+                found = not_in_force(config, json.loads(response.read()))
+    reaching = ("admin_host", "admin_port", "admin_token")
+    return found + [
+        flag(name)
+        for name, source in config.sources.items()
+        if source.startswith("flag ") and name not in (*compared, *reaching)
+    ]
 
 
 def _is_url(text: str) -> bool:
@@ -134,12 +157,11 @@ def _is_json(body: bytes) -> bool:
 def ask(admin: str, path: str, body: bytes, headers: Mapping[str, str] = {}, seconds: float = 30.0) -> dict[str, Any]:
     """The running gateway's answer. Raises Unanswered, and ApiError where it refuses the request."""
     url = f"{admin}/explain?{urllib.parse.urlencode({'path': path})}"
-    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # never by way of a company's proxy
     try:
         request = urllib.request.Request(
             url, data=body, headers={"Content-Type": "application/json", **headers}, method="POST"
         )
-        with direct.open(request, timeout=seconds) as response:
+        with _DIRECT.open(request, timeout=seconds) as response:
             answer = response.read()
     except urllib.error.HTTPError as refused:
         raise _refusal(refused, admin) from None

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import errno
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import aiohttp
 
-from gateway.config import ADMIN_SIDE, Settings, admin_headers, admin_url
+from gateway.config import ADMIN_SIDE, Config, Settings, admin_headers, admin_url
 from gateway.ops.replicas_check import problems_by_subject, remedy_of_silence
 from gateway.ops.settings_check import FOLLOWED
 from gateway.ops.trial import Finding
 from gateway.ports import why_taken
+from gateway.setting_errors import place_of
 from replicas import twins
 from replicas.adopt import Facts
 from replicas.engines import TRANSFERS
@@ -35,6 +36,27 @@ class StatusUnavailable(Exception):
     def __init__(self, finding: Finding):
         super().__init__(finding.text)
         self.finding = finding
+
+
+def not_in_force(config: Config, running: Mapping[str, Any]) -> list[str]:
+    """What was given here and the gateway that runs has otherwise, as it was given, as far as its status tells that."""
+    settings, found = config.settings, []
+    if config.sources["policy"] != "default" and running.get("policy", settings.policy) != settings.policy:
+        found.append(_as_given("policy", config, settings.policy))
+    known = {one.get("url") for one in running.get("replicas", ())}
+    others = [url for url in settings.replica_url if parse_url(url).url not in known]
+    if others and "replicas" in running:
+        found.append(_as_given("replica_url", config, *others))
+    return found
+
+
+def _as_given(name: str, config: Config, *values: str) -> str:
+    return " ".join((place_of(name, config.sources).removeprefix("flag "), *values))
+
+
+def do_not_count(given: Sequence[str]) -> str:
+    """What becomes of settings that were given to a command which a running gateway answers."""
+    return f"with its own settings: {', '.join(given)} {'does' if len(given) == 1 else 'do'} not count"
 
 
 def _refused(why: str) -> Finding:

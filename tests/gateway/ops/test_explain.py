@@ -85,6 +85,33 @@ async def test_a_running_gateway_is_asked(listen, empty_folder, capsys):
     assert json.loads(capsys.readouterr().out)["choice"] == "b:1"
 
 
+async def test_flags_that_the_running_gateway_does_not_follow_are_named(listen, empty_folder, capsys):
+    async def answer(request):
+        return web.json_response(decision())
+
+    async def status(request):
+        replicas = [{"id": "a:1", "url": "http://a:1"}, {"id": "b:1", "url": "http://b:1"}]
+        return web.json_response({"policy": "least_time", "replicas": replicas})
+
+    url = await listen(web.post("/explain", answer), web.get("/status", status))
+    (empty_folder / "body.json").write_bytes(CHAT)
+    ask = "body.json", "--admin", url, "--json"
+    for flags, said in (
+        (("--policy", "round_robin"), "--policy round_robin does not count"),
+        (("--replica-url", "http://a:1", "http://c:1"), "--replica-url http://c:1 does not count"),
+        (("--block-size", "32", "--policy", "random"), "--policy random, --block-size do not count"),
+    ):
+        assert await in_thread(*ask, *flags) == 0
+        out, err = capsys.readouterr()
+        assert err == f"the running gateway answers, with its own settings: {said}\n\n"
+        assert json.loads(out)["choice"] == "b:1"
+    (empty_folder / "hitherto.yaml").write_text("policy: random\nblock_size: 32\n")
+    assert await in_thread(*ask, "--policy", "least_time", "--replica-url", "http://b:1") == 0
+    assert capsys.readouterr().err == ""
+    assert await in_thread(*ask) == 0
+    assert "its own settings: file hitherto.yaml:1: policy random does not count\n" in capsys.readouterr().err
+
+
 async def test_the_gateways_refusal_is_passed_on(listen, empty_folder, capsys):
     async def refuse(request):
         return web.json_response(

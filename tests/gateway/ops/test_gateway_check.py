@@ -40,6 +40,23 @@ def test_what_a_running_gateway_says_of_itself():
     assert why in unobserved[1].text
 
 
+def test_settings_that_the_running_gateway_does_not_have_are_named(capsys, fake):
+    def given(*flags):
+        return gateway_check.not_in_force(cli.load_config(cli._parse(["doctor", *flags])), status())
+
+    assert given() == given("--policy", "least_time", "--replica-url", "http://a:1") == []
+    assert given("--policy", "random", "--replica-url", "http://a:1", "http://c:1") == [
+        "--policy random",
+        "--replica-url http://c:1",
+    ]
+    port = fake({"/status": status(replicas=[])}).rpartition(":")[2]
+    code, found = examine(capsys, "--admin-port", port, "--policy", "random")
+    level, said = found["gateway settings"]
+    assert level == "warn" and said.startswith(
+        "the gateway runs with its own settings: --policy random does not count examine it with"
+    )
+
+
 @pytest.mark.parametrize("speaks_http", [True, False])
 def test_another_server_at_the_admin_port_is_called_so(capsys, fake, speaks_http):
     with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Closing) as closing:

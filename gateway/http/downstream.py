@@ -31,7 +31,7 @@ from .messages import (
     response,
     without_upgrade,
 )
-from .sockets import has_left
+from .sockets import has_left, reset_when_closed
 
 log = logging.getLogger("hitherto.wire")
 
@@ -467,10 +467,13 @@ class Downstream(asyncio.Protocol):
         elif self.expects:
             self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
-    def abort(self) -> None:
-        """Cut the connection so that the client can't take the response for complete."""
+    def abort(self, *, reset: bool = False) -> None:
+        """Cut the connection so that the client can't take the response for complete. `reset`: where a closed one would
+        be taken for its end."""
         self.exchange = self.current = None
         self.closing = True
+        if reset:
+            reset_when_closed(self.transport)
         self.transport.abort()
 
     # --- inside

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import fcntl
 import select
 import socket
 import struct
 import termios
 
-_BYTES = struct.Struct("i")
+_BYTES, _LINGER = struct.Struct("i"), struct.Struct("ii")
 
 
 def has_left(transport: asyncio.Transport) -> bool:
@@ -17,6 +18,13 @@ def has_left(transport: asyncio.Transport) -> bool:
     asked = select.poll()
     asked.register(transport.get_extra_info("socket").fileno(), select.POLLRDHUP)
     return bool(asked.poll(0))
+
+
+def reset_when_closed(transport: asyncio.Transport) -> None:
+    """Let the peer see that what it has is not all: what is not sent yet will not be."""
+    connection: socket.socket = transport.get_extra_info("socket")
+    with contextlib.suppress(OSError):  # it is closed
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _LINGER.pack(1, 0))
 
 
 def has_unacknowledged(transport: asyncio.Transport) -> bool:

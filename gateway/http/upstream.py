@@ -48,12 +48,14 @@ class UpstreamError(Exception):
 
 
 class Sink(Protocol):
-    """Where a response goes. Calls come in the order head, data*, end; or lost, once, at any point."""
+    """Where a response goes. Calls come in the order head, data*, end; or lost, once, at any point. Of a body whose end
+    the head does not tell, `closed` comes for `end`: the replica closed the connection, or died."""
 
     def connected(self, upstream: Upstream) -> None: ...
     def head(self, status: int, head: Head, body: bytes) -> None: ...
     def data(self, data: bytes) -> None: ...
     def end(self) -> None: ...
+    def closed(self) -> None: ...
     def lost(self, error: UpstreamError) -> None: ...
 
 
@@ -82,6 +84,11 @@ class Head:
         """A header for the client that the replica did not send."""
         self.raw = b"%b%b: %b\r\n\r\n" % (self.raw[:-2], *header)
         self.headers = [*self.headers, header]
+
+    def without_chunks(self) -> Head:
+        """The same before a body that the end of the connection ends."""
+        headers = [header for header in self.headers if header[0] != b"transfer-encoding"]
+        return Head(self.raw, headers, True, False)
 
     def with_length(self, length: int) -> Head:
         """The same before another body of so many bytes."""
@@ -188,7 +195,7 @@ class Upstream(asyncio.Protocol):
         if sink is None:
             return
         if self.forwarding and exc is None and self._until_close():
-            sink.end()
+            sink.closed()
         else:
             unread = self.unread or (isinstance(exc, (ConnectionResetError, BrokenPipeError)) and self._reset_unread())
             message = f"connection closed by the replica ({exc or 'end of file'})"

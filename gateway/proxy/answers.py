@@ -60,6 +60,12 @@ _OTHER_ANSWER = re.compile(
     rb'\{\s*"(?:object"\s*:\s*"list"\s*,\s*"data"\s*:\s*\[\s*\{[^{}\[]{0,400}"object"\s*:\s*"model"|status"\s*:\s*"\w{1,20}"\s*\})'
 )
 _DONE = re.compile(rb"data: ?\[DONE\]")
+# What the last event of each API's streams has. That of a response is as long as all it wrote, and ends with its usage,
+# which no other event of it has. A quote inside generated text is escaped.
+_LAST_EVENTS = {
+    "responses": re.compile(rb'"usage"\s*:\s*\{|"type"\s*:\s*"response\.(?:completed|incomplete|failed)"'),
+    "messages": re.compile(rb'"type"\s*:\s*"message_stop"'),
+}
 # An event that says anything: neither the end of a stream nor a ping, and not empty.
 _SAYS = re.compile(rb'data:(?!\s*(?:\[DONE\]|\{\s*"type"\s*:\s*"ping"\s*\})|[ \t]*(?:[\r\n]|\Z))')
 # What some event of a stream of each API has, the last ones included. A quote inside generated text is escaped.
@@ -243,6 +249,15 @@ def keeps_alive(data: bytes) -> bool:
 def speaks_api(tail: bytes, whole: bool) -> bool:
     """Whether a stream that ends like this has been one of an inference API. `whole`: this is all of it."""
     return _EVENT_MARKS.search(tail) is not None or (not whole and len(tail) < _SHORT_TAIL)
+
+
+def has_end(label: str, tail: bytes, streams: bool, content_type: bytes) -> bool:
+    """Whether an answer that ends like this may be whole, where the end of its connection is all that tells: a stream
+    has its API's last event, or an error, and JSON a last bracket. Nobody knows it of other bodies."""
+    if streams:
+        last = _LAST_EVENTS.get(label, _DONE)
+        return label not in _EVENTS or last.search(tail) is not None or error_status(tail, True) > 0
+    return not content_type.lower().startswith(b"application/json") or tail.rstrip().endswith((b"}", b"]"))
 
 
 def error_status(data: bytes, streams: bool) -> int:

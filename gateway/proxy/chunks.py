@@ -1,8 +1,12 @@
-"""HTTP's chunks (RFC 9112, 7.1), of the answers that the gateway reads itself; all others pass as they are."""
+"""HTTP's chunks (RFC 9112, 7.1), of the answers that the gateway reads itself or gives to a client of HTTP/1.0, which
+knows none; all others pass as they are."""
 
 from __future__ import annotations
 
 import re
+
+from ..http.upstream import Head, Sink, Upstream, UpstreamError
+from .retries import PROTOCOL
 
 CHUNK = re.compile(rb"([0-9A-Fa-f]{1,8})[^\r\n]*\r\n")
 END_OF_BODY = b"0\r\n\r\n"
@@ -65,3 +69,45 @@ def unchunked(data: bytes) -> bytes:
     except ValueError:
         return data
     return body if chunks.ended else data
+
+
+class Unchunked:
+    """A sink before another one: takes the framing off what comes in chunks. The replica is asked in HTTP/1.1 for a
+    client of HTTP/1.0, too: in HTTP/1.0 the end of a stream and the death of its engine look alike."""
+
+    __slots__ = ("_sink", "_chunks")
+
+    def __init__(self, sink: Sink) -> None:
+        self._sink = sink
+        self._chunks: Chunks | None = None
+
+    def connected(self, upstream: Upstream) -> None:
+        self._sink.connected(upstream)
+
+    def head(self, status: int, head: Head, body: bytes) -> None:
+        if head.is_chunked:
+            self._chunks, head = Chunks(), head.without_chunks()
+        if (taken := self._taken(body)) is not None:
+            self._sink.head(status, head, taken)
+
+    def data(self, data: bytes) -> None:
+        if taken := self._taken(data):
+            self._sink.data(taken)
+
+    def _taken(self, data: bytes) -> bytes | None:
+        if self._chunks is None:
+            return data
+        try:
+            return self._chunks.feed(data)
+        except ValueError as error:
+            self._sink.lost(UpstreamError(PROTOCOL, f"broke HTTP's framing: {error}"))
+            return None
+
+    def end(self) -> None:
+        self._sink.end()
+
+    def closed(self) -> None:
+        self._sink.closed()
+
+    def lost(self, error: UpstreamError) -> None:
+        self._sink.lost(error)

@@ -25,6 +25,7 @@ from .answers import (
 )
 from .backend import Backend
 from .blame import DOUBTFUL, agree, settled
+from .chunks import Unchunked
 from .continuing import Continuing, rest_error
 from .exchange import Added, Attempt, Exchange, meter, request_head
 from .figures import Figures
@@ -337,7 +338,7 @@ class Conductor:
     def _connect(self, exchange: Exchange, attempt: Attempt) -> None:
         pool = attempt.backend.pool
         # Behind a kept connection that died of old age there may be more of the same age.
-        upstream = None if exchange.request.http10 or attempt.new_connection else pool.acquire()
+        upstream = None if attempt.new_connection else pool.acquire()
         if upstream is not None:
             self._send(exchange, attempt, upstream)
         else:
@@ -358,7 +359,8 @@ class Conductor:
         if self.priorities is not None:
             body, head_of = self.priorities.told(exchange, attempt, body, head_of)
         parent = None if self._traces is None else self._traces.parent(exchange, attempt)
-        upstream.send(attempt, head_of(exchange, attempt, len(body), parent), body, request.method == "HEAD")
+        sink = Unchunked(attempt) if request.http10 else attempt
+        upstream.send(sink, head_of(exchange, attempt, len(body), parent), body, request.method == "HEAD")
 
     def _retry(self, exchange: Exchange, failed: Failed) -> None:
         attempt, kind = exchange.attempts[-1], failed.kind
@@ -466,7 +468,7 @@ class Conductor:
             client.write(told)
             client.finish(keep_alive=False)
         else:
-            client.abort()
+            client.abort(reset=attempt.response_head.until_close)
         if why.kind != DIFFERS:
             self.settling.failed(attempt.backend, why.kind)
         self.settling.ended(exchange, "cut")

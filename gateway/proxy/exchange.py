@@ -23,10 +23,10 @@ from ..errors import ApiError
 from ..http.downstream import Downstream
 from ..http.messages import Request
 from ..http.upstream import Head, Upstream, UpstreamError
-from .answers import output_events
+from .answers import has_end, output_events
 from .blame import UnattributedError
 from .blanking import Blanking
-from .retries import NO_CRASHES, PROTOCOL
+from .retries import CLOSED, NO_CRASHES, PROTOCOL
 from .states import ATTEMPT_TRANSITIONS, AttemptEvent, AttemptState, ExchangeEvent, ExchangeState, Leg
 
 if TYPE_CHECKING:
@@ -174,6 +174,16 @@ class Attempt:
     def end(self) -> None:
         self.upstream = None
         self.conductor.on_complete(self)
+
+    def closed(self) -> None:
+        """The replica closed the connection, as it does after a body whose end nothing else tells, and when it dies."""
+        head, seen = self.response_head, self.withheld or b"".join(self.tail)
+        if self.exchange.continuation is not None or head.get(b"content-encoding") is not None:
+            self.end()  # the one is looked at there, and nobody can look at the other
+        elif not has_end(self.exchange.label, seen, self.streams, head.get(b"content-type") or b""):
+            self.lost(UpstreamError(CLOSED, "closed its connection in the middle of an answer"))
+        else:
+            self.end()
 
     def lost(self, error: UpstreamError) -> None:
         self.conductor.lost(self, error)
@@ -553,14 +563,12 @@ class Parent(NamedTuple):
 def request_head(exchange: Exchange, attempt: Attempt, length: int, parent: Parent | None) -> bytes:
     """`parent`: None where what the client said of that stands."""
     request, backend = exchange.request, attempt.backend
-    version = b"1.0" if request.http10 else b"1.1"
     dropped = backend.not_forwarded if parent is None else backend.not_forwarded | parent.replaces
     # The id is written here whether the client named it or not: one that the client's `Connection` names is not passed
     # on, and yet the engine gets the id that is logged and echoed.
-    head = b"%b %b HTTP/%b\r\n%bx-request-id: %b\r\n%b" % (
+    head = b"%b %b HTTP/1.1\r\n%bx-request-id: %b\r\n%b" % (
         request.method.encode(),
         request.target,
-        version,
         backend.host_line,
         exchange.id,
         request.end_to_end(dropped),

@@ -143,20 +143,6 @@ async def test_head_passes_without_a_body_and_the_connection_lives_on():
         assert (await talk.response())[2] == b"hello"
 
 
-async def test_http10_clients_get_a_body_without_chunks():
-    async def script(reader, writer):
-        head, _ = await read_request(reader)
-        assert head.startswith(b"POST /v1/chat/completions HTTP/1.0\r\n")
-        writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nConnection: close\r\n\r\n" + EVENT)
-
-    async with stack(script) as s:
-        talk = await s.talk()
-        await talk.say(post().replace(b"HTTP/1.1", b"HTTP/1.0"))
-        whole = await talk.rest()
-        assert whole.endswith(b"\r\n\r\n" + EVENT)
-        await eventually(s.idle)
-
-
 async def test_chunked_request_bodies_arrive_with_their_length():
     seen = []
     async with stack(answers(seen=seen)) as s:

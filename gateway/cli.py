@@ -11,20 +11,18 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import difflib
 import json
 import os
-import re
 import sys
 import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
 import shtab
 
 from gateway import __version__
-from gateway.config import ALIASES, ENV_PREFIX, SIZES, Config, ConfigError, Settings, flag, load, suggest
+from gateway.config import ALIASES, SIZES, Config, ConfigError, Settings, flag, load, suggest, unknown_variables
 from gateway.sizes import show_bytes
 from replicas.simulated import complaints
 
@@ -186,26 +184,10 @@ def load_config(args: argparse.Namespace, without_files: bool = False) -> Config
 
 
 def _warn_of_ignored_variables() -> None:
-    for variable in ignored_variables(os.environ):
-        name = variable.removeprefix(ENV_PREFIX).lower()
-        near = [ENV_PREFIX + one.upper() for one in difflib.get_close_matches(name, Settings.model_fields, 1, 0.6)]
-        hint = f". Did you mean {near[0]}?" if near else ""
+    """Near misses are an error of their own where settings are read."""
+    for variable, near in unknown_variables(os.environ).items():
+        hint = f". Did you mean {near}?" if near else ""
         print(f"hitherto: environment {variable}: this is no setting, so it changes nothing{hint}", file=sys.stderr)
-
-
-# What Kubernetes puts into every pod beside a Service called hitherto, apart from links like tcp://10.0.0.1:8080.
-_OF_A_SERVICE = re.compile(r"(SERVICE_(HOST|PORT(_\w+)?)|PORT(_\d+_(TCP|UDP)(_(PROTO|PORT|ADDR))?)?)$")
-
-
-def ignored_variables(environ: Mapping[str, str]) -> list[str]:
-    """HITHERTO_* that name no setting; a near miss of one is an error of its own."""
-    return [
-        variable
-        for variable in environ
-        if variable.startswith(ENV_PREFIX)
-        and (name := variable.removeprefix(ENV_PREFIX)).lower() not in (*Settings.model_fields, "config")
-        and not _OF_A_SERVICE.match(name)
-    ]
 
 
 @contextlib.contextmanager

@@ -201,12 +201,30 @@ def _fields_of(path: Path, root: yaml.MappingNode, loader: yaml_text.Loader) -> 
     return found
 
 
-def _from_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables that name a setting; a near miss is an error, other names are not ours.
+# What Kubernetes puts into every pod beside a Service called hitherto or hitherto-something, apart from links like
+# tcp://10.0.0.1:8080.
+_OF_A_SERVICE = re.compile(r"(\w+_)?(SERVICE_(HOST|PORT(_\w+)?)|PORT(_\d+_(TCP|UDP)(_(PROTO|PORT|ADDR))?))$")
 
-    Kubernetes puts HITHERTO_PORT=tcp://10.0.0.1:8080 and its kin into every pod beside a Service
-    called hitherto: such links are no settings.
-    """
+
+def unknown_variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """The HITHERTO_* that name no setting, each with the variable that it is a near miss of, or "". Those that
+    Kubernetes sets for a Service are not among them."""
+    found: dict[str, str] = {}
+    for variable, value in environ.items():
+        name = variable.removeprefix(ENV_PREFIX)
+        if not variable.startswith(ENV_PREFIX) or re.match(r"(tcp|udp)://", value) or _OF_A_SERVICE.match(name):
+            continue
+        if name.lower() not in (*Settings.model_fields, "config"):
+            near = difflib.get_close_matches(name.lower(), Settings.model_fields, 1, 0.7)
+            found[variable] = ENV_PREFIX + near[0].upper() if near else ""
+    return found
+
+
+def _from_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """The variables that name a setting; a near miss is an error, other names are not ours."""
+    for variable, near in unknown_variables(environ).items():
+        if near:
+            raise ConfigError(f"environment {variable}: unknown setting. Did you mean {near}?")
     found: dict[str, str] = {}
     for variable, value in environ.items():
         if not variable.startswith(ENV_PREFIX) or re.match(r"(tcp|udp)://", value):
@@ -214,8 +232,6 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, str]:
         name = variable.removeprefix(ENV_PREFIX).lower()
         if name in Settings.model_fields:
             found[name] = value
-        elif near := difflib.get_close_matches(name, Settings.model_fields, 1, 0.8):
-            raise ConfigError(f"environment {variable}: unknown setting. Did you mean {ENV_PREFIX}{near[0].upper()}?")
     return found
 
 

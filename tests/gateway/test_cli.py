@@ -246,6 +246,7 @@ def test_a_variable_that_is_no_setting_is_named_and_those_of_kubernetes_are_not(
     monkeypatch.setenv("HITHERTO_FOOBAR", "1")
     for name in ("SERVICE_HOST", "SERVICE_PORT", "SERVICE_PORT_HTTP", "PORT_8080_TCP", "PORT_8080_TCP_ADDR"):
         monkeypatch.setenv(f"HITHERTO_{name}", "10.0.0.1")
+        monkeypatch.setenv(f"HITHERTO_ADMIN_{name}", "10.0.0.1")  # a Service called hitherto-admin
     monkeypatch.setenv("HITHERTO_PORT", "tcp://10.0.0.1:8080")
     assert cli.main(["config"]) == 0
     assert (
@@ -265,15 +266,15 @@ def test_calibrate_asks_nobody_before_its_flags_can_be_used(argv, expected, caps
     assert capsys.readouterr().err.startswith(f"hitherto calibrate: {expected}")
 
 
-def test_a_variable_that_is_nearly_a_setting_names_it(monkeypatch, capsys):
-    monkeypatch.setenv("HITHERTO_PROT", "1")
-    assert cli.main(["config"]) == 0
-    said = "this is no setting, so it changes nothing. Did you mean HITHERTO_PORT?"
-    assert capsys.readouterr().err == f"hitherto: environment HITHERTO_PROT: {said}\n"
+@pytest.mark.parametrize("variable", ["HITHERTO_PROT", "HITHERTO_PORTT", "HITHERTO_PRT", "HITHERTO_ADMINPORT"])
+def test_a_variable_that_is_nearly_a_setting_names_it_and_is_refused_however_near(monkeypatch, capsys, variable):
+    monkeypatch.setenv(variable, "1")
+    meant = "HITHERTO_ADMIN_PORT" if "ADMIN" in variable else "HITHERTO_PORT"
+    assert cli.main(["config"]) == 2
+    assert capsys.readouterr().err == f"hitherto: environment {variable}: unknown setting. Did you mean {meant}?\n"
     assert cli.main(["replica", "--no-such-flag"]) == 2
-    assert capsys.readouterr().err.startswith(f"hitherto: environment HITHERTO_PROT: {said}\n"), (
-        "verbs with flags of their own"
-    )
+    said = f"hitherto: environment {variable}: this is no setting, so it changes nothing. Did you mean {meant}?\n"
+    assert capsys.readouterr().err.startswith(said), "verbs with flags of their own, which read no settings"
 
 
 def test_explain_says_why_nobody_answers(tmp_path, capsys):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from time import perf_counter
+from typing import Any
 
 from replicas import TAKES_TRAFFIC
 from replicas.served import base_names, count_models, marks
 
+from .errors import ApiError
 from .prompt import Prompt
 from .prompt.api.openai import parse
 from .prompt.offload import TakesLong, event_loop
@@ -16,6 +18,7 @@ from .spaces import Member, ModelSpace
 
 MOST_VARIANTS = 2  # that a request is prepared for; replicas of a third are chosen by load
 _UNKNOWN_CONTEXT = 1_000_000  # tokens that a prompt may have where nothing tells how many
+Refusal = Callable[[Mapping[str, Any]], ApiError | None]  # why a request is refused for what its JSON object says
 
 
 class Routes:
@@ -43,10 +46,19 @@ class Routes:
         self._of_any = (*(routes.get("") or routes[None])[:MOST_VARIANTS],) or (spaces[0],)
         self._of_unknown = self._of_any if "" in routes or len(routes) == 1 else ()
 
-    def prepare(self, path: str, body: bytes, headers: Mapping[str, str] | None, adapters: Collection[str]) -> Prompt:
+    def prepare(
+        self,
+        path: str,
+        body: bytes,
+        headers: Mapping[str, str] | None,
+        adapters: Collection[str],
+        refusal: Refusal | None = None,
+    ) -> Prompt:
         """One request -> Prompt, as its model has it; may run in a thread. Raises ApiError and TakesLong, as
-        `Pipeline.prepare`."""
+        `Pipeline.prepare`, and what `refusal` tells."""
         request, unusual = parse(body, self._longest)
+        if refusal is not None and (error := refusal(request)) is not None:
+            raise error
         model = request.get("model")
         spaces = self.spaces_for(model)
         if not spaces:  # its files and context would be another model's

@@ -124,6 +124,10 @@ class Request:
         value = self._named.get(name)
         return None if value is None else value.decode("latin-1")
 
+    def has_any(self, names: frozenset[bytes]) -> bool:
+        """Whether it has a header of these (lower-case) names."""
+        return not names.isdisjoint(self._named)
+
     def end_to_end(self, drop: frozenset[bytes]) -> bytes:
         """What goes on to the replica of the headers, see `end_to_end`."""
         kept = self._kept.get(drop)

@@ -33,6 +33,7 @@ from ..prompt.offload import LOOP_SECONDS, TakesLong, event_loop
 from ..prompt.pipeline import OFFLOAD_BYTES
 from ..prompt.prompt import NO_PREFILL, PROMPT_PATHS, unread
 from ..tenants.ending import unread_tokens
+from ..tenants.handover import read_unprepared, refusal_of_head, refusal_of_object
 from ..tenants.keys import CHALLENGE
 from ..tenants.salting import salt_request
 from .backend import Backend
@@ -108,17 +109,24 @@ class Preparation:
         if request.method != "POST" or exchange.response is not None:
             self._ready(exchange, None)
         elif len(request.body) <= OFFLOAD_BYTES:
-            self._named(exchange, self._model_of(exchange))
+            self._was_read(exchange, self._read(exchange))
         else:
-            self._in_thread(exchange, self._model_of, self._named)
+            self._in_thread(exchange, self._read, self._was_read)
 
-    def _model_of(self, exchange: Exchange) -> str | None:
+    def _read(self, exchange: Exchange) -> tuple[str | None, ApiError | None]:
+        """The model that it names, and why it is refused for what else it says."""
         request = exchange.request
-        return named_model(request.header(b"content-type") or "", request.body)
+        content_type = request.header(b"content-type") or ""
+        if exchange.tenant is None:
+            return named_model(content_type, request.body), None
+        return read_unprepared(content_type, request.body)
 
-    def _named(self, exchange: Exchange, model: str | None) -> None:
+    def _was_read(self, exchange: Exchange, found: tuple[str | None, ApiError | None]) -> None:
+        model, error = found
         exchange.model = model
-        if exchange.tenant is not None and (error := exchange.tenant.refusal(model)) is not None:
+        if exchange.tenant is not None:
+            error = exchange.tenant.refusal(model) or error
+        if error is not None:
             exchange.refused(error)
         elif model is not None and self._eligible.is_unknown(model):
             self._ask_anew(self._passed_on(exchange))
@@ -235,7 +243,11 @@ class Preparation:
         session = request.header(b"x-session-id")
         try:
             prompt = self._models.routes.prepare(
-                request.path, request.body, {"x-session-id": session} if session else None, self._eligible.adapters
+                request.path,
+                request.body,
+                {"x-session-id": session} if session else None,
+                self._eligible.adapters,
+                refusal_of_object if exchange.tenant is not None else None,
             )
         except ApiError as error:
             # Its traceback holds this frame, and with it the request, until the garbage collector comes by.
@@ -495,6 +507,8 @@ class Proxy:
         exchange.meter()
         if self.metering is not None and (over := self.metering.refusal(tenant)) is not None:
             return over
+        if (error := refusal_of_head(exchange.request, exchange.id)) is not None:
+            return error
         return salt_request(exchange.request, tenant.cache_salt) if tenant.cache_salt is not None else None
 
     def _own_answer(

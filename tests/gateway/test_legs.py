@@ -1,6 +1,8 @@
 """Prompts computed by one simulated engine and answered by another, through a gateway process."""
 
 import asyncio
+import hashlib
+import json
 import re
 
 import httpx
@@ -265,3 +267,36 @@ async def test_two_gateways_count_both_legs_in_one_ledger(trio, start_redis):
             async with asyncio.timeout(10):
                 while client.hgetall("hitherto:1:default:{pool}:load"):
                     await asyncio.sleep(0.02)
+
+
+@pytest.mark.parametrize("way", ["chat", "completions", "responses", "messages"])
+async def test_tenants_prompts_move_in_two_legs_and_only_as_the_gateway_says(trio, tmp_path, way):
+    """One with a salt of its own gets no handle of its prompt's cache, and another one can do nothing with a handle."""
+    prefiller, decoder, _ = trio
+    entries = [
+        {"name": name, "sha256": hashlib.sha256(name.encode()).hexdigest(), "cache_salt": f"{way}-{name}-0123456789"}
+        for name in ("team-a", "team-b")
+    ]
+    (keys := tmp_path / "keys.yaml").write_text("".join(f"- {json.dumps(one)}\n" for one in entries))
+    path, body = asked(way, f"{way}, a secret. " + TEXT * 20, False)
+    async with running(
+        "--replica-url", f"{prefiller.url}#role=prefill", f"{decoder.url}#role=decode",
+        "--policy", "round_robin", "--api-keys", str(keys),
+    ) as gateway:  # fmt: skip
+        await gateway.ready_for_legs(2)
+
+        async def ask(name, **more):
+            return await gateway.client.post(path, json={**body, **more}, headers={"Authorization": f"Bearer {name}"})
+
+        assert words(await ask("team-b"))
+        async with httpx.AsyncClient(base_url=prefiller.url) as engine:  # as it would tell team-b
+            salted = {**body, "cache_salt": entries[1]["cache_salt"], "kv_transfer_params": {"do_remote_decode": True}}
+            handle = (await engine.post(path, json=salted)).json()["kv_transfer_params"]
+        assert handle["remote_host"] and handle["remote_block_ids"]
+        for name, given in (("team-b", {"do_remote_decode": True}), ("team-a", handle)):
+            answer = await ask(name, kv_transfer_params=given)
+            assert answer.status_code == 400 and "kv_transfer_params" in answer.json()["error"]["message"]
+            assert "remote_host" not in answer.text
+        assert words(await ask("team-a"))
+        assert (await gateway.status())["legs"]["prefill"] == {"complete": 2}
+        assert (await gateway.status())["legs"]["decode"] == {"complete": 2}

@@ -23,6 +23,7 @@ import shtab
 
 from gateway import __version__
 from gateway.config import ALIASES, SIZES, Config, ConfigError, Settings, flag, load, suggest, unknown_variables
+from gateway.other_routers import flag_answer
 from gateway.sizes import show_bytes
 from replicas.simulated import complaints
 
@@ -146,6 +147,7 @@ def build_parser() -> Parser:
                               description="Check everything that can be wrong, one line each, with what to do about it. "
                                "Exit code 1 if something is.")  # fmt: skip
     for verb in (serve, config, explain, doctor):
+        verb.of_another_program = flag_answer
         verb.usage = f"{verb.prog} {'BODY.json ' if verb is explain else ''}[--config FILE] [settings]"
         add_settings(verb)
     completion = verbs.add_parser("completion", help="print a script that completes commands and flags in a shell",

@@ -12,6 +12,7 @@ from replicas.pods import Discover
 from replicas.simulated.complaints import none_of
 
 from .complaints import TABLE, TEXT, TEXTS, wanted
+from .other_routers import policy_answer
 from .pools import Pool
 from .settings import SECRETS, SIZES, Settings, flag
 from .sizes import show_bytes
@@ -67,7 +68,8 @@ def _explain(item: Any, sources: Mapping[str, str]) -> str:
     if item["type"] == "value_error":
         return f"{place}: {item['ctx']['error']}"
     if item["type"] == "literal_error":
-        return f"{place}: {none_of(item['input'], _choices(item))}"
+        others = policy_answer(item["input"]) if name == "policy" else ""
+        return f"{place}: {others or none_of(item['input'], _choices(item))}"
     what = wanted(Settings, item["loc"], name in SIZES, item["type"] == "finite_number")
     if item["input"] is None or item["input"] == "":
         which = f"entry {within[-1] + 1}" if within and isinstance(within[-1], int) else "it"

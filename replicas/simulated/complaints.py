@@ -31,6 +31,8 @@ class PlainParser(argparse.ArgumentParser, ABC):
     """argparse whose complaints say what would be right; whoever inherits decides how one ends the program."""
 
     _given: Sequence[str] = ()
+    # About a flag that another program takes: a sentence, or "" if it is none that is known.
+    of_another_program: Callable[[str], str] = staticmethod(lambda word: "")
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -101,6 +103,8 @@ def unknown(word: str, parser: argparse.ArgumentParser) -> str:
     """About an argument that this command, or the one within it, does not take."""
     word = word.partition("=")[0]
     options = options_of(parser)
+    if isinstance(parser, PlainParser) and (said := parser.of_another_program(word)):
+        return said
     if (elsewhere := _ELSEWHERE.get(word)) in options:
         near = f". Did you mean {elsewhere!r}?"
     else:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from policies.kv_space import BadModel, Layers, Shape, read
+from replicas.simulated import complaints
 
 _INDEX = "model.safetensors.index.json"
 _CONTEXT = 131_072  # tokens, where only numbers are given
@@ -87,9 +88,7 @@ def _fetched(name: str) -> Path:
 
     try:
         return Path(snapshot_download(name, allow_patterns=["config.json", _INDEX]))
-    except LocalEntryNotFoundError:
-        raise BadModel(f"--model {name} is not in the cache of Hugging Face, and its hub can't be reached: connect this machine to "
-                       "it, or give the folder with its config.json") from None  # fmt: skip
-    except (HfHubHTTPError, HFValidationError, OSError) as error:
-        raise BadModel(f"--model {name} can't be fetched ({type(error).__name__}): set HF_TOKEN if it is gated, or give the folder "
-                       "with its config.json") from None  # fmt: skip
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise BadModel(
+            complaints.cannot_fetch(f"--model {name}", error, "give the folder with its config.json")
+        ) from None

@@ -188,6 +188,27 @@ def refuse_pipe(path: Path) -> None:
         raise OSError(errno.ESPIPE, "it is a pipe, which cannot be read more than once")
 
 
+def cannot_fetch(name: str, error: Exception, otherwise: str) -> str:
+    """Why nothing of a model comes from its hub, by what huggingface_hub raised for it, and what to do. `otherwise`:
+    what can be given instead."""
+    missing = type(error).__name__ == "LocalEntryNotFoundError"  # of a library that takes seconds to import
+    cause = error.__cause__ if missing else error
+    if missing and getattr(cause, "response", None) is None:
+        return (
+            f"{name} is not in the cache of Hugging Face, and its hub can't be reached: connect this machine to it, "
+            f"or {otherwise}"
+        )
+    return f"{name} can't be fetched ({_hubs_words(cause)}): set HF_TOKEN if the model is gated, or {otherwise}"
+
+
+def _hubs_words(error: BaseException | None) -> str:
+    """The hub's words in one line: the status and what was refused, which a blank line parts, without the number of the
+    request and the advice for callers of the hub that follows."""
+    head, _, rest = str(error).partition("\n\n")
+    status = re.sub(r"\s*\(Request ID: [^)]*\)", "", head.partition("\n")[0])
+    return f"{status} {rest.partition(chr(10))[0]}".strip()
+
+
 def cannot_listen(host: str, port: int, error: OSError, port_flag: str = "--port", host_flag: str = "--host") -> str:
     """Why nobody can listen there, and what to do about it."""
     said = f"cannot listen on {host}:{port}: {error.strerror or error}. "

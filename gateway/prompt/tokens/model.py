@@ -5,12 +5,13 @@ from __future__ import annotations
 import functools
 import json
 import os
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from xxhash import xxh3_64
+
+from replicas.simulated.complaints import cannot_fetch
 
 from ..render.program import Program
 from ..render.programs import program_for
@@ -64,18 +65,8 @@ def find_model(name_or_dir: str | Path) -> Path:
     try:
         return Path(snapshot_download(name, allow_patterns=_FILES))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        raise ModelError(
-            f"can't fetch the tokenizer of {name} ({type(error).__name__}: {_cause(error)}): set HF_TOKEN if "
-            "the model is gated, or set model to a directory with tokenizer.json"
-        ) from error
-
-
-def _cause(error: Exception) -> str:
-    """The hub's words in one line: the status and what was refused, which a blank line parts, without the number of the
-    request and the advice for callers of the hub that follows."""
-    head, _, rest = str(error).partition("\n\n")
-    status = re.sub(r"\s*\(Request ID: [^)]*\)", "", head.partition("\n")[0])
-    return f"{status} {rest.partition(chr(10))[0]}".strip()
+        otherwise = "set model to a directory with tokenizer.json"
+        raise ModelError(cannot_fetch(f"the tokenizer of {name}", error, otherwise)) from error
 
 
 @dataclass(frozen=True)

@@ -68,7 +68,7 @@ def test_a_name_is_fetched_and_only_the_small_files(folder, monkeypatch):
     ("error", "said"),
     [
         (LocalEntryNotFoundError("offline"), "is not in the cache .* its hub can't be reached: .*, or give the folder"),
-        (OSError("gated"), "can't be fetched .*HF_TOKEN if it is gated, or give the folder"),
+        (OSError("gated"), r"can't be fetched \(gated\): set HF_TOKEN if the model is gated, or give the folder"),
     ],
 )
 def test_a_name_that_can_not_be_fetched(monkeypatch, error, said):

@@ -65,7 +65,7 @@ class Reply:
         body = b"".join(self.body)
         if record.status != 200:
             record.error = f"http_{record.status}"
-            record.detail = body[:_MAX_DETAIL].decode("utf-8", "replace")
+            record.detail = _why(body)[:_MAX_DETAIL]
             return
         record.last = now
         self._message(body, now)
@@ -124,3 +124,13 @@ class Reply:
         details = usage.get("prompt_tokens_details")
         if details:
             record.cached_tokens = details.get("cached_tokens")
+
+
+def _why(body: bytes) -> str:
+    """The message of an OpenAI error, or the whole body where it is none."""
+    try:
+        told = orjson.loads(body)
+        why = told["error"]["message"] if "error" in told else told["message"]  # the latter is vLLM's older form
+    except (ValueError, TypeError, LookupError):
+        why = None
+    return why if isinstance(why, str) and why else body.decode("utf-8", "replace")

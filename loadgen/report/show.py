@@ -48,8 +48,10 @@ def count(value: int | float | None) -> str:
 
 
 def run_report(report: Report) -> RenderableType:
-    """The whole of `loadgen run`'s answer."""
-    parts: list[RenderableType] = [_head(report), _latencies(report), _facts(report)]
+    """The whole of `loadgen run`'s answer; where nothing was answered, only what went wrong."""
+    parts: list[RenderableType] = [_head(report)]
+    if report["completed"]:
+        parts += [_latencies(report), _facts(report)]
     for trouble in troubles(report):
         parts += ["", trouble]
     return Group(*parts)
@@ -153,6 +155,8 @@ def errors(report: Report) -> Text | None:
                 "  The load's made-up token ids are below --vocab-size; give it as many as the engine's model has.\n",
                 "yellow",
             )
+        if kind == "http_404":
+            text.append("  The server knows no such model or path: see --model and --endpoint.\n", "yellow")
         if kind == "http_401":
             text.append(f"  The server answers 401: {KEY_NEEDED}.\n", "yellow")
     text.rstrip()

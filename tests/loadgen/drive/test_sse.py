@@ -107,10 +107,20 @@ def test_a_whole_reply(wire):
     )
 
 
-def test_a_refusal_names_its_status_and_keeps_the_body():
-    record = read([(b'{"error":{"message":"too long"}}', 1.0)], {b"content-type": b"application/json"}, 400)
-    assert record.error == "http_400"
-    assert "too long" in record.detail
+@pytest.mark.parametrize(
+    "body, said",
+    [
+        (b'{"error":{"message":"too long"}}', "too long"),
+        (b'{"object":"error","message":"too long"}', "too long"),
+        (b'{"error":"too long"}', '{"error":"too long"}'),
+        (b'{"detail":"Not Found"}', '{"detail":"Not Found"}'),
+        (b"[1]", "[1]"),
+        (b"<h1>busy</h1>", "<h1>busy</h1>"),
+    ],
+)
+def test_a_refusal_names_its_status_and_says_why(body, said):
+    record = read([(body, 1.0)], {b"content-type": b"application/json"}, 400)
+    assert (record.error, record.detail) == ("http_400", said)
 
 
 def test_hitherto_headers_are_read_and_their_absence_is_fine(wire):

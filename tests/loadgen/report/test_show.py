@@ -102,6 +102,16 @@ def test_a_report_of_failures():
     assert "2 × http_503  engine [busy]" in text and "1 × closed  gone" in text
 
 
+def test_a_report_of_failures_alone_is_their_cause():
+    """No table of dashes, and nothing on what an engine would report."""
+    why = "the model `other` does not exist"
+    text = drawn(show.run_report(summarise(run_of(record(error="http_404", detail=why)))))
+    assert f"1 × http_404  {why}" in text and "--model and --endpoint" in text
+    for part in ("–", "TTFT", "reports no usage", "hitherto doctor"):
+        assert part not in text, part
+    assert "TTFT" in drawn(show.run_report(summarise(run_of(record(), record(error="http_404", detail=why)))))
+
+
 def test_a_report_of_failures_for_want_of_a_key_says_where_the_key_is_read():
     text = drawn(show.run_report(summarise(run_of(record(error="http_401", detail="an API key is needed")))))
     assert "1 × http_401  an API key is needed" in text

@@ -103,11 +103,15 @@ async def ask_policies(args: argparse.Namespace, console: Console, found: dict[s
     for policy in args.policies:
         found[policy] = Measured(policy)
         for seed, one in enumerate(datasets.of_seeds(args)):
-            console.print(f"[dim]{policy}: starting {args.launch} engines and a gateway …[/]")
+            console.print(f"[dim]{policy}: starting {engines_in_words(args.launch)} and a gateway …[/]")
             async with Stack(policy, args.launch, args.profile) as stack:
                 await measure(one, console, found[policy], stack.base_url, stack.admin, seed)
             if found[policy].interrupted:
                 return
+
+
+def engines_in_words(count: int) -> str:
+    return "an engine" if count == 1 else f"{count} engines"
 
 
 async def measure(

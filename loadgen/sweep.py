@@ -89,7 +89,7 @@ class Search:
         elif not self.missed:
             self.kept = rate
         if self.steps == len(self.given):
-            self.stopped = "These were all rates that were asked for."
+            self.stopped = "All rates that were asked for have been tried."
 
 
 @dataclass(slots=True)

@@ -74,7 +74,8 @@ def _answer_line(told: Mapping[str, Any]) -> str:
         source = "assumed, as no answer of this model has ended yet"
     else:
         answers = "answer" if basis["answers"] == 1 else f"{basis['answers']} answers"
-        source = f"learned from the last {answers} {OF_KIND[basis['kind']]} (± {basis['spread']:.0f})"
+        differ = f" (± {basis['spread']:.0f})" if basis["answers"] > 1 else ""  # one answer alone has no deviation
+        source = f"learned from the last {answers} {OF_KIND[basis['kind']]}{differ}"
         source += f" and the {basis['without']:.0f} expected otherwise, which count as {PRIOR:.0f}"
     if told["output_tokens"] < basis["mean"]:
         return f"{expected}, which the request allows at most; else {basis['mean']:.0f}, {source}"

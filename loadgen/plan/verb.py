@@ -350,7 +350,7 @@ def assumptions(
         one = found[args.kv_cache_dtype]
         if not args.kv_cache_memory_bytes:
             said.append(
-                f"{args.gpu_memory_utilization:.0%} of each GPU's {args.gpu_memory / GIB:.4g} GiB for the engine, of which "
+                f"{args.gpu_memory_utilization * 100:.0f} % of each GPU's {args.gpu_memory / GIB:.4g} GiB for the engine, of which "
                 f"{RESERVE / GIB:.2g} GiB are for neither weights nor cache (a guess; vLLM's log has the memory that is left)"
             )
         if one["groups"] > 1:

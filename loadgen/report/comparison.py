@@ -50,14 +50,24 @@ def changes(report: Report, base: Report) -> dict[Verdict, list[str]]:
             continue
         new, old = seeds.mean(report, row.read), seeds.mean(base, row.read)
         much = f" ({change(row, old, new)})" if change(row, old, new) else ""
-        found[verdict].append(f"{row.said or row.label} {row.form(new)} instead of {row.form(old)}{much}")
+        found[verdict].append(f"{row.said or row.label} {' instead of '.join(_told_apart(row, new, old))}{much}")
     return found
 
 
+def _told_apart(row: show.Row, new: float, old: float) -> tuple[str, str]:
+    """Both figures as they are shown, with a digit more where they would read the same: over several seeds little is
+    sure, too."""
+    shown = row.form(new), row.form(old)
+    if shown[0] != shown[1] or new == old or row.form is not show.milliseconds:
+        return shown
+    return f"{new:,.2f} ms", f"{old:,.2f} ms"
+
+
 def change(row: show.Row, old: float, new: float) -> str:
-    """By how much a figure differs; of shares in points, and nothing where the old one is 0."""
+    """By how much a figure differs; of shares in points, which add up with the figures as they are shown, and nothing
+    where the old one is 0."""
     if row.form is show.percent:
-        return f"{_signed((new - old) * 100, 1)} points"
+        return f"{_signed(round(new * 100, 1) - round(old * 100, 1), 1)} points"
     return f"{_signed((new - old) / old * 100, 0)} %" if old else ""
 
 

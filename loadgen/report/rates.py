@@ -51,7 +51,8 @@ def reasons(report: Report) -> Iterator[str]:
     if generator["max_concurrency"]:
         yield f"at most {generator['max_concurrency']} were in flight"
     if report["failed"] or report["not_sent"]:
-        yield f"{report['failed']:,.0f} failed and {report['not_sent']:,.0f} were not sent"
+        parts = ((report["failed"], "failed"), (report["not_sent"], "not sent"))
+        yield " and ".join(f"{count:,.0f} {what}" for count, what in parts if count)
     if generator["was_the_limit"] and not generator["max_concurrency"]:
         yield "the generator was late"
     if (rest := report["duration_s"] - offered["seconds"]) > 0 and not report["interrupted"]:

@@ -11,6 +11,7 @@ import sys
 
 import pytest
 
+from loadgen import compare
 from loadgen.cli import main
 
 
@@ -556,3 +557,7 @@ def test_a_loop_of_links_is_refused_before_the_load_is_offered(capsys, tmp_path)
     (loop := tmp_path / "loop").symlink_to(tmp_path / "loop")
     assert main(["run", "--json", str(loop)]) == 2
     assert f"--json {loop}: can't be written" in capsys.readouterr().err
+
+
+def test_one_engine_is_no_plural():
+    assert [compare.engines_in_words(count) for count in (1, 2)] == ["an engine", "2 engines"]

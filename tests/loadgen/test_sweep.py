@@ -331,6 +331,7 @@ def test_given_rates_are_tried_and_no_others():
     for keeps in (True, False, True):  # what is kept above a rate that was missed is luck
         search.tell(search.rate, keeps)
     assert (search.kept, search.missed, search.rate) == (2.0, 4.0, None)
+    assert search.stopped == "All rates that were asked for have been tried."
 
 
 async def test_a_sweep_with_seeds_has_the_range_over_them(engine, wire, tmp_path, console):

@@ -30,7 +30,7 @@ def learned(*answers):
         (learned(), None, "200 tokens expected, assumed, as no answer of this model has ended yet"),
         (learned(), 16, "16 tokens expected, which the request allows at most; else 200, assumed, as no answer of this model has ended yet"),
         (learned((50, 1, None)), None,
-         "170 tokens expected, learned from the last answer of this model (± 189) and the 200 expected otherwise, which count as 4"),
+         "170 tokens expected, learned from the last answer of this model and the 200 expected otherwise, which count as 4"),
         (learned(*[(50, 77, None)] * 90), None,
          "50 tokens expected, learned from the last 64 answers to prompts with the same first block (± 14) and the 56 expected otherwise, which count as 4"),
         (learned(*[(50, 77, None)] * 90, *[(500, 1, "s")] * 3), 900,

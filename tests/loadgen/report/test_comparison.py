@@ -91,6 +91,21 @@ def test_a_comparison_that_is_void_has_no_better_and_no_worse():
     ]
 
 
+def test_figures_that_differ_do_not_read_the_same():
+    old, new = (
+        seeds.merged([figures(tpot_ms={"mean": mean + off}) for off in (-0.01, 0.0, 0.01)]) for mean in (6.26, 6.34)
+    )
+    assert "Worse with new than with old: TPOT mean 6.34 ms instead of 6.26 ms (+1 %)." in comparison(
+        "new", new, "old", old
+    )
+
+
+def test_points_add_up_with_the_shares_that_are_shown():
+    old, new = (figures(cache={"hit_rate": rate, "prefill_tokens": None}) for rate in (0.3664, 0.8706))
+    said = "engines' replies 87.1 % instead of 36.6 % (+50.5 points)"  # 50.4 as they are
+    assert any(said in sentence for sentence in comparison("new", new, "old", old))
+
+
 def test_a_comparison_reads_as_sentences():
     better = figures(
         cache={"hit_rate": 0.9, "prefill_tokens": 10_000},

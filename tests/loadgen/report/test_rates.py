@@ -39,7 +39,9 @@ def report(answered: float, rate: float | None = 10.0, **fields) -> dict:
         (report(5, offered={"later_turns": 60}), "60 of 100 requests are later turns, which wait for a reply;"),
         (report(5, generator={"max_concurrency": 3, "was_the_limit": True}), "at most 3 were in flight"),
         (report(5, generator={"was_the_limit": True}), "the generator was late"),
-        (report(5, failed=7), "7 failed and 0 were not sent"),
+        (report(5, failed=7), "10.00 requests/s offered, 5.00 answered: 7 failed; "),
+        (report(5, failed=7, not_sent=3), "answered: 7 failed and 3 not sent; "),
+        (report(5, not_sent=3), "answered: 3 not sent; "),
         (report(5, interrupted=True), "the run was stopped early"),
         (
             report(11.9, interrupted=True),

@@ -20,12 +20,13 @@ from urllib.parse import unquote
 from ..prompt.prompt import EMBEDDINGS, LONGEST_RESPONSE_ID, NO_PREFILL, PROMPT_PATHS
 
 MODELS = "/v1/models"
+INVOCATIONS = "/invocations"  # SageMaker's: of a completion or a chat
 # The inference API without PROMPT_PATHS is sent on by load alone. Posted to these, engines compute prompts, ...
 UNREAD_PROMPTS = frozenset((
     "/v1/chat/completions/batch", "/v1/audio/transcriptions", "/v1/audio/translations",
     "/v2/embed", "/cohere/v2/chat", "/pooling", "/classify", "/score", "/v1/score",
     "/rerank", "/v1/rerank", "/v2/rerank", "/generative_scoring", "/v1/systemone",
-    "/inference/v1/generate", "/invocations",
+    "/inference/v1/generate", INVOCATIONS,
 ))  # fmt: skip
 # ... and at the rest they do not.
 OTHER_PATHS = UNREAD_PROMPTS | frozenset((

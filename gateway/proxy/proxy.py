@@ -27,7 +27,8 @@ from ..http.downstream import Downstream
 from ..http.messages import Headers, Request
 from ..overload import Overload
 from ..prompt import Prompt
-from ..prompt.api.named import named_model
+from ..prompt.api.named import is_form, named_model
+from ..prompt.api.openai import refuse_invocation
 from ..prompt.long import LongPrompts
 from ..prompt.offload import LOOP_SECONDS, TakesLong, event_loop
 from ..prompt.pipeline import OFFLOAD_BYTES
@@ -45,7 +46,7 @@ from .exchange import Added, Batcher, Exchange
 from .figures import Figures
 from .forwarding import TokenIdForwarding
 from .newcomers import Newcomers
-from .paths import MODELS, AllowedPaths, model_in, refusal
+from .paths import INVOCATIONS, MODELS, AllowedPaths, model_in, refusal
 from .placing import Eligibility, Placing
 from .priorities import Priorities, differ, encoding_refusal
 from .queue import AddedByQueue, Queue
@@ -117,9 +118,17 @@ class Preparation:
         """The model that it names, and why it is refused for what else it says."""
         request = exchange.request
         content_type = request.header(b"content-type") or ""
-        if exchange.tenant is None:
-            return named_model(content_type, request.body), None
-        return read_unprepared(content_type, request.body)
+        found = (
+            (named_model(content_type, request.body), None)
+            if exchange.tenant is None
+            else read_unprepared(content_type, request.body)
+        )
+        if found[1] is None and request.path == INVOCATIONS and not is_form(content_type):
+            try:
+                refuse_invocation(request.body)
+            except ApiError as error:
+                return found[0], error
+        return found
 
     def _was_read(self, exchange: Exchange, found: tuple[str | None, ApiError | None]) -> None:
         model, error = found

@@ -32,8 +32,10 @@ _MAX_TOKEN_ID = 0xFFFFFFFF
 _LEAST, _MOST = -(2**63), 2**64 - 1  # vLLM takes no integer beyond; older ones fail with a 5xx
 _BRIEF_IDS = 4096  # ids or prompts: 0.6 us each
 _LONGEST_NUMBER = 100  # characters; 64 bits take 20
-# What vLLM allows `n` to be unless VLLM_MAX_N_SEQUENCES says otherwise. It ignores `best_of` (0.28 and 0.32 tried).
+# What vLLM allows `n` to be unless VLLM_MAX_N_SEQUENCES says otherwise. Here for all prompts of a request together,
+# while vLLM looks at `n` alone and takes 1,024 prompts. It ignores `best_of` (0.28 and 0.32 tried).
 _MOST_SEQUENCES = 16_384
+_LONG_CONTEXT = 1_000_000  # tokens that a prompt may have where its model's context is not looked up
 # Characters of what a client wrote that outlive the body: of a longer session the SHA-256 stands for it.
 _LONG_SESSION = 256
 # What engines read as an integer and the gateway only passes on.
@@ -152,8 +154,10 @@ def read_options(
     if listed or prompt.n > 1:
         prompt.several = True
         prompt.copies = 0 if listed else prompt.n
-    if prompt.n > _MOST_SEQUENCES or (context is not None and wanted is not None and wanted > context):
-        _refuse_beyond_limits(prompt, request, context)
+    if listed or prompt.n > 1 or "best_of" in request:
+        refuse_sequences(path, request, prompt.n)
+    if context is not None and wanted is not None and wanted > context:
+        _refuse_beyond_context(prompt, request, context)
     return prompt
 
 
@@ -185,12 +189,44 @@ def _seldom_given(prompt: Prompt, request: dict[str, Any], session: str | None) 
     return session
 
 
-def _refuse_beyond_limits(prompt: Prompt, request: dict[str, Any], context: int | None) -> None:
-    """Numbers that the engine would refuse, in its words: no replica is to find out what they do to it."""
-    if prompt.n > _MOST_SEQUENCES:
-        raise ApiError(400, f"n must be at most {_MOST_SEQUENCES}, got {prompt.n}", param="n")
+def refuse_sequences(path: str, request: Mapping[str, Any], n: int) -> None:
+    """Raises ApiError for more sequences than a request may ask for: each of its prompts `n` times, or `best_of` times
+    where that is more. No replica is to find out what they do to it."""
+    if path not in (CHAT, COMPLETIONS):
+        return
+    times, key = max((n, "n"), (integer(request.get("best_of")) or 1, "best_of"), key=lambda one: one[0])
+    if times > _MOST_SEQUENCES:
+        raise ApiError(400, f"{key} must be at most {_MOST_SEQUENCES}, got {times}", param=key)
+    prompts = _count_prompts(request) if path == COMPLETIONS else 1
+    if prompts * times <= _MOST_SEQUENCES:
+        return
+    fewer = _MOST_SEQUENCES // times
+    what, right, param = f"{prompts:,} prompts", f"at most {fewer:,} prompt{'s' * (fewer > 1)} in a request", "prompt"
+    if times > 1:
+        what += f", each with {key}={times}, are {prompts * times:,} sequences"
+        if prompts <= _MOST_SEQUENCES:
+            right, param = f"{right}, or {key}={_MOST_SEQUENCES // prompts} at most", key
+    raise ApiError(
+        400, f"{what}: more than the {_MOST_SEQUENCES:,} that a request may ask for. Send {right}", param=param
+    )
+
+
+def refuse_invocation(body: bytes) -> None:
+    """As `refuse_sequences`, of a body whose field decides whether it is a completion or a chat (SageMaker's)."""
+    request, _ = parse(body, _LONG_CONTEXT)
+    refuse_sequences(COMPLETIONS, request, integer(request.get("n")) or 1)
+
+
+def _count_prompts(request: Mapping[str, Any]) -> int:
+    given, embeds = request.get("prompt"), request.get("prompt_embeds")
+    prompts = len(given) if _is_list(given) else given is not None
+    return max(1, prompts + (len(embeds) if type(embeds) is list else 0))
+
+
+def _refuse_beyond_context(prompt: Prompt, request: dict[str, Any], context: int) -> None:
+    """A limit that the engine would refuse, in its words."""
     wanted = prompt.max_tokens
-    if context is not None and wanted is not None and wanted > context and prompt.path != EMBEDDINGS:
+    if wanted is not None and wanted > context and prompt.path != EMBEDDINGS:
         key = "max_output_tokens" if prompt.path == RESPONSES else "max_tokens"
         if prompt.path == CHAT and request.get("max_completion_tokens") is not None:
             key = "max_completion_tokens"

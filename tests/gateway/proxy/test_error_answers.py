@@ -272,6 +272,55 @@ async def test_numbers_beyond_the_engines_limits_are_refused_in_its_words(path, 
         assert s.metrics.replica_requests.total() == 1
 
 
+LISTED = ["a"] * 50
+BOUND = "sequences: more than the 16,384 that a request may ask for. Send at most"
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param", "words"),
+    [("/v1/completions", {"prompt": LISTED, "n": 16_384}, "n",
+      f"50 prompts, each with n=16384, are 819,200 {BOUND} 1 prompt in a request, or n=327 at most"),
+     ("/v1/completions", {"prompt": LISTED, "n": "328"}, "n",
+      f"50 prompts, each with n=328, are 16,400 {BOUND} 49 prompts in a request, or n=327 at most"),
+     ("/v1/completions", {"prompt": [[1]] * 50, "n": 2, "best_of": 400}, "best_of",
+      f"50 prompts, each with best_of=400, are 20,000 {BOUND} 40 prompts in a request, or best_of=327 at most"),
+     ("/v1/completions", {"prompt": None, "prompt_embeds": ["AAAA"] * 9, "n": 2000}, "n", "9 prompts, each with n=2000"),
+     ("/v1/completions", {"prompt": ["a"] * 16_385}, "prompt", "16,385 prompts: more than the 16,384 that a request may"),
+     ("/v1/completions", {"prompt": ["a"] * 16_385, "n": 2}, "prompt",
+      f"16,385 prompts, each with n=2, are 32,770 {BOUND} 8,192 prompts in a request"),
+     ("/v1/chat/completions", {"best_of": 16_385}, "best_of", "best_of must be at most 16384, got 16385"),
+     ("/invocations", {"prompt": LISTED, "n": 16_384}, "n", "50 prompts, each with n=16384, are 819,200 sequences"),
+     ("/invocations", {"prompt": LISTED, "n": 16_384, "pad": " " * 50_000}, "n", "50 prompts, each with n=16384"),
+     ("/invocations", {"prompt": "a", "n": 16_385}, "n", "n must be at most 16384, got 16385")],
+)  # fmt: skip
+async def test_more_sequences_than_a_request_may_ask_for_reach_no_replica(path, fields, param, words):
+    async with stack(answers()) as s:
+        talk = await s.talk()
+        chat = path.startswith("/v1/chat")
+        given = json.loads(body_for(b"/v1/chat/completions" if chat else b"/v1/completions"))
+        await talk.say(post(json.dumps({**given, **fields}).encode(), path.encode()))
+        status, _, body = await talk.response()
+        error = json.loads(body)["error"]
+        assert (status, error["type"], error["param"]) == (400, "invalid_request_error", param)
+        assert error["message"].startswith(words) and s.metrics.replica_requests.total() == 0
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [("/v1/completions", {"prompt": LISTED, "n": 327}), ("/v1/completions", {"prompt": [1] * 50, "n": 16_384}),
+     ("/v1/completions", {"prompt": ["a"], "n": 16_384}), ("/v1/completions", {"prompt": LISTED, "best_of": "x"}),
+     ("/v1/embeddings", {"input": ["a"] * 20_000, "n": 16_384}), ("/v1/responses", {"n": 20_000, "best_of": 20_000}),
+     ("/invocations", {"prompt": LISTED, "n": 327}), ("/invocations", {"messages": [], "n": None})],
+)  # fmt: skip
+async def test_as_many_sequences_as_a_request_may_ask_for_do(path, fields):
+    async with stack(answers()) as s:
+        talk = await s.talk()
+        given = {"model": "m"} if path in ("/invocations", "/v1/embeddings") else json.loads(body_for(path.encode()))
+        await talk.say(post(json.dumps({**given, "stream": False, **fields}).encode(), path.encode()))
+        assert (await talk.response())[0] == 200
+        assert s.metrics.replica_requests.total() == 1
+
+
 async def test_an_error_event_for_ids_of_ours_is_no_word_to_the_client():
     """A request that was sent with token ids is said again as received, also where the refusal comes as an event."""
     refusing = streams(chunk(ERRORS[0][1]))

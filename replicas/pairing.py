@@ -128,7 +128,7 @@ def complaints(prefillers: Sequence[T], decoders: Sequence[T], transfer: Transfe
         for theirs, others in writing.items():
             why = obstacles(traits, theirs, transfer)
             if why and (len(some) > 1 or some != others):  # else one replica and itself
-                said = f"{_named(others)} cannot fetch what {_named(some)} computes: {'; '.join(why)}"
+                said = f"{_whose(some, others)}: {'; '.join(why)}"
                 lacking = [one for one in (some[0], others[0]) if transfer.id in one.traits.unable]
                 found.append(Complaint(said, some, others, lacking[0] if lacking else None))
     return found
@@ -141,6 +141,22 @@ def _by_traits(replicas: Iterable[T]) -> dict[Traits, list[T]]:
     return found
 
 
+def _whose(prefillers: Sequence[Paired], decoders: Sequence[Paired]) -> str:
+    """Who cannot fetch from whom. What is on both sides is never said to fetch from itself."""
+    if only := [one for one in prefillers if one not in decoders]:
+        return f"{_named(decoders)} cannot fetch what {_named(only)} {'computes' if len(only) == 1 else 'compute'}"
+    if len(prefillers) > 1:
+        more = f", nor can {_named(rest)} from them" if (rest := _without(decoders, prefillers)) else ""
+        return f"{_named(prefillers)} cannot fetch from each other{more}"
+    return f"{_named(_without(decoders, prefillers))} cannot fetch what {_named(prefillers)} computes"
+
+
+def _without(replicas: Sequence[Paired], others: Sequence[Paired]) -> list[Paired]:
+    return [one for one in replicas if one not in others]
+
+
 def _named(replicas: Sequence[Paired]) -> str:
-    more = len(replicas) - NAMED
-    return ", ".join(one.id for one in replicas[:NAMED]) + (f" and {more} more" if more > 0 else "")
+    names = [one.id for one in replicas[:NAMED]]
+    if more := len(replicas) - len(names):
+        names.append(f"{more} more")
+    return " and ".join(part for part in (", ".join(names[:-1]), names[-1]) if part)

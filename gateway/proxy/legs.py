@@ -80,6 +80,11 @@ def _by_transfer(backends: Iterable[Backend]) -> dict[Transfer, list[Backend]]:
     return ways
 
 
+def _sentence(remedy: str) -> str:
+    """A remedy as it stands behind a full stop."""
+    return remedy[0].upper() + remedy[1:]
+
+
 class Sides:
     """Who may compute prompts and who may write answers, of one model's ready replicas."""
 
@@ -114,14 +119,14 @@ class Roles:
                 serving = [one.replica for one in backends if one.serves(model)]
                 said = f"model {model}: " if model else ""
                 if what := lacks({one.role for one in serving} | awaited):
-                    wrong.add(f"{said}{what}. {REMEDY}")
+                    wrong.add(f"{said}{what}. {_sentence(REMEDY)}")
                 elif what := unlike((one.role, None if one.transfer is None else one.transfer.name) for one in serving):
-                    wrong.add(f"{said}{what}. {SPEAK_ALIKE}")
+                    wrong.add(f"{said}{what}. {_sentence(SPEAK_ALIKE)}")
                 else:
                     for complaint in unlike_pairs([one for one in backends if one.serves(model)]):
                         lacks_it = complaint.lacking
                         remedy = lacks_it.replica.dialect.remedies.transfer if lacks_it is not None else pairing.REMEDY
-                        wrong.add(f"{said}{complaint.text}. {remedy}")
+                        wrong.add(f"{said}{complaint.text}. {_sentence(remedy)}")
                         for one in (*complaint.prefillers, *complaint.decoders):
                             unlike_ones.setdefault(one, []).append(str(Problem(complaint.text, remedy)))
         for one in backends:

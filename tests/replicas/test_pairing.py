@@ -60,7 +60,7 @@ def test_a_kind_of_pair_is_complained_of_once_with_its_replicas():
     computing = [One(f"p{n}", Traits(kv_cache_dtype="auto")) for n in range(5)]
     writing = [One("d1", Traits(kv_cache_dtype="fp8")), One("d2", Traits())]
     [said] = complaints(computing, writing, NIXL)
-    assert said.text.startswith("d1 cannot fetch what p0, p1, p2 and 2 more computes: kv_cache_dtype is auto in one")
+    assert said.text.startswith("d1 cannot fetch what p0, p1, p2 and 2 more compute: kv_cache_dtype is auto in one")
     assert said.prefillers == computing and said.decoders == writing[:1]
 
 
@@ -68,6 +68,20 @@ def test_a_replica_alone_is_not_complained_of():
     alone = One("b", Traits(unable=frozenset({"nixl"})))
     assert complaints([alone], [alone], NIXL) == []
     assert len(complaints([alone, One("c", alone.traits)], [alone], NIXL)) == 1
+
+
+def test_nobody_is_said_to_fetch_from_itself():
+    a, b, c = (One(id, Traits(unable=frozenset({"nixl"}))) for id in "abc")
+
+    def said(computing, writing):
+        [one] = complaints(computing, writing, NIXL)
+        return one.text.partition(": ")[0]
+
+    assert said([a, b], [a]) == "a cannot fetch what b computes"
+    assert said([a], [a, b]) == "b cannot fetch what a computes"
+    assert said([a, b, c], [a]) == "a cannot fetch what b and c compute"
+    assert said([a, b], [a, b]) == "a and b cannot fetch from each other"
+    assert said([a, b], [a, b, c]) == "a and b cannot fetch from each other, nor can c from them"
 
 
 class Placed(NamedTuple):

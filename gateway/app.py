@@ -244,6 +244,7 @@ class Gateway:
             )
         if self.usage_log is not None:  # before engines, for which a service manager may not wait
             await asyncio.to_thread(self.usage_log.close)
+            self.usage_log.tell_lost()
         for task in (self._caring, *self._following):
             if task is not None:
                 task.cancel()

@@ -188,7 +188,9 @@ def certificate(settings: Settings, copies: Copies | None = None) -> Certificate
 def usage_log(settings: Settings, metrics: Metrics) -> UsageLog | None:
     if settings.usage_log is None:
         return None
-    return UsageLog(settings.usage_log, lambda lines: metrics.usage_lines_dropped.inc(by=lines))
+    log = UsageLog(settings.usage_log, lambda lines: metrics.usage_lines_dropped.inc(by=lines))
+    metrics.before_reading.append(log.tell_lost)
+    return log
 
 
 def started() -> None:

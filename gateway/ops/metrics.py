@@ -414,6 +414,8 @@ class Metrics:
             if isinstance(metric, Counter | Histogram):
                 setattr(self, name, metric.empty())
         self._readers: list[Callable[[], Reading]] = []
+        # Called before counts are read: whoever counts in a thread passes on what came since.
+        self.before_reading: list[Callable[[], None]] = []
         # Told which part of the page could not be read; the others are served.
         self.on_failure: Callable[[str, Exception], None] = _log_failure
         self._process = CollectorRegistry()
@@ -438,6 +440,7 @@ class Metrics:
 
     def counts(self) -> dict[str, list]:
         """What was counted so far, as `add` takes it in another process: labels with their numbers."""
+        self._prepare_reading()
         found = {}
         for name, metric in vars(self).items():
             if isinstance(metric, Counter):
@@ -458,7 +461,12 @@ class Metrics:
                     before = metric.series.get(key)
                     metric.series[key] = by if before is None else [a + b for a, b in zip(before, by, strict=True)]
 
+    def _prepare_reading(self) -> None:
+        for prepare in self.before_reading:
+            prepare()
+
     def _lines(self) -> Iterator[str]:
+        self._prepare_reading()
         for metric in self.all():
             yield from metric.lines(self._known)
         for reader in self._readers:

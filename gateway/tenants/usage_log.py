@@ -56,15 +56,20 @@ class UsageLog:
         self._thread.start()
 
     def __call__(self, exchange: Exchange, outcome: str, usage: Usage | None) -> None:
-        if (lost := self._lost) != self._told:
-            self._dropped(lost - self._told)
-            self._told = lost
+        self.tell_lost()
         if self._put - self._written > MOST_PENDING:
             self._dropped(1)
             return
         line = _line(exchange, outcome, usage)
         self._put += len(line)
         self._lines.put(line)
+
+    def tell_lost(self) -> None:
+        """Pass on how many lines the thread has lost since the last call: before what was dropped is read, and at the
+        end, since another request may never come. Called in the event loop's thread."""
+        if (lost := self._lost) != self._told:
+            self._dropped(lost - self._told)
+            self._told = lost
 
     def close(self) -> None:
         """Write what is pending, but do not wait for ever for a disk."""

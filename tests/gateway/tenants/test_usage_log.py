@@ -12,6 +12,9 @@ from datetime import UTC, datetime
 
 import pytest
 
+from gateway import datapath
+from gateway.ops.metrics import Metrics
+from gateway.settings import Settings
 from gateway.tenants.keys import Keys
 from gateway.tenants.metering import Metering
 from gateway.tenants.usage_log import UsageLog
@@ -271,6 +274,22 @@ async def test_the_longest_line_fits_into_one_write_to_a_pipe(file, tmp_path):
     # as if each character of the names that clients give were written as one of `model` is: \u0001
     names = sum(len(json.dumps(line[one])) - 2 for one in ("id", "model", "path"))
     assert file.stat().st_size - names + 3 * 200 * 6 < 4096
+
+
+async def test_a_scrape_counts_lines_that_were_lost_though_no_other_request_ends(file, keys):
+    metrics = Metrics()
+    log = datapath.usage_log(Settings(usage_log=file), metrics)
+    file.unlink()
+    file.mkdir()
+    async with stack(answers(ANSWER), keys=keys, usage_log=log) as s:
+        for lost in (1, 2):
+            await ask(s)
+            await eventually(lambda: log._lost == lost)
+            page, _ = await metrics.exposition()
+            assert b"hitherto_usage_lines_dropped_total %d.0\n" % lost in page
+        await ask(s)
+    log.close()
+    assert metrics.counts()["usage_lines_dropped"] == [[(), 3]]  # of a worker, whose counts the first one reads
 
 
 def _refuse_to_truncate(file, length):

@@ -7,7 +7,7 @@ from typing import Any
 import orjson
 
 from . import translate
-from .tokens import RequestError, Tokens
+from .tokens import RequestError, Tokens, flag
 
 # vLLM's VLLM_MAX_N_SEQUENCES and VLLM_MAX_COMPLETION_PROMPTS, and its words when they are passed (0.32 asked). It
 # ignores `best_of`.
@@ -142,18 +142,33 @@ def chat(body: dict, tokens: Tokens) -> Asked:
     _check_logprobs(
         body, "top_logprobs", body.get("top_logprobs") if body.get("echo") else None, bool(body.get("logprobs")), tokens
     )
+    _check_template(body)
     ids = _ids_beside(body)
-    prompt = ids if ids is not None else tokens.chat(body)
     most = _whole_number(body, "max_completion_tokens", 1)
-    asked = _common(
-        body, [prompt], most if most is not None else _whole_number(body, "max_tokens", 1), body.get("stop")
-    )
+    wanted = most if most is not None else _whole_number(body, "max_tokens", 1)
+    prompt = ids if ids is not None else _chat(body, tokens, bool(wanted))
+    asked = _common(body, [prompt], wanted, body.get("stop"))
     asked.text = ids is None
     # with `echo`, 0 of them by default
     asked.reads_cache = body.get("prompt_logprobs") is None and not body.get("echo")
     if most is not None:
         asked.limit = "max_completion_tokens"
     return asked
+
+
+def _check_template(body: dict) -> None:
+    """An engine without --trust-request-chat-template takes no template from a request, be it empty."""
+    own = body.get("chat_template_kwargs")
+    if body.get("chat_template") is not None or (isinstance(own, dict) and own.get("chat_template") is not None):
+        raise RequestError(
+            "Chat template is passed with request, but --trust-request-chat-template is not set. Refused request with "
+            "untrusted chat template."
+        )
+
+
+def _chat(body: dict, tokens: Tokens, outputs: bool, side: str = "left") -> list[int]:
+    special = flag(body, "add_special_tokens", False)
+    return tokens.truncated(tokens.chat(body), body, special, outputs, side)
 
 
 def completion(body: dict, tokens: Tokens) -> Asked:
@@ -167,8 +182,9 @@ def completion(body: dict, tokens: Tokens) -> Asked:
             "this limit, set the VLLM_MAX_COMPLETION_PROMPTS environment variable.",
             param="prompt",
         )
-    special = body.get("add_special_tokens")
-    prompts = texts(body.get("prompt"), tokens, True if special is None else bool(special))
+    special = flag(body, "add_special_tokens", True)
+    prompts = texts(body.get("prompt"), tokens, special)
+    prompts = _truncated(body["prompt"], prompts, body, tokens, special, most != 0)
     asked = _common(body, prompts, 16 if most is None else max(1, most), body.get("stop"))
     asked.reads_cache = body.get("prompt_logprobs") is None and not (
         body.get("echo") and body.get("logprobs") is not None
@@ -190,6 +206,13 @@ def texts(prompt: Any, tokens: Tokens, add_special_tokens: bool, param: str = "p
     raise RequestError(f"`{param}` must be text, a list of texts, a list of token ids or a list of these", param=param)
 
 
+def _truncated(
+    given: Any, prompts: list[list[int]], body: dict, tokens: Tokens, special: bool, outputs: bool, side: str = "left"
+) -> list[list[int]]:
+    text = isinstance(given, str) or isinstance(given[0], str)
+    return [tokens.truncated(ids, body, special and text, outputs, side) for ids in prompts]
+
+
 def _ids(given: Any, param: str) -> list[int]:
     if not isinstance(given, list) or not all(type(id) is int and 0 <= id < 1 << 32 for id in given):
         raise RequestError(f"`{param}` holds something that is not a token id", param=param)
@@ -205,9 +228,12 @@ def _ids_beside(body: dict) -> list[int] | None:
 
 def embeddings(body: dict, tokens: Tokens) -> Asked:
     if body.get("messages") is not None:
-        prompts = [tokens.chat({"add_generation_prompt": False, **body})]
+        _check_template(body)
+        prompts = [_chat({"add_generation_prompt": False, **body}, tokens, False, "right")]
     else:
-        prompts = texts(body.get("input"), tokens, body.get("add_special_tokens") is not False, "input")
+        special = flag(body, "add_special_tokens", True)
+        prompts = texts(body.get("input"), tokens, special, "input")
+        prompts = _truncated(body["input"], prompts, body, tokens, special, False, "right")
     return _common({"cache_salt": body.get("cache_salt")}, prompts, 1, None)
 
 
@@ -219,8 +245,10 @@ def responses(body: dict, tokens: Tokens) -> Asked:
             f"Response with id '{before}' not found.", 404, "invalid_request_error", "previous_response_id"
         )
     ids = _ids_beside(body)
-    prompt = ids if ids is not None else tokens.chat(translate.responses(body))
-    asked = _common(body, [prompt], _whole_number(body, "max_output_tokens", 1), None)
+    most = _whole_number(body, "max_output_tokens", 1)
+    _check_template({"chat_template_kwargs": body.get("chat_template_kwargs")})
+    prompt = ids if ids is not None else _chat(translate.responses(body), tokens, bool(most))
+    asked = _common(body, [prompt], most, None)
     asked.clip, asked.limit, asked.text = True, "max_output_tokens", ids is None
     return asked
 
@@ -232,6 +260,7 @@ def anthropic(body: dict, tokens: Tokens) -> Asked:
     # Not of this API: vLLM ignores them
     body = {name: value for name, value in body.items() if name not in ("n", "priority")}
     ids = _ids_beside(body)
+    _check_template({"chat_template_kwargs": body.get("chat_template_kwargs")})
     prompt = ids if ids is not None else tokens.chat(translate.anthropic(body))
     asked = _common(body, [prompt], most, body.get("stop_sequences"))
     asked.text = ids is None

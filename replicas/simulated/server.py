@@ -71,14 +71,15 @@ class Server:
         wire: Wire | None = None,
         rooms: Rooms | None = None,
     ):
-        self.runner, self.tokens, self.replies, self.metrics = runner, tokens, replies, metrics
+        self.context_length = runner.engine.profile.context_length
+        self.tokens = tokens.within(self.context_length)
+        self.runner, self.replies, self.metrics = runner, replies, metrics
         # -> path
         self.publisher, self.model, self.root, self.adapters = publisher, model, root, {name: name for name in adapters}
         self.show_cached, self.transfers, self.wire = show_cached, transfers, wire or Nixl()
         self.rooms = rooms or Rooms()
         self.authorization = f"Bearer {api_key}" if api_key else None
         self.faults = Faults(runner, publisher)
-        self.context_length = runner.engine.profile.context_length
         self._load = 0
 
     def app(self) -> web.Application:

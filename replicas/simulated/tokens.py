@@ -6,16 +6,24 @@ compiled here; a chat is rendered by the model's Jinja template, and the text is
 
 import datetime
 import json
+from copy import copy
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import jinja2
+import jinja2.defaults
 import jinja2.ext
 import jinja2.meta
 import jinja2.nodes
 import jinja2.sandbox
 
 CUT = "CONTINUE-FINAL-MESSAGE-HERE "
+# Template variables that vLLM refuses: its own calls down to the template have arguments of these names.
+TAKEN = frozenset({"conversation", "messages", "model_config", "self", "tokenizer"})
+FLAGS = {
+    **dict.fromkeys(("1", "on", "t", "true", "y", "yes"), True),
+    **dict.fromkeys(("0", "off", "f", "false", "n", "no"), False),
+}
 
 
 class RequestError(Exception):
@@ -101,11 +109,19 @@ class Tokens:
         }
         self._load_tokenizer(model_dir / "tokenizer.json")
         self.eos_id = self.token_id(self._special.get("eos_token"))
-        self._templates, self._takes_parts = {}, {}
+        self.context_length: int | None = None  # of the engine that this is for; None: not known
+        self._templates, self._takes_parts, self._knows_developer = {}, {}, {}
         environment = _environment()
         for name, source in self._sources(model_dir, config).items():
             self._templates[name] = environment.from_string(source)
             self._takes_parts[name] = _takes_parts(source)
+            self._knows_developer[name] = _knows_developer(source)
+
+    def within(self, context_length: int) -> Self:
+        """The same for an engine with a context of so many tokens."""
+        made = copy(self)
+        made.context_length = context_length
+        return made
 
     def _load_tokenizer(self, path: Path) -> None:
         try:
@@ -143,44 +159,133 @@ class Tokens:
 
     def chat(self, body: dict) -> list[int]:
         """Token ids of a body with `messages`. RequestError where vLLM refuses."""
-        return self.encode(self.render(body), bool(body.get("add_special_tokens", False)))
+        return self.encode(self.render(body), flag(body, "add_special_tokens", False))
+
+    def truncated(self, ids: list[int], body: dict, special: bool, outputs: bool, side: str = "left") -> list[int]:
+        """What `truncate_prompt_tokens` leaves of a prompt: -1 stands for the context, less one token if `outputs`
+        are asked for. `special`: the tokenizer has added its own tokens, which stay unless the request names a side.
+        """
+        keep, given = body.get("truncate_prompt_tokens"), body.get("truncation_side")
+        if given not in (None, "left", "right"):
+            raise RequestError("`truncation_side` must be either 'left' or 'right'.", param="truncation_side")
+        if keep is None:
+            return ids
+        try:
+            least = int(keep)
+        except (TypeError, ValueError, OverflowError):
+            least = -2
+        if least < -1 or (isinstance(keep, float) and keep != least):
+            raise RequestError(
+                "`truncate_prompt_tokens` must be an integer of at least -1", param="truncate_prompt_tokens"
+            )
+        if self.context_length is not None and least > self.context_length:
+            raise RequestError(
+                f"truncate_prompt_tokens={least} cannot be greater than max_model_len = {self.context_length}. "
+                "Please request a smaller truncation size.",
+                param="truncate_prompt_tokens",
+            )
+        if least == -1:
+            least = len(ids) if self.context_length is None else self.context_length - outputs
+        if len(ids) <= least or not least:
+            return ids if least else []
+        before, after = self._added_around() if special and given is None else (0, 0)
+        text, kept = ids[before : len(ids) - after], max(0, least - before - after)
+        text = text[len(text) - kept :] if (given or side) == "left" else text[:kept]
+        return [*ids[:before], *text, *ids[len(ids) - after :]]
+
+    def _added_around(self) -> tuple[int, int]:
+        """How many special tokens the tokenizer puts before and after a text."""
+        bare, whole = self.encode("x", False), self.encode("x", True)
+        before = next(at for at in range(len(whole)) if whole[at : at + len(bare)] == bare)
+        return before, len(whole) - len(bare) - before
 
     def render(self, body: dict) -> str:
         """The prompt's text."""
-        tools = _tools(body.get("tools"))  # also with tool_choice "none": vLLM leaves them out only on a flag
-        name = "tool_use" if tools and "tool_use" in self._templates else "default"
+        variables = _variables(body)
+        tools, go_on = variables["tools"], variables.pop("continue_final_message")
+        name = "tool_use" if tools is not None and "tool_use" in self._templates else "default"
         template, takes_parts = self._templates.get(name), self._takes_parts.get(name, False)
-        if body.get("chat_template"):
-            template = _environment().from_string(body["chat_template"])
-            takes_parts = _takes_parts(body["chat_template"])
+        knows_developer = self._knows_developer.get(name, True)
+        if source := body.get("chat_template"):
+            template = _environment().from_string(source)
+            takes_parts, knows_developer = _takes_parts(source), _knows_developer(source)
         if template is None:
             raise RequestError("this model has no chat template: give one in the request, or use /v1/completions")
         messages = conversation(body.get("messages"), takes_parts)
-        go_on = bool(body.get("continue_final_message", False))
-        generation_prompt = bool(body.get("add_generation_prompt", True))
-        if go_on and generation_prompt:
+        if not knows_developer:
+            messages = _without_developer(messages)
+        if go_on and variables["add_generation_prompt"]:
             raise RequestError("Cannot set both `continue_final_message` and `add_generation_prompt` to True.")
         if go_on:
             messages = _mark_end(messages)
-        variables = {
-            **self._special,
-            "messages": messages,
-            "tools": tools,
-            "documents": body.get("documents"),
-            "add_generation_prompt": generation_prompt,
-        }
-        kwargs = body.get("chat_template_kwargs")
-        if body.get("reasoning_effort") is not None:
-            variables["reasoning_effort"] = body["reasoning_effort"]
-        if kwargs is not None:
-            if not isinstance(kwargs, dict):
-                raise RequestError("`chat_template_kwargs` must be an object", param="chat_template_kwargs")
-            variables.update(kwargs)
         try:
-            text = template.render(variables)
+            text = template.render({**self._special, **variables, "messages": messages})
         except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
             raise RequestError(f"the chat template refuses these messages: {error}") from None
         return _cut(text) if go_on else text
+
+
+def _knows_developer(template: str) -> bool:
+    return "'developer'" in template or '"developer"' in template
+
+
+def _without_developer(messages: list[dict]) -> list[dict]:
+    """For a template that does not name the role: as system messages, all of them merged into one at the front."""
+    if not any(message["role"] == "developer" for message in messages):
+        return messages
+    messages = [
+        {**{name: value for name, value in message.items() if name != "tools"}, "role": "system"}
+        if message["role"] == "developer"
+        else message
+        for message in messages
+    ]
+    if not any(message["role"] == "system" for message in messages[1:]):
+        return messages
+    said = [message["content"] for message in messages if message["role"] == "system"]
+    texts = [text if isinstance(text, str) else "\n".join(part["text"] for part in text) for text in said]
+    merged = {"role": "system", "content": "\n\n".join(filter(None, texts))}
+    return [merged, *(message for message in messages if message["role"] != "system")]
+
+
+def flag(body: dict, name: str, default: bool) -> bool:
+    """A field that is true or false, as pydantic reads it: null is neither."""
+    value = body.get(name, default)
+    if isinstance(value, str):
+        value = FLAGS.get(value.lower())
+    if value is None or value not in (0, 1):
+        raise RequestError(f"`{name}` must be true or false", param=name)
+    return bool(value)
+
+
+def _variables(body: dict) -> dict[str, Any]:
+    """What the template gets besides the messages. The request's fields win over variables of its own, but for tools;
+    what is null or "auto" is not given."""
+    own = body.get("chat_template_kwargs")
+    if not isinstance(own, dict | None):
+        raise RequestError("`chat_template_kwargs` must be an object", param="chat_template_kwargs")
+    own, effort = own or {}, body.get("reasoning_effort")
+    said = {
+        "documents": body.get("documents"),
+        "reasoning_effort": effort,
+        "add_generation_prompt": flag(body, "add_generation_prompt", True),
+        "continue_final_message": flag(body, "continue_final_message", False),
+    }
+    if effort is not None and "enable_thinking" not in own:
+        said["enable_thinking"] = effort != "none"
+    given = own | {name: value for name, value in said.items() if value not in (None, "auto")}
+    given = {name: value for name, value in given.items() if value not in (None, "auto")}
+    if TAKEN & given.keys() or given.get("return_assistant_tokens_mask"):
+        wrong = min(TAKEN & given.keys(), default="return_assistant_tokens_mask")
+        raise RequestError(f"got multiple values for keyword argument {wrong!r}", param="chat_template_kwargs")
+    # vLLM hands on what is no global name of Jinja's
+    given = {name: value for name, value in given.items() if name not in jinja2.defaults.DEFAULT_NAMESPACE}
+    # also with tool_choice "none": vLLM leaves tools out only on a flag
+    given = {"tools": _tools(body.get("tools")), "documents": None} | given
+    for name in ("tools", "documents"):
+        items = given[name]
+        if items is not None and (not isinstance(items, list) or not all(isinstance(item, dict) for item in items)):
+            raise RequestError(f"`{name}` must be a list of objects", param=name)
+    return given
 
 
 def _mark_end(messages: list[dict]) -> list[dict]:

@@ -36,6 +36,8 @@ def responses(body: dict) -> dict:
         "chat_template_kwargs": body.get("chat_template_kwargs"),
         "add_generation_prompt": not go_on,
         "continue_final_message": go_on,
+        "add_special_tokens": True,
+        "truncate_prompt_tokens": None if body.get("truncation", "disabled") == "disabled" else -1,
     }
 
 
@@ -130,6 +132,8 @@ def _system_texts(content: Any) -> list[str]:
 
 def _message(message: dict, messages: list[dict]) -> None:
     role, content = message.get("role"), message.get("content")
+    if role not in ("user", "assistant"):
+        raise RequestError(f"`role` must be 'user', 'assistant' or 'system', not {role!r}", param="messages")
     made: dict = {"role": role}
     if isinstance(content, str):
         made["content"] = content

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from .bodies import (
     CHAT,
     COMPLETIONS,
@@ -117,4 +119,83 @@ EMBEDDED: dict[str, tuple[str, Body]] = {
         "fields about the vector": {"input": "Hello", "encoding_format": "base64", "user": "u"},
         **{f"odd: {name}": {"input": value} for name, value in ODD.items()},
     }.items()},
+}  # fmt: skip
+
+_OF_CHAT = {
+    "add_generation_prompt": (False, True, None),
+    "continue_final_message": (True, None),
+    "bos_token": ("<x>", ""),
+    "chat_template": ("", None, "auto"),
+    "conversation": ([],),
+    "documents": ([], [DOCUMENT], "x"),
+    "enable_thinking": (True, False, None, "auto", 0, "false", []),
+    "max_length": (5,),
+    "messages": ([], None, "auto", [user("x")], "x"),
+    "model_config": ("x",),
+    "namespace": ("x",),
+    "padding": ("max_length",),
+    "reasoning_effort": ("high", None),
+    "return_assistant_tokens_mask": (True, False),
+    "self": ("x",),
+    "tokenize": (True,),
+    "tokenizer": ("x",),
+    "tools": ([], [WEATHER], None, "x"),
+    "truncation": (True,),
+}
+
+
+def _developer(content: Any, **more: Any) -> Body:
+    return {"role": "developer", "content": content, **more}
+
+
+# How a client steers the rendering, allowed or not.
+STEERED: dict[str, tuple[str, Body]] = {
+    **{
+        f"variable {name} {value!r:.40}": chat(*PLAIN, chat_template_kwargs={name: value})
+        for name, values in _OF_CHAT.items()
+        for value in values
+    },
+    "effort and thinking null": chat(*PLAIN, reasoning_effort="none", chat_template_kwargs={"enable_thinking": None}),
+    "two efforts": chat(*PLAIN, reasoning_effort="low", chat_template_kwargs={"reasoning_effort": "high"}),
+    "two lists of documents": chat(*PLAIN, documents=[DOCUMENT], chat_template_kwargs={"documents": []}),
+    "two lists of tools": chat(*PLAIN, tools=[WEATHER], chat_template_kwargs={"tools": []}),
+    "tools and null": chat(*PLAIN, tools=[WEATHER], chat_template_kwargs={"tools": None}),
+    "no prompt, and a variable for one": chat(
+        *PLAIN, add_generation_prompt=False, chat_template_kwargs={"add_generation_prompt": True}
+    ),
+    "go on, and a variable against it": chat(
+        *PLAIN[:3],
+        add_generation_prompt=False,
+        continue_final_message=True,
+        chat_template_kwargs={"add_generation_prompt": True, "continue_final_message": False},
+    ),
+    **{f"cut to {keep!r}": chat(*PLAIN, truncate_prompt_tokens=keep) for keep in (0, -2, 1, 10, "10", 10.0, 10**7)},
+    **{f"cut to 10, {side}": chat(*PLAIN, truncate_prompt_tokens=10, truncation_side=side) for side in ("left", "right", "x")},
+    "a text cut to 2": complete("Hello world how are you", truncate_prompt_tokens=2),
+    "a text cut to 0": complete("Hello world how are you", truncate_prompt_tokens=0),
+    "a text, special tokens null": complete("Hello", add_special_tokens=None),
+    **{
+        f"{name} {value!r}": chat(*PLAIN, **{name: value})
+        for name in ("add_generation_prompt", "add_special_tokens", "continue_final_message")
+        for value in (None, "false", 0)
+    },
+    **{f"template {source!r}": chat(*PLAIN, chat_template=source) for source in ("", "x")},
+    "developer alone": chat(_developer("hi")),
+    "developer first": chat(_developer("Be brief."), user("Hello")),
+    "developer after system": chat({"role": "system", "content": "S"}, _developer("D"), user("Hello")),
+    "developer last": chat(user("Hello"), _developer("D")),
+    "developer, empty": chat(_developer(""), user("Hello")),
+    "developer in parts": chat(_developer([text("a"), text("b")]), user("Hello")),
+    "developer, tools": chat(_developer("D", tools=[WEATHER]), user("Hello")),
+    "developers": chat(_developer("D"), _developer("E"), user("Hello")),
+    "developer in Messages": message(_developer("D"), user("Hello")),
+    "developer in Responses": respond([_developer("D"), user("Hello")]),
+    "Responses, variable messages": respond("Hello", chat_template_kwargs={"messages": []}),
+    "Responses, variable add_generation_prompt": respond("Hello", chat_template_kwargs={"add_generation_prompt": False}),
+    "Responses, a template": respond("Hello", chat_template=""),
+    "Responses, cut": respond("Hello", truncate_prompt_tokens=3),
+    "Messages, variable messages": message(user("Hello"), chat_template_kwargs={"messages": []}),
+    "Messages, variable add_generation_prompt": message(user("Hello"), chat_template_kwargs={"add_generation_prompt": False}),
+    "Messages, a template": message(user("Hello"), chat_template=""),
+    "Messages, cut": message(user("Hello"), truncate_prompt_tokens=3),
 }  # fmt: skip

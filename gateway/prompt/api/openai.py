@@ -16,6 +16,7 @@ from hashlib import sha256
 from typing import Any
 
 import orjson
+from jinja2.defaults import DEFAULT_NAMESPACE
 
 from ...errors import ApiError, bad
 from ..offload import TakesLong, event_loop
@@ -374,7 +375,8 @@ def from_embeddings(request: dict[str, Any]) -> Chat:
 def template_variables(
     request: dict[str, Any], add_prompt: bool, go_on: bool, effort: Any, documents: Any = None
 ) -> dict[str, Any]:
-    """Template variables: the request's own, then what its fields say; None and "auto" are unset."""
+    """Template variables: the request's own, then what its fields say; None and "auto" are unset, and what has the name
+    of a global of Jinja's does not reach the template."""
     own = request.get("chat_template_kwargs")
     if own is not None and not isinstance(own, dict):
         raise bad("'chat_template_kwargs' must be an object", "chat_template_kwargs")
@@ -387,7 +389,7 @@ def template_variables(
     variables = {
         key: value
         for key, value in {**own, **{k: v for k, v in said.items() if v is not None}}.items()
-        if value is not None and value != "auto"
+        if value is not None and value != "auto" and key not in DEFAULT_NAMESPACE
     }
     return {**variables, "add_generation_prompt": add_prompt, "continue_final_message": go_on}
 

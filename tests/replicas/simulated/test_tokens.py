@@ -143,6 +143,129 @@ def test_named_templates_and_one_in_the_request(tmp_path):
     assert tokens.render({**body, "chat_template": "given"}) == "given"
 
 
+SAYING = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
+SHOWN = (
+    "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}{{ 'tools;' if tools }}"
+    "{{ enable_thinking | default('') }}{% if add_generation_prompt %}>{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("more", "text"),
+    [
+        ({"chat_template_kwargs": {"add_generation_prompt": False}}, ">"),
+        ({"add_generation_prompt": False, "chat_template_kwargs": {"add_generation_prompt": True}}, ""),
+        ({"add_generation_prompt": "no"}, ""),
+        ({"chat_template_kwargs": {"messages": None, "tools": "auto", "namespace": 1, "truncation": 2}}, ">"),
+        ({"tools": [TOOL], "chat_template_kwargs": {"tools": None}}, "tools;>"),
+        ({"chat_template_kwargs": {"tools": [TOOL]}}, "tools;>"),
+        ({"reasoning_effort": "none"}, "False>"),
+        ({"reasoning_effort": "low"}, "True>"),
+        ({"reasoning_effort": "low", "chat_template_kwargs": {"enable_thinking": None}}, ">"),
+    ],
+)
+def test_fields_win_over_template_variables(tmp_path, more, text):
+    """Each rendered by vLLM 0.28 and 0.32, like those that follow."""
+    tokens = build(tmp_path, SHOWN)
+    assert tokens.render({"messages": SAYING, **more}) == "user:a;assistant:b;user:c;" + text
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        {"messages": []},
+        {"messages": "x"},
+        {"conversation": []},
+        {"tokenizer": "x"},
+        {"model_config": "x"},
+        {"self": "x"},
+        {"tools": "x"},
+        {"documents": "x"},
+        {"return_assistant_tokens_mask": True},
+        {"chat_template": ""},
+    ],
+)
+def test_template_variables_that_vllm_refuses(tokens, own):
+    for ask, body in (
+        (requests.chat, {"messages": SAYING}),
+        (requests.responses, {"input": "a"}),
+        (requests.anthropic, {"messages": SAYING, "max_tokens": 1}),
+    ):
+        ask(body, tokens)
+        with pytest.raises(RequestError) as refused:
+            ask({**body, "chat_template_kwargs": own}, tokens)
+        assert refused.value.status == 400
+
+
+@pytest.mark.parametrize("template", ["", "x"])
+def test_a_template_in_a_request_is_refused_where_the_api_has_that_field(tokens, template):
+    for ask in (requests.chat, requests.embeddings):
+        with pytest.raises(RequestError, match="--trust-request-chat-template is not set"):
+            ask({"messages": SAYING, "chat_template": template}, tokens)
+    assert requests.responses({"input": "a", "chat_template": template}, tokens).prompts
+
+
+@pytest.mark.parametrize("name", ["add_generation_prompt", "continue_final_message", "add_special_tokens"])
+@pytest.mark.parametrize("value", [None, "perhaps", 2, []])
+def test_a_flag_is_true_or_false(tokens, name, value):
+    with pytest.raises(RequestError, match="must be true or false"):
+        requests.chat({"messages": SAYING, name: value}, tokens)
+
+
+def test_developers_are_systems_for_a_template_that_does_not_name_them(tmp_path):
+    def developer(content, **more):
+        return {"role": "developer", "content": content, **more}
+
+    tokens = build(tmp_path, SHOWN)
+    first = [developer("D", tools=[TOOL]), *SAYING]
+    assert tokens.render({"messages": first}) == "system:D;user:a;assistant:b;user:c;>"
+    among = [{"role": "system", "content": "S"}, SAYING[0], developer([{"type": "text", "text": "D"}]), developer("")]
+    assert tokens.render({"messages": among}) == "system:S\n\nD;user:a;>"
+    assert build(tmp_path, SHOWN + "{# 'developer' #}").render({"messages": [developer("D")]}) == "developer:D;>"
+
+
+def test_what_truncation_leaves(tmp_path):
+    tokens = build(tmp_path, "{{ messages[0].content }}").within(6)
+    bare = Tokens(tmp_path)
+    words = "a b b b a"
+    for side, ids in ((None, [0, 1]), ("left", [0, 1]), ("right", [1, 0])):
+        body = {"truncate_prompt_tokens": 2, "truncation_side": side}
+        assert requests.completion({"prompt": words, **body}, bare).prompts == [ids]
+        assert requests.chat({"messages": [{"role": "user", "content": words}], **body}, bare).prompts == [ids]
+    assert requests.completion({"prompt": [1, 2, 3, 4], "truncate_prompt_tokens": "3"}, tokens).prompts == [[2, 3, 4]]
+    assert requests.completion({"prompt": [1, 2], "truncate_prompt_tokens": 3.0}, tokens).prompts == [[1, 2]]
+    assert requests.embeddings({"input": [1, 2, 3], "truncate_prompt_tokens": 2}, tokens).prompts == [[1, 2]]
+    many = list(range(1, 10))
+    asked = requests.completion({"prompt": many, "truncate_prompt_tokens": -1}, tokens)
+    assert asked.prompts == [many[-5:]]  # one token of the context is for the answer
+    said = requests.responses({"input": "a " * 9, "truncation": "auto", "max_output_tokens": 1}, tokens)
+    assert len(said.prompts[0]) == 5
+    for wrong in ({"truncate_prompt_tokens": keep} for keep in (0, -2, 7, 1.5, "x")):
+        with pytest.raises(RequestError):
+            requests.completion({"prompt": many, **wrong}, tokens)
+    with pytest.raises(RequestError, match="truncation_side"):
+        requests.completion({"prompt": many, "truncate_prompt_tokens": 2, "truncation_side": "both"}, tokens)
+
+
+def test_special_tokens_stay_unless_the_request_names_a_side(tmp_path):
+    build(tmp_path, "{{ messages[0].content }}")
+    path = tmp_path / "tokenizer.json"
+    reader = tokenizers.Tokenizer.from_file(str(path))
+    reader.post_processor = tokenizers.processors.TemplateProcessing(single="</s> $A", special_tokens=[("</s>", 2)])
+    reader.save(str(path))
+    tokens = Tokens(tmp_path)
+    for body, ids in (
+        ({}, [2, 0, 1]),
+        ({"truncation_side": "left"}, [0, 0, 1]),
+        ({"truncation_side": "right"}, [2, 1, 0]),
+    ):
+        body = {"prompt": "a b c a", "truncate_prompt_tokens": 3, **body}
+        assert requests.completion(body, tokens).prompts == [ids]
+    assert requests.completion({**body, "add_special_tokens": False}, tokens).prompts == [[1, 0, 0]]
+    assert requests.responses({"input": "a"}, tokens).prompts == [[2, 1]]  # added there, and not in a chat
+    assert requests.chat({"messages": [{"role": "user", "content": "a"}]}, tokens).prompts == [[1]]
+
+
 def test_without_a_template_chats_are_refused(tmp_path):
     with pytest.raises(RequestError, match="no chat template"):
         build(tmp_path).chat({"messages": [{"role": "user", "content": "x"}]})

@@ -174,6 +174,7 @@ def test_tools_as_the_schema_dumps_them():
     [
         ({}, None),
         ({"chat_template_kwargs": {"a": 1, "b": None, "c": "auto"}}, {"a": 1}),
+        ({"chat_template_kwargs": {"a": 1, "namespace": "x", "range": [1]}}, {"a": 1}),
         ({"reasoning_effort": "low"}, {"reasoning_effort": "low", "enable_thinking": True}),
         ({"reasoning_effort": "none"}, {"reasoning_effort": "none", "enable_thinking": False}),
         (

@@ -46,6 +46,7 @@ _PART_TYPES = frozenset({"text", "input_text", "output_text", "refusal", "thinki
 _PART_FIELDS = _PART_TYPES | {"type", "cache_control"}
 _SAID = ("add_generation_prompt", "continue_final_message", "reasoning_effort", "add_special_tokens")
 _TOLD = frozenset((*_SAID, "chat_template_kwargs", "documents", "tools"))  # what a kind tells besides its messages
+_STEERING = _TOLD - {"tools"}
 _LONGEST, _LONGEST_VALUE = 600, 40  # characters of a kind, of a template variable in it
 _PROMPT_KEY = re.compile(rb'"prompt"[ \t\r\n]*:[ \t\r\n]*"')
 
@@ -79,6 +80,14 @@ def kind_of(path: str, request: dict[str, Any], template: str, roles: Collection
     tools = "tools" if request.get("tools") else "no tools"
     kind = ", ".join((f"{template} template", tools, *sorted(shapes), *variables, *documents))
     return kind if len(kind) <= _LONGEST else ""
+
+
+def steered_kinds(path: str, body: bytes) -> tuple[str, ...] | None:
+    """The kinds that a body may be of whose client has a say in how it is rendered, or which has what is not known
+    here; None for any other, which is rendered as the model's template has it."""
+    request = orjson.loads(body)
+    kinds = tuple(filter(None, (kind_of(path, request, template) for template in ("default", "tool_use"))))
+    return None if kinds and all(request.get(name) is None for name in _STEERING) else kinds
 
 
 def _shape(message: dict[str, Any]) -> str | None:

@@ -12,8 +12,10 @@ told it must count the gateway's number of tokens.
 
 The first difference ends it for the whole model, for all replicas: whose mistake it is cannot be seen from here, and if
 it is the gateway's it reaches every replica. It begins again, with nothing confirmed, once the replica that differed is
-removed or another process is behind it. A replica that does not take ids, or does not tell those it makes, gets text at
-that path until another process is behind it.
+removed or another process is behind it. A body whose client steers how it is rendered, by template variables for
+instance, ends it for its kind only, and a body of no kind, which is never forwarded, for none: the other kinds have
+each been confirmed, and no client is to end for all what its own bodies alone show. A replica that does not take ids,
+or does not tell those it makes, gets text at that path until another process is behind it.
 """
 
 from __future__ import annotations
@@ -29,13 +31,14 @@ from xxhash import xxh3_64_intdigest
 
 from replicas.access import session_to
 
-from ..prompt.forward import with_ids
+from ..prompt.forward import steered_kinds, with_ids
 from .backend import Backend
 from .exchange import Attempt
 from .token_ids import (
     ANSWER_SECONDS,
     CHECK_EVERY,
     CONFIRMATIONS,
+    MOST_KINDS,
     PATHS,
     PAUSE_SECONDS,
     BodyKind,
@@ -63,6 +66,8 @@ class TokenIdForwarding:
         """`made_by`: the number of the present way of making a replica's ids. What was confirmed of another is void."""
         self.metrics, self.wanted, self._backends, self._made_by = metrics, wanted, backends, made_by
         self._differed: dict[str, tuple[Forwarding, str]] = {}  # by replica: the process that made other ids, and how
+        # By the way of making ids, path and kind of body: the replica that made other ids of such, and its process
+        self._stopped: dict[tuple[int, str, str], tuple[str, Forwarding]] = {}
 
     def body(self, attempt: Attempt, prompt: Prompt, body: bytes, first: bool) -> bytes:
         """What is sent of this body; on any but the first attempt it is as received. Ids that nobody will ask for again
@@ -74,7 +79,7 @@ class TokenIdForwarding:
             prompt.token_ids = b""
             return body
         kind = None
-        if not self._off(backend) and prompt.path not in (known := self._known(backend)).rejected_because:
+        if not self._off(backend, prompt) and prompt.path not in (known := self._known(backend)).rejected_because:
             kind = known.seen(prompt.path, prompt.kind)
         if (
             first
@@ -97,7 +102,7 @@ class TokenIdForwarding:
         if attempt.without_ids:
             self._reject(backend, prompt.path, "it refused a request with ids that it answered without")
         elif usage.prompt != prompt.tokens and usage.prompt is not None:
-            self._miscounted(backend, prompt, usage.prompt)
+            self._miscounted(backend, prompt, request.body, usage.prompt)
         if prompt.kind and prompt.token_ids:
             known = self._known(backend)
             kind = known.kinds.get((prompt.path, prompt.kind))
@@ -107,7 +112,7 @@ class TokenIdForwarding:
                 headers = {**({"authorization": given} if given else {}), **ours}
                 known.checking = asyncio.create_task(self._check(backend, prompt, request.body, headers))
 
-    def _miscounted(self, backend: Backend, prompt: Prompt, counted: int) -> None:
+    def _miscounted(self, backend: Backend, prompt: Prompt, body: bytes, counted: int) -> None:
         if (
             backend.id not in self._differed
             and prompt.mode == "exact"
@@ -116,7 +121,7 @@ class TokenIdForwarding:
             and not self._outdated(backend, prompt)
         ):
             self._differ(
-                backend, prompt.path, f"its usage says {counted} tokens of a prompt that has {prompt.tokens} here"
+                backend, prompt, body, f"its usage says {counted} tokens of a prompt that has {prompt.tokens} here"
             )
 
     def _may_forward(self, attempt: Attempt, prompt: Prompt, kind: BodyKind) -> bool:
@@ -132,7 +137,7 @@ class TokenIdForwarding:
             known.checking is not None
             or prompt.path in known.rejected_because
             or monotonic() < kind.pause
-            or self._off(backend)
+            or self._off(backend, prompt)
             or self._outdated(backend, prompt)
         ):
             return False
@@ -161,7 +166,8 @@ class TokenIdForwarding:
                 self.metrics.token_id_checks.inc(backend.id, "different")
                 self._differ(
                     backend,
-                    path,
+                    prompt,
+                    body,
                     f"{error} ({prompt.kind}): another tokenizer or chat template, or a mistake of the gateway's",
                 )
             return
@@ -171,7 +177,7 @@ class TokenIdForwarding:
             backend.gone
             or known is not backend.forwarding
             or self._outdated(backend, prompt)
-            or self._off(backend)
+            or self._off(backend, prompt)
             or path in known.rejected_because
         ):
             return
@@ -213,18 +219,22 @@ class TokenIdForwarding:
 
     def look(self) -> None:
         """Some replica has come, gone or become another process."""
-        gone = [
-            id
-            for id, (known, _) in self._differed.items()
-            if (one := self._backends.get(id)) is None or process_of(one) is not known
-        ]
+        for stopped in [key for key, (id, known) in self._stopped.items() if self._is_gone(id, known)]:
+            del self._stopped[stopped]
+        gone = [id for id, (known, _) in self._differed.items() if self._is_gone(id, known)]
         for id in gone:
             del self._differed[id]
         if gone and not self._differed:
             self._begin_anew()
 
-    def _off(self, backend: Backend) -> bool:
-        """Whether the present process of a replica whose prompts are made alike has made other ids than the gateway."""
+    def _is_gone(self, id: str, known: Forwarding) -> bool:
+        return (one := self._backends.get(id)) is None or process_of(one) is not known
+
+    def _off(self, backend: Backend, prompt: Prompt) -> bool:
+        """Whether the present process of a replica whose prompts are made alike has made other ids than the gateway, of
+        bodies that no client steers or of this kind."""
+        if self._stopped and (prompt.made_by, prompt.path, prompt.kind) in self._stopped:
+            return True
         return bool(self._differed) and any(
             (one := self._backends.get(id)) is not None and one.candidate.space == backend.candidate.space
             for id in self._differed
@@ -235,9 +245,14 @@ class TokenIdForwarding:
         for backend in self._backends.values():
             backend.replica.takes_ids = process_of(backend).says()
 
-    def _differ(self, backend: Backend, path: str, why: str) -> None:
+    def _differ(self, backend: Backend, prompt: Prompt, body: bytes, why: str) -> None:
         """End it for all replicas whose prompts are made in the same way."""
         if backend.id in self._differed:
+            return
+        steered, path = steered_kinds(prompt.path, body), prompt.path
+        if steered is not None:
+            for kind in steered:
+                self._stop(backend, prompt, kind, why)
             return
         known = self._known(backend)
         self._differed[backend.id] = known, why
@@ -250,6 +265,24 @@ class TokenIdForwarding:
                 continue
             process_of(one).kinds.clear()
             one.replica.takes_ids = f"{path}: no, {why if one is backend else f'replica {backend.id} makes other ids'}"
+
+    def _stop(self, backend: Backend, prompt: Prompt, kind: str, why: str) -> None:
+        """End it for one kind of body."""
+        key = prompt.made_by, prompt.path, kind
+        if key in self._stopped:
+            return
+        log.warning("no replica gets the token ids of these bodies from now on, they go as text: %s. Replica %s, %s: %s. "
+                    "Bodies whose clients steer the rendering in another way, or not at all, are not held back",
+                    kind, backend.id, prompt.path, why)  # fmt: skip
+        self._stopped[key] = backend.id, self._known(backend)
+        if len(self._stopped) > MOST_KINDS:
+            del self._stopped[next(iter(self._stopped))]
+        for one in self._backends.values():
+            if one.candidate.space != backend.candidate.space:
+                continue
+            forgotten = process_of(one).kinds.pop((prompt.path, kind), None)
+            if forgotten is not None and not self._differed:
+                one.replica.takes_ids = process_of(one).says()
 
     def _reject(self, backend: Backend, path: str, why: str) -> None:
         """End it for this replica's process and this path."""

@@ -327,6 +327,69 @@ async def test_the_first_contradicting_count_ends_it(pipeline, text, caplog):
         assert s.metrics.ids_refused.total() == 1
 
 
+OFF = {"chat_template_kwargs": {"enable_thinking": False}}
+
+
+@pytest.mark.parametrize("text", [WORDS, "short"])
+async def test_a_count_of_a_body_that_its_client_steers_ends_it_for_bodies_of_its_kind(pipeline, text, caplog):
+    first, second = Engine(pipeline), Engine(pipeline)
+    async with behind(first, second) as s:
+        await confirmed(s)
+        await confirmed(s, turn=200, **OFF)
+        assert first.sent_ids == second.sent_ids == [*TEXT, *TEXT]
+        first.miscounts = second.miscounts = 1
+        await ask(s, request(turn=2, text=text, **OFF))
+        first.miscounts = second.miscounts = 0
+        await confirmed(s, turn=300, **OFF)  # which is not to be
+        assert not any(first.sent_ids[-FIRST:] + second.sent_ids[-FIRST:])
+        for turn in range(2):
+            await ask(s, request(turn=turn))
+        assert first.sent_ids[-1] and second.sent_ids[-1]
+        assert "enable_thinking=False" in caplog.text and not s.metrics.ids_refused.total()
+        one = next(backend for backend in s.proxy.backends.values() if backend.id in caplog.text)
+        one.incarnation = "another"
+        s.proxy.changed()
+        await confirmed(s, turn=400, **OFF)
+        for turn in range(4):
+            await ask(s, request(turn=500 + turn, **OFF))
+        assert first.sent_ids[-1] and second.sent_ids[-1]
+
+
+async def test_other_ids_of_a_kind_that_its_client_steers_end_it_for_that_kind(pipeline):
+    engine = Engine(pipeline)
+    async with behind(engine) as s:
+        await confirmed(s)
+        engine.other = True
+        for turn in range(3):
+            await ask(s, request(turn=turn, **OFF))
+            await settled(s)
+        engine.other = False
+        assert s.metrics.token_id_checks.values[served(s).id, "different"] == 1
+        await confirmed(s, turn=200, **OFF)
+        await ask(s, request(turn=300, **OFF))
+        await ask(s, request(turn=301))
+        assert engine.sent_ids[-2:] == [False, True] and served(s).replica.takes_ids == f"{CHAT}: yes"
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"field_of_next_year": 1},
+        {"chat_template_kwargs": {"nested": {"a": 1}}},
+        {"messages": [{"role": "user", "content": "x", "a_field_of_next_year": 1}]},
+    ],
+)
+async def test_a_count_of_a_body_that_is_never_forwarded_ends_nothing(pipeline, more):
+    engine = Engine(pipeline)
+    async with behind(engine) as s:
+        await confirmed(s)
+        engine.miscounts = 1
+        assert await ask(s, request(turn=2, **more)) == 200
+        engine.miscounts = 0
+        await ask(s, request(turn=3))
+        assert engine.sent_ids[-1] and not s.metrics.ids_refused.total() and s.metrics.prompt_mismatches.total() == 1
+
+
 async def test_a_count_of_a_prompt_that_its_client_had_cut_says_nothing(pipeline):
     engine = Engine(pipeline)
     async with behind(engine) as s:

@@ -27,6 +27,7 @@ cached prefix, of decode steps by batch and context, of a request's way. The loa
 are random token ids, so that the engine's own cache knows none of them; they fill it, and what was cached there is evicted.
 OPENAI_API_KEY in the environment becomes a bearer token."""
 EPILOG = """Use the profile with `hitherto replica --profile FILE` or `hitherto serve --launch 2 --profile FILE`."""
+ENOUGH_SECONDS = 120.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--seconds",
         type=complaints.positive,
-        default=120.0,
+        default=ENOUGH_SECONDS,
         metavar="N",
         help="about how long to measure (default: %(default)g)",
     )
@@ -107,6 +108,8 @@ async def calibrate(args: argparse.Namespace) -> str:
         _warn_of_others(before, await looked_up(client), client.prompt_tokens - sent)
         result = fit(seen)
         _show(result)
+        if caution := _caution(result, args.seconds):
+            print(f"\n{caution}")
         facts = {"date": f"{date.today():%Y-%m-%d}", "command": shlex.join(["hitherto", *sys.argv[1:]]),
                  "sent": f"{client.requests:,} requests, {client.prompt_tokens:,} prompt tokens, {client.output_tokens:,} of output "
                          f"in {monotonic() - began:.0f} s"}  # fmt: skip
@@ -144,13 +147,22 @@ def _warn_of_others(before: int | None, after: int | None, sent: int) -> None:
 
 def _progress(done: int, found: Fit) -> str:
     worst = max(found.residuals.items(), key=lambda item: item[1].typical)
-    return f"  round {done}: typical error of the fit at most {worst[1].typical:.0%} ({worst[0]})"
+    return f"  round {done}: typical error of the fit at most {worst[1].typical * 100:.0f} % ({worst[0]})"
 
 
 def _show(result: Fit) -> None:
-    print(f"\n{'':38}{'samples':>8}{'bias':>8}{'typical':>9}{'90 %':>8}")
+    print(f"\n{'':38}{'samples':>8}{'bias':>9}{'typical':>9}{'90 %':>9}")
     for region, one in result.residuals.items():
-        print(f"{region:38}{one.count:8}{one.bias:+8.1%}{one.typical:9.1%}{one.worst_tenth:8.1%}")
+        figures = f"{one.bias * 100:+7.1f} %{one.typical * 100:7.1f} %{one.worst_tenth * 100:7.1f} %"
+        print(f"{region:38}{one.count:8}{figures}")
+
+
+def _caution(result: Fit, seconds: float) -> str:
+    """What to do about a fit that is poor; nothing about one that is not."""
+    if not result.poor:
+        return ""
+    longer = f"give --seconds {ENOUGH_SECONDS:g}, and let" if seconds < ENOUGH_SECONDS else "measure again, and let"
+    return f"These errors are large ({', '.join(result.poor)}): {longer} the machine do nothing else."
 
 
 def check_savable(path: Path) -> None:

@@ -27,11 +27,21 @@ class Residual:
     worst_tenth: float  # nine in ten are closer
 
 
+# In a region the fit is poor if its typical error is above POOR, or its bias above POOR_BIAS: medians under load are to
+# be within 15 % of the engine's (bench/results), and a bias goes into them whole.
+POOR, POOR_BIAS = 0.25, 0.15
+
+
 @dataclass(frozen=True)
 class Fit:
     ms: dict[str, float]  # by coefficient
     residuals: dict[str, Residual]
     spread: float = 0.0  # of a step: a standard deviation, as a share
+
+    @property
+    def poor(self) -> list[str]:
+        """The regions in which the fit is poor."""
+        return [name for name, one in self.residuals.items() if one.typical > POOR or abs(one.bias) > POOR_BIAS]
 
     def seconds(self, parts: dict[str, float]) -> float:
         return 1e-3 * sum(self.ms[name] * times for name, times in parts.items())

@@ -34,7 +34,9 @@ def profile(known: Known, limits: Limits, fit: Fit, facts: Mapping[str, str]) ->
     lines += ["#", "# Fit against what was measured, by kind of request: samples; bias (median of fit / measured - 1), typical",
               "# error (median), and the error that nine in ten stay below:"]  # fmt: skip
     for region, one in fit.residuals.items():
-        lines.append(f"#   {region:38} {one.count:4}  {one.bias:+6.1%}  {one.typical:6.1%}  {one.worst_tenth:6.1%}")
+        lines.append(
+            f"#   {region:38} {one.count:4}  {one.bias * 100:+6.1f} %  {one.typical * 100:5.1f} %  {one.worst_tenth * 100:5.1f} %"
+        )
     for name in ("num_blocks", "block_size", "max_num_seqs", "max_num_batched_tokens", "max_model_len"):
         lines.append(f"{name}: {getattr(limits, name)}  # {limits.told[name]}")
     values = fit.ms | {"spread": fit.spread}

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from replicas.calibrate import samples
-from replicas.calibrate.fit import NAMES, Fit, fit, nonnegative
+from replicas.calibrate import cli, samples
+from replicas.calibrate.fit import NAMES, Fit, Residual, fit, nonnegative
 
 BUDGET, ROUNDS = 2048, 5
 
@@ -104,3 +104,16 @@ def test_nonnegative_least_squares_meets_its_conditions(seed):
     x = nonnegative(matrix, wanted)
     gain = matrix.T @ (wanted - matrix @ x)
     assert (x >= 0).all() and (gain <= 1e-8).all() and np.allclose(gain[x > 0], 0, atol=1e-8)
+
+
+@pytest.mark.parametrize(
+    "bias, typical, poor", [(0.14, 0.24, False), (-0.235, 0.263, True), (0.16, 0.16, True), (0.0, 0.26, True)]
+)
+def test_a_fit_with_large_errors_is_poor(bias, typical, poor):
+    found = Fit({}, {"decode step": Residual(9, bias, typical, 0.5), "new prompt": Residual(9, 0.0, 0.01, 0.1)})
+    assert found.poor == (["decode step"] if poor else [])
+    said = cli._caution(found, 15)
+    assert said == (
+        "These errors are large (decode step): give --seconds 120, and let the machine do nothing else." if poor else ""
+    )
+    assert ("measure again" in cli._caution(found, 120)) == poor

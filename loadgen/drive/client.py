@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import re
 import socket
 import ssl
 from collections.abc import Mapping
@@ -26,6 +27,9 @@ from loadgen.options import BadInput
 # vLLM's server closes connections idle for 5 s.
 IDLE_SECONDS = 4.0
 CONNECT_SECONDS = 10.0
+_NO_TLS = ("WRONG_VERSION_NUMBER", "HTTP_REQUEST", "RECORD_LAYER_FAILURE")  # OpenSSL's words for what is no TLS
+# What stands behind /v1 in a URL that was copied whole.
+_ENDPOINT = re.compile(r"(?<=/v1)/(chat/completions|completions|responses|messages|embeddings|models)/*$")
 _KEPT_HEADERS = frozenset(
     (b"content-type", b"content-length", b"transfer-encoding", b"x-hitherto-replica", b"x-hitherto-cached-tokens")
 )
@@ -144,6 +148,9 @@ class Client:
             raise BadURL(f"{base_url!r}: {error}; write http://HOST:PORT") from None
         if parts.query or parts.fragment:
             raise BadURL(f"{base_url!r}: a base URL has neither ? nor #, write http://HOST:PORT or http://HOST:PORT/v1")
+        if endpoint := _ENDPOINT.search(parts.path):
+            path = parts.path[: endpoint.start()]
+            raise BadURL(f"{base_url!r}: end the URL at /v1, as in {parts.scheme}://{parts.netloc}{path}")
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise BadURL(f"{base_url!r} is not an http:// or https:// URL; write http://HOST:PORT")
         self.port = given_port or (443 if parts.scheme == "https" else 80)
@@ -237,6 +244,8 @@ class Client:
     def _in_words(self, problem: OSError) -> str:
         if isinstance(problem, socket.gaierror):
             return f"host name {self.host!r} does not resolve"
+        if isinstance(problem, ssl.SSLError) and problem.reason in _NO_TLS:
+            return "it does not speak TLS; if it speaks plain HTTP, write http:// in its URL"
         return "nothing listens there" if isinstance(problem, ConnectionRefusedError) else str(problem)
 
     @staticmethod

@@ -177,6 +177,25 @@ def test_urls(url, host, port, target):
     assert (client.host, client.port, client.target(PATH)) == (host, port, target)
 
 
+@pytest.mark.parametrize("endpoint", ["chat/completions", "completions", "models/"])
+def test_a_url_goes_no_further_than_v1(endpoint):
+    with pytest.raises(BadURL, match="end the URL at /v1, as in http://h:1/some/v1$"):
+        Client(f"http://h:1/some/v1/{endpoint}")
+    assert Client("http://h:1/v1/completions/account").path == "/v1/completions/account"  # somebody's own path
+
+
+async def test_plain_http_is_not_asked_by_tls():
+    async def answers(reader, writer):
+        await reader.read(1)
+        writer.write(b"HTTP/1.1 400 Bad Request\r\nconnection: close\r\n\r\n")
+        writer.close()
+
+    async with await asyncio.start_server(answers, "127.0.0.1", 0) as server:
+        record = await ask(Client(f"https://127.0.0.1:{server.sockets[0].getsockname()[1]}"))
+    assert record.error == "connect"
+    assert record.detail == "it does not speak TLS; if it speaks plain HTTP, write http:// in its URL"
+
+
 @pytest.mark.parametrize("url", ["ftp://x", "http://", "http://h:99999", "http://h:x"])
 def test_what_is_no_url_is_refused(url):
     with pytest.raises(BadURL):

@@ -113,11 +113,15 @@ def build_parser(prog: str) -> argparse.ArgumentParser:
     parser = Parser(prog=prog, description="Load tests for OpenAI endpoints.")
     verbs = parser.add_subparsers(title="commands", dest="verb", required=True, metavar="COMMAND", parser_class=Parser)
     for verb, add_arguments, act, about in VERBS:
-        one = verbs.add_parser(verb, help=about)
+        one = verbs.add_parser(verb, help=about, description=DESCRIPTIONS[verb])
         add_arguments(one)
         one.set_defaults(act=act)
-    verbs.add_parser("version", help="print the version")
-    completion = verbs.add_parser("completion", help="print a script that completes commands and flags in a shell")
+    verbs.add_parser("version", help="print the version", description="Print the version.")
+    completion = verbs.add_parser(
+        "completion",
+        help="print a script that completes commands and flags in a shell",
+        description=f'Print a script that completes commands and flags: eval "$({prog} completion bash)".',
+    )
     completion.add_argument("shell", metavar="SHELL", choices=shtab.SUPPORTED_SHELLS)
     return parser
 
@@ -145,6 +149,17 @@ VERBS = (
     ("diff", diff.add_arguments, diff.diff_verb, "what got better and what got worse between two files of --json"),
     ("demo", demo.add_arguments, demo.demo_verb, "two policies side by side, live, in about two minutes"),
 )
+
+DESCRIPTIONS = {
+    "run": "Send a load to an OpenAI endpoint and report latencies, rates, hit rates and errors.",
+    "compare": "Send the same load to several endpoints, or to a gateway with fresh engines under each of several policies, "
+    "and say what is better and what is worse.",
+    "plan": "Compute what a model's KV cache holds, and find by simulation how many replicas keep an SLO under a load.",
+    "simulate": "Play a load in virtual time, without servers, and compare policies as `compare` does.",
+    "sweep": "Send a load at rising rates and find the highest one at which an SLO is kept.",
+    "diff": "Compare two files of --json and exit with 1 if anything got worse.",
+    "demo": "Play the same conversations under round_robin and under least_time, on engines of its own, and compare them.",
+}
 
 COMMANDS = [*(verb for verb, *_ in VERBS), "version", "completion"]
 

@@ -31,7 +31,7 @@ from loadgen.drive.target import model_of, stopped_by_interrupt
 from loadgen.report import files, show
 from loadgen.report.comparison import comparison, print_table
 from loadgen.report.summary import Report, Reports, now, setting, summarise
-from loadgen.run import exit_code
+from loadgen.run import exit_code, until_interrupted
 from loadgen.workload.arrivals import conversation_starts
 from loadgen.workload.conversations import BadWorkload, Conversation
 from loadgen.workload.documents import Document, documents, read_text
@@ -104,12 +104,15 @@ async def demo_verb(args: argparse.Namespace, console: Console) -> int:
     with tempfile.TemporaryDirectory(prefix="loadgen-demo-") as folder:
         profile = Path(scene.folder or folder, "demo.yaml")
         profile.write_text(planned.profile)
-        for number, policy in enumerate(POLICIES, 1):
-            which = f"{number} of {len(POLICIES)}"
-            report = reports[policy] = await play(console, planned, requests, args.seed, policy, profile, which)
-            console.print(live.result(policy, report), soft_wrap=True)
-            if report["interrupted"]:
-                break
+        with until_interrupted(console):
+            for number, policy in enumerate(POLICIES, 1):
+                which = f"{number} of {len(POLICIES)}"
+                report = reports[policy] = await play(console, planned, requests, args.seed, policy, profile, which)
+                console.print(live.result(policy, report), soft_wrap=True)
+                if report["interrupted"]:
+                    break
+    if not reports:
+        return options.INTERRUPTED
     conclude(console, reports)
     next_steps(console, scene)
     files.write_json(

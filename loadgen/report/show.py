@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
+import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
@@ -14,6 +17,7 @@ from loadgen.report import fitting, noise, rates, seeds, warm
 from loadgen.report.fitting import Fitting
 from loadgen.report.summary import Report, Reports, fair_share
 
+_FIGURE_SPACE = re.compile(r"(?<=\d) (?=(?:%|ms|s|points|/s)(?!\w))")
 _SHARES = 4  # replicas whose requests are told one by one
 LATENCIES = (
     ("TTFT", "ttft_ms", "to the first token"),
@@ -224,7 +228,8 @@ def comparison_table(reports: Reports, rows: Sequence[Row] | None = None) -> Fit
     names, seeded = list(reports), any("by_seed" in report for report in reports.values())
 
     def drawn(put: fitting.Put, first: int = 0, last: int | None = None) -> Table:
-        table = fitting.table(ranges_left_out=put is fitting.without and seeded)
+        at_the_end = last is None or last >= len(names)  # of several tables only the last one says it
+        table = fitting.table(ranges_left_out=put is fitting.without and seeded and at_the_end)
         for name in names[first:last]:
             table.add_column(name, justify="right", no_wrap=True)
         for label, figures in cells:
@@ -284,8 +289,24 @@ def bullets(sentences: Iterable[str]) -> Table:
     """Sentences below each other, each wrapped under its own beginning."""
     table = Table.grid(padding=(0, 1))
     for sentence in sentences:
-        table.add_row("  •", sentence)
+        table.add_row("  •", Sentence(sentence))
     return table
+
+
+class Sentence:
+    """Text that is never broken between a figure and its unit."""
+
+    def __init__(self, text: str):
+        self._text = _FIGURE_SPACE.sub("\N{NO-BREAK SPACE}", text)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        # Not by rich, which breaks lines at no-break spaces, too.
+        for line in textwrap.wrap(self._text, options.max_width, break_on_hyphens=False):
+            yield Text(line.replace("\N{NO-BREAK SPACE}", " "))
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        words = max(map(len, self._text.split(" ")), default=1)
+        return Measurement(min(words, options.max_width), min(len(self._text), options.max_width))
 
 
 def shares(report: Report) -> str:

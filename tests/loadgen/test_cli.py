@@ -12,7 +12,7 @@ import sys
 import pytest
 
 from loadgen import compare
-from loadgen.cli import main
+from loadgen.cli import COMMANDS, main
 
 
 async def loadgen(*args: str, env=None, cwd=None):
@@ -561,3 +561,11 @@ def test_a_loop_of_links_is_refused_before_the_load_is_offered(capsys, tmp_path)
 
 def test_one_engine_is_no_plural():
     assert [compare.engines_in_words(count) for count in (1, 2)] == ["an engine", "2 engines"]
+
+
+@pytest.mark.parametrize("verb", COMMANDS)
+def test_each_command_says_what_it_does(verb, capsys):
+    with pytest.raises(SystemExit):
+        main([verb, "--help"])
+    usage, _, rest = capsys.readouterr().out.partition("\n\n")
+    assert usage.startswith("usage: loadgen ") and rest.split("\n\n")[0].endswith(".")

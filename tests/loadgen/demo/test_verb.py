@@ -1,3 +1,5 @@
+import argparse
+import asyncio
 import io
 import os
 import re
@@ -83,6 +85,20 @@ def test_its_table_says_why_fewer_were_answered_than_offered():
             rf"{policy}: 4.00 requests/s offered, \d.\d\d answered: the last answer came [\d.]+ s after the last .*",
             line,
         )
+
+
+async def test_interrupted_between_its_rounds_it_says_so_and_shows_the_first(monkeypatch, tmp_path):
+    async def play(console, planned, requests, seed, policy, profile, which):
+        if policy == demo.POLICIES[1]:
+            raise asyncio.CancelledError
+        return report_of(records_made(40), None)
+
+    monkeypatch.setattr(demo, "play", play)
+    console = Console(width=100, file=io.StringIO())
+    args = argparse.Namespace(vllm=None, file=None, num_prompts=None, seed=0, json=None)
+    assert await demo.demo_verb(args, console) == 130
+    said = console.file.getvalue()
+    assert "Stopped by hand" in said and "TTFT p99" in said and "least_time " not in said.partition("Stopped")[2]
 
 
 def test_the_readme_shows_its_table():

@@ -58,6 +58,7 @@ def test_targets_side_by_side_keep_names_and_means(several, width, targets):
     lines = drawn(show.comparison_table(reports), width)
     assert all(len(line) <= width for line in lines) and not any("…" in line for line in lines)
     text = "\n".join(lines)
+    assert " ".join(text.split()).count(LEFT_OUT) <= 1
     assert all(text.count(name) == 1 for name in reports)
     report = reports["target_0"]
     for label in labels(report):

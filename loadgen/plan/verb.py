@@ -25,6 +25,7 @@ from loadgen.report.summary import setting
 from loadgen.simulate import Setting, field
 from loadgen.simulate.verb import asked, interruptible
 from loadgen.workload import datasets
+from loadgen.workload.conversations import Workload
 from policies.kv_space import RESERVE, UTILIZATION, KvSpace, memory_for_kv
 from replicas.simulated.profile import Profile, load_profile
 
@@ -219,6 +220,7 @@ def plan_fleet(
     tried = [Size(tokens, args.max_replicas) for tokens in tokens_of(args, profile, found)]
     work = datasets.workload(args)
     show.print_notes(console, work.notes)
+    console.print(load_in_words(args, work), style="dim")
     fleet = Fleet(Setting(args.policy, [], args.seed, engine_replies=args.replies == "engine", salt=datasets.salt(args),
                           vocabulary=datasets.vocabulary(args), users=args.users, max_concurrency=args.max_concurrency),
                   profile, files.slo(args), args.attainment, args.percentiles)  # fmt: skip
@@ -250,6 +252,17 @@ def plan_fleet(
         about,
     )
     return 0 if any(size.kept for size in tried) else 1
+
+
+def load_in_words(args: argparse.Namespace, work: Workload) -> str:
+    """Which load a fleet is planned for, whether or not it was named."""
+    if args.users:
+        when = f"from {args.users:,} users"
+    elif drawn := datasets.drawn_for(args):
+        when = f"at {drawn['rate']:,.4g} requests/s ({drawn['arrivals']})"
+    else:
+        when = "at rising rates" if args.ramp_up_strategy else "at the times of its trace"
+    return f"Load: {work.requests:,} requests of {datasets.dataset(args)}, {when}"
 
 
 def profile_of(args: argparse.Namespace, checkpoint: Checkpoint | None) -> Profile:

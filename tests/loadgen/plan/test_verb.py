@@ -105,6 +105,7 @@ def test_a_fleet_for_a_load(capsys, tmp_path):
     for tokens, number in fewest.items():
         shares = {point["replicas"]: point["share"] for point in plan["points"] if point["tokens"] == int(tokens)}
         assert shares[number] >= 0.8 and (number == 1 or shares[number - 1] < 0.8)
+    assert "Load: 60 requests of chat, at 60 requests/s (Poisson)\n" in out
     assert "Assumed:" in out and "gpu-8b" in out and "empty at the start" in out and len(plan["assumed"]) == 4
     assert main([*flags, str(tmp_path / "b.json")]) == 0
     assert (tmp_path / "a.json").read_bytes() == (tmp_path / "b.json").read_bytes()

@@ -105,6 +105,7 @@ class Gateway:
         self.fleet.on_change.append(self._replica_changed)
         self.kept = kept_replicas(settings)
         self.discovery = datapath.discovery(settings, self.fleet)
+        self._was_ready = False
         self._twins: set[tuple[str, str]] = set()  # engines given under several names, and what was said of each
         self.slots: dict[str, int] = {}
         self.intakes: dict[str, EventIntake | SharedIntake] = {}
@@ -368,6 +369,9 @@ class Gateway:
 
     def _models_changed(self) -> None:
         self.proxy.changed()
+        if not self._was_ready and self.view.why_not_ready() is None:
+            self._was_ready = True
+            log.info("ready for requests")
         self.server.clients.limits = datapath.limits(self.settings, self.models.pipelines)
 
     def _listen(self, backend: Backend, anew: bool = False) -> None:
@@ -384,7 +388,9 @@ class Gateway:
             backend.listen(None, begin, self.background)
             self.intakes.pop(backend.id, None)
             why = next((one for one in backend.replica.problems if "events" in one), "no KV events are known of it")
-            log.warning("replica %s: its cache is guessed from what is sent to it. %s", backend.id, why)
+            if "cache is guessed" not in why:
+                why = f"its cache is guessed from what is sent to it. {why[0].upper()}{why[1:]}"
+            log.warning("replica %s: %s", backend.id, why)
             return
         if source.hands_out_once and self.shared is None and self.settings.redis_url is not None:
             log.warning("replica %s: its events are told once, so with event_intake: each every gateway and worker misses what "

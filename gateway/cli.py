@@ -138,7 +138,9 @@ def build_parser() -> Parser:
                                description="Say what would happen to a request: tokens, blocks, overlap and cost per replica, the choice and why. "
                                "Nothing is sent to an engine for an answer.")  # fmt: skip
     explain.add_argument("body", metavar="BODY.json", help="the request's body; - reads standard input")
-    explain.add_argument("--path", default="/v1/chat/completions", help="the endpoint it would be posted to")
+    explain.add_argument(
+        "--path", default="/v1/chat/completions", help="the endpoint it would be posted to (default: %(default)s)"
+    )
     explain.add_argument(
         "--admin", metavar="URL", help="admin side of a running gateway (default: http://ADMIN_HOST:ADMIN_PORT)"
     )
@@ -153,7 +155,9 @@ def build_parser() -> Parser:
     completion = verbs.add_parser("completion", help="print a script that completes commands and flags in a shell",
                                   description="Print a script that completes commands and flags in a shell, as in: "
                                   "eval \"$(hitherto completion bash)\"")  # fmt: skip
-    completion.add_argument("shell", metavar="SHELL", choices=shtab.SUPPORTED_SHELLS)
+    completion.add_argument(
+        "shell", metavar="SHELL", choices=shtab.SUPPORTED_SHELLS, help=", ".join(shtab.SUPPORTED_SHELLS)
+    )
     verbs.add_parser("version", help="print the version")
     verbs.add_parser("key", help="make an API key for a client", add_help=False)
     verbs.add_parser("replica", help="run one simulated engine", add_help=False)

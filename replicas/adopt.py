@@ -25,7 +25,7 @@ from replicas.roles import BOTH
 PATHS = ("/v1/models", "/version", "/metrics")  # what any engine is asked
 NOTHING = Told()
 MOST_NAMES = 10_000  # of models and adapters that one engine serves; each is looked at whenever replicas change
-IS_GATEWAY = "a gateway of this kind answers there, and requests would go in circles: name its engines instead"
+IS_GATEWAY = "a gateway of this kind answers there, which is no engine: name its engines instead"
 
 
 @dataclass(slots=True)

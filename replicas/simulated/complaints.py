@@ -8,6 +8,7 @@ import argparse
 import difflib
 import errno
 import math
+import os
 import re
 import socket
 import sys
@@ -72,6 +73,8 @@ def in_words(message: str, given: Sequence[str] = (), options: Sequence[str] = (
         return f"flag {found[1]}: it takes no value"
     if found := _CHOICE.search(message):
         choices = [choice.strip("'") for choice in found[2].split(", ")]
+        if len(choices) == 1:
+            return f"{message[: found.start()]}{found[1]} is unknown; there is only {choices[0]}"
         return f"{message[: found.start()]}{found[1]} is none of {', '.join(choices)}{meant(found[1].strip(chr(39)), choices)}"
     return message
 
@@ -211,7 +214,9 @@ def _hubs_words(error: BaseException | None) -> str:
 
 def cannot_listen(host: str, port: int, error: OSError, port_flag: str = "--port", host_flag: str = "--host") -> str:
     """Why nobody can listen there, and what to do about it."""
-    said = f"cannot listen on {host}:{port}: {error.strerror or error}. "
+    # asyncio writes the address into the words of the system, as Python does
+    known = error.errno is not None and error.errno > 0
+    said = f"cannot listen on {host}:{port}: {os.strerror(error.errno) if known else error.strerror or error}. "
     if isinstance(error, socket.gaierror) or error.errno == errno.ENODEV:
         return f"{said}{host} does not resolve: give an address of this machine with {host_flag}, or 0.0.0.0 for all"
     if error.errno == errno.EADDRNOTAVAIL:

@@ -295,12 +295,25 @@ async def bundled() -> str:
     return str(sim_model_dir())
 
 
+async def test_the_log_says_once_that_it_is_ready_and_once_that_a_cache_is_guessed(start_engine):
+    engines = [start_engine("--no-events").wait().url for _ in range(2)]
+    async with running("--replica-url", *engines) as gateway:
+        await gateway.ready(2)
+        await gateway.until(lambda _: any(b"ready for requests" in line for line in gateway.log))
+        (await gateway.chat([user("Anybody?")])).raise_for_status()
+        assert sum(b"ready for requests" in line for line in gateway.log) == 1
+        guessed = [line for line in gateway.log if b"guessed" in line]
+        assert len(guessed) == 2 and all(line.count(b"guessed") == 1 for line in guessed)
+
+
 @pytest.mark.parametrize("flag", ["--port", "--admin-port"])
 async def test_a_port_that_is_taken_is_said_before_anything_starts(flag):
     blocker = await asyncio.start_server(lambda r, w: w.close(), "127.0.0.1", 0)
     port = blocker.sockets[0].getsockname()[1]
     try:
-        with pytest.raises(AssertionError, match=rf"(?s)cannot listen on 127.0.0.1:{port}.*{flag}"):
+        with pytest.raises(
+            AssertionError, match=rf"(?s)cannot listen on 127.0.0.1:{port}: Address already in use.*{flag}"
+        ):
             async with running("--launch", "1", flag, str(port)):
                 pass
     finally:

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import shtab
 
 from gateway import __version__, cli, other_routers
 from gateway.config import Settings, flag
@@ -106,7 +107,7 @@ def test_version(capsys):
         ),
         (["serve", "--redis-url", "redis:6379"], "it has no //: write redis://redis:6379"),
         (["config", "nonsense"], "unknown argument 'nonsense'. `hitherto config --help` lists what there is"),
-        (["key", "nw"], "'nw' is none of new. Did you mean 'new'? `hitherto key --help`"),
+        (["key", "nw"], "'nw' is unknown; there is only new. `hitherto key --help`"),
         (["key", "new", "x", "--fil", "y"], "unknown argument '--fil'. Did you mean '--file'?"),
         (["replica", "--prt", "9000"], "unknown argument '--prt'. Did you mean '--port'?"),
         (["replica", "--port", "99999"], "'99999' is no port: it reads 0 (any free one) to 65535"),
@@ -267,6 +268,16 @@ def test_bash_completes_verbs_flags_and_policies(words, completed, capsys):
     script = capsys.readouterr().out
     done = subprocess.run(["bash", "-c", check], input=script, capture_output=True, text=True, check=True)
     assert done.stdout.split() == completed
+
+
+def test_help_names_the_shells_and_the_path_that_is_taken(capsys):
+    for argv, said in (
+        (["completion", "--help"], ", ".join(shtab.SUPPORTED_SHELLS)),
+        (["explain", "--help"], "/v1/chat/completions)"),
+    ):
+        with pytest.raises(SystemExit):
+            cli.main(argv)
+        assert said in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_variable_that_is_no_setting_is_named_and_those_of_kubernetes_are_not(monkeypatch, capsys):

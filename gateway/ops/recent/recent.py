@@ -88,7 +88,10 @@ class Recent:
     def _meet(self, now: float, replica: str) -> None:
         if replica not in self._known:
             self._known.add(replica)
-            self.journal.note(now, "fleet", f"joined the fleet, which is {len(self._known)} now", replica)
+            self.journal.note(now, "fleet", f"joined the fleet; {self._count()}", replica)
+
+    def _count(self) -> str:
+        return f"{len(self._known)} replica{'' if len(self._known) == 1 else 's'} now"
 
     def _compare_replicas(self, now: float) -> None:
         for id, replica in [*self._view.replicas.items()]:
@@ -98,7 +101,7 @@ class Recent:
                 self.journal.failed(now, id, replica.reason)
         for id in self._known - set(self._view.replicas):
             self._known.discard(id)
-            self.journal.note(now, "fleet", f"left the fleet, which is {len(self._known)} now", id)
+            self.journal.note(now, "fleet", f"left the fleet; {self._count()}", id)
             self.journal.forget(id)
             self.figures.forget(id)
 

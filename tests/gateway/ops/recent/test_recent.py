@@ -32,10 +32,10 @@ def test_replicas_that_come_change_and_go_are_told_of(gateway):
     del fleet.replicas["a:1"]
     recent.look(NOW + 1)
     assert said(gateway)[::-1] == [
-        ("a:1", "joined the fleet, which is 1 now", "plain"),
+        ("a:1", "joined the fleet; 1 replica now", "plain"),
         ("", "not ready: no replica is ready", "plain"),
         ("a:1", "ready → failed: exit code 1", "bad"),
-        ("a:1", "left the fleet, which is 0 now", "plain"),
+        ("a:1", "left the fleet; 0 replicas now", "plain"),
     ]
     assert recent.kept()["failures"] == {}
 

@@ -196,6 +196,12 @@ def _add(path: Path, real: Path, entry: Entry) -> None:
             owner, before = os.fstat(old.fileno()), old.read().decode("utf-8-sig")
     except FileNotFoundError:
         owner, before = None, ""
+    for number, given in _entries(path, before):
+        if isinstance(given, dict) and given.get("name") == entry.name:
+            raise KeyFileError(
+                f"{path}:{number}: the name {entry.name!r} stands there already, and a tenant has one entry. For another "
+                "key of it leave --file out, and write both hashes there: sha256: [HASH, HASH]"
+            )
     line = json.dumps(entry.plain()) if before.lstrip().startswith("{") else entry.line()
     file, name = tempfile.mkstemp(prefix=f".{real.name}.", dir=real.parent)  # mode 0600
     new = Path(name)
@@ -261,7 +267,9 @@ def _entries(path: Path, text: str) -> Iterator[tuple[int, Any]]:
             for node in root.value:
                 yield node.start_mark.line + 1, loader.construct_object(node, deep=True)
     except yaml_text.NotYaml as error:
-        raise KeyFileError(f"{path}:{error.line}: not YAML: {error.reason}. {REMEDY}") from None
+        raise KeyFileError(
+            f"{path}:{error.line}: not YAML: {error.reason}. Check quotes and indentation there"
+        ) from None
 
 
 def _entry(path: Path, line: int, given: Any) -> Entry:

@@ -41,7 +41,7 @@ def test_keys_are_long_and_no_two_are_alike():
         ("- {name: , sha256: x}", "1: name: it has no value. `hitherto key new"),
         ("- {name: a, sha256: }", "1: sha256: it has no value. `hitherto key new"),
         ("a: b", "1: expected a list of tenants, found a mapping"),
-        ("- {name: a", "1: not YAML"),
+        ("- {name: a", "1: not YAML: .*. Check quotes and indentation there$"),
         ('{"name": "a", "sha256": "%s"}\n{"name"' % A, "2: not JSON"),
         ("- just text", "1: expected a mapping like"),
         (

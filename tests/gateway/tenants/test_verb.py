@@ -2,6 +2,7 @@
 
 import os
 import pty
+import re
 import tempfile
 import threading
 from pathlib import Path
@@ -71,7 +72,9 @@ def test_a_key_is_added_to_a_file_that_is_followed(capsys, tmp_path, first):
         assert read(file)[digest(key)].name == name
     before = file.read_text()
     assert main(["key", "new", "b", "--file", str(file)]) == 2
-    assert "the name 'b' stands on line" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    number = next(at for at, line in enumerate(file.read_text().splitlines(), 1) if re.search(r"name\W+b\W", line))
+    assert f"{file}:{number}: the name 'b' stands there already" in said and "stands on line" not in said
     assert file.read_text() == before and [*tmp_path.iterdir()] == [file]
 
 

@@ -14,7 +14,10 @@ from gateway.config import Settings
 from gateway.ops import doctor, gateway_check, trial
 from gateway.ops.trial import Finding
 from replicas import twins
+from replicas.adopt import Facts
+from replicas.engines.dialect import Told
 from replicas.lifecycle import State
+from replicas.problems import block_size_set
 from replicas.replica import parse_url
 from replicas.twins import Name
 
@@ -55,6 +58,15 @@ def test_settings_that_the_running_gateway_does_not_have_are_named(capsys, fake)
     assert level == "warn" and said.startswith(
         "the gateway runs with its own settings: --policy random does not count examine it with"
     )
+
+
+@pytest.mark.parametrize("given", [None, 32])
+def test_the_running_gateways_block_size_is_said_unless_the_doctor_was_given_it_as_well(given):
+    problem = str(block_size_set(32, 16))
+    running = {"replicas": [{"id": "a:1", "problems": [problem]}]}
+    replicas = [(parse_url("http://a:1"), Facts(told=Told(block_size=16)))]
+    found = [one.text for one in gateway_check.check_seen_by_gateway(running, replicas, block_size=given)]
+    assert found == ([] if given else [problem])
 
 
 @pytest.mark.parametrize("speaks_http", [True, False])

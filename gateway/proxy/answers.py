@@ -107,6 +107,11 @@ FOREIGN_STATUSES = frozenset((200, 404, 405, 501))
 _TYPES = (b"text/event-stream", b"application/json", b"application/octet-stream", b"multipart/")
 
 
+def media_type(content_type: bytes) -> str:
+    """An answer's type, for a message."""
+    return content_type.decode("latin-1")[:100] or "no content type"
+
+
 def foreign_head(status: int, content_type: bytes) -> bool:
     """Whether no engine answers a prompt with this head. Without a content type its body decides."""
     return 200 < status < 400 or (

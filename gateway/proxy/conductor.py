@@ -21,6 +21,7 @@ from .answers import (
     error_status,
     foreign_head,
     look,
+    media_type,
     next_number,
 )
 from .backend import Backend
@@ -109,7 +110,7 @@ class Judge:
             kind = LEG_REFUSED if status in MAY_BE_OURS else PREFILL_FAILED
             return UpstreamError(kind, f"answered {status} to a request that was to be computed elsewhere first")
         if has_prompt and not attempt.streams and foreign_head(status, content_type):
-            return _foreign(f"answered {status} with {content_type.decode('latin-1')[:100]}")
+            return _foreign(f"answered {status} with {media_type(content_type)}")
         if (
             status in RETRYABLE or (status in DOUBTFUL and has_prompt and exchange.response is None)
         ) and self._unsettled(exchange, attempt, of_status(status)):
@@ -140,7 +141,7 @@ class Judge:
             if not began and head.get(b"content-encoding") is None:
                 sight = look(exchange.label, data, attempt.streams, (head.get(b"content-type") or b"").lower(), whole)
                 if sight is Sight.FOREIGN:
-                    return _foreign(f"answered 200 with {data[:40]!r}")
+                    return _foreign(f"answered 200 with {repr(data[:40]) if data else 'an empty body'}")
                 if sight is Sight.SILENT:
                     self._unsettled(exchange, attempt, ERROR_ANSWER)  # and whoever agrees, no client can read this
                     return UpstreamError(ERROR_ANSWER, "answered 200 with a stream without an event")

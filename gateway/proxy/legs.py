@@ -24,7 +24,7 @@ from replicas.served import base_names
 from ..errors import ApiError, bad
 from ..http.upstream import Upstream, UpstreamError
 from ..prompt.prompt import NO_PREFILL, as_variant
-from .answers import error_status, foreign_head, read_usage
+from .answers import error_status, foreign_head, media_type, read_usage
 from .backend import Backend
 from .blame import DOUBTFUL
 from .chunks import unchunked
@@ -440,9 +440,9 @@ class FirstLegs:
         if status == 200:
             if content_type.startswith(b"application/json"):
                 return None
-            return _foreign(f"answered a first leg with {content_type.decode('latin-1')[:100]}")
+            return _foreign(f"answered a first leg with {media_type(content_type)}")
         if foreign_head(status, content_type):
-            return _foreign(f"answered {status} with {content_type.decode('latin-1')[:100]}")
+            return _foreign(f"answered {status} with {media_type(content_type)}")
         if status in RETRYABLE or status in DOUBTFUL:
             self._conductor.settling.record_error(attempt.exchange, attempt, of_status(status))
             return UpstreamError(of_status(status), f"answered {status}")

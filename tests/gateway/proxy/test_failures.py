@@ -58,6 +58,20 @@ async def test_no_engine_answers_a_prompt_with_another_success_than_200(status):
         assert "foreign answer" in s.faults
 
 
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [(b"HTTP/1.1 204 No Content\r\n\r\n", b"answered 204 with no content type, which"),
+     (b"HTTP/1.1 302 Found\r\nContent-Type: text/html\r\nContent-Length: 0\r\n\r\n", b"answered 302 with text/html, which"),
+     (b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 0\r\n\r\n", b"answered 200 with an empty body, which")],
+)  # fmt: skip
+async def test_what_no_engine_answers_is_named_though_it_is_nothing(answer, words):
+    async with stack(says(answer)) as s:
+        talk = await s.talk()
+        await talk.say(post())
+        status, _, body = await talk.response()
+        assert status == 502 and words in body
+
+
 async def test_the_last_replicas_own_error_reaches_the_client():
     body = b'{"error":{"message":"full","code":503}}'
     async with stack(answers(body, b"503 Service Unavailable"), answers(body, b"503 Service Unavailable")) as s:

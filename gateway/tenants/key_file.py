@@ -305,4 +305,7 @@ def what_is_wrong(name: str, item: Any) -> str:
         return str(item["ctx"]["error"])
     if name in ("sha256", "cache_salt"):
         return str(item["msg"][0].lower() + item["msg"][1:])
-    return f"{str(item['input'])[:100]!r} is not {complaints.wanted(Entry, item['loc'])}"
+    what = complaints.wanted(Entry, item["loc"])
+    if item["input"] in ([], ()):
+        return f"it is an empty list, where {what} belongs; write one or leave it out"
+    return f"{str(item['input'])[:100]!r} is not {what}"

@@ -56,7 +56,10 @@ def test_keys_are_long_and_no_two_are_alike():
         ("- {name: a, sha256: []}", "1: sha256: "),
         (f"- {{name: 'a b', sha256: {A}}}", "1: name: 'a b' is no name"),
         (f"- {{name: a, sha256: {A}, modles: [m]}}", "unknown field. Did you mean 'models'"),
-        (f"- {{name: a, sha256: {A}, models: []}}", "1: models: "),
+        (
+            f"- {{name: a, sha256: {A}, models: []}}",
+            "1: models: it is an empty list, where a list of texts belongs; write",
+        ),
         (
             f"- {{name: a, sha256: {A}, requests_per_minute: 0}}",
             "1: requests_per_minute: '0' is not a whole number from 1 to 1",

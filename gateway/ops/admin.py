@@ -139,6 +139,8 @@ def with_members(body: Any) -> str:
         text = "yes" if value is True else str(value)
         if not isinstance(value, str | int) or {*",#"} & {*text}:
             raise ValueError(f"{name} is {text[:100]!r}, which is no word or number")
+        if name == "model" and not isinstance(value, str):
+            raise ValueError(f"model is {text[:100]}, which is no name; put it in quotes if it is one")
         said.append(f"{name}={text}")
     return f"{url}{',' if '#' in url else '#'}{','.join(said)}" if said else url
 

@@ -278,6 +278,7 @@ async def test_what_stands_behind_a_url_may_be_a_member_of_its_own(http):
         ({"rolle": "prefill"}, "'rolle' is unknown; besides url it may have events, replay, topic, model, role,"),
         ({"role": "leader"}, "role=leader is none of prefill, decode, both"),
         ({"role": None}, "role is 'None', which is no word or number"),
+        ({"model": 5}, "model is 5, which is no name; put it in quotes if it is one"),
         ({"role": "prefill,spill=yes"}, "which is no word or number"),
         ({"bootstrap": 0}, "bootstrap=0 is no port"),
     ],

@@ -432,6 +432,8 @@ def _computed(asker: Asker) -> Prompt | None:
 
 
 def _of_request(given: str) -> Slo:
+    if not given.strip():
+        raise bad(f"the header {SLO_HEADER.decode()}: it has no value; write ttft=2s,tpot=50ms, or one of the two")
     try:
         return parse_slo(given)
     except ValueError as error:

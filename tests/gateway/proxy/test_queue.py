@@ -302,6 +302,8 @@ async def test_a_request_may_bring_limits_of_its_own():
         await eventually(lambda: engine.seen == ["a"])
         status, _, body = await (await send(s, "b", b"x-hitherto-slo: ttft=2")).response()
         assert status == 400 and b"like 2s or 50ms" in body and b"x-hitherto-slo" in body
+        status, _, body = await (await send(s, "b2", b"x-hitherto-slo:")).response()
+        assert status == 400 and b"x-hitherto-slo: it has no value; write ttft=2s,tpot=50ms, or" in body
         assert (await (await send(s, "c", b"x-hitherto-slo: ttft=1ms")).response())[0] == 429
         status, _, body = await (await send(s, "d", b"x-hitherto-slo: ttft=" + 50_000 * b"9")).response()
         assert status == 400 and len(body) < 1000, "what is wrong is not repeated at length"

@@ -246,6 +246,8 @@ class Upstream(asyncio.Protocol):
         while buffer[9:10] == b"1":  # interim responses (100, 102, 103) are between the replica and us
             buffer = buffer[end:].lstrip(b"\r\n")
             end = buffer.index(b"\r\n\r\n") + 4
+        if end > HEAD_BYTES:
+            return self._broken(f"response head larger than {HEAD_BYTES} bytes")
         if not buffer.startswith(b"HTTP/1."):
             return self._broken("it does not answer in HTTP/1.1")
         if self.coding:

@@ -307,6 +307,12 @@ def test_an_answer_whose_lines_end_in_reads_of_their_own_goes_through_however_lo
     assert told.ended and told.error is None and told.length > 60 * 65536
 
 
+def test_a_head_that_is_too_large_is_refused_also_when_one_read_has_all_of_it():
+    told = Told()
+    told.upstream.data_received(b"HTTP/1.1 200 OK\r\nX: " + b"y" * 70_000 + b"\r\nContent-Length: 2\r\n\r\nok")
+    assert not told.ended and "head larger than 65536 bytes" in str(told.error)
+
+
 class Opening:
     """Who waits for a connection, and what each call told."""
 

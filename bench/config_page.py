@@ -43,9 +43,11 @@ Every setting can be given in three ways. The first that names it counts:
 checked before anything starts: one that cannot be is named with its source and the remedy, and the exit code is 2. `hitherto
 config`, `explain` and `doctor` take the same settings, so give them the same flags.
 
-A flag or a line of the file that is no setting is refused. A variable `HITHERTO_...` that is none is refused where it looks
-like a misspelt one (`HITHERTO_PROT`), and else named in a warning, since it may be somebody else's. The ones that Kubernetes
-sets in every pod for a Service called `hitherto` (`HITHERTO_SERVICE_HOST`, `HITHERTO_PORT=tcp://...`) are passed over.
+A flag or a line of the file that is no setting is refused. A variable `HITHERTO_...` that is none is refused where it
+differs from one in underscores alone (`HITHERTO_ADMINPORT`) or in one character that is missing, too many, wrong or swapped
+with its neighbour (`HITHERTO_PROT`), in names of eight characters or more two. Any other is named in a warning, since it may
+be somebody else's. The ones that Kubernetes sets in every pod for a Service called `hitherto` (`HITHERTO_SERVICE_HOST`,
+`HITHERTO_PORT=tcp://...`) are passed over.
 
 In the file, lists are lists and mappings are mappings. As a flag or a variable, a list is separated by commas (URLs by
 spaces), and a mapping is YAML on one line. Sizes are bytes, or a number with a unit, like `512MiB` or `5G`; units are binary

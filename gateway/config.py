@@ -8,7 +8,6 @@ said in one message: what, where, and what would be right.
 
 from __future__ import annotations
 
-import difflib
 import ipaddress
 import logging
 import os
@@ -33,7 +32,7 @@ from .complaints import wanted
 from .credentials import MAKE_TOKEN
 from .overload_fields import check_routes, class_names
 from .policy_fields import acts
-from .setting_errors import explain, place_of, suggest
+from .setting_errors import explain, misspelt, place_of, suggest
 from .settings import SECRETS, SIZES, Settings, flag
 from .sizes import show_bytes
 
@@ -207,21 +206,21 @@ _OF_A_SERVICE = re.compile(r"(\w+_)?(SERVICE_(HOST|PORT(_\w+)?)|PORT(_\d+_(TCP|U
 
 
 def unknown_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """The HITHERTO_* that name no setting, each with the variable that it is a near miss of, or "". Those that
-    Kubernetes sets for a Service are not among them."""
+    """The HITHERTO_* that name no setting, each with the variable that it misspells, or "". Those that Kubernetes sets
+    for a Service are not among them."""
     found: dict[str, str] = {}
     for variable, value in environ.items():
         name = variable.removeprefix(ENV_PREFIX)
         if not variable.startswith(ENV_PREFIX) or re.match(r"(tcp|udp)://", value) or _OF_A_SERVICE.match(name):
             continue
         if name.lower() not in (*Settings.model_fields, "config"):
-            near = difflib.get_close_matches(name.lower(), Settings.model_fields, 1, 0.7)
-            found[variable] = ENV_PREFIX + near[0].upper() if near else ""
+            meant = misspelt(name.lower(), Settings.model_fields)
+            found[variable] = meant and ENV_PREFIX + meant.upper()
     return found
 
 
 def _from_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables that name a setting; a near miss is an error, other names are not ours."""
+    """The variables that name a setting; a misspelt one is an error, other names are not ours."""
     for variable, near in unknown_variables(environ).items():
         if near:
             raise ConfigError(f"environment {variable}: unknown setting. Did you mean {near}?")

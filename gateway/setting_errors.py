@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from pydantic import ValidationError
@@ -17,6 +17,8 @@ from .pools import Pool
 from .settings import SECRETS, SIZES, Settings, flag
 from .sizes import show_bytes
 
+LONG_NAME = 8  # characters: a longer name may have two slips, as one of three (`log`) is two from many (`slo`)
+
 
 def place_of(name: str, sources: Mapping[str, str]) -> str:
     """Where a setting was set, and its name where that does not say it: `flag --port`, `file hitherto.yaml:3: port`."""
@@ -28,6 +30,29 @@ def suggest(name: str, known: Sequence[str] | Mapping[str, Any]) -> str:
     """'Did you mean X?', or the list of what there is."""
     near = _meant(name, known)
     return f"Did you mean {near!r}?" if near else "Known: " + ", ".join(known)
+
+
+def misspelt(name: str, known: Iterable[str]) -> str:
+    """The known name that this one misspells, or "": they differ in underscores alone, or in one slip, in a known name
+    of `LONG_NAME` characters or more two. Likeness (`difflib`) would call `replicas` and `admin_url` misspelt as well,
+    which may be somebody else's."""
+    plain = name.replace("_", "")
+    near = min(known, key=lambda one: 0 if one.replace("_", "") == plain else slips(name, one))
+    is_meant = near.replace("_", "") == plain or slips(name, near) <= 1 + (len(near) >= LONG_NAME)
+    return near if is_meant else ""
+
+
+def slips(name: str, other: str) -> int:
+    """How many characters too many, missing, wrong or swapped with their neighbour make the one of the other."""
+    before: list[int] = []
+    row = list(range(len(other) + 1))
+    for i, char in enumerate(name, 1):
+        before, above, row = row, before, [i]
+        for j, wanted_char in enumerate(other, 1):
+            row.append(min(before[j] + 1, row[-1] + 1, before[j - 1] + (char != wanted_char)))
+            if i > 1 and j > 1 and char == other[j - 2] and name[i - 2] == wanted_char:
+                row[-1] = min(row[-1], above[j - 2] + 1)
+    return row[-1]
 
 
 def explain(error: ValidationError, sources: Mapping[str, str]) -> str:

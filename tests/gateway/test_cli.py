@@ -304,6 +304,27 @@ def test_calibrate_asks_nobody_before_its_flags_can_be_used(argv, expected, caps
     assert capsys.readouterr().err.startswith(f"hitherto calibrate: {expected}")
 
 
+OTHERS = (
+    "ADMIN ADMIN_URL REPLICAS REPLICA_COUNT TLS_SECRET LOG LOG_FILE MODEL_DIR MODEL_NAME REDIS WORKERS_MAX DEMO_PORT "
+    "HTTP_PORT HOME USER UID TAG KEYS CACHE_DIR TOKEN"
+)
+
+
+@pytest.mark.parametrize("name", OTHERS.split())
+def test_a_variable_that_may_be_somebody_elses_stops_nothing_and_is_given_no_guess(monkeypatch, capsys, name):
+    monkeypatch.setenv(f"HITHERTO_{name}", "x")
+    assert cli.main(["config"]) == 0
+    said = f"hitherto: environment HITHERTO_{name}: this is no setting, so it changes nothing\n"
+    assert capsys.readouterr().err == said
+
+
+@pytest.mark.parametrize("name", ["DRAIN_TIMEOUT", "REDISURL", "ADMIN_PROT", "LOGLEVEL", "REPLIAC_URLS", "TLS_CRET"])
+def test_a_long_variable_is_misspelt_with_two_slips(monkeypatch, capsys, name):
+    monkeypatch.setenv(f"HITHERTO_{name}", "x")
+    assert cli.main(["config"]) == 2
+    assert "unknown setting. Did you mean HITHERTO_" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("variable", ["HITHERTO_PROT", "HITHERTO_PORTT", "HITHERTO_PRT", "HITHERTO_ADMINPORT"])
 def test_a_variable_that_is_nearly_a_setting_names_it_and_is_refused_however_near(monkeypatch, capsys, variable):
     monkeypatch.setenv(variable, "1")

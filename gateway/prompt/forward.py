@@ -46,7 +46,8 @@ _PART_TYPES = frozenset({"text", "input_text", "output_text", "refusal", "thinki
 _PART_FIELDS = _PART_TYPES | {"type", "cache_control"}
 _SAID = ("add_generation_prompt", "continue_final_message", "reasoning_effort", "add_special_tokens")
 _TOLD = frozenset((*_SAID, "chat_template_kwargs", "documents", "tools"))  # what a kind tells besides its messages
-_STEERING = _TOLD - {"tools"}
+_STEERED = "; "  # stands in a kind before what the request says of its rendering, and nowhere else in one without that
+_PLAIN = {path: fields - _TOLD | {"tools"} for path, fields in _FIELDS.items()}
 _LONGEST, _LONGEST_VALUE = 600, 40  # characters of a kind, of a template variable in it
 _PROMPT_KEY = re.compile(rb'"prompt"[ \t\r\n]*:[ \t\r\n]*"')
 
@@ -64,8 +65,10 @@ def kind_of(path: str, request: dict[str, Any], template: str, roles: Collection
     if fields is None or not request.keys() <= fields:
         return ""
     if path == "/v1/completions":
-        bare = "" if request.get("add_special_tokens", True) is True else ", special tokens as the request says"
-        return f"text{bare}" if type(request.get("prompt")) is str else ""
+        said = (
+            "" if request.get("add_special_tokens", True) is True else f"{_STEERED}special tokens as the request says"
+        )
+        return f"text{said}" if type(request.get("prompt")) is str else ""
     if roles is not None and _TOLD.isdisjoint(request):
         return f"{template} template, no tools, " + ", ".join(sorted(set(roles)))
     shapes = {_shape(message) for message in request["messages"]}
@@ -76,18 +79,24 @@ def kind_of(path: str, request: dict[str, Any], template: str, roles: Collection
     ):
         return ""
     variables += [f"{name}={given[name]!r}" for name in sorted(given)]
-    documents = ["documents"] if request.get("documents") else []
+    variables += ["documents"] if request.get("documents") else []
     tools = "tools" if request.get("tools") else "no tools"
-    kind = ", ".join((f"{template} template", tools, *sorted(shapes), *variables, *documents))
+    kind = ", ".join((f"{template} template", tools, *sorted(shapes)))
+    kind += _STEERED + ", ".join(variables) if variables else ""
     return kind if len(kind) <= _LONGEST else ""
 
 
-def steered_kinds(path: str, body: bytes) -> tuple[str, ...] | None:
-    """The kinds that a body may be of whose client has a say in how it is rendered, or which has what is not known
-    here; None for any other, which is rendered as the model's template has it."""
-    request = orjson.loads(body)
-    kinds = tuple(filter(None, (kind_of(path, request, template) for template in ("default", "tool_use"))))
-    return None if kinds and all(request.get(name) is None for name in _STEERING) else kinds
+def is_steered(kind: str) -> bool:
+    """Whether the client of such a body has a say in how it is rendered, or it has what is not known here."""
+    return not kind or _STEERED in kind
+
+
+def is_plain(path: str, request: dict[str, Any], roles: Collection[str] | None) -> bool:
+    """Whether a body is seen at once to be rendered as the model's template has it; of others their kind says."""
+    fields = _PLAIN.get(path)
+    if fields is None or not request.keys() <= fields:
+        return False
+    return path == "/v1/completions" or (roles is not None and _ROLES.issuperset(roles))
 
 
 def _shape(message: dict[str, Any]) -> str | None:

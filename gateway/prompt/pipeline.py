@@ -37,7 +37,7 @@ from .api.openai import (
     read_options,
 )
 from .api.responses import from_responses
-from .forward import LEAST_TOKENS, kind_of
+from .forward import LEAST_TOKENS, is_plain, is_steered, kind_of
 from .media.exactly import Images, images_of
 from .media.filling import Media
 from .offload import TakesLong
@@ -416,10 +416,12 @@ class Pipeline:
         else:
             roles = None
             self._plain_prompt(prompt, request, seed)
-        if prompt.tokens >= LEAST_TOKENS:
-            prompt.kind = kind_of(
-                path, request, "tool_use" if request.get("tools") and "tool_use" in self.renderers else "default", roles
-            )
+        is_long = prompt.tokens >= LEAST_TOKENS
+        if is_long or not is_plain(path, request, roles):
+            template = "tool_use" if request.get("tools") and "tool_use" in self.renderers else "default"
+            kind = kind_of(path, request, template, roles)
+            prompt.kind = kind if is_long else ""
+            prompt.steered = kind if is_steered(kind) else None
 
     def _conversation(self, prompt: Prompt, request: dict[str, Any], body: bytes, seed: int) -> tuple[str, ...] | None:
         """Returns the roles, where messages have nothing else but a text each."""

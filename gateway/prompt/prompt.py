@@ -76,6 +76,7 @@ class Prompt:
     copies: int = 1  # sequences with this very prompt: choices, times the equal prompts of a list. 0: they differ
     reads_cache: bool = True  # False: the engine computes all of it, whatever it holds
     kind: str = ""  # of body, where an engine may be sent the ids in place of the text, and it pays
+    steered: str | None = None  # its kind where its client has a say in how it is rendered, "" if it has none
     made_by: int = 0  # the pipeline's number for its present way of making ids
     session: str | None = None
     mode: Mode = "exact"

@@ -31,7 +31,7 @@ from xxhash import xxh3_64_intdigest
 
 from replicas.access import session_to
 
-from ..prompt.forward import steered_kinds, with_ids
+from ..prompt.forward import with_ids
 from .backend import Backend
 from .exchange import Attempt
 from .token_ids import (
@@ -68,6 +68,7 @@ class TokenIdForwarding:
         self._differed: dict[str, tuple[Forwarding, str]] = {}  # by replica: the process that made other ids, and how
         # By the way of making ids, path and kind of body: the replica that made other ids of such, and its process
         self._stopped: dict[tuple[int, str, str], tuple[str, Forwarding]] = {}
+        self._may_warn_at = 0.0
 
     def body(self, attempt: Attempt, prompt: Prompt, body: bytes, first: bool) -> bytes:
         """What is sent of this body; on any but the first attempt it is as received. Ids that nobody will ask for again
@@ -102,7 +103,7 @@ class TokenIdForwarding:
         if attempt.without_ids:
             self._reject(backend, prompt.path, "it refused a request with ids that it answered without")
         elif usage.prompt != prompt.tokens and usage.prompt is not None:
-            self._miscounted(backend, prompt, request.body, usage.prompt)
+            self._miscounted(backend, prompt, usage.prompt)
         if prompt.kind and prompt.token_ids:
             known = self._known(backend)
             kind = known.kinds.get((prompt.path, prompt.kind))
@@ -112,7 +113,7 @@ class TokenIdForwarding:
                 headers = {**({"authorization": given} if given else {}), **ours}
                 known.checking = asyncio.create_task(self._check(backend, prompt, request.body, headers))
 
-    def _miscounted(self, backend: Backend, prompt: Prompt, body: bytes, counted: int) -> None:
+    def _miscounted(self, backend: Backend, prompt: Prompt, counted: int) -> None:
         if (
             backend.id not in self._differed
             and prompt.mode == "exact"
@@ -120,9 +121,7 @@ class TokenIdForwarding:
             and not prompt.cut  # an engine that leaves another part out, or none, may have the same tokenizer
             and not self._outdated(backend, prompt)
         ):
-            self._differ(
-                backend, prompt, body, f"its usage says {counted} tokens of a prompt that has {prompt.tokens} here"
-            )
+            self._differ(backend, prompt, f"its usage says {counted} tokens of a prompt that has {prompt.tokens} here")
 
     def _may_forward(self, attempt: Attempt, prompt: Prompt, kind: BodyKind) -> bool:
         if kind.left <= 0 or not prompt.token_ids or self._outdated(attempt.backend, prompt):
@@ -167,7 +166,6 @@ class TokenIdForwarding:
                 self._differ(
                     backend,
                     prompt,
-                    body,
                     f"{error} ({prompt.kind}): another tokenizer or chat template, or a mistake of the gateway's",
                 )
             return
@@ -245,16 +243,15 @@ class TokenIdForwarding:
         for backend in self._backends.values():
             backend.replica.takes_ids = process_of(backend).says()
 
-    def _differ(self, backend: Backend, prompt: Prompt, body: bytes, why: str) -> None:
+    def _differ(self, backend: Backend, prompt: Prompt, why: str) -> None:
         """End it for all replicas whose prompts are made in the same way."""
         if backend.id in self._differed:
             return
-        steered, path = steered_kinds(prompt.path, body), prompt.path
-        if steered is not None:
-            for kind in steered:
-                self._stop(backend, prompt, kind, why)
+        if prompt.steered is not None:
+            if prompt.steered:
+                self._stop(backend, prompt, prompt.steered, why)
             return
-        known = self._known(backend)
+        known, path = self._known(backend), prompt.path
         self._differed[backend.id] = known, why
         self.metrics.ids_refused.inc(backend.id)
         log.error("no replica of this model gets token ids from now on, all prompts go as text: replica %s, %s: %s. "
@@ -268,12 +265,15 @@ class TokenIdForwarding:
 
     def _stop(self, backend: Backend, prompt: Prompt, kind: str, why: str) -> None:
         """End it for one kind of body."""
+        now = monotonic()
         key = prompt.made_by, prompt.path, kind
         if key in self._stopped:
             return
-        log.warning("no replica gets the token ids of these bodies from now on, they go as text: %s. Replica %s, %s: %s. "
-                    "Bodies whose clients steer the rendering in another way, or not at all, are not held back",
-                    kind, backend.id, prompt.path, why)  # fmt: skip
+        if now >= self._may_warn_at:  # clients can make any number of kinds
+            self._may_warn_at = now + PAUSE_SECONDS
+            log.warning("no replica gets the token ids of these bodies from now on, they go as text: %s. Replica %s, %s: "
+                        "%s. Bodies whose clients steer the rendering in another way, or not at all, are not held back",
+                        kind, backend.id, prompt.path, why)  # fmt: skip
         self._stopped[key] = backend.id, self._known(backend)
         if len(self._stopped) > MOST_KINDS:
             del self._stopped[next(iter(self._stopped))]

@@ -14,7 +14,7 @@ from replicas.engines.vllm.versions import version_quirks
 from replicas.simulated.model import sim_model_dir
 
 from ..http.talk import eventually, read_request
-from .replies import post
+from .replies import chunk, post
 from .stack import stack
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -32,6 +32,7 @@ class Engine:
     def __init__(self, pipeline, takes=True, tells=True, miscounts=0, other=False, refuses=0, tries=200):
         self.pipeline, self.takes, self.tells, self.miscounts, self.other = pipeline, takes, tells, miscounts, other
         self.refuses, self.tries = refuses, tries  # statuses for ids of a long prompt, and for trials
+        self.pieces = None  # between the two pieces of an answer, where it has two
         self.bodies: list[bytes] = []  # of clients' requests
         self.headers: list[bytes] = []
         self.trials = 0
@@ -41,11 +42,24 @@ class Engine:
             head, body = await self.request(reader)
             status, reply = self.answer(head.split()[1].decode(), body, head)
             data = json.dumps(reply).encode()
+            if self.pieces and status == 200:
+                await self.write_in_pieces(writer, data, json.loads(body).get("stream"))
+                continue
             writer.write(
                 b"HTTP/1.1 %d X\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%b"
                 % (status, len(data), data)
             )
             await writer.drain()
+
+    async def write_in_pieces(self, writer, data: bytes, streams: bool):
+        """Chunks that the gateway reads one by one."""
+        kind = b"text/event-stream" if streams else b"application/json"
+        first = b'data: {"choices":[{"delta":{"content":"x"}}]}\n\n' if streams else data[:20]
+        rest = b"data: " + data + b"\n\ndata: [DONE]\n\n" if streams else data[20:]
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: %b\r\nTransfer-Encoding: chunked\r\n\r\n" % kind + chunk(first))
+        await self.pieces()
+        writer.write(chunk(rest) + b"0\r\n\r\n")
+        await writer.drain()
 
     async def request(self, reader) -> tuple[bytes, bytes]:
         return await read_request(reader)
@@ -325,6 +339,54 @@ async def test_the_first_contradicting_count_ends_it(pipeline, text, caplog):
         assert engine.sent_ids[-3:] == [False, False, False]
         assert "its usage says" in served(s).replica.takes_ids and "its usage says" in caplog.text
         assert s.metrics.ids_refused.total() == 1
+
+
+@pytest.mark.parametrize("streams", [True, False])
+@pytest.mark.parametrize("text", [WORDS, "short"])
+async def test_so_does_one_of_an_answer_in_several_reads(pipeline, text, streams):
+    engine = Engine(pipeline)
+    async with behind(engine) as s:
+        await confirmed(s)
+        engine.miscounts = 1
+
+        async def until_read():
+            await eventually(
+                lambda: any(one.attempts[-1].pieces or one.attempts[-1].withheld for one in s.proxy.exchanges)
+            )
+
+        engine.pieces = until_read
+        assert await ask(s, request(turn=2, text=text, stream=streams)) == 200
+        await eventually(s.idle)
+        engine.miscounts, engine.pieces = 0, None
+        for turn in range(3, 6):
+            await ask(s, request(turn=turn))
+            await settled(s)
+        assert engine.sent_ids[-3:] == [False, False, False]
+        assert "its usage says" in served(s).replica.takes_ids and s.metrics.ids_refused.total() == 1
+
+
+@pytest.mark.parametrize(
+    "more", [{"documents": []}, {"chat_template_kwargs": {}}, {"chat_template_kwargs": {"a": None}}]
+)
+@pytest.mark.parametrize("text", [WORDS, "short"])
+async def test_what_a_body_says_in_vain_of_its_rendering_makes_it_no_kind_of_its_own(pipeline, text, more):
+    engine = Engine(pipeline)
+    async with behind(engine) as s:
+        await confirmed(s)
+        engine.miscounts = 1
+        await ask(s, request(turn=2, text=text, **more))
+        engine.miscounts = 0
+        await ask(s, request(turn=3))
+        assert not engine.sent_ids[-1] and s.metrics.ids_refused.total() == 1
+
+
+async def test_one_client_with_many_kinds_of_bodies_writes_one_line_in_the_log(pipeline, caplog):
+    engine = Engine(pipeline)
+    async with behind(engine) as s:
+        engine.miscounts = 1
+        for number in range(20):
+            await ask(s, request(turn=number, chat_template_kwargs={"n": number}))
+        assert caplog.text.count("no replica gets the token ids of these bodies") == 1
 
 
 OFF = {"chat_template_kwargs": {"enable_thinking": False}}

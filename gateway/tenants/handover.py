@@ -6,15 +6,19 @@ The two legs of a request, and pulls from a peer, are the gateway's own: they ar
 
 from __future__ import annotations
 
+import json
 import re
+from codecs import BOM_UTF16_BE, BOM_UTF16_LE
 from collections.abc import Mapping
 from typing import Any
+
+import msgspec
 
 from replicas.engines.handover import FIELDS, HEADERS, IN_IDS, NESTED
 
 from ..errors import ApiError
 from ..http.messages import Request
-from ..prompt.api.named import Told, is_form, reader
+from ..prompt.api.named import NamedMembers, is_form, reader
 from ..prompt.api.openai import parse
 
 _ID = "request_id"
@@ -24,8 +28,14 @@ _HEADERS = frozenset(HEADERS)
 _IN_IDS = re.compile("|".join(IN_IDS).encode())
 # What a body that cannot be read here has, if another reader may find one of the fields in it: its name, or an ASCII
 # letter as an escape.
-_NAMES = tuple(one.encode() for one in FIELDS)
-_ESCAPED = (b"\\u004", b"\\u005", b"\\u006", b"\\u007")
+_HIDES_A_FIELD = re.compile("|".join((*FIELDS, r"\\u00[4-7]")).encode())
+# A search holds the interpreter until it returns, in whatever thread it runs, so it is given a piece at a time: 64 KiB
+# take up to 6 ms. Each piece has the beginning of the next one too: as much as a match takes in UTF-32.
+_PIECE = 64 * 1024
+_LONGEST_MATCH = 4 * max(map(len, FIELDS))
+# What may come before a JSON text's first character: white space, a byte order mark, and the zeros of UTF-16 and
+# UTF-32.
+_BEFORE_JSON = b" \t\r\n\0\xef\xbb\xbf\xfe\xff"
 # Engines decode a form's fields by its charset.
 _OTHER_CHARSET = re.compile(r"charset=(?!\"?(?:utf-?8|us-ascii)\"?\s*(?:;|\Z))", re.IGNORECASE)
 
@@ -53,37 +63,37 @@ def _refusal_of_object(given: Mapping[str, Any], nested: Mapping[str, Mapping], 
         value = given.get(name)
         if type(value) is dict and (error := _refusal_of_object(value, inner, f"{outer}{name}.")) is not None:
             return error
-    id = given.get(_ID)
-    return _refusal(_ID) if type(id) is str and not outer and any(one in id for one in IN_IDS) else None
+    return None if outer else _refusal_of_id(given.get(_ID))
 
 
 def read_unprepared(content_type: str, body: bytes) -> tuple[str | None, ApiError | None]:
     """The model that a body names which is passed on as it is, and why the request is refused; by one reading. What
     that does not take for JSON is read as Python does. Of what cannot be read at all, or of a form that is not written
     as clients write them, what is wrong is for the engine to say, unless it may hide a field."""
-    told = _read(content_type, body)
+    found = _read(content_type, body)
     if not is_form(content_type):
-        return told.model, _refusal_of(told, body, NESTED)
+        return found.model, _refusal_of(found, body, NESTED)
     if _OTHER_CHARSET.search(content_type) is not None:
         error: ApiError | None = _not_readable()
-    elif told.members is None:
+    elif found.members is None:
         error = _refusal_of_unread(body)
     else:
-        error = _refusal_of(told, body, NESTED)
-    if error is None and not body.startswith(
-        b"--"
-    ):  # perhaps JSON, to an engine that does not look at the content type
+        error = _refusal_of(found, body, NESTED)
+    # An engine that does not look at the content type reads JSON here.
+    if error is None and _may_be_json(body):
         error = _refusal_of(_read("", body), body, NESTED)
-    return told.model, error
+    return found.model, error
 
 
-def _refusal_of(told: Told, body: bytes, nested: Mapping[str, Mapping], outer: str = "") -> ApiError | None:
-    members = told.members
+def _refusal_of(found: NamedMembers, body: bytes, nested: Mapping[str, Mapping], outer: str = "") -> ApiError | None:
+    members = found.members
     if members is None:
+        if not _may_be_json(body):
+            return _refusal_of_unread(body)
         try:
             request, _ = parse(body)
         except ApiError:
-            return _refusal_of_unread(body.replace(b"\0", b""))  # which UTF-16 and UTF-32 have between ASCII characters
+            return _refusal_of_unread(body)
         return _refusal_of_object(request, nested, outer)
     if not members:
         return None
@@ -95,15 +105,39 @@ def _refusal_of(told: Told, body: bytes, nested: Mapping[str, Mapping], outer: s
             value = bytes(members[name])
             if (error := _refusal_of(_read("", value), value, inner, f"{outer}{name}.")) is not None:
                 return error
-    id = b"" if outer else bytes(members.get(_ID, b""))
-    return _refusal(_ID) if _IN_IDS.search(id) is not None or any(one in id for one in _ESCAPED) else None
+    return None if outer or _ID not in members else _refusal_of_id(_decoded(members[_ID]))
+
+
+def _refusal_of_id(id: Any) -> ApiError | None:
+    return _refusal(_ID) if type(id) is str and any(one in id for one in IN_IDS) else None
+
+
+def _decoded(member: bytes | msgspec.Raw) -> str | None:
+    """The string that a form's field or a member of a JSON object is; None for JSON of another type. What is
+    not ASCII becomes something else."""
+    text = bytes(member).decode("latin-1")
+    if isinstance(member, bytes):
+        return text
+    return json.loads(text) if text.startswith('"') else None
+
+
+def _may_be_json(body: bytes) -> bool:
+    """Whether a body's first character begins a JSON object or list, in any encoding that Python reads JSON in."""
+    for at in range(0, len(body), _PIECE):
+        if text := body[at : at + _PIECE].lstrip(_BEFORE_JSON):
+            return text.startswith((b"{", b"["))
+    return False
 
 
 def _refusal_of_unread(body: bytes) -> ApiError | None:
-    for name in _NAMES:
-        if name in body:
-            return _refusal(name.decode())
-    return _not_readable() if any(one in body for one in _ESCAPED) else None
+    # UTF-16 and UTF-32 have zeros between ASCII characters.
+    wide = b"\0" in body[:4] or body.startswith((BOM_UTF16_LE, BOM_UTF16_BE))
+    for at in range(0, len(body), _PIECE):
+        piece = body[at : at + _PIECE + _LONGEST_MATCH]
+        match = _HIDES_A_FIELD.search(piece.replace(b"\0", b"") if wide else piece)
+        if match is not None:
+            return _not_readable() if match[0].startswith(b"\\") else _refusal(match[0].decode())
+    return None
 
 
 def _not_readable() -> ApiError:

@@ -34,7 +34,7 @@ _LONGEST = 1024  # of a name; a longer one is nobody's
 _ABSENT, _NULL = msgspec.Raw(b""), b"null"
 
 
-class Told(NamedTuple):
+class NamedMembers(NamedTuple):
     """What a body says. `members`: those that were asked for and are there and not null, in JSON, or as a form's field
     has them; None for a body that is not read to its end, or could be read otherwise."""
 
@@ -42,7 +42,7 @@ class Told(NamedTuple):
     members: Mapping[str, bytes | msgspec.Raw] | None
 
 
-Reader = Callable[[str, bytes], Told]
+Reader = Callable[[str, bytes], NamedMembers]
 
 
 def is_form(content_type: str) -> bool:
@@ -56,7 +56,7 @@ def reader(names: Collection[str] = ()) -> Reader:
     decode = msgspec.json.Decoder(msgspec.defstruct("Members", fields)).decode
     in_form = frozenset((b"model", *[name.encode() for name in names]))
 
-    def read(content_type: str, body: bytes) -> Told:
+    def read(content_type: str, body: bytes) -> NamedMembers:
         if is_form(content_type):
             match = _PLAIN_FORM.fullmatch(content_type)
             if match is None:
@@ -68,12 +68,12 @@ def reader(names: Collection[str] = ()) -> Reader:
             return _UNREAD
         model = found.model if type(found.model) is str and found.model else None
         there = [(name, value) for name in names if (value := getattr(found, name)) is not _ABSENT]
-        return Told(model, {name: value for name, value in there if bytes(value) != _NULL})
+        return NamedMembers(model, {name: value for name, value in there if bytes(value) != _NULL})
 
     return read
 
 
-_UNREAD = Told(None, None)
+_UNREAD = NamedMembers(None, None)
 _MODEL = reader()
 
 
@@ -82,7 +82,7 @@ def named_model(content_type: str, body: bytes) -> str | None:
     return _MODEL(content_type, body).model
 
 
-def _in_form(delimiter: bytes, body: bytes, wanted: Collection[bytes]) -> Told:
+def _in_form(delimiter: bytes, body: bytes, wanted: Collection[bytes]) -> NamedMembers:
     """Of several fields of one name the last one counts, as it does to engines: what a key may use is judged by it. A
     form that is not read to its end, or could be read otherwise, names none."""
     model, members = None, {}
@@ -92,7 +92,7 @@ def _in_form(delimiter: bytes, body: bytes, wanted: Collection[bytes]) -> Told:
         if at == 1 or body[begin : begin + 2] not in (b"\r\n", b"--"):
             return _UNREAD
         if body[begin : begin + 2] == b"--":
-            return Told(model, members)
+            return NamedMembers(model, members)
         header_end = body.find(b"\r\n\r\n", begin, begin + _HEADER_BYTES)
         name = _field_of(body[begin + 2 : header_end], wanted) if header_end >= 0 else None
         if name is None:
@@ -113,8 +113,8 @@ def _field_of(header: bytes, wanted: Collection[bytes]) -> bytes | None:
     lines = header.split(b"\r\n")
     if not all(map(_PLAIN_HEADER.fullmatch, lines)):
         return None
-    told = [line for line in lines if line.lower().startswith(_DISPOSITION)]
-    if len(told) != 1 or (match := _FIELD.fullmatch(told[0])) is None:
+    dispositions = [line for line in lines if line.lower().startswith(_DISPOSITION)]
+    if len(dispositions) != 1 or (match := _FIELD.fullmatch(dispositions[0])) is None:
         return None
     name = match[1] if match[1] is not None else match[2]
     return None if name in wanted and match[3] else name

@@ -6,6 +6,7 @@ import orjson
 import pytest
 
 from gateway.http.messages import Request
+from gateway.tenants import handover
 from gateway.tenants.handover import read_unprepared, refusal_of_head, refusal_of_object
 from replicas.engines import DIALECTS, TRANSFERS
 from replicas.engines.handover import FIELDS, HEADERS
@@ -90,6 +91,50 @@ def test_what_may_hide_a_field_and_cannot_be_read_is_refused():
     assert refused(b'{"a": ' + deep + b"}") is None  # of this the engine says what is wrong
 
 
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-16-le", "utf-16-be", "utf-32-le", "utf-32-be"])
+@pytest.mark.parametrize("field", FIELDS)
+def test_a_field_is_found_where_one_piece_of_a_body_ends(field, encoding):
+    begin = '{"a":'
+    characters = handover._PIECE // len(" ".encode(encoding))
+    for before in (0, 1, len(field) // 2, len(field) - 1, len(field)):
+        spaces = " " * (characters - len(begin) - before)
+        assert refused((begin + spaces + field).encode(encoding)) == (400, field)
+
+
+class Whole(bytes):
+    """A body of which no method is called that looks at all of it in one call."""
+
+    def _of_the_whole(self, *_):
+        raise AssertionError("one call for the whole body")
+
+    __contains__ = replace = count = split = strip = lstrip = translate = decode = _of_the_whole
+
+
+@pytest.mark.parametrize(
+    "begin, content_type",
+    [
+        (b"\0RIFF", "application/octet-stream"),
+        (b"RIFF", "application/octet-stream"),
+        (b"    ", "application/octet-stream"),
+        (b'--abc\r\nContent-Disposition: form-data; name="file"; filename="a\\"b.wav"\r\n\r\n', FORM),
+        (b'a preamble\r\n--abc\r\nContent-Disposition: form-data; name="file"; filename="a\\"b.wav"\r\n\r\n', FORM),
+    ],
+)
+def test_no_call_sees_the_whole_of_a_body_that_cannot_be_read(monkeypatch, begin, content_type):
+    """Each call holds the interpreter, also in a thread: 50 MB in one held up the event loop for 1.5 s."""
+    seen = []
+
+    class Search:
+        def search(self, piece):
+            seen.append(len(piece))
+
+    monkeypatch.setattr(handover, "_HIDES_A_FIELD", Search())
+    monkeypatch.setattr(handover, "parse", Whole.replace)
+    body = Whole(begin + begin[-1:] * 2_000_000)
+    assert refused(body, content_type) is None
+    assert max(seen) < 100_000 and 2_000_000 < sum(seen) < 2_100_000
+
+
 @pytest.mark.parametrize(
     "request_",
     [
@@ -158,3 +203,25 @@ def test_a_requests_id_that_names_engines(marks):
     assert refusal_of_object({"request_id": marks}).param == "request_id"
     assert refused(orjson.dumps({"request_id": marks})) == (400, "request_id")
     assert refused(orjson.dumps({"request_id": marks}).replace(b"_", rb"\u005f")) == (400, "request_id")
+    assert refused(form(FILE, (FIELD % b"request_id", marks.encode())), FORM) == (400, "request_id")
+
+
+@pytest.mark.parametrize(
+    "id",
+    [
+        rb'"\u005fabc"',
+        rb'"a\u0041\n\ud83d\ude00"',
+        b'["___prefill_addr_a"]',
+        b'{"a": "___decode_addr_a"}',
+        b'"\xc3\xa4"',
+        b"null",
+    ],
+)
+def test_any_other_id_is_passed_on_prepared_or_not(id):
+    body = b'{"request_id": %b}' % id
+    assert refusal_of_object(json.loads(body)) is None
+    assert refused(body) is None
+
+
+def test_the_id_in_a_form_is_no_json():
+    assert refused(form(FILE, (FIELD % b"request_id", rb"\u005f\u005f\u005fprefill_addr_")), FORM) is None

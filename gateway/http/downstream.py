@@ -83,7 +83,7 @@ class Downstream(asyncio.Protocol):
         "reading", "read_begun", "head_bytes", "unfinished", "told", "head_done", "target", "headers", "body", "body_bytes",
         "refused", "expects", "again", "framing", "raw", "parsed", "bare_chunk", "completed", "rated", "rated_at",
         # the request being answered, and those behind it
-        "exchange", "current", "waiting",
+        "exchange", "current", "waiting", "ends_by_close",
         # what came behind them and is not parsed yet: the bytes of `rest` from `rest_at` on
         "rest", "rest_at",
         # bytes of all these, and of the one being answered, as they are counted in `clients`
@@ -113,6 +113,7 @@ class Downstream(asyncio.Protocol):
         self.exchange: Responder | None = None
         self.current: Request | None = None
         self.waiting: deque[Request | Refusal] = deque()
+        self.ends_by_close = False  # the answer has neither length nor chunks: the connection is closed behind it
         self.rest, self.rest_at = b"", 0
         self.held, self.answering, self.stranger = 0, 0, False
         self._clear()
@@ -467,12 +468,16 @@ class Downstream(asyncio.Protocol):
         elif self.expects:
             self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
-    def abort(self, *, reset: bool = False) -> None:
-        """Cut the connection so that the client can't take the response for complete. `reset`: where a closed one would
-        be taken for its end."""
+    def abort(self) -> None:
+        """Cut the connection so that the client can't take the response for complete."""
+        self.break_off()
         self.exchange = self.current = None
         self.closing = True
-        if reset:
+
+    def break_off(self) -> None:
+        """Close the connection now, whatever is not sent. Where the close would be taken for the end of an answer, it
+        is reset."""
+        if self.ends_by_close and self.busy:
             reset_when_closed(self.transport)
         self.transport.abort()
 
@@ -594,7 +599,7 @@ class Downstream(asyncio.Protocol):
                 self.unsent = left
                 self.close_at = self.close_last = now + limits.keep_alive_seconds
             elif now > self.close_at:
-                self.transport.abort()
+                self.break_off()
         elif self.reading:
             if self.reading_paused or (self.expects and (self.current is not None or self.waiting)):
                 self.read_begun = self.rated_at = now  # it waits for us

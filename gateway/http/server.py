@@ -141,7 +141,7 @@ class Server:
         if self._listener is not None:
             self._listener.close()
         for connection in list(self.connections):
-            connection.transport.abort()
+            connection.break_off()
         while self.connections:  # their connection_lost comes with the loop's next turns
             await asyncio.sleep(0.001)
         if self._listener is not None:

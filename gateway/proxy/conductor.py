@@ -436,7 +436,9 @@ class Conductor:
         if exchange.label == "responses" or exchange.response is not None:
             self._responses.answered(attempt, exchange.response, exchange.label == "responses", data)
         lines = self._added.lines(exchange, attempt, self.draining)
-        exchange.client.transport.write(attempt.response_head.block(lines) + data)
+        client, head = exchange.client, attempt.response_head
+        client.ends_by_close = head.until_close
+        client.transport.write(head.block(lines) + data)
         upstream = attempt.upstream
         if upstream is not None and not upstream.complete and (attempt.prompt is None or not attempt.prompt.token_ids):
             exchange.forget_body()  # for as long as the answer takes; with ids, `forwarding` may ask about it
@@ -469,7 +471,7 @@ class Conductor:
             client.write(told)
             client.finish(keep_alive=False)
         else:
-            client.abort(reset=attempt.response_head.until_close)
+            client.abort()
         if why.kind != DIFFERS:
             self.settling.failed(attempt.backend, why.kind)
         self.settling.ended(exchange, "cut")

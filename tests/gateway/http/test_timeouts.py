@@ -4,6 +4,7 @@ import asyncio
 import os
 import time
 
+import pytest
 import uvloop
 
 from gateway.http.messages import Limits
@@ -47,6 +48,22 @@ async def test_an_answer_nobody_takes_is_cut_in_the_end():
         await eventually(lambda: echo.held)
         echo.held.pop().reply(200, b"x" * 30_000_000, [])
         await eventually(lambda: not server.connections)
+
+
+@pytest.mark.parametrize("ends", ["sweep", "server"])
+async def test_the_rest_of_an_answer_that_ends_by_close_is_reset_where_nobody_takes_it(ends):
+    async with served(Limits(keep_alive_seconds=0.2 if ends == "sweep" else 60)) as (talk, echo, server):
+        await talk.say(b"GET /slow HTTP/1.0\r\n\r\n")
+        await eventually(lambda: echo.held)
+        client = echo.held.pop()
+        client.ends_by_close = True
+        client.write(b"HTTP/1.1 200 OK\r\nconnection: close\r\n\r\n" + b"x" * 30_000_000)
+        client.finish(keep_alive=False)
+        if ends == "server":
+            await server.close()
+        await eventually(lambda: not server.connections)
+        with pytest.raises(ConnectionResetError):
+            await talk.reader.read()
 
 
 async def test_an_answer_that_is_still_being_taken_is_not_cut():

@@ -25,6 +25,15 @@ def old(request):
     return request.replace(b"HTTP/1.1", b"HTTP/1.0")
 
 
+ENDS_BY_CLOSE = pytest.mark.parametrize(
+    ("head", "frame", "version"),
+    [(SSE_HEAD, chunk, b"1.0"), (UNFRAMED, bytes, b"1.0"), (UNFRAMED, bytes, b"1.1")],
+    ids=["a client of 1.0", "a client of 1.0 and an engine without chunks", "an engine without chunks"],
+)
+MORE = b'data: {"choices":[{"delta":{"content":"%b"}}]}\n\n' % (b"x" * 65536)
+PIECES = 512  # 32 MB, and the kernel holds some
+
+
 async def was_reset(talk):
     with pytest.raises(ConnectionResetError):
         await asyncio.wait_for(talk.reader.read(), 5)
@@ -146,3 +155,47 @@ async def test_what_ends_before_anything_is_computed_goes_to_another_replica():
             await talk.say(post())
             assert (await talk.response())[2] == ANSWER
         assert set(s.faults) == {"closed"}
+
+
+def asked(version, **how):
+    return post(**how).replace(b"HTTP/1.1", b"HTTP/" + version)
+
+
+@ENDS_BY_CLOSE
+async def test_a_stream_is_reset_where_the_gateway_stops_within_it(head, frame, version):
+    async with stack(says(head + frame(EVENT))) as s:
+        talk = await s.talk()
+        await talk.say(asked(version))
+        await talk.until(EVENT)
+        assert await s.server.end() == 1
+        await was_reset(talk)
+        assert s.idle()
+
+
+def too_much(head, frame, end):
+    """More of a stream than a client takes that reads none of it."""
+
+    async def script(reader, writer):
+        await read_request(reader)
+        writer.write(head)
+        for _ in range(PIECES):
+            writer.write(frame(MORE))
+            await writer.drain()
+        writer.write(end)
+        await writer.drain()
+        if frame is not chunk:
+            writer.close()
+        await reader.read()
+
+    return script
+
+
+@ENDS_BY_CLOSE
+async def test_a_stream_is_reset_where_its_client_does_not_take_it(head, frame, version):
+    async with stack(too_much(head, frame, frame(DONE)), idle_timeout=0.5) as s:
+        talk = await s.talk()
+        await talk.say(asked(version))
+        await talk.until(b"\r\n\r\n")
+        await eventually(lambda: not s.server.connections, 10)
+        await was_reset(talk)
+        assert s.faults == [] and s.idle()

@@ -60,6 +60,8 @@ _OTHER_ANSWER = re.compile(
     rb'\{\s*"(?:object"\s*:\s*"list"\s*,\s*"data"\s*:\s*\[\s*\{[^{}\[]{0,400}"object"\s*:\s*"model"|status"\s*:\s*"\w{1,20}"\s*\})'
 )
 _DONE = re.compile(rb"data: ?\[DONE\]")
+_ENDS_WITH_DONE = re.compile(rb"[\r\n]data: ?\[DONE\]\s*\Z")
+_BLANK_LINES = (b"\n\n", b"\n\r\n", b"\r\r")  # the end of an event
 # What the last event of each API's streams has. That of a response is as long as all it wrote, and ends with its usage,
 # which no other event of it has. A quote inside generated text is escaped.
 _LAST_EVENTS = {
@@ -256,13 +258,20 @@ def speaks_api(tail: bytes, whole: bool) -> bool:
     return _EVENT_MARKS.search(tail) is not None or (not whole and len(tail) < _SHORT_TAIL)
 
 
-def has_end(label: str, tail: bytes, streams: bool, content_type: bytes) -> bool:
+def has_end(label: str, tail: bytes, streams: bool, content_type: bytes, whole: bool) -> bool:
     """Whether an answer that ends like this may be whole, where the end of its connection is all that tells: a stream
-    has its API's last event, or an error, and JSON a last bracket. Nobody knows it of other bodies."""
+    has its API's last event to its end, or an error, and JSON that begins with a bracket a last one. Nobody knows it of
+    other bodies. `whole`: this is all of it; where it is not, it is taken for JSON that begins with a bracket."""
     if streams:
-        last = _LAST_EVENTS.get(label, _DONE)
-        return label not in _EVENTS or last.search(tail) is not None or error_status(tail, True) > 0
-    return not content_type.lower().startswith(b"application/json") or tail.rstrip().endswith((b"}", b"]"))
+        if label not in _EVENTS or _ENDS_WITH_DONE.search(b"\n" + tail) is not None:
+            return True
+        last = _LAST_EVENTS.get(label)
+        is_last = last is not None and last.search(tail) is not None
+        return tail.endswith(_BLANK_LINES) and (is_last or error_status(tail, True) > 0)
+    if not content_type.lower().startswith(b"application/json"):
+        return True
+    tail = tail.strip()
+    return tail.endswith((b"}", b"]")) or (whole and bool(tail) and not tail.startswith((b"{", b"[")))
 
 
 def error_status(data: bytes, streams: bool) -> int:

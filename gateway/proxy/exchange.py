@@ -178,9 +178,12 @@ class Attempt:
     def closed(self) -> None:
         """The replica closed the connection, as it does after a body whose end nothing else tells, and when it dies."""
         head, seen = self.response_head, self.withheld or b"".join(self.tail)
+        whole = bool(self.withheld) or (self.pieces == len(self.tail) and not self.pauses)
         if self.exchange.continuation is not None or head.get(b"content-encoding") is not None:
             self.end()  # the one is looked at there, and nobody can look at the other
-        elif not has_end(self.exchange.label, seen, self.streams, head.get(b"content-type") or b""):
+        elif self.status >= 400:
+            self.end()  # its status is what it says, with a body or without
+        elif not has_end(self.exchange.label, seen, self.streams, head.get(b"content-type") or b"", whole):
             self.lost(UpstreamError(CLOSED, "closed its connection in the middle of an answer"))
         else:
             self.end()

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from gateway.proxy.answers import BOM, Sight, begins, error_status, foreign_head, keeps_alive, look
+from gateway.proxy.answers import BOM, Sight, begins, error_status, foreign_head, has_end, keeps_alive, look
 from gateway.proxy.events import Kind, read
 
 from .engine_events import DIED, DONE, ERRORS, NAMES, PINGS, ROLE, TOKEN
@@ -220,3 +220,41 @@ def test_text_about_errors_is_none():
         {"type": "response.completed", "response": {"output": [{"type": "mcp_call", "error": "no such tool"}]}}
     ).encode()
     assert error_status(b"data: " + item + b"\n\n", True) == 0
+
+
+@pytest.mark.parametrize("body", [b"null", b'"ok"', b"true", b" 12\n", b'{"a":[]}\r\n', b"[1]"])
+def test_json_ends_with_a_bracket_if_it_begins_with_one(body):
+    assert has_end("", body, False, b"application/json", True)
+    assert has_end("", body, False, b"application/json", False) is body.strip().endswith((b"}", b"]")), "nobody knows"
+
+
+@pytest.mark.parametrize("body", [b"", b" \n", b"{", b'{"a":[],"b":"x', b"[1,"])
+def test_json_that_is_cut_or_empty_has_no_end(body):
+    assert not has_end("", body, False, b"application/json", True)
+    assert has_end("", body, False, b"text/plain", True)
+
+
+@pytest.mark.parametrize("line_end", [b"\n", b"\r\n", b"\r"])
+@pytest.mark.parametrize(
+    ("label", "last"),
+    [
+        ("responses", b'data: {"type":"response.completed","response":{"output":[]}}'),
+        ("responses", b'x","usage":{"input_tokens":1}}}'),
+        ("messages", b'data: {"type":"message_stop"}'),
+        ("chat", b'data: {"error":{"message":"no","code":500}}'),
+    ],
+)
+def test_the_last_event_of_a_stream_is_followed_by_a_blank_line(label, last, line_end):
+    event = last + line_end * 2
+    assert has_end(label, event, True, STREAM, False)
+    for cut in range(len(event)):
+        assert not has_end(label, event[:cut], True, STREAM, False), event[:cut]
+
+
+def test_done_is_the_end_of_a_stream_where_it_is_a_line_and_the_last_one():
+    for end in (b"", b"\n", b"\n\n", b"\r\n\r\n"):
+        assert has_end("chat", DONE.rstrip() + end, True, STREAM, True)
+        assert has_end("chat", TOKEN + DONE.rstrip() + end, True, STREAM, False)
+    written = b'data: {"choices":[{"delta":{"content":"write data: [DONE]"}}]}\n\n'
+    for cut in range(len(written) + 1):
+        assert not has_end("chat", written[:cut], True, STREAM, True), written[:cut]

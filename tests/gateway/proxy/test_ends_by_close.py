@@ -17,6 +17,7 @@ WRITTEN = b'event: response.output_text.delta\ndata: {"type":"response.output_te
 COMPLETED = b'event: response.completed\ndata: {"type":"response.completed","response":{"output":[]}}\n\n'
 LONG_END = b'x","usage":{"input_tokens":1}}}\n\n'  # of that event, of which the beginning is no longer kept
 DONE = b"data: [DONE]\n\n"
+SPOKEN = EVENT.replace(b"x", b"data: [DONE]")
 ERROR = b'data: {"error":{"message":"no","code":500}}\n\n'
 CHAT, MESSAGES, RESPONSES = b"/v1/chat/completions", b"/v1/messages", b"/v1/responses"
 
@@ -118,7 +119,14 @@ async def test_a_stream_with_its_last_event_is_whole_when_its_connection_is_clos
 
 @pytest.mark.parametrize(
     ("path", "events"),
-    [(CHAT, EVENT), (CHAT, EVENT + b"data: [DON"), (MESSAGES, DELTA), (RESPONSES, WRITTEN)],
+    [
+        (CHAT, EVENT),
+        (CHAT, EVENT + b"data: [DON"),
+        (CHAT, SPOKEN),
+        (MESSAGES, DELTA),
+        (RESPONSES, WRITTEN),
+        (RESPONSES, WRITTEN + COMPLETED[:-20]),
+    ],
 )
 @pytest.mark.parametrize("version", [b"1.1", b"1.0"])
 async def test_a_stream_that_ends_before_its_last_event_is_no_whole_one(path, events, version):
@@ -132,6 +140,23 @@ async def test_a_stream_that_ends_before_its_last_event_is_no_whole_one(path, ev
             await was_reset(talk)
         await eventually(s.idle)
         assert s.faults == ["closed"]
+
+
+@pytest.mark.parametrize("body", [b"null", b'"ok"', b"true", b"12"])
+async def test_json_without_brackets_is_whole(body):
+    async with stack(says(UNFRAMED_JSON + body, then_hangs=False), allow_paths=["/v1/something"]) as s:
+        talk = await s.talk()
+        await talk.say(b"GET /v1/something HTTP/1.1\r\nHost: a\r\n\r\n")
+        assert (await talk.rest()).endswith(b"\r\n\r\n" + body) and s.faults == []
+
+
+@pytest.mark.parametrize("body", [b"", b'{"error":{"message":"x"', b"no"])
+async def test_an_error_answer_is_passed_on_as_it_is(body):
+    async with stack(says(UNFRAMED_JSON.replace(b"200 OK", b"400 Bad") + body, then_hangs=False)) as s:
+        talk = await s.talk()
+        await talk.say(post())
+        head, _, said = (await talk.rest()).partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 400 ") and said == body and s.faults == []
 
 
 async def test_json_that_ends_within_its_object_resets_the_connection_and_a_whole_one_does_not():

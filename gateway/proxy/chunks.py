@@ -8,7 +8,8 @@ import re
 from ..http.upstream import Head, Sink, Upstream, UpstreamError
 from .retries import PROTOCOL
 
-CHUNK = re.compile(rb"([0-9A-Fa-f]{1,8})[^\r\n]*\r\n")
+# A size may begin with any number of zeros. Cut off behind its eighth digit, it would be another one.
+CHUNK = re.compile(rb"0*([0-9A-Fa-f]{1,8})(?![0-9A-Fa-f])[^\r\n]*\r\n")
 END_OF_BODY = b"0\r\n\r\n"
 LONGEST_LINES = 65_536  # bytes of a chunk's size with its extensions, and of all that follows the last chunk
 

@@ -31,7 +31,18 @@ def test_what_is_not_handed_out_may_pass_as_it_is_behind_the_rest(at):
     assert again.feed(body) == b"abcde" and again.ended and body.endswith(b"\r\n0\r\n\r\n")
 
 
-@pytest.mark.parametrize("raw", [b"\r\n", b"x\r\n", b"1;" + b"e" * LONGEST_LINES, b"0\r\n" + b"t" * LONGEST_LINES])
+def test_a_size_may_begin_with_zeros():
+    chunks = Chunks()
+    assert chunks.feed(b"0000000005\r\nabcde\r\n" + b"0" * 20 + b"a;x=1\r\n0123456789\r\n") == b"abcde0123456789"
+    assert not chunks.ended
+    assert chunks.feed(b"0" * 20) == b"" and not chunks.ended
+    assert chunks.feed(b"\r\n\r\n") == b"" and chunks.ended
+
+
+NO_FRAMING = [b"\r\n", b"x\r\n", b"123456789\r\n", b"0123456789abc\r\n", b"00000000fffffffff;e=1\r\n"]
+
+
+@pytest.mark.parametrize("raw", [*NO_FRAMING, b"1;" + b"e" * LONGEST_LINES, b"0\r\n" + b"t" * LONGEST_LINES])
 def test_what_is_no_framing_is_an_error(raw):
     with pytest.raises(ValueError):
         Chunks().feed(raw)

@@ -1,5 +1,6 @@
-"""Flags and policies of other routers that are none here, and what to give instead: the ones of
-docs/migrating.md of which a guess by likeness would be wrong or missing."""
+"""Flags and policies of other routers that are none here, and what to give instead: the best known ones of
+docs/migrating.md of which a guess by likeness would be wrong or missing. The page has more, such as families of flags
+(`--cb-*`) and flags that have no counterpart (`--enable-igw`)."""
 
 _ROLES = "--replica-url URL#role=prefill URL#role=decode"
 _NO_WEIGHTS = "nothing, there are no weights to set"

@@ -72,7 +72,7 @@ def unchunked(data: bytes) -> bytes:
     return body if chunks.ended else data
 
 
-class Unchunked:
+class ChunkDecodingSink:
     """A sink before another one: takes the framing off what comes in chunks. The replica is asked in HTTP/1.1 for a
     client of HTTP/1.0, too: in HTTP/1.0 the end of a stream and the death of its engine look alike."""
 

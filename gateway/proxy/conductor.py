@@ -26,7 +26,7 @@ from .answers import (
 )
 from .backend import Backend
 from .blame import DOUBTFUL, agree, settled
-from .chunks import Unchunked
+from .chunks import ChunkDecodingSink
 from .continuing import Continuing, rest_error
 from .exchange import Added, Attempt, Exchange, meter, request_head
 from .figures import Figures
@@ -360,7 +360,7 @@ class Conductor:
         if self.priorities is not None:
             body, head_of = self.priorities.told(exchange, attempt, body, head_of)
         parent = None if self._traces is None else self._traces.parent(exchange, attempt)
-        sink = Unchunked(attempt) if request.http10 else attempt
+        sink = ChunkDecodingSink(attempt) if request.http10 else attempt
         upstream.send(sink, head_of(exchange, attempt, len(body), parent), body, request.method == "HEAD")
 
     def _retry(self, exchange: Exchange, failed: Failed) -> None:

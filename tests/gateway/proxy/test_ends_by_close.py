@@ -1,5 +1,5 @@
 """Answers whose end nothing tells but a closed connection, which is what the death of an engine looks like, too; and
-clients of HTTP/1.0, to whom all answers end so."""
+clients of HTTP/1.0, to whom what came in chunks ends so."""
 
 import asyncio
 

@@ -20,7 +20,7 @@ import orjson
 
 # Chunk framing passes through untouched, so the size of the first chunk may come before the body. A stream may begin
 # with a byte order mark, which is none of it.
-_SIZE = re.compile(rb"(?:[0-9A-Fa-f]{1,8}(?:;[^\r\n]*)?(?:\r\n|\r?\Z))?")
+_SIZE = re.compile(rb"(?:0*[0-9A-Fa-f]{1,8}(?:;[^\r\n]*)?(?:\r\n|\r?\Z))?")
 BOM = b"\xef\xbb\xbf"
 _BEGINS = re.compile(_SIZE.pattern + rb"(?:" + BOM + rb")?\s*")
 # How an event of a stream begins, the comment that keeps a connection alive included.
@@ -50,7 +50,7 @@ _ERROR_EVENT = re.compile(
 )
 _ERROR_BODY = re.compile(_BEGINS.pattern + _ERROR_OBJECT)
 # HTTP's framing between two chunks, which may stand within an event; and what an event with an error holds somewhere.
-_BETWEEN_CHUNKS = re.compile(rb"\r\n[0-9A-Fa-f]{1,8}(?:;[^\r\n]*)?\r\n")
+_BETWEEN_CHUNKS = re.compile(rb"\r\n0*[0-9A-Fa-f]{1,8}(?:;[^\r\n]*)?\r\n")
 _ERROR_MEMBER = re.compile(rb'"error"\s*:\s*[{"]|:\s*"(?:error|response\.failed)"')
 ERROR_MARK, ERROR_WITHIN = b'rror"', 48  # what an answer in one piece has near its beginning if it is an error
 LONGEST_ERROR = 65_536  # of one event

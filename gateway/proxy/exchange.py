@@ -459,8 +459,8 @@ class Exchange:
         try:
             step(*given)
         except Exception as error:
-            if self.is_continued:
-                log.error("a stream that was to be gone on with made the gateway fail", exc_info=error)
+            if self.is_continued or (self.attempts and self.attempts[-1].pieces):  # an answer has begun
+                log.error("an answer that was under way made the gateway fail", exc_info=error)
                 self.client_gone()
                 self.client.abort()
             else:

@@ -102,7 +102,11 @@ def test_an_object_whose_members_are_still_to_come_is_waited_for():
 STREAM = b"text/event-stream"
 
 
-@pytest.mark.parametrize("frame", [bytes, chunk], ids=["plain", "chunked"])
+def padded(data):
+    return b"%010x\r\n%b\r\n" % (len(data), data)
+
+
+@pytest.mark.parametrize("frame", [bytes, chunk, padded], ids=["plain", "chunked", "sizes with zeros"])
 def test_a_stream_begins_with_something_of_the_answer(frame):
     def seen(*events, whole=False, label="chat"):
         return sight(label, b"".join(map(frame, events)), True, whole, STREAM)

@@ -489,6 +489,20 @@ async def test_every_end_is_told_to_all_whatever_fails_at_it(monkeypatch, bug):
         assert s.metrics.requests.total() == 1
 
 
+@pytest.mark.parametrize("head", [SSE_HEAD, SSE_HEAD.replace(b"Transfer-Encoding: chunked", b"Content-Length: 1000")])
+async def test_a_bug_while_an_answer_is_under_way_writes_no_second_one_into_it(monkeypatch, caplog, head):
+    def fails(*_):
+        raise ZeroDivisionError("a bug")
+
+    monkeypatch.setattr("gateway.proxy.conductor.error_event", fails)
+    async with stack(says(head + chunk(EVENT), then_hangs=False)) as s:
+        talk = await s.talk()
+        await talk.say(post())
+        assert (await talk.rest()).partition(b"\r\n\r\n")[2] == chunk(EVENT)
+        assert "an answer that was under way made the gateway fail" in caplog.text
+        await eventually(s.idle)
+
+
 async def test_what_takes_long_because_the_event_loop_was_held_up_teaches_nothing(monkeypatch):
     first, second, taught = asyncio.Event(), asyncio.Event(), []
 

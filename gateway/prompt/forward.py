@@ -38,7 +38,7 @@ _FIELDS = {
     },
     "/v1/completions": _ANYWHERE | {"prompt", "best_of"},
 }  # fmt: skip
-_ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
+ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
 _MESSAGE_FIELDS = frozenset(
     {"name", "tool_calls", "tool_call_id", "reasoning", "reasoning_content", "refusal", "annotations", "task", "tools"}
 )
@@ -47,7 +47,8 @@ _PART_FIELDS = _PART_TYPES | {"type", "cache_control"}
 _SAID = ("add_generation_prompt", "continue_final_message", "reasoning_effort", "add_special_tokens")
 _TOLD = frozenset((*_SAID, "chat_template_kwargs", "documents", "tools"))  # what a kind tells besides its messages
 _STEERED = "; "  # stands in a kind before what the request says of its rendering, and nowhere else in one without that
-_PLAIN = {path: fields - _TOLD | {"tools"} for path, fields in _FIELDS.items()}
+# By path: fields of a body that is rendered as the model's template has it, if its messages have none but these roles.
+PLAIN_FIELDS = {path: fields - _TOLD | {"tools"} for path, fields in _FIELDS.items()}
 _LONGEST, _LONGEST_VALUE = 600, 40  # characters of a kind, of a template variable in it
 _PROMPT_KEY = re.compile(rb'"prompt"[ \t\r\n]*:[ \t\r\n]*"')
 
@@ -91,19 +92,11 @@ def is_steered(kind: str) -> bool:
     return not kind or _STEERED in kind
 
 
-def is_plain(path: str, request: dict[str, Any], roles: Collection[str] | None) -> bool:
-    """Whether a body is seen at once to be rendered as the model's template has it; of others their kind says."""
-    fields = _PLAIN.get(path)
-    if fields is None or not request.keys() <= fields:
-        return False
-    return path == "/v1/completions" or (roles is not None and _ROLES.issuperset(roles))
-
-
 def _shape(message: dict[str, Any]) -> str | None:
     """Role, form of the content, and other fields of a message that has more than a text; None for what is not known
     here."""
     role, content = message["role"], message.get("content")
-    if role not in _ROLES:
+    if role not in ROLES:
         return None
     if len(message) == 2 and type(content) is str:
         return role

@@ -37,7 +37,7 @@ from .api.openai import (
     read_options,
 )
 from .api.responses import from_responses
-from .forward import LEAST_TOKENS, is_plain, is_steered, kind_of
+from .forward import LEAST_TOKENS, PLAIN_FIELDS, ROLES, is_steered, kind_of
 from .media.exactly import Images, images_of
 from .media.filling import Media
 from .offload import TakesLong
@@ -416,8 +416,12 @@ class Pipeline:
         else:
             roles = None
             self._plain_prompt(prompt, request, seed)
+        fields = PLAIN_FIELDS.get(path)
+        if fields is None:
+            return
         is_long = prompt.tokens >= LEAST_TOKENS
-        if is_long or not is_plain(path, request, roles):
+        is_known = path == COMPLETIONS or (roles is not None and ROLES.issuperset(roles))
+        if is_long or not (is_known and request.keys() <= fields):
             template = "tool_use" if request.get("tools") and "tool_use" in self.renderers else "default"
             kind = kind_of(path, request, template, roles)
             prompt.kind = kind if is_long else ""

@@ -6,7 +6,7 @@ What is the client's own fault leaves as an `ApiError`. Nothing else leaves this
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 Mode = Literal["exact", "media", "engine", "partly", "text", "load"]
@@ -76,7 +76,8 @@ class Prompt:
     copies: int = 1  # sequences with this very prompt: choices, times the equal prompts of a list. 0: they differ
     reads_cache: bool = True  # False: the engine computes all of it, whatever it holds
     kind: str = ""  # of body, where an engine may be sent the ids in place of the text, and it pays
-    steered: str | None = None  # its kind where its client has a say in how it is rendered, "" if it has none
+    # Its kind where its client has a say in how it is rendered, "" if it has none: nothing of the prompt itself.
+    steered: str | None = field(default=None, compare=False)
     made_by: int = 0  # the pipeline's number for its present way of making ids
     session: str | None = None
     mode: Mode = "exact"

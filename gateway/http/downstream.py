@@ -19,6 +19,7 @@ from replicas.pulse import Pulse
 
 from .messages import (
     HEADER_BYTES,
+    KEEP_ALIVE,
     REQUEST_BYTES,
     Headers,
     KnownHead,
@@ -441,6 +442,8 @@ class Downstream(asyncio.Protocol):
         request = self.current
         assert request is not None
         close = not request.keep_alive or self.clients.draining
+        if request.http10 and not close:
+            headers = [*headers, KEEP_ALIVE]
         self.transport.write(response(status, body, headers, head_only=request.method == "HEAD", close=close))
         self.finish()
 

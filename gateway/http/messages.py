@@ -202,6 +202,10 @@ def connection_tokens(headers: Headers) -> set[bytes]:
     return {token.strip().lower() for name, value in headers if name == b"connection" for token in value.split(b",")}
 
 
+# Only by this a client of HTTP/1.0 learns that the connection stays open: else it reads on until it is closed.
+KEEP_ALIVE = (b"connection", b"keep-alive")
+
+
 def head_fault(version: str, headers: Headers) -> tuple[int, str] | None:
     """The status and the words to refuse a request with for its head, if it has to be."""
     if version not in ("1.0", "1.1"):

@@ -152,7 +152,8 @@ def check_gateway(
     blind, total = prompts.get("load", 0) + prompts.get("text", 0), sum(prompts.values())
     if total and blind > 0.01 * total:
         yield Finding("warn", "prompts", f"{blind:g} of {total:g} prompts were routed without exact tokens",
-                      "its log says why: 'a prompt is routed by load', once a minute for each path; hitherto explain shows one")  # fmt: skip
+                      "its log says why: 'a prompt is routed by load', once a minute for each path, "
+                      "unless they came before it was ready; hitherto explain shows one")  # fmt: skip
     for one in running["replicas"]:
         if one["events"] in ("unobserved", "gap"):
             yield Finding("fail", f"events {one['id']}", f"the gateway calls its KV events {one['events']}: its cache is guessed from traffic"

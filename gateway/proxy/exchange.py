@@ -21,7 +21,7 @@ from policies.outputs import LEAST_OUTPUT
 
 from ..errors import ApiError
 from ..http.downstream import Downstream
-from ..http.messages import Request
+from ..http.messages import KEEP_ALIVE, Request
 from ..http.upstream import Head, Upstream, UpstreamError
 from .answers import has_end, output_events
 from .blame import UnattributedError
@@ -602,6 +602,8 @@ class Added:
             lines += exchange.charge.header_lines()
         if last or attempt.response_head.until_close or not exchange.request.keep_alive:
             lines += b"connection: close\r\n"
+        elif exchange.request.http10:
+            lines += b"%b: %b\r\n" % KEEP_ALIVE
         return lines
 
 

@@ -70,6 +70,17 @@ async def test_a_client_of_http_1_0_gets_json_that_came_in_chunks_as_it_is():
         assert (await talk.rest()).endswith(b"\r\n\r\n" + ANSWER)
 
 
+async def test_a_client_of_http_1_0_that_keeps_its_connection_is_told_that_it_stays_open():
+    async with stack(answers()) as s:
+        talk = await s.talk()
+        for request in (post(), post(extra=b"X-Own: y\r\n"), post(path=b"/no/such/path")):
+            keeping = old(request).replace(b"\r\n", b"\r\nConnection: keep-alive\r\n", 1)
+            await talk.say(keeping)
+            assert (await talk.response())[1]["connection"] == "keep-alive"
+        await talk.say(old(post()))
+        assert b"connection: close" in (await talk.rest()).lower()
+
+
 async def test_a_client_of_http_1_0_is_told_that_its_engine_died():
     async with stack(says(SSE_HEAD + chunk(EVENT), then_hangs=False)) as s:
         talk = await s.talk()

@@ -203,12 +203,12 @@ def started() -> None:
 
 
 async def explain(proxy: Proxy, path: str, body: bytes, headers: dict[str, str]) -> dict[str, Any]:
-    """What would happen to this request now. Changes nothing."""
+    """What would happen to this request now, with keys in force to a tenant's. Changes nothing."""
     from .ops.reasons import describe, explained, legs_told
 
     if (refused := proxy.refusal(path, "POST")) is not None:
         raise refused
-    prompt = await proxy.preparation.prompt(path, body, headers)
+    prompt = await proxy.preparation.prompt(path, body, headers, from_tenant=proxy.keys is not None)
     now = monotonic()
     demand, targets = proxy.placing.demand(prompt, now), proxy.eligible.targets(prompt)
     peers = proxy.placing.pulls.peers_for(prompt)

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from time import perf_counter
-from typing import Any
 
 from replicas import TAKES_TRAFFIC
 from replicas.served import base_names, count_models, marks
 
-from .errors import ApiError
 from .prompt import Prompt
 from .prompt.api.openai import parse
 from .prompt.offload import TakesLong, event_loop
+from .prompt.pipeline import Refusal
 from .spaces import Member, ModelSpace
 
 MOST_VARIANTS = 2  # that a request is prepared for; replicas of a third are chosen by load
 _UNKNOWN_CONTEXT = 1_000_000  # tokens that a prompt may have where nothing tells how many
-Refusal = Callable[[Mapping[str, Any]], ApiError | None]  # why a request is refused for what its JSON object says
 
 
 class Routes:

@@ -281,9 +281,11 @@ def _prepared(
     from gateway.prompt.prompt import PROMPT_PATHS, unread
     from gateway.proxy.known_models import unknown_model_error
     from gateway.proxy.paths import AllowedPaths, refusal
+    from gateway.tenants.handover import read_unprepared, refusal_of_object
 
     if path not in AllowedPaths(settings.allow_path):
         raise ApiError(404, refusal(path, False), code="path_not_allowed")
+    from_tenant = settings.api_keys is not None
     # Of several models, only the one that is asked for.
     asked = named_model("application/json", body)
     models_differ = bool(away) or len({frozenset(one.models) for one in up}) > 1
@@ -297,8 +299,10 @@ def _prepared(
     pipeline.max_model_len = max((one.max_model_len or 0 for one in up), default=0) or None
     pipeline.follow(next((one.version_quirks for one in up if one.version), {}))
     if path in PROMPT_PATHS:
-        prompt = pipeline.prepare(path, body, {}, adapters)
+        prompt = pipeline.prepare(path, body, {}, adapters, refusal_of_object if from_tenant else None)
     else:
+        if from_tenant and (error := read_unprepared("application/json", body)[1]) is not None:
+            raise error
         prompt = unread(path, asked if models_differ else None)
     serving = _that_serve(prompt.model, up)
     if not serving:

@@ -9,7 +9,7 @@ load and `Prompt.note` says why.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count as counting
 from pathlib import Path
@@ -66,6 +66,7 @@ OFFLOAD_THREADS = 2
 # it does in one piece in 100,000 tokens is 0.4 ms, reading the JSON.
 SWITCH_SECONDS = 0.0005
 _UNKNOWN_CONTEXT = 1_000_000  # tokens that a prompt may have where nothing tells how many
+Refusal = Callable[[Mapping[str, Any]], ApiError | None]  # why a request is refused for what its JSON object says
 PREFIX_BYTES = 256 * 1024 * 1024
 _LONGEST_NOTE = 500
 
@@ -338,14 +339,21 @@ class Pipeline:
             self._doubt = self._doubt or f"{self._quirks.transformers} has {reading.how}, which is not loaded"
 
     def prepare(
-        self, path: str, body: bytes, headers: Mapping[str, str] | None = None, adapters: Collection[str] = ()
+        self,
+        path: str,
+        body: bytes,
+        headers: Mapping[str, str] | None = None,
+        adapters: Collection[str] = (),
+        refusal: Refusal | None = None,
     ) -> Prompt:
         """One request -> Prompt. `path` is one of PROMPT_PATHS; `headers` have lower-case names; `adapters` are the
         LoRA names served.
 
-        Raises ApiError for the client's faults only, and TakesLong where `event_loop` holds.
+        Raises ApiError for the client's faults only, and what `refusal` returns; TakesLong where `event_loop` holds.
         """
         request, unusual = parse(body, self._max_model_len or _UNKNOWN_CONTEXT)
+        if refusal is not None and (error := refusal(request)) is not None:
+            raise error
         return self.prepare_parsed(path, body, request, unusual, headers, adapters)
 
     def prepare_parsed(

@@ -173,19 +173,27 @@ class Preparation:
         self._unheard.add(task)
         task.add_done_callback(self._unheard.discard)
 
-    async def prompt(self, path: str, body: bytes, headers: Mapping[str, str]) -> Prompt:
-        """Of a request that is not sent from here. Raises ApiError, and whatever else goes wrong."""
-        prompt = await self._prompt(path, body, headers)
+    async def prompt(self, path: str, body: bytes, headers: Mapping[str, str], from_tenant: bool = False) -> Prompt:
+        """Of a request that is not sent from here. `from_tenant`: refuse it for what tenants may not ask. Raises
+        ApiError, and whatever else goes wrong."""
+        prompt = await self._prompt(path, body, headers, from_tenant)
         if self._eligible.is_unknown(prompt.model):  # perhaps its model was loaded just now
             await self._newcomers.asked()
-            prompt = await self._prompt(path, body, headers)
+            prompt = await self._prompt(path, body, headers, from_tenant)
         return prompt
 
-    async def _prompt(self, path: str, body: bytes, headers: Mapping[str, str]) -> Prompt:
+    async def _prompt(self, path: str, body: bytes, headers: Mapping[str, str], from_tenant: bool) -> Prompt:
         def prepare() -> Prompt:
             if path not in PROMPT_PATHS:
-                return unread(path, named_model(headers.get("content-type", ""), body))
-            prompt = self._models.routes.prepare(path, body, headers, adapters)
+                content_type = headers.get("content-type", "")
+                if not from_tenant:
+                    return unread(path, named_model(content_type, body))
+                model, error = read_unprepared(content_type, body)
+                if error is not None:
+                    raise error
+                return unread(path, model)
+            refusal = refusal_of_object if from_tenant else None
+            prompt = self._models.routes.prepare(path, body, headers, adapters, refusal)
             if not (prompt.model or prompt.previous_response) and (error := self._eligible.unnamed_error()) is not None:
                 raise error
             return prompt

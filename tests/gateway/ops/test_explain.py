@@ -320,6 +320,19 @@ async def test_alone_a_path_that_no_client_may_ask_is_refused(listen, empty_fold
     assert await in_thread("body.json", *opened, *here) == 0
 
 
+async def test_alone_with_keys_in_force_a_tenant_may_not_say_where_caches_go(listen, tmp_path):
+    (keys := tmp_path / "keys.yaml").write_text(f"- {{name: a, sha256: {'ab' * 32}}}\n")
+    settings = Settings(model="sim", replica_url=(await listen(*engine()),))
+    for path in ("/v1/chat/completions", "/v1/rerank"):
+        body = json.dumps({**json.loads(CHAT), "kv_transfer_params": {"do_remote_decode": True}}).encode()
+        assert (await explain.alone(settings, path, body))["choice"]
+        with_keys = settings.model_copy(update={"api_keys": keys})
+        with pytest.raises(ApiError, match="'kv_transfer_params' may not come with a request here") as refused:
+            await explain.alone(with_keys, path, body)
+        assert (refused.value.status, refused.value.code) == (400, "field_not_allowed")
+        assert (await explain.alone(with_keys, path, CHAT))["choice"]
+
+
 async def test_alone_what_is_passed_on_goes_to_replicas_of_its_model(listen):
     settings = Settings(model="sim", replica_url=(await listen(*engine()), ranker := await listen(*engine("ranker"))))
     for _ in range(2):

@@ -289,6 +289,18 @@ async def test_what_is_passed_on_without_a_look_at_its_prompt_goes_to_replicas_o
         assert s.idle()
 
 
+@pytest.mark.parametrize("path", ["/v1/rerank", PATH])
+async def test_with_keys_in_force_explain_refuses_what_tenants_may_not_ask(path, monkeypatch):
+    body = chat(kv_transfer_params={"do_remote_decode": True})
+    async with decisions(1) as (s, d):
+        sent = path, body, {"content-type": "application/json"}
+        assert (await datapath.explain(s.proxy, *sent))["choice"] == "127.0.0.1:9"
+        monkeypatch.setattr(s.proxy, "keys", object())
+        failure = await refused(datapath.explain(s.proxy, *sent))
+        assert (failure.status, failure.code, failure.param) == (400, "field_not_allowed", "kv_transfer_params")
+        assert (await d.decide(*sent))["replica"] == "127.0.0.1:9", "its caller asks clients for their keys"
+
+
 async def test_of_a_model_that_nobody_serves_nothing_is_decided_on_any_path():
     asked = []
 

@@ -31,7 +31,6 @@ from gateway.config import (
     Settings,
     admin_headers,
     admin_url,
-    flag,
     known_urls,
     read_engine_key,
 )
@@ -45,7 +44,7 @@ from replicas.roles import BOTH, PREFILL
 from replicas.served import base_names
 
 from .explain_text import show
-from .gateway_check import ADMIN_SECONDS, do_not_count, not_in_force
+from .gateway_check import ADMIN_SECONDS, COMPARED, do_not_count, not_in_force
 from .reasons import describe, explained, legs_told
 
 if TYPE_CHECKING:
@@ -111,19 +110,14 @@ def _somehow(admin: str | None, path: str, body: bytes, config: Config) -> dict[
 
 
 def _not_in_force(admin: str, config: Config) -> list[str]:
-    """What was given and makes no difference to the running gateway's answer: flags, and what it has otherwise."""
-    compared, found = ("policy", "replica_url"), list[str]()
-    if any(config.sources[name] != "default" for name in compared):
+    """What was given here and the running gateway, which answers, has otherwise. Most settings its status does not
+    tell, and they may well be the same: whoever follows the documentation gives all commands the same flags."""
+    if any(config.sources[name] != "default" for name in COMPARED):
         with contextlib.suppress(OSError, ValueError, http.client.HTTPException):
             request = urllib.request.Request(f"{admin}/status", headers=admin_headers(config.settings))
             with _DIRECT.open(request, timeout=ADMIN_SECONDS) as response:
-                found = not_in_force(config, json.loads(response.read()))
-    reaching = ("admin_host", "admin_port", "admin_token")
-    return found + [
-        flag(name)
-        for name, source in config.sources.items()
-        if source.startswith("flag ") and name not in (*compared, *reaching)
-    ]
+                return not_in_force(config, json.loads(response.read()))
+    return []
 
 
 def _is_url(text: str) -> bool:

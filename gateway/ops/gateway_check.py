@@ -38,6 +38,9 @@ class StatusUnavailable(Exception):
         self.finding = finding
 
 
+COMPARED = ("policy", "replica_url", "block_size")  # settings that a gateway's status tells
+
+
 def not_in_force(config: Config, running: Mapping[str, Any]) -> list[str]:
     """What was given here and the gateway that runs has otherwise, as it was given, as far as its status tells that."""
     settings, found = config.settings, []
@@ -47,6 +50,9 @@ def not_in_force(config: Config, running: Mapping[str, Any]) -> list[str]:
     others = [url for url in settings.replica_url if parse_url(url).url not in known]
     if others and "replicas" in running:
         found.append(_as_given("replica_url", config, *others))
+    sizes = {one.get("block_size") for one in running.get("spaces", ())}
+    if settings.block_size is not None and sizes - {settings.block_size}:  # one that is set holds for all models
+        found.append(_as_given("block_size", config, str(settings.block_size)))
     return found
 
 
@@ -56,7 +62,9 @@ def _as_given(name: str, config: Config, *values: str) -> str:
 
 def do_not_count(given: Sequence[str]) -> str:
     """What becomes of settings that were given to a command which a running gateway answers."""
-    return f"with its own settings: {', '.join(given)} {'does' if len(given) == 1 else 'do'} not count"
+    *others, last = given
+    named = f"{', '.join(others)} and {last} do" if others else f"{last} does"
+    return f"with its own settings: {named} not count"
 
 
 def _refused(why: str) -> Finding:

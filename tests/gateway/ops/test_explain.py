@@ -91,7 +91,7 @@ async def test_flags_that_the_running_gateway_does_not_follow_are_named(listen, 
 
     async def status(request):
         replicas = [{"id": "a:1", "url": "http://a:1"}, {"id": "b:1", "url": "http://b:1"}]
-        return web.json_response({"policy": "least_time", "replicas": replicas})
+        return web.json_response({"policy": "least_time", "replicas": replicas, "spaces": [{"block_size": 16}]})
 
     url = await listen(web.post("/explain", answer), web.get("/status", status))
     (empty_folder / "body.json").write_bytes(CHAT)
@@ -99,14 +99,19 @@ async def test_flags_that_the_running_gateway_does_not_follow_are_named(listen, 
     for flags, said in (
         (("--policy", "round_robin"), "--policy round_robin does not count"),
         (("--replica-url", "http://a:1", "http://c:1"), "--replica-url http://c:1 does not count"),
-        (("--block-size", "32", "--policy", "random"), "--policy random, --block-size do not count"),
+        (("--block-size", "32", "--policy", "random"), "--policy random and --block-size 32 do not count"),
+        (
+            ("--block-size", "32", "--policy", "random", "--replica-url", "http://c:1", "http://d:1"),
+            "--policy random, --replica-url http://c:1 http://d:1 and --block-size 32 do not count",
+        ),
     ):
         assert await in_thread(*ask, *flags) == 0
         out, err = capsys.readouterr()
         assert err == f"the running gateway answers, with its own settings: {said}\n\n"
         assert json.loads(out)["choice"] == "b:1"
-    (empty_folder / "hitherto.yaml").write_text("policy: random\nblock_size: 32\n")
-    assert await in_thread(*ask, "--policy", "least_time", "--replica-url", "http://b:1") == 0
+    (empty_folder / "hitherto.yaml").write_text("policy: random\nblock_size: 16\n")
+    same = "--policy", "least_time", "--replica-url", "http://b:1", "--block-size", "16", "--port", "28080"
+    assert await in_thread(*ask, *same, "--max-body-bytes", "4MiB") == 0
     assert capsys.readouterr().err == ""
     assert await in_thread(*ask) == 0
     assert "its own settings: file hitherto.yaml:1: policy random does not count\n" in capsys.readouterr().err

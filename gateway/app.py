@@ -337,7 +337,7 @@ class Gateway:
         backend.follow_incarnation()
         self.models.adopt(replica)
         if problem := block_size_set(self.settings.block_size, replica.block_size, replica.page_size):
-            log.warning("replica %s: %s", replica.id, problem)
+            log.warning("replica %s: %s. To mend it, %s", replica.id, problem.what, problem.remedy)
         self._listen(backend, anew=True)
 
     def _hidden_from(self, replica: Replica) -> frozenset[bytes]:

@@ -19,10 +19,10 @@ def block_size_set(given: int | None, told: int | None, page_size: int | None = 
     if not given or not told or given == told or (page_size and given % page_size == 0):
         return None
     if given % told == 0:
-        what = f"what it holds is matched in steps of {given}, so predictions leave out up to {given - told} cached tokens of a prompt"
+        what = f"what it holds is matched in steps of {given} and predictions leave out up to {given - told} cached tokens of a prompt"
     else:
-        what = "its KV events cannot be matched with prompts, so its cache is guessed from traffic"
-    return Problem(f"block_size is set to {given} tokens and its engine caches blocks of {told}: {what}", UNSET)
+        what = "its KV events cannot be matched with prompts and its cache is guessed from traffic"
+    return Problem(f"block_size is set to {given} tokens, but its engine caches blocks of {told}, so {what}", UNSET)
 
 
 class Remedies(NamedTuple):

@@ -28,6 +28,7 @@ from gateway.http.server import allow_many_connections
 from gateway.ops.gateway_check import (
     NONE_RUNS,
     StatusUnavailable,
+    block_sizes_in_force,
     check_drained,
     check_gateway,
     check_kept_out,
@@ -228,7 +229,7 @@ class Examination(contextlib.AsyncExitStack):
                     yield finding
             prompts |= {address.id: (pipeline, served) for address, _ in variant}
         if group:
-            yield check_block_size(settings, group)
+            yield check_block_size(settings, group, block_sizes_in_force(self._running))
             if (finding := check_hash_seeds(group)) is not None:
                 yield finding
             yield check_context(group)

@@ -238,6 +238,18 @@ def ended_by_drain(address: Address, running: dict[str, Any] | None) -> bool:
     return any(one.get("managed") and one.get("state") == "stopped" for one in known)
 
 
+def block_sizes_in_force(running: Mapping[str, Any] | None) -> dict[str, int]:
+    """The block size that the running gateway was given, by the URLs of the engines that cache blocks of another one.
+    Its status tells the sizes that it uses, which are learned where none is given, and the problem of a given one."""
+    sizes = {id: one["block_size"] for one in (running or {}).get("spaces", ()) for id in one["replicas"]}
+    return {
+        one["url"]: size
+        for one in (running or {}).get("replicas", ())
+        if (size := sizes.get(one["id"]))
+        and str(block_size_set(size, one.get("block_size"))) in one.get("problems", ())
+    }
+
+
 def check_seen_by_gateway(
     running: dict[str, Any] | None,
     replicas: list[tuple[Address, Facts]],
@@ -247,10 +259,14 @@ def check_seen_by_gateway(
 ) -> Iterator[Finding]:
     """Problems that only traffic shows, from the gateway that sees it, and those of replicas that only it knows.
     `names`: of the replicas, for `check_twice` says what is to be said of them; `block_size`: as the doctor was given
-    it, for `check_block_size` does."""
+    it, for `check_block_size` does, with what is in force in the gateway."""
+    in_force = block_sizes_in_force(running)
     known = {str(problem) for address, facts in replicas for problem in problems_by_subject(address, facts).values()}
     known |= {str(problem) for _, problem in twins.complaints(names)}
-    known |= {str(block_size_set(block_size, facts.block_size, facts.told.page_size)) for _, facts in replicas}
+    known |= {
+        str(block_size_set(block_size or in_force.get(address.url), facts.block_size, facts.told.page_size))
+        for address, facts in replicas
+    }
     for one in (running or {}).get("replicas", []):
         for problem in one.get("problems", []):
             if problem not in known and one.get("url") not in untried and not problem.startswith(DRAINED):

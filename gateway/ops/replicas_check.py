@@ -176,16 +176,20 @@ def _each(told: Mapping[str, int]) -> str:
     return ", ".join(f"{id} {value}" for id, value in told.items())
 
 
-def check_block_size(settings: Settings, replicas: list[tuple[Address, Facts]]) -> Finding:
+def check_block_size(
+    settings: Settings, replicas: list[tuple[Address, Facts]], in_force: Mapping[str, int] = {}
+) -> Finding:
+    """`in_force`: as `block_sizes_in_force` of the running gateway; the doctor's own setting goes first."""
     sizes = {address.id: facts.block_size for address, facts in replicas if facts.block_size}
     names = _named(facts.models for _, facts in replicas)
-    given, wrong = settings.block_size, dict[Problem, list[str]]()
+    given, wrong, unmatched = settings.block_size, dict[Problem, list[str]](), False
     for address, facts in replicas:
-        if problem := block_size_set(given, facts.block_size, facts.told.page_size):
+        size = given or in_force.get(address.url)
+        if problem := block_size_set(size, facts.block_size, facts.told.page_size):
             wrong.setdefault(problem, []).append(address.id)
+            unmatched |= size % facts.block_size != 0
     if wrong:
         said = "; ".join(f"{', '.join(ids)} of {names}: {problem.what}" for problem, ids in wrong.items())
-        unmatched = any(given % sizes[id] for ids in wrong.values() for id in ids)
         return Finding("fail" if unmatched else "warn", "block size", said, UNSET)
     if len(set(sizes.values())) > 1:
         return Finding("warn", "block size", f"differs between replicas of {names}: {_each(sizes)}. They are variants, and each prompt is prepared for both",

@@ -247,7 +247,8 @@ async def test_a_block_size_that_is_not_the_engines_is_a_problem_of_the_replica(
         (replica,) = (await gateway.status())["replicas"]
         (problem,) = [one for one in replica["problems"] if one.startswith(f"block_size is set to {given} tokens")]
         assert said in problem and problem.endswith("leave --block-size out; it is learned from each replica")
-        assert sum(problem.encode() in line for line in gateway.log) == 1
+        what, _, remedy = problem.partition(": ")
+        assert sum(f"{what}. To mend it, {remedy}".encode() in line for line in gateway.log) == 1
 
 
 async def test_an_engine_with_another_tokenizer_does_not_make_the_others_inexact(start_engine, other):

@@ -106,8 +106,8 @@ def test_block_sizes_that_do_not_fit(capsys, engines, monkeypatch):
     code, found = examine(capsys, "--replica-url", engines[0].url, engines[2].url, "--block-size", "32")
     assert code == 0 and found["block size"][0] == "warn" and "leave --block-size out" in found["block size"][1]
     assert re.match(
-        r"127\S+ of sim: block_size is set to 32 tokens and its engine caches blocks of 16: what it holds is matched in "
-        r"steps of 32, so predictions leave out up to 16 cached tokens of a prompt",
+        r"127\S+ of sim: block_size is set to 32 tokens, but its engine caches blocks of 16, so what it holds is matched in "
+        r"steps of 32 and predictions leave out up to 16 cached tokens of a prompt",
         found["block size"][1],
     )
 

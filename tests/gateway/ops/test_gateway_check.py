@@ -12,6 +12,7 @@ from aiohttp import web
 from gateway import cli
 from gateway.config import Settings
 from gateway.ops import doctor, gateway_check, trial
+from gateway.ops.replicas_check import check_block_size
 from gateway.ops.trial import Finding
 from replicas import twins
 from replicas.adopt import Facts
@@ -67,6 +68,29 @@ def test_the_running_gateways_block_size_is_said_unless_the_doctor_was_given_it_
     replicas = [(parse_url("http://a:1"), Facts(told=Told(block_size=16)))]
     found = [one.text for one in gateway_check.check_seen_by_gateway(running, replicas, block_size=given)]
     assert found == ([] if given else [problem])
+
+
+@pytest.mark.parametrize("given, level", [(24, "fail"), (32, "warn")])
+def test_a_block_size_that_only_the_running_gateway_was_given_is_said_once_with_its_remedy(given, level):
+    problem = block_size_set(given, 16)
+    page = {"block_size": 16, "problems": [str(problem)]}
+    running = {
+        "replicas": [{"id": "a:1", "url": "http://a:1", **page}, {"id": "b:1", "url": "http://b:1", **page}],
+        "spaces": [{"block_size": given, "replicas": ["a:1", "b:1"]}],
+    }
+    in_force = gateway_check.block_sizes_in_force(running)
+    assert in_force == {"http://a:1": given, "http://b:1": given}
+    replicas = [(parse_url(f"http://{name}:1"), Facts(told=Told(block_size=16))) for name in "ab"]
+    found = check_block_size(Settings(), replicas, in_force)
+    assert (found.level, found.subject, found.remedy) == (level, "block size", problem.remedy)
+    assert found.text.startswith("a:1, b:1 of ") and found.text.endswith(f": {problem.what}")
+    assert ":" not in problem.what
+    assert list(gateway_check.check_seen_by_gateway(running, replicas)) == []
+    unseen = list(gateway_check.check_seen_by_gateway(running, []))
+    assert [one.subject for one in unseen] == ["traffic a:1", "traffic b:1"], "the doctor got no answer of them"
+    for one in running["replicas"]:
+        one["problems"] = []
+    assert gateway_check.block_sizes_in_force(running) == {}, "the size was learned"
 
 
 @pytest.mark.parametrize("speaks_http", [True, False])

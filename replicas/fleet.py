@@ -96,7 +96,8 @@ class Fleet:
         await asyncio.gather(*tasks, return_exceptions=True)
         for engine in engines:
             engine.lead.pid = None
-            self._tell(engine.lead, Event.STOPPED, "the gateway stopped")
+            why = "the gateway stopped" if engine.lead.managed else "this gateway stops, and leaves the engine as it is"
+            self._tell(engine.lead, Event.STOPPED, why)
 
     def add(self, url: str) -> Replica:
         """Adopt an engine that may or may not run yet; see `parse_url` for what a URL may carry.

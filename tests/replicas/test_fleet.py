@@ -314,6 +314,15 @@ def engine(serve):
     return start
 
 
+async def test_of_an_engine_that_it_did_not_launch_a_fleet_that_stops_says_that_it_stays(fleet, engine, comes):
+    replica = fleet.add(await engine())
+    await comes(replica, READY)
+    await fleet.stop()
+    assert replica.state is STOPPED
+    assert replica.reason == "this gateway stops, and leaves the engine as it is"
+    await engine.stop()
+
+
 async def test_the_fleet_starts_while_an_engine_is_down_and_takes_it_when_it_comes(fleet, engine, comes):
     port = pick(1, HOST, set())[0]
     replica = fleet.add(f"http://{HOST}:{port}")

@@ -1,4 +1,5 @@
 import types
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -6,6 +7,7 @@ from hypothesis import strategies as st
 
 from loadgen.drive.records import Record
 from loadgen.options import BadOption
+from loadgen.report import summary
 from loadgen.report.summary import cache_figures, fair_share, machine, meets, parse_slo, setting, spread, summarise
 from loadgen.workload.conversations import Offer
 
@@ -167,6 +169,36 @@ def test_a_late_generator_is_named():
     # 30 ms late matters beside a TTFT of 100 ms, not beside one of 2 s
     assert summarise(run_of([record(late=0.03)]))["generator"]["was_the_limit"]
     assert not summarise(run_of([record(ttft=2.0, late=0.03)]))["generator"]["was_the_limit"]
+
+
+@pytest.mark.parametrize(
+    "requests, late, limit",
+    [
+        (40, 1, False),  # of 40 requests p99 is the one latest
+        (40, 5, True),
+        (99, 1, False),
+        (100, 2, True),
+        (1000, 9, False),
+        (1000, 11, True),
+    ],
+)
+def test_it_takes_more_than_the_one_latest_request(requests, late, limit):
+    run = run_of([*(record(late=0.0003) for _ in range(requests - late)), *(record(late=0.03) for _ in range(late))])
+    assert summarise(run)["generator"]["was_the_limit"] is limit
+
+
+def test_a_core_that_was_full_is_the_limit_however_few_requests_it_sent_late():
+    run = run_of([record(late=0.0003) for _ in range(40)], cpu_seconds=9.0)
+    assert summarise(run)["generator"]["was_the_limit"]
+
+
+def test_docs_state_the_rule():
+    said = " ".join((Path(__file__).parents[3] / "docs" / "loadgen.md").read_text().split())
+    assert (
+        f"more than {summary.BUSY_CORE * 100:.0f} % of a core, or if its lateness at p50, p90 or p99 was more than "
+        f"{summary.LATE_MS:.0f} ms and more than {summary.LATE_SHARE * 100:.0f} % of the TTFT there; p99 counts from "
+        f"{summary.ENOUGH_FOR_P99} requests on"
+    ) in said
 
 
 def test_whether_its_own_core_was_the_reason_is_told():

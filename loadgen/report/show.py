@@ -72,10 +72,17 @@ def _head(report: Report) -> Text:
     if by_seed := report.get("by_seed"):
         text.append(f" · mean of {len(by_seed)} seeds, range in brackets", "dim")
     if report["not_sent"]:
-        text.append(f" · {count(report['not_sent'])} not sent", "yellow")
+        text.append(f" · {count(report['not_sent'])} not sent{_why_not_sent(report)}", "yellow")
     if report["interrupted"]:
         text.append(" · stopped early", "yellow")
     return text
+
+
+def _why_not_sent(report: Report) -> str:
+    """Return the reason, which only a run that ended by itself has for certain: see `Run.not_sent`."""
+    if report["interrupted"] or not report["failed"]:
+        return ""
+    return f": later turn{'' if report['not_sent'] == 1 else 's'} of conversations that failed"
 
 
 def _latencies(report: Report) -> Fitting:

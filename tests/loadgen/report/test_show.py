@@ -112,6 +112,21 @@ def test_a_report_of_failures_alone_is_their_cause():
     assert "TTFT" in drawn(show.run_report(summarise(run_of(record(), record(error="http_404", detail=why)))))
 
 
+@pytest.mark.parametrize(
+    "not_sent, interrupted, said",
+    [
+        (3, False, "3 not sent: later turns of conversations that failed"),
+        (1, False, "1 not sent: later turn of conversations that failed"),
+        (3, True, "3 not sent · stopped early"),
+    ],
+)
+def test_a_report_says_why_requests_were_not_sent(not_sent, interrupted, said):
+    run = run_of(record(error="http_404"), record(error="http_404"))
+    run.not_sent, run.interrupted = not_sent, interrupted
+    first = " ".join(drawn(show.run_report(summarise(run)), 160).split("\n\n")[0].split())
+    assert first.endswith(said)
+
+
 def test_a_report_of_failures_for_want_of_a_key_says_where_the_key_is_read():
     text = drawn(show.run_report(summarise(run_of(record(error="http_401", detail="an API key is needed")))))
     assert "1 × http_401  an API key is needed" in text

@@ -17,6 +17,7 @@ from rich.text import Text
 from loadgen.drive.records import Record
 from loadgen.drive.run import Run
 from loadgen.report import progress
+from loadgen.report.shares import percent
 
 _FRAME_SECONDS = 0.2
 _CONVERSATIONS = 4
@@ -71,7 +72,7 @@ class View(progress.View):
         prompt, cached = sum(self.prompt.values()), sum(self.cached.values())
         text = Text(self.clock(now))
         if prompt and self.ttft:
-            text.append(f"   hit rate {cached / prompt * 100:.0f} %   TTFT p50 {np.median(self.ttft):,.0f} ms", "bold")
+            text.append(f"   hit rate {percent(cached / prompt, 0)}   TTFT p50 {np.median(self.ttft):,.0f} ms", "bold")
         return self.bar(width - 60, text)
 
 
@@ -102,7 +103,7 @@ def result(policy: str, report: Mapping[str, object]) -> Text:
     text = Text.assemble(("✓ ", "green"), (f"{policy:<12}", "bold"))
     text.append(f" {report['completed']} answered in {report['duration_s']:.0f} s")
     if rate is not None:
-        text.append(f" · hit rate {rate * 100:.0f} %")
+        text.append(f" · hit rate {percent(rate, 0)}")
     if ttft:
         text.append(f" · TTFT p50 {ttft['p50']:,.0f} ms, p99 {ttft['p99']:,.0f} ms")
     return text

@@ -8,6 +8,7 @@ from rich.console import Console
 
 from loadgen.report import noise, rates, seeds, show
 from loadgen.report.noise import Verdict
+from loadgen.report.shares import percent
 from loadgen.report.summary import Report, Reports
 
 
@@ -89,7 +90,7 @@ def _cache(name: str, report: Report, base_name: str, base: Report) -> str | Non
     if new is None or old is None:
         return None
     return (
-        f"{name} found {new * 100:.0f} % of all prompt tokens in a cache, {base_name} {old * 100:.0f} %: "
+        f"{name} found {percent(new, 0)} of all prompt tokens in a cache, {base_name} {percent(old, 0)}: "
         f"{less_or_more(show.HIT_RATE, report, base, 'fewer', 'as many')}."
     )
 

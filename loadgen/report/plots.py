@@ -20,6 +20,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
 from loadgen.drive.records import Record
+from loadgen.report.shares import percent
 from loadgen.report.summary import Records, Reports, began
 
 _SIZE = (5.2, 3.1)  # inches, of one plot; with letters of 10.5 points a page reads on a phone, too
@@ -348,7 +349,7 @@ def _foretold(records: Records, drawn: Mapping[str, Line]) -> Plot | None:
 
     return Plot(
         "Predicted against delivered",
-        f"Cached tokens of each prompt: exactly as the gateway predicted for {exact * 100:.1f} % "
+        f"Cached tokens of each prompt: exactly as the gateway predicted for {percent(exact)} "
         "of the requests. Above the line the engine found more.",
         draw,
     )

@@ -18,6 +18,7 @@ from loadgen.drive.processes import Processes
 from loadgen.drive.records import Record
 from loadgen.drive.run import Run
 from loadgen.report import show
+from loadgen.report.shares import percent
 
 _FRAME_SECONDS, _LINE_SECONDS = 0.5, 10.0  # a frame costs the generator some 5 ms
 _WIDTH = 92
@@ -157,7 +158,7 @@ class View:
                 name or "server",
                 str(self.requests.get(name, 0)),
                 bar,
-                f"{rate * 100:.0f} %",
+                percent(rate, 0),
                 Text("●" * min(busy.get(name, 0), _MOST_DOTS), "cyan"),
             )
         if len(names) > _MOST_ROWS:

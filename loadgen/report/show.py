@@ -15,6 +15,7 @@ from rich.text import Text
 from loadgen.options import KEY_NEEDED
 from loadgen.report import fitting, noise, rates, seeds, warm
 from loadgen.report.fitting import Fitting
+from loadgen.report.shares import percent as percentage
 from loadgen.report.summary import Report, Reports, fair_share
 
 _FIGURE_SPACE = re.compile(r"(?<=\d) (?=(?:%|ms|s|points|/s)(?!\w))")
@@ -40,7 +41,7 @@ def limits(slo: Mapping[str, float]) -> str:
 
 
 def percent(value: float | None) -> str:
-    return "–" if value is None else f"{value * 100:.1f} %"
+    return "–" if value is None else percentage(value)
 
 
 def number(value: float | None) -> str:

@@ -20,6 +20,7 @@ from loadgen.drive.processes import Processes
 from loadgen.drive.records import Record
 from loadgen.drive.run import Run
 from loadgen.options import BadOption
+from loadgen.report.shares import share
 from loadgen.workload.conversations import Offer
 
 # The generator was the limit when it kept a core this busy, or when its lateness at p50, p90 or p99 is more than
@@ -153,7 +154,7 @@ def _goodput(
     return {
         "slo_ms": dict(slo),
         "met": met,
-        "share": round(met / requests, 4) if requests else 0.0,
+        "share": share(met, requests) or 0.0,
         "request_goodput": round(met / seconds, 3),
     }
 
@@ -178,8 +179,8 @@ def cache_figures(records: list[Record]) -> dict[str, object]:
         "predicted_on": len(predicted),
         "cached_tokens": cached if reported else None,
         "predicted_tokens": hoped if predicted else None,
-        "hit_rate": round(cached / prompt, 4) if prompt else None,
-        "predicted_hit_rate": round(hoped / hoped_of, 4) if hoped_of else None,
+        "hit_rate": share(cached, prompt),
+        "predicted_hit_rate": share(hoped, hoped_of),
         "prefill_tokens": prompt - cached if reported else None,
     }
 

@@ -6,6 +6,7 @@ from collections.abc import Hashable, Iterable
 
 from loadgen.drive.processes import Processes
 from loadgen.drive.run import Run
+from loadgen.report.shares import percent
 from loadgen.report.summary import Report
 from loadgen.workload.conversations import Conversation
 
@@ -48,6 +49,6 @@ def notice(report: Report) -> Iterable[str]:
         yield (
             f"The caches were warm: {prompts} in this run, "
             f"{found['cached_tokens']:,.0f} of {found['prompt_tokens']:,.0f} tokens were cached "
-            f"({found['cached_tokens'] / found['prompt_tokens'] * 100:.0f} %). On engines that have just started the "
+            f"({percent(found['cached_tokens'] / found['prompt_tokens'], 0)}). On engines that have just started the "
             "figures would be worse. Restart them, or take another --seed where the load's prompts are made up."
         )

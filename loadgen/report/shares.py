@@ -1,0 +1,27 @@
+"""Shares of a whole, rounded, but never to all or nothing where they are neither: a miss in 10,000 is a miss."""
+
+from __future__ import annotations
+
+_DIGITS = 4  # of a share in a report
+_MOST = 12  # beyond these a difference is an error of floating point
+
+
+def share(part: float, whole: float) -> float | None:
+    """Return `part / whole` with 4 digits, or as many as it takes to differ from 0 and 1; None of nothing."""
+    if not whole:
+        return None
+    exact = part / whole
+    rounded = round(exact, _DIGITS)
+    if rounded in (0.0, 1.0):
+        rounded = next((more for digits in range(_DIGITS, _MOST) if (more := round(exact, digits)) != rounded), rounded)
+    return rounded
+
+
+def percent(value: float, digits: int = 1) -> str:
+    """`0.998` -> "99.8 %", with more than `digits` digits where it would read 0 or 100 % and is neither."""
+    exact = 100 * value
+    number = f"{exact:.{digits}f}"
+    if float(number) in (0.0, 100.0) and exact != float(number):
+        longer = (f"{exact:.{more}f}" for more in range(digits + 1, _MOST - 1))
+        number = next((more for more in longer if float(more) != float(number)), number)
+    return f"{number} %"

@@ -183,7 +183,7 @@ def _legend(
 
 def _ms(seconds: float) -> str:
     milliseconds = 1e3 * seconds
-    return f"{milliseconds:.{2 if milliseconds < 9.995 else 1 if milliseconds < 99.95 else 0}f}"
+    return f"{milliseconds:,.{2 if milliseconds < 9.995 else 1 if milliseconds < 99.95 else 0}f}"
 
 
 def _short(id: str) -> str:

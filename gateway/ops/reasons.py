@@ -190,9 +190,9 @@ def _by_rule(told: Mapping[str, Any], chosen: Mapping[str, Any]) -> str:
     """Of a policy that does not weigh seconds."""
     other = min((one for one in told["replicas"] if not one["chosen"]), key=lambda one: one["answer_seconds"])
     return (
-        f"{chosen['id']}, by {told['policy']} ({told['reason'] or 'no reason given'}): its answer takes "
-        f"{span(chosen['answer_seconds'])} there as predicted, and {span(other['answer_seconds'])} on {other['id']}, "
-        "the quickest other."
+        f"{chosen['id']}, by {told['policy']} ({told['reason'] or 'no reason given'}): its answer is predicted to "
+        f"take {span(chosen['answer_seconds'])} there, and {span(other['answer_seconds'])} on {other['id']}, "
+        "the quickest of the others."
     )
 
 

@@ -54,6 +54,10 @@ def rows_of(text):
     return lines[start : lines.index("", start)]
 
 
+def figure(cell):
+    return float(cell.replace(",", ""))
+
+
 def test_the_sentence_comes_first_and_the_chosen_row_has_its_figures():
     told = two()
     text = show(told)
@@ -62,7 +66,7 @@ def test_the_sentence_comes_first_and_the_chosen_row_has_its_figures():
     head, chosen, other = rows_of(text)
     assert chosen.split()[:6] == ["->", "b:1", "992", "(99%),", "32", "cpu"] and other.split()[0] == "a:1"
     assert (
-        float(chosen.split()[-1]) == pytest.approx(1e3 * told["replicas"][1]["seconds"], rel=0.005)
+        figure(chosen.split()[-1]) == pytest.approx(1e3 * told["replicas"][1]["seconds"], rel=0.005)
         and head.split()[-1] == "cost"
     )
 
@@ -100,9 +104,19 @@ def test_whatever_the_terms_and_the_names_the_table_fits(count):
     folded = {name.strip(" ,") for name in rest.split()[1:]}
     assert shown and folded == weighed - shown
     for cells in (row.split() for row in rows if "more" not in row):
-        *parts, total = map(float, cells[-len(shown) - 2 :])
+        *parts, total = map(figure, cells[-len(shown) - 2 :])
         assert sum(parts) == pytest.approx(total, rel=1e-3), "the columns add up to the cost"
     assert ("and 10 more; --json has all" in text) == (count == 30)
+
+
+def test_a_long_time_has_the_comma_of_other_numbers():
+    told = decided("round_robin", replica("a:1"), replica("b:1"))
+    for one in told["replicas"]:
+        one["answer_seconds"] = 1.222
+    assert [row.split()[-1] for row in show(told).splitlines() if "a:1" in row.split() or "b:1" in row.split()] == [
+        "1,222",
+        "1,222",
+    ]
 
 
 def test_ties_are_marked():
@@ -131,7 +145,7 @@ def test_the_sentence_and_the_table_say_when_the_last_token_comes_and_that_a_cos
     head, row, _ = rows_of(text)
     assert "rest" not in head
     answers = row.split()[len(row.split()) - len(head.split()) + head.split().index("answer")]
-    assert float(answers) == pytest.approx(1e3 * chosen["answer_seconds"], rel=0.005)
+    assert figure(answers) == pytest.approx(1e3 * chosen["answer_seconds"], rel=0.005)
     assert "answer: until the last one" in text and "not how long it takes" in text
 
 

@@ -113,8 +113,8 @@ def test_policies_that_weigh_no_seconds_give_their_own_reason_and_the_answers_ti
     told = decided(policy, replica("a:1", 960), replica("b:1"))
     assert all(one["seconds"] is None and not one["tied"] for one in told["replicas"])
     said = sentence(told)
-    assert said.startswith(f"{told['choice']}, by {policy} ({told['reason']}): its answer takes ")
-    assert said.endswith("the quickest other.")
+    assert said.startswith(f"{told['choice']}, by {policy} ({told['reason']}): its answer is predicted to take ")
+    assert said.endswith("the quickest of the others.") and "as predicted" not in said
 
 
 def test_two_legs_name_both_replicas_and_the_price_of_one_alone():

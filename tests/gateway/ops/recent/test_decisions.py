@@ -97,7 +97,7 @@ async def test_what_the_policy_chose_and_what_others_would_have_done_stay_as_wit
         assert [one["replicas"][0] for one in sampler.decisions][:2] == [
             one["replicas"][0] for one in sampler.decisions
         ][2:]
-        assert ", by round_robin (its turn): its answer takes " in sampler.decisions[0]["sentence"]
+        assert ", by round_robin (its turn): its answer is predicted to take " in sampler.decisions[0]["sentence"]
 
 
 async def test_a_decision_that_cannot_be_explained_is_placed_all_the_same(pipeline, monkeypatch, caplog):

@@ -40,8 +40,8 @@ function tiles(s, recent) {
     tile("Errors", w.errors ? "bad" : "", window, count(w.errors), failed ? percent(failed) : "",
       [`${count(w.rejected)} rejected (4xx), ${count(w.aborted)} left by clients`], c.errors),
     tile("Queue", queued + waiting ? "warn" : "", window, count(queued + waiting), "waiting now",
-      [key("", `peak ${count(peak)}`), key("second", "in flight"),
-       make("span", {class: "keyed"}, w.refused ? `${count(w.refused)} refused` : `${count(queued)} here, ${count(waiting)} in engines`)],
+      [make("div", {class: "line"}, w.refused ? `${count(w.refused)} refused` : `${count(queued)} here, ${count(waiting)} in engines`),
+       key("", `peak ${count(peak)}`), key("second", "in flight")],
       c.queued.map((n, at) => n + c.waiting[at]), c.inflight));
 }
 

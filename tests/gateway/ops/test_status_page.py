@@ -135,6 +135,7 @@ async def test_the_queue_tile_counts_who_waits_now_and_names_the_peak_of_before(
         await page.open(f"http://{host}/")
         shown = await page.until(tile)
         assert re.search(r"\b3\s*waiting now", shown) and "peak 9" in shown and "3 here, 0 in engines" in shown, shown
+        assert "\n3 here, 0 in engines\n" in shown, "text and legend are read as one sentence"
         gateway.view.waiting = dict
         await page.ask("new Promise(done => { clearTimeout(timer); poll().then(done) })")
         shown = await page.ask(tile)

@@ -325,25 +325,11 @@ async def test_a_replica_that_differed_holds_nobody_back_when_it_is_removed(pipe
         assert second.sent_ids[-1]
 
 
+@pytest.mark.parametrize(
+    ("reads", "more"), [("one", {}), ("several", {"stream": False}), ("several", {"stream": True})]
+)
 @pytest.mark.parametrize("text", [WORDS, "short"])
-async def test_the_first_contradicting_count_ends_it(pipeline, text, caplog):
-    engine = Engine(pipeline)
-    async with behind(engine) as s:
-        await confirmed(s)
-        engine.miscounts = 1
-        await ask(s, request(turn=2, text=text))
-        engine.miscounts = 0
-        for turn in range(3, 6):
-            await ask(s, request(turn=turn))
-            await settled(s)
-        assert engine.sent_ids[-3:] == [False, False, False]
-        assert "its usage says" in served(s).replica.takes_ids and "its usage says" in caplog.text
-        assert s.metrics.ids_refused.total() == 1
-
-
-@pytest.mark.parametrize("streams", [True, False])
-@pytest.mark.parametrize("text", [WORDS, "short"])
-async def test_so_does_one_of_an_answer_in_several_reads(pipeline, text, streams):
+async def test_the_first_contradicting_count_ends_it(pipeline, text, reads, more, caplog):
     engine = Engine(pipeline)
     async with behind(engine) as s:
         await confirmed(s)
@@ -354,15 +340,17 @@ async def test_so_does_one_of_an_answer_in_several_reads(pipeline, text, streams
                 lambda: any(one.attempts[-1].pieces or one.attempts[-1].withheld for one in s.proxy.exchanges)
             )
 
-        engine.pieces = until_read
-        assert await ask(s, request(turn=2, text=text, stream=streams)) == 200
-        await eventually(s.idle)
+        engine.pieces = until_read if reads == "several" else None
+        assert await ask(s, request(turn=2, text=text, **more)) == 200
+        if reads == "several":
+            await eventually(s.idle)
         engine.miscounts, engine.pieces = 0, None
         for turn in range(3, 6):
             await ask(s, request(turn=turn))
             await settled(s)
         assert engine.sent_ids[-3:] == [False, False, False]
-        assert "its usage says" in served(s).replica.takes_ids and s.metrics.ids_refused.total() == 1
+        assert "its usage says" in served(s).replica.takes_ids and "its usage says" in caplog.text
+        assert s.metrics.ids_refused.total() == 1
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ from replicas.simulated import complaints
 ADMIN_SECONDS = 5.0  # for the answer of a gateway's admin side
 
 
-NONE_RUNS = Finding("ok", "gateway", "none runs with these settings")
+NONE_RUNS = "none runs with these settings"  # how the finding begins
 
 
 class StatusUnavailable(Exception):
@@ -134,7 +134,8 @@ def check_gateway(
                 if setting == "admin_port" and other:
                     what += f"; {other}"
                 yield Finding("fail", setting, what, remedy[0].lower() + remedy[1:])
-        yield NONE_RUNS
+        where = f"{admin_url(settings)} ({other or 'nothing listens there'})"
+        yield Finding("ok", "gateway", f"{NONE_RUNS} at {where}")
         return
     if running["ready"]:
         yield Finding("ok", "gateway", f"runs, ready, policy {running['policy']}")

@@ -22,7 +22,7 @@ from replicas.problems import block_size_set
 from replicas.replica import parse_url
 from replicas.twins import Name
 
-from .examined import BAD_KEYS, TRIED, doctor_lines, examine, redis_trouble, status, told_by
+from .examined import BAD_KEYS, TRIED, doctor_lines, examine, free_port, redis_trouble, status, told_by
 from .test_admin import Gateway
 
 pytestmark = pytest.mark.usefixtures("settings")
@@ -105,7 +105,9 @@ def test_another_server_at_the_admin_port_is_called_so(capsys, fake, speaks_http
     assert ("another server, not a gateway, answers there with 404 to /status (BaseHTTP" in said) is speaks_http
     assert ("what is there is no gateway: it does not speak HTTP" in said) is not speaks_http
     assert said.endswith(" stop what holds the port, or give another with --admin-port (and --admin-host)")
-    assert found["gateway"] == ("ok", "none runs with these settings")
+    there = "another server, not a gateway, answers" if speaks_http else "what is there is no gateway: "
+    level, said = found["gateway"]
+    assert level == "ok" and said.startswith(f"none runs with these settings at http://127.0.0.1:{port} ({there}")
 
 
 async def test_a_server_at_the_admin_port_that_does_not_answer_is_called_so(monkeypatch):
@@ -300,8 +302,10 @@ def test_without_its_token_nothing_is_said_of_what_only_the_gateway_knows(capsys
     assert set(found) == {"config", "gateway"}
 
 
-def test_that_no_gateway_runs_stands_in_the_last_line(capsys, engines):
-    code, out = doctor_lines(capsys, "--replica-url", engines[0].url)
+def test_that_no_gateway_runs_stands_in_the_last_line_and_where_it_was_looked_for_in_its_own(capsys, engines):
+    port = free_port()
+    code, out = doctor_lines(capsys, "--replica-url", engines[0].url, "--admin-port", str(port))
+    assert f" none runs with these settings at http://127.0.0.1:{port} (nothing listens there)\n" in out
     assert code == 0 and out.endswith("checks, all is well; no gateway runs with these settings\n")
     code, out = doctor_lines(capsys)
     assert code == 1 and out.endswith("0 worth a look; no gateway runs with these settings\n")

@@ -177,10 +177,14 @@ def read(path: Path, classes: Collection[str] = ()) -> dict[bytes, Tenant]:
     return found
 
 
+class NameTaken(KeyFileError):
+    """The file has a tenant of this name."""
+
+
 def add(path: Path, entry: Entry) -> None:
     """Add a tenant to the file at `path`, which need not be there yet: whole, and by renaming, so that a gateway that
-    follows it never reads a part; links to it, its owner and its mode stay. Raises KeyFileError, also where the file
-    would not be one any more."""
+    follows it never reads a part; links to it, its owner and its mode stay. Raises NameTaken, and KeyFileError, also
+    where the file would not be one any more."""
     real = Path(os.path.realpath(path))
     try:
         with _locked(real.parent):
@@ -198,9 +202,9 @@ def _add(path: Path, real: Path, entry: Entry) -> None:
         owner, before = None, ""
     for number, given in _entries(path, before):
         if isinstance(given, dict) and given.get("name") == entry.name:
-            raise KeyFileError(
-                f"{path}:{number}: the name {entry.name!r} stands there already, and a tenant has one entry. For another "
-                "key of it leave --file out, and write both hashes there: sha256: [HASH, HASH]"
+            raise NameTaken(
+                f"{path} has a tenant {entry.name!r} already, on line {number}; give another name, or, for a second key "
+                "of that tenant, leave --file out and write both hashes there as sha256: [HASH, HASH]"
             )
     line = json.dumps(entry.plain()) if before.lstrip().startswith("{") else entry.line()
     file, name = tempfile.mkstemp(prefix=f".{real.name}.", dir=real.parent)  # mode 0600

@@ -13,7 +13,7 @@ from replicas import yaml_text
 
 from ..config import DEFAULT_FILE, ENV_PREFIX, ConfigError, flag, read_file
 from ..overload_fields import class_names
-from .key_file import Entry, KeyFileError, add, digest, new_key, new_salt, what_is_wrong
+from .key_file import Entry, KeyFileError, NameTaken, add, digest, new_key, new_salt, what_is_wrong
 from .limits import KINDS, WORDS, Limits
 
 ABOUT = "API keys of clients, for the file of --api-keys."
@@ -69,6 +69,8 @@ def run(args: argparse.Namespace) -> int:
     if args.file is not None:
         try:
             add(args.file, entry)
+        except NameTaken as error:
+            raise ConfigError(f"argument NAME: {error}") from None
         except KeyFileError as error:
             raise ConfigError(f"flag --file: {error}") from None
     if entry.qos_class is not None and not known:

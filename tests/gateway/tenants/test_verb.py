@@ -74,7 +74,8 @@ def test_a_key_is_added_to_a_file_that_is_followed(capsys, tmp_path, first):
     assert main(["key", "new", "b", "--file", str(file)]) == 2
     said = capsys.readouterr().err
     number = next(at for at, line in enumerate(file.read_text().splitlines(), 1) if re.search(r"name\W+b\W", line))
-    assert f"{file}:{number}: the name 'b' stands there already" in said and "stands on line" not in said
+    assert f"argument NAME: {file} has a tenant 'b' already, on line {number}; give another name, or, for a" in said
+    assert "--file:" not in said and "stands on line" not in said
     assert file.read_text() == before and [*tmp_path.iterdir()] == [file]
 
 

@@ -10,13 +10,12 @@ from replicas import TAKES_TRAFFIC
 from replicas.served import base_names, count_models, marks
 
 from .prompt import Prompt
-from .prompt.api.openai import parse
+from .prompt.api.openai import UNKNOWN_CONTEXT, parse
 from .prompt.offload import TakesLong, event_loop
 from .prompt.pipeline import Refusal
 from .spaces import Member, ModelSpace
 
 MOST_VARIANTS = 2  # that a request is prepared for; replicas of a third are chosen by load
-_UNKNOWN_CONTEXT = 1_000_000  # tokens that a prompt may have where nothing tells how many
 
 
 class Routes:
@@ -39,7 +38,7 @@ class Routes:
         self.contexts = {name: of_all[(*found,)] for name, found in routes.items()}
         self.models = () if "" in routes else _unlike(of_spaces)
         self._mixed = len(self.contexts[None]) > 1
-        self._longest = max((space.context or 0 for space in spaces), default=0) or _UNKNOWN_CONTEXT
+        self._longest = max((space.context or 0 for space in spaces), default=0) or UNKNOWN_CONTEXT
         self._by_name = {name: (*found[:MOST_VARIANTS],) for name, found in routes.items() if name}
         self._of_any = (*(routes.get("") or routes[None])[:MOST_VARIANTS],) or (spaces[0],)
         self._of_unknown = self._of_any if "" in routes or len(routes) == 1 else ()

@@ -24,6 +24,7 @@ from .api.anthropic import Habits, from_messages, habits
 from .api.conversation import Multimodal, Rounded, Unroutable, refuse_deep_arguments
 from .api.items import from_items
 from .api.openai import (
+    UNKNOWN_CONTEXT,
     Chat,
     boolean,
     forwarded_ids,
@@ -65,7 +66,6 @@ OFFLOAD_THREADS = 2
 # How long such a thread may go on when the event loop wants the interpreter (Python's default: 5 ms). The longest that
 # it does in one piece in 100,000 tokens is 0.4 ms, reading the JSON.
 SWITCH_SECONDS = 0.0005
-_UNKNOWN_CONTEXT = 1_000_000  # tokens that a prompt may have where nothing tells how many
 Refusal = Callable[[Mapping[str, Any]], ApiError | None]  # why a request is refused for what its JSON object says
 PREFIX_BYTES = 256 * 1024 * 1024
 _LONGEST_NOTE = 500
@@ -351,7 +351,7 @@ class Pipeline:
 
         Raises ApiError for the client's faults only, and what `refusal` returns; TakesLong where `event_loop` holds.
         """
-        request, unusual = parse(body, self._max_model_len or _UNKNOWN_CONTEXT)
+        request, unusual = parse(body, self._max_model_len or UNKNOWN_CONTEXT)
         if refusal is not None and (error := refusal(request)) is not None:
             raise error
         return self.prepare_parsed(path, body, request, unusual, headers, adapters)
@@ -457,7 +457,7 @@ class Pipeline:
             except Multimodal:
                 if not self.takes_media:
                     raise
-                of_engine = self._quirks.media_identity, self._max_model_len or _UNKNOWN_CONTEXT
+                of_engine = self._quirks.media_identity, self._max_model_len or UNKNOWN_CONTEXT
                 self.media.fill(prompt, chat, request, self._renderer(chat), self.tokenizer, seed, *of_engine)
                 return None
         else:

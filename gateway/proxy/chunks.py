@@ -9,7 +9,7 @@ from ..http.upstream import Head, Sink, Upstream, UpstreamError
 from .retries import PROTOCOL
 
 # A size may begin with any number of zeros. Cut off behind its eighth digit, it would be another one.
-CHUNK = re.compile(rb"0*([0-9A-Fa-f]{1,8})(?![0-9A-Fa-f])[^\r\n]*\r\n")
+CHUNK = re.compile(rb"(?=[0-9A-Fa-f])0*+([0-9A-Fa-f]{0,8})(?![0-9A-Fa-f])[^\r\n]*\r\n")
 END_OF_BODY = b"0\r\n\r\n"
 LONGEST_LINES = 65_536  # bytes of a chunk's size with its extensions, and of all that follows the last chunk
 
@@ -39,7 +39,7 @@ class Chunks:
                     break
                 at += 2
             elif (found := CHUNK.match(raw, at)) is not None:
-                self.left = int(found[1], 16)
+                self.left = int(found[1] or b"0", 16)
                 self.ended = not self.left
                 at = at if self.ended else found.end()
             else:

@@ -422,7 +422,6 @@ class Conductor:
         attempt, error = exchange.attempts[-1], None
         if self.continuing is not None:
             data, error = self.continuing.begun(exchange, attempt, data)
-        attempt.pieces = 1
         if exchange.metered:
             meter(attempt, data)
         else:
@@ -437,7 +436,7 @@ class Conductor:
             self._responses.answered(attempt, exchange.response, exchange.label == "responses", data)
         lines = self._added.lines(exchange, attempt, self.draining)
         client, head = exchange.client, attempt.response_head
-        client.ends_by_close = head.until_close
+        client.ends_by_close, attempt.pieces = head.until_close, 1
         client.transport.write(head.block(lines) + data)
         upstream = attempt.upstream
         if upstream is not None and not upstream.complete and (attempt.prompt is None or not attempt.prompt.token_ids):

@@ -18,9 +18,11 @@ from typing import TYPE_CHECKING, Any
 from replicas.names import bracketed
 
 from ..errors import ApiError
-from .answers import error_status, read_usage
+from ..prompt.prompt import RESPONSES
+from .answers import believed, error_status, read_usage
 from .exchange import Attempt
 from .proxy import Proxy
+from .settling import most_written
 
 if TYPE_CHECKING:
     from ..prompt import Prompt
@@ -202,7 +204,9 @@ class Decisions:
         """It has ended, however. `answer`: its last bytes, with the engine's usage, if that is to be learned from."""
         leased = self._find(id)
         self._close(leased, "done")
-        usage, attempt = read_usage(answer), leased.attempt
+        attempt, prompt = leased.attempt, leased.prompt
+        is_event = prompt.stream and prompt.path == RESPONSES and not answer.startswith(b"{")
+        usage = believed(read_usage(answer, 2 if is_event else 1), most_written(attempt.backend, prompt))
         attempt.streams &= attempt.first_at > 0  # else nobody knows how long it decoded
         if answer and not _is_error(answer):  # without one nobody knows how it ended
             self._router.answered(attempt.placement, monotonic())

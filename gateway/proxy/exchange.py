@@ -23,7 +23,7 @@ from ..errors import ApiError
 from ..http.downstream import Downstream
 from ..http.messages import KEEP_ALIVE, Request
 from ..http.upstream import Head, Upstream, UpstreamError
-from .answers import has_end, output_events
+from .answers import USAGE, has_end, output_events
 from .blame import UnattributedError
 from .blanking import Blanking
 from .retries import CLOSED, NO_CRASHES, PROTOCOL
@@ -48,7 +48,7 @@ log = logging.getLogger("hitherto.proxy")
 TAIL = 4
 # And of each as much as matters, where a client stops reading: a read may be 256 kB.
 TAIL_BYTES = 4096
-USAGE, USAGE_BYTES = b'"usage"', 512  # of a tenant's answer: where its usage begins, and how much of that is kept
+USAGE_BYTES, USAGE_KEY_BYTES = 512, 25  # of a tenant's answer: as much of its usage as is kept; of the key before it
 CONNECTING, ANSWERING = AttemptState.CONNECTING, AttemptState.ANSWERING
 PREFILL = Leg.PREFILL
 
@@ -215,11 +215,11 @@ def meter(attempt: Attempt, data: bytes) -> None:
         attempt.tail.append(data)
         attempt.events += output_events(attempt.exchange.label, data, not attempt.events)
         return
-    before = attempt.tail[-1][1 - len(USAGE) :] if attempt.tail else b""
+    found = attempt.tail[-1][-USAGE_KEY_BYTES:] + data if attempt.tail else data
     attempt.tail.append(data)
-    found = before + data
-    if (at := found.rfind(USAGE)) >= 0:
-        attempt.usage = found[at : at + USAGE_BYTES]
+    ends = [match.end() for match in USAGE.finditer(found)]
+    if ends:
+        attempt.usage = found[ends[-1] : ends[-1] + USAGE_BYTES]
     elif 0 < len(attempt.usage) < USAGE_BYTES:
         attempt.usage += data[: USAGE_BYTES - len(attempt.usage)]
 
@@ -459,7 +459,8 @@ class Exchange:
         try:
             step(*given)
         except Exception as error:
-            if self.is_continued or (self.attempts and self.attempts[-1].pieces):  # an answer has begun
+            has_begun = self.is_continued or (self.attempts and self.attempts[-1].pieces)
+            if has_begun and self.client.exchange is self:
                 log.error("an answer that was under way made the gateway fail", exc_info=error)
                 self.client_gone()
                 self.client.abort()

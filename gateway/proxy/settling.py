@@ -17,9 +17,20 @@ from replicas import State
 from replicas.engines.dialect import ANY_PATH
 from replicas.pulse import Pulse
 
+from ..prompt.api.openai import MOST_SEQUENCES, UNKNOWN_CONTEXT
 from ..prompt.prompt import GUESSED, NO_PREFILL
 from . import pulling
-from .answers import NEVER_TELL_CACHED, NOTHING, Usage, error_status, read_usage, says_anything, speaks_api
+from .answers import (
+    NEVER_TELL_CACHED,
+    NOTHING,
+    Usage,
+    believed,
+    counts_of,
+    error_status,
+    read_usage,
+    says_anything,
+    speaks_api,
+)
 from .blame import DOUBTFUL, REFUSALS, REFUSED_ALIKE, SAME, UnattributedError, agree
 from .drift import TOLERATED
 from .exchange import TAIL, TAIL_BYTES, Attempt, Batcher, Exchange, Legs
@@ -342,9 +353,13 @@ class Settling:
 
     def _settle(self, exchange: Exchange, attempt: Attempt, tail: bytes) -> Usage:
         """A complete answer, which its client has: compare what was predicted with what was delivered."""
-        usage, prompt, backend = read_usage(tail), attempt.prompt, attempt.backend
-        if usage is NOTHING and attempt.usage:
-            usage = read_usage(attempt.usage)
+        prompt, backend = attempt.prompt, attempt.backend
+        # The last event of a response has the response in it.
+        is_response = exchange.label == "responses"
+        usage = read_usage(tail, 2 if attempt.streams and is_response else 1)
+        if usage is NOTHING and attempt.usage and not is_response:  # a response repeats what its client wrote
+            usage = counts_of(attempt.usage)
+        usage = believed(usage, most_written(backend, prompt))
         # Of an answer to a prompt that came in one piece the judge has seen the end.
         seen = attempt.pieces == 1 and attempt.first_at and prompt is not None
         ended = COMPLETE
@@ -570,3 +585,10 @@ def _is_foreign(label: str, attempt: Attempt, tail: bytes, usage: Usage) -> bool
     ):
         return False
     return not speaks_api(tail, attempt.pieces <= TAIL) and attempt.response_head.get(b"content-encoding") is None
+
+
+def most_written(backend: Backend, prompt: Prompt | None) -> int:
+    """As many tokens as an answer can have."""
+    return (backend.replica.max_model_len or UNKNOWN_CONTEXT) * (
+        1 if prompt is not None and not prompt.several else MOST_SEQUENCES
+    )

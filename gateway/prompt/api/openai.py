@@ -35,8 +35,8 @@ _BRIEF_IDS = 4096  # ids or prompts: 0.6 us each
 _LONGEST_NUMBER = 100  # characters; 64 bits take 20
 # What vLLM allows `n` to be unless VLLM_MAX_N_SEQUENCES says otherwise. Here for all prompts of a request together,
 # while vLLM looks at `n` alone and takes 1,024 prompts. It ignores `best_of` (0.28 and 0.32 tried).
-_MOST_SEQUENCES = 16_384
-_LONG_CONTEXT = 1_000_000  # tokens that a prompt may have where its model's context is not looked up
+MOST_SEQUENCES = 16_384
+UNKNOWN_CONTEXT = 1_000_000  # tokens that a prompt may have where nothing tells how many, or nobody looks
 # Characters of what a client wrote that outlive the body: of a longer session the SHA-256 stands for it.
 _LONG_SESSION = 256
 # What engines read as an integer and the gateway only passes on.
@@ -196,25 +196,29 @@ def refuse_sequences(path: str, request: Mapping[str, Any], n: int) -> None:
     if path not in (CHAT, COMPLETIONS):
         return
     times, key = max((n, "n"), (integer(request.get("best_of")) or 1, "best_of"), key=lambda one: one[0])
-    if times > _MOST_SEQUENCES:
-        raise ApiError(400, f"{key} must be at most {_MOST_SEQUENCES}, got {times}", param=key)
+    if times > MOST_SEQUENCES:
+        raise ApiError(400, f"{key} must be at most {MOST_SEQUENCES}, got {times}", param=key)
     prompts = _count_prompts(request) if path == COMPLETIONS else 1
-    if prompts * times <= _MOST_SEQUENCES:
+    if prompts * times <= MOST_SEQUENCES:
         return
-    fewer = _MOST_SEQUENCES // times
+    fewer = MOST_SEQUENCES // times
     what, right, param = f"{prompts:,} prompts", f"at most {fewer:,} prompt{'s' * (fewer > 1)} in a request", "prompt"
     if times > 1:
         what += f", each with {key}={times}, are {prompts * times:,} sequences"
-        if prompts <= _MOST_SEQUENCES:
-            right, param = f"{right}, or {key}={_MOST_SEQUENCES // prompts} at most", key
+        if prompts <= MOST_SEQUENCES:
+            right, param = f"{right}, or {key}={MOST_SEQUENCES // prompts} at most", key
     raise ApiError(
-        400, f"{what}: more than the {_MOST_SEQUENCES:,} that a request may ask for. Send {right}", param=param
+        400, f"{what}: more than the {MOST_SEQUENCES:,} that a request may ask for. Send {right}", param=param
     )
 
 
 def refuse_invocation(body: bytes) -> None:
-    """As `refuse_sequences`, of a body whose field decides whether it is a completion or a chat (SageMaker's)."""
-    request, _ = parse(body, _LONG_CONTEXT)
+    """As `refuse_sequences`, of a body whose field decides whether it is a completion or a chat (SageMaker's). What is
+    wrong with one that cannot be read is for the engine to say."""
+    try:
+        request, _ = parse(body, UNKNOWN_CONTEXT)
+    except ApiError:
+        return
     refuse_sequences(COMPLETIONS, request, integer(request.get("n")) or 1)
 
 

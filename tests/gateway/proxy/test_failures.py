@@ -15,7 +15,7 @@ from policies.costs import Costs
 from replicas import State
 
 from ..http.talk import eventually, free_port, read_request
-from .replies import ANSWER, BODY, EVENT, LONG, SSE_HEAD, USAGE, answers, chunk, post, says, silent, streams
+from .replies import ANSWER, BODY, EVENT, LONG, SSE_HEAD, USAGE, answers, chunk, post, reply, says, silent, streams
 from .stack import stack
 
 
@@ -500,6 +500,34 @@ async def test_a_bug_while_an_answer_is_under_way_writes_no_second_one_into_it(m
         await talk.say(post())
         assert (await talk.rest()).partition(b"\r\n\r\n")[2] == chunk(EVENT)
         assert "an answer that was under way made the gateway fail" in caplog.text
+        await eventually(s.idle)
+
+
+async def test_a_bug_behind_the_end_of_an_answer_leaves_the_next_one_alone(caplog):
+    def fails(*_):
+        raise ZeroDivisionError("a bug")
+
+    ends, goes_on = asyncio.Event(), asyncio.Event()
+
+    async def script(reader, writer):
+        for event in (ends, goes_on):
+            await read_request(reader)
+            await event.wait()
+            writer.write(reply())
+
+    async with stack(script) as s:
+        talk = await s.talk()
+        await talk.say(post())
+        await eventually(lambda: s.proxy.exchanges)
+        (first,) = s.proxy.exchanges
+        ends.set()
+        await talk.response()
+        await eventually(s.idle)
+        await talk.say(post())
+        await eventually(lambda: s.proxy.exchanges)
+        first.run_isolated(fails)
+        goes_on.set()
+        assert (await talk.response())[2] == ANSWER and "a bug" in caplog.text
         await eventually(s.idle)
 
 

@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from gateway.proxy.answers import NOTHING, Usage, read_usage
+from gateway.proxy.answers import MOST_SEARCHED, NOTHING, Usage, believed, read_usage
 
 
 def test_openai_usage_is_read_from_a_whole_answer():
@@ -37,3 +37,51 @@ def test_anthropic_and_responses_spell_it_their_way():
 )
 def test_what_is_not_said_is_not_guessed(tail):
     assert read_usage(tail) == NOTHING
+
+
+OWN = {"usage": {"input_tokens": 7, "output_tokens": 12}}
+FAKE = {"usage": {"input_tokens": 9, "output_tokens": 7000}}
+TOOL = {"type": "function", "name": "f", "parameters": {"type": "object", **FAKE}}
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"user": "usage"},
+        {"user": 'say "usage": {"output_tokens": 9}'},
+        {"metadata": {"k": "usage"}},
+        {"metadata": FAKE},
+        {"instructions": "usage"},
+        {"instructions": "\\"},
+        {"tools": [TOOL]},
+        {"tools": [TOOL] * 50, "text": FAKE},
+        {"prompt_logprobs": [{"1": {"logprob": -1.5, "decoded_token": "usage"}}] * 50},
+    ],
+)
+@pytest.mark.parametrize("before", [True, False])
+def test_what_a_client_wrote_and_an_answer_repeats_is_not_its_usage(said, before):
+    answer = {**said, **OWN} if before else {**OWN, **said}
+    assert read_usage(json.dumps(answer).encode()) == Usage(7, 12, None)
+    event = {"type": "response.completed", "response": answer, "sequence_number": 9}
+    tail = b"event: response.completed\ndata: " + json.dumps(event).encode() + b"\n\ndata: [DONE]\n\n"
+    assert read_usage(tail, 2) == Usage(7, 12, None)
+    half = len(tail) // 2
+    assert read_usage(
+        b"%x\r\n%b\r\n%x\r\n%b\r\n0\r\n\r\n" % (half, tail[:half], len(tail) - half, tail[half:]), 2
+    ) == Usage(7, 12, None)
+
+
+def test_a_usage_is_found_by_its_end_alone():
+    """The last bytes of an answer may begin within whatever stands before."""
+    answer = json.dumps({"output": ["a text " * 9] * 9, "tools": [TOOL] * 3, **OWN}).encode()
+    for cut in range(0, answer.rindex(b'"usage"'), 7):
+        assert read_usage(answer[cut:]) == Usage(7, 12, None)
+    assert read_usage(json.dumps({**OWN, "pad": "x" * MOST_SEARCHED}).encode()) == NOTHING
+    assert read_usage(json.dumps({"pad": "x" * MOST_SEARCHED, **OWN}).encode()) == Usage(7, 12, None)
+
+
+def test_counts_that_cannot_be_are_not_believed():
+    assert believed(Usage(10, 5, 10), 5) == Usage(10, 5, 10)
+    assert believed(Usage(10, 999_999_999_999, 3), 131_072) == Usage(10, None, 3)
+    assert believed(Usage(301, 5, 999_999_999), 131_072) == Usage(301, 5, None)
+    assert believed(Usage(None, None, 4), 131_072) == NOTHING

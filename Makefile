@@ -9,7 +9,7 @@ VLLM ?= 0.28.0 0.32.0
 # A thousand processes that tests start would each compile the modules that they import, 0.2 s of CPU for a gateway.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo demo-vllm test soak dashboards check-grafana lint guard test-vllm test-compose test-clients test-pythons wheel clean test-alerts
+.PHONY: setup demo demo-vllm test soak dashboards check-grafana lint guard properties test-vllm test-compose test-clients test-pythons wheel clean test-alerts
 
 setup: .venv/ready
 
@@ -44,6 +44,14 @@ demo-vllm: setup
 test: setup
 	@$(BIN)/python -m pytest --ignore tests/vllm --ignore tests/containers --ignore tests/test_instructions.py --ignore tests/deploy/test_faults.py --numprocesses 4 --dist loadfile --no-loadscope-reorder $(ARGS)
 
+# The tests with made-up inputs, with new ones in each round: `make test` always tries the same. What they find becomes an
+# `@example` of its test.
+ROUNDS ?= 5
+properties: setup
+	@for round in $$(seq $(ROUNDS)); do \
+	  $(BIN)/python -m pytest -m hypothesis --hypothesis-profile new --ignore tests/vllm --ignore tests/containers --numprocesses 4 $(ARGS) || exit; \
+	done
+
 # Each alert on real gateways and engines that are killed, stopped and slowed, with a real Prometheus: nine minutes.
 test-alerts: setup
 	@$(BIN)/python -m pytest tests/deploy/test_faults.py $(ARGS)
@@ -55,12 +63,14 @@ dashboards: setup
 check-grafana: dashboards
 	@$(BIN)/python -m deploy.grafana.check
 
-# Style, imports and names; the formatter's layout; types, strict in the rooms that pyproject.toml names. To mend what can be
-# mended by itself: .venv/bin/ruff check --fix; .venv/bin/ruff format
+# Style, imports and names; the formatter's layout; types, strict in the rooms that pyproject.toml names; and that all tests
+# can be collected, also those that `make test` does not run. To mend what can be mended by itself: .venv/bin/ruff check --fix;
+# .venv/bin/ruff format
 lint: setup
 	@$(BIN)/ruff check
 	@$(BIN)/ruff format --check
 	@$(BIN)/mypy
+	@$(BIN)/python -m pytest --collect-only --quiet tests >.venv/collected || { tail -30 .venv/collected; exit 1; }
 
 # The decision path's cost in instructions, which no load on the machine changes. Needs valgrind; skipped where it cannot be had.
 guard: setup valgrind

@@ -2,7 +2,7 @@
 
     HITHERTO_VLLM=~/.cache/hitherto/vllm-0.28.0 python -m bench.calibration [--quick] [--profile FILE] [--json FILE]
 
-A real vLLM on the CPU with a tiny model is measured by `hitherto calibrate`; a simulated engine gets the profile. Work:
+A real vLLM on the CPU with a tiny model is measured by `loadgen calibrate`; a simulated engine gets the profile. Work:
 tau-bench airline conversations (tools, one long system prompt) and MT-Bench-101 dialogues (nothing shared), half of the
 requests each, turn by turn with the file's replies, so that both engines get the same prompts; conversations begin as a
 Poisson process. Loads are shares of the rate at which the real engine gets through a backlog. Each load runs on the
@@ -174,7 +174,7 @@ def main(argv: list[str] | None = None) -> int:
         with Engine(model, log=folder / "engine.log", blocks=BLOCKS) as engine:
             profile = args.profile or args.save_profile or folder / "vllm.yaml"
             if not args.profile:
-                subprocess.run([sys.executable, "-m", "gateway", "calibrate", engine.url, "--seconds", "30" if args.quick else "120",
+                subprocess.run([sys.executable, "-m", "loadgen", "calibrate", engine.url, "--seconds", "30" if args.quick else "120",
                                 "--out", str(profile)], check=True)  # fmt: skip
             with simulated(profile, model, folder / "sim.log") as sim:
                 asyncio.run(answers(sim))

@@ -52,7 +52,7 @@ class Contender:
     command: str  # {port}, {aux}, {urls}, {replicas}, {events}, {replays}, {model}, {name}: see `argv`
     session: bool = False  # gets a session header
     workers: str = ""  # path that lists the workers, for peers that accept requests before they know all
-    rule: str = ""  # the same rule, as `loadgen.simulate.field` calls it, for those that it has
+    rule: str = ""  # the same rule, as `bench.rules` calls it, for those that it has
 
     @property
     def missing(self) -> str:

@@ -6,7 +6,7 @@ Engines are `gpu-8b`; a transfer moves 128 KiB a token at 100 Gbit/s and takes 1
 prefill:both:decode, so 2:0:6 has two engines that only compute prompts for others and 0:8:0 nobody with a role. Rules
 are those of `policies.leg_rules`; with `never` prefillers idle, which is the floor of a fleet. `llmd:100`
 comes with llm-d's weights for the choice of replicas, all others with `least_time`. `queue` and `queue:1000` are a
-global prefill queue of which whoever is free takes the next (`loadgen.simulate.field.prefill_queue`), the second as
+global prefill queue of which whoever is free takes the next (`bench.rules.prefill_queue`), the second as
 Dynamo had it.
 
 trace   Mooncake's conversations (13,700 tokens of prompt and 340 of answer) on eight engines, at several rates:

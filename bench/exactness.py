@@ -138,7 +138,7 @@ async def play(
     with tempfile.NamedTemporaryFile("w", suffix=".yaml") as profile:
         profile.write(engines)
         profile.flush()
-        async with Stack("least_time", count, profile.name, isolated=True) as stack:
+        async with Stack("least_time", count, profile.name) as stack:
             await first_events(stack)
             seen = await ask_all(stack.base_url, chosen, concurrent)
             return seen, await fetched(stack)

@@ -28,15 +28,20 @@ HEAD = """\
 # Which prompts are exact
 
 A prompt is *exact* if the gateway makes the very token ids that the engine makes, so that it knows which of its blocks each
-replica holds. Where it cannot be sure it says so and *declines*: the request is routed by load (or by the text of the prompt), and
+replica holds. Where it cannot be sure it says so and *declines*: the request is matched as text, from where that is so on, and
 `hitherto explain`, `hitherto_prompts_total{mode}` and `hitherto doctor` tell why. A *wrong* prompt, one that is called exact and is
 not, must not happen: tests fail on the first.
 
 Each row below was counted against the ids that vLLM's own renderers made of request bodies: chat, Responses, Messages and
 completions with tools, tool calls, reasoning, parts, template variables, truncation, and texts that look like special tokens.
 `make test-vllm ARGS="-m exact"` asks an installed vLLM again, and `python -m bench.exactness` prints this table with the hits
-of simulated engines. Bodies that vLLM refuses are not counted. What tokens an engine makes of a text is asked of each engine when
-it is adopted, whatever its model ([tokenizers](vllm.md#tokenizers)).
+of simulated engines. Bodies that vLLM refuses are not counted. What tokens an engine makes of fixed texts and of fixed chats is
+asked of each engine when it is adopted, whatever its model ([tokenizers](vllm.md#tokenizers), [chats](vllm.md#chats)).
+
+Conversations are exact with vLLM 0.28 to 0.33, whose sources were read. Older versions get them by text: their rules are others
+(0.16 to 0.21 drop `reasoning_content`). With newer ones, with a version that is not told, and with other engines they are exact
+once an engine has made the same ids of the fixed chats. Once an answer counts other tokens than were made, no body of
+that kind is refused by the gateway's count; after a second body they are routed by text, until 32 in a row were counted alike.
 
 ## Families with rules or files of their own
 
@@ -95,7 +100,7 @@ def _by_load() -> str:
         lines.append(f"| {name} | {why} |\n")
     others = "".join(f"- `{one}`\n" for one in sorted(WRITTEN_BY_UNKNOWN_RULES))
     return (
-        "## Models that are routed by load\n\n| model | why |\n|---|---|\n"
+        "## Models that are matched as text\n\n| model | why |\n|---|---|\n"
         + "".join(lines)
         + "\nEngines write the conversations of these architectures by rules that the gateway does not have; their completions are\n"
         "exact:\n\n" + others

@@ -49,14 +49,16 @@ import numpy as np
 import policies
 from bench import field_tables, field_verdict
 from bench.field_cells import CELLS, QUICK, SLOS, Cell, files, made_of, saturated, setting, work, working_set
+from bench.rules import NAMES as OTHERS
+from bench.rules import make
 from loadgen.drive.records import Record
 from loadgen.report.summary import machine, meets
-from loadgen.simulate import Outcome, field, simulate
+from loadgen.simulate import Outcome, simulate
 
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).with_name("results") / "field.json"
 # What one asks about first. `sglang_chars` does as `sglang_tokens` wherever no tree is full, which none is here.
-KNOWN = tuple(dict.fromkeys((field_tables.OURS, *field_tables.ORACLES, *field.NAMES, *policies.NAMES)))
+KNOWN = tuple(dict.fromkeys((field_tables.OURS, *field_tables.ORACLES, *OTHERS, *policies.NAMES)))
 RULES = tuple(rule for rule in KNOWN if rule != "sglang_chars")
 QUICK_RULES = (
     field_tables.OURS,
@@ -82,12 +84,12 @@ def fingerprint(*what: object) -> str:
 def source(rule: str) -> str:
     """The code that decides: the rule's file, the simulation, and what the rule uses of the gateway: learned costs with
     all of `policies`, or the engines' true state."""
-    text = inspect.getsource(sys.modules[type(field.make(rule, truth=object())).__module__])
-    text += _code("loadgen/simulate", "gateway.py", "truth.py", "verb.py") + _code("replicas/simulated")
+    text = inspect.getsource(sys.modules[type(make(rule, truth=object())).__module__])
+    text += _code("loadgen/simulate", "gateway.py", "rules.py", "verb.py") + _code("replicas/simulated")
     if rule in field_tables.ORACLES:
-        text += (ROOT / "loadgen/simulate/truth.py").read_text()
+        text += (ROOT / "bench/rules/truth.py").read_text()
     if ".costs" in text:
-        text += _code("policies") + _code("policies/rules") + _code("loadgen/simulate", "truth.py")
+        text += _code("policies") + _code("policies/rules") + _code("loadgen/simulate", "rules.py")
     return text
 
 

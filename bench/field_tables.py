@@ -12,12 +12,12 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import TYPE_CHECKING
 
-from loadgen.simulate import field
+from bench.rules.oracle import Oracle, OracleAnswer
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-OURS, ORACLE, ORACLE_ANSWER = "least_time", field.Oracle.name, field.OracleAnswer.name
+OURS, ORACLE, ORACLE_ANSWER = "least_time", Oracle.name, OracleAnswer.name
 ORACLES = (ORACLE, ORACLE_ANSWER)
 # What rules are compared in; of each the least is best.
 COMPARED = {

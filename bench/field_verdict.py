@@ -22,7 +22,7 @@ from math import ceil, inf
 
 import policies
 from bench.field_tables import ORACLE_ANSWER, ORACLES, OURS, Judged, Runs, judged, runs
-from loadgen.simulate import field
+from bench.rules import NAMES as OTHERS
 
 STICKY = ("session_hash", "sticky_least_loaded", "consistent_hash")
 _BLIND = ("round_robin", "least_load")  # to caches: who uses one of these today must not lose by the change
@@ -192,7 +192,7 @@ def read(said: str) -> Gaps:
 
 def _named(cut: str) -> str:
     """The rule whose name was cut."""
-    names = (*policies.NAMES, *field.NAMES, *ORACLES)
+    names = (*policies.NAMES, *OTHERS, *ORACLES)
     return cut if cut in names else next(name for name in names if name.startswith(cut))
 
 

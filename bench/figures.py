@@ -41,7 +41,7 @@ def answered() -> Exchange:
     exchange.continuation = None
     exchange.prompt, exchange.begun, exchange.prepared_at, exchange.attempts = prompt, now - 1.4, now - 1.399, [attempt]
     attempt.prompt, attempt.exchange, attempt.status, attempt.streams, attempt.leg = prompt, exchange, 200, True, None
-    attempt.pieces, attempt.seen_pieces, attempt.pauses = 64, 53, 0
+    attempt.pieces, attempt.seen_pieces, attempt.pauses, attempt.seen_late = 64, 53, 0, False
     attempt.begun_at, attempt.first_at, attempt.seen_at, attempt.ended_at = now - 1.398, now - 1.3, now - 0.2, now
     return exchange
 

@@ -4,7 +4,7 @@ same loads.
     python -m bench.peers [--quick] [--loads trace,agents] [--gateways A,B] [--json FILE]
 
 Four engines as processes, started afresh for each run, and a gateway that knows nothing; open loop, chat with words.
-Where `loadgen.simulate.field` (or ours) has the gateway's rule, the same load is played by `loadgen simulate` too, with
+Where `bench.rules` (or ours) has the gateway's rule, the same load is played by `loadgen simulate` too, with
 the same engines on a virtual clock: figures read "wall / virtual", so that one sees whether the rules simulated are
 those that real gateways follow.
 

@@ -3,10 +3,9 @@
     python -m bench.two_legs [--rounds 3] [--loads plain,stream,chat] [--json FILE]
 
 Runs the side-by-side script of `bench.datapath` with two mock engines that answer at once, and one gateway after the
-other in each round: this one with the engines as they are (one leg a request), with one as prefiller and one as decoder
-whose legs are sent at the same time (SGLang's way), with two that are asked one after the other (NIXL's way, engines of
-`bench.nixl_engine`), and the P/D modes of sglang-router and vllm-router where they are installed, each in front of the
-engines of its way. All choose by `round_robin`, which sends every request in two legs: engines that answer at once
+other in each round: this one with the engines as they are (one leg a request), with two that are asked one after the
+other (NIXL's way, engines of `bench.nixl_engine`), and the P/D mode of vllm-router in front of these, where it is
+installed. All choose by `round_robin`, which sends every request in two legs: engines that answer at once
 would be worth none by a price. The mock engines move no caches. Exits with 3 where the script is absent.
 """
 
@@ -25,15 +24,9 @@ NIXL_ENGINES = "BENCH_NIXL_ENGINES"
 # By name: the command, and what stands for the two engines, prefiller first.
 GATEWAYS = {
     "one_leg": (f"{OURS} {{first}} {{second}}", ""),
-    "two_legs": (f"{OURS} {{first}}#role=prefill,transfer=sglang {{second}}#role=decode,transfer=sglang", ""),
-    "two_legs_nixl": (
+    "two_legs": (
         f"{OURS} {{nixl_first}}#role=prefill,transfer=nixl {{nixl_second}}#role=decode,transfer=nixl",
         "",
-    ),
-    "sglang_pd": (
-        "{peers}/sglang/bin/sglang-router launch --host 127.0.0.1 --port {port} --pd-disaggregation --prefill {first} 8998"
-        " --decode {second} --policy round_robin --prometheus-port {aux}",
-        "sglang/bin/sglang-router",
     ),
     "vllm_pd": (
         "{peers}/vllm/bin/vllm-router --host 127.0.0.1 --port {port} --vllm-pd-disaggregation --prefill {nixl_first}"

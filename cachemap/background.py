@@ -1,4 +1,7 @@
-"""Background work that must not end unseen: loops that are started again after a fault, and a record of every fault."""
+"""Background work that must not end unseen: loops that are started again after a fault, and a record of every fault.
+
+The record, `FaultRecord`, serves for other work as well that goes on after a fault.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ LOG_SECONDS = 10.0  # between two tracebacks of one kind; the failures between t
 
 @dataclass(slots=True)
 class Failures:
-    """How often one kind of background work failed, and how it failed last."""
+    """How often one kind of work failed, and how it failed last."""
 
     count: int = 0
     last: str = ""
@@ -26,12 +29,37 @@ class Failures:
     logged_at: float = float("-inf")
 
 
-class Background:
-    """The background work of one gateway. `failures` has an entry for every kind of work there is, failed or not, so
-    that its counter exists before the first failure."""
+class FaultRecord:
+    """The faults of work that goes on after them. `failures` has an entry for every kind of work there is, failed or
+    not, so that its counter exists before the first failure."""
 
     def __init__(self) -> None:
         self.failures: dict[str, Failures] = {}
+
+    def count(self, kind: str, last: str) -> Failures:
+        """Count a failure, which `last` says in words."""
+        failures = self.failures.setdefault(kind, Failures())
+        failures.count += 1
+        failures.last, failures.at = last, monotonic()
+        return failures
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """How often each kind of work failed, for /metrics."""
+        return {kind: one.count for kind, one in self.failures.items()}
+
+    def recent(self) -> dict[str, dict[str, Any]]:
+        """What failed within the last minutes, for /status and the doctor."""
+        now = monotonic()
+        return {
+            kind: {"failures": one.count, "last": one.last, "seconds_ago": round(now - one.at, 1)}
+            for kind, one in self.failures.items()
+            if one.count and now - one.at < RECENT_SECONDS
+        }
+
+
+class Background(FaultRecord):
+    """The background work of one gateway."""
 
     def spawn(
         self, kind: str, work: Callable[[], Coroutine[Any, Any, None]], *, on_failure: Callable[[], None] = lambda: None
@@ -59,29 +87,12 @@ class Background:
     def failed(self, kind: str, error: BaseException, subject: str = "") -> None:
         """Count and log a failure. `subject` says of what, where the kind of work has several, such as a replica's
         id."""
-        failures = self.failures.setdefault(kind, Failures())
-        failures.count += 1
-        failures.last = f"{subject}: {_describe(error)}" if subject else _describe(error)
-        failures.at = now = monotonic()
-        if now - failures.logged_at > LOG_SECONDS:
-            failures.logged_at = now
+        failures = self.count(kind, f"{subject}: {_describe(error)}" if subject else _describe(error))
+        if failures.at - failures.logged_at > LOG_SECONDS:
+            failures.logged_at = failures.at
             log.error(
                 "%s failed and is started again (failure %d): %s", kind, failures.count, failures.last, exc_info=error
             )
-
-    @property
-    def counts(self) -> dict[str, int]:
-        """How often each kind of work failed, for /metrics."""
-        return {kind: one.count for kind, one in self.failures.items()}
-
-    def recent(self) -> dict[str, dict[str, Any]]:
-        """What failed within the last minutes, for /status and the doctor."""
-        now = monotonic()
-        return {
-            kind: {"failures": one.count, "last": one.last, "seconds_ago": round(now - one.at, 1)}
-            for kind, one in self.failures.items()
-            if one.count and now - one.at < RECENT_SECONDS
-        }
 
 
 def _describe(error: BaseException) -> str:

@@ -14,6 +14,10 @@ TIERS = ("gpu", "cpu", "disk", "remote")
 _GROUP = re.compile(r"group (\d{1,5}), last (\d{1,9})")
 _CHUNKS = re.compile(r"(cpu|disk|remote) in (own )?chunks of (\d{1,5})")
 
+# In a group's index, which gateways tell each other in 16 bits:
+STATES = 1 << 14  # it is of Mamba layers
+PARTS = 1 << 15  # it has ends of prompts within blocks of full attention
+
 
 class CacheGroup(NamedTuple):
     """A further KV cache group of an engine whose layers are not all alike: beside the blocks of full attention, which
@@ -24,8 +28,33 @@ class CacheGroup(NamedTuple):
     last block says all; EVERY for one more group of full attention. `tier` is how changes name the group.
     """
 
-    index: int  # type: ignore[assignment]  # of the engine; hides tuple.index, which nobody calls
+    # of the engine, with STATES or PARTS; hides tuple.index, which nobody calls
+    index: int  # type: ignore[assignment]
     last: int
+
+    @classmethod
+    def of_states(cls, index: int) -> "CacheGroup":
+        """One of Mamba layers. Its index here is told apart from those of other kinds."""
+        return cls(index | STATES, 1)
+
+    @classmethod
+    def of_parts(cls, index: int, whole: int) -> "CacheGroup":
+        """The ends of prompts within blocks of full attention, each of which has so many (`whole`) of the blocks that
+        prompts are hashed in. A hit may end at one if all before its block is held."""
+        return cls(index | PARTS, whole)
+
+    @property
+    def told_as(self) -> int:
+        """The engine's index."""
+        return self.index & ~(STATES | PARTS)
+
+    @property
+    def has_states(self) -> bool:
+        return bool(self.index & STATES)
+
+    @property
+    def has_parts(self) -> bool:
+        return bool(self.index & PARTS)
 
     @property
     def tier(self) -> str:

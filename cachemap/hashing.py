@@ -17,7 +17,7 @@ from xxhash import xxh3_64_intdigest
 TOKEN_BYTES = 4  # token ids are unsigned 32-bit, little-endian
 
 
-_LONG_SALT = 256  # characters: clients choose salts, and 4,096 of them are kept
+_LONG = 256  # characters: clients choose salts and engines call adapters as they like, and 4,096 of them are kept
 
 
 def chain_seed(model: str, block_size: int, adapter: str | None = None, cache_salt: str | None = None) -> int:
@@ -26,7 +26,7 @@ def chain_seed(model: str, block_size: int, adapter: str | None = None, cache_sa
     Each field is written with its length, so that no two combinations spell the same
     bytes; None and "" mean the same, as they do to the engine.
     """
-    short = cache_salt is None or len(cache_salt) <= _LONG_SALT
+    short = len(adapter or "") + len(cache_salt or "") <= _LONG
     return (_seed if short else _seed.__wrapped__)(model, block_size, adapter, cache_salt)
 
 
@@ -65,6 +65,29 @@ def covering(keys: Sequence[object], seed: int) -> int:
     return xxh3_64_intdigest(repr(keys).encode("utf-8", "surrogatepass"), seed)
 
 
+def looking_ahead(hashes: Sequence[int], ahead: np.ndarray) -> list[int]:
+    """Return block names that also cover the tokens following each block. XOR-based, so applying it to a name gives
+    back the block's own hash. `hashes`: of the blocks alone; `ahead`: those tokens, a row for each block."""
+    names = np.array(hashes, np.uint64)
+    for place in range(ahead.shape[1]):
+        mixed = ahead[:, place].astype(np.uint64) + np.uint64((place << 32) + 1)
+        mixed *= np.uint64(0x9E3779B97F4A7C15)
+        mixed ^= mixed >> np.uint64(29)
+        mixed *= np.uint64(0xBF58476D1CE4E5B9)
+        names ^= mixed
+    told: list[int] = names.tolist()
+    return told if all(told) else [name or 1 for name in told]
+
+
+def named_ahead(hashes: Sequence[int], tokens: bytes | memoryview, block_size: int, ahead: int) -> array:  # type: ignore[type-arg]
+    """The names of a prompt's blocks that are known by `ahead` tokens behind them too, as far as it has those; `hashes`
+    are the blocks' own."""
+    ids = np.frombuffer(tokens, np.uint32)
+    count = max(0, min((len(ids) - ahead) // block_size, len(hashes)))
+    rows = np.arange(1, count + 1)[:, None] * block_size + np.arange(ahead)
+    return array("Q", looking_ahead(hashes[:count], ids[rows]))
+
+
 class Span(NamedTuple):
     """An item of media in a prompt: `length` placeholder tokens from the one at `offset` on."""
 
@@ -73,9 +96,11 @@ class Span(NamedTuple):
     length: int
 
 
-def hash_with_media(tokens: bytes | memoryview, block_size: int, seed: int, spans: Sequence[Span]) -> list[int]:
+def hash_with_media(
+    tokens: bytes | memoryview, block_size: int, seed: int, spans: Sequence[Span], ahead: int = 0
+) -> list[int]:
     """As `hash_blocks`, where each block that has placeholders of an item covers that item too. `spans` are in order;
-    one may begin at the last token of the one before it."""
+    one may begin at the last token of the one before it. `ahead`: so many tokens behind a block count for that too."""
     width = block_size * TOKEN_BYTES
     if len(tokens) < width:
         return []
@@ -83,7 +108,7 @@ def hash_with_media(tokens: bytes | memoryview, block_size: int, seed: int, span
     covered: dict[int, str] = {}  # what `covering` is given of each block, as text
     for identity, offset, length in spans:
         name = f"[{identity!r}, "
-        for i in range(offset // block_size, -(-(offset + length) // block_size)):
+        for i in range(max(0, (offset - ahead) // block_size), -(-(offset + length) // block_size)):
             key = f"{name}{offset - i * block_size}]"
             covered[i] = f"{covered[i]}, {key}" if i in covered else key
     hashes, keys_of = [], covered.get

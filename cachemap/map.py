@@ -94,6 +94,7 @@ class CacheMap:
         self._live: list[tuple[int, _Replica]] = []
         self._modelled: list[tuple[int, EngineModel]] = []
         self._observed = False
+        self._dropping: dict[int, bool] = {}  # by slot: whether it looks at the block that ends with the prompt
         self._last: tuple[Sequence[int], list[int], int | None] = ([], [], None)  # what `match` was asked and found
 
     def attach(self, name: str, capacity_blocks: int | None, observed: bool) -> int:
@@ -115,6 +116,11 @@ class CacheMap:
         self._recount()
         return slot
 
+    def resize(self, slot: int, capacity_blocks: int | None) -> None:
+        """The replica's cache has another size than was told when it joined."""
+        self._replica(slot).model.resize(capacity_blocks or UNKNOWN_CAPACITY)
+        self._gpu.capacity.expect(slot, capacity_blocks or 0)
+
     def detach(self, slot: int) -> None:
         """The replica is gone and its slot free for another."""
         self._replica(slot)
@@ -122,6 +128,7 @@ class CacheMap:
             table.capacity.detach(slot)
         self._groups.keep(slot, ())
         self._routed.clear(slot)
+        self._dropping.pop(slot, None)
         self._replicas[slot] = None
         self._recount()
 
@@ -138,8 +145,8 @@ class CacheMap:
 
     def match(self, hashes: Sequence[int], now: float, most: int | None = None) -> Match:
         """How much of the prompt with these block hashes each replica holds. `most`: blocks that can be hits, as the
-        engine always computes the last token; None: all. Only where a replica has several cache groups does it matter
-        which they are."""
+        engine always computes the last token; None: all. Only where a replica has several cache groups, or drops the
+        last block that it finds, does it matter which they are."""
         if self._observed:
             gpu = self._gpu.blocks
             found = gpu.prefix(hashes)
@@ -162,7 +169,39 @@ class CacheMap:
         if type(hashes) is GuessedBlocks:
             self._guess(hashes, held)
         self._last = (hashes, full, most)
+        if self._dropping:
+            if confirmed is full:
+                confirmed = full.copy()
+            self._drop(hashes, full, held, confirmed, len(hashes) if most is None else most)
         return Match(held, confirmed, self._further(hashes, held) if self._lower else {})
+
+    def drop(self, slot: int, drops: bool, to_end: bool = True) -> None:
+        """Whether the replica computes the last block that it finds once more, as engines do that speculate with the
+        model's hidden states. `to_end`: with several cache groups it looks for the block that ends with the prompt too.
+        """
+        self._replica(slot)
+        if drops:
+            self._dropping[slot] = to_end
+        else:
+            self._dropping.pop(slot, None)
+
+    def drops(self, slot: int) -> bool:
+        """Whether the last block that the replica finds is taken to be computed once more."""
+        return slot in self._dropping
+
+    def _drop(self, hashes: Sequence[int], full: list[int], held: list[int], confirmed: list[int], most: int) -> None:
+        """What is left of hits where the last block is dropped; those of several cache groups are looked up anew."""
+        most = min(most, len(hashes))
+        for slot, to_end in self._dropping.items():
+            if slot in self._groups.of and self._replica(slot).observed:
+                end = min(most + 1, len(hashes)) if to_end else most
+                hit = self._groups.reach_dropping(slot, hashes, full[slot], most, end)
+                predicted = held[slot] > confirmed[slot]
+                held[slot] = max(hit, min(held[slot], most) - 1) if predicted else hit
+                confirmed[slot] = hit
+            else:
+                held[slot] = max(0, min(held[slot], most) - 1)
+                confirmed[slot] = min(confirmed[slot], held[slot])
 
     def _in_all_groups(self, hashes: Sequence[int], full: list[int], most: int | None) -> list[int]:
         """What is a hit in all cache groups, of what full attention holds."""
@@ -191,9 +230,10 @@ class CacheMap:
             else:
                 tiers.append((tier.base, holders if chunk == 1 else [one for one in holders for _ in range(chunk)]))
         lower = {}
-        for slot, start in enumerate(held):
+        for slot, _ in self._live:
             if slot in self._groups.of:
                 continue  # which of its groups a slower tier holds is not known
+            start = held[slot]
             size = self.own_chunk(slot) if in_chunks else 1
             of_size = [(tier.base, holders) for tier, holders in in_chunks if tier.blocks == size]
             runs = _in_own_chunks(slot, start, size, of_size) if of_size else []
@@ -202,6 +242,8 @@ class CacheMap:
                 if base is None:
                     break
                 _add(runs, base, 1)
+            if slot in self._dropping:
+                runs = _but_last(runs)
             if runs:
                 lower[slot] = runs
         return lower
@@ -243,8 +285,8 @@ class CacheMap:
                 most = [max(blocks, chunks * chunk) for blocks, chunks in zip(most, found, strict=True)]
         return [0 if slot in self._groups.of else blocks for slot, blocks in enumerate(most)]
 
-    def expect(self, slot: int, hashes: Sequence[int], now: float) -> None:
-        """A prompt with these blocks was just routed to this replica.
+    def expect(self, slot: int, hashes: Sequence[int], now: float) -> int:
+        """Note that a prompt with these blocks was just routed to this replica. Return its number, for `take_back`.
 
         Called right after `match` of the same list, it leaves out one that is confirmed as a whole.
         """
@@ -255,18 +297,18 @@ class CacheMap:
             if replica.observed and slot in self._groups.of:
                 asked = last is hashes and slot < len(confirmed)
                 full, end = confirmed[slot] if asked else 0, most if asked and most is not None else len(hashes)
-                self._routed.add_in_groups(slot, hashes, now, end, full)
-            elif replica.observed:
-                self._routed.add(slot, hashes, now)
-            else:
-                replica.model.add(hashes)
+                return self._routed.add_in_groups(slot, hashes, now, end, full)
+            if replica.observed:
+                return self._routed.add(slot, hashes, now)
+            replica.model.add(hashes)
+        return 0
 
-    def take_back(self, slot: int, hashes: Sequence[int], held: int, now: float) -> None:
-        """The replica refused a prompt that was expected there at `now`, of which `held` blocks were taken to be there
+    def take_back(self, slot: int, hashes: Sequence[int], held: int, number: int) -> None:
+        """The replica refused the prompt that `expect` gave this number, of which `held` blocks were taken to be there
         before."""
         replica = self._replica(slot)
         if replica.observed:
-            self._routed.take_back(slot, hashes, held, now)
+            self._routed.take_back(slot, hashes, held + (slot in self._dropping), number)
         if not replica.observed or type(hashes) is GuessedBlocks:
             replica.model.take_back(hashes, held)
 
@@ -424,11 +466,11 @@ class CacheMap:
                 yield
 
     def resolve(self, slot: int, engine_keys: Sequence[int | bytes]) -> list[int]:
-        """Hashes of the blocks the replica holds in any tier under these keys, 0 if unknown."""
+        """Hashes of the blocks the replica holds in any tier or group under these keys, 0 if unknown."""
         self._replica(slot)
         tags = self._gpu.tags(engine_keys)
         hashes: np.ndarray = self._gpu.resolve(slot, tags)
-        for table in self._lower.values():
+        for table in [*self._lower.values(), *self._groups.of_slot(slot)]:
             if hashes.all():
                 break
             hashes = np.where(hashes == 0, table.resolve(slot, tags), hashes)
@@ -514,6 +556,11 @@ def _in_own_chunks(slot: int, start: int, size: int, tiers: list[tuple[str, list
             break
         _add(runs, base, min(size, (number + 1) * size - start))
     return runs if sum([count for _, count in runs]) >= size else []  # less than a chunk is not fetched
+
+
+def _but_last(runs: list[tuple[str, int]]) -> list[tuple[str, int]]:
+    """The same without the last block."""
+    return [*runs[:-1], (runs[-1][0], runs[-1][1] - 1)] if runs and runs[-1][1] > 1 else runs[:-1]
 
 
 def _add(runs: list[tuple[str, int]], tier: str, count: int) -> None:

@@ -18,7 +18,13 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 NEEDED = (
     *("gateway", "cachemap", "policies", "replicas", "loadgen", "pyproject.toml", "README.md", "LICENSE"),
-    *("compose.yaml", "compose.gateway.yaml", "constraints.txt", "deploy"),  # what `hitherto assets` writes
+    *(
+        "compose.yaml",
+        "compose.gpu.yaml",
+        "compose.gateway.yaml",
+        "constraints.txt",
+        "deploy",
+    ),  # what `hitherto assets` writes
 )
 
 

@@ -10,19 +10,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from cachemap import CacheMap, EventIntake
-from cachemap.background import Background, Failures
+from cachemap.background import Background, Failures, FaultRecord
 from cachemap.events import records
-from policies import CostGroup, Ledger
+from cachemap.events.records import Blocks
+from policies import CostGroup, Ledger, Own
 from replicas import Fleet, Replica, State
-from replicas.access import session_to
+from replicas.health import Limits as HealthLimits
 from replicas.launch import profile as profiles
 from replicas.lifecycle import TAKES_TRAFFIC
-from replicas.problems import block_size_set
 from replicas.pulse import BREAKS_FROM, Pulse
 
 from . import datapath
@@ -41,7 +42,7 @@ from .ops.recent.recent import Recent
 from .ops.view import View, given_twice
 from .proxy.backend import Backend
 from .proxy.decisions import Decisions
-from .proxy.retries import UNCONFIRMED
+from .proxy.retries import ABORTED, OWN, UNCONFIRMED
 from .spaces import ModelSpace
 from .tenants.keys import CLIENT_KEYS
 
@@ -54,6 +55,12 @@ CARE_SECONDS = 0.25
 # Kinds of background work
 CARE, FOLLOW_KEYS, FOLLOW_CERTIFICATE = "care for replicas", "API keys", "TLS certificate"
 METRICS = "metrics"  # a part of the page that could not be read
+CONNECTIONS, CLIENTS = "connections to replicas", "connections of clients"
+SHORT = "the gateway has no descriptors left: raise its limit of open files (LimitNOFILE, `ulimit -Hn`)"
+FULL = (
+    "new ones get 503 gateway_full, since the gateway nears its limit of open files and none is idle that could give way:"
+    " raise the limit (LimitNOFILE, `ulimit -Hn`)"
+)
 FOLLOW_RECENT, FOLLOW_PODS = "recent figures", "pods of the cluster"
 
 
@@ -84,7 +91,9 @@ class Gateway:
             self._inflight,
             self._waited,
             self._hear,
+            holds=lambda engine: self.proxy.conductor.holds(engine),
             drain_timeout=settings.drain_timeout_s,
+            limits=HealthLimits(lost_after=settings.hung_after_s),
             model=settings.served_model_name,
             authorities=settings.replica_ca,
             engine_key=secrets.engine_key,
@@ -103,9 +112,11 @@ class Gateway:
         self.certificate = datapath.certificate(settings, copies.get("tls"))
         self.usage_log = datapath.usage_log(settings, self.metrics)
         self.fleet.on_change.append(self._replica_changed)
+        self.fleet.on_changed.append(self._fleet_changed)
         self.kept = kept_replicas(settings)
         self.discovery = datapath.discovery(settings, self.fleet)
         self._was_ready = False
+        self._has_met = False  # a replica became ready since twins were last looked for
         self._twins: set[tuple[str, str]] = set()  # engines given under several names, and what was said of each
         self.slots: dict[str, int] = {}
         self.intakes: dict[str, EventIntake | SharedIntake] = {}
@@ -132,8 +143,10 @@ class Gateway:
             pulse=self.pulse,
         )
         self.server = Server(self.proxy, datapath.limits(settings, self.models.pipelines))
+        self.server.clients.origins = datapath.origins(settings)
         if self.keys is not None:
             self.server.clients.head_fault = self.keys.head_fault
+        self.server.clients.on_full = lambda: self.background.failed(CLIENTS, OSError(FULL))
         self.decisions = Decisions(self.proxy, decision_prefix)
         self.view = View(settings, self.metrics, self.fleet.replicas, self.ledger, self.map, self.slots, self.intakes)
         self.models.moved, self.models.on_change = self._moved, self._models_changed
@@ -144,6 +157,7 @@ class Gateway:
         self.view.models, self.view.served_by = self.models, known_models.served_by
         self.view.expected_back, self.view.gone = known_models.expected_back, known_models.gone
         self.view.background = self.background
+        self.view.policies = self._own_policies()
         self.view.keys, self.view.metering = self.keys, self.metering
         self.view.certificate, self.view.control = self.certificate, self.proxy.control
         self.view.discovery = self.discovery
@@ -160,7 +174,8 @@ class Gateway:
                 self.proxy.placing.begin_batch,
                 self.proxy.placing.end_batch,
             )
-        self.background.failures.setdefault(METRICS, Failures())
+        for kind in (METRICS, CONNECTIONS, CLIENTS):
+            self.background.failures.setdefault(kind, Failures())
         self.metrics.on_failure = lambda part, error: self.background.failed(METRICS, error, part)
         self.metrics.read_from(self.view.reading)
         self.metrics.read_from(self._connections)
@@ -172,6 +187,16 @@ class Gateway:
         self.port = self.admin_port = 0
         self._caring: asyncio.Task[None] | None = None
         self._following: list[asyncio.Task[None]] = []
+
+    def _own_policies(self) -> FaultRecord:
+        """The record of how the policies fail that the operator wrote, the acting one and those in shadow."""
+        record, shadows = FaultRecord(), self.proxy.placing.shadows
+        in_shadow = shadows.policies.items() if shadows is not None else ()
+        for name, policy in ((self.settings.policy, self.proxy.router.policy), *in_shadow):
+            if isinstance(policy, Own):
+                record.failures[name] = Failures()
+                policy.on_failure = partial(record.count, name)
+        return record
 
     # --- start and stop
 
@@ -234,7 +259,8 @@ class Gateway:
         begun = monotonic()
         await self.server.drain(seconds)
         refused, ran = self.proxy.refuse_unanswered(), monotonic() - begun
-        cut = await self.server.end()
+        cut = self.proxy.end_streams()
+        cut += await self.server.end()
         if cut or refused:
             log.warning(
                 "%d requests were there after %.1f s: %d were cut in the middle of their answers, %d had none yet and got 503",
@@ -285,9 +311,13 @@ class Gateway:
     def traffic(self, replica: str, fault: str | None, count: int) -> None:
         if fault is None:
             self.fleet.succeeded(replica, count)
+        elif fault == OWN:
+            self.background.failed(CONNECTIONS, OSError(SHORT), replica)
         elif fault == UNCONFIRMED:
             self.fleet.unconfirmed(replica)
         elif fault not in ("status 503", "status 429"):  # "full, try another": load, not illness
+            if fault == ABORTED:  # it may end, and give up all that it is newly sent: it is asked whether it does
+                self.fleet.unconfirmed(replica)
             self.fleet.failed(replica, _FAULTS.get(fault, "5xx"))
 
     def _replica_changed(self, replica: Replica, old: State, new: State) -> None:
@@ -297,6 +327,11 @@ class Gateway:
                 self._forget(backend)
         elif new is State.READY:
             self._meet(replica)
+            self._has_met = True
+
+    def _fleet_changed(self) -> None:
+        if self._has_met:
+            self._has_met = False
             self._warn_of_twins()
         self._models_changed()
 
@@ -314,8 +349,12 @@ class Gateway:
         if backend is not None and backend.replica is not replica:  # removed, and added again before we saw it
             self._forget(backend)
             backend = None
+        if backend is not None:
+            self.map.resize(backend.slot, replica.num_blocks)
+            backend.candidate.rank_paths, backend.hidden = replica.rank_paths, self._hidden_from(replica)
         if backend is not None and backend.incarnation == replica.incarnation:
             self.models.adopt(replica)
+            self.proxy.settling.follow_drop(backend)
             self._follow_adapters(backend)
             if backend.source != replica.events:
                 self._listen(backend)
@@ -332,13 +371,17 @@ class Gateway:
             self.proxy.add(backend)
         else:  # another process behind the same address: its cache is empty
             self.map.clear(backend.slot)
-            backend.event_block_size = None
+            backend.event_format = None
             self.proxy.router.lost(replica.id)
         backend.follow_incarnation()
+        self.proxy.settling.follow_drop(backend)
         self.models.adopt(replica)
-        if problem := block_size_set(self.settings.block_size, replica.block_size, replica.page_size):
-            log.warning("replica %s: %s. To mend it, %s", replica.id, problem.what, problem.remedy)
+        self._say_unfit(replica)
         self._listen(backend, anew=True)
+
+    def _say_unfit(self, replica: Replica) -> None:
+        if problem := replica.unfit(self.settings.block_size):
+            log.warning("replica %s: %s. To mend it, %s", replica.id, problem.what, problem.remedy)
 
     def _hidden_from(self, replica: Replica) -> frozenset[bytes]:
         """Clients' headers that it does not get. A priority is their class's, where there are classes."""
@@ -361,10 +404,7 @@ class Gateway:
         backend = self.proxy.backends[replica.id]
         backend.candidate.space = space.number
         self.proxy.router.regroup(replica.id, space.costs)
-        if backend.incarnation == replica.incarnation and backend.event_block_size not in (
-            None,
-            space.format.block_size,
-        ):
+        if backend.incarnation == replica.incarnation and backend.event_format not in (None, space.format.blocks):
             self._listen(backend, anew=True)
 
     def _models_changed(self) -> None:
@@ -377,7 +417,7 @@ class Gateway:
     def _listen(self, backend: Backend, anew: bool = False) -> None:
         """Follow the replica's events as it tells of them now. `anew`: whatever is known of its cache is void."""
         source = backend.source = backend.replica.events
-        block_size = backend.event_block_size = self.models.block_size(backend.id)
+        block_size, looks_ahead = backend.event_format = self.models.blocks(backend.id)
 
         def begin() -> None:
             if anew:
@@ -392,21 +432,17 @@ class Gateway:
                 why = f"its cache is guessed from what is sent to it. {why[0].upper()}{why[1:]}"
             log.warning("replica %s: %s", backend.id, why)
             return
-        if source.hands_out_once and self.shared is None and self.settings.redis_url is not None:
-            log.warning("replica %s: its events are told once, so with event_intake: each every gateway and worker misses what "
-                        "another one fetches, and forgets its cache. Leave event_intake at `leased`", backend.id)  # fmt: skip
         following = {
             "endpoint": source.endpoint,
             "replay": source.replay,
             "snapshot": source.snapshot,
-            "decode": backend.replica.dialect.event_decoder(records, block_size),
+            "decode": backend.replica.dialect.event_decoder(records),
             "topic": "",  # all: one publisher an endpoint, and a topic nobody expected must not make us deaf
             "model": HASHED_AS,
             "block_size": block_size,
+            "looks_ahead": looks_ahead,
+            "told": backend.stored_as,
             "page_size": backend.replica.page_size,
-            "session": lambda: session_to(
-                backend.replica.address, backend.replica.tls, headers=backend.replica.credentials
-            ),
             "on_change": lambda state, reason: log.info("events of %s: %s: %s", backend.id, state, reason),
         }
         if self.shared is not None:
@@ -424,6 +460,8 @@ class Gateway:
             await asyncio.sleep(CARE_SECONDS)
             self.metrics.loop_delay_seconds.observe((), max(0.0, monotonic() - due))
             for backend in list(self.proxy.backends.values()):
+                if self.fleet.replicas.get(backend.id) is not backend.replica:
+                    await asyncio.sleep(0)  # each that goes costs some ms, and 100 ranks of one engine go at once
                 try:
                     self._care_for(backend, seen)
                 except Exception as error:  # one replica's trouble must not keep the others from being looked after
@@ -432,7 +470,10 @@ class Gateway:
     def _care_for(self, backend: Backend, seen: dict[str, float]) -> None:
         if self.fleet.replicas.get(backend.id) is not backend.replica:
             self._forget(backend)
+            self._models_changed()
             return
+        if backend.intake is not None and backend.incarnation == backend.replica.incarnation:
+            self._follow_blocks(backend, backend.intake.stored_as)
         scrape = backend.replica.scrape
         if scrape is None or seen.get(backend.id) == scrape.at:
             return
@@ -440,8 +481,21 @@ class Gateway:
         self.ledger.scraped(backend.id, scrape.waiting, scrape.kv_usage)
         self.proxy.router.count_seats(backend.id, scrape.running)
         idle = backend.candidate.load.requests == 0 and monotonic() - scrape.at < 0.5
-        if backend.drift.counted(scrape.prefix_queries, scrape.prefix_hits, idle):
-            self.proxy.settling.heal(backend, "the engine's own count of cached tokens differs from what was predicted")
+        self.proxy.settling.compare_counts(backend, scrape.prefix_queries, scrape.prefix_hits, idle)
+
+    def _follow_blocks(self, backend: Backend, told: Blocks) -> None:
+        """Its events agree on other blocks than were known: prompts are hashed in these from here on, or in the parts
+        of them that the engine finds."""
+        if told == backend.stored_as:
+            return
+        backend.stored_as, replica = told, backend.replica
+        before = replica.unfit(self.settings.block_size)
+        if replica.store_as(told.size, told.ahead, told.parts):
+            self.proxy.settling.follow_drop(backend)
+            self.models.adopt(replica)
+            self._models_changed()
+            if replica.unfit(self.settings.block_size) != before:
+                self._say_unfit(replica)
 
     def _forget(self, backend: Backend) -> None:
         self.proxy.remove(backend.id)
@@ -449,7 +503,6 @@ class Gateway:
         self.intakes.pop(backend.id, None)
         self.metrics.forget(backend.id)
         self.models.forget(backend.replica)
-        self._models_changed()
 
     def _connections(self) -> Reading:
         elsewhere = self.decisions.on()  # counted here, and on others' connections
@@ -461,7 +514,7 @@ class Gateway:
         return {
             **running,
             "unusable_files": {file: int(bool(why)) for file, why in followed.items() if why is not None},
-            "client_connections": len(self.server.connections),
+            "client_connections": self.server.open,
             "upstream_connections": upstream,
             "request_bytes": self.server.held,
             "prompt_memo_bytes": sum(one.prefixes.bytes for one in self.models.pipelines if one.prefixes is not None),
@@ -474,6 +527,9 @@ class Gateway:
 
     def differs(self, replica: str) -> Callable[[Sequence[int]], tuple[list[int], list[int]]]:
         return self.map.differs(self.slots[replica])
+
+    def requests_at(self, replicas: Collection[str]) -> list[str]:
+        return self.proxy.requests_at(replicas)
 
     async def explain(self, path: str, body: bytes, headers: dict[str, str]) -> dict[str, Any]:
         """What would happen to this request now. Nothing is placed."""

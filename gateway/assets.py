@@ -21,14 +21,23 @@ ABOUT = (
 )
 HERE = Path(__file__).parent.parent
 PACKAGES = ("gateway", "cachemap", "policies", "replicas", "loadgen")
-BESIDE = ("compose.yaml", "compose.gateway.yaml", "pyproject.toml", "constraints.txt", "README.md", "deploy")
+BESIDE = (
+    "compose.yaml",
+    "compose.gpu.yaml",
+    "compose.gateway.yaml",
+    "pyproject.toml",
+    "constraints.txt",
+    "README.md",
+    "deploy",
+)
 SHARE = "share/hitherto/"
 NEXT = """
     cd {folder}
-    docker compose up --build                            the whole house, with simulated engines
-    docker compose -f compose.gateway.yaml up --build    a gateway before your own engines
-    deploy/grafana/dashboards, deploy/alerts.yml         for a Grafana and a Prometheus that run already
-    deploy/hitherto.service                              a systemd unit"""
+    docker compose up --build                                        the whole house, with simulated engines
+    docker compose -f compose.yaml -f compose.gpu.yaml up --build    the same with engines on two GPUs
+    docker compose -f compose.gateway.yaml up --build                a gateway before your own engines
+    deploy/grafana/dashboards, deploy/alerts.yml                     for a Grafana and a Prometheus that run already
+    deploy/hitherto.service                                          a systemd unit"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,4 +1,4 @@
-"""`hitherto serve | config | key | replica | calibrate | explain | plan | doctor ...`: flags in, exit code out.
+"""`hitherto serve | config | key | replica | explain | plan | doctor ...`: flags in, exit code out.
 
 Flags are made from the schema in `gateway.settings`, so that a setting has one name, one help text
 and one check whether it comes from a file, the environment or the command line. Verbs import
@@ -36,6 +36,7 @@ METAVARS = {
     "pools": "YAML",
     "discover": "YAML",
     "allow_path": "PATH,...",
+    "allow_origin": "ORIGIN,...",
     "admin_allow_host": "NAME,...",
     "slo": "LIMITS",
     "scheduler": "YAML",
@@ -57,6 +58,10 @@ SUBJECTS = {
     "max_body_bytes": "limits",
     "allow_path": "what clients get, and what is logged",
 }
+
+
+ACTIONS = ("list", "add", "drain", "remove")  # of `replicas`
+OF_ITS_OWN = {"explain": "BODY.json ", "replicas": "[ACTION] [URL|ID] "}  # what a verb takes before the settings
 
 
 class Parser(complaints.PlainParser):
@@ -137,7 +142,7 @@ def build_parser() -> Parser:
     explain = verbs.add_parser("explain", help="say what would happen to a request",
                                description="Say what would happen to a request: tokens, blocks, overlap and cost per replica, the choice and why. "
                                "Nothing is sent to an engine for an answer.")  # fmt: skip
-    explain.add_argument("body", metavar="BODY.json", help="the request's body; - reads standard input")
+    explain.add_argument("body", metavar="BODY.json", nargs="?", help="the request's body; - reads standard input")
     explain.add_argument(
         "--path", default="/v1/chat/completions", help="the endpoint it would be posted to (default: %(default)s)"
     )
@@ -148,9 +153,25 @@ def build_parser() -> Parser:
     doctor = verbs.add_parser("doctor", help="check everything that can be wrong",
                               description="Check everything that can be wrong, one line each, with what to do about it. "
                                "Exit code 1 if something is.")  # fmt: skip
-    for verb in (serve, config, explain, doctor):
+    replicas = verbs.add_parser("replicas", help="list, add, drain and remove the replicas of a running gateway",
+                                description="List the replicas of a running gateway, or add one by its URL, drain or remove one by its "
+                                "id. A drain is over when what the replica has is finished: its state tells.")  # fmt: skip
+    replicas.add_argument(
+        "action",
+        metavar="ACTION",
+        nargs="?",
+        default="list",
+        choices=ACTIONS,
+        help=f"{', '.join(ACTIONS)} (default: list)",
+    )
+    replicas.add_argument("which", metavar="URL|ID", nargs="?", help="the URL of a replica to add, else its id")
+    replicas.add_argument(
+        "--admin", metavar="URL", help="admin side of that gateway (default: http://ADMIN_HOST:ADMIN_PORT)"
+    )
+    replicas.add_argument("--json", action="store_true", help="as JSON")
+    for verb in (serve, config, explain, doctor, replicas):
         verb.of_another_program = flag_answer
-        verb.usage = f"{verb.prog} {'BODY.json ' if verb is explain else ''}[--config FILE] [settings]"
+        verb.usage = f"{verb.prog} {OF_ITS_OWN.get(verb.prog.split()[-1], '')}[--config FILE] [settings]"
         add_settings(verb)
     completion = verbs.add_parser("completion", help="print a script that completes commands and flags in a shell",
                                   description="Print a script that completes commands and flags in a shell, as in: "
@@ -161,7 +182,6 @@ def build_parser() -> Parser:
     verbs.add_parser("version", help="print the version")
     verbs.add_parser("key", help="make an API key for a client", add_help=False)
     verbs.add_parser("replica", help="run one simulated engine", add_help=False)
-    verbs.add_parser("calibrate", help="measure an engine, for simulated ones as fast as it", add_help=False)
     verbs.add_parser(
         "assets",
         help="write compose files with the sources of their image, dashboards, alert rules and a systemd unit into a folder",
@@ -176,10 +196,37 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     args, unknown = parser.parse_known_args(argv)
     if unknown and unknown[0].partition("=")[0] == "--admin":  # which `explain` has
         raise ConfigError("unknown argument '--admin'. Say where the admin side is with --admin-host and --admin-port")
+    verb = next(action for action in parser._actions if action.dest == "verb").choices[args.verb]
     if unknown:
-        verb = next(action for action in parser._actions if action.dest == "verb").choices[args.verb]
         raise ConfigError(complaints.unknown(unknown[0], verb))
+    _take_back(args, verb)
     return args
+
+
+def _take_back(args: argparse.Namespace, verb: argparse.ArgumentParser) -> None:
+    """Move a command's own arguments out of --replica-url, which takes every word that follows it. A URL contains a
+    colon, so a file name without one, or the name of an action, is no URL."""
+    urls = getattr(args, "replica_url", [])
+    is_given = bool(urls)
+    if args.verb == "explain" and args.body is None:
+        files = [word for word in urls if ":" not in word]
+        if len(files) != 1:
+            verb.error("the following arguments are required: BODY.json")
+        args.body = files[0]
+        urls.remove(args.body)
+    elif (
+        args.verb == "replicas"
+        and (at := next((at for at, word in enumerate(urls) if word in ACTIONS), None)) is not None
+    ):
+        args.action, *which = urls[at:]
+        if len(which) > 1 or args.which is not None:
+            verb.error(
+                f"{args.action} takes one URL or id: write it before --replica-url, which takes all words behind it"
+            )
+        args.which = which[0] if which else None
+        del urls[at:]
+    if is_given and not urls:
+        verb.error("argument --replica-url: expected at least one argument")
 
 
 def load_config(args: argparse.Namespace, without_files: bool = False) -> Config:
@@ -246,18 +293,18 @@ def show_config(args: argparse.Namespace) -> int:
     return 0
 
 
+def replicas(args: argparse.Namespace) -> int:
+    from gateway.ops import replicas_verb as room
+
+    config = load_config(args, without_files=True)
+    with _placing(config):
+        return room.run(args, config)
+
+
 def replica(argv: Sequence[str]) -> int:
     from replicas.simulated import cli
 
     parser = Parser(prog="hitherto replica", description=cli.ABOUT)
-    cli.add_arguments(parser)
-    return cli.run(parser.parse_args(argv))
-
-
-def calibrate(argv: Sequence[str]) -> int:
-    from replicas.calibrate import cli
-
-    parser = Parser(prog="hitherto calibrate", description=cli.DESCRIPTION)
     cli.add_arguments(parser)
     return cli.run(parser.parse_args(argv))
 
@@ -306,7 +353,7 @@ def assets(argv: Sequence[str]) -> int:
     return room.run(parser.parse_args(argv))
 
 
-WITH_FLAGS_OF_THEIR_OWN = {"key": key, "assets": assets, "replica": replica, "calibrate": calibrate, "plan": plan}
+WITH_FLAGS_OF_THEIR_OWN = {"key": key, "assets": assets, "replica": replica, "plan": plan}
 
 
 def completion(args: argparse.Namespace) -> int:
@@ -319,15 +366,14 @@ def _whole_parser() -> Parser:
     from gateway import assets
     from gateway.tenants import verb as key
     from policies import NAMES
-    from replicas.calibrate import cli as calibrate
     from replicas.simulated import cli as replica
 
     parser = build_parser()
     verbs = next(action for action in parser._actions if action.dest == "verb").choices
     assert isinstance(verbs, dict)
-    for name, room in {"key": key, "assets": assets, "replica": replica, "calibrate": calibrate}.items():
+    for name, room in {"key": key, "assets": assets, "replica": replica}.items():
         room.add_arguments(verbs[name])
-    for name in ("serve", "config", "explain", "doctor"):
+    for name in ("serve", "config", "explain", "doctor", "replicas"):
         verbs[name]._option_string_actions["--policy"].choices = sorted(NAMES)
     return parser
 
@@ -342,6 +388,7 @@ VERBS = {
     "config": show_config,
     "explain": explain,
     "doctor": doctor,
+    "replicas": replicas,
     "completion": completion,
     "version": version,
 }

@@ -207,11 +207,13 @@ _OF_A_SERVICE = re.compile(r"(\w+_)?(SERVICE_(HOST|PORT(_\w+)?)|PORT(_\d+_(TCP|U
 
 def unknown_variables(environ: Mapping[str, str]) -> dict[str, str]:
     """The HITHERTO_* that name no setting, each with the variable that it misspells, or "". Those that Kubernetes sets
-    for a Service are not among them."""
+    for a Service are not among them, nor empty ones."""
     found: dict[str, str] = {}
     for variable, value in environ.items():
         name = variable.removeprefix(ENV_PREFIX)
-        if not variable.startswith(ENV_PREFIX) or re.match(r"(tcp|udp)://", value) or _OF_A_SERVICE.match(name):
+        if not (value and variable.startswith(ENV_PREFIX)):
+            continue
+        if re.match(r"(tcp|udp)://", value) or _OF_A_SERVICE.match(name):
             continue
         if name.lower() not in (*Settings.model_fields, "config"):
             meant = misspelt(name.lower(), Settings.model_fields)
@@ -220,13 +222,14 @@ def unknown_variables(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _from_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables that name a setting; a misspelt one is an error, other names are not ours."""
+    """The variables that name a setting; a misspelt one is an error, other names are not ours. An empty one is unset:
+    `X: ${X:-}` in a compose file makes one."""
     for variable, near in unknown_variables(environ).items():
         if near:
             raise ConfigError(f"environment {variable}: unknown setting. Did you mean {near}?")
     found: dict[str, str] = {}
     for variable, value in environ.items():
-        if not variable.startswith(ENV_PREFIX) or re.match(r"(tcp|udp)://", value):
+        if not (value and variable.startswith(ENV_PREFIX)) or re.match(r"(tcp|udp)://", value):
             continue
         name = variable.removeprefix(ENV_PREFIX).lower()
         if name in Settings.model_fields:

@@ -13,8 +13,10 @@ from policies import CostGroup, Ledger, Router, make
 from policies.classes import DEFAULT_CLASS
 
 from .config import ConfigError, Settings
+from .errors import ApiError
 from .files import Copies
 from .http.messages import Limits
+from .http.origins import Origins
 from .ops import log as lines
 from .ops.metrics import Metrics
 from .overload import overload
@@ -23,10 +25,12 @@ from .prompt.pipeline import SWITCH_SECONDS, Pipeline
 from .proxy.answers import Usage
 from .proxy.exchange import Exchange
 from .proxy.proxy import Proxy
+from .proxy.retries import SHUT_DOWN
 from .proxy.settling import OnEnd
 from .tenants.ending import Settled
 from .tenants.key_file import KeyFileError
 from .tenants.keys import Keys
+from .tenants.limits import TOLD
 from .tenants.metering import Metering
 from .tenants.usage_log import UsageLog
 from .tls import Certificate, CertificateError
@@ -106,6 +110,15 @@ def limits(settings: Settings, pipelines: Iterable[Pipeline]) -> Limits:
         body_seconds=settings.upload_timeout_s,
         keep_alive_seconds=settings.idle_timeout_s,
     )
+
+
+def origins(settings: Settings) -> Origins | None:
+    """Of the web pages that may use the gateway; none: what engines say of pages is passed on."""
+    exposed = (
+        b"retry-after, x-request-id, x-should-retry, x-hitherto-replica, x-hitherto-cached-tokens, x-hitherto-degraded"
+    )
+    limits = [b"x-ratelimit-%b-%b" % (what, of) for of in TOLD.values() for what in (b"limit", b"remaining", b"reset")]
+    return Origins(settings.allow_origin, b", ".join((exposed, *limits))) if settings.allow_origin else None
 
 
 def shared_ledger(
@@ -210,7 +223,8 @@ async def explain(proxy: Proxy, path: str, body: bytes, headers: dict[str, str])
         raise refused
     prompt = await proxy.preparation.prompt(path, body, headers, from_tenant=proxy.keys is not None)
     now = monotonic()
-    demand, targets = proxy.placing.demand(prompt, now), proxy.eligible.targets(prompt)
+    demand = proxy.placing.demand(prompt, now)
+    targets = proxy.eligible.but_full(proxy.eligible.targets(prompt), now)
     peers = proxy.placing.pulls.peers_for(prompt)
     evaluation = proxy.router.evaluate(demand, targets, now, explain=True, peers=peers)
     told = describe(proxy.router.policy, prompt, evaluation, proxy.router.outputs)
@@ -220,8 +234,16 @@ async def explain(proxy: Proxy, path: str, body: bytes, headers: dict[str, str])
     return explained(told)
 
 
+def _is_stopped(error: Exception | None) -> bool:
+    """Whether the gateway's own end is why a request had no whole answer."""
+    by = error.code if isinstance(error, ApiError) else getattr(error, "kind", None)
+    return by == SHUT_DOWN or isinstance(error, ConnectionAbortedError)
+
+
 def _access(exchange: Exchange, outcome: str, usage: Usage | None) -> None:
     prompt, request, attempt = exchange.prompt, exchange.request, exchange.attempt
+    error = exchange.error
+    refused = isinstance(error, ApiError) and attempt is None
     lines.access(
         request.method, request.path, exchange.answered_with, monotonic() - exchange.begun,
         outcome=outcome,
@@ -229,10 +251,14 @@ def _access(exchange: Exchange, outcome: str, usage: Usage | None) -> None:
         replica=attempt.backend.id if attempt else None,
         id=exchange.id.decode("latin-1"),
         trace_id=exchange.trace.id if exchange.trace is not None else None,
+        tenant=exchange.tenant.name if exchange.tenant is not None else None,
+        model=(prompt.model if prompt is not None else exchange.model) or None,
         tokens=prompt.tokens if prompt else None,
         predicted=attempt.placement.predicted if attempt else None,
         prefilled_by=exchange.legs.prefiller.id if exchange.legs is not None else None,
         cached=usage.cached if usage else None,
-        # Words of a 4xx may quote the prompt.
-        error=str(exchange.error) if exchange.error and (attempt or exchange.status >= 500) else None,
+        reason=error.code if refused else SHUT_DOWN if _is_stopped(error) else None,
+        limit=error.limit if refused else None,
+        # Words of other 4xx may quote the prompt.
+        error=str(error) if error and (attempt or exchange.status >= 500 or exchange.status == 429) else None,
     )  # fmt: skip

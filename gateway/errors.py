@@ -37,7 +37,8 @@ class ApiError(Exception):
     """Why a request is answered with an error of ours. `status` is HTTP's; `type`, `param` and `code` are fields of the
     error object, where None says that the status decides. `headers`: of the answer, besides those that every error
     has. `again`: False tells clients that repeat a request by themselves after a 429 or 5xx (OpenAI's and Anthropic's
-    do) not to. `discreet`: what tenants are told in place of a message that names replicas."""
+    do) not to. `discreet`: what tenants are told in place of a message that names replicas. `limit`: the limit of its
+    tenant that refuses the request, for the log."""
 
     def __init__(
         self,
@@ -50,12 +51,13 @@ class ApiError(Exception):
         headers: Sequence[tuple[bytes, bytes]] = (),
         again: bool = True,
         discreet: str | None = None,
+        limit: str | None = None,
     ):
         super().__init__(message)
         self.status, self.message = status, message
         self.discreet = message if discreet is None else discreet
         self.type, self.param, self.code = type, param, code
-        self.headers, self.again = headers, again
+        self.headers, self.again, self.limit = headers, again, limit
 
     def object(self, path: str, discreet: bool = False) -> dict[str, Any]:
         message = self.discreet if discreet else self.message
@@ -93,11 +95,11 @@ def error_body(path: str, status: int, message: str, code: str | None = None) ->
     return orjson.dumps(error_object(path, status, message, code=code))
 
 
-def error_event(path: str, status: int, message: str, number: int = 0) -> bytes:
+def error_event(path: str, status: int, message: str, number: int = 0, *, code: str | None = None) -> bytes:
     """One server-sent event that ends a broken stream. No `[DONE]` follows: the stream is not complete. `number`: its
     place among the events of a response. There it has its error twice: in its own fields, as OpenAI's reference has it,
     and as the object `error`, without which OpenAI's client takes the stream for complete."""
-    error = error_object(path, status, message)
+    error = error_object(path, status, message, code=code)
     if path.startswith(MESSAGES):
         return b"event: error\ndata: %b\n\n" % orjson.dumps(error)
     if path.startswith("/v1/responses"):

@@ -77,7 +77,7 @@ class ModelFiles:
         except ModelError as error:
             raise ConfigError(f"model {name}: {error}") from None
         if directory is not None and made.tokenizer is None:
-            log.warning("model %s: %s. Its prompts are routed by load", name, made.template_error)
+            log.warning("model %s: %s. Its prompts are matched as text", name, made.template_error)
         return made
 
     async def load(self, source: Source, name: str | None) -> Pipeline | None:
@@ -87,6 +87,10 @@ class ModelFiles:
             return await loop.run_in_executor(None, self.new_pipeline, source.directory, name)
         except ConfigError as error:
             log.error("no tokenizer: prompts of %s are matched as text. %s", name or self._name, error)
+            return None
+        except Exception as error:  # a folder has whatever its maker put there: the other models go on
+            log.exception("no tokenizer: prompts of %s are matched as text. Its files cannot be used: %s", name or self._name,
+                          type(error).__name__)  # fmt: skip
             return None
 
     def _read(self, directory: Path | None) -> Source | None:

@@ -78,9 +78,9 @@ class Models:
     def pipelines(self) -> list[Pipeline]:
         return [space.pipeline for space in self.spaces]
 
-    def block_size(self, replica: str) -> int:
-        """Tokens in a block of this replica, which has been adopted."""
-        return self.members[replica].space.format.block_size
+    def blocks(self, replica: str) -> tuple[int, int]:
+        """What the blocks of this replica are, which has been adopted: see `PromptFormat.blocks`."""
+        return self.members[replica].space.format.blocks
 
     def prompt_bytes(self, replica: str) -> Bytes | None:
         """What tells how many bytes a prompt's cache has at this replica; None: nobody knows its model's shape."""
@@ -96,10 +96,29 @@ class Models:
         """The number of the way in which ids are made for this replica, see `Pipeline.made_by`."""
         return self.members[replica].space.pipeline.made_by
 
+    def made_otherwise(self, replica: str, prompt: Prompt, body: bytes, why: str) -> None:
+        """Its engine made other tokens of a prompt than the gateway. `body`: b"" where it is forgotten."""
+        member = self.members.get(replica)
+        if member is not None and member.space is not None and member.space.number == prompt.space:
+            member.space.comparison.made_otherwise(member.replica.engine, prompt, body, why)
+
+    def made_alike(self, replica: str, prompt: Prompt) -> None:
+        """Its engine counted a prompt as the gateway did, of a kind of which one was counted otherwise."""
+        member = self.members.get(replica)
+        if member is not None and member.space is not None and member.space.number == prompt.space:
+            member.space.comparison.made_alike(member.replica.engine, prompt)
+
     def has_room(self, replica: str, tokens: int) -> bool:
         """Whether so many tokens fit its context, as far as is known."""
         member = self.members.get(replica)
         return member is None or not member.context or tokens <= member.context
+
+    def files_under_way(self, model: str) -> set[asyncio.Task[None]]:
+        """What finds or loads the tokenizer of a model, "" for any, as long as the gateway has none for it."""
+        members = [one for one in self.members.values() if not model or model in one.replica.models]
+        spaces = [one.space for one in members if one.space is not None and one.space.pipeline.tokenizer is None]
+        found = {one.finding for one in members if one.source is None} | {one.loading for one in spaces}
+        return {one for one in found if one is not None}
 
     # --- replicas come, change and go
 
@@ -162,6 +181,7 @@ class Models:
         replica, space = member.replica, member.space
         size = (
             self._settings.block_size
+            or replica.stored_size
             or replica.block_size
             or (space.format.block_size if space else DEFAULT_BLOCK_SIZE)
         )
@@ -169,6 +189,7 @@ class Models:
             None if member.set_apart else member.source,
             size,
             VersionQuirks.of(replica.version_quirks) if replica.version or space is None else space.format.quirks,
+            replica.looks_ahead,
         )
 
     def _space_for(self, member: Member, format: PromptFormat, names: set[str]) -> ModelSpace:

@@ -6,9 +6,10 @@ Importing the policies takes a fifth of a second: only a rule for legs is read b
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import AfterValidator, BeforeValidator
+from pydantic import AfterValidator, BeforeValidator, WrapValidator
 
 from replicas.simulated.complaints import none_of
 
@@ -16,6 +17,7 @@ PolicyName = Literal[
     "least_time", "overlap_cost", "prefix_affinity", "consistent_hash",
     "least_load", "power_of_two", "round_robin", "random",
 ]  # fmt: skip
+OWN = ".py"  # in the name of a policy that is a class of a file
 LEGS = "legs:"  # before a rule for legs, among the policies in shadow
 ACTING_LEGS = "legs:seconds"  # the rule that acts, whatever the policy
 
@@ -31,11 +33,27 @@ def _check_once(names: tuple[str, ...]) -> tuple[str, ...]:
     return names
 
 
+def _check_own(name: str) -> str:
+    from policies import make_own
+
+    make_own(name)
+    return name
+
+
+def _own_or(value: Any, named: Callable[[Any], Any]) -> Any:
+    return _check_own(value) if isinstance(value, str) and OWN in value else named(value)
+
+
+AnyPolicy = Annotated[PolicyName, WrapValidator(_own_or)]
+
+
 def _check_shadow(name: str) -> str:
     if name.startswith(LEGS):
         from policies.leg_rules import make_leg_rule
 
         make_leg_rule(name.removeprefix(LEGS))
+    elif OWN in name:
+        _check_own(name)
     elif name not in get_args(PolicyName):
         raise ValueError(none_of(name, [*get_args(PolicyName)]))
     return name

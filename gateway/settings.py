@@ -13,8 +13,9 @@ from replicas.pods import Discover
 from replicas.replica import parse_url
 
 from . import credentials
+from .http.origins import check_origin
 from .overload_fields import Admission, Routes, Scheduler, Slo, read_mapping
-from .policy_fields import PolicyName, Shadows, split_names
+from .policy_fields import AnyPolicy, Shadows, split_names
 from .pools import Pool
 from .proxy.paths import check_allowed
 from .sizes import Bytes
@@ -42,6 +43,10 @@ def _check_paths(paths: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(map(check_allowed, paths))
 
 
+def _check_origins(origins: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(map(check_origin, origins))
+
+
 def _check_names(names: tuple[str, ...]) -> tuple[str, ...]:
     for name in names:
         if not re.fullmatch(r"[\w.-]{1,253}", name, re.ASCII):
@@ -62,6 +67,7 @@ Urls = Annotated[tuple[str, ...], BeforeValidator(_split_urls), AfterValidator(_
 HostNames = Annotated[tuple[str, ...], BeforeValidator(split_names), AfterValidator(_check_names)]
 Token = Annotated[str, AfterValidator(credentials.check_token)]
 EngineKey = Annotated[str, AfterValidator(credentials.check_engine_key)]
+Origins = Annotated[tuple[str, ...], BeforeValidator(split_names), AfterValidator(_check_origins)]
 Paths = Annotated[tuple[str, ...], BeforeValidator(split_names), AfterValidator(_check_paths)]
 RedisUrl = Annotated[str, AfterValidator(_check_redis)]
 
@@ -166,7 +172,7 @@ class Settings(BaseModel):
         "its own, or be slow (spill: true)",
     )
 
-    policy: PolicyName = Field("least_time", description="how a replica is chosen")
+    policy: AnyPolicy = Field("least_time", description="how a replica is chosen; FILE.py:CLASS is a rule of your own")
     shadow: Shadows = Field(
         (),
         description="policies, and rules for two legs as legs:RULE, to ask about each request as well, without acting: what they would have "
@@ -236,11 +242,19 @@ class Settings(BaseModel):
     idle_timeout_s: Seconds = Field(
         120.0, description="silence after which a client's connection is closed, or a stream given up"
     )
+    hung_after_s: Seconds = Field(
+        15.0,
+        description="silence after which a replica is failed: it answers no probe and no request, as an engine that compiles may for a minute",
+    )
     drain_timeout_s: Seconds = Field(30.0, description="time running requests get to finish when the gateway stops")
 
     allow_path: Paths = Field(
         (),
         description="further paths of the engines that clients may reach, like /v1/audio/speech or /v1/images/*; the inference API is always allowed",
+    )
+    allow_origin: Origins = Field(
+        (),
+        description="origins of web pages that browsers let use this gateway, like https://app.example, or * for all; without it engines say which",
     )
     response_headers: bool = Field(True, description="tell clients in x-hitherto-replica which replica answered")
     cached_tokens_header: bool = Field(

@@ -29,12 +29,20 @@ class PromptFormat(NamedTuple):
     source: Source | None
     block_size: int
     quirks: VersionQuirks
+    looks_ahead: int = 0  # so many tokens behind a block are part of its name
+
+    @property
+    def blocks(self) -> tuple[int, int]:
+        """What makes blocks differ."""
+        return self.block_size, self.looks_ahead
 
     def differences(self, other: PromptFormat) -> str:
         """In words, what sets this variant apart."""
         told = []
         if self.block_size != other.block_size:
             told.append(f"blocks of {self.block_size} tokens instead of {other.block_size}")
+        if self.looks_ahead != other.looks_ahead:
+            told.append(f"blocks named by {self.looks_ahead} tokens behind them too instead of {other.looks_ahead}")
         if self.source != other.source:
             mine, its = (one.source.directory if one.source else "no files here" for one in (self, other))
             told.append(
@@ -99,11 +107,11 @@ class ModelSpace:
 
     def use(self, pipeline: Pipeline) -> None:
         self.pipeline = pipeline
-        pipeline.space, pipeline.block_size = self.number, self.format.block_size
+        pipeline.space, (pipeline.block_size, pipeline.looks_ahead) = self.number, self.format.blocks
         self.prompt_bytes = prompt_bytes(pipeline.config, self.format.block_size)
 
     def follow(self, format: PromptFormat) -> None:
         """Make prompts in this way from now on, with the same files."""
         self.format = format
-        self.pipeline.block_size = format.block_size
+        self.pipeline.block_size, self.pipeline.looks_ahead = format.blocks
         self.prompt_bytes = prompt_bytes(self.pipeline.config, format.block_size)

@@ -1,4 +1,4 @@
-"""The command `loadgen`: run a load, compare targets or policies, live or simulated, plan a fleet, show the demo.
+"""The command `loadgen`: run a load, compare targets or policies, live or simulated, plan a fleet, measure an engine.
 
 Flags are named as in `vllm bench serve` where it has them. A flag or a file that is wrong gets one
 message and exit code 2 before anything is sent; a server that can't be reached gets exit code 1.
@@ -18,10 +18,11 @@ import uvloop
 from rich.console import Console
 
 from loadgen import compare, diff, run, sweep
+from loadgen.calibrate import verb as calibrate
 from loadgen.demo import verb as demo
 from loadgen.options import BadInput, Failed
 from loadgen.plan import verb as plan
-from loadgen.report.fitting import UNBOUNDED
+from loadgen.report.tables import UNBOUNDED
 from loadgen.simulate import verb as simulate
 from policies.kv_space import BadModel
 from replicas.simulated import complaints
@@ -147,6 +148,12 @@ VERBS = (
     ),
     ("sweep", sweep.add_arguments, sweep.sweep_verb, "the highest request rate at which an SLO is kept"),
     ("diff", diff.add_arguments, diff.diff_verb, "what got better and what got worse between two files of --json"),
+    (
+        "calibrate",
+        calibrate.add_arguments,
+        calibrate.calibrate_verb,
+        "measure an engine, for simulated ones as fast as it",
+    ),
     ("demo", demo.add_arguments, demo.demo_verb, "two policies side by side, live, in about two minutes"),
 )
 
@@ -158,6 +165,7 @@ DESCRIPTIONS = {
     "simulate": "Play a load in virtual time, without servers, and compare policies as `compare` does.",
     "sweep": "Send a load at rising rates and find the highest one at which an SLO is kept.",
     "diff": "Compare two files of --json and exit with 1 if anything got worse.",
+    "calibrate": calibrate.DESCRIPTION,
     "demo": "Play the same conversations under round_robin and under least_time, on engines of its own, and compare them.",
 }
 

@@ -30,9 +30,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     either.add_argument(
         "--policies",
+        "--policy",
         type=partial(options.names, known=policies.NAMES),
         metavar="A,B",
-        help="start `hitherto serve` once per policy, engines fresh each time",
+        help=f"start `hitherto serve` once per policy, engines fresh each time; {policies.FORM} is one of your own",
     )
     options.flags(
         group,

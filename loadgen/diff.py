@@ -15,10 +15,10 @@ from rich.table import Table
 from rich.text import Text
 
 from loadgen.options import BadInput, flags
-from loadgen.report import comparison, files, fitting, noise, seeds, show
-from loadgen.report.fitting import Fitting
+from loadgen.report import comparison, files, noise, seeds, show, tables
 from loadgen.report.noise import Verdict
 from loadgen.report.summary import PERCENTILES, Report, Reports, percentile_name
+from loadgen.report.tables import Fitting
 
 _LOOKS = {Verdict.BETTER: "green", Verdict.WORSE: "bold red", Verdict.SAME: "dim", Verdict.NEITHER: ""}
 _PASSED_OVER = ("seed", "notes", "conversations", "last_start_s")  # of a workload: the seed's own doing
@@ -99,13 +99,10 @@ def _difference(key: str, was: object, now: object) -> str:
 def table(args: argparse.Namespace, old: Report, new: Report, void: str | None = None) -> Fitting:
     seeded = "by_seed" in old or "by_seed" in new
 
-    def drawn(put: fitting.Put, joint: str | None) -> Table:
+    def drawn(put: tables.Put, joint: str | None) -> Table:
         """`joint`: what stands between a change and its verdict in one column, None: they have one each."""
-        shown = fitting.table(ranges_left_out=put is fitting.without and seeded)
-        for title in ("A", "B", "change"):
-            shown.add_column(title, justify="right", no_wrap=True)
-        if joint is None:
-            shown.add_column("", no_wrap=True)
+        titles = ("", "A", "B", "change", *([""] if joint is None else []))
+        shown = tables.table(*titles, left=(0, 4), ranges_left_out=put is tables.without and seeded)
         for label, was, now, change, verdict in _rows(old, new):
             verdict = Text() if void else verdict
             end = (change, verdict) if joint is None else (Text.assemble(change, joint if change else "", verdict),)
@@ -113,11 +110,11 @@ def table(args: argparse.Namespace, old: Report, new: Report, void: str | None =
         return shown
 
     return Fitting(
-        drawn(fitting.beside, None),
-        drawn(fitting.below, None),
-        drawn(fitting.below, "\n"),
-        drawn(fitting.without, None),
-        drawn(fitting.without, "\n"),
+        drawn(tables.beside, None),
+        drawn(tables.below, None),
+        drawn(tables.below, "\n"),
+        drawn(tables.without, None),
+        drawn(tables.without, "\n"),
     )
 
 

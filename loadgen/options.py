@@ -30,13 +30,22 @@ class BadOption(BadInput):
 
 
 def flags(
-    group: argparse._ActionsContainer, *rows: tuple[str, Callable | tuple[str, ...], str | None, object, str]
+    group: argparse._ActionsContainer,
+    *rows: tuple[str, Callable | tuple[str, ...] | list[Callable] | None, str | None, object, str],
 ) -> None:
-    """Add flags that have a value: of each its names, what reads the value or which values there are, what stands for
-    it in the help, its default, and the help."""
+    """Add flags: of each its names, what reads the value, what stands for it in the help, its default, and the help.
+
+    A tuple in place of a reader has all values there are, a list the reader of a flag that may be repeated, and None
+    stands for a switch."""
     for spelled, reads, placeholder, default, told in rows:
-        read = {"choices": reads} if isinstance(reads, tuple) else {"type": reads}
-        group.add_argument(*spelled.split(), **read, metavar=placeholder, default=default, help=told)
+        read: dict[str, object] = {"metavar": placeholder}
+        if reads is None:
+            read = {"action": "store_true"}
+        elif isinstance(reads, list):
+            read |= {"type": reads[0], "action": "append"}
+        else:
+            read |= {"choices" if isinstance(reads, tuple) else "type": reads}
+        group.add_argument(*spelled.split(), **read, default=default, help=told)
 
 
 def rate(text: str) -> float:
@@ -73,14 +82,27 @@ def rates(text: str) -> tuple[float, ...]:
     return tuple(sorted({positive(part) for part in text.split(",")}))
 
 
-def names(text: str, known: Collection[str]) -> list[str]:
-    """Policies, joined by commas."""
+def names(text: str, known: Collection[str], hint: str = "") -> list[str]:
+    """Policies, joined by commas; `hint`: what is added where one is not known."""
     found = [name.strip() for name in text.split(",") if name.strip()]
     if not found or len(set(found)) != len(found):
         raise argparse.ArgumentTypeError(f"{text!r}: name each policy once, joined by commas")
     for name in found:
-        if name not in known:
-            raise argparse.ArgumentTypeError(
-                f"there is no policy {name!r}{complaints.meant(name, list(known)) or '; there are ' + ', '.join(known)}"
-            )
+        policy(name, known, hint)
     return found
+
+
+def policy(name: str, known: Collection[str], hint: str = "") -> str:
+    """One of those that are known, or a class of a file."""
+    import policies  # here alone: most verbs need none
+
+    if policies.is_own(name):
+        try:
+            policies.make_own(name)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+    elif name not in known:
+        raise argparse.ArgumentTypeError(
+            f"there is no policy {name!r}{complaints.meant(name, list(known)) or '; there are ' + ', '.join(known) + hint}"
+        )
+    return name

@@ -14,22 +14,20 @@ import argparse
 import math
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from loadgen import options, run
 from loadgen.drive import target
 from loadgen.drive.client import Client
 from loadgen.drive.records import Record
 from loadgen.options import ATTAINMENT, BadOption
-from loadgen.report import files, fitting, rates, seeds, show
-from loadgen.report.fitting import Fitting
+from loadgen.report import files, rates, seeds, show
 from loadgen.report.summary import Records, Report, now, setting
+from loadgen.report.tables import Fitting, Grid, fitted
 from loadgen.workload import datasets
-from loadgen.workload.conversations import Workload, offer
+from loadgen.workload.conversations import Workload, at_rate, is_text, offer
 
 PRECISION = 0.05
 _MOST_STEPS, _MOST_HALVINGS = 16, 5
@@ -143,9 +141,13 @@ class Sweep:
         slo = f"{self.attainment * 100:g} % of requests within {show.limits(self.slo)}"
         if self.search.kept is None:
             return f"No rate that was tried kept the SLO: {slo}."
+        report = next(step["report"] for step in self.steps if step["rate"] == self.search.kept)
+        short = rates.never_reached(report)
+        if short:
+            short = f" But {short}: ask more (--num-prompts)."
         if self.search.missed is None:
-            return f"At least {self.search.kept:.4g} requests/s, the highest rate that was tried, keep the SLO: {slo}."
-        return f"{self.search.kept:.4g} requests/s is the highest rate that kept the SLO: {slo}. {self.search.missed:.4g} did not."
+            return f"At least {self.search.kept:.4g} requests/s, the highest rate that was tried, keep the SLO: {slo}.{short}"
+        return f"{self.search.kept:.4g} requests/s is the highest rate that kept the SLO: {slo}. {self.search.missed:.4g} did not.{short}"
 
     def figures(self) -> dict[str, object]:
         """For `--json`, and for the page under `about["sweep"]`."""
@@ -171,12 +173,6 @@ def own_rate(work: Workload) -> float:
             "and a finite --request-rate"
         )
     return rate
-
-
-def at_rate(work: Workload, rate: float) -> Workload:
-    """The same load with its starts moved together or apart, so that it asks `rate` requests a second."""
-    factor = own_rate(work) / rate
-    return replace(work, starts=[start * factor for start in work.starts])
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -210,7 +206,7 @@ async def sweep_verb(args: argparse.Namespace, console: Console) -> int:
     work = works[0]
     own = own_rate(work)
     show.print_notes(console, work.notes)
-    if isinstance(work.conversations[0].turns[0].messages[-1].get("content"), str):
+    if is_text(work.conversations):
         show.print_notes(
             console, ["The texts of this load are the same in every step, so caches may be warm from the step before."]
         )
@@ -280,7 +276,7 @@ def name(step: Mapping[str, object]) -> str:
 def conclude(
     args: argparse.Namespace, console: Console, sweep: Sweep, records: Records, about: Mapping[str, object]
 ) -> None:
-    console.print(table(sweep))
+    console.print(drawn(sweep))
     console.print(f"[bold]{sweep.answer}[/]", soft_wrap=True)
     console.print(f"[dim]{sweep.search.stopped}[/]", soft_wrap=True)
     if sweep.saturation:
@@ -300,34 +296,15 @@ def conclude(
         {name(step): step["report"] for step in steps},
         records,
         console,
-        {**about, "sweep": {**sweep.figures(), "steps": steps}},
+        {**about, "sweep": {**sweep.figures(), "steps": steps}, "tried": table(sweep)},
     )
 
 
-def table(sweep: Sweep) -> Fitting:
+def table(sweep: Sweep) -> Grid:
     """The curve: a row for each rate, lowest first."""
     steps = sorted(sweep.steps, key=lambda step: step["rate"])
-    columns = show.ends(steps[0]["report"]) if steps else []
-    titles = ("offered /s", "answered /s", "within the SLO", *(title for title, *_ in columns), "hit rate")
+    return show.tried(("offered /s",), [((f"{step['rate']:.4g}",), step["report"], step["kept"]) for step in steps])
 
-    def drawn(put: fitting.Put, in_two_lines: bool) -> Table:
-        left_out = put is fitting.without and any("by_seed" in step["report"] for step in steps)
-        made = fitting.table(named=False, header_style="dim", ranges_left_out=left_out)
-        for title in titles:
-            made.add_column(title.replace(" ", "\n", 1) if in_two_lines else title, justify="right", no_wrap=True)
-        for step in steps:
-            report = step["report"]
-            made.add_row(
-                f"{step['rate']:.4g}",
-                put(show.written(report, show.path_of("request_throughput"), show.number)),
-                Text(
-                    put(show.written(report, show.path_of("goodput", "share"), show.percent)),
-                    "green" if step["kept"] else "red",
-                ),
-                *(put(show.written(report, show.path_of(*path), show.milliseconds)) for _, *path in columns),
-                put(show.written(report, show.path_of("cache", "hit_rate"), show.percent)),
-            )
-        return made
 
-    ways = [(put, two) for put in (fitting.beside, fitting.below, fitting.without) for two in (False, True)]
-    return Fitting(*(drawn(*way) for way in ways))
+def drawn(sweep: Sweep) -> Fitting:
+    return fitted(table(sweep), any("by_seed" in step["report"] for step in sweep.steps), (), "dim")

@@ -12,6 +12,7 @@ from .costs import CostGroup, Costs, Lower
 from .ledger import UNTIMED, Ledger, Load, Reservation
 from .lines import Ticket
 from .offers import admit
+from .own import FORM, Own, is_own, make_own
 from .placement import Decision, Evaluation, Pairing, PrefixMap, behind
 from .quotes import Quote
 from .roster import Roster
@@ -37,7 +38,9 @@ DEFAULT = LeastTime.name
 
 
 def make(name: str) -> Policy:
-    """The policy called `name`. ValueError for an unknown name."""
+    """The policy called `name`, or that of a file (`own`). ValueError for an unknown name, or what is wrong there."""
+    if is_own(name):
+        return make_own(name)
     try:
         return _POLICIES[name]()
     except KeyError:
@@ -46,6 +49,7 @@ def make(name: str) -> Policy:
 
 __all__ = [
     "DEFAULT",
+    "FORM",
     "NAMES",
     "UNTIMED",
     "Admission",
@@ -62,6 +66,7 @@ __all__ = [
     "Ledger",
     "Load",
     "Lower",
+    "Own",
     "Pairing",
     "Placement",
     "Policy",
@@ -81,8 +86,10 @@ __all__ = [
     "admit",
     "behind",
     "hittable",
+    "is_own",
     "leg_rules",
     "legs",
     "make",
+    "make_own",
     "two_legs",
 ]

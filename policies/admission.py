@@ -21,7 +21,8 @@ Whose turn it is: classes that have had less than their reserved fraction go bef
 priority first in each (`reserves`); in a class `lines` has the rule. Where a queue is full, the lowest class gives way.
 
 Not every request may go to every replica. Those that may go to the same ones wait in a line of their own, and whoever
-waits keeps only its own replicas from those behind it.
+waits keeps only its own replicas from those behind it. While no replica is ready for a request it waits as well, in a
+line that keeps nothing from anybody.
 
 What is a candidate here is one *way* of a request: through one replica, or through two, of which one computes its
 prompt and the other writes its answer (`quotes`). No I/O, no clock: `now` is in seconds of the caller's.
@@ -39,7 +40,7 @@ from .classes import Classes, QosClass
 from .control import CAP, HALVE, NONE_REFUSED, SHED, TIGHTEN, Control, Refused
 from .costs import Costs
 from .fit import Fit, Question, unclaimed
-from .lines import Line, Resource, Ticket
+from .lines import ABSENT, Line, Resource, Ticket
 from .quotes import Place, Quote
 from .reserves import Reserves
 from .returns import Returns
@@ -140,10 +141,33 @@ class Admission:
             return verdict._replace(decision=DEGRADED, reason=CONTROL, cap=floor)
         return verdict
 
+    def await_replica(self, ticket: Ticket, tokens: int, why: str, now: float) -> bool:
+        """No replica is ready that could take a request: return whether it waits for one, as long as it may wait for
+        room. `tokens`: of its prompt; `why`: the same for all that wait for the same replicas."""
+        if ticket.waits and ticket.deadline <= now:
+            self.leave(ticket, now)
+            return False
+        few = len(self.lines) < _MOST_LINES  # clients choose the names of models that nobody serves
+        line = self._line(ticket.qos, frozenset((ABSENT, why if few else "others")), _GUESS)
+        if ticket.waits:
+            if ticket.line is not None and ticket.line is not line:
+                ticket.line.remove(ticket, now)
+                line.add(ticket, now)
+            return True
+        if WAIT not in self.steps(ticket.qos) or self._is_shed(ticket):
+            return False
+        ticket.tokens = tokens
+        return self._queue(ticket, line, 0.0, now)
+
     def _judge(self, asked: Question, tokens: int) -> Verdict:
         ticket, now = asked.ticket, asked.now
+        absent = ticket.line if ticket.waits and ticket.line is not None and ticket.line.is_absent else None
+        if absent is not None:
+            absent.remove(ticket, now)
         if not ticket.waits:
             ticket.tokens, ticket.own = tokens, asked.best.own
+        if absent is not None:  # replicas are ready for it now
+            self._line(ticket.qos, asked.replicas, self._guess(asked)).add(ticket, now)
         self._reserves.ask(ticket.qos, now)
         steps = self.steps(ticket.qos)
         asked.room = self.fit.room(asked, asked.quotes)
@@ -225,7 +249,7 @@ class Admission:
     def _line_up(self, asked: Question) -> Verdict:
         ticket, now, places = asked.ticket, asked.now, asked.replicas
         ahead = self._before(ticket, now)
-        line = self._line(ticket.qos, places, _GUESS * max(len(places), len(asked.computing(True))))
+        line = self._line(ticket.qos, places, self._guess(asked))
         line.pace.passed(now, line.count > 0)
         others = [one.work for one in ahead if one is not line and not (places and one.targets.isdisjoint(places))]
         waits = sum(others) + line.ahead(ticket.tenant)
@@ -233,7 +257,12 @@ class Admission:
         limit = ticket.slo.ttft
         if limit is not None and ttft * self.fit.ttft_margin.factor > limit and ttft > asked.waited + asked.best.own:
             return self._refused(asked, "ttft", ttft)
-        return self._queue(asked, line, ttft)
+        if not self._queue(ticket, line, asked.best.own, now):
+            return self._refused(asked, "queue_full", ttft)
+        return Verdict(QUEUED, "full")
+
+    def _guess(self, asked: Question) -> float:
+        return _GUESS * max(len(asked.replicas), len(asked.computing(True)))
 
     def _line(self, qos: QosClass, targets: frozenset[str], guess: float) -> Line:
         """Return where such requests wait."""
@@ -256,7 +285,10 @@ class Admission:
         order = self._in_order(now)
         room = unclaimed(asked.room, asked.places, order[: order.index(line)])
         if not room:
-            return Verdict(QUEUED, "full")
+            if ticket.deadline > now:
+                return Verdict(QUEUED, "full")
+            self.leave(ticket, now)
+            return Verdict(REFUSED, "deadline", (), _drain(line))
         limit = ticket.slo.ttft
         if limit is not None:
             room = [index for index in room if self.fit.within(asked.quotes[index], asked.waited, limit)]
@@ -270,24 +302,25 @@ class Admission:
         self._left(ticket)
         return Verdict(ADMITTED, "turn", fast)
 
-    def _queue(self, asked: Question, line: Line, ttft: float) -> Verdict:
-        ticket, space = asked.ticket, self.space
-        if not self._make_space(ticket, asked.now):
-            return self._refused(asked, "queue_full", ttft)
-        ticket.deadline = max(asked.now, ticket.since + ticket.held + self._longest_wait(ticket, asked.best))
-        line.add(ticket, asked.now)
+    def _queue(self, ticket: Ticket, line: Line, own: float, now: float) -> bool:
+        """Return whether the queue has space for it; it waits in this line then. `own`: seconds of its prefill."""
+        space = self.space
+        if not self._make_space(ticket, now):
+            return False
+        ticket.deadline = max(now, ticket.since + ticket.held + self._longest_wait(ticket, own))
+        line.add(ticket, now)
         space.requests += 1
         space.bytes += ticket.size
         heapq.heappush(self._deadlines, (ticket.deadline, next(self._number), ticket))
-        return Verdict(QUEUED, "full")
+        return True
 
-    def _longest_wait(self, ticket: Ticket, best: Quote) -> float:
+    def _longest_wait(self, ticket: Ticket, own: float) -> float:
         """Return the seconds for which it may wait. A limit that the request itself brings makes them fewer, and not
         more than what the settings give its class."""
         limit, of_class = ticket.slo.ttft, ticket.qos.slo.ttft
         if limit is None:
             return self.rules.max_wait
-        return min(limit - best.own, max(self.rules.max_wait, of_class or 0.0))
+        return min(limit - own, max(self.rules.max_wait, of_class or 0.0))
 
     def _refused(self, asked: Question, reason: str, ttft: float) -> Verdict:
         slo, best = asked.ticket.slo, asked.best
@@ -322,8 +355,8 @@ class Admission:
             if line is None or head is None:
                 return
             yield head
-            if head.waits:
-                full.append(line.targets)
+            if head.waits and head.line is not None:  # perhaps in another line now
+                full.append(head.line.targets)
 
     def _in_order(self, now: float) -> list[Line]:
         """Return the lines in which somebody waits; of a class those first whose first came first."""
@@ -367,7 +400,8 @@ class Admission:
 
     def turned_out(self, now: float) -> Iterator[tuple[Ticket, Verdict]]:
         """Take out those for whom it is too late, and tell of those that had to give way since the last call. Where a
-        class has further steps after waiting, those that are late are told of as queued: they are to be asked about."""
+        class has further steps after waiting, those that are late are told of as queued, as are those for which no
+        replica is ready: they are to be asked about."""
         while self._gave_way:
             ticket, reason = self._gave_way.popleft()
             self.space.untold -= 1
@@ -375,7 +409,8 @@ class Admission:
             yield ticket, self._to_return(ticket, Verdict(REFUSED, reason, (), seconds), now)
         while self._deadlines and (self._deadlines[0][0] <= now or not self._deadlines[0][2].waits):
             ticket = heapq.heappop(self._deadlines)[2]
-            if ticket.waits and self.has_more_steps(ticket.qos):
+            absent = ticket.line is not None and ticket.line.is_absent
+            if ticket.waits and (absent or self.has_more_steps(ticket.qos)):
                 yield ticket, Verdict(QUEUED, "deadline")
             elif ticket.waits:
                 self.leave(ticket, now)

@@ -56,6 +56,7 @@ _SMOOTH = 0.1  # of the running error sizes
 # A replica that is passed over comes half as near to this share of the others' speed in so many seconds: once it is
 # thought a little quicker than they are it is tried, and known again. One thought twice as slow as they is after 6 s.
 _DECAY_HALF_LIFE, _DECAY_SHARE = 2.0, 0.9
+_LATEST, _FADED = 0.3, 0.5  # of the mean of what was delivered; a speed below this share of it has faded
 _FORGET = 0.99  # of the log speed stays, each turn without a request
 
 # Tokens in slower tiers, in runs of the prompt's order: (tier, tokens).
@@ -296,10 +297,11 @@ class Fetch:
 class Speed:
     """How many times longer one replica takes than its group's model says."""
 
-    __slots__ = ("value", "_bias", "_spread", "_heard", "_decaying")
+    __slots__ = ("value", "delivered", "_bias", "_spread", "_heard", "_decaying")
 
     def __init__(self) -> None:
         self.value = 1.0
+        self.delivered = 1.0  # what its last answers took, with no decay: a mean of some five
         self._bias, self._spread = 0.0, 0.3  # running log error, and its size
         self._heard = False
         self._decaying = False  # it follows the speed of others, until it is heard of
@@ -309,9 +311,11 @@ class Speed:
 
     def restore(self, state: list[float]) -> None:
         self.value, self._bias, self._spread = state
+        self.delivered = self.value
 
     def observe(self, predicted: float, seconds: float, trust: float = 1.0) -> None:
         """`predicted` with this speed in it; `trust` 0..1: how much the replica's speed explains of it."""
+        self.delivered += _LATEST * (self.value * seconds / predicted - self.delivered)
         gap = log(seconds / predicted)
         self._spread += _SMOOTH * (min(abs(gap), 5 * self._spread) - self._spread)
         gap = max(-3 * self._spread, min(3 * self._spread, gap))
@@ -353,6 +357,19 @@ class Costs:
         self.group = group
         self.ttft, self.step = Speed(), Speed()
         self.error, self.count = 0.0, 0
+
+    @property
+    def is_fading(self) -> bool:
+        """Whether the speeds by which it is chosen are well below those of its last answers."""
+        return any(speed.value < _FADED * speed.delivered for speed in (self.ttft, self.step))
+
+    def as_delivered(self) -> Costs:
+        """Return these costs with the speeds of the replica's last answers. Those by which it is chosen go towards the
+        others' between its answers, so that it is tried again: one at an eighth of its speed was taken for 1.7 times as
+        slow."""
+        made = Costs(self.group)
+        made.ttft.value, made.step.value = self.ttft.delivered, self.step.delivered
+        return made
 
     def prefill_seconds(self, uncached: int, context: int) -> float:
         """Computing `uncached` tokens after `context` cached ones."""

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
-from math import inf
 from typing import NamedTuple, Protocol, cast
 
 from .quotes import Place
@@ -44,8 +43,8 @@ class LegChoice(NamedTuple):
 
 class Ways(NamedTuple):
     """What a rule of legs chooses by. `whole` and `choice`: where the request would go in one piece, and the policy's
-    choice of that. `among`: pairs that may be taken, None for all. `always`: it cannot go whole. All candidates have
-    been weighed for this demand."""
+    choice of that. `among`: pairs that may be taken, None for all. All candidates have been weighed for this
+    demand."""
 
     demand: Demand
     whole: Candidate
@@ -55,7 +54,6 @@ class Ways(NamedTuple):
     transfers: Transfers
     now: float
     among: Collection[Place] | None = None
-    always: bool = False
     preferred: tuple[Sequence[Candidate], Choice] | None = None  # whom a policy without seconds has chosen to answer
 
     def near(self, prefiller: Candidate, decoder: Candidate) -> list[Candidate]:
@@ -125,14 +123,10 @@ def by_cost(cost: Cost, ways: Ways) -> LegChoice | None:
     return apart if apart.seconds * SLACK[0] + SLACK[1] < apart.whole_seconds else None
 
 
-def forced(policy: Policy, ways: Ways) -> LegChoice | None:
-    """Return the legs that cost least, where no replica answers whole requests: if there is no other pair, those of one
-    whose transfer failed."""
+def cheapest_of(policy: Policy, ways: Ways) -> LegChoice | None:
+    """Return the legs that cost least by the policy, or those that it prefers where it counts in no seconds."""
     cost = price(policy)
-    for one in (ways, ways._replace(now=inf)):
-        if (found := cheapest(cost, one) if cost is not None else by_preference(policy, one, least=-1)) is not None:
-            return found
-    return None
+    return by_preference(policy, ways, least=-1) if cost is None else cheapest(cost, ways)
 
 
 def cheapest(cost: Cost, ways: Ways) -> LegChoice | None:

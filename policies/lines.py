@@ -17,6 +17,7 @@ from .classes import QosClass, Slo
 from .costs import Costs
 
 QUANTUM = 512  # uncached tokens a turn
+ABSENT = ""  # among a line's targets: those that wait in it wait until a replica is ready for them
 Resource = Literal["count", "size"]  # of the queue, by the names of a tenant's sums: requests and bytes
 _WINDOW = 5.0  # seconds of waiting over which a line's pace is taken
 _PRIOR = 1.0  # and that its first guess counts as
@@ -98,6 +99,11 @@ class Line:
         self._turns: deque[str] = deque()  # their names, whose turn it is first
         self._gone = 0  # of the tickets in the queues, those that have left
 
+    @property
+    def is_absent(self) -> bool:
+        """Whether no replica is ready for those that wait here, as far as was seen."""
+        return ABSENT in self.targets
+
     def add(self, ticket: Ticket, now: float) -> None:
         self.pace.passed(now, self.count > 0)
         tenant = self._tenants.get(ticket.tenant)
@@ -145,6 +151,12 @@ class Line:
         """It leaves without being sent."""
         self.pace.passed(now, True)
         self._leave(ticket)
+
+    def remove(self, ticket: Ticket, now: float) -> None:
+        """It is to wait in another line."""
+        self._tenants[ticket.tenant].queue.remove(ticket)
+        self._gone -= 1  # `drop` counts it
+        self.drop(ticket, now)
 
     def _leave(self, ticket: Ticket) -> None:
         ticket.waits = False

@@ -31,10 +31,9 @@ class Offers:
         spill: Callable[[], Targets | None],
         may_cap: bool,
         pairings: Sequence[Pairing],
-        always: bool,
     ) -> None:
         self._router, self._evaluation, self._now = router, evaluation, now
-        self._spill, self._may_cap, self._pairings, self._always = spill, may_cap, pairings, always
+        self._spill, self._may_cap, self._pairings = spill, may_cap, pairings
         self.slow: Sequence[Candidate] = ()  # of the slow pool, once they were asked for
 
     def may_cap(self, most: int) -> bool:
@@ -50,9 +49,8 @@ class Offers:
             evaluation = self._router.evaluate(demand, targets, self._now, peers=evaluation.peers)
         demand.output, output = min(demand.output, most), demand.output
         try:
-            whole = [] if self._always else self._router.quotes(evaluation)
-            paired = pairs(self._router, evaluation, self._pairings, self._now, self._always)
-            return whole + [one.quote for one in paired]
+            whole = self._router.quotes(evaluation)
+            return whole + [one.quote for one in pairs(self._router, evaluation, self._pairings, self._now)]
         finally:
             demand.output = output
 
@@ -81,28 +79,25 @@ def admit(
     spill: Callable[[], Targets | None] = nobody,
     may_cap: bool = False,
     pairings: Sequence[Pairing] = (),
-    always: bool = False,
 ) -> tuple[Verdict, Evaluation]:
     """Ask whether to send a request, right after `Router.evaluate`; where not all of its ways are good for it, choose
     among those that are. One that is sent is to be committed at once. `spill`: the slow pool's replicas that can take
-    it; `may_cap`: whether its answer can be capped; `pairings`: who may have legs of it; `always`: it cannot go
-    whole, and some pair of these can take it. The evaluation's candidates stand for those pairs then.
+    it; `may_cap`: whether its answer can be capped; `pairings`: who may have legs of it.
 
     Two legs are taken where they cost less than the request would whole if it had no limits, so limits never make it
     two, but where no whole way is good for it. While all is sent anyway (`observe`) it goes whole there, too: a
     prediction of two legs is less sure than one of a whole request (of Mooncake's conversations on four engines of both
     roles and four decoders, 8 requests a second, 80 % kept their limits with them, and 89 % so)."""
     demand, candidates, unlimited = evaluation.demand, evaluation.candidates, evaluation
-    wholes: Sequence[Candidate] = () if always else candidates
-    quotes = [] if always else router.quotes(evaluation)
-    paired = pairs(router, evaluation, pairings, now, always) if pairings else []
-    offers = Offers(router, evaluation, now, spill, may_cap, pairings, always)
+    quotes = router.quotes(evaluation)
+    paired = pairs(router, evaluation, pairings, now) if pairings else []
+    offers = Offers(router, evaluation, now, spill, may_cap, pairings)
     verdict = admission.ask(
         ticket,
         _uncached(evaluation, quotes, paired),
         quotes + [one.quote for one in paired],
         now,
-        [*[(one.replica,) for one in wholes], *[one.place for one in paired]],
+        [*[(one.replica,) for one in candidates], *[one.place for one in paired]],
         offers,
     )
     if verdict.decision not in SENT:
@@ -111,11 +106,11 @@ def admit(
         demand.max_tokens = verdict.cap
         if demand.also is not None:
             demand.also.max_tokens = verdict.cap
-    whole, allowed = [index for index in verdict.among if index < len(wholes)], paired
+    whole, allowed = [index for index in verdict.among if index < len(quotes)], paired
     if verdict.decision == SPILLED:
         candidates, allowed, whole = offers.slow, [], [*verdict.among]
     elif verdict.among:
-        allowed = [paired[index - len(wholes)] for index in verdict.among if index >= len(wholes)]
+        allowed = [paired[index - len(quotes)] for index in verdict.among if index >= len(quotes)]
     if offers.slow or verdict.cap or (whole and evaluation.choice.index not in whole):
         targets = Targets([candidates[index] for index in whole or range(len(candidates))])
         evaluation = router.evaluate(demand, targets, now, peers=evaluation.peers)
@@ -124,8 +119,8 @@ def admit(
             evaluation = evaluation._replace(narrowed=verdict.decision)
     writer, legs = evaluation.candidates[evaluation.choice.index], None
     if pairings:
-        may_go_whole = not always and (bool(whole) or not verdict.among or admission.observes(ticket.qos))
-        legs = _legs(router, unlimited, pairings, now, allowed, may_go_whole, always)
+        may_go_whole = bool(whole) or not verdict.among or admission.observes(ticket.qos)
+        legs = _legs(router, unlimited, pairings, now, allowed, may_go_whole)
         evaluation = evaluation._replace(settled=True, legs=legs)
     if legs is not None:
         chosen, writer = quoted(router, legs.prefiller, legs.decoder, demand), legs.decoder
@@ -139,7 +134,7 @@ def admit(
 def _uncached(evaluation: Evaluation, quotes: Sequence[Quote], paired: Sequence[Pair]) -> int:
     """Return the tokens of its prompt that must be computed where it would go."""
     tokens, best = evaluation.demand.tokens, min(paired, key=lambda one: one.quote, default=None)
-    if best is not None and (not quotes or best.quote < min(quotes)):
+    if best is not None and best.quote < min(quotes):
         return tokens - best.prefiller.cached
     return tokens - evaluation.candidates[evaluation.choice.index].cached
 
@@ -151,15 +146,14 @@ def _legs(
     now: float,
     allowed: Sequence[Pair],
     whole: bool,
-    always: bool,
 ) -> LegChoice | None:
     """Return the legs in which it goes; None: it goes whole, where it may go so, or to the slow pool."""
     if not allowed:
         return None
     places = {one.place for one in allowed}
-    found = best_legs(router, evaluation, pairings, now, places, always)
+    found = best_legs(router, evaluation, pairings, now, places)
     if found is None and not whole:
-        found = best_legs(router, evaluation, pairings, now, places, always, must=True)
+        found = best_legs(router, evaluation, pairings, now, places, must=True)
     if found is not None or whole:
         return found
     first, second, _ = min(allowed, key=lambda one: one.quote)  # of many, none of those that cost least is among them

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
 from . import two_legs
-from .legs import FEW, LegChoice, Ways
+from .legs import FEW, LegChoice
 from .placement import Evaluation, Pairing
 from .quotes import Place, Quote, after_prefill, first_leg
 from .router import Router
@@ -30,15 +30,14 @@ class Pair(NamedTuple):
         return self.prefiller.replica, self.decoder.replica
 
 
-def pairs(
-    router: Router, whole: Evaluation, pairings: Sequence[Pairing], now: float, always: bool = False
-) -> list[Pair]:
+def pairs(router: Router, whole: Evaluation, pairings: Sequence[Pairing], now: float) -> list[Pair]:
     """Return the pairs that could take a request, right after its evaluation: all of them, or where replicas are many
-    those of the quickest on each side, with one for every other replica. `always`: it cannot go whole."""
+    those of the quickest on each side, with one for every other replica."""
     return [
         Pair(first, second, quoted(router, first, second, whole.demand))
-        for ways in two_legs.ways(router, whole, pairings, now, always)
-        for first, second in _of_ways(ways)
+        for ways in two_legs.ways(router, whole, pairings, now)
+        for first, second in _combined(ways.demand, ways.prefillers, ways.decoders)
+        if first is not second and ways.can_pair(first, second)
     ]
 
 
@@ -54,21 +53,11 @@ def best_legs(
     pairings: Sequence[Pairing],
     now: float,
     among: Collection[Place],
-    always: bool = False,
     must: bool = False,
 ) -> LegChoice | None:
     """Return the legs that the rule takes, of these pairs, if it takes any; those that cost least where it `must`."""
-    found = two_legs.ways(router, whole, pairings, now, always)
-    ways = [only for one in found if (only := one.only(among)) is not None]
-    return two_legs.choose_among(router, [one._replace(always=True) for one in ways] if must else ways)
-
-
-def _of_ways(ways: Ways) -> list[tuple[Candidate, Candidate]]:
-    """Return the pairs that may be taken; where a request cannot go whole and there are no others, those whose transfer
-    failed."""
-    combined = [one for one in _combined(ways.demand, ways.prefillers, ways.decoders) if one[0] is not one[1]]
-    found = [one for one in combined if ways.can_pair(*one)]
-    return combined if ways.always and not found else found
+    found = two_legs.ways(router, whole, pairings, now)
+    return two_legs.choose_among(router, [only for one in found if (only := one.only(among)) is not None], must)
 
 
 def _combined(

@@ -54,17 +54,24 @@ class PrefixMap(Protocol):
     def leading(self, tier: str, hashes: Sequence[int]) -> Sequence[int]:
         """How many leading blocks each slot is known to hold in this slower tier, whatever it holds elsewhere."""
 
-    def expect(self, slot: int, hashes: Sequence[int], now: float) -> None:
-        """The prompt was just sent there, after `match` of the same."""
+    def expect(self, slot: int, hashes: Sequence[int], now: float) -> int:
+        """Note that the prompt was just sent to this replica, and return its number."""
 
-    def take_back(self, slot: int, hashes: Sequence[int], held: int, now: float) -> None:
-        """It was not computed there: what was expected at `now`, beyond the `held` blocks, will not come."""
+    def take_back(self, slot: int, hashes: Sequence[int], held: int, number: int) -> None:
+        """The prompt of this number was not computed there: beyond the `held` blocks none of it will come."""
 
     def learn(self, slot: int, hashes: Sequence[int], predicted: int, reported: int) -> None:
         """The engine told how many blocks of this prompt it had found."""
 
     def holds_below(self, slot: int) -> bool:
         """Whether the replica is known to hold anything in slower tiers."""
+
+    def drop(self, slot: int, drops: bool, to_end: bool = True) -> None:
+        """Whether the replica computes the last block that it finds once more; `to_end`: it looks for the block that
+        ends with the prompt."""
+
+    def drops(self, slot: int) -> bool:
+        """Whether it does, as far as is known."""
 
     def clear(self, slot: int) -> None:
         """The replica holds nothing."""

@@ -79,7 +79,7 @@ class Placement:
     overlap: int
     reservation: Reservation
     at: float
-    expects: bool = False  # whether the map was told that its blocks will be there
+    expected: int | None = None  # the map's number of the prompt; None: its blocks are not expected there
     lower: Lower = ()
     beyond: int = 0  # of the prompt's last block, which is computed, what the engine counts as found all the same
     pull: Pull | None = None  # from whom it is to fetch the last run of `lower`
@@ -350,8 +350,7 @@ class Router:
         """Tell the map that its blocks will be there."""
         candidate, demand = placement.candidate, placement.demand
         if demand.hashes and (candidate.rank_paths is None or demand.path in candidate.rank_paths):
-            placement.expects = True  # its blocks will be on this replica for certain
-            self.map.expect(candidate.slot, demand.hashes, placement.at)
+            placement.expected = self.map.expect(candidate.slot, demand.hashes, placement.at)
 
     def ranking(self, demand: Demand, targets: Targets, now: float, most: int) -> list[str]:
         """Up to `most` replicas, in the order in which they would be tried."""
@@ -501,11 +500,10 @@ class Router:
     def abandon(self, placement: Placement, computed: bool = True) -> None:
         """It has ended otherwise. Unless it was `computed`, its blocks are not going to be there."""
         self._release(placement)
-        if not computed and placement.expects and placement.candidate.slot >= 0:
-            placement.expects = False
-            self.map.take_back(
-                placement.candidate.slot, placement.demand.hashes, placement.overlap_blocks, placement.at
-            )
+        number = placement.expected
+        if not computed and number is not None and placement.candidate.slot >= 0:
+            placement.expected = None
+            self.map.take_back(placement.candidate.slot, placement.demand.hashes, placement.overlap_blocks, number)
 
     def _release(self, placement: Placement) -> None:
         reservation = placement.reservation

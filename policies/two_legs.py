@@ -25,25 +25,24 @@ def choose(
     return choose_among(router, ways(router, whole, ((prefillers, decoders),), now))
 
 
-def choose_among(router: Router, ways: Iterable[legs.Ways]) -> legs.LegChoice | None:
-    """As `choose`, for what `ways` has just returned."""
+def choose_among(router: Router, ways: Iterable[legs.Ways], must: bool = False) -> legs.LegChoice | None:
+    """Choose among the pairs that `ways` has returned, as `choose` does. With `must`, return the cheapest pair even
+    where the rule would keep the request whole."""
     if legs.of_policy(router.policy) is None:
         ways = legs.preferred(router.policy, [*ways])
-    return legs.best(one.taken((legs.forced if one.always else router.leg_rule)(router.policy, one)) for one in ways)
+    rule = legs.cheapest_of if must else router.leg_rule
+    return legs.best(one.taken(rule(router.policy, one)) for one in ways)
 
 
-def ways(
-    router: Router, whole: Evaluation, pairings: Sequence[Pairing], now: float, always: bool = False
-) -> list[legs.Ways]:
+def ways(router: Router, whole: Evaluation, pairings: Sequence[Pairing], now: float) -> list[legs.Ways]:
     """Return what a rule of legs chooses by, for each of the `pairings` that has replicas for both legs of a
     request that would go `whole` as evaluated. All of them are weighed for it, in its demand's tokens. Both legs
-    are at replicas of one space, of those that the request was prepared for: others would have other tokens.
-    `always`: it cannot go whole."""
+    are at replicas of one space, of those that the request was prepared for: others would have other tokens."""
     demand = whole.demand
-    if not always and (not demand.reads_cache or not demand.tokens):
+    if not demand.reads_cache or not demand.tokens:
         return []
     known = [one.space for one in (demand, demand.also) if one is not None]
-    sides = [side for pairing in pairings for side in _of_one_space(pairing, known, always)]
+    sides = [side for pairing in pairings for side in _of_one_space(pairing, known)]
     if not sides:
         return []
     best = whole.candidates[whole.choice.index]
@@ -54,10 +53,7 @@ def ways(
         router.weighed(demand, Targets(all_), now)
     if not any(one is best for first, _ in sides for one in first):  # no first leg is told to pull
         router.offer_again(whole)
-    return [
-        legs.Ways(demand, best, whole.choice, first, second, router.transfers, now, always=always)
-        for first, second in sides
-    ]
+    return [legs.Ways(demand, best, whole.choice, first, second, router.transfers, now) for first, second in sides]
 
 
 def commit(
@@ -175,10 +171,8 @@ def writing_seconds(second: Placement, tokens: int) -> float:
     return second.candidate.costs.decode_seconds(second.reservation.before, second.demand.tokens, tokens)
 
 
-def _of_one_space(pairing: Pairing, known: Sequence[int], always: bool) -> list[Pairing]:
-    """The replicas of each known space that has both sides. `always`: where that is none all, though of what those of
-    another space hold nothing is known."""
+def _of_one_space(pairing: Pairing, known: Sequence[int]) -> list[Pairing]:
+    """The replicas of each known space that has both sides."""
     first, second = pairing
     sides = [([p for p in first if p.space == space], [d for d in second if d.space == space]) for space in known]
-    both: list[Pairing] = [side for side in sides if all(side)]
-    return both or ([pairing] if always and first and second else [])
+    return [side for side in sides if all(side)]

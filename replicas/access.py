@@ -12,7 +12,7 @@ import aiohttp
 from aiohttp.abc import AbstractResolver, ResolveResult
 
 from replicas.adopt import Facts, probe
-from replicas.ask import Response, unresolved
+from replicas.ask import PLAIN, Response, unresolved
 from replicas.event_source import EventSource
 from replicas.names import HostName
 from replicas.problems import Problem
@@ -144,11 +144,16 @@ def connector(address: str, tls: ssl.SSLContext | None = None) -> aiohttp.TCPCon
     )
 
 
-def session_to(address: str, tls: ssl.SSLContext | None = None, **more: Any) -> aiohttp.ClientSession:
-    """A session over such a connector, for looking at an engine; `more` as aiohttp.ClientSession takes it."""
+def session_to(
+    address: str, tls: ssl.SSLContext | None = None, headers: Mapping[str, str] | None = None, **more: Any
+) -> aiohttp.ClientSession:
+    """A session over such a connector, for looking at an engine, which is asked for answers that are not compressed;
+    `more` as aiohttp.ClientSession takes it."""
     return aiohttp.ClientSession(
         connector=connector(address, tls),
         cookie_jar=aiohttp.DummyCookieJar(),
         response_class=Response,
+        headers={**PLAIN, **(headers or {})},
+        auto_decompress=False,
         **more,
     )

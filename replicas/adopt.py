@@ -7,31 +7,35 @@ named in `Facts.problems`, with the flag that would fix it, and the gateway goes
 import asyncio
 from dataclasses import dataclass, field
 from time import monotonic
+from typing import TypeGuard
 from urllib.parse import urlsplit
 
 import aiohttp
 
 from replicas.answer import Answer
-from replicas.ask import get
+from replicas.ask import get, read
 from replicas.engines import DEFAULT, DIALECTS, EngineDialect, recognize
 from replicas.engines.dialect import Told
 from replicas.engines.transfer import MeetingTransfer
 from replicas.event_source import EventSource
-from replicas.metrics import Scrape, missing, parse
-from replicas.problems import NO_REPLAY, TIERS_UNKNOWN, Problem
+from replicas.metrics import MOST_RANKS, Scrape, missing, parse
+from replicas.problems import NO_REPLAY, TIERS_UNKNOWN, Problem, unfit
 from replicas.replica import Address, Replica
-from replicas.roles import BOTH
 
 PATHS = ("/v1/models", "/version", "/metrics")  # what any engine is asked
 NOTHING = Told()
-MOST_NAMES = 10_000  # of models and adapters that one engine serves; each is looked at whenever replicas change
+# Of models and adapters that one engine serves, and their characters: each is looked at whenever replicas change.
+MOST_NAMES, MOST_LETTERS = 10_000, 1 << 19
+MOST_NAME = 1024  # characters of one, and of the folder that it was loaded from
+MOST_LENGTH = 1 << 31  # tokens of a context
 IS_GATEWAY = "a gateway of this kind answers there, which is no engine: name its engines instead"
 
 
 @dataclass(slots=True)
 class Facts:
     """`alive`: /health is 200. `serving`: a model is listed as well. If not both, `fault` is the
-    kind of failure (connect, timeout, closed, 5xx, refused; own: the gateway's own) and `error` says it in words."""
+    kind of failure (connect, timeout, closed, 5xx, own: the gateway's own, refused: what answers is no engine) and
+    `error` says it in words."""
 
     dialect: EngineDialect = DEFAULT
     alive: bool = False
@@ -50,6 +54,7 @@ class Facts:
     locked: bool = False  # its models are for those who have an API key
     silent: set[str] = field(default_factory=set)  # what could not be asked for: version, metrics
     closes: bool = False  # it closes the connection after each answer
+    turns_away: bool = False  # of a fault: nobody listens any more, or /health answers 503
     # the connection over which /health was answered before all else was asked; None where it would show nothing
     over: asyncio.BaseTransport | None = None
     problems: dict[str, Problem] = field(default_factory=dict)  # by what is amiss: models, metrics, events ...
@@ -77,7 +82,20 @@ class Facts:
 
     @property
     def block_size(self) -> int | None:
-        return self.told.block_size or (self.scrape.block_size if self.scrape else None)
+        return self.block_of(1)
+
+    def block_of(self, context_parallel: int) -> int | None:
+        """Tokens of a block of its cache. `context_parallel`: of how many GPUs' shares it consists, where the engine
+        tells one GPU's alone (vLLM before 0.32)."""
+        if self.told.block_size or self.scrape is None:
+            return self.told.block_size
+        whole, share = self.scrape.attention_block_size, self.scrape.block_size
+        return whole or (share * context_parallel if share else None)
+
+    def unfit(self, block_size: int | None, given: EventSource | None = None) -> Problem | None:
+        """What is wrong with the block size that the operator gave; `given`: where they say that it publishes."""
+        whole = self.told.block_size or (self.scrape.attention_block_size if self.scrape else None)
+        return unfit(block_size, self.block_size, whole, self.told.page_size, any(self.events(given)))
 
     @property
     def num_blocks(self) -> int | None:
@@ -97,7 +115,7 @@ async def health(session: aiohttp.ClientSession, url: str, deadline: float) -> A
         if answer.status in (401, 403):
             return Answer(200, over=answer.over, closes=answer.closes)
     if answer.status >= 500:
-        answer.fault = "5xx"
+        answer.fault, answer.turns_away = "5xx", answer.status == 503
         answer.error = f"/health answers {answer.status}: the engine is loading or dead; see its log"
     elif answer.status and answer.status != 200:
         answer.fault = "refused"
@@ -113,7 +131,7 @@ async def probe(
     the deadline."""
     alive = await health(session, url, deadline + patience)
     if alive.fault:
-        return Facts(fault=alive.fault, error=alive.error)
+        return Facts(fault=alive.fault, error=alive.error, turns_away=alive.turns_away)
     paths = list(dict.fromkeys((*PATHS, *(path for one in DIALECTS for path in one.paths))))
     answers = dict(zip(paths, await asyncio.gather(*(get(session, url + path, deadline) for path in paths))))
     facts = Facts(recognize(answers), alive=True, closes=alive.closes)
@@ -124,10 +142,14 @@ async def probe(
         facts.over = alive.over
     _models(facts, answers["/v1/models"])
     facts.root = facts.told.root or facts.root
-    _metrics(facts, answers[facts.dialect.metrics_path])
+    page = answers["/metrics"]
+    await read(page.body, _metrics, facts, page)
     sources, problems = facts.dialect.event_sources(answers, address or urlsplit(url).hostname or "")
-    facts.sources = sources and {rank: one and one.below(url) for rank, one in sources.items()}
     facts.problems |= problems
+    if sources and len(sources) > MOST_RANKS:
+        facts.problems["ranks"] = _too_many(len(sources))
+        sources = {}
+    facts.sources = sources
     return facts
 
 
@@ -157,23 +179,25 @@ async def served_models(session: aiohttp.ClientSession, url: str, deadline: floa
 def _models(facts: Facts, answer: Answer) -> None:
     listed = answer.json().get("data")
     if answer.status == 200 and isinstance(listed, list):
+        letters = 0
         for entry in listed:
-            if len(facts.models) >= MOST_NAMES:
+            if len(facts.models) >= MOST_NAMES or letters >= MOST_LETTERS:
                 facts.problems["models"] = Problem(
-                    f"/v1/models lists more than {MOST_NAMES:,} names: the others are not known",
+                    f"/v1/models lists more than {len(facts.models):,} names, or too long ones: the others are not known",
                     "is this one engine, and not a catalogue of many?",
                 )
                 break
-            if isinstance(entry, dict) and isinstance(entry.get("id"), str):
+            if isinstance(entry, dict) and _is_name(entry.get("id")):
                 parent = entry.get("parent")
-                facts.models[entry["id"]] = parent if isinstance(parent, str) else None
+                facts.models[entry["id"]] = parent if _is_name(parent) else None
                 root = entry.get("root")
-                if parent is None and facts.root is None and isinstance(root, str):
+                letters += len(entry["id"]) + len(root if _is_name(root) else "")
+                if parent is None and facts.root is None and _is_name(root):
                     facts.root = root or None
-                elif isinstance(parent, str) and isinstance(root, str):
+                elif _is_name(parent) and _is_name(root):
                     facts.adapter_roots[entry["id"]] = root
                 length = entry.get("max_model_len")
-                if type(length) is int and length > 0 and facts.max_model_len is None:
+                if type(length) is int and 0 < length < MOST_LENGTH and facts.max_model_len is None:
                     facts.max_model_len = length
         facts.serving = bool(facts.models)
         if not facts.serving:
@@ -196,6 +220,17 @@ def _models(facts: Facts, answer: Answer) -> None:
             )
 
 
+def _too_many(ranks: int) -> Problem:
+    what = (
+        f"it tells of {ranks:,} data-parallel ranks, where an engine has {MOST_RANKS} at most: none of them is believed"
+    )
+    return Problem(what, "is this one engine, and not a page of many?")
+
+
+def _is_name(value: object) -> TypeGuard[str]:
+    return isinstance(value, str) and len(value) <= MOST_NAME
+
+
 def _metrics(facts: Facts, answer: Answer) -> None:
     if answer.status != 200:
         if answer.status == 0 or answer.status >= 500:
@@ -214,6 +249,8 @@ def _metrics(facts: Facts, answer: Answer) -> None:
         return
     names, remedies = facts.dialect.metrics, facts.dialect.remedies
     scrape = facts.scrape = parse(answer.body, monotonic(), names)
+    if scrape.too_many:
+        facts.problems["ranks"] = _too_many(scrape.too_many)
     gone = missing(answer.body, names)
     if facts.block_size is None and len(gone) == len(missing(b"", names)):
         facts.problems["metrics"] = Problem(
@@ -234,15 +271,9 @@ def _metrics(facts: Facts, answer: Answer) -> None:
         )
 
 
-def problems_of(
-    facts: Facts, given: EventSource | None, sources: list[EventSource | None], role: str = BOTH
-) -> dict[str, Problem]:
-    """What is amiss, once it is known where events come from: `given` by the operator, in all `sources`, one a rank.
-    `role`: as the operator gave it."""
+def problems_of(facts: Facts, given: EventSource | None, sources: list[EventSource | None]) -> dict[str, Problem]:
+    """What is amiss, once it is known where events come from: `given` by the operator, in all `sources`, one a rank."""
     found = dict(facts.problems)
-    if (is_for := facts.told.role) is not None and role not in (BOTH, is_for):
-        what = f"it was started for role={is_for} and is given as role={role}, so it counts as what it was started for"
-        found["role"] = Problem(what, "correct the role behind its URL, or start it for that role")
     if given:
         found.pop("events", None)
         found.pop("replay", None)
@@ -266,8 +297,8 @@ def described(address: Address, facts: Facts) -> list[Replica]:
         address.id, address.url, address.host, address.port, dialect=facts.dialect, models=facts.models, root=facts.root,
         version=facts.version, scrape=facts.scrape,
         block_size=facts.block_size, num_blocks=facts.num_blocks, page_size=facts.told.page_size, max_model_len=facts.max_model_len, events=sources[0],
-        problems=tuple(map(str, problems_of(facts, address.source, sources, address.role).values())), role=facts.told.role or address.role,
-        moves_by=address.transfer, bootstrap=address.bootstrap, meets_at=facts.told.meets_at, peer=address.peer,
+        problems=tuple(map(str, problems_of(facts, address.source, sources).values())), role=address.role,
+        moves_by=address.transfer, bootstrap=address.bootstrap, peer=address.peer,
         cache_dtype=facts.scrape.cache_dtype if facts.scrape else None, unable=facts.told.unable,
     )  # fmt: skip
     if len(sources) == 1:

@@ -2,7 +2,8 @@
 
 import asyncio
 import errno
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -10,6 +11,12 @@ import aiohttp
 from replicas.answer import Answer
 from replicas.deadline import within
 
+T = TypeVar("T")
+
+# Bytes of an answer: a page of /metrics of 64 ranks has 2 MB, and 10,000 names in /v1/models have 2.
+MOST_BYTES = 1 << 23
+BIG = 1 << 16  # an answer that is read in a thread
+PLAIN = {"accept-encoding": "identity"}  # of 9 MB of gzip came 4 GB
 GATEWAY = "x-hitherto-gateway"  # a header of /health that gateways have, and engines have not
 # Of these the engine is innocent.
 OWN_FAULTS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.EADDRNOTAVAIL)
@@ -38,10 +45,12 @@ async def get(session: aiohttp.ClientSession, url: str, deadline: float) -> Answ
             return Answer(0, fault="own", error=f"{what}; raise its limits (`ulimit -n`)")
         refused = isinstance(error.os_error, ConnectionRefusedError)
         what = "nothing listens there" if refused else (error.os_error.strerror or str(error.os_error))
-        return Answer(0, fault="connect", error=f"cannot connect to {where.netloc}: {what}")
+        return Answer(0, fault="connect", error=f"cannot connect to {where.netloc}: {what}", turns_away=refused)
     except aiohttp.ClientResponseError:
-        return Answer(0, fault="closed", error=f"{where.path}: what answers at {where.netloc} does not speak HTTP as it should; "
+        return Answer(0, fault="refused", error=f"{where.path}: what answers at {where.netloc} does not speak HTTP as it should; "
                       "correct the port in the URL, or write https:// if it speaks TLS there")  # fmt: skip
+    except TooLong as error:
+        return Answer(0, fault="closed", error=f"{where.path}: its answer cannot be one: {error}")
     except aiohttp.ClientPayloadError:
         return Answer(0, fault="closed", error=f"{where.path}: the answer broke off, or cannot be decoded")
     except (aiohttp.ClientError, OSError) as error:
@@ -53,7 +62,36 @@ async def _get(session: aiohttp.ClientSession, url: str) -> Answer:
     async with session.get(url, timeout=aiohttp.ClientTimeout(), allow_redirects=False) as response:
         over = getattr(response, "over", None)
         gateway = GATEWAY in response.headers
-        return Answer(response.status, await response.read(), over=over, closes=_closes(response), gateway=gateway)
+        body = await body_of(response)
+        answer = Answer(response.status, body, over=over, closes=_closes(response), gateway=gateway)
+        if body[:1] in (b"{", b"["):
+            await read(body, answer.json)
+        if answer.deep:
+            raise TooLong("it nests too deep")
+        return answer
+
+
+async def read(body: bytes, reader: Callable[..., T], *arguments: Any) -> T:
+    """Parse an answer with this function, in a thread if the answer is big."""
+    return await asyncio.to_thread(reader, *arguments) if len(body) > BIG else reader(*arguments)
+
+
+class TooLong(aiohttp.ClientPayloadError):
+    """An answer that nobody can have meant for us."""
+
+
+async def body_of(response: aiohttp.ClientResponse, most: int = MOST_BYTES) -> bytes:
+    """Read an answer to a question that was asked with `PLAIN`. Raises TooLong for one of more than `most` bytes, or
+    that is encoded all the same."""
+    if response.headers.get("Content-Encoding", "identity").strip().lower() not in ("", "identity"):
+        raise TooLong("it is compressed, though it was asked for as it is")
+    pieces, size = [], 0
+    async for piece in response.content.iter_any():
+        pieces.append(piece)
+        size += len(piece)
+        if size > most:
+            raise TooLong(f"it has more than {most >> 20} MiB")
+    return b"".join(pieces)
 
 
 class Response(aiohttp.ClientResponse):

@@ -13,6 +13,7 @@ import aiohttp
 from aiohttp.http_exceptions import HttpProcessingError
 
 from replicas import tls
+from replicas.ask import PLAIN, body_of
 from replicas.pods import Discover, Place, Pod
 
 ENDED = ("Succeeded", "Failed")  # phases of pods that never serve again
@@ -20,6 +21,7 @@ WATCH_SECONDS = 60  # the API ends a stream of changes after these ...
 SILENT_SECONDS = 90.0  # ... and one that is silent for so long is dead
 PAUSE_SECONDS = 0.5  # between two such streams
 LONGEST_LINE = 2**20  # bytes of one change, twice that at most
+MOST_LIST = 2**26  # bytes of all pods that a selector finds, each of which may have 100 kB
 FORGOTTEN = 410  # the status for a version that the API no longer knows
 
 
@@ -54,11 +56,13 @@ class Pods:
     def _session(self) -> aiohttp.ClientSession:
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=10.0, sock_read=SILENT_SECONDS)
         connector = aiohttp.TCPConnector(ssl=tls.context(self._where.authorities))
-        return aiohttp.ClientSession(connector=connector, timeout=timeout, read_bufsize=LONGEST_LINE)
+        return aiohttp.ClientSession(
+            connector=connector, timeout=timeout, read_bufsize=LONGEST_LINE, auto_decompress=False
+        )
 
     async def _list(self, session: aiohttp.ClientSession) -> str:
         async with self._ask(session, {}) as answer:
-            told = _read(await answer.read())
+            told = await asyncio.to_thread(_read, await body_of(answer, MOST_LIST))
             self._known = {}
             for one in told.get("items") or ():
                 self._take("ADDED", one)
@@ -88,10 +92,12 @@ class Pods:
     def _take(self, kind: str, told: dict[str, Any]) -> bool:
         """Whether one pod is another than before. A pod that is to end is gone: what it computes it may finish."""
         metadata, status = told["metadata"], told.get("status") or {}
-        before, now = self._known.pop(metadata["uid"], None), None
+        before, now = self._known.get(metadata["uid"]), None  # one that changes keeps its place before those behind it
         ended = kind == "DELETED" or metadata.get("deletionTimestamp") or status.get("phase") in ENDED
         if not ended and status.get("podIP"):
             now = self._known[metadata["uid"]] = _pod(metadata["name"], status["podIP"], metadata.get("labels") or {})
+        elif before is not None:
+            del self._known[metadata["uid"]]
         return now != before
 
     @asynccontextmanager
@@ -100,9 +106,9 @@ class Pods:
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         try:
             query = {"labelSelector": self._selector, **options}
-            async with session.get(self._path, params=query, headers=self._where.headers) as answer:
+            async with session.get(self._path, params=query, headers={**PLAIN, **self._where.headers}) as answer:
                 if answer.status not in (200, FORGOTTEN):
-                    raise PodsError(self._refusal(answer.status, await answer.read()))
+                    raise PodsError(self._refusal(answer.status, await body_of(answer)))
                 yield answer
         except (aiohttp.ClientError, OSError) as error:
             raise PodsError(f"{self._path} does not answer: {str(error) or type(error).__name__}") from None

@@ -12,6 +12,7 @@ from replicas.replica import Replica, parse_url
 
 log = logging.getLogger("replicas")
 
+MOST_PODS = 1024  # of one selector, each of which is asked what it is: 100,000 would leave no time for clients
 RETRY_SECONDS = 1.0  # before the API is asked again that did not answer
 
 
@@ -107,9 +108,14 @@ class Discovery:
 
 
 def wanted(discover: Discover, pods: Sequence[Pod]) -> tuple[dict[str, str], set[str]]:
-    """The URLs of the replicas that these pods are, by their ids, and why others are none."""
+    """Return the URL of each pod that is a replica, by its id, and why the other pods are none.
+
+    Where there are more than MOST_PODS, the pods that were seen first are taken.
+    """
     found, complaints = {}, set()
-    for pod in pods:
+    if len(pods) > MOST_PODS:
+        complaints.add(f"{discover.selector!r} finds more than {MOST_PODS} pods (see discover.selector); any other")
+    for pod in pods[:MOST_PODS]:
         try:
             url = discover.url_of(pod.ip, pod.labels)
         except ValueError as error:

@@ -7,7 +7,7 @@ from replicas.names import bracketed
 
 
 class EventSource(NamedTuple):
-    """Where a replica publishes KV events: ZMQ endpoints one can connect to, or a URL at which they are asked for."""
+    """Where a replica publishes KV events: ZMQ endpoints one can connect to."""
 
     endpoint: str
     replay: str | None
@@ -23,15 +23,6 @@ class EventSource(NamedTuple):
             return None
         further = (where and _port_plus(where, rank) for where in (self.replay, self.snapshot))
         return EventSource(endpoint, next(further), self.topic, next(further))
-
-    def below(self, url: str) -> "EventSource":
-        """With the engine's URL before an endpoint that is a path of its own server."""
-        return self._replace(endpoint=url + self.endpoint) if self.endpoint.startswith("/") else self
-
-    @property
-    def hands_out_once(self) -> bool:
-        """Whether what one reader was told no other is."""
-        return self.endpoint.startswith("http")
 
     @property
     def hosts(self) -> set[str]:

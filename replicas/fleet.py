@@ -12,19 +12,21 @@ its new state. A restart that nobody saw as a failure shows as READY -> WARMING 
 new `incarnation`; READY -> READY means that it serves other models or publishes elsewhere than before.
 
 An engine with data-parallel ranks is one replica for each of them, known once it has answered. What happens to the
-process happens to all its ranks. A replica that is called back about and no longer in `replicas` is gone: the engine
-came back with other ranks.
+process happens to all its ranks, and `on_changed` is called once after `on_change` of each. A replica that is called
+back about and no longer in `replicas` is gone: the engine came back with other ranks.
 """
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from time import monotonic
 
 import aiohttp
 
 from replicas import tls
+from replicas.ask import body_of
 from replicas.engine import Engine
 from replicas.engines import by_id
 from replicas.health import Limits
@@ -49,6 +51,7 @@ MISSED = {
     State.WARMING: (Event.ANSWERS,),
     State.READY: (Event.ANSWERS, Event.SERVES),
     State.DEGRADED: (Event.ANSWERS, Event.SERVES, Event.TROUBLE),
+    State.LEAVING: (Event.ANSWERS, Event.SERVES, Event.LEAVES),
     State.FAILED: (Event.GONE,),
 }
 
@@ -60,6 +63,7 @@ class Fleet:
         waited: Callable[[str], float] = lambda replica: 0.0,
         hear: Callable[[str], None] = lambda replica: None,
         *,
+        holds: Callable[[str], bool] = lambda replica: False,
         interval: float = 1.0,
         drain_timeout: float = 30.0,
         limits: Limits = Limits(),
@@ -70,13 +74,16 @@ class Fleet:
     ):
         """`inflight(id)`: the gateway's open requests to a replica; `waited(id)`: for how long the oldest of its
         prompts there has had no answer; `hear(id)` calls `succeeded` for those of its requests that were answered and
-        not told of yet. `model`: the name that adopted engines have to serve. `authorities`: as of `tls.context`.
+        not told of yet; `holds(engine)`: whether requests are on connections to it that stand. `model`: the name that
+        adopted engines have to serve. `authorities`: as of `tls.context`.
         `engine_key`: the API key that adopted engines ask for. `pulse`: when this process was held up. Times in
         seconds."""
         self.replicas: dict[str, Replica] = {}
         self.on_change: list[Change] = []
+        self.on_changed: list[Callable[[], None]] = []
+        self._changing, self._is_changed = 0, False
         self._inflight, self._waited, self._hear, self._interval = inflight, waited, hear, interval
-        self._drain_timeout, self._limits, self._model = drain_timeout, limits, model
+        self._holds, self._drain_timeout, self._limits, self._model = holds, drain_timeout, limits, model
         self._authorities, self._engine_key = authorities, engine_key
         self.pulse = pulse or Pulse()
         self.engines: dict[str, Engine] = {}  # by "host:port"; `replicas` are theirs
@@ -158,6 +165,8 @@ class Fleet:
             profile.bootstrap(ports),
             profile.traits,
         )
+        replica.context_parallel, replica.launched_to_drop = profile.context_parallel, profile.drops_block
+        replica.drops_block = bool(profile.drops_block)
 
         def started(pid: int) -> None:
             replica.restarts += replica.state is State.FAILED
@@ -207,6 +216,7 @@ class Fleet:
             busy=lambda: any(self._inflight(one.id) > 0 for one in engine.replicas),
             waited=lambda: max(self._waited(one.id) for one in engine.replicas),
             hear=lambda: [self._hear(one.id) for one in engine.replicas],
+            holds=lambda: self._holds(replica.id),
             interval=self._interval,
             limits=self._limits,
             pulse=self.pulse,
@@ -275,7 +285,7 @@ class Fleet:
         options = {"data": body, "headers": {"Content-Type": content_type}} if body else {}
         timeout = aiohttp.ClientTimeout(ENGINE_SECONDS)
         async with session.request(method, url, allow_redirects=False, timeout=timeout, **options) as answer:
-            told = answer.status, answer.headers.get("Content-Type", "application/octet-stream"), await answer.read()
+            told = answer.status, answer.headers.get("Content-Type", "application/octet-stream"), await body_of(answer)
         if method != "GET":
             engine.watch.nudge()  # it may serve other models and adapters now
         return told
@@ -373,8 +383,24 @@ class Fleet:
             self._drains.pop(replica.id, None)
         await asyncio.gather(engine.task, return_exceptions=True)
 
+    @contextmanager
+    def _together(self) -> Iterator[None]:
+        """Call `on_changed` once for all changes within the block, such as those of 128 ranks that go together."""
+        self._changing += 1
+        try:
+            yield
+        finally:
+            self._changing -= 1
+            if self._is_changed and not self._changing:
+                self._is_changed = False
+                self._try(self.on_changed)
+
     def _looked(self, engine: Engine) -> None:
         """Something new may be known of an engine."""
+        with self._together():
+            self._look_at(engine)
+
+    def _look_at(self, engine: Engine) -> None:
         before = engine.replicas
         if len(engine.watch.sources) != len(before):
             engine.resize(len(engine.watch.sources))
@@ -400,10 +426,11 @@ class Fleet:
 
     def _changed(self, engine: Engine) -> None:
         """What a READY engine serves, or where it publishes."""
-        self._looked(engine)
-        for replica in engine.replicas:
-            if replica.state is State.READY:
-                self._call_back(replica, replica.state)
+        with self._together():
+            self._looked(engine)
+            for replica in engine.replicas:
+                if replica.state is State.READY:
+                    self._call_back(replica, replica.state)
 
     def _tell(self, lead: Replica, event: Event, reason: str) -> None:
         """What happens to an engine happens to each of its ranks, but for those that an operator took out: they
@@ -413,9 +440,10 @@ class Fleet:
         if engine and engine.ranked:
             lead.apply(event, reason, monotonic())
             engine.follow()
-            for replica in engine.replicas:
-                if event is not Event.LAUNCHED or was_stopped or replica.state is not State.STOPPED:
-                    self._apply(replica, event, reason)
+            with self._together():
+                for replica in engine.replicas:
+                    if event is not Event.LAUNCHED or was_stopped or replica.state is not State.STOPPED:
+                        self._apply(replica, event, reason)
         else:
             self._apply(lead, event, reason)
         if engine and event is Event.LAUNCHED:
@@ -426,7 +454,7 @@ class Fleet:
         before = replica.apply(event, reason, monotonic())
         if before is None:
             return
-        bad = replica.state in (State.FAILED, State.DEGRADED)
+        bad = replica.state in (State.FAILED, State.DEGRADED, State.LEAVING)
         log.log(
             logging.WARNING if bad else logging.INFO,
             "replica %s: %s -> %s: %s",
@@ -438,8 +466,14 @@ class Fleet:
         self._call_back(replica, before)
 
     def _call_back(self, replica: Replica, before: State) -> None:
-        for callback in self.on_change:
+        with self._together():
+            self._is_changed = True
+            self._try(self.on_change, replica, before, replica.state)
+
+    @staticmethod
+    def _try(callbacks: list[Callable[..., None]], *arguments: object) -> None:
+        for callback in callbacks:
             try:
-                callback(replica, before, replica.state)
+                callback(*arguments)
             except Exception:
                 log.exception("a callback on replica changes failed")

@@ -4,6 +4,10 @@ Pure: `now` is passed in, monotonic seconds. Only faults of the engine count: a 
 and a 503 that means "full, try another" is load; the caller reports neither.
 
 Rules, in this order:
+  0. Two looks in a row were turned away (nobody listens, or /health says 503) while requests are on connections to it
+     that stand: LEAVING. It finishes those, and takes nothing new. Such a look is no silence by rule 2. If rule 6 had
+     already made it LEAVING, being turned away counts as silence: vLLM 0.32 has then ended its core and closed its
+     port, and only waits for idle connections.
   1. Two connection refusals in a row (from probes or traffic) mean nobody is there: LOST.
   2. Nothing but failed probes, `fall` at least, for `lost_after` seconds and no request answered: LOST (hung).
      (One before and one after a time in which we did not probe show nothing.)
@@ -11,14 +15,16 @@ Rules, in this order:
      after the hold fails again. One answered request ends it at once.
   4. `fall` probes in a row failed and no request was answered meanwhile: TROUBLE, until `rise`
      probes in a row succeed. A busy engine may answer probes late; while it answers requests, it is fine.
-  5. A share of its requests failed that its siblings' do not come near (`Recent.worse_than`; the fleet compares, for
-  only
-     it knows the siblings): TROUBLE for 2 s, then 4, 8 ... 30 as long as that happens again. An answered request does
-     not end it: of an engine that fails every second one, the next is as likely to be answered as not.
+  5. A share of its requests failed that its siblings' do not come near (`Health.compare`; only the fleet knows the
+     siblings, so it compares): TROUBLE for 2 s, then 4, 8 ... 30 as long as that happens again. An answered request
+     does not end it: of an engine that fails every second one, the next is as likely to be answered as not.
   6. `fall` answers in a row were errors of which nobody knows whether the engine or the request is at fault, since no
      other engine answered those requests: the watcher has to ask the engine a request of its own (`in_question`). Only
      if that fails as well, rule 3 holds. At most one such request in QUESTION_SECONDS, and none while others are
-     answered.
+     answered. One error is enough where the engine computes what it has; if it fails our own request and goes on with
+     those it is LEAVING, until it answers one of ours. An engine that ends exits soon after its last request. One that
+     is still there `lost_after` seconds after that cannot answer this request and does not end: rule 3 holds from then
+     on, until it answers one of ours.
 """
 
 from dataclasses import dataclass
@@ -37,6 +43,7 @@ FAILED_AT_FIRST, FAILED_AGAIN, FAILED_SHARE, TIMES_SIBLINGS = 5, 1, 0.2, 3.0
 class Verdict(Enum):
     GOOD = "good"
     TROUBLE = "trouble"
+    LEAVING = "leaving"
     LOST = "lost"
 
 
@@ -93,7 +100,11 @@ class Health:
         self._held_until: float | None = None
         self._trouble = False
         self._last_error = ""
+        self._turned_away = 0  # rule 0
         self._unconfirmed, self._asked_at = 0, float("-inf")  # rule 6
+        self._fails_newcomers = False
+        self.stayed = False  # it fails newcomers by rule 6, and did not end
+        self._computed_at = float("-inf")
         self.recent = Recent()
         self._out_for, self._out_until, self._out_reason = 0.0, float("-inf"), ""  # by rule 5
 
@@ -124,28 +135,42 @@ class Health:
         as well once it is known to be the engine's."""
         self._unconfirmed += 1
 
-    def in_question(self, now: float) -> bool:
-        """Rule 6: whether the engine must be asked something now, of which `asked` is to be told the answer."""
-        enough = 1 if self._hold else self.limits.fall  # one, of an engine that failed when it was asked before
-        return self._unconfirmed >= enough and now - self._asked_at >= QUESTION_SECONDS
+    def in_question(self, now: float, computes: bool = False) -> bool:
+        """Rule 6: whether the engine must be asked something now, of which `asked` is to be told the answer.
+        `computes`: whether it has work, and goes on with it."""
+        # one, of an engine that failed when it was asked before
+        enough = 1 if self._hold or computes else self.limits.fall
+        in_question = self._unconfirmed >= enough or self._fails_newcomers
+        return in_question and now - self._asked_at >= QUESTION_SECONDS
 
-    def asked(self, now: float, fails: bool | None) -> None:
+    def asked(self, now: float, fails: bool | None, computes: bool = False) -> None:
         """`fails`: whether that was answered with an error; None without an answer, which of a busy engine shows
         nothing."""
-        self._asked_at = now
-        if fails is not None:
-            self._unconfirmed = 0
-        if fails:
+        self._asked_at, was_leaving = now, self._fails_newcomers
+        if computes:
+            self._computed_at = now
+        stays = was_leaving and now - self._computed_at >= self.limits.lost_after
+        if fails is None and not stays:
+            return
+        fails = fails is not False
+        self._unconfirmed, self.stayed = 0, fails and (self.stayed or stays)
+        self._fails_newcomers = fails and not self.stayed and (computes or was_leaving)
+        if was_leaving and not fails:
+            self.succeeded(now, 0)
+        if fails and not self._fails_newcomers:
             for _ in range(self.limits.fall):
                 self.failed(now, "5xx")
 
-    def probed(self, now: float, fault: str = "", error: str = "") -> None:
-        """A probe ended; `fault` is "" when it was answered well."""
+    def probed(self, now: float, fault: str = "", error: str = "", turned_away: bool = False) -> None:
+        """A probe ended; `fault` is "" when it was answered well. `turned_away`: by an engine that has requests of
+        ours, as of rule 0."""
+        turned_away = turned_away and not self._fails_newcomers
+        self._turned_away = self._turned_away + 1 if turned_away else 0
         if fault:
             self._probe_failures += 1
             self._probe_successes = 0
             self._refusals = self._refusals + 1 if fault == "connect" else 0
-            self._silent_since = now if self._silent_since is None else self._silent_since
+            self._silent_since = None if turned_away else now if self._silent_since is None else self._silent_since
             self._last_error = error
             if self._probe_failures >= self.limits.fall:
                 self._trouble = True
@@ -185,11 +210,20 @@ class Health:
         since = now if self._silent_since is None else self._silent_since
         return f"no answer for {now - since:.0f} s: {self._last_error}"
 
+    @property
+    def answers(self) -> bool:
+        """Whether the last probe was answered well."""
+        return self._probe_successes > 0
+
     def opinion(self, now: float) -> Opinion:
+        if self._turned_away >= 2:
+            return Opinion(Verdict.LEAVING, f"takes nothing new, and finishes what it has: {self._last_error}")
         if self.hung(now):
             return Opinion(Verdict.LOST, self.silence(now))
         if self._refusals >= 2:
             return Opinion(Verdict.LOST, self._last_error)
+        if self._fails_newcomers:
+            return Opinion(Verdict.LEAVING, "fails what it is newly sent, and goes on with what it has")
         if self._trouble:
             return Opinion(Verdict.TROUBLE, self._last_error)
         if now < self._out_until:

@@ -8,6 +8,8 @@ probe's answer about a replica that is draining) can do no harm.
   READY     answers and serves                             traffic
   DEGRADED  up, but requests or probes fail, or nothing    traffic only if no replica is READY
             is computed though requests wait
+  LEAVING   its engine ends gracefully: it finishes what    no new traffic
+            it has, and takes nothing new
   DRAINING  finishes what it has                           no new traffic
   STOPPED   drained, on purpose; comes back only when asked
   FAILED    exited, unreachable or hung; comes back by itself when it answers again
@@ -21,14 +23,17 @@ class State(StrEnum):
     WARMING = "warming"
     READY = "ready"
     DEGRADED = "degraded"
+    LEAVING = "leaving"
     DRAINING = "draining"
     STOPPED = "stopped"
     FAILED = "failed"
 
 
 TAKES_TRAFFIC = (State.READY, State.DEGRADED)  # in this order: the second only where no replica is in the first
-# The engine that was adopted still runs; a draining one may get what it was chosen for before.
-ENGINE_THERE = (*TAKES_TRAFFIC, State.DRAINING)
+# The engine that was adopted still runs, and is looked at; in the second one a draining one as well, which may get what
+# it was chosen for before.
+IN_USE = (*TAKES_TRAFFIC, State.LEAVING)
+ENGINE_THERE = (*IN_USE, State.DRAINING)
 
 
 class Event(StrEnum):
@@ -36,6 +41,7 @@ class Event(StrEnum):
     ANSWERS = "answers"  # /health is 200
     SERVES = "serves"  # /health is 200 and /v1/models lists the model
     TROUBLE = "trouble"  # traffic or probes fail, or requests only wait, yet somebody is there
+    LEAVES = "leaves"  # it turns newcomers away, and goes on with what it has
     GONE = "gone"  # exited, nobody listens, or silent for too long
     RESTARTED = "restarted"  # answers, but it is another process than before
     DOUBTED = "doubted"  # something answers, but not as the engine did that was there
@@ -61,6 +67,7 @@ TABLE: dict[State, dict[Event, State]] = {
     State.READY: {
         Event.LAUNCHED: State.STARTING,
         Event.TROUBLE: State.DEGRADED,
+        Event.LEAVES: State.LEAVING,
         Event.RESTARTED: State.WARMING,
         Event.DOUBTED: State.WARMING,
         Event.GONE: State.FAILED,
@@ -71,6 +78,18 @@ TABLE: dict[State, dict[Event, State]] = {
         Event.LAUNCHED: State.STARTING,
         Event.SERVES: State.READY,
         Event.TROUBLE: State.DEGRADED,
+        Event.LEAVES: State.LEAVING,
+        Event.RESTARTED: State.WARMING,
+        Event.DOUBTED: State.WARMING,
+        Event.GONE: State.FAILED,
+        Event.DRAIN: State.DRAINING,
+        Event.STOPPED: State.STOPPED,
+    },
+    State.LEAVING: {
+        Event.LAUNCHED: State.STARTING,
+        Event.SERVES: State.READY,
+        Event.TROUBLE: State.DEGRADED,
+        Event.LEAVES: State.LEAVING,
         Event.RESTARTED: State.WARMING,
         Event.DOUBTED: State.WARMING,
         Event.GONE: State.FAILED,

@@ -29,7 +29,23 @@ class Scrape(NamedTuple):
     generated: int | None = None  # tokens
     external_queries: int | None = None  # tokens looked up in slower tiers; of an engine without those none
     cache_dtype: str | None = None  # the type of what is cached, by the engine's own name
+    too_many: int = 0  # ranks told, where these are more than there can be, so that the engine counts as one
     created: float | None = None  # unix time at which one of its counters was made, to the microsecond: no two share it
+    # tokens of a block of full attention, where the engine tells them apart from `block_size`, which is one GPU's share
+    attention_block_size: int | None = None
+
+    @property
+    def counters(self) -> tuple[float | None, ...]:
+        """What changes with every step of an engine that has work."""
+        return (
+            self.running,
+            self.waiting,
+            self.kv_usage,
+            self.prefix_queries,
+            self.prefix_hits,
+            self.prompted,
+            self.generated,
+        )
 
 
 class MetricNames(NamedTuple):
@@ -55,6 +71,7 @@ class MetricNames(NamedTuple):
     external_queries: tuple[bytes, ...] = ()
     cache_dtype: bytes = b""
     created: tuple[bytes, ...] = ()
+    attention_block_size: bytes = b""
 
 
 # How the ranks' values of a field are put together.
@@ -71,20 +88,26 @@ COMBINED = {
 # Only for whether they change: nobody misses them.
 MOVING = ("prompted", "generated", "external_queries")
 # What the cache configuration's labels tell.
-CACHE = ("block_size", "num_blocks", "rank_tokens", "prefix_caching", "cache_dtype")
+CACHE = ("block_size", "num_blocks", "rank_tokens", "prefix_caching", "cache_dtype", "attention_block_size")
 
-_LABEL = re.compile(rb'(\w+)="((?:[^"\\]|\\.)*)"')
+MOST_RANKS = 128  # that one page tells of: each becomes a replica
+MOST_SAMPLES = 4096  # lines that begin with one name: of all ranks, and of what else labels tell apart
+MOST_LINE = 1 << 14  # bytes; the longest, the cache configuration's, has some 2,000
+# The start of a name only: from within a long word without a value each letter would be tried to its end.
+_LABEL = re.compile(rb'(?<!\w)(\w+)="((?:[^"\\]|\\.)*)"')
 
 
 def _lines(page: bytes, name: bytes) -> list[tuple[bytes, float]]:
     """(labels, value) of each sample of exactly this name."""
-    found, at = [], 0
+    found, at, lines = [], 0, 0
     if page.startswith(name):
         page = b"\n" + page
-    while (at := page.find(b"\n" + name, at)) >= 0:
+    while lines < MOST_SAMPLES and (at := page.find(b"\n" + name, at)) >= 0:
         end = page.find(b"\n", at + 1)
         line = page[at + 1 + len(name) : end if end >= 0 else len(page)]
-        at += len(name)
+        at, lines = at + len(name), lines + 1
+        if len(line) > MOST_LINE:
+            continue
         labels, value = b"", line
         if line[:1] == b"{":
             labels, _, value = line[1:].rpartition(b"}")
@@ -121,7 +144,7 @@ def _cache_configs(page: bytes, names: MetricNames) -> list[tuple[int | None, di
     for labels, _ in _lines(page, names.cache_config):
         told = dict(_LABEL.findall(labels))
         config = {field: told.get(getattr(names, field), b"") for field in CACHE}
-        if config["block_size"].isdigit():
+        if _number(config["block_size"]):
             found.append((_rank(labels, names.rank), config))
     return found
 
@@ -140,20 +163,25 @@ def parse(page: bytes, now: float, names: MetricNames) -> Scrape:
     # once.
     numbers = sorted({rank for one in (configs, *samples.values()) for rank, _ in one if rank is not None})
     whole = _scrape(now, started, created, samples, configs)
+    if len(numbers) > MOST_RANKS:
+        return whole._replace(too_many=len(numbers))
     if len(numbers) < 2:
         return whole._replace(engines=tuple(numbers))
-    blocks = [int(config["num_blocks"]) for _, config in configs if config["num_blocks"].isdigit()]
+    blocks = [_number(config["num_blocks"]) for _, config in configs]
     share = max(blocks, default=0) // len(numbers) or None
-    ranks = tuple(
-        _scrape(
-            now, started, created,
-            {field: [one for one in values if one[0] == number] for field, values in samples.items()},
-            [one for one in configs if one[0] in (number, None)],
-            share,
-        )
-        for number in numbers
-    )  # fmt: skip
-    return whole._replace(ranks=ranks, engines=tuple(numbers))
+    of_rank: dict[int | None, dict[str, list]] = {rank: {field: [] for field in samples} for rank in (None, *numbers)}
+    for field, values in samples.items():
+        for one in values:
+            of_rank[one[0]][field].append(one)
+    first: dict[int | None, int] = {}  # where each rank's configuration is, and one of no rank
+    for at, (rank, _) in enumerate(configs):
+        first.setdefault(rank, at)
+    ranks = []
+    for number in numbers:
+        found = [first[rank] for rank in (number, None) if rank in first]
+        config = [configs[min(found)]] if found else []
+        ranks.append(_scrape(now, started, created, of_rank[number], config, share))
+    return whole._replace(ranks=tuple(ranks), engines=tuple(numbers))
 
 
 def _scrape(
@@ -177,8 +205,9 @@ def _scrape(
         kv_usage=min(max(usage, 0.0), 1.0) if usage is not None and usage == usage else None,
         started=started,
         created=created,
-        block_size=int(config["block_size"]) if config else None,
-        num_blocks=_rank_blocks(config, share) if share else int(blocks) if blocks.isdigit() else None,
+        block_size=_number(config["block_size"]) if config else None,
+        attention_block_size=_attention_block(config),
+        num_blocks=_rank_blocks(config, share) if share else _number(blocks) or None,
         prefix_caching={b"True": True, b"False": False}.get(caching),
         cache_dtype=config.get("cache_dtype", b"").decode(errors="replace") or None,
         **{field: _count(value) for field, value in told.items()},
@@ -189,7 +218,18 @@ def _rank_blocks(config: dict[str, bytes], share: int) -> int:
     """vLLM (0.28, 0.32) adds the blocks of the ranks up as they report: with two of 256 blocks their labels say 256 and
     512, or 512 both. The size in tokens is one rank's."""
     tokens = config.get("rank_tokens", b"")
-    return int(tokens) // int(config["block_size"]) if config and tokens.isdigit() else share
+    size = _attention_block(config) or _number(config["block_size"]) if config else 0
+    return _number(tokens) // size if size and _number(tokens) else share
+
+
+def _attention_block(config: dict[str, bytes]) -> int | None:
+    """With decode context parallelism one GPU's block of 64 tokens is an eighth of one of 512, say."""
+    return _number(config.get("attention_block_size", b"")) or None
+
+
+def _number(digits: bytes) -> int:
+    """0 for what is none of at most ten digits."""
+    return int(digits) if digits.isdigit() and len(digits) <= 10 else 0
 
 
 def missing(page: bytes, names: MetricNames) -> list[str]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Generic, NamedTuple, Protocol, TypeVar
 
-from .roles import BOTH, DECODERS, PREFILLERS
+from .roles import DECODERS, PREFILLERS
 
 if TYPE_CHECKING:
     from replicas.engines.transfer import Transfer
@@ -87,8 +87,6 @@ class Sided(Protocol):
 def sides_of(transfer: Transfer, ones: Iterable[T], replica_of: Callable[[T], Sided]) -> tuple[list[T], list[T]]:
     """Who may compute prompts and who may write answers, of replicas that pass caches on by `transfer`."""
     known = [(one, replica_of(one)) for one in ones]
-    if not transfer.takes_whole:  # one without a role takes nothing else
-        known = [(one, replica) for one, replica in known if replica.role != BOTH]
     prefillers = [
         one
         for one, replica in known

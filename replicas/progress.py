@@ -10,6 +10,7 @@ Pure but for `computes`, which asks for two tokens: prefill and decode.
 """
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import aiohttp
@@ -21,6 +22,7 @@ from replicas.metrics import Scrape
 STALLED, HUNG = 20.0, 120.0
 # Statuses of an engine that fails, or of a proxy before one. With 501 vLLM says that its model makes no completions.
 ILL = (500, 502, 504)
+MOST_READ = 65536  # bytes of an answer of two tokens
 
 
 @dataclass(slots=True)
@@ -46,15 +48,7 @@ class Progress:
         if len(scrapes) != len(self._ranks):
             self._ranks = [_Rank() for _ in scrapes]
         for rank, one in zip(self._ranks, scrapes):
-            counters = (
-                one.running,
-                one.waiting,
-                one.kv_usage,
-                one.prefix_queries,
-                one.prefix_hits,
-                one.prompted,
-                one.generated,
-            )
+            counters = one.counters
             if counters != rank.counters or one.generated is None:
                 rank.counters, rank.since = counters, None
             elif one.running or one.waiting:
@@ -85,16 +79,24 @@ async def computes(session: aiohttp.ClientSession, url: str, model: str, deadlin
     return await asked(session, url, model, deadline) not in (0, *ILL, 503)
 
 
-async def asked(session: aiohttp.ClientSession, url: str, model: str, deadline: float) -> int:
-    """The status of its answer to such a prompt; 0 if there was none within `deadline` seconds."""
+async def asked(
+    session: aiohttp.ClientSession,
+    url: str,
+    model: str,
+    deadline: float,
+    aborted: Callable[[bytes], object] = lambda answer: False,
+) -> int:
+    """The status of its answer to such a prompt; 0 if there was none within `deadline` seconds, and 500 for one that it
+    `aborted`."""
     body = json.dumps({"model": model, "prompt": [1], "max_tokens": 2})
     try:
-        return await within(deadline, _post(session, f"{url}/v1/completions", body))
+        return await within(deadline, _post(session, f"{url}/v1/completions", body, aborted))
     except (TimeoutError, OSError, aiohttp.ClientError):
         return 0
 
 
-async def _post(session: aiohttp.ClientSession, url: str, body: str) -> int:
+async def _post(session: aiohttp.ClientSession, url: str, body: str, aborted: Callable[[bytes], object]) -> int:
     headers = {"content-type": "application/json"}
     async with session.post(url, data=body, headers=headers, timeout=aiohttp.ClientTimeout()) as response:
-        return response.status
+        begins = await response.content.read(MOST_READ) if response.status == 200 else b""
+        return 500 if aborted(begins) else response.status

@@ -14,6 +14,7 @@ from replicas.lifecycle import Event, State, follows
 from replicas.metrics import Scrape
 from replicas.names import bracketed
 from replicas.pairing import Traits
+from replicas.problems import Problem, unfit
 from replicas.roles import BOTH, DECODE, PREFILL, PREFILLERS, ROLES
 
 
@@ -37,8 +38,8 @@ DEFAULT_PORTS = {"http": 80, "https": 443}
 # What the ranks of one engine have in common.
 SHARED = tuple(
     """
-    dialect address proof role models adapter_roots root block_size page_size num_blocks max_model_len version pid restarts problems meets_at engine_ids
-    declared cache_dtype unable fault
+    dialect address proof models adapter_roots root block_size page_size num_blocks max_model_len version pid restarts problems engine_ids
+    declared cache_dtype unable fault foreign context_parallel drops_block looks_to_end finds_parts
     """.split()
 )
 
@@ -59,13 +60,17 @@ class Replica:
     managed: bool = False  # launched by us
     rank: int | None = None  # which of the data-parallel ranks behind its URL; None: there is one
     dialect: EngineDialect = DEFAULT  # what kind of engine it is, as far as it has told
-    role: str = BOTH  # which part of a request it is for (`replicas.roles`): as its engine tells, else as it was given
+    role: str = BOTH  # which part of a request it is for (`replicas.roles`)
     spill: bool = False  # of a slow pool, which gets what nobody else can answer in time
     moves_by: str = ""  # how it passes caches on, one of `TRANSFERS`; "": as engines of its kind do
     bootstrap: int = 0  # the port at which engines that fetch a prompt's cache find it, as the operator wrote it
-    meets_at: int | None = None  # ... as its engine tells it
     engine_ids: dict[int, str] = field(default_factory=dict)  # by rank, as told there, where they are needed
     declared: Traits = field(default_factory=Traits)  # what it was launched with
+    context_parallel: int = 1  # of how many GPUs' shares each block of its cache consists, by its launch profile
+    launched_to_drop: bool | None = None  # `drops_block` by its launch profile; None: that does not say
+    drops_block: bool = False  # it computes the last block of what it finds again, as `Told` says or its profile
+    looks_to_end: bool = True  # as `Told` says
+    finds_parts: bool = True  # as `Told` says
     cache_dtype: str | None = None
     unable: frozenset[str] = frozenset()  # ids of `TRANSFERS` for which it has no connector
     unlike: tuple[str, ...] = ()  # which counterparts it exchanges no caches with, and why, in words
@@ -73,7 +78,9 @@ class Replica:
     state: State = State.STARTING
     reason: str = "not heard yet"
     fault: str = ""  # of the last look at its process, as an `Answer` calls it; empty if it answered, or none was taken
+    foreign: bool = False  # what answered there last was no engine, so it serves no model until another one answers
     since: float = 0.0  # when the state began
+    left: bool = False  # it was leaving when it went
     incarnation: str = ""  # changes when the process behind the port does, and with `address`
     # the one that `host` leads to for this incarnation: everybody connects there; "" until it is known
     address: str = ""
@@ -88,6 +95,10 @@ class Replica:
     adapter_roots: dict[str, str] = field(default_factory=dict)
     root: str | None = None  # the folder or hub name that the engine was started with, whatever it calls the model
     block_size: int | None = None
+    # As its KV events tell, which count before all else: tokens of a block, and how many of those behind it are part of
+    # its name. None until an event has told.
+    stored_size: int | None = None
+    looks_ahead: int = 0
     page_size: int | None = None  # tokens of the parts of a block that it finds; None: whole blocks
     num_blocks: int | None = None
     max_model_len: int | None = None
@@ -99,7 +110,13 @@ class Replica:
     pid: int | None = None
     restarts: int = 0
     scrape: Scrape | None = None  # the last /metrics, see `scrape.at`
+    moved_at: float = float("-inf")  # when a /metrics was read that had other counters than the one before
     problems: tuple[str, ...] = ()  # what could not be learned, each with its remedy
+
+    def unfit(self, block_size: int | None) -> Problem | None:
+        """What is wrong with the block size that the operator gave."""
+        whole = self.stored_size or (self.scrape.attention_block_size if self.scrape else None)
+        return unfit(block_size, self.block_size, whole, self.page_size, self.events is not None)
 
     @property
     def headers(self) -> dict[str, str]:
@@ -123,15 +140,11 @@ class Replica:
             version=self.version,
             model=self.root,
             kv_cache_dtype=self.cache_dtype,
-            block_size=self.block_size,
+            # transfers go by what one GPU has of a block
+            block_size=self.scrape.block_size if self.scrape and self.scrape.attention_block_size else self.block_size,
             unable=self.unable,
         )
         return told.known(self.declared)
-
-    @property
-    def takes_whole(self) -> bool:
-        """Whether its engine answers requests in one piece, and not legs alone."""
-        return self.role == BOTH or (transfer := self.transfer) is None or transfer.takes_whole
 
     @property
     def meeting(self) -> Meeting | None:
@@ -140,17 +153,14 @@ class Replica:
         transfer = self.transfer
         if not isinstance(transfer, MeetingTransfer):
             return None
-        engine = self.engine_ids.get(self.rank or 0, "")
-        if transfer.ids_path and not engine:
-            return None
-        port = self.bootstrap or self.meets_at or transfer.meets_at
-        return Meeting(self.address or self.host, port, engine, self.rank)
+        engine, port = self.engine_ids.get(self.rank or 0), self.bootstrap or transfer.meets_at
+        return Meeting(self.address or self.host, port, engine) if engine else None
 
     @property
     def ids_url(self) -> str:
         """What tells its engines' ids; "" where none are needed."""
         transfer = self.transfer
-        if not isinstance(transfer, MeetingTransfer) or not transfer.ids_path or self.role not in PREFILLERS:
+        if not isinstance(transfer, MeetingTransfer) or self.role not in PREFILLERS:
             return ""
         return f"http://{bracketed(self.host)}:{self.bootstrap or transfer.meets_at}{transfer.ids_path}"
 
@@ -162,6 +172,11 @@ class Replica:
     def serves(self, model: str | None) -> bool:
         """Whether it can answer for that model or adapter. One that has told no names is taken at its word."""
         return not model or not self.models or model in self.models
+
+    @property
+    def ends(self) -> bool:
+        """Whether its engine was asked to stop: what breaks there is no sign of what it was sent."""
+        return self.state is State.LEAVING or self.left
 
     @property
     def rank_paths(self) -> tuple[str, ...] | None:
@@ -208,14 +223,33 @@ class Replica:
         """Be this incarnation from now on; of another one, what traffic showed of the last does not count."""
         if self.incarnation and incarnation != self.incarnation:
             self.cached_tokens, self.takes_ids = None, "not tried yet"
+            self.stored_size, self.looks_ahead = None, 0
         self.incarnation = incarnation
+
+    def store_as(self, size: int, ahead: int, parts: int) -> bool:
+        """Take the block format from the engine's events, and return whether it has changed.
+
+        `ahead`: tokens behind a block that its name covers; `parts`: tokens of the smaller blocks that hits may end at.
+        A `size` that is only the engine's page size counts as unknown.
+        """
+        before = self.stored_size, self.looks_ahead
+        size = parts if parts and self.finds_parts else size
+        self.stored_size = (self.stored_size if size == self.page_size else size) or None
+        self.looks_ahead = ahead
+        return before != (self.stored_size, self.looks_ahead)
 
     def forget(self) -> None:
         """What the engine's process told of itself is of the past."""
         self.models, self.root, self.version, self.max_model_len = {}, None, None, None
-        self.block_size = self.num_blocks = self.scrape = self.meets_at = None
+        self.block_size = self.num_blocks = self.scrape = None
         self.engine_ids, self.cache_dtype, self.unable = {}, None, frozenset()
         self.problems = ()
+
+    def scraped(self, scrape: Scrape) -> None:
+        """Take what the engine's /metrics say now."""
+        if self.scrape is None or self.scrape.counters != scrape.counters or scrape.generated is None:
+            self.moved_at = scrape.at
+        self.scrape = scrape
 
     def follow(self, engine: "Replica", events: EventSource | None) -> None:
         """Take over what is the whole engine's, and this rank's part of what is not."""
@@ -227,7 +261,7 @@ class Replica:
         self.events = events
         ranks = engine.scrape.ranks if engine.scrape else ()
         if self.rank < len(ranks):
-            self.scrape = ranks[self.rank]
+            self.scraped(ranks[self.rank])
             self.num_blocks = self.scrape.num_blocks or engine.num_blocks
 
     def apply(self, event: Event, reason: str, now: float) -> State | None:
@@ -243,6 +277,7 @@ class Replica:
             self.fault = ""  # no look has been taken since
         if after is before:
             return None
+        self.left = after is State.FAILED and before is State.LEAVING
         self.state, self.since = after, now
         return before
 

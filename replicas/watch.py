@@ -14,13 +14,15 @@ from typing import NamedTuple
 
 from replicas.access import Access
 from replicas.adopt import Facts, engine_ids, health, problems_of, served_models
-from replicas.ask import get
+from replicas.answer import Answer
+from replicas.ask import get, read
+from replicas.engines.dialect import ANY_PATH
 from replicas.health import Health, Limits, Verdict
 from replicas.launch.exits import said
 from replicas.launch.supervisor import Supervisor
-from replicas.lifecycle import TAKES_TRAFFIC, Event, State
+from replicas.lifecycle import IN_USE, TAKES_TRAFFIC, Event, State
 from replicas.metrics import Scrape, parse
-from replicas.progress import ILL, Progress, asked, computes
+from replicas.progress import ILL, STALLED, Progress, asked, computes
 from replicas.pulse import Pulse
 from replicas.replica import EventSource, Replica
 from replicas.served import base_names
@@ -52,6 +54,7 @@ class Watch:
         busy: Callable[[], bool],
         waited: Callable[[], float] = lambda: 0.0,
         hear: Callable[[], object] = lambda: None,
+        holds: Callable[[], bool] = lambda: False,
         interval: float = 1.0,
         limits: Limits = Limits(),
         given: EventSource | None = None,
@@ -61,15 +64,16 @@ class Watch:
     ):
         """`changed` is told when a READY replica serves something else than before; `looked` whenever something new
         may be known of it, before any `tell`. `waited`: seconds since the oldest unanswered prompt was sent. `hear`:
-        calls `succeeded` with what was answered and not told yet, before a probe counts.
+        calls `succeeded` with what was answered and not told yet, before a probe counts. `holds`: whether requests are
+        on connections to it that stand.
         `given`: the event source as the operator or the profile knows it, instead of asking.
         `pulse`: when this process was held up; `health` and `progress` are given times of its clock. The rest is for
         replicas of our own."""
         self.replica, self.tell, self.changed, self.looked = replica, tell, changed, looked
         self.access = Access(replica.url, replica.host, replica.tls, given, replica.credentials)
-        self.busy, self.waited, self.hear, self.interval, self.limits = busy, waited, hear, interval, limits
+        self.busy, self.waited, self.hear, self.holds = busy, waited, hear, holds
+        self.interval, self.limits = interval, limits
         self.given = given
-        self.given_role = replica.role  # by the operator; an engine that is for one role tells its own
         self.supervisor, self.start_timeout = supervisor, start_timeout
         self.pulse = pulse or Pulse()
         self._was_excused = False  # what the last look showed, since this process was held up meanwhile
@@ -86,7 +90,7 @@ class Watch:
         self._named_pid: int | None = None
         self._mark = ""  # what tells this incarnation from one at another address that began at the same time
         self._warmed_pid: int | None = None
-        self._facts_at = self._scraped_at = self._looked_at = float("-inf")
+        self._facts_at = self._scraped_at = self._looked_at = self._held_at = float("-inf")
         self._closes = False  # it closes the connection after each answer
 
     async def run(self) -> None:
@@ -149,6 +153,8 @@ class Watch:
         self._was_refused |= kind == "connect"
         if kind in ("connect", "closed", "timeout") and self.pulse.fresh(monotonic()):
             return self.nudge()  # it may have broken because we did not read
+        if kind == "connect" and self._finishes():
+            return self.nudge()  # it may listen no more, and finish what it has: the next looks tell
         self.health.failed(now, kind)
         if kind == "foreign":
             self._doubt("what answered a request there was no inference engine")
@@ -156,9 +162,18 @@ class Watch:
         if kind in ("connect", "closed", "foreign"):  # it may have died; a 5xx or a late answer is no news about that
             self.nudge()
 
+    def _finishes(self) -> bool:
+        """As `holds`, which looks at all requests: not again within CLOSEST after a yes, nor of one that is FAILED, so
+        that many connections that fail at once cost few such looks."""
+        if self.replica.state is State.FAILED:
+            return False
+        if monotonic() - self._held_at >= CLOSEST and self.holds():
+            self._held_at = monotonic()
+        return monotonic() - self._held_at < CLOSEST
+
     def unconfirmed(self, now: float) -> None:
         self.health.unconfirmed()
-        if self.health.in_question(now):
+        if self.health.in_question(now, self.is_computing):
             self._nudged.set()
 
     def compare(self, now: float, answered: int, failed: int) -> None:
@@ -185,7 +200,7 @@ class Watch:
         if facts is None:
             full = True
             facts = await self.access.find(
-                DEADLINE, in_use=replica.state in TAKES_TRAFFIC, patience=replica.dialect.health_seconds
+                DEADLINE, in_use=replica.state in IN_USE, patience=replica.dialect.health_seconds
             )
         if replica.pid != pid:
             return False  # the process ended while we asked: the answer is about the past
@@ -193,13 +208,18 @@ class Watch:
         if self._excuses(facts, now):
             return False
         replica.fault = facts.fault
+        if facts.fault not in ("", "timeout", "own"):  # these say nothing of what is there, or not yet
+            replica.foreign = facts.fault == "refused"
         if full:
             self._facts_at = monotonic()
         now, answered = self.pulse.clock(), False
         if facts.fault == "own":
             replica.reason = facts.error
         elif facts.fault:
-            self._missed(now, facts)
+            turned_away = facts.turns_away and replica.state in IN_USE and self.holds()
+            if turned_away and facts.fault != "connect" and (scrape := (await self._figures())[1]) is not None:
+                replica.scraped(scrape)
+            self._missed(self.pulse.clock(), facts, turned_away)
         elif (self._moved or not await self._stalls(now, facts)) and await self._warm(facts):
             if full and (problem := await engine_ids(self.access.session, replica, DEADLINE)) is not None:
                 facts.problems["transfer"] = problem
@@ -233,13 +253,20 @@ class Watch:
     async def _question(self) -> None:
         """Where nobody knows whose fault it is that requests fail, a request that nothing is wrong with tells."""
         replica, health = self.replica, self.health
-        if health.in_question(self.pulse.clock()):
-            status = await asked(self.access.session, replica.url, next(iter(replica.models), ""), DEADLINE)
+        if health.in_question(self.pulse.clock(), self.is_computing):
+            name, aborted = next(iter(replica.models), ""), replica.dialect.aborted[ANY_PATH]
+            status = await asked(self.access.session, replica.url, name, DEADLINE, aborted)
             if health is self.health:  # else it is another process by now
                 self.hear()
                 now = self.pulse.clock()
-                health.asked(now, status in ILL if status else None)
+                health.asked(now, status in ILL if status else None, self.is_computing)
                 self._judge(now)
+
+    @property
+    def is_computing(self) -> bool:
+        """Whether the engine has work, and was seen to go on with it."""
+        scrape = self.replica.scrape
+        return scrape is not None and bool(scrape.running) and scrape.at - self.replica.moved_at < STALLED
 
     async def ask_models(self) -> None:
         """What does it serve now? Somebody wants a model that it was not known to serve."""
@@ -277,6 +304,7 @@ class Watch:
             serving=True,
             closes=answer.closes,
             over=answer.over,
+            turns_away=answer.turns_away,
         )
         proof = self.replica.proof
         always_closes = self._closes and facts.closes
@@ -284,11 +312,9 @@ class Watch:
             return None
         due = 0.0 if self.busy() else IDLE_SCRAPE
         if facts.alive and now - self._scraped_at >= due:
-            page = await get(self.access.session, self.replica.url + self.replica.dialect.metrics_path, DEADLINE)
+            page, facts.scrape = await self._figures()
             if page.fault == "timeout":
                 facts.over = None  # we closed its connection, which may have been the same
-            if page.status == 200:
-                facts.scrape = parse(page.body, monotonic(), self.replica.dialect.metrics)
             if (
                 page.status
                 and page.status < 500
@@ -298,6 +324,13 @@ class Watch:
                 return None
             self._scraped_at = monotonic()
         return facts
+
+    async def _figures(self) -> tuple[Answer, Scrape | None]:
+        """The engine's /metrics, and what it says."""
+        page = await get(self.access.session, f"{self.replica.url}/metrics", DEADLINE)
+        if page.status != 200:
+            return page, None
+        return page, await read(page.body, parse, page.body, monotonic(), self.replica.dialect.metrics)
 
     async def _stalls(self, now: float, facts: Facts) -> bool:
         """Whether it answers and yet does nothing; then this was told."""
@@ -320,7 +353,8 @@ class Watch:
             self.supervisor.restart(f"{reason}: its engine core hangs, so it was killed")
         return True
 
-    def _missed(self, now: float, facts: Facts) -> None:
+    def _missed(self, now: float, facts: Facts, turned_away: bool) -> None:
+        """`turned_away`: as of `Health.probed`."""
         replica = self.replica
         self._was_refused |= facts.fault == "connect"
         if replica.state is State.STARTING and replica.managed:
@@ -331,7 +365,7 @@ class Watch:
             self.tell(replica, Event.GONE, f"{why}; asked again every {self.interval:g} s")
         else:
             self.hear()
-            self.health.probed(now, facts.fault, facts.error)
+            self.health.probed(now, facts.fault, facts.error, turned_away)
             self._judge(now)
             if replica.state is State.READY:
                 self._nudged.set()  # ask again at once: a second refusal settles it, a timeout took its time
@@ -352,16 +386,17 @@ class Watch:
     def _answered(self, now: float, facts: Facts, full: bool) -> None:
         replica = self.replica
         unproven = self._unproven(facts) if full else ""
+        replica.foreign = bool(unproven) and facts.serving  # else it is one that lists no model yet
         another = full and not unproven and self._is_another(facts)
         if not unproven and self._follow_incarnation(facts.scrape, another) and not full:
             return self.nudge()  # what the old process served says nothing about this one
         if full and not unproven:
             self._learn(facts)
         if facts.scrape and not unproven:
-            replica.scrape = facts.scrape
+            replica.scraped(facts.scrape)
         self.looked()
         wrong = unproven or (facts.error if not facts.serving else self._wrong_model())
-        if wrong and replica.state in TAKES_TRAFFIC:
+        if wrong and replica.state in IN_USE:
             self._doubt(wrong)
         if replica.state in (State.STARTING, State.FAILED):
             self.tell(replica, Event.ANSWERS, "answers /health")
@@ -424,15 +459,17 @@ class Watch:
             replica.cache_dtype = facts.scrape.cache_dtype
             if "version" not in facts.silent:  # which says whether the page would tell
                 replica.unable = facts.told.unable
-        replica.block_size = facts.block_size or replica.block_size
+                given, replica.looks_to_end = replica.launched_to_drop, facts.told.looks_to_end
+                replica.finds_parts = facts.told.finds_parts
+                replica.drops_block = facts.told.drops_block if given is None else given
+        replica.block_size = facts.block_of(replica.context_parallel) or replica.block_size
         replica.num_blocks = facts.num_blocks or replica.num_blocks
         if "version" not in facts.silent:
-            replica.page_size, replica.meets_at = facts.told.page_size, facts.told.meets_at
-            replica.role = facts.told.role or self.given_role
+            replica.page_size = facts.told.page_size
         if self.given or facts.sources is not None:  # a late answer is no news about where events are
             self.sources = facts.events(self.access.events, len(self.sources))
         replica.events = self.sources[0]
-        problems = [*problems_of(facts, self.given, self.sources, self.given_role).values(), self.access.problem]
+        problems = [*problems_of(facts, self.given, self.sources).values(), self.access.problem]
         replica.problems = tuple(str(one) for one in problems if one)
         if replica.state is State.READY and before != self._told():
             self.changed(replica)
@@ -445,8 +482,10 @@ class Watch:
             self.sources,
             replica.max_model_len,
             replica.block_size,
+            replica.num_blocks,
             replica.page_size,
             replica.role,
+            replica.drops_block,
             replica.traits,
         )
 
@@ -498,11 +537,14 @@ class Watch:
         verdict, reason = self.health.opinion(now)
         if verdict is Verdict.LOST:
             self._lost(now, reason)
+        elif verdict is Verdict.LEAVING:
+            self.tell(replica, Event.LEAVES, reason)
         elif replica.state is State.DEGRADED and self.progress.stalled(now):
             pass  # it was told why: requests that were taken away from it since are no other reason
         elif verdict is Verdict.TROUBLE:
-            self.tell(replica, Event.TROUBLE, reason)
-        elif replica.state is State.DEGRADED:
+            if replica.state is not State.LEAVING or self.health.stayed:  # a late look does not show that it stays
+                self.tell(replica, Event.TROUBLE, reason)
+        elif replica.state is State.DEGRADED or (replica.state is State.LEAVING and self.health.answers):
             self.tell(replica, Event.SERVES, "answers probes again")
 
     def _lost(self, now: float, reason: str) -> None:
@@ -510,7 +552,7 @@ class Watch:
         supervisor would know. Only one that stays silent is."""
         replica = self.replica
         alive = " though its process is alive" if replica.managed and replica.pid else ""
-        if replica.state in (State.WARMING, *TAKES_TRAFFIC):
+        if replica.state in (State.WARMING, *IN_USE):
             self.tell(replica, Event.GONE, reason + alive)
         if self.supervisor and self.health.hung(now):
             self.supervisor.restart(f"{reason}{alive}: it hangs, so it was killed")

@@ -174,38 +174,77 @@ class Sentinels:
 
 
 class Cluster:
-    """Three primaries, no replicas. A dead one leaves the others serving their slots."""
+    """Three primaries, with or without a replica each. A dead one without leaves the others serving their slots; with
+    one it is replaced within about 3 seconds."""
 
-    def __init__(self, folder: Path, binary: str | None = None):
+    def __init__(self, folder: Path, binary: str | None = None, *, replicas: bool = False):
         settings = {"cluster_enabled": "yes", "cluster_node_timeout": 1000, "cluster_require_full_coverage": "no"}
-        self.nodes = [RedisServer(folder / f"node-{i}", binary=binary, **settings) for i in range(3)]
+        made = [RedisServer(folder / f"node-{i}", binary=binary, **settings) for i in range(6 if replicas else 3)]
+        self.nodes, self.replicas = made[:3], made[3:]
         self.url = "redis+cluster://" + ",".join(f"127.0.0.1:{one.port}" for one in self.nodes)
 
     def start(self) -> Cluster:
-        for node in self.nodes:
+        for node in (*self.nodes, *self.replicas):
             node.start()
-        for i, node in enumerate(self.nodes):
+        for i, node in enumerate((*self.nodes, *self.replicas)):
             with node.client() as client:
-                client.execute_command("CLUSTER ADDSLOTS", *range(i * 16384 // 3, (i + 1) * 16384 // 3))
+                if node in self.nodes:
+                    client.execute_command("CLUSTER ADDSLOTS", *range(i * 16384 // 3, (i + 1) * 16384 // 3))
                 client.execute_command("CLUSTER SET-CONFIG-EPOCH", i + 1)
                 client.execute_command("CLUSTER MEET", "127.0.0.1", self.nodes[0].port)
-        wait_for_all(self.nodes, self._whole, "the cluster is whole")
+        wait_for_all([*self.nodes, *self.replicas], self._whole, "the cluster is whole")
+        for node, replica in zip(self.nodes, self.replicas):
+            with replica.client() as client:
+                client.execute_command("CLUSTER REPLICATE", self._id(node))
+                wait(lambda client=client: client.info("replication")["master_link_status"] == "up", what="it follows")
+        for replica in self.replicas:
+            wait_for_all(self.nodes, lambda client, port=replica.port: self._follows(client, port), "all know of it")
         return self
 
-    @staticmethod
-    def _whole(client: redis.Redis) -> bool:
-        told = client.execute_command("CLUSTER INFO")
+    def _whole(self, client: redis.Redis) -> bool:
+        told, known = client.execute_command("CLUSTER INFO"), str(len(self.nodes) + len(self.replicas))
         return (
-            told["cluster_state"] == "ok" and told["cluster_known_nodes"] == "3" and told["cluster_slots_ok"] == "16384"
+            told["cluster_state"] == "ok"
+            and told["cluster_known_nodes"] == known
+            and told["cluster_slots_ok"] == "16384"
         )
 
+    @staticmethod
+    def _follows(client: redis.Redis, port: int) -> bool:
+        told = client.execute_command("CLUSTER NODES")
+        return any("slave" in one["flags"] for at, one in told.items() if at.startswith(f"127.0.0.1:{port}"))
+
+    @staticmethod
+    def _id(node: RedisServer) -> str:
+        with node.client() as client:
+            return client.execute_command("CLUSTER MYID").decode()
+
+    def _slot(self, key: str) -> int:
+        with self.nodes[-1].client() as client:
+            return client.execute_command("CLUSTER KEYSLOT", key)
+
     def node_of(self, key: str) -> RedisServer:
-        with self.nodes[0].client() as client:
-            slot = client.execute_command("CLUSTER KEYSLOT", key)
+        """Which node had the key's slot at the start."""
+        slot = self._slot(key)
         return next(node for i, node in enumerate(self.nodes) if slot < (i + 1) * 16384 // 3)
 
+    def replica_of(self, node: RedisServer) -> RedisServer:
+        return self.replicas[self.nodes.index(node)]
+
+    def move(self, key: str, target: RedisServer) -> None:
+        """Reshard: the key's slot, with all that is in it, becomes the target's."""
+        slot, source = self._slot(key), self.node_of(key)
+        with source.client() as old, target.client() as new:
+            new.execute_command("CLUSTER SETSLOT", slot, "IMPORTING", self._id(source))
+            old.execute_command("CLUSTER SETSLOT", slot, "MIGRATING", self._id(target))
+            while keys := old.execute_command("CLUSTER GETKEYSINSLOT", slot, 100):
+                old.execute_command("MIGRATE", "127.0.0.1", target.port, "", 0, 5000, "KEYS", *keys)
+        for node in (target, source, *self.nodes):
+            with node.client() as client:
+                client.execute_command("CLUSTER SETSLOT", slot, "NODE", self._id(target))
+
     def kill(self) -> None:
-        for node in self.nodes:
+        for node in (*self.nodes, *self.replicas):
             node.kill()
 
 

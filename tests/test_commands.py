@@ -80,7 +80,7 @@ def test_every_command_stands_on_its_own_line():
 def parser_of(program: str, verb: str) -> argparse.ArgumentParser:
     """The parser of one verb of `hitherto` or `loadgen`."""
     modules = {
-        "key": "gateway.tenants.verb", "replica": "replicas.simulated.cli", "calibrate": "replicas.calibrate.cli"
+        "key": "gateway.tenants.verb", "replica": "replicas.simulated.cli"
     }  # fmt: skip
     if program == "hitherto" and verb in modules:
         parser = cli.Parser(prog=verb)
@@ -102,7 +102,7 @@ def flags_of(parser: argparse.ArgumentParser) -> set[str]:
 
 def check_hitherto(given: list[str]) -> None:
     verb = given[0]
-    if verb in ("key", "replica", "calibrate", "plan"):
+    if verb in ("key", "replica", "plan"):
         parser_of("hitherto", verb).parse_args(given[1:])
     else:
         args = cli._parse(given)
@@ -157,6 +157,9 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.96.0.1")  # as in a pod, where `discover` needs no address
     (tmp_path / "keys.yaml").write_text('- {name: a, sha256: "' + 64 * "0" + '"}\n')
     (tmp_path / "mine.yaml").write_text((ROOT / "replicas/simulated/profiles/cpu-tiny.yaml").read_text())
+    (tmp_path / "mine.py").write_text(
+        re.findall(r"```python\n(.*?)```", (ROOT / "docs/your-policy.md").read_text(), re.S)[0]
+    )
     authority(tmp_path)
     issue(tmp_path, "fullchain", "DNS:gateway.example")
     shutil.copy(tmp_path / "fullchain.key", tmp_path / "key.pem")

@@ -12,7 +12,15 @@ ROOMS = ("gateway", "cachemap", "policies", "replicas", "loadgen")
 # room -> what it may import of the house, besides itself
 ALLOWED = {
     "gateway": ("policies", "cachemap", "replicas"),
-    "loadgen": ("policies", "cachemap", "replicas.simulated"),
+    "loadgen": (
+        "policies",
+        "cachemap",
+        "replicas.simulated",
+        "replicas.adopt",
+        "replicas.engines",
+        "replicas.metrics",
+        "replicas.served",  # `calibrate` learns as a gateway does
+    ),
     "cachemap": (),
     "policies": (),
     "replicas": (),
@@ -111,7 +119,6 @@ MAY_NAME_ENGINES = (
     "loadgen/demo",  # plays with simulated or with real engines, as it is told
     "loadgen/plan",  # sizes caches as one engine does, and is compared with its log
     "loadgen/drive/target.py",  # --backend takes the names that other load generators know
-    "loadgen/simulate/field",  # other gateways' rules, by their own names
 )
 
 

@@ -16,6 +16,7 @@ import xxhash
 
 from cachemap.changes import TIERS, CacheGroup, Change, ChunkTier, Clear, Contents, Observe, Remove, Store
 from cachemap.cluster.keys import SCHEMA
+from cachemap.events.records import UNTOLD, Blocks
 
 TAG_BYTES = 5
 # A piece of a snapshot. Allocators round sizes up, in large ones by up to a fifth; 28 KiB is a size they have, and this
@@ -151,10 +152,11 @@ class Snapshot(NamedTuple):
     term: int
     position: Position
     contents: Contents
+    blocks: Blocks = UNTOLD  # what the engine's are, by its events
 
 
 def encode_snapshot(identity: Identity, snapshot: Snapshot) -> list[bytes]:
-    n, term, position, contents = snapshot
+    n, term, position, contents, blocks = snapshot
     parts = []
     for hashes, tags in contents.held.values():
         parts += [hashes.astype("<u8").tobytes(), _pack(tags)]
@@ -166,7 +168,7 @@ def encode_snapshot(identity: Identity, snapshot: Snapshot) -> list[bytes]:
     header = {
         "schema": SCHEMA, **identity._asdict(), "n": n, "term": term, **position._asdict(), "observed": contents.observed,
         "held": {tier: len(hashes) for tier, (hashes, _) in contents.held.items()},
-        "copies": {tier: len(one) for tier, one in copies.items()},
+        "copies": {tier: len(one) for tier, one in copies.items()}, "blocks": blocks,
         "check": xxhash.xxh3_64_hexdigest(body),
     }  # fmt: skip
     return [json.dumps(header).encode(), *(body[at : at + PIECE] for at in range(0, len(body), PIECE))]
@@ -203,11 +205,22 @@ def decode_snapshot(identity: Identity, pieces: list[bytes]) -> Snapshot:
             at += count * _COPIES.itemsize
         if at != len(body):
             raise Damaged(f"it has {len(body)} bytes, its header speaks of {at}")
-        return Snapshot(n, term, Position(sequence, timestamp), Contents(observed, held, copies))
+        contents = Contents(observed, held, copies)
+        return Snapshot(n, term, Position(sequence, timestamp), contents, told_blocks(pieces))
     except Unreadable:
         raise
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise Damaged(f"the snapshot cannot be read: {error!r}") from None
+
+
+def told_blocks(pieces: list[bytes]) -> Blocks:
+    """What the engine's blocks are by a snapshot, also one that cannot be used here because they are other ones there;
+    nothing where it does not say."""
+    try:
+        told = Blocks(*json.loads(pieces[0])["blocks"])
+    except (ValueError, KeyError, TypeError, IndexError, RecursionError):
+        return UNTOLD
+    return told if _counts(*told) and max(told) < 1 << 32 else UNTOLD
 
 
 def _counts(*numbers: object) -> bool:

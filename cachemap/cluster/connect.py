@@ -257,7 +257,20 @@ def connect(place: Place, seconds: float = ANSWER_SECONDS) -> Redis:
     }
     ways = {"socket_timeout": seconds, "socket_connect_timeout": seconds, "ssl": tls, **login}
     ways |= {name: value for name, value in options.items() if name.startswith("ssl_")}
-    return _Primary(Sentinel(place.hosts, sentinel_kwargs=ways, ssl=tls, **options), place.master)
+    sentinels = _Sentinels(place.hosts, sentinel_kwargs=ways, ssl=tls, **options)  # type: ignore[no-untyped-call]
+    return _Primary(sentinels, place.master)
+
+
+class _Sentinels(Sentinel):
+    """Each question that fails, or that its caller does not wait for, makes the next one begin with another sentinel:
+    two that hang take 2 s together, after which a gateway asks again."""
+
+    async def discover_master(self, service_name: str) -> Any:
+        try:
+            return await super().discover_master(service_name)
+        except BaseException:
+            self.sentinels.append(self.sentinels.pop(0))
+            raise
 
 
 class _Primary(Redis):
@@ -285,6 +298,7 @@ class Ways:
         self.many = place.kind == "cluster"
         self._clients: dict[tuple[str, int] | None, Redis] = {} if self.many else {None: connect(place)}
         self._slots: list[tuple[int, int, tuple[str, int]]] = []
+        self._nodes: list[tuple[str, int]] = []  # all that are known, replicas as well, in the order to ask them in
         self._asking: asyncio.Task[None] | None = None
 
     async def to(self, key: str) -> Redis:
@@ -296,10 +310,12 @@ class Ways:
         for first, last, node in self._slots:
             if first <= slot <= last:
                 return self._client(node)
+        self.failed()
         raise RedisError(f"no node of the cluster serves slot {slot}")
 
     def failed(self) -> None:
-        """Something did not work: who serves what may have changed."""
+        """Something did not work: who serves what may have changed. Whoever calls a client that `to` gave, and fails,
+        calls this: a failover takes seconds, so that the first answer may still be the old one."""
         if self.many:
             self._ask()
 
@@ -322,14 +338,20 @@ class Ways:
         return self._asking
 
     async def _learn_slots(self) -> None:
-        nodes = dict.fromkeys([*(node for _, _, node in self._slots), *self._place.hosts])
-        for node in nodes:
+        """A node that was set up anew answers that nobody serves anything, and one that is cut off from the others as
+        it was before: the former is passed over, and the latter asked last the next time."""
+        for node in list(dict.fromkeys([*self._nodes, *self._place.hosts])):
             with contextlib.suppress(*FAILURES):
                 told = await self._client(node).execute_command("CLUSTER SLOTS")
-                self._slots = [
-                    (first, last, (host.decode() or node[0], port)) for first, last, (host, port, *_), *_ in told
+                parts = [
+                    (first, last, [((host or b"").decode() or node[0], port) for host, port, *_ in nodes])
+                    for first, last, *nodes in told
                 ]
-                return
+                if parts:
+                    self._slots = [(first, last, nodes[0]) for first, last, nodes in parts]
+                    known = dict.fromkeys(one for *_, nodes in parts for one in nodes)
+                    self._nodes = [*(one for one in known if one != node), node]
+                    return
 
 
 class Line:
@@ -349,6 +371,8 @@ class Line:
         client = await self._ways.to(self._key)
         connection = self._connection
         if connection is None or client is not self._client:  # the first time, or the key has moved
+            if connection is not None:
+                await connection.disconnect(nowait=True)
             connection = await client.connection_pool.get_connection()
             connection.socket_timeout = None
             self._client, self._connection = client, connection

@@ -29,11 +29,13 @@ from cachemap.cluster.codec import (
     Snapshot,
     Unreadable,
     decode_snapshot,
+    told_blocks,
 )
 from cachemap.cluster.connect import FAILURES, heed_cancellation
 from cachemap.cluster.journal import Journal
 from cachemap.cluster.keys import RESYNC, REWRITE, UNNAMED, Keys
 from cachemap.events.intake import EventIntake
+from cachemap.events.records import Blocks
 from cachemap.map import CacheMap
 
 log = logging.getLogger("hitherto.share")
@@ -77,9 +79,12 @@ class SharedIntake:
                  on_change: Callable[[str, str], None] = lambda state, reason: None, **source: Any):  # fmt: skip
         self._shared, self._map, self._slot, self.keys = shared, cache_map, slot, keys
         self.replica, self.unnamed = replica, keys.incarnation == UNNAMED
-        self._identity = Identity(model, block_size, cache_map.tag_bits)
+        ahead = source.get("looks_ahead", 0)
+        named = f"{model}, and {ahead} tokens behind a block" if ahead else model
+        self._identity = Identity(named, block_size, cache_map.tag_bits)
         self.engine = EventIntake(cache_map, slot, model=model, block_size=block_size, on_change=self._tell,
                                   on_unreachable=lambda: shared.unreachable(self), **source)  # fmt: skip
+        self._written = self._blocks  # what others know that blocks are
         self._following: asyncio.Task[None] | None = None  # of the engine's events
         self._on_change = on_change
         self._wanted = "joining"
@@ -125,6 +130,11 @@ class SharedIntake:
     def unreachable(self) -> bool:
         """This gateway follows the engine's events and cannot reach it, so that any other may do better."""
         return self._following is not None and self.engine.unreachable
+
+    @property
+    def stored_as(self) -> Blocks:
+        """The engine's block format: from its events in the writer, from the writer's snapshots in a mirror."""
+        return self.engine.stored_as
 
     def held_up(self) -> None:
         self.engine.held_up()
@@ -357,6 +367,9 @@ class SharedIntake:
             pieces = await self._shared.read_snapshot(self.keys)
             if not pieces:
                 raise Absent
+            if (told := told_blocks(pieces)).size:
+                self.engine.believe(told)
+                self._written = told
             snapshot = decode_snapshot(self._identity, pieces)
             deltas = await self._shared.read_deltas(self.keys, snapshot.n)
             why = _gap(snapshot, deltas)
@@ -425,7 +438,18 @@ class SharedIntake:
 
     def snapshot(self, journal: Journal) -> Snapshot:
         """What the map has of the replica after all that `journal` was told."""
-        return Snapshot(journal.n, journal.term, self.position, self._map.contents(self._slot))
+        self._written = self._blocks
+        return Snapshot(journal.n, journal.term, self.position, self._map.contents(self._slot), self._written)
+
+    @property
+    def tells_other_blocks(self) -> bool:
+        """Whether the engine's block format has changed since the last snapshot. Deltas do not carry the format."""
+        return self._blocks != self._written
+
+    @property
+    def _blocks(self) -> Blocks:
+        told = self.stored_as
+        return told if told.size else told._replace(size=self._identity.block_size)
 
     def wrote(self, well: bool | None) -> None:
         """Whether Redis took what was written; None: it did not answer, which says nothing of what it takes."""

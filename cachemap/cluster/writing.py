@@ -53,10 +53,17 @@ class Writing:
     async def run(self) -> None:
         while True:
             await asyncio.sleep(BATCH_SECONDS)
-            writers = [one for one in self._shared.members if one.journal is not None and one not in self.snapshots]
+            # A position tells of whole batches only.
+            writers = [
+                one
+                for one in self._shared.members
+                if one.journal is not None and one not in self.snapshots and not one.engine.applying
+            ]
             for one in writers:
                 with self._shared.guard(one):
                     journal = one.journal
+                    if journal is not None and one.tells_other_blocks:
+                        journal.start_over()
                     if journal is not None and len(self.snapshots) < MOST_SNAPSHOTS and journal.due(one.blocks):
                         self.snapshots.add(one)
                         self._shared.beside(self._write_snapshot(one, journal))
@@ -108,7 +115,7 @@ class Writing:
     async def _write_snapshot(self, one: SharedIntake, journal: Journal) -> None:
         """In the place of all deltas so far, most of which go; or of everything, where nothing there follows."""
         try:
-            if one.journal is journal:  # the lease may have gone before this began
+            if one.journal is journal and not one.engine.applying:  # the lease may have gone before this began
                 await self._write(one, journal)
             if one.journal is journal and journal.whole:
                 self._shared.look_soon()  # for the number to begin with

@@ -6,17 +6,19 @@ the engine hashes with. Runs of events of one kind reach the map as one call, si
 costs about 40 us and a further block in it 0.3.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+
+import numpy as np
 
 from cachemap.changes import ChunkTier, outlives
 from cachemap.events.chunks import MOST_BLOCKS, Chunk, Chunks, block_keys, chains
-from cachemap.events.groups import GroupEvents
+from cachemap.events.groups import MOST_PENDING, MOST_PIECE, GroupEvents
 from cachemap.events.pages import Pages
-from cachemap.events.records import FULL_ATTENTION, Cleared, Removed, Stored
-from cachemap.hashing import TOKEN_BYTES, chain_seed, covering, hash_blocks
+from cachemap.events.records import FULL_ATTENTION, MAMBA, UNTOLD, Agreed, Blocks, Cleared, Removed, Stored
+from cachemap.hashing import TOKEN_BYTES, chain_seed, covering, hash_blocks, looking_ahead
 from cachemap.map import CacheMap
 
-MOST_PENDING = 2048  # blocks gathered before they go to the map
+MOST_CHUNK = 4096  # blocks of a slower tier's chunk: 65,536 tokens of 16, where 256 are usual
 MOST_UNSIZED = 2048  # keys that are remembered of a tier until an event tells how many blocks each stands for
 
 
@@ -28,11 +30,17 @@ class EventApplier:
 
     Counts, in blocks: `stored`, of the group that prompts are found in; `removed`; `orphans`, of which no tokens or no
     parent are known, so neither are they; `ignored`, which slower tiers keep for further cache groups or in chunks that
-    cannot be mapped. Where an engine's pages are smaller than blocks (`pages`), the latter two count pages. `fault`
-    says why nothing of this replica can be used, None while all is well.
+    cannot be mapped, are parts of a block, or are told otherwise than the engine's blocks are known to be. Where an
+    engine's pages are smaller than blocks (`pages`), the latter two count pages. `fault` says why nothing of this
+    replica can be used, None while all is well.
+
+    `looks_ahead`: by how many tokens behind them prompts' blocks are named too; `told`: what the engine's blocks are
+    by events that were read before.
     """
 
-    def __init__(self, cache_map: CacheMap, slot: int, model: str, block_size: int):
+    def __init__(
+        self, cache_map: CacheMap, slot: int, model: str, block_size: int, looks_ahead: int = 0, told: Blocks = UNTOLD
+    ):
         self._map = cache_map
         self._slot = slot
         self._model = model
@@ -45,7 +53,7 @@ class EventApplier:
         self._twice: list[tuple[int | bytes, int, int]] = []  # key, hash and parent of pending blocks told again
         self._tier = "gpu"
         self._main: int | None = None  # the group that prompts are found in; None: the first that events speak of
-        self._groups = GroupEvents(cache_map, slot, block_size, self._hash_of)
+        self._groups = GroupEvents(cache_map, slot, block_size, self._hashes_under, self._hashes_of)
         self.pages: Pages | None = None  # of an engine whose pages are smaller than the blocks
         self._chunks: dict[str, Chunks] = {}  # by tier, of a store below the engine
         self._own_chunk = 1  # blocks that the engine's own slower tiers find together, as far as events told
@@ -55,6 +63,22 @@ class EventApplier:
         self._orphans = 0
         self.ignored = 0
         self.fault: str | None = None
+        self._looks_ahead = looks_ahead
+        self._has_wide = False  # among what is pending is a block that has several of those that prompts are hashed in
+        self.believe(told._replace(ahead=told.ahead or looks_ahead))
+        self._root: tuple[bytes, list[object] | None] | None = None  # the first block of the last prompt that began
+        self._salted = False
+
+    @property
+    def stored_as(self) -> Blocks:
+        """What the engine's blocks are, by these events and by those that others have read."""
+        return Blocks(self._size.known, self._ahead.known, self._states.known)
+
+    def believe(self, told: Blocks) -> None:
+        """Take over the block format that another gateway has read from events, until later events agree on another."""
+        self._size = Agreed(told.size, told.size > 0)
+        self._ahead = Agreed(told.ahead, told.size > 0)
+        self._states = Agreed(told.states, told.states > 0)
 
     @property
     def removed(self) -> int:
@@ -82,16 +106,38 @@ class EventApplier:
 
     def flush(self) -> None:
         """Hand over what is pending."""
+        for _ in self.flushing():
+            pass
+
+    def flushing(self) -> Iterator[None]:
+        """Flush in steps of some milliseconds, between which others may read the map."""
         if self._groups.waiting and self._main is None and not self._map.held(self._slot):
             self.fault = "none of the engine's layers has full attention"  # whose blocks tell what a key stands for
-        self._groups.follow()
-        self._flush()
+        if self._has_wide and not self.stored_as.parts:  # nor has a state of Mamba's come with it
+            self.fault = (
+                f"the engine's blocks have {self._size.known} tokens, "
+                f"prompts are hashed in blocks of {self._block_size}"
+            )
+        self._has_wide = False
+        yield from self._groups.following()
+        yield from self._flushing()
         self._groups.flush()
 
     def _flush(self) -> None:
+        for _ in self._flushing():
+            pass
+
+    def _flushing(self) -> Iterator[None]:
         if self._own:
             hashes, keys = list(self._own.values()), list(self._own)
-            self._map.store(self._slot, hashes, keys, self._tier, self._heads)
+            for start in range(0, len(keys), MOST_PENDING):
+                if start:
+                    yield
+                end = start + MOST_PENDING
+                heads = [(at - start, parent) for at, parent in self._heads if start <= at < end]
+                if not heads or heads[0][0]:
+                    heads.insert(0, (0, hashes[start - 1] if start else 0))
+                self._map.store(self._slot, hashes[start:end], keys[start:end], self._tier, heads)
             if self._twice:
                 keys = [key for key, _, _ in self._twice]
                 heads = [(at, parent) for at, (_, _, parent) in enumerate(self._twice)]
@@ -156,7 +202,7 @@ class EventApplier:
             if isinstance(event, Stored)
             and event.tokens
             and event.parent is not None
-            and event.block_size == self._block_size
+            and event.block_size >= self._block_size
             and event.parent not in self._own
         ]
         found = self._map.resolve(self._slot, parents) if parents else ()
@@ -169,14 +215,37 @@ class EventApplier:
         if event.below or (event.tokens and event.tier != "gpu" and event.block_size != self._block_size):
             self._store_chunks(event)
             return
+        if event.tokens and event.tier == "gpu":
+            if not self._is_as_known(event):
+                self.ignored += len(event.keys) * max(1, event.block_size // self._block_size)
+                return
+            whole, parts = divmod(event.block_size, self._block_size)
+            if whole > 1 and not parts:
+                self._has_wide = True
+                self._groups.learn_whole(event.group, whole)
+                cut = self._cut(event)
+                if cut is None:
+                    self.ignored += len(event.keys) * whole
+                    return
+                event = cut
+            elif self._groups.whole:
+                self._groups.store_part(event)
+                return
         if event.tokens and event.block_size != self._block_size:
             if event.block_size > 0 and self._block_size % event.block_size == 0:
+                if self._size.known == self._block_size:
+                    self.ignored += len(event.keys)  # parts of a block, or until prompts are hashed in these
+                    self._drop_pages()
+                    return
                 self._store_pages(event)
                 return
             self.fault = (
                 f"the engine's blocks have {event.block_size} tokens, "
                 f"prompts are hashed in blocks of {self._block_size}"
             )
+            return
+        if event.together > MOST_CHUNK:
+            self.ignored += len(event.keys)
             return
         blocks = 1 if event.tier == "gpu" else self._blocks_of(event)
         tier = ChunkTier(event.tier, blocks, own=True).tier if blocks > 1 else event.tier
@@ -188,11 +257,35 @@ class EventApplier:
             return
         # What comes to a slower tier is a copy of what is known, as a rule, and what its blocks cover besides tokens
         # may be told of the first copy alone.
-        if event.tokens and (event.tier == "gpu" or not all(map(self._hash_of, event.keys))):
+        if event.tokens and (event.tier == "gpu" or not all(self._hashes_under(event.keys))):
             self._store_chain(event)
         else:
             self._store_known(event, blocks)
-        self._groups.follow()
+        self._groups.follow_soon()
+
+    def _is_as_known(self, event: Stored) -> bool:
+        """Whether an event tells full attention's blocks as they are known to be, or their parts. What it tells
+        otherwise is known once other events agree."""
+        size, known, has_states = event.block_size, self._size.known, self._states.known > 0
+        part = has_states and 0 < size < known and known % size == 0
+        page = 0 < size < self._block_size and self._block_size % size == 0
+        alike = part or self._learn(self._size, size, not has_states) or page
+        if not self._learn(self._ahead, event.looks_ahead):
+            return False
+        if event.looks_ahead != self._looks_ahead:
+            self.fault = (
+                f"{event.looks_ahead} tokens behind a block are part of its name at the engine, "
+                f"{self._looks_ahead} in prompts"
+            )
+            return False
+        return alike
+
+    def _learn(self, number: Agreed, told: int, ends_others: bool = True) -> bool:
+        before = number.known
+        agrees = number.take(told, ends_others)
+        if before and number.known != before:
+            self.fault = None  # it may be void now; else the next events show it again
+        return agrees
 
     def _blocks_of(self, event: Stored) -> int:
         """Return how many blocks each chunk of an event of the engine's own slower tier has. Some chunks are told by
@@ -230,7 +323,7 @@ class EventApplier:
         """Chunks of several blocks: the last one of each stands for it."""
         ends = slice(event.together - 1, None, event.together)
         parent = 0 if event.parent is None else self._hash_of(event.parent)
-        hashes = [self._hash_of(key) for key in event.keys[ends]]
+        hashes = self._hashes_under(event.keys[ends])
         if not all(hashes):
             if event.parent is not None and not parent:
                 self._orphans += len(event.keys)
@@ -253,7 +346,53 @@ class EventApplier:
         elif trouble := self._groups.trouble(event):
             self.fault = trouble
         else:
+            if event.kind == MAMBA:
+                self._learn(self._states, event.block_size)
+                if self._main is not None and event.group > self._main:
+                    event = self._salt(event)
             self._groups.store(event)
+
+    def _salt(self, event: Stored) -> Stored:
+        """Mamba's states with the tenant's salt, which only full attention's first block of the same step tells.
+        Without their tokens if that is not known: so that nobody is predicted to find another tenant's."""
+        if event.parent is not None or not event.tokens:
+            return event
+        if self._root is not None and event.tokens.startswith(self._root[0]):
+            return event._replace(extra=[self._root[1]])
+        return event._replace(tokens=b"") if self._salted else event
+
+    def _cut(self, event: Stored) -> Stored | None:
+        """The same in blocks of the size that prompts are hashed in; None if it is not known which of those cover what
+        the event's cover."""
+        extra, size = event.extra, self._block_size
+        if extra and any(extra):
+            besides = [_besides(keys, event.adapter) for keys in extra]
+            if any(besides[1:]) or (besides[0] and event.parent is not None) or _has_media(besides[0]):
+                return None
+            extra = [extra[0]]
+        whole = event.block_size // size
+        keys = [one for key in event.keys for one in block_keys(key, whole)]
+        if event.parent is None:
+            self._root = event.tokens[: event.block_size * TOKEN_BYTES], extra[0] if extra else None
+            self._salted |= bool(extra and _besides(extra[0], event.adapter))
+        return self._in_blocks(event._replace(extra=extra), keys)
+
+    def _in_blocks(self, event: Stored, keys: Sequence[int | bytes]) -> Stored:
+        """An event of larger blocks in those that prompts are hashed in, with these `keys`. `extra`: of the first."""
+        ahead, size, count = event.looks_ahead, self._block_size, len(keys)
+        lookahead = b""
+        if ahead:
+            ids = np.frombuffer(event.tokens + event.lookahead[-ahead * TOKEN_BYTES :], np.uint32)
+            lookahead = ids[np.arange(1, count + 1)[:, None] * size + np.arange(ahead)].tobytes()
+        extra = [event.extra[0], *[None] * (count - 1)] if event.extra and event.extra[0] else None
+        return event._replace(keys=keys, block_size=size, extra=extra, lookahead=lookahead)
+
+    def _hashes_of(self, event: Stored, parent: int) -> list[int]:
+        """Of all blocks of a group's event; none if that is not known."""
+        if event.kind == MAMBA and event.group < (self._main or 0):  # told before full attention's blocks
+            event = self._salt(event)
+        count = len(event.tokens) // (self._block_size * TOKEN_BYTES)
+        return self._hashes(self._in_blocks(event, range(count)), parent) if count else []
 
     def _store_chain(self, event: Stored) -> None:
         parent = 0 if event.parent is None else self._hash_of(event.parent)
@@ -266,6 +405,9 @@ class EventApplier:
         """Of an engine whose blocks are smaller: those of ours that are whole now."""
         if self.pages is None:
             self.pages = Pages(self._model, self._block_size, event.block_size, bool(event.ahead))
+        if self.pages.pairs != bool(event.ahead):
+            self.fault = "some of the engine's pages have pairs of tokens, and others have tokens"
+            return
         if self.pages.page_size != event.block_size:
             self.fault = f"the engine's pages have {event.block_size} tokens, and had {self.pages.page_size} before"
             return
@@ -284,7 +426,7 @@ class EventApplier:
         """Of a store below the engine, whose pieces are of one or more blocks each."""
         blocks, parts = divmod(event.block_size, self._block_size)
         chunks = self._chunks.get(event.tier)
-        if chunks is None and blocks and not parts:
+        if chunks is None and 0 < blocks <= MOST_CHUNK and not parts:
             chunks = self._chunks[event.tier] = Chunks(blocks, self._map.hold)
         if (
             chunks is None
@@ -346,8 +488,7 @@ class EventApplier:
 
     def _store_known(self, event: Stored, blocks: int) -> None:
         """What is named by key alone, as when it is copied to a slower tier: blocks, or chunks of so many `blocks`."""
-        for key in event.keys:
-            block = self._hash_of(key)
+        for key, block in zip(event.keys, self._hashes_under(event.keys), strict=True):
             if not block:
                 self._orphans += blocks
             elif key not in self._own:
@@ -368,6 +509,9 @@ class EventApplier:
                 self.ignored += len(event.keys)
             return
         keys: Sequence[int | bytes] = event.keys
+        if event.tier == "gpu" and (whole := self._groups.whole):
+            self._groups.remove_parts(keys)
+            keys = [one for key in keys for one in block_keys(key, whole)]
         if unsized := self._unsized.get(event.tier):
             for key in keys:
                 unsized.pop(key, None)
@@ -379,6 +523,8 @@ class EventApplier:
             self._flush()
             self._tier = event.tier
         self._removing = [*self._removing, *keys] if self._removing else keys
+        if len(self._removing) > MOST_PENDING:
+            self._flush()
 
     def _remove_chunks(self, event: Removed) -> list[int | bytes]:
         """Gives the keys of those that are no chunks."""
@@ -401,8 +547,23 @@ class EventApplier:
         own = self._own.get(key) or self._above.get(key)
         return own or self._map.resolve(self._slot, [key])[0]
 
+    def _hashes_under(self, keys: Sequence[int | bytes]) -> list[int]:
+        """As `_hash_of`, of many keys in one call: alone each costs 10 to 40 us."""
+        found = [self._own.get(key) or self._above.get(key) or 0 for key in keys]
+        missing = [at for at, block in enumerate(found) if not block]
+        if missing:
+            resolved = self._map.resolve(self._slot, [keys[at] for at in missing])
+            for at, block in zip(missing, resolved, strict=True):
+                found[at] = block
+        return found
+
     def _hashes(self, event: Stored, parent: int) -> list[int]:
         tokens, adapter = event.tokens, event.adapter
+        if event.lookahead:  # the block before is named by the first tokens of these
+            first = np.frombuffer(tokens[: event.looks_ahead * TOKEN_BYTES], np.uint32)
+            above = looking_ahead([parent], first.reshape(1, -1))[0] if parent else 0
+            hashes = self._hashes(event._replace(lookahead=b""), above)
+            return looking_ahead(hashes, np.frombuffer(event.lookahead, np.uint32).reshape(len(hashes), -1))
         if not event.extra or not any(event.extra):
             seed = parent or chain_seed(self._model, self._block_size, adapter)
             return hash_blocks(tokens, self._block_size, seed)
@@ -426,6 +587,56 @@ class EventApplier:
             hashes += hash_blocks(tokens[i * width : (i + 1) * width], self._block_size, seed)
             seed = hashes[-1]
         return hashes
+
+
+def in_pieces(events: list[Stored | Removed | Cleared]) -> Iterator[list[Stored | Removed | Cleared]]:
+    """Split events so that applying each piece takes a few milliseconds. What is few comes as it is."""
+    if sum(len(event.keys) for event in events if not isinstance(event, Cleared)) <= MOST_PIECE:
+        yield events
+        return
+    # What is told of a further cache group waits for all of full attention's blocks, so there none that stores is cut:
+    # `EventApplier.flushing` has steps.
+    grouped = any(isinstance(event, Stored) and (event.group or event.kind != FULL_ATTENTION) for event in events)
+    piece: list[Stored | Removed | Cleared] = []
+    room = MOST_PIECE
+    for event in events:
+        whole = grouped and isinstance(event, Stored)
+        for part in (event,) if whole or isinstance(event, Cleared) else _parts(event):
+            piece.append(part)
+            room -= 1 if isinstance(part, Cleared) else 1 + len(part.keys)
+            if room <= 0:
+                yield piece
+                piece, room = [], MOST_PIECE
+    yield piece
+
+
+def _parts(event: Stored | Removed) -> Iterator[Stored | Removed]:
+    """The same in several events, of whole chunks each."""
+    count = len(event.keys)
+    if isinstance(event, Removed):
+        for start in range(0, count, MOST_PIECE):
+            yield event._replace(keys=event.keys[start : start + MOST_PIECE])
+        return
+    step = max(1, MOST_PIECE // event.together) * event.together
+    if count <= step:
+        yield event
+        return
+    width, behind = len(event.tokens) // count, len(event.lookahead) // count
+    for start in range(0, count, step):
+        end = start + step
+        yield event._replace(
+            keys=event.keys[start:end],
+            parent=event.keys[start - 1] if start else event.parent,
+            tokens=event.tokens[start * width : end * width],
+            extra=event.extra and event.extra[start:end],
+            ahead=event.ahead[start * width : end * width],
+            lookahead=event.lookahead[start * behind : end * behind],
+        )
+
+
+def _has_media(keys: list[object]) -> bool:
+    """Whether there is more than a tenant's salt."""
+    return len(keys) > 1 or any(not isinstance(key, str) for key in keys)
 
 
 def _besides(keys: list[object] | None, adapter: str | None) -> list[object]:

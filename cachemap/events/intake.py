@@ -7,21 +7,21 @@ and filled anew from what comes. A replica that computes blocks but reports none
 """
 
 import asyncio
+import logging
 import struct
 from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import AbstractContextManager
 from itertools import groupby
-from time import monotonic, time
+from time import time
 
-import aiohttp
 import zmq
 
-from cachemap.events.apply import EventApplier
-from cachemap.events.polled import PolledInbox, Skips, polled
-from cachemap.events.records import Batch, Cleared, Decoder, EventError, Removed, Stored
+from cachemap.events.apply import EventApplier, in_pieces
+from cachemap.events.records import UNTOLD, Batch, Blocks, Cleared, Decoder, EventError, Removed, Stored
 from cachemap.events.sequence import Order, classify
-from cachemap.events.sockets import WAKE_SECONDS, Inbox, connected, publisher_of, replay, snapshot
+from cachemap.events.sockets import MOST_FRAME, WAKE_SECONDS, Inbox, connected, publisher_of, replay, snapshot
 from cachemap.map import CacheMap
+
+log = logging.getLogger("hitherto")
 
 RETRY_SECONDS = (1.0, 30.0)  # between attempts to have all replayed, doubling
 # Until an endpoint that neither answers nor refuses is called unreachable; and one that has answered, until what was
@@ -35,6 +35,8 @@ COMPLAINTS = 5
 # Until a publisher that gives snapshots has told its id; live batches kept while one is made; its own applied at once.
 PUBLISHER_SECONDS, MOST_SINCE, SNAPSHOT_PIECE = 3.0, 4096, 16
 
+BIG = 1 << 16  # bytes of a payload that is decoded in a thread: 8 MiB take half a second
+
 SEQUENCE = struct.Struct(">Q")
 
 Numbered = tuple[int, Batch]
@@ -44,12 +46,12 @@ class EventIntake:
     """Follows one replica; `run` until cancelled.
 
     `endpoint` and `replay` are ZMQ addresses of the engine's PUB and ROUTER sockets, `snapshot` that of one that tells
-    all that the engine holds, which is asked before `replay` where there is one; or `endpoint` is a URL that is asked
-    for events, over what `session` makes;
-    `topic` is the prefix its messages must have; `decode` reads their payload. `model` and `block_size` must be those
-    prompts are hashed with; `page_size`: of the parts of a block that the engine finds too, None if it finds whole ones
-    only. `on_change(state, reason)` is called when `state` changes or the
-    replica's blocks had to be forgotten; states are connecting, live, gap and unobserved.
+    all that the engine holds, which is asked before `replay` where there is one;
+    `topic` is the prefix its messages must have; `decode` reads their payload. `model`, `block_size` and `looks_ahead`
+    must be those prompts are hashed with; `told`: what the engine's blocks are by events that were read before;
+    `page_size`: of the parts of a block that the engine finds too, None if it finds whole ones only.
+    `on_change(state, reason)` is called when `state` changes or the replica's blocks had to be forgotten; states are
+    connecting, live, gap and unobserved.
     `on_unreachable()` is called when the engine's publisher cannot be reached, before the map is told so.
     """
 
@@ -65,22 +67,22 @@ class EventIntake:
         decode: Decoder,
         model: str,
         block_size: int,
+        looks_ahead: int = 0,
+        told: Blocks = UNTOLD,
         page_size: int | None = None,
-        session: Callable[[], aiohttp.ClientSession] = aiohttp.ClientSession,
         on_change: Callable[[str, str], None] = lambda state, reason: None,
         on_unreachable: Callable[[], None] = lambda: None,
     ):
         self._map = cache_map
         self._slot = slot
-        self._endpoint, self._session = endpoint, session
-        self._replay_endpoint, self._snapshot_endpoint = replay, snapshot
+        self._endpoint, self._replay_endpoint, self._snapshot_endpoint = endpoint, replay, snapshot
         self._topic = topic.encode()
         self._decode = decode
         self._on_change, self._on_unreachable = on_change, on_unreachable
-        self._events = EventApplier(cache_map, slot, model, block_size)
+        self._events = EventApplier(cache_map, slot, model, block_size, looks_ahead, told)
         self._pages = page_size is not None and page_size < block_size
 
-        self._inbox: Inbox | PolledInbox | None = None
+        self._inbox: Inbox | None = None
         self._last_timestamp = 0.0
         self._publisher = b""  # the id of the process that events come from, of engines that tell it
         self._replay_wanted = replay is not None or snapshot is not None
@@ -97,6 +99,8 @@ class EventIntake:
         self._silent_requests = 0
         self._silent_since = 0.0
         self._foreign_topic: bytes | None = None
+        self._forgotten = 0  # how often all was forgotten: what was being applied then ends there
+        self.applying = False  # a batch is in the map in part
         self._void: dict[str | None, int] = {}  # by adapter: the last batch in which its name stood for another one
 
         self.state = "connecting"
@@ -104,9 +108,9 @@ class EventIntake:
         self.batches = 0
         self.gaps = 0
         self.replayed = 0
-        self._skips = Skips()
         self.malformed = 0
         self.unreadable = ""  # why, of the last of them
+        self.too_long = 0  # connections that ended for good
         self.passed_over = 0  # events that could not be read
         self.complaints: list[str] = []  # why, each cause once, the first few
         self.last_seq: int | None = None
@@ -115,6 +119,15 @@ class EventIntake:
     @property
     def blocks_stored(self) -> int:
         return self._events.stored
+
+    @property
+    def stored_as(self) -> Blocks:
+        """As of `EventApplier`."""
+        return self._events.stored_as
+
+    def believe(self, told: Blocks) -> None:
+        """As of `EventApplier`."""
+        self._events.believe(told)
 
     @property
     def blocks_removed(self) -> int:
@@ -181,13 +194,16 @@ class EventIntake:
                 f"its KV events tell what comes to a store below it ({', '.join(blind)}) and not what goes, so nothing there is "
                 "predicted: have that store keep a log of its events"
             )
-        if problem := self._skips.problem(monotonic()):
-            found.append(problem)
+        if self.too_long:
+            found.append(
+                f"its KV events ended the connection {self.too_long} times, with a frame of more than {MOST_FRAME >> 20} MiB or one "
+                "that is not ZMQ's: what that told is lost"
+            )
         return found
 
     async def run(self) -> None:
         """Read events until cancelled."""
-        with self._subscribed() as inbox:
+        with connected(zmq.SUB, self._endpoint) as inbox:
             self._inbox, self._unlinked_at, self.unreachable = inbox, _now(), False
             if self.last_seq is None and self.state == "connecting":
                 self._map.observed(self._slot, False)
@@ -211,14 +227,7 @@ class EventIntake:
                 self._events.let_go()
                 await self._unask()
 
-    def _subscribed(self) -> AbstractContextManager[Inbox | PolledInbox]:
-        return (
-            polled(self._endpoint, self._session)
-            if self._endpoint.startswith("http")
-            else connected(zmq.SUB, self._endpoint)
-        )
-
-    def _follow_link(self, inbox: Inbox | PolledInbox) -> None:
+    def _follow_link(self, inbox: Inbox) -> None:
         """While the publisher cannot be reached the replica's cache is modelled: a map that is told of no eviction
         would promise what is long gone."""
         inbox.look()
@@ -228,6 +237,10 @@ class EventIntake:
                 self._link()
             return
         away = _now() - self._unlinked_at
+        if self._linked and away > LINK_SECONDS and not inbox.refused:
+            self.too_long += 1
+            inbox.connect_again()
+            return
         if self._linked and away > LINK_LOST_SECONDS:
             self._unlink(f"the connection to {self._endpoint} was lost and cannot be made again")
         elif not self._linked and self.state == "connecting" and (inbox.refused or away > LINK_SECONDS):
@@ -298,7 +311,7 @@ class EventIntake:
 
     async def _take_in_order(self, messages: list[list[bytes]]) -> None:
         """Apply what one publisher sent; where it does not follow on, first what is missing."""
-        batches = self._ours(messages)
+        batches = await self._ours(messages)
         if self.state == "unobserved" and not self._events.fault and any(map(_stores, batches)):
             self._observe()
         run: list[Numbered] = []
@@ -306,13 +319,13 @@ class EventIntake:
             last = (run[-1][0], run[-1][1].timestamp) if run else self.position
             order = self._order(last, number, batch)
             if order is not Order.CONTIGUOUS and order is not Order.STALE:
-                self._apply(run)
+                await self._apply(run)
                 run = []
                 await self._recover(order, number)
                 order = self._order(self.position, number, batch)
             if order is not Order.STALE:
                 run.append((number, batch))
-        self._apply(run)
+        await self._apply(run)
         if run:
             self.lag_seconds = max(0.0, time() - run[-1][1].timestamp)
         if self._since is not None and len(self._since) < MOST_SINCE:
@@ -325,22 +338,26 @@ class EventIntake:
         order = classify(*last, number, batch.timestamp)
         return Order.STALE if order is Order.RESTART and self._publisher else order
 
-    def _ours(self, messages: list[list[bytes]]) -> list[Numbered]:
+    async def _ours(self, messages: list[list[bytes]]) -> list[Numbered]:
         """The batches in messages of our topic."""
         ours = [frames for frames in messages if frames[0].startswith(self._topic)]
         if len(ours) < len(messages):
-            self._foreign_topic = next(m[0] for m in messages if not m[0].startswith(self._topic))
-        return self._numbered(ours)
+            self._foreign_topic = next(m[0] for m in messages if not m[0].startswith(self._topic))[:100]
+        return await self._numbered(ours)
 
-    def _numbered(self, messages: list[list[bytes]]) -> list[Numbered]:
+    async def _numbered(self, messages: list[list[bytes]]) -> list[Numbered]:
         numbered = []
         for frames in messages:
             try:
-                numbered.append((SEQUENCE.unpack_from(frames[-2])[0], self._decode(frames[-1])))
+                numbered.append((SEQUENCE.unpack_from(frames[-2])[0], await self._decoded(frames[-1])))
             except (EventError, struct.error, IndexError) as error:
                 self.malformed += 1
-                self.unreadable = str(error)
+                self.unreadable = str(error)[:200]
         return numbered
+
+    async def _decoded(self, payload: bytes) -> Batch:
+        """Raises EventError."""
+        return self._decode(payload) if len(payload) < BIG else await asyncio.to_thread(self._decode, payload)
 
     async def _recover(self, order: Order, number: int) -> None:
         """A batch came that does not follow the last: fetch what is missing, or start anew."""
@@ -378,7 +395,7 @@ class EventIntake:
                     follows = (run[0][0], run[0][1].timestamp) == self.position
                     if not follows:
                         break
-                self._apply([one for one in run if self.last_seq is None or one[0] > self.last_seq])
+                await self._apply([one for one in run if self.last_seq is None or one[0] > self.last_seq])
         except TimeoutError:
             self._try_again_later()
             return
@@ -427,10 +444,10 @@ class EventIntake:
             if (run := begin.result()) is not None:
                 self._forget()
             while run is not None:
-                self._apply(run)
+                await self._apply(run)
                 run = await anext(record, None)
             if since and self.last_seq is not None:
-                self._apply(_following(since, self.last_seq))
+                await self._apply(_following(since, self.last_seq))
             if told is not None and self.last_seq is not None and told > self.last_seq:
                 # what came live since the engine read its record out, and was forgotten with the rest
                 await self._replay_missing(told + 1)
@@ -462,12 +479,12 @@ class EventIntake:
             return False
         try:
             async for run in self._record(self.last_seq + 1):
-                if run[0][0] > self.last_seq + 1:
+                if self.last_seq is None or run[0][0] > self.last_seq + 1:
                     return False
-                self._apply(run)
+                await self._apply(run)
         except TimeoutError:
             pass
-        return self.last_seq >= number - 1
+        return self.last_seq is not None and self.last_seq >= number - 1
 
     async def _everything(self) -> AsyncGenerator[list[Numbered], None]:
         """All that the engine holds, by its snapshot, else by its record."""
@@ -490,7 +507,7 @@ class EventIntake:
             told = await snapshot(self._snapshot_endpoint)
             if told is None or told.publisher != self._publisher:
                 return []
-            batches = [self._decode(payload) for payload in told.payloads] or [Batch(0.0, [], [])]
+            batches = [await self._decoded(payload) for payload in told.payloads] or [Batch(0.0, [], [])]
             return [(told.sequence, batch) for batch in batches]
         except (EventError, ValueError, TimeoutError) as error:
             self.unreadable = str(error)
@@ -505,39 +522,46 @@ class EventIntake:
                 if start and self._publisher:
                     return  # what was missing is another process's
                 self._publisher = publisher
-            if run := self._numbered(messages):
+            if run := await self._numbered(messages):
                 self.replayed += len(run)
                 yield run
 
-    def _apply(self, run: list[Numbered]) -> None:
+    async def _apply(self, run: list[Numbered]) -> None:
         if not run:
             return
-        stored = self._events.stored
+        stored, forgotten = self._events.stored, self._forgotten
+        events = [event for _, batch in run for event in batch.events]
         if self._void:
-            self._events.apply(
-                [event for number, batch in run for event in batch.events if not self._is_void(number, event)]
-            )
-        else:
-            self._events.apply([event for _, batch in run for event in batch.events])
-        self._events.flush()
+            events = [event for number, batch in run for event in batch.events if not self._is_void(number, event)]
+        self.applying = True
+        try:
+            for piece in in_pieces(events):
+                if piece is not events:
+                    await asyncio.sleep(0)
+                if forgotten != self._forgotten:
+                    return
+                self._events.apply(piece)
+            for _ in self._events.flushing():
+                await asyncio.sleep(0)
+                if forgotten != self._forgotten:
+                    return
+        except asyncio.CancelledError:  # nobody could go on from the middle of a batch
+            self._forget()
+            raise
+        except Exception as error:  # a fault of ours with what this engine tells, and of no other replica
+            log.exception("KV events that were decoded cannot be applied")
+            self._events.fault = f"its KV events cannot be applied: {error!r}"[:300]
+        finally:
+            self.applying = False
         self.batches += len(run)
         for _, batch in run:
             if batch.passed_over:
                 self._note(batch.passed_over)
-            if batch.skipped:
-                self._skip()
         self.last_seq, self._last_timestamp = run[-1][0], run[-1][1].timestamp
         if self._events.fault:
             self._unobserve(self._events.fault)
         elif self._events.stored > stored:
             self._silent_requests = 0
-
-    def _skip(self) -> None:
-        self.gaps += 1
-        before = self._skips.problem(monotonic())
-        self._skips.note(monotonic())
-        if not before and (problem := self._skips.problem(monotonic())):
-            self._on_change(self.state, problem)
 
     def _note(self, complaints: list[str]) -> None:
         self.passed_over += len(complaints)
@@ -550,6 +574,7 @@ class EventIntake:
         return isinstance(event, Stored) and number <= self._void.get(event.adapter, -1)
 
     def _forget(self) -> None:
+        self._forgotten += 1
         self._events.forget()
         self.last_seq, self._last_timestamp = None, 0.0
 
@@ -585,10 +610,8 @@ def _following(batches: list[Numbered], last: int) -> list[Numbered]:
     return found
 
 
-def _unreached(inbox: Inbox | PolledInbox) -> str:
+def _unreached(inbox: Inbox) -> str:
     """Why, and what to do."""
-    if isinstance(inbox, PolledInbox):
-        return f"{inbox.why}; its events come from the engine's own port: let the gateway POST there"
     why = "nothing listens there" if inbox.refused else f"no ZMQ publisher answered within {LINK_SECONDS:g} s"
     return (
         f"{why}; let the gateway reach the engine's event port, "

@@ -49,7 +49,7 @@ class Pages:
     """
 
     def __init__(self, model: str, block_size: int, page_size: int, pairs: bool = False):
-        self._pairs = pairs
+        self.pairs = pairs
         self._model, self._block_size, self.page_size = model, block_size, page_size
         self._last = block_size // page_size - 1  # the place of a block's last page
         self._numbers = BlockIdAllocator()
@@ -119,9 +119,9 @@ class Pages:
     def reach(self, held: int, hashes: Sequence[int], seed: int, tokens: memoryview) -> int:
         """How many of a prompt's tokens are held, the first `held` blocks of which the map knows. `tokens`: those that
         can be found; `hashes` and `seed`: of its chain."""
-        start = max(held - 1, 0) if self._pairs else held
+        start = max(held - 1, 0) if self.pairs else held
         before, width = hashes[start - 1] if start else seed, self._block_size * TOKEN_BYTES
-        if not self._pairs:
+        if not self.pairs:
             return start * self._block_size + self.tail(before, bytes(tokens[start * width : (start + 1) * width]))
         data = np.frombuffer(tokens[start * width : (start + 2) * width + TOKEN_BYTES], np.uint32)
         pages = (len(data) - 1) // self.page_size
@@ -155,7 +155,7 @@ class Pages:
         data = self._tokens.take(lead, 0).tobytes() + tokens.tobytes()
         hashes = hash_blocks(data, self._block_size, base)
         numbers = self._numbers.take(len(tags), MOST_PAGES + 1)
-        if self._pairs:
+        if self.pairs:
             names = np.array(self._pair_names(lead, hashes, base, tokens, ahead), U64)
             for end, block in zip(range(self._last - place, len(tags), self._last + 1), hashes, strict=False):
                 self._ends[int(numbers[end])] = block
@@ -197,7 +197,7 @@ class Pages:
 
     def _hash_at(self, last: int) -> int:
         """The hash of the block that ends with this page."""
-        return self._ends[last] if self._pairs else int(self._names[last])
+        return self._ends[last] if self.pairs else int(self._names[last])
 
     def _pair_names(
         self, lead: list[int], hashes: list[int], base: int, tokens: np.ndarray, ahead: np.ndarray

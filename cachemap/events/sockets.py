@@ -19,8 +19,11 @@ WAKE_SECONDS = 1.0  # a wake-up that got lost costs at most this
 # a turn's worth; then others get the loop. A block is 50 to 90 bytes and 1.5 us of work,
 # so 128 KiB take about 3 ms; a batch alone 60 us
 TURN_MESSAGES, TURN_BYTES = 64, 1 << 17
+# Bytes of one frame, and of what lies in a socket. A prompt of a million tokens in blocks of 16 is told in 7.5 MB; who
+# sends a larger frame is disconnected. A socket counts messages, so the largest that came says how many may wait.
+MOST_FRAME, MOST_QUEUED, USUAL_FRAME, LEAST_MESSAGES = 1 << 23, 1 << 26, 1 << 12, 16
 SNAPSHOT = b"snapshot"
-SNAPSHOT_SECONDS = 10.0  # it is one message, of as many blocks as the engine holds
+SNAPSHOT_SECONDS = 10.0  # it is one message, of as many blocks as the engine holds, in frames of MOST_FRAME
 END = b"\xff" * 8  # the sequence number that ends a replay
 
 
@@ -37,25 +40,37 @@ class _Context(zmq.Context[zmq.Socket[bytes]]):
 
 class Inbox:
     """A connected socket and the event that says it may have messages. `linked`: somebody at its other end speaks ZMQ;
-    `refused`: since then or ever an attempt to connect has failed."""
+    `refused`: since then or ever it tries to connect again."""
 
     def __init__(self, kind: int, endpoint: str):
         self.linked = self.refused = False
         self._changed = asyncio.Event()
         # costs two further sockets: only for a connection that is to last
         self._monitor: zmq.Socket[bytes] | None = None
-        self._socket = _Context.instance().socket(kind)
+        self._largest = USUAL_FRAME
+        self._kind, self._endpoint = kind, endpoint
+        self._connect()
+
+    def _connect(self) -> None:
+        self._socket = _Context.instance().socket(self._kind)
         try:
-            self._open(kind, endpoint)
+            self._open(self._kind, self._endpoint)
         except BaseException:
             self.close()
             raise
 
+    def connect_again(self) -> None:
+        """Open a new connection: ZMQ makes none itself after a frame above MOST_FRAME or outside its protocol."""
+        self.close()
+        self._monitor, self._largest = None, USUAL_FRAME
+        self._connect()
+
     def _open(self, kind: int, endpoint: str) -> None:
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.IPV6, 1)  # beside IPv4: an engine may have an address of either kind
+        self._socket.setsockopt(zmq.MAXMSGSIZE, MOST_FRAME)
         # the default of 1,000 drops half of a replay of 10,000 batches without a word
-        self._socket.setsockopt(zmq.RCVHWM, 0)
+        self._socket.setsockopt(zmq.RCVHWM, MOST_QUEUED // USUAL_FRAME)
         if kind == zmq.SUB:
             self._socket.setsockopt(zmq.SUBSCRIBE, b"")
             self._monitor = self._socket.get_monitor_socket(_LINK_EVENTS)
@@ -92,7 +107,10 @@ class Inbox:
         try:
             while len(messages) < TURN_MESSAGES and size < TURN_BYTES:
                 messages.append(self._socket.recv_multipart(zmq.NOBLOCK))
-                size += len(messages[-1][-1])
+                size += (latest := sum(map(len, messages[-1])))
+                if latest > self._largest:
+                    self._largest = latest
+                    self._socket.setsockopt(zmq.RCVHWM, max(LEAST_MESSAGES, MOST_QUEUED // latest))
         except zmq.Again:
             pass
         return messages

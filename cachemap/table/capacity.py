@@ -98,6 +98,11 @@ class Capacity:
         self._shedding.pop(slot, None)
         self._expect()
 
+    def expect(self, slot: int, capacity: int) -> None:
+        """The replica's capacity is this now, for later growth."""
+        self._capacity[slot] = capacity
+        self._expect()
+
     def _expect(self) -> None:
         expected = BYTES_PER_BLOCK * sum(self._capacity.values())
         self._share = min(1.0, self._budget.total / (expected or 1))

@@ -108,6 +108,14 @@ class EngineModel(Tree):
         self._order: OrderedDict[Segment, None] = OrderedDict()  # the least recent first
         self._found: tuple[Sequence[int], Segment, int] = ((), self._root, 0)  # what `reach` was asked last, and found
 
+    def resize(self, capacity: int) -> None:
+        """The engine's cache has so many blocks; as before, all of them are taken to be of use until it shows
+        otherwise."""
+        if capacity != self.capacity:
+            self.capacity = self.limit = capacity
+            self._found = ((), self._root, 0)
+            self._shed()
+
     def add(self, hashes: Sequence[int]) -> None:
         """The replica computed, or used, this chain just now."""
         order, root = self._order, self._root

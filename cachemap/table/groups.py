@@ -4,13 +4,23 @@ A hit must be one in every group. Full attention needs each of its blocks, and i
 table of tier "gpu". A group with a sliding window needs the last blocks of the hit, the ones before may be gone, and
 one of Mamba layers needs the last one (`CacheGroup.last`). The longest prefix that is good for all of them is the one
 that vLLM's coordinator finds by asking group after group until none shortens it further.
+
+An engine that drops the last block of what it finds (EAGLE, MTP until vLLM 0.32) does so in each group that holds keys
+and values: there the block behind the hit must be held too, but for a prompt that ends before it. vLLM asks full
+attention first, which drops one, then the others for what that leaves: each looks one block further and drops that,
+the first time it is asked. Where a group that has dropped its block finds less than it is asked for, all drop one
+again. So a hit may end where the block behind it is no longer held in every group.
+
+Where blocks of full attention are larger than Mamba's, by decode context parallelism, prompts are hashed in Mamba's.
+Then full attention finds its own whole blocks, and in the first that is missing the furthest end of a prompt that was
+stored there (`CacheGroup.of_parts`); Mamba's states may end at each block.
 """
 
 from collections.abc import Container, Sequence
 
 import numpy as np
 
-from cachemap.changes import CacheGroup
+from cachemap.changes import EVERY, CacheGroup
 from cachemap.table.block_table import BlockTable
 from cachemap.table.blocks import u64
 from cachemap.table.buckets import U64
@@ -47,6 +57,9 @@ class GroupTables:
         if slot in self.of and not self.of[slot]:
             del self.of[slot]
 
+    def of_slot(self, slot: int) -> list[BlockTable]:
+        return [self.tables[name] for name in self.of.get(slot, {})]
+
     def held(self, slot: int) -> int:
         return sum(self.tables[name].aliases[slot].count for name in self.of.get(slot, {}))
 
@@ -54,7 +67,7 @@ class GroupTables:
         """For each replica with groups the blocks of the longest hit, at most `most`. `full`: for each slot those that
         full attention holds."""
         end = min(most, len(hashes))
-        reach = {slot: min(full[slot], end) for slot in self.of}
+        reach = {slot: self._of_full(slot, hashes, min(full[slot], end), end) for slot in self.of}
         left = {slot: blocks for slot, blocks in reach.items() if blocks}
         while left:  # from the right, as hits mostly end near where full attention's do
             stop = max(left.values())
@@ -70,6 +83,46 @@ class GroupTables:
                     del left[slot]
         return reach
 
+    def reach_dropping(self, slot: int, hashes: Sequence[int], full: int, most: int, end: int) -> int:
+        """As `reach`, of one replica that drops the last block it finds. `end`: the last block that it looks at."""
+        groups: dict[CacheGroup, np.ndarray] = {}  # those that find the same are looked up as one
+        for group in sorted(self.of[slot].values(), key=lambda one: (one.last != EVERY, one.told_as)):
+            if group.has_parts:
+                continue
+            held = self.tables[group.tier].blocks.holder_words(u64(hashes[:end]), slot >> 6) >> U64(slot & 63)
+            alike = CacheGroup(group.index - group.told_as, group.last)
+            groups[alike] = groups.get(alike, U64(1)) & held
+        runs = {group: _lengths(held & U64(1)) for group, held in groups.items()}
+        hit, full = most, max(0, self._of_full(slot, hashes, min(full, end), end) - 1)
+        dropped: set[CacheGroup] = set()
+        while True:
+            reach = min(hit, full)
+            for group, run in runs.items():
+                drops = group not in dropped and not group.has_states
+                found = _ends(run[: min(reach + drops, end)], group.last + drops)
+                if group not in dropped:
+                    dropped.add(group)
+                    found = max(0, found - drops)
+                elif found < reach:
+                    dropped.clear()
+                reach = found
+            if reach >= hit or len(runs) == 1:
+                return reach
+            hit = reach
+
+    def _of_full(self, slot: int, hashes: Sequence[int], full: int, end: int) -> int:
+        """The blocks that full attention finds, at most `end`, of which it holds the first `full`: whole ones of its
+        own, and the part of the next that a prompt ended with."""
+        for name, group in self.of[slot].items():
+            if group.has_parts:
+                full -= full % group.last
+                words = self.tables[name].blocks.holder_words(
+                    u64(hashes[full : min(full + group.last, end)]), slot >> 6
+                )
+                held = (words >> U64(slot & 63) & U64(1)).nonzero()[0]
+                return full + int(held[-1]) + 1 if len(held) else full
+        return full
+
     def _good(
         self, hashes: Sequence[int], start: int, stop: int, groups: dict[str, CacheGroup], word: int
     ) -> np.ndarray:
@@ -77,6 +130,8 @@ class GroupTables:
         these groups go."""
         good = np.full(stop - start, ~U64(0))
         for name, group in groups.items():
+            if group.has_parts:
+                continue
             first = max(0, start + 1 - group.last)
             held = self.tables[name].blocks.holder_words(u64(hashes[first:stop]), word)
             good &= _last(held, group.last)[start - first :]
@@ -91,3 +146,15 @@ def _last(held: np.ndarray, count: int) -> np.ndarray:
         runs[step:] &= runs[:-step].copy()
         length += step
     return runs
+
+
+def _lengths(held: np.ndarray) -> np.ndarray:
+    """By block how many in a row are held up to it."""
+    places = np.arange(1, len(held) + 1)
+    return places - np.maximum.accumulate(np.where(held == 0, places, 0))
+
+
+def _ends(run: np.ndarray, count: int) -> int:
+    """After how many blocks the last `count` are held, or all, by `_lengths`: where that is furthest."""
+    good = (run >= np.minimum(count, np.arange(1, len(run) + 1))).nonzero()[0]
+    return int(good[-1]) + 1 if len(good) else 0

@@ -77,12 +77,12 @@ class _Generation(Tree):
             self._told.clear()
         return self._dropped
 
-    def take_back(self, slot: int, hashes: Sequence[int], held: int, until: float) -> None:
+    def take_back(self, slot: int, hashes: Sequence[int], held: int, number: int) -> None:
         segment, end = self._longest(hashes)
         if end < segment.start + len(segment.blocks):  # a longer chain, so not what was sent with these
             end, segment = segment.start, segment.parent
         while end > held:
-            if slot in segment.stamps and segment.stamps[slot][0] <= until:
+            if slot in segment.stamps and segment.stamps[slot][1] <= number:
                 if segment.start < held:
                     self._split(segment, held).stamps = segment.stamps.copy()
                 del segment.stamps[slot]
@@ -114,28 +114,30 @@ class Routed:
     def __len__(self) -> int:
         return len(self._new) + len(self._old)
 
-    def add(self, slot: int, hashes: Sequence[int], now: float) -> None:
-        """Predicted from now on."""
+    def add(self, slot: int, hashes: Sequence[int], now: float) -> int:
+        """Predict these from now on. Return the number of this prompt, for `take_back`."""
         if now >= self._turn or self._new.size > self.most:
             self._old = self._new if now < self._turn + self._seconds else _Generation()
             self._new = _Generation()
             self._turn = now + self._seconds
         self._number += 1
         self._new.add(slot, hashes, (now + self._seconds, self._number))
+        return self._number
 
-    def add_in_groups(self, slot: int, hashes: Sequence[int], now: float, most: int, full: int) -> None:
+    def add_in_groups(self, slot: int, hashes: Sequence[int], now: float, most: int, full: int) -> int:
         """As `add`, to a replica with several cache groups, of which full attention holds `full` blocks for certain. A
         later prompt finds a hit up to the last block that could be one for this prompt, and up to where this one leaves
         what full attention has by then: there vLLM keeps what the other groups lacked."""
         branch = max(full, *[one.sent(slot, hashes, now) for one in (self._new, self._old)])
-        self.add(slot, hashes, now)
+        number = self.add(slot, hashes, now)
         self._new.ends.setdefault(slot, set()).update([hashes[end - 1] for end in (most, min(branch, most)) if end])
+        return number
 
-    def take_back(self, slot: int, hashes: Sequence[int], held: int, now: float) -> None:
-        """What was added at `now` is not going to be there, but for the blocks that were `held` before; what others
-        added since stays."""
+    def take_back(self, slot: int, hashes: Sequence[int], held: int, number: int) -> None:
+        """Predict no longer what the prompt of this number added, but for the blocks that were `held` before it. What
+        prompts after it share with it stays, since they are still on their way: also those of the same instant."""
         for generation in (self._new, self._old):
-            generation.take_back(slot, hashes, held, now + self._seconds)
+            generation.take_back(slot, hashes, held, number)
 
     def reach(self, hashes: Sequence[int], now: float, confirmed: Sequence[int]) -> dict[int, int]:
         """By slot, how far the chain is predicted to be held, where that is further than confirmed."""

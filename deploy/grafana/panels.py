@@ -48,6 +48,19 @@ def filtered(expression: str) -> str:
     return NAME.sub(with_filters, expression.replace("[R]", "[$__rate_interval]"))
 
 
+# By the beginning of a metric's name: the settings without which it has no series.
+LIMITS = "needs limits (--slo), classes (--scheduler) or --slo-figures"
+NEEDS = {
+    **dict.fromkeys(
+        ("hitherto_slo_", "hitherto_answer_", "hitherto_admission_", "hitherto_queue", "hitherto_predicted_answers"),
+        LIMITS,
+    ),
+    **dict.fromkeys(("hitherto_predicted_ttft", "hitherto_delivered_ttft", "hitherto_more_replicas"), LIMITS),
+    "hitherto_control_": "needs classes (--scheduler) with limits",
+    "hitherto_tenant": "needs API keys (--api-keys)",
+}
+
+
 @dataclass
 class Panel:
     """`queries`: (expression, legend). `width`: of 24 columns. `below_zero`: values may be negative."""
@@ -77,6 +90,8 @@ class Panel:
             for place, (expression, legend) in enumerate(self.queries)
         ]
         defaults: dict[str, Any] = {"unit": self.unit, "custom": self._custom()}
+        if needs := self._needs():
+            defaults["noValue"] = f"No data: {needs}"
         if self.kind != "state-timeline" and not self.below_zero:
             defaults["min"] = 0
         if self.most is not None:
@@ -95,6 +110,12 @@ class Panel:
             "fieldConfig": {"defaults": defaults, "overrides": []},
             "options": self._options(),
         }
+
+    def _needs(self) -> str:
+        """What has to be set for it to have data, where all that it shows comes of that alone."""
+        metrics = {name for expression, _ in self.queries for name in re.findall(r"\bhitherto_\w+", expression)}
+        found = {next((what for prefix, what in NEEDS.items() if name.startswith(prefix)), "") for name in metrics}
+        return found.pop() if len(found) == 1 else ""
 
     def _custom(self) -> dict[str, Any]:
         if self.kind == "timeseries":

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
+from collections.abc import Callable
 from time import monotonic
 from typing import Protocol
 
@@ -32,7 +33,9 @@ from .messages import (
     response,
     without_upgrade,
 )
-from .sockets import has_left, reset_when_closed
+from .origins import Origins
+from .room import Room
+from .sockets import has_data, has_left, reset_when_closed
 
 log = logging.getLogger("hitherto.wire")
 
@@ -66,11 +69,13 @@ class Clients:
     """What all connections of one server share: who answers them, what each may send, how much they hold together, and
     why a request is refused for its head alone."""
 
-    __slots__ = ("handler", "limits", "head_fault", "connections", "held", "draining", "closed")
+    __slots__ = ("handler", "limits", "head_fault", "origins", "room", "on_full", "held", "draining", "closed")  # fmt: skip
 
     def __init__(self, handler: Handler, limits: Limits):
         self.handler, self.limits, self.head_fault = handler, limits, head_fault
-        self.connections: set[Downstream] = set()
+        self.origins: Origins | None = None  # of pages that may use this server
+        self.room: Room[Downstream] = Room()
+        self.on_full: Callable[[], None] = lambda: None  # a connection is refused, since the process may open no more
         self.held = 0  # bytes of requests, see `Limits.requests_bytes`
         self.draining = False  # new requests are refused by the handler, and each connection ends with its answer
         self.closed = False  # a connection that is accepted now is closed at once
@@ -90,6 +95,7 @@ class Downstream(asyncio.Protocol):
         # bytes of all these, and of the one being answered, as they are counted in `clients`
         "held", "answering",
         "stranger",  # who asked last brought no valid API key
+        "crowded",  # there was no room for this connection when it came
     )  # fmt: skip
 
     def __init__(self, clients: Clients):
@@ -116,7 +122,7 @@ class Downstream(asyncio.Protocol):
         self.waiting: deque[Request | Refusal] = deque()
         self.ends_by_close = False  # the answer has neither length nor chunks: the connection is closed behind it
         self.rest, self.rest_at = b"", 0
-        self.held, self.answering, self.stranger = 0, 0, False
+        self.held, self.answering, self.stranger, self.crowded = 0, 0, False, False
         self._clear()
 
     def _clear(self) -> None:
@@ -141,10 +147,10 @@ class Downstream(asyncio.Protocol):
         if self.clients.closed:
             self.transport.abort()
         else:
-            self.clients.connections.add(self)
+            self.crowded = not self.clients.room.enter(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self.clients.connections.discard(self)
+        self.clients.room.leave(self)
         self.closing = True
         self.waiting.clear()
         exchange, self.exchange, self.current = self.exchange, None, None
@@ -293,6 +299,7 @@ class Downstream(asyncio.Protocol):
 
     def on_message_begin(self) -> None:
         self._clear()
+        self.clients.room.idle.pop(self, None)
         self.reading = True
         self.read_begun = self.active_at
 
@@ -318,7 +325,10 @@ class Downstream(asyncio.Protocol):
     def on_headers_complete(self) -> None:
         self.head_done = True
         version = self.parser.get_http_version()
-        if (fault := self.clients.head_fault(version, self.headers)) is not None:
+        self.crowded = self.crowded and not self.clients.room.admit(self)
+        if self.crowded:
+            self._refuse_connection()
+        elif (fault := self.clients.head_fault(version, self.headers)) is not None:
             self._refuse(*fault)
         elif not self._is_http():
             self._refuse(400, "malformed HTTP request: the request line is not METHOD TARGET HTTP/1.1")
@@ -444,6 +454,8 @@ class Downstream(asyncio.Protocol):
         close = not request.keep_alive or self.clients.draining
         if request.http10 and not close:
             headers = [*headers, KEEP_ALIVE]
+        if self.clients.origins is not None:
+            headers = [*headers, *self.clients.origins.headers(request.header(b"origin"))]
         self.transport.write(response(status, body, headers, head_only=request.method == "HEAD", close=close))
         self.finish()
 
@@ -470,6 +482,8 @@ class Downstream(asyncio.Protocol):
             asyncio.get_running_loop().call_soon(self._next)
         elif self.expects:
             self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        elif not (self.reading or self.rest):
+            self.clients.room.idle[self] = None
 
     def abort(self) -> None:
         """Cut the connection so that the client can't take the response for complete."""
@@ -487,9 +501,12 @@ class Downstream(asyncio.Protocol):
     # --- inside
 
     def _begin(self, request: Request) -> None:
+        self.clients.room.idle.pop(self, None)
         self.current = request
         self.answering = request.size + len(request.body)
         try:
+            if self.clients.origins is not None and (answer := self.clients.origins.preflight(request)) is not None:
+                return self.reply(*answer)
             self.clients.handler.handle(self, request)
         except Exception as error:
             self._failed(error)
@@ -521,6 +538,21 @@ class Downstream(asyncio.Protocol):
         if exchange is not None:
             exchange.client_gone()
         self._refuse(500, "the gateway failed on this request; its log says why", request)
+
+    def refuse_at_once(self) -> None:
+        """Send a refused connection its 503 and close it, whether or not its client has sent a request."""
+        self._refuse_connection()
+        # What is written leaves with this event-loop iteration.
+        asyncio.get_running_loop().call_soon(self.break_off)
+
+    def can_give_way(self) -> bool:
+        """Return whether this idle connection can be closed without losing an answer or a request."""
+        return not self.busy and not has_data(self.transport)
+
+    def _refuse_connection(self) -> None:
+        if not (self.refused or self.closing):
+            self.clients.on_full()
+        self._refuse(503, "the gateway may open no more files, and no connection is idle; try again")
 
     def _refuse_head(self) -> None:
         self._refuse(431, f"request head larger than {self.clients.limits.head_bytes} bytes")
@@ -557,6 +589,8 @@ class Downstream(asyncio.Protocol):
         headers, body = self.clients.handler.refuse(refusal.status, refusal.message, target)
         if refusal.request_id:
             headers = [*headers, (b"x-request-id", refusal.request_id)]
+        if self.clients.origins is not None:
+            headers = [*headers, *self.clients.origins.headers(refusal.origin)]
         self.transport.write(response(refusal.status, body, headers, head_only=refusal.head_only, close=True))
         # Closing at once with unread data in the socket would reset it, and the client would lose the answer:
         # half-close, and read on into nothing until the client closes, pauses for `linger_seconds`, or `flush_seconds`
@@ -618,5 +652,7 @@ class Downstream(asyncio.Protocol):
                         f"less than {limits.body_rate} bytes a second of the request body for {limits.body_gap_seconds:g} s",
                     )
                 self.rated, self.rated_at = self.body_bytes, now
+        elif self.crowded and self.current is None and now - self.active_at > limits.linger_seconds:
+            self._refuse_connection()
         elif self.current is None and now - self.active_at > limits.keep_alive_seconds:
             self._close()

@@ -152,11 +152,14 @@ class Request:
 class Refusal:
     """An answer the wire itself gives to a request that can't be read on. `headers`: those that were read of it."""
 
-    __slots__ = ("status", "message", "target", "head_only", "request_id")
+    __slots__ = ("status", "message", "target", "head_only", "request_id", "origin")
 
     def __init__(self, status: int, message: str, target: bytes, head_only: bool, headers: Headers):
         self.status, self.message, self.target, self.head_only = status, message, target, head_only
-        self.request_id = next((value for name, value in headers if name == b"x-request-id"), b"")
+        named = dict(reversed(headers))  # the first of each name
+        self.request_id = named.get(b"x-request-id", b"")
+        origin = named.get(b"origin")
+        self.origin = None if origin is None else origin.decode("latin-1")
 
 
 class KnownHead:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import resource
+import socket
 import ssl
 from time import monotonic
-from typing import Any
 
 from .downstream import Clients, Downstream, Handler
 from .messages import Limits
@@ -29,13 +29,27 @@ def allow_many_connections() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
+class _Accepted(asyncio.Protocol):
+    """An accepted connection before its TLS handshake. Event loops do not report handshakes that are still running, so
+    the socket is duplicated and its handshake started by us, where it can be counted."""
+
+    def __init__(self, server: Server, tls: ssl.SSLContext):
+        self._server, self._tls = server, tls
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        try:
+            self._server.shake_hands(transport.get_extra_info("socket").dup(), self._tls)
+        except OSError as error:  # no descriptor is left
+            log.warning("a connection is closed before its TLS handshake: %s", error.strerror)
+        transport.abort()  # type: ignore[attr-defined]  # a socket's has it
+
+
 class Server:
     def __init__(self, handler: Handler, limits: Limits = Limits()):
         self.clients = Clients(handler, limits)
         self._unseen: list[Downstream] = []  # in this round of sweeps
         self._part = 0
         self._listener: asyncio.Server | None = None
-        self._encrypted = False
         self._sweeper: asyncio.TimerHandle | None = None
         self._swept_at = 0.0
         self._was_late = False
@@ -43,7 +57,12 @@ class Server:
 
     @property
     def connections(self) -> set[Downstream]:
-        return self.clients.connections
+        return self.clients.room.connections
+
+    @property
+    def open(self) -> int:
+        """Number of connections, including those whose TLS handshake is still under way."""
+        return self.clients.room.open
 
     @property
     def held(self) -> int:
@@ -58,19 +77,44 @@ class Server:
         """Listen; returns the port (0 asks for a free one). OSError if it is taken. `shared`: other processes listen on
         it as well, and the kernel spreads connections over all of them. `tls`: clients speak it."""
         loop = asyncio.get_running_loop()
-        self._encrypted = tls is not None
-        encrypted: dict[str, Any] = {}
-        if tls is not None:
-            # How long a close may take is for the sweep to say, which sees whether a slow client still takes bytes.
-            seconds = self.clients.limits.head_seconds
-            encrypted = {"ssl": tls, "ssl_handshake_timeout": seconds, "ssl_shutdown_timeout": SHUTDOWN_SECONDS}
-        self._listener = await loop.create_server(
-            lambda: Downstream(self.clients), host, port, backlog=4096, reuse_port=shared, **encrypted
-        )
+
+        def made() -> asyncio.Protocol:
+            return Downstream(self.clients) if tls is None else _Accepted(self, tls)
+
+        self._listener = await loop.create_server(made, host, port, backlog=4096, reuse_port=shared)
         self.clients.handler.pulse.start()
         self._sweep()
         bound: int = self._listener.sockets[0].getsockname()[1]
         return bound
+
+    def shake_hands(self, client: socket.socket, tls: ssl.SSLContext) -> None:
+        """Begin the TLS handshake of an accepted connection. Beyond their bound the oldest gives way."""
+        room = self.clients.room
+        if room.handshakes and len(room.handshakes) >= room.most_handshakes:
+            oldest = next(iter(room.handshakes))
+            del room.handshakes[oldest]
+            oldest.cancel()
+        task = asyncio.get_running_loop().create_task(self._secure(client, tls))
+        room.handshakes[task] = None
+        task.add_done_callback(lambda task: room.handshakes.pop(task, None))
+
+    async def _secure(self, client: socket.socket, tls: ssl.SSLContext) -> None:
+        loop, seconds = asyncio.get_running_loop(), self.clients.limits.head_seconds
+        connection = Downstream(self.clients)
+        try:
+            # How long a close may take is for the sweep to say, which sees whether a slow client still takes bytes.
+            await loop.connect_accepted_socket(
+                lambda: connection,
+                client,
+                ssl=tls,
+                ssl_handshake_timeout=seconds,
+                ssl_shutdown_timeout=SHUTDOWN_SECONDS,
+            )
+        except OSError as error:  # it is no TLS, its client has left, or it took too long
+            log.debug("a TLS handshake failed: %s", error)
+        finally:
+            if connection.transport is None:
+                connection.parser = None  # as `connection_lost` does
 
     def _sweep(self) -> None:
         # First of all the next one: whatever goes wrong in this, deadlines must go on being kept.
@@ -84,6 +128,7 @@ class Server:
             # Timers come before sockets: clients and replicas may have been in time, so deadlines wait for the next
             # sweep.
             return
+        self.clients.room.keep()
         for connection in self._next_part():
             try:
                 connection.check(now)
@@ -140,9 +185,11 @@ class Server:
             self._sweeper.cancel()
         if self._listener is not None:
             self._listener.close()
+        for handshake in self.clients.room.handshakes:
+            handshake.cancel()
         for connection in list(self.connections):
             connection.break_off()
-        while self.connections:  # their connection_lost comes with the loop's next turns
+        while self.open:  # `connection_lost` is called in the loop's next iterations
             await asyncio.sleep(0.001)
         if self._listener is not None:
             await self._listener.wait_closed()

@@ -11,13 +11,25 @@ import struct
 import termios
 
 _BYTES, _LINGER = struct.Struct("i"), struct.Struct("ii")
+# Seconds of silence before the kernel asks whether the peer is there, and between two such questions; how many of them
+# stay unanswered.
+SILENT_SECONDS, ASK_SECONDS, MOST_UNANSWERED = 10, 5, 3
 
 
 def has_left(transport: asyncio.Transport) -> bool:
     """Whether the peer has closed its side, which is not read of while reading is paused."""
-    asked = select.poll()
-    asked.register(transport.get_extra_info("socket").fileno(), select.POLLRDHUP)
-    return bool(asked.poll(0))
+    return bool(_events(transport, select.POLLRDHUP))
+
+
+def has_data(transport: asyncio.Transport) -> bool:
+    """Whether the peer has sent what is not read yet, and has not left."""
+    return _events(transport, select.POLLIN | select.POLLRDHUP) == select.POLLIN
+
+
+def _events(transport: asyncio.Transport, asked: int) -> int:
+    poll = select.poll()
+    poll.register(transport.get_extra_info("socket").fileno(), asked)
+    return next((found for _, found in poll.poll(0)), 0)
 
 
 def reset_when_closed(transport: asyncio.Transport) -> None:
@@ -25,6 +37,16 @@ def reset_when_closed(transport: asyncio.Transport) -> None:
     connection: socket.socket = transport.get_extra_info("socket")
     with contextlib.suppress(OSError):  # it is closed
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _LINGER.pack(1, 0))
+
+
+def ask_when_silent(transport: asyncio.Transport) -> None:
+    """Have the kernel find out that the peer's machine is gone, which closes nothing: it ends the connection then."""
+    connection: socket.socket = transport.get_extra_info("socket")
+    with contextlib.suppress(OSError):  # it is closed
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, SILENT_SECONDS)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, ASK_SECONDS)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, MOST_UNANSWERED)
 
 
 def has_unacknowledged(transport: asyncio.Transport) -> bool:

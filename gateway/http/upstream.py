@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import os
 import ssl
 from collections.abc import Awaitable, Callable
 from functools import partial
@@ -17,10 +18,11 @@ from typing import Protocol
 
 import httptools
 
+from replicas.ask import OWN_FAULTS
 from replicas.deadline import within
 
 from .messages import HOP_BY_HOP, Headers, connection_tokens, end_to_end
-from .sockets import has_unacknowledged
+from .sockets import ask_when_silent, has_unacknowledged
 
 log = logging.getLogger("hitherto.wire")
 
@@ -89,6 +91,11 @@ class Head:
         """The same before a body that the end of the connection ends."""
         headers = [header for header in self.headers if header[0] != b"transfer-encoding"]
         return Head(self.raw, headers, True, False)
+
+    def without(self, prefix: bytes) -> Head:
+        """The same without headers whose names begin so."""
+        headers = [header for header in self.headers if not header[0].startswith(prefix)]
+        return Head(self.raw, headers, self.until_close, False)
 
     def with_length(self, length: int) -> Head:
         """The same before another body of so many bytes."""
@@ -431,7 +438,12 @@ class Pool:
             except TimeoutError:
                 return UpstreamError("connect", f"no connection to {where} within {CONNECT_SECONDS:g} s")
             except OSError as error:
+                if error.errno in OWN_FAULTS:
+                    return UpstreamError(
+                        "own", f"the gateway itself cannot open connections: {os.strerror(error.errno)}"
+                    )
                 return UpstreamError("connect", f"no connection to {where}: {error}")
+            ask_when_silent(upstream.transport)
             wrong = await check()
         except BaseException:
             if upstream.transport is not None:  # it may have been made when this was cancelled

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from time import time
 from typing import Any, Protocol
 
@@ -42,9 +42,11 @@ from replicas.roles import BOTH
 
 from .guard import Guard, Refusal
 from .recent.recent import Recent, told
-from .side import Side, answer
+from .side import Side, answer, metrics_page
 
 log = logging.getLogger("hitherto.admin")
+
+MOST_LEFT = 100  # requests that are named which go on at a replica that is removed
 
 
 class Fleet(Protocol):
@@ -87,6 +89,10 @@ class Gateway(Protocol):
     def differs(self, replica: str, keys: Sequence[int]) -> tuple[list[int], list[int]]:
         """As `CacheMap.differs`; KeyError for a replica without events so far."""
 
+    def requests_at(self, replicas: Collection[str]) -> list[str]:
+        """The ids of the requests that are with one of these replicas, known or removed, as far as this process has
+        them."""
+
     async def explain(self, path: str, body: bytes, headers: dict[str, str]) -> dict[str, Any]:
         """As `gateway.ops.explain.describe`; raises ApiError for the client's own faults, and when
         no replica could answer."""
@@ -114,7 +120,7 @@ def _refuse_another(engine: Any, address: Address) -> None:
     source, model = engine.watch.given, engine.lead.required_model
     said = (address.source not in (None, source), address.model not in (None, model))
     kept = engine.lead
-    said += (address.role not in (BOTH, kept.role, engine.watch.given_role), address.spill and not kept.spill)
+    said += (address.role not in (BOTH, kept.role), address.spill and not kept.spill)
     said += (address.transfer not in ("", kept.moves_by), address.bootstrap not in (0, kept.bootstrap))
     said += (address.peer not in ("", kept.peer),)
     if any(said):
@@ -168,7 +174,7 @@ class Admin(Side):
 
     async def metrics(self, request: web.Request) -> web.Response:
         page, content_type = await self.gateway.metrics.exposition()
-        return web.Response(body=page, headers={"Content-Type": content_type})
+        return metrics_page(request, page, content_type)
 
     async def _status(self) -> dict[str, Any]:
         return self.gateway.status()
@@ -206,7 +212,9 @@ class Admin(Side):
     async def remove(self, request: web.Request) -> web.Response:
         """Answers when it is done; a client that does not wait changes nothing."""
         id = self._known(request)
+        replicas = {id}
         if id in self.gateway.fleet.engines:
+            replicas |= {one.id for one in self.gateway.fleet.engines[id].replicas}
             await self._keep("remove", id)
         try:
             removed = self.gateway.fleet.remove(id)
@@ -214,7 +222,11 @@ class Admin(Side):
             raise Refusal(409, str(wrong), "one_of_several") from None
         await asyncio.shield(removed)
         log.info("replica %s removed by an operator", id)
-        return answer({"id": id, "removed": True})
+        told: dict[str, Any] = {"id": id, "removed": True}
+        if left := self.gateway.requests_at(replicas):
+            log.warning("%d requests go on at %s, which was removed: %s", len(left), id, ", ".join(left[:MOST_LEFT]))
+            told |= {"left": len(left), "requests": left[:MOST_LEFT]}
+        return answer(told)
 
     async def ask_engine(self, request: web.Request) -> web.Response:
         """Pass on what only operators may ask of an engine, and its answer."""

@@ -1,23 +1,26 @@
 """The gateway's chats against an engine's: fixed ones, of which both make token ids.
 
 A tokenizer that is the same shows nothing of how an engine fills a chat template: with which defaults, which of a
-message's fields, and what it makes of tools. So an engine of a kind that is not known to do it as the gateway does is
-asked for the ids of these chats when it is adopted, by its own /tokenize. One whose /tokenize takes no messages is
-asked for one token of each, and for how many tokens it counts.
+message's fields, and what it makes of tools; flags change all of that, and cannot be seen from outside. So each engine
+is asked for the ids of these chats when it is adopted, by its own /tokenize. What that does not take, or would write in
+another way than a chat, is asked for as a chat of one token, with its ids or for how many it counts. Where a template
+prints the date, one of them shows which day the engine prints.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Collection, Iterable, Iterator
+from datetime import date
+from typing import Any, NamedTuple
 
 import aiohttp
 
-from ..errors import ApiError
-from ..prompt.pipeline import Pipeline
+from replicas.ask import body_of
 
-Made = tuple[dict[str, Any], list[int]]  # a chat, and its ids
+from ..prompt.pipeline import Pipeline
+from ..prompt.render.clock import ALL_ZONES, days_in
+
 CHAT = "/v1/chat/completions"
 _TOOL = {
     "type": "function",
@@ -29,24 +32,34 @@ _TOOL = {
 }
 _CALL = {"id": "call00001", "type": "function", "function": {"name": "weather", "arguments": '{"place": "Rome"}'}}
 _ASKED = {"role": "user", "content": "Which way did the white rabbit go?"}
+_CALLED = {"role": "assistant", "content": None, "tool_calls": [_CALL]}
+# By both names: vLLM's /tokenize reads only the newer one, though its chats take either; SGLang only the older one.
+_THOUGHT = {"reasoning": "I look outside.", "reasoning_content": "I look outside."}
+_RESULT = {"role": "tool", "tool_call_id": "call00001", "content": "Sunny."}
 CHATS: tuple[dict[str, Any], ...] = (
     {"messages": [_ASKED]},
     {"messages": [{"role": "system", "content": "Be brief."}, _ASKED]},
     {"messages": [_ASKED, {"role": "assistant", "content": " Down.\n"}, {"role": "user", "content": "  Why? "}]},
     {"messages": [{"role": "user", "content": [{"type": "text", "text": "One"}, {"type": "text", "text": "Two"}]}]},
     {"messages": [_ASKED], "tools": [_TOOL]},
-    {
-        "messages": [
-            _ASKED,
-            {"role": "assistant", "content": None, "tool_calls": [_CALL]},
-            {"role": "tool", "tool_call_id": "call00001", "content": "Sunny."},
-        ],
-        "tools": [_TOOL],
-    },
+    {"messages": [_ASKED, _CALLED, _RESULT], "tools": [_TOOL]},
+    {"messages": [_ASKED, {**_CALLED, **_THOUGHT}, _RESULT], "tools": [_TOOL]},
+    {"messages": [_ASKED, _CALLED, _RESULT]},
 )
+EFFORTS = tuple({"messages": [_ASKED], "reasoning_effort": effort} for effort in ("low", "medium", "high"))
 
-
+MOST_ANSWER = 1 << 18  # bytes
 NOT_NOW = (408, 429, 502, 503, 504)  # of an engine that is busy, or not up yet
+OTHER_TOKENS = "of a chat it makes other tokens"
+NOTHING_SHOWN = "nothing shows how it fills the chat template"
+
+
+class Made(NamedTuple):
+    """A chat, and its ids. `by_chat`: an engine's /tokenize would make others of it."""
+
+    body: dict[str, Any]
+    ids: list[int]
+    by_chat: bool
 
 
 class NotAsked(Exception):
@@ -58,38 +71,74 @@ async def chats_differ(session: aiohttp.ClientSession, url: str, model: str | No
     cannot render count for nothing. Raises NotAsked where the engine could not be asked, aiohttp's errors and
     TimeoutError."""
     compared, failed = 0, 0
-    for body, ids in chats:
-        asked = {**({"model": model} if model else {}), **body}
-        status, told = await _post(session, f"{url}/tokenize", asked)
-        theirs: object = told.get("tokens")
-        if status == 200 and isinstance(theirs, list):
-            same = theirs == ids
-        else:
-            status, told = await _post(session, url + CHAT, {**asked, "max_tokens": 1})
-            usage = told.get("usage")
-            theirs = usage.get("prompt_tokens") if status == 200 and isinstance(usage, dict) else None
-            if theirs is None:
-                failed = status if status >= 500 else failed
-                continue
-            same = theirs == len(ids)
+    for body, ids, by_chat in chats:
+        status, theirs = await _asked(session, url, model, body, by_chat)
+        if theirs is None:
+            failed = status if status >= 500 else failed
+            continue
         compared += 1
-        if not same:
+        if theirs not in (ids, len(ids)):
             there = len(theirs) if isinstance(theirs, list) else theirs
-            return f"of a chat it makes other tokens ({there}, here {len(ids)}): {json.dumps(body)[:120]}"
+            return f"{OTHER_TOKENS} ({there}, here {len(ids)}): {json.dumps(body)[:120]}"
     if failed and not compared:
         raise NotAsked(f"it answers {failed}")
-    return "" if compared else "nothing shows how it fills the chat template"
+    return "" if compared else NOTHING_SHOWN
 
 
-def made_here(pipeline: Pipeline) -> Iterator[Made]:
-    """Those that the gateway makes ids of, while the pipeline is exact."""
+async def days_printed(
+    session: aiohttp.ClientSession, url: str, model: str | None, pipeline: Pipeline
+) -> Collection[date]:
+    """Return the days that the engine may have printed in a chat, of those that it is now somewhere on earth.
+
+    That is one day where the engine's ids show it, and none where they are the gateway's for no day. Raises what
+    `chats_differ` raises.
+    """
+    days = days_in(ALL_ZONES, pipeline.clock.now())
     for body in CHATS:
-        try:
-            prompt = pipeline.prepare(CHAT, json.dumps(body).encode())
-        except ApiError:
-            continue
-        if prompt.mode == "exact":
-            yield body, memoryview(prompt.token_ids).cast("I").tolist()
+        made = {day: pipeline.made(CHAT, json.dumps(body).encode(), day) for day in days}
+        if len({tuple(ids) for ids in made.values()}) > 1:
+            _, theirs = await _asked(session, url, model, body, not pipeline.tokenizes_chats)
+            return [day for day, ids in made.items() if theirs is None or theirs in (ids, len(ids))]
+    return days
+
+
+def made_here(pipeline: Pipeline, day: date | None = None) -> Iterator[Made]:
+    """Return the fixed chats that the gateway can tokenize, with their ids. `day`: the day that the engine prints."""
+    for body in CHATS:
+        if ids := pipeline.made(CHAT, json.dumps(body).encode(), day):
+            yield Made(body, ids, not pipeline.tokenizes_chats)
+
+
+def efforts_here(pipeline: Pipeline, day: date | None = None) -> Iterator[Made]:
+    """Those with an effort, where the gateway makes other ids for it: an engine may have a map of efforts, and its
+    /tokenize knows none."""
+    plain = pipeline.made(CHAT, json.dumps(CHATS[0]).encode(), day)
+    for body in EFFORTS:
+        ids = pipeline.made(CHAT, json.dumps(body).encode(), day) if not pipeline.unfollowed(body) else []
+        if ids and ids != plain:
+            yield Made(body, ids, True)
+
+
+def written(day: date) -> str:
+    return f"{day:%A} {day.day} {day:%B}"
+
+
+async def _asked(
+    session: aiohttp.ClientSession, url: str, model: str | None, body: dict[str, Any], by_chat: bool
+) -> tuple[int, list[int] | int | None]:
+    """The engine's status, and its ids of a chat, or how many they are; None where it tells neither."""
+    asked = {**({"model": model} if model else {}), **body}
+    if not by_chat:
+        status, told = await _post(session, f"{url}/tokenize", asked)
+        if status == 200 and isinstance(ids := told.get("tokens"), list):
+            return status, ids
+    status, told = await _post(session, url + CHAT, {**asked, "max_tokens": 1, "return_token_ids": True})
+    if status != 200:
+        return status, None
+    if isinstance(ids := told.get("prompt_token_ids"), list):
+        return status, ids
+    usage = told.get("usage")
+    return status, usage.get("prompt_tokens") if isinstance(usage, dict) else None
 
 
 async def _post(session: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
@@ -101,7 +150,7 @@ async def _post(session: aiohttp.ClientSession, url: str, body: dict[str, Any]) 
         if response.status in NOT_NOW:
             raise NotAsked(f"it answers {response.status}")
         try:
-            told = await response.json(content_type=None)
-        except ValueError:
+            told = json.loads(await body_of(response, MOST_ANSWER))
+        except (ValueError, RecursionError):
             told = None
         return response.status, told if isinstance(told, dict) else {}

@@ -13,6 +13,7 @@ import json
 import logging
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
+from datetime import date
 from itertools import count
 from typing import Any
 
@@ -20,17 +21,24 @@ import aiohttp
 
 from replicas import Replica
 from replicas.access import session_to
-from replicas.engines.dialect import Tokenizing
+from replicas.ask import body_of
 from replicas.served import base_names
 
+from ..prompt import Prompt
+from ..prompt.features import EFFORT, features_of
 from ..prompt.pipeline import Pipeline, Verdict
-from ..prompt.tokens.agreement import Answer
-from .chats import Made, NotAsked, chats_differ, made_here
+from ..prompt.render.clock import ALL_ZONES, days_in, seconds_to_next_look, zones_left
+from ..prompt.tokens.agreement import Answer, Differences
+from .chats import NOTHING_SHOWN, Made, NotAsked, chats_differ, days_printed, efforts_here, made_here, written
+from .doubts import Doubts
 
 log = logging.getLogger("hitherto")
 
 ANSWER_SECONDS = 10.0
+MOST_ANSWER = 1 << 18  # bytes of the ids of one fixed text, some thousand at most
 AT_ONCE = 4  # questions to one engine, which may be busy with prompts
+OTHERWISE = "; but it made a prompt otherwise: "
+UP_TO_DATE = "; but its chats are exact only up to the date that they print: "
 PAUSES = (1.0, 5.0, 30.0)  # seconds before an engine that did not answer is asked again
 
 
@@ -42,22 +50,17 @@ class Unanswered(Exception):
         self.final = final
 
 
-async def engine_answers(
-    session: aiohttp.ClientSession, url: str, model: str | None, texts: list[str], how: Tokenizing
-) -> list[Answer]:
+async def engine_answers(session: aiohttp.ClientSession, url: str, model: str | None, texts: list[str]) -> list[Answer]:
     """What /tokenize says of each text, without and with special tokens. Raises Unanswered."""
     gate = asyncio.Semaphore(AT_ONCE)
-    specials = (False, True) if how.chooses_special else (True,)
 
     async def ask(text: str, special: bool) -> Answer:
-        body: dict[str, Any] = {"prompt": text}
-        if how.chooses_special:
-            body["add_special_tokens"] = special
+        body: dict[str, Any] = {"prompt": text, "add_special_tokens": special}
         if model is not None:
             body["model"] = model
         async with (
             gate,
-            session.post(url + how.path, json=body, timeout=aiohttp.ClientTimeout(ANSWER_SECONDS)) as response,
+            session.post(f"{url}/tokenize", json=body, timeout=aiohttp.ClientTimeout(ANSWER_SECONDS)) as response,
         ):
             if response.status in (401, 403):
                 raise Unanswered(
@@ -67,8 +70,8 @@ async def engine_answers(
             if response.status != 200:
                 raise Unanswered(f"/tokenize answers {response.status}", response.status < 500)
             try:
-                told = json.loads(await response.read())
-            except ValueError:
+                told = json.loads(await body_of(response, MOST_ANSWER))
+            except (ValueError, RecursionError):
                 told = None
         ids = told.get("tokens") if isinstance(told, dict) else None
         if not isinstance(ids, list) or not all(type(one) is int for one in ids):
@@ -76,7 +79,7 @@ async def engine_answers(
         return Answer(text, special, ids)
 
     try:
-        return await asyncio.gather(*(ask(text, special) for text in texts for special in specials))
+        return await asyncio.gather(*(ask(text, special) for text in texts for special in (False, True)))
     except (aiohttp.ClientError, TimeoutError) as error:
         raise Unanswered(f"/tokenize does not answer: {error or type(error).__name__}") from None
 
@@ -89,18 +92,28 @@ class _Engine:
     incarnation: str
     pipeline: Pipeline  # that it is compared with
     replicas: dict[str, Replica] = field(default_factory=dict)  # its ranks, by id
-    said: str = "not compared yet"
+    found: str = "not compared yet"
+    said: str = ""  # that, and what it was seen to do since
     how: str = ""  # "" where nothing is known
-    differs: str = ""
-    proven: bool = False  # to fill its chat template as the gateway does
-    unproven: str = ""  # why it cannot be asked how it fills it
+    differs: str = ""  # its tokens of texts
+    unproven: str = ""  # why it does not tell these, where that leaves all of its prompts inexact
+    chats: str = ""  # why its chats are not the gateway's, or cannot be shown to be
+    unasked: bool = False  # it has not answered so far
+    shown: bool = False  # to write chats as the gateway does
+    zones: frozenset[int] | None = None  # of which it prints the date; None: it prints none, or was not asked
+    day: str = ""  # what there is to say of its date
+    efforts: str = ""  # how it writes a chat with an effort to reason, if not as the gateway does
+    doubts: Doubts = field(default_factory=Doubts)  # kinds of bodies that it counted otherwise
     compared: bool = False
     names: frozenset[str] = frozenset()  # its models and adapters, as they were when prompts were last settled
 
-    def tell(self, said: str) -> None:
-        self.said = said
+    def tell(self, found: str | None = None) -> None:
+        if found is not None:
+            self.found = found
+        why = next(reversed(self.doubts.held.values()), "")
+        self.said = self.found + self.day + (OTHERWISE + why if why else "")
         for replica in self.replicas.values():
-            replica.tokenizer = said
+            replica.tokenizer = self.said
 
     def names_now(self) -> frozenset[str]:
         return frozenset(name for replica in self.replicas.values() for name in replica.models)
@@ -116,7 +129,7 @@ class TokenizerComparison:
         self._engines: dict[str, _Engine] = {}
         self._comparing: dict[str, asyncio.Task[None]] = {}  # by engine
         self._running: set[asyncio.Task[None]] = set()  # these, and those that only adopt
-        self._chats: tuple[Pipeline | None, str, list[Made]] = (None, "", [])  # as files are read: fixed ones with ids
+        self._chats: tuple[object, list[Made]] = (None, [])  # fixed ones with ids, by how these are made and the date
         # Judging and adopting take turns: both load tokenizers, and what is judged is held against the one in use.
         self._turn = asyncio.Lock()
 
@@ -134,26 +147,65 @@ class TokenizerComparison:
                 self._run(self._adopt(pipeline))
             return
         engine = self._engines[replica.engine] = _Engine(replica.incarnation, pipeline, {replica.id: replica})
-        engine.tell(engine.said)
+        engine.tell()
         self._stop_comparing(replica.engine)
         if old is not None and old.pipeline is pipeline and old.how:
             # Most likely it is the same engine again. Its files are not read another way for the second that this
             # takes.
-            engine.how, engine.differs = old.how, old.differs
+            engine.how, engine.differs, engine.chats, engine.shown = old.how, old.differs, old.chats, old.shown
+            engine.zones = old.zones
             self._run(self._adopt(pipeline))
         self._comparing[replica.engine] = self._run(self._compare(replica, engine))
 
     def set_apart(self) -> set[str]:
         """Engines whose tokens are not those of others that were compared here."""
         compared = {id: one for id, one in self._engines.items() if one.compared and one.pipeline is self._pipeline()}
-        alike = {one.how for one in compared.values() if not one.differs}
+        other = {
+            id
+            for id, one in compared.items()
+            if one.differs or (one.chats and not one.unasked) or one.doubts.stands_alone
+        }
+        alike = {one.how for id, one in compared.items() if id not in other}
         in_use = reading.how if (reading := self._pipeline().reading) is not None else ""
-        return {id for id, one in compared.items() if one.differs or one.how != in_use} if in_use in alike else set()
+        return other | {id for id, one in compared.items() if one.how != in_use} if in_use in alike else set()
+
+    def made_otherwise(self, engine: str, prompt: Prompt, body: bytes, why: str) -> None:
+        """Record that an engine's tokens of a prompt were not the gateway's, in number or otherwise. `body`: b"" where
+        it is forgotten."""
+        if (found := self._maker_of(engine, prompt)) is None:
+            return
+        if (has := features_of(prompt, body)) is not None:
+            for one in self._others(found):
+                one.doubts.counted_elsewhere(has, False)
+        if found.doubts.miscounted(has, prompt, why):
+            self._differ(found.pipeline)
+            found.tell()
+
+    def made_alike(self, engine: str, prompt: Prompt) -> None:
+        """Record that an engine counted a doubted prompt as the gateway did."""
+        if (found := self._maker_of(engine, prompt)) is None or (has := features_of(prompt, b"")) is None:
+            return
+        if found.doubts.counted_alike(has):
+            self._differ(found.pipeline)
+            found.tell()
+        others = self._others(found)
+        for one in others:
+            one.doubts.counted_elsewhere(has, True)
+        if any(one.doubts.stands_alone for one in others):
+            self._judged()
+
+    def _maker_of(self, engine: str, prompt: Prompt) -> _Engine | None:
+        """The engine, where the prompt was made as its prompts are made now."""
+        found, pipeline = self._engines.get(engine), self._pipeline()
+        return found if found and found.pipeline is pipeline and prompt.made_by == pipeline.made_by else None
+
+    def _others(self, engine: _Engine) -> list[_Engine]:
+        return [one for one in self._engines.values() if one is not engine and one.pipeline is engine.pipeline]
 
     def forget(self, engine: str) -> None:
         """It is gone."""
         self._stop_comparing(engine)
-        if (gone := self._engines.pop(engine, None)) is not None and gone.how:
+        if (gone := self._engines.pop(engine, None)) is not None and (gone.how or gone.zones):
             self._run(self._adopt(self._pipeline()))
 
     def stop(self) -> None:
@@ -182,8 +234,9 @@ class TokenizerComparison:
         except Unanswered as why:
             if pipeline is not self._pipeline():
                 return
-            engine.how = engine.differs = ""
-            if pipeline.shows_chats or not replica.dialect.fills_templates_alike:
+            engine.how = engine.differs = engine.chats = ""
+            engine.shown, engine.zones = False, ALL_ZONES if pipeline.prints_date else None
+            if pipeline.must_be_shown:
                 engine.unproven = f"nothing shows what tokens it makes: {why}"
             self._differ(pipeline)
             engine.tell(f"cannot be compared: {why}")
@@ -205,65 +258,137 @@ class TokenizerComparison:
         else:
             log.info("replica %s: same token ids as the gateway for %d texts (%s)", id, len(answers), verdict.how)
         await self._adopt(pipeline, verdict)
-        if not verdict.differs and (pipeline.shows_chats or not replica.dialect.fills_templates_alike):
+        self._judged()  # an engine that does not answer chats for long is not to keep the others waiting
+        if not verdict.differs:
             await self._compare_chats(replica, engine)
-        self._judged()
+            self._judged()
+            await self._follow_date(replica, engine)
 
     async def _compare_chats(self, replica: Replica, engine: _Engine) -> None:
-        """Until the engine has answered: what cannot be asked now is asked again, and matched as text after a while."""
-        said = engine.said
+        """Until the engine has answered, where nothing else shows that its chats are the gateway's: what cannot be
+        asked now is asked again, and matched as text after a while. Engines whose rules are known are asked for some
+        seconds: flags of theirs may change chats."""
+        said = engine.found
         for asked in count(1):
             if (pipeline := self._pipeline()) is not engine.pipeline or not pipeline.renderers:
                 return
             try:
-                differs = await self._differing_chats(replica, pipeline)
+                differs, day = await self._differing_chats(replica, engine)
                 break
             except (NotAsked, aiohttp.ClientError, TimeoutError) as error:
                 why = f"its chats cannot be compared yet: {error or type(error).__name__}"
             if pipeline is not self._pipeline():
                 return
             if asked > len(PAUSES):
-                first, engine.unproven = not engine.unproven, why
+                if pipeline.prints_date and engine.zones is None:
+                    engine.zones = ALL_ZONES
+                if not pipeline.must_be_shown:
+                    self._differ(pipeline)
+                    return engine.tell(f"{said}; {why}")
+                first, engine.chats, engine.unasked = not engine.chats, why, True
                 self._differ(pipeline)
                 engine.tell(why)
                 if first:
-                    log.warning("replica %s: %s. Prompts of its models are matched as text until it answers", replica.engine, why)  # fmt: skip
+                    log.warning("replica %s: %s. Chats of its models are matched as text until it answers", replica.engine, why)  # fmt: skip
                     await self._adopt(pipeline)
                     self._judged()
             await asyncio.sleep(PAUSES[min(asked, len(PAUSES)) - 1])
         if pipeline is not self._pipeline():
             return
-        engine.proven, engine.unproven, engine.differs = not differs, "", differs
+        if differs == NOTHING_SHOWN and not pipeline.must_be_shown:
+            return self._differ(pipeline)  # it takes no chats
+        engine.shown, engine.chats, engine.unasked = not differs, differs, False
+        if not differs:
+            await self._compare_efforts(replica, engine, day)
         self._differ(pipeline)
         engine.tell(f"differs: {differs}" if differs else f"{said}; fills its chat template alike")
         if differs:
-            log.error("replica %s: %s. Prompts of its models are matched as text; give the gateway the --chat-template that it "
+            log.error("replica %s: %s. Chats of its models are matched as text; give the gateway the --chat-template that it "
                       "was started with. `hitherto doctor` compares them", replica.engine, differs)  # fmt: skip
         await self._adopt(pipeline)
 
-    async def _differing_chats(self, replica: Replica, pipeline: Pipeline) -> str:
+    async def _differing_chats(self, replica: Replica, engine: _Engine) -> tuple[str, date | None]:
+        """How its chats differ, and the day that they were written for; None: no date is known to be in them."""
+        model, timeout = next(iter(base_names(replica.models)), None), aiohttp.ClientTimeout(ANSWER_SECONDS)
+        pipeline, day = engine.pipeline, None
+        async with session_to(replica.address, replica.tls, headers=replica.credentials, timeout=timeout) as session:
+            while True:
+                day, before = await self._look_at_date(session, replica, engine, ALL_ZONES), day
+                made = self._chats_of(pipeline, day)
+                differs = await chats_differ(session, replica.url, model, made)
+                if not differs or day == before:  # else its day may just have ended
+                    return differs, day
+
+    async def _look_at_date(
+        self, session: aiohttp.ClientSession, replica: Replica, engine: _Engine, zones: frozenset[int]
+    ) -> date | None:
+        """Ask the engine for one chat, and return the day that it prints there.
+
+        Returns today if the chat holds no day, and None if the engine is not asked. `zones`: the time zones in which
+        the engine may be. Raises what `chats_differ` raises.
+        """
+        pipeline = engine.pipeline
+        if not pipeline.prints_date:
+            return None
+        since = pipeline.clock.now()
+        model = next(iter(base_names(replica.models)), None)
+        printed = await days_printed(session, replica.url, model, pipeline)
+        engine.zones = zones_left(zones, printed, since, pipeline.clock.now())
+        return min(printed, default=date.fromtimestamp(since))
+
+    async def _follow_date(self, replica: Replica, engine: _Engine) -> None:
+        """Ask behind each quarter of an hour, when a day may have begun where the engine is, which day it prints."""
+        pipeline, timeout = engine.pipeline, aiohttp.ClientTimeout(ANSWER_SECONDS)
+        answers = True
+        while pipeline.prints_date and engine.zones is not None and not engine.chats:
+            pause = seconds_to_next_look(pipeline.clock.now())
+            await asyncio.sleep(pause if answers else min(pause, PAUSES[-1]))
+            if pipeline is not self._pipeline():
+                return
+            async with session_to(
+                replica.address, replica.tls, headers=replica.credentials, timeout=timeout
+            ) as session:
+                try:
+                    await self._look_at_date(session, replica, engine, engine.zones)
+                    answers = True
+                except (NotAsked, aiohttp.ClientError, TimeoutError):
+                    answers = False  # as time goes on, what was seen before leaves more than one day
+            self._differ(pipeline)
+
+    async def _compare_efforts(self, replica: Replica, engine: _Engine, day: date | None) -> None:
+        """A map of efforts is a flag of the engine's. What cannot be asked is shown by what answers count."""
+        if not (made := [*efforts_here(engine.pipeline, day)]):
+            return
         model, timeout = next(iter(base_names(replica.models)), None), aiohttp.ClientTimeout(ANSWER_SECONDS)
         async with session_to(replica.address, replica.tls, headers=replica.credentials, timeout=timeout) as session:
-            return await chats_differ(session, replica.url, model, self._chats_of(pipeline))
+            try:
+                differs = await chats_differ(session, replica.url, model, made)
+            except (NotAsked, aiohttp.ClientError, TimeoutError):
+                return
+        if differs and differs != NOTHING_SHOWN:
+            engine.efforts = differs
+            log.warning(
+                "replica %s: with an effort to reason %s. Such bodies are matched as text", replica.engine, differs
+            )
 
-    def _chats_of(self, pipeline: Pipeline) -> list[Made]:
-        """Made before prompts were matched as text because an engine did not answer."""
-        how = pipeline.reading.how if pipeline.reading is not None else ""
-        if not self._chats[2] or self._chats[0] is not pipeline or self._chats[1] != how:
-            self._chats = (pipeline, how, [*made_here(pipeline)])
-        return self._chats[2]
+    def _chats_of(self, pipeline: Pipeline, day: date | None) -> list[Made]:
+        """Return the fixed chats with their ids, computed once for each way of making ids and each day."""
+        key = pipeline.made_by, day
+        if self._chats[0] != key:
+            self._chats = key, [*made_here(pipeline, day)]
+        return self._chats[1]
 
     async def _answers(self, replica: Replica, texts: list[str]) -> list[Answer]:
         model = next(iter(base_names(replica.models)), None)
         async with session_to(replica.address, replica.tls, headers=replica.credentials) as session:
             for pause in PAUSES:
                 try:
-                    return await engine_answers(session, replica.url, model, texts, replica.dialect.tokenizing)
+                    return await engine_answers(session, replica.url, model, texts)
                 except Unanswered as why:
                     if why.final:
                         raise
                 await asyncio.sleep(pause)
-            return await engine_answers(session, replica.url, model, texts, replica.dialect.tokenizing)
+            return await engine_answers(session, replica.url, model, texts)
 
     async def _adopt(self, pipeline: Pipeline, found: Verdict | None = None) -> None:
         """Read the files as the engines do that were compared; where they differ, as the first one does."""
@@ -287,18 +412,62 @@ class TokenizerComparison:
         wait for its turn, and for a thread."""
         pipeline.differ(self._differing(pipeline, pipeline.reading.how if pipeline.reading is not None else None))
 
-    def _differing(self, pipeline: Pipeline, how: str | None) -> dict[str, str]:
-        """Why the tokens of these models are not the gateway's."""
-        differing: dict[str, str] = {}
-        proven = any(one.proven and one.pipeline is pipeline for one in self._engines.values())
-        for id, engine in self._engines.items():
+    def _differing(self, pipeline: Pipeline, how: str | None) -> Differences:
+        """Why the tokens of which models, conversations and bodies are not the gateway's."""
+        texts: dict[str, str] = {}
+        chats: dict[str, str] = {}
+        bodies: dict[frozenset[str], str] = {}
+        here = {id: one for id, one in self._engines.items() if one.pipeline is pipeline}
+        shown = any(one.shown for one in here.values())
+        for id, engine in here.items():
             engine.names = engine.names_now()
             # One that does not answer costs the others nothing, where these have shown what the model's chats are.
             why = (
                 engine.differs
-                or ("" if proven else engine.unproven)
+                or ("" if shown else engine.unproven)
                 or (f"it has {engine.how}, others have {how}" if engine.how and engine.how != how else "")
             )
-            if why and engine.pipeline is pipeline:
-                differing |= dict.fromkeys(engine.names or ("",), f"replica {id} has another tokenizer: {why}")
-        return differing
+            if why:
+                texts |= dict.fromkeys(engine.names or ("",), f"replica {id} has another tokenizer: {why}")
+            if engine.chats and not (shown and engine.unasked):
+                chats |= dict.fromkeys(
+                    engine.names or ("",), f"replica {id} writes chats in another way: {engine.chats}"
+                )
+            kinds = engine.doubts.held | ({frozenset((EFFORT,)): engine.efforts} if engine.efforts else {})
+            bodies |= {body: f"replica {id} made such a body otherwise: {why}" for body, why in kinds.items()}
+        doubted = {known for one in here.values() for known in one.doubts.kinds}
+        return Differences(texts, chats, bodies, doubted, shown, *self._dates(here, pipeline.clock.now()))
+
+    def _dates(self, engines: dict[str, _Engine], now: float) -> tuple[frozenset[int] | None, str]:
+        """Return the time zones that these engines may be in, and why the date is uncertain, or "" if it is not.
+
+        Each engine's own sentence of the date is brought up to date.
+        """
+        zones = {
+            id: one.zones
+            for id, one in engines.items()
+            if one.zones and not (one.differs or (one.chats and not one.unasked))
+        }
+        days = {id: days_in(its, now) for id, its in zones.items() if its != ALL_ZONES}
+        printed = {its[0]: id for id, its in reversed(days.items()) if len(its) == 1}
+        here, why = date.fromtimestamp(now), ""
+        if untold := next((id for id in zones if id not in days), None):
+            why = f"nothing tells which day replica {untold} prints"
+        elif len(printed) > 1:
+            said = ", ".join(f"replica {id} prints {written(day)}" for day, id in sorted(printed.items()))
+            why = f"{said}: their time zones (TZ) differ"
+        for id, engine in engines.items():
+            of_it, before = days.get(id, ()), engine.day
+            if id in zones and why:
+                engine.day = UP_TO_DATE + why
+            elif len(of_it) < 2:  # else it may change just now
+                engine.day = (
+                    f"; it prints {written(of_it[0])}, its time zone (TZ) is another than this gateway's, where it is {written(here)}"
+                    if of_it and of_it[0] != here
+                    else ""
+                )
+            if engine.day != before:
+                engine.tell()
+                if engine.day:
+                    log.log(logging.WARNING if why else logging.INFO, "replica %s%s", id, engine.day)
+        return frozenset().union(*zones.values()) if zones else None, why

@@ -25,6 +25,7 @@ import aiohttp
 from gateway.cautions import cautions
 from gateway.config import Config, known_urls, read_engine_key
 from gateway.http.server import allow_many_connections
+from gateway.ops.event_ports import EventPorts
 from gateway.ops.gateway_check import (
     NONE_RUNS,
     StatusUnavailable,
@@ -71,6 +72,7 @@ from gateway.ops.trial import Finding, Trial, trials
 from gateway.prompt.pipeline import Pipeline
 from replicas.access import PROBE_SECONDS, Access
 from replicas.adopt import Facts, described
+from replicas.problems import Problem
 from replicas.replica import Address, bearer, parse_url
 from replicas.tls import context_for
 from replicas.twins import Name
@@ -134,6 +136,7 @@ class Examination(contextlib.AsyncExitStack):
         self._status_unavailable = False  # one may run, and does not tell us
         self._replicas: list[tuple[Address, Facts]] = []
         self._ways: dict[str, Access] = {}
+        self._event_ports = EventPorts()
 
     async def gateway(self) -> AsyncIterator[Finding]:
         try:
@@ -162,13 +165,22 @@ class Examination(contextlib.AsyncExitStack):
         kept_out = {address.url: [*check_kept_out(address, self._running)] for address in addresses}
         untried = {one.url for one in addresses if kept_out[one.url] or ended_by_drain(one, self._running)}
         asked = [one for one in addresses if one.url not in untried]
-        answers = iter(await asyncio.gather(*map(self._ask, asked)))
+        answered = await asyncio.gather(*map(self._ask, asked))
+        for way, facts in answered:
+            if facts.serving:
+                self._event_ports.add(way.address, facts.events(way.events))
+        answers = iter(answered)
         for address in addresses:
             for finding in (*kept_out[address.url], *check_drained(self._settings, address, self._running)):
                 yield finding
             if address.url not in untried:
-                for finding in self._engine(address, *next(answers)):
+                way, facts = next(answers)
+                for finding in self._engine(address, way, facts):
                     yield finding
+                if facts.fault in ("connect", "refused") and (
+                    held := await self._event_ports.check_held(address, way.address or address.host)
+                ):
+                    yield held
         names = map(self._name, self._replicas)
         for finding in check_seen_by_gateway(self._running, self._replicas, untried, names, self._settings.block_size):
             yield finding
@@ -191,7 +203,13 @@ class Examination(contextlib.AsyncExitStack):
         if facts.serving:
             address, self._ways[address.id] = address._replace(source=way.events), way
             self._replicas.append((address, facts))
-            yield from check_own_words(address, facts)
+            yield from check_own_words(address, facts, self._problems(address, facts))
+
+    def _problems(self, address: Address, facts: Facts) -> dict[str, Problem]:
+        """What it tells of itself, with remedies that can be followed beside those of the other engines."""
+        host, ranks = self._ways[address.id].address, len(facts.engines)
+        found = problems_by_subject(address, facts)
+        return {name: self._event_ports.remedy(one, address.url, host, ranks) for name, one in found.items()}
 
     async def models(self) -> AsyncIterator[Finding]:
         groups = by_model(self._replicas)
@@ -242,7 +260,7 @@ class Examination(contextlib.AsyncExitStack):
                 pipeline.block_size = settings.block_size or facts.block_size or pipeline.block_size
                 pipeline.follow(facts.dialect.version_quirks(facts.version))
             for replica in described(address, facts):
-                session, problems = self._ways[address.id].session, problems_by_subject(address, facts)
+                session, problems = self._ways[address.id].session, self._problems(address, facts)
                 tried.append(Trial(settings, session, pipeline, served, replica, problems))
                 async for finding in trials(tried[-1]):
                     yield finding

@@ -39,6 +39,7 @@ from gateway.http.server import allow_many_connections
 from gateway.model import model_dir
 from gateway.prompt import Prompt
 from policies import Candidate, CostGroup, Ledger, Load, Pairing, Router, Targets, make, two_legs
+from replicas.engines.transfer import PATHS
 from replicas.pairing import complaints, groups, sides_of
 from replicas.roles import BOTH, PREFILL
 from replicas.served import base_names
@@ -83,7 +84,7 @@ def run(args: argparse.Namespace, config: Config) -> int:
 def _somehow(admin: str | None, path: str, body: bytes, config: Config) -> dict[str, Any]:
     """The running gateway's answer, or one that is worked out here. Raises ConfigError and ApiError."""
     settings = config.settings
-    if admin and not _is_url(admin):
+    if admin and not is_url(admin):
         raise ConfigError(f"--admin {admin}: {NO_URL}")
     url = (admin or admin_url(settings)).rstrip("/")
     try:
@@ -120,7 +121,7 @@ def _not_in_force(admin: str, config: Config) -> list[str]:
     return []
 
 
-def _is_url(text: str) -> bool:
+def is_url(text: str) -> bool:
     """Whether it names a server as urllib reads it. What else is wrong with a host shows once it is asked."""
     try:
         parts = urllib.parse.urlsplit(text)
@@ -151,16 +152,7 @@ def _is_json(body: bytes) -> bool:
 def ask(admin: str, path: str, body: bytes, headers: Mapping[str, str] = {}, seconds: float = 30.0) -> dict[str, Any]:
     """The running gateway's answer. Raises Unanswered, and ApiError where it refuses the request."""
     url = f"{admin}/explain?{urllib.parse.urlencode({'path': path})}"
-    try:
-        request = urllib.request.Request(
-            url, data=body, headers={"Content-Type": "application/json", **headers}, method="POST"
-        )
-        with _DIRECT.open(request, timeout=seconds) as response:
-            answer = response.read()
-    except urllib.error.HTTPError as refused:
-        raise _refusal(refused, admin) from None
-    except (OSError, ValueError, http.client.HTTPException) as error:
-        raise Unanswered(_in_words(getattr(error, "reason", error), admin, seconds)) from None
+    answer = call(admin, "POST", url, body, headers, seconds)
     try:
         told = json.loads(answer)
     except ValueError:
@@ -168,6 +160,20 @@ def ask(admin: str, path: str, body: bytes, headers: Mapping[str, str] = {}, sec
     if not isinstance(told, dict) or "replicas" not in told:
         raise Unanswered("something else answers there")
     return told
+
+
+def call(admin: str, method: str, url: str, body: bytes | None, headers: Mapping[str, str], seconds: float) -> bytes:
+    """What an admin side answers. Raises Unanswered, ConfigError, and ApiError where it refuses."""
+    try:
+        typed = {} if body is None else {"Content-Type": "application/json"}
+        request = urllib.request.Request(url, data=body, headers={**typed, **headers}, method=method)
+        with _DIRECT.open(request, timeout=seconds) as response:
+            answer: bytes = response.read()
+            return answer
+    except urllib.error.HTTPError as refused:
+        raise _refusal(refused, admin) from None
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        raise Unanswered(_in_words(getattr(error, "reason", error), admin, seconds)) from None
 
 
 def _in_words(reason: object, admin: str, seconds: float) -> str:
@@ -227,7 +233,7 @@ def _taking(up: list[Replica]) -> list[Replica]:
 
 def _pairings(up: list[Replica], candidates: Mapping[str, Candidate], path: str) -> list[Pairing]:
     """Who may compute its prompt and who may write its answer, of each way in which caches are passed on."""
-    ways = dict.fromkeys(one.transfer for one in up if one.transfer is not None and path in one.transfer.paths)
+    ways = dict.fromkeys(one.transfer for one in up if one.transfer is not None and path in PATHS)
     found = []
     for way in ways:
         computing, writing = sides_of(way, [one for one in up if one.transfer is way], lambda one: one)
@@ -250,9 +256,12 @@ async def _serving(settings: Settings) -> tuple[list[Replica], list[str]]:
     ways = [Access(one.url, one.host, context_for(one.url, settings.replica_ca), one.source, key) for one in addresses]
     facts = await asyncio.gather(*(way.find(PROBE_SECONDS) for way in ways))
     await asyncio.gather(*(way.close() for way in ways))
-    away = [f"{one.id}: {fact.error}" for one, fact in zip(addresses, facts, strict=True) if not fact.serving]
-    for one in away:
-        print(f"left out: {one}", file=sys.stderr)
+    away = []
+    for one, fact in zip(addresses, facts, strict=True):
+        if not fact.serving:
+            print(f"left out: {one.id}: {fact.error}", file=sys.stderr)
+            if fact.fault != "refused":  # what is no engine serves nothing
+                away.append(f"{one.id}: {fact.error}")
     found = zip(addresses, ways, facts, strict=True)
     up = [
         one
@@ -339,10 +348,7 @@ async def _replay(cachemap: Any, slot: int, replica: Any, served: str, size: int
     from cachemap import EventIntake
     from cachemap.events import records
 
-    source, decode = replica.events, replica.dialect.event_decoder(records, size)
-    if source.hands_out_once:
-        print(f"the KV events at {source.endpoint} are left to the gateway that follows them", file=sys.stderr)
-        return
+    source, decode = replica.events, replica.dialect.event_decoder(records)
     live = asyncio.Event()
     intake = EventIntake(
         cachemap, slot, endpoint=source.endpoint, replay=source.replay, topic="", decode=decode, model=served, block_size=size,

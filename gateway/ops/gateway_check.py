@@ -11,7 +11,7 @@ import aiohttp
 
 from gateway.config import ADMIN_SIDE, Config, Settings, admin_headers, admin_url
 from gateway.ops.replicas_check import problems_by_subject, remedy_of_silence
-from gateway.ops.settings_check import FOLLOWED
+from gateway.ops.settings_check import FOLLOWED, check_open_files
 from gateway.ops.trial import Finding
 from gateway.ports import why_taken
 from gateway.setting_errors import place_of
@@ -122,6 +122,8 @@ def check_gateway(
 ) -> Iterator[Finding]:
     """What the gateway that runs with these settings says of itself. `known`: what has been said of files already.
     `other`: what answers at the admin port where none runs."""
+    if (few := check_open_files(running.get("most_open_files") if running is not None else None)) is not None:
+        yield few
     if running is None:
         for setting in ("port", "admin_port"):
             port, host = getattr(settings, setting), getattr(settings, setting.replace("port", "host"))
@@ -156,12 +158,16 @@ def check_gateway(
     yield from _check_files(running, known)
     for work, failures in running.get("background_failures", {}).items():
         yield Finding("fail", "background work", f"{work} failed {failures['failures']} times, {failures['seconds_ago']:.0f} s ago with {failures['last']}",
-                      "the gateway started it again; its log has the traceback, which is worth a report")  # fmt: skip
+                      "do what the error says; else the gateway started it again, and the traceback in its log is worth a report")  # fmt: skip
+    for policy, failures in running.get("policy_failures", {}).items():
+        yield Finding("fail", "policy", f"{policy} failed {failures['failures']} times, {failures['seconds_ago']:.0f} s ago: {failures['last']}",
+                      "mend the file and restart the gateway, which reads it at the start; "
+                      "until then requests that it makes no choice for go where the fewest are")  # fmt: skip
     prompts = running["totals"]["prompts"]
     blind, total = prompts.get("load", 0) + prompts.get("text", 0), sum(prompts.values())
     if total and blind > 0.01 * total:
         yield Finding("warn", "prompts", f"{blind:g} of {total:g} prompts were routed without exact tokens",
-                      "its log says why: 'a prompt is routed by load', once a minute for each path, "
+                      "its log says why: 'a prompt is not known exactly', once a minute for each path, "
                       "unless they came before it was ready; hitherto explain shows one")  # fmt: skip
     for one in running["replicas"]:
         if one["events"] in ("unobserved", "gap"):
@@ -264,11 +270,10 @@ def check_seen_by_gateway(
     in_force = block_sizes_in_force(running)
     known = {str(problem) for address, facts in replicas for problem in problems_by_subject(address, facts).values()}
     known |= {str(problem) for _, problem in twins.complaints(names)}
-    known |= {
-        str(block_size_set(block_size or in_force.get(address.url), facts.block_size, facts.told.page_size))
-        for address, facts in replicas
-    }
+    known |= {str(facts.unfit(block_size or in_force.get(address.url), address.source)) for address, facts in replicas}
     for one in (running or {}).get("replicas", []):
+        if (slow := one.get("slow")) and one.get("url") not in untried:
+            yield Finding("warn", f"traffic {one['id']}", slow["text"])
         for problem in one.get("problems", []):
             if problem not in known and one.get("url") not in untried and not problem.startswith(DRAINED):
                 yield Finding("warn", f"traffic {one['id']}", problem)

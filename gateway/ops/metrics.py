@@ -69,7 +69,7 @@ PHASES = ("prepare", "queue", "retry", "engine", "decode")
 # Why nobody went on with a stream that broke off.
 NOT_CONTINUED = (
     "n", "logprobs", "guided", "tools", "stored", "stop", "penalties", "field", "framing", "events", "budget", "ids", "prompt", "boundary",
-    "crashes", "differs", "no replica", "unlike", "replicas", "timeout",
+    "crashes", "differs", "no replica", "unlike", "replicas", "timeout", "shutting_down",
 )  # fmt: skip
 REPLICA: Collection[str] = ()  # known to the process, as they come and go
 TENANT: Collection[str] = ()  # as well
@@ -124,13 +124,14 @@ READ = {
     "event_lag_seconds": ("gauge", "From an engine's sending its last batch of KV events to its being in the map here, by the clocks of both", ("replica",)),
     "event_gaps": ("counter", "Holes in the sequence of KV event batches", ("replica",)),
     "event_batches_replayed": ("counter", "KV event batches fetched again after a gap or on connecting", ("replica",)),
-    "client_connections": ("gauge", "Open connections from clients", ()),
+    "client_connections": ("gauge", "Open connections from clients, with those whose TLS handshake is not complete", ()),
     "request_bytes": ("gauge", "Bytes of requests that are received, prepared or have no answer yet; --request-budget bounds them", ()),
     "prompt_memo_bytes": ("gauge", "Memory of the tokens and hashes of prompts that were seen before, up to 256 MiB a process", ()),
     "upstream_connections": ("gauge", "Open connections to a replica, idle ones included", ("replica",)),
     "worker_up": ("gauge", "With --workers: 1 while the worker takes connections", ("worker",)),
     "worker_restarts": ("counter", "With --workers: workers that ended and were replaced", ()),
     "background_failures": ("counter", "Faults of the gateway's own background work, which was started again", ("work",)),
+    "policy_failures": ("counter", "Calls of a policy of your own that failed; requests without a choice went where the fewest are", ("policy",)),
     "uptime_seconds": ("gauge", "Time since the gateway started", ()),
     "build_info": ("gauge", "Always 1", ("version", "policy")),
 }  # fmt: skip
@@ -312,13 +313,18 @@ class Metrics:
     ttft_seconds = Histogram("From the complete request to the first byte of a streamed answer", (), LATENCY_BUCKETS)
     replica_ttft_seconds = Histogram("From when the replica that answers was sent the request to the first byte of its streamed answer",
         "replica", LATENCY_BUCKETS)
+    replica_answer_seconds = Counter("From when the replica that answers was sent the request to the last byte of its complete answer (2xx), in seconds",
+        replica=REPLICA)
+    replica_decode_seconds = Counter("Time in which a replica wrote the tokens after the first, of complete answers with one sequence, in seconds",
+        replica=REPLICA)
+    replica_decode_tokens = Counter("The tokens that hitherto_replica_decode_seconds_total is of", replica=REPLICA)
     client_aborts = Counter("Clients that left before their answer was complete", path=APIS)
     stage_seconds = Histogram("Time in the gateway's own stages", "stage", STAGE_BUCKETS, ("prepare", "prepare_offloaded", "choose"))
     loop_delay_seconds = Histogram("How much later than it was due a timer of the event loop ran, four times a second", (), DELAY_BUCKETS)
     # prompts
     prompts = Counter("Prompts sent to a replica, but for 4xx answers, by how tokens were found", mode=("exact", "media", "engine", "partly", "text", "load"))
     media_prompts = Counter("Prompts with images, sound or video, by what of their blocks is not known (exact: nothing)", why=tuple(MEDIA))
-    prompt_failures = Counter("Prompts routed by load because a template or tokenizer failed", reason=tuple(PROMPT_PATHS))
+    prompt_failures = Counter("Prompts not known to their end: a template or tokenizer failed, a body has what is not followed", reason=tuple(PROMPT_PATHS))
     # the cache: predicted when choosing, reported by the engine in its answer
     prompt_tokens = Counter("Prompt tokens sent to a replica", replica=REPLICA)
     predicted_cached_tokens = Counter("Prompt tokens the map said the replica holds, in all tiers", replica=REPLICA)
@@ -384,7 +390,7 @@ class Metrics:
         replica=REPLICA, outcome=("complete", "missed", "failed", "unknown"))
     # retries, legs and failures
     retries = Counter("Requests sent to another replica before their first byte, or once more to the same one",
-        reason=(*CONNECTION_FAULTS, *STATUS_FAULTS, *ANSWER_FAULTS, "removed", "replaced", "elsewhere", "ids", "reconnect", "not kept", "leg refused",
+        reason=(*CONNECTION_FAULTS, *STATUS_FAULTS, *ANSWER_FAULTS, "removed", "replaced", "left", "elsewhere", "ids", "reconnect", "not kept", "leg refused",
                 "transfer stalled", "prefill failed", "differs"))
     continued_streams = Counter("With --continue-streams: breaks of streams that were gone on with, by how: from the ids, by repetition, from the text, "
         "from the beginning since there was no text yet (again), or only the end was missing (over)", way=("ids", "repeat", "text", "again", "over"))
@@ -395,8 +401,8 @@ class Metrics:
     legs = Counter("Legs of requests that were computed on two replicas, by how each ended", leg=("prefill", "decode"),
         outcome=("complete", "failed", "not kept", "refused", "abandoned"))
     leg_failures = Counter("The legs that hitherto_legs_total counts as failed, by why", leg=("prefill", "decode"),
-        reason=(*CONNECTION_FAULTS, *STATUS_FAULTS, *ANSWER_FAULTS, "status 5xx", "removed", "replaced", "elsewhere", "transfer stalled",
-                "prefill failed", "timeout", "stalled"))
+        reason=(*CONNECTION_FAULTS, *STATUS_FAULTS, *ANSWER_FAULTS, "status 5xx", "removed", "replaced", "left", "own", "elsewhere", "transfer stalled",
+                "shutting_down", "prefill failed", "timeout", "stalled"))
     transfer_seconds = Histogram("What a second leg's first token took beyond what its replica takes itself", "replica", LATENCY_BUCKETS)
     predicted_transfer_seconds = Counter("What the transfers of hitherto_transfer_seconds were predicted to take, in seconds", replica=REPLICA)
     upstream_errors = Counter("Failures of replicas", replica=REPLICA,

@@ -54,7 +54,7 @@ def check_prompts(
 
 def _tokenizer(pipeline: Pipeline) -> Finding:
     if pipeline.tokenizer is None:
-        return Finding("warn", "tokenizer", f"{pipeline.template_error}: prompts are routed by load",
+        return Finding("warn", "tokenizer", f"{pipeline.template_error}: prompts are matched as text",
                        "nothing to mend if the engine reads this model without tokenizer.json; else give --model a folder that has one")  # fmt: skip
     text = " ".join(WORDS * 70)[:8192]
     begun = time.perf_counter()
@@ -76,6 +76,8 @@ def _files(pipeline: Pipeline) -> Iterator[Finding]:
         yield Finding(
             "ok", "tokenizer files", f"transformers does not use tokenizer.json as it is: it is {reading.how}, here too"
         )
+    if not pipeline.inexact() and not pipeline.must_be_shown and (why := pipeline.inexact_chat()):
+        yield Finding("warn", "chats", f"{why}: they are matched as text", "run a newer version of the engine")
     if pipeline.media.images is not None:
         yield Finding(
             "ok",
@@ -101,7 +103,10 @@ def _template(pipeline: Pipeline) -> list[Finding]:
         f"known prefixes end at any of {report.cuts} special tokens" if report.cuts else "nothing of a prompt is reused"
     )
     findings = [Finding("ok", "chat template", f"renders {how}; {reuse}")]
-    if report.prints_date:
+    if report.prints_time:
+        findings.append(Finding("warn", "time in the prompt", "the template prints the time of the day in some conversations: their cache ends there",
+                                "nothing to mend in the gateway; a template without the time would keep its cache"))  # fmt: skip
+    elif report.prints_date:
         findings.append(Finding("warn", "date in the prompt", "the template prints the date: every cached prefix is new after midnight",
                                 "nothing to mend in the gateway; a template without the date would keep its cache"))  # fmt: skip
     for turn in report.turns:

@@ -77,6 +77,7 @@ def describe(policy: Policy, prompt: Prompt, evaluation: Evaluation, outputs: Ou
                 "pulls_from": candidate.pull.source if candidate.pull is not None else None,
                 "load": {name: getattr(candidate.load, name) for name in LOAD_FIELDS},
                 **_predicted(demand, candidate),
+                "was_slower": candidate.costs.is_fading,
                 "terms": dict(parts),
                 "seconds": sum(parts.values()) if parts else None,
                 "tied": index in tied,
@@ -101,8 +102,9 @@ def _limit(policy: Policy, totals: Sequence[float]) -> float:
 
 
 def _predicted(demand: Demand, candidate: Candidate) -> dict[str, float]:
-    """When the first and the last token of the answer would come from there."""
-    costs, cached = candidate.costs, candidate.cached
+    """When the first and the last token of the answer would come from there, if the replica is as quick as when it
+    last answered. A policy may weigh less (`terms`): what it knows of a replica that is passed over fades."""
+    costs, cached = candidate.costs.as_delivered(), candidate.cached
     fetch = candidate.fetch_seconds
     uncached, load, now = demand.tokens - cached, candidate.load, demand.now
     return {
@@ -132,6 +134,13 @@ def sentence(told: Mapping[str, Any]) -> str:
     """Where the request goes, why, and what it would have cost elsewhere. `told`: as `describe` returns it, with the
     `legs` of `legs_told` where replicas have roles, or else `other_legs`, the cheapest ones that were not taken, and
     with `narrowed` as of the `Evaluation` where admission may have left replicas out."""
+    said = _decided(told)
+    if any(one["chosen"] and one["was_slower"] for one in told["replicas"]):
+        return f"{said} It was slower than the others when it last answered, and these times are what it took then."
+    return said
+
+
+def _decided(told: Mapping[str, Any]) -> str:
     if told.get("legs"):
         return _in_legs(told["legs"], told["choice"])
     if other := told.get("other_legs"):

@@ -17,7 +17,7 @@ from gateway.ops.trial import Finding
 from replicas import pairing, twins
 from replicas.access import Access
 from replicas.adopt import IS_GATEWAY, Facts, problems_of
-from replicas.problems import UNSET, Problem, block_size_set
+from replicas.problems import UNSET, Problem
 from replicas.replica import Address, Replica
 from replicas.roles import BOTH, REMEDY, SPEAK_ALIKE, lacks, unlike
 from replicas.served import base_names, count_models, marks
@@ -85,12 +85,12 @@ def remedy_of_silence(fault: str | None) -> str:
 
 
 def problems_by_subject(address: Address, facts: Facts) -> dict[str, Problem]:
-    return problems_of(facts, address.source, facts.events(address.source), address.role)
+    return problems_of(facts, address.source, facts.events(address.source))
 
 
-def check_own_words(address: Address, facts: Facts) -> Iterator[Finding]:
+def check_own_words(address: Address, facts: Facts, problems: Mapping[str, Problem] | None = None) -> Iterator[Finding]:
     """What the engine tells of itself that keeps the gateway from its work; events are for the trial to judge."""
-    for name, problem in problems_by_subject(address, facts).items():
+    for name, problem in (problems_by_subject(address, facts) if problems is None else problems).items():
         if name in ("models", "metrics", "caching", "tiers", "role"):
             level = "fail" if name == "caching" else "warn"
             subject = "model names" if name == "models" else name
@@ -185,7 +185,7 @@ def check_block_size(
     given, wrong, unmatched = settings.block_size, dict[Problem, list[str]](), False
     for address, facts in replicas:
         size = given or in_force.get(address.url)
-        if problem := block_size_set(size, facts.block_size, facts.told.page_size):
+        if problem := facts.unfit(size, address.source):
             wrong.setdefault(problem, []).append(address.id)
             unmatched |= size % facts.block_size != 0
     if wrong:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import resource
 from collections.abc import Iterator
 
 from gateway.config import Config, ConfigError, Settings
@@ -38,6 +39,21 @@ def check_named_files(config: Config) -> Iterator[Finding]:
             left_out = "; the checks below are made without it" if setting in config.left_out else ""
             yield Finding("fail", subject, why,
                           "mend it: no gateway starts with it" + (f"; in one that runs {stays}" if stays else left_out))  # fmt: skip
+
+
+FEWEST_FILES = 4096  # 2,000 streams; the usual hard limit is 524,288 or more
+
+
+def check_open_files(most: int | None) -> Finding | None:
+    """Whether a gateway may have as many connections as it needs; None if so. `most`: its limit of open files; None:
+    of one that is started here."""
+    if most is None:
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if most == resource.RLIM_INFINITY or most >= FEWEST_FILES:
+        return None
+    text = f"{most} at most, which are {most // 2} streams"
+    remedy = "raise the hard limit where the gateway is started: LimitNOFILE in a systemd unit, `ulimit -Hn` in a shell"
+    return Finding("warn", "open files", f"{text}; without any left it answers 503 gateway_full", remedy)
 
 
 def check_own_redis() -> Finding:

@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 import json
 import secrets
-import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import date
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -19,9 +19,21 @@ import aiohttp
 
 from cachemap import CacheMap, EventIntake
 from cachemap.events import records
+from cachemap.events.records import UNTOLD, Blocks
 from gateway.config import Settings
+from gateway.ops.chats import (
+    CHAT,
+    NOTHING_SHOWN,
+    NotAsked,
+    chats_differ,
+    days_printed,
+    efforts_here,
+    made_here,
+    written,
+)
 from gateway.ops.comparison import Unanswered, engine_answers
 from gateway.prompt.pipeline import Pipeline
+from replicas.deadline import within
 from replicas.problems import NO_CACHED_TOKENS, NO_REPLAY, TIERS_UNTOLD, Problem
 from replicas.replica import EventSource, Replica
 from replicas.served import base_names
@@ -31,6 +43,7 @@ ASKED_AT = {"/v1/completions": "prompt", "/v1/embeddings": "input", "/classify":
 UNTOLD_TOKENS = (
     1024  # looked for in slower tiers: the largest of whose pieces have 256, and come with the first prompts
 )
+WIDER = 8  # GPUs whose shares of a block are tried for: vLLM before 0.32 tells one share, and events the whole
 EVENT_SECONDS = 5.0  # vLLM publishes with the step that stores the blocks: tens of milliseconds
 JOIN_SECONDS = 1.0  # a publisher without replay says nothing until it has something to say
 NO_HEADERS: Mapping[str, str] = MappingProxyType({})
@@ -54,12 +67,6 @@ def turns(count: int) -> list[dict[str, str]]:
     return messages[:-1]
 
 
-def chat(pipeline: Pipeline, messages: list[dict[str, str]]) -> bytes | str:
-    """The token ids of a conversation, or why there are none."""
-    prompt = pipeline.prepare("/v1/chat/completions", json.dumps({"messages": messages}).encode())
-    return prompt.token_ids if prompt.mode == "exact" else prompt.note
-
-
 @dataclass
 class Trial:
     settings: Settings
@@ -68,6 +75,7 @@ class Trial:
     served: str
     replica: Replica
     problems: dict[str, Problem]  # what its engine already said of itself
+    told: Blocks = UNTOLD  # what its blocks are by its events
 
     @property
     def id(self) -> str:
@@ -75,7 +83,14 @@ class Trial:
 
     @property
     def block_size(self) -> int:
-        return self.settings.block_size or self.replica.block_size or 16
+        return self.settings.block_size or self.replica.stored_size or self.replica.block_size or 16
+
+    @property
+    def may_be_wider(self) -> bool:
+        """Whether its blocks may have a multiple of the tokens that it tells, and its context room for some of them."""
+        replica = self.replica
+        told = replica.scrape.attention_block_size if replica.scrape is not None else None
+        return not told and (replica.max_model_len or 0) > 8 * WIDER * self.block_size
 
     @property
     def model(self) -> str:
@@ -114,9 +129,15 @@ class Trial:
         assert first is not None
         raise first
 
+    def learn(self, told: Blocks) -> bool:
+        """Its events told such blocks; whether that is news to a gateway that learns it from them."""
+        known, self.told = (self.block_size, self.replica.looks_ahead), told
+        return self.replica.store_as(told.size, told.ahead, told.parts) and known != (self.block_size, told.ahead)
+
     def hashes(self, text: str) -> Sequence[int]:
         """The blocks of that prompt, wherever it was taken."""
         assert self.pipeline is not None
+        self.pipeline.block_size, self.pipeline.looks_ahead = self.block_size, self.replica.looks_ahead
         return self.pipeline.prepare("/v1/completions", json.dumps({"prompt": text}).encode()).hashes
 
 
@@ -133,11 +154,6 @@ class Locked(Exception):
 
 
 async def trials(trial: Trial) -> AsyncIterator[Finding]:
-    if not trial.replica.takes_whole:
-        yield Finding(
-            "ok", f"trial {trial.id}", "it takes requests in two legs alone, so no prompt was tried with it by itself"
-        )
-        return
     try:
         async for finding in _trials(trial):
             yield finding
@@ -161,12 +177,14 @@ async def _trials(trial: Trial) -> AsyncIterator[Finding]:
     if source is None:
         problem = trial.problems.get("events") or trial.problems["ranks"]
         yield Finding("warn", f"events {trial.id}", problem.what, problem.remedy)
-    text = new_prompt(trial.block_size)
+    size = trial.block_size
+    text = new_prompt(size)
     try:
         if source is not None:
             async for finding in _blocks_arrive(trial, source, text):
                 yield finding
-        else:
+        if source is None or trial.told.size > size:  # it filled no block of those that events tell
+            text = new_prompt(max(size, trial.told.size))
             await trial.ask(text)
         yield _cached_tokens(trial, *await trial.ask(text))
     except Refused as error:
@@ -182,16 +200,14 @@ async def _same_tokenizer(trial: Trial) -> Finding:
     """The engine's ids of fixed texts against ours; from then on its way of reading the files is taken."""
     subject, pipeline = f"tokenizer {trial.id}", trial.pipeline
     try:
-        answers = await engine_answers(
-            trial.session, trial.replica.url, trial.model, pipeline.fixed_texts(), trial.replica.dialect.tokenizing
-        )
+        answers = await engine_answers(trial.session, trial.replica.url, trial.model, pipeline.fixed_texts())
     except Unanswered as error:
         doubt = pipeline.inexact()
         return Finding("warn", subject, f"cannot be compared with the engine's: {error}" + (f"; {doubt}: prompts are matched as text" if doubt else ""),
                        "the engine should serve /tokenize to the gateway")  # fmt: skip
     verdict = pipeline.judge(answers)
     if not verdict.differs:
-        pipeline.adopt(verdict, True, {})
+        pipeline.adopt(verdict, True)
     else:
         return Finding("fail", subject, f"is another than the gateway's, so prompts are matched as text: {verdict.differs}",
                        "the engine has another tokenizer: give --model the folder or name that it was started with")  # fmt: skip
@@ -202,50 +218,88 @@ async def _engine_tokens(trial: Trial, messages: list[dict[str, str]]) -> Any:
     """What the engine makes of a conversation. Where it does not fill a template, /tokenize may show what the template
     would be, so there an answer of one token tells its prompt's."""
     asked: dict[str, Any] = {"model": trial.model, "messages": messages}
-    if not trial.pipeline.writes_as_received:
+    if trial.pipeline.tokenizes_chats:
         return (await trial.post("/tokenize", asked)).get("tokens")
     return (await trial.post("/v1/chat/completions", asked | {"max_tokens": 1, "return_token_ids": True})).get(
         "prompt_token_ids"
     )
 
 
+async def _day_printed(trial: Trial) -> date | None:
+    """The day that it prints in a chat, None if none is known. Raises NotAsked."""
+    if not trial.pipeline.prints_date:
+        return None
+    try:
+        printed = await days_printed(trial.session, trial.replica.url, trial.model, trial.pipeline)
+    except (aiohttp.ClientError, TimeoutError) as error:
+        raise NotAsked(str(error) or type(error).__name__) from None
+    return min(printed) if len(printed) == 1 else None
+
+
+async def _differing_chats(trial: Trial, day: date | None) -> str:
+    """How the fixed chats differ, by which engines are compared when they are adopted. Raises NotAsked."""
+    url, model = trial.replica.url, trial.model
+    for made in filter(None, ([*made_here(trial.pipeline, day)], [*efforts_here(trial.pipeline, day)])):
+        try:
+            differs = await chats_differ(trial.session, url, model, made)
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise NotAsked(str(error) or type(error).__name__) from None
+        if differs and (differs != NOTHING_SHOWN or trial.pipeline.must_be_shown):
+            return differs
+    return ""
+
+
 async def _same_tokens(trial: Trial) -> Finding:
     """The engine's own count of a conversation against ours."""
     subject, messages = f"tokens {trial.id}", turns(2)
-    ours = chat(trial.pipeline, messages)
     try:
+        day = await _day_printed(trial)
+        ours = trial.pipeline.made(CHAT, json.dumps({"messages": messages}).encode(), day)
         theirs = await _engine_tokens(trial, messages)
-    except Refused as error:
+        differs = await _differing_chats(trial, day) if theirs == ours else ""
+    except (Refused, NotAsked) as error:
         return Finding(
             "warn", subject, f"cannot be compared with the engine's: {error}", "the engine should serve /tokenize"
         )
-    if isinstance(ours, str) or not isinstance(theirs, list):
+    if not ours or not isinstance(theirs, list):
         return Finding(
             "warn",
             subject,
             "cannot be compared with the engine's",
-            "see the chat template above" if isinstance(ours, str) else "/tokenize tells no token ids",
+            "/tokenize tells no token ids" if ours else "see the chat template above",
         )
-    same = [*memoryview(ours).cast("I")]
-    if same == theirs:
-        return Finding("ok", subject, f"the engine makes the same {len(theirs)} tokens of a conversation")
-    at = next((i for i, (a, b) in enumerate(zip(same, theirs, strict=False)) if a != b), min(len(same), len(theirs)))
-    return Finding("fail", subject, f"the engine's tokens differ from the gateway's at {at} (of {len(same)} here, {len(theirs)} there)",
+    if differs:
+        return Finding("fail", subject, f"{differs}: such bodies are matched as text",
+                       "the engine was started with flags that change its chats (--chat-template, --default-chat-template-kwargs, "
+                       "--reasoning-effort-map): give the gateway the same --chat-template, or leave them out")  # fmt: skip
+    if ours == theirs:
+        same, today = f"the engine makes the same {len(theirs)} tokens of a conversation", date.today()
+        if day in (None, today):
+            return Finding("ok", subject, same)
+        return Finding("warn", subject, f"{same}, in which it prints {written(day)}: its time zone (TZ) is another than here, where it is {written(today)}",
+                       "nothing to mend while all engines of the model print the same day; else start them with one TZ")  # fmt: skip
+    at = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs)))
+    return Finding("fail", subject, f"the engine's tokens differ from the gateway's at {at} (of {len(ours)} here, {len(theirs)} there)",
                    "the engine uses another tokenizer or chat template: give --model and --chat-template as it was started")  # fmt: skip
 
 
 async def _blocks_arrive(trial: Trial, source: EventSource, text: str) -> AsyncIterator[Finding]:
     """Send the prompt while listening; its blocks must come, and be the ones the gateway would look for."""
     subject, cachemap = f"events {trial.id}", CacheMap(64 * 2**20)
-    if source.hands_out_once:
-        yield Finding(
-            "ok", subject, f"are handed out once at {source.endpoint}: not fetched, so that no gateway misses any"
-        )
-        return
     slot = cachemap.attach(trial.id, trial.replica.num_blocks, True)
-    intake = EventIntake(cachemap, slot, endpoint=source.endpoint, replay=source.replay, topic="",
-                         decode=trial.replica.dialect.event_decoder(records, trial.block_size), model=trial.served, block_size=trial.block_size,
-                         on_change=lambda state, reason: None)  # fmt: skip
+    intake = EventIntake(
+        cachemap,
+        slot,
+        endpoint=source.endpoint,
+        replay=source.replay,
+        topic="",
+        decode=trial.replica.dialect.event_decoder(records),
+        model=trial.served,
+        block_size=trial.block_size,
+        looks_ahead=trial.replica.looks_ahead,
+        told=trial.told,
+        page_size=trial.replica.page_size,
+    )
     task = asyncio.create_task(intake.run())
     try:
         await _until(lambda: intake.state != "connecting", JOIN_SECONDS)
@@ -256,12 +310,19 @@ async def _blocks_arrive(trial: Trial, source: EventSource, text: str) -> AsyncI
             yield Finding("ok", subject, f"arrive from {source.endpoint}") if came else _silent(trial, source)
             return
         hashes = trial.hashes(text)
+
         # Of a prompt that ends with a block, groups with sliding windows may keep nothing for a hit of all of it.
-        found = await _until(
-            lambda: cachemap.match(hashes, 0.0).confirmed[slot] >= len(hashes) - bool(cachemap.groups(slot)),
-            EVENT_SECONDS,
-        )
-        if found:
+        def found() -> bool:
+            return cachemap.match(hashes, 0.0).confirmed[slot] >= len(hashes) - bool(cachemap.groups(slot))
+
+        def told_otherwise() -> bool:  # not by what the engine's record tells of earlier prompts
+            return intake.batches > before and intake.stored_as.size not in (0, trial.block_size)
+
+        await _until(lambda: found() or told_otherwise(), EVENT_SECONDS)
+        if intake.batches == before and trial.may_be_wider:  # the prompt may fill no block of several GPUs
+            await trial.ask(new_prompt(WIDER * trial.block_size))
+            await _until(lambda: intake.batches > before, EVENT_SECONDS)
+        if found():
             yield Finding(
                 "ok", subject, f"{len(hashes)} of {len(hashes)} blocks of a new prompt arrived from {source.endpoint}"
             )
@@ -277,6 +338,9 @@ async def _blocks_arrive(trial: Trial, source: EventSource, text: str) -> AsyncI
                 )
         elif intake.batches == before:
             yield _silent(trial, source)
+        elif trial.learn(intake.stored_as):
+            async for finding in _blocks_arrive(trial, source, new_prompt(trial.block_size)):
+                yield finding
         else:
             held = cachemap.match(hashes, 0.0).confirmed[slot]
             why = "; ".join(intake.problems) or (intake.reason if intake.state == "unobserved" else "")
@@ -320,9 +384,14 @@ def _cached_tokens(trial: Trial, path: str, reply: dict[str, Any]) -> Finding:
 
 
 async def _until(true: Callable[[], bool], seconds: float) -> bool:
-    deadline = time.monotonic() + seconds
-    while not true():
-        if time.monotonic() > deadline:
-            return False
-        await asyncio.sleep(0.02)
+    """Whether it became true within so many seconds in which the event loop ran: held up, it reads no events."""
+
+    async def become() -> None:
+        while not true():
+            await asyncio.sleep(0.02)
+
+    try:
+        await within(seconds, become())
+    except TimeoutError:
+        return False
     return True

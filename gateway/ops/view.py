@@ -6,6 +6,7 @@ a scrape adds to the counters. Both only read. Tokens and blocks are counts, tim
 
 from __future__ import annotations
 
+import resource
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -13,12 +14,15 @@ from typing import Any
 from gateway import __version__
 from gateway.config import Settings
 from gateway.models import Models
+from gateway.ops.chats import OTHER_TOKENS
+from gateway.ops.comparison import OTHERWISE, UP_TO_DATE
 from gateway.ops.metrics import Metrics, Reading
 from gateway.proxy.control import OverloadControl
 from gateway.proxy.shadow import told
 from gateway.proxy.states import Leg
 from gateway.spaces import ModelSpace
 from gateway.tenants.keys import Keys
+from gateway.tenants.limits import WORDS
 from gateway.tenants.metering import Metering
 from gateway.tls import Certificate
 from policies import Ledger, Load
@@ -26,7 +30,7 @@ from policies.verdicts import DECISIONS, REFUSED
 from replicas import twins
 from replicas.discovery import Discovery
 from replicas.lifecycle import ENGINE_THERE, TAKES_TRAFFIC, State
-from replicas.problems import DRAINED, NO_CACHED_TOKENS, Problem, block_size_set
+from replicas.problems import DRAINED, NO_CACHED_TOKENS, Problem
 from replicas.replica import Replica
 
 _EVENT_COUNTS = {
@@ -38,6 +42,7 @@ _EVENT_COUNTS = {
     "event_gaps": "gaps",
     "event_batches_replayed": "replayed",
 }
+MOST_REFUSED = 10  # tenants that a status names
 _SCRAPED = {
     "replica_waiting_requests": "waiting",
     "replica_running_requests": "running",
@@ -71,8 +76,10 @@ class View:
         )  # names that it reported last, also while it is away
         self.expected_back: Callable[[], Mapping[str, float]] = dict  # name -> seconds since a pod of it went
         self.gone: Callable[[], Iterable[str]] = tuple  # names that no replica has served since a pod of them went
+        self.slow: Callable[[str], dict[str, Any] | None] = lambda id: None  # of a replica: see `recent.pace`
         self.shared_ledger: Any = None  # SharedLedger, with Redis
         self.background: Any = None  # Background, whose failures are shown
+        self.policies: Any = None  # FaultRecord of the operator's own policies
         self.keys: Keys | None = None  # with --api-keys
         self.metering: Metering | None = None  # with these
         self.certificate: Certificate | None = None  # with TLS
@@ -109,10 +116,12 @@ class View:
             "models": sorted({name for replica in self.replicas.values() for name in replica.models}),
             "spaces": _spaces(self.models.spaces) if self.models is not None else [],
             "uptime_seconds": round(time.monotonic() - self.started, 3),
+            "most_open_files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
             "ready": why_not is None,
             "why_not": why_not,
             "stopping": self.draining,
             "loading": sorted(self.models.loading) if self.models is not None else [],
+            "unserved": self._unserved(),
             "expected_back": {name: round(seconds, 3) for name, seconds in self.expected_back().items()},
             **counted(metrics, self.settings.shadow, replicas, self.waiting()),
             "map": {
@@ -127,8 +136,19 @@ class View:
             "tls": self.certificate.status() if self.certificate is not None else None,
             "discovery": self.discovery.to_dict() if self.discovery is not None else None,
             "background_failures": self.background.recent() if self.background else {},
+            "policy_failures": self.policies.recent() if self.policies else {},
             "replicas": replicas,
         }
+
+    def _unserved(self) -> list[str]:
+        """Return the models that clients may ask for and that no replica can answer now."""
+        known = {*self.gone(), *self.expected_back()}
+        for replica in self.replicas.values():
+            known |= {*self.served_by(replica.id), *replica.models}
+            if replica.required_model:
+                known.add(replica.required_model)
+        taking = [replica for replica in self.replicas.values() if replica.state in TAKES_TRAFFIC]
+        return sorted(known - {name for replica in taking for name in replica.models})
 
     def _replica(self, replica: Replica, blocks: Mapping[int, int]) -> dict[str, Any]:
         load, intake = self._load(replica.id), self._intake(replica)
@@ -155,10 +175,11 @@ class View:
             "required_model": replica.required_model,
             "served_models": sorted(self.served_by(replica.id) or replica.models),
             "adapters": {name: parent for name, parent in replica.models.items() if parent},
-            "block_size": replica.block_size,
+            "block_size": replica.stored_size or replica.block_size,
             "num_blocks": replica.num_blocks,
             "max_model_len": replica.max_model_len,
             "problems": [*replica.problems, *_seen(replica, intake, self.settings.block_size)],
+            "slow": self.slow(replica.id),
             "tokenizer": replica.tokenizer,
             "takes_ids": replica.takes_ids,
             "inflight": load.requests,
@@ -206,6 +227,7 @@ class View:
             "uptime_seconds": time.monotonic() - self.started,
             "build_info": {(__version__, self.settings.policy): 1},
             "background_failures": self.background.counts if self.background else {},
+            "policy_failures": self.policies.counts if self.policies else {},
             **self._shared_reading(),
         }
         for name, field in _SCRAPED.items():
@@ -317,7 +339,14 @@ def counted(
         "legs": _legs(metrics),
         "shadow": told(metrics, shadows),
         "admission": _admission(metrics, waiting),
+        "refused_tenants": _refused_tenants(metrics),
     }
+
+
+def _refused_tenants(metrics: Metrics) -> list[dict[str, Any]]:
+    """Return the tenants whose limits refused most requests since the start, the first first."""
+    refused = sorted(metrics.tenant_refusals.values.items(), key=lambda one: (-one[1], one[0]))[:MOST_REFUSED]
+    return [{"tenant": tenant, "limit": WORDS[kind], "requests": number} for (tenant, kind), number in refused]
 
 
 def _legs(metrics: Metrics) -> dict[str, Any]:
@@ -399,7 +428,7 @@ def _seen(replica: Replica, intake: Any, block_size: int | None) -> list[str]:
     """What traffic, events and the `block_size` that is set showed to be amiss, beside what the engine tells of
     itself."""
     found = [*(intake.problems if intake else ()), *replica.unlike]
-    if problem := block_size_set(block_size, replica.block_size, replica.page_size):
+    if problem := replica.unfit(block_size):
         found.append(str(problem))
     if replica.state is State.FAILED:
         absent = replica.fault in ("", "connect")  # else something is there: it hangs, or answers with errors
@@ -410,8 +439,18 @@ def _seen(replica: Replica, intake: Any, block_size: int | None) -> list[str]:
         found.append(f"KV events are not followed, the cache is guessed from traffic: {intake.reason}")
     if replica.cached_tokens is False:
         found.append(str(Problem(NO_CACHED_TOKENS, replica.dialect.remedies.cached_tokens)))
-    if replica.tokenizer.startswith("differs"):
+    if replica.tokenizer.startswith(f"differs: {OTHER_TOKENS}"):
+        found.append(
+            f"it fills its chat template in another way, so its chats are matched as text; it {replica.tokenizer}"
+        )
+    elif replica.tokenizer.startswith("differs"):
         found.append(f"its tokenizer is not the gateway's, so its prompts are matched as text; it {replica.tokenizer}")
+    elif OTHERWISE in replica.tokenizer:
+        how = replica.tokenizer.partition(OTHERWISE)[2]
+        found.append(f"it makes other tokens of some bodies, so bodies of that kind are matched as text: {how}")
+    if UP_TO_DATE in replica.tokenizer:
+        why = replica.tokenizer.partition(UP_TO_DATE)[2].partition(OTHERWISE)[0]
+        found.append(f"its chats are exact only up to the date that their template prints: {why}")
     if ": no, " in replica.takes_ids:
         found.append(f"long prompts are tokenized by the engine once more: {replica.takes_ids}")
     return found

@@ -23,7 +23,7 @@ from .prompt import Prompt
 LEAST_TOKENS = 512
 # Fields that mean the same whether the engine has the text or its ids. Any other, known or not yet,
 # may need the text (echo, token offsets, truncation, media): such a request is sent as received.
-_ANYWHERE = frozenset({
+ANYWHERE = frozenset({
     "model", "stream", "stream_options", "max_tokens", "n", "seed", "user", "stop", "stop_token_ids", "ignore_eos", "min_tokens",
     "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias",
     "bad_words", "allowed_token_ids", "logprobs", "include_stop_str_in_output", "skip_special_tokens",
@@ -31,12 +31,12 @@ _ANYWHERE = frozenset({
     "return_token_ids", "add_special_tokens", "session_id",
 })  # fmt: skip
 _FIELDS = {
-    "/v1/chat/completions": _ANYWHERE | {
+    "/v1/chat/completions": ANYWHERE | {
         "messages", "max_completion_tokens", "top_logprobs", "tools", "tool_choice", "parallel_tool_calls",
         "add_generation_prompt", "continue_final_message", "chat_template_kwargs", "reasoning_effort", "documents",
         "metadata", "store", "service_tier", "prompt_cache_key", "safety_identifier",
     },
-    "/v1/completions": _ANYWHERE | {"prompt", "best_of"},
+    "/v1/completions": ANYWHERE | {"prompt", "best_of"},
 }  # fmt: skip
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
 _MESSAGE_FIELDS = frozenset(

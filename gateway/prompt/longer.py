@@ -6,6 +6,7 @@ from array import array
 from dataclasses import replace
 
 from cachemap import hash_blocks
+from cachemap.hashing import named_ahead
 
 from .prompt import Prompt
 
@@ -13,6 +14,8 @@ from .prompt import Prompt
 def longer(prompt: Prompt, ids: bytes, limit: int | None) -> Prompt:
     """`ids` (uint32 LE): of all of it; `limit`: tokens that the rest of the answer may have."""
     hashes = array("Q", hash_blocks(ids, prompt.block_size, prompt.seed))
+    if prompt.looks_ahead:
+        hashes = named_ahead(hashes, ids, prompt.block_size, prompt.looks_ahead)
     return replace(
         prompt,
         tokens=len(ids) // 4,

@@ -1,16 +1,18 @@
 """Request body to Prompt: parse, render, tokenize, hash.
 
-Pure CPU work without I/O or clock (but for a template that prints the date); safe to call
+Pure CPU work without I/O or clock (but for a template that prints the date, see `render.clock`); safe to call
 from several threads. Only the client's own faults are errors: when a template or tokenizer
-fails, or the engine knows more about the prompt than its body says, the request is routed by
-load and `Prompt.note` says why.
+fails, or the engine knows more about the prompt than its body says, the request is matched
+exactly up to that point, or as text, and `Prompt.note` says why.
 """
 
 from __future__ import annotations
 
+import json
 from array import array
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from datetime import date
 from itertools import count as counting
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,10 +20,11 @@ from typing import Any, NamedTuple
 import orjson
 
 from cachemap import GuessedBlocks, chain_seed, hash_blocks
+from cachemap.hashing import covering, named_ahead
 
 from ..errors import ApiError, bad
 from .api.anthropic import Habits, from_messages, habits
-from .api.conversation import Multimodal, Rounded, Unroutable, refuse_deep_arguments
+from .api.conversation import BILLING_HEADER, Multimodal, Rounded, Unknown, Unroutable, is_plain, refuse_deep_arguments
 from .api.items import from_items
 from .api.openai import (
     UNKNOWN_CONTEXT,
@@ -31,23 +34,27 @@ from .api.openai import (
     from_chat,
     from_embeddings,
     integer,
+    may_cut,
     most_ids,
+    packed,
     parse,
     parse_exactly,
     prompts_of,
     read_options,
 )
 from .api.responses import from_responses
+from .features import TOOLS, features
 from .forward import LEAST_TOKENS, PLAIN_FIELDS, ROLES, is_steered, kind_of
 from .media.exactly import Images, images_of
 from .media.filling import Media
 from .offload import TakesLong
 from .prompt import CHAT, COMPLETIONS, EMBEDDINGS, MESSAGES, NO_PREFILL, RESPONSES, Prompt
 from .quirks import NEWEST, VersionQuirks
+from .render.clock import Clock
 from .render.program import ProgramTemplate
 from .render.renderer import Renderer
 from .render.template import ChatTemplate, TemplateError
-from .tokens.agreement import Answer, difference, fixed_texts
+from .tokens.agreement import Answer, Differences, difference, fixed_texts
 from .tokens.model import LoadedModel, load_model
 from .tokens.prefixes import Found, Prefixes
 from .tokens.reading import Reading, Readings
@@ -70,11 +77,16 @@ Refusal = Callable[[Mapping[str, Any]], ApiError | None]  # why a request is ref
 PREFIX_BYTES = 256 * 1024 * 1024
 _LONGEST_NOTE = 500
 
+# What agents change from turn to turn in what they send once more.
+_OF_A_TURN = (b'"cache_control"', BILLING_HEADER.encode())
 _CONVERSATIONS = frozenset({CHAT, RESPONSES, MESSAGES})
 
 
 # Numbers for the ways in which prompts are made, which no two pipelines of a process share.
 _ways_so_far = counting(1)
+
+
+_NONE_FOUND = Differences()
 
 
 class _Inexact(Exception):
@@ -121,6 +133,7 @@ class Pipeline:
         """
         self.served_name = served_name
         self._block_size = block_size
+        self.looks_ahead = 0  # how many tokens behind a block are part of its name, as its engines name it
         self._seeds: dict[str | None, int] = {}  # of chains without a salt, by adapter
         self.tokenizer: Tokenizer | None = None
         self.max_model_len = max_model_len
@@ -129,12 +142,14 @@ class Pipeline:
         self.template_error = ""  # why there is no chat template that can be rendered
         self._quirks = NEWEST
         self._habits = Habits(True, "low")
+        self.clock = Clock()  # what its engines' clocks show
         self.reading: Reading | None = None  # how the model's tokenizer files are read
         self._readings: Readings | TiktokenReadings | TekkenReadings | None = None
         self._sorts_tools = False  # a template gets tools with their keys in alphabetical order
         self._doubt = ""  # why the files do not tell how the engine reads them
         self._confirmed = False  # an engine has made the same ids of the fixed texts
-        self._differs: dict[str, str] = {}  # served name -> why its engines' tokens are not the gateway's
+        self._differences = _NONE_FOUND  # of engines' tokens from the gateway's
+        self._certain = True  # nothing is known that would keep a prompt from being exact
         self._prefix_bytes = prefix_bytes
         self._files: LoadedModel | None = None
         self._cuts: frozenset[str] = frozenset()
@@ -167,6 +182,7 @@ class Pipeline:
         reading, self._doubt = self._readings.likeliest(self._quirks.transformers)
         self._enter(self._loaded(reading))
         self._readings.let_go()
+        self._settle()
 
     def _loaded(self, reading: Reading) -> _Loaded:
         """All that depends on the tokenizer: up to a second of work, which may be done in a thread."""
@@ -227,42 +243,83 @@ class Pipeline:
         finally:
             self._readings.let_go()
 
-    def adopt(self, verdict: Verdict, confirmed: bool, differs: Mapping[str, str]) -> None:
-        """Read the tokenizer's files in that way from now on. `confirmed`: an engine does so; `differs`: why the tokens
-        of these models are not the gateway's."""
+    def adopt(self, verdict: Verdict, confirmed: bool, differences: Differences = _NONE_FOUND) -> None:
+        """Read the tokenizer's files in that way from now on. `confirmed`: an engine does so."""
         if verdict.loaded is not None and verdict.loaded.reading != self.reading:
             self._enter(verdict.loaded)
         in_use = self.reading is not None and self.reading.how == verdict.how  # it may have changed since it was judged
         self._confirmed = confirmed and in_use
-        self.differ(differs)
+        self.differ(differences)
         if self._readings is not None:
             self._weigh()
 
-    def differ(self, differs: Mapping[str, str]) -> None:
-        """The tokens of these models are not the gateway's, and why; those of no others, from now on."""
-        self._differs = dict(differs)
+    def differ(self, differences: Differences) -> None:
+        """Where engines' tokens are not the gateway's; nowhere else, from now on."""
+        self._differences, self.clock.zones = differences, differences.zones
+        self._settle()
+
+    def _settle(self) -> None:
+        quirks, found = self._quirks, self._differences
+        self._certain = not (
+            found.texts
+            or found.chats
+            or found.bodies
+            or found.doubted
+            or quirks.unfollowed
+            or (self._doubt and not self._confirmed)
+            or quirks.chats_known is False
+            or (self.must_be_shown and not found.shown)
+        )
 
     def inexact(self, model: str = "") -> str:
         """Why a text of this model cannot be turned into the engine's tokens with certainty, or ""."""
-        if self._differs:
-            why = self._differs.get(model, self._differs.get("")) if model else next(iter(self._differs.values()))
-            if why:
-                return why
-        return (
+        return _of_model(self._differences.texts, model) or (
             ""
             if self._confirmed or not self._doubt
             else f"how the engine reads the tokenizer's files is not certain: {self._doubt}"
         )
+
+    def inexact_chat(self, model: str = "") -> str:
+        """Why a conversation with this model cannot be, or ""."""
+        if why := self.inexact(model) or _of_model(self._differences.chats, model):
+            return why
+        if self._quirks.chats_known is False:
+            return "engines of this version write conversations by rules that are not known here"
+        if self.must_be_shown and not self._differences.shown:
+            return "nothing has shown yet that this engine writes conversations as the gateway does"
+        return ""
+
+    def unfollowed(self, request: dict[str, Any]) -> str:
+        """Why a body is not exact whose model's prompts may be, or ""."""
+        given = self._given(request)
+        return f"the engine reads {', '.join(sorted(given))} in another way than is followed here" if given else ""
+
+    def _given(self, request: dict[str, Any]) -> dict[str, Any]:
+        names = self._quirks.unfollowed & request.keys()
+        return {name: request[name] for name in names if request[name] is not None}
+
+    def _must_be_exact(self, prompt: Prompt, request: dict[str, Any], is_chat: bool, is_text: bool = True) -> None:
+        """Raises _Inexact. `is_text`: the tokens are to be made here; else they came with the request."""
+        why = self.unfollowed(request)
+        if is_text and not why:
+            why = self.inexact_chat(prompt.model) if is_chat else self.inexact(prompt.model)
+        found = self._differences
+        if not why and not prompt.doubted and (found.bodies or found.doubted):
+            prompt.features = has = features(prompt.path, request)
+            why = next((said for body, said in found.bodies.items() if body <= has), "")
+            prompt.doubted = bool(why) or any(body <= has for body in found.doubted)
+        if why:
+            raise _Inexact(why)
 
     def _make_renderers(self) -> None:
         files = self._files
         self.template_error = files.no_template
         templates: dict[str, ChatTemplate | ProgramTemplate] = {}
         if files.program is not None:
-            templates["default"] = ProgramTemplate(files.program, self._quirks)
+            templates["default"] = ProgramTemplate(files.program, self._quirks, self.clock)
         for name, source in files.templates.items() if files.program is None else ():
             try:
-                templates[name] = ChatTemplate(source, self.reading.special_tokens, self._quirks)
+                templates[name] = ChatTemplate(source, self.reading.special_tokens, self._quirks, self.clock)
             except TemplateError as error:
                 self.template_error = str(error)
         renderers = {
@@ -296,9 +353,20 @@ class Pipeline:
         return self._as_received
 
     @property
-    def shows_chats(self) -> bool:
-        """Whether an engine's chats have to be shown to be the gateway's, whatever its kind, as its tokens have."""
-        return self._files is not None and self._files.program is not None and self._files.program.to_be_shown
+    def tokenizes_chats(self) -> bool:
+        """Whether /tokenize of its engines writes chats as they are computed."""
+        return self._quirks.tokenizes_all or not self._as_received
+
+    @property
+    def prints_date(self) -> bool:
+        """Whether conversations hold the engine's date, in some cases at least."""
+        return any(one.template.prints_date for one in self.renderers.values())
+
+    @property
+    def must_be_shown(self) -> bool:
+        """Whether an engine's chats have to be shown to be the gateway's before they are exact."""
+        program = self._files.program if self._files is not None else None
+        return self._quirks.chats_known is None or (program is not None and program.to_be_shown)
 
     @property
     def takes_media(self) -> bool:
@@ -330,13 +398,14 @@ class Pipeline:
             if self._readings is not None:
                 self._make_renderers()
                 if at_once and not self._confirmed:
-                    self.adopt(self.likeliest(), False, self._differs)
+                    self.adopt(self.likeliest(), False, self._differences)
                 self._weigh()
 
     def _weigh(self) -> None:
         reading, self._doubt = self._readings.likeliest(self._quirks.transformers)
         if reading != self.reading:
             self._doubt = self._doubt or f"{self._quirks.transformers} has {reading.how}, which is not loaded"
+        self._settle()
 
     def prepare(
         self,
@@ -367,8 +436,14 @@ class Pipeline:
     ) -> Prompt:
         """As `prepare`, where `parse` has read the body already. Leaves `request` as it is."""
         made_by, limit = self.made_by, self._max_model_len
-        prompt = read_options(path, request, headers, adapters, limit)
+        alike = self._quirks.refuses_alike
+        # Beside such rules engines do not look at the limit of an answer: they cut it to what the context leaves.
+        clamps = (self._as_received and path in _CONVERSATIONS) or not alike
+        prompt = read_options(path, request, headers, adapters, None if clamps else limit)
+        if clamps and limit is not None and (prompt.max_tokens or 0) > limit:
+            prompt.max_tokens = limit
         prompt.made_by, prompt.space, prompt.block_size = made_by, self.space, self._block_size
+        prompt.looks_ahead = self.looks_ahead
         if path in NO_PREFILL:
             refuse_deep_arguments(request)
             prompt.mode, prompt.note = "load", "needs no prefill"
@@ -388,18 +463,41 @@ class Pipeline:
             except _Inexact as inexact:
                 why = str(inexact)
             if why:
+                if prompt.doubted:
+                    prompt.made = self._counted(prompt, request, body)
                 return self._as_text(prompt, request, why)
-        except (ApiError, TakesLong):
+        except ApiError as error:
+            if alike:
+                raise
+            return self._as_text(prompt, request, f"left to the engine, though {error.message}")
+        except TakesLong:
             raise
         except TooLong as error:
             if "truncate_prompt_tokens" in request or "truncation" in request:
-                return _by_load(prompt, request, body, error)
+                return self._unlike(prompt, request, body, error)
+            if not alike or prompt.doubted:
+                return self._as_text(prompt, request, f"at least {error.tokens} tokens, more than its context")
             raise self._too_long(path, f"at least {error.tokens}") from None
         except Exception as error:  # templates are foreign programs: any failure is theirs
-            return _by_load(prompt, request, body, error)
-        if limit is not None and len(prompt.token_ids) > 4 * limit:
-            raise self._too_long(path, str(len(prompt.token_ids) // 4))
+            return self._unlike(prompt, request, body, error)
+        if limit is not None and len(prompt.token_ids) > 4 * limit and alike:
+            if not prompt.doubted:
+                raise self._too_long(path, str(len(prompt.token_ids) // 4))
+            prompt.made = len(prompt.token_ids) // 4
+            return self._unlike(prompt, request, body, Unroutable("an engine counted such a body otherwise"))
         return prompt
+
+    def _counted(self, prompt: Prompt, request: dict[str, Any], body: bytes) -> int | None:
+        """Return how many tokens the gateway makes of a body that is matched as text because an engine counted such
+        bodies otherwise; None where it makes none. Equal counts end that."""
+        trial = replace(prompt)
+        try:
+            self._fill(trial, request, body)
+        except TakesLong:
+            raise
+        except Exception:  # whatever is wrong with it is for the engine to say
+            return None
+        return trial.tokens if trial.mode in ("exact", "media") else None
 
     def _too_long(self, path: str, tokens: str) -> ApiError:
         return ApiError(
@@ -420,10 +518,13 @@ class Pipeline:
         if path == EMBEDDINGS and request.get("padding") not in (None, "do_not_pad"):
             raise Unroutable("a prompt that is padded")
         if path in _CONVERSATIONS or (path == EMBEDDINGS and "messages" in request):
-            roles = self._conversation(prompt, request, body, seed)
+            ids = None if self._certain else self._ids_or_doubt(prompt, request)
+            roles = self._conversation(prompt, request, body, seed, ids)
         else:
             roles = None
             self._plain_prompt(prompt, request, seed)
+        if self.looks_ahead and prompt.token_ids:
+            prompt.hashes = named_ahead(prompt.hashes, prompt.token_ids, self._block_size, self.looks_ahead)
         fields = PLAIN_FIELDS.get(path)
         if fields is None:
             return
@@ -434,31 +535,76 @@ class Pipeline:
             kind = kind_of(path, request, template, roles)
             prompt.kind = kind if is_long else ""
             prompt.steered = kind if is_steered(kind) else None
+        if is_known and roles is not None and prompt.steered is None and prompt.features is None:
+            prompt.features = (TOOLS, *roles) if request.get("tools") else roles
 
-    def _conversation(self, prompt: Prompt, request: dict[str, Any], body: bytes, seed: int) -> tuple[str, ...] | None:
-        """Returns the roles, where messages have nothing else but a text each."""
-        ids, as_received = None, self._as_received
-        if "kv_transfer_params" in request and not (as_received and prompt.path == RESPONSES):
+    def _ids_or_doubt(self, prompt: Prompt, request: dict[str, Any]) -> bytes | None:
+        """The ids that a conversation came with, None where it has none. Raises _Inexact."""
+        field, chat = self._quirks.ids_field, prompt.path == CHAT
+        given = request.get(field) if chat and field else None
+        if given == []:
+            raise _Inexact(f"an empty list of {field}: whether the engine then uses the messages is not known")
+        ids = packed(given, field) if isinstance(given, list) else None
+        came = ids or (
+            chat and "kv_transfer_params" in request and forwarded_ids(request, self._quirks.forwards_past_media)
+        )
+        self._must_be_exact(prompt, request, True, not came)
+        return ids
+
+    def made(self, path: str, body: bytes, day: date | None = None) -> list[int]:
+        """The ids that this conversation has here, whatever engines make of it; [] where there are none. `day`: on
+        which it is written; None: today, as the engines have it."""
+        request, unusual = parse(body)
+        prompt = read_options(path, request, None, (), None)
+        try:
+            if not unusual and self.tokenizer is not None:
+                self._conversation(prompt, request, body, 0, None, day)
+        except Exception:  # whatever is wrong with it or with the template
+            return []
+        return memoryview(prompt.token_ids).cast("I").tolist() if prompt.mode == "exact" else []
+
+    def _conversation(
+        self,
+        prompt: Prompt,
+        request: dict[str, Any],
+        body: bytes,
+        seed: int,
+        ids: bytes | None,
+        day: date | None = None,
+    ) -> tuple[str, ...] | None:
+        """Returns the roles, where messages have nothing else but a text each. `ids`: those that it came with."""
+        as_received = self._as_received
+        if ids is None and "kv_transfer_params" in request and not (as_received and prompt.path == RESPONSES):
             ids = forwarded_ids(request, self._quirks.forwards_past_media)
         chat = None
         if ids is None:
-            if self._differs or self._doubt:
-                self._must_be_exact(prompt)
             if as_received:
                 chat = self._chat_as_received(prompt.path, request)
             else:
-                chat = from_chat(request) if prompt.path == CHAT else self._chat(prompt.path, request)
-            chat.body = body
+                chat = self._chat(prompt.path, request)
+            chat.body, chat.at = body, self.clock.on(day) if day is not None else None
             chat.special = chat.special and not self._makes_tokens
             if self._sorts_tools:
                 chat.tools = with_sorted_keys(chat.tools)
             try:
-                prompt.token_ids, prompt.hashes, prompt.rendered_chars = self._render(chat, seed)
-            except Multimodal:
-                if not self.takes_media:
-                    raise
-                of_engine = self._quirks.media_identity, self._max_model_len or UNKNOWN_CONTEXT
-                self.media.fill(prompt, chat, request, self._renderer(chat), self.tokenizer, seed, *of_engine)
+                if chat.unknown is not None:
+                    chat.unknown.known = len(chat.messages)
+                    self._begin(prompt, chat, request, chat.unknown, seed)
+                    return None
+                renderer = self._renderer(chat)
+                if renderer.template.prints_date and (exact := renderer.before_the_date(chat)) is not None:
+                    self._before_the_date(prompt, chat, exact, seed)
+                    return None
+                prompt.token_ids, prompt.hashes, prompt.rendered_chars = self._render(renderer, chat, seed)
+            except Unknown as unknown:
+                if isinstance(unknown, Multimodal) and chat.unknown is None and self._fills_media(chat):
+                    of_engine = self._quirks.media_identity, self._max_model_len or UNKNOWN_CONTEXT
+                    try:
+                        self.media.fill(prompt, chat, request, self._renderer(chat), self.tokenizer, seed, *of_engine)
+                        return None
+                    except Unknown as other:
+                        unknown = other
+                self._begin(prompt, chat, request, unknown, seed)
                 return None
         else:
             prompt.token_ids, prompt.hashes = ids, self._hashed(ids, seed)
@@ -483,16 +629,18 @@ class Pipeline:
         own = request.get("chat_template_kwargs")
         if isinstance(own, dict) and ("reasoning_effort" in own or "tools" in own):
             raise Unroutable("the engine does not read these template variables for this model")
-        chat = from_chat(request) if path == CHAT else self._chat(path, request)
+        chat = self._chat(path, request)
         chat.special = False
         return chat
 
     def _chat(self, path: str, request: dict[str, Any]) -> Chat:
+        if path == CHAT:
+            return from_chat(request, self._quirks.refuses_alike)
         if path == RESPONSES:
-            return from_responses(request)
+            return from_responses(request, self._quirks)
         if path == EMBEDDINGS:
             return from_embeddings(request)
-        return from_messages(request, self._habits)
+        return from_messages(request, self._habits, self._quirks.rules_are_known)
 
     def _renderer(self, chat: Chat) -> Renderer:
         renderer = self.renderers.get("tool_use") if chat.tools is not None else None
@@ -501,8 +649,7 @@ class Pipeline:
             raise TemplateError(self.template_error or "the model has no chat template: give one with --chat-template")
         return renderer
 
-    def _render(self, chat: Chat, seed: int) -> Found:
-        renderer = self._renderer(chat)
+    def _render(self, renderer: Renderer, chat: Chat, seed: int) -> Found:
         if not chat.special:
             return renderer.tokens(seed, chat)
         if self._lead is not None:
@@ -510,6 +657,52 @@ class Pipeline:
         text = renderer.text(chat)
         ids = self.tokenizer.encode(text, special=True)
         return Found(ids, self._hashed(ids, seed), len(text))
+
+    def _fills_media(self, chat: Chat) -> bool:
+        return self.takes_media and self._renderer(chat).is_certain()
+
+    def _before_the_date(self, prompt: Prompt, chat: Chat, exact: str, seed: int) -> None:
+        """A conversation that is not certain from where the template prints the date or the time."""
+        if self._renderer(chat).template.prints_time:
+            # What follows the time differs in each prompt, so no replica holds it and it gets no block hashes.
+            self._known_before(prompt, chat, exact, b"", seed)
+            prompt.tokens = max(prompt.tokens, len(chat.body) // 4)
+            prompt.note = "the template prints the time of the day: exact up to there"
+            return
+        self._known_before(prompt, chat, exact, _written([chat.tools, *chat.messages]), seed)
+        why = self._differences.days or "it may change just now"
+        prompt.note = f"exact up to the date that the template prints, by text from there on: {why}"[:_LONGEST_NOTE]
+
+    def _begin(self, prompt: Prompt, chat: Chat, request: dict[str, Any], unknown: Unknown, seed: int) -> None:
+        """A conversation of which only the beginning is known: what follows has names made of its text."""
+        renderer, known, exact = self._renderer(chat), unknown.known, ""
+        of_rest = chat.rest if chat.unknown is not None else ()
+        while known and not may_cut(request):
+            try:
+                exact = renderer.known_beginning(chat, known, [*chat.messages[known:], *of_rest])
+                break
+            except Unknown as earlier:  # images, say
+                known = min(earlier.known, known - 1)
+        if not exact:
+            # Raised itself it would be part of a cycle with this frame, which keeps the body until a collection.
+            raise type(unknown)(*unknown.args)
+        text = _written([*chat.messages[known:], *of_rest])
+        prompt.note = f"exact up to message {known}, by text from there on: {_said(unknown)}"[:_LONGEST_NOTE]
+        if isinstance(unknown, Multimodal):
+            prompt.media = "load"
+        self._known_before(prompt, chat, exact, text, seed)
+
+    def _known_before(self, prompt: Prompt, chat: Chat, exact: str, text: bytes, seed: int) -> None:
+        """A prompt that begins with `exact`; `text` names the blocks behind that, if it is not empty."""
+        lead = self.tokenizer.encode("x", special=True)[: 4 * self.tokenizer.added_around()[0]] if chat.special else b""
+        ids, hashes, chars = self._renderer(chat).cut_tokens(seed, exact, lead)
+        if self.looks_ahead:
+            hashes = named_ahead(hashes, ids, self._block_size, self.looks_ahead)
+        behind = covering(["guessed"], hashes[-1] if hashes else seed)
+        more = ids[4 * self._block_size * len(hashes) :] + text if text else b""
+        prompt.mode, prompt.declined = "partly", True
+        prompt.hashes = GuessedBlocks.of([*hashes, *hash_blocks(more, self._block_size, behind)], len(hashes))
+        prompt.tokens, prompt.rendered_chars = (len(ids) + len(text)) // 4, chars + len(text)
 
     def _plain_prompt(self, prompt: Prompt, request: dict[str, Any], seed: int) -> None:
         """`/v1/completions` and `/v1/embeddings`: one text or list of ids, or several of either."""
@@ -525,8 +718,9 @@ class Pipeline:
         prompts = prompts_of(given, key)
         if self._files.no_tokenizer and isinstance(prompts[0], str):
             raise Unroutable(self._files.no_tokenizer)
+        if not self._certain:
+            self._must_be_exact(prompt, request, False, isinstance(prompts[0], str))
         if isinstance(prompts[0], str):
-            self._must_be_exact(prompt)
             ids = self.tokenizer.encode_each(prompts, special)
         else:
             ids = prompts
@@ -544,10 +738,6 @@ class Pipeline:
             # `tokens` is of all, so who holds the longest as a whole would be taken to hold its last token's block too.
             prompt.hashes = prompt.hashes[: (len(prompt.token_ids) // 4 - 1) // self.block_size]
             prompt.copies = prompt.n * len(ids) if all(one == ids[0] for one in ids) else 0
-
-    def _must_be_exact(self, prompt: Prompt) -> None:
-        if why := self.inexact(prompt.model):
-            raise _Inexact(why)
 
     def _hashed(self, ids: bytes, seed: int) -> array[int]:
         return array("Q", hash_blocks(ids, self.block_size, seed))
@@ -585,7 +775,7 @@ class Pipeline:
             return 0
         wanted = prompt.max_tokens
         if wanted is None:
-            wanted = 16 if prompt.path == COMPLETIONS else 0
+            wanted = 16 if prompt.path == COMPLETIONS else int(self._quirks.leaves_one)
         return wanted if self._quirks.truncates_to_output else min(1, wanted)
 
     def _as_text(self, prompt: Prompt, request: dict[str, Any], why: str) -> Prompt:
@@ -593,26 +783,64 @@ class Pipeline:
         refuse_deep_arguments(request)
         said = request.get("messages", request.get("prompt", request.get("input", "")))
         head = [request.get("system"), request.get("instructions"), request.get("tools")]
-        text = said.encode() if isinstance(said, str) else orjson.dumps([head, said])
-        seed = chain_seed("text:" + self.served_name, self.block_size, prompt.adapter, request.get("cache_salt"))
+        text = said.encode() if isinstance(said, str) and not any(head) else _written([head, said])
+        salt, given = request.get("cache_salt"), self._given(request)
+        if given:  # it may name the blocks
+            salt = _dumped([salt, sorted(given.items())]).decode()
+        seed = chain_seed("text:" + self.served_name, self.block_size, prompt.adapter, salt)
         prompt.mode, prompt.note = "text", why
         prompt.rendered_chars = len(text)
-        prompt.tokens = len(text) // 4
+        prompt.tokens = len(text) // 4 or 1
         prompt.hashes = GuessedBlocks.of(hash_blocks(text, self.block_size, seed), 0)
         return prompt
 
+    def _unlike(self, prompt: Prompt, request: dict[str, Any], body: bytes, error: Exception) -> Prompt:
+        """The engine makes other tokens of the request than are made here: it is matched as text. What cannot be
+        written as text goes by load, with about 4 bytes of body to a token."""
+        note = _said(error)[:_LONGEST_NOTE]
+        prompt.token_ids, prompt.declined = b"", True
+        if isinstance(error, Multimodal):
+            prompt.media = "load"
+        try:
+            return self._as_text(prompt, request, note)
+        except (ValueError, RecursionError):  # nested too deeply
+            prompt.mode, prompt.note, prompt.hashes, prompt.tokens = "load", note, (), len(body) // 4
+            return prompt
 
-def _by_load(prompt: Prompt, request: dict[str, Any], body: bytes, error: Exception) -> Prompt:
-    """Nothing exact is known: about 4 bytes of body to a token, for the load it will be."""
-    refuse_deep_arguments(request)
-    prompt.mode = "load"
+
+def _of_model(why: Mapping[str, str], model: str) -> str:
+    return (why.get(model, why.get("")) if model else next(iter(why.values()), "")) or ""
+
+
+def _said(error: Exception) -> str:
     if isinstance(error, Multimodal):
-        prompt.media, note = "load", f"media in the prompt ({error})"
-    elif isinstance(error, (Unroutable, TemplateError)):
-        note = str(error)
-    else:
-        note = f"{type(error).__name__}: {error}"
-    prompt.note = note[:_LONGEST_NOTE]
-    prompt.tokens = len(body) // 4
-    prompt.token_ids, prompt.hashes = b"", ()
-    return prompt
+        return f"media in the prompt ({error})"
+    return str(error) if isinstance(error, (Unroutable, TemplateError)) else f"{type(error).__name__}: {error}"
+
+
+def _written(said: Any) -> bytes:
+    """A part of a request as text, without where an agent wants the cache to end and its line with a checksum of the
+    whole: both are elsewhere, or others, in the next turn."""
+    text = _dumped(said)
+    return _dumped(_kept(said)) if any(one in text for one in _OF_A_TURN) else text
+
+
+def _dumped(said: Any) -> bytes:
+    try:
+        return orjson.dumps(said)
+    except TypeError:  # half a surrogate pair, integers of more than 64 bits, 255 levels
+        return json.dumps(said).encode()
+
+
+def _kept(said: Any) -> Any:
+    if type(said) is dict:
+        return {key: _kept(value) for key, value in said.items() if key != "cache_control"}
+    if type(said) is list:
+        return [_kept(one) for one in said if not _is_header(one)]
+    return said
+
+
+def _is_header(part: Any) -> bool:
+    """Whether a part is the line of an agent's that engines drop. Clients send anything for a text."""
+    text = part.get("text") if type(part) is dict else None
+    return type(text) is str and not is_plain(text)

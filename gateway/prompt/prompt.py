@@ -5,7 +5,7 @@ What is the client's own fault leaves as an `ApiError`. Nothing else leaves this
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -34,7 +34,7 @@ NO_PREFILL = frozenset(("/tokenize", "/detokenize"))  # of these, those for whic
 # What is known of a prompt's media, in words.
 MEDIA = {
     "exact": "nothing is missing: all blocks are known",
-    "load": "nothing: the request is routed by load",
+    "load": "nothing: the request is matched as text from the item on",
     "family": "how many tokens this model makes of an item is not known",
     "kind": "sound, video and embeddings are not counted here",
     "remote": "what is at a URL, or behind a uuid alone, only the engine sees",
@@ -53,8 +53,9 @@ class Prompt:
 
     `mode` says how sure we are: "exact" (the ids the engine will compute), "media" (the blocks are
     the engine's, but it needs more than ids to compute them), "engine" (ids the
-    engine computed for us), "partly" (exact up to the first item of media, by text from there on), "text" (no
-    tokenizer: 4 UTF-8 bytes stand for one token), "load" (route by load alone; `note` says why).
+    engine computed for us), "partly" (exact up to the first item of media, or to what is not known here, by text from
+    there on), "text" (the tokens are not known: 4 UTF-8 bytes stand for one), "load" (route by load alone; `note` says
+    why).
 
     For a list of prompts `tokens` is the sum over all of them, while `token_ids` and `hashes`
     are those of the longest: one replica gets the whole list, and the longest prompt is where
@@ -73,20 +74,28 @@ class Prompt:
     n: int = 1
     cut: bool = False  # its client has the engine leave a part of it out
     several: bool = False  # several prompts or choices: usage speaks of one of them
+    sequences: int = 1  # that the engine is to write, or to embed: prompts, each as often as it is asked for
     copies: int = 1  # sequences with this very prompt: choices, times the equal prompts of a list. 0: they differ
     reads_cache: bool = True  # False: the engine computes all of it, whatever it holds
     kind: str = ""  # of body, where an engine may be sent the ids in place of the text, and it pays
     # Its kind where its client has a say in how it is rendered, "" if it has none: nothing of the prompt itself.
     steered: str | None = field(default=None, compare=False)
+    # What sets its body apart from others, see `prompt.features`; None where that is not known without the body.
+    features: Collection[str] | None = field(default=None, compare=False)
+    doubted: bool = False  # an engine counted such a body otherwise
+    made: int | None = None  # tokens that the gateway makes of it, where it is matched as text because of that
     made_by: int = 0  # the pipeline's number for its present way of making ids
     session: str | None = None
     mode: Mode = "exact"
     rendered_chars: int = 0  # length of the rendered text, 0 where ids came in
     include_usage: bool = False
     previous_response: str | None = None  # the stored response that it goes on from
+    background: bool = False  # a response that is made once its request has been answered
     note: str = ""
+    declined: bool = False  # the engine takes it and makes tokens of it that are not known here; `note` says why
     media: str = ""  # of one with media: what is known of it, one of MEDIA
     block_size: int = 16  # tokens in each block of `hashes`
+    looks_ahead: int = 0  # so many tokens behind a block are part of its hash
     seed: int = 0  # what the chain of `hashes` starts from
     space: int = 0  # the pipeline's number for its tokens and blocks, see `Pipeline.space`
     also: Prompt | None = None  # the same request as another variant of its model has it, where there are two

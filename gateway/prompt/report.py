@@ -43,6 +43,7 @@ class Turn:
 class TemplateReport:
     turns: list[Turn]  # kinds of conversation the template refuses are left out
     prints_date: bool  # prompts change at midnight
+    prints_time: bool  # some change more often
     refused: str  # why a plain conversation can't be rendered, or ""
     not_compiled: str  # why plans can't be made, or ""
     cuts: int  # added tokens at which known prefixes may end; 0: nothing is reused
@@ -52,7 +53,7 @@ def template_report(pipeline: Pipeline) -> TemplateReport:
     """Probe the default template with two turns of three kinds of conversation."""
     renderer = pipeline.renderers.get("default")
     if renderer is None or pipeline.tokenizer is None:
-        return TemplateReport([], False, pipeline.template_error or "there is no chat template", "", 0)
+        return TemplateReport([], False, False, pipeline.template_error or "there is no chat template", "", 0)
     turns, refused = [], ""
     for what, first, second, tools in _probes():
         try:
@@ -65,6 +66,7 @@ def template_report(pipeline: Pipeline) -> TemplateReport:
     return TemplateReport(
         turns,
         renderer.template.prints_date,
+        renderer.template.prints_time,
         refused,
         renderer.compiled.why_not,
         len(pipeline.tokenizer.safe_cuts()),

@@ -14,17 +14,21 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from enum import Enum
+from itertools import islice
 from typing import NamedTuple
 
 import orjson
 
+from .chunks import CHUNK, Chunks
+
 # Chunk framing passes through untouched, so the size of the first chunk may come before the body. A stream may begin
 # with a byte order mark, which is none of it.
-_SIZE = re.compile(rb"(?:0*[0-9A-Fa-f]{1,8}(?:;[^\r\n]*)?(?:\r\n|\r?\Z))?")
+_SIZE = re.compile(rb"0*[0-9A-Fa-f]{1,8}(?:;[^\r\n]*)?(?:\r\n|\r?\Z)")
 BOM = b"\xef\xbb\xbf"
-_BEGINS = re.compile(_SIZE.pattern + rb"(?:" + BOM + rb")?\s*")
+_BEGINS = re.compile(rb"(?:" + _SIZE.pattern + rb")?(?:" + BOM + rb")?\s*")
 # How an event of a stream begins, the comment that keeps a connection alive included.
-_FIELD = re.compile(rb":|data:|event:|id:|retry:")
+_FIELD = re.compile(rb":|(?:data|event|id|retry)(?=[:\r\n]|\Z)")
+_FIELDS = (b"data:", b"event:", b"id:", b"retry:", BOM)
 # What an answer of each API cannot be without: a member of its JSON object, and its stream's first event. Quotes inside
 # generated text are escaped, so this is never part of one.
 MEMBERS = {
@@ -55,6 +59,8 @@ _ERROR_MEMBER = re.compile(rb'"error"\s*:\s*[{"]|:\s*"(?:error|response\.failed)
 ERROR_MARK, ERROR_WITHIN = b'rror"', 48  # what an answer in one piece has near its beginning if it is an error
 LONGEST_ERROR = 65_536  # of one event
 MOST_HELD_BACK = 2**18  # bytes in which nothing of an answer is; instructions stand in what announces a response
+LOOKED_AT_FREELY = 4096  # bytes that are held back, up to which it takes no time to look at them at each read
+MOST_UNNUMBERED = 16  # events at the end of a response's stream that are read for a number
 # What servers answer to whatever they are asked: a list of models, or that they are well. No prompt gets that.
 _OTHER_ANSWER = re.compile(
     rb'\{\s*"(?:object"\s*:\s*"list"\s*,\s*"data"\s*:\s*\[\s*\{[^{}\[]{0,400}"object"\s*:\s*"model"|status"\s*:\s*"\w{1,20}"\s*\})'
@@ -62,10 +68,11 @@ _OTHER_ANSWER = re.compile(
 _DONE = re.compile(rb"data: ?\[DONE\]")
 _ENDS_WITH_DONE = re.compile(rb"[\r\n]data: ?\[DONE\]\s*\Z")
 _BLANK_LINES = (b"\n\n", b"\n\r\n", b"\r\r")  # the end of an event
-# What the last event of each API's streams has. That of a response is as long as all it wrote, and ends with its usage,
-# which no other event of it has. A quote inside generated text is escaped.
+# What tells the last event of each API's streams. That of a response is as long as all it wrote, and ends with its
+# usage: of one whose beginning is not kept, that is what tells. A quote inside generated text is escaped; a client's
+# tools, which a response's other events repeat, may have a property of that name.
 _LAST_EVENTS = {
-    "responses": re.compile(rb'"usage"\s*:\s*\{|"type"\s*:\s*"response\.(?:completed|incomplete|failed)"'),
+    "responses": re.compile(rb'"type"\s*:\s*"response\.(?:completed|incomplete|failed)"'),
     "messages": re.compile(rb'"type"\s*:\s*"message_stop"'),
 }
 # An event that says anything: neither the end of a stream nor a ping, and not empty.
@@ -101,6 +108,10 @@ _OUTPUT_MARKS = {
 }
 _ANY_EVENT = b"\ndata: {"
 _KEEPS_ALIVE = re.compile(rb"(?:^|\n)(?::|event: ping)")
+# Comments, pings and blank lines, each to the blank line behind it.
+_KEEP_ALIVES = re.compile(
+    rb"(?:(?::[^\r\n]*\r?\n|event: ?ping\r?\n|data: ?\{[ \t]*\"type\"[ \t]*:[ \t]*\"ping\"[ \t]*\}\r?\n)*\r?\n)*"
+)
 
 # Statuses that a server which is no inference engine gives to a prompt. Others (401, 413, 429, 502) may come from a
 # proxy before an engine, in whatever format it has.
@@ -150,7 +161,8 @@ def _is_announcement(label: str, data: bytes) -> bool:
     if label == "chat":
         at = data.rfind(b'"role"')
         if at < 0:
-            return False
+            # of an event that is not whole the rest may have a role, and nothing else
+            return data.find(b'"content"') < 0 and _last_end(data) < data.find(_EVENTS[label])
         behind = data.find(b"data:", at)
         if behind >= 0:
             return _last_end(data) < behind
@@ -160,6 +172,15 @@ def _is_announcement(label: str, data: bytes) -> bool:
             _ANNOUNCEMENTS, data.rfind(b"\nevent: ", 0, max(_last_end(data), 0)) + 1 or _body_at(data)
         )
     return False
+
+
+def has_begun(label: str, tail: bytes) -> bool:
+    """Whether these last bytes of a stream contain generated output, for a stream whose first bytes did not."""
+    data = b"\n" + _joined(tail)
+    if label == "responses" or label == "messages":
+        at = data.rfind(b"\nevent: ", 0, max(_last_end(data), 0)) + 1
+        return at > 0 and not data.startswith(_ANNOUNCEMENTS, at)
+    return data.find(_EVENTS.get(label, b"")) >= 0 and not _is_announcement(label, data)
 
 
 def output_events(label: str, data: bytes, first: bool) -> int:
@@ -173,12 +194,12 @@ def output_events(label: str, data: bytes, first: bool) -> int:
 
 def next_number(pieces: Iterable[bytes]) -> int:
     """The number of the event that follows these last pieces of a response's stream; 0 where they tell none."""
-    for line in reversed(b"".join(pieces).splitlines()):
-        if line.startswith(b"data:"):
-            try:
-                return int(orjson.loads(line[5:])["sequence_number"]) + 1
-            except (ValueError, KeyError, TypeError):  # a part of an event, or one that is not numbered
-                continue
+    events = (line for line in reversed(b"".join(pieces).splitlines()) if line.startswith(b"data:"))
+    for line in islice(events, MOST_UNNUMBERED):
+        try:
+            return int(orjson.loads(line[5:])["sequence_number"]) + 1
+        except (ValueError, KeyError, TypeError):  # a part of an event, or one that is not numbered
+            continue
     return 0
 
 
@@ -189,9 +210,11 @@ def _body_at(data: bytes) -> int:
 
 
 def _unframed(data: bytes) -> bytes:
-    """The body, without the sizes of its chunks. It may be one that is not in chunks."""
-    found = _SIZE.match(data)
-    return _BETWEEN_CHUNKS.sub(b"", data[found.end() if found is not None else 0 :])
+    """The body, without the framing of its chunks. It may be one that is not in chunks."""
+    try:
+        return Chunks().feed(data) if _SIZE.match(data) else data
+    except ValueError:
+        return data
 
 
 def _joined(data: bytes) -> bytes:
@@ -201,22 +224,28 @@ def _joined(data: bytes) -> bytes:
     return data
 
 
-def _last_end(data: bytes) -> int:
+def _last_end(data: bytes, since: int = 0) -> int:
     """Where the last complete event ends; -1 without one."""
-    return max(data.rfind(b"\n\n"), data.rfind(b"\r\n\r\n"))
+    return max(data.rfind(b"\n\n", since), data.rfind(b"\r\n\r\n", since))
+
+
+def has_grown(size: int, looked_at: int) -> bool:
+    """Return whether enough new bytes are held back to parse them all again.
+
+    An engine may write one byte at a time. Parsing at each read would take time that grows with the square of the size.
+    """
+    return size - looked_at > max(0, looked_at - LOOKED_AT_FREELY) >> 3
 
 
 def look(label: str, data: bytes, streams: bool, content_type: bytes, whole: bool) -> Sight:
     """What the first bytes of a body show, or all of them (`whole`)."""
     if streams:
-        data = _unframed(data)  # what has nothing may be chunks of nothing but blank lines
+        return Beginning(_SIZE.match(data) is not None).look(label, data, whole)
     at = _body_at(data)
     if at == len(data):
         if whole:
-            return Sight.SILENT if streams else Sight.FOREIGN
+            return Sight.FOREIGN
         return Sight.EARLY if len(data) < MOST_HELD_BACK else Sight.BLIND
-    if streams:
-        return _look_at_stream(label, data, at, whole)
     if content_type.startswith(_TYPES[2:]):
         return Sight.ANSWER
     if data[at] != 0x7B:  # {
@@ -231,22 +260,59 @@ def look(label: str, data: bytes, streams: bool, content_type: bytes, whole: boo
     return Sight.EARLY if len(data) < MOST_HELD_BACK else Sight.ANSWER
 
 
-def _look_at_stream(label: str, data: bytes, at: int, whole: bool) -> Sight:
-    if not whole and len(data) - at < len("event:"):
-        return Sight.EARLY
-    if _DONE.match(data, at):
-        return Sight.SILENT
-    if not _FIELD.match(data, at):
-        return Sight.FOREIGN
-    events = data if whole else data[: max(_last_end(data), 0)]  # an error in two pieces must not pass for a token
-    if error_status(events, True):
-        return Sight.ANSWER
-    speaks = _EVENTS.get(label, b"") in events or _EVENT_MARKS.search(events) is not None
-    if whole:
-        return Sight.ANSWER if speaks else Sight.FOREIGN if says_anything(data) else Sight.SILENT
-    if speaks and not _is_announcement(label, data):
-        return Sight.ANSWER
-    return Sight.EARLY if len(data) < MOST_HELD_BACK else Sight.BLIND
+class Beginning:
+    """The first bytes of a stream, as long as no part of the answer is in them.
+
+    Each chunk is unframed once and each event is parsed once, since an engine may send 256 KiB of announcements in
+    chunks of one byte. `body` has no chunked framing.
+    """
+
+    __slots__ = ("body", "_chunks", "_read", "_searched", "_looked", "_speaks")
+
+    def __init__(self, chunked: bool, data: bytes = b"") -> None:
+        self.body = b""
+        self._chunks = Chunks() if chunked else None
+        self._read = self._searched = self._looked = 0  # bytes: with the framing, for an event's end, of whole events
+        self._speaks = False
+        self._add(data)
+
+    def _add(self, data: bytes) -> None:
+        self._read += len(data)
+        if self._chunks is not None:
+            try:
+                data = self._chunks.feed(data)
+            except ValueError:
+                self._chunks = None
+        self.body += data
+
+    def look(self, label: str, data: bytes, whole: bool) -> Sight:
+        """Add `data`, and return what the bytes so far show. `whole`: they are all of the body."""
+        self._add(data)  # what has nothing may be chunks of nothing but blank lines
+        body = self.body
+        at = _body_at(body)
+        early = Sight.EARLY if self._read < MOST_HELD_BACK else Sight.BLIND
+        if at == len(body):
+            return Sight.SILENT if whole else early
+        if not whole and any(
+            name.startswith(body[at : at + len(name)]) for name in _FIELDS if len(body) - at < len(name)
+        ):
+            return early  # perhaps the name of a field, cut within it or right behind
+        if _DONE.match(body, at):
+            return Sight.SILENT
+        if not _FIELD.match(body, at):
+            return Sight.FOREIGN
+        # An error in two pieces must not pass for a token.
+        end = len(body) if whole else _last_end(body, max(self._looked, self._searched - 3))
+        self._searched = len(body)
+        if end <= self._looked and not whole:
+            return early
+        events, self._looked = body[self._looked : end], end
+        if error_status(events, True):
+            return Sight.ANSWER
+        self._speaks = self._speaks or _EVENTS.get(label, b"") in events or _EVENT_MARKS.search(events) is not None
+        if whole:
+            return Sight.ANSWER if self._speaks else Sight.FOREIGN if says_anything(body) else Sight.SILENT
+        return Sight.ANSWER if self._speaks and not _is_announcement(label, body) else early
 
 
 def says_anything(stream: bytes) -> bool:
@@ -260,6 +326,30 @@ def keeps_alive(data: bytes) -> bool:
     return _KEEPS_ALIVE.search(data) is not None
 
 
+def has_other_event(data: bytes) -> bool:
+    """Whether the first bytes of a stream have a whole event that is no comment and no ping."""
+    body = _unframed(data)
+    return any(body.find(end, keep_alives_end(body, False)) >= 0 for end in _BLANK_LINES)
+
+
+def keep_alives_end(data: bytes, chunked: bool) -> int:
+    """Return how many bytes at the beginning of a stream are nothing but comments and pings; 0 without any. They end at
+    a whole event and, if the body is chunked, at a whole chunk."""
+    if not chunked:
+        return len(_KEEP_ALIVES.match(data)[0])  # type: ignore[index]  # nothing in it has to be there
+    at, pieces, length, ends = 0, [b"\n"], 1, []  # a line end in front, so that each event ends with a blank line
+    while (size := CHUNK.match(data, at)) is not None and (count := int(size[1] or b"0", 16)):
+        at = size.end() + count + 2
+        if at > len(data):
+            break
+        pieces.append(data[size.end() : at - 2])
+        length += count
+        ends.append((length, at))
+    body = b"".join(pieces)
+    last = _KEEP_ALIVES.match(body, 1).end()  # type: ignore[union-attr]  # as above
+    return next((at for end, at in reversed(ends) if end <= last and body.endswith(_BLANK_LINES, 0, end)), 0)
+
+
 def speaks_api(tail: bytes, whole: bool) -> bool:
     """Whether a stream that ends like this has been one of an inference API. `whole`: this is all of it."""
     return _EVENT_MARKS.search(tail) is not None or (not whole and len(tail) < _SHORT_TAIL)
@@ -270,15 +360,49 @@ def has_end(label: str, tail: bytes, streams: bool, content_type: bytes, whole: 
     has its API's last event to its end, or an error, and JSON that begins with a bracket a last one. Nobody knows it of
     other bodies. `whole`: this is all of it; where it is not, it is taken for JSON that begins with a bracket."""
     if streams:
-        if label not in _EVENTS or _ENDS_WITH_DONE.search(b"\n" + tail) is not None:
+        tail = _without_comments(tail)
+        if label not in _EVENTS or _ENDS_WITH_DONE.search(_BETWEEN_CHUNKS.sub(b"", b"\n" + tail)) is not None:
             return True
-        last = _LAST_EVENTS.get(label)
-        is_last = last is not None and last.search(tail) is not None
-        return tail.endswith(_BLANK_LINES) and (is_last or error_status(tail, True) > 0)
+        return tail.endswith(_BLANK_LINES) and (_ends_with_last_event(label, tail) or error_status(tail, True) > 0)
     if not content_type.lower().startswith(b"application/json"):
         return True
     tail = tail.strip()
     return tail.endswith((b"}", b"]")) or (whole and bool(tail) and not tail.startswith((b"{", b"[")))
+
+
+def _without_comments(tail: bytes) -> bytes:
+    """The end of a stream without comments behind its last event: those that keep a connection alive may come there."""
+    if b"\n:" not in tail:
+        return tail
+    lines = _BETWEEN_CHUNKS.sub(b"", b"\r\n" + tail).split(b"\n")
+    behind = 0  # blank lines; what stands behind the last line end is none
+    for at in range(len(lines) - 1, -1, -1):
+        if lines[at] in (b"", b"\r"):
+            behind += at < len(lines) - 1
+        elif not lines[at].startswith(b":"):
+            return b"\n".join(lines[: at + 1]) + b"\n\n" if behind else tail
+    return b""
+
+
+def _ends_with_last_event(label: str, tail: bytes) -> bool:
+    """Whether the event at the end is the last one of its API's streams."""
+    if (mark := _LAST_EVENTS.get(label)) is None:
+        return False
+    event = _BETWEEN_CHUNKS.sub(b"", b"\r\n" + tail).rstrip()
+    for blank_line in _BLANK_LINES:
+        event = event.rpartition(blank_line)[2]
+    is_whole = event.lstrip().startswith(_FIELDS)
+    return mark.search(event) is not None or (label == "responses" and not is_whole and USAGE.search(event) is not None)
+
+
+def first_error(data: bytes, streams: bool) -> int:
+    """Return `error_status` of the first bytes of a body, which may still have their chunked framing.
+
+    A chunk whose data is `d` or `da` (the beginning of `data:`) looks like a chunk's size, and is not one.
+    """
+    if streams and data.count(b"\r\n") != 2 * data.count(b"\n\r\n"):
+        data = _unframed(data)
+    return error_status(data, streams)
 
 
 def error_status(data: bytes, streams: bool) -> int:
@@ -365,6 +489,62 @@ def read_usage(tail: bytes, depth: int = 1) -> Usage:
     return NOTHING
 
 
+# The same of a read, whose escapes are gone, and which may end within a text or a key. It has no groups, with which a
+# replacement costs ten times as much.
+_ESCAPE = re.compile(rb"\\.", re.DOTALL)
+_PLAIN_TEXT = re.compile(rb'(?<!"usage)(?!%b)"[^"]*+"?' % USAGE.pattern)
+_CUT_KEY = re.compile(rb'"usage"\s{0,8}(?::\s{0,8})?\Z')
+USAGE_BYTES, USAGE_KEY_BYTES = 4096, 25  # as much as is kept of a usage: it may count each turn; and of the key before
+
+
+def _level(bare: bytes) -> int:
+    """Return by how many the open objects and lists have grown."""
+    return bare.count(b"{") + bare.count(b"[") - bare.count(b"}") - bare.count(b"]")
+
+
+def _cut_text(plain: bytes) -> bytes:
+    """Return the end of a string or key that the read cut, as far as the next read needs it."""
+    if plain.count(b'"') % 2:
+        text = plain[plain.rfind(b'"') :]
+        return text if len(text) <= USAGE_KEY_BYTES else b'"' + text[-1:].replace(b'"', b"")
+    cut = _CUT_KEY.search(plain, max(0, len(plain) - USAGE_KEY_BYTES))
+    return cut[0] if cut is not None else b""
+
+
+class UsageSearch:
+    """Finds the usage of an answer that is read piece by piece, however much stands behind it: the texts and messages
+    of its client. It keeps that one which the fewest objects are around, and how many of them ended since."""
+
+    __slots__ = ("_rest", "_level", "_found_at", "_usage")
+
+    def __init__(self) -> None:
+        self._usage: bytes | None = None
+        self._rest = b""
+        self._level = self._found_at = 0
+
+    def feed(self, data: bytes) -> None:
+        """Take the next read; the first one has a usage in it, and begins anywhere before that."""
+        if self._usage is not None and len(self._usage) < USAGE_BYTES:
+            self._usage += data[: USAGE_BYTES - len(self._usage)]
+        data = self._rest + _joined(data)
+        if self._usage is None:
+            data = data[USAGE.search(data).start() :]  # type: ignore[union-attr]
+        plain = _ESCAPE.sub(b"__", data) if b"\\" in data else data
+        self._rest = _cut_text(plain)
+        pieces = USAGE.split(_PLAIN_TEXT.sub(b"", plain))
+        self._level += _level(pieces[0])
+        for match, behind in zip(USAGE.finditer(plain), pieces[1:], strict=False):
+            if self._usage is None or self._level <= self._found_at:
+                self._found_at, self._usage = self._level, data[match.end() : match.end() + USAGE_BYTES]
+            self._level += 1 + _level(behind)
+
+    def usage(self, depth: int) -> Usage:
+        """What was found, once the answer is complete; `depth` as in `read_usage`."""
+        if self._usage is None or self._level != self._found_at - depth:
+            return NOTHING
+        return counts_of(self._usage)
+
+
 def counts_of(data: bytes, at: int = 0) -> Usage:
     """The counts of the usage whose object begins before `at`, as far as it is there."""
     end, level = len(data), 1
@@ -390,10 +570,13 @@ def counts_of(data: bytes, at: int = 0) -> Usage:
     return Usage(prompt if prompt is None else prompt + besides, completion, cached)
 
 
-def believed(usage: Usage, most: int) -> Usage:
-    """These counts without those that cannot be: more tokens written than `most`, more found than the prompt has."""
+def believed(usage: Usage, most_read: int, most_written: int) -> Usage:
+    """These counts without those that cannot be: a longer prompt or answer than there can be, more found than the
+    prompt has."""
     prompt, completion, cached = usage
-    if completion is not None and completion > most:
+    if prompt is not None and prompt > most_read:
+        prompt = None
+    if completion is not None and completion > most_written:
         completion = None
     if cached is not None and (prompt is None or cached > prompt):
         cached = None

@@ -7,13 +7,14 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
+from cachemap.events.records import UNTOLD, Blocks
 from replicas.lifecycle import ENGINE_THERE, State
 
 from ..http.messages import HOP_BY_HOP
 from ..http.upstream import Pool, Sink, UpstreamError
 from .blame import Record
 from .drift import Drift
-from .retries import CONNECT, REPLACED
+from .retries import CONNECT, OWN, REPLACED
 from .token_ids import Forwarding
 
 if TYPE_CHECKING:
@@ -55,6 +56,8 @@ class Backend:
         "forwarding",
         "keeps_nothing",
         "learn_at",
+        "full_until",
+        "pace",
         "source",
         "intake",
         "listening",
@@ -64,7 +67,9 @@ class Backend:
         "not_forwarded",
         "incarnation",
         "gone",
-        "event_block_size",
+        "event_format",
+        "stored_as",
+        "said_to_drop",
     )
 
     def __init__(
@@ -88,6 +93,9 @@ class Backend:
         self.forwarding = Forwarding()
         self.keeps_nothing: set[str] = set()  # paths at which it answered a first leg and kept no cache
         self.learn_at = 0.0  # until when what was learned so far is enough
+        self.pace = 0.0  # seconds that answers in one piece have taken by the token, prompt included; 0: none has come
+        # It refused a request as overloaded; until then it is chosen only if all others are overloaded too.
+        self.full_until = 0.0
         self.source: EventSource | None = None  # what `intake` listens to
         self.intake: EventIntake | None = None
         self.listening: asyncio.Task[None] | None = None  # runs `intake`, or one before it that has not ended yet
@@ -95,7 +103,10 @@ class Backend:
         self.hidden = hidden
         self.host_line, self.not_forwarded = self._head_parts()
         self.incarnation: str | None = None
-        self.event_block_size: int | None = None  # what `intake` takes its blocks to have
+        # what `intake` takes its blocks to be: their tokens, and how many behind one are part of its name
+        self.event_format: tuple[int, int] | None = None
+        self.stored_as: Blocks = UNTOLD  # what its blocks are, as told or by events, as last followed
+        self.said_to_drop: bool | None = None  # what its engine tells of the last block that it finds, as last followed
         self.gone = False  # removed; what still runs on it settles without a trace
 
     def _new_pool(self) -> Pool:
@@ -114,8 +125,12 @@ class Backend:
         answered = replica.is_proven or await self.prove(self.id)
         if replica.incarnation != incarnation or replica.state not in ENGINE_THERE:
             return UpstreamError(REPLACED, "is not the engine any more that was chosen")
+        if replica.state is State.LEAVING:
+            return UpstreamError(REPLACED, "is leaving, and takes nothing new")
         if not answered and replica.state is State.DRAINING:  # nobody looks at it any more
             return UpstreamError(REPLACED, "is drained, and was not looked at before that")
+        if not answered and replica.fault == OWN:
+            return UpstreamError(OWN, replica.reason)
         if not answered:
             return UpstreamError(CONNECT, "took a connection, and did not prove to be the engine that it was")
         return None
@@ -131,12 +146,13 @@ class Backend:
 
     def follow_incarnation(self) -> None:
         """The replica is another process than before, maybe at another address: what the last one taught is void."""
-        self.incarnation = self.replica.incarnation
+        self.incarnation, self.said_to_drop = self.replica.incarnation, None
+        self.stored_as = UNTOLD
         self.host_line, self.not_forwarded = self._head_parts()
         self.adapter_roots = dict(self.replica.adapter_roots)
         self.drift.reset()
         self.keeps_nothing.clear()
-        self.record, self.answers = Record(), 0
+        self.record, self.answers, self.full_until, self.pace = Record(), 0, 0.0, 0.0
         if self.pool.host != self.replica.address:
             self.pool.retire()
             self.pool = self._new_pool()
@@ -158,7 +174,9 @@ class Backend:
     @property
     def is_finer(self) -> bool:
         """Whether its engine also finds parts of the blocks that prompts are hashed in."""
-        return self.replica.page_size is not None and self.replica.page_size < (self.event_block_size or 0)
+        page, (size, _) = self.replica.page_size, self.event_format or (0, 0)
+        parts = self.stored_as.parts if self.replica.finds_parts else 0
+        return 0 < parts < size or (page is not None and page < size)
 
     def serves(self, model: str | None) -> bool:
         return self.replica.serves(model)

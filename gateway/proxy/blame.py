@@ -7,9 +7,11 @@ raises. The next replica's answer tells:
   it refuses the request (400, 413, 422) the request is at fault
   it fails the request in the same way   the request is at fault, so it counts against neither and no third is asked
 
-So it is with 401, 403, 404 and 429: a client's key or model may be wrong, and the replica's own may be, or a proxy
-before it has had enough. A replica that refuses all it is asked within a millisecond would else look idle and get
-everything.
+So it is with 401, 403 and 404: a client's key or model may be wrong, and the replica's own may be. A replica that
+refuses all it is asked within a millisecond would else look idle and get everything.
+
+A replica that is full (429 and 503) says nothing of the request, so two that are full agree on nothing, and it is not
+ill. It is asked last for as long as its `Retry-After` says (`Backend.full_until`).
 
 Where nobody else could be asked, nothing is known, and nothing counts against the replica. Each such failure is told
 to the replica's watcher, which asks the engine something of its own after a few (`replicas.health`, rule 6).
@@ -30,7 +32,8 @@ REFUSALS = frozenset((400, 413, 422))
 # Failures that an engine answers with. Other 5xx come from a proxy before it, or mean that it is full.
 SAME = frozenset(("status 500", "error answer"))
 DOUBTFUL = frozenset((401, 403, 404, 429))
-REFUSED_ALIKE = frozenset(f"status {status}" for status in DOUBTFUL)
+OVERLOADED = frozenset(("status 429", "status 503"))
+REFUSED_ALIKE = frozenset(f"status {status}" for status in DOUBTFUL) - OVERLOADED
 
 
 class UnattributedError(NamedTuple):

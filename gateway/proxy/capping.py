@@ -12,8 +12,7 @@ import orjson
 from ..members import with_members
 from ..prompt.prompt import CHAT, COMPLETIONS, MESSAGES, RESPONSES
 
-# What limits an answer of each API. A chat may have either, vLLM takes the second where both are there, and for
-# TensorRT-LLM they are two names of one field, of which it takes one only.
+# What limits an answer of each API. A chat may have either; vLLM takes the second where both are there.
 LIMITS = {
     CHAT: (b"max_tokens", b"max_completion_tokens"),
     COMPLETIONS: (b"max_tokens",),

@@ -10,28 +10,33 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from ..errors import JSON, MESSAGES, ApiError, error_event
+from ..http.downstream import Downstream
 from ..http.upstream import Upstream, UpstreamError
 from .answers import (
     ERROR_MARK,
     ERROR_WITHIN,
     MEMBERS,
     MOST_HELD_BACK,
+    Beginning,
     Sight,
     begins,
-    error_status,
+    first_error,
     foreign_head,
+    has_end,
+    has_grown,
+    keep_alives_end,
     look,
     media_type,
     next_number,
 )
 from .backend import Backend
-from .blame import DOUBTFUL, agree, settled
-from .chunks import ChunkDecodingSink
-from .continuing import Continuing, rest_error
+from .blame import DOUBTFUL, OVERLOADED, agree, settled
+from .chunks import END_OF_BODY, ChunkDecodingSink, framed
+from .continuing import Continuing, is_open_ended, rest_error
 from .exchange import Added, Attempt, Exchange, meter, request_head
 from .figures import Figures
 from .forwarding import TokenIdForwarding
-from .leg_ends import LegEnds, may_be_whole
+from .leg_ends import LegEnds
 from .legs import FirstLegs, leg_head, second_leg
 from .placing import Eligibility, Placing
 from .priorities import HeadOf, Priorities
@@ -39,15 +44,19 @@ from .respelling import respelled
 from .responses import Responses
 from .retries import (
     ABORTED,
+    CONNECT,
+    CRASHES,
     DIFFERS,
     ELSEWHERE,
     ERROR_ANSWER,
     FOREIGN_ANSWER,
     IDS,
     KINDS,
+    LEFT,
     LEG_REFUSED,
     PREFILL_FAILED,
     RETRYABLE,
+    SHUT_DOWN,
     TIMEOUT,
     TRANSFER_FAILED,
     Failed,
@@ -55,10 +64,12 @@ from .retries import (
     after,
     of_status,
 )
-from .settling import ABANDONED, Settling, cut_short
+from .settling import ABANDONED, STREAMING_APIS, Settling, cut_short
 from .states import TRANSITIONS, Action, AttemptEvent, AttemptState, ExchangeEvent, ExchangeState, Leg
 
 if TYPE_CHECKING:
+    from replicas import Replica
+
     from ..ops.metrics import Metrics
     from .traces import Traces
 
@@ -112,14 +123,15 @@ class Judge:
         if has_prompt and not attempt.streams and foreign_head(status, content_type):
             return _foreign(f"answered {status} with {media_type(content_type)}")
         if (
-            status in RETRYABLE or (status in DOUBTFUL and has_prompt and exchange.response is None)
+            status in RETRYABLE
+            or (status in DOUBTFUL and exchange.response is None and (has_prompt or of_status(status) in OVERLOADED))
         ) and self._unsettled(exchange, attempt, of_status(status)):
             return UpstreamError(of_status(status), f"answered {status}")
         if status == 404 and exchange.response is not None and self.others(exchange, attempt):
             return UpstreamError(ELSEWHERE, "answered 404")
         if (attempt.sent_ids or attempt.asks_ids) and status in MAY_BE_OURS:
             return UpstreamError(IDS, f"answered {status}")
-        if attempt.leg is not None and status in MAY_BE_OURS and may_be_whole(exchange):
+        if attempt.leg is not None and status in MAY_BE_OURS:
             return UpstreamError(LEG_REFUSED, f"answered a second leg with {status}")
         return None
 
@@ -139,7 +151,7 @@ class Judge:
             head = attempt.response_head
             began = not held_back and begins(exchange.label, data, attempt.streams)
             if not began and head.get(b"content-encoding") is None:
-                sight = look(exchange.label, data, attempt.streams, (head.get(b"content-type") or b"").lower(), whole)
+                sight = self._look(exchange, attempt, data, len(held_back), whole)
                 if sight is Sight.FOREIGN:
                     return _foreign(f"answered 200 with {repr(data[:40]) if data else 'an empty body'}")
                 if sight is Sight.SILENT:
@@ -149,13 +161,15 @@ class Judge:
                     attempt.withheld = data
                     return None
                 if sight is Sight.BLIND:
+                    attempt.beginning = None
                     return data
-            fault = error_status(data, attempt.streams)
-            if fault >= 500 and self._unsettled(exchange, attempt, ERROR_ANSWER):
-                return UpstreamError(ERROR_ANSWER, f"answered 200 with an error that amounts to {fault}")
+            fault = first_error(data if (seen := attempt.beginning) is None else seen.body, attempt.streams)
+            kind = full if (full := of_status(fault)) in OVERLOADED else ERROR_ANSWER
+            if (fault >= 500 or kind is full) and self._unsettled(exchange, attempt, kind):
+                return UpstreamError(kind, f"answered 200 with an error that amounts to {fault}")
             if fault in MAY_BE_OURS and (attempt.sent_ids or attempt.asks_ids):
                 return UpstreamError(IDS, f"answered 200 with an error that amounts to {fault}")
-            if attempt.leg is not None and fault in MAY_BE_OURS and may_be_whole(exchange):
+            if attempt.leg is not None and fault in MAY_BE_OURS:
                 return UpstreamError(LEG_REFUSED, f"answered a second leg with an error that amounts to {fault}")
             attempt.fault = fault
         elif attempt.status >= 400 and exchange.request.path.startswith(MESSAGES):
@@ -164,12 +178,22 @@ class Judge:
                 return None
             data = respelled(exchange, attempt, data)
         if cut_short(attempt, exchange.request.path, data):
-            if self.may_retry(exchange, attempt):
-                return UpstreamError(ABORTED, "aborted it")
-            attempt.fault = 503
-            self._settling.failed(attempt.backend, ABORTED)
-        attempt.first_at = monotonic()
+            return UpstreamError(ABORTED, "aborted it")
+        attempt.first_at, attempt.beginning = monotonic(), None
         return data
+
+    def _look(self, exchange: Exchange, attempt: Attempt, data: bytes, held_back: int, whole: bool) -> Sight:
+        """What the first bytes of an answer's body show, of which so many were held back, or all of them (`whole`)."""
+        head, label = attempt.response_head, exchange.label
+        if attempt.streams:
+            if (beginning := attempt.beginning) is None:
+                beginning = attempt.beginning = Beginning(head.is_chunked)
+                held_back = 0
+            return beginning.look(label, data[held_back:], whole)
+        if not whole and len(data) < MOST_HELD_BACK and not has_grown(len(data), attempt.looked_at):
+            return Sight.EARLY
+        attempt.looked_at = len(data)
+        return look(label, data, False, (head.get(b"content-type") or b"").lower(), whole)
 
     def may_retry(self, exchange: Exchange, attempt: Attempt, kind: str = "") -> bool:
         """Whether a failing answer may be thrown away: an attempt is left, and another replica, or this one for all of
@@ -237,6 +261,36 @@ class Conductor:
             exchange.run_isolated(self.dispatch, exchange, event, error())
         return len(unanswered)
 
+    def holds(self, engine: str) -> bool:
+        """Whether requests are on connections to it that stand."""
+        return any(
+            attempt.backend.replica.engine == engine
+            and attempt.state is not AttemptState.ENDED
+            and attempt.upstream is not None
+            and not attempt.upstream.closed
+            for exchange in self.under_way
+            for attempt in exchange.attempts
+        )
+
+    def end_streams(self) -> int:
+        """End every stream that is under way, as the gateway stops, so that its client can tell; how many those were.
+        Other answers cannot say so, and end with their connections."""
+        streams = [
+            one
+            for one in self.under_way
+            if one.state is ExchangeState.RESUMING
+            or (one.state is ExchangeState.ANSWERING and one.attempts[-1].streams)
+        ]
+        for exchange in streams:
+            exchange.run_isolated(self._stop_stream, exchange)
+        return len(streams)
+
+    def _stop_stream(self, exchange: Exchange) -> None:
+        error = UpstreamError(SHUT_DOWN, "the gateway is shutting down")
+        if exchange.attempts[-1].state is not AttemptState.ENDED:
+            exchange.attempts[-1].end_as(AttemptEvent.FAILED, error)
+        self.dispatch(exchange, ExchangeEvent.TIMED_OUT, error)
+
     # --- what an attempt's replica does
 
     def connected(self, attempt: Attempt, upstream: Upstream) -> None:
@@ -252,8 +306,9 @@ class Conductor:
         """Held back until the body shows that something was computed: engines send the head before the prefill, and
         while the client has nothing, the request can still go elsewhere."""
         error = self.judge.head(attempt.exchange, attempt)
-        if error is None and attempt.exchange.state is ExchangeState.RESUMING:
-            error = rest_error(attempt)
+        opened = attempt.exchange.opened
+        if error is None and (opened is not None or attempt.exchange.state is ExchangeState.RESUMING):
+            error = rest_error(attempt, opened)
         if error is not None:
             self.failed(attempt, error)
         elif body:
@@ -266,6 +321,30 @@ class Conductor:
             self.answered(exchange, attempt, first)
         elif first is not None:
             self.failed(attempt, first)
+
+    def pass_keep_alives(self, exchange: Exchange, attempt: Attempt, now: float) -> None:
+        """Pass comments and pings on that were held back, so that the client's connection stays alive. With nothing
+        else in its stream another replica can still answer, and a failure is told there."""
+        head, data = attempt.response_head, attempt.withheld
+        if (
+            exchange.state is not ExchangeState.TRYING
+            or attempt.beginning is None
+            or not is_open_ended(head)
+            or not has_grown(len(data), attempt.looked_at)
+            or not keep_alives_end(attempt.beginning.body, False)
+        ):
+            return
+        end = keep_alives_end(data, head.is_chunked)
+        data, attempt.withheld = data[:end], data[end:]
+        attempt.looked_at = len(attempt.withheld)
+        if not end:
+            return
+        attempt.beginning = Beginning(head.is_chunked, attempt.withheld) if attempt.withheld else None
+        attempt.seen_at = now
+        if exchange.opened is None:
+            data = self._head(exchange, attempt) + data
+            exchange.opened = head
+        exchange.client.transport.write(data)
 
     def on_complete(self, attempt: Attempt) -> None:
         if attempt.state is AWAITING:  # what was held back is all that there is
@@ -285,6 +364,8 @@ class Conductor:
         self.dispatch(exchange, ANSWERED, data)
 
     def failed(self, attempt: Attempt, error: UpstreamError) -> None:
+        if attempt.backend.replica.ends and attempt.state is not ANSWERING and error.kind in CRASHES:
+            error = UpstreamError(LEFT, f"ends: {error}")
         # A kept connection may die of old age under the request; that says nothing about the replica.
         stale = attempt.upstream is not None and attempt.upstream.used and attempt.response_head is None
         attempt.end_as(AttemptEvent.FAILED, error)
@@ -295,7 +376,7 @@ class Conductor:
             error.kind,
             stale,
             attempt.new_connection,
-            attempt.had_whole,
+            attempt.had_whole and not self._ends(attempt.backend.replica, error),
             unread=error.unread,
             alone=alone,
             agreed=agreed,
@@ -308,6 +389,11 @@ class Conductor:
         if self.continuing is not None and exchange.state is ExchangeState.ANSWERING:
             event = self.continuing.event_after(exchange)
         self.dispatch(exchange, event, failed)
+
+    def _ends(self, replica: Replica, error: UpstreamError) -> bool:
+        """Whether the engine, which closed a connection and now takes none, ends gracefully. Before that is noticed it
+        shows by what it goes on with: one that went down would have closed all connections."""
+        return replica.ends or (error.kind == CONNECT and self.holds(replica.engine))
 
     # --- what the tables ask for
 
@@ -386,8 +472,10 @@ class Conductor:
             why = f"{max(exchange.crashes)} replicas went down or hung with this request, so no other is tried"
             error = exchange.exhausted(why, again=False, code="replicas_lost")
             self.dispatch(exchange, ExchangeEvent.EXHAUSTED, error)
-        elif following is Next.REFUSED:
-            self.dispatch(exchange, ExchangeEvent.EXHAUSTED, ApiError(attempt.status, str(attempt.error)))
+        elif following is Next.FULL:
+            self.settling.ran_short(attempt.backend)
+            error = ApiError(503, str(attempt.error), code="gateway_full")
+            self.dispatch(exchange, ExchangeEvent.EXHAUSTED, error)
         elif following is Next.EXHAUSTED:
             why = "two engines failed this request alike, so no third was asked"
             if not failed.agreed:
@@ -432,17 +520,25 @@ class Conductor:
         else:  # what was held back, and shows nothing
             attempt.seen_at = monotonic()
             self.settling.close_unattributed(exchange)
-        if exchange.label == "responses" or exchange.response is not None:
-            self._responses.answered(attempt, exchange.response, exchange.label == "responses", data)
-        lines = self._added.lines(exchange, attempt, self.draining)
-        client, head = exchange.client, attempt.response_head
-        client.ends_by_close, attempt.pieces = head.until_close, 1
-        client.transport.write(head.block(lines) + data)
+        if ((makes := exchange.label == "responses") or exchange.response is not None) and attempt.status == 200:
+            exchange.stored = self._responses.answered(attempt.backend.id, exchange.response, makes, data)
+        client, attempt.pieces = exchange.client, 1
+        client.transport.write(data if exchange.opened is not None else self._head(exchange, attempt) + data)
         upstream = attempt.upstream
         if upstream is not None and not upstream.complete and (attempt.prompt is None or not attempt.prompt.token_ids):
             exchange.forget_body()  # for as long as the answer takes; with ids, `forwarding` may ask about it
         if error is not None:
             self.failed(attempt, error)
+
+    def _head(self, exchange: Exchange, attempt: Attempt) -> bytes:
+        """What the client gets before the body."""
+        lines = self._added.lines(exchange, attempt, self.draining)
+        client, head = exchange.client, attempt.response_head
+        if (origins := client.clients.origins) is not None:  # in place of what the engine says of other sites' pages
+            head = head.without(b"access-control-")
+            lines += origins.lines(exchange.request.header(b"origin"))
+        client.ends_by_close = head.until_close
+        return head.block(lines)
 
     def _settle(self, exchange: Exchange, _: Any) -> None:
         self.under_way.discard(exchange)
@@ -456,22 +552,23 @@ class Conductor:
         message = (
             "the answer broke off" if self.discreet else f"the answer broke off: replica {attempt.backend.id} {error}"
         )
+        status, code = 502, None
+        if why.kind == SHUT_DOWN:
+            status, code, message = 503, SHUT_DOWN, f"the answer broke off: {error}"
         end = b"".join([piece[-len(CRLF_CHUNK_END) :] for piece in attempt.tail])
         continuation = exchange.continuation
         if continuation is not None and exchange.is_continued:  # what went to the client ends with an event
             end = LF_CHUNK_END if continuation.chunked else LF_CHUNK_END[:2]
         number = next_number(attempt.tail) if continuation is None else continuation.names.number + 1
-        told = error_event(path, 502, message, number)
+        told = error_event(path, status, message, number, code=code)
         # Only where the chunk before is whole can another one follow; else the cut itself must tell.
         if attempt.streams and end.endswith((LF_CHUNK_END, CRLF_CHUNK_END)) and attempt.response_head.is_chunked:
-            client.write(b"%x\r\n%b\r\n0\r\n\r\n" % (len(told), told))
-            client.finish()  # whole to HTTP: closing would fail the next request of a client that keeps connections
+            _end_stream(client, told, True)
         elif attempt.streams and attempt.response_head.until_close and end.endswith((b"\n\n", b"\r\n\r\n")):
-            client.write(told)
-            client.finish(keep_alive=False)
+            _end_stream(client, told, False)
         else:
             client.abort()
-        if why.kind != DIFFERS:
+        if why.kind not in (DIFFERS, SHUT_DOWN):
             self.settling.failed(attempt.backend, why.kind)
         self.settling.ended(exchange, "cut")
 
@@ -500,6 +597,13 @@ class Conductor:
         self.settling.close_unattributed(exchange)
         exchange.forget_body()
         exchange.status, exchange.error = error.status, error
+        if exchange.opened is not None:
+            exchange.status = 200  # which its client has
+            message = error.discreet if self.discreet else error.message
+            told = error_event(exchange.request.path, error.status, message, code=error.code)
+            _end_stream(exchange.client, told, exchange.opened.is_chunked)
+            self.settling.ended(exchange, "cut")
+            return
         headers = [*JSON, (b"x-request-id", exchange.id), *error.headers]
         if error.status == 503 or (error.status == 502 and error.again):
             headers.append((b"retry-after", b"1"))
@@ -512,12 +616,25 @@ class Conductor:
 
     def _abandon(self, exchange: Exchange, cut: ConnectionAbortedError | None) -> None:
         """`cut`: why its client gets no more, which has not left; None: it has."""
+        attempt = exchange.attempt
+        if attempt is not None and attempt.state is ANSWERING and self._has_all(exchange, attempt):
+            attempt.end_as(ATTEMPT_FINISHED)
+            self.under_way.discard(exchange)
+            self.settling.complete.add(exchange)
+            return
         if cut is not None:
             exchange.error = cut
         self._close(exchange)
         self.settling.close_unattributed(exchange)
         exchange.forget_body()
         self.settling.ended(exchange, "aborted" if cut is None or not exchange.answered_with else "cut")
+
+    def _has_all(self, exchange: Exchange, attempt: Attempt) -> bool:
+        """Whether the client already has the last event of its stream. Many clients close then, before HTTP's last
+        chunk, which engines send separately."""
+        if attempt.status != 200 or exchange.label not in STREAMING_APIS or exchange.client.writing_paused:
+            return False
+        return attempt.streams and has_end(exchange.label, b"".join(attempt.tail), True, b"", False)
 
     def _close(self, exchange: Exchange) -> None:
         """An end of another kind than that which `settling` settles: nothing stays connected, reserved or listed."""
@@ -532,6 +649,13 @@ class Conductor:
             if attempt.state is not AttemptState.ENDED:
                 attempt.end_as(AttemptEvent.DROPPED)
             self.settling.abandon(attempt, computed=attempt.sent_at > 0)
+
+
+def _end_stream(client: Downstream, event: bytes, chunked: bool) -> None:
+    """End a stream with this event, whole to HTTP: closing would fail the next request of a client that keeps
+    connections."""
+    client.write(framed(event) + END_OF_BODY if chunked else event)
+    client.finish(keep_alive=chunked)
 
 
 ACTIONS: dict[Action, Callable[[Conductor, Exchange, Any], None]] = {

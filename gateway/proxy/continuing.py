@@ -14,7 +14,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, Protocol
 
 from ..errors import ApiError, error_event
-from ..http.upstream import UpstreamError
+from ..http.upstream import Head, UpstreamError
 from ..prompt import Prompt
 from ..prompt.api.continuable import PATHS, terms_of
 from ..prompt.long import LongPrompts
@@ -26,7 +26,7 @@ from .exchange import Attempt, ContinuableAttempt, Exchange, MeteredAttempt
 from .forwarding import process_of
 from .interruptions import Interruption, Interruptions
 from .placing import Eligibility, Placing
-from .retries import CLOSED, DIFFERS, NO_CRASHES, Failed
+from .retries import CLOSED, DIFFERS, NO_CRASHES, SHUT_DOWN, Failed
 from .settling import Settling
 from .states import ExchangeEvent, ExchangeState
 
@@ -438,13 +438,16 @@ class Continuing:
         exchange.error = error
         timed_out = isinstance(error, ApiError) and error.status == 504
         crashed = isinstance(error, ApiError) and error.code == "replicas_lost"
-        self._metrics.streams_not_continued.inc("timeout" if timed_out else "crashes" if crashed else "replicas")
+        stopped = isinstance(error, UpstreamError) and error.kind == SHUT_DOWN
+        reason = SHUT_DOWN if stopped else "timeout" if timed_out else "crashes" if crashed else "replicas"
+        self._metrics.streams_not_continued.inc(reason)
         message = "the answer broke off, and nobody went on with it"
-        if not self._conductor.discreet:
+        if stopped or not self._conductor.discreet:
             message += f": {error}"
         elif isinstance(error, ApiError):
             message += f": {error.discreet}"
-        event = error_event(exchange.request.path, 502, message, continuation.names.number + 1)
+        status, code = (503, SHUT_DOWN) if stopped else (502, None)
+        event = error_event(exchange.request.path, status, message, continuation.names.number + 1, code=code)
         exchange.client.write(continuation.framed(event) + continuation.end)
         exchange.client.finish(keep_alive=continuation.chunked)
         self._conductor.settling.ended(exchange, "cut")
@@ -459,8 +462,17 @@ def _passed(attempt: ContinuableAttempt, continuation: Continuation, written: by
     return written + continuation.framed(held) + (b"" if chunks is None else chunks.resumption)
 
 
-def rest_error(attempt: Attempt) -> UpstreamError | None:
-    """Why an answer with this head is not the rest of one that the client has a part of, if it is not."""
-    if attempt.status == 200 and attempt.streams and attempt.response_head.get(b"content-encoding") is None:
-        return None
+def is_open_ended(head: Head) -> bool:
+    """Whether what another replica writes may follow what came behind this head."""
+    return (head.is_chunked or head.until_close) and head.get(b"content-encoding") is None
+
+
+def rest_error(attempt: Attempt, opened: Head | None = None) -> UpstreamError | None:
+    """Why an answer with this head is not the rest of one that the client has a part of, if it is not. `opened`: the
+    head that its client has, where the rest passes as it comes."""
+    head = attempt.response_head
+    if attempt.status == 200 and attempt.streams and head.get(b"content-encoding") is None:
+        if opened is None or (opened.is_chunked, opened.until_close) == (head.is_chunked, head.until_close):
+            return None
+        return UpstreamError(DIFFERS, "frames its stream in another way than the replica before")
     return UpstreamError(DIFFERS, f"answered {attempt.status} where it was to go on with a stream")

@@ -6,21 +6,27 @@ A replica answers for time alone in which this process ran: each deadline is mea
 from __future__ import annotations
 
 from replicas import State
+from replicas.progress import STALLED as STANDS_STILL
 
 from ..errors import ApiError
 from ..http.upstream import UpstreamError
-from .answers import keeps_alive
-from .backend import Backend
+from .answers import has_other_event, keeps_alive
 from .conductor import Conductor
 from .exchange import Attempt, Exchange
 from .figures import Figures
 from .retries import HUNG, NO_CRASHES, PREFILL_FAILED, STALLED, TIMEOUT, TRANSFER_STALLED
 from .states import AttemptEvent, AttemptState, ExchangeEvent, ExchangeState, Leg
 
-# Comments that keep a connection alive are held back so long, then passed on: proxies give up after 60 s of silence.
-KEEP_ALIVE_SECONDS = 30.0
-# Seconds that a request without a first byte stays where it was sent once that replica is in this state.
-PATIENCE = {State.DEGRADED: 10.0, State.FAILED: 0.0}
+# Comments and pings that keep a connection alive are held back so long after a request was sent, since until then a
+# failure can be told by a status; from then on they pass as they come.
+COMMENT_SECONDS = 1.0
+# Keep-alives that follow an announcement (`response.created`, a chunk with only the role) are held for five seconds:
+# once they are sent, no other replica can answer, because it would announce another id. Clients and proxies give up
+# after 10 to 60 s of silence.
+KEEP_ALIVE_SECONDS = 5.0
+# Seconds that a request without a first byte stays where it was sent once that replica is in this state and, where its
+# engine is there, computes nothing.
+PATIENCE = {State.DEGRADED: 10.0, State.LEAVING: STANDS_STILL, State.FAILED: 0.0}
 LOST_SILENCE = 10.0  # seconds between two pieces of a stream from a replica that is lost
 
 
@@ -45,12 +51,14 @@ class Deadlines:
                 if self._figures is not None:
                     self._figures.passing(exchange, answering, now)
                 answering.seen_pieces, answering.seen_at = answering.pieces, now
-            elif self._ran(answering.seen_at, now) > (limit := self._silence(answering.backend)):
+            elif self._ran(answering.seen_at, now) > (limit := self._silence(answering, now)):
                 self._stalled(exchange, limit)
             return
         attempt, since = exchange.attempt, exchange.begun
         if exchange.state is ExchangeState.RESUMING and exchange.continuation is not None:
             since = exchange.continuation.broke_at
+        if attempt is not None and attempt.state is AttemptState.AWAITING:
+            since = max(since, attempt.seen_at)  # when it last sent a comment to say that it is alive
         if self._ran(since, now) > self._request_timeout:
             self._settling.failed(attempt.backend if attempt else None, TIMEOUT)
             self._time_out(exchange, self._late(attempt))
@@ -66,13 +74,19 @@ class Deadlines:
 
     def _check_unanswered(self, exchange: Exchange, attempt: Attempt, now: float) -> None:
         first_leg = attempt.leg is Leg.PREFILL  # what is withheld of its answer is never for the client
+        # An error's body is told whole, in its client's own format.
+        passes = attempt.withheld and attempt.status == 200 and not first_leg
+        held_back = self._ran(attempt.sent_at, now) if passes else 0.0
+        if held_back > COMMENT_SECONDS and attempt.streams:
+            self._conductor.pass_keep_alives(exchange, attempt, now)
+        # Of a comment cut in two only its end is missing. Whatever goes on with a stream writes whole events.
         if (
-            attempt.withheld
-            and not first_leg
-            and self._ran(attempt.sent_at, now) > KEEP_ALIVE_SECONDS
+            held_back > KEEP_ALIVE_SECONDS
+            and attempt.beginning is not None
             and keeps_alive(attempt.withheld)
+            and (exchange.state is ExchangeState.RESUMING or has_other_event(attempt.beginning.body))
         ):
-            data, attempt.withheld = attempt.withheld, b""
+            data, attempt.withheld, attempt.beginning = attempt.withheld, b"", None
             self._conductor.answered(exchange, attempt, data)
         elif self._better_elsewhere(exchange, attempt, now):
             self._hangs(attempt, now)
@@ -97,25 +111,43 @@ class Deadlines:
 
     def _hangs(self, attempt: Attempt, now: float) -> None:
         silent = self._ran(attempt.sent_at, now)
-        self._conductor.failed(
-            attempt, UpstreamError(HUNG, f"is {attempt.backend.replica.state} and sent no byte for {silent:.0f} s")
-        )
+        state = attempt.backend.replica.state
+        self._conductor.failed(attempt, UpstreamError(HUNG, f"is {state} and sent no byte for {silent:.0f} s"))
 
     def _better_elsewhere(self, exchange: Exchange, attempt: Attempt, now: float) -> bool:
         """Whether an unanswered request should leave a replica that is lost, or that is unwell and has had its time,
-        for one that is ready. What was computed for it is computed again: slowness alone is no reason. One that
-        has left an unwell replica already leaves none but a lost one: where a whole machine is slow, so is the next."""
+        for one that is ready. What was computed for it is computed again: slowness alone is no reason, and an
+        engine whose counters move computes, whatever it answers to others. A request that was moved once is moved again
+        only from a replica that is failed or leaving."""
         state = attempt.backend.replica.state
-        patience = PATIENCE.get(state) if state is State.FAILED or exchange.crashes == NO_CRASHES else None
-        waited = self._ran(attempt.sent_at, now)
-        if patience is None or waited < patience or not self._judge.may_retry(exchange, attempt):
+        moves_again = state in (State.FAILED, State.LEAVING) or exchange.crashes == NO_CRASHES
+        patience = PATIENCE.get(state) if moves_again else None
+        if (
+            patience is None
+            or self._stood_still(attempt, now) < patience
+            or not self._judge.may_retry(exchange, attempt)
+        ):
             return False
         return self._judge.others(exchange, attempt)[0].replica.state is State.READY
 
-    def _silence(self, backend: Backend) -> float:
+    def _stood_still(self, attempt: Attempt, now: float) -> float:
+        """Seconds for which the request is there, and the replica has shown no sign of computing. Of one that is
+        leaving it is known only where its figures can still be read."""
+        replica, since = attempt.backend.replica, attempt.sent_at
+        if replica.state is State.FAILED:
+            return self._ran(since, now)
+        if replica.state is State.LEAVING:
+            now = replica.scrape.at if replica.scrape is not None else since
+        return self._ran(max(since, min(replica.moved_at, now)), max(since, now))
+
+    def _silence(self, attempt: Attempt, now: float) -> float:
         """Seconds without a byte after which a stream is given up. An engine that was asked to stop may have ended its
         core and wait for its connections: for ever, if nobody gives up."""
-        return min(self._idle_timeout, LOST_SILENCE) if backend.replica.state is State.FAILED else self._idle_timeout
+        state = attempt.backend.replica.state
+        lost = state is State.FAILED or (
+            state is State.LEAVING and self._stood_still(attempt, now) >= PATIENCE[State.LEAVING]
+        )
+        return min(self._idle_timeout, LOST_SILENCE) if lost else self._idle_timeout
 
     def _stalled(self, exchange: Exchange, seconds: float) -> None:
         if exchange.client.writing_paused:  # it is the client that does not take what is there

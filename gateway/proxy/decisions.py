@@ -22,7 +22,7 @@ from ..prompt.prompt import RESPONSES
 from .answers import believed, error_status, read_usage
 from .exchange import Attempt
 from .proxy import Proxy
-from .settling import most_written
+from .settling import most_tokens
 
 if TYPE_CHECKING:
     from ..prompt import Prompt
@@ -184,8 +184,6 @@ class Decisions:
             targets = self._proxy.eligible.targets(leased.prompt, (*leased.tried, chosen))
         except ApiError:
             return order
-        if not self._placing.legs.takes_whole(leased.prompt, targets.candidates[0].replica):
-            return order  # only such are left as take requests in two legs alone
         now = monotonic()
         return order + self._router.ranking(self._placing.demand(leased.prompt, now), targets, now, MOST_CANDIDATES - 1)
 
@@ -206,7 +204,7 @@ class Decisions:
         self._close(leased, "done")
         attempt, prompt = leased.attempt, leased.prompt
         is_event = prompt.stream and prompt.path == RESPONSES and not answer.startswith(b"{")
-        usage = believed(read_usage(answer, 2 if is_event else 1), most_written(attempt.backend, prompt))
+        usage = believed(read_usage(answer, 2 if is_event else 1), *most_tokens(attempt.backend, prompt))
         attempt.streams &= attempt.first_at > 0  # else nobody knows how long it decoded
         if answer and not _is_error(answer):  # without one nobody knows how it ended
             self._router.answered(attempt.placement, monotonic())

@@ -23,10 +23,10 @@ from ..errors import ApiError
 from ..http.downstream import Downstream
 from ..http.messages import KEEP_ALIVE, Request
 from ..http.upstream import Head, Upstream, UpstreamError
-from .answers import USAGE, has_end, output_events
+from .answers import USAGE, USAGE_KEY_BYTES, Beginning, UsageSearch, has_end, output_events
 from .blame import UnattributedError
 from .blanking import Blanking
-from .retries import CLOSED, NO_CRASHES, PROTOCOL
+from .retries import AWAY, CLOSED, NO_CRASHES, PROTOCOL
 from .states import ATTEMPT_TRANSITIONS, AttemptEvent, AttemptState, ExchangeEvent, ExchangeState, Leg
 
 if TYPE_CHECKING:
@@ -34,11 +34,13 @@ if TYPE_CHECKING:
     from replicas.engines.transfer import Transfer
 
     from ..prompt import Prompt
+    from ..tenants.limits import Cost
     from ..tenants.metering import Charge
     from ..tenants.tenant import Tenant
     from .answers import Usage
     from .backend import Backend
     from .continuation import Continuation
+    from .responses import Stored
 
 
 log = logging.getLogger("hitherto.proxy")
@@ -48,7 +50,6 @@ log = logging.getLogger("hitherto.proxy")
 TAIL = 4
 # And of each as much as matters, where a client stops reading: a read may be 256 kB.
 TAIL_BYTES = 4096
-USAGE_BYTES, USAGE_KEY_BYTES = 512, 25  # of a tenant's answer: as much of its usage as is kept; of the key before it
 CONNECTING, ANSWERING = AttemptState.CONNECTING, AttemptState.ANSWERING
 PREFILL = Leg.PREFILL
 
@@ -76,10 +77,12 @@ class Attempt:
         # the answer: its status and head, and the status that an error behind a 200 amounts to, 0 without one; whether
         # the prompt was computed all the same
         "status", "response_head", "fault", "computed", "streams",
-        # first bytes of its body that are held back, since nothing of an answer is in them
-        "withheld",
+        # first bytes of its body that are held back, since nothing of an answer is in them; of a stream what they show;
+        # how many of them are known to show nothing, or of a stream to begin with no whole comment; whether they were
+        # passed on for all that, so that its first token was seen some time after it came
+        "withheld", "beginning", "looked_at", "seen_late",
         # the answer as it passes, in so many reads; where it is metered, how many events of a stream brought output,
-        # and what its usage begins with, if it had one so far; how often its client did not keep up
+        # and what finds its usage, if it had one so far; how often its client did not keep up
         "tail", "pieces", "events", "usage", "pauses", "seen_pieces", "seen_at",
         # monotonic seconds, 0.0 for what did not happen; `first_at`: of the answer itself, not of other bytes
         "begun_at", "sent_at", "first_at", "ended_at",
@@ -116,9 +119,11 @@ class Attempt:
         self.state = CONNECTING
         self.upstream: Upstream | None = None
         self.response_head: Head = None  # type: ignore[assignment]  # until the head is there
-        self.sent_ids = self.computed = False
-        self.status = self.fault = self.pieces = self.events = self.seen_pieces = self.pauses = 0
-        self.withheld = self.usage = b""
+        self.sent_ids = self.computed = self.seen_late = False
+        self.status = self.fault = self.looked_at = self.pieces = self.events = self.seen_pieces = self.pauses = 0
+        self.withheld = b""
+        self.beginning: Beginning | None = None
+        self.usage: UsageSearch | None = None
         self.tail: deque[bytes] = deque(maxlen=TAIL)
         self.begun_at = begun_at
         self.seen_at = self.sent_at = self.first_at = self.ended_at = 0.0
@@ -132,7 +137,7 @@ class Attempt:
     def end_as(self, event: AttemptEvent, error: Exception | None = None) -> None:
         """Nothing stays connected: closing is what makes an engine give a request up."""
         self.state = ATTEMPT_TRANSITIONS[self.state, event]
-        self.ended_at, self.error, self.withheld = monotonic(), error, b""
+        self.ended_at, self.error, self.withheld, self.beginning = monotonic(), error, b"", None
         upstream, self.upstream = self.upstream, None
         if upstream is not None:
             upstream.drop()
@@ -195,8 +200,9 @@ class Attempt:
 class MeteredAttempt(Attempt):
     """One whose tokens somebody asks about: a tenant's limits, the usage log, or the figures of answers. Its stream's
     events that bring output are counted, each a token or a few, however many of them a read has: not all clients ask
-    for usage, and one that leaves gets none. Where it is no stream, its usage is kept wherever it stands: vLLM writes a
-    prompt's log probabilities and token ids behind it, if a client asks for them."""
+    for usage, and one that leaves gets none. Of an answer in one piece, and of a response, usage is found wherever it
+    stands: behind it vLLM writes a prompt's log probabilities and token ids, if a client asks for them, and what the
+    client says of its user."""
 
     __slots__ = ()
 
@@ -212,16 +218,16 @@ class MeteredAttempt(Attempt):
 def meter(attempt: Attempt, data: bytes) -> None:
     """Take note of a read of an answer that is metered."""
     if attempt.streams:
-        attempt.tail.append(data)
         attempt.events += output_events(attempt.exchange.label, data, not attempt.events)
-        return
-    found = attempt.tail[-1][-USAGE_KEY_BYTES:] + data if attempt.tail else data
-    attempt.tail.append(data)
-    ends = [match.end() for match in USAGE.finditer(found)]
-    if ends:
-        attempt.usage = found[ends[-1] : ends[-1] + USAGE_BYTES]
-    elif 0 < len(attempt.usage) < USAGE_BYTES:
-        attempt.usage += data[: USAGE_BYTES - len(attempt.usage)]
+    search, tail = attempt.usage, attempt.tail
+    if search is not None:
+        search.feed(data)
+    elif not attempt.streams or attempt.exchange.tells_response:
+        found = b"".join(tail)[-USAGE_KEY_BYTES:] + data
+        if USAGE.search(found) is not None:
+            attempt.usage = search = UsageSearch()
+            search.feed(found)
+    tail.append(data)
 
 
 def output_tokens(attempt: Attempt, usage: Usage | None) -> int:
@@ -236,7 +242,7 @@ def output_tokens(attempt: Attempt, usage: Usage | None) -> int:
 def time_per_token(attempt: Attempt, tokens: int) -> float | None:
     """Return the seconds between two of a stream's tokens. Nobody knows them of a short answer, of one whose client did
     not keep up, nor of one that broke off."""
-    if not attempt.streams or tokens <= LEAST_OUTPUT or attempt.pauses or attempt.is_continued:
+    if not attempt.streams or tokens <= LEAST_OUTPUT or attempt.pauses or attempt.is_continued or attempt.seen_late:
         return None
     return (attempt.ended_at - attempt.first_at) / (tokens - 1)
 
@@ -367,6 +373,10 @@ class Exchange:
         # found out: its prompt, or the model that a request without one names; the stored response it is about, if any,
         # which only one replica has
         "state", "prompt", "model", "response",
+        # the head that its client has, where comments alone have followed: an error can be told in the stream alone
+        "opened",
+        # the stored response that its answer makes or tells; what it has cost, once somebody asked
+        "stored", "cost",
         # its attempts, the last one at the end; the status of an answer that is ours
         "attempts", "status",
         # what it has besides if it is in two legs, and whether it is not to be any more
@@ -396,6 +406,9 @@ class Exchange:
         self.prompt: Prompt | None = None
         self.model: str | None = None
         self.response: str | None = None
+        self.opened: Head | None = None
+        self.stored: Stored | None = None
+        self.cost: Cost | None = None
         self.attempts: list[Attempt] = []
         self.legs: Legs | None = None
         self.stays_whole = False
@@ -419,6 +432,11 @@ class Exchange:
     def attempt(self) -> Attempt | None:
         """The last one."""
         return self.attempts[-1] if self.attempts else None
+
+    @property
+    def tells_response(self) -> bool:
+        """Whether its answer is a response (`/v1/responses`). The last event of such a stream has all of it within."""
+        return self.label == "responses" or self.response is not None
 
     @property
     def beginning(self) -> Attempt:
@@ -459,7 +477,7 @@ class Exchange:
         try:
             step(*given)
         except Exception as error:
-            has_begun = self.is_continued or (self.attempts and self.attempts[-1].pieces)
+            has_begun = self.is_continued or self.opened is not None or (self.attempts and self.attempts[-1].pieces)
             if has_begun and self.client.exchange is self:
                 log.error("an answer that was under way made the gateway fail", exc_info=error)
                 self.client_gone()
@@ -485,7 +503,7 @@ class Exchange:
 
     def cut(self) -> None:
         if self.state is not ExchangeState.ENDED:
-            self.conductor.dispatch(self, ExchangeEvent.GONE, ConnectionAbortedError("the gateway was stopped"))
+            self.conductor.dispatch(self, ExchangeEvent.GONE, ConnectionAbortedError("the gateway is shutting down"))
 
     def pause(self) -> None:
         attempt = self.attempt
@@ -550,11 +568,15 @@ class Exchange:
         else:
             self.conductor.dispatch(self, ExchangeEvent.REFUSED, error)
 
-    def exhausted(self, why: str, **options: Any) -> ApiError:
-        """The answer to it once its last attempt has failed and no other is made."""
+    def exhausted(self, why: str, again: bool = True, **options: Any) -> ApiError:
+        """The answer to it once its last attempt has failed and no other is made. An engine that ends, or takes no
+        request, comes back or is replaced, so 503, as for requests that come a second later and find nobody ready."""
         attempt = self.attempts[-1]
-        last = f"the last: replica {attempt.backend.id}: {attempt.error}"
-        return ApiError(502, f"{why}; {last}", discreet=why, **options)
+        error = attempt.error
+        last = f"the last: replica {attempt.backend.id}: {error}"
+        is_away = isinstance(error, UpstreamError) and (error.unread or error.kind in AWAY)
+        status = 503 if again and is_away else 502
+        return ApiError(status, f"{why}; {last}", discreet=why, again=again, **options)
 
 
 class Parent(NamedTuple):
@@ -584,6 +606,10 @@ def request_head(exchange: Exchange, attempt: Attempt, length: int, parent: Pare
     return head + b"\r\n"
 
 
+# Proxies like nginx collect an answer before they pass it on, unless it says this.
+NO_BUFFERING = b"x-accel-buffering: no\r\n"
+
+
 class Added:
     """The header lines that the gateway adds to a replica's answer. `replica`: which one it was; `cached_tokens`: how
     many tokens of the prompt it was predicted to hold."""
@@ -594,6 +620,8 @@ class Added:
     def lines(self, exchange: Exchange, attempt: Attempt, last: bool) -> bytes:
         """`last`: the connection ends with this answer."""
         lines = b"" if attempt.response_head.get(b"x-request-id") is not None else b"x-request-id: %b\r\n" % exchange.id
+        if attempt.streams and attempt.response_head.get(b"x-accel-buffering") is None:
+            lines += NO_BUFFERING
         if self._replica:
             lines += b"x-hitherto-replica: %b\r\n" % attempt.backend.id.encode()
         if self._cached_tokens and attempt.prompt is not None:

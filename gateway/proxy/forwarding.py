@@ -59,12 +59,28 @@ if TYPE_CHECKING:
 log = logging.getLogger("hitherto.proxy")
 
 
+# A callback for a replica whose tokens of a prompt differ from the gateway's. It gets the replica's id, the prompt, the
+# body (b"" once that is forgotten), and how the tokens differ.
+MadeOtherwise = Callable[[str, "Prompt", bytes, str], None]
+# A callback for a replica that reports as many tokens as the gateway made, of a prompt of a kind that was miscounted.
+MadeAlike = Callable[[str, "Prompt"], None]
+
+
 class TokenIdForwarding:
     """Decides between a prompt's text and its ids."""
 
-    def __init__(self, metrics: Metrics, wanted: bool, backends: Mapping[str, Backend], made_by: Callable[[str], int]):
+    def __init__(
+        self,
+        metrics: Metrics,
+        wanted: bool,
+        backends: Mapping[str, Backend],
+        made_by: Callable[[str], int],
+        made_otherwise: MadeOtherwise,
+        made_alike: MadeAlike,
+    ):
         """`made_by`: the number of the present way of making a replica's ids. What was confirmed of another is void."""
         self.metrics, self.wanted, self._backends, self._made_by = metrics, wanted, backends, made_by
+        self.made_otherwise, self.made_alike = made_otherwise, made_alike
         self._differed: dict[str, tuple[Forwarding, str]] = {}  # by replica: the process that made other ids, and how
         # By the way of making ids, path and kind of body: the replica that made other ids of such, and its process
         self._stopped: dict[tuple[int, str, str], tuple[str, Forwarding]] = {}
@@ -168,6 +184,7 @@ class TokenIdForwarding:
                     prompt,
                     f"{error} ({prompt.kind}): another tokenizer or chat template, or a mistake of the gateway's",
                 )
+                self.made_otherwise(backend.id, prompt, body, str(error))
             return
         finally:
             known.checking = None

@@ -132,8 +132,8 @@ class KnownModels:
         return monotonic() - self._pod_went.get(model, -inf) < EXPECTED_SECONDS
 
     def _is_untold(self, replica: Replica) -> bool:
-        """Whether it is expected to tell its models, and has not yet."""
-        return replica.state in UNTOLD and not self._reported_names(replica)
+        """Whether it is expected to tell its models, and has not yet. What is no engine has none to tell."""
+        return replica.state in UNTOLD and not replica.foreign and not self._reported_names(replica)
 
     def _reported_names(self, replica: Replica) -> Collection[str]:
         """The names that it has reported, now or before it went away."""

@@ -21,11 +21,6 @@ if TYPE_CHECKING:
     from ..ops.metrics import Metrics
 
 
-def may_be_whole(exchange: Exchange) -> bool:
-    """Whether a request in legs can be said whole; else what refuses a leg of it would refuse it in any way."""
-    return exchange.legs is None or exchange.legs.transfer.takes_whole
-
-
 class Begins(Protocol):
     def begin_attempt(self, exchange: Exchange, attempt: Attempt) -> None: ...
 
@@ -48,7 +43,6 @@ class LegEnds:
             writes=attempt.leg is Leg.DECODE,
             still_kept=monotonic() < legs.until,
             beside=beside,
-            may_be_whole=legs.transfer.takes_whole,
         )
 
     def failed(self, exchange: Exchange, attempt: Attempt, kind: str, following: Next) -> None:

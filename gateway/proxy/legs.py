@@ -8,22 +8,21 @@ into the bodies the engine's dialect knows (`Transfer`), what follows a failure 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import replace
 from time import monotonic
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from policies import Candidate, Decision, Demand, Evaluation, Pairing, Router, legs, two_legs
 from replicas import TAKES_TRAFFIC, pairing
-from replicas.engines.transfer import MeetingTransfer, json_object, with_first
+from replicas.engines.transfer import PATHS, MeetingTransfer, with_first
 from replicas.names import bracketed
 from replicas.problems import Problem
-from replicas.roles import BOTH, DECODE, DECODERS, PREFILL, PREFILLERS, REMEDY, SPEAK_ALIKE, lacks, unlike
+from replicas.roles import BOTH, PREFILL, REMEDY, SPEAK_ALIKE, lacks, unlike
 from replicas.served import base_names
 
-from ..errors import ApiError, bad
 from ..http.upstream import Upstream, UpstreamError
-from ..prompt.prompt import NO_PREFILL, as_variant
+from ..prompt.prompt import as_variant
 from .answers import error_status, foreign_head, media_type, read_usage
 from .backend import Backend
 from .blame import DOUBTFUL
@@ -52,7 +51,6 @@ log = logging.getLogger("hitherto.proxy")
 # The first leg's body is written by parsing the client's: 2 ms a MiB on the event loop. What is larger stays whole.
 MOST_BYTES = 2 * 2**20
 MOST_KEPT = 4 * 2**20  # bytes of a first leg's answer: of a million tokens it names 65,536 blocks
-LONGEST_REFUSAL = 2000  # characters of what an engine says to a first leg that the client is told
 # Seconds before the end of a lease from which it is taken to be over: the engine has to begin to read before that.
 MARGIN = 10.0
 # A second leg without a byte is given up after so many times what was predicted, and these seconds on top of that: an
@@ -95,8 +93,6 @@ class Sides:
             for transfer, alike in _by_transfer(backends if self.any else ()).items()
             for group in pairing.groups(*_sides_of(transfer, alike), transfer)
         ]
-        self.computes = any(one.replica.role in PREFILLERS for one in backends)
-        self.writes = any(one.replica.role in DECODERS for one in backends)
 
 
 class Roles:
@@ -160,6 +156,7 @@ class Eligible(Protocol):
 
     def sides(self, model: str | None) -> Sides | None: ...
     def has_room(self, backend: Backend, prompt: Prompt) -> bool: ...
+    def not_full(self, backends: list[Backend], now: float) -> list[Backend]: ...
 
 
 class LegPlan(NamedTuple):
@@ -215,56 +212,22 @@ class LegPlacing:
 
     def ways(self, exchange: Exchange, evaluation: Evaluation, now: float) -> list[legs.Ways]:
         """What a rule chooses the exchange's legs by; nothing where it is to stay whole."""
-        always = self.is_always(exchange.prompt, evaluation)
-        return two_legs.ways(self._router, evaluation, self.pairings_of(exchange, always), now, always)
+        return two_legs.ways(self._router, evaluation, self.pairings_of(exchange), now)
 
-    def pairings_of(self, exchange: Exchange, always: bool = False) -> Sequence[Pairing]:
+    def pairings_of(self, exchange: Exchange) -> Sequence[Pairing]:
         """Who may have its legs; nobody where it is to stay whole."""
-        if exchange.stays_whole or exchange.response is not None:
+        if exchange.stays_whole or exchange.response is not None or len(exchange.request.body) > MOST_BYTES:
             return ()
-        if not always and len(exchange.request.body) > MOST_BYTES:
-            return ()
-        return self._pairings(exchange.prompt, exchange.tried, always)
+        return self._pairings(exchange.prompt, exchange.tried)
 
     def look_into(self, exchange: Exchange) -> None:
         """Have a request stay whole whose body can be that of no first leg, before it is judged by two."""
         prompt, body = exchange.prompt, exchange.request.body
         sides = self._eligible.sides(prompt.model or None) if prompt is not None else None
-        if prompt is None or sides is None or len(body) > MOST_BYTES:
+        if prompt is None or prompt.path not in PATHS or sides is None or len(body) > MOST_BYTES:
             return
-        kinds = [kind.transfer for kind in sides.kinds if prompt.path in kind.transfer.paths]
-        exchange.stays_whole = all(one.first_body(prompt.path, body) is None for one in kinds)
-
-    def is_always(self, prompt: Prompt | None, evaluation: Evaluation) -> bool:
-        """Whether a request has to be in legs: nobody is there that would compute a whole one."""
-        return not self.takes_whole(prompt, evaluation.candidates[evaluation.choice.index].replica)
-
-    def takes_whole(self, prompt: Prompt | None, replica: str) -> bool:
-        """Whether this replica's engine would compute that prompt and answer it by itself."""
-        backend = self._eligible.backends.get(replica)
-        return prompt is None or prompt.path in NO_PREFILL or backend is None or backend.replica.takes_whole
-
-    def refusal(self, prompt: Prompt | None, evaluation: Evaluation, elsewhere: bool) -> ApiError | None:
-        """Why a request that could not be given legs cannot go whole either; None: it can. `elsewhere`: its bytes do
-        not pass here, so it can be given none."""
-        if prompt is None or not self.is_always(prompt, evaluation):
-            return None
-        sides = self._eligible.sides(prompt.model or None)
-        kinds = sides.kinds if sides is not None else []
-        paths = sorted({path for kind in kinds for path in kind.transfer.paths})
-        if kinds and prompt.path not in paths:
-            return bad(f"{prompt.path} is not served here: these engines take requests in two legs alone, posted to {' or '.join(paths)}")  # fmt: skip
-        if elsewhere:
-            why = "the replicas that are left take requests in two legs alone, and /decide names one replica"
-            return ApiError(501, f"{why}: send the request to the gateway itself, or add a replica that takes whole requests",
-                            code="takes_two_legs", again=False)  # fmt: skip
-        has_pairs = any(kind.prefillers and kind.decoders for kind in kinds)
-        if sides is not None and not has_pairs and sides.computes and sides.writes:
-            return ApiError(503, "the replicas that compute prompts exchange no caches with those that write answers (/status "
-                            "says why), and none is left that takes a whole request")  # fmt: skip
-        if not has_pairs:
-            return ApiError(503, f"no replica with role={PREFILL} is ready, and those with role={DECODE} compute no prompts")  # fmt: skip
-        return ApiError(503, "no two replicas are left to take this request in two legs, and none takes it whole")
+        ways = [kind.transfer for kind in sides.kinds]
+        exchange.stays_whole = bool(ways) and all(one.first_body(prompt.path, body) is None for one in ways)
 
     def are_there(self, chosen: legs.LegChoice) -> bool:
         """Whether both replicas still are what they were when they were chosen."""
@@ -313,27 +276,27 @@ class LegPlacing:
     ) -> tuple[legs.LegChoice | None, legs.LegChoice | None]:
         """Return the legs that a request would have, or else those that cost least of what it would not have. Changes
         nothing."""
-        always = self.is_always(prompt, evaluation)
-        ways = two_legs.ways(self._router, evaluation, self._pairings(prompt, (), always), now, always)
+        ways = two_legs.ways(self._router, evaluation, self._pairings(prompt, ()), now)
         chosen, cost = two_legs.choose_among(self._router, ways), legs.price(self._router.policy)
         if chosen is not None or cost is None:
             return chosen, None
         return None, legs.best(legs.cheapest(cost, one) for one in ways)
 
-    def _pairings(self, prompt: Prompt | None, tried: tuple[Backend, ...], always: bool) -> list[Pairing]:
+    def _pairings(self, prompt: Prompt | None, tried: tuple[Backend, ...]) -> list[Pairing]:
         """Who may compute a prompt and who may write its answer, of each way in which caches are passed on."""
-        if prompt is None or prompt.previous_response is not None:
+        if prompt is None or prompt.path not in PATHS:
             return []
-        if not always and (prompt.several or prompt.copies != 1):
+        if prompt.previous_response is not None or prompt.several or prompt.copies != 1:
             return []
-        sides = self._eligible.sides(prompt.model or None)
+        sides, now = self._eligible.sides(prompt.model or None), monotonic()
+
+        def candidates(backends: list[Backend], may: Callable[[Backend, Prompt], bool]) -> list[Candidate]:
+            left = [one for one in backends if one not in tried and may(one, prompt)]
+            return [one.candidate for one in self._eligible.not_full(left, now)]
+
         return [
-            (
-                [one.candidate for one in kind.prefillers if one not in tried and self._may_prefill(one, prompt)],
-                [one.candidate for one in kind.decoders if one not in tried and self._may_decode(one, prompt)],
-            )
+            (candidates(kind.prefillers, self._may_prefill), candidates(kind.decoders, self._may_decode))
             for kind in (sides.kinds if sides is not None else ())
-            if prompt.path in kind.transfer.paths
         ]
 
     def patience(self, exchange: Exchange, second: Attempt) -> float:
@@ -426,10 +389,8 @@ class FirstLegs:
         self._conductor.lost(attempt, error)
 
     def head(self, attempt: Attempt, body: bytes) -> None:
-        error, legs = self._head_error(attempt), attempt.exchange.legs
-        # What is the last word, the client gets: it is in the body.
-        final = legs is not None and not legs.transfer.takes_whole and error is not None and error.kind == LEG_REFUSED
-        if error is not None and not final:
+        error = self._head_error(attempt)
+        if error is not None:
             self._conductor.failed(attempt, error)
         elif body:
             self.on_body(attempt, body)
@@ -479,8 +440,6 @@ class FirstLegs:
 
     def _read(self, exchange: Exchange, attempt: Attempt, held: Legs, answer: bytes) -> bytes | UpstreamError:
         """What the second leg needs of a complete answer, or why there is none."""
-        if attempt.status != 200:
-            return UpstreamError(LEG_REFUSED, _refusal(answer))
         if fault := error_status(answer, False):
             self._conductor.settling.record_error(exchange, attempt, ERROR_ANSWER)
             return UpstreamError(ERROR_ANSWER, f"answered 200 with an error that amounts to {fault}")
@@ -502,14 +461,6 @@ class FirstLegs:
             backend.keeps_nothing.add(path)
             log.warning("replica %s keeps no KV cache for other replicas (%s, %s), so requests to it stay whole: %s",
                         backend.id, held.transfer.name, path, backend.replica.dialect.remedies.transfer)  # fmt: skip
-
-
-def _refusal(answer: bytes) -> str:
-    """What an engine's error says, in its own words."""
-    told = json_object(answer) or {}
-    inner = told.get("error")
-    said = (inner if isinstance(inner, dict) else told).get("message")
-    return said[:LONGEST_REFUSAL] if isinstance(said, str) and said else "it was refused"
 
 
 def _foreign(what: str) -> UpstreamError:

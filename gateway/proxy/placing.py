@@ -51,6 +51,9 @@ class Eligibility:
         self._slow: dict[str | None, Targets] = {}
         self.spills = False  # some are of a slow pool
         self.finer = False  # some find parts of a block, which is told by the prompt's ids
+        self.full_until = 0.0  # some replica is full until then, as far as it has told
+        self._without_full: dict[Targets, Targets] = {}  # of those in `_ready` and `_with_room`, what is left of them
+        self._stays_full_until = 0.0  # until when that holds
 
     def changed(self) -> None:
         """Some replica's state, models or space changed: who may serve what is found anew."""
@@ -60,6 +63,8 @@ class Eligibility:
         self._sides.clear()
         self._slow.clear()
         known = [*self.backends.values()]
+        self.full_until = max((one.full_until for one in known), default=0.0)
+        self._stays_full_until = 0.0
         self.roles.look(known, {one.role for id, one in self._replicas.items() if id not in self.backends})
         if self.pulls is not None:
             self.pulls.changed()
@@ -105,12 +110,47 @@ class Eligibility:
         return found
 
     def remaining(self, prompt: Prompt | None, tried: tuple[Backend, ...], named: str | None = None) -> list[Backend]:
-        """Replicas that a request may go to next: ready ones, and degraded ones once all ready ones have failed it."""
+        """Return the replicas that a request may be retried on.
+
+        Degraded replicas follow when all ready ones have failed the request. Other ranks of an engine that failed it
+        follow when every other engine has, since a failure is mostly one of the whole process.
+        """
         model = (prompt.model if prompt is not None else named) or None
         found = self._taking(model, tried)
+        failed = {one.replica.engine for one in tried}
+        found = [one for one in found if one.replica.engine not in failed] or found
         if prompt is not None and self.models.routes.differ_in_context(model):
             least = self._least_context(model, prompt)
             found = [backend for backend in found if self.models.has_room(backend.id, least)]
+        return found
+
+    def when_full(self, backend: Backend, until: float) -> None:
+        """It has refused a request as one too many: until then it is asked only where all others are full as well."""
+        backend.full_until = max(backend.full_until, until)
+        self.full_until = max(self.full_until, until)
+        self._stays_full_until = 0.0
+
+    def not_full(self, backends: list[Backend], now: float) -> list[Backend]:
+        """Those that have not told that they are full, or all of them if they all have."""
+        if now >= self.full_until:
+            return backends
+        return [one for one in backends if now >= one.full_until] or backends
+
+    def but_full(self, targets: Targets, now: float) -> Targets:
+        """The same of candidates. Found once for as long as the same replicas are full, as `ready_for`: what remembers
+        no arrays takes 1.2 ms more for each request to 256 replicas."""
+        if now >= self._stays_full_until:
+            self._without_full.clear()
+            full = [one.full_until for one in self.backends.values() if one.full_until > now]
+            self._stays_full_until = min(full, default=self.full_until)
+        found = self._without_full.get(targets)
+        if found is None:
+            left = self.not_full([self.backends[one.replica] for one in targets.candidates], now)
+            found = targets
+            if len(left) < len(targets):
+                found = self._router.targets([one.candidate for one in left])
+            if targets in self._ready.values() or targets in self._with_room.values():
+                self._without_full[targets] = found
         return found
 
     def is_unknown(self, model: str) -> bool:
@@ -195,14 +235,8 @@ def _in_best_state(backends: list[Backend]) -> list[Backend]:
 
 
 def _by_role(backends: list[Backend]) -> list[Backend]:
-    """Those that answer whole requests, of which prefillers come last. Where there are none, those stand in for them
-    that write the answers of requests in legs: the legs are chosen from there."""
-    whole = [one for one in backends if one.replica.takes_whole]
-    return (
-        _in_best_state([one for one in whole if one.replica.role != PREFILL])
-        or _in_best_state(whole)
-        or _in_best_state([one for one in backends if one.replica.role != PREFILL])
-    )
+    """Those that answer whole requests; prefillers only where there are no others."""
+    return _in_best_state([one for one in backends if one.replica.role != PREFILL]) or _in_best_state(backends)
 
 
 class Asker(Protocol):
@@ -276,8 +310,9 @@ class Gate(Protocol):
     def keep(self, spaces: Mapping[int, str], models: Set[str]) -> None:
         """There are these spaces now, by number and name, and a metric calls models by these names."""
 
-    def leave(self, asker: Asker) -> None:
-        """No replica can take it: it waits no more, and will be told so."""
+    def await_replica(self, asker: Asker, error: ApiError, now: float) -> bool:
+        """No replica can take it now: return whether it was held until one can, or refused. Else it waits no more, and
+        is to be told the error."""
 
     def forget(self, asker: Asker) -> None:
         """It has ended, or wants no replica any more."""
@@ -338,12 +373,13 @@ class Placing:
         try:
             targets = self.eligible.targets(prompt, asker.tried, asker.model, asker.tenant)
         except ApiError as error:
-            if self.queue is not None:
-                self.queue.leave(asker)
-            asker.unplaced(error)
+            if self.queue is None or not self.queue.await_replica(asker, error, now):
+                asker.unplaced(error)
             return
         if asker.response is not None and (maker := self.responses.maker(asker.response)) is not None:
             targets = targets.only(maker) or targets
+        elif now < self.eligible.full_until:
+            targets = self.eligible.but_full(targets, now)
         demand = self.demand(prompt, now, asker.request.path if isinstance(asker, Exchange) else "")
         peers = self.pulls.peers(asker) if self.pulls.any else ()
         evaluation = self.router.evaluate(demand, targets, now, peers=peers)
@@ -353,14 +389,12 @@ class Placing:
                 return
             evaluation = admitted
         acted = self._seen(self.onlooker, asker, evaluation, now) if self.onlooker is not None else None
-        if self.eligible.roles.any:
-            if isinstance(asker, Exchange) and (plan := self.legs.plan(asker, evaluation, now)) is not None:
+        if self.eligible.roles.any and isinstance(asker, Exchange):
+            plan = self.legs.plan(asker, evaluation, now)
+            if plan is not None:
                 if acted is not None:
                     acted(plan.chosen)
                 self._place_legs(asker, evaluation, plan, begun, now)
-                return
-            if (refusal := self.legs.refusal(prompt, evaluation, not isinstance(asker, Exchange))) is not None:
-                asker.unplaced(refusal)
                 return
         shared = self.shared
         if shared is not None:

@@ -10,9 +10,9 @@ import asyncio
 import itertools
 import logging
 import os
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from math import inf
-from time import perf_counter
+from time import monotonic, perf_counter
 from typing import TYPE_CHECKING, Any
 
 import orjson
@@ -28,11 +28,11 @@ from ..http.messages import Headers, Request
 from ..overload import Overload
 from ..prompt import Prompt
 from ..prompt.api.named import is_form, named_model
-from ..prompt.api.openai import refuse_invocation
+from ..prompt.api.openai import SESSION_HEADERS, refuse_invocation
 from ..prompt.long import LongPrompts
 from ..prompt.offload import LOOP_SECONDS, TakesLong, event_loop
 from ..prompt.pipeline import OFFLOAD_BYTES
-from ..prompt.prompt import NO_PREFILL, PROMPT_PATHS, unread
+from ..prompt.prompt import PROMPT_PATHS, unread
 from ..tenants.ending import unread_tokens
 from ..tenants.handover import read_unprepared, refusal_of_head, refusal_of_object
 from ..tenants.keys import CHALLENGE
@@ -54,7 +54,7 @@ from .responses import PATH as RESPONSES
 from .responses import Responses, referred_to
 from .settling import OnEnd, OnFirst, OnTraffic, Settling
 from .shadow import Shadows
-from .states import ExchangeState
+from .states import AttemptState, ExchangeState
 
 if TYPE_CHECKING:
     from replicas import Replica
@@ -74,7 +74,10 @@ Prepared = tuple[Prompt | ApiError | TakesLong | None, float]
 # Of answers that the wire gives.
 HEADERS_OF = {503: [(b"retry-after", b"1")], 401: CHALLENGE}
 GATEWAY_SIGN = GATEWAY.encode(), __version__.encode()  # by it another one knows that this is no engine
-SAID_EVERY = 60.0  # seconds: why a prompt is routed by load, for each path
+SAID_EVERY = 60.0  # seconds: why a prompt is not known exactly, for each path
+SESSION_WORDS = frozenset(name.encode() for name in SESSION_HEADERS)
+FILES_SECONDS = 10.0  # after its begin that a request waits for files that its limits are counted with
+READ_ONLY = (b"allow", b"GET, HEAD, OPTIONS")
 METHODS = frozenset(("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"))
 
 
@@ -257,12 +260,13 @@ class Preparation:
         begun, request = perf_counter(), exchange.request
         if event_loop.holds and begun > event_loop.until:
             return TAKES_LONG, 0.0
-        session = request.header(b"x-session-id")
         try:
             prompt = self._models.routes.prepare(
                 request.path,
                 request.body,
-                {"x-session-id": session} if session else None,
+                {name.decode(): request.header(name) or "" for name in SESSION_WORDS}
+                if request.has_any(SESSION_WORDS)
+                else None,
                 self._eligible.adapters,
                 refusal_of_object if exchange.tenant is not None else None,
             )
@@ -301,22 +305,46 @@ class Preparation:
         if self._eligible.is_unknown(prompt.model):
             self._ask_anew(self._anew(exchange, prompt))
             return
+        if (
+            (tenant := exchange.tenant) is not None
+            and prompt.mode == "text"
+            and tenant.limits is not None
+            and tenant.limits.of_prompts
+            and (left := exchange.begun + FILES_SECONDS - monotonic()) > 0
+            and (files := self._models.files_under_way(prompt.model))
+        ):
+            self._ask_anew(self._with_files(exchange, prompt, files, left))
+        else:
+            self._as_known(exchange, prompt)
+
+    def _as_known(self, exchange: Exchange, prompt: Prompt) -> None:
+        """Go on with a prompt as far as it is known now."""
+        if exchange.state is ExchangeState.ENDED:
+            return
         if prompt.note:
             self._count(prompt)
-        if exchange.tenant is not None:
-            self._ready(exchange, prompt)
-        else:
-            exchange.prepared(prompt)
+        self._ready(exchange, prompt)
+
+    async def _with_files(
+        self, exchange: Exchange, prompt: Prompt, files: set[asyncio.Task[None]], seconds: float
+    ) -> None:
+        """Wait up to 10 s for the model's tokenizer: until it is loaded, a tenant's prompt tokens can only be
+        estimated, at about half their number. `seconds`: what is left of these."""
+        done, _ = await asyncio.wait(files, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        if not done:
+            exchange.run_isolated(self._as_known, exchange, prompt)
+        elif exchange.state is not ExchangeState.ENDED:
+            self._beside(exchange)
 
     def _count(self, prompt: Prompt) -> None:
         """A prompt that is not known to its end."""
         if prompt.media:
             self._metrics.media_prompts.inc(prompt.media)
-        if prompt.mode == "load" and prompt.path not in NO_PREFILL and self._eligible.ready_for(prompt.model or None):
+        if prompt.declined and self._eligible.ready_for(prompt.model or None):
             self._metrics.prompt_failures.inc(prompt.path)
             if perf_counter() >= self._silent_until.get(prompt.path, 0.0):
                 self._silent_until[prompt.path] = perf_counter() + SAID_EVERY
-                log.warning("a prompt is routed by load at %s: %s", prompt.path, prompt.note)
+                log.warning("a prompt is not known exactly at %s: %s", prompt.path, prompt.note)
 
     async def _anew(self, exchange: Exchange, prompt: Prompt) -> None:
         """Perhaps its model was loaded just now; if so, as an adapter, whose blocks are its own."""
@@ -370,7 +398,7 @@ class Proxy:
             responses,
             metrics,
             self.pulse,
-            Shadows(shadows, metrics, router.policy.name) if shadows else None,
+            Shadows(shadows, metrics, getattr(router.policy, "source", router.policy.name)) if shadows else None,
         )
         self.keys, self.metering = keys, metering
         self.figures = figures = Figures(metrics) if slo_figures or overload is not None else None
@@ -393,10 +421,20 @@ class Proxy:
             # After the figures, which ask it for the request's class.
             on_end, on_first = (on_end[0], queue.ended, *on_end[1:]), (*on_first, queue.first_token)
         self.preparation = Preparation(self.eligible, self.placing, Newcomers(ask_models), metrics, metering)
-        self.forwarding = TokenIdForwarding(metrics, tokenize_once, self.backends, models.made_by)
+        self.forwarding = TokenIdForwarding(
+            metrics, tokenize_once, self.backends, models.made_by, models.made_otherwise, models.made_alike
+        )
         ended = on_end if traces is None else (traces.end, *on_end)
         self.settling = Settling(
-            self.backends, router, metrics, self.forwarding, on_traffic, ended, on_first, self.pulse
+            self.backends,
+            router,
+            metrics,
+            self.forwarding,
+            on_traffic,
+            ended,
+            on_first,
+            self.pulse,
+            self.eligible.when_full,
         )
         self.conductor = Conductor(
             self.placing, Judge(self.eligible, self.settling, retries), self.settling, self.forwarding, responses, metrics,
@@ -430,6 +468,10 @@ class Proxy:
         """Answer whatever has no byte of an answer yet with 503; returns how many that were."""
         return self.conductor.refuse_unanswered(_shutting_down)
 
+    def end_streams(self) -> int:
+        """As `Conductor.end_streams`."""
+        return self.conductor.end_streams()
+
     # --- replicas come and go
 
     def add(self, backend: Backend) -> None:
@@ -460,6 +502,14 @@ class Proxy:
         """For how many seconds in which the gateway ran the oldest prompt there has had no answer."""
         return self.pulse.ran(self.oldest_unanswered().get(replica, now), now)
 
+    def requests_at(self, replicas: Collection[str]) -> list[str]:
+        """The ids of the requests that are with one of these replicas, known or removed."""
+        return [
+            exchange.id.decode("latin-1")
+            for exchange in self.exchanges
+            if any(one.backend.id in replicas and one.state is not AttemptState.ENDED for one in exchange.attempts)
+        ]
+
     def oldest_unanswered(self) -> dict[str, float]:
         """When the oldest prompt that has no answer was sent, by replica; in one pass over all requests."""
         oldest: dict[str, float] = {}
@@ -483,9 +533,7 @@ class Proxy:
         ):
             answer(client, request, tenant)
             return
-        given = request.header(b"x-request-id")
-        id = given.encode("latin-1") if given else next(self._ids).encode()
-        exchange = client.exchange = Exchange(self.conductor, client, request, id, label or "other")
+        exchange = client.exchange = self._exchange(client, request, label or "other")
         if self._metered:
             exchange.meter()
         if path.startswith(RESPONSES):
@@ -497,7 +545,7 @@ class Proxy:
         if self.conductor.priorities is not None and (unwritable := encoding_refusal(request)) is not None:
             exchange.refused(unwritable)
             return
-        if has_prompt and (coding := request.header(b"content-encoding")) is not None and coding != "identity":
+        if has_prompt and request.header(b"content-encoding") is not None and (coding := _coding(request)):
             exchange.refused(compressed(coding))
             return
         if has_prompt and not self.conductor.draining:
@@ -506,6 +554,11 @@ class Proxy:
             exchange.refused(error)
         else:
             self.preparation.begin_other(exchange)
+
+    def _exchange(self, client: Downstream, request: Request, label: str) -> Exchange:
+        given = request.header(b"x-request-id")
+        id = given.encode("latin-1") if given else next(self._ids).encode()
+        return Exchange(self.conductor, client, request, id, label)
 
     def _authenticated(self, keys: Keys, client: Downstream, request: Request) -> Tenant | ApiError | None:
         """As `Keys.authenticate`; what the wire keeps for its client follows from it."""
@@ -532,6 +585,12 @@ class Proxy:
         self, request: Request, tenant: Tenant | None
     ) -> Callable[[Downstream, Request, Tenant | None], None] | None:
         """What answers the request here; None if nothing does."""
+        if (
+            request.path.endswith("/")
+            and request.path not in self.allowed_paths
+            and self._is_known(request.path.rstrip("/"))
+        ):
+            return self._without_slash
         if request.method not in ("GET", "HEAD"):
             return None
         name = model_in(request.path)
@@ -540,12 +599,17 @@ class Proxy:
         answer = self._local.get(request.path)
         return answer if self.eligible.names or answer != self._list_models else None
 
+    def _is_known(self, path: str) -> bool:
+        return path in self.allowed_paths or model_in(path) is not None
+
     def refusal(self, path: str, method: str, tenant: Tenant | None = None) -> ApiError | None:
         """Why nothing is sent on."""
         if self.draining:
             return _shutting_down()
+        if method == "OPTIONS" and (path in self._local or model_in(path) is not None):
+            return None  # for an engine to say, as of its other paths
         if path in self._local and method not in ("GET", "HEAD"):
-            return ApiError(405, f"{method} is not supported for {path}", headers=[(b"allow", b"GET, HEAD")])
+            return ApiError(405, f"{method} is not supported for {path}", headers=[READ_ONLY])
         if path in PROMPT_PATHS:
             if method not in ("POST", "OPTIONS"):
                 return ApiError(405, f"{method} is not supported for {path}", headers=[(b"allow", b"POST, OPTIONS")])
@@ -583,6 +647,16 @@ class Proxy:
 
     # --- answers of the gateway's own
 
+    def _without_slash(self, client: Downstream, request: Request, tenant: Tenant | None) -> None:
+        """As vLLM answers it; clients repeat the whole request there."""
+        path, mark, query = request.target.partition(b"?")
+        exchange = self._exchange(client, request, "other")
+        self.conductor.begin(exchange)
+        self.exchanges.discard(exchange)
+        exchange.tenant, exchange.status = tenant, 307
+        self.settling.ended(exchange, "complete")
+        client.reply(307, b"", [(b"location", path.rstrip(b"/") + mark + query)])
+
     def _list_models(self, client: Downstream, request: Request, tenant: Tenant | None) -> None:
         """Only where some name is known: an empty list would be taken for an answer. Until a replica is ready it is
         503, as for prompts; one that tells the gateway no names (it wants an API key) is asked with what the client
@@ -610,7 +684,7 @@ class Proxy:
     def _no_model(self, name: str, method: str, tenant: Tenant | None) -> ApiError:
         """Why a model is not told of."""
         if method not in ("GET", "HEAD"):
-            return ApiError(405, f"{method} is not supported for {MODELS}/NAME", headers=[(b"allow", b"GET, HEAD")])
+            return ApiError(405, f"{method} is not supported for {MODELS}/NAME", headers=[READ_ONLY])
         if self.eligible.names or not self.eligible.ready_for(None):
             return self.eligible.known.no_replica_error(name, tenant)
         return ApiError(
@@ -627,6 +701,13 @@ class Proxy:
             client.reply(200, b"", [GATEWAY_SIGN])
         else:
             client.reply(503, error_body("", 503, "no replica is ready"), [*JSON, GATEWAY_SIGN])
+
+
+def _coding(request: Request) -> str:
+    """The content coding of its body, "" for none."""
+    values = [value for name, value in request.headers if name == b"content-encoding"]
+    codings = [one.strip().lower() for one in b",".join(values).decode("latin-1").split(",")]
+    return next((one for one in codings if one not in ("", "identity")), "")
 
 
 def _shutting_down() -> ApiError:

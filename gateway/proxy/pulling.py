@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from policies import Candidate, Placement, Router
 from replicas import TAKES_TRAFFIC
+from replicas.engines.transfer import PATHS
 
 from .backend import Backend
 from .exchange import Attempt, Exchange
@@ -56,7 +57,7 @@ class Pulls:
         how = backend.replica.dialect.peer_pull
         if backend.replica.cached_tokens is False:  # whether a pull came it would not tell
             return False
-        return how is not None and prompt.path in how.paths and backend.replica.takes_rank(prompt.path)
+        return how is not None and prompt.path in PATHS and backend.replica.takes_rank(prompt.path)
 
     def body(self, exchange: Exchange, placement: Placement) -> bytes | None:
         """What its replica is sent. None: the client's own body, and nothing is pulled."""

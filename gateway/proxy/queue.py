@@ -84,23 +84,52 @@ class Queue:
                 return evaluation
             if self._placing.eligible.roles.any and isinstance(asker, Exchange):
                 self._placing.legs.look_into(asker)
+        elif not known[1].waits:
+            return evaluation  # it was admitted, and has to be placed again
+        if known is None:
+            assert prompt is not None
             try:
                 known = self._tickets[asker] = self._ticket(asker, prompt, evaluation.candidates[0].space, now)
             except ApiError as error:
                 asker.unplaced(error)
                 return None
-        elif not known[1].waits:
-            return evaluation  # it was admitted, and has to be placed again
         return self._judge(asker, *known, evaluation, now)
+
+    def await_replica(self, asker: Asker, error: ApiError, now: float) -> bool:
+        """Hold or refuse a request while no replica can take it, which `error` explains.
+
+        Returns False where the queue does neither; the caller then answers with `error`.
+        """
+        known, may_come = self._tickets.get(asker), error.status == 503 and error.code is None
+        if known is None:
+            prompt = _computed(asker)
+            if prompt is None or asker.tried or not may_come:
+                return False
+            try:
+                known = self._tickets[asker] = self._ticket(
+                    asker, prompt, self._placing.eligible.models.spaces[0].number, now
+                )
+            except ApiError as wrong:
+                asker.unplaced(wrong)
+                return True
+        elif not known[1].waits or not may_come:
+            self.leave(asker)
+            return False
+        fleet, ticket = known
+        waited, tokens = ticket.waits, asker.prompt.tokens if asker.prompt is not None else 0
+        if not fleet.await_replica(ticket, tokens, error.discreet, now):
+            self._metrics.admission.inc(REFUSED, ticket.qos.name, NO_REPLICA)
+            return False
+        if not waited:
+            self._metrics.admission.inc(QUEUED, ticket.qos.name, NO_REPLICA)
+            self._newcomer_waits()
+        asker.held()
+        return True
 
     def _judge(
         self, asker: Asker, fleet: Admission, ticket: Ticket, evaluation: Evaluation, now: float
     ) -> Evaluation | None:
         waited, prompt, placing = ticket.waits, _computed(asker), self._placing
-        pairings, always = self._in_legs(asker, evaluation)
-        if always and not any(first and second for first, second in pairings):
-            self.leave(asker)  # nobody can take it, which is no matter of room: `LegPlacing.refusal` says why
-            return evaluation
         verdict, evaluation = admit(
             placing.router,
             fleet,
@@ -110,8 +139,7 @@ class Queue:
             lambda: placing.eligible.slow_pool(prompt),
             # Of one that passes elsewhere nobody here writes the body.
             isinstance(asker, Exchange) and prompt is not None and prompt.path in LIMITS,
-            pairings,
-            always,
+            self._pairings(asker),
         )
         if not (waited and verdict.decision == QUEUED):
             self._metrics.admission.inc(verdict.decision, ticket.qos.name, verdict.reason)
@@ -131,13 +159,12 @@ class Queue:
             self._turn_away(asker, ticket, verdict)
         return None
 
-    def _in_legs(self, asker: Asker, evaluation: Evaluation) -> tuple[Sequence[Pairing], bool]:
-        """Who may have its legs, and whether it cannot go whole."""
+    def _pairings(self, asker: Asker) -> Sequence[Pairing]:
+        """Who may have its legs."""
         placing = self._placing
-        if not placing.eligible.roles.any:
-            return (), False
-        always = placing.legs.is_always(asker.prompt, evaluation)
-        return placing.legs.pairings_of(asker, always) if isinstance(asker, Exchange) else (), always
+        if not placing.eligible.roles.any or not isinstance(asker, Exchange):
+            return ()
+        return placing.legs.pairings_of(asker)
 
     def _cap(self, asker: Asker, tokens: int) -> None:
         """Its answer is to have no more tokens than these, wherever it is sent."""

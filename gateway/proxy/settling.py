@@ -8,30 +8,33 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+from math import isfinite
 from time import monotonic
 from typing import TYPE_CHECKING
 
 from policies import Placement, Router, hittable, two_legs
 from policies.outputs import LEAST_OUTPUT
 from replicas import State
-from replicas.engines.dialect import ANY_PATH
+from replicas.engines.dialect import ANY_PATH, ERROR
 from replicas.pulse import Pulse
 
 from ..prompt.api.openai import MOST_SEQUENCES, UNKNOWN_CONTEXT
-from ..prompt.prompt import GUESSED, NO_PREFILL
+from ..prompt.prompt import GUESSED, NO_PREFILL, RESPONSES
 from . import pulling
 from .answers import (
     NEVER_TELL_CACHED,
     NOTHING,
     Usage,
     believed,
-    counts_of,
     error_status,
+    has_begun,
     read_usage,
     says_anything,
     speaks_api,
 )
-from .blame import DOUBTFUL, REFUSALS, REFUSED_ALIKE, SAME, UnattributedError, agree
+from .blame import DOUBTFUL, OVERLOADED, REFUSALS, REFUSED_ALIKE, SAME, UnattributedError, agree
 from .drift import TOLERATED
 from .exchange import TAIL, TAIL_BYTES, Attempt, Batcher, Exchange, Legs
 from .forwarding import TokenIdForwarding
@@ -39,10 +42,10 @@ from .retries import (
     ABORTED,
     ERROR_ANSWER,
     FOREIGN_ANSWER,
-    FULL,
     KINDS,
     LEG_REFUSED,
     NOT_KEPT,
+    OWN,
     RETRYABLE,
     UNCONFIRMED,
     of_status,
@@ -51,6 +54,7 @@ from .states import BROKEN_OFF, AttemptEvent, AttemptState, Leg
 
 if TYPE_CHECKING:
     from ..errors import ApiError
+    from ..http.upstream import Head
     from ..ops.metrics import Metrics
     from ..prompt import Prompt
     from .backend import Backend
@@ -65,6 +69,7 @@ REQUEST = "request"  # an error that is known to be the request's fault is count
 STREAMING_APIS = frozenset(("chat", "completions", "responses", "messages"))
 STATUS_CLASS = ("0xx", "1xx", "2xx", "3xx", "4xx", "5xx", "6xx", "7xx", "8xx", "9xx")
 
+PACE_WEIGHT = 0.2  # of the last answer in one piece, in how long a token of such takes
 # Of an answer in one piece a transfer is learned that was to take this share at least of the seconds in which the
 # answer was to be written: what is less drowns in the error of these.
 LEAST_MOVED = 0.5
@@ -74,19 +79,26 @@ TRAILS_SECONDS = 10.0
 # A replica whose counters stand still while a request waits so long is ready no more (`replicas.progress.STALLED`, the
 # time between two looks, and as long again for a probe)
 COMPUTES_SECONDS = 30.0
+# A replica that refuses requests as too many is asked last for so long, unless its Retry-After says another time, and
+# for no longer than that whatever it says: it may refuse one client's API key.
+FULL_SECONDS, MOST_FULL_SECONDS = 1.0, 60.0
+
+# A token is a byte at least, and an engine may add this to a prompt. At /v1/responses engines call tools of their own
+# and go on, so that so many prompts and answers are one response's.
+LONGEST_CHARACTER, MOST_ADDED, MOST_TURNS = 4, 4096, 16
 
 OnTraffic = Callable[[str, str | None, int], None]
 OnFirst = Callable[[Attempt, bool], None]  # whether the event loop was held up meanwhile
 OnEnd = Callable[[Exchange, str, Usage | None], None]
 
 
-def _of_copies(prompt: Prompt, predicted: int, cached: int | None, size: int) -> int:
+def _of_copies(prompt: Prompt, predicted: int, cached: int | None, size: int, drops: bool) -> int:
     """What is predicted of the one sequence that usage speaks of, where several have the same prompt. The first finds
     what the replica held, the others what the first has left, all but the last token's block. In a stream it is the
     first that is told of; else the one that ended last, whichever that is: the prediction is the one that it agrees
-    with."""
+    with. `drops`: the replica drops the last block that it finds."""
     each = prompt.tokens * prompt.n // prompt.copies
-    left = min(hittable(each, size), len(prompt.hashes)) * size if prompt.reads_cache else 0
+    left = max(0, min(hittable(each, size), len(prompt.hashes)) - drops) * size if prompt.reads_cache else 0
     return left if cached == left and not prompt.stream else predicted
 
 
@@ -103,13 +115,15 @@ class Settling:
         on_end: Sequence[OnEnd] = (),
         on_first: Sequence[OnFirst] = (),
         pulse: Pulse | None = None,
+        when_full: Callable[[Backend, float], None] = lambda backend, until: None,
     ):
         """`on_traffic(replica, kind, count)`: what health learns from traffic; the kind of a failure, or None: so many
-        answers. `on_first`: of the first tokens of streams."""
+        answers. `on_first`: of the first tokens of streams. `when_full(backend, until)`: of a replica that refuses
+        requests because it has too many."""
         self._backends, self._router, self.metrics, self._forwarding = backends, router, metrics, forwarding
         self._on_traffic, self._on_end, self._on_first = on_traffic, on_end, on_first
         self.complete: Batcher[Exchange] = Batcher(self._settle_all)
-        self.pulse = pulse or Pulse()
+        self.pulse, self._when_full = pulse or Pulse(), when_full
 
     def on_end(self, told: OnEnd) -> None:
         """Tell this one as well how each request ended, before the others."""
@@ -141,13 +155,19 @@ class Settling:
             self.metrics.upstream_errors.inc(backend.id, kind)
             self.tell(backend, kind)
 
+    def ran_short(self, backend: Backend) -> None:
+        """The gateway itself could not open a connection to this replica, so the replica is not blamed."""
+        self._on_traffic(backend.id, OWN, 1)
+
     def record_error(self, exchange: Exchange, attempt: Attempt, kind: str) -> None:
         """The replica answered with an error: `blame` has the rules for whose fault that is."""
         backend = attempt.backend
         exchange.unattributed_errors += (
             UnattributedError(backend.id, backend.replica.engine, kind, backend.record.is_witness),
         )
-        if kind != FULL and not backend.gone:
+        if kind in OVERLOADED:
+            self._when_full(backend, monotonic() + seconds_full(attempt.response_head))
+        elif not backend.gone:
             backend.record.failures += 1
             if kind not in REFUSED_ALIKE:  # a client's key may be wrong: no reason to look whether the engine computes
                 self.tell(backend, UNCONFIRMED)
@@ -211,9 +231,9 @@ class Settling:
         if backend.gone:
             return
         self.metrics.replica_requests.inc(backend.id, "2xx")
-        self._compare(placement, backend, prompt, usage, tells_blocks)
+        self._compare(placement, backend, prompt, usage, tells_blocks, exchange.request.body)
         if backend.intake is not None and tells_blocks and not prompt.media:  # how many blocks media have is not known
-            backend.intake.request_finished(len(prompt.hashes) - placement.overlap_blocks)
+            backend.intake.request_finished(self._computed_blocks(backend, placement, prompt))
 
     def _transferred(self, second: Attempt, learns: bool) -> None:
         """The second leg has its first token: what its decoder does not take itself, the transfer took."""
@@ -280,11 +300,7 @@ class Settling:
     def answered(self, exchange: Exchange, attempt: Attempt) -> None:
         """A replica has begun to answer."""
         backend = attempt.backend
-        if (
-            attempt.status >= 500
-            or attempt.fault >= 500
-            or (attempt.status in DOUBTFUL and exchange.unattributed_errors)
-        ):
+        if (status := attempt.fault or attempt.status) >= 500 or (status in DOUBTFUL and exchange.unattributed_errors):
             if attempt.status >= 500 and attempt.status not in RETRYABLE:
                 self.record_error(exchange, attempt, OTHER_ERROR)
             self.close_unattributed(exchange)
@@ -299,7 +315,8 @@ class Settling:
         backend, at = attempt.backend, attempt.first_at
         ours = attempt.streams and not self.pulse.saw(attempt.sent_at, at)
         answers = attempt.status == 200 and not attempt.fault
-        learns = answers and attempt.streams and attempt.prompt is not None and not ours and backend.may_learn(at)
+        tells = answers and attempt.streams and attempt.prompt is not None and not (ours or attempt.seen_late)
+        learns = tells and backend.may_learn(at)
         self._router.first_token(
             attempt.placement, at if answers and attempt.streams else None, at - attempt.sent_at if learns else None
         )
@@ -315,9 +332,17 @@ class Settling:
                 for told in self._on_first:
                     told(attempt, ours)
 
+    def look_for_first(self, exchange: Exchange, attempt: Attempt, now: float) -> None:
+        """Whether the answer has begun by now, of a stream that was passed on with nothing of it in its first bytes."""
+        if attempt.status == 200 and has_begun(exchange.label, b"".join([one[-TAIL_BYTES:] for one in attempt.tail])):
+            attempt.first_at, attempt.seen_late = now, True
+            self.first_token(attempt, exchange.begun)
+
     def came(self, attempt: Attempt) -> None:
         """More of an answer has come since the sweep last saw it. A read of a stream has a token, or more where they
         come together."""
+        if not attempt.first_at and attempt.streams:
+            self.look_for_first(attempt.exchange, attempt, monotonic())
         if attempt.streams:
             self._router.came(attempt.placement, attempt.pieces - attempt.seen_pieces)
 
@@ -354,12 +379,12 @@ class Settling:
     def _settle(self, exchange: Exchange, attempt: Attempt, tail: bytes) -> Usage:
         """A complete answer, which its client has: compare what was predicted with what was delivered."""
         prompt, backend = attempt.prompt, attempt.backend
-        # The last event of a response has the response in it.
-        is_response = exchange.label == "responses"
-        usage = read_usage(tail, 2 if attempt.streams and is_response else 1)
-        if usage is NOTHING and attempt.usage and not is_response:  # a response repeats what its client wrote
-            usage = counts_of(attempt.usage)
-        usage = believed(usage, most_written(backend, prompt))
+        depth = 2 if attempt.streams and exchange.tells_response else 1
+        usage = read_usage(tail, depth)
+        if usage is NOTHING and attempt.usage is not None:
+            usage = attempt.usage.usage(depth)
+        whole = exchange.continuation.prompt if attempt.is_continued and exchange.continuation is not None else prompt
+        usage = believed(usage, *most_tokens(backend, whole, 1 if exchange.response is not None else MOST_SEQUENCES))
         # Of an answer to a prompt that came in one piece the judge has seen the end.
         seen = attempt.pieces == 1 and attempt.first_at and prompt is not None
         ended = COMPLETE
@@ -377,6 +402,8 @@ class Settling:
             else:
                 ended = LEG_REFUSED
         elif prompt is not None and attempt.status == 200 and not backend.gone:
+            if not attempt.first_at and attempt.streams:
+                self.look_for_first(exchange, attempt, attempt.ended_at)
             self.finish(attempt, prompt, usage)
             if not attempt.is_continued:
                 self._forwarding.settled(attempt, prompt, exchange.request, usage)
@@ -418,7 +445,7 @@ class Settling:
         tokens = completion or attempt.pieces
         learns = (
             attempt.streams
-            and not attempt.is_continued  # its usage is of the whole
+            and not (attempt.is_continued or attempt.seen_late)  # usage of the one is of the whole
             and tokens > LEAST_OUTPUT
             and self.pulse.saw(attempt.first_at, now)
             and backend.may_learn(now)
@@ -431,26 +458,42 @@ class Settling:
         tells_length = not (prompt.several or attempt.is_continued or prompt.capped)
         output = told if told and tells_length else None
         self._router.finish(placement, reported, (now - attempt.first_at) / (tokens - 1) if learns else None, output)
+        if completion and completion > LEAST_OUTPUT and attempt.sent_at and not attempt.streams and attempt.leg is None:
+            pace = (now - attempt.sent_at) * prompt.sequences / completion
+            backend.pace += (pace - backend.pace) * (PACE_WEIGHT if backend.pace else 1.0)
         if attempt.leg is Leg.DECODE and not attempt.streams and completion and (legs := attempt.exchange.legs):
             on_time = self.pulse.saw(attempt.sent_at, now) and backend.may_learn(now)
             self._transferred_whole(attempt, legs, completion, on_time)
+        timed = not attempt.streams or (attempt.first_at > 0 and not attempt.seen_late)
+        if tokens > 1 and timed and not (prompt.several or attempt.is_continued):
+            # Of an answer in one piece nothing shows when its first token was written.
+            begun = attempt.first_at if attempt.streams else attempt.sent_at + placement.ttft
+            if now > begun:
+                self.metrics.replica_decode_seconds.inc(backend.id, by=now - begun)
+                self.metrics.replica_decode_tokens.inc(backend.id, by=tokens - 1)
         if whole:
-            self._compare(placement, backend, prompt, usage, tells_blocks)
+            body = b"" if attempt.exchange is None else attempt.exchange.request.body  # none where it passes elsewhere
+            self._compare(placement, backend, prompt, usage, tells_blocks, body)
         else:
             backend.drift.aside()
         if backend.intake is not None and tells_blocks and not prompt.media:  # how many blocks media have is not known
-            backend.intake.request_finished(len(prompt.hashes) - placement.overlap_blocks)
+            backend.intake.request_finished(self._computed_blocks(backend, placement, prompt))
 
-    def _counted_otherwise(self, backend: Backend, prompt: Prompt, counted: int) -> None:
-        """The replica computed other tokens than it was chosen by. Counted each time, said the first time."""
+    def _counted_otherwise(self, backend: Backend, prompt: Prompt, counted: int, made: int, body: bytes) -> None:
+        """Record that the replica computed other tokens than the gateway made. Of exact prompts this is counted each
+        time and logged the first time; a second body of the kind makes the kind inexact."""
+        why = f"it counted {counted} tokens of a prompt of {made} at {prompt.path}"
+        self._forwarding.made_otherwise(backend.id, prompt, body, why)
+        if prompt.mode == "text":
+            return
         if (backend.id,) not in self.metrics.prompt_mismatches.values:
             log.error("replica %s counted %d prompt tokens where the gateway made %d (%s): its tokenizer or chat template is another, or a flag "
                       "changes its prompts; give the gateway the same --model and --chat-template. `hitherto doctor` compares them",
-                      backend.id, counted, prompt.tokens, prompt.path)  # fmt: skip
+                      backend.id, counted, made, prompt.path)  # fmt: skip
         self.metrics.prompt_mismatches.inc(backend.id)
 
     def _compare(
-        self, placement: Placement, backend: Backend, prompt: Prompt, usage: Usage, tells_blocks: bool
+        self, placement: Placement, backend: Backend, prompt: Prompt, usage: Usage, tells_blocks: bool, body: bytes
     ) -> None:
         counted, _, cached = usage
         metrics, name, held, size = self.metrics, backend.id, placement.predicted, placement.demand.block_size
@@ -459,10 +502,15 @@ class Settling:
             # The connector counts a prompt that fills its last block as found to its end, though the last token is
             # computed all the same; whether the other replica has that block was not asked.
             cached = min(cached, hittable(prompt.tokens, size) * size)
-        predicted = held if prompt.copies < 2 else _of_copies(prompt, held, cached, size)
+        drops = backend.slot >= 0 and self._router.map.drops(backend.slot)
+        predicted = held if prompt.copies < 2 else _of_copies(prompt, held, cached, size, drops)
         metrics.predicted_cached_tokens.inc(name, by=predicted)
-        if prompt.mode in ("exact", "media") and not prompt.several and counted not in (None, prompt.tokens):
-            self._counted_otherwise(backend, prompt, counted)
+        made = prompt.tokens if prompt.mode in ("exact", "media") else prompt.made
+        if counted is not None and made is not None and not prompt.several:
+            if counted != made:
+                self._counted_otherwise(backend, prompt, counted, made, body)
+            elif prompt.doubted:
+                self._forwarding.made_alike(name, prompt)
         saved = predicted
         # What was guessed says nothing of a map that an engine's events keep.
         guessed = prompt.mode != "exact" and backend.intake is not None
@@ -500,17 +548,51 @@ class Settling:
                 and not prompt.several
                 and not guessed
                 and backend.drift.reported(
-                    held, _but_for_tail(backend, held, saved, size), prompt.tokens, placement.fetched
+                    held, _but_for_tail(backend, held, saved, size), prompt.tokens, placement.fetched, size
                 )
             ):
                 self.heal(backend, f"predicted and reported cached tokens differ by more than {TOLERATED:.0%}")
+            self._follow_offset(backend, size)
         metrics.prefill_saved_tokens.inc(name, by=saved)
+
+    def _computed_blocks(self, backend: Backend, placement: Placement, prompt: Prompt) -> int:
+        """Blocks that were new to the replica."""
+        again = backend.slot >= 0 and self._router.map.drops(backend.slot)
+        return len(prompt.hashes) - placement.overlap_blocks - again
 
     def _looks_further(self, backend: Backend) -> bool:
         """Whether the replica asks slower tiers for what it has not itself, and nobody tells what they hold: what it
         finds beyond the prediction says nothing of the map then."""
         scrape = backend.replica.scrape
         return scrape is not None and bool(scrape.external_queries) and not self._router.map.holds_below(backend.slot)
+
+    def compare_counts(self, backend: Backend, queries: float | None, hits: float | None, idle: bool) -> None:
+        """What the engine has counted of its cache, scraped; `idle`: nothing is in flight there."""
+        size = backend.event_format[0] if backend.event_format else 0
+        if backend.drift.counted(queries, hits, idle, size):
+            self.heal(backend, "the engine's own count of cached tokens differs from what was predicted")
+        self._follow_offset(backend, size)
+
+    def _follow_offset(self, backend: Backend, size: int) -> None:
+        """Predict a block less, or one more, where all answers of late had that."""
+        offset, prefixes = backend.drift.offset, self._router.map
+        if not offset or abs(offset) != size or backend.gone or prefixes.drops(backend.slot) == (offset > 0):
+            return
+        self._drop_last(backend, offset > 0)
+        backend.drift.reset()
+        log.info("replica %s: its answers show that it %s the last block of what it finds, so %s is predicted from here on",
+                 backend.id, *(("computes", "a block less") if offset > 0 else ("keeps", "a block more")))  # fmt: skip
+
+    def follow_drop(self, backend: Backend) -> None:
+        """Predict by what the engine tells of the last block that it finds; answers may show otherwise."""
+        replica = backend.replica
+        drops = replica.drops_block and not replica.looks_ahead
+        if drops != backend.said_to_drop:
+            backend.said_to_drop = drops
+            self._drop_last(backend, drops)
+
+    def _drop_last(self, backend: Backend, drops: bool) -> None:
+        self._router.map.drop(backend.slot, drops, backend.replica.looks_to_end)
 
     def heal(self, backend: Backend, why: str) -> None:
         """Forget what is believed about a replica and learn it again from its events, or from scratch."""
@@ -535,6 +617,7 @@ class Settling:
             metrics.replica_requests.inc(attempt.backend.id, status)
             if status == "2xx":
                 attempt.backend.record.failures = 0
+                metrics.replica_answer_seconds.inc(attempt.backend.id, by=monotonic() - attempt.sent_at)
         if outcome == "aborted":
             metrics.client_aborts.inc(exchange.label)
         # What a client got wrong says nothing of how well prompts are known.
@@ -557,6 +640,19 @@ class Settling:
         exchange.attempts.clear()  # they refer back to it
 
 
+def seconds_full(head: Head) -> float:
+    """Return for how long a replica that refuses requests as too many wants none, at most MOST_FULL_SECONDS."""
+    told = (head.get(b"retry-after") or b"").decode("latin-1").strip()
+    try:
+        seconds = float(told)
+    except ValueError:
+        try:
+            seconds = (parsedate_to_datetime(told).astimezone(UTC) - datetime.now(UTC)).total_seconds()
+        except (ValueError, OverflowError):
+            seconds = FULL_SECONDS
+    return min(max(seconds, 0.0), MOST_FULL_SECONDS) if isfinite(seconds) else FULL_SECONDS
+
+
 def _began_as_error(attempt: Attempt) -> bool:
     """Whether a stream that ended with an error was nothing else. Where the prompt is read the judge has seen that."""
     return attempt.prompt is None and attempt.pieces <= TAIL and error_status(attempt.tail[0], True) > 0
@@ -571,7 +667,7 @@ def _but_for_tail(backend: Backend, held: int, saved: int, size: int) -> int:
 def cut_short(attempt: Attempt, path: str, answer: bytes) -> bool:
     """Whether an answer, of which these are the first or the last bytes, says that its engine aborted it."""
     aborted = attempt.backend.replica.dialect.aborted
-    return bool((aborted.get(path) or aborted[ANY_PATH])(answer))
+    return bool((aborted.get(path if attempt.status < 500 else ERROR) or aborted[ANY_PATH])(answer))
 
 
 def _is_foreign(label: str, attempt: Attempt, tail: bytes, usage: Usage) -> bool:
@@ -587,8 +683,15 @@ def _is_foreign(label: str, attempt: Attempt, tail: bytes, usage: Usage) -> bool
     return not speaks_api(tail, attempt.pieces <= TAIL) and attempt.response_head.get(b"content-encoding") is None
 
 
-def most_written(backend: Backend, prompt: Prompt | None) -> int:
-    """As many tokens as an answer can have."""
-    return (backend.replica.max_model_len or UNKNOWN_CONTEXT) * (
-        1 if prompt is not None and not prompt.several else MOST_SEQUENCES
-    )
+def most_tokens(backend: Backend, prompt: Prompt | None, sequences: int = MOST_SEQUENCES) -> tuple[int, int]:
+    """Return as many tokens as a request's prompts and its answers can have. `sequences`: of one that is not read."""
+    context = backend.replica.max_model_len or UNKNOWN_CONTEXT
+    if prompt is None:
+        return context * sequences, context * sequences
+    read = written = context
+    if prompt.rendered_chars and prompt.mode == "exact" and prompt.previous_response is None:
+        read = min(read, LONGEST_CHARACTER * prompt.rendered_chars + MOST_ADDED)
+    if prompt.max_tokens is not None:
+        written = min(written, max(1, prompt.max_tokens))  # for `echo` without an answer vLLM writes one
+    turns = MOST_TURNS if prompt.path == RESPONSES else 1
+    return read * prompt.sequences * turns, written * prompt.sequences * turns

@@ -43,10 +43,10 @@ class Seen(NamedTuple):
 
 
 class Shadows:
-    """`acting`: the policy's name that `legs:RULE` goes with."""
+    """`acting`: the policy's name, as the settings have it, that `legs:RULE` goes with."""
 
     def __init__(self, names: Sequence[str], metrics: Metrics, acting: str = ""):
-        self._policies = {name: make(acting if name.startswith(LEGS) else name) for name in names}
+        self.policies = {name: make(acting if name.startswith(LEGS) else name) for name in names}
         self._leg_rules = {name: make_leg_rule(name.removeprefix(LEGS)) for name in names if name.startswith(LEGS)}
         self._metrics = metrics
 
@@ -69,7 +69,7 @@ class Shadows:
     def judge(self, seen: Seen, went: Went) -> None:
         metrics = self._metrics
         tokens, first, last = _price(seen, went)
-        for name, policy in self._policies.items():
+        for name, policy in self.policies.items():
             other = self._choice(name, policy, seen)
             same = _replicas(seen, other) == _replicas(seen, went)
             metrics.shadow_decisions.inc(name, "same" if same else "other")

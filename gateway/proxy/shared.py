@@ -497,6 +497,7 @@ class SharedLedger:
                 async with asyncio.timeout(2 * PATIENCE):
                     await (self._beat() if self.joined else self._join())
             except FAILURES as error:
+                self._ways.failed()
                 self._lost(describe(error))
             await asyncio.sleep(BEAT)
 

@@ -10,6 +10,8 @@ import aiohttp
 import msgspec
 import orjson
 
+from replicas.ask import body_of
+
 from ..prompt.forward import written
 
 CONFIRMATIONS = 3  # different bodies of a kind that a replica must have made the same ids of
@@ -176,7 +178,7 @@ def poster(session: aiohttp.ClientSession) -> Post:
     async def post(path: str, body: bytes) -> tuple[int, bytes]:
         try:
             async with session.post(path, data=body, headers={"content-type": "application/json"}) as response:
-                return response.status, await response.read()
+                return response.status, await body_of(response)
         except (aiohttp.ClientError, TimeoutError) as error:
             raise Unanswered(str(error) or type(error).__name__) from None
 

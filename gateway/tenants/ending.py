@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Container
-from typing import TYPE_CHECKING, NamedTuple
+from operator import sub
+from typing import TYPE_CHECKING
+
+from policies import two_legs
+from replicas import State
 
 from ..errors import ApiError
 from ..prompt.prompt import NO_PREFILL
+from ..proxy.answers import believed, read_usage
 from ..proxy.exchange import output_tokens
 from ..proxy.known_models import MODEL_NOT_KNOWN
+from ..proxy.paths import WRITES_NOTHING
 from ..proxy.queue import SLO_HEADER
-from ..proxy.states import BROKEN_OFF
+from ..proxy.settling import most_tokens
+from ..proxy.states import BROKEN_OFF, Leg
+from .limits import Cost
 from .metering import Metering
 
 if TYPE_CHECKING:
     from ..http.messages import Request
     from ..ops.metrics import Metrics
+    from ..prompt import Prompt
     from ..proxy.answers import Usage
-    from ..proxy.exchange import Exchange
+    from ..proxy.exchange import Attempt, Exchange
 
 
 BYTES_PER_TOKEN = 4  # of a body whose prompt is not read
@@ -25,33 +34,57 @@ BYTES_PER_TOKEN = 4  # of a body whose prompt is not read
 _RENDERS = ("/render", "/derender", "/count_tokens")
 
 
-class Cost(NamedTuple):
-    """In tokens; `cached` of `input`."""
-
-    input: int
-    cached: int
-    output: int
-
-
 TOKENS = ("input", "cached", "output")  # as in `Cost`
 NOTHING = Cost(0, 0, 0)
 
 
 def cost(exchange: Exchange, usage: Usage | None) -> Cost:
-    """What an engine was made to do: as it told, else the prompt's own tokens and `output_tokens`. A request
-    that was answered with an error costs nothing, one whose client left or whose stream broke what it had by then."""
+    """What an engine was made to do, however often it is asked. Of a stored response, which each request for it tells
+    once more, it is what none before this one has told."""
+    if exchange.cost is None:
+        found, stored = _cost(exchange, usage), exchange.stored
+        if stored is not None:
+            before, stored.counted = stored.counted, Cost(*map(max, found, stored.counted))
+            found = Cost(*map(sub, stored.counted, before))
+        exchange.cost = found
+    return exchange.cost
+
+
+def _cost(exchange: Exchange, usage: Usage | None) -> Cost:
+    """As the engine told, else the prompt's own tokens and what is known of the answer. A request that was answered
+    with an error costs nothing, one whose client left or whose stream broke what it had by then."""
     attempt, prompt = exchange.attempt, exchange.prompt
     if attempt is None or not attempt.sent_at or exchange.status:
         return NOTHING
     if attempt.status >= 400 or (attempt.fault and not attempt.computed):
         return NOTHING
-    told_input, _, cached = usage if usage is not None else (None, None, None)
+    if usage is None and attempt.streams:  # its client left, or it broke; some engines tell usage in each event
+        usage = believed(read_usage(b"".join(attempt.tail)), *most_tokens(attempt.backend, prompt))
+        usage = usage._replace(completion=max(usage.completion or 0, output_tokens(attempt, None)))
+    told_input, told_output, cached = usage if usage is not None else (None, None, None)
     known = prompt.tokens if prompt is not None else 0
     if prompt is not None and prompt.path in NO_PREFILL:
         known = 0
     elif not known and exchange.charge is not None:
         known = exchange.charge.unread
-    return Cost(known if told_input is None else told_input, cached or 0, output_tokens(attempt, usage))
+    output = output_tokens(attempt, usage)
+    if prompt is not None and prompt.path not in WRITES_NOTHING:
+        if told_output is None and not attempt.streams and (usage is None or not prompt.background):
+            output = _written_meanwhile(attempt, prompt)
+        output = min(output, most_tokens(attempt.backend, prompt)[1])
+    return Cost(known if told_input is None else told_input, cached or 0, output)
+
+
+def _written_meanwhile(attempt: Attempt, prompt: Prompt) -> int:
+    """Estimate the tokens of a non-streamed answer whose client left before it came, from the elapsed time and the
+    engine's recent pace."""
+    backend, placement, seconds = attempt.backend, attempt.placement, attempt.ended_at - attempt.sent_at
+    if attempt.leg is Leg.PREFILL or backend.replica.state is not State.READY:
+        return 0
+    written = seconds / backend.pace if backend.pace else 0.0
+    if not written:
+        written = max(0.0, seconds - placement.punctual_ttft) / two_legs.writing_seconds(placement, 2)
+    return int(written) * prompt.sequences
 
 
 def unread_tokens(request: Request) -> int:

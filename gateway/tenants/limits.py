@@ -39,8 +39,21 @@ class Limits(NamedTuple):
     tokens_per_day: int | None = None
     tokens_per_month: int | None = None
 
+    @property
+    def of_prompts(self) -> bool:
+        """Whether the tokens of a prompt have to be known before its request is admitted."""
+        return (self.input_tokens_per_minute, self.tokens_per_day, self.tokens_per_month) != (None, None, None)
+
 
 KINDS = dict(zip(Limits._fields, WORDS))  # field -> kind
+
+
+class Cost(NamedTuple):
+    """What a request has cost, in tokens; `cached` of `input`."""
+
+    input: int
+    cached: int
+    output: int
 
 
 class Claim(NamedTuple):
@@ -131,6 +144,12 @@ class Counts:
         if self._by_kind.get(kind, (window, 0))[0] <= window:
             self._by_kind[kind] = window, count
 
+    def set_back(self, now: float) -> None:
+        """What was counted later than `now`, at a wrong time, counts as of now: to forget it would leave a month's
+        limit without what it had had."""
+        for kind, (at, count) in self._by_kind.items():
+            self._by_kind[kind] = min(at, window(kind, now)), count
+
     def items(self) -> list[tuple[str, int, int]]:
         return [(kind, window, count) for kind, (window, count) in self._by_kind.items()]
 
@@ -198,13 +217,13 @@ def error(claim: Claim, limits: Limits, account: Account, now: float, share: int
     what = f"{WORDS[claim.kind]} of this API key"
     if claim.cost > claim.limit:
         message = f"the prompt has {claim.cost} tokens, and the limit is {claim.limit} {what}: shorten it"
-        return ApiError(429, message, code="request_too_large", headers=told, again=False)
+        return ApiError(429, message, code="request_too_large", headers=told, again=False, limit=WORDS[claim.kind])
     if claim.cost > (here := part(claim, share)):
         message = (
             f"the prompt has {claim.cost} tokens, and of the limit of {claim.limit} {what} this gateway has {here} while it "
             "cannot count together with the others: shorten it, or try again once it can"
         )
-        return ApiError(429, message, code="request_too_large", headers=told, again=False)
+        return ApiError(429, message, code="request_too_large", headers=told, again=False, limit=WORDS[claim.kind])
     seconds = max(1, int(-(-seconds_left(claim.kind, now) // 1)))
     message = f"the limit of {claim.limit} {what} is reached; try again in {seconds} s"
     budget = claim.kind in BUDGETS
@@ -215,4 +234,5 @@ def error(claim: Claim, limits: Limits, account: Account, now: float, share: int
         code="insufficient_quota" if budget else "rate_limit_exceeded",
         headers=[(b"retry-after", b"%d" % seconds), *told],
         again=not budget,
+        limit=WORDS[claim.kind],
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any
@@ -14,10 +15,13 @@ from .tenant import Tenant
 if TYPE_CHECKING:
     from .shared import Pending, SharedCounts
 
+log = logging.getLogger("hitherto")
+
 # Counts that do not shrink within their window, but by requests that the gateway has no place for: once they are at
 # their limit, nobody has to be asked.
 ONLY_GROW = frozenset((REQUESTS, OUTPUT))
 
+FURTHEST_BACK = 6 * 3600.0  # seconds: an hour that repeats is nearer, also on a machine that keeps local time
 MOST_GONE = 1000  # accounts that are kept of tenants that were taken out
 
 Decided = Callable[[ApiError | None], None]
@@ -45,16 +49,43 @@ class Charge:
         return rules.headers(self.limits, self.account, self._clock())
 
 
+def forward_clock(
+    wall: Callable[[], float] = time.time,
+    running: Callable[[], float] = time.monotonic,
+    set_back: Callable[[float], None] = lambda now: None,
+) -> Callable[[], float]:
+    """Return a clock that never runs backwards: otherwise an hour that repeats would be counted into a window that is
+    already full. Only a step back of more than FURTHEST_BACK is followed, after `set_back` was called with the new
+    time: the time before it was wrong, and no window would end until it came again."""
+    ahead = float("-inf")
+
+    def now() -> float:
+        nonlocal ahead
+        ran = running()
+        told = wall() - ran
+        if told < ahead - FURTHEST_BACK:
+            log.warning("the machine's clock was set back by %.0f s: limits of tenants count by it", ahead - told)
+            ahead = told
+            set_back(ran + told)
+        ahead = max(ahead, told)
+        return ran + ahead
+
+    return now
+
+
 class Metering:
     """Of all tenants, in this gateway."""
 
     def __init__(
         self,
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] | None = None,
         refused: Callable[[str, str], None] = lambda tenant, limit: None,
+        wall: Callable[[], float] = time.time,
+        running: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`clock`: seconds since 1970. `refused` hears a tenant's name and the kind of limit that it has reached."""
-        self._clock, self._refused = clock, refused
+        """`clock`: seconds since 1970; None: a `forward_clock` of `wall` and `running`. `refused` hears a tenant's name
+        and the kind of limit that it has reached."""
+        self._clock, self._refused = clock or forward_clock(wall, running, self._set_back), refused
         self.shared: SharedCounts | None = None  # with Redis
         self._accounts: dict[str, Account] = {}
         self._gone: dict[str, Account] = {}  # of tenants that were taken out, the latest at the end
@@ -75,6 +106,11 @@ class Metering:
             self._gone[name] = account
             if len(self._gone) > MOST_GONE:
                 del self._gone[next(iter(self._gone))]
+
+    def _set_back(self, now: float) -> None:
+        for account in (*self._accounts.values(), *self._gone.values()):
+            account.own.set_back(now)
+            account.seen.set_back(now)
 
     def accounts(self) -> Collection[Account]:
         return self._accounts.values()

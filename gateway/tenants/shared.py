@@ -88,7 +88,7 @@ class SharedCounts:
         self._unsent: dict[str, dict[tuple[str, int], int]] = {}  # by tenant: what was counted here and not there
         self._pump: asyncio.Task[None] | None = None
         self._beating: asyncio.Task[None] | None = None
-        self._logged_at = float("-inf")
+        self._logged_at = self._joined_at = float("-inf")
         self._stopped = False
         self.joined, self.reason = False, "not connected yet"
         self.gateways = 1  # there are
@@ -266,13 +266,16 @@ class SharedCounts:
                 async with asyncio.timeout(2 * PATIENCE):
                     await self._beat()
             except FAILURES as error:
+                self._ways.failed()
                 self._lost(describe(error))
             await asyncio.sleep(BEAT)
 
     async def _beat(self) -> None:
         arguments = ["beat", self._token, int(1000 * LEASE), os.urandom(8).hex()]
         told = await self._script(await self._ways.to(self._key), [self._key], arguments)
-        self.gateways, epoch = max(1, int(told[0])), bytes(told[1]).decode()
+        count, epoch = max(1, int(told[0])), bytes(told[1]).decode()
+        if count > self.gateways or (self.joined and monotonic() - self._joined_at > LEASE):
+            self.gateways = count  # until then others may have been kept away as this one was
         if epoch != self._epoch:
             if self._epoch:  # Redis has lost what it had: begin with what is known here
                 self._unsent = {
@@ -282,7 +285,7 @@ class SharedCounts:
             self._epoch = epoch
         self._changed.update({one.name: one for one in self._accounts() if one.running})  # renews its lease
         if not self.joined:
-            self.joined, self.reason = True, "joined"
+            self.joined, self.reason, self._joined_at = True, "joined", monotonic()
             log.info("tenants' limits are counted in Redis, for %d gateways", self.gateways)
         self._start_pump()
 

@@ -33,7 +33,7 @@ from replicas.kept import KeptReplicas
 from ..ops.admin import keep, replica_of
 from ..ops.guard import PASSED_ON, Guard, Refusal
 from ..ops.recent.recent import merged, told
-from ..ops.side import Side, answer
+from ..ops.side import Side, answer, metrics_page
 from .combine import pages
 from .member import GONE, OWN_HEADERS, Answer, Member
 
@@ -117,7 +117,7 @@ class WorkersAdmin(Side):
     async def metrics(self, request: web.Request) -> web.Response:
         found = await self._query("/metrics")
         page = pages({str(member.index): page for member, page in found}, self.workers.metrics())
-        return web.Response(body=page, headers={"Content-Type": CONTENT_TYPE_LATEST})
+        return metrics_page(request, page, CONTENT_TYPE_LATEST)
 
     async def recent(self, request: web.Request) -> web.Response:
         found = await self._query("/worker/recent")

@@ -16,7 +16,7 @@ from ..ops.view import counted, counted_of
 
 # Which state counts where workers differ, or the supervisor, which alone sees the process of an engine that was
 # launched: the first of these. So a replica is ready once it is ready for all, and drained once it is drained for all.
-STATES = ("draining", "starting", "warming", "failed", "degraded", "ready", "stopped")
+STATES = ("draining", "starting", "warming", "failed", "leaving", "degraded", "ready", "stopped")
 SUMS = ("inflight", "prefill_tokens", "context_tokens")
 # Of a replica's events, and of its part of the map: the first of these that a worker tells, and why.
 EVENTS = ("unobserved", "gap", "connecting", "off", "live")
@@ -80,6 +80,7 @@ def statuses(
         "why_not": why_not,
         "stopping": any(status["stopping"] for status in each),
         "loading": sorted({name for status in each for name in status["loading"]}),
+        "unserved": sorted({name for status in each for name in status["unserved"]}),
         "expected_back": {name: seconds for status in each for name, seconds in status["expected_back"].items()},
         **counted(metrics, shadows, replicas, waiting),
         "map": _map([status["map"] for status in each]),
@@ -91,6 +92,7 @@ def statuses(
         "background_failures": _failures(
             one["background_failures"] for one in (*each, own) if "background_failures" in one
         ),
+        "policy_failures": _failures(one["policy_failures"] for one in each),
     }
 
 
@@ -103,6 +105,7 @@ def _replica(views: Sequence[Mapping[str, Any]], launched: Mapping[str, Any] | N
     role = min(views, key=lambda view: ROLES.index(view["map_role"]))
     merged |= {name: role[name] for name in ("map_role", "map_role_reason")}
     merged["map_blocks"] = max(view["map_blocks"] for view in views)
+    merged["slow"] = max((view["slow"] for view in views if view["slow"]), key=lambda slow: slow["times"], default=None)
     if launched is not None:
         merged |= {name: launched[name] for name in ("managed", "pid", "restarts")}
         if STATES.index(launched["state"]) <= STATES.index(said["state"]):
@@ -207,7 +210,7 @@ def _keys(each: Sequence[Mapping[str, Any] | None]) -> Mapping[str, Any] | None:
 
 
 def _failures(each: Iterable[Mapping[str, Mapping[str, Any]]]) -> dict[str, dict[str, Any]]:
-    """How often each kind of background work failed in all workers, and how it failed last."""
+    """How often each kind of work failed in all workers, and how it failed last."""
     merged: dict[str, dict[str, Any]] = {}
     for failures in each:
         for kind, one in failures.items():

@@ -25,6 +25,7 @@ import orjson
 from cachemap.background import Background
 from cachemap.map import LEAST_BUDGET
 from replicas import Fleet
+from replicas.health import Limits as HealthLimits
 from replicas.launch import profile as profiles
 from replicas.replica import bearer, parse_url, url_of
 
@@ -78,6 +79,7 @@ class Workers:
             self._inflight,
             self._waited,
             drain_timeout=settings.drain_timeout_s,
+            limits=HealthLimits(lost_after=settings.hung_after_s),
             model=settings.served_model_name,
             authorities=settings.replica_ca,
             engine_key=secrets.engine_key,

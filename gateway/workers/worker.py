@@ -70,7 +70,7 @@ class WorkerAdmin(Admin):
             {
                 "status": gateway.status(),
                 "counts": gateway.metrics.counts(),
-                "connections": len(gateway.server.connections),
+                "connections": gateway.server.open,
             }
         )
 

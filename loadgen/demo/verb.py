@@ -29,7 +29,7 @@ from loadgen.drive.run import Asking, Run
 from loadgen.drive.stack import Stack
 from loadgen.drive.target import model_of, stopped_by_interrupt
 from loadgen.report import files, show
-from loadgen.report.comparison import comparison, print_table
+from loadgen.report.comparison import print_table
 from loadgen.report.summary import Report, Reports, now, setting, summarise
 from loadgen.run import exit_code, until_interrupted
 from loadgen.workload.arrivals import conversation_starts
@@ -127,7 +127,7 @@ async def play(
     """One round: fresh engines, the load, the figures."""
     scene = planned.scene
     with live.starting(console, policy, scene.engines) as on_progress:
-        stack = Stack(policy, scene.engines, str(profile), True, on_progress, scene.model, scene.ready_seconds)
+        stack = Stack(policy, scene.engines, str(profile), on_progress, scene.model, scene.ready_seconds)
         await stack.__aenter__()
     try:
         conversations, starts = load(planned, requests, seed)
@@ -169,12 +169,6 @@ def introduce(console: Console, planned: Plan, file: Path | None, requests: int)
 
 def conclude(console: Console, reports: Reports) -> None:
     print_table(console, reports, show.DEMO_ROWS)
-    if len(reports) == len(POLICIES):
-        base, other = POLICIES
-        console.print()
-        console.print(
-            show.bullets(comparison(other, reports[other], base, reports[base])), width=min(console.width, 96)
-        )
     show.print_troubles(console, reports)
 
 

@@ -19,10 +19,10 @@ from time import perf_counter
 import uvloop
 
 from loadgen.drive.client import Client
-from loadgen.drive.records import Record
+from loadgen.drive.records import Load, Record
 from loadgen.drive.run import Asking, Run
 from loadgen.options import Failed
-from loadgen.workload.conversations import Offer, Workload, offer
+from loadgen.workload.conversations import Workload
 
 _LENGTH = struct.Struct("!Q")
 _REPORT_SECONDS = 0.25
@@ -77,18 +77,13 @@ class _News:
     end: tuple[float, float, float, int] | None = None  # ended, CPU seconds, busiest second, connections
 
 
-class Processes:
-    """The same to look at as a Run. CPU figures are those of the busiest process."""
+class Processes(Load):
+    """The same as a Run, by several processes."""
 
     def __init__(self, whole: Share, number: int):
+        super().__init__(whole.load.conversations, whole.load.starts, whole.max_concurrency, whole.users)
         self.shares = whole.split(number)
-        self.conversations, self.total = whole.load.conversations, whole.load.requests
-        self.starts = whole.load.starts
-        self.max_concurrency, self.users, self.processes = whole.max_concurrency, whole.users, len(self.shares)
-        self.done: list[Record] = []
-        self.began = self.ended = self.cpu_seconds = self.busiest_second = 0.0
-        self.connections = 0
-        self.interrupted = False
+        self.processes = len(self.shares)
         self._inflight = [0] * len(self.shares)
         self._children: list[asyncio.subprocess.Process] = []
 
@@ -96,14 +91,6 @@ class Processes:
     def inflight(self) -> range:
         """As many as there are requests in flight."""
         return range(sum(self._inflight))
-
-    @property
-    def not_sent(self) -> int:
-        return self.total - len(self.done) if self.ended else 0
-
-    @property
-    def offered(self) -> Offer:
-        return offer(self.conversations, self.starts)
 
     async def go(self) -> list[Record]:
         """Run to the end. Raises ProcessFailed."""
@@ -148,16 +135,18 @@ class Processes:
             if news.end:
                 ended, cpu, busiest, connections = news.end
                 self.ended, self.cpu_seconds = max(self.ended, ended), max(self.cpu_seconds, cpu)
-                self.busiest_second, self.connections = (
-                    max(self.busiest_second, busiest),
-                    self.connections + connections,
-                )
+                self.busiest_second = max(self.busiest_second, busiest)
+                self.connections += connections
                 return
 
 
-def _tell(child: asyncio.subprocess.Process, message: object) -> None:
+def _framed(message: object) -> bytes:
     data = pickle.dumps(message)
-    child.stdin.write(_LENGTH.pack(len(data)) + data)
+    return _LENGTH.pack(len(data)) + data
+
+
+def _tell(child: asyncio.subprocess.Process, message: object) -> None:
+    child.stdin.write(_framed(message))
 
 
 async def _hear(child: asyncio.subprocess.Process) -> object:
@@ -187,8 +176,7 @@ def _exactly(size: int) -> bytes:
 
 
 def _write(message: object) -> None:
-    data = pickle.dumps(message)
-    sys.stdout.buffer.write(_LENGTH.pack(len(data)) + data)
+    sys.stdout.buffer.write(_framed(message))
     sys.stdout.buffer.flush()
 
 

@@ -1,4 +1,4 @@
-"""What is known about one request after it ended: the vocabulary of this room.
+"""What is known about one request after it ended, and about all of a load: the vocabulary of this room.
 
 Times are seconds on one monotonic clock (`time.perf_counter`); lengths are tokens as the server
 counts them, None where it does not say.
@@ -6,7 +6,10 @@ counts them, None where it does not say.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+
+from loadgen.workload.conversations import Conversation, Offer, offer
 
 
 @dataclass(slots=True)
@@ -61,3 +64,36 @@ class Record:
         if self.first is None or self.outputs < 2:
             return None
         return (self.last - self.first) / (self.outputs - 1)
+
+
+class Load:
+    """A load that is being sent, or was: views look at it meanwhile, and `report.summarise` afterwards. Times are
+    seconds, CPU figures those of the busiest of its `processes`."""
+
+    processes, connections = 1, 0
+
+    def __init__(
+        self,
+        conversations: Sequence[Conversation],
+        starts: Sequence[float],
+        max_concurrency: int | None = None,
+        users: int | None = None,
+    ):
+        self.conversations, self.starts = conversations, starts
+        self.max_concurrency, self.users = max_concurrency, users
+        self.total = sum(conversation.requests for conversation in conversations)
+        self.done: list[Record] = []
+        self.began = self.ended = 0.0
+        self.cpu_seconds = 0.0
+        self.busiest_second = 0.0  # share of a core
+        self.interrupted = False
+
+    @property
+    def not_sent(self) -> int:
+        """Number of turns that were never sent, because an earlier turn of their conversation had failed or the run was
+        stopped."""
+        return self.total - len(self.done) if self.ended else 0
+
+    @property
+    def offered(self) -> Offer:
+        return offer(self.conversations, self.starts)

@@ -19,9 +19,9 @@ import numpy as np
 import orjson
 
 from loadgen.drive.client import Client
-from loadgen.drive.records import Record
+from loadgen.drive.records import Load, Record
 from loadgen.workload import synthetic
-from loadgen.workload.conversations import Conversation, Message, Offer, Turn, offer
+from loadgen.workload.conversations import Conversation, Message, Turn
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 _LEAD_SECONDS = 0.05  # a body is made this long before it is due: 12,000 tokens take 0.5 ms
@@ -79,10 +79,8 @@ class Asking:
         return {"role": "assistant", "content": record.text}
 
 
-class Run:
-    """One load against one server. A view may look at `done` and `inflight` while `go` runs."""
-
-    processes = 1
+class Run(Load):
+    """One load against one server, sent by this process."""
 
     def __init__(
         self,
@@ -93,30 +91,15 @@ class Run:
         max_concurrency: int | None = None,
         users: int | None = None,
     ):
-        self.conversations, self.starts, self.client, self.asking = conversations, starts, client, asking
-        self.total = sum(conversation.requests for conversation in conversations)
-        self.done: list[Record] = []
+        super().__init__(conversations, starts, max_concurrency, users)
+        self.client, self.asking = client, asking
         self.inflight: dict[int, Record] = {}
-        self.began = self.ended = 0.0
-        self.cpu_seconds = 0.0
-        self.busiest_second = 0.0  # share of a core
-        self.interrupted = False
         self._tasks: set[asyncio.Task[None]] = set()
-        self.max_concurrency, self.users = max_concurrency, users
         self._slots = asyncio.Semaphore(max_concurrency) if max_concurrency else nullcontext()
-
-    @property
-    def not_sent(self) -> int:
-        """Turns that never went out: their conversation had failed before, or the run was stopped."""
-        return self.total - len(self.done) if self.ended else 0
 
     @property
     def connections(self) -> int:
         return self.client.opened
-
-    @property
-    def offered(self) -> Offer:
-        return offer(self.conversations, self.starts)
 
     async def go(self, at: float | None = None) -> list[Record]:
         """Run to the end, from now or from the moment `at` of the monotonic clock on."""

@@ -36,7 +36,7 @@ class StackFailed(Failed):
 class Stack:
     """`async with Stack("least_time", 4) as stack:` gives `base_url` and `admin` once all replicas are ready.
 
-    `isolated` keeps the surroundings' HITHERTO_* variables and ./hitherto.yaml out of it.
+    The surroundings' HITHERTO_* variables and ./hitherto.yaml are kept out of it: they are of another gateway.
     """
 
     def __init__(
@@ -44,45 +44,31 @@ class Stack:
         policy: str,
         launch: int,
         profile: str = "sim",
-        isolated: bool = False,
         on_progress: Callable[[int], None] = lambda ready: None,
         model: Path | None = None,
         ready_seconds: float | None = None,
     ):
-        self.policy, self.launch, self.profile, self.isolated = policy, launch, profile, isolated
+        self.policy, self.launch = policy, launch
         self.on_progress, self.ready_seconds = on_progress, ready_seconds or READY_SECONDS
         port, admin_port = free_ports(2)
         self.base_url = f"http://127.0.0.1:{port}"
         self._token = secrets.token_hex(16)  # of its own, whatever the environment has
         self.admin = Client(f"http://127.0.0.1:{admin_port}", {"Authorization": f"Bearer {self._token}"}, timeout=5)
-        self._argv = [
-            sys.executable,
-            "-m",
-            "gateway",
-            "serve",
-            "--host",
-            "127.0.0.1",
-            "--port",
-            str(port),
-            "--cached-tokens-header",
-            "--admin-port",
-            str(admin_port),
-            "--policy",
-            policy,
+        serve = f"-m gateway serve --host 127.0.0.1 --port {port} --cached-tokens-header --admin-port {admin_port}"
+        engines = [
             "--launch",
             str(launch),
             "--profile",
-            profile,
+            _absolute(profile),
             *(["--model", str(model)] if model else []),
         ]
+        self._argv = [sys.executable, *serve.split(), "--policy", _absolute(policy), *engines]
         self._folder = tempfile.TemporaryDirectory(prefix="loadgen-")
         self._log = Path(self._folder.name, "gateway.log")
         self._process: asyncio.subprocess.Process | None = None
 
     async def __aenter__(self) -> Stack:
-        env = dict(os.environ)
-        if self.isolated:
-            env = {name: value for name, value in env.items() if not name.startswith("HITHERTO_")}
+        env = {name: value for name, value in os.environ.items() if not name.startswith("HITHERTO_")}
         env["HITHERTO_ADMIN_TOKEN"] = self._token
         with self._log.open("wb") as log:
             self._process = await asyncio.create_subprocess_exec(
@@ -91,7 +77,7 @@ class Stack:
                 stdout=log,
                 stderr=log,
                 env=env,
-                cwd=self._folder.name if self.isolated else None,
+                cwd=self._folder.name,
                 preexec_fn=die_with_parent,
             )
         try:
@@ -148,3 +134,9 @@ def free_ports(number: int) -> list[int]:
     for server in sockets:
         server.close()
     return ports
+
+
+def _absolute(named: str) -> str:
+    """Return the absolute path where a file is named (`FILE` or `FILE:CLASS`), and any other name unchanged."""
+    file, colon, inside = named.partition(":")
+    return f"{Path(file).resolve()}{colon}{inside}" if Path(file).is_file() else named

@@ -42,13 +42,10 @@ class Model(NamedTuple):
 
 def add_target(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("target")
-    group.add_argument(
-        "--base-url",
-        type=base_url,
-        default="http://127.0.0.1:8080",
-        metavar="URL",
-        help="server or gateway to ask, with or without /v1 (default %(default)s)",
-    )
+    flags(
+        group,
+        ("--base-url", base_url, "URL", "http://127.0.0.1:8080", "server or gateway to ask, with or without /v1 (default %(default)s)"),
+    )  # fmt: skip
     add_asking(group)
 
 
@@ -60,32 +57,14 @@ def add_asking(group: argparse._ArgumentGroup) -> None:
          "openai-chat asks chat completions, openai or vllm asks completions (default: completions with token ids "
          "where the load has no text, else chat)"),
         ("--endpoint", _path, "PATH", None, "path to ask (default: the backend's own)"),
+        ("--header", [str], "NAME=VALUE", [], "request header, repeatable; OPENAI_API_KEY from the environment becomes a bearer token"),
+        ("--extra-body", _object, "JSON", {}, "fields to merge into every request; null removes one"),
+        ("--timeout", positive, "S", 600.0, "give a request up after this many seconds (default %(default)g)"),
     )  # fmt: skip
-    group.add_argument(
-        "--header",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="request header, repeatable; OPENAI_API_KEY from the environment becomes a bearer token",
-    )
-    group.add_argument(
-        "--extra-body",
-        type=_object,
-        default={},
-        metavar="JSON",
-        help="fields to merge into every request; null removes one",
-    )
     group.add_argument(
         "--ignore-eos",
         action=argparse.BooleanOptionalAction,
         help="ask for full-length replies, which engines take beside OpenAI's fields (default: for traces with times)",
-    )
-    group.add_argument(
-        "--timeout",
-        type=positive,
-        default=600.0,
-        metavar="S",
-        help="give a request up after this many seconds (default %(default)g)",
     )
 
 
@@ -188,10 +167,10 @@ def asking(args: argparse.Namespace, model: Model) -> Asking:
 
 def load_of(args: argparse.Namespace, work: Workload, client: Client, asking: Asking) -> Run | Processes:
     """What will send the work: this process, or as many as asked for."""
+    bounds = args.max_concurrency, args.users
     if args.processes == 1:
-        return Run(work.conversations, work.starts, client, asking, args.max_concurrency, args.users)
-    share = Share(work, client.base_url, headers(args), args.timeout, asking, args.max_concurrency, args.users)
-    return Processes(share, args.processes)
+        return Run(work.conversations, work.starts, client, asking, *bounds)
+    return Processes(Share(work, client.base_url, headers(args), args.timeout, asking, *bounds), args.processes)
 
 
 @contextmanager

@@ -7,7 +7,6 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -19,6 +18,7 @@ from loadgen.plan.pools import Engines, Load, Pool, Sizing, decode_pool, prefill
 from loadgen.plan.transfers import BUFFER_STEP, COLLATED, PER_TRANSFER, Transfer, step_seconds, transfer
 from loadgen.report import show
 from loadgen.report.show import milliseconds, percent
+from loadgen.report.tables import table
 from policies.kv_space import KV_DTYPES, BadModel, KvSpace, NumberFormat, memory_for_kv
 from policies.transfers import LATENCY
 from replicas.simulated.profile import Profile
@@ -205,7 +205,7 @@ def _why(pool: Pool, given: Given, main: Transfer) -> str:
 
 def pool_table(sizings: tuple[Sizing, Sizing]) -> Table:
     prefill, decode = (sizing.pool for sizing in sizings)
-    shown = _table("Pools", "", "prefill", "decode")
+    shown = table("", "prefill", "decode", title="Pools")
     shown.add_row("replicas", str(prefill.replicas), str(decode.replicas))
     shown.add_row("busy (time, streams)", percent(prefill.busy), percent(decode.busy))
     shown.add_row("link busy, each replica", percent(prefill.link_busy), percent(decode.link_busy))
@@ -263,14 +263,9 @@ def arithmetic(given: Given, main: Transfer) -> str:
 
 
 def transfer_table(given: Given, moved: Sequence[Transfer], step: float) -> Table:
-    columns = [
-        "prompt",
-        "GiB",
-        "buffer",
-        "pieces",
-        *(["moved", "computed", "steps", "pays"] if given.args.link else ["computed"]),
-    ]
-    shown = _table("Moving a prompt's cache (buffer on each GPU)", *columns)
+    timed = ("moved", "computed", "steps", "pays") if given.args.link else ("computed",)
+    columns = ("prompt", "GiB", "buffer", "pieces", *timed)
+    shown = table(*columns, left=(), title="Moving a prompt's cache (buffer on each GPU)")
     for one in moved:
         timed = [_ms(one.compute_seconds)]
         if one.seconds is not None:
@@ -315,11 +310,8 @@ def _tokens(given: Given, space: KvSpace, weights: int) -> int | None:
 def size_table(given: Given, weights: dict[str, int] | None, fits: dict[str, dict[str, object]]) -> Table:
     args = given.args
     gpus = f"{args.tensor_parallel_size} × {_gib(args.gpu_memory)}" if args.gpu_memory else ""
-    shown = _table(
-        f"Sizes{f', and tokens of cache that fit in {gpus}' * bool(gpus and weights)}",
-        "",
-        *(f"KV {name}" for name in fits),
-    )
+    fit = f", and tokens of cache that fit in {gpus}" if gpus and weights else ""
+    shown = table("", *(f"KV {name}" for name in fits), title=f"Sizes{fit}")
     shown.add_row("bytes of a token", *(f"{one['bytes_per_token']:,}" for one in fits.values()))
     for name, size in (weights or {}).items():
         tokens = [one["tokens"][name] for one in fits.values() if "tokens" in one]
@@ -332,7 +324,7 @@ def size_table(given: Given, weights: dict[str, int] | None, fits: dict[str, dic
 
 def assumptions(given: Given, load: bool) -> list[str]:
     args = given.args
-    said = [f"engines are as fast as the profile {given.profile.name} says, whatever this model's size: `hitherto calibrate` measures yours",
+    said = [f"engines are as fast as the profile {given.profile.name} says, whatever this model's size: `loadgen calibrate` measures yours",
             "nothing of a prompt is cached at either side"]  # fmt: skip
     if args.link:
         said.append(f"{LATENCY * 1000:.0f} ms for the second leg's way and handshake, as the gateway estimates, and {PER_TRANSFER * 1e6:.0f} us for each "
@@ -359,13 +351,6 @@ def assumptions(given: Given, load: bool) -> list[str]:
             "weights have all parameters in that format; checkpoints keep embeddings, and often the last layer, in 16 bits"
         )
     return said
-
-
-def _table(title: str, *columns: str) -> Table:
-    shown = Table(box=SIMPLE_HEAD, pad_edge=False, header_style="bold", title=title, title_justify="left")
-    for number, column in enumerate(columns):
-        shown.add_column(column, justify="left" if not column and not number else "right", no_wrap=True)
-    return shown
 
 
 def _ms(seconds: float | None) -> str:

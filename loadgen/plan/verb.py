@@ -7,30 +7,35 @@ was tried and all that was assumed.
 from __future__ import annotations
 
 import argparse
+import math
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict
+from functools import partial
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
 import policies
+from loadgen import options
 from loadgen.options import ATTAINMENT, INTERRUPTED, BadOption, attainment, flags, number, whole_to
 from loadgen.plan import checkpoints, pools_verb, units
 from loadgen.plan.checkpoints import Checkpoint
-from loadgen.plan.fleet_size import BY_TOKENS, Fleet, Point, Size, by_tokens, search
-from loadgen.report import files, show
+from loadgen.plan.fleet_size import BY_TOKENS, Fleet, Point, Size, TooShort, by_tokens, search
+from loadgen.report import files, rates, show
 from loadgen.report.show import count, percent
-from loadgen.report.summary import setting
-from loadgen.simulate import Setting, field
+from loadgen.report.summary import Report, setting
+from loadgen.report.tables import table as report_table
+from loadgen.simulate import Setting, rules
 from loadgen.simulate.verb import asked, interruptible
 from loadgen.workload import datasets
-from loadgen.workload.conversations import Workload
+from loadgen.workload.conversations import Workload, at_rate
 from policies.kv_space import RESERVE, UTILIZATION, KvSpace, memory_for_kv
 from replicas.simulated.profile import Profile, load_profile
 
 GIB = 1 << 30
 MOST_TOKENS = 1_000_000_000
+MOST_REQUESTS = 200_000  # in a load that is drawn as long as its rate needs
 BLOCK = 16  # tokens; vLLM's default on GPUs
 
 
@@ -64,8 +69,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("--attainment", attainment, "SHARE", ATTAINMENT, "share of the requests that must be within the limits (default %(default)g)"),
         ("--kv-tokens", sizes, "A,B", None, "tokens of KV cache in a replica to try (default: half, once and twice the model's, or the profile's)"),
         ("--max-replicas", whole_to(10_000), "N", 64, "never try more (default %(default)s)"),
-        ("--profile", str, "NAME|FILE", "gpu-8b", "how fast an engine is; `hitherto calibrate` measures yours (default %(default)s)"),
-        ("--policy", (*policies.NAMES, *field.NAMES), "NAME", policies.DEFAULT, "how requests are routed (default %(default)s)"),
+        ("--profile", str, "NAME|FILE", "gpu-8b", "how fast an engine is; `loadgen calibrate` measures yours (default %(default)s)"),
+        ("--policy", partial(options.policy, known=rules.NAMES, hint=rules.HINT), "NAME", policies.DEFAULT, "how requests are routed (default %(default)s)"),
     )  # fmt: skip
     pools_verb.add_arguments(parser)
     datasets.add_workload(parser)
@@ -183,16 +188,8 @@ def figures(space: KvSpace, context: int | None, memory: int | None) -> dict[str
 
 def table(args: argparse.Namespace, found: dict[str, dict[str, object]]) -> Table:
     gpus = args.tensor_parallel_size
-    shown = Table(
-        box=SIMPLE_HEAD,
-        pad_edge=False,
-        header_style="bold",
-        title=f"KV cache of one replica, {gpus} GPU{'s' * (gpus > 1)}",
-        title_justify="left",
-    )
-    shown.add_column("")
-    for name, one in found.items():
-        shown.add_column(name if name == one["dtype"] else f"{name} ({one['dtype']})", justify="right")
+    names = [name if name == one["dtype"] else f"{name} ({one['dtype']})" for name, one in found.items()]
+    shown = report_table("", *names, title=f"KV cache of one replica, {gpus} GPU{'s' * (gpus > 1)}", wrap=True)
     context = next(iter(found.values()))["context"]
     rows = (("bytes per token, each GPU", "bytes_per_token", count), ("tokens in each GiB", "tokens_per_gib", count),
             ("memory for it, each GPU", "memory", lambda value: f"{value / GIB:,.2f} GiB"), (f"blocks of {args.block_size or BLOCK} tokens", "blocks", count),
@@ -217,23 +214,30 @@ def plan_fleet(
 ) -> int:
     given = profile_of(args, checkpoint)
     profile = by_tokens(given)
-    tried = [Size(tokens, args.max_replicas) for tokens in tokens_of(args, profile, found)]
-    work = datasets.workload(args)
+    drawn = datasets.drawn_for(args)
+    rate = drawn["rate"] if drawn and math.isfinite(drawn["rate"]) else None
+    work = load_of(args, rate)
     show.print_notes(console, work.notes)
-    console.print(load_in_words(args, work), style="dim")
     fleet = Fleet(Setting(args.policy, [], args.seed, engine_replies=args.replies == "engine", salt=datasets.salt(args),
                           vocabulary=datasets.vocabulary(args), users=args.users, max_concurrency=args.max_concurrency),
-                  profile, files.slo(args), args.attainment, args.percentiles)  # fmt: skip
+                  profile, files.slo(args), args.attainment, args.percentiles, rate)  # fmt: skip
 
     def said(point: Point) -> None:
         console.print(f"[dim]{point.replicas} × {point.tokens:,} tokens: {percent(point.share)} within the SLO[/]")
 
     with interruptible(console):
-        search(work, fleet, tried, args.processes, said)
+        while True:
+            tried = [Size(tokens, args.max_replicas) for tokens in tokens_of(args, profile, found)]
+            console.print(load_in_words(args, work), style="dim")
+            try:
+                search(work, fleet, tried, args.processes, said)
+                break
+            except TooShort as short:
+                work = longer(args, rate, work, short)
     if any(size.number is not None for size in tried):
         console.print(curve([size for size in tried if size.points]))
         return INTERRUPTED
-    assumed = assumptions(args, checkpoint, found, given)
+    assumed = assumptions(args, checkpoint, found, given, bool(rate))
     answers = [answer(args, fleet, size) for size in tried]
     console.print(curve(tried))
     console.print(show.bullets(answers))
@@ -249,9 +253,39 @@ def plan_fleet(
         {named(size): size.found.report for size in tried},
         {named(size): size.records for size in tried},
         console,
-        about,
+        {**about, "tried": show.tried(("KV tokens each", "replicas"), map(tried_in_words, points))},
     )
     return 0 if any(size.kept for size in tried) else 1
+
+
+def tried_in_words(point: Mapping[str, object]) -> tuple[tuple[str, str], Report, bool]:
+    return (count(point["tokens"]), str(point["replicas"])), point["report"], point["kept"]
+
+
+def load_of(args: argparse.Namespace, rate: float | None) -> Workload:
+    """The load; one that was drawn for a rate asks exactly that. Raises BadOption."""
+    work = datasets.workload(args)
+    return at_rate(work, rate) if rate and work.starts[-1] > work.starts[0] else work
+
+
+def longer(args: argparse.Namespace, rate: float | None, work: Workload, short: TooShort) -> Workload:
+    """The load with as many requests as hold its rate long enough. Raises BadOption where it cannot have them."""
+    needed = max(short.requests, 3 * work.requests // 2)
+    why = (
+        f"{work.requests:,} requests are over before their rate has been held for long enough to size a fleet by it: "
+        f"{short.answered:,.2f}/s were answered"
+    )
+    if args.num_prompts:
+        raise BadOption(
+            f"--num-prompts: {why}. Leave it out, and the load is as long as it has to be, or give {needed:,} or more"
+        )
+    if datasets.is_a_file(args):
+        raise BadOption(f"--dataset-path: {why}. Give a longer file or a lower --request-rate")
+    if needed > MOST_REQUESTS:
+        raise BadOption(
+            f"--request-rate: {why}, and {needed:,} of them are too many. Give a lower rate or shorter conversations"
+        )
+    return load_of(argparse.Namespace(**{**vars(args), "num_prompts": needed}), rate)
 
 
 def load_in_words(args: argparse.Namespace, work: Workload) -> str:
@@ -310,6 +344,7 @@ def answer(args: argparse.Namespace, fleet: Fleet, size: Size) -> str:
         text
         + (f"; {size.missed} would give {percent(size.points[size.missed].share)}" if size.missed else "")
         + refused(enough)
+        + (f"; but {short}, so a longer one may need more" if (short := rates.never_reached(enough.report)) else "")
     )
 
 
@@ -321,16 +356,8 @@ def refused(point: Point) -> str:
 
 def curve(tried: list[Size]) -> Table:
     """Replicas down, sizes of the cache across: share within the SLO, and hit rate."""
-    shown = Table(
-        box=SIMPLE_HEAD,
-        pad_edge=False,
-        header_style="bold",
-        title=f"Requests within the SLO, hit rate, and requests/s answered{_offered(tried)}",
-        title_justify="left",
-    )
-    shown.add_column("replicas", justify="right")
-    for size in tried:
-        shown.add_column(f"{size.tokens:,} tokens", justify="right")
+    title = f"Requests within the SLO, hit rate, and requests/s answered{_offered(tried)}"
+    shown = report_table("replicas", *(f"{size.tokens:,} tokens" for size in tried), left=(), title=title, wrap=True)
     for replicas in sorted({replicas for size in tried for replicas in size.points}):
         shown.add_row(str(replicas), *(_cell(size.points.get(replicas), replicas == size.kept) for size in tried))
     return shown
@@ -351,12 +378,13 @@ def _cell(point: Point | None, chosen: bool) -> str:
 
 
 def assumptions(
-    args: argparse.Namespace, checkpoint: Checkpoint | None, found: dict | None, profile: Profile
+    args: argparse.Namespace, checkpoint: Checkpoint | None, found: dict | None, profile: Profile, at_a_rate: bool
 ) -> list[str]:
     """What the answer rests on."""
-    said = [f"engines as fast as the profile {profile.name} says" + (", whatever this model's size: `hitherto calibrate` measures yours" if checkpoint else ""),
+    said = [f"engines as fast as the profile {profile.name} says" + (", whatever this model's size: `loadgen calibrate` measures yours" if checkpoint else ""),
             f"one gateway, {args.policy}, with KV events; replicas neither fail nor come late; their caches are empty at the start",
-            "every request counts, the first ones too; what fails or is too long counts as not within the SLO"]  # fmt: skip
+            ("what counts is sent while the rate is held: from when conversations end as often as they begin until the last one begins"
+             if at_a_rate else "every request counts, the first ones too") + "; what fails or is too long counts as not within the SLO"]  # fmt: skip
     if profile.times_by_share:
         said.append(BY_TOKENS)
     if found and not args.kv_tokens:

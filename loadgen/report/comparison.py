@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from rich.console import Console
 
 from loadgen.report import noise, rates, seeds, show
-from loadgen.report.noise import Verdict
+from loadgen.report.noise import Row, Verdict
 from loadgen.report.shares import percent
 from loadgen.report.summary import Report, Reports
 
@@ -16,7 +16,7 @@ def factor(ratio: float) -> str:
     return f"{ratio:.{0 if ratio >= 10 else 1 if ratio >= 1.05 else 2}f}×"
 
 
-def less_or_more(row: show.Row, report: Report, base: Report, less: str, more: str) -> str:
+def less_or_more(row: Row, report: Report, base: Report, less: str, more: str) -> str:
     """Put one figure's change since `base` in words, "2.0× faster", by the rule that makes it better or worse."""
     new, old = seeds.mean(report, row.read), seeds.mean(base, row.read)
     if noise.judged(row, report, base) is Verdict.SAME:
@@ -27,19 +27,19 @@ def less_or_more(row: show.Row, report: Report, base: Report, less: str, more: s
 
 
 def comparison(name: str, report: Report, base_name: str, base: Report) -> list[str]:
-    """Sentences on `report` against `base`; what one of them does not know is left out, and all but the failures where
-    they did not answer the same requests."""
+    """What got worse with `report`, and all of it in one line; the table has the figures.
+
+    Only the failures where the two did not answer the same requests.
+    """
     if void_because({base_name: base, name: report}):
-        sentences = [f"{name} cannot be compared with {base_name}: they did not answer the same requests."]
-    else:
-        sentences = [
-            _cache(name, report, base_name, base),
-            _prefill(report, base),
-            _ttft(report, base, base_name),
-            *_verdicts(name, report, base_name, base),
-        ]
-    sentences.append(_failures(name, report, base_name, base))
-    return [sentence for sentence in sentences if sentence]
+        said = f"{name} cannot be compared with {base_name}: they did not answer the same requests"
+        if report["failed"] or base["failed"]:
+            said += f", and {report['failed']:,.0f} failed with {name}, {base['failed']:,.0f} with {base_name}"
+        return [f"{said}."]
+    worse = changes(report, base)[Verdict.WORSE]
+    summary = "; ".join(part for part in (_cache(report, base), *_ttft(report, base)) if part)
+    said = [f"Worse with {name} than with {base_name}: {'; '.join(worse) or 'nothing'}."]
+    return [*said, f"{name} against {base_name}: {summary}."] if summary else said
 
 
 def changes(report: Report, base: Report) -> dict[Verdict, list[str]]:
@@ -55,7 +55,7 @@ def changes(report: Report, base: Report) -> dict[Verdict, list[str]]:
     return found
 
 
-def _told_apart(row: show.Row, new: float, old: float) -> tuple[str, str]:
+def _told_apart(row: Row, new: float, old: float) -> tuple[str, str]:
     """Both figures as they are shown, with a digit more where they would read the same: over several seeds little is
     sure, too."""
     shown = row.form(new), row.form(old)
@@ -64,7 +64,7 @@ def _told_apart(row: show.Row, new: float, old: float) -> tuple[str, str]:
     return f"{new:,.2f} ms", f"{old:,.2f} ms"
 
 
-def change(row: show.Row, old: float, new: float) -> str:
+def change(row: Row, old: float, new: float) -> str:
     """By how much a figure differs; of shares in points, which add up with the figures as they are shown, and nothing
     where the old one is 0."""
     if row.form is show.percent:
@@ -76,52 +76,24 @@ def _signed(value: float, digits: int) -> str:
     return f"{value:+.{digits}f}" if round(value, digits) else "0"
 
 
-def _verdicts(name: str, report: Report, base_name: str, base: Report) -> list[str]:
-    found = changes(report, base)
-    return [
-        f"{word} with {name} than with {base_name}: {'; '.join(found[verdict]) or 'nothing'}."
-        for word, verdict in (("Better", Verdict.BETTER), ("Worse", Verdict.WORSE))
-        if any(found.values())
-    ]
-
-
-def _cache(name: str, report: Report, base_name: str, base: Report) -> str | None:
+def _cache(report: Report, base: Report) -> str | None:
     new, old = report["cache"]["hit_rate"], base["cache"]["hit_rate"]
     if new is None or old is None:
         return None
     return (
-        f"{name} found {percent(new, 0)} of all prompt tokens in a cache, {base_name} {percent(old, 0)}: "
-        f"{less_or_more(show.HIT_RATE, report, base, 'fewer', 'as many')}."
+        f"{percent(new, 0)} of all prompt tokens found in a cache against {percent(old, 0)} "
+        f"({less_or_more(show.HIT_RATE, report, base, 'fewer', 'as many')})"
     )
 
 
-def _prefill(report: Report, base: Report) -> str | None:
-    new, old = report["cache"]["prefill_tokens"], base["cache"]["prefill_tokens"]
-    if new is None or old is None:
-        return None
-    return (
-        f"Its engines computed {new:,.0f} prompt tokens instead of {old:,.0f}: "
-        f"{less_or_more(show.PREFILL, report, base, 'less work', 'more work')}."
-    )
-
-
-def _ttft(report: Report, base: Report, base_name: str) -> str | None:
+def _ttft(report: Report, base: Report) -> Iterator[str]:
     new, old = report["ttft_ms"], base["ttft_ms"]
     if not new or not old:
-        return None
-    parts = [
-        f"{new[key]:,.0f} ms at {key} ({base_name} {old[key]:,.0f} ms, "
-        f"{less_or_more(show.latency('TTFT', 'ttft_ms', key), report, base, 'faster', 'slower')})"
-        for key in dict.fromkeys((report["percentiles"][0], report["percentiles"][-1]))
-        if key in old
-    ]
-    return f"The first token came after {' and '.join(parts)}." if parts else None
-
-
-def _failures(name: str, report: Report, base_name: str, base: Report) -> str | None:
-    if not report["failed"] and not base["failed"]:
-        return None
-    return f"Requests failed: {report['failed']:,.0f} with {name}, {base['failed']:,.0f} with {base_name}."
+        return
+    for key in dict.fromkeys((report["percentiles"][0], report["percentiles"][-1])):
+        if key in old:
+            row = show.latency("TTFT", "ttft_ms", key)
+            yield f"TTFT {key} {less_or_more(row, report, base, 'faster', 'slower')}"
 
 
 def void_because(reports: Reports) -> str | None:
@@ -149,7 +121,7 @@ def print_comparison(console: Console, reports: Reports) -> None:
     show.print_troubles(console, reports)
 
 
-def print_table(console: Console, reports: Reports, rows: Sequence[show.Row] | None = None) -> None:
+def print_table(console: Console, reports: Reports, rows: Sequence[Row] | None = None) -> None:
     """Print the targets' figures next to each other, and of each why it answered fewer requests than were offered."""
     console.print(show.comparison_table(reports, rows))
     for name, report in reports.items():
@@ -157,7 +129,7 @@ def print_table(console: Console, reports: Reports, rows: Sequence[show.Row] | N
 
 
 def say_ratios(console: Console, reports: Reports) -> None:
-    """Every later target in words against the first, and loudly if they did not do the same work."""
+    """What got worse with every later target than with the first, and loudly if they did not do the same work."""
     if void := void_because(reports):
         console.print(f"\n[bold red]This comparison is void:[/] {void}. The figures of each are of what it answered.")
     (base_name, base), *others = reports.items()

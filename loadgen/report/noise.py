@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable
-from typing import Protocol
+from typing import NamedTuple
 
 from loadgen.report import seeds
 from loadgen.report.summary import Report
@@ -21,14 +21,6 @@ class Verdict(enum.Enum):
     WORSE = "worse"
     SAME = "about the same"
     NEITHER = "neither is better"  # or one of the two does not know it
-
-
-class Judgeable(Protocol):
-    """What of a row of a comparison says how its figure is judged."""
-
-    read: Callable[[Report], float | None]
-    better: Callable | None
-    least: Callable[[float, Report], float]
 
 
 def of_itself(value: float, report: Report) -> float:
@@ -49,7 +41,18 @@ def of_latency(name: str) -> Callable[[float, Report], float]:
     return lambda value, report: (SAME_TAIL if tail else SAME) * value
 
 
-def judged(row: Judgeable, report: Report, base: Report) -> Verdict:
+class Row(NamedTuple):
+    """One figure in a comparison."""
+
+    label: str
+    read: Callable[[Report], float | None]
+    form: Callable[[float], str]
+    better: Callable | None = None  # min or max; None: neither is better
+    least: Callable[[float, Report], float] = of_itself  # the smallest difference that is no noise
+    said: str = ""  # what it is called in a sentence, where that is not its label
+
+
+def judged(row: Row, report: Report, base: Report) -> Verdict:
     """Return what became of one figure since `base`.
 
     With three seeds or more on both sides a difference counts where the ranges over the seeds do not overlap: of 3 and
@@ -64,7 +67,7 @@ def judged(row: Judgeable, report: Report, base: Report) -> Verdict:
     return Verdict.BETTER if row.better((new, old)) == new else Verdict.WORSE
 
 
-def _differ(row: Judgeable, report: Report, base: Report, new: float, old: float) -> bool:
+def _differ(row: Row, report: Report, base: Report, new: float, old: float) -> bool:
     news, olds = seeds.each(report, row.read), seeds.each(base, row.read)
     if min(len(news), len(olds)) < ENOUGH_SEEDS:
         return abs(new - old) > row.least(old, base)

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 
 import matplotlib
@@ -27,6 +28,7 @@ _SIZE = (5.2, 3.1)  # inches, of one plot; with letters of 10.5 points a page re
 # 3:1 on white and on black
 _COLOURS = ("#12907f", "#d97a1e", "#5a76d8", "#c34f86", "#7d962c", "#8d62c9", "#3f9cc4", "#a9703d")
 _DASHES = ("-", (0, (4, 1.6)), (0, (1.2, 1.4)), (0, (6, 1.6, 1.2, 1.6)))
+_DASHED = (0, (4, 3))  # a limit
 _WINDOW_REQUESTS = 25  # a window of time has about so many requests, or its figures are noise
 _MOST_WINDOWS, _FEWER_WINDOWS = 60, 24  # fewer where many lines cross
 _MANY = 5  # targets
@@ -35,8 +37,6 @@ _SHADE = 0.6  # power by which colour follows load, so that an even load, far be
 _MOST_STEPS = 500  # of a distribution; more are finer than the plot
 _LEAST_MS = 1e-3  # a logarithmic axis knows no 0, a virtual clock does
 _MOST_POINTS = 1500  # of a target in a scatter plot
-# what is labelled of a decade, by how far the values reach
-_SUBS = ((8, (1, 2, 3, 5, 7)), (100, (1, 2, 5)), (1000, (1, 3)))
 _LOOK = {
     "font.size": 10.5,
     "font.family": "sans-serif",
@@ -60,6 +60,10 @@ def _ms(value: float, _: object = None) -> str:
 
 def _percent(value: float, _: object = None) -> str:
     return f"{value * 100:.0f} %"
+
+
+def _thousands(value: float, _: object = None) -> str:
+    return f"{value / 1000:g}k" if abs(value) >= 1000 else f"{value:g}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +106,10 @@ class Line:
     colour: str
     dash: object
 
+    @property
+    def look(self) -> dict[str, object]:
+        return {"color": self.colour, "linestyle": self.dash}
+
 
 def lines(names: Iterable[str], ordered: bool = False) -> dict[str, Line]:
     """A line by name; names that are `ordered` go from light to dark instead."""
@@ -116,38 +124,38 @@ def lines(names: Iterable[str], ordered: bool = False) -> dict[str, Line]:
 
 
 def of_runs(reports: Reports, records: Records, drawn: Mapping[str, Line]) -> list[Plot]:
-    """The plots that these runs have data for."""
-    good = {name: [record for record in done if record.error is None] for name, done in records.items()}
+    """Return the plots that these runs have data for."""
+
+    def those(keep: Callable[[Record], object], among: Records = records) -> Records:
+        return {name: [record for record in done if keep(record)] for name, done in among.items()}
+
+    good = those(lambda record: record.error is None)
+    reporting = those(lambda record: record.prompt_tokens and record.cached_tokens is not None, good)
+    predicted = those(lambda record: record.predicted_tokens is not None, reporting)
+    named = those(lambda record: record.replica is not None)
     slo = next((report["goodput"]["slo_ms"] for report in reports.values() if report.get("goodput")), {})
-    told = {
-        name: [record for record in done if record.prompt_tokens and record.cached_tokens is not None]
-        for name, done in good.items()
-    }
-    named = {name: [record for record in done if record.replica is not None] for name, done in records.items()}
-    foretold = {name: [record for record in done if record.predicted_tokens is not None] for name, done in told.items()}
-    banded = len(good) < _MANY
+    band = partial(_ttft, 99) if len(good) < _MANY else None
     found = [
-        *_distributions(good, slo, drawn),
+        *(_distribution(what, read, good, slo, drawn) for what, read in _LATENCIES.items()),
         _over_time(
             "TTFT over time",
-            "Median of the requests sent in each window of time"
-            + ("; the band above reaches to p99." if banded else "."),
+            f"Median of the requests sent in each window of time{'; the band above reaches to p99' if band else ''}.",
             good,
             drawn,
             partial(_ttft, 50),
             _ms,
-            partial(_ttft, 99) if banded else None,
+            band,
         ),
         _over_time(
             "Hit rate over time",
             "Cached tokens over prompt tokens, as engines report them, by when requests were sent.",
-            told,
+            reporting,
             drawn,
             _hit_rate,
             _percent,
         ),
-        _load(named, {name: report["replicas"] for name, report in reports.items()}, drawn),
-        _foretold(foretold, drawn),
+        _load(named, reports, drawn),
+        _predicted(predicted, drawn),
     ]
     return [plot for plot in found if plot]
 
@@ -160,25 +168,17 @@ _LATENCIES: dict[str, Callable[[Record], Iterable[float | None]]] = {
 }
 
 
-def _distributions(good: Records, slo: Mapping[str, float], drawn: Mapping[str, Line]) -> Iterator[Plot | None]:
-    for what, read in _LATENCIES.items():
-        values = {name: [value for record in done for value in read(record)] for name, done in good.items()}
-        yield _distribution(what, values, drawn, slo.get({"E2E": "e2el"}.get(what, what.lower())))
-
-
-def _ttft(percentile: float, window: Sequence[Record]) -> float:
-    """In ms; NaN where nothing was answered."""
-    return float(
-        np.percentile([record.ttft * 1000 for record in window if record.ttft is not None] or [np.nan], percentile)
-    )
-
-
 def _distribution(
-    what: str, seconds: Mapping[str, Sequence[float | None]], drawn: Mapping[str, Line], limit: float | None
+    what: str,
+    read: Callable[[Record], Iterable[float | None]],
+    records: Records,
+    slo: Mapping[str, float],
+    drawn: Mapping[str, Line],
 ) -> Plot | None:
+    limit = slo.get({"E2E": "e2el"}.get(what, what.lower()))
     values = {
-        name: np.sort([max(1000 * value, _LEAST_MS) for value in times if value is not None])
-        for name, times in seconds.items()
+        name: np.sort([max(1000 * one, _LEAST_MS) for record in done for one in read(record) if one is not None])
+        for name, done in records.items()
     }
     values = {name: times for name, times in values.items() if times.size}
     if not values:
@@ -187,22 +187,27 @@ def _distribution(
     def draw(axes: Axes, ink: Ink) -> None:
         for name, times in values.items():
             ranks = np.unique(np.linspace(1, times.size, min(times.size, _MOST_STEPS), dtype=int))
-            axes.step(
-                times[ranks - 1], ranks / times.size, where="post", color=drawn[name].colour, linestyle=drawn[name].dash
-            )
+            axes.step(times[ranks - 1], ranks / times.size, where="post", **drawn[name].look)
         if limit:
-            _limit(axes, ink, limit)
+            axes.axvline(limit, color=ink.soft, linewidth=1, linestyle=_DASHED)
         low, high = min(times[0] for times in values.values()), max(times[-1] for times in values.values())
         _time_scale(axes.xaxis, max(low, high / 1e4), max(high, limit or 0))
         axes.yaxis.set_major_formatter(FuncFormatter(_percent))
         axes.set_ylim(0, 1.02)
 
-    return Plot(
-        f"{what} distribution",
-        f"Share of {'gaps between chunks' if what == 'ITL' else 'requests'} with at most this {what}."
-        + (" The dashed line is the SLO." if limit else ""),
-        draw,
-    )
+    of = "gaps between chunks" if what == "ITL" else "requests"
+    caption = f"Share of {of} with at most this {what}.{' The dashed line is the SLO.' if limit else ''}"
+    return Plot(f"{what} distribution", caption, draw)
+
+
+def _ttft(percentile: float, window: Sequence[Record]) -> float:
+    """In ms; NaN where nothing was answered."""
+    times = [record.ttft * 1000 for record in window if record.ttft is not None]
+    return float(np.percentile(times or [np.nan], percentile))
+
+
+def _hit_rate(window: Sequence[Record]) -> float:
+    return sum(record.cached_tokens for record in window) / sum(record.prompt_tokens for record in window)
 
 
 def _over_time(
@@ -217,22 +222,15 @@ def _over_time(
     """`upper`: a figure up to which a band reaches from `figure`."""
     most = _FEWER_WINDOWS if len(records) >= _MANY else _MOST_WINDOWS
     series = {name: _windows(done, figure, most) for name, done in records.items() if len(done) > 1}
+    bands = {name: _windows(records[name], upper, most)[1] for name in series} if upper else {}
     if not series:
         return None
-    bands = {name: _windows(records[name], upper, most)[1] for name in series} if upper else {}
 
     def draw(axes: Axes, ink: Ink) -> None:
         for name, above in bands.items():
             axes.fill_between(*series[name], above, color=drawn[name].colour, alpha=0.16, linewidth=0)
         for name, (times, values) in series.items():
-            axes.plot(
-                times,
-                values,
-                color=drawn[name].colour,
-                linestyle=drawn[name].dash,
-                marker="o" if len(times) < 10 else None,
-                markersize=4,
-            )
+            axes.plot(times, values, marker="o" if len(times) < 10 else None, markersize=4, **drawn[name].look)
         axes.set_xlim(0, None)
         _clock(axes)
         axes.yaxis.set_major_formatter(FuncFormatter(form))
@@ -249,44 +247,40 @@ def _windows(
     sent = np.array([record.sent - zero for record in records])
     number = min(max(len(records) // _WINDOW_REQUESTS, 4), most)
     edges = np.linspace(0, max(sent.max(), 1e-9), number + 1)
-    which = np.clip(np.searchsorted(edges, sent, "right") - 1, 0, number - 1)
     windows: list[list[Record]] = [[] for _ in range(number)]
-    for record, window in zip(records, which):
+    for record, window in zip(records, np.clip(np.searchsorted(edges, sent, "right") - 1, 0, number - 1)):
         windows[window].append(record)
     return (edges[1:] + edges[:-1]) / 2, np.array([figure(window) if window else np.nan for window in windows])
 
 
-def _hit_rate(window: Sequence[Record]) -> float:
-    return sum(record.cached_tokens for record in window) / sum(record.prompt_tokens for record in window)
-
-
 def in_flight(records: Sequence[Record], edges: np.ndarray, zero: float) -> np.ndarray:
     """Mean requests in flight between each two neighbours of `edges` (s from `zero`)."""
-    begins, ends = (
-        np.sort([record.sent - zero for record in records]),
-        np.sort([record.last - zero for record in records]),
-    )
 
-    def spent(at: np.ndarray, moments: np.ndarray) -> np.ndarray:
-        """The sum over `moments` of the time gone by since each."""
-        before = np.searchsorted(moments, at)
-        return before * at - np.concatenate(([0.0], np.cumsum(moments)))[before]
+    def spent(moments: Iterable[float]) -> np.ndarray:
+        """The sum over `moments` of the time gone by since each, at each edge."""
+        moments = np.sort([moment - zero for moment in moments])
+        before = np.searchsorted(moments, edges)
+        return before * edges - np.concatenate(([0.0], np.cumsum(moments)))[before]
 
-    return np.diff(spent(edges, begins) - spent(edges, ends)) / np.diff(edges)
+    gone = spent(record.sent for record in records) - spent(record.last for record in records)
+    return np.diff(gone) / np.diff(edges)
 
 
-def _load(records: Records, known: Mapping[str, Iterable[str]], drawn: Mapping[str, Line]) -> Plot | None:
+def _load(records: Records, reports: Reports, drawn: Mapping[str, Line]) -> Plot | None:
     """A band per target, a row in it per replica: darker is more in flight."""
     bands = {}
     for name, done in records.items():
         if done:
             zero, end = began(done), max(record.last for record in done)
             edges = np.linspace(0, max(end - zero, 1e-9), 161)
-            by_replica: dict[str, list[Record]] = {one: [] for one in known[name]}
+            by_replica: dict[str, list[Record]] = {one: [] for one in reports[name]["replicas"]}
             for record in done:
                 by_replica[record.replica].append(record)
-            replicas = sorted(by_replica, key=lambda text: (len(text), text))  # r2 before r10
-            bands[name] = edges[-1], replicas, np.array([in_flight(by_replica[one], edges, zero) for one in replicas])
+            bands[name] = (
+                edges[-1],
+                [*by_replica],
+                np.array([in_flight(one, edges, zero) for one in by_replica.values()]),
+            )
     if not bands:
         return None
     most = max(float(rows.max()) for _, _, rows in bands.values()) or 1.0
@@ -310,14 +304,11 @@ def _load(records: Records, known: Mapping[str, Iterable[str]], drawn: Mapping[s
         axes.grid(False)
         _clock(axes)
 
-    return Plot(
-        "Load of each replica over time",
-        f"A row per replica; full colour is {most:.0f} requests in flight, none is 0.",
-        draw,
-    )
+    caption = f"A row per replica; full colour is {most:.0f} requests in flight, none is 0."
+    return Plot("Load of each replica over time", caption, draw)
 
 
-def _foretold(records: Records, drawn: Mapping[str, Line]) -> Plot | None:
+def _predicted(records: Records, drawn: Mapping[str, Line]) -> Plot | None:
     points = {
         name: np.array([(record.predicted_tokens, record.cached_tokens) for record in done])
         for name, done in records.items()
@@ -325,10 +316,8 @@ def _foretold(records: Records, drawn: Mapping[str, Line]) -> Plot | None:
     }
     if not points:
         return None
-    most = max(float(pairs.max()) for pairs in points.values()) or 1.0
-    exact = sum(int((pairs[:, 0] == pairs[:, 1]).sum()) for pairs in points.values()) / sum(
-        len(pairs) for pairs in points.values()
-    )
+    all_of_them = np.concatenate(list(points.values()))
+    most, exact = float(all_of_them.max()) or 1.0, float((all_of_them[:, 0] == all_of_them[:, 1]).mean())
 
     def draw(axes: Axes, ink: Ink) -> None:
         axes.plot((0, most), (0, most), color=ink.soft, linewidth=0.8)
@@ -336,9 +325,8 @@ def _foretold(records: Records, drawn: Mapping[str, Line]) -> Plot | None:
         # or the last target would cover the others
         mixed = np.random.default_rng(0).permutation(sum(map(len, shown.values())))
         colours = np.array([to_rgb(drawn[name].colour) for name, pairs in shown.items() for _ in pairs])[mixed]
-        axes.scatter(
-            *np.concatenate(list(shown.values()))[mixed].T, s=11, c=colours, alpha=0.5, linewidths=0, rasterized=True
-        )
+        across, up = np.concatenate(list(shown.values()))[mixed].T
+        axes.scatter(across, up, s=11, c=colours, alpha=0.5, linewidths=0, rasterized=True)
         axes.set_xlim(-0.02 * most, 1.03 * most)
         axes.set_ylim(-0.02 * most, 1.05 * most)
         axes.xaxis.set_major_locator(MaxNLocator(5))
@@ -347,12 +335,8 @@ def _foretold(records: Records, drawn: Mapping[str, Line]) -> Plot | None:
         axes.set_xlabel("cached tokens, predicted", color=ink.soft)
         axes.set_ylabel("delivered", color=ink.soft)
 
-    return Plot(
-        "Predicted against delivered",
-        f"Cached tokens of each prompt: exactly as the gateway predicted for {percent(exact)} "
-        "of the requests. Above the line the engine found more.",
-        draw,
-    )
+    caption = f"Cached tokens of each prompt: exactly as the gateway predicted for {percent(exact)} of the requests. Above the line the engine found more."
+    return Plot("Predicted against delivered", caption, draw)
 
 
 def of_sweep(
@@ -366,59 +350,26 @@ def of_sweep(
     steps = sorted(steps, key=lambda step: step["rate"])
     rates = [step["rate"] for step in steps]
 
-    def latency(what: str) -> list[Curve]:
-        key = f"{what.lower()}_ms"
-        return [
-            Curve(
-                name, rates, [max((step["report"][key] or {}).get(name, np.nan), _LEAST_MS) for step in steps], colour
-            )
-            for name, colour in zip(("p50", "p90", "p99"), _COLOURS)
-        ]
-
-    def one(name: str, values: list[float | None]) -> list[Curve]:
-        return [Curve(name, rates, [np.nan if value is None else value for value in values], _COLOURS[0])]
+    def curve(name: str, read: Callable[[Mapping[str, object]], float | None], colour: str = _COLOURS[0]) -> Curve:
+        return Curve(name, rates, [_known(read(step)) for step in steps], colour)
 
     sign = " The line upright is the rate that was found." if found else ""
-    across, rate = "requests a second, offered", found or 0.0
-    plots = [
-        _against(
-            f"{what} against load",
-            f"Time {about}." + (" Dashed: the SLO." if what.lower() in slo else "") + sign,
-            across,
-            latency(what),
-            slo.get(what.lower()),
-            rate,
-            form=_ms,
-        )
-        for what, about in (("TTFT", "to the first token"), ("TPOT", "per token after the first"))
-    ]
+    against = partial(_against, across="requests a second, offered", upright=found)
+    plots = []
+    for what, about in (("TTFT", "to the first token"), ("TPOT", "per token after the first")):
+        key, limit = what.lower(), slo.get(what.lower())
+        curves = [
+            curve(name, lambda step, key=key, name=name: (step["report"][f"{key}_ms"] or {}).get(name), colour)
+            for name, colour in zip(("p50", "p90", "p99"), _COLOURS)
+        ]
+        caption = f"Time {about}.{' Dashed: the SLO.' if limit else ''}{sign}"
+        plots.append(against(f"{what} against load", caption, curves, limit=limit, form=_ms))
+    answered = curve("answered", lambda step: step["report"]["request_throughput"])
+    caption = f"Requests a second.{' The line upright is the knee.' if knee else ''}"
     plots += [
-        _against(
-            "Answered against offered",
-            "Requests a second." + (" The line upright is the knee." if knee else ""),
-            across,
-            one("answered", [step["report"]["request_throughput"] for step in steps]),
-            None,
-            knee or 0.0,
-            form=_thousands,
-            most=None,
-        ),
-        _against(
-            "Within the SLO",
-            f"Share of the requests; dashed: the {attainment * 100:g} % asked for.",
-            across,
-            one("share", [step["share"] for step in steps]),
-            attainment,
-            rate,
-        ),
-        _against(
-            "Hit rate against load",
-            "Cached tokens over prompt tokens, as engines report them.",
-            across,
-            one("hit rate", [step["report"]["cache"]["hit_rate"] for step in steps]),
-            None,
-            rate,
-        ),
+        against("Answered against offered", caption, [answered], upright=knee, form=_thousands, most=None),
+        against(*_within(attainment), [curve("share", lambda step: step["share"])], limit=attainment),
+        against(*_HITS, [curve("hit rate", _hits)]),
     ]
     return [plot for plot in plots if plot]
 
@@ -426,37 +377,41 @@ def of_sweep(
 def of_plan(points: Sequence[Mapping[str, object]], attainment: float, drawn: Mapping[str, Line]) -> list[Plot]:
     """Share within the SLO and hit rate against replicas, a line for each size of the cache; `drawn` has as many, in
     their order."""
-    sizes = sorted({point["tokens"] for point in points})
+    points = sorted(points, key=lambda point: (point["tokens"], point["replicas"]))
+    sizes = [(tokens, list(some)) for tokens, some in groupby(points, lambda point: point["tokens"])]
 
-    def curves(value: Callable[[Mapping[str, object]], float | None]) -> list[Curve]:
-        found = []
-        for tokens, line in zip(sizes, drawn.values(), strict=True):
-            tried = sorted(
-                (point for point in points if point["tokens"] == tokens), key=lambda point: point["replicas"]
+    def curves(read: Callable[[Mapping[str, object]], float | None]) -> list[Curve]:
+        return [
+            Curve(
+                f"{tokens:,} tokens",
+                [one["replicas"] for one in some],
+                [_known(read(one)) for one in some],
+                line.colour,
             )
-            figures = [np.nan if value(point) is None else value(point) for point in tried]
-            found.append(Curve(f"{tokens:,} tokens", [point["replicas"] for point in tried], figures, line.colour))
-        return found
+            for (tokens, some), line in zip(sizes, drawn.values(), strict=True)
+        ]
 
-    made = [
-        _against(
-            "Within the SLO",
-            f"Share of all requests, by replicas and the cache of each; dashed: the {attainment * 100:g} % asked for.",
-            "replicas",
-            curves(lambda point: point["share"]),
-            attainment,
-            whole=True,
-        ),
-        _against(
-            "Hit rate",
-            "Cached tokens over prompt tokens, as engines report them.",
-            "replicas",
-            curves(lambda point: point["report"]["cache"]["hit_rate"]),
-            whole=True,
-            most=None,
-        ),
+    against = partial(_against, across="replicas", whole=True)
+    plots = [
+        against(*_within(attainment), curves(lambda point: point["share"]), limit=attainment),
+        against(*_HITS, curves(_hits), most=None),
     ]
-    return [plot for plot in made if plot]
+    return [plot for plot in plots if plot]
+
+
+def _within(attainment: float) -> tuple[str, str]:
+    return "Within the SLO", f"Share of the requests; dashed: the {attainment * 100:g} % asked for."
+
+
+_HITS = ("Hit rate", "Cached tokens over prompt tokens, as engines report them.")
+
+
+def _hits(point: Mapping[str, object]) -> float | None:
+    return point["report"]["cache"]["hit_rate"]
+
+
+def _known(value: float | None) -> float:
+    return np.nan if value is None else value
 
 
 @dataclass(frozen=True, slots=True)
@@ -472,11 +427,11 @@ class Curve:
 def _against(
     title: str,
     caption: str,
-    across: str,
     curves: Sequence[Curve],
-    limit: float | None = None,
-    upright: float = 0.0,
     *,
+    across: str,
+    limit: float | None = None,
+    upright: float | None = None,
     form: Callable[[float, object], str] = _percent,
     whole: bool = False,
     most: float | None = 1.02,
@@ -489,17 +444,18 @@ def _against(
 
     def draw(axes: Axes, ink: Ink) -> None:
         for curve in curves:
-            axes.plot(curve.at, curve.figures, color=curve.colour, marker="o", markersize=4, label=curve.name)
+            figures = np.maximum(curve.figures, _LEAST_MS) if form is _ms else curve.figures
+            axes.plot(curve.at, figures, color=curve.colour, marker="o", markersize=4, label=curve.name)
         if upright:
             axes.axvline(upright, color=ink.soft, linewidth=0.8)
         if limit:
-            axes.axhline(limit, color=ink.soft, linewidth=1, linestyle=(0, (4, 3)))
+            axes.axhline(limit, color=ink.soft, linewidth=1, linestyle=_DASHED)
         axes.set_xlabel(across, color=ink.soft)
         axes.set_xlim(0, None)
         if whole:
             axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         if form is _ms:
-            _time_scale(axes.yaxis, np.nanmin(known), max(np.nanmax(known), limit or 0.0))
+            _time_scale(axes.yaxis, max(np.nanmin(known), _LEAST_MS), max(np.nanmax(known), limit or 0.0))
         else:
             axes.yaxis.set_major_formatter(FuncFormatter(form))
             axes.set_ylim(0, most)
@@ -514,25 +470,18 @@ def png(path: Path, plots: Sequence[Plot], drawn: Mapping[str, Line], title: str
     with matplotlib.rc_context(_LOOK):
         across = 2 if len(plots) in (1, 2, 4) else 3
         down = math.ceil(len(plots) / across)
-        named = math.ceil(len(drawn) / 6) if len(drawn) > 1 else 0
-        figure = Figure(
-            (_SIZE[0] * across, (_SIZE[1] + 0.45) * down + 0.5 + 0.25 * named), layout="constrained", facecolor="white"
-        )
+        size = _SIZE[0] * across, (_SIZE[1] + 0.45) * down + 0.5 + 0.25 * math.ceil(len(drawn) / 6)
+        figure = Figure(size, layout="constrained", facecolor="white")
         figure.get_layout_engine().set(w_pad=0.18, h_pad=0.14)
         figure.suptitle(title, fontsize=13, fontweight="bold", color=_PAPER.text, x=0.012, ha="left")
         for number, plot in enumerate(plots, 1):
             axes = figure.add_subplot(down, across, number)
             _panel(plot, axes, _PAPER)
             axes.set_title(plot.title, loc="left", fontsize=11, fontweight="bold", color=_PAPER.text)
-        if named:
-            marks = [matplotlib.lines.Line2D([], [], color=line.colour, linestyle=line.dash) for line in drawn.values()]
-            figure.legend(
-                marks,
-                [_short(name, 40) for name in drawn],
-                loc="outside lower left",
-                ncols=min(len(drawn), 6),
-                labelcolor=_PAPER.text,
-            )
+        if len(drawn) > 1:
+            marks = [matplotlib.lines.Line2D([], [], **line.look) for line in drawn.values()]
+            names = [_short(name, 40) for name in drawn]
+            figure.legend(marks, names, loc="outside lower left", ncols=min(len(drawn), 6), labelcolor=_PAPER.text)
         figure.savefig(path, dpi=110, format="png", metadata={"Software": None})
 
 
@@ -543,16 +492,13 @@ def _panel(plot: Plot, axes: Axes, ink: Ink) -> None:
     plot.draw(axes, ink)
 
 
-def _limit(axes: Axes, ink: Ink, limit: float) -> None:
-    axes.axvline(limit, color=ink.soft, linewidth=1, linestyle=(0, (4, 3)))
-
-
 def _time_scale(axis, low: float, high: float) -> None:
-    """Milliseconds, logarithmic."""
-    axis.axes.set(**{f"{axis.axis_name}scale": "log"})
+    """Milliseconds, logarithmic: the further the values reach, the fewer of a decade are labelled."""
     low, high = low / 1.15, max(high, low * 2) * 1.15
-    axis.axes.set(**{f"{axis.axis_name}lim": (low, high)})
-    subs = next((subs for most, subs in _SUBS if high / low < most), (1,))
+    axis.axes.set(**{f"{axis.axis_name}scale": "log", f"{axis.axis_name}lim": (low, high)})
+    subs = (
+        (1, 2, 3, 5, 7) if high < 8 * low else (1, 2, 5) if high < 100 * low else (1, 3) if high < 1000 * low else (1,)
+    )
     axis.set_major_locator(LogLocator(subs=subs, numticks=12))
     axis.set_minor_formatter(NullFormatter())
     axis.set_major_formatter(FuncFormatter(_ms))
@@ -563,13 +509,7 @@ def _clock(axes: Axes) -> None:
     """The x axis in seconds, or minutes where they are many."""
     minutes = axes.get_xlim()[1] > 600
     axes.xaxis.set_major_locator(MaxNLocator(6, steps=(1, 2, 3, 6, 10) if minutes else None))
-    axes.xaxis.set_major_formatter(
-        FuncFormatter((lambda value, _: f"{value / 60:g} min") if minutes else (lambda value, _: f"{value:g} s"))
-    )
-
-
-def _thousands(value: float, _: object = None) -> str:
-    return f"{value / 1000:g}k" if abs(value) >= 1000 else f"{value:g}"
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value / 60:g} min" if minutes else f"{value:g} s")
 
 
 def _short(name: str, most: int = 18) -> str:

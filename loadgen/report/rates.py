@@ -2,11 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
+from loadgen.drive.records import Record
 from loadgen.report.summary import Report
+from loadgen.workload.conversations import Conversation
 
 _STOPPED = "the run was stopped early"
+NEARLY_ALL = 0.95
+REACHED = 0.8  # a run that answers less of what was offered never reached that rate
+
+
+def steady(done: Sequence[Record], conversations: Sequence[Conversation]) -> tuple[float, float]:
+    """From when to when, on the clock of the records, a run asked what its starts add up to.
+
+    A later turn waits for its reply, so the rate is reached only once conversations are as many as the rate keeps open:
+    when nearly all requests of those that began first are answered. It is held until the last one begins. There is no
+    such time where the second is not above the first.
+    """
+    first_of = dict(_roots(conversations))
+    began: dict[str, float] = {}
+    for record in done:
+        root = first_of.get(record.conversation, record.conversation)
+        began[root] = min(record.due, began.get(root, record.due))
+    ages = sorted(record.last - began[first_of.get(record.conversation, record.conversation)] for record in done)
+    if not ages:
+        return 0.0, 0.0
+    return min(began.values()) + ages[int(NEARLY_ALL * (len(ages) - 1))], max(began.values())
+
+
+def _roots(conversations: Iterable[Conversation], root: str | None = None) -> Iterator[tuple[str, str]]:
+    """Each conversation's id with that of the one which it forked from in the end."""
+    for conversation in conversations:
+        yield conversation.id, root or conversation.id
+        for turn in conversation.turns:
+            yield from _roots(turn.forks, root or conversation.id)
 
 
 def per_second(value: float | None) -> str:
@@ -33,6 +63,15 @@ def _offered(report: Report, offered: float) -> str:
         f"{offered:,.2f} requests/s offered (drawn for {drawn['rate']:,.4g}: {drawn['arrivals']}, "
         f"{report['conversations']:,.0f} conversations)"
     )
+
+
+def never_reached(report: Report) -> str:
+    """That a run within its limits asked less than its starts add up to, if so: its figures are of a lower rate."""
+    offered, answered = report["offered"]["rate"], report["request_throughput"]
+    if offered is None or answered >= REACHED * offered:
+        return ""
+    why = "later turns wait for a reply, and " if report["offered"]["later_turns"] else ""
+    return f"of {offered:,.2f} requests/s offered {answered:,.2f} were answered, since {why}the load ends before its rate is reached"
 
 
 def _no_rate(report: Report) -> str:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.measure import Measurement
@@ -13,10 +12,11 @@ from rich.table import Table
 from rich.text import Text
 
 from loadgen.options import KEY_NEEDED
-from loadgen.report import fitting, noise, rates, seeds, warm
-from loadgen.report.fitting import Fitting
+from loadgen.report import noise, rates, seeds, warm
+from loadgen.report.noise import Row
 from loadgen.report.shares import percent as percentage
 from loadgen.report.summary import Report, Reports, fair_share
+from loadgen.report.tables import Cell, Fitting, Grid, fitted
 
 _FIGURE_SPACE = re.compile(r"(?<=\d) (?=(?:%|ms|s|points|/s)(?!\w))")
 _SHARES = 4  # replicas whose requests are told one by one
@@ -86,19 +86,20 @@ def _why_not_sent(report: Report) -> str:
     return f": later turn{'' if report['not_sent'] == 1 else 's'} of conversations that failed"
 
 
-def _latencies(report: Report) -> Fitting:
-    def drawn(put: fitting.Put) -> Table:
-        table = fitting.table(header_style="dim", ranges_left_out=put is fitting.without and "by_seed" in report)
-        columns = ("mean", *report["percentiles"])
-        for name in columns:
-            table.add_column(name, justify="right", no_wrap=True)
-        table.add_column("", style="dim", no_wrap=True)
-        for label, key, meaning in (*LATENCIES[:1], *waited, *LATENCIES[1:]):
-            table.add_row(label, *(put(written(report, path_of(key, name), milliseconds)) for name in columns), meaning)
-        return table
-
+def latencies(report: Report, *more: str) -> Grid:
+    """Mean and percentiles of each latency, and `more` of their figures."""
+    names = ("mean", *report["percentiles"], *more)
     waited = (("TTFT", "ttft_from_due_ms", "from when it was due"),) if report["generator"]["was_the_limit"] else ()
-    return Fitting(*map(drawn, (fitting.beside, fitting.below, fitting.without)))
+    rows = [
+        [Cell(label), *(Cell(written(report, path_of(key, name), milliseconds)) for name in names), Cell(about, "soft")]
+        for label, key, about in (*LATENCIES[:1], *waited, *LATENCIES[1:])
+    ]
+    return Grid(("", *names, ""), rows)
+
+
+def _latencies(report: Report) -> Fitting:
+    grid = latencies(report)
+    return fitted(grid, "by_seed" in report, (0, len(grid.heads) - 1), "dim")
 
 
 def _facts(report: Report) -> Table:
@@ -215,70 +216,32 @@ def print_notes(console: Console, notes: Iterable[str]) -> None:
         console.print(note, style="yellow", markup=False, soft_wrap=True)
 
 
-class Cell(NamedTuple):
-    """One target's figure in a row of a comparison."""
-
-    text: str
-    best: bool = False  # of the row, where another is worse by more than noise
-    worse: bool = False  # than the first target, by more than noise
-
-    @property
-    def look(self) -> str:
-        return "bold green" if self.best else "red" if self.worse else ""
-
-
 def comparison_table(reports: Reports, rows: Sequence[Row] | None = None) -> Fitting:
     """One column per target; of each row with a better and a worse the best is green, what is worse than the first
     target red. Where a terminal is too narrow for all targets, those that do not fit follow below."""
-    cells = list(compared(reports, rows))
-    if any(report["replicas"] for report in reports.values()):
-        cells.append(("requests per replica", [Cell(shares(report)) for report in reports.values()]))
-    names, seeded = list(reports), any("by_seed" in report for report in reports.values())
-
-    def drawn(put: fitting.Put, first: int = 0, last: int | None = None) -> Table:
-        at_the_end = last is None or last >= len(names)  # of several tables only the last one says it
-        table = fitting.table(ranges_left_out=put is fitting.without and seeded and at_the_end)
-        for name in names[first:last]:
-            table.add_column(name, justify="right", no_wrap=True)
-        for label, figures in cells:
-            table.add_row(label, *(Text(put(one.text), one.look) for one in figures[first:last]))
-        return table
-
-    def below_each_other(most: int) -> Group:
-        return Group(*(drawn(fitting.without, at, at + most) for at in range(0, len(names), most)))
-
-    return Fitting(
-        drawn(fitting.beside),
-        drawn(fitting.below),
-        drawn(fitting.without),
-        *(below_each_other(most) for most in range(len(names) - 1, 0, -1)),
-    )
+    return fitted(compared(reports, rows), any("by_seed" in report for report in reports.values()), split=True)
 
 
-def compared(reports: Reports, rows: Sequence[Row] | None = None) -> Iterator[tuple[str, list[Cell]]]:
-    """The rows that somebody has a value for: a label, and a cell for each target."""
-    first = next(iter(reports.values()))
+def compared(reports: Reports, rows: Sequence[Row] | None = None, most: int = _SHARES) -> Grid:
+    """A row for each figure that somebody knows, and what went to each replica, of up to `most` one by one."""
+    found = []
     for row in rows or rows_of(reports):
-        values = {name: seeds.mean(report, row.read) for name, report in reports.items()}
-        known = [value for value in values.values() if value is not None]
-        if not known:
-            continue
-        best = row.better(known) if row.better else None
-        yield (
-            row.label,
-            [
-                Cell(
-                    written(report, row.read, row.form),
-                    values[name] is not None and values[name] == best and _beats_one(row, report, reports.values()),
-                    noise.judged(row, report, first) is noise.Verdict.WORSE,
-                )
-                for name, report in reports.items()
-            ],
-        )
+        known = [value for one in reports.values() if (value := seeds.mean(one, row.read)) is not None]
+        best = row.better(known) if row.better and known else None
+        cells = [Cell(written(one, row.read, row.form), _look(row, one, best, reports)) for one in reports.values()]
+        found += [[Cell(row.label), *cells]] if known else []
+    if any(report["replicas"] for report in reports.values()):
+        found.append([Cell("requests per replica"), *(Cell(shares(report, most)) for report in reports.values())])
+    return Grid(("", *reports), found)
 
 
-def _beats_one(row: Row, report: Report, others: Iterable[Report]) -> bool:
-    return any(noise.judged(row, report, other) is noise.Verdict.BETTER for other in others)
+def _look(row: Row, report: Report, best: float | None, reports: Reports) -> str:
+    """Whether a figure is the best of its row, and another worse by more than noise, or worse than the first one's."""
+    (first, *_), verdict = reports.values(), noise.Verdict
+    beats_one = any(noise.judged(row, report, other) is verdict.BETTER for other in reports.values())
+    if best is not None and seeds.mean(report, row.read) == best and beats_one:
+        return "best"
+    return "worse" if noise.judged(row, report, first) is verdict.WORSE else ""
 
 
 def written(report: Report, read: Callable[[Report], float | None], form: Callable[[float], str]) -> str:
@@ -317,11 +280,10 @@ class Sentence:
         return Measurement(min(words, options.max_width), min(len(self._text), options.max_width))
 
 
-def shares(report: Report) -> str:
-    """Requests of each replica, in the order of their names; of more than fit beside each other, the least and the
-    most."""
+def shares(report: Report, most: int = _SHARES) -> str:
+    """Requests of each replica, in the order of their names; of more than `most` the least and the most."""
     requests = [figures["requests"] for figures in report["replicas"].values()]
-    if len(requests) > _SHARES:
+    if len(requests) > most:
         return f"{count(min(requests))} to {count(max(requests))}"
     return "  ".join(map(count, requests)) or "–"
 
@@ -334,17 +296,6 @@ def path_of(*path: str) -> Callable[[Report], float | None]:
         return value
 
     return read
-
-
-class Row(NamedTuple):
-    """One figure in a comparison."""
-
-    label: str
-    read: Callable[[Report], float | None]
-    form: Callable[[float], str]
-    better: Callable | None = None  # min or max; None: neither is better
-    least: Callable[[float, Report], float] = noise.of_itself  # the smallest difference that is no noise
-    said: str = ""  # what it is called in a sentence, where that is not its label
 
 
 def latency(label: str, key: str, name: str) -> Row:
@@ -406,8 +357,24 @@ DEMO_ROWS = (
 )
 
 
-def ends(report: Report) -> list[tuple[str, str, str]]:
-    """(title, key of the latency, percentile) of the lowest and the highest percentile that were asked for, for tables
-    whose rows are rates or fleets: more would not fit beside each other."""
-    names = dict.fromkeys((report["percentiles"][0], report["percentiles"][-1]))
-    return [(f"{what} {name}", key, name) for what, key in (("TTFT", "ttft_ms"), ("TPOT", "tpot_ms")) for name in names]
+def tried(heads: Sequence[str], points: Iterable[tuple[Sequence[str], Report, bool]]) -> Grid:
+    """Rates or fleets that were tried: a row has what it was, its report, and whether it kept the SLO. Of latencies it
+    has the lowest and the highest percentile that were asked for: more would not fit beside each other."""
+    points = list(points)
+    names = points[0][1]["percentiles"] if points else ()
+    ends = dict.fromkeys((names[0], names[-1])) if names else {}
+    columns = [
+        (f"{what} {name}", key, name) for what, key in (("TTFT", "ttft_ms"), ("TPOT", "tpot_ms")) for name in ends
+    ]
+    rows = [
+        [
+            *map(Cell, named),
+            Cell(written(report, path_of("request_throughput"), number)),
+            Cell(written(report, path_of("goodput", "share"), percent), "yes" if kept else "no"),
+            *(Cell(written(report, path_of(*path), milliseconds)) for _, *path in columns),
+            Cell(written(report, path_of("cache", "hit_rate"), percent)),
+        ]
+        for named, report, kept in points
+    ]
+    titles = [title for title, *_ in columns]
+    return Grid((*heads, "answered /s", "within the SLO", *titles, "hit rate"), rows)

@@ -16,9 +16,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 import numpy as np
 
-from loadgen.drive.processes import Processes
-from loadgen.drive.records import Record
-from loadgen.drive.run import Run
+from loadgen.drive.records import Load, Record
 from loadgen.options import BadOption
 from loadgen.report.shares import share
 from loadgen.workload.conversations import Offer
@@ -95,7 +93,7 @@ def spread(seconds: Iterable[float | None], percentiles: Iterable[float] = ()) -
 
 
 def summarise(
-    run: Run | Processes, slo: Mapping[str, float] | None = None, percentiles: Sequence[float] = PERCENTILES
+    run: Load, slo: Mapping[str, float] | None = None, percentiles: Sequence[float] = PERCENTILES
 ) -> dict[str, object]:
     """All figures of one run. Keys whose source was absent (usage, headers) hold None.
 
@@ -202,7 +200,7 @@ def _replicas(records: list[Record], known: Iterable[str]) -> dict[str, dict[str
     }
 
 
-def _generator(run: Run | Processes, seconds: float) -> dict[str, object]:
+def _generator(run: Load, seconds: float) -> dict[str, object]:
     """How late the generator sent, how busy it was, and whether it, not the server, was the limit.
 
     Of several processes the busiest one's CPU counts; a short run has no busiest second but its own share.

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
 
-from loadgen.drive.processes import Processes
-from loadgen.drive.run import Run
+from loadgen.drive.records import Load
 from loadgen.report.shares import percent
 from loadgen.report.summary import Report
-from loadgen.workload.conversations import Conversation
+from loadgen.workload.conversations import Conversation, is_text
 
 _LETTERS = 64  # of a prompt's first text: about a block of 16 tokens
 NOTICED = 0.1  # share of the prompt tokens; a chat template's own first words are less
@@ -22,9 +21,10 @@ def beginning(conversation: Conversation) -> Hashable:
     return tuple(content[0].ids[:1]) if isinstance(content, tuple) and content else str(content)[:_LETTERS]
 
 
-def warm(run: Run | Processes) -> dict[str, object] | None:
+def warm(run: Load) -> dict[str, object] | None:
     """Of the requests whose beginning nobody had sent before in this run: how many there are, their prompt tokens, and
-    how many of these an engine had cached all the same. None where engines do not report it."""
+    how many of these an engine had cached all the same; `is_text`: another seed asks the same. None where engines do
+    not report it."""
     begins = {conversation.id: beginning(conversation) for conversation in run.conversations}
     seen: set[Hashable] = set()
     requests = prompt = cached = 0
@@ -34,7 +34,10 @@ def warm(run: Run | Processes) -> dict[str, object] | None:
         seen.add(begins[record.conversation])
         if record.error is None and record.prompt_tokens and record.cached_tokens is not None:
             requests, prompt, cached = requests + 1, prompt + record.prompt_tokens, cached + record.cached_tokens
-    return {"requests": requests, "prompt_tokens": prompt, "cached_tokens": cached} if requests else None
+    if not requests:
+        return None
+    text = is_text(run.conversations)
+    return {"requests": requests, "prompt_tokens": prompt, "cached_tokens": cached, "is_text": text}
 
 
 def notice(report: Report) -> Iterable[str]:
@@ -46,9 +49,15 @@ def notice(report: Report) -> Iterable[str]:
             if found["requests"] > 1
             else "of the one prompt that begins like none before it"
         )
+        remedy = "take another --seed"
+        if found["is_text"]:
+            remedy = (
+                """send --extra-body '{"cache_salt": "NAME"}' with another name in each run, by which caches are """
+                "kept apart. Another --seed does not help: the texts stay the same"
+            )
         yield (
             f"The caches were warm: {prompts} in this run, "
             f"{found['cached_tokens']:,.0f} of {found['prompt_tokens']:,.0f} tokens were cached "
             f"({percent(found['cached_tokens'] / found['prompt_tokens'], 0)}). On engines that have just started the "
-            "figures would be worse. Restart them, or take another --seed where the load's prompts are made up."
+            f"figures would be worse. Restart them, or {remedy}."
         )

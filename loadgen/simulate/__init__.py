@@ -1,8 +1,8 @@
 """Loads in virtual time: gateways' policies and simulated engines, as many as one likes, as fast as they compute.
 
 `fleet` has the engines (`replica`) and the gateways (`gateway`, with `holders` for a map), `links` moves caches from
-engine to engine; `run` plays a workload on it (`prompts` hashes its conversations), `field` has the rules of other
-routers; `verb` is `loadgen simulate`.
+engine to engine; `run` plays a workload on it (`prompts` hashes its conversations), `rules` knows the
+policies' names; `verb` is `loadgen simulate`.
 """
 
 from .fleet import Fleet

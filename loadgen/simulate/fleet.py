@@ -24,13 +24,11 @@ from policies import Admission, Ledger, Placement, Ticket, Verdict
 from replicas.simulated.engine import EngineRequest, Output
 from replicas.simulated.profile import Profile
 
-from .field import make
-from .field.prefill_queue import PrefillQueue, make_legs
 from .gate import Gate
 from .gateway import Gateway, Legs, Wire
 from .links import Links, Network
 from .replica import Replica
-from .truth import Truth
+from .rules import make, make_legs, truth_of
 from .turns import Record, Result, Turn
 
 RETRIES = 2  # further replicas that are tried; the gateway's default
@@ -66,11 +64,11 @@ class _Live:
 
 
 class Fleet:
-    """One simulated run. `profiles`: one per replica, all of the same block size; `policy`: a name that
-    `loadgen.simulate.field.make` knows; `roles`: one per replica (None: nobody has one); `legs`: a name that
-    `field.prefill_queue.make_legs` knows; `timed`: keep the times between tokens; `keep`: keep the records of
-    requests that ended, with their hashes; `admission`: makes what says for a gateway when its requests are sent;
-    `pulls`: replicas fetch prompts from one another's host memory."""
+    """One simulated run. `profiles`: one per replica, all of the same block size; `policy`: a name that `rules.make`
+    knows; `roles`: one per replica (None: nobody has one); `legs`: a name that `rules.make_legs` knows; `timed`: keep
+    the times between tokens; `keep`: keep the records of requests that ended, with their hashes; `admission`: makes
+    what says for a gateway when its requests are sent; `pulls`: replicas fetch prompts from one another's host
+    memory."""
 
     def __init__(
         self,
@@ -97,10 +95,9 @@ class Fleet:
         self.links = Links(network or Network())
         self.names = [f"r{index}" for index in range(len(profiles))]
         ledger = Ledger()
-        truth = Truth(self.replicas, lambda: self.now)
+        truth = truth_of(self.replicas, lambda: self.now)
         wire = Wire(event_delay, event_loss, losses_unseen, tiers_known)
-        rule, queue = make_legs(legs)
-        self._queue: PrefillQueue[_Live] | None = queue
+        rule, self._queue = make_legs(legs)
         self.gateways = [
             Gateway(
                 self.names,
@@ -112,7 +109,7 @@ class Fleet:
                 seed + number,
                 roles or ["both"] * len(profiles),
                 rule,
-                queue,
+                self._queue,
                 pulls,
             )
             for number in range(gateways)

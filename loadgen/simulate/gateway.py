@@ -13,6 +13,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
+from typing import TYPE_CHECKING
 
 from policies import (
     Candidate,
@@ -33,10 +34,12 @@ from replicas.simulated.engine import Cleared, Removed, Stored
 from replicas.simulated.pools import sides, takes_whole
 from replicas.simulated.profile import Profile
 
-from .field.prefill_queue import PrefillQueue
 from .holders import Holders
-from .truth import Truth
 from .turns import Turn
+
+if TYPE_CHECKING:
+    from bench.rules.prefill_queue import PrefillQueue
+    from bench.rules.truth import Truth
 
 Events = list[Stored | Removed | Cleared]
 
@@ -72,7 +75,7 @@ class Gateway:
         policy: Policy,
         ledger: Ledger,
         wire: Wire,
-        truth: Truth,
+        truth: Truth | None,
         seed: int,
         roles: Sequence[str],
         leg_rule: LegRule,
@@ -109,7 +112,8 @@ class Gateway:
             targets = Targets([self.candidates[index] for index in taking])
         if not taking:
             return None
-        self.truth.among, self.truth.output = taking, turn.output
+        if self.truth is not None:
+            self.truth.among, self.truth.output = taking, turn.output
         root = turn.hashes[0] if turn.hashes else 0
         demand = Demand(turn.tokens, self._size, root, session, turn.max_tokens, now, turn.hashes, self._draw())
         return self.router.evaluate(demand, targets, now, peers=self._peers)

@@ -66,6 +66,12 @@ class Holders:
         """As `CacheMap.holds_below`."""
         return any(blocks[replica] for blocks in self._lower.values())
 
+    def drop(self, replica: int, drops: bool, to_end: bool = True) -> None:
+        """No simulated engine drops a block."""
+
+    def drops(self, replica: int) -> bool:
+        return False
+
     def _confirmed(self, hashes: list[int]) -> list[int]:
         lengths = self._none.copy()
         masks = list(iter(map(self._holders.get, hashes).__next__, None))  # of the leading blocks that somebody holds
@@ -90,20 +96,21 @@ class Holders:
                 reach += 1
         return reach
 
-    def expect(self, replica: int, hashes: list[int], now: float) -> None:
-        """A prompt was just sent there, after `match` of the same."""
+    def expect(self, replica: int, hashes: list[int], now: float) -> int:
+        """Note that a prompt was just sent there, after `match` of the same. Return its number, for `take_back`."""
         last, confirmed = self._last
         if self._models:
             self._models[replica].add(hashes)
         elif last is not hashes or confirmed[replica] < len(hashes):
-            self._routed.add(replica, hashes, now)
+            return self._routed.add(replica, hashes, now)
+        return 0
 
-    def take_back(self, replica: int, hashes: list[int], held: int, now: float) -> None:
+    def take_back(self, replica: int, hashes: list[int], held: int, number: int) -> None:
         """It was not computed there."""
         if self._models:
             self._models[replica].take_back(hashes, held)
         else:
-            self._routed.take_back(replica, hashes, held, now)
+            self._routed.take_back(replica, hashes, held, number)
 
     def learn(self, replica: int, hashes: list[int], predicted: int, reported: int) -> None:
         """The engine told how many blocks of a prompt it had."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from loadgen.drive import records
 from loadgen.workload import synthetic
-from loadgen.workload.conversations import Conversation, Offer, Workload, offer
+from loadgen.workload.conversations import Conversation, Workload
 from policies import Admission, Classes, QosClass, Rules, Slo
 from policies.classes import NO_LIMITS
 from replicas.simulated.profile import Profile
@@ -66,29 +66,11 @@ class Setting:
         return lambda gateway: Admission(classes, rules)
 
 
-@dataclass
-class Outcome:
-    """What `report.summarise` reads of a run. The generator is no machine here, so it is never late nor busy."""
+class Outcome(records.Load):
+    """Result of a simulated load, in the form of a real one. Time is virtual: the generator is never late or busy."""
 
-    conversations: Sequence[Conversation]
-    requests: int
-    offered: Offer
     replicas: Sequence[str] = ()  # all there are, also those that are never chosen
-    done: list[records.Record] = field(default_factory=list)
-    began: float = 0.0
-    ended: float = 0.0
-    users: int | None = None
-    max_concurrency: int | None = None
-    interrupted: bool = False
-    processes: int = 1
-    connections: int = 0
-    cpu_seconds: float = 0.0
-    busiest_second: float = 0.0
     transfers: Sequence[Transfer] = ()
-
-    @property
-    def not_sent(self) -> int:
-        return self.requests - len(self.done)
 
 
 def simulate(workload: Workload, setting: Setting) -> Outcome:
@@ -134,14 +116,8 @@ class _Player:
     def __init__(self, workload: Workload, setting: Setting, fleet: Fleet) -> None:
         self.workload, self.fleet = workload, fleet
         self.prompts = Prompts(setting.profiles[0].block_size, setting.salt, setting.vocabulary, setting.engine_replies)
-        self.outcome = Outcome(
-            workload.conversations,
-            workload.requests,
-            offer(workload.conversations, workload.starts),
-            fleet.names,
-            users=setting.users,
-            max_concurrency=setting.max_concurrency,
-        )
+        self.outcome = Outcome(workload.conversations, workload.starts, setting.max_concurrency, setting.users)
+        self.outcome.replicas = fleet.names
         self.room = setting.max_concurrency
         self.queue: deque[Callable[[], None]] = deque()
         self.new = deque(workload.conversations)

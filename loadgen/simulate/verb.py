@@ -22,17 +22,16 @@ from loadgen.report import comparison, files, seeds, show
 from loadgen.report.summary import Report, setting, spread, summarise
 from loadgen.workload import datasets, limits
 from loadgen.workload.conversations import Workload
-from policies import Slo, leg_rules
+from policies import Slo
 from policies.classes import NO_LIMITS
 from replicas.simulated.pools import read_pools
 from replicas.simulated.profile import Profile, load_profile
 
-from .field import NAMES, prefill_queue
+from . import rules
 from .links import Network
 from .run import Outage, Outcome, Setting, simulate
 
 _REPLICAS = 8
-_LEG_RULES = (*leg_rules.NAMES, *prefill_queue.NAMES)
 _WRITTEN = ("--json", "--result-filename", "--html", "--png", "--csv")
 
 
@@ -41,8 +40,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("fleet")
     options.flags(
         group,
-        ("--policies", partial(options.names, known=(*policies.NAMES, *NAMES)), "A,B", [policies.DEFAULT],
-         f"any of {', '.join(policies.NAMES)}; of the field, {', '.join(NAMES)} (default {policies.DEFAULT})"),
+        ("--policies --policy", partial(options.names, known=rules.NAMES, hint=rules.HINT), "A,B", [policies.DEFAULT],
+         f"any of {', '.join(rules.NAMES)}, or {policies.FORM} for your own{rules.HINT} (default {policies.DEFAULT})"),
         ("--replicas", options.whole, "N", None, f"simulated engines (default {_REPLICAS})"),
         ("--profile", str, "NAME|FILE", "gpu-8b", "how fast and how large an engine is: gpu-8b, cpu-tiny or a YAML file (default %(default)s)"),
         ("--num-blocks", options.whole, "N", None, "KV blocks of an engine; where a profile has decode times by the share of the cache in use, as gpu-8b, more "
@@ -50,63 +49,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("--cpu-blocks", options.whole, "N", None, "KV blocks that an engine keeps in host memory (default: 0)"),
         ("--disk-blocks", options.whole, "N", None, "KV blocks that it keeps on a disk behind that (default: 0)"),
         ("--speeds", _speeds, "X,X", None, "engines run so many times as fast as the profile says, in turn: 1,0.5 makes every other one half as fast"),
+        ("--outage", [_outage], "REPLICA:FROM[:TO]", [],
+         "lose a replica (from 0) at a second of the run, and have it back, empty, at another; may be repeated"),
     )  # fmt: skip
-    group.add_argument(
-        "--outage",
-        type=_outage,
-        action="append",
-        default=[],
-        metavar="REPLICA:FROM[:TO]",
-        help="lose a replica (from 0) at a second of the run, and have it back, empty, at another; may be repeated",
-    )
     _add_legs(parser.add_argument_group("two legs (the prompt computed by one engine, the answer written by another)"))
     group = parser.add_argument_group("gateways")
-    group.add_argument(
-        "--gateways",
-        type=options.whole,
-        default=1,
-        metavar="N",
-        help="gateways, each with a map and costs of its own; requests come to them at random (default %(default)s)",
+    options.flags(
+        group,
+        ("--gateways", options.whole, "N", 1, "gateways, each with a map and costs of its own; requests come to them at random (default %(default)s)"),
+        ("--own-ledgers", None, None, False, "gateways do not know of each other's load (default: as with Redis)"),
+        ("--admission", ("wait", "reject"), None, None,
+         "what gateways do with requests that no engine has room for: let them wait, or refuse them; by the limits of --goodput "
+         "(default: they send all at once)"),
+    )  # fmt: skip
+    options.flags(
+        group.add_mutually_exclusive_group(),
+        ("--event-delay", options.seconds, "S", 0.005, "from an engine's step to the maps (default %(default)g)"),
+        ("--no-events", None, None, False, "engines publish none; gateways model their caches"),
     )
-    group.add_argument(
-        "--own-ledgers", action="store_true", help="gateways do not know of each other's load (default: as with Redis)"
-    )
-    group.add_argument(
-        "--admission",
-        choices=("wait", "reject"),
-        help="what gateways do with requests that no engine has room for: let them wait, or refuse them; by the limits "
-        "of --goodput (default: they send all at once)",
-    )
-    events = group.add_mutually_exclusive_group()
-    events.add_argument(
-        "--event-delay",
-        type=options.seconds,
-        default=0.005,
-        metavar="S",
-        help="from an engine's step to the maps (default %(default)g)",
-    )
-    events.add_argument("--no-events", action="store_true", help="engines publish none; gateways model their caches")
-    group.add_argument(
-        "--event-loss",
-        type=options.share,
-        default=0.0,
-        metavar="SHARE",
-        help="of the batches of events; what is lost comes with the next one, by replay (default %(default)g)",
-    )
-    group.add_argument("--losses-unseen", action="store_true", help="lost events are never missed, nor replayed")
-    group.add_argument(
-        "--pulls",
-        action="store_true",
-        help="engines fetch prompts from one another's host memory where that costs less",
-    )
-    group.add_argument("--tiers-unseen", action="store_true", help="events tell nothing of host memory and disk")
-    group.add_argument(
-        "--client-max-tokens",
-        choices=limits.CLIENTS,
-        default="mixed",
-        help="the max_tokens that gateways see: none, exactly each reply's length, as `loadgen run` sends it, or what "
-        "clients send: a third each none, a round number above all, a bound near their own replies (default %(default)s)",
-    )
+    options.flags(
+        group,
+        ("--event-loss", options.share, "SHARE", 0.0, "of the batches of events; what is lost comes with the next one, by replay (default %(default)g)"),
+        ("--losses-unseen", None, None, False, "lost events are never missed, nor replayed"),
+        ("--pulls", None, None, False, "engines fetch prompts from one another's host memory where that costs less"),
+        ("--tiers-unseen", None, None, False, "events tell nothing of host memory and disk"),
+        ("--client-max-tokens", limits.CLIENTS, None, "mixed",
+         "the max_tokens that gateways see: none, exactly each reply's length, as `loadgen run` sends it, or what clients send: a third each none, "
+         "a round number above all, a bound near their own replies (default %(default)s)"),
+    )  # fmt: skip
     datasets.add_workload(parser)
     datasets.add_seeds(parser)
     files.add_report(parser)
@@ -117,12 +87,12 @@ def _add_legs(group: argparse._ArgumentGroup) -> None:
     options.flags(
         group,
         ("--pools", str, "YAML", None, "kinds of engine, not --replicas: {NAME: {launch: N, role: prefill|decode|both, profile: NAME|FILE, speed: X}}"),
-        ("--legs", str, "RULE", "seconds", f"when a request has two: {', '.join(_LEG_RULES)} (default %(default)s, the gateway's)"),
+        ("--legs", str, "RULE", "seconds", f"when a request has two: {', '.join(rules.LEG_NAMES)} (default %(default)s, the gateway's)"),
         ("--link-gbit-per-s", options.positive, "X", default.gbit_per_s, "bandwidth of an engine's network card, each way (default %(default)g)"),
         ("--transfer-latency", options.seconds, "S", default.fixed, "what each transfer takes beside its bytes (default %(default)g)"),
         ("--kv-lease", options.positive, "S", default.lease, "how long a computed prompt is kept for another engine (default %(default)g)"),
+        ("--itl", None, None, False, "keep the times between tokens, of all streams"),
     )  # fmt: skip
-    group.add_argument("--itl", action="store_true", help="keep the times between tokens, of all streams")
 
 
 def _speeds(text: str) -> list[float]:
@@ -179,7 +149,7 @@ def settings(args: argparse.Namespace) -> dict[str, Setting]:
     if args.losses_unseen and not args.event_loss:
         raise options.BadOption("--losses-unseen needs --event-loss")
     try:
-        prefill_queue.make_legs(args.legs)
+        rules.make_legs(args.legs)
     except ValueError as error:
         raise options.BadOption(f"--legs: {error}") from None
     if roles is not None and (oracles := [name for name in args.policies if name.startswith("oracle")]):
@@ -322,7 +292,9 @@ def played(work: Workload, fleets: Sequence[Setting], processes: int):
         return
     with ProcessPoolExecutor(min(processes, len(fleets)), multiprocessing.get_context("fork"), _share, (work,)) as pool:
         try:
-            yield from pool.map(_simulate_shared, fleets)
+            for outcome in pool.map(_simulate_shared, fleets):
+                outcome.conversations = work.conversations
+                yield outcome
         except KeyboardInterrupt:
             for worker in pool._processes.values():
                 worker.terminate()  # or leaving would wait for what nobody wants any more
@@ -339,7 +311,7 @@ def _share(work: Workload) -> None:
 
 def _simulate_shared(fleet: Setting) -> Outcome:
     outcome = simulate(_shared[0], fleet)
-    outcome.conversations = range(len(outcome.conversations))  # the parent has them; they would go through a pipe
+    outcome.conversations = ()  # the parent has them; they would go through a pipe
     return outcome
 
 

@@ -9,7 +9,7 @@ the same seed asks the same questions of every target.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from loadgen.options import BadInput
 
@@ -56,7 +56,6 @@ class Conversation:
     id: str
     turns: list[Turn]
     extra: dict[str, object] = field(default_factory=dict)  # fields for every request, e.g. tools
-    with_last: bool = False  # begins at the very moment the conversation before it begins
 
     @property
     def requests(self) -> int:
@@ -103,6 +102,15 @@ def offer(conversations: Sequence[Conversation], starts: Sequence[float]) -> Off
     )
 
 
+def at_rate(work: Workload, rate: float) -> Workload:
+    """The same load with its starts moved together or apart, so that it asks `rate` requests a second.
+
+    Its conversations must not all begin at once.
+    """
+    factor = offer(work.conversations, work.starts).rate / rate
+    return replace(work, starts=[start * factor for start in work.starts])
+
+
 def _pauses(conversation: Conversation, first: bool) -> Iterator[float]:
     """The seconds between a reply and each request that waits for it."""
     for turn in conversation.turns:
@@ -111,6 +119,11 @@ def _pauses(conversation: Conversation, first: bool) -> Iterator[float]:
         first = False
         for fork in turn.forks:
             yield from _pauses(fork, False)
+
+
+def is_text(conversations: Sequence[Conversation]) -> bool:
+    """Whether a load's prompts are texts, which every seed asks alike, and not names for tokens that a seed draws."""
+    return isinstance(conversations[0].turns[0].messages[-1].get("content"), str)
 
 
 def spans_of(messages: Sequence[Message]) -> Iterator[Span]:

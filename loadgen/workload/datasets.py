@@ -43,22 +43,7 @@ def _multi_turn(
     return Workload(texts.multi_turn(about, requests or REQUESTS, turns, think_time, output_len, rng), [])
 
 
-def _shared_prefix(
-    rng: random.Random,
-    requests: int | None,
-    *,
-    dataset_path: Path | None = None,
-    num_prefixes: int = 12,
-    prefix_len: int = 2000,
-    suffix_len: int = 128,
-    output_len: int = 64,
-) -> Workload:
-    about = documents(dataset_path, num_prefixes, prefix_len * texts.CHARS_PER_TOKEN)
-    return Workload(texts.shared_prefix(about, requests or REQUESTS, num_prefixes, suffix_len, output_len, rng), [])
-
-
 def _conversations(
-    parse: Callable,
     rng: random.Random,
     requests: int | None,
     *,
@@ -70,7 +55,7 @@ def _conversations(
 ) -> Workload:
     reader = Reader(dataset_path, bad_lines == "skip")
     asked = traces.conversation_file(
-        dataset_path, requests, output_len, think_time, rng, parse=parse, reader=reader, shuffle=not disable_shuffle
+        dataset_path, requests, output_len, think_time, rng, reader=reader, shuffle=not disable_shuffle
     )
     return Workload(asked, [], reader.notes())
 
@@ -130,18 +115,16 @@ def _made(generator: Callable[..., list[Conversation]]) -> Callable[..., Workloa
 
 
 _TEXTS: dict[str, Callable[..., Workload]] = {
-    "multi-turn": _multi_turn, "shared-prefix": _shared_prefix,
-    "conversations": partial(_conversations, traces.openai_messages), "sharegpt": partial(_conversations, traces.sharegpt),
-    "custom": partial(_conversations, traces.custom),
-}  # fmt: skip
+    "multi-turn": _multi_turn,
+    **dict.fromkeys(("conversations", "sharegpt", "custom"), _conversations),  # each entry shows which it is
+}
 _TRACES: dict[str, Callable[..., Workload]] = {
     "mooncake": partial(_hash_trace, timed_trace_chunk_hash_size=512, timed_trace_sec_multiplier=1e-3),
     "bailian": _hash_trace, "timed_trace": _hash_trace, "azure": _azure,
 }  # fmt: skip
 _GENERATORS: dict[str, Callable[..., Workload]] = {
     "prefix_repetition": _made(generators.prefix_repetition), "chat": _made(generators.chat), "rag": _made(generators.rag),
-    "agents": _made(generators.agents), "rollouts": _made(generators.rollouts), "best-of-n": _made(generators.best_of_n),
-    "long-document-qa": _made(generators.long_document_qa), "random": _made(generators.random_tokens),
+    "agents": _made(generators.agents), "rollouts": _made(generators.rollouts), "random": _made(generators.random_tokens),
 }  # fmt: skip
 DATASETS = _TEXTS | _TRACES | _GENERATORS
 _TAKES = {
@@ -154,13 +137,10 @@ _SHAPE = list(dict.fromkeys(key for takes in _TAKES.values() for key in takes))
 
 
 def add_seeds(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--seeds",
-        type=whole,
-        default=1,
-        metavar="N",
-        help="run the load with N seeds, from --seed on, and show means with the range over the seeds (default %(default)s)",
-    )
+    flags(
+        parser,
+        ("--seeds", whole, "N", 1, "run the load with N seeds, from --seed on, and show means with the range over the seeds (default %(default)s)"),
+    )  # fmt: skip
 
 
 def of_seeds(args: argparse.Namespace) -> list[argparse.Namespace]:
@@ -179,15 +159,11 @@ def add_workload(parser: argparse.ArgumentParser) -> None:
         ("--seed", int, None, 0, "same seed, same load (default %(default)s)"),
         ("--replies", ("file", "engine"), None, None, "whose replies stay in the conversation (default: the file's where it has them)"),
         ("--bad-lines", ("stop", "skip"), None, None, "what to do about lines of a file that are wrong (default stop)"),
+        ("--vocab-size", whole, "N", None,
+         f"token ids made up are below this (default: what the model has where its config.json is at hand, {VOCABULARY} at most)"),
     )  # fmt: skip
     group.add_argument(
         "--disable-shuffle", action="store_const", const=True, help="take a file's conversations in their order"
-    )
-    group.add_argument(
-        "--vocab-size",
-        type=whole,
-        metavar="N",
-        help=f"token ids made up are below this (default: what the model has where its config.json is at hand, {VOCABULARY} at most)",
     )
     _add_arrivals(parser.add_argument_group("when"))
     _add_shape(parser.add_argument_group("shape of the load, in tokens; each load has its own defaults"))
@@ -226,7 +202,7 @@ def _add_shape(group: argparse._ArgumentGroup) -> None:
         ("--zipf", seconds, "S", None, "the k-th most popular document or system prompt is asked 1/k^S as often"),
         ("--documents-per-prompt", whole, "N", None, "rag: passages before each question"),
         ("--forks", whole, "N", None, "agents: sub-agents started at once"),
-        ("--best-of", whole, "N", None, "best-of-n, rollouts: times each prompt or task is asked at once"),
+        ("--best-of", whole, "N", None, "rollouts: trajectories of each task"),
         ("--timed-trace-chunk-hash-size", whole, "N", None, "tokens of one hash id in a trace of another kind"),
         ("--timed-trace-sec-multiplier", positive, "X", None, "and seconds of one unit of its timestamps"),
     )  # fmt: skip
@@ -268,7 +244,7 @@ def check(args: argparse.Namespace) -> None:
     """Find out before a run, not after it, what does not go together. Raises BadOption, BadWorkload."""
     name = dataset(args)
     shape(args), _ramp(args)
-    if args.replies == "file" and name in ("multi-turn", "shared-prefix"):
+    if args.replies == "file" and name == "multi-turn":
         raise BadOption("--replies file needs a file of conversations (--dataset-path FILE.jsonl)")
     if args.replies == "engine" and completions(args) and name not in _TEXTS:
         raise BadOption(f"--replies engine: {name} sends token ids, and replies are text; add --backend openai-chat")
@@ -286,6 +262,11 @@ def completions(args: argparse.Namespace) -> bool:
 def has_times(args: argparse.Namespace) -> bool:
     """Whether the load is a trace with times of its own."""
     return dataset(args) in _TRACES
+
+
+def is_a_file(args: argparse.Namespace) -> bool:
+    """Whether the load is what a file has, and only the same again beyond that."""
+    return dataset(args) in _TRACES.keys() | {"conversations", "sharegpt", "custom"}
 
 
 def vocabulary(args: argparse.Namespace, known: int | None = None) -> int:
@@ -312,18 +293,11 @@ def workload(args: argparse.Namespace) -> Workload:
 
 
 def _starts(conversations: list[Conversation], args: argparse.Namespace, rng: random.Random) -> list[float]:
-    """What belongs together arrives together; the rate counts requests."""
+    """The rate counts requests."""
     if args.users:
         return [0.0] * len(conversations)
-    groups: list[list[Conversation]] = []
-    for conversation in conversations:
-        if conversation.with_last and groups:
-            groups[-1].append(conversation)
-        else:
-            groups.append([conversation])
-    turns = [sum(conversation.requests for conversation in group) for group in groups]
-    starts = conversation_starts(turns, args.request_rate or RATE, rng, args.burstiness, _ramp(args))
-    return [start for start, group in zip(starts, groups, strict=True) for _ in group]
+    turns = [conversation.requests for conversation in conversations]
+    return conversation_starts(turns, args.request_rate or RATE, rng, args.burstiness, _ramp(args))
 
 
 def drawn_for(args: argparse.Namespace) -> dict[str, object] | None:

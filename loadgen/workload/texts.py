@@ -1,4 +1,4 @@
-"""Two loads about real text: single questions behind shared documents, and conversations about one document each.
+"""Workload from real texts: each conversation asks about one document.
 
 Lengths are given in tokens and made in characters at CHARS_PER_TOKEN, because the generator works against any server
 and so has no tokenizer; the report shows the lengths that the server counted.
@@ -30,24 +30,6 @@ _QUESTIONS = (
     "Would you use {topic} or {other} for a long-running service, and why?",
     "Summarise what the text says about {topic} in three sentences.",
 )
-
-
-def shared_prefix(
-    documents: list[Document], requests: int, prefixes: int, suffix_tokens: int, output_tokens: int, rng: random.Random
-) -> list[Conversation]:
-    """Single questions: each of `prefixes` system prompts is shared, each question is its own.
-
-    Prefixes are drawn evenly; the question is filled up with text to `suffix_tokens`.
-    """
-    shared = [_system(documents[index % len(documents)], index) for index in range(prefixes)]
-    conversations = []
-    for number in range(requests):
-        index = rng.randrange(prefixes)
-        question = _question(documents[index % len(documents)], rng)
-        filler = _excerpt(rng.choice(documents).text, suffix_tokens * CHARS_PER_TOKEN - len(question), rng)
-        user = {"role": "user", "content": f"{question}\n\n(Note {number}) {filler}".rstrip()}
-        conversations.append(Conversation(f"single-{number}", [Turn([shared[index], user], output_tokens)]))
-    return conversations
 
 
 def multi_turn(
@@ -85,10 +67,3 @@ def _system(document: Document, index: int) -> Message:
 
 def _question(document: Document, rng: random.Random) -> str:
     return rng.choice(_QUESTIONS).format(topic=rng.choice(document.topics), other=rng.choice(document.topics))
-
-
-def _excerpt(text: str, length: int, rng: random.Random) -> str:
-    if length <= 0:
-        return ""
-    start = rng.randrange(max(1, len(text) - length))
-    return text[start : start + length]

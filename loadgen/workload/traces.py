@@ -12,7 +12,7 @@ import math
 import random
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
@@ -25,13 +25,8 @@ from loadgen.workload.texts import CHARS_PER_TOKEN
 
 _NOBODY_ELSES = 1 << 63  # added to a line's number: the name of tokens that the trace does not name
 _AZURE = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
-_SHAREGPT_ROLES = {
-    "human": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "bing": "assistant",
-    "bard": "assistant",
-}
+_SHAREGPT_ROLES = {"human": "user", **dict.fromkeys(("gpt", "chatgpt", "bing", "bard"), "assistant")}
+_FORMS = '{"messages": [...]} with OpenAI messages, {"conversations": [...]} or {"prompt": "..."}'
 Timed = tuple[float, Conversation]  # seconds on the trace's own clock
 
 
@@ -43,21 +38,21 @@ def guess(path: Path) -> str | None:
     except orjson.JSONDecodeError:
         if first.startswith(_AZURE[0].encode()):
             return "azure"
-        if first.startswith(b"["):
-            return "sharegpt"
-        return "conversations" if first.startswith(b"{") or ".jsonl" in path.suffixes else None
-    if isinstance(item, dict):
-        for key, name in (
-            ("chat_id", "bailian"),
-            ("hash_ids", "mooncake"),
-            ("conversations", "sharegpt"),
-            ("prompt", "custom"),
-        ):
-            if key in item:
-                return name
-    elif isinstance(item, list) and item and isinstance(item[0], dict) and "conversations" in item[0]:
-        return "sharegpt"
+        return "conversations" if first.startswith((b"{", b"[")) or ".jsonl" in path.suffixes else None
+    for key, name in (("chat_id", "bailian"), ("hash_ids", "mooncake")):
+        if isinstance(item, dict) and key in item:
+            return name
     return "conversations"
+
+
+def _is_array(first: bytes) -> bool:
+    """Return whether the file that begins with this line is one JSON array of conversations. Otherwise each of its
+    lines is a conversation."""
+    try:
+        item = orjson.loads(first)
+    except orjson.JSONDecodeError:
+        return first.startswith(b"[")
+    return isinstance(item, list) and any(isinstance(one, dict) and "role" not in one for one in item[:1])
 
 
 def hash_trace(reader: Reader, block: int, unit: float, output_len: int | None) -> Iterator[Timed]:
@@ -186,11 +181,12 @@ def conversation_file(
     think: float,
     rng: random.Random,
     *,
-    parse: Callable[[object, int, int | None], Conversation] | None = None,
     reader: Reader | None = None,
     shuffle: bool = True,
 ) -> list[Conversation]:
-    """Conversations with their texts, one a line (.gz too); OpenAI messages unless `parse` says otherwise.
+    """Read conversations from a file (also .gz) that has one in each line, or all in one JSON array.
+
+    `_conversation` describes the forms that one conversation may have.
 
     Every assistant message becomes one turn; what stands before it since the last one is what the
     turn adds. A conversation that ends with the user gets one more turn. `tools` of a line go with
@@ -198,14 +194,9 @@ def conversation_file(
     Conversations are taken in an order drawn from `rng`, again from the start if `requests` needs more; no more are
     held than can be needed. Raises BadWorkload with the place.
     """
-    reader, parse = reader or Reader(path), parse or openai_messages
-    one_array = parse is sharegpt and reader.first_line().startswith(b"[")
-    read = reader.array if one_array else reader.entries
-    found = (
-        conversation
-        for conversation in read(lambda item, number: parse(item, number, output_tokens))
-        if conversation.turns
-    )
+    reader = reader or Reader(path)
+    read = reader.array if _is_array(reader.first_line()) else reader.entries
+    found = (one for one in read(lambda item, number: _conversation(item, number, output_tokens)) if one.turns)
     held = _enough(found, requests, rng if shuffle else None)
     if not held:
         raise BadWorkload(
@@ -243,13 +234,34 @@ def _enough(found: Iterator[Conversation], requests: int | None, rng: random.Ran
     return held
 
 
-def openai_messages(item: object, number: int, output_tokens: int | None) -> Conversation:
-    """`{"messages": [...]}` or `[...]`, with `id` and `tools` if there are any."""
+def _conversation(item: object, number: int, output_tokens: int | None) -> Conversation:
+    """Read one entry: OpenAI's messages, `{"messages": [...]}` or `[...]`, with `id` and `tools` if there are any;
+    ShareGPT's `{"conversations": [{"from": "human", "value": ...}, ...]}`, all of it and not its first pair alone; or
+    `{"prompt": "...", "output_tokens": 10}`, as vLLM's benchmark has it, 256 tokens where it says nothing."""
     if isinstance(item, list):
         item = {"messages": item}
-    messages = item.get("messages") if isinstance(item, dict) else None
+    if not isinstance(item, dict):
+        raise BadLine(f"expected {_FORMS}")
+    name, tools = str(item.get("id", f"line-{number}")), item.get("tools")
+    if isinstance(prompt := item.get("prompt"), str):
+        length = output_tokens or (_tokens(item, "output_tokens", 1) if item.get("output_tokens") is not None else 256)
+        return Conversation(name, [Turn([{"role": "user", "content": prompt}], length)])
+    messages = item.get("messages")
+    if isinstance(said := item.get("conversations", item.get("conversation")), list):
+        messages = [_from_sharegpt(message) for message in said]
     if not isinstance(messages, list):
-        raise BadLine('expected {"messages": [...]} with OpenAI messages')
+        raise BadLine(f"expected {_FORMS}")
+    return Conversation(name, _turns(messages, output_tokens), {"tools": tools} if tools else {})
+
+
+def _from_sharegpt(message: object) -> Message:
+    who, said = (message.get("from"), message.get("value")) if isinstance(message, dict) else (None, None)
+    if not isinstance(who, str) or not isinstance(said, str):
+        raise BadLine('every message is an object with "from" and "value"')
+    return {"role": _SHAREGPT_ROLES.get(who, who), "content": said}
+
+
+def _turns(messages: list[object], output_tokens: int | None) -> list[Turn]:
     turns, added = [], []
     for message in messages:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
@@ -261,33 +273,7 @@ def openai_messages(item: object, number: int, output_tokens: int | None) -> Con
             added.append(message)
     if added and added[-1]["role"] != "assistant" and any(message["role"] == "user" for message in added):
         turns.append(Turn(added, output_tokens or 128))
-    extra = {"tools": item["tools"]} if item.get("tools") else {}
-    return Conversation(str(item.get("id", f"line-{number}")), turns, extra)
-
-
-def sharegpt(item: object, number: int, output_tokens: int | None) -> Conversation:
-    """`{"conversations": [{"from": "human", "value": ...}, ...]}`; the whole conversation, not its first pair alone."""
-    said = item.get("conversations", item.get("conversation")) if isinstance(item, dict) else None
-    if not isinstance(said, list):
-        raise BadLine('expected {"conversations": [...]}')
-    messages = []
-    for message in said:
-        if (
-            not isinstance(message, dict)
-            or not isinstance(message.get("from"), str)
-            or not isinstance(message.get("value"), str)
-        ):
-            raise BadLine('every message is an object with "from" and "value"')
-        messages.append({"role": _SHAREGPT_ROLES.get(message["from"], message["from"]), "content": message["value"]})
-    return openai_messages({"messages": messages, "id": item.get("id", f"entry-{number}")}, number, output_tokens)
-
-
-def custom(item: object, number: int, output_tokens: int | None) -> Conversation:
-    """`{"prompt": "...", "output_tokens": 10}`, as vLLM's benchmark reads it; 256 tokens where a line says nothing."""
-    if not isinstance(item, dict) or not isinstance(item.get("prompt"), str):
-        raise BadLine('expected {"prompt": "..."}')
-    length = output_tokens or (_tokens(item, "output_tokens", 1) if item.get("output_tokens") is not None else 256)
-    return Conversation(f"line-{number}", [Turn([{"role": "user", "content": item["prompt"]}], length)])
+    return turns
 
 
 def _length(message: Message) -> int:

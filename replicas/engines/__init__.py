@@ -6,20 +6,16 @@ from replicas.answer import Answer
 from replicas.engines.dialect import EngineDialect
 from replicas.engines.llmd import LLMD
 from replicas.engines.sglang import SGLANG
-from replicas.engines.sglang.transfer import BOOTSTRAP
 from replicas.engines.simulated import SIMULATED
-from replicas.engines.tensorrt_llm import TENSORRT_LLM, TRTLLM_SERVE
 from replicas.engines.transfer import Transfer
 from replicas.engines.vllm import VLLM
 from replicas.engines.vllm.transfer import MOONCAKE, NIXL, NIXL_UNCHECKED
 
-DIALECTS: list[EngineDialect] = [SIMULATED, SGLANG, TRTLLM_SERVE, VLLM]
+DIALECTS: list[EngineDialect] = [SIMULATED, SGLANG, VLLM]
 DEFAULT: EngineDialect = VLLM  # what an engine that tells nothing of its kind is taken for
 
 # Ways of moving prompts' caches that an operator can name, whatever kind of engine is behind a URL.
-TRANSFERS: dict[str, Transfer] = {
-    one.id: one for one in (NIXL, NIXL_UNCHECKED, MOONCAKE, BOOTSTRAP, LLMD, TENSORRT_LLM)
-}
+TRANSFERS: dict[str, Transfer] = {one.id: one for one in (NIXL, NIXL_UNCHECKED, MOONCAKE, LLMD)}
 
 
 def recognize(answers: Mapping[str, Answer]) -> EngineDialect:

@@ -27,14 +27,14 @@ class EventRecords(Protocol):
     EventError: type[Exception]
 
 
-ANY_PATH = ""
+ANY_PATH, ERROR = "", "error"
 
 
 class Sources(NamedTuple):
     """Where an engine publishes KV events, by its own account."""
 
     by_rank: dict[int, EventSource | None] | None  # None: it could not be asked
-    problems: dict[str, Problem]  # "events", "replay"
+    problems: dict[str, Problem]  # "events", "replay", "role"
 
 
 class Told(NamedTuple):
@@ -48,22 +48,15 @@ class Told(NamedTuple):
     # Tokens of the parts in which it caches and finds prompts, where they may be smaller than blocks.
     page_size: int | None = None
     prefix_caching: bool | None = None
-    role: str | None = None  # the one role that it was started for, if it takes nothing else
-    meets_at: int | None = None  # the port at which a decoding engine finds it, where both legs are sent at once
     unable: frozenset[str] = frozenset()  # ids of ways of moving caches for which it was started without a connector
-
-
-class Tokenizing(NamedTuple):
-    """How an engine is asked for the tokens of a text."""
-
-    path: str = "/tokenize"
-    chooses_special: bool = True  # whether a question can say that special tokens are left out
+    drops_block: bool = False  # it most likely computes the last block of what it finds again (EAGLE, MTP)
+    # Where it does and has several cache groups: it looks for the block that ends with the prompt's last token too.
+    looks_to_end: bool = True
+    finds_parts: bool = True  # of full attention's blocks, where Mamba's are smaller
 
 
 class PeerPull(Protocol):
     """How a request is told to take the beginning of its prompt from another engine's memory. Without state."""
-
-    paths: tuple[str, ...]  # posted to these, a request may be told so
 
     def body(self, body: bytes, peer: str, id: str) -> bytes | None:
         """The client's body with where that is, HOST:PORT; `id`: of this pull, nobody else's. None: it says something
@@ -78,16 +71,12 @@ class EngineDialect(Protocol):
     paths: tuple[str, ...]  # what a full probe asks besides /health, /v1/models, /version and /metrics
     health_seconds: float  # that /health takes, where it is answered late though all is well
     metrics: MetricNames
-    metrics_path: str  # where its series are
-    tokenizing: Tokenizing
     remedies: Remedies
     log: LogGrammar
     rank_header: str  # chooses the data-parallel rank that computes a request ...
     rank_paths: tuple[str, ...]  # ... posted to these paths; elsewhere the engine takes the rank it likes
     # what stands before and after the prompt's token ids in a chat's JSON object
     chat_token_ids: tuple[bytes, bytes] | None
-    # It fills chat templates as the gateway does; else fixed chats have to show that when one is adopted.
-    fills_templates_alike: bool
     # Posted to these, a request may have a `priority` in its body, the lower first; and the header, in lower case, that
     # would count before it, with the paths whose bodies have no such field, where it is sent.
     priority_paths: tuple[str, ...]
@@ -97,8 +86,8 @@ class EngineDialect(Protocol):
     transfer: Transfer | None  # None: its engines pass no cache on
     peer_pull: PeerPull | None  # None: its engines take nothing from one another's memory
     # By the path of a request, and for ANY_PATH else: what is true of an answer of status 200 that says that the engine
-    # cut it short because it was asked to stop. It gets the answer's first or last bytes, with the last event of a
-    # stream among them.
+    # cut it short because it was asked to stop; for ERROR, of one of 500 or more that says the same. It gets the
+    # answer's first or last bytes, with the last event of a stream among them.
     aborted: Mapping[str, Callable[[bytes], object]]
 
     def speaks(self, answers: Mapping[str, Answer]) -> bool:
@@ -110,9 +99,9 @@ class EngineDialect(Protocol):
     def event_sources(self, answers: Mapping[str, Answer], host: str) -> Sources:
         """Where it publishes KV events, as seen from `host`'s clients."""
 
-    def event_decoder(self, records: EventRecords, block_size: int) -> Callable[[bytes], Any]:
-        """A function that makes `records.Batch` of one message's payload, and raises `records.EventError` if it is
-        none. `block_size`: of the map's blocks."""
+    def event_decoder(self, records: EventRecords) -> Callable[[bytes], Any]:
+        """Return a function that makes `records.Batch` of one message's payload, and raises `records.EventError` if it
+        is none."""
 
     def version_quirks(self, version: str | None) -> dict[str, Any]:
         """In what this version makes a prompt otherwise than the newest: fields of

@@ -20,6 +20,7 @@ _LIMITS = {
     RESPONSES: ("max_output_tokens",),
     MESSAGES: ("max_tokens",),
 }
+PATHS = frozenset(_LIMITS)  # posted to these, a request can have two legs, or take its beginning from a peer
 # What speaks of the rest of the answer: it would be refused beside a limit of one token, or makes the answer larger.
 _LATER = ("stream_options", "min_tokens", "return_token_ids", "logprobs", "top_logprobs", "echo")
 
@@ -29,8 +30,7 @@ class Meeting(NamedTuple):
 
     host: str
     port: int
-    engine: str = ""  # the id of the engine, where the way needs one
-    rank: int | None = None  # which of the data-parallel ranks behind its URL; None: there is one
+    engine: str  # the id of the engine
 
 
 class Transfer(ABC):
@@ -43,15 +43,11 @@ class Transfer(ABC):
 
     id = ""  # for operators: `#transfer=ID` behind a replica's URL
     name = ""  # for people
-    paths: tuple[str, ...] = (CHAT, COMPLETIONS, RESPONSES, MESSAGES)  # posted to these, a request can have two legs
     lease_seconds = 30.0  # the first replica keeps the cache so long for the second one to fetch
     # A request goes once, to what stands before the second replica, and this header of it names the first one
     # (HOST:PORT), where the prompt is to be computed; b"" where the gateway sends both legs. Of such a way `first_body`
     # only says whether a request can have legs, and `parameters` is not asked.
     header = b""
-    # Its engines also answer requests in one piece; else a replica with a role gets legs alone, and one without has
-    # none.
-    takes_whole = True
     # What of `replicas.pairing.Traits` has to be the same in two engines, for one to fetch from the other, and block
     # sizes that fit; () where that is not known.
     compares: tuple[str, ...] = ()
@@ -80,17 +76,17 @@ class Transfer(ABC):
 class MeetingTransfer(Transfer):
     """One whose legs are sent at once: what both need to find each other goes into both bodies."""
 
-    meets_at: int  # the port at which a replica is met where neither its URL nor its engine tells
-    ids_path = ""  # tells the ids of the engines there; "" where none is needed
+    meets_at: int  # the port at which a replica is met where its URL does not tell
+    ids_path: str  # tells the ids of the engines there
 
     @abstractmethod
     def meet(self, meeting: Meeting) -> tuple[bytes, bytes]:
         """Members of the first and of the second leg's JSON object, with which the two find each other. Each call is
         another rendezvous: one that failed is never used again."""
 
+    @abstractmethod
     def engine_ids(self, told: dict[str, Any]) -> dict[int, str]:
         """The engines' ids by data-parallel rank, by what `ids_path` tells."""
-        return {}
 
 
 def one_token(path: str, request: dict[str, Any]) -> dict[str, Any]:

@@ -76,6 +76,14 @@ class LaunchProfile(Protocol):
     def traits(self) -> Traits:
         """What it says of its engines that decides with which others they can exchange caches."""
 
+    @property
+    def context_parallel(self) -> int:
+        """Of how many GPUs' shares each block of its cache consists."""
+
+    @property
+    def drops_block(self) -> bool | None:
+        """Whether its engines compute the last block of what they find again; None: it does not say."""
+
     def unlike(self, decoder: Self) -> list[str]:
         """What keeps engines of `decoder` from fetching a cache from those of this one, which is of the same kind and
         passes caches on; [] if nothing does."""

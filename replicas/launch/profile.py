@@ -47,7 +47,7 @@ def parse(text: str, where: str = "profile") -> LaunchProfile:
         raise ProfileError(f"{where}: {error}") from None
     if not isinstance(raw, dict):
         raise ProfileError(f"{where}: a profile is a mapping of fields, beginning with `engine: {DEFAULT.id}`")
-    if "engine" not in raw and "step" in raw:  # a timing profile, as `hitherto calibrate` writes it
+    if "engine" not in raw and "step" in raw:  # a timing profile, as `loadgen calibrate` writes it
         raw = {"engine": SIMULATED.id, "timing": where}
     engine, known = raw.get("engine"), {one.id: one.launch_profile() for one in DIALECTS}
     kind = known.get(engine) if isinstance(engine, str) else None

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from . import complaints
 
-ABOUT = "Run one simulated engine behind the endpoints, metrics and KV events of vLLM, SGLang or TensorRT-LLM."
+ABOUT = "Run one simulated engine behind the endpoints, metrics and KV events of vLLM or SGLang."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -62,10 +62,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-num-batched-tokens", type=complaints.whole, metavar="N", help="tokens in one step")
     parser.add_argument(
         "--speaks",
-        choices=("vllm", "sglang", "tensorrt-llm"),
+        choices=("vllm", "sglang"),
         default="vllm",
         help="whose endpoints, metrics and KV events it has; as sglang it caches in pages of --block-size tokens, 1 by "
-        "default, in as much memory; as tensorrt-llm its blocks have 32 (default: %(default)s)",
+        "default, in as much memory (default: %(default)s)",
     )
     group = parser.add_argument_group("slower tiers behind the cache, as vLLM's offloading connector has them")
     group.add_argument("--cpu-blocks", type=int, metavar="N", help="KV blocks that host memory has room for")
@@ -94,6 +94,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("replay", "all"),
         help="which of their blocks can be hits: those that a later prompt can resume at (vLLM 0.32), or all (0.28)",
     )
+    group.add_argument(
+        "--decode-context-parallel-size",
+        type=complaints.whole,
+        metavar="N",
+        help="so many GPUs share each block, and /metrics tells one GPU's part of --block-size, as vLLM before 0.32 does",
+    )
+    group.add_argument(
+        "--drops-block",
+        action="store_true",
+        help="compute the last block of what is found again, as vLLM does with EAGLE and MTP",
+    )
     parser.add_argument("--lora", action="append", default=[], metavar="NAME", help="serve an adapter; may be repeated")
     parser.add_argument(
         "--events-port",
@@ -118,14 +129,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--kv-connector", nargs="?", const="nixl", metavar="WIRE",
-        choices=("nixl", "llm-d", "tensorrt-llm", "mooncake", "sglang-prefill", "sglang-decode"),
-        help="pass prompts' caches on to other engines, as vLLM with NIXL does (nixl, the default), as one behind llm-d's sidecar (llm-d), as "
-        "TensorRT-LLM (tensorrt-llm), as vLLM with Mooncake's connector (mooncake), whose bootstrap server is the engine itself, or as SGLang in one "
-        "of its disaggregation modes",
-    )  # fmt: skip
-    parser.add_argument(
-        "--room-seconds", type=complaints.positive, metavar="S",
-        help="mooncake and SGLang: how long an engine waits for the other one that has the same request; default 300",
+        choices=("nixl", "llm-d", "mooncake"),
+        help="pass prompts' caches on to other engines, as vLLM with NIXL does (nixl, the default), as one behind llm-d's sidecar (llm-d), or as "
+        "vLLM with Mooncake's connector (mooncake), whose bootstrap server is the engine itself",
     )  # fmt: skip
     parser.add_argument(
         "--api-key", metavar="KEY", help="asked for on all paths but /health; vLLM asks for it below /v1 alone"
@@ -137,13 +143,10 @@ def _profile(args: argparse.Namespace):
     from .profile import load_profile
 
     num_blocks, block_size = args.num_blocks, args.block_size
-    connects = args.kv_connector and not (args.speaks == "sglang" and args.kv_connector.startswith("sglang"))
-    if args.speaks != "vllm" and (args.windows or args.cpu_blocks or args.disk_blocks or connects):
+    if args.speaks != "vllm" and (args.windows or args.cpu_blocks or args.disk_blocks or args.kv_connector):
         raise ValueError(
             f"--speaks {args.speaks}: only its one cache is simulated, without tiers, windows or other engines' connectors"
         )
-    if args.speaks == "tensorrt-llm":
-        block_size = block_size or 32
     if args.speaks == "sglang":
         whole, block_size = load_profile(args.profile), block_size or 1
         num_blocks = num_blocks or whole.num_blocks * whole.block_size // block_size
@@ -162,6 +165,8 @@ def _profile(args: argparse.Namespace):
         lmcache=args.lmcache or None,
         windows=tuple(args.windows) if args.windows is not None else None,
         retention=args.retention,
+        context_parallel=args.decode_context_parallel_size,
+        drops_block=args.drops_block or None,
     )
 
 
@@ -198,7 +203,7 @@ def run(args: argparse.Namespace) -> int:
 def _check_ports(args: argparse.Namespace) -> None:
     """Raises ValueError where two servers of this engine were given one port."""
     given = {"--port": args.port}
-    if not args.no_events and args.speaks != "tensorrt-llm":
+    if not args.no_events:
         given |= {"--events-port": args.events_port, "--replay-port": args.replay_port}
     for one, other in combinations(given, 2):
         if given[one] == given[other] != 0:
@@ -245,12 +250,9 @@ def _publisher(args: argparse.Namespace, profile):
     """Of its KV events, if it has any."""
     from .publisher import Publisher
     from .sglang import PagePublisher
-    from .tensorrt_llm import EventBuffer
 
     if args.no_events:
         return None
-    if args.speaks == "tensorrt-llm":
-        return EventBuffer(profile.block_size)
     return (PagePublisher if args.speaks == "sglang" else Publisher)(
         args.host,
         args.events_port,
@@ -272,21 +274,15 @@ async def _listen(args: argparse.Namespace, profile, model_dir: Path, publisher)
 
     from .engine import Engine
     from .metrics import Metrics
-    from .rooms import Rooms
     from .runner import Runner
     from .server import HEAD_BYTES, KEEP_ALIVE, Server
     from .sglang import SglangMetrics, SglangServer
-    from .tensorrt_llm import TensorrtMetrics, TensorrtServer
     from .transfers import Transfers
     from .wires import WIRES
 
     tokens, replies = await loading
     engine = Engine(profile, every_token=True)
-    server_of, metrics_of = {
-        "vllm": (Server, Metrics),
-        "sglang": (SglangServer, SglangMetrics),
-        "tensorrt-llm": (TensorrtServer, TensorrtMetrics),
-    }[args.speaks]
+    server_of, metrics_of = (SglangServer, SglangMetrics) if args.speaks == "sglang" else (Server, Metrics)
     metrics = metrics_of(engine, args.served_model_name)
     metrics.cache_dtype, metrics.has_nixl = args.kv_cache_dtype, args.kv_connector in ("nixl", "llm-d")
     runner = Runner(engine, metrics, publisher, args.seed)
@@ -303,7 +299,6 @@ async def _listen(args: argparse.Namespace, profile, model_dir: Path, publisher)
         Transfers(kind=f"{args.kv_cache_dtype} {model_dir}") if args.kv_connector else None,
         args.api_key,
         WIRES[args.kv_connector or "nixl"],
-        Rooms() if args.room_seconds is None else Rooms(args.room_seconds),
     )
     http = web.AppRunner(
         server.app(),

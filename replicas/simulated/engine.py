@@ -98,6 +98,8 @@ class Engine:
     def cached(self, request_blocks: list[Key], prompt_tokens: int) -> int:
         """How many blocks of such a prompt would be hits now."""
         hits = len(self._pool.find(request_blocks, (prompt_tokens - 1) // self._size))
+        if self.profile.drops_block:
+            hits = max(0, hits - 1)
         return self._groups.longest(request_blocks, hits) if self._groups else hits
 
     def found(self, request_blocks: list[Key], prompt_tokens: int) -> int:
@@ -409,6 +411,8 @@ class Engine:
         if not sequence.request.reads_cache:
             return []
         hits = self._pool.find(sequence.keys, (sequence.tokens - 1) // self._size)
+        if self.profile.drops_block:
+            del hits[-1:]
         if self._groups:
             longest = self._groups.longest(sequence.keys, len(hits))
             sequence.junction = len(hits) if len(hits) > longest else 0

@@ -109,8 +109,9 @@ class Metrics:
         yield "gauge", by_reason, "Requests waiting, by reason.", ',reason="deferred"', 0
         yield "gauge", "engine_sleep_state", "1 for the state the engine is in.", ',sleep_state="awake"', 1
         yield "gauge", "kv_cache_usage_perc", "Share of KV blocks in use; 1 is all.", "", engine.kv_usage
+        whole = f',effective_attention_block_size="{profile.block_size}"' if profile.context_parallel == 1 else ""
         config = (
-            f',block_size="{profile.block_size}",cache_dtype="{self.cache_dtype}",enable_prefix_caching="True",'
+            f',block_size="{profile.block_size // profile.context_parallel}",cache_dtype="{self.cache_dtype}",enable_prefix_caching="True"{whole},'
             f'kv_cache_size_tokens="{profile.num_blocks * profile.block_size}",'
             f'num_gpu_blocks="{profile.num_blocks}",num_gpu_blocks_override="None",'
             f'prefix_caching_hash_algo="xxhash"'
@@ -143,5 +144,7 @@ class Metrics:
             ],
         ):
             yield "counter", f"{name}_total", about, more, value
+        if self._engine.profile.drops_block:
+            yield "counter", "spec_decode_num_drafts_total", "Number of spec decoding drafts.", "", 0
         if self.has_nixl:
             yield "counter", "nixl_num_failed_transfers_total", "Number of failed NIXL KV Cache transfers.", "", 0

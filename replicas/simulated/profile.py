@@ -142,6 +142,8 @@ class Profile:
     # layers. Of their blocks "replay" keeps those that a later prompt can resume at, as vLLM 0.32, "all" all (0.28).
     windows: tuple[int, ...] = ()
     retention: str = "replay"
+    context_parallel: int = 1  # GPUs that have a share of each block's tokens; one's is what /metrics tells
+    drops_block: bool = False  # computes the last block of what it finds again, as vLLM does with EAGLE and MTP
     # Slower tiers: blocks of room in host memory and on a disk (0: there is no such tier), blocks that are moved at a
     # time, and what a fetch takes: 128 KiB a token (Llama 3 8B in 16 bits) over PCIe 4.0 x16, and from NVMe.
     cpu_blocks: int = 0
@@ -173,6 +175,10 @@ class Profile:
             raise ValueError(f"profile {self.name}: windows must be of 2 tokens or more, or 0, not {self.windows!r}")
         if self.retention not in ("replay", "all"):
             raise ValueError(f"profile {self.name}: retention must be replay or all, not {self.retention!r}")
+        if self.block_size % self.context_parallel:
+            raise ValueError(f"profile {self.name}: context_parallel must divide block_size, {self.block_size}")
+        if self.drops_block and self.windows:
+            raise ValueError(f"profile {self.name}: drops_block cannot be had with windows")
         if self.windows and self.cpu_blocks:
             raise ValueError(f"profile {self.name}: windows cannot be had with slower tiers")
         if self.lmcache and (not self.cpu_blocks or self.disk_blocks):

@@ -176,7 +176,7 @@ def completion(body: dict, tokens: Tokens) -> Asked:
     # a prompt alone may be asked for with `echo`: vLLM makes one token then, and does not show it
     least, given = 0 if body.get("echo") else 1, body.get("prompt")
     most = _whole_number(body, "max_tokens", least)
-    if isinstance(given, list) and len(given) > MOST_PROMPTS and not isinstance(given[0], int):
+    if isinstance(given, list) and len(given) > MOST_PROMPTS and (_is_text(given) or isinstance(given[0], list)):
         raise RequestError(
             f"prompt list length {len(given)} exceeds the maximum allowed count of {MOST_PROMPTS}. To increase "
             "this limit, set the VLLM_MAX_COMPLETION_PROMPTS environment variable.",
@@ -189,16 +189,16 @@ def completion(body: dict, tokens: Tokens) -> Asked:
     asked.reads_cache = body.get("prompt_logprobs") is None and not (
         body.get("echo") and body.get("logprobs") is not None
     )
-    asked.text = isinstance(body["prompt"], str) or isinstance(body["prompt"][0], str)
+    asked.text = _is_text(body["prompt"])
     return asked
 
 
 def texts(prompt: Any, tokens: Tokens, add_special_tokens: bool, param: str = "prompt") -> list[list[int]]:
-    """A prompt is text, ids, or a list of either."""
+    """A prompt is text, ids, or a list of either. Strings are ids where not all are strings: ["5", 6] has two."""
     if isinstance(prompt, str):
         return [tokens.encode(prompt, add_special_tokens)]
     if isinstance(prompt, list) and prompt:
-        if all(isinstance(part, str) for part in prompt):
+        if _is_text(prompt):
             return [tokens.encode(part, add_special_tokens) for part in prompt]
         if all(isinstance(part, list) for part in prompt):
             return [_ids(part, param) for part in prompt]
@@ -209,14 +209,29 @@ def texts(prompt: Any, tokens: Tokens, add_special_tokens: bool, param: str = "p
 def _truncated(
     given: Any, prompts: list[list[int]], body: dict, tokens: Tokens, special: bool, outputs: bool, side: str = "left"
 ) -> list[list[int]]:
-    text = isinstance(given, str) or isinstance(given[0], str)
+    text = _is_text(given)
     return [tokens.truncated(ids, body, special and text, outputs, side) for ids in prompts]
 
 
+def _is_text(prompt: Any) -> bool:
+    """Whether it is a text, or nothing but texts."""
+    return isinstance(prompt, str) or all(isinstance(part, str) for part in prompt)
+
+
 def _ids(given: Any, param: str) -> list[int]:
-    if not isinstance(given, list) or not all(type(id) is int and 0 <= id < 1 << 32 for id in given):
+    ids = [one if type(one) is int else _lax(one) for one in given] if isinstance(given, list) else [None]
+    if not all(id is not None and 0 <= id < 1 << 32 for id in ids):
         raise RequestError(f"`{param}` holds something that is not a token id", param=param)
-    return given
+    return ids
+
+
+def _lax(value: Any) -> int | None:
+    """What reads as a whole number, as pydantic takes it for one; None for anything else."""
+    try:
+        number = int(value) if isinstance(value, str) else value
+        return int(number) if isinstance(number, int) or number.is_integer() else None
+    except (AttributeError, ValueError):
+        return None
 
 
 def _ids_beside(body: dict) -> list[int] | None:

@@ -26,7 +26,7 @@ from .rooms import Prompts, Rooms
 from .runner import Generation, Runner
 from .tokens import RequestError, Tokens
 from .transfers import NotThere, Transfers
-from .wires import ROOM, Nixl, Wire
+from .wires import ROOM, Nixl
 
 VERSION = "0.33.0+simulated"
 KEEP_ALIVE = 5.0  # s, as uvicorn in vLLM
@@ -68,8 +68,7 @@ class Server:
         show_cached: bool = True,
         transfers: Transfers | None = None,
         api_key: str | None = None,
-        wire: Wire | None = None,
-        rooms: Rooms | None = None,
+        wire: Nixl | None = None,
     ):
         self.context_length = runner.engine.profile.context_length
         self.tokens = tokens.within(self.context_length)
@@ -77,7 +76,7 @@ class Server:
         # -> path
         self.publisher, self.model, self.root, self.adapters = publisher, model, root, {name: name for name in adapters}
         self.show_cached, self.transfers, self.wire = show_cached, transfers, wire or Nixl()
-        self.rooms = rooms or Rooms()
+        self.rooms = Rooms()
         self.authorization = f"Bearer {api_key}" if api_key else None
         self.faults = Faults(runner, publisher)
         self._load = 0
@@ -101,7 +100,7 @@ class Server:
             app.router.add_post("/kv/{name}", self._hand_over)
             app.router.add_post("/rooms/{name}", self._meet)
             app.router.add_get("/rooms", self._rooms_open)
-            if self.wire.ids:
+            if self.wire.meets:
                 app.router.add_get("/query", self._engine_ids)
         return app
 
@@ -160,9 +159,8 @@ class Server:
             else:
                 await self._finish(generations)
             said = answer.whole(generations)
-            if self.transfers is not None and not (passed_on and ROOM in passed_on):
-                kept = self._keep(request, passed_on, generations)
-                self.wire.tell(said, kept, body, generations[0].prompt.tolist())
+            if self.transfers is not None and not self.wire.meets:
+                said["kv_transfer_params"] = self._keep(request, passed_on, generations)
             return reply_json(said)
         finally:
             self._load -= 1
@@ -174,13 +172,10 @@ class Server:
 
         async def compute() -> Prompts | None:
             await self._finish(generations)
-            kept = parameters["waits"] or all(one.reason == "length" for one in generations)
+            kept = all(one.reason == "length" for one in generations)
             return [(len(one.prompt), one.cached) for one in generations] if kept else None
 
-        try:
-            await self.rooms.compute(parameters[ROOM], parameters["waits"], compute)
-        except NotThere:
-            raise RequestError("Prefill transfer failed", 500, "InternalServerError") from None
+        await self.rooms.compute(parameters[ROOM], compute)
 
     async def _receive(self, parameters: dict, generations: list[Generation]) -> None:
         try:

@@ -20,7 +20,6 @@ from .publisher import Publisher
 from .requests import Asked
 from .runner import Generation
 from .server import Server, reply_json
-from .wires import Bootstrap
 
 VERSION = "0.5.23"
 HEALTH_SECONDS = 1.0  # it looks once a second whether anything was computed since it was asked
@@ -80,9 +79,6 @@ class SglangServer(Server):
             "version": VERSION,
             "kv_events": None,
         }
-        if isinstance(self.wire, Bootstrap) and request.transport is not None:
-            told["disaggregation_mode"] = "prefill" if self.wire.computes else "decode"
-            told["disaggregation_bootstrap_port"] = request.transport.get_extra_info("sockname")[1]
         if publisher is not None:
             told["kv_events"] = {
                 "publisher": "zmq",

@@ -368,10 +368,11 @@ def _message(message: Any, takes_parts: bool) -> dict:
         reasoning = message.get("reasoning_content")
     if role == "assistant" and reasoning is not None:
         seen["thinking"] = seen["reasoning"] = seen["reasoning_content"] = reasoning
-    texts = _texts(message.get("content"), role == "system")
+    parts = _parts(message.get("content"), role == "system")
+    texts = [part.get("text", part.get("name")) for part in parts]
     as_text = "\n".join(texts if takes_parts else filter(None, texts))  # vLLM drops empty texts, but not empty parts
-    parts = takes_parts and role != "tool"
-    seen |= {"role": role, "content": [{"type": "text", "text": text} for text in texts] if parts else as_text}
+    has_parts = takes_parts and (role != "tool" or any(part["type"] != "text" for part in parts))
+    seen |= {"role": role, "content": parts if has_parts else as_text}
     if role == "assistant" and message.get("tool_calls"):
         seen["tool_calls"] = [_call(call) for call in listed(message["tool_calls"], "tool_calls")]
     if role == "tool" and message.get("tool_call_id") is not None:
@@ -381,14 +382,21 @@ def _message(message: Any, takes_parts: bool) -> dict:
     return seen | {name: message[name] for name in ("name", "task") if isinstance(message.get(name), str)}
 
 
-def _texts(content: Any, system: bool) -> list[str]:
-    """The texts of a message's content. From system text vLLM drops a first line that changes with every request."""
+def _parts(content: Any, system: bool) -> list[dict]:
+    """A message's content as texts and names of tools. From system text vLLM drops a first line that changes with every
+    request."""
     if content is None or isinstance(content, str):
         content = [] if content is None else [content]
     elif not isinstance(content, list):
         raise RequestError("`content` must be text or a list of parts", param="messages")
-    texts = []
+    parts = []
     for part in content:
+        if isinstance(part, dict) and part.get("type") == "tool_reference":
+            name = part.get("name") or part.get("tool_reference")
+            if not isinstance(name, str):
+                raise RequestError("a `tool_reference` must name a tool", param="messages")
+            parts.append({"type": "tool_reference", "name": name})
+            continue
         text = _part(part)
         if (
             system
@@ -398,8 +406,8 @@ def _texts(content: Any, system: bool) -> list[str]:
         ):
             text = text.partition("\n")[2] or None
         if text is not None:
-            texts.append(text)
-    return texts
+            parts.append({"type": "text", "text": text})
+    return parts
 
 
 def _part(part: Any) -> str | None:

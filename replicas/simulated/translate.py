@@ -1,8 +1,18 @@
 """OpenAI's Responses and Anthropic's Messages as the chat request that vLLM makes of them."""
 
+import json
+from collections.abc import Iterator
 from typing import Any
 
 from .tokens import RequestError, listed
+
+# What a model is told of a tool that takes one text (`custom`).
+ONE_TEXT = {
+    "type": "object",
+    "properties": {"input": {"type": "string", "description": "The freeform text payload for this tool."}},
+    "required": ["input"],
+    "additionalProperties": False,
+}
 
 
 def responses(body: dict) -> dict:
@@ -26,9 +36,9 @@ def responses(body: dict) -> dict:
         "incomplete",
     )
     tools = [
-        {"type": "function", "function": {name: tool[name] for name in tool if name != "type"}}
-        for tool in body.get("tools") or ()
-        if isinstance(tool, dict) and tool.get("type") == "function"
+        {"type": "function", "function": function}
+        for tool in listed(body.get("tools"), "tools")
+        for function in _functions(tool)
     ]
     return {
         "messages": messages,
@@ -41,20 +51,37 @@ def responses(body: dict) -> dict:
     }
 
 
+def _functions(tool: Any) -> Iterator[dict]:
+    """What the model is shown of a tool: functions, those of a namespace under both names, and `custom` tools as
+    functions of one text. The others run at the server, which has none of them."""
+    if not isinstance(tool, dict):
+        return
+    name = tool.get("name")
+    if tool.get("type") == "function":
+        yield {name: tool[name] for name in tool if name != "type"}
+    elif tool.get("type") == "namespace":
+        for function in listed(tool.get("tools"), "tools"):
+            if isinstance(function, dict) and function.get("type") == "function":
+                yield {**function, "name": f"{name}__{function.get('name')}"}
+    elif tool.get("type") == "custom":
+        yield {"name": name, "description": tool.get("description"), "parameters": ONE_TEXT}
+
+
 def _item(item: dict, messages: list[dict]) -> None:
     """One input item; what an assistant said, called and thought in a row is one message."""
     kind = item.get("type", "message")
-    if kind == "function_call":
-        call = {
-            "id": item.get("call_id"),
-            "type": "function",
-            "function": {"name": item.get("name"), "arguments": item.get("arguments")},
-        }
+    if kind in ("function_call", "custom_tool_call"):
+        name, arguments = item.get("name"), item.get("arguments")
+        if kind == "custom_tool_call":
+            arguments = json.dumps({"input": item.get("input") or ""})
+        elif space := item.get("namespace"):
+            name = f"{space}__{name}"
+        call = {"id": item.get("call_id"), "type": "function", "function": {"name": name, "arguments": arguments}}
         if messages and messages[-1].get("role") == "assistant":
             messages[-1].setdefault("tool_calls", []).append(call)
         else:
             messages.append({"role": "assistant", "tool_calls": [call]})
-    elif kind == "function_call_output":
+    elif kind in ("function_call_output", "custom_tool_call_output"):
         messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": item.get("output")})
     elif kind == "reasoning":
         _assistant(messages, "reasoning", _first_text(item.get("content")) or _first_text(item.get("summary")))
@@ -171,12 +198,13 @@ def _block(block: dict, role: str, said: list, calls: list, thought: list, messa
             }
         )
     elif kind == "tool_result" and role == "user":
-        messages.append(
-            {"role": "tool", "tool_call_id": block.get("tool_use_id") or "", "content": _result(block.get("content"))}
-        )
+        answer = {"role": "tool", "tool_call_id": block.get("tool_use_id") or ""}
+        messages.append({**answer, "content": _result(block.get("content"))})
+        if references := _references(block.get("content")):
+            messages.append({**answer, "content": references})
     elif kind == "tool_result":
         said.append({"type": "text", "text": f"Tool result: {block.get('content') or ''}"})
-    elif kind != "redacted_thinking":
+    elif kind not in ("redacted_thinking", "tool_reference"):
         raise RequestError(f"this model takes text only, not {kind!r}", param="messages")
 
 
@@ -186,3 +214,10 @@ def _result(content: Any) -> str:
             part.get("text", "") for part in content if isinstance(part, dict) and part.get("type") == "text"
         )
     return content if isinstance(content, str) else ""
+
+
+def _references(content: Any) -> list[dict]:
+    """The tools that a search for tools found."""
+    parts = [part for part in content if isinstance(part, dict)] if isinstance(content, list) else []
+    names = [part.get("tool_name") or part.get("name") for part in parts if part.get("type") == "tool_reference"]
+    return [{"type": "tool_reference", "name": name} for name in names if name]

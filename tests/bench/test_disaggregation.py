@@ -22,7 +22,7 @@ from bench.disaggregation import (
     setting,
     table,
 )
-from loadgen.simulate.field.prefill_queue import make_legs
+from bench.rules.prefill_queue import make_legs
 
 
 def test_long_prompts_come_every_five_seconds_and_leave_the_chats_as_they_are():

@@ -9,11 +9,9 @@ from bench.field import Grid, busy_rate, figures
 from bench.field_cells import CELLS, QUICK, Cell, work
 from loadgen.drive.records import Record
 from loadgen.simulate import Outcome
-from loadgen.workload.conversations import Conversation, Offer
+from loadgen.workload.conversations import Conversation
 
 CLOSED = [cell for cell in CELLS if cell.users]
-
-ALL_AT_ONCE = Offer(None, 0.0, 0, 0.0)
 
 
 def record(conversation, turn, sent, first, last, output, cached=0, replica="r0"):
@@ -40,7 +38,9 @@ def test_the_figures_of_a_run():
         record("b", 0, 1.0, 1.2, 2.2, 21, cached=40, replica="r1"),
     ]
     cell = Cell("rollouts", 3, users=1, replicas=2)
-    found = figures(Outcome([Conversation(name, []) for name in "ab"], 3, ALL_AT_ONCE, done=done, ended=4.3), cell)
+    outcome = Outcome([Conversation(name, []) for name in "ab"], [0.0, 0.0])
+    outcome.done, outcome.ended = done, 4.3
+    found = figures(outcome, cell)
     assert found["ttft_mean"] == pytest.approx(200) and found["e2e_mean"] == pytest.approx(1000 * (1.1 + 1.3 + 1.2) / 3)
     assert found["tpot_p99"] == pytest.approx(100, rel=0.01)
     assert found["tokens_s"] == pytest.approx(43 / 4.3) and found["wall"] == 4.3

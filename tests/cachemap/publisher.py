@@ -12,7 +12,7 @@ from cachemap.events import records
 from replicas.engines.vllm import VLLM
 
 BLOCK = 4
-decode = VLLM.event_decoder(records, 16)
+decode = VLLM.event_decoder(records)
 
 
 def stored(keys, tokens, parent=None, **fields):
@@ -61,7 +61,9 @@ class Publisher:
 
     async def subscribed(self):
         """Until a subscriber's subscription has arrived."""
-        await asyncio.wait_for(self._pub.recv(), 10)
+        async with asyncio.timeout(10):
+            while (await self._pub.recv())[:1] != b"\1":  # else one has ended
+                pass
 
     def serve_replay(self):
         self._server = asyncio.ensure_future(self._serve())

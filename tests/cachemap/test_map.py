@@ -267,11 +267,11 @@ def test_a_refused_prompt_is_taken_back_and_what_others_sent_stays():
     slot, refused, before, since = table.attach("r", None, True), chain(1, 2, 3), chain(1, 7), chain(1, 2, 8)
     table.expect(slot, before, 1.0)
     held = table.match(refused, 2.0).held[slot]
-    table.expect(slot, refused, 2.0)
-    table.expect(slot, since, 2.5)
-    table.take_back(slot, refused, held, 2.0)
+    number = table.expect(slot, refused, 2.0)
+    next_number = table.expect(slot, since, 2.0)  # in the same event-loop iteration
+    table.take_back(slot, refused, held, number)
     assert [table.match(one, 3.0).held[slot] for one in (before, since, refused)] == [len(before), len(since), 12]
-    table.take_back(slot, since, held, 2.5)
+    table.take_back(slot, since, held, next_number)
     assert [table.match(one, 3.0).held[slot] for one in (before, since, refused)] == [len(before), 6, 6]
     assert table.match(before, 7.5).held == [0]  # as ever
 
@@ -281,14 +281,14 @@ def test_a_modelled_replica_forgets_a_refused_prompt_but_not_what_it_shared():
     slot, refused, before, since = table.attach("r", 1000, False), chain(1, 2, 3), chain(1, 7), chain(1, 2, 8)
     for prompt in (before, refused):
         table.expect(slot, prompt, 0.0)
-    table.take_back(slot, refused, 6, 0.0)
+    table.take_back(slot, refused, 6, 0)
     assert [table.match(one, 0.0).held[slot] for one in (before, refused)] == [len(before), 6]
     assert table.stats()["modelled"] == len(before)
     for prompt in (refused, since):
         table.expect(slot, prompt, 0.0)
-    table.take_back(slot, refused, 6, 0.0)
+    table.take_back(slot, refused, 6, 0)
     assert [table.match(one, 0.0).held[slot] for one in (before, since, refused)] == [len(before), len(since), 12]
-    table.take_back(slot, chain(9), 0, 0.0)  # never expected, or gone already
+    table.take_back(slot, chain(9), 0, 0)  # never expected, or gone already
     assert table.stats()["modelled"] == len(set(before) | set(since))
 
 
@@ -453,7 +453,7 @@ class TestGuessedBlocks:
 
     def sent(self, table, slot, hashes, now=0.0):
         table.match(hashes, now)
-        table.expect(slot, hashes, now)
+        return table.expect(slot, hashes, now)
 
     def held(self, table, hashes, now=1000.0):
         return table.match(hashes, now).held
@@ -481,8 +481,7 @@ class TestGuessedBlocks:
         self.sent(table, 0, prompt)
         table.clear(0)
         assert self.held(table, prompt) == [0, 0]
-        self.sent(table, 0, prompt)
-        table.take_back(0, prompt, 0, 0.0)
+        table.take_back(0, prompt, 0, self.sent(table, 0, prompt))
         assert self.held(table, prompt) == [0, 0]
 
     def test_are_bounded_by_the_replicas_cache_and_by_what_it_reports(self, table):
@@ -537,3 +536,29 @@ def test_what_an_engine_says_is_compared_with_what_was_told_until_it_was_asked()
     table.remove(slot, [1])
     assert compare([1, 2, 3]) == ([], []) and compare([2, 9, 3]) == ([1], [11])
     assert table.differs(slot)([1, 2, 3]) == ([0], [14])
+
+
+def test_a_model_follows_the_size_of_its_engines_cache():
+    table = CacheMap(1 << 20)
+    small, other = (table.attach(name, 800, False) for name in ("small", "other"))
+    chain = list(range(1, 601))
+    for slot in (small, other):
+        table.expect(slot, chain, 0.0)
+    table.resize(small, 400)
+    assert table.match(chain, 0.0).held == [400, 600]
+    table.resize(small, 800)
+    table.expect(small, chain, 0.0)
+    assert table.match(chain, 0.0).held == [600, 600]
+
+
+@pytest.mark.parametrize("tier", OWN)
+def test_a_replica_that_left_takes_no_prompt_with_it_whatever_slower_tiers_there_are(tier):
+    """Its slot stays empty until another replica comes."""
+    cache_map = CacheMap(1 << 20)
+    gone, here = (cache_map.attach(name, None, True) for name in ("gone", "here"))
+    for slot in (gone, here):
+        cache_map.store(slot, [11, 12], [1, 2])
+        cache_map.store(slot, [14], [4], tier)
+    cache_map.detach(gone)
+    match = cache_map.match([11, 12, 13, 14], 0.0)
+    assert match.held == [0, 2] and match.lower == {here: [(tier.split()[0], 2)]}

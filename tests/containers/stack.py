@@ -63,9 +63,7 @@ class Stack:
         self.token: str | None = None
         text = (ROOT / file).read_text()
         self.services = {
-            name: service
-            for name, service in yaml.safe_load(text)["services"].items()
-            if name not in without and not service.get("profiles")
+            name: service for name, service in yaml.safe_load(text)["services"].items() if name not in without
         }
         self.ports = free_ports(sorted({word.partition(":")[0] for word in text.split("${") if "_PORT:-" in word[:40]}))
         self.env_file = place / f"{file}.env"

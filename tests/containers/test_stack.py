@@ -9,7 +9,6 @@ import time
 
 import httpx
 import pytest
-import yaml
 
 from .stack import FOLDER, ROOT, Stack, until
 
@@ -31,12 +30,7 @@ pytestmark = [
 def stack(tmp_path_factory, request):
     console = request.config.pluginmanager.getplugin("terminalreporter")
     one = Stack("compose.yaml", "hitherto-test", tmp_path_factory.mktemp("stack"), LEFT_OUT)
-    gpu = [
-        name
-        for name, service in yaml.safe_load((ROOT / "compose.yaml").read_text())["services"].items()
-        if service.get("profiles")
-    ]
-    for name, why in {**LEFT_OUT, **dict.fromkeys(gpu, "needs GPUs")}.items():
+    for name, why in LEFT_OUT.items():
         console.write_line(f"compose.yaml: left out: {name}: {why}")
     one.down()  # what an interrupted run left
     volumes = one.podman("volume", "ls")
@@ -301,6 +295,46 @@ async def test_a_gateway_that_is_stopped_finishes_what_it_sends(stack):
     assert stack.inspect("gateway-2")["State"]["ExitCode"] == 0
     stack.compose("start", "gateway-2")
     until(lambda: ready(stack, "gateway-2") == 3, 40)
+
+
+def stages(services: dict) -> list[list[str]]:
+    """What `docker compose down` stops one after the other: first what nothing else depends on."""
+    left, order = {name for name, one in services.items() if one.get("restart") != "no"}, []
+    while left:
+        needed = {other for name in left for other in services[name].get("depends_on", ())}
+        order.append(sorted(left - needed))
+        left -= set(order[-1])
+    return order
+
+
+async def test_streams_end_whole_when_all_is_stopped_in_the_order_of_compose(stack):
+    """Docker Compose's order: podman-compose stops everything at once."""
+    order = stages(stack.services)
+    first = {name: number for number, names in enumerate(order) for name in names}
+    assert max(first[name] for name in GATEWAYS) < min(first[name] for name in (*REPLICAS, "redis"))
+    body = {"model": "sim", "messages": [{"role": "user", "content": "A long story."}], "max_tokens": 400, "ignore_eos": True,
+            "stream": True}  # fmt: skip
+    begun = asyncio.Semaphore(0)
+
+    async def stream(gateway: str) -> str:
+        async with httpx.AsyncClient(base_url=stack.url(variable(gateway)), timeout=60) as client:
+            async with client.stream("POST", "/v1/chat/completions", json=body) as answer:
+                lines = []
+                async for line in answer.aiter_lines():
+                    lines.append(line)
+                    if len(lines) == 4:
+                        begun.release()
+        return [line for line in lines if line][-1]
+
+    streams = [asyncio.create_task(stream(GATEWAYS[number % 2])) for number in range(8)]
+    for _ in streams:
+        await begun.acquire()
+    for names in order:
+        await asyncio.to_thread(stack.compose, "stop", *names)
+    assert await asyncio.gather(*streams) == ["data: [DONE]"] * 8
+    for names in reversed(order):
+        stack.compose("start", *names)
+    until(lambda: all(ready(stack, one) == 3 for one in GATEWAYS), 60)
 
 
 def address() -> str:

@@ -20,24 +20,25 @@ from replicas.replica import parse_url
 
 ROOT = Path(__file__).parents[2]
 FILES = ("compose.yaml", "compose.gateway.yaml")
+GPUS = "compose.gpu.yaml"  # over compose.yaml
 DOCKERFILE = (ROOT / "deploy" / "Dockerfile").read_text()
 PROMETHEUS = yaml.safe_load((ROOT / "deploy" / "prometheus.yml").read_text())
 VARIABLE = re.compile(r"\$\{(\w+)(:-([^}]*))?\}")
 OURS = "hitherto"
 
 
-def env_file(path: Path) -> dict[str, str]:
-    lines = [line for line in path.read_text().splitlines() if line and not line.startswith("#")]
-    return dict(line.split("=", 1) for line in lines)
-
-
-GPU = env_file(ROOT / "deploy" / "gpu.env")
-
-
 def compose(file: str, **variables: str) -> dict:
     """The file with its variables put in, as `docker compose config` does."""
     text = VARIABLE.sub(lambda match: variables.get(match[1], match[3] or ""), (ROOT / file).read_text())
     return yaml.safe_load(text)
+
+
+def merged(base: dict, over: dict) -> dict:
+    """Two files as `docker compose -f A -f B` merges them: maps by key, all else replaced."""
+    return base | {
+        key: merged(base[key], value) if isinstance(value, dict) and isinstance(base.get(key), dict) else value
+        for key, value in over.items()
+    }
 
 
 STACK, ALONE = compose("compose.yaml"), compose("compose.gateway.yaml")
@@ -59,7 +60,7 @@ def schema() -> dict:
     )
 
 
-@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize("file", [*FILES, GPUS])
 def test_valid_by_the_compose_specification(file):
     jsonschema.validate(compose(file), schema())
     jsonschema.validate(yaml.safe_load((ROOT / file).read_text()), schema())
@@ -72,7 +73,7 @@ def test_the_schema_would_notice():
         jsonschema.validate(broken, schema())
 
 
-@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize("file", [*FILES, GPUS])
 def test_every_variable_has_a_default(file):
     text = (ROOT / file).read_text()
     found = {match[1]: match[2] for match in VARIABLE.finditer(text) if match[1] != "NAME"}
@@ -100,10 +101,6 @@ def test_every_service_that_lasts_is_checked_limited_restarted_and_confined(file
     assert one["restart"] == "unless-stopped" and one["healthcheck"]["test"][0] == "CMD"
     assert one["cap_drop"] == ["ALL"] and one["security_opt"] == ["no-new-privileges:true"]
     assert one["logging"]["options"]["max-size"], "what is logged has an end"
-    if one.get("profiles") == ["gpu"]:
-        (device,) = one["deploy"]["resources"]["reservations"]["devices"]
-        assert device["driver"] == "nvidia" and device["capabilities"] == ["gpu"] and len(device["device_ids"]) == 1
-        return
     assert one["read_only"] is True
     assert set(one["deploy"]["resources"]["limits"]) == {"memory", "pids"}
 
@@ -170,7 +167,7 @@ def test_the_admin_sides_token_is_made_once_and_everybody_may_read_it_who_has_th
     }
     assert readers == {*GATEWAYS, "prometheus"}
     for name in readers:
-        assert SERVICES[name]["depends_on"] == {"admin-token": {"condition": "service_completed_successfully"}}
+        assert SERVICES[name]["depends_on"]["admin-token"] == {"condition": "service_completed_successfully"}
 
 
 def test_the_gateway_alone_has_what_the_gateways_of_the_stack_have():
@@ -244,22 +241,68 @@ def test_the_replicas_command_is_one_they_take():
 
 
 def test_with_gpus_the_gateways_use_vllm_engines_that_publish_their_events():
-    gpu = compose("compose.yaml", **GPU)["services"]
-    assert {match[1] for match in VARIABLE.finditer((ROOT / "compose.yaml").read_text())} | {"COMPOSE_PROFILES"} >= set(
-        GPU
-    )
-    engines = [name for name, one in gpu.items() if one.get("profiles") == [GPU["COMPOSE_PROFILES"]]]
-    urls = gpu["gateway-1"]["environment"]["HITHERTO_REPLICA_URL"].split()
-    assert [parse_url(url).host for url in urls] == engines and len(engines) == 2
-    gpus = [gpu[name]["deploy"]["resources"]["reservations"]["devices"][0]["device_ids"] for name in engines]
+    gpu = merged(STACK, compose(GPUS))["services"]
+    engines = [name for name, one in gpu.items() if "vllm" in one["image"]]
+    assert len(engines) == 2
+    gpus = []
+    for name in engines:
+        one = gpu[name]
+        assert one["restart"] == "unless-stopped" and one["healthcheck"]["test"][0] == "CMD"
+        assert one["cap_drop"] == ["ALL"] and one["security_opt"] == ["no-new-privileges:true"]
+        assert one["logging"] == SERVICES["gateway-1"]["logging"] and re.search(r":v\d+\.\d+", one["image"])
+        (device,) = one["deploy"]["resources"]["reservations"]["devices"]
+        assert device["driver"] == "nvidia" and device["capabilities"] == ["gpu"]
+        gpus.append(device["device_ids"])
     assert gpus == [["0"], ["1"]], "one for each"
     readme = (ROOT / "README.md").read_text()
     for name in engines:
         words = gpu[name]["command"]
-        assert words[0] == GPU["VLLM_MODEL"] and "--enable-prompt-tokens-details" in words
+        assert words[0] == "Qwen/Qwen3-8B" and "--enable-prompt-tokens-details" in words
         (events,) = (word.partition("=")[2] for word in words if word.startswith("--kv-events-config="))
         assert f"--kv-events-config '{events}'" in readme, "as the README starts its engines"
-    assert PROMETHEUS["scrape_configs"][1]["dns_sd_configs"][0]["names"] == engines
+
+
+@pytest.mark.parametrize(("files", "profiles"), [((), ()), ((GPUS,), ())])
+def test_every_engine_that_is_started_gets_requests_and_no_other_is_expected(files, profiles):
+    stack = STACK
+    for file in files:
+        stack = merged(stack, compose(file))
+    started = {name for name, one in stack["services"].items() if set(one.get("profiles", profiles)) <= set(profiles)}
+    engines = {name for name in started if name not in GATEWAYS and name.startswith(("replica-", "vllm-"))}
+    for name in GATEWAYS:
+        urls = stack["services"][name]["environment"]["HITHERTO_REPLICA_URL"].split()
+        assert {parse_url(url).host for url in urls} == engines
+    assert set(PROMETHEUS["scrape_configs"][1]["dns_sd_configs"][0]["names"]) >= engines
+
+
+@pytest.mark.parametrize("files", [(), (GPUS,)])
+def test_a_gateway_is_stopped_before_all_that_it_talks_to(files):
+    """Compose stops what depends on others first. A service without its profile must not be required."""
+    stack = STACK
+    for file in files:
+        stack = merged(stack, compose(file))
+    for name in GATEWAYS:
+        one = stack["services"][name]
+        hosts = {parse_url(url).host for url in one["environment"]["HITHERTO_REPLICA_URL"].split()}
+        for key in ("HITHERTO_REDIS_URL", "OTEL_EXPORTER_OTLP_ENDPOINT"):
+            hosts.add(urlsplit(one["environment"][key]).hostname)
+        assert hosts <= set(one["depends_on"]) and len(hosts) >= 4
+        for other, how in one["depends_on"].items():
+            if other != "admin-token":
+                assert how["condition"] == "service_started", "it starts without them"
+            assert not (how.get("required", True) and stack["services"][other].get("profiles")), other
+
+
+def test_no_command_of_the_documents_replaces_the_env_file_that_users_write():
+    """`--env-file` has Compose read that file in place of `.env`, where HF_TOKEN is."""
+    pages = [
+        ROOT / "README.md",
+        *(ROOT / "docs").glob("*.md"),
+        *ROOT.glob("compose*.yaml"),
+        *(ROOT / "deploy").glob("*.yml"),
+    ]
+    assert len(pages) > 10
+    assert [page.name for page in pages if "--env-file" in page.read_text()] == []
 
 
 def test_traces_go_to_a_service_that_is_there_by_what_is_installed():
@@ -293,15 +336,14 @@ def test_the_image_has_every_package():
 
 
 def test_what_the_documents_tell_to_type_names_files_and_services_that_are_there():
-    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / file for file in FILES), ROOT / "deploy" / "gpu.env",
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / file for file in (*FILES, GPUS)),
              ROOT / "deploy" / "prometheus.yml"]  # fmt: skip
     seen = 0
     for page in pages:
         for words in re.findall(r"docker compose ([^`\n]*)", page.read_text()):
-            file = found[1] if (found := re.search(r"-f (\S+)", words)) else "compose.yaml"
-            assert file in FILES, f"{page.name}: {words}"
-            if found := re.search(r"--env-file (\S+)", words):
-                assert (ROOT / found[1]).is_file(), f"{page.name}: {words}"
+            files = re.findall(r"-f (\S+)", words) or ["compose.yaml"]
+            file = files[0]
+            assert file in FILES and {*files[1:]} <= {GPUS}, f"{page.name}: {words}"
             if found := re.search(r"\b(?:exec|kill -s HUP) ([a-z][\w-]*)", words):
                 seen += 1
                 assert found[1] in compose(file)["services"], f"{page.name}: {words}"

@@ -145,7 +145,7 @@ async def test_replicas_that_are_killed_stopped_failing_or_slow(tmp_path, engine
                 engines.again(0)
                 engines.again(1)
             await gateway.ready(2)
-            async with scene.during("HithertoReplicaSlow") as fires:
+            async with scene.during("HithertoReplicaSlow", "HithertoReplicaWritesSlowly") as fires:
                 await engines.order_one(1, slow=20)
                 await fires()
                 await engines.order_one(1, slow=1)

@@ -179,14 +179,29 @@ def test_prometheus_takes_the_alerts():
 def test_prometheus_scrapes_the_services_of_compose():
     services = yaml.safe_load((DEPLOY.parent / "compose.yaml").read_text())["services"]
     config = yaml.safe_load((DEPLOY / "prometheus.yml").read_text())
-    jobs = {job["job_name"]: [target.split(":") for one in job["static_configs"] for target in one["targets"]]
-            for job in config["scrape_configs"]}  # fmt: skip
+    jobs = {job["job_name"]: job for job in config["scrape_configs"]}
     gateways = [name for name in services if name.startswith("gateway-")]
-    assert jobs["hitherto"] == [[name, str(Settings().admin_port)] for name in gateways] and gateways
-    assert {host for host, _ in jobs["replicas"]} <= {name for name in services if name.startswith("replica-")}
+    targets = [target for one in jobs["hitherto"]["static_configs"] for target in one["targets"]]
+    assert targets == [f"{name}:{Settings().admin_port}" for name in gateways] and gateways
+    (found,) = jobs["replicas"]["dns_sd_configs"]
+    assert set(found["names"]) >= {name for name in services if name.startswith("replica-")} and found["port"] == 8000
     used = {job for rule in RULES for job in re.findall(r'job="(\w+)"', rule["expr"])}
     assert used <= set(jobs)
     assert [path.name for pattern in config["rule_files"] for path in DEPLOY.glob(pattern)] == ["alerts.yml"]
+
+
+def test_panels_that_need_a_setting_say_which_where_they_have_no_data():
+    for board, least in (("slo", 8), ("overview", 0)):
+        panels = [
+            one
+            for one in json.loads((DEPLOY / f"grafana/dashboards/{board}.json").read_text())["panels"]
+            if one.get("targets")
+        ]
+        saying = {one["title"]: one["fieldConfig"]["defaults"].get("noValue") for one in panels}
+        assert sum(bool(said) for said in saying.values()) >= least, saying
+        if board == "slo":
+            assert "--slo-figures" in saying["Goodput"] and "--slo-figures" in saying["Kept, by class"]
+            assert all(saying.values()), saying
 
 
 def test_grafana_finds_the_dashboards_where_compose_mounts_them():

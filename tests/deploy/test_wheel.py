@@ -71,9 +71,10 @@ def test_without_a_repository_it_is_the_checkouts_as_it_stands(wheel, tmp_path):
     assert "Project-URL" not in text and text.endswith((ROOT / "README.md").read_text())
 
 
-def test_its_assets_are_those_of_the_checkout(wheel, tmp_path):
-    """`hitherto assets` of an installed wheel: the same files, from which the image can be built."""
-    prefix = tmp_path / "prefix"
+@pytest.fixture(scope="module")
+def site(wheel, tmp_path_factory) -> Path:
+    """Where the wheel's packages are, installed without what they need."""
+    prefix = tmp_path_factory.mktemp("prefix")
     pip = [
         sys.executable,
         "-m",
@@ -86,7 +87,25 @@ def test_its_assets_are_those_of_the_checkout(wheel, tmp_path):
         "--ignore-installed",
     ]
     subprocess.run([*pip, "--prefix", str(prefix), wheel.filename], check=True, timeout=60)
-    (site,) = prefix.glob("lib/python*/site-packages")
+    (found,) = prefix.glob("lib/python*/site-packages")
+    return found
+
+
+def test_without_a_checkout_it_says_where_other_routers_rules_are(site, tmp_path):
+    """Nor does it need them: the gateway's own policies are simulated as ever."""
+
+    def simulated(policy: str) -> subprocess.CompletedProcess:
+        words = ["simulate", "--policies", policy, "--dataset-name", "random", "--num-prompts", "3", "--replicas", "2"]
+        return subprocess.run([sys.executable, "-m", "loadgen", *words], cwd=tmp_path, capture_output=True, text=True,
+                              env=os.environ | {"PYTHONPATH": str(site)}, timeout=60)  # fmt: skip
+
+    assert simulated("least_time").returncode == 0
+    refused = simulated("dynamo")
+    assert refused.returncode == 2 and "the rules of other routers are in a checkout of Hitherto" in refused.stderr
+
+
+def test_its_assets_are_those_of_the_checkout(site, tmp_path):
+    """`hitherto assets` of an installed wheel: the same files, from which the image can be built."""
     written = {}
     for name, place in (("wheel", site), ("checkout", ROOT)):
         words = [sys.executable, "-m", "gateway", "assets", str(tmp_path / name)]

@@ -16,8 +16,8 @@ class Engine:
     port: int
     url: str
 
-    def __init__(self, *flags: str) -> None:
-        command = ("replicas.simulated", "--port", "0", "--profile", "cpu-tiny", "--speedup", "50", *flags)
+    def __init__(self, *flags: str, program: tuple[str, ...] = ("replicas.simulated",)) -> None:
+        command = (*program, "--port", "0", "--profile", "cpu-tiny", "--speedup", "50", *flags)
         if prestarted.can_start():
             self.process = prestarted.Prestarted(*command)
         else:

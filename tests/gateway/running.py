@@ -7,7 +7,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import asynccontextmanager
 
 import httpx
@@ -51,6 +51,11 @@ class Running:
         """The sum of a metric's series with these labels; all of them are on the page from the start."""
         return counted((await self.admin.get("/metrics")).text, name, **labels)
 
+    async def any_counted(self, name: str, label: str, values: Collection[str]) -> float:
+        """The sum of a metric's series whose label has one of these values."""
+        page = (await self.admin.get("/metrics")).text
+        return sum(counted(page, name, **{label: value}) for value in values)
+
     async def until(self, true, seconds: float = 180) -> dict:
         """Wait until `true(status)`; returns that status."""
         end = asyncio.get_running_loop().time() + seconds
@@ -62,27 +67,28 @@ class Running:
     async def ready(self, count: int) -> dict:
         return await self.until(lambda status: sum(one["state"] == "ready" for one in status["replicas"]) >= count)
 
-    async def ready_for_legs(self, count: int) -> dict:
-        """Wait until `count` replicas are ready, and the tokenizer of each model is loaded for all of its replicas. Its
-        files are looked for per replica, once that is ready: while only some replicas have theirs, the model has two
-        variants, and a request that may stay whole gets no two legs across them."""
+    async def ready_for_legs(self, count: int, variants: int = 1) -> dict:
+        """Wait until `count` replicas are ready, and the tokenizer of each model is loaded for all of its replicas, of
+        which there are so many unlike kinds. Its files are looked for per replica, once that is ready: while only some
+        replicas have theirs, the model has more variants, and a request that may stay whole gets no two legs across
+        them."""
         await self.ready(count)
         return await self.until(
-            lambda status: not status["loading"] and all(one["variants"] == 1 for one in status["spaces"])
+            lambda status: not status["loading"] and all(one["variants"] == variants for one in status["spaces"])
         )
 
 
 @asynccontextmanager
-async def running(*args: str, env: Mapping[str, str] = {}):
+async def running(*args: str, env: Mapping[str, str] = {}, module: str = "gateway"):
     """`hitherto serve ARGS` on free ports, which tells what it predicted; ended with SIGTERM, and every process it made
     with it."""
     command = ["serve", "--host", "127.0.0.1", "--port", "0", "--admin-port", "0", "--cached-tokens-header", *args]
     # Those that agree with each other through Redis show that they do so with unlike seeds of hashes.
     if not env and "--redis-url" not in args and "--workers" not in args and prestarted.can_start():
-        process = await prestarted.start("gateway", *command)
+        process = await prestarted.start(module, *command)
     else:
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "gateway", *command, stderr=asyncio.subprocess.PIPE, env={**os.environ, **env}
+            sys.executable, "-m", module, *command, stderr=asyncio.subprocess.PIPE, env={**os.environ, **env}
         )
     log: list[bytes] = []
     found: asyncio.Future = asyncio.get_running_loop().create_future()

@@ -8,6 +8,7 @@ import resource
 import signal
 import sys
 import termios
+from contextlib import asynccontextmanager
 
 import httpx
 import pytest
@@ -84,6 +85,27 @@ async def test_every_endpoint_goes_through_with_exact_tokens():
         assert [one["id"] for one in (await gateway.client.get("/v1/models")).json()["data"]] == ["sim"]
 
 
+@pytest.mark.parametrize("sizes", [(300, 120), (120, 300)], ids=["smaller", "larger"])
+async def test_an_engine_without_events_that_restarts_with_another_cache_is_modelled_with_that(start_engine, sizes):
+    """Five prompts of 30 blocks fill the smaller cache, so the first one is gone there, and held in the larger one."""
+    flags = ("--no-events", "--max-model-len", "1024", "--num-blocks")
+    engine = start_engine(*flags, str(sizes[0])).wait()
+    async with running("--model", "sim", "--replica-url", engine.url) as gateway:
+        for size in sizes:
+            if engine.process.poll() is not None:
+                engine = start_engine(*flags, str(size), "--port", str(engine.port)).wait()
+            await gateway.until(
+                lambda status: [one["num_blocks"] for one in status["replicas"] if one["state"] == "ready"] == [size]
+            )
+            for number in (1, 2, 3, 4, 5, 1):
+                answer = await gateway.chat([user(f"{number} says what nobody else does. " * 60)])
+                assert answer.status_code == 200 and predicted(answer) == reported(answer), size
+            assert (predicted(answer) > 400) == (size > 150)
+            assert (await gateway.status())["replicas"][0]["map_blocks"] <= size
+            engine.process.terminate()
+            engine.process.wait()
+
+
 async def test_an_adapter_is_served_from_the_moment_it_is_loaded_and_has_blocks_of_its_own(start_engine):
     engine = start_engine().wait()
     async with running("--model", "sim", "--replica-url", engine.url) as gateway:
@@ -146,6 +168,79 @@ async def test_the_usual_limit_of_open_files_does_not_limit_connections(start_en
             await talker.close()
     finally:
         await started.__aexit__(None, None, None)
+
+
+HEALTH = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+HELLO = b'{"model":"sim","prompt":"Who goes there?","max_tokens":2}'
+POST = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+
+
+@asynccontextmanager
+async def with_few_files(engine, *flags: str):
+    """A gateway that may open a hundred files more than it has."""
+    async with running("--model", "sim", "--replica-url", engine.url, *flags) as gateway:
+        await gateway.ready(1)
+        pid, talkers = gateway.process.pid, []
+        most = max(int(number) for number in os.listdir(f"/proc/{pid}/fd")) + 100
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, (most, most))
+
+        async def talk() -> Talker:
+            talkers.append(await Talker.to(gateway.client.base_url.port))
+            return talkers[-1]
+
+        try:
+            yield gateway, talk
+        finally:
+            for talker in talkers:
+                await talker.close()
+
+
+async def test_idle_connections_give_way_where_files_become_short(start_engine):
+    async with with_few_files(start_engine().wait()) as (gateway, talk):
+        talkers = []
+        for _ in range(300):
+            talkers.append(await talk())
+            await talkers[-1].say(HEALTH)
+            assert (await talkers[-1].response(20))[0] == 200
+        assert await talkers[0].rest(20) == b""  # the oldest gave way
+        for talker in talkers[-20:]:
+            await talker.say(POST % len(HELLO) + HELLO)  # each needs a file for its replica
+        assert {(await talker.response(20))[0] for talker in talkers[-20:]} == {200}
+        assert b"".join(gateway.log).count(b"idle connections of clients are closed") == 1
+        assert gateway.log and (await gateway.status())["background_failures"] == {}
+        assert await gateway.counted("hitherto_rejections_total", reason="503") == 0
+
+
+async def test_where_files_are_short_and_no_connection_is_idle_a_new_one_is_refused_and_said(start_engine):
+    async with with_few_files(start_engine().wait()) as (gateway, talk):
+        busy, refused = [], 0
+        while refused < 150:  # more than there are files
+            talker = await talk()
+            await talker.say(HEALTH)
+            status, headers, body = await talker.response(20)
+            if status == 200:
+                busy.append(talker)
+                await talker.say(POST % len(HELLO) + HELLO[:10])
+            else:
+                assert status == 503 and headers["retry-after"] == "1" and b"gateway_full" in body
+                assert headers["connection"] == "close" and await talker.rest(20) == b""
+                refused += 1  # its client does not close its side
+        assert b"gateway_full" in await (await talk()).rest(20)  # also one that asks nothing
+        refused += 1
+        told = (await gateway.status())["background_failures"]["connections of clients"]
+        assert told["failures"] == refused and "raise the limit" in told["last"]
+        assert await gateway.counted("hitherto_rejections_total", reason="503") == refused
+        # Of the reserve, 33 files, those that were refused and are not closed yet take 8, the gateway's own work some.
+        for talker in busy[-10:]:
+            await talker.say(HELLO[10:])
+        answers = [await talker.response(20) for talker in busy[-10:]]
+        assert {status for status, *_ in answers} == {200}, [one for one in answers if one[0] != 200][:2]
+        status = 503
+        while status == 503:  # until files of those that were answered are free
+            newer = await talk()
+            await newer.say(HEALTH)
+            status = (await newer.response(20))[0]
+        assert status == 200
 
 
 async def test_an_idle_connection_is_closed_after_the_time_that_was_set():

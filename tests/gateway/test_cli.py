@@ -1,7 +1,9 @@
 """The command line: verbs, flags made from the schema, exit codes, and what errors look like."""
 
 import json
+import logging
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +14,20 @@ import shtab
 from gateway import __version__, cli, other_routers
 from gateway.config import Settings, flag
 from replicas.simulated import complaints
+
+from ..conftest import HANDLED
+
+
+@pytest.fixture
+def as_found():
+    """Puts back what a command sets for its process: signals, and where its log goes."""
+    handlers = {number: signal.getsignal(number) for number in HANDLED}
+    level, outputs = logging.root.level, logging.root.handlers[:]
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+    logging.root.setLevel(level)
+    logging.root.handlers[:] = outputs
 
 
 @pytest.fixture(autouse=True)
@@ -112,16 +128,21 @@ def test_version(capsys):
         (["replica", "--prt", "9000"], "unknown argument '--prt'. Did you mean '--port'?"),
         (["replica", "--port", "99999"], "'99999' is no port: it reads 0 (any free one) to 65535"),
         (["replica", "--seed", "x"], "--seed: 'x' is no whole number"),
-        (["calibrate", "http://h:1", "--ouput", "x"], "unknown argument '--ouput'. Did you mean '--out'?"),
         (["explain"], "required: BODY.json"),
+        (["explain", "--replica-url", "http://a:1", "b:2"], "required: BODY.json"),
+        (["explain", "--replica-url", "http://a:1", "one.json", "two.json"], "required: BODY.json"),
+        (["explain", "--replica-url", "body.json"], "flag --replica-url: it needs a value"),
+        (
+            ["replicas", "--replica-url", "http://a:1", "drain", "a:1", "b:1"],
+            "drain takes one URL or id: write it before",
+        ),
         (["explain", "--prot"], "unknown argument '--prot'. Did you mean '--port'?"),
-        (["calibrate", "--modle"], "unknown argument '--modle'. Did you mean '--model'?"),
         (["assets", "--forec"], "unknown argument '--forec'. Did you mean '--force'?"),
         (["key", "new", "--clas=x"], "unknown argument '--clas'. Did you mean '--class'?"),
         (["key", "--vrsion", "x"], "unknown argument '--vrsion'. Did you mean '--version'?"),
         (["completion", "--hlp"], "unknown argument '--hlp'. Did you mean '--help'?"),
         (["completion", "--hlp", "x"], "unknown argument '--hlp'. Did you mean '--help'?"),
-        (["calibrate", "-5", "--wrong=-3"], "unknown argument '--wrong'"),
+        (["explain", "-5", "--wrong=-3"], "unknown argument '--wrong'"),
         (
             ["serve", "--prefill", "http://a:1"],
             "unknown argument '--prefill', which is another router's. Here it is --replica-url URL#role=prefill "
@@ -140,9 +161,27 @@ def test_version(capsys):
         ),
     ],
 )
-def test_bad_use_is_one_line_with_a_remedy_and_exit_code_2(capsys, argv, expected):
+def test_bad_use_is_one_line_with_a_remedy_and_exit_code_2(capsys, argv, expected, as_found):
     error = refused(capsys, *argv)
     assert expected in error and "\n" not in error
+
+
+@pytest.mark.parametrize(
+    ("argv", "own"),
+    [
+        (["explain", "--replica-url", "http://a:1", "b:2", "body.json", "--json"], ("body.json",)),
+        (["explain", "--replica-url", "http://a:1", "body.json", "--replica-url", "b:2"], ("body.json",)),
+        (["explain", "--replica-url", "http://a:1", "b:2", "-"], ("-",)),
+        (["explain", "body.json", "--replica-url", "http://a:1", "b:2"], ("body.json",)),
+        (["replicas", "--replica-url", "http://a:1", "b:2", "list"], ("list", None)),
+        (["replicas", "--replica-url", "http://a:1", "b:2", "drain", "c:3"], ("drain", "c:3")),
+        (["replicas", "add", "http://c:3", "--replica-url", "http://a:1", "b:2"], ("add", "http://c:3")),
+    ],
+)
+def test_what_a_command_takes_may_stand_behind_the_replicas(argv, own):
+    args = cli._parse(argv)
+    assert args.replica_url == ["http://a:1", "b:2"]
+    assert ((args.body,) if args.verb == "explain" else (args.action, args.which)) == own
 
 
 def test_flags_of_other_routers_are_the_ones_that_the_page_about_coming_from_them_has():
@@ -290,18 +329,6 @@ def test_a_variable_that_is_no_setting_is_named_and_those_of_kubernetes_are_not(
     assert (
         capsys.readouterr().err == "hitherto: environment HITHERTO_FOOBAR: this is no setting, so it changes nothing\n"
     )
-
-
-@pytest.mark.parametrize(
-    ("argv", "expected"),
-    [
-        (["ftp://x"], "replica URL 'ftp://x': scheme 'ftp' is not supported"),
-        (["http://h:1", "--out", "/nonexistent/x.yaml"], "--out /nonexistent/x.yaml: no folder"),
-    ],
-)
-def test_calibrate_asks_nobody_before_its_flags_can_be_used(argv, expected, capsys):
-    assert cli.main(["calibrate", *argv]) == 2
-    assert capsys.readouterr().err.startswith(f"hitherto calibrate: {expected}")
 
 
 OTHERS = (

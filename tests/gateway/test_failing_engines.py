@@ -2,13 +2,15 @@
 
 import asyncio
 import itertools
+import json
 import re
+import resource
 from contextlib import AsyncExitStack, asynccontextmanager
 
 import httpx
 import pytest
 
-from .http.talk import read_request
+from .http.talk import Talker, read_request
 from .running import running
 
 BODY = {"model": "sim", "max_tokens": 4, "stream": True}
@@ -287,3 +289,24 @@ async def test_the_only_engine_started_anew_answers_and_nothing_is_promised_of_t
                 assert "no replica of 'sim' is ready" in answer.text
         assert answer.status_code == 200 and answer.headers["x-hitherto-cached-tokens"] == "0"
         assert (await gateway.status())["replicas"][0]["errors"] == 0
+
+
+async def test_a_gateway_out_of_descriptors_says_what_is_short_and_keeps_its_replicas(start_engine):
+    started = [start_engine(), start_engine()]
+    async with before([engine.wait() for engine in started]) as gateway:
+        body = json.dumps({**BODY, "prompt": "It says what nobody else does. "}).encode()
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        client = await Talker.to(gateway.client.base_url.port)
+        await client.say(head + b"Expect: 100-continue\r\nContent-Length: %d\r\n\r\n" % len(body))
+        await client.until(b"100 Continue\r\n\r\n", 20)  # an idle connection would give way
+        soft, hard = resource.prlimit(gateway.process.pid, resource.RLIMIT_NOFILE)
+        resource.prlimit(gateway.process.pid, resource.RLIMIT_NOFILE, (3, hard))
+        await client.say(body)
+        status, _, text = await client.response(20)
+        assert status == 503 and b"gateway_full" in text and b"Too many open files" in text
+        await client.close()
+        resource.prlimit(gateway.process.pid, resource.RLIMIT_NOFILE, (soft, hard))
+        told = await gateway.status()
+        assert {one["state"] for one in told["replicas"]} == {"ready"}
+        assert "no descriptors left" in told["background_failures"]["connections to replicas"]["last"]
+        assert (await ask(gateway, 1))[0] == 200

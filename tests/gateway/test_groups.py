@@ -4,6 +4,7 @@ import pytest
 
 from .running import running
 from .test_copies import compared, story
+from .test_lmcache import read
 from .test_names import engine
 
 
@@ -18,6 +19,8 @@ async def test_predictions_are_what_an_engine_with_windows_and_states_delivers(r
         async def ask(prompt: str) -> int:
             body = {"model": "sim", "prompt": prompt, "max_tokens": 4, "ignore_eos": True}
             usage = (await gateway.client.post("/v1/completions", json=body)).json()["usage"]
+            told = await gateway.client.get(f"http://127.0.0.3:{process.port}/faults")
+            await read(gateway, told.json()["event_batches"])
             return usage["prompt_tokens_details"]["cached_tokens"]
 
         grown = story("a") + story("b")

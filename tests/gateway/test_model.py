@@ -9,7 +9,7 @@ from replicas.simulated.model import sim_model_dir
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
 
 
 def test_the_first_name_that_leads_to_a_folder_is_taken(tmp_path):

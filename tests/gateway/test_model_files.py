@@ -1,6 +1,7 @@
 """Which files each replica's prompts are made of, and when they are read: models without a gateway around them."""
 
 import asyncio
+import json
 import shutil
 import threading
 from functools import partial
@@ -169,3 +170,40 @@ async def test_what_is_looked_for_is_told_until_it_is_there(folder, monkeypatch)
     assert not models.loading
     assert is_exact(models, "a:1") and changes
     models.stop()
+
+
+LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+ROLES = "{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}"
+DEEP = '{"chat_template": ' + "[" * 200_000 + "]" * 200_000 + "}"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "reads"),
+    [
+        ("chat_template.jinja", LOOPS + ROLES, True),
+        ("chat_template.jinja", "{% for m in messages %}{% if 'please' in m.content %}" + LOOPS + "{% endif %}{% endfor %}" + ROLES, True),
+        ("chat_template.jinja", "{% for c in 'abcdefgh' * 999 %}{% for d in 'abcdefgh' * 999|int %}{% endfor %}{% endfor %}" + ROLES, True),
+        ("chat_template.jinja", "{% if messages %}" * 3_000 + "{% endif %}" * 3_000 + ROLES, True),
+        ("chat_template.jinja", ROLES + "{# " + "x" * 3_000_000 + " #}", True),
+        ("tokenizer_config.json", DEEP, False),
+        ("config.json", DEEP, False),
+        ("special_tokens_map.json", DEEP, False),
+    ],
+)  # fmt: skip
+async def test_a_model_whose_files_are_made_to_do_harm_goes_by_text_and_others_stay_exact(folder, name, text, reads):
+    """Its loops go over billions of items, or it nests deeper than a reader may: a thread would never come back, or the
+    event loop would not."""
+    (folder("bad") / name).write_text(text)
+    models = Models(Settings(), None, "model")
+    good, bad = replica("127.0.0.1:1", folder("good"), "good"), replica("127.0.0.1:2", folder("bad"), "bad")
+    try:
+        models.adopt(good)
+        models.adopt(bad)
+        await eventually(lambda: all(not one.finding for one in models.members.values()))
+        await eventually(lambda: all(one.loading is None for one in models.spaces))
+        body = json.dumps({"messages": [{"role": "user", "content": "please " * 40}]}).encode()
+        told = {one: models.members[one.id].space.pipeline.prepare("/v1/chat/completions", body) for one in (good, bad)}
+        assert told[good].mode == "exact" and told[bad].mode == "text" and len(told[bad].hashes) > 2
+        assert is_exact(models, bad.id) == reads and models.waiting_for is None
+    finally:
+        models.stop()

@@ -185,11 +185,10 @@ async def tls_in_front_of(port: int, context):
         server.close()
 
 
-@pytest.mark.parametrize("speaks", ["vllm", "tensorrt-llm"])
-async def test_an_https_engine_gets_plain_and_streamed_requests_and_its_events_are_read(resolver, tmp_path, speaks):
+async def test_an_https_engine_gets_plain_and_streamed_requests_and_its_events_are_read(resolver, tmp_path):
     resolver(gpu_test=["127.0.0.2"])
     async with (
-        engine("127.0.0.2", (0, 0, 0), *(() if speaks == "vllm" else ("--speaks", speaks))) as process,
+        engine("127.0.0.2") as process,
         tls_in_front_of(process.port, server_context(tmp_path, "gpu.test")) as port,
     ):
         flags = (

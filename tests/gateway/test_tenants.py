@@ -125,6 +125,26 @@ async def test_limits_are_of_all_gateways_and_workers_together(file, engine, wor
         assert (await clients[0].post("/v1/chat/completions", json=CHAT, headers=bearer("two"))).status_code == 200
 
 
+async def test_who_is_refused_by_which_limit_stands_in_the_log_and_the_status(file, engine):
+    file.write_text("\n".join([line("one", tokens_per_day=1), line("two", requests_per_minute=1)]))
+    async with running(
+        "--api-keys", str(file), "--replica-url", engine.url, "--access-log", "--model", "sim", env=SECRET
+    ) as gateway:
+        await gateway.ready(1)
+        for name in ("one", "two", "two", "two"):
+            answer = await gateway.client.post("/v1/chat/completions", json=CHAT, headers=bearer(name))
+        assert answer.status_code == 429
+        told = {one["tenant"]: one["limit"] for one in (await gateway.status())["refused_tenants"]}
+    assert told == {"one": "tokens per day", "two": "requests per minute"}
+    lines = [line.decode() for line in gateway.log if b"/v1/chat/completions 429" in line]
+    first, second = (next(line for line in lines if f"tenant={name} " in line) for name in ("one", "two"))
+    assert (
+        'model=sim reason=request_too_large limit="tokens per day"' in first
+        and "the limit is 1 tokens per day" in first
+    )
+    assert 'reason=rate_limit_exceeded limit="requests per minute"' in second
+
+
 PROMPT = "The quality of mercy is not strained; it droppeth as the gentle rain from heaven. " * 40
 ASKED = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": 2},

@@ -1,5 +1,7 @@
 """A gateway process and a simulated engine: long prompts go as ids, and what an operator sees of it."""
 
+import asyncio
+import itertools
 import json
 import re
 
@@ -25,11 +27,11 @@ def other(path: str, number: int) -> dict:
 
 async def confirmed(gateway, path: str) -> None:
     """Ask for other bodies of the kind until the engine has confirmed enough of them."""
-    number = 0
-    while f"{path}: yes" not in (await gateway.status())["replicas"][0]["takes_ids"]:
-        await answer(gateway.client, path, **other(path, number))
-        number += 1
-        assert number < 100
+    async with asyncio.timeout(180):  # a check that a busy engine leaves unanswered is made again after 30 s
+        for number in itertools.count():
+            if f"{path}: yes" in (await gateway.status())["replicas"][0]["takes_ids"]:
+                break
+            await answer(gateway.client, path, **other(path, number))
 
 
 async def answer(client: httpx.AsyncClient, path: str, **more) -> dict:
@@ -48,6 +50,7 @@ async def test_an_engine_answers_the_same_to_ids():
             for path in PATHS:
                 await confirmed(gateway, path)
                 await answer(engine, path)  # from here on it is cached
+                before = await gateway.counted("hitherto_long_prompts_total", replica=replica["id"], sent="ids")
                 for more in (
                     {},
                     {"n": 2},
@@ -58,8 +61,10 @@ async def test_an_engine_answers_the_same_to_ids():
                         path,
                         more,
                     )
+                # The last check may have ended between a look at it and the request behind that.
+                after = await gateway.counted("hitherto_long_prompts_total", replica=replica["id"], sent="ids")
+                assert after - before == 4
         page = (await gateway.admin.get("/metrics")).text
-        assert f'hitherto_long_prompts_total{{replica="{replica["id"]}",sent="ids"}} 8.0' in page
         assert (
             f'hitherto_token_id_checks_total{{outcome="same",replica="{replica["id"]}"}} {2 * CONFIRMATIONS}.0' in page
         )
@@ -67,22 +72,18 @@ async def test_an_engine_answers_the_same_to_ids():
         assert (await gateway.status())["replicas"][0]["problems"] == []
 
 
-@pytest.mark.parametrize(
-    "setting, found", [([], "the ids it makes differ from ours"), (["--tokenize-once", "never"], None)]
-)
-async def test_an_engine_with_another_template_gets_text_and_is_named(tmp_path, setting, found):
+@pytest.mark.parametrize("setting", [[], ["--tokenize-once", "never"]])
+async def test_an_engine_with_another_template_gets_text_and_is_named(tmp_path, setting):
     template = tmp_path / "other.jinja"
     template.write_text("{% for message in messages %}<<{{ message['role'] }}>> {{ message['content'] }}\n{% endfor %}")
     async with running("--launch", "1", "--chat-template", str(template), *setting) as gateway:
         await gateway.ready(1)
         for _ in range(2):  # the first one of a kind is not asked about
             await answer(gateway.client, "/v1/chat/completions")
-        if found:
-            status = await gateway.until(
-                lambda status: "/v1/chat/completions: no" in status["replicas"][0]["takes_ids"]
-            )
-            assert any(found in problem for problem in status["replicas"][0]["problems"])
+        # It may be seen at adoption before the first request, and may not be.
+        status = await gateway.until(
+            lambda status: "fills its chat template in another way" in "".join(status["replicas"][0]["problems"])
+        )
+        assert setting == [] or status["replicas"][0]["takes_ids"] == "not tried yet"
         await answer(gateway.client, "/v1/chat/completions")
         assert not re.search(r'sent="ids"\} [^0]', (await gateway.admin.get("/metrics")).text)
-        if not found:
-            assert (await gateway.status())["replicas"][0]["takes_ids"] == "not tried yet"

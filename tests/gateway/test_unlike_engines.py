@@ -44,7 +44,7 @@ async def test_unlike_engines_get_whole_requests_and_no_transfer_is_tried(quarte
     prefiller, unlike, _, single = quartet
     replicas = urls((prefiller, "prefill"), (unlike, "decode"))
     async with running("--replica-url", *replicas, "--policy", "round_robin") as gateway:
-        await gateway.ready(2)
+        await gateway.ready_for_legs(2)
         async with httpx.AsyncClient(base_url=single.url) as alone:
             for number in range(3):
                 path, body = asked("chat", f"Unlike {number}. " + TEXT * 20, False)
@@ -67,7 +67,7 @@ async def test_of_several_decoders_the_one_that_can_fetch_is_paired(quartet):
     prefiller, unlike, alike, single = quartet
     replicas = urls((prefiller, "prefill"), (unlike, "decode"), (alike, "decode"), (single, "decode"))
     async with running("--replica-url", *replicas, "--policy", "round_robin") as gateway:
-        await gateway.ready(4)
+        await gateway.ready_for_legs(4)
         for number in range(6):
             path, body = asked("chat", f"Of three {number}. " + TEXT * 20, False)
             assert (await gateway.client.post(path, json=body)).status_code == 200
@@ -120,7 +120,7 @@ async def test_pairs_of_two_kinds_have_legs_among_themselves(start_engine, wire,
     sides = (p, "prefill"), (d, "decode"), (q, "prefill"), (e, "decode")
     replicas = urls(*[(one, f"{role},transfer={wire}") for one, role in sides])
     async with running("--replica-url", *replicas, "--policy", "round_robin") as gateway:
-        await gateway.ready(4)
+        await gateway.ready_for_legs(4, variants=2 if "--block-size" in unlike else 1)
         answers = []
         for number in range(8):
             path, body = asked("chat", f"Of two pairs {number}. " + TEXT * 20, False)

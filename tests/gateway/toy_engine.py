@@ -8,7 +8,7 @@ from array import array
 import zmq.asyncio
 from aiohttp import web
 
-from replicas.engines.dialect import ANY_PATH, Sources, Tokenizing, Told
+from replicas.engines.dialect import ANY_PATH, Sources, Told
 from replicas.engines.vllm.versions import version_quirks
 from replicas.event_source import EventSource
 from replicas.launch.exits import PLAIN
@@ -43,13 +43,11 @@ class ToyDialect:
     )
     remedies = Remedies(**{name: f"turn the toy's {name} knob" for name in Remedies._fields})
     log = PLAIN
-    metrics_path, tokenizing = "/metrics", Tokenizing()
     rank_header, rank_paths = "X-Toy-Shard", ("/v1/completions",)
     chat_token_ids = (b'"toy":{"ids":', b"}")
     aborted = {ANY_PATH: re.compile(b'"toy_cut":true').search}
     transfer = None
     peer_pull = None
-    fills_templates_alike = True
     priority_paths, priority_header, priority_header_paths = (), None, ()
     limits_path = "/toy/limits"
 
@@ -64,7 +62,7 @@ class ToyDialect:
         sources = {int(shard): EventSource(f"tcp://{host}:{port}", None, "") for shard, port in told.items()}
         return Sources(sources, {} if sources else {"events": Problem("the toy tells nothing", self.remedies.events)})
 
-    def event_decoder(self, records, block_size):
+    def event_decoder(self, records):
         def decode(payload):
             try:
                 told = json.loads(payload)

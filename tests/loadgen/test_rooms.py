@@ -7,7 +7,7 @@ import pytest
 
 from ..test_house import ROOT, imports
 
-ORDER = ("workload", "drive", "report", "simulate", "plan")
+ORDER = ("workload", "drive", "report", "calibrate", "simulate", "plan")
 
 
 def modules() -> dict[str, Path]:

@@ -12,9 +12,9 @@ from loadgen import cli, sweep
 from loadgen.options import BadOption
 from loadgen.report.summary import summarise
 from loadgen.simulate import Setting, simulate
-from loadgen.sweep import Search, Sweep, at_rate, own_rate
+from loadgen.sweep import Search, Sweep, own_rate
 from loadgen.workload import datasets
-from loadgen.workload.conversations import Conversation, Turn, Workload
+from loadgen.workload.conversations import Conversation, Turn, Workload, at_rate
 from replicas.simulated.profile import load_profile
 
 RATES = st.floats(0.01, 1e4)
@@ -27,6 +27,8 @@ def report(met: int, of: int = 100, **fields) -> dict:
         "completed": of,
         "errors": {},
         "e2el_ms": None,
+        "offered": {"rate": None, "later_turns": 0},
+        "request_throughput": 1.0,
         "generator": {"core_was_full": False},
         **fields,
     }
@@ -59,6 +61,20 @@ def test_a_search_ends_and_tries_nothing_above_its_limit(first, capacity, limit)
     assert 1 <= len(rates) <= 16 and max(rates) <= limit and len(set(rates)) == len(rates)
     assert found.search.stopped
     assert found.search.kept == max((step["rate"] for step in found.steps if step["kept"]), default=None)
+
+
+def test_a_rate_that_its_load_never_reached_is_not_said_to_be_kept_without_saying_so():
+    offered = {"rate": 27.55, "later_turns": 160}
+    reached = searched(1.0, 2.0, limit=2.0)
+    assert "But" not in reached.answer
+    found = highest(
+        lambda rate: report(100, offered=offered, request_throughput=5.52), Search(20.0, limit=20.0), {"ttft": 500.0}
+    )
+    assert found.answer.startswith("At least 20 requests/s, the highest rate that was tried, keep the SLO")
+    assert found.answer.endswith(
+        "But of 27.55 requests/s offered 5.52 were answered, since later turns wait for a reply, and the load ends before "
+        "its rate is reached: ask more (--num-prompts)."
+    )
 
 
 @given(st.lists(st.booleans(), min_size=20, max_size=20))
@@ -346,4 +362,4 @@ async def test_a_sweep_with_seeds_has_the_range_over_them(engine, wire, tmp_path
     assert all(len(step["report"]["by_seed"]) == 2 for step in steps)
     printed, page = console.export_text(), (tmp_path / "s.html").read_text()
     assert "p95" in printed and "–" in printed and "The knee is" in printed
-    assert "TTFT p95" in page and "requests/s offered<th>answered" in page
+    assert "TTFT p95" in page and "offered /s<th>answered /s" in page

@@ -225,8 +225,8 @@ def test_legs_are_computed_elsewhere_than_where_prompts_are_late():
     hung, other, decoder = targets.candidates
     hung.load.due = START - 30
     whole = router.evaluate(demand := prompt(8000), router.targets([decoder]), START)
-    [ways] = two_legs.ways(router, whole, [([hung, other], [decoder])], START, always=True)
-    chosen = two_legs.choose_among(router, [ways])
+    [ways] = two_legs.ways(router, whole, [([hung, other], [decoder])], START)
+    chosen = two_legs.choose_among(router, [ways], must=True)
     assert chosen.prefiller is other
     first, second, move = two_legs.commit(router, whole, chosen, START)
     assert move == (chosen.moved, router.transfers.seconds("r1", "r2", chosen.moved, 1.0))

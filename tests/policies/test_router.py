@@ -27,9 +27,10 @@ class Prefixes:
 
     def expect(self, slot, hashes, now):
         self.told.append(("expect", slot, len(hashes), now))
+        return len(self.told)
 
-    def take_back(self, slot, hashes, held, now):
-        self.told.append(("take back", slot, len(hashes), held, now))
+    def take_back(self, slot, hashes, held, number):
+        self.told.append(("take back", slot, len(hashes), held, number))
 
     def learn(self, slot, hashes, predicted, reported):
         self.told.append(("learn", slot, predicted, reported))
@@ -102,7 +103,7 @@ def test_what_was_not_computed_is_not_expected_any_more():
     placed = made.place(prompt(4), targets, 6.0)
     for _ in range(2):
         made.abandon(placed, computed=False)
-    assert made.map.told[2:] == [("take back", 0, 4, 2, 6.0)]
+    assert made.map.told[2:] == [("take back", 0, 4, 2, 2)]
 
 
 def test_an_engine_that_chooses_the_rank_itself_promises_nothing():
@@ -157,7 +158,7 @@ def test_a_prediction_is_what_all_tiers_deliver():
     assert made.map.told[1:] == [("learn", 0, 3, 3)]
     refused = made.place(prompt(4), targets, 2.0)
     made.abandon(refused, computed=False)
-    assert made.map.told[-1] == ("take back", 0, 4, 1, 2.0), "what was to be fetched will not be in the first tier"
+    assert made.map.told[-1] == ("take back", 0, 4, 1, 3), "what was to be fetched will not be in the first tier"
 
 
 @pytest.mark.parametrize(

@@ -305,14 +305,14 @@ async def test_a_server_that_never_answers(serve, session):
 
 
 @pytest.mark.parametrize(
-    ("answer", "said"),
+    ("answer", "fault", "said"),
     [
-        (b"SSH-2.0-OpenSSH_9.2\r\n", "does not speak HTTP as it should; correct the port in the URL"),
-        (b"", "the connection broke: it was closed before the answer"),
-        (b"HTTP/1.1 200 OK\r\nContent-Length: 10\r\n\r\nabc", "the answer broke off"),
+        (b"SSH-2.0-OpenSSH_9.2\r\n", "refused", "does not speak HTTP as it should; correct the port in the URL"),
+        (b"", "closed", "the connection broke: it was closed before the answer"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 10\r\n\r\nabc", "closed", "the answer broke off"),
     ],
 )
-async def test_a_port_that_does_not_speak_http(session, answer, said):
+async def test_a_port_that_does_not_speak_http(session, answer, fault, said):
     async def hang_up(reader, writer):
         await reader.read(1)
         writer.write(answer)
@@ -322,7 +322,7 @@ async def test_a_port_that_does_not_speak_http(session, answer, said):
     async with server:
         port = server.sockets[0].getsockname()[1]
         facts = await probe(f"http://127.0.0.1:{port}", session)
-    assert not facts.alive and facts.fault == "closed" and said in facts.error
+    assert not facts.alive and facts.fault == fault and said in facts.error
 
 
 async def test_a_gateway_out_of_descriptors_blames_itself(serve, session):

@@ -6,6 +6,7 @@ import ssl
 
 import pytest
 
+from replicas import discovery
 from replicas.discovery import Discovery
 from replicas.pods import Discover, Place, place
 
@@ -54,6 +55,21 @@ async def test_pods_are_replicas_with_the_role_of_their_label(cluster, fleet, di
     await until(lambda: roles(fleet) == {"127.0.1.1": "prefill", "127.0.1.2": "decode"}, lambda: str(roles(fleet)))
     assert found.to_dict() == {"selector": "app=vllm", "replicas": 2, "problem": None}
     assert cluster.asked[0] == {"labelSelector": "app=vllm", "namespace": "inference"}
+
+
+async def test_a_selector_that_finds_ever_more_pods_brings_so_many_and_keeps_those(
+    cluster, fleet, discover, until, monkeypatch, caplog
+):
+    monkeypatch.setattr(discovery, "MOST_PODS", 2)
+    for number in range(1, 5):
+        await cluster.create(f"p{number}", f"127.0.1.{number}", P)
+    discover()
+    await until(lambda: [*roles(fleet)] == ["127.0.1.1", "127.0.1.2"], lambda: str(roles(fleet)))
+    assert "finds more than 2 pods (see discover.selector); any other: it gets no requests" in caplog.text
+    await cluster.change("p1", D)  # which does not cost it its place
+    await until(lambda: roles(fleet) == {"127.0.1.1": "decode", "127.0.1.2": "prefill"}, lambda: str(roles(fleet)))
+    await cluster.delete("p2")
+    await until(lambda: roles(fleet) == {"127.0.1.1": "decode", "127.0.1.3": "prefill"}, lambda: str(roles(fleet)))
 
 
 async def test_those_that_come_and_go_later_are_followed(cluster, fleet, discover, until):

@@ -386,15 +386,14 @@ async def test_a_new_adapter_is_told_to_who_listens(fleet, engine, comes, until)
     assert replica.models == {"m": None, "sql": "m"}
 
 
-async def test_an_engine_that_is_for_one_role_has_it_as_long_as_it_says_so(fleet, engine, comes, until):
+async def test_an_engine_that_is_for_one_leg_has_a_problem_as_long_as_it_says_so(fleet, engine, comes, until):
     engine.pages["/server_info"] = {"page_size": 1, "max_total_num_tokens": 1000, "disaggregation_mode": "decode"}
     replica = await comes(fleet.add(await engine()), READY)
-    assert replica.role == "decode"
+    assert "--disaggregation-mode decode" in str(replica.problems)
     fleet.seen.clear()
     engine.pages["/server_info"] = {"page_size": 1, "max_total_num_tokens": 1000, "disaggregation_mode": "null"}
     fleet.engines[replica.id].watch.nudge()
-    await until(lambda: fleet.seen == [(replica.id, READY, READY)], lambda: str(fleet.seen))
-    assert replica.role == "both"
+    await until(lambda: "--disaggregation-mode" not in str(replica.problems), lambda: str(replica.problems))
 
 
 async def test_asked_for_models_the_fleet_knows_a_new_adapter_when_the_call_returns(fleet, engine, comes):

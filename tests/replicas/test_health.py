@@ -4,7 +4,7 @@ from hypothesis import strategies as st
 
 from replicas.health import FAULTS, Health, Limits, Verdict
 
-GOOD, TROUBLE, LOST = Verdict.GOOD, Verdict.TROUBLE, Verdict.LOST
+GOOD, TROUBLE, LEAVING, LOST = Verdict.GOOD, Verdict.TROUBLE, Verdict.LEAVING, Verdict.LOST
 
 
 def verdict(health: Health, now: float = 0.0) -> Verdict:
@@ -176,3 +176,65 @@ def test_two_late_probes_with_a_long_time_between_them_in_which_nobody_asked_are
         assert verdict(health, now) is GOOD
     health.probed(101.0, "timeout", "late")
     assert verdict(health, 101.0) is LOST
+
+
+def test_two_looks_that_are_turned_away_while_requests_run_are_a_leave_and_no_silence():
+    health = Health()
+    for now in range(100):
+        health.succeeded(now)  # what it has is answered
+        health.probed(now, "connect", "nothing listens", turned_away=True)
+        assert verdict(health, now) is (LEAVING if now else GOOD) and not health.answers
+    health.probed(100.0, "timeout", "late")
+    assert verdict(health, 100.0) is not LOST, "one late look after them"
+    health.probed(101.0, "connect", "nothing listens", turned_away=False)
+    health.probed(102.0, "connect", "nothing listens", turned_away=False)
+    assert verdict(health, 102.0) is LOST, "nothing is left there"
+
+
+def test_an_engine_that_fails_newcomers_is_asked_again_until_it_answers_one():
+    health = Health()
+    health.unconfirmed()
+    assert not health.in_question(10.0) and health.in_question(10.0, computes=True)
+    health.asked(10.0, fails=True, computes=True)
+    assert verdict(health, 10.0) is LEAVING
+    for now in (12.0, 14.0, 16.0):
+        health.succeeded(now)
+        health.probed(now)
+        assert verdict(health, now) is LEAVING and health.in_question(now)
+        health.asked(now, fails=True, computes=False)  # it has nothing left to compute
+        assert not health.in_question(now + 1.0)
+    health.asked(18.0, fails=None)
+    assert verdict(health, 18.0) is LEAVING
+    health.asked(20.0, fails=False)
+    assert verdict(health, 20.0) is GOOD
+
+
+def test_an_engine_that_fails_newcomers_and_does_not_end_gets_requests_again():
+    """One that answers no completions of its own: decode-only, or audio."""
+    health = Health(Limits(lost_after=15.0))
+    health.asked(0.0, fails=True, computes=True)
+    for now in range(2, 302, 2):
+        health.asked(float(now), fails=True, computes=True)
+        assert verdict(health, now) is LEAVING, "what it has may take long"
+    for now in (302.0, 314.0):
+        health.asked(now, fails=True)
+        assert verdict(health, now) is LEAVING
+    health.asked(316.0, fails=True)
+    assert verdict(health, 316.0) is TROUBLE
+    health.succeeded(317.0)
+    health.unconfirmed()
+    health.asked(318.0, fails=True, computes=True)
+    assert verdict(health, 318.0) is TROUBLE, "it has shown that it does not end by that"
+    health.asked(320.0, fails=False)
+    health.succeeded(320.0)
+    health.asked(322.0, fails=True, computes=True)
+    assert verdict(health, 322.0) is LEAVING
+
+
+def test_an_idle_engine_that_no_longer_answers_what_it_is_asked_is_not_leaving_for_ever():
+    health = Health(Limits(lost_after=15.0))
+    health.asked(0.0, fails=True, computes=True)
+    health.asked(10.0, fails=None)
+    assert verdict(health, 10.0) is LEAVING
+    health.asked(16.0, fails=None)
+    assert verdict(health, 16.0) is TROUBLE

@@ -98,6 +98,31 @@ async def test_what_takes_an_engines_port_between_two_looks_gets_no_traffic(engi
         await fleet.stop()
 
 
+@pytest.mark.parametrize("answers", ["without an API", "after a wrong answer"])
+async def test_what_is_no_engine_is_known_as_such_until_something_else_is_there(engine, comes, until, answers):
+    fleet = Fleet(interval=0.1)
+    try:
+        url = await engine()
+        if answers == "without an API":
+            engine.pages.clear()
+            replica = await comes(fleet.add(url), State.FAILED)
+        else:
+            engine.html()
+            replica = await comes(fleet.add(url), READY)  # any name is sent there, until traffic shows what it is
+            assert not replica.foreign
+            fleet.failed(replica.id, "foreign")
+        await until(lambda: replica.foreign)
+        assert not replica.models
+        await engine.stop()
+        await comes(replica, State.FAILED)
+        await until(lambda: not replica.foreign)  # nobody listens: an engine may be loading
+        await engine(int(url.rpartition(":")[2]))
+        await comes(replica, READY)
+        assert not replica.foreign
+    finally:
+        await fleet.stop()
+
+
 async def test_whoever_needs_proof_has_it_without_waiting_for_the_next_turn(engine, comes, monkeypatch):
     """Nor for the pause between two looks; and those who ask together share one look."""
     fleet = Fleet(interval=3600.0)

@@ -46,7 +46,7 @@ def test_traffic_only_after_the_model_was_seen(events):
     for event in events:
         after = follows(state, event) or state
         if after is State.READY and state is not State.READY:
-            assert event is Event.SERVES and state in (State.WARMING, State.DEGRADED)
+            assert event is Event.SERVES and state in (State.WARMING, State.DEGRADED, State.LEAVING)
         state = after
 
 

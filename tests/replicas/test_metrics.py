@@ -139,3 +139,13 @@ def test_nonsense_values_are_missing_values():
 def test_never_raises(lines):
     scrape = parse(b"\n".join(lines), 1.0)
     assert scrape.kv_usage is None or 0 <= scrape.kv_usage <= 1
+
+
+def test_a_block_of_full_attention_is_told_apart_from_one_gpus_share_of_it():
+    """vLLM 0.32 with decode context parallelism; "None" where groups differ, and older versions tell nothing of it."""
+    page = b'vllm:cache_config_info{block_size="64",effective_attention_block_size="%b",kv_cache_size_tokens="5120",num_gpu_blocks="9"} 1.0\n'
+    scrape = parse(page % b"512", 1.0)
+    assert (scrape.block_size, scrape.attention_block_size) == (64, 512)
+    assert parse(page % b"None", 1.0).attention_block_size is None and parse(PAGE, 1.0).attention_block_size is None
+    both = page.replace(b"{", b'{engine="0",') + page.replace(b"{", b'{engine="1",')
+    assert [one.num_blocks for one in parse(both % (b"512", b"512"), 1.0).ranks] == [10, 10]

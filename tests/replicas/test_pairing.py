@@ -99,7 +99,6 @@ def test_each_is_on_the_sides_that_its_role_and_the_way_of_moving_caches_leave()
 
     assert sides(NIXL) == ([p, both, rank], [d, both])
     assert sides(LLMD) == ([p, both], [d, both]), "its header names no rank"
-    assert sides(TRANSFERS["sglang"]) == ([p, rank], [d]), "an engine without a role takes whole requests alone"
 
 
 def test_what_an_engine_tells_counts_before_what_it_was_launched_with():

@@ -47,6 +47,16 @@ TOOLS = [
     {"type": "function", "extra": 1, "function": {"name": "more", "unknown": {"a": 1}, "description": ""}},
     {"type": "function", "defer_loading": True, "function": {"name": "later"}},
 ]
+FLAT = {
+    "type": "function",
+    "name": "shell",
+    "description": "d",
+    "parameters": {"type": "object", "properties": {}},
+    "strict": False,
+}
+CUSTOM = {"type": "custom", "name": "patch", "description": "d", "format": {"type": "text"}}
+SPACE = {"type": "namespace", "name": "docs", "description": "d", "tools": [
+    {"type": "function", "name": "find", "description": "d", "parameters": {"type": "object"}}, {"type": "custom", "name": "c"}]}  # fmt: skip
 DOCUMENT = {"title": "A title", "text": "Some text \u00e9"}
 
 
@@ -243,4 +253,14 @@ CORPUS: dict[str, tuple[str, Body]] = {
     "continued by prefill": message(user("Hello"), said("Well,")),
     "nothing said": message(user("one"), said([]), user("two")),
     **{f"odd message: {name}": message(user(value), said([text(value)]), user([text(value), text(value)]), system=value) for name, value in ODD.items()},
+}  # fmt: skip
+
+# What coding agents send besides.
+AGENTS: dict[str, tuple[str, Body]] = {
+    "tools that are no functions": respond("Hello", tools=[{"type": "web_search"}, {"type": "local_shell"}, {"type": "web_search_preview"}]),
+    "tools of every kind": respond("Hello", tools=[FLAT, {"type": "web_search"}, CUSTOM, SPACE]),
+    "a call of a namespace": respond([user("?"), {"type": "function_call", "call_id": "call00001", "namespace": "docs", "name": "find", "arguments": "{}"}, {"type": "function_call_output", "call_id": "call00001", "output": "rain"}], tools=[SPACE]),
+    "references to tools": message(user("?"), said([{"type": "tool_use", "id": "toolu_001", "name": "a", "input": {}}]), user([{"type": "tool_result", "tool_use_id": "toolu_001", "content": [text("two"), {"type": "tool_reference", "tool_name": "a"}, {"type": "tool_reference", "name": "b"}]}]), tools=[{"name": "a", "input_schema": {}}]),
+    "a result of what is not shown": message(user("?"), said([{"type": "tool_use", "id": "toolu_001", "name": "a", "input": {}}]), user([{"type": "tool_result", "tool_use_id": "toolu_001", "content": [{"type": "search_result", "source": "s", "title": "t", "content": [text("x")]}, {"type": "document", "source": {}}]}]), tools=[{"name": "a", "input_schema": {}}]),
+    "tools that come and go": message(user("one"), system([{"type": "tool_removal", "tool": {"type": "tool_reference", "name": "a"}}, {"type": "tool_addition", "tool": {"type": "tool_definition", "definition": {"name": "c", "input_schema": {}}}}]), user("two"), tools=[{"name": name, "input_schema": {}} for name in "ab"]),
 }  # fmt: skip

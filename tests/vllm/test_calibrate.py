@@ -1,12 +1,12 @@
-"""`hitherto calibrate` against a real engine: what it tells is read, and the fit is near what was seen."""
+"""`loadgen calibrate` against a real engine: what it tells is read, and the fit is near what was seen."""
 
 import asyncio
 import sys
 
 import pytest
 
-from replicas.calibrate.client import Client
-from replicas.calibrate.learn import at_work, learn
+from loadgen.calibrate.ask import Client
+from loadgen.calibrate.learn import at_work, learn
 from replicas.simulated.profile import load_profile
 
 from .engines import Engine, block_size, tiny_model, version
@@ -32,7 +32,7 @@ async def test_what_vllm_tells_of_itself(engine):
 
 async def test_a_short_calibration(engine, tmp_path):
     out = tmp_path / "vllm.yaml"
-    process = await asyncio.create_subprocess_exec(sys.executable, "-m", "gateway", "calibrate", engine.url, "--seconds", "10", "--out", str(out),
+    process = await asyncio.create_subprocess_exec(sys.executable, "-m", "loadgen", "calibrate", engine.url, "--seconds", "10", "--out", str(out),
                                                    stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE)  # fmt: skip
     said, err = await asyncio.wait_for(process.communicate(), 110)
     assert process.returncode == 0, err.decode()

@@ -1,4 +1,4 @@
-"""Every `vllm serve` that the documents show and compose.yaml runs, read by vLLM's own argument parser."""
+"""Every `vllm serve` that the documents show and compose.gpu.yaml runs, read by vLLM's own argument parser."""
 
 import json
 import subprocess
@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from ..deploy.test_compose import GPU, ROOT, compose
+from ..deploy.test_compose import GPUS, ROOT, compose
 from ..test_commands import ALL, words
 
 pytestmark = pytest.mark.exact
 SHOWN = [(page, words(command)[2:]) for page, command in ALL if command.startswith("vllm serve ")]
 STARTED = [
-    (ROOT / "compose.yaml", service["command"])
-    for service in compose("compose.yaml", **GPU)["services"].values()
+    (ROOT / GPUS, service["command"])
+    for service in compose(GPUS)["services"].values()
     if service.get("entrypoint") == ["vllm", "serve"]
 ]
 

@@ -22,10 +22,10 @@ from replicas.engines.vllm.versions import version_quirks
 
 from ..gateway.prompt.reference import model_dir
 from ..gateway.prompt.test_pipeline import FAULTS
-from .bodies import CHAT, COMPLETIONS, CORPUS, EMBEDDINGS, MESSAGES, RESPONSES
+from .bodies import AGENTS, CHAT, COMPLETIONS, CORPUS, EMBEDDINGS, MESSAGES, RESPONSES
 from .engines import gateway, tiny_model, version
 from .mixed_bodies import random_bodies
-from .odd_bodies import EMBEDDED, LOAD, LOOSE, TOO_LONG
+from .odd_bodies import EMBEDDED, INEXACT, LOOSE, TOO_LONG
 
 pytestmark = pytest.mark.exact
 
@@ -184,10 +184,10 @@ async def test_prompts_cut_to_the_context_length(first):
     assert sum(counts[path, "equal"] for path in (CHAT, COMPLETIONS, RESPONSES)) == len(bodies)
 
 
-async def test_what_cannot_be_made_exactly_goes_by_load(first):
-    for name, (path, body) in LOAD.items():
+async def test_what_cannot_be_made_exactly_is_not_called_exact(first):
+    for name, (path, body) in INEXACT.items():
         prompt = first.ours(path, body)
-        assert prompt.mode == "load" and prompt.note and not prompt.hashes, name
+        assert prompt.mode in ("text", "partly") and prompt.note and not prompt.token_ids, name
 
 
 async def test_the_gateway_refuses_nothing_that_the_engine_takes(first):
@@ -246,7 +246,7 @@ async def test_through_the_gateway(first):
             lists = [answer["prompt_token_ids"]] if path == CHAT else [one["prompt_token_ids"] for one in choices]
             assert (
                 told["mode"] == "exact" and told["tokens"] == sum(map(len, lists)) == answer["usage"]["prompt_tokens"]
-            ), name
+            ), (name, told)
             ours = first.ours(path, body)
             assert array("I", max(lists, key=len)).tobytes() == ours.token_ids, name
             again = await process.client.post(path, json=body)
@@ -259,7 +259,7 @@ async def test_through_the_gateway(first):
 
 
 async def test_named_bodies_computed_by_the_engine(served):
-    bodies = {name: case for name, case in CORPUS.items() if case[0] != MESSAGES}
+    bodies = {name: case for name, case in (CORPUS | AGENTS).items() if case[0] != MESSAGES}
     counts = await compare(served, bodies, answer)
     tell(served, "named, computed", counts)
     assert counts[COMPLETIONS, "equal"] >= 25 and counts[RESPONSES, "equal"] >= 20
@@ -267,7 +267,7 @@ async def test_named_bodies_computed_by_the_engine(served):
 
 
 async def test_named_bodies_rendered_by_the_engine(served):
-    counts = await compare(served, {name: case for name, case in CORPUS.items() if rendered(case[0])})
+    counts = await compare(served, {name: case for name, case in (CORPUS | AGENTS).items() if rendered(case[0])})
     tell(served, "named, rendered", counts)
     assert counts[CHAT, "equal"] >= (50 if served.name in PICKY else 90)
 
@@ -283,7 +283,7 @@ async def test_random_bodies(served):
 
 async def test_messages_as_events_tell_them(served):
     """Enough output to fill the prompt's last block, so that it is told, too."""
-    bodies = [body for path, body in [*CORPUS.values(), *random_bodies(5, 100)] if path == MESSAGES]
+    bodies = [body for path, body in [*CORPUS.values(), *AGENTS.values(), *random_bodies(5, 100)] if path == MESSAGES]
     more = served.engine.block_size + 1
     told = await compare_with_events(
         served, MESSAGES, [{**body, "max_tokens": max(more, body["max_tokens"])} for body in bodies]

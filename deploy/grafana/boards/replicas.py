@@ -66,6 +66,32 @@ REPLICAS = Dashboard(
                 Panel("TTFT, median", quantiles("hitherto_replica_ttft_seconds", "replica", 0.5), "s"),
                 Panel("TTFT, p99", quantiles("hitherto_replica_ttft_seconds", "replica", 0.99), "s"),
                 Panel(
+                    "Whole answers, mean",
+                    [
+                        (
+                            "sum by (replica) (rate(hitherto_replica_answer_seconds_total[R])) / "
+                            'sum by (replica) (rate(hitherto_replica_requests_total{status="2xx"}[R]))',
+                            "{{replica}}",
+                        )
+                    ],
+                    "s",
+                ),
+                Panel(
+                    "Time per token, mean",
+                    [
+                        (
+                            ratio(
+                                "hitherto_replica_decode_seconds_total",
+                                "hitherto_replica_decode_tokens_total",
+                                "replica",
+                            ),
+                            "{{replica}}",
+                        )
+                    ],
+                    "s",
+                    about="Of the tokens after the first, in complete answers.",
+                ),
+                Panel(
                     "Hit rate",
                     [
                         (

@@ -2,8 +2,8 @@
 // What is so now, from /status: replicas, what is amiss, admission, shadows, the map.
 
 const DENSE = 12; // replicas from which a row has one line, where nothing is amiss with it
-const TROUBLE = ["failed", "degraded", "starting", "warming", "draining", "stopped"]; // in the order in which they stand
-const THERE = ["ready", "degraded", "draining"]; // states in which what is known of an engine is of now
+const TROUBLE = ["failed", "degraded", "starting", "warming", "leaving", "draining", "stopped"]; // in the order in which they stand
+const THERE = ["ready", "degraded", "leaving", "draining"]; // states in which what is known of an engine is of now
 
 const bases = r => r.models.filter(name => !(name in r.adapters));
 const served = r => (r.models.length ? bases(r) : r.served_models).join(", "); // while it is away, what it told last
@@ -11,7 +11,7 @@ const served = r => (r.models.length ? bases(r) : r.served_models).join(", "); /
 const blocksAbout = r => !THERE.includes(r.state) && r.map_blocks ? "when last heard" : r.num_blocks ? `of ${count(r.num_blocks)}` : "";
 
 function replicaRow(r, recent, whole, most, now, several_models) {
-  const f = recent.figures.replicas[r.id] || {}, last = recent.failures[r.id];
+  const f = chosen(recent).replicas[r.id] || {}, last = recent.failures[r.id];
   const requests = f.requests || 0; // a replica that got none lately has no figures
   const rate = f.hit_reported ?? f.hit_predicted ?? null, part = share(requests, whole);
   const calm = r.state === "ready" ? "calm" : "";
@@ -26,6 +26,7 @@ function replicaRow(r, recent, whole, most, now, several_models) {
     cell("In flight", "n", count(r.inflight), make("div", {class: "sub " + (r.waiting ? "" : "calm")}, r.waiting == null ? "" : `${r.waiting} waiting`)),
     cell("Hit rate", "", percent(rate), bar(rate)),
     cell("TTFT", "n", time(f.ttft_p50 ?? null), make("div", {class: "sub calm"}, f.ttft_p99 == null ? "" : `p99 ${time(f.ttft_p99)}`)),
+    cell("Whole answer", r.slow ? "n warnish" : "n", time(f.answer_mean ?? null), make("div", {class: "sub calm"}, f.tpot == null ? "" : `${time(f.tpot)} a token`)),
     cell("KV cache used", "", percent(r.kv_usage), bar(r.kv_usage, .9)),
     cell("Blocks known", "n", count(r.map_blocks), make("div", {class: "sub calm"}, blocksAbout(r))),
     cell("KV events", badEvents ? "warnish" : null, r.events),
@@ -34,18 +35,17 @@ function replicaRow(r, recent, whole, most, now, several_models) {
 
 function replicas(s, recent) {
   const known = s.replicas, ready = known.filter(r => r.state === "ready").length;
-  $("replicas-about").textContent = known.length ? `${ready} of ${known.length} ready; requests, hit rate and TTFT of the last ${window_of(recent)}` : "";
+  $("replicas-about").textContent = known.length ? `${ready} of ${known.length} ready; requests, hit rate and times of the last ${window_of(recent)}` : "";
   if (!known.length) {
     fill($("replicas"), make("div", {class: "empty"}, "No replicas. Add one: ",
       make("code", {}, `curl -X POST ${location.origin}/replicas -H 'content-type: application/json' -d '{"url": "http://HOST:PORT"}'`)));
     return;
   }
-  const requests = known.map(r => recent.figures.replicas[r.id]?.requests || 0);
+  const requests = known.map(r => chosen(recent).replicas[r.id]?.requests || 0);
   const whole = requests.reduce((sum, x) => sum + x, 0), most = Math.max(...requests);
   const dense = known.length > DENSE, models = new Set(known.map(served).filter(Boolean)).size;
-  const heads = [["Replica"], ["Requests"], ["In flight", "n"], ["Hit rate"], ["TTFT", "n"], ["KV cache used"], ["Blocks known", "n"], ["KV events"], ["Last failure"]];
-  const amiss = r => TROUBLE.includes(r.state) ? TROUBLE.indexOf(r.state) : TROUBLE.length;
-  const order = dense ? [...known].sort((a, b) => amiss(a) - amiss(b)) : known;
+  const heads = [["Replica"], ["Requests"], ["In flight", "n"], ["Hit rate"], ["TTFT", "n"], ["Whole answer", "n"], ["KV cache used"], ["Blocks known", "n"], ["KV events"], ["Last failure"]];
+  const order = dense ? [...known].sort((a, b) => harm(a) - harm(b)) : known;
   fill($("replicas"), table("cards" + (dense ? " dense" : ""), heads, order.map(r => replicaRow(r, recent, whole, most, recent.now, models > 1))));
 }
 
@@ -79,6 +79,30 @@ function admissions(s) {
   fill($("admissions"), table("cards", heads, (s.admission || []).map(row)));
 }
 
+// What clients feel now, the worst first: [level, whose, what].
+function felt(s, recent) {
+  const f = recent.figures.minute, rows = [], down = s.replicas.filter(r => ["failed", "degraded"].includes(r.state));
+  if (!s.ready) rows.push(["bad", "not ready", s.why_not]);
+  for (const model of s.unserved) rows.push(["bad", "not served", `${model}: no replica takes requests for it`]);
+  const failed = share(f.errors, f.requests);
+  if (f.errors) rows.push([failed >= .05 ? "bad" : "warn", "errors", `${count(f.errors)} of ${count(f.requests)} requests of the last minute failed (${percent(failed)})`]);
+  if (down.length) rows.push([2 * down.length >= s.replicas.length ? "bad" : "warn", "down", `${down.length} of ${s.replicas.length} replicas ${down.length === 1 ? "is" : "are"} down`]);
+  const slow = s.replicas.filter(r => r.slow).sort((a, b) => b.slow.times - a.slow.times);
+  for (const r of slow) rows.push(["warn", "slow", `${r.id} ${r.slow.text}`]);
+  for (const [policy, one] of Object.entries(s.policy_failures || {}))
+    rows.push(["warn", "policy", `${policy} failed ${several(one.failures, "time", "times")}, ${span(one.seconds_ago)} ago: ${one.last}`]);
+  if (f.refused) rows.push(["warn", "refusing", `${several(f.refused, "request was", "requests were")} refused in the last minute as there was not enough for all`]);
+  for (const one of recent.refused || []) if (recent.now - one.at < 60)
+    rows.push(["warn", "limits", `tenant ${one.tenant}: ${several(one.requests, "request", "requests")} of the last ${all_of(recent)} refused by its limit of ${one.limit}`]);
+  return [...rows.filter(row => row[0] === "bad"), ...rows.filter(row => row[0] !== "bad")];
+}
+// The page's verdict in a word: the worst of it.
+function verdict(s, recent) {
+  const [worst] = felt(s, recent);
+  $("ready").className = "pill " + (worst ? worst[0] : "good");
+  $("ready").textContent = worst ? worst[1] : "ready";
+}
+
 // What is amiss with the gateway itself, with its files and with the Redis that gateways share: [whose, what].
 function own(s) {
   const redis = s.map.redis, limits = s.api_keys?.limits, rows = [];
@@ -92,18 +116,25 @@ function own(s) {
     rows.push(["background work", `${work} failed ${one.failures} times, ${span(one.seconds_ago)} ago with ${one.last}`]);
   return rows;
 }
-function problems(s) {
-  const found = new Map();
+function problems(s, recent) {
+  const found = new Map(), add = (r, text) => {
+    const cause = text.replaceAll(r.url, "its address").replaceAll(r.id, "it"); // one line for a cause that several have
+    found.set(cause, [...(found.get(cause) || []), [r, text]]);
+  };
   for (const r of s.replicas) if (r.map_role === "alone") {
-    const text = `its part of the map is not shared: ${r.map_role_reason}`;
-    found.set(text, [...(found.get(text) || []), r.id]);
+    add(r, `its part of the map is not shared: ${r.map_role_reason}`);
   }
-  for (const r of s.replicas) for (const text of r.problems) found.set(text, [...(found.get(text) || []), r.id]);
+  for (const r of s.replicas) for (const text of r.problems) add(r, text);
   const whose = ids => ids.length === s.replicas.length && ids.length > 1 ? "every replica" : ids.join(", ");
-  const rows = [...own(s), ...[...found].map(([text, ids]) => [whose(ids), text])];
+  // Of replicas, what keeps them from answering comes before what makes predictions worse.
+  const causes = [...found].sort((a, b) => harm(a[1][0][0]) - harm(b[1][0][0]));
+  const rows = [...felt(s, recent).slice(s.ready ? 0 : 1).map(([, name, text]) => [name, text]), ...own(s),
+    ...causes.map(([cause, of]) => [whose(of.map(([r]) => r.id)), of.length > 1 ? cause : of[0][1]])];
   $("trouble").hidden = !rows.length;
   fill($("problems"), ...rows.map(([name, text]) => make("li", {}, make("b", {}, name), " ", text)));
 }
+
+const harm = r => TROUBLE.includes(r.state) ? TROUBLE.indexOf(r.state) : TROUBLE.length;
 
 function map(s) {
   const m = s.map;

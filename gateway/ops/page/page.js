@@ -11,27 +11,27 @@ async function ask(path) {
 }
 
 function show(s, recent) {
-  $("ready").className = "pill " + (s.ready ? "good" : "bad");
-  $("ready").textContent = s.ready ? "ready" : "not ready";
+  verdict(s, recent);
   $("notice").hidden = !s.why_not;
   $("notice").textContent = s.why_not || "";
   const fact = (name, value) => make("span", {}, name + " ", make("b", {}, value));
+  const models = [...new Set([...s.models, ...s.unserved])].sort();
   const workers = s.workers?.length ? fact("workers", String(s.workers.length)) : null;
-  fill($("facts"), s.models.length ? fact(s.models.length > 1 ? "models" : "model", s.models.join(", ")) : null, fact("policy", s.policy), workers,
+  fill($("facts"), models.length ? fact(models.length > 1 ? "models" : "model", models.join(", ")) : null, fact("policy", s.policy), workers,
     fact("up", span(s.uptime_seconds)), fact("version", s.version));
-  tiles(s, recent); problems(s); replicas(s, recent);
+  tiles(s, recent); problems(s, recent); replicas(s, recent);
   decisions(recent, s.models.length > 1); prefixes(recent, s); journal(recent);
   admissions(s); shadows(s); map(s); choices(s.models);
-  document.title = (s.ready ? "" : "! ") + "Hitherto";
+  document.title = (felt(s, recent)[0]?.[0] === "bad" ? "! " : "") + "Hitherto";
 }
 
-let answered = Date.now(), paused = false, timer = 0;
+let answered = Date.now(), latest = null, paused = false, timer = 0;
 async function poll() {
   try {
     const [status, recent] = await Promise.all([ask("/status"), ask("/recent")]);
     answered = Date.now();
     // Not under a reader's hands: what is selected would be gone.
-    if (!paused && getSelection().isCollapsed) show(status, recent);
+    if (!paused && getSelection().isCollapsed) show(...(latest = [status, recent]));
     $("age").textContent = paused ? "paused" : "refreshed every 2 s";
   } catch (error) {
     $("ready").className = "pill bad";
@@ -41,6 +41,7 @@ async function poll() {
   }
   timer = setTimeout(poll, document.hidden ? 5 * PERIOD : PERIOD);
 }
+$("window").addEventListener("change", () => latest && show(...latest));
 $("pause").addEventListener("click", () => {
   paused = !paused;
   $("pause").setAttribute("aria-pressed", String(paused));

@@ -1,13 +1,16 @@
 "use strict";
-// What was so in the last 15 minutes, from /recent: tiles, decisions, prefixes, the log.
+// What was so in the last minute or 15, from /recent: tiles, decisions, prefixes, the log.
 
-const KINDS = {state: "state", fleet: "fleet", events: "KV events", failure: "failure", gateway: "gateway", redis: "Redis", control: "overload"};
+const KINDS = {state: "state", fleet: "fleet", events: "KV events", failure: "failure", gateway: "gateway", redis: "Redis", control: "overload", pace: "slow", limits: "limits"};
 const CELLS = 5; // replicas from which holders are squares, one for each replica, instead of names
 
-// The window that the figures are of: 15 minutes, or as long as the gateway has run.
-function window_of(recent) {
-  return span(Math.max(1, recent.figures.seconds));
+// The window that the reader chose, or as much of it as the gateway has run: seconds, figures, and those of replicas.
+function chosen(recent) {
+  const f = recent.figures, minute = $("window").value === "minute";
+  return minute ? {seconds: f.minute_seconds, of: f.minute, replicas: f.replicas_minute} : {seconds: f.seconds, of: f.whole, replicas: f.replicas};
 }
+const window_of = recent => span(Math.max(1, chosen(recent).seconds));
+const all_of = recent => span(Math.max(1, recent.figures.seconds));
 
 function tile(name, kind, window, value, unit, more, first, second) {
   return make("div", {class: "tile " + kind}, make("div", {class: "name"}, make("b", {}, name), make("span", {class: "window"}, window)),
@@ -17,9 +20,9 @@ function tile(name, kind, window, value, unit, more, first, second) {
 const key = (name, text) => make("span", {class: "keyed"}, make("span", {class: "key " + name, "aria-hidden": "true"}), text);
 
 function tiles(s, recent) {
-  const {whole: w, curves, point_seconds: width, seconds: seen} = recent.figures;
+  const {curves, point_seconds: width, seconds: ran} = recent.figures, {of: w, seconds: seen} = chosen(recent);
   // As much of the curves as the gateway has run, so that a new one does not show a corner of its first 15 minutes.
-  const points = Math.max(8, Math.ceil(seen / width) + 1);
+  const points = Math.max(8, Math.ceil(ran / width) + 1);
   const c = Object.fromEntries(Object.entries(curves).map(([name, values]) => [name, values.slice(-points)]));
   const window = "last " + window_of(recent);
   const [ttft, ttftUnit] = seconds(w.ttft_p50), [e2e, e2eUnit] = seconds(w.e2e_p50);
@@ -77,7 +80,7 @@ function holders(node, fleet) {
 }
 function prefixes(recent, s) {
   const {samples, nodes} = recent.prefixes;
-  $("prefixes-about").textContent = samples ? `of ${several(samples, "sampled prompt", "sampled prompts")}, last ${window_of(recent)}` : "";
+  $("prefixes-about").textContent = samples ? `of ${several(samples, "sampled prompt", "sampled prompts")}, last ${all_of(recent)}` : "";
   if (!nodes?.length) {
     fill($("prefixes"), make("div", {class: "empty"}, samples > 1 ? `None of ${samples} sampled prompts began as another one did.` : "No prefix was asked for twice yet."));
     return;

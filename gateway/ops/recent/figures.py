@@ -1,8 +1,8 @@
-"""What the counters gained in the last 15 minutes, for the gateway in slots of 5 s and for each replica by the minute.
+"""What the counters gained in the last 15 minutes, for the gateway in slots of 5 s and for each replica in slots of 20.
 
 Nothing is counted here: the counters that requests write anyway are looked at once a second, and what they gained since
 the look before is added to the slot of that moment. Slots begin at whole multiples of the wall clock, so that those of
-several workers can be added up. 90 kB, and 8 kB for each replica.
+several workers can be added up. 90 kB, and 24 kB for each replica.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from ..gains import Gains
 from ..metrics import Metrics, quantile
 
 SLOT, SLOTS = 5, 180  # seconds, and how many: 15 minutes
-MINUTES = 15
+REPLICA_SLOT, REPLICA_SLOTS = 20, 45  # of each replica
+MINUTE = 60  # seconds: what is shown first
 PIECE = 64  # series
 POINT = 3  # slots that are one point of a curve
 ERRORS = ("5xx", "cut")
@@ -37,6 +38,10 @@ SUMS = (
     "reported_prompt",
     "reported_cached",
     "refused",
+    "answered",  # complete answers of a replica, and what they took
+    "answer_seconds",
+    "decode_seconds",
+    "decode_tokens",
 )
 PEAKS = ("inflight", "queued", "waiting")
 AT = {name: 2 * _BUCKETS + place for place, name in enumerate((*SUMS, *PEAKS))}
@@ -53,7 +58,7 @@ class Figures:
         self._metrics = metrics
         self._rows = np.zeros((SLOTS, WIDTH))
         self._replicas: dict[str, np.ndarray] = {}
-        self._slot, self._minute = int(now // SLOT), int(now // 60)
+        self._slot, self._replica_slot = int(now // SLOT), int(now // REPLICA_SLOT)
         self._gains = {name: Gains() for name in {**_OF_GATEWAY, **_OF_REPLICA}}
         self.since = now
 
@@ -84,20 +89,20 @@ class Figures:
             row[AT[name]] = max(row[AT[name]], value)
 
     def _turn(self, now: float) -> None:
-        """Empty the slots and minutes that begin."""
-        slot, minute = int(now // SLOT), int(now // 60)
+        """Empty the slots that begin."""
+        slot, replica_slot = int(now // SLOT), int(now // REPLICA_SLOT)
         for one in range(max(self._slot + 1, slot - SLOTS + 1), slot + 1):
             self._rows[one % SLOTS] = 0.0
-        for one in range(max(self._minute + 1, minute - MINUTES + 1), minute + 1):
+        for one in range(max(self._replica_slot + 1, replica_slot - REPLICA_SLOTS + 1), replica_slot + 1):
             for rows in self._replicas.values():
-                rows[one % MINUTES] = 0.0
-        self._slot, self._minute = max(self._slot, slot), max(self._minute, minute)
+                rows[one % REPLICA_SLOTS] = 0.0
+        self._slot, self._replica_slot = max(self._slot, slot), max(self._replica_slot, replica_slot)
 
     def _of(self, replica: str) -> np.ndarray:
         rows = self._replicas.get(replica)
         if rows is None:
-            rows = self._replicas[replica] = np.zeros((MINUTES, WIDTH))
-        found: np.ndarray = rows[self._minute % MINUTES]
+            rows = self._replicas[replica] = np.zeros((REPLICA_SLOTS, WIDTH))
+        found: np.ndarray = rows[self._replica_slot % REPLICA_SLOTS]
         return found
 
     def forget(self, replica: str) -> None:
@@ -112,7 +117,19 @@ class Figures:
             "slot": self._slot,
             "rows": {str(slot): row.tolist() for slot, row in rows.items() if row.any()},
             "replicas": {id: rows.sum(axis=0).tolist() for id, rows in self._replicas.items()},
+            "replicas_minute": {id: rows.tolist() for id, rows in self._latest(MINUTE).items()},
         }
+
+    def _latest(self, seconds: int) -> dict[str, np.ndarray]:
+        """Return the sums over the last seconds, by replica."""
+        first = self._replica_slot - seconds // REPLICA_SLOT + 1
+        places = [slot % REPLICA_SLOTS for slot in range(first, self._replica_slot + 1)]
+        return {id: rows[places].sum(axis=0) for id, rows in self._replicas.items()}
+
+    def written(self, seconds: int) -> dict[str, tuple[float, float]]:
+        """Return by replica the tokens that it wrote in the last seconds after first ones, and the time it took."""
+        rows = self._latest(seconds)
+        return {id: (float(row[AT["decode_tokens"]]), float(row[AT["decode_seconds"]])) for id, row in rows.items()}
 
 
 Columns = list[int | slice]
@@ -149,7 +166,10 @@ _OF_REPLICA = {
     "replica_ttft_seconds": _always(
         TTFT
     ),  # what came before it was asked, a queue or another one's refusal, is not its own
-    "replica_requests": _by_status,
+    "replica_requests": lambda labels: [*_by_status(labels), *([AT["answered"]] if labels[-1] == "2xx" else [])],
+    "replica_answer_seconds": _always(AT["answer_seconds"]),
+    "replica_decode_seconds": _always(AT["decode_seconds"]),
+    "replica_decode_tokens": _always(AT["decode_tokens"]),
 }
 
 
@@ -163,6 +183,7 @@ def merged(several: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "slot": max(one["slot"] for one in several),
         "rows": _added(one["rows"] for one in several),
         "replicas": _added(one["replicas"] for one in several),
+        "replicas_minute": _added(one["replicas_minute"] for one in several),
     }
 
 
@@ -175,7 +196,8 @@ def _added(each: Iterable[Mapping[str, Row]]) -> dict[str, Row]:
 
 
 def told(kept: Mapping[str, Any], now: float) -> dict[str, Any]:
-    """Figures of the whole window, curves of it, and of each replica. None: nothing was observed."""
+    """Figures of the last minute and of the whole window, for the gateway and for each replica, and curves of the
+    window. None: nothing was observed."""
     rows = np.zeros((SLOTS, WIDTH))
     for slot, row in kept["rows"].items():
         if 0 <= (place := int(slot) - kept["slot"] + SLOTS - 1) < SLOTS:
@@ -186,11 +208,18 @@ def told(kept: Mapping[str, Any], now: float) -> dict[str, Any]:
     return {
         "seconds": round(seen, 1),
         "window_seconds": SLOT * SLOTS,
-        "whole": _told(np.concatenate([rows[:, :_ADDED].sum(axis=0), rows[:, _ADDED:].max(axis=0)])),
+        "whole": _summed(rows),
+        "minute_seconds": min(seen, float(MINUTE)),
+        "minute": _summed(rows[-MINUTE // SLOT :]),
         "point_seconds": SLOT * POINT,
         "curves": _turned([_told(row) for row in curve]),
         "replicas": {id: _told(np.array(row)) for id, row in kept["replicas"].items()},
+        "replicas_minute": {id: _told(np.array(row)) for id, row in kept["replicas_minute"].items()},
     }
+
+
+def _summed(rows: np.ndarray) -> dict[str, float | None]:
+    return _told(np.concatenate([rows[:, :_ADDED].sum(axis=0), rows[:, _ADDED:].max(axis=0)]))
 
 
 def _told(row: np.ndarray) -> dict[str, float | None]:
@@ -201,6 +230,8 @@ def _told(row: np.ndarray) -> dict[str, float | None]:
         "e2e_p99": _quantile(row[E2E], 0.99),
         "hit_predicted": _share(row, "predicted", "prompt"),
         "hit_reported": _share(row, "reported_cached", "reported_prompt"),
+        "answer_mean": _share(row, "answer_seconds", "answered"),
+        "tpot": _share(row, "decode_seconds", "decode_tokens"),
         **{name: float(row[AT[name]]) for name in ("requests", "errors", "aborted", "rejected", "refused", *PEAKS)},
     }
 

@@ -17,7 +17,7 @@ MOST_ENTRIES, MOST_CHARS = 300, 400
 AGAIN_SECONDS = 60.0  # within which the same thing is counted rather than said again
 
 GOOD, WARN, BAD, PLAIN = "good", "warn", "bad", "plain"
-LEVELS = {State.READY: GOOD, State.DEGRADED: WARN, State.DRAINING: WARN, State.FAILED: BAD}
+LEVELS = {State.READY: GOOD, State.DEGRADED: WARN, State.LEAVING: WARN, State.DRAINING: WARN, State.FAILED: BAD}
 FAILURES = (State.FAILED, State.DEGRADED)
 
 

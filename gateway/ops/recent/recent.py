@@ -7,17 +7,24 @@ gateway, or of several workers together.
 from __future__ import annotations
 
 import asyncio
+import logging
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from time import monotonic, time
 from typing import TYPE_CHECKING, Any
 
 from replicas import Replica, State
-from replicas.lifecycle import ENGINE_THERE
+from replicas.lifecycle import ENGINE_THERE, TAKES_TRAFFIC
+from replicas.served import base_names
 
+from ...tenants.limits import WORDS
+from ..log import event
+from ..view import MOST_REFUSED
 from . import figures
 from .decisions import Sampler
 from .figures import Figures
 from .journal import BAD, FAILURES, GOOD, LEVELS, PLAIN, WARN, Journal, Look
+from .pace import Pace, status, times
 from .prefixes import MOST_NODES, tree
 
 if TYPE_CHECKING:
@@ -31,6 +38,10 @@ WELL, BEGINNING = ("live", "ready", "joined"), ("connecting",)  # states of even
 MOST_SHOWN = 60  # decisions, and entries of the journal
 NO_FAULT = "request"  # an error that is known to be the request's fault
 SAME_SECONDS = 5.0  # within which workers see the same thing
+WINDOW_SECONDS = 900.0
+MOST_TENANTS = 100  # that one look keeps as refused: a gateway may have 20,000
+PACE_SECONDS = (60, 300)  # in which replicas are compared: the second where too little was written in the first
+log = logging.getLogger("hitherto.replicas")
 
 
 class Recent:
@@ -40,6 +51,10 @@ class Recent:
         self.journal, self.sampler = Journal(), Sampler(placing, texts)
         self.figures = Figures(view.metrics, time())
         self._errors, self._heals, self._failures, self._words = Look(), Look(), Look(), Look()
+        self._refusals = Look()
+        self._refused: deque[tuple[float, dict[tuple[str, str], float]]] = deque()  # by tenant and kind of limit
+        self._pace = Pace()
+        view.slow = lambda id: status(self._pace.slow.get(id), time())
         self._known: set[str] = set()
         self._tree: tuple[float, dict[str, Any]] = (float("-inf"), {})
 
@@ -69,6 +84,7 @@ class Recent:
         yield from self.figures.pieces(now, sum(loads), queued, int(waiting))
         self._compare_replicas(now)
         self._compare_counters(now)
+        self._compare_pace(now)
         self._compare_words(now)
 
     # --- what happened
@@ -114,10 +130,36 @@ class Recent:
         for (id,), by in self._heals.grown(metrics.heals.values).items():
             text = "its part of the map had drifted and was read again"
             self.journal.note(now, "events", text, id, WARN, int(by))
+        if refused := self._refusals.grown(metrics.tenant_refusals.values):
+            most = sorted(refused.items(), key=lambda one: -one[1])[:MOST_TENANTS]
+            self._refused.append((now, dict(most)))
+            for (tenant, kind), by in most[:MOST_REFUSED]:
+                self.journal.note(
+                    now, "limits", f"{tenant} is refused by its limit of {WORDS[kind]}", "", WARN, int(by)
+                )
+        while self._refused and self._refused[0][0] < now - WINDOW_SECONDS:
+            self._refused.popleft()
         if self._view.background is not None:
             failures = self._view.background.failures
             for work in self._failures.grown({kind: one.count for kind, one in failures.items()}):
                 self.journal.note(now, "gateway", f"background work failed: {work}: {failures[work].last}", level=BAD)
+
+    def _compare_pace(self, now: float) -> None:
+        before = self._pace.slow
+        alike: dict[tuple[frozenset[str], str], list[str]] = {}
+        for id, replica in [*self._view.replicas.items()]:
+            if replica.state in TAKES_TRAFFIC:
+                alike.setdefault((frozenset(base_names(replica.models)), replica.role), []).append(id)
+        windows = [self.figures.written(seconds) for seconds in PACE_SECONDS]
+        recovered = self._pace.look(now, alike.values(), windows)
+        for id, slow in self._pace.slow.items():
+            if id not in before:
+                self.journal.note(now, "pace", f"takes {times(slow)} as long per token as the others", id, WARN)
+                event(log, logging.WARNING, f"replica takes {times(slow)} as long per token as the others", replica=id,
+                      seconds_per_token=slow.each, others=slow.others)  # fmt: skip
+        for id in recovered:
+            self.journal.note(now, "pace", "is as quick per token as the others again", id, GOOD)
+            event(log, logging.INFO, "replica is as quick per token as the others again", replica=id)
 
     def _compare_words(self, now: float) -> None:
         said = self._said()
@@ -152,8 +194,19 @@ class Recent:
             "prefixes": self._prefixes(),
             "journal": self.journal.to_list(MOST_SHOWN),
             "failures": {id: {"at": one.at, "why": one.why} for id, one in self.journal.failures.items()},
+            "refused": self._refused_tenants(),
             "texts": self.texts,
         }
+
+    def _refused_tenants(self) -> list[dict[str, Any]]:
+        """Return the tenants that their limits refused most in the last 15 minutes, and when they did last."""
+        found: dict[tuple[str, str], dict[str, Any]] = {}
+        for at, refused in self._refused:
+            for key, by in refused.items():
+                one = found.setdefault(key, {"tenant": key[0], "limit": WORDS[key[1]], "requests": 0.0})
+                one["requests"] += by
+                one["at"] = at
+        return _most_refused(found.values())
 
     def _prefixes(self) -> dict[str, Any]:
         now = monotonic()
@@ -191,6 +244,7 @@ def merged(several: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "prefixes": _merged_trees([kept["prefixes"] for kept in several]),
         "journal": _merged_journals([kept["journal"] for kept in several]),
         "failures": failures,
+        "refused": _merged_refusals([kept["refused"] for kept in several]),
         "texts": several[0]["texts"],
     }
 
@@ -206,6 +260,19 @@ def _merged_journals(several: Sequence[Sequence[Mapping[str, Any]]]) -> list[dic
         else:
             known["at"], known["times"] = max(known["at"], entry["at"]), max(known["times"], entry["times"])
     return sorted(found.values(), key=lambda entry: -entry["at"])[:MOST_SHOWN]
+
+
+def _most_refused(found: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    return sorted(found, key=lambda one: -one["requests"])[:MOST_REFUSED]
+
+
+def _merged_refusals(several: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
+    found: dict[tuple[str, str], dict[str, Any]] = {}
+    for one in (one for refused in several for one in refused):
+        known = found.setdefault((one["tenant"], one["limit"]), {**one, "requests": 0.0})
+        known["requests"] += one["requests"]
+        known["at"] = max(known["at"], one["at"])
+    return _most_refused(found.values())
 
 
 def _merged_trees(several: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

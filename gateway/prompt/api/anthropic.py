@@ -13,13 +13,14 @@ import jinja2.sandbox
 
 from ...errors import bad
 from ..render.program import ProgramTemplate
-from ..render.template import ChatTemplate, TemplateError
-from .conversation import Multimodal, Unroutable, is_plain, require_exact, tool_schemas
+from ..render.template import Bounded, ChatTemplate, TemplateError
+from .conversation import Multimodal, Unknown, Unroutable, is_plain, require_exact, tool_schemas
 from .openai import Chat, template_variables
 
 # vLLM finds out about its template by rendering: what effort "thinking disabled" stands for, and
 # whether system messages may stand inside a conversation.
 _EFFORTS = ("low", "medium", "high", "xhigh", "max")
+_CHANGES = ("tool_addition", "tool_removal")  # blocks of system messages
 _INLINE_SYSTEM = [{"role": role, "content": "t"} for role in ("system", "user", "system", "user")]
 
 
@@ -68,33 +69,46 @@ def _wants_system_first(source: str) -> bool:
         trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
     )
     try:
-        env.from_string(source).render(messages=_INLINE_SYSTEM, add_generation_prompt=False)
+        Bounded(env, source).render({"messages": _INLINE_SYSTEM, "add_generation_prompt": False})
     except Exception:  # vLLM looks for Jinja's errors only, and does not start with any other
         return True
     return False
 
 
-def from_messages(request: dict[str, Any], habits: Habits) -> Chat:
-    """A Messages request as the chat request vLLM makes of it."""
+def from_messages(request: dict[str, Any], habits: Habits, rules_are_known: bool = True) -> Chat:
+    """A Messages request as the chat request vLLM makes of it. Not `rules_are_known`: an engine that may make something
+    else of results of tools than their texts and images."""
     given = request.get("messages")
     if not isinstance(given, list) or not given:
         raise bad("'messages' must be a non-empty list", "messages")
     messages: list[dict[str, Any]] = []
+    unknown: Unknown | None = None
+    rest: list[Any] = []
+    changes: list[dict[str, Any]] = []
     system = _texts(request.get("system") or [], "system", keep_header=isinstance(request.get("system"), str))
     for i, message in enumerate(given):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise bad(f"messages[{i}] must be an object with a role", f"messages[{i}]")
         if message["role"] == "system":
-            text = "".join(_texts(message.get("content"), f"messages[{i}]"))
+            content = message.get("content")
+            text = "".join(_texts(content, f"messages[{i}]"))
+            changes += [block for block in content if block.get("type") in _CHANGES] if type(content) is list else []
             if text and habits.system_first:
                 system.append(text)
-            elif text:
+            elif text and unknown is None:
                 messages.append({"role": "system", "content": text})
-        else:
-            _add(messages, message, f"messages[{i}]")
+        elif unknown is None:
+            before = len(messages)
+            try:
+                _add(messages, message, f"messages[{i}]", rules_are_known)
+            except Unknown as error:
+                del messages[before:]
+                unknown, rest = error.with_traceback(None), given[i:]
+    if not messages and not system and unknown is None:
+        raise Unroutable("there is nothing that the model is shown")
     if system:
         messages.insert(0, {"role": "system", "content": "".join(system)})
-    return Chat(messages, _tools(request), _template_variables(request, habits))
+    return Chat(messages, _tools(request, changes), _template_variables(request, habits), unknown=unknown, rest=rest)
 
 
 def _texts(content: Any, where: str, keep_header: bool = False) -> list[str]:
@@ -102,13 +116,11 @@ def _texts(content: Any, where: str, keep_header: bool = False) -> list[str]:
     blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
     if not isinstance(blocks, list) or not all(isinstance(block, dict) for block in blocks):
         raise bad(f"{where} must be a string or a list of text blocks", where)
-    if any(block.get("type") in ("tool_addition", "tool_removal") for block in blocks):
-        raise Unroutable("the set of tools changes inside the conversation")
     texts = [block.get("text") for block in blocks if block.get("type") == "text"]
     return [text for text in texts if isinstance(text, str) and text and (keep_header or is_plain(text))]
 
 
-def _add(messages: list[dict[str, Any]], message: dict[str, Any], where: str) -> None:
+def _add(messages: list[dict[str, Any]], message: dict[str, Any], where: str, rules_are_known: bool) -> None:
     role, content = message["role"], message.get("content")
     result: dict[str, Any] = {"role": role}
     if isinstance(content, str):
@@ -121,13 +133,15 @@ def _add(messages: list[dict[str, Any]], message: dict[str, Any], where: str) ->
                 if block.get("text"):
                     parts.append({"type": "text", "text": block["text"]})
             elif kind == "thinking":
-                thoughts.append(block.get("thinking") or "")
+                if block.get("thinking") is not None:
+                    thoughts.append(block["thinking"])
             elif kind == "tool_use":
                 calls.append(_tool_use(block))
             elif kind == "tool_result":
-                _tool_result(block, role, messages, parts)
+                _tool_result(block, role, messages, parts, rules_are_known)
             elif kind == "image":
-                parts.append(_image(block))
+                if block.get("source"):
+                    parts.append(_image(block))
             elif kind not in ("redacted_thinking", "tool_reference"):
                 raise Multimodal(str(kind))
         if thoughts:
@@ -144,8 +158,8 @@ def _add(messages: list[dict[str, Any]], message: dict[str, Any], where: str) ->
 
 
 def _image(block: dict[str, Any]) -> dict[str, Any]:
-    source = block.get("source")
-    if not isinstance(source, dict) or not source:
+    source = block.get("source", {})
+    if not isinstance(source, dict):
         raise Multimodal("image")
     if source.get("type") == "url":
         url = source.get("url", "")
@@ -166,40 +180,65 @@ def _tool_use(block: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _tool_result(block: dict[str, Any], role: str, messages: list[dict[str, Any]], parts: list[Any]) -> None:
+def _tool_result(
+    block: dict[str, Any], role: str, messages: list[dict[str, Any]], parts: list[Any], rules_are_known: bool
+) -> None:
     content = block.get("content")
     if role != "user":
         parts.append({"type": "text", "text": f"Tool result: {str(content) if content else ''}"})
         return
-    images = []
+    images, references = [], []
     if isinstance(content, list):
         texts = []
-        for item in content:
+        for item in content:  # of another kind (search results, documents) the model is shown nothing
             kind = item.get("type") if isinstance(item, dict) else None
             if kind == "text":
                 texts.append(item.get("text", ""))
             elif kind == "image":
-                images.append(_image(item))
-            elif kind is not None:
+                image = _image(item)
+                if image["image_url"]["url"]:
+                    images.append(image)
+            elif kind is not None and not rules_are_known:
                 raise Multimodal(str(kind))
+            elif kind == "tool_reference" and (name := item.get("tool_name") or item.get("name")):
+                references.append({"type": "tool_reference", "name": name})
         content = "\n".join(texts)
-    messages.append(
-        {
-            "role": "tool",
-            "tool_call_id": block.get("tool_use_id") or "",
-            "content": content if isinstance(content, str) else "",
-        }
-    )
+    answer = {"role": "tool", "tool_call_id": block.get("tool_use_id") or ""}
+    messages.append({**answer, "content": content if isinstance(content, str) else ""})
     if images:
         messages.append({"role": "user", "content": images})
+    if references:
+        messages.append({**answer, "content": references})
 
 
-def _tools(request: dict[str, Any]) -> list[dict[str, Any]] | None:
+def _changed(tools: Sequence[dict[str, Any]], changes: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The tools at the end of a conversation in which these blocks add some and remove some."""
+    present = {tool.get("name"): tool for tool in tools}
+    removed = set()
+    for block in changes:
+        change = block.get("tool")
+        if not isinstance(change, dict):
+            raise Unroutable(f"a {block['type']} without a tool")
+        defined = change.get("definition")
+        name = (defined if isinstance(defined, dict) else change).get("name")
+        if isinstance(defined, dict):
+            present[name] = defined
+        elif name not in present:
+            raise Unroutable(f"a {block['type']} of a tool that is not there")
+        elif block["type"] == "tool_addition":
+            present[name] = {**present[name], "defer_loading": None}
+        (removed.add if block["type"] == "tool_removal" else removed.discard)(name)
+    return [tool for name, tool in present.items() if name not in removed]
+
+
+def _tools(request: dict[str, Any], changes: Sequence[dict[str, Any]]) -> list[dict[str, Any]] | None:
     tools = request.get("tools")
-    if tools is None:
+    if tools is None and not changes:
         return None
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+    if tools is not None and (not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools)):
         raise bad("'tools' must be a list of objects", "tools")
+    if changes:
+        tools = _changed(tools or [], changes)
     if not all(isinstance(tool.get("input_schema"), dict) for tool in tools):
         raise Unroutable("a tool without a schema")
     if not tools:

@@ -10,6 +10,7 @@ versions do otherwise is in `quirks.VersionQuirks`.
 from __future__ import annotations
 
 import json
+from collections.abc import Collection, Mapping
 from typing import Any, Protocol
 
 from ...errors import bad
@@ -21,7 +22,7 @@ _BEYOND_64_BITS = 2.0**63
 # an engine reads depends on its own.
 _MOST_LEVELS = 900
 # Claude Code's attribution line changes on every request; vLLM drops it from system text.
-_BILLING_HEADER = "x-anthropic-billing-header"
+BILLING_HEADER = "x-anthropic-billing-header"
 _TEXT_PARTS = frozenset({"text", "input_text", "output_text", "refusal", "thinking"})
 _MEDIA_KEYS = frozenset(
     """
@@ -47,7 +48,14 @@ class Rounded(Exception):
     """The request holds a number that may have been an integer of more than 64 bits; `parse_exactly` tells."""
 
 
-class Multimodal(Exception):
+class Unknown(Exception):
+    """What an engine makes of a request from some message on is not known here. `known`: how many messages come before
+    that one."""
+
+    known = 0
+
+
+class Multimodal(Unknown):
     """A message holds media: the engine inserts tokens we can't know from the text."""
 
 
@@ -63,9 +71,13 @@ class Placeholder(str):
     """A text that stands for media, and before the texts of its message where these are joined."""
 
 
-class Unroutable(Exception):
+class Unroutable(Unknown):
     """The engine knows something about this prompt that its body does not say."""
 
+
+# Keys of a message that reach the template with some releases of transformers and not with others: reasoning as
+# `thinking`, and these others where they are null.
+MAY_BE_UNLIKE = ("thinking", "tools", "tool_call_id")
 
 # Roles whose messages, when they hold only a text, reach the template as they came.
 PLAIN_ROLES = frozenset({"system", "user", "assistant"})
@@ -80,7 +92,7 @@ _PLAIN_KEYS = {
 
 def is_plain(system_text: str) -> bool:
     """False for the system text that vLLM edits."""
-    return not system_text.startswith(_BILLING_HEADER)
+    return not system_text.startswith(BILLING_HEADER)
 
 
 def has_media(messages: Any) -> bool:
@@ -115,7 +127,7 @@ def conversation(
     knows_developer: bool = True,
     by_schema: bool = True,
     quirks: VersionQuirks = NEWEST,
-    reads_thinking: bool = False,
+    reads: Collection[str] = (),
     media: MediaPlacing | None = None,
 ) -> list[dict[str, Any]]:
     """Messages of a chat request -> what the template gets as `messages`.
@@ -123,38 +135,51 @@ def conversation(
     `as_parts`: the template loops over content parts (vLLM's content format "openai"), so text
     comes to it as `[{"type": "text", "text": ...}]`. `by_schema`: tool calls went through vLLM's
     schema (all but those of Responses do), which puts their keys in its own order: a template may
-    dump them. `reads_thinking`: the template may look for reasoning under that name. `media`: what stands for
-    parts that are no text. Raises ApiError (not a conversation), Multimodal where there are such parts and no
-    `media`, or Unroutable where releases of transformers differ.
+    dump them. `reads`: those of MAY_BE_UNLIKE that the template may look at. `media`: what stands for parts that are no
+    text. Raises ApiError (not a conversation), Multimodal where there are such parts and no `media`, or Unroutable
+    where releases of transformers differ.
     """
     if not isinstance(messages, list) or not messages:
         raise bad("'messages' must be a non-empty list", "messages")
-    talk = [_message(message, as_parts, by_schema, quirks, i, media) for i, message in enumerate(messages)]
+    talk: list[dict[str, Any]] = []
+    try:
+        for message in messages:
+            talk.append(_message(message, as_parts, by_schema, quirks, len(talk), media))
+    except Unknown as unknown:
+        unknown.known = len(talk)
+        raise
     if not knows_developer and any(message["role"] == "developer" for message in talk):
         talk = _one_system(
             [{**message, "role": "system"} if message["role"] == "developer" else message for message in talk]
         )
-    return _as_transformers_hands_on(talk, quirks, reads_thinking)
+    return _as_transformers_hands_on(talk, quirks, reads)
 
 
 def _as_transformers_hands_on(
-    talk: list[dict[str, Any]], quirks: VersionQuirks, reads_thinking: bool
+    talk: list[dict[str, Any]], quirks: VersionQuirks, reads: Collection[str]
 ) -> list[dict[str, Any]]:
     """Since 5.20 it drops keys whose value is None, since 5.21 it copies reasoning to its other names."""
     if quirks.drops_none is not False and any(None in message.values() for message in talk):
         if quirks.drops_none is None:
-            raise Unroutable("whether a null in a message reaches the template depends on the engine's transformers")
+            for known, message in enumerate(talk):
+                if any(value is None and key in reads for key, value in message.items()):
+                    raise _unlike("whether a null in a message reaches the template", known)
         talk = [{key: value for key, value in message.items() if value is not None} for message in talk]
     if quirks.copies_reasoning is not False and any("reasoning" in message for message in talk):
         if quirks.copies_reasoning:
             return [
                 {"thinking": message["reasoning"], **message} if "reasoning" in message else message for message in talk
             ]
-        if reads_thinking:
-            raise Unroutable(
-                "whether reasoning reaches the template as `thinking` depends on the engine's transformers"
-            )
+        if "thinking" in reads:
+            known = next(i for i, message in enumerate(talk) if "reasoning" in message)
+            raise _unlike("whether reasoning reaches the template as `thinking`", known)
     return talk
+
+
+def _unlike(what: str, known: int) -> Unroutable:
+    unknown = Unroutable(f"{what} depends on the engine's transformers")
+    unknown.known = known
+    return unknown
 
 
 def _one_system(talk: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -258,7 +283,7 @@ def _drop_billing_header(parts: list[Any]) -> list[Any]:
         text = part if isinstance(part, str) else None
         if isinstance(part, dict) and part.get("type") == "text":
             text = part.get("text")
-        if isinstance(text, str) and text.startswith(_BILLING_HEADER):
+        if isinstance(text, str) and text.startswith(BILLING_HEADER):
             rest = text.partition("\n")[2]
             if rest:
                 kept.append(rest if isinstance(part, str) else {**part, "text": rest})
@@ -275,13 +300,17 @@ def _assistant_fields(
         if not isinstance(calls, list):
             raise bad(f"{where}.tool_calls must be a list", f"{where}.tool_calls")
         result["tool_calls"] = [_tool_call(call, by_schema, quirks, where) for call in calls]
-    reasoning = message.get("reasoning")
-    if reasoning is None:
-        reasoning = message.get("reasoning_content")
+    reasoning = reasoning_of(message)
     if reasoning is not None:
         require_exact(reasoning)
         result["reasoning"] = reasoning
         result["reasoning_content"] = reasoning
+
+
+def reasoning_of(message: Mapping[str, Any]) -> Any:
+    """An answer's reasoning, whichever of the two names it has. An empty one under the first name counts."""
+    reasoning = message.get("reasoning")
+    return message.get("reasoning_content") if reasoning is None else reasoning
 
 
 def _tool_call(call: Any, by_schema: bool, quirks: VersionQuirks, where: str) -> dict[str, Any]:

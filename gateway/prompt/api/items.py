@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from .conversation import Unroutable
+from .conversation import Unknown, Unroutable
 from .openai import Chat
-from .responses import refuse_kept_conversations, responses_tools
+from .responses import function_tools, refuse_kept_conversations, tools_of
 
 _TEXTS = frozenset(("text", "input_text", "output_text"))
 
@@ -21,15 +21,25 @@ def from_items(request: dict[str, Any]) -> Chat:
         raise Unroutable("an input that is neither a text nor a list of items")
     messages: list[dict[str, Any]] = []
     called: dict[Any, Any] = {}
-    for item in items:
-        _add(messages, called, item, first=instructions is None and not messages)
+    rest: list[dict[str, Any]] = []
+    unknown: Unknown | None = None
+    for i, item in enumerate(items):
+        try:
+            _add(messages, called, item, first=instructions is None and not messages)
+        except Unknown as error:
+            unknown, rest = error.with_traceback(None), items[i:]
+            break
     if instructions is not None:
         messages.insert(0, {"role": "system", "content": instructions})
     if not messages:
         raise Unroutable("an input without items")
     reasoning = request.get("reasoning")
     effort = reasoning.get("effort") if isinstance(reasoning, dict) else None
-    return Chat(messages, responses_tools(request.get("tools")), {"reasoning_effort": effort} if effort else None)
+    tools = tools_of(request.get("tools") or [])
+    if any(tool.get("type") != "function" for tool in tools):
+        raise Unroutable("a tool that is no function, which the engine refuses or describes by itself")
+    variables = {"reasoning_effort": effort} if effort else None
+    return Chat(messages, function_tools(tools) or None, variables, unknown=unknown, rest=rest)
 
 
 def _add(messages: list[dict[str, Any]], called: dict[Any, Any], item: dict[str, Any], first: bool) -> None:

@@ -10,8 +10,9 @@ from __future__ import annotations
 import json
 import re
 from array import array
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from hashlib import sha256
 from typing import Any
 
@@ -21,14 +22,28 @@ from jinja2.defaults import DEFAULT_NAMESPACE
 from ...errors import ApiError, bad
 from ..offload import TakesLong, event_loop
 from ..prompt import CHAT, COMPLETIONS, EMBEDDINGS, LONGEST_RESPONSE_ID, MESSAGES, RESPONSES, Prompt
-from .conversation import Unroutable, has_media, tool_schemas
+from .conversation import Unknown, Unroutable, has_media, tool_schemas
 from .structure import MOST_OBJECTS, MOST_STRINGS, MOST_VALUES, arguments_too_much, too_much
 
 _TRUE = frozenset({"1", "on", "t", "true", "y", "yes"})
 _FALSE = frozenset({"0", "off", "f", "false", "n", "no"})
 _WHOLE = re.compile(r"\s*[+-]?\d+(?:_\d+)*(?:\.0*)?\s*", re.ASCII)
 # Strings that leave this room: in metrics, logs and other requests they must be text that can be encoded.
-_NAMES = ("model", "cache_salt", "session_id", "prompt_cache_key", "user")
+_NAMES = ("model", "cache_salt")
+# Where clients name the session that a request belongs to; the first one that says something counts. Headers, for
+# routers: vllm-router's, smg's, Dynamo's, then those of agents and proxies: OpenCode's, Claude Code's, Codex's (in two
+# spellings), LiteLLM's.
+SESSION_HEADERS = (
+    "x-session-id", "x-smg-routing-key", "x-dynamo-session-id", "x-session-affinity", "x-opencode-session",
+    "x-claude-code-session-id", "x-qwen-code-session-id", "session-id", "session_id", "thread-id",
+    "x-litellm-session-id",
+)  # fmt: skip
+# Then members of the body, of which `user_id` is Claude Code's and has the session in it.
+_SESSION_MEMBERS = (
+    ("session_id",), ("prompt_cache_key",), ("session_params", "session_id"),
+    ("nvext", "agent_context", "trajectory_id"), ("metadata", "session_id"), ("metadata", "user_id"),
+    ("safety_identifier",), ("user",),
+)  # fmt: skip
 _MAX_TOKEN_ID = 0xFFFFFFFF
 _LEAST, _MOST = -(2**63), 2**64 - 1  # vLLM takes no integer beyond; older ones fail with a 5xx
 _BRIEF_IDS = 4096  # ids or prompts: 0.6 us each
@@ -51,7 +66,7 @@ _INTEGERS_OF = {
 }
 # Fields that most requests have none of.
 _SELDOM = _INTEGERS.union(*_INTEGERS_OF.values()) | {
-    "stream_options", "n", "echo", "cache_salt", "session_id", "prompt_cache_key", "user",
+    "stream_options", "n", "echo", "cache_salt", *[path[0] for path in _SESSION_MEMBERS],
 }  # fmt: skip
 
 
@@ -137,6 +152,7 @@ def read_options(
         prompt.stream = stream if type(stream) is bool else boolean(stream, "stream")
     if path in (RESPONSES, MESSAGES):
         prompt.include_usage = True  # their streams always end with it
+        prompt.background = path == RESPONSES and bool(get("background"))
         previous = get("previous_response_id")
         prompt.previous_response = (
             previous if type(previous) is str and 0 < len(previous) <= LONGEST_RESPONSE_ID else None
@@ -145,16 +161,17 @@ def read_options(
     if limit is None and path != EMBEDDINGS:
         limit = get("max_output_tokens" if path == RESPONSES else "max_tokens")
     prompt.max_tokens = wanted = count(limit, "max_tokens")
-    session = headers.get("x-session-id") if headers else None
+    session = next(filter(None, map(headers.get, SESSION_HEADERS)), None) if headers else None
     if not _SELDOM.isdisjoint(request):
         session = _seldom_given(prompt, request, session)
     if session is not None:
-        long = len(session) > _LONG_SESSION
-        prompt.session = sha256(session.encode("utf-8", "replace")).hexdigest() if long else session
+        encoded = session.encode("utf-8", "replace")
+        prompt.session = sha256(encoded).hexdigest() if len(session) > _LONG_SESSION else encoded.decode()
     listed = path in (COMPLETIONS, EMBEDDINGS) and _is_list(get("prompt" if path == COMPLETIONS else "input"))
     if listed or prompt.n > 1:
         prompt.several = True
         prompt.copies = 0 if listed else prompt.n
+        prompt.sequences = prompt.n * (len(request["prompt" if path == COMPLETIONS else "input"]) if listed else 1)
     if listed or prompt.n > 1 or "best_of" in request:
         refuse_sequences(path, request, prompt.n)
     if context is not None and wanted is not None and wanted > context:
@@ -164,7 +181,9 @@ def read_options(
 
 def _is_list(prompts: Any) -> bool:
     """Whether these are several prompts."""
-    return type(prompts) is list and len(prompts) > 1 and type(prompts[0]) is not int
+    if type(prompts) is not list or len(prompts) < 2 or type(prompts[0]) is int:
+        return False
+    return type(prompts[0]) is list or all(type(one) is str for one in prompts)
 
 
 def _seldom_given(prompt: Prompt, request: dict[str, Any], session: str | None) -> str | None:
@@ -182,11 +201,13 @@ def _seldom_given(prompt: Prompt, request: dict[str, Any], session: str | None) 
     salt = get("cache_salt")
     if salt is not None and type(salt) is not str:
         raise bad("'cache_salt' must be a string", "cache_salt")
-    for key in ("session_id", "prompt_cache_key", "user"):
-        if session:
-            break
-        value = get(key)
-        session = value if type(value) is str else None
+    if not session:
+        for key, *inner in _SESSION_MEMBERS:
+            value = get(key)
+            for name in inner:
+                value = value.get(name) if type(value) is dict else None
+            if type(value) is str and value:
+                return value
     return session
 
 
@@ -294,7 +315,8 @@ def _refuse_long_integers(request: dict[str, Any], fields: frozenset[str]) -> No
 
 
 def prompts_of(given: Any, key: str) -> list[str | bytes]:
-    """A text, texts, ids or lists of ids -> texts and packed ids."""
+    """A text, texts, ids or lists of ids -> texts and packed ids. As vLLM reads it, strings are ids where not all are
+    strings: ["5", 6] has two."""
     if isinstance(given, str):
         return [given]
     if isinstance(given, list) and given:
@@ -306,6 +328,8 @@ def prompts_of(given: Any, key: str) -> list[str | bytes]:
             return given
         if all(isinstance(one, list) and one for one in given):
             return [packed(one, key) for one in given]
+        if isinstance(given[0], str):
+            return [packed(given, key)]
     raise bad(f"'{key}' must be a string, a list of strings, a list of token ids or a list of such lists", key)
 
 
@@ -328,6 +352,9 @@ class Chat:
     by_schema: bool = True  # see conversation()
     roles: tuple[str, ...] | None = None  # where each message is found to be nothing but a known role and a text
     body: bytes = b""  # the request that it came in
+    unknown: Unknown | None = None  # why nothing is known of what follows `messages`
+    rest: Sequence[Any] = ()  # what follows them, as it was received
+    at: datetime | None = None  # the time that its template prints; None: the time of the engines
 
 
 _ABOUT_RENDERING = frozenset(
@@ -343,9 +370,11 @@ _ABOUT_RENDERING = frozenset(
 )
 
 
-def from_chat(request: dict[str, Any]) -> Chat:
-    """`/v1/chat/completions`."""
+def from_chat(request: dict[str, Any], refuses_alike: bool = True) -> Chat:
+    """`/v1/chat/completions`. `refuses_alike`: an empty list of tools is refused; else it is none."""
     tools = request.get("tools")
+    if tools is not None and not (tools or refuses_alike):
+        tools = None
     if tools is not None:
         tools = tool_schemas(tools)
     if _ABOUT_RENDERING.isdisjoint(request):
@@ -400,6 +429,11 @@ def template_variables(
 
 def _flag(request: dict[str, Any], key: str, default: bool) -> bool:
     return boolean(request.get(key, default), key)
+
+
+def may_cut(request: Mapping[str, Any]) -> bool:
+    """Whether a request asks to be cut to a length."""
+    return request.get("truncate_prompt_tokens") is not None or request.get("truncation", "disabled") != "disabled"
 
 
 def most_ids(given: Any) -> int:

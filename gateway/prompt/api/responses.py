@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
 from ...errors import bad
-from .conversation import Unroutable, tool_schemas
+from ..quirks import NEWEST, VersionQuirks
+from .conversation import Unknown, Unroutable, tool_schemas
 from .openai import Chat, template_variables
 
+# What the model is told of a tool that takes one text (`custom`).
+_ONE_TEXT = {
+    "type": "object",
+    "properties": {"input": {"type": "string", "description": "The freeform text payload for this tool."}},
+    "required": ["input"],
+    "additionalProperties": False,
+}
 
-def from_responses(request: dict[str, Any]) -> Chat:
+
+def from_responses(request: dict[str, Any], quirks: VersionQuirks = NEWEST) -> Chat:
     """`/v1/responses`, as far as the request itself holds the conversation.
 
     vLLM adds the tokenizer's special tokens to what the template gives here (for many models a
@@ -19,6 +29,8 @@ def from_responses(request: dict[str, Any]) -> Chat:
     refuse_kept_conversations(request)
     given = request.get("input")
     messages: list[dict[str, Any]] = []
+    unknown: Unknown | None = None
+    begun = 0
     instructions = request.get("instructions")
     if instructions:
         if not isinstance(instructions, str):
@@ -27,10 +39,9 @@ def from_responses(request: dict[str, Any]) -> Chat:
     if isinstance(given, str):
         messages.append({"role": "user", "content": given})
     elif isinstance(given, list):
-        for item in given:
-            if not isinstance(item, dict):
-                raise bad("every item of 'input' must be an object", "input")
-            _add_item(messages, item)
+        if not all(isinstance(item, dict) for item in given):
+            raise bad("every item of 'input' must be an object", "input")
+        unknown, begun = _add_items(messages, given)
     else:
         raise bad("'input' must be a string or a list of items", "input")
     last = given[-1] if isinstance(given, list) and given else {}
@@ -42,10 +53,12 @@ def from_responses(request: dict[str, Any]) -> Chat:
     effort = reasoning.get("effort") if isinstance(reasoning, dict) else None
     return Chat(
         messages,
-        responses_tools(request.get("tools")),
+        responses_tools(request.get("tools"), quirks),
         template_variables(request, not unfinished, unfinished, effort),
         special=True,
         by_schema=False,
+        unknown=unknown,
+        rest=given[begun:] if unknown is not None else (),
     )
 
 
@@ -53,6 +66,22 @@ def refuse_kept_conversations(request: dict[str, Any]) -> None:
     for key in ("previous_response_id", "conversation", "prompt", "previous_input_messages"):
         if request.get(key):
             raise Unroutable(f"the conversation is kept by the engine ({key})")
+
+
+def _add_items(messages: list[dict[str, Any]], given: list[dict[str, Any]]) -> tuple[Unknown | None, int]:
+    """Return why conversion stopped and the index of the first item not covered by `messages`; an assistant turn is
+    kept or dropped as a whole."""
+    whole = len(messages)  # messages that no further item may change, and the items that they are made of
+    of = 0
+    for i, item in enumerate(given):
+        try:
+            _add_item(messages, item)
+        except Unknown as unknown:
+            del messages[whole:]
+            return unknown.with_traceback(None), of
+        if messages[-1].get("role") != "assistant":
+            whole, of = len(messages), i + 1
+    return None, 0
 
 
 def _add_item(messages: list[dict[str, Any]], item: dict[str, Any]) -> None:
@@ -88,8 +117,8 @@ def _call(item: dict[str, Any], kind: str) -> dict[str, Any]:
         arguments = json.dumps({"input": item.get("input") or ""}, ensure_ascii=False)
     else:
         arguments = item.get("arguments")
-        if item.get("namespace"):
-            raise Unroutable("a tool call in a namespace")
+        if space := item.get("namespace"):
+            name = f"{space}__{name}"
     return {"id": item.get("call_id"), "function": {"name": name, "arguments": arguments}, "type": "function"}
 
 
@@ -106,13 +135,36 @@ def _first_text(content: Any) -> str | None:
     return content if isinstance(content, str) else None
 
 
-def responses_tools(tools: Any) -> list[dict[str, Any]] | None:
+def responses_tools(tools: Any, quirks: VersionQuirks) -> list[dict[str, Any]] | None:
+    """What the template gets: functions, those of a namespace under both names, and `custom` tools as functions of one
+    text. The model is shown no others."""
     if not tools:
         return None
+    return function_tools([function for tool in tools_of(tools) for function in _shown(tool, quirks)])
+
+
+def function_tools(functions: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    shown = [{"type": "function", "function": function} for function in functions]
+    return (tool_schemas(shown) if shown else None) or []
+
+
+def tools_of(tools: Any) -> list[dict[str, Any]]:
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise bad("'tools' must be a list of objects", "tools")
-    if any(tool.get("type") not in ("function",) for tool in tools):
-        raise Unroutable("a tool that is no function")
-    return tool_schemas(
-        [{"type": "function", "function": {k: v for k, v in tool.items() if k != "type"}} for tool in tools]
-    )
+    return tools
+
+
+def _shown(tool: dict[str, Any], quirks: VersionQuirks) -> Iterator[dict[str, Any]]:
+    kind, name = tool.get("type"), tool.get("name")
+    if kind == "function":
+        yield tool
+    elif not quirks.rules_are_known:
+        raise Unroutable(f"what this engine makes of a tool of type {kind} is not known")
+    elif kind == "namespace":
+        for one in tools_of(tool.get("tools") or []):
+            if one.get("type") == "function":
+                yield {**one, "name": f"{name}__{one.get('name')}"}
+    elif kind == "custom" and quirks.shows_custom_tools is not False:
+        if quirks.shows_custom_tools is None:
+            raise Unroutable("this release may not show custom tools")
+        yield {"name": name, "description": tool.get("description"), "parameters": _ONE_TEXT}

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cachemap import Span, hash_with_media
+from cachemap.hashing import named_ahead
 
 from ..api.openai import Chat
 from ..offload import TakesLong, event_loop
@@ -85,7 +86,10 @@ class Images:
         except Unknown as unknown:
             return str(unknown)
         prompt.mode, prompt.media = "media", "exact"
-        prompt.hashes = array("Q", hash_with_media(ids, prompt.block_size, seed, spans))
+        size, ahead = prompt.block_size, prompt.looks_ahead
+        prompt.hashes = array("Q", hash_with_media(ids, size, seed, spans, ahead))
+        if ahead:
+            prompt.hashes = named_ahead(prompt.hashes, ids, size, ahead)
         prompt.tokens, prompt.rendered_chars = len(ids) // 4, len(text)
         prompt.note = (
             f"{len(items)} of media, {sum(span.length for span in spans)} tokens of them: all blocks are known"

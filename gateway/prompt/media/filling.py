@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..api.conversation import Unroutable
-from ..api.openai import Chat
+from ..api.openai import Chat, may_cut
 from ..prompt import Prompt
 from ..render.renderer import Renderer
 from ..tokens.tokenizer import Tokenizer
@@ -33,7 +33,7 @@ class Media:
     ) -> None:
         """Give a prompt the blocks of a conversation with media, and say what is not known of them. `rule`: how its
         engines name images; `context`: tokens that a prompt may have. Raises what rendering raises."""
-        if "truncate_prompt_tokens" in request or "truncation" in request:
+        if may_cut(request):
             raise Unroutable("truncation of a prompt with media")
         why = "family"
         if self.images is not None:

@@ -8,7 +8,7 @@ names, so it goes where it was sent before (`cachemap.GuessedBlocks`), but no ev
 from __future__ import annotations
 
 from cachemap import GuessedBlocks, hash_blocks
-from cachemap.hashing import covering
+from cachemap.hashing import covering, named_ahead
 
 from ..api.openai import Chat
 from ..prompt import MEDIA, Prompt
@@ -30,11 +30,14 @@ def fill(prompt: Prompt, chat: Chat, renderer: Renderer, tokenizer: Tokenizer, s
     text, named = renderer.text(chat, seen), renderer.text(chat, StandIns())
     # Where the two part the engine's placeholder begins, or what it may put before it, and tokens near that may reach
     # across. Before an added token none do.
-    exact = named[: renderer.last_cut(named[: _common(text, named)])]
+    exact = renderer.beginning(text, named)
     ids = tokenizer.encode(named, special=chat.special)
     known = (tokenizer.added_around()[0] if exact and chat.special else 0) + len(tokenizer.encode(exact)) // 4
     whole = known // size
     hashes = hash_blocks(ids[: 4 * size * whole], size, seed)
+    if prompt.looks_ahead and whole:  # the last one is named by what may be the item's
+        hashes = [*named_ahead(hashes, ids[: 4 * known], size, prompt.looks_ahead)]
+        whole = len(hashes)
     behind = covering(["guessed"], hashes[-1] if hashes else seed)
     hashes += hash_blocks(ids[4 * size * whole :], size, behind)
     prompt.mode, prompt.media = "partly", why
@@ -45,15 +48,3 @@ def fill(prompt: Prompt, chat: Chat, renderer: Renderer, tokenizer: Tokenizer, s
         f"{len(seen.items)} items" if len(seen.items) > 1 else f"an item ({seen.items[0].kind})" if seen.items else ""
     )
     prompt.note = f"{items} of media: exact up to the first one, by text from there on ({MEDIA[why]})"
-
-
-def _common(one: str, other: str) -> int:
-    """How many characters both begin with."""
-    low, high = 0, min(len(one), len(other))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if one[low:middle] == other[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low

@@ -18,6 +18,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..tokens.prefixes import Plan, Segment
+from .clock import Clock
 from .shape import put_in
 from .trace import MARKER, Pair, Question, Slot, Trace, Untraceable, raw_of, slots_in
 from .tracing import TracingEnvironment
@@ -28,14 +29,14 @@ _RESERVED = re.compile("[\ufdd0-\ufdd2]|\\\\ufdd[0-2]")  # as they are, and as r
 class Compiler:
     """Makes the plans of one template."""
 
-    def __init__(self, source: str, special_tokens: dict[str, str], cuts: Iterable[str]) -> None:
+    def __init__(self, source: str, special_tokens: dict[str, str], cuts: Iterable[str], clock: Clock) -> None:
         """Raises Untraceable, or what Jinja raises on a source that is none."""
         if _RESERVED.search(source + "".join(special_tokens.values())):
             raise Untraceable("the template contains Unicode non-characters")
         self._special_tokens = special_tokens
         alternatives = "|".join(map(re.escape, sorted(cuts, key=len, reverse=True)))
         self._cut = re.compile(alternatives or "(?!)")
-        self._environment = TracingEnvironment()
+        self._environment = TracingEnvironment(clock)
         self._template = self._environment.from_string(source)
 
     def plan(

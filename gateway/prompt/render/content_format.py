@@ -12,12 +12,16 @@ from collections.abc import Iterator
 from jinja2 import nodes
 
 
-def takes_parts(tree: nodes.Template, look_into_macros: bool = True) -> bool:
+def takes_parts(tree: nodes.Template, look_into_macros: bool = True, follow_namespaces: bool = True) -> bool:
     """True when the template loops over message content (vLLM's format "openai").
 
-    Without `look_into_macros` a macro's parameters are names like any other.
+    Without `look_into_macros` a macro's parameters are names like any other. Without `follow_namespaces` messages that
+    are put into a namespace make vLLM give up, and a template that does so gets text.
     """
-    messages = _message_names(tree)
+    names = [*_aliases(tree, "messages", follow_namespaces)]
+    if not follow_namespaces and any("." in name for name in names):
+        return False
+    messages = _message_names(tree, names)
     macro_loops: dict[int, set[str]] = {}
     for macro in tree.find_all(nodes.Macro) if look_into_macros else ():
         contents = _content_parameters(tree, macro, messages)
@@ -32,9 +36,8 @@ def takes_parts(tree: nodes.Template, look_into_macros: bool = True) -> bool:
     return False
 
 
-def _message_names(tree: nodes.Template) -> list[str]:
+def _message_names(tree: nodes.Template, lists: list[str]) -> list[str]:
     """Loop variables that stand for one message."""
-    lists = list(_aliases(tree, "messages"))
     return [
         loop.target.name
         for loop in tree.find_all(nodes.For)
@@ -42,20 +45,32 @@ def _message_names(tree: nodes.Template) -> list[str]:
     ]
 
 
-def _aliases(tree: nodes.Template, name: str) -> Iterator[str]:
-    """`name` and every variable that is set from it (or from a slice or filter of it)."""
+def _aliases(tree: nodes.Template, name: str, in_namespaces: bool) -> Iterator[str]:
+    """`name` and every variable that is set from it (or from a slice or filter of it), in a namespace as `ns.name`."""
     seen, queue = {name}, [name]
     while queue:
         current = queue.pop(0)
         yield current
         for assign in tree.find_all(nodes.Assign):
-            if (
-                isinstance(assign.target, nodes.Name)
-                and _reads(assign.node, current)
-                and assign.target.name not in seen
-            ):
-                seen.add(assign.target.name)
-                queue.append(assign.target.name)
+            found = [*_set_from(assign, current, in_namespaces)]
+            queue += [one for one in found if one not in seen]
+            seen.update(found)
+
+
+def _set_from(assign: nodes.Assign, name: str, in_namespaces: bool) -> Iterator[str]:
+    target, value = assign.target, assign.node
+    if _reads(value, name):
+        if isinstance(target, nodes.Name):
+            yield target.name
+        elif isinstance(target, nodes.NSRef):
+            yield f"{target.name}.{target.attr}"
+    elif (
+        in_namespaces
+        and isinstance(target, nodes.Name)
+        and isinstance(value, nodes.Call)
+        and _reads_name(value.node, "namespace")
+    ):
+        yield from (f"{target.name}.{one.key}" for one in value.kwargs if _reads(one.value, name))
 
 
 def _content_parameters(tree: nodes.Template, macro: nodes.Macro, messages: list[str]) -> set[str]:
@@ -76,11 +91,14 @@ def _reads(node: nodes.Node | None, name: str, key: str | None = None) -> bool:
     if isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Slice):
         return _reads(node.node, name, key)
     if key is None:
-        return isinstance(node, nodes.Name) and node.ctx == "load" and node.name == name
+        return node is not None and _reads_name(node, name)
     if isinstance(node, nodes.Getitem):
         return _reads_name(node.node, name) and isinstance(node.arg, nodes.Const) and node.arg.value == key
     return isinstance(node, nodes.Getattr) and _reads_name(node.node, name) and node.attr == key
 
 
 def _reads_name(node: nodes.Node, name: str) -> bool:
+    base, _, attribute = name.rpartition(".")
+    if base:
+        return isinstance(node, nodes.Getattr) and node.attr == attribute and _reads_name(node.node, base)
     return isinstance(node, nodes.Name) and node.ctx == "load" and node.name == name

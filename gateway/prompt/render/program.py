@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from datetime import datetime
 from typing import Any
 
 from ..quirks import NEWEST, Transformers, VersionQuirks
+from .clock import Clock
 from .template import TemplateError
 
 Message = dict[str, Any]
@@ -33,7 +35,8 @@ class Program:
     """The rules of one family.
 
     `write` turns a conversation, its tools and the template variables into text, as an engine with these quirks does;
-    it raises whatever it likes where the engine refuses. `prints` holds all special tokens that it may print.
+    it raises whatever it likes where the engine refuses. One that `prints_date` has it from the variable
+    `strftime_now`. `prints` holds all special tokens that it may print.
     `takes_parts`: texts come to it as lists of parts. `as_received`: it gets a request's messages as they are, and what
     a request says of template variables, special tokens or truncation is not for it. `raw_messages`: it gets messages
     as they are, and all else as a template does. `makes_tokens`: it writes all special tokens itself, whatever a
@@ -55,22 +58,31 @@ class ProgramTemplate:
     """A program in the place of a `ChatTemplate`."""
 
     knows_developer = True
-    reads_thinking = False
+    reads: frozenset[str] = frozenset()
+    prints_time = False
 
-    def __init__(self, program: Program, quirks: VersionQuirks = NEWEST) -> None:
-        self.program = program
+    def __init__(self, program: Program, quirks: VersionQuirks = NEWEST, clock: Clock | None = None) -> None:
+        self.program, self.clock = program, clock or Clock()
         self.source, self.takes_parts = program.prints, program.takes_parts(quirks)
         self.as_received, self.prints_date = program.as_received or program.raw_messages, program.prints_date
         self.special_tokens: dict[str, str] = {}
         self.quirks = replace(quirks, transformers=_UNTOUCHED)
         self.not_compiled = f"the engine writes {program.family}'s conversations by rules of its own"
 
-    def render(self, conversation: list[Message], tools: list[Message] | None, variables: Mapping[str, Any]) -> str:
-        """Conversation -> text. Raises TemplateError."""
+    def render(
+        self,
+        conversation: list[Message],
+        tools: list[Message] | None,
+        variables: Mapping[str, Any],
+        at: datetime | None = None,
+    ) -> str:
+        """Conversation -> text. Raises TemplateError. `at`: the time that is printed; None: the time of its clock."""
         if not self.quirks.rules_are_known:
             raise TemplateError(f"this engine may write {self.program.family}'s conversations by other rules")
         if "tokenize" in variables:
             raise TemplateError("the request says how its text is to be tokenized")
+        if self.prints_date:
+            variables = {**variables, "strftime_now": at.strftime if at is not None else self.clock.strftime_now}
         try:
             return self.program.write(conversation, tools, variables, self.quirks)
         except Exception as error:  # the engine would refuse it, too

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from datetime import datetime
 from typing import Any, ClassVar
 
@@ -21,18 +21,73 @@ import jinja2.runtime
 import jinja2.sandbox
 
 from ...errors import bad
+from ..api.conversation import MAY_BE_UNLIKE
 from ..quirks import NEWEST, VersionQuirks
+from .clock import Clock
 from .content_format import takes_parts
 
 # What marks where the message to be continued ends; a template may strip its trailing blank.
 _CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
 
-# A key `thinking`, or a message dumped as a whole.
-_THINKING = re.compile(r"""[.'"]thinking\b|\b(?:messages?|msg|m)(?:\[[^\]]*\])?\s*\|\s*tojson""")
+# A key of a message, or a message dumped as a whole.
+_READ = re.compile(
+    rf"""[.'"]({"|".join(MAY_BE_UNLIKE)})\b|\b(?:messages?|msg|m)(?:\[[^\]]*\])?\s*(?:\|\s*(?:tojson|items)\b|\.items\b)"""
+)
+
+
+# Characters of a template, of which the longest known has 30,000; and what its loops may go over while one conversation
+# is rendered, in a second or two: a thousand messages for each of a thousand. Whoever wrote a model's folder would keep
+# the gateway from all other models' clients otherwise.
+MOST_CHARS, MOST_ITEMS = 1 << 20, 1 << 20
+_EACH = "hitherto_each"  # the name of `_Items.each` in a template
+_SIZED = (list, tuple, dict, str, range)
 
 
 class TemplateError(Exception):
     """The template refused or failed on this conversation."""
+
+
+class _Items:
+    """The number of items that the loops of one rendering may still go over."""
+
+    def __init__(self) -> None:
+        self.left = MOST_ITEMS
+
+    def each(self, items: Any) -> Any:
+        if isinstance(items, _SIZED):
+            self._take(len(items))
+            return items
+        return self._counted(items)
+
+    def _counted(self, items: Any) -> Iterator[Any]:
+        for item in items:
+            self._take(1)
+            yield item
+
+    def _take(self, count: int) -> None:
+        self.left -= count
+        if self.left < 0:
+            raise TemplateError(f"the chat template's loops go over more than {MOST_ITEMS} items")
+
+
+class Bounded:
+    """A Jinja template each of whose loops asks `_Items` before it begins."""
+
+    def __init__(self, env: jinja2.Environment, source: str) -> None:
+        """Raises TemplateError where it is larger than any model's, and what Jinja raises."""
+        if len(source) > MOST_CHARS:
+            raise TemplateError(
+                f"the chat template has {len(source)} characters, and is used with {MOST_CHARS} at most"
+            )
+        tree = env.parse(source)
+        for loop in tree.find_all(jinja2.nodes.For):
+            name = jinja2.nodes.Name(_EACH, "load", lineno=loop.lineno)
+            loop.iter = jinja2.nodes.Call(name, [loop.iter], [], None, None, lineno=loop.lineno)
+        tree.set_environment(env)
+        self._template = env.from_string(tree)
+
+    def render(self, values: Mapping[str, Any]) -> str:
+        return self._template.render({**values, _EACH: _Items().each})
 
 
 class _Generation(jinja2.ext.Extension):
@@ -61,8 +116,21 @@ def _raise_exception(message: str) -> None:
     raise jinja2.TemplateError(message)
 
 
-def strftime_now(pattern: str) -> str:
-    return datetime.now().strftime(pattern)
+# What strftime prints that does not change within a day.
+_OF_THE_DAY = re.compile(r"%[-_0^#EO]*[aAwdbBhmyYGgVuUWjCxDFeZz%nt]")
+
+
+def _tells_time(tree: jinja2.nodes.Template) -> bool:
+    """Whether it may print what changes within a day."""
+    by_name = sum(one.name == "strftime_now" for one in tree.find_all(jinja2.nodes.Name))
+    asked = [one.node for one in tree.find_all(jinja2.nodes.Test) if one.name in ("defined", "undefined")]
+    for call in tree.find_all(jinja2.nodes.Call):
+        if isinstance(call.node, jinja2.nodes.Name) and call.node.name == "strftime_now":
+            by_name -= 1
+            pattern = call.args[0] if call.args else None
+            if not isinstance(pattern, jinja2.nodes.Const) or "%" in _OF_THE_DAY.sub("", str(pattern.value)):
+                return True
+    return by_name > sum(isinstance(one, jinja2.nodes.Name) and one.name == "strftime_now" for one in asked)
 
 
 _DICT_ATTRIBUTES = frozenset(dir(dict))
@@ -71,11 +139,11 @@ _DICT_ATTRIBUTES = frozenset(dir(dict))
 class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
     """The sandbox and the names that transformers gives a template."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Clock) -> None:
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols])
         self.filters["tojson"] = tojson
         self.globals["raise_exception"] = _raise_exception
-        self.globals["strftime_now"] = strftime_now
+        self.globals["strftime_now"] = clock.strftime_now
 
     def getattr(self, obj: Any, attribute: str) -> Any:
         """`message.role`, `loop.first`: the two ways of asking that are nearly all of them, at once.
@@ -102,31 +170,51 @@ class ChatTemplate:
     not_compiled = ""  # why it cannot be, see `render.compiler`
     as_received = False
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str], quirks: VersionQuirks = NEWEST) -> None:
-        """Raises TemplateError when `source` is not Jinja."""
+    def __init__(
+        self,
+        source: str,
+        special_tokens: Mapping[str, str],
+        quirks: VersionQuirks = NEWEST,
+        clock: Clock | None = None,
+    ) -> None:
+        """Raises TemplateError when `source` is not Jinja, or larger than any model's."""
         self.source = source
+        self.clock = clock or Clock()
         self.quirks = quirks
         self.special_tokens = dict(special_tokens)
         self.prints_date = "strftime_now" in source
+        self.prints_time = False  # finer than by the day, in some conversations
         # vLLM looks for the quoted word, too; without it developer messages become system messages
         self.knows_developer = '"developer"' in source or "'developer'" in source
-        self.reads_thinking = bool(_THINKING.search(source))
-        env = Sandbox()
+        found = {match[1] for match in _READ.finditer(source)}
+        self.reads = frozenset(MAY_BE_UNLIKE if None in found else found)
+        env = Sandbox(self.clock)
         try:
-            self._template = env.from_string(source)
-            self.takes_parts = takes_parts(env.parse(source), quirks.looks_into_macros)
+            self._template = Bounded(env, source)
+            tree = env.parse(source)
+            self.takes_parts = takes_parts(tree, quirks.looks_into_macros, quirks.follows_namespaces)
+            self.prints_time = self.prints_date and _tells_time(tree)
         except jinja2.TemplateError as error:
             raise TemplateError(f"the chat template is not valid Jinja: {error}") from error
+        except (RecursionError, MemoryError, SyntaxError) as error:  # SyntaxError: too many nested blocks for Python
+            raise TemplateError(f"the chat template cannot be compiled: {type(error).__name__}: {error}") from error
 
     def render(
-        self, conversation: list[dict[str, Any]], tools: list[dict[str, Any]] | None, variables: Mapping[str, Any]
+        self,
+        conversation: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None,
+        variables: Mapping[str, Any],
+        at: datetime | None = None,
     ) -> str:
         """Conversation -> text. Raises TemplateError, and ApiError for variables that exclude each other.
 
         `variables` holds `add_generation_prompt`, `continue_final_message`, `documents` and
         whatever the request's `chat_template_kwargs` bring; they win over the special tokens.
+        `at`: the time that is printed; None: the time of its clock.
         """
         values = {**self.special_tokens, "documents": None, "add_generation_prompt": False, **variables}
+        if at is not None:
+            values.setdefault("strftime_now", at.strftime)
         last = None
         if values.pop("continue_final_message", False):
             if values["add_generation_prompt"]:

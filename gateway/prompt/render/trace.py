@@ -191,7 +191,7 @@ _OWN: dict[str, Callable[..., Any]] = {
     "json_inner": lambda text: json.dumps(text, ensure_ascii=False)[1:-1],
     "str": str,
     "repr": repr,
-    "clock": lambda _, pattern: plain.strftime_now(pattern),
+    "clock": lambda _, clock, pattern: clock.strftime_now(pattern),
 }
 
 # Methods a template may call on a text; the result is a text, a question, or a list of texts.

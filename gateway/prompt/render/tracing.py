@@ -44,8 +44,9 @@ class TracingEnvironment(plain.Sandbox):
 
     trace = Trace([])  # an empty one while Jinja folds constants
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, clock: plain.Clock) -> None:
+        super().__init__(clock)
+        self._clock = clock
         self.concat = self._lifting_concat  # type: ignore[method-assign]
         self.globals["strftime_now"] = self._strftime_now
         self.globals.pop("lipsum", None)
@@ -94,7 +95,7 @@ class TracingEnvironment(plain.Sandbox):
         return self._lift(super().call(context, function, *args, **kwargs))
 
     def _strftime_now(self, pattern: str) -> str:
-        return self.trace.ask("clock", "", (pattern,), plain.strftime_now(pattern))
+        return self.trace.ask("clock", "", (self._clock, pattern), self._clock.strftime_now(pattern))
 
     # filters and tests
 

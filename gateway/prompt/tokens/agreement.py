@@ -7,7 +7,8 @@ and decomposed letters, and the model's own special tokens with text before, aft
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 from ..render.program import UNSPOKEN
@@ -30,6 +31,21 @@ _TEXTS = (
 )  # fmt: skip
 _MOST_TOKENS = 10  # special tokens that get a text of their own
 _MOST_STRANGE, _LONGEST = 64, 64  # tokens that are none here, eight a text; characters of one
+
+
+_NONE: Mapping[str, str] = MappingProxyType({})
+
+
+class Differences(NamedTuple):
+    """Where engines were found to make other tokens than the gateway, and why."""
+
+    texts: Mapping[str, str] = _NONE  # of any prompt of these models
+    chats: Mapping[str, str] = _NONE  # of conversations of these models
+    bodies: Mapping[frozenset[str], str] = MappingProxyType({})  # of bodies with these features, see `prompt.features`
+    doubted: Collection[frozenset[str]] = ()  # bodies with these features are exact, but not refused for their count
+    shown: bool = False  # an engine produced the gateway's ids for all fixed chats
+    zones: frozenset[int] | None = None  # that they print the date of, see `render.clock`; None: none was asked
+    days: str = ""  # why the date that they print is not certain
 
 
 class Answer(NamedTuple):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,7 +47,7 @@ def find_model(name_or_dir: str | Path) -> Path:
         raise ModelError(
             f"no directory {name}: set model to the folder that holds its tokenizer.json, or to its name on the hub"
         )
-    from huggingface_hub import snapshot_download  # a slow import, needed only here
+    from huggingface_hub import constants, snapshot_download  # a slow import, needed only here
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
@@ -57,7 +56,7 @@ def find_model(name_or_dir: str | Path) -> Path:
         raise ModelError(f"{name!r} is neither a directory nor a model name: {error}") from error
     except LocalEntryNotFoundError:
         pass
-    if os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on"):
+    if constants.HF_HUB_OFFLINE:
         raise ModelError(
             f"{name} is not in the Hugging Face cache and HF_HUB_OFFLINE is set: "
             "unset it, or set model to a directory with tokenizer.json"
@@ -217,6 +216,6 @@ def _json(path: Path) -> dict[str, Any]:
         return {}
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"can't read {path}: {error}") from error
     return value if isinstance(value, dict) else {}

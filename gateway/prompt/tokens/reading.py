@@ -144,7 +144,7 @@ class _Source:
 
 
 def _defaults(name: str) -> dict[str, str]:
-    return _CLASSES[name].defaults if name in _CLASSES else {}
+    return _CLASSES[name].defaults if name in _CLASSES else _NAMED_OTHERWISE.get(name, {})
 
 
 @dataclass(frozen=True)
@@ -234,7 +234,7 @@ _MISTRAL_TYPES = frozenset(
 )
 # Model types for which vLLM itself takes the class that uses tokenizer.json as it is.
 _TAKEN_AS_THEY_ARE = frozenset(
-    {"deepseek_v32", "deepseek_v4", "internlm2", "step3_vl", "step3p7", "unlimited-ocr", "unlimited_ocr"}
+    "deepseek_v32 deepseek_v4 internlm2 step3_vl step3p7 step5 step5_vl unlimited-ocr unlimited_ocr".split()
 )
 _CLASS_OF_TYPE = {
     **dict.fromkeys(
@@ -353,6 +353,16 @@ _CLASSES = {
     "GPT2Tokenizer": _Class(_END, lambda config: {"normalizer": None, "pre_tokenizer": _byte_level(config)}),
     "GPTNeoXTokenizer": _Class({**_END, "pad_token": "<|padding|>"},
                                lambda config: {"normalizer": {"type": "NFC"}, "pre_tokenizer": _byte_level(config)}, adds_nothing=True),
+}  # fmt: skip
+# What is known of classes that are not followed otherwise: the tokens that a template may print by name. Models of the
+# others have no chat templates.
+_NAMED_OTHERWISE = {
+    "CohereTokenizer": {"unk_token": "<UNK>", "bos_token": "<BOS_TOKEN>", "eos_token": "<|END_OF_TURN_TOKEN|>", "pad_token": "<PAD>",
+                        "cls_token": "<CLS>", "sep_token": "<SEP>", "mask_token": "<MASK_TOKEN>"},
+    "CodeLlamaTokenizer": _CLASSES["LlamaTokenizer"].defaults,
+    "CodeGenTokenizer": _END,
+    "BlenderbotTokenizer": {"bos_token": "<s>", "eos_token": "</s>", "sep_token": "</s>", "cls_token": "<s>", "unk_token": "<unk>",
+                            "pad_token": "<pad>", "mask_token": "<mask>"},
 }  # fmt: skip
 
 

@@ -4,10 +4,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from replicas.answer import Answer
-from replicas.engines.dialect import EventRecords, Sources, Tokenizing, Told
+from replicas.engines.dialect import EventRecords, Sources, Told
 from replicas.engines.sglang import facts, metrics
 from replicas.engines.sglang.events import Decoder
-from replicas.engines.sglang.transfer import BOOTSTRAP
 from replicas.engines.vllm import aborts
 from replicas.launch.exits import PLAIN
 from replicas.problems import EVENTS_BY_HAND, Remedies
@@ -27,8 +26,7 @@ REMEDIES = Remedies(
     nodes="start one engine a rank and give the URL of each",
     replay='add "replay_endpoint":"tcp://*:PORT" to --kv-events-config, and replay=tcp://HOST:PORT if events= is given in the URL',
     cached_tokens="start SGLang with --enable-cache-report",
-    transfer="start it with --disaggregation-mode prefill or decode, as its role, and let its counterparts reach its "
-             "--disaggregation-bootstrap-port",
+    transfer="leave its role out: how SGLang passes caches on is not known here",
 )  # fmt: skip
 
 
@@ -40,17 +38,14 @@ class Sglang:
     paths = facts.PATHS
     health_seconds = 3.0  # it looks once a second whether anything was computed since it was asked
     metrics = metrics.NAMES
-    metrics_path = "/metrics"
-    tokenizing = Tokenizing()
     remedies = REMEDIES
     log = PLAIN
     rank_header = "X-Data-Parallel-Rank"  # before the `routed_dp_rank` of a body
     rank_paths = ("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses")
     chat_token_ids = (b'"input_ids":', b"")
-    fills_templates_alike = False
     priority_paths, priority_header, priority_header_paths = (), None, ()
     limits_path = "/server_info"
-    transfer = BOOTSTRAP
+    transfer = None
     peer_pull = None
     aborted = aborts.ABORTED  # as vLLM's: the finish reason "abort"
 
@@ -63,13 +58,20 @@ class Sglang:
     def event_sources(self, answers: Mapping[str, Answer], host: str) -> Sources:
         return facts.sources(answers, host, self.remedies)
 
-    def event_decoder(self, records: EventRecords, block_size: int) -> Callable[[bytes], Any]:
+    def event_decoder(self, records: EventRecords) -> Callable[[bytes], Any]:
         return Decoder(records).decode
 
     def version_quirks(self, version: str | None) -> dict[str, Any]:
         """None are known: prompts are made as for the newest, and held against what it makes itself. What it writes
         by rules in its code has not been compared."""
-        return {"rules_are_known": False, "media_identity": None}
+        return {
+            "rules_are_known": False,
+            "media_identity": None,
+            "chats_known": None,
+            "refuses_alike": False,
+            "ids_field": "input_ids",
+            "unfollowed": facts.UNFOLLOWED,
+        }
 
     def has_random_hash_seed(self, version: str | None) -> bool:
         """Its keys are SHA-256 of the tokens, in all processes alike."""

@@ -1,14 +1,17 @@
 """SGLang's cache events off the wire: batches as vLLM's, of pages instead of blocks.
 
-Older versions write an event as an array, newer ones as a map; fields at the end that say nothing are left out. Keys
-are signed. Each page may come in an event of its own, so those that follow on are put together. With EAGLE a page's
-tokens are pairs, of each token and the next one.
+Events are arrays or maps; fields at the end that say nothing are left out. An array may end with a map of what is told
+besides, a salt for one. Keys are signed. Each page may come in an event of its own, so those that follow on are put
+together. With EAGLE a page's tokens are pairs, of each token and the next one.
 """
 
 from array import array
 from typing import Any
 
+import msgspec
+
 from replicas.engines.vllm.events import Decoder as ArraysAndMaps
+from replicas.engines.vllm.events import Stored
 
 
 class Decoder(ArraysAndMaps):
@@ -18,16 +21,24 @@ class Decoder(ArraysAndMaps):
         batch = super().decode(payload)
         return batch._replace(events=_together(batch.events)) if len(batch.events) > 1 else batch
 
-    def _stored(self, fields: dict[str, Any]) -> Any:
-        tokens, salt = fields["token_ids"], fields.get("cache_salt")
-        pairs = bool(tokens) and isinstance(tokens[0], list)
+    def _stored(self, event: Stored) -> Any:
+        salt = getattr(event, "cache_salt", None)
+        if isinstance(event.lora_name, dict):  # arrays end with a map of what is not told in a field of its own
+            told = event.lora_name
+            event.lora_name, salt = _text(told.get("lora_name")), _text(told.get("cache_salt"))
+        tokens: list[Any] = event.token_ids or []
+        pairs = bool(tokens) and isinstance(tokens[0], tuple)
         if pairs:
-            fields = {**fields, "token_ids": [pair[0] for pair in tokens]}
-        if salt and fields["parent_block_hash"] is None:
+            event.token_ids = [pair[0] for pair in tokens]
+        stored = super()._stored(event)._replace(together=1, below=False)
+        if salt and event.parent_block_hash is None and stored.keys:
             # told with every event of the prompt; what a prompt begins with covers it, and the chain carries it on
-            fields = {**fields, "extra_keys": [[salt], *[None] * (len(fields["block_hashes"]) - 1)]}
-        stored = super()._stored(fields)._replace(together=1, below=False)
+            stored = stored._replace(extra=[[salt], *[None] * (len(stored.keys) - 1)])
         return stored._replace(ahead=array("I", [pair[1] for pair in tokens]).tobytes()) if pairs else stored
+
+
+def _text(packed: msgspec.Raw | None) -> str | None:
+    return None if packed is None else msgspec.msgpack.decode(packed, type=str | None)
 
 
 def _together(events: list[Any]) -> list[Any]:

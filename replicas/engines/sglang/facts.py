@@ -9,12 +9,21 @@ from replicas.addresses import check_endpoint
 from replicas.answer import Answer
 from replicas.engines.dialect import Sources, Told
 from replicas.event_source import EventSource
+from replicas.metrics import MOST_RANKS
 from replicas.names import bracketed
 from replicas.problems import EVENTS_BY_HAND, EVENTS_OFF, NO_REPLAY, Problem, Remedies
-from replicas.roles import DECODE, PREFILL
 
 PATHS = ("/server_info", "/get_server_info")
 BLOCK = 16  # tokens of a block of the map at least: smaller pages are put together to such blocks
+# Fields of a body that it reads and the gateway does not, or not as SGLang does; and those of vLLM's that it passes
+# over. Of these with `extra_key` and `lora_path` in its cache's keys its events do not tell.
+UNFOLLOWED = frozenset(
+    """
+    extra_key lora_path session_params task reasoning reasoning_effort continue_final_message input_embeds
+    add_generation_prompt add_special_tokens chat_template documents kv_transfer_params prompt_embeds
+    truncate_prompt_tokens truncation truncation_side
+    """.split()
+)
 WILDCARDS = ("*", "0.0.0.0", "::", "[::]")
 
 
@@ -35,7 +44,7 @@ def told(answers: Mapping[str, Answer]) -> Told:
     page = _number(events.get("block_size") if isinstance(events, dict) else None) or _number(found["page_size"]) or 1
     block = page * -(-BLOCK // page)
     tokens, path = _number(found["max_total_num_tokens"]), found.get("model_path")
-    version, mode = found.get("version"), found.get("disaggregation_mode")
+    version = found.get("version")
     return Told(
         version if isinstance(version, str) else None,
         path if isinstance(path, str) else None,
@@ -43,13 +52,11 @@ def told(answers: Mapping[str, Answer]) -> Told:
         tokens // block if tokens else None,
         page,
         found.get("disable_radix_cache") is not True,
-        mode if mode in (PREFILL, DECODE) else None,  # "null" without one
-        _number(found.get("disaggregation_bootstrap_port")),
     )
 
 
 def _number(value: Any) -> int | None:
-    return value if type(value) is int and value > 0 else None
+    return value if type(value) is int and 0 < value < 1 << 40 else None
 
 
 def sources(answers: Mapping[str, Answer], host: str, remedies: Remedies) -> Sources:
@@ -61,15 +68,25 @@ def sources(answers: Mapping[str, Answer], host: str, remedies: Remedies) -> Sou
         return Sources(
             None if asked.status == 0 or asked.status >= 500 else {}, {"events": Problem(why, remedies.unlisted)}
         )
-    ranks = _number(found.get("dp_size")) or 1
+    ranks = min(_number(found.get("dp_size")) or 1, MOST_RANKS + 1)  # one more than are believed
+    problems = _half(found.get("disaggregation_mode"))
     try:
         first = _described(found.get("kv_events"), host) or _configured(found.get("kv_events_config"), host)
     except ValueError as error:
-        return Sources(dict.fromkeys(range(ranks)), {"events": Problem(str(error), remedies.binding)})
+        return Sources(dict.fromkeys(range(ranks)), problems | {"events": Problem(str(error), remedies.binding)})
     if first is None:
-        return Sources(dict.fromkeys(range(ranks)), {"events": Problem(EVENTS_OFF, remedies.events)})
-    problems = {} if first.replay is not None else {"replay": Problem(NO_REPLAY, remedies.replay)}
+        return Sources(dict.fromkeys(range(ranks)), problems | {"events": Problem(EVENTS_OFF, remedies.events)})
+    if first.replay is None:
+        problems["replay"] = Problem(NO_REPLAY, remedies.replay)
     return Sources({rank: first.at_rank(rank) for rank in range(ranks)}, problems)
+
+
+def _half(mode: Any) -> dict[str, Problem]:
+    """What is wrong with an engine that was started for one leg of requests."""
+    if mode not in ("prefill", "decode"):  # "null" without one
+        return {}
+    what = f"it was started with --disaggregation-mode {mode}, so it refuses every request that names no bootstrap room"
+    return {"role": Problem(what, "start SGLang without --disaggregation-mode: nobody here names such rooms")}
 
 
 def _described(told: Any, host: str) -> EventSource | None:

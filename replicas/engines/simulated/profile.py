@@ -34,7 +34,7 @@ class SimProfile(BaseModel):
     seed: int | None = None
     extra_args: list[str] = []
     env: dict[str, str] = {}
-    start_timeout_s: float = Field(30.0, gt=0)
+    start_timeout_s: float = Field(120.0, gt=0)
 
     @property
     def own_model(self) -> str:
@@ -63,6 +63,14 @@ class SimProfile(BaseModel):
     @property
     def traits(self) -> Traits:
         return Traits()
+
+    @property
+    def context_parallel(self) -> int:
+        return 1
+
+    @property
+    def drops_block(self) -> bool | None:
+        return None
 
     def unlike(self, decoder: Self) -> list[str]:
         if self.transfer == decoder.transfer:

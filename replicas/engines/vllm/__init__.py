@@ -4,11 +4,17 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from replicas.answer import Answer
-from replicas.engines.dialect import EventRecords, Sources, Tokenizing, Told
+from replicas.engines.dialect import EventRecords, Sources, Told
 from replicas.engines.vllm import aborts, log, metrics, sources
 from replicas.engines.vllm.events import Decoder
 from replicas.engines.vllm.transfer import NIXL, PEER_PULL
-from replicas.engines.vllm.versions import has_random_hash_seed, has_series_of_connectors, version_quirks
+from replicas.engines.vllm.versions import (
+    finds_parts,
+    has_random_hash_seed,
+    has_series_of_connectors,
+    looks_to_end,
+    version_quirks,
+)
 from replicas.launch.command import LaunchProfile
 from replicas.problems import EVENTS_BY_HAND, Remedies
 
@@ -35,6 +41,7 @@ REMEDIES = Remedies(
 
 
 NIXL_SERIES = b"\nvllm:nixl_"
+DRAFTS = b"\nvllm:spec_decode_num_drafts_total"  # there from the start with any speculator, ngram's too
 
 
 class Vllm:
@@ -45,8 +52,6 @@ class Vllm:
     paths = (sources.PATH,)
     health_seconds = 0.0
     metrics = metrics.NAMES
-    metrics_path = "/metrics"
-    tokenizing = Tokenizing()
     remedies = REMEDIES
     log = log.GRAMMAR
     rank_header = "X-data-parallel-rank"
@@ -54,7 +59,6 @@ class Vllm:
     # It takes them out of this field before anything else looks at it, so that without a KV connector nothing else
     # changes.
     chat_token_ids = (b'"kv_transfer_params":{"prompt_token_ids":', b"}")
-    fills_templates_alike = True
     # Without --scheduling-policy priority 0.28 and 0.32 ignore it (200), though their documents speak of an error.
     priority_paths = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
     # In 0.28 to 0.32; a version that does not know it takes such a request for one without a priority.
@@ -72,12 +76,18 @@ class Vllm:
         version = told if isinstance(told, str) else None
         # A connector has its series from the start, also within a MultiConnector (0.28 and 0.32).
         has_page = b"\n" + self.metrics.cache_config in page and has_series_of_connectors(version)
-        return Told(version, unable=frozenset({NIXL.id} if has_page and NIXL_SERIES not in page else ()))
+        return Told(
+            version,
+            unable=frozenset({NIXL.id} if has_page and NIXL_SERIES not in page else ()),
+            drops_block=DRAFTS in page,
+            looks_to_end=looks_to_end(version),
+            finds_parts=finds_parts(version),
+        )
 
     def event_sources(self, answers: Mapping[str, Answer], host: str) -> Sources:
         return Sources(*sources.read(answers[sources.PATH], host, self.remedies))
 
-    def event_decoder(self, records: EventRecords, block_size: int) -> Callable[[bytes], Any]:
+    def event_decoder(self, records: EventRecords) -> Callable[[bytes], Any]:
         return Decoder(records).decode
 
     def version_quirks(self, version: str | None) -> dict[str, Any]:

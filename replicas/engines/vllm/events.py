@@ -1,14 +1,20 @@
 """vLLM's cache events off the wire: msgpack batches, decoded into the records of whoever follows them.
 
-A batch is `[timestamp, events, data_parallel_rank]`. Newer vLLM writes an event as a map
+A batch is `[timestamp, events, data_parallel_rank]`, or a map of these. Newer vLLM writes an event as a map
 with its type under "type", older as an array with its type first; block hashes are ints or
 bytes. Fields unknown to us are ignored; events that cannot be read are passed over, with the reason, one by one.
+
+Each event is decoded by the types of its fields, so that whatever else is in one ends at its first wrong byte: decoded
+as it came, 16 MiB of empty lists held up the whole process for 28 s.
 """
 
 from array import array
-from typing import Any
+from itertools import chain
+from math import isfinite
+from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta
 
 from replicas.engines.dialect import EventRecords
 
@@ -19,18 +25,83 @@ TIERS = {
     "cpu_tier2": "disk", "obj": "remote", "external": "remote", "remote": "remote",
 }  # fmt: skip
 
-# the order of fields in the array form; later versions only append
-STORED_FIELDS = (
-    "block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium",
-    "lora_name", "extra_keys", "group_idx", "kv_cache_spec_kind", "kv_cache_spec_sliding_window",
-)  # fmt: skip
-REMOVED_FIELDS = ("block_hashes", "medium", "group_idx")
 # `kv_cache_spec_kind`: what vLLM calls apart, but finds hits in by the same rule. Others stay as they are.
-FULL_ATTENTION = "full_attention"
+FULL_ATTENTION, MAMBA = "full_attention", "mamba"
 GROUP_KINDS = {
     "mla_attention": FULL_ATTENTION, "sink_full_attention": FULL_ATTENTION, "sliding_window_mla": "sliding_window",
 }  # fmt: skip
+
+# Events of one batch: a step that drops 65,536 blocks of 16 tokens tells of each in an event of its own.
+MOST_EVENTS = 1 << 18
+# Of one event, for extra keys, whose types are not known before: a block of an image has about 75.
+MOST_EXTRA_BYTES = 1 << 20
+
+Key = int | bytes
+Keys = Annotated[list[Key], Meta(max_length=1 << 22)]
+Count = Annotated[int, Meta(ge=0, lt=1 << 31)]
+
+
+class Batch(msgspec.Struct, array_like=True):
+    ts: float
+    events: Annotated[list[msgspec.Raw], Meta(max_length=MOST_EVENTS)]
+
+
+class BatchMap(Batch, array_like=False):
+    pass
+
+
+class Stored(msgspec.Struct, array_like=True, tag="BlockStored"):
+    """The fields in the order of the array form, to which later versions only append."""
+
+    block_hashes: Keys
+    parent_block_hash: Key | None
+    token_ids: list[int | tuple[int, int]] | None  # pairs are SGLang's
+    block_size: Count
+    lora_id: int | None = None
+    medium: str | None = None
+    lora_name: str | dict[str, msgspec.Raw] | None = None  # in SGLang's arrays a map of what it tells besides
+    extra_keys: msgspec.Raw = msgspec.Raw()
+    group_idx: Count | None = None
+    kv_cache_spec_kind: str | None = None
+    kv_cache_spec_sliding_window: Count | None = None
+    locality: str | None = None
+    ownership: msgspec.Raw = msgspec.Raw()
+    session_id: msgspec.Raw = msgspec.Raw()
+    lookahead_token_ids: list[Annotated[list[int], Meta(min_length=1)]] | None = None
+
+
+class StoredMap(Stored, array_like=False, tag_field="type", tag="BlockStored"):
+    cache_salt: str | None = None  # SGLang's
+
+
+class Removed(msgspec.Struct, array_like=True, tag="BlockRemoved"):
+    block_hashes: Keys
+    medium: str | None = None
+    group_idx: Count | None = None
+
+
+class RemovedMap(Removed, array_like=False, tag_field="type", tag="BlockRemoved"):
+    locality: str | None = None
+
+
+class Cleared(msgspec.Struct, array_like=True, tag="AllBlocksCleared"):
+    pass
+
+
+class ClearedMap(Cleared, array_like=False, tag_field="type", tag="AllBlocksCleared"):
+    pass
+
+
+BATCH, BATCH_MAP = msgspec.msgpack.Decoder(Batch), msgspec.msgpack.Decoder(BatchMap)
+ARRAY = msgspec.msgpack.Decoder(Stored | Removed | Cleared)
+MAP = msgspec.msgpack.Decoder(StoredMap | RemovedMap | ClearedMap)
+EXTRA = msgspec.msgpack.Decoder(list[list[Any] | None])
 KINDS = ("BlockStored", "BlockRemoved", "AllBlocksCleared")
+FLAT = {str, int, bytes, float, bool, type(None)}
+# How msgpack begins a map, and an array of more than 15 (with the bytes of its length); and its null.
+MAP_HEADS = {bytes([one]) for one in (*range(0x80, 0x90), 0xDE, 0xDF)}
+ARRAY_HEADS, NIL = {b"\xdc": 3, b"\xdd": 5}, b"\xc0"
+UNREADABLE = (TypeError, ValueError, LookupError, OverflowError, RecursionError)
 
 
 class Decoder:
@@ -42,87 +113,100 @@ class Decoder:
     def decode(self, payload: bytes) -> Any:
         """One batch; raises `records.EventError` if it is none."""
         try:
-            timestamp, raw, *_ = msgspec.msgpack.decode(payload)
-            batch = self._records.Batch(float(timestamp), [], [])
-            for one in raw:
-                try:
-                    batch.events.append(self._event(one))
-                except (TypeError, ValueError, LookupError, OverflowError) as error:
-                    batch.passed_over.append(_complaint(one, error))
-            return batch
-        except (msgspec.DecodeError, TypeError, ValueError) as error:
-            raise self._records.EventError(f"not a batch of cache events: {error!r}") from error
+            told = (BATCH_MAP if _is_map(payload) else BATCH).decode(payload)
+            if not isfinite(told.ts):
+                raise ValueError(f"the time {told.ts}")
+        except UNREADABLE as error:
+            raise self._records.EventError(f"not a batch of cache events: {error!r}") from None
+        batch = self._records.Batch(told.ts, [], [])
+        for raw in told.events:
+            try:
+                batch.events.append(self._event((MAP if _is_map(raw) else ARRAY).decode(raw)))
+            except UNREADABLE as error:
+                batch.passed_over.append(_complaint(raw, error))
+        return batch
 
-    def _event(self, raw: dict | list) -> Any:
-        kind = raw["type"] if isinstance(raw, dict) else raw[0]
-        if kind == "BlockStored":
-            return self._stored(_fields(raw, STORED_FIELDS))
-        if kind == "BlockRemoved":
-            fields = _fields(raw, REMOVED_FIELDS)
-            return self._records.Removed(_keys(fields), _tier(fields), fields.get("group_idx") or 0)
-        if kind == "AllBlocksCleared":
-            return self._records.Cleared()
-        raise ValueError("unknown type")
+    def _event(self, event: Stored | Removed | Cleared) -> Any:
+        if isinstance(event, Stored):
+            return self._stored(event)
+        if isinstance(event, Removed):
+            return self._records.Removed(event.block_hashes, _tier(event), event.group_idx or 0)
+        return self._records.Cleared()
 
-    def _stored(self, fields: dict[str, Any]) -> Any:
-        keys, tokens, size = _keys(fields), fields["token_ids"] or [], fields["block_size"]
-        extra = fields.get("extra_keys")
-        kind = fields.get("kv_cache_spec_kind") or FULL_ATTENTION
+    def _stored(self, event: Stored) -> Any:
+        keys, tokens, size, extra = event.block_hashes, event.token_ids or [], event.block_size, None
+        kind = event.kv_cache_spec_kind or FULL_ATTENTION
         kind = GROUP_KINDS.get(kind, kind)
         if kind != FULL_ATTENTION:
             # The tokens are those of all blocks of a step, the keys those of the blocks that are kept. The same keys in
-            # the group of full attention tell which they are.
-            tokens, extra = [], None
-        if tokens and len(tokens) != len(keys) * size:
+            # the group of full attention tell which they are, but for Mamba's within its blocks.
+            tokens = tokens if kind == MAMBA and _tier(event) == "gpu" else []
+            if len(tokens) % max(size, 1):
+                raise ValueError(f"{len(tokens)} tokens for blocks of {size}")
+        else:
+            extra = extra_keys(event.extra_keys)
+        if kind == FULL_ATTENTION and tokens and len(tokens) != len(keys) * size:
             raise ValueError(f"{len(tokens)} tokens for {len(keys)} blocks of {size}")
         if extra and len(extra) != len(keys):
             raise ValueError(f"{len(extra)} extra keys for {len(keys)} blocks")
-        tier, group = _tier(fields), fields.get("group_idx")
+        tier, group = _tier(event), event.group_idx
+        lookahead = (event.lookahead_token_ids or []) if tokens else []
+        if lookahead and (len(lookahead) != len(keys) or len({len(one) for one in lookahead}) != 1):
+            raise ValueError(f"{len(lookahead)} lookahead_token_ids for {len(keys)} blocks")
         copied = bool(tokens) and tier != "gpu"  # and told by its tokens
         return self._records.Stored(
             keys,
-            fields["parent_block_hash"],
+            event.parent_block_hash,
             array("I", tokens).tobytes(),
             size,
             tier,
-            _adapter(fields),
+            _adapter(event),
             extra,
             group or 0,
             kind,
-            fields.get("kv_cache_spec_sliding_window"),
+            event.kv_cache_spec_sliding_window,
+            lookahead=array("I", chain.from_iterable(lookahead)).tobytes(),
             together=len(keys) if copied and group is not None else 1,  # an event for each of its connector's chunks
             below=copied and group is None,  # LMCache's knows none
         )
 
 
-def _complaint(raw: Any, error: Exception) -> str:
+def extra_keys(raw: msgspec.Raw) -> list[list[Any] | None] | None:
+    """Return what each block's key covers besides tokens, None where no key does. Raises what `UNREADABLE` has."""
+    packed = bytes(raw)
+    head = ARRAY_HEADS.get(packed[:1], 1)
+    if packed.count(NIL, head) >= len(packed) - head:
+        return None
+    if len(packed) > MOST_EXTRA_BYTES:
+        raise ValueError(f"extra_keys of more than {MOST_EXTRA_BYTES} bytes")
+    extra = EXTRA.decode(packed)
+    for key in (key for keys in extra for key in keys or ()):
+        if not FLAT.issuperset(map(type, key if type(key) is list else (key,))):
+            raise TypeError("extra_keys has a key that is neither a value nor a list of values")
+    return extra
+
+
+def _is_map(packed: bytes | msgspec.Raw) -> bool:
+    return bytes(memoryview(packed)[:1]) in MAP_HEADS
+
+
+def _complaint(raw: msgspec.Raw, error: Exception) -> str:
     """The same text for the same cause, so that it can be told once."""
-    kind = raw.get("type") if isinstance(raw, dict) else raw[0] if isinstance(raw, list) and raw else None
-    if kind not in KINDS:
-        return f"unknown type {str(kind)[:60]!r}"
-    return f"{kind} without {error}" if isinstance(error, KeyError) else f"{kind}: {str(error)[:100]}"
+    begin = bytes(memoryview(raw)[:256])
+    kind = next((name for name in KINDS if name.encode() in begin), "an event")
+    return f"{kind}: {str(error)[:100]}".replace("Invalid value", "unknown type")
 
 
-def _fields(raw: dict | list, names: tuple[str, ...]) -> dict[str, Any]:
-    return raw if isinstance(raw, dict) else dict(zip(names, raw[1:]))
-
-
-def _adapter(fields: dict[str, Any]) -> str | None:
+def _adapter(event: Stored) -> str | None:
     """The adapter's name. Engines too old to tell it tell a number, and what they store is at least not the base
     model's."""
-    number = fields.get("lora_id")
-    return fields.get("lora_name") or (f"adapter {number}" if number else None)
+    if isinstance(event.lora_name, dict):
+        raise TypeError("lora_name is a map")
+    return event.lora_name or (f"adapter {event.lora_id}" if event.lora_id else None)
 
 
-def _keys(fields: dict[str, Any]) -> list:
-    keys = fields["block_hashes"]
-    if not isinstance(keys, list) or not {int, bytes}.issuperset(map(type, keys)):
-        raise TypeError("block_hashes must be ints or bytes")
-    return keys
-
-
-def _tier(fields: dict[str, Any]) -> str:
+def _tier(event: Stored | Removed) -> str:
     """Our name for the medium; an unknown one is taken for the slowest, as is whatever is on another machine."""
-    if fields.get("locality") == "REMOTE":
+    if getattr(event, "locality", None) == "REMOTE":
         return "remote"
-    return TIERS.get((fields.get("medium") or "gpu").lower(), "remote")
+    return TIERS.get((event.medium or "gpu").lower(), "remote")

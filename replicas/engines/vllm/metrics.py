@@ -14,6 +14,7 @@ NAMES = MetricNames(
     started=(b"process_start_time_seconds", b"vllm:prompt_tokens_created"),
     cache_config=b"vllm:cache_config_info",
     block_size=b"block_size",
+    attention_block_size=b"effective_attention_block_size",
     num_blocks=b"num_gpu_blocks",
     rank_tokens=b"kv_cache_size_tokens",
     prefix_caching=b"enable_prefix_caching",

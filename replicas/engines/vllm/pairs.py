@@ -97,6 +97,15 @@ def _unlike_of_mooncake(prefiller: Fields, decoder: Fields) -> list[str]:
     return found
 
 
+def drops_block(one: Fields) -> bool | None:
+    """Whether these engines compute the last block of what they find again: the speculator wants the hidden states
+    there. None: the profile names a draft model alone, of a kind that its files tell, or has flags of its own."""
+    speculative = one.speculative_config
+    if speculative is None:
+        return None if one.extra_args else False
+    return speculative.method.endswith(WITH_HIDDEN_STATES) if speculative.method else None
+
+
 def _speculator(one: Fields) -> str:
     speculative = one.speculative_config
     if speculative is None or not (speculative.method or "").endswith(WITH_HIDDEN_STATES):  # also deepseek_mtp

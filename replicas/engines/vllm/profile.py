@@ -18,7 +18,7 @@ from pydantic import BaseModel, ValidationError, model_validator
 
 from replicas.engines.vllm.connectors import connector_of, installed
 from replicas.engines.vllm.fields import Fields, Flags, KvTransfer
-from replicas.engines.vllm.pairs import declared, no_transfer, not_installed, unlike
+from replicas.engines.vllm.pairs import declared, drops_block, no_transfer, not_installed, unlike
 from replicas.engines.vllm.rules import contradictions
 from replicas.event_source import EventSource
 from replicas.launch import devices
@@ -63,6 +63,14 @@ class VllmProfile(Fields):
     @property
     def traits(self) -> Traits:
         return declared(self)
+
+    @property
+    def context_parallel(self) -> int:
+        return self.decode_context_parallel_size
+
+    @property
+    def drops_block(self) -> bool | None:
+        return drops_block(self)
 
     def unlike(self, decoder: Self) -> list[str]:
         versions = tuple(installed_version(find_executable(one.executable)) for one in (self, decoder))

@@ -23,8 +23,6 @@ import orjson
 from replicas.engines.transfer import (
     CHAT,
     COMPLETIONS,
-    MESSAGES,
-    RESPONSES,
     Meeting,
     MeetingTransfer,
     Transfer,
@@ -128,8 +126,6 @@ class PeerPull:
     (`v1/kv_offload/tiering/p2p/manager.py`): a request that names a `remote_kv_source` asks there, at the side channel
     (`VLLM_P2P_SIDE_CHANNEL_HOST`, `_PORT`), for what its own engine finds neither on the GPU nor in host memory. What
     is not there is computed."""
-
-    paths = (CHAT, COMPLETIONS, RESPONSES, MESSAGES)
 
     def body(self, body: bytes, peer: str, id: str) -> bytes | None:
         if f'"{_FIELD}"'.encode() in body:

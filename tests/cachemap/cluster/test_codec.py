@@ -1,5 +1,7 @@
 """What is sent makes another map equal, whatever happened, as deltas, as a snapshot, and as one after the other."""
 
+import json
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -15,8 +17,11 @@ from cachemap.cluster.codec import (
     decode_delta,
     decode_snapshot,
     encode_snapshot,
+    told_blocks,
 )
 from cachemap.cluster.journal import KEEP, LEAST_TAIL, TAIL, Journal
+from cachemap.events.groups import MOST_INDEX
+from cachemap.events.records import Blocks
 
 MIB = 1 << 20
 IDENTITY = Identity("m", 16, 36)
@@ -24,6 +29,7 @@ BLOCKS = st.integers(1, 40)
 TIERS = st.sampled_from(
     [
         *("gpu", "gpu", "cpu", "disk", CacheGroup(0, 4).tier, CacheGroup(300, EVERY).tier),
+        *(CacheGroup.of_states(MOST_INDEX).tier, CacheGroup.of_parts(MOST_INDEX, 8).tier),
         *(ChunkTier("cpu", 16).tier, ChunkTier("disk", 4, own=True).tier),
     ]
 )
@@ -160,6 +166,18 @@ def test_a_snapshot_of_another_kind_of_gateway_is_refused(identity, why):
     pieces = encode_snapshot(IDENTITY, Snapshot(1, 1, Position(), Contents(True, {}, {})))
     with pytest.raises(Unreadable, match=why):
         decode_snapshot(identity, pieces)
+
+
+def test_what_the_engines_blocks_are_is_told_also_where_prompts_are_hashed_in_others():
+    pieces = encode_snapshot(IDENTITY, Snapshot(1, 1, Position(), Contents(True, {}, {}), Blocks(128, 1, 16)))
+    assert decode_snapshot(IDENTITY, pieces).blocks == told_blocks(pieces) == (128, 1, 16)
+    with pytest.raises(Unreadable):
+        decode_snapshot(IDENTITY._replace(block_size=128), pieces)
+    header = json.loads(pieces[0])
+    for odd in (None, 7, [1, 2, 3, 4], [128, 0, -1], ["128", 0, 0], [1 << 40, 0, 0], {}, [True, 0, 0]):
+        assert told_blocks([json.dumps(header | {"blocks": odd}).encode()]) == (0, 0, 0), odd
+    del header["blocks"]  # of an older gateway
+    assert told_blocks([json.dumps(header).encode()]) == told_blocks([b"nothing"]) == (0, 0, 0)
 
 
 def test_damage_is_found():

@@ -1,16 +1,19 @@
 """Decoding batches, and what each kind of event does to the map."""
 
-import sys
 from array import array
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from cachemap import CacheMap, Span, chain_seed, hash_blocks, hash_with_media
 from cachemap.events.apply import EventApplier
-from cachemap.events.records import Cleared, EventError, Removed
+from cachemap.events.records import AGREEING, Blocks, Cleared, EventError, Removed
 from cachemap.events.sequence import Order, classify
+from cachemap.hashing import named_ahead
 
+from ...calls import counting_calls
 from ..publisher import BLOCK, decode, removed, stored
 
 TOKENS = list(range(BLOCK * 4))
@@ -67,18 +70,18 @@ def test_what_is_no_batch_is_refused(payload):
 @pytest.mark.parametrize(
     "event, why",
     [
-        ({"no": "type"}, "unknown type 'None'"),
-        ([], "unknown type 'None'"),
-        (5, "unknown type 'None'"),
-        ({"type": "BlockMoved"}, "unknown type 'BlockMoved'"),
-        (["BlockMoved", 1, 2], "unknown type 'BlockMoved'"),
+        ({"no": "type"}, "an event: Object missing required field `type`"),
+        ([], "an event: Expected `array` of at least length 1"),
+        (5, "an event: Expected `array`, got `int`"),
+        ({"type": "BlockMoved"}, "an event: unknown type 'BlockMoved'"),
+        (["BlockMoved", 1, 2], "an event: unknown type 'BlockMoved'"),
         (stored([1], [1, 2, 3]), "BlockStored: 3 tokens for 1 blocks of 4"),
-        (stored("ab", []), "BlockStored: block_hashes must be ints or bytes"),
+        (stored("ab", []), "BlockStored: Expected `array`, got `str`"),
         (stored([1], [1, 2, 3, -4]), "BlockStored: "),
         (stored([1], [1, 2, 3, "4"]), "BlockStored: "),
-        (stored([1], TOKENS[:4], extra_keys=[None, None]), "BlockStored: 2 extra keys for 1 blocks"),
-        ({"type": "BlockStored", "keys": [1]}, "BlockStored without 'block_hashes'"),
-        ({"type": "BlockRemoved", "keys": [1]}, "BlockRemoved without 'block_hashes'"),
+        (stored([1], TOKENS[:4], extra_keys=[["x"], None]), "BlockStored: 2 extra keys for 1 blocks"),
+        ({"type": "BlockStored", "keys": [1]}, "BlockStored: Object missing required field `block_hashes`"),
+        ({"type": "BlockRemoved", "keys": [1]}, "BlockRemoved: Object missing required field `block_hashes`"),
     ],
 )
 def test_an_event_that_cannot_be_read_is_passed_over_and_says_why(event, why):
@@ -151,18 +154,8 @@ def test_a_prompt_meets_the_blocks_that_cover_the_same_items_at_the_same_places(
 
 def test_no_function_is_called_for_each_block_that_an_item_covers():
     """A small request may declare items of a million tokens. Calls are counted, since the machine may be busy."""
-    calls = 0
-
-    def count(frame, event, argument):
-        nonlocal calls
-        calls += event == "call"
-
-    ids = bytes(4 * 8_000)
-    sys.setprofile(count)
-    try:
-        found = hash_with_media(ids, BLOCK, 1, [Span("one", 5, 3_000), Span("two", 3_005, 4_000)])
-    finally:
-        sys.setprofile(None)
+    spans = [Span("one", 5, 3_000), Span("two", 3_005, 4_000)]
+    found, calls = counting_calls(lambda: hash_with_media(bytes(4 * 8_000), BLOCK, 1, spans))
     assert len(found) == 2_000 and calls < 20
 
 
@@ -291,3 +284,72 @@ def test_media_are_tiers(told, tier):
 )
 def test_order_of_batches(last, number, sent, order):
     assert classify(*last, number, sent) is order
+
+
+def named(tokens, spans=()):
+    ids, seed = array("I", tokens).tobytes(), chain_seed("m", BLOCK)
+    own = hash_with_media(ids, BLOCK, seed, [Span(*span) for span in spans], ahead=1)
+    return list(named_ahead(own, ids, BLOCK, 1))
+
+
+def test_blocks_named_by_the_token_behind_them_are_met_where_that_is_the_same_too():
+    """As vLLM publishes from 0.33 on with EAGLE or MTP: an image right behind a block is part of its name as well."""
+    table = CacheMap(1 << 20)
+    ahead = table, EventApplier(table, table.attach("r", None, True), "m", BLOCK, 1)
+    apply(ahead, stored([1, 2, 3], TOKENS[:12], lookahead_token_ids=[[4], [8], [12]]))
+    apply(ahead, stored([4], TOKENS[12:], 3, lookahead_token_ids=[[99]]))
+    assert held(ahead, named([*TOKENS, 99, 5])) == 4 and held(ahead, named([*TOKENS, 98, 5])) == 3
+    assert held(ahead, named(TOKENS[:12])) == 2 and held(ahead, named([*TOKENS[:8], 77, 78])) == 1
+    apply(ahead, removed(4), removed(3))
+    image = [None, [["img", 4]], [["img", 0]], None]
+    apply(ahead, stored([1, 12, 13, 14], TOKENS, extra_keys=image, lookahead_token_ids=[[4], [8], [12], [99]]))
+    assert held(ahead, named([*TOKENS, 99], [("img", 8, 2)])) == 4 and held(ahead, named([*TOKENS, 99])) == 2
+    assert not ahead[1].fault and not ahead[1].orphans
+
+
+@pytest.mark.parametrize(
+    ("event", "told"),
+    [
+        ({"block_size": 4 * BLOCK, "tokens": TOKENS}, (4 * BLOCK, 0, 0)),
+        ({"tokens": TOKENS[:BLOCK], "lookahead_token_ids": [[1, 2]]}, (BLOCK, 2, 0)),
+    ],
+)
+def test_events_tell_what_blocks_are_where_prompts_are_hashed_otherwise(setting, event, told):
+    fields = {name: value for name, value in event.items() if name != "tokens"}
+    apply(setting, stored([1], event["tokens"], **fields))
+    assert setting[1].fault and setting[1].stored_as == told
+
+
+@pytest.mark.parametrize("odd", [{"block_size": 4 * BLOCK}, {"block_size": 5}, {"lookahead_token_ids": [[1, 2]]}])
+def test_what_one_odd_event_told_first_is_taken_back_once_three_agree(setting, odd):
+    apply(setting, stored([1], list(range(odd.get("block_size", BLOCK))), **odd))
+    for _ in range(AGREEING):
+        assert setting[1].fault and setting[1].stored_as != (BLOCK, 0, 0)
+        apply(setting, stored([2], TOKENS[:BLOCK]))
+    assert not setting[1].fault and setting[1].stored_as == (BLOCK, 0, 0)
+
+
+ODD = [
+    {"block_size": 4 * BLOCK},
+    {"block_size": 5},
+    {"block_size": 2},
+    {"block_size": 2 * BLOCK},
+    {"ahead": 2},
+    {"ahead": 1},
+]
+
+
+@given(st.lists(st.sampled_from([*ODD, *[{}] * 4]), max_size=40))
+def test_odd_events_change_nothing_before_three_agree(events):
+    table = CacheMap(1 << 20)
+    applier = EventApplier(table, table.attach("r", None, True), "m", BLOCK, told=Blocks(BLOCK))
+    since: list[dict] = []
+    for number, odd in enumerate(events):
+        since = [*since, odd] if odd else []
+        if since.count(odd) >= AGREEING:
+            return
+        size, ahead = odd.get("block_size", BLOCK), odd.get("ahead", 0)
+        more = {"lookahead_token_ids": [[7] * ahead]} if ahead else {}
+        apply((table, applier), stored([100 + number], list(range(size)), block_size=size, **more))
+        assert not applier.fault and applier.stored_as == (BLOCK, 0, 0)
+        assert held((table, applier), hashes(list(range(BLOCK)))) == ({} in events[: number + 1])

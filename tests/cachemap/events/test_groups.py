@@ -5,6 +5,7 @@ of full attention: group by group, that of full attention last; in 0.32 the grou
 prompt can resume at, and tell the tokens of all blocks with the keys of those that are kept.
 """
 
+from array import array
 from unittest.mock import patch
 
 import pytest
@@ -13,10 +14,12 @@ from hypothesis import strategies as st
 
 from cachemap import CacheMap
 from cachemap.changes import EVERY, CacheGroup
-from cachemap.events.apply import EventApplier
+from cachemap.events.apply import EventApplier, in_pieces
+from cachemap.events.groups import MOST_PENDING, MOST_PIECE
+from cachemap.events.records import Blocks, Removed
 
 from ..publisher import BLOCK, CLEARED, removed, stored
-from .test_events import TOKENS, apply, held, setting
+from .test_events import TOKENS, apply, batch, held, setting
 
 __all__ = ["setting"]
 
@@ -139,12 +142,20 @@ def test_another_applier_goes_on_with_the_groups_that_the_map_has(setting):
     [
         (windowed([1], 1, kv_cache_spec_kind="chunked_local_attention"), "not understood: chunked_local_attention"),
         (windowed([1], 1, kv_cache_spec_sliding_window=None), "not understood: sliding_window"),
+        (windowed([1], 1, group=40_000), "or one of number 40000"),
+        (mamba([1], 1, group=70_000), "or one of number 70000"),
         (windowed([1], 1, block_size=2), "blocks of one of the engine's cache groups have 2 tokens"),
     ],
 )
 def test_what_cannot_be_known_is_said(setting, event, why):
     apply(setting, event, full([1]))
     assert why in setting[1].fault
+
+
+def test_the_highest_index_of_states_is_told_apart_from_windows(setting):
+    apply(setting, mamba([1], 1, group=16_383), full([1], group=0))
+    (group,) = setting[0].groups(0).values()
+    assert (group.told_as, group.has_states, group.last) == (16_383, True, 1) and not setting[1].fault
 
 
 def test_an_engine_without_full_attention_is_not_followed(setting):
@@ -223,3 +234,131 @@ def grant(groups, lasts, length):
                 length -= 1
         if length == before:
             return length
+
+
+def states(keys, first, last, parent=None, **fields):
+    """A BlockStored of Mamba's states: `keys` of the last of the blocks from `first` to before `last`."""
+    tokens = TOKENS[first * BLOCK : last * BLOCK]
+    return stored(keys, tokens, parent, group_idx=1, kv_cache_spec_kind="mamba", **fields)
+
+
+def wide(key, first=0, parent=None, **fields):
+    """A BlockStored of full attention, whose blocks have two of Mamba's."""
+    tokens = TOKENS[first * BLOCK : (first + 2) * BLOCK]
+    return stored([key], tokens, parent, group_idx=0, block_size=2 * BLOCK, **fields)
+
+
+def part(key, block, parent):
+    """A BlockStored of a prompt that ends with this block, within one of full attention."""
+    return stored([key], TOKENS[block * BLOCK : (block + 1) * BLOCK], parent, group_idx=0)
+
+
+SHARED = Blocks(2 * BLOCK, 0, BLOCK)
+
+
+@pytest.mark.parametrize("parent", [2, 77])  # known, or told by nobody
+def test_hits_end_within_a_block_of_full_attention_where_a_state_and_a_prompt_do(setting, parent):
+    """As with decode context parallelism: the block before a prompt's end is named by a key that nobody told of."""
+    apply(setting, wide(2), states([2], 0, 2), part(3, 2, parent), states([3], 2, 3, 2))
+    assert hits(setting) == 3 and hits(setting, most=2) == 2 and hits(setting, most=1) == 0
+    assert setting[1].stored_as == SHARED
+    apply(setting, removed(3, group_idx=0))
+    assert hits(setting) == 2
+    apply(setting, part(3, 2, parent), removed(2, group_idx=0))
+    assert hits(setting) == 0
+    assert not setting[1].orphans and not setting[1].fault
+
+
+def test_a_state_alone_or_a_prompts_end_alone_is_no_hit(setting):
+    apply(setting, wide(2), states([1], 0, 1), states([3], 1, 3, 1))
+    assert hits(setting) == 1  # full attention ends behind the second block, where no state is
+    apply(setting, part(3, 2, 2), removed(3, group_idx=1))
+    assert hits(setting) == 1
+    apply(setting, states([2], 1, 2, 1))
+    assert hits(setting) == 2
+
+
+def test_a_prompts_end_becomes_a_whole_block(setting):
+    apply(setting, wide(2), states([2], 0, 2), part(3, 2, 2), states([3], 2, 3, 2))
+    apply(setting, removed(3, group_idx=0), wide(4, 2, 2), states([4], 3, 4, 3))
+    assert hits(setting) == 4 and hits(setting, most=3) == 2
+
+
+@pytest.mark.parametrize("states_first", [True, False])
+def test_states_within_blocks_are_the_tenants_whose_salt_full_attention_tells(setting, states_first):
+    from .test_events import hashes
+
+    def step(salt, **keys):
+        told = [wide(keys["whole"], extra_keys=[[salt]] if salt else None), states([keys["whole"]], 0, 2)]
+        if states_first:
+            told = [one | {"group_idx": 1 - one["group_idx"]} for one in reversed(told)]
+        return told
+
+    after = [one | {"group_idx": 1 - one["group_idx"]} if states_first else one
+             for one in (part(13, 2, 12), states([13], 2, 3, 12))]  # fmt: skip
+    apply(setting, *step("a", whole=12), *after)
+    assert setting[0].match(hashes(cache_salt="a"), 0.0).confirmed[0] == 3 and hits(setting) == 0
+    apply(setting, states([31], 0, 1) | {"group_idx": 0 if states_first else 1})  # whose, nobody tells
+    assert hits(setting) == 0
+
+
+def test_another_applier_goes_on_with_blocks_that_are_larger_than_states(setting):
+    cache_map, _ = setting
+    apply(setting, wide(2), states([2], 0, 2), part(3, 2, 2), states([3], 2, 3, 2))
+    second = (cache_map, EventApplier(cache_map, 0, "m", BLOCK, 0, SHARED))
+    apply(second, part(3, 2, 2))
+    apply(second, removed(3, group_idx=0), removed(3, group_idx=0), wide(4, 2, 2), states([4], 3, 4, 3))
+    assert hits(second) == 4 and not second[1].fault and second[1].stored_as == SHARED
+    apply(second, removed(2, group_idx=0))
+    assert hits(second) == 0
+
+
+def test_groups_of_a_replica_that_is_not_observed_are_applied_without_a_fault_of_ours(setting):
+    """Its map takes nothing, the names of groups neither."""
+    setting[0].observed(0, False)
+    apply(setting, full([1, 2]), windowed([1, 2], 2), windowed([1, 2], 2, group=2))
+    assert setting[1].fault is None and setting[0].groups(0) == {}
+
+
+@pytest.mark.parametrize("windows_first", [True, False])
+def test_a_huge_event_comes_to_the_map_in_steps_between_which_others_may_look(setting, windows_first):
+    """A million blocks in one event held up all clients for seconds, most of all where nobody knows their keys."""
+    cache_map, applier = setting
+    count, keys = 5 * MOST_PIECE, list(range(1, 5 * MOST_PIECE + 1))
+    whole = {"keys": keys, "tokens": array("I", range(count * BLOCK)).tobytes()}
+    (full_one, window) = batch(full([1], group=int(windows_first)), windowed([1], 1, group=int(not windows_first)))
+    unknown = window._replace(keys=[count + key for key in keys], tokens=b"")
+    events = [full_one._replace(**whole), window._replace(**whole), unknown]
+    with patch.object(cache_map, "resolve", side_effect=cache_map.resolve) as resolved:
+        for piece in in_pieces(events[1::-1] + events[2:] if windows_first else events):
+            applier.apply(piece)
+        steps, held_before = 0, cache_map.held(0)
+        for _ in applier.flushing():
+            assert cache_map.held(0) - held_before <= 2 * MOST_PENDING
+            steps, held_before = steps + 1, cache_map.held(0)
+    assert steps > 10 and resolved.call_count < 30
+    assert cache_map.held(0) == 2 * count and applier.orphans == count
+    assert [len(piece[0].keys) for piece in in_pieces([removed_all(keys, 1)]) if piece] == [MOST_PIECE] * 5
+    for piece in in_pieces([removed_all(keys, 0), removed_all(keys, 1)]):
+        applier.apply(piece)
+        assert held_before - cache_map.held(0) <= MOST_PENDING + MOST_PIECE
+        held_before = cache_map.held(0)
+    applier.flush()
+    assert cache_map.held(0) == 0 and applier.fault is None
+
+
+def removed_all(keys, group):
+    return Removed(keys, "gpu", group)
+
+
+@pytest.mark.parametrize("medium", ["GPU", "CPU"])
+def test_keys_that_nobody_knows_are_looked_up_together(setting, medium):
+    """Also where they are told of the group that prompts are found in, which then is none of windows."""
+    apply(setting, full([1], group=0), windowed([1], 1, group=1))
+    keys = list(range(100, 100 + 5 * MOST_PIECE))
+    (event,) = batch(windowed([1], 1, group=0, medium=medium))
+    with patch.object(setting[0], "resolve", side_effect=setting[0].resolve) as resolved:
+        for piece in in_pieces([event._replace(keys=keys, tokens=b"")]):
+            setting[1].apply(piece)
+        setting[1].flush()
+    assert resolved.call_count < 30 and setting[1].orphans == len(keys)

@@ -14,6 +14,7 @@ import zmq.asyncio
 import cachemap.events.intake
 import cachemap.events.sockets
 from cachemap import CacheMap, EventIntake, chain_seed, hash_blocks
+from cachemap.events.sockets import MOST_FRAME
 
 from ..publisher import BLOCK, CLEARED, Publisher, decode, publishing, removed, stored
 
@@ -402,7 +403,7 @@ async def test_an_engine_that_writes_blocks_in_another_way_is_unobserved_and_the
             await publisher.publish(renamed, {"type": "BlockMoved"}, removed(300 + number))
             await until(lambda number=number: intake.last_seq == number)
             intake.request_finished(4)
-        assert intake.state == "unobserved" and "BlockStored without 'token_ids'" in intake.reason
+        assert intake.state == "unobserved" and "missing required field `token_ids`" in intake.reason
         assert [state for state, reason in changes if "passed over" not in reason].count(
             "live"
         ) == 1 and intake.gaps == 0
@@ -504,3 +505,17 @@ async def test_another_id_is_another_process_whatever_its_numbers_say():
         await publisher.publish(blocks(0, 2))
         await until(lambda: held(table) == 2)
         assert ("gap", "the engine restarted: cleared") in changes
+
+
+async def test_frames_that_are_too_long_are_named_among_the_replicas_problems():
+    """Each ends the connection, and ZMQ makes none again; events behind it are followed."""
+    async with publishing() as publisher, following(publisher, replay=False) as (table, intake, _):
+        await publisher.publish(blocks(0, 1))
+        await until(lambda: held(table) == 1)
+        assert not intake.problems
+        await publisher.publish_raw([b"kv", (1).to_bytes(8, "big"), bytes(MOST_FRAME + 1)])
+        await publisher.subscribed()
+        assert ["frame of more than 8 MiB" in one for one in intake.problems] == [True]
+        await publisher.publish(blocks(0, 2))
+        await until(lambda: held(table) == 2)
+        assert intake.too_long == 1

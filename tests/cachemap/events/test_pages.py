@@ -7,7 +7,7 @@ import pytest
 
 from cachemap import CacheMap, chain_seed, hash_blocks
 from cachemap.events.apply import EventApplier
-from cachemap.events.records import Cleared, Removed, Stored
+from cachemap.events.records import AGREEING, Cleared, Removed, Stored
 
 BLOCK = 4
 SEED = chain_seed("m", BLOCK)
@@ -162,6 +162,16 @@ def test_a_page_that_does_not_divide_a_block_is_a_fault(table, applier):
     event = Stored([1], None, array("I", range(3)).tobytes(), 3, "gpu", None, None, 0, "full_attention")
     apply(applier, event)
     assert "blocks have 3 tokens" in applier.fault
+
+
+def test_orphans_among_pages_stay_counted_when_they_turn_out_to_be_parts_of_blocks(table, applier):
+    tokens = array("I", range(BLOCK)).tobytes()
+    page = Stored([1], 9, tokens[:4], 1, "gpu", None, None, 0, "full_attention")
+    whole = page._replace(keys=[2], parent=None, tokens=tokens, block_size=BLOCK)
+    apply(applier, page)
+    assert applier.orphans == 1
+    apply(applier, *[whole] * AGREEING, page)
+    assert applier.pages is None and applier.orphans == 1
 
 
 def test_pages_in_slower_tiers_are_left_out(table, applier):

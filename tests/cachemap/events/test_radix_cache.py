@@ -20,7 +20,7 @@ from replicas.engines.sglang import SGLANG
 BLOCK = 16
 SEED = chain_seed("m", BLOCK)
 RECORDED = json.loads(gzip.decompress(Path(__file__).with_name("radix_cache.json.gz").read_bytes()))
-decode = SGLANG.event_decoder(records, 16)
+decode = SGLANG.event_decoder(records)
 
 
 @pytest.mark.parametrize(("page", "eagle"), [(1, False), (4, False), (1, True)])

@@ -2,7 +2,7 @@
 
 from array import array
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from cachemap.table.routed import Routed
@@ -11,27 +11,30 @@ SECONDS, SLOTS = 5.0, 3
 
 
 class Reference:
-    """Until when each block is predicted."""
+    """Until when each block is predicted, and the number of the prompt that says so."""
 
     def __init__(self):
-        self.until: dict[tuple[int, int], float] = {}
+        self.until: dict[tuple[int, int], tuple[float, int]] = {}
+        self.number = 0
 
     def add(self, slot, hashes, now):
-        self.until |= {(slot, block): now + SECONDS for block in hashes}
+        self.number += 1
+        self.until |= {(slot, block): (now + SECONDS, self.number) for block in hashes}
+        return self.number
 
     def reach(self, hashes, now, confirmed):
         found = {}
         for slot, known in enumerate(confirmed):
             end = known
-            while end < len(hashes) and self.until.get((slot, hashes[end]), now) > now:
+            while end < len(hashes) and self.until.get((slot, hashes[end]), (now, 0))[0] > now:
                 end += 1
             if end > known:
                 found[slot] = end
         return found
 
-    def take_back(self, slot, hashes, held, now):
+    def take_back(self, slot, hashes, held, number):
         for block in hashes[held:]:
-            if self.until.get((slot, block), now) <= now + SECONDS:
+            if self.until.get((slot, block), (0.0, 0))[1] <= number:
                 self.until.pop((slot, block), None)
 
     def discard(self, slot, hashes):
@@ -57,7 +60,11 @@ STEPS = st.lists(
 )  # fmt: skip
 
 
+AB, REFUSED = hashed([0, 1]), ("refused later", 0, hashed([0]), 0, 0.0)
+
+
 @settings(max_examples=400)
+@example([("add", 0, AB[:1], 0, 0.0), ("add", 0, AB, 0, 0.0), REFUSED], AB, False)
 @given(STEPS, CHAINS, st.booleans())
 def test_predicts_what_single_blocks_would(steps, asked, packed):
     routed, reference, now = Routed(SECONDS), Reference(), 100.0
@@ -69,14 +76,13 @@ def test_predicts_what_single_blocks_would(steps, asked, packed):
         refused = [waiting.pop(place % len(waiting))] if what == "refused later" and waiting else []
         for one in (routed, reference):
             if what == "add":
-                one.add(slot, given, now)
-                waiting.append((slot, given, held, now)) if one is routed else None
+                number = one.add(slot, given, now)
+                waiting.append((slot, given, held, number)) if one is routed else None
             elif what == "refused":
-                one.add(slot, given, now)
-                one.take_back(slot, given, held, now)
+                one.take_back(slot, given, held, one.add(slot, given, now))
             elif what == "refused later":
-                for slot_, chain_, held_, then in refused:
-                    one.take_back(slot_, chain_, held_, then)
+                for slot_, chain_, held_, number_ in refused:
+                    one.take_back(slot_, chain_, held_, number_)
             elif what == "clear":
                 one.clear(slot)
             else:

@@ -26,10 +26,13 @@ class Talker:
         return await asyncio.wait_for(self.reader.readuntil(mark), seconds)
 
     async def response(self, seconds: float = 5) -> tuple[int, dict[str, str], bytes]:
-        """Status, headers (lower case) and body of one response."""
+        """Status, headers (lower case, the values of one name joined as HTTP does) and body of one response."""
         head = (await self.until(b"\r\n\r\n", seconds)).decode("latin-1")
         line, *rest = head.strip().split("\r\n")
-        headers = {k.lower(): v.strip() for k, _, v in (h.partition(":") for h in rest)}
+        headers: dict[str, str] = {}
+        for name, _, value in (header.partition(":") for header in rest):
+            name, value = name.lower(), value.strip()
+            headers[name] = f"{headers[name]}, {value}" if name in headers else value
         if headers.get("transfer-encoding") == "chunked":
             parts = []
             while size := int(await self.until(b"\r\n", seconds), 16):

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager, suppress
 import pytest
 import uvloop
 
+from gateway.http import room
 from gateway.http.messages import Limits
 from gateway.tls import Certificate
 from tests.replicas.certificates import authority, issue
@@ -91,6 +92,42 @@ async def test_plain_http_and_half_handshakes_are_none_of_anybodys_business(fold
         await talk.say(post())
         assert (await talk.response())[0] == 200
         assert not [one for one in caplog.records if one.levelname in ("ERROR", "WARNING")]
+
+
+@on_uvloop
+async def test_handshakes_that_do_not_end_are_counted_and_bounded_and_hold_nobody_up(folder, monkeypatch):
+    monkeypatch.setattr(room, "MOST_HANDSHAKES", 8)
+    async with secure(folder, answers(), limits=Limits(head_seconds=60)) as s:
+        first = await s.stack.talk()
+        await eventually(lambda: s.stack.server.open == 1)
+        mute = [await s.stack.talk() for _ in range(20)]
+        await eventually(lambda: s.stack.server.open == 8)
+        assert await first.rest() == b""  # the oldest gave way
+        kept = await s.talk()
+        for _ in range(2):
+            await kept.say(post())
+            assert (await kept.response())[0] == 200
+        assert len(s.stack.server.connections) == 1 and s.stack.server.open == 8
+        for one in mute:
+            await one.close()
+        await eventually(lambda: s.stack.server.open == 1)
+
+
+@on_uvloop
+async def test_handshakes_take_an_eighth_of_the_files_that_the_process_may_open_at_most(folder, monkeypatch):
+    monkeypatch.setattr(room.resource, "getrlimit", lambda _: (40, 40))
+    async with secure(folder, answers(), limits=Limits(head_seconds=60)) as s:
+        mute = [await s.stack.talk() for _ in range(6)]
+        assert await mute[0].rest() == b"" and s.stack.server.open == 5
+
+
+@on_uvloop
+async def test_a_server_that_closes_ends_handshakes(folder):
+    async with secure(folder) as s:
+        mute = await s.stack.talk()
+        await eventually(lambda: s.stack.server.open == 1)
+        await s.stack.server.close()
+        assert s.stack.server.open == 0 and await mute.rest() == b""
 
 
 @on_uvloop

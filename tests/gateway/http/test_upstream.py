@@ -11,7 +11,7 @@ from gateway.http import upstream
 from gateway.http.messages import end_to_end
 from gateway.http.upstream import Pool, Upstream
 
-from ..proxy.replies import ANSWER, EVENT, SSE_HEAD, answers, chunk, post, says
+from ..proxy.replies import ANSWER, EVENT, SSE_HEAD, answers, chunk, post, reply, says
 from ..proxy.stack import stack
 from .talk import eventually, read_request
 
@@ -352,3 +352,28 @@ async def test_whenever_a_replica_is_removed_who_waits_for_a_connection_is_told_
                 one.drop()
         await eventually(lambda: len(left) == accepted)
         assert len(opening.told) == 1 and not pool._connecting
+
+
+KEEPALIVE = socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT
+
+
+async def test_the_kernel_asks_whether_a_silent_replicas_machine_is_there():
+    """One that vanishes closes nothing, and an engine that ends may be silent for long."""
+    wait = asyncio.Event()
+
+    async def slow(reader, writer):
+        await read_request(reader)
+        await wait.wait()
+        writer.write(reply())
+
+    async with stack(slow) as s:
+        talk = await s.talk()
+        await talk.say(post())
+        await eventually(lambda: any(one.attempt is not None and one.attempt.upstream for one in s.proxy.exchanges))
+        (exchange,) = s.proxy.exchanges
+        connection = exchange.attempt.upstream.transport.get_extra_info("socket")
+        assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        asked = [connection.getsockopt(socket.IPPROTO_TCP, one) for one in KEEPALIVE]
+        assert asked[0] + asked[1] * asked[2] == 25
+        wait.set()
+        assert (await talk.response())[0] == 200

@@ -25,9 +25,10 @@ def decided(
     session=None,
     max_tokens=None,
     path="/v1/chat/completions",
+    costs=None,
 ):
     """As `describe` tells it of a prompt for these replicas."""
-    costs, rule = CostGroup(), policy if not isinstance(policy, str) else make(policy)
+    costs, rule = costs or CostGroup(), policy if not isinstance(policy, str) else make(policy)
     candidates = [Candidate(name, overlap, load, costs.add(name), **more) for name, overlap, load, more in replicas]
     outputs = outputs or Outputs()
     prompt = Prompt(

@@ -1,6 +1,8 @@
 """The operator's side over real HTTP, in front of a gateway whose replicas are plain objects."""
 
 import asyncio
+import errno
+import os
 import re
 import threading
 import time
@@ -57,6 +59,11 @@ class Gateway:
         self.metrics.read_from(self.view.reading)
         self.status = self.view.status
         self.recent = Recent(self.view, types.SimpleNamespace(queue=None, shadows=None, onlooker=None))
+
+    def requests_at(self, replicas):
+        return self.left
+
+    left = ()  # ids of requests
 
     async def explain(self, path, body, headers):
         if body == b"bad":
@@ -190,10 +197,12 @@ async def test_not_ready_while_stopping(http, gateway):
         assert response.status == 503 and "is stopping" in (await response.json())["why_not"]
 
 
-async def test_add_list_drain_remove_with_a_real_fleet(unused_tcp_port):
+@pytest.mark.parametrize("goes_on", [False, True])
+async def test_add_list_drain_remove_with_a_real_fleet(unused_tcp_port, goes_on):
     inflight = {"count": 1}
     fleet = Fleet(lambda id: inflight["count"], interval=0.05)
-    admin, id = Admin(Gateway(fleet), Guard()), f"127.0.0.1:{unused_tcp_port}"
+    gateway = Gateway(fleet)
+    admin, id = Admin(gateway, Guard()), f"127.0.0.1:{unused_tcp_port}"
     port = await admin.start("127.0.0.1", 0)
     async with aiohttp.ClientSession(f"http://127.0.0.1:{port}") as http:
         async with http.post("/replicas", json={"url": f"http://{id}"}) as response:
@@ -218,9 +227,10 @@ async def test_add_list_drain_remove_with_a_real_fleet(unused_tcp_port):
             assert [one["state"] for one in (await response.json())["replicas"]] == ["draining"], (
                 "a request is still on it"
             )
-        inflight["count"] = 0
+        inflight["count"], gateway.left = 0, [f"r{number}" for number in range(101)] if goes_on else []
         response = await asyncio.wait_for(removal, 20)
-        assert response.status == 200 and await response.json() == {"id": id, "removed": True}
+        told = {"left": 101, "requests": gateway.left[:100]} if goes_on else {}
+        assert response.status == 200 and await response.json() == {"id": id, "removed": True, **told}
         async with http.get("/replicas") as response:
             assert await response.json() == {"replicas": []}
     await admin.stop()
@@ -406,6 +416,34 @@ async def test_metrics_show_counters_and_what_the_rooms_know(http, gateway):
     assert not {key for key in shown if key[0].startswith("hitherto_replica_waiting") and "b:1" in key}, (
         "not scraped yet: no made-up zero"
     )
+
+
+@pytest.mark.parametrize(("asked", "gzipped"), [("gzip", True), ("deflate, GZIP;q=0.5", True), ("gzip;q=0, br", False), ("identity", False)])  # fmt: skip
+async def test_metrics_are_gzipped_for_whoever_asks(http, asked, gzipped):
+    async with http.get("/metrics", headers={"Accept-Encoding": asked}) as response:
+        assert response.headers.get("Content-Encoding") == ("gzip" if gzipped else None)
+        assert response.headers["Vary"] == "Accept-Encoding" and b"hitherto_build_info" in await response.read()
+
+
+async def test_a_file_that_cannot_be_written_is_the_gateways_fault(unused_tcp_port, tmp_path):
+    gateway = Gateway()
+    gateway.kept = KeptReplicas(tmp_path / "replicas")
+
+    def full(what):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    gateway.kept.add = full
+    admin = Admin(gateway, Guard())
+    port = await admin.start("127.0.0.1", 0)
+    async with aiohttp.ClientSession(f"http://127.0.0.1:{port}") as http:
+        async with http.post("/replicas", json={"url": f"http://127.0.0.1:{unused_tcp_port}"}) as response:
+            told = await error_of(response)
+            assert (response.status, told["type"], told["code"]) == (500, "server_error", "replica_file")
+            assert "No space left on device" in told["message"]
+        gateway.status = lambda: 1 / 0
+        async with http.get("/status") as response:
+            assert (response.status, (await error_of(response))["type"]) == (500, "server_error")
+    await admin.stop()
 
 
 async def test_status_sums_up(http, gateway):

@@ -1,13 +1,18 @@
 """Chats of which an engine tells the ids, compared with the gateway's when it is adopted."""
 
+import json
+
 import aiohttp
 import pytest
 from aiohttp import web
 
 from gateway.ops.chats import CHATS, NotAsked, chats_differ, made_here
 from gateway.prompt.pipeline import Pipeline
+from gateway.prompt.tokens.agreement import Differences
 from replicas.simulated.model import sim_model_dir
 from replicas.simulated.tokens import RequestError, Tokens
+
+from ..prompt.reference import model_dir
 
 
 @pytest.fixture(scope="module")
@@ -117,6 +122,19 @@ async def test_a_chat_that_breaks_the_engine_counts_for_nothing_beside_others(to
         return tokens.chat(body)
 
     assert await Engine(no_tools).differs(pipeline) == ""
+
+
+@pytest.mark.parametrize("unread", ["reasoning", "reasoning_content"])
+async def test_one_that_reads_what_an_assistant_thought_by_one_name_alone(unread):
+    """vLLM's /tokenize knows the newer name only, though its chats know both; SGLang the older one only."""
+    pipeline = Pipeline(model_dir("qwen3"), "sim", 16)
+    pipeline.differ(Differences(shown=True))
+
+    def read(body):
+        kept = [{key: value for key, value in one.items() if key != unread} for one in body["messages"]]
+        return pipeline.made("/v1/chat/completions", json.dumps({**body, "messages": kept}).encode())
+
+    assert await Engine(read).differs(pipeline) == ""
 
 
 def test_chats_are_of_all_kinds():

@@ -4,14 +4,21 @@ import asyncio
 import json
 import re
 import shutil
+from datetime import date, datetime, timedelta, timezone
 from pathlib import Path
 
 import pytest
 from aiohttp import web
 
+from gateway.errors import ApiError
 from gateway.ops import comparison as asking
+from gateway.ops.chats import CHATS
 from gateway.ops.comparison import TokenizerComparison
+from gateway.ops.doubts import ENOUGH
+from gateway.ops.view import _seen
+from gateway.prompt.features import features_of
 from gateway.prompt.pipeline import Pipeline, Verdict
+from gateway.prompt.tokens.agreement import Differences
 from replicas import Replica
 from replicas.engines.sglang import SGLANG
 from replicas.engines.vllm import VLLM
@@ -56,7 +63,7 @@ async def test_an_engine_that_reads_the_files_in_another_way_is_followed(start_e
         status = await gateway.until(
             lambda status: any(one["tokenizer"] != "not compared yet" for one in status["replicas"])
         )
-        assert status["replicas"][0]["tokenizer"] == "the gateway's, tokenizer.json as it is"
+        assert status["replicas"][0]["tokenizer"].startswith("the gateway's, tokenizer.json as it is")
         for _ in range(200):  # workers are told a moment later
             reply = await answered(gateway, LONG)
             if (await prompts(gateway)).get("exact", 0) >= 2:
@@ -96,16 +103,226 @@ async def test_a_model_whose_engine_has_another_tokenizer_is_not_called_exact(st
         assert re.search(rb"has another tokenizer than the gateway: .* is \[\d+", b"".join(gateway.log))
 
 
-async def test_a_model_without_tokenizer_json_is_served_by_load(start_engine, tmp_path):
+def template(folder: str, change) -> str:
+    """The model in this folder with another chat template."""
+    path = Path(folder) / "chat_template.jinja"
+    path.write_text(change(path.read_text()))
+    return folder
+
+
+async def chatted(gateway, messages: list[dict], stream: bool = False) -> None:
+    body = {"model": "sim", "messages": messages, "max_tokens": 1, "stream": stream}
+    body |= {"stream_options": {"include_usage": True}} if stream else {}
+    reply = await gateway.client.post("/v1/chat/completions", json=body)
+    assert reply.status_code == 200, reply.text
+
+
+async def test_an_engine_with_another_chat_template_gets_chats_as_text_and_all_that_it_takes(start_engine, tmp_path):
+    """Its template has no system texts: a chat that would be too long here is short there."""
+    without = lambda text: text.replace("'<\uff5cbegin\u2581sys\uff5c>' + (message['content'] or '')", "''")  # noqa: E731
+    theirs = template(model(tmp_path / "theirs", {}), without)
+    engine = start_engine("--model", theirs, "--served-model-name", "sim").wait()
+    async with running("--model", model(tmp_path / "ours", {}), "--replica-url", engine.url) as gateway:
+        status = await gateway.until(lambda status: any("differs" in one["tokenizer"] for one in status["replicas"]))
+        assert "of a chat it makes other tokens" in status["replicas"][0]["tokenizer"]
+        assert any("its chats are matched as text" in problem for problem in status["replicas"][0]["problems"])
+        await chatted(gateway, [{"role": "system", "content": "word " * 40_000}, {"role": "user", "content": "hi"}])
+        await answered(gateway, LONG)
+        found = await prompts(gateway)
+        assert (found["text"], found["exact"]) == (1.0, 1.0), "its tokens of texts are the gateway's"
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+async def test_bodies_of_a_kind_that_an_engine_counted_otherwise_are_exact_no_more(start_engine, tmp_path, stream):
+    """Its template prints names, of which the chats that are compared have none."""
+    names = lambda text: text.replace("'<\uff5cUser\uff5c>'", "'<\uff5cUser\uff5c>' + (message['name'] or '')")  # noqa: E731
+    theirs = template(model(tmp_path / "theirs", {}), names)
+    engine = start_engine("--model", theirs, "--served-model-name", "sim").wait()
+    async with running("--model", model(tmp_path / "ours", {}), "--replica-url", engine.url) as gateway:
+        await gateway.until(lambda status: any("alike" in one["tokenizer"] for one in status["replicas"]))
+        named = {"role": "user", "content": "hi", "name": "the walrus"}
+        for words in range(4):
+            await chatted(gateway, [{**named, "content": "hi" + " there" * words}], stream)
+        await chatted(gateway, [{"role": "system", "content": "x"}, named], stream)
+        for _ in range(3):
+            await chatted(gateway, [{"role": "user", "content": "hi"}], stream)
+        found = await prompts(gateway)
+        # Of a stream the body may be forgotten when it is counted: then it is known by the second one.
+        wrong = await gateway.counted("hitherto_prompt_mismatches_total")
+        assert wrong in ((2.0, 3.0) if stream else (2.0,))
+        assert (found["exact"], found["text"]) == (wrong + 3, 5 - wrong)
+        (replica,) = (await gateway.status())["replicas"]
+        assert any("bodies of that kind are matched as text" in problem for problem in replica["problems"])
+
+
+NAMED = json.dumps({"messages": [{"role": "user", "content": "hi", "name": "x"}]}).encode()
+PLAIN = json.dumps({"messages": [{"role": "user", "content": "hi"}]}).encode()
+TOOLS = json.dumps({**json.loads(PLAIN), "tools": [{"type": "function", "function": {"name": "f"}}]}).encode()
+
+
+def longer(body: bytes, words: int) -> bytes:
+    """The same kind of body with another prompt."""
+    return body.replace(b'"hi', b'"hi' + b" there" * words)
+
+
+CHAT = "/v1/chat/completions"
+
+
+@pytest.fixture
+async def two_engines(compared):
+    """A pipeline, its comparison, and two replicas whose engines were found to be alike."""
+    pipeline = Pipeline(sim_model_dir(), "sim", 16, max_model_len=2000)
+    comparison = compared(pipeline)
+    async with Engine(pipeline) as one, Engine(pipeline) as other:
+        replicas = one.replica(), other.replica()
+        for replica in replicas:
+            comparison.compare(replica)
+        await all_done(comparison)
+        yield pipeline, comparison, replicas
+
+
+async def test_one_odd_answer_leaves_all_bodies_exact_but_refuses_none_for_its_count(two_engines):
+    pipeline, comparison, (replica, _) = two_engines
+    odd = pipeline.prepare(CHAT, PLAIN)
+    for _ in range(3):  # a client that asks again is no further evidence
+        comparison.made_otherwise(replica.engine, odd, PLAIN, "it counted 7")
+    assert {pipeline.prepare(CHAT, body).mode for body in (PLAIN, NAMED, TOOLS)} == {"exact"}
+    assert pipeline.prepare(CHAT, longer(PLAIN, 3000)).mode == "text"
+    assert pipeline.prepare("/v1/completions", b'{"prompt": "hi"}').mode == "exact"
+    with pytest.raises(ApiError, match="maximum context length"):
+        pipeline.prepare("/v1/completions", longer(b'{"prompt": "hi"}', 3000))
+    for _ in range(ENOUGH):
+        comparison.made_alike(replica.engine, pipeline.prepare(CHAT, TOOLS))
+    with pytest.raises(ApiError, match="maximum context length"):
+        pipeline.prepare(CHAT, longer(PLAIN, 3000))
+
+
+async def test_a_kind_is_exact_again_after_equal_counts_in_a_row(two_engines):
+    pipeline, comparison, (replica, _) = two_engines
+    for words in range(2):
+        body = longer(PLAIN, words)
+        comparison.made_otherwise(replica.engine, pipeline.prepare(CHAT, body), body, f"it counted {words}")
+    held = pipeline.prepare(CHAT, TOOLS)
+    assert held.mode == "text" and "it counted 1" in held.note and "it counted 1" in replica.tokenizer
+    for so_far in range(ENOUGH - 1):
+        comparison.made_alike(replica.engine, pipeline.prepare(CHAT, longer(PLAIN, so_far)))
+    comparison.made_otherwise(replica.engine, pipeline.prepare(CHAT, PLAIN), PLAIN, "it counted 3")
+    for so_far in range(ENOUGH):
+        assert pipeline.prepare(CHAT, PLAIN).mode == "text", so_far
+        comparison.made_alike(replica.engine, pipeline.prepare(CHAT, longer(PLAIN, so_far)))
+    assert pipeline.prepare(CHAT, TOOLS).mode == "exact" and "it counted" not in replica.tokenizer
+    assert not pipeline.prepare(CHAT, TOOLS).doubted
+
+
+@pytest.mark.parametrize("body, alone", [(PLAIN, True), (NAMED, False)], ids=["plain", "unusual"])
+async def test_an_engine_that_alone_makes_plain_bodies_otherwise_is_set_apart(two_engines, body, alone):
+    """For the sake of an unusual kind it keeps its exact prompts of all others."""
+    pipeline, comparison, (odd, good) = two_engines
+    for words in range(2):
+        given = longer(body, words)
+        comparison.made_otherwise(odd.engine, pipeline.prepare(CHAT, given), given, "it counted 7")
+    for _ in range(ENOUGH):
+        assert not comparison.set_apart()
+        comparison.made_alike(good.engine, pipeline.prepare(CHAT, body))
+    assert comparison.set_apart() == ({odd.engine} if alone else set())
+
+
+async def test_engines_that_all_make_bodies_otherwise_stay_together(two_engines):
+    pipeline, comparison, replicas = two_engines
+    for words in range(2 * ENOUGH):
+        body = longer(PLAIN, words)
+        comparison.made_otherwise(replicas[words % 2].engine, pipeline.prepare(CHAT, body), body, "it counted 7")
+    assert not comparison.set_apart() and pipeline.prepare(CHAT, PLAIN).mode == "text"
+
+
+async def test_a_kind_of_body_is_known_though_its_body_is_forgotten(compared):
+    pipeline = Pipeline(sim_model_dir(), "sim", 16)
+    comparison = compared(pipeline)
+
+    def prepared(body: bytes):
+        return pipeline.prepare("/v1/chat/completions", body)
+
+    async with Engine(pipeline) as engine:
+        replica = engine.replica()
+        comparison.compare(replica)
+        await all_done(comparison)
+        for body, fewest in ((NAMED, 3), (TOOLS, 2)):  # of messages that are not plain nothing is kept at first
+            seen = 0
+            while seen < 4 and prepared(body).mode == "exact":
+                comparison.made_otherwise(replica.engine, prepared(longer(body, seen)), b"", "it counted 7")
+                seen += 1
+            assert seen == fewest and "it counted 7" in prepared(body).note
+        assert prepared(PLAIN).mode == "exact" and "it counted 7" in replica.tokenizer
+        replica.incarnation = "2"  # another process may make them as the gateway does
+        comparison.compare(replica)
+        await all_done(comparison)
+        assert {prepared(body).mode for body in (NAMED, PLAIN, TOOLS)} == {"exact"}
+
+
+@pytest.mark.parametrize("tools", [None, []])
+def test_a_body_has_the_same_features_before_and_after_it_is_forgotten(tools):
+    pipeline = Pipeline(sim_model_dir(), "sim", 16)
+    pipeline.follow(SGLANG.version_quirks(None))  # it takes an empty list
+    pipeline.differ(Differences(shown=True))
+    body = json.dumps({**json.loads(PLAIN), "tools": tools}).encode()
+    prompt = pipeline.prepare("/v1/chat/completions", body)
+    assert features_of(prompt, b"") == features_of(prompt, body) == {"/v1/chat/completions", "user"}
+
+
+async def test_a_prompt_that_was_made_in_a_way_that_has_been_left_says_nothing(compared):
+    pipeline = Pipeline(sim_model_dir(), "sim", 16)
+    comparison = compared(pipeline)
+    async with Engine(pipeline) as engine:
+        replica = engine.replica()
+        comparison.compare(replica)
+        await all_done(comparison)
+        old = pipeline.prepare("/v1/chat/completions", PLAIN)
+        pipeline.follow(VLLM.version_quirks("0.32.0"))
+        comparison.made_otherwise(replica.engine, old, PLAIN, "it counted 7")
+        assert pipeline.prepare("/v1/chat/completions", PLAIN).mode == "exact"
+
+
+async def test_a_map_of_efforts_is_found_by_asking_for_chats_with_one(compared, tmp_path):
+    """/tokenize knows no efforts, so an engine is asked for a chat of one token."""
+    folder = template(model(tmp_path / "model", {}), lambda text: text + "{{ reasoning_effort }}")
+    pipeline, theirs = Pipeline(Path(folder), "sim", 16), Pipeline(Path(folder), "sim", 16)
+    comparison = compared(pipeline)
+
+    class Mapping(Engine):
+        async def tokenize(self, request: web.Request) -> web.Response:
+            said = await request.json()
+            if request.path == "/tokenize":
+                return await super().tokenize(request)
+            assert said["max_tokens"] == 1
+            said["reasoning_effort"] = {"high": "max"}.get(said["reasoning_effort"], said["reasoning_effort"])
+            ids = self.pipeline.made("/v1/chat/completions", json.dumps(said).encode())
+            return web.json_response({"prompt_token_ids": ids, "usage": {"prompt_tokens": len(ids)}})
+
+    async with Mapping(theirs) as engine:
+        replica = engine.replica()
+        comparison.compare(replica)
+        await all_done(comparison)
+        plain = json.loads(PLAIN)
+        bodies = {
+            "/v1/chat/completions": {**plain, "reasoning_effort": "low"},
+            "/v1/responses": {"input": "hi", "reasoning": {"effort": "low"}},
+            "/v1/messages": {**plain, "max_tokens": 1, "thinking": {"type": "disabled"}},
+        }
+        for path, body in bodies.items():
+            assert pipeline.prepare(path, json.dumps(body).encode()).mode == "text", path
+        assert pipeline.prepare("/v1/chat/completions", PLAIN).mode == "exact"
+
+
+async def test_a_model_without_tokenizer_json_is_matched_as_text(start_engine, tmp_path):
     """Kimi's folder has tiktoken.model and code of its own."""
     (tmp_path / "config.json").write_text('{"model_type": "kimi_k2", "architectures": ["DeepseekV3ForCausalLM"]}')
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "TikTokenTokenizer", "chat_template": "x"}')
     engine = start_engine().wait()
     async with running("--model", str(tmp_path), "--replica-url", engine.url) as gateway:
         await gateway.ready(1)
-        assert re.search(rb"has no tokenizer.json.*routed by load", b"".join(gateway.log))
+        assert re.search(rb"has no tokenizer.json.*matched as text", b"".join(gateway.log))
         await answered(gateway, LONG)
-        assert {mode: count for mode, count in (await prompts(gateway)).items() if count} == {"load": 1.0}
+        assert {mode: count for mode, count in (await prompts(gateway)).items() if count} == {"text": 1.0}
 
 
 class Engine:
@@ -117,7 +334,8 @@ class Engine:
 
     async def __aenter__(self) -> "Engine":
         app = web.Application()
-        app.router.add_post("/tokenize", self.tokenize)
+        for path in ("/tokenize", "/v1/chat/completions"):
+            app.router.add_post(path, self.tokenize)
         self.runner = web.AppRunner(app)
         await self.runner.setup()
         site = web.TCPSite(self.runner, "127.0.0.1", 0)
@@ -133,6 +351,8 @@ class Engine:
         self.hosts.append(request.host)
         if self.pipeline is None:
             return web.json_response({"tokens": [1, 2, 3]})
+        if "messages" in said:
+            return web.json_response({"tokens": self.pipeline.made("/v1/chat/completions", json.dumps(said).encode())})
         ids = self.pipeline.tokenizer.encode(said["prompt"], said["add_special_tokens"])
         return web.json_response({"tokens": memoryview(ids).cast("I").tolist()})
 
@@ -143,6 +363,11 @@ class Engine:
         found = Replica(id, f"http://{host}:{self.port}", host, self.port, rank=rank, address="127.0.0.1")
         found.incarnation, found.models = incarnation, {"sim": None, **models}
         return found
+
+
+def chat_mode(pipeline: Pipeline, model: str = "sim") -> str:
+    body = {"model": model, "messages": [{"role": "user", "content": LONG}]}
+    return pipeline.prepare("/v1/chat/completions", json.dumps(body).encode()).mode
 
 
 def mode(pipeline: Pipeline, model: str) -> str:
@@ -173,7 +398,7 @@ async def all_done(comparison: TokenizerComparison) -> None:
 async def test_the_only_engine_restarts_and_is_still_read_as_it_reads(tmp_path, compared, monkeypatch):
     folder = Path(model(tmp_path / "distilled", {"tokenizer_class": "LlamaTokenizerFast"}))
     ours, theirs = Pipeline(folder, "sim", 16), Pipeline(folder, "sim", 16)
-    theirs.adopt(theirs.read_as("rebuilt as LlamaTokenizer"), True, {})
+    theirs.adopt(theirs.read_as("rebuilt as LlamaTokenizer"), True)
     assert ours.reading.how != theirs.reading.how
     comparison = compared(ours)
     read: list[str] = []
@@ -185,7 +410,7 @@ async def test_the_only_engine_restarts_and_is_still_read_as_it_reads(tmp_path, 
             comparison.compare(replica)
             await all_done(comparison)
             assert ours.reading.how == theirs.reading.how and ours.inexact("sim") == ""
-            assert replica.tokenizer == "the gateway's, rebuilt as LlamaTokenizer"
+            assert replica.tokenizer == "the gateway's, rebuilt as LlamaTokenizer; fills its chat template alike"
     assert read == ["rebuilt as LlamaTokenizer"], "it is read once, and no other way in between"
 
 
@@ -193,7 +418,7 @@ def test_a_way_that_is_no_longer_in_use_confirms_nothing(tmp_path):
     """A comparison ends after the tokenizer was read in yet another way."""
     folder = Path(model(tmp_path / "distilled", {"tokenizer_class": "LlamaTokenizerFast"}))
     pipeline = Pipeline(folder, "sim", 16)
-    pipeline.adopt(Verdict("rebuilt as LlamaTokenizer"), True, {})
+    pipeline.adopt(Verdict("rebuilt as LlamaTokenizer"), True)
     assert pipeline.reading.how != "rebuilt as LlamaTokenizer" and not pipeline._confirmed
 
 
@@ -251,26 +476,36 @@ async def test_nothing_is_told_of_a_tokenizer_that_is_in_use_no_more_when_the_en
 @pytest.mark.parametrize("chats", [False, True], ids=["tokens", "chats"])
 async def test_no_prompt_is_exact_once_it_is_told_that_the_engine_differs(compared, monkeypatch, chats):
     """However long it takes until the tokenizer is read as the engines do."""
-    pipeline, gate = Pipeline(sim_model_dir(), "sim", 16), asyncio.Event()
-    comparison = compared(pipeline)
-    adopt = comparison._adopt
+    pipeline, gate = sglang_pipeline() if chats else Pipeline(sim_model_dir(), "sim", 16), asyncio.Event()
+    comparison, told = compared(pipeline), asyncio.Event()
+    adopt, tell = comparison._adopt, Replica.__setattr__
 
     async def later(*given) -> None:
         if comparison._engines[replica.engine].differs:
             await gate.wait()
         await adopt(*given)
 
+    def telling(replica: Replica, name: str, value: object) -> None:
+        tell(replica, name, value)
+        if name == "tokenizer" and value.startswith("differs"):
+            told.set()
+
     monkeypatch.setattr(comparison, "_adopt", later)
+    monkeypatch.setattr(Replica, "__setattr__", telling)
     async with ChatEngine(other=True) if chats else Engine(None) as engine:
         replica = engine.replica()
         comparison.compare(replica)
-        async with asyncio.timeout(20):
-            while not replica.tokenizer.startswith("differs"):
-                await asyncio.sleep(0)
-        assert mode(pipeline, "sim") == "text"
+        await asyncio.wait_for(told.wait(), 20)
+        assert chat_mode(pipeline) == "text" and (mode(pipeline, "sim") == "exact") == chats
         gate.set()
         await all_done(comparison)
-        assert mode(pipeline, "sim") == "text"
+        assert chat_mode(pipeline) == "text" and (mode(pipeline, "sim") == "exact") == chats
+
+
+def sglang_pipeline() -> Pipeline:
+    pipeline = Pipeline(sim_model_dir(), "sim", 16)
+    pipeline.follow(SGLANG.version_quirks(None))
+    return pipeline
 
 
 class ChatEngine(Engine):
@@ -302,13 +537,13 @@ class ChatEngine(Engine):
 
 
 async def test_chats_are_asked_for_with_the_engines_key(compared):
-    pipeline = Pipeline(sim_model_dir(), "sim", 16)
+    pipeline = sglang_pipeline()
     comparison = compared(pipeline)
     async with ChatEngine() as engine:
         replica = engine.replica()
         comparison.compare(replica)
         await all_done(comparison)
-        assert replica.tokenizer.endswith("fills its chat template alike") and mode(pipeline, "sim") == "exact"
+        assert replica.tokenizer.endswith("fills its chat template alike") and chat_mode(pipeline) == "exact"
 
 
 @pytest.mark.parametrize("dialect, found", [(SGLANG, "text"), (VLLM, "exact")])
@@ -316,6 +551,7 @@ async def test_an_engine_that_is_not_known_to_fill_templates_alike_is_exact_only
     compared, caplog, dialect, found
 ):
     pipeline = Pipeline(sim_model_dir(), "sim", 16)
+    pipeline.follow(dialect.version_quirks("0.32.0"))
     comparison = compared(pipeline)
     async with Engine(pipeline) as engine:
         replica = engine.replica()
@@ -323,20 +559,20 @@ async def test_an_engine_that_is_not_known_to_fill_templates_alike_is_exact_only
         comparison.compare(replica)
         await all_done(comparison)
         assert replica.tokenizer == "cannot be compared: /tokenize answers 404"
-        assert mode(pipeline, "sim") == found
+        assert chat_mode(pipeline) == mode(pipeline, "sim") == found
         assert ("matched as text" in caplog.text) == (found == "text")
 
 
 async def test_an_engine_that_is_busy_when_it_comes_is_asked_again_until_it_answers(compared, monkeypatch):
     monkeypatch.setattr(asking, "PAUSES", (0.01, 0.01))
-    pipeline = Pipeline(sim_model_dir(), "sim", 16)
+    pipeline = sglang_pipeline()
     comparison = compared(pipeline)
     async with ChatEngine(429) as engine:
         replica = engine.replica()
         comparison.compare(replica)
         await asyncio.wait_for(engine.asked_often.wait(), 20)
         assert replica.tokenizer == "its chats cannot be compared yet: it answers 429"
-        assert mode(pipeline, "sim") == "text", "nothing shows that its chats are the gateway's"
+        assert chat_mode(pipeline) == "text", "nothing shows that its chats are the gateway's"
         assert not comparison.set_apart(), "nor that they are not"
         async with ChatEngine() as second:
             other = second.replica()
@@ -347,19 +583,19 @@ async def test_an_engine_that_is_busy_when_it_comes_is_asked_again_until_it_answ
             comparison.forget(other.engine)
         engine.busy = 0
         await all_done(comparison)
-        assert replica.tokenizer.endswith("fills its chat template alike") and mode(pipeline, "sim") == "exact"
+        assert replica.tokenizer.endswith("fills its chat template alike") and chat_mode(pipeline) == "exact"
 
 
 async def test_a_busy_engine_leaves_a_model_exact_whose_chats_another_has_shown(compared, monkeypatch):
     monkeypatch.setattr(asking, "PAUSES", (0.01, 0.01))
-    pipeline = Pipeline(sim_model_dir(), "sim", 16)
+    pipeline = sglang_pipeline()
     comparison = compared(pipeline)
     async with ChatEngine() as well, ChatEngine(503) as busy:
         comparison.compare(well.replica())
         await all_done(comparison)
         comparison.compare(busy.replica())
         await asyncio.wait_for(busy.asked_often.wait(), 20)
-        assert mode(pipeline, "sim") == "exact"
+        assert chat_mode(pipeline) == "exact"
 
 
 class MistralEngine(ChatEngine):
@@ -368,15 +604,14 @@ class MistralEngine(ChatEngine):
     def __init__(self, folder: Path, tekken: int):
         super().__init__()
         self.pipeline = Pipeline(FAMILIES[f"Mistral (tekken v{tekken})"](folder), "sim", 16)
-        self.pipeline.adopt(self.pipeline.likeliest(), True, {})
+        self.pipeline.adopt(self.pipeline.likeliest(), True)
 
     async def tokenize(self, request: web.Request) -> web.Response:
         said = await request.json()
         if "messages" not in said:
             return await Engine.tokenize(self, request)
         self.chats += 1
-        made = self.pipeline.prepare("/v1/chat/completions", json.dumps(said).encode())
-        return web.json_response({"tokens": memoryview(made.token_ids).cast("I").tolist()})
+        return web.json_response({"tokens": self.pipeline.made("/v1/chat/completions", json.dumps(said).encode())})
 
     def replica(self, *given, **more) -> Replica:
         return Engine.replica(self, *given, **more)
@@ -389,8 +624,199 @@ async def test_rules_that_follow_a_librarys_version_are_shown_by_chats(theirs, f
     comparison = compared(pipeline)
     async with MistralEngine(tmp_path / "theirs", theirs) as engine:
         replica = engine.replica()
-        assert replica.dialect.fills_templates_alike and mode(pipeline, "sim") == "text"
+        assert pipeline.must_be_shown and chat_mode(pipeline) == "text"
         comparison.compare(replica)
         await all_done(comparison)
-        assert engine.chats and mode(pipeline, "sim") == found
+        assert engine.chats and chat_mode(pipeline) == found
         assert ("of a chat it makes other tokens" in replica.tokenizer) == (found == "text")
+
+
+EVENING = 1_795_898_520  # Saturday 28 November 2026, 20:42 UTC; in Auckland it is Sunday
+
+
+ADOPTED = len(CHATS) + 4  # chats that it has been asked for once it was compared and has been looked at again
+
+
+class DatedEngine(Engine):
+    """One whose template prints the date of its zone, in quarters of an hour from UTC. `tells`: what of its chats."""
+
+    def __init__(self, folder: str, zone: int, now: list[float], tells: str = "ids"):
+        super().__init__(Pipeline(Path(folder), "sim", 16))
+        self.zone, self.now, self.tells = zone, now, tells
+        self.asked: asyncio.Queue[str] = asyncio.Queue()
+
+    @property
+    def day(self) -> date:
+        return datetime.fromtimestamp(self.now[0], timezone(timedelta(minutes=15 * self.zone))).date()
+
+    async def tokenize(self, request: web.Request) -> web.Response:
+        said = await request.json()
+        if "messages" not in said:
+            return await super().tokenize(request)
+        self.asked.put_nowait(request.path)
+        ids = self.pipeline.made("/v1/chat/completions", json.dumps(said).encode(), self.day)
+        if self.tells == "nothing":
+            return web.json_response({})
+        if self.tells == "counts":
+            return web.json_response({"usage": {"prompt_tokens": len(ids)}})
+        return web.json_response({"tokens": ids})
+
+    def prompt(self, body: bytes) -> list[int]:
+        return self.pipeline.made("/v1/chat/completions", body, self.day)
+
+    async def looked_at(self, times: int = 3) -> None:
+        """Once it has been asked for the third time, its second answer is known, and that was asked for now."""
+        while not self.asked.empty():
+            self.asked.get_nowait()
+        for _ in range(times):
+            await asyncio.wait_for(self.asked.get(), 20)
+
+
+@pytest.fixture
+def dated(tmp_path, compared, monkeypatch):
+    """A model whose template prints the date, what compares its engines, and the moment that it is."""
+    monkeypatch.setattr(asking, "seconds_to_next_look", lambda now: 0.01)
+    folder = template(
+        model(tmp_path / "dated", {}),
+        lambda text: text.replace(
+            "{%- for message",
+            "{{- '<｜begin▁sys｜>Today is ' + strftime_now('%A %d %B %Y') + '<｜end▁sys｜>' -}}{%- for message",
+            1,
+        ),
+    )
+    now = [float(EVENING)]
+    pipeline = Pipeline(Path(folder), "sim", 16)
+    pipeline.clock.now = lambda: now[0]
+    return folder, pipeline, compared(pipeline), now
+
+
+def ids_of(pipeline: Pipeline, body: bytes = PLAIN) -> list[int] | str:
+    """Of a chat, or how it is known if it is not exact."""
+    prompt = pipeline.prepare("/v1/chat/completions", body)
+    return memoryview(prompt.token_ids).cast("I").tolist() if prompt.mode == "exact" else prompt.mode
+
+
+async def test_the_date_is_that_of_the_engines_time_zone_and_ends_with_its_day(dated, caplog):
+    caplog.set_level("INFO", "hitherto")
+    folder, pipeline, comparison, now = dated
+    async with DatedEngine(folder, 52, now) as auckland:
+        replica = auckland.replica()
+        comparison.compare(replica)
+        await auckland.looked_at(ADOPTED)
+        assert ids_of(pipeline) == auckland.prompt(PLAIN) and "Sunday" in replica.tokenizer
+        assert "it prints Sunday 29 November, its time zone (TZ) is another than this gateway's" in caplog.text
+        assert "tokenizer than" not in caplog.text and not comparison.set_apart()
+        for at, day in ((14.2 * 3600, 29), (14.3 * 3600 - 1, 29), (14.3 * 3600 + 6, 30), (14.4 * 3600, 30)):
+            now[0] = EVENING + at  # its midnight is after 14.3 hours
+            await auckland.looked_at()
+            assert auckland.day.day == day
+            assert ids_of(pipeline) == ("partly" if at == 14.3 * 3600 - 1 else auckland.prompt(PLAIN)), at
+        now[0] = EVENING + 14.55 * 3600
+        assert ids_of(pipeline) == auckland.prompt(PLAIN), "it had ended before"
+
+
+async def test_an_engine_that_restarts_may_be_in_another_zone(dated):
+    folder, pipeline, comparison, now = dated
+    async with DatedEngine(folder, 52, now) as engine:
+        comparison.compare(engine.replica())
+        await engine.looked_at(ADOPTED)
+        for at in (14.2 * 3600, 14.3 * 3600 + 6):  # around its midnight, by which its zone is known
+            now[0] = EVENING + at
+            await engine.looked_at()
+        engine.zone = 56  # where it is the same day
+        comparison.compare(engine.replica("2"))
+        await engine.looked_at(ADOPTED)
+        assert ids_of(pipeline) == engine.prompt(PLAIN)
+        now[0] = EVENING + 37.3 * 3600 - 1
+        assert ids_of(pipeline) == "partly"
+
+
+async def test_engines_of_unlike_zones_are_exact_up_to_the_date_while_it_differs(dated, caplog):
+    folder, pipeline, comparison, now = dated
+    async with DatedEngine(folder, 52, now) as auckland, DatedEngine(folder, 0, now) as london:
+        replicas = [one.replica() for one in (auckland, london)]
+        for one in replicas:
+            comparison.compare(one)
+        await auckland.looked_at(ADOPTED)
+        await london.looked_at(ADOPTED)
+        await auckland.looked_at()
+        prompt = pipeline.prepare("/v1/chat/completions", PLAIN)
+        told = (
+            f"replica {replicas[1].id} prints Saturday 28 November, replica {replicas[0].id} prints Sunday 29 November: "
+            "their time zones (TZ) differ"
+        )
+        assert prompt.mode == "partly" and told in prompt.note and told in caplog.text
+        assert all(told in one.tokenizer and told in str(_seen(one, None, None)) for one in replicas)
+        assert not comparison.set_apart()
+        now[0] = EVENING + 3.5 * 3600  # London's day has begun
+        for one in (auckland, london, auckland):
+            await one.looked_at()
+        assert ids_of(pipeline) == auckland.prompt(PLAIN) == london.prompt(PLAIN)
+        assert not any(_seen(one, None, None) for one in replicas)
+        now[0] = EVENING + 15.5 * 3600  # and Auckland's next one
+        for one in (auckland, london, auckland):
+            await one.looked_at()
+        assert ids_of(pipeline) == "partly"
+        comparison.forget(auckland.replica().engine)
+        await london.looked_at()
+        assert ids_of(pipeline) == london.prompt(PLAIN)
+
+
+@pytest.mark.parametrize("tells", ["counts", "nothing"])
+async def test_where_nothing_tells_the_date_chats_are_exact_up_to_it(dated, tells):
+    folder, pipeline, comparison, now = dated
+    async with DatedEngine(folder, 0, now, tells) as engine, DatedEngine(folder, 0, now) as second:
+        replica = engine.replica()
+        comparison.compare(replica)
+        await engine.looked_at(4 * ADOPTED)
+        prompt = pipeline.prepare("/v1/chat/completions", PLAIN)
+        longer = json.loads(PLAIN)["messages"] + [{"role": "assistant", "content": "x"}]
+        assert prompt.mode == "partly" and f"nothing tells which day replica {replica.id} prints" in prompt.note
+        assert "nothing tells which day" in str(_seen(replica, None, None))
+        again = pipeline.prepare("/v1/chat/completions", json.dumps({"messages": longer}).encode())
+        assert list(again.hashes[: len(prompt.hashes) - 1]) == list(prompt.hashes[:-1]), "the session goes on by text"
+        assert mode(pipeline, "sim") == "exact", "texts have no date"
+        comparison.compare(second.replica())
+        await second.looked_at(ADOPTED)
+        assert ids_of(pipeline) == "partly"
+        comparison.forget(replica.engine)
+        await second.looked_at()
+        assert ids_of(pipeline) == second.prompt(PLAIN)
+
+
+async def test_a_model_without_a_date_is_asked_once_and_is_exact_at_midnight(dated, compared, tmp_path):
+    folder, *_, now = dated
+    plain = model(tmp_path / "plain", {})
+    pipeline = Pipeline(Path(plain), "sim", 16)
+    comparison = compared(pipeline)
+    async with DatedEngine(plain, 52, now) as engine:
+        comparison.compare(engine.replica())
+        await all_done(comparison)
+        assert engine.asked.qsize() == len(CHATS) and not pipeline.prints_date
+        now[0] = EVENING + 14.3 * 3600
+        assert ids_of(pipeline) == engine.prompt(PLAIN)
+
+
+async def test_an_engine_that_comes_on_a_later_day_is_compared_with_chats_of_that_day(dated):
+    folder, pipeline, comparison, now = dated
+    async with DatedEngine(folder, 0, now) as first, DatedEngine(folder, 0, now) as later:
+        comparison.compare(first.replica())
+        await first.looked_at(ADOPTED)
+        comparison.forget(first.replica().engine)
+        now[0] += 86_400
+        replica = later.replica()
+        comparison.compare(replica)
+        await later.looked_at(ADOPTED)
+        assert replica.tokenizer.endswith("fills its chat template alike")
+        assert ids_of(pipeline) == later.prompt(PLAIN)
+
+
+async def test_an_engine_that_prints_a_day_of_its_own_is_matched_as_text(dated):
+    """vLLM takes one from VLLM_SYSTEM_START_DATE."""
+    folder, pipeline, comparison, now = dated
+    async with DatedEngine(folder, 0, [0.0]) as engine:
+        replica = engine.replica()
+        comparison.compare(replica)
+        await all_done(comparison)
+        assert replica.tokenizer.startswith("differs: of a chat it makes other tokens")
+        assert ids_of(pipeline) == "text"

@@ -1,5 +1,6 @@
 """`hitherto doctor` against real simulated engines, healthy and broken in one way each."""
 
+import asyncio
 import json
 import re
 import shutil
@@ -7,13 +8,17 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import urllib.request
+from datetime import date
 
 import pytest
 
 from gateway import cli
 from gateway.ops import doctor, gateway_check, trial
+from gateway.ops.chats import written
 from gateway.ops.trial import Finding
+from gateway.prompt.render.clock import ALL_ZONES, days_in
 from replicas.engines.vllm.events import Decoder
 from replicas.replica import parse_url
 from replicas.simulated.model import sim_model_dir
@@ -110,6 +115,18 @@ def test_block_sizes_that_do_not_fit(capsys, engines, monkeypatch):
         r"steps of 32 and predictions leave out up to 16 cached tokens of a prompt",
         found["block size"][1],
     )
+
+
+def test_blocks_of_many_gpus_are_tried_in_the_size_that_events_tell(capsys, start_engine, monkeypatch):
+    """Of which vLLM before 0.32 tells one GPU's part, so that three of these fill no block; beside an engine that tells
+    pages of its blocks."""
+    monkeypatch.setattr(trial, "EVENT_SECONDS", 1.0)
+    wide = start_engine("--block-size", "128", "--decode-context-parallel-size", "16", "--num-blocks", "90")
+    pages = start_engine("--speaks", "sglang", "--num-blocks", "26000")
+    code, found = examine(capsys, "--replica-url", wide.wait().url)
+    assert (code, found["events"][0]) == (0, "ok") and re.match(r"(\d+) of \1 blocks", found["events"][1]), found
+    code, found = examine(capsys, "--replica-url", pages.wait().url)
+    assert (code, found["events"][0]) == (0, "ok") and re.match(r"(\d+) of \1 blocks", found["events"][1]), found
 
 
 def test_a_variant_with_another_template_is_tried_with_its_own(capsys, engines, start_engine, tmp_path, monkeypatch):
@@ -337,14 +354,29 @@ def test_tokenizer_files_that_transformers_rebuilds_or_that_bring_code(capsys, f
     assert "/tokenize" in found["tokenizer files"][1]
 
 
-def test_a_conversation_that_is_written_by_rules_is_compared_with_an_answers_prompt(capsys, fake, tmp_path):
-    """The engine's /tokenize shows its template, which is not what it computes."""
+def test_a_conversation_that_is_written_by_rules_is_compared_with_an_answers_prompt(
+    capsys, fake, tmp_path, monkeypatch
+):
+    """Until 0.32 the engine's /tokenize shows its template, which is not what it computes."""
+    monkeypatch.setattr("gateway.ops.chats.CHATS", ({"messages": trial.turns(2)},))
+    monkeypatch.setattr("gateway.ops.chats.EFFORTS", ())
     folder = FAMILIES["gpt-oss"](tmp_path / "model")
-    ids = [*memoryview(trial.chat(once_read(folder, "sim", 16), trial.turns(2))).cast("I")]
-    for answer, level in ((ids, "ok"), (ids[:-1], "fail")):
-        pages = {**TRIED, "/tokenize": {"tokens": [1]}, "/v1/chat/completions": {"prompt_token_ids": answer}}
+    body = json.dumps({"messages": trial.turns(2)}).encode()
+    pipeline = once_read(folder, "sim", 16)
+    ids = pipeline.made("/v1/chat/completions", body)
+    other = next(day for day in days_in(ALL_ZONES, time.time()) if day != date.today())
+    elsewhere = pipeline.made("/v1/chat/completions", body, other)
+    for answer, level in ((ids, "ok"), (ids[:-1], "fail"), (elsewhere, "warn")):
+        pages = {
+            **TRIED,
+            "/version": {"version": "0.32.0"},
+            "/tokenize": {"tokens": [1]},
+            "/v1/chat/completions": {"prompt_token_ids": answer},
+        }
         _, found = examine(capsys, "--replica-url", fake(pages), "--model", str(folder))
         assert found["tokens"][0] == level and str(len(answer)) in found["tokens"][1]
+        zone = f"it prints {written(other)}: its time zone (TZ) is another than here"
+        assert (zone in found["tokens"][1]) == (answer == elsewhere != ids)
 
 
 def test_replicas_that_serve_different_models(capsys, fake):
@@ -362,6 +394,20 @@ def test_a_model_by_any_name_is_looked_for_where_the_engine_has_it_from(capsys, 
     other = {**TRIED, "/v1/models": {"data": [{"id": "support-bot", "root": str(sim_model_dir())}]}}
     code, found = examine(capsys, "--replica-url", fake(other))
     assert found["model"] == ("ok", f"support-bot, tokenizer and template from {sim_model_dir()}")
+
+
+async def test_events_that_came_while_the_doctor_was_held_up_are_not_taken_for_late():
+    read = []
+
+    def true() -> bool:
+        if not read:
+            asyncio.get_running_loop().call_soon(read.append, "an event")
+            time.sleep(0.4)  # the event loop does not run meanwhile
+            return False
+        return True
+
+    assert await trial._until(true, 0.3)
+    assert not await trial._until(lambda: False, 0.1)
 
 
 def test_a_new_prompt_fills_three_blocks_of_any_size_and_is_new():

@@ -347,6 +347,13 @@ async def test_alone_what_is_passed_on_goes_to_replicas_of_its_model(listen):
         await explain.alone(settings, "/v1/rerank", b'{"model": "nobody", "query": "x"}')
 
 
+async def test_alone_a_url_of_no_engine_keeps_no_model_from_being_unknown(listen, capsys):
+    settings = Settings(model="sim", replica_url=(await listen(*engine()), await listen()))
+    with pytest.raises(ApiError, match="'nobody' does not exist") as refused:
+        await explain.alone(settings, "/v1/chat/completions", CHAT.replace(b'"sim"', b'"nobody"'))
+    assert refused.value.status == 404 and "/health answers 404" in capsys.readouterr().err
+
+
 async def test_alone_a_model_that_an_engine_may_serve_which_is_down_is_not_unknown(listen, unused_tcp_port):
     settings = Settings(model="sim", replica_url=(await listen(*engine()), f"http://127.0.0.1:{unused_tcp_port}"))
     asked = {

@@ -162,6 +162,13 @@ def test_what_a_running_gateway_says_of_redis_and_of_its_own_background_work():
     assert (
         failed.level == "fail" and "shared map: publish failed 3 times" in failed.text and "KeyError: 7" in failed.text
     )
+    _, failed = told(
+        status(
+            policy_failures={"./mine.py:Mine": {"failures": 3, "last": "line 7 failed: KeyError", "seconds_ago": 2.0}}
+        )
+    )
+    assert (failed.level, failed.subject) == ("fail", "policy") and "restart the gateway" in failed.remedy
+    assert failed.text == "./mine.py:Mine failed 3 times, 2 s ago: line 7 failed: KeyError"
 
 
 async def test_what_to_do_about_a_failed_engine_goes_by_the_fault_that_the_gateway_tells():

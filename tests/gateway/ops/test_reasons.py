@@ -5,7 +5,7 @@ import json
 import pytest
 
 from gateway.ops.reasons import TERMS, sentence, span
-from policies import Choice, Load
+from policies import Choice, CostGroup, Load
 from policies.rules import least_time
 
 from .decided import BUSY, decided, replica
@@ -68,6 +68,23 @@ def test_a_next_best_that_looks_the_same_is_told_by_the_difference():
     first, second = told["replicas"]
     first["seconds"], second["seconds"] = 0.0747, 0.0751
     assert sentence(told).endswith(", and 0.4 ms more on b:1, the next best.")
+
+
+def test_a_replica_that_was_slow_is_said_to_take_what_it_took_then_also_when_it_is_tried_again():
+    costs = CostGroup()
+    slow, other = costs.add("slow:1"), costs.add("other:1")
+    quick = decided("least_time", replica("slow:1"), costs=costs)
+    for _ in range(40):
+        slow.observe_itl(8 * other.stream_step(1, 1000), 1, 1000)
+        other.observe_itl(other.stream_step(1, 1000), 1, 1000)
+        costs.decay_idle([slow], [other], 10.0)  # it is passed over, and tried every ten seconds
+    before = decided("least_time", replica("slow:1"), costs=costs)
+    costs.decay_idle([slow], [other], 60.0)  # nothing was sent there for a minute
+    told = decided("least_time", replica("slow:1"), costs=costs)
+    said, took = sentence(told), [one["replicas"][0]["answer_seconds"] for one in (quick, before, told)]
+    assert took[1] > 4 * took[0] and took[2] == took[1]
+    assert said.endswith("It was slower than the others when it last answered, and these times are what it took then.")
+    assert "It was slower" not in sentence(quick)
 
 
 def test_one_replica_alone_is_compared_with_nobody():

@@ -7,17 +7,15 @@ from gateway.ops import replicas_check
 from gateway.ops.trial import Finding
 from replicas import Replica, pairing, twins
 from replicas.adopt import IS_GATEWAY, Facts
-from replicas.engines.dialect import Told
+from replicas.problems import Problem
 from replicas.replica import parse_url
 from replicas.twins import Name
 
 
-def test_an_engine_that_is_for_another_role_than_its_url_says():
-    facts = Facts(told=Told(role="decode"))
-    found = list(replicas_check.check_own_words(parse_url("http://a:1#role=prefill"), facts))
-    assert [(one.level, one.subject) for one in found] == [("warn", "role a:1")] and "role=decode" in found[0].text
-    for right in ("http://a:1", "http://a:1#role=decode"):
-        assert not list(replicas_check.check_own_words(parse_url(right), facts))
+def test_what_an_engine_tells_of_itself_is_said_with_its_remedy():
+    facts = Facts(problems={"role": Problem("it is for one leg alone", "start it for both"), "events": Problem("", "")})
+    [found] = replicas_check.check_own_words(parse_url("http://a:1"), facts)
+    assert found == Finding("warn", "role a:1", "it is for one leg alone", "start it for both")
 
 
 def of_model(root: str | None, *names: str) -> Facts:

@@ -2,11 +2,13 @@
 
 import http.server
 import re
+import resource
 import threading
 
 import pytest
 
 from gateway import cli
+from gateway.ops.settings_check import check_open_files
 
 from .examined import BAD_KEYS, doctor_lines, examine, free_port
 
@@ -83,3 +85,13 @@ def test_traces_that_arrive_and_that_do_not(capsys, engines, monkeypatch):
     )
     monkeypatch.delenv("OTEL_EXPORTER_OTLP_ENDPOINT")
     assert "traces" not in examine(capsys)[1]
+
+
+@pytest.mark.parametrize(("most", "warns"), [(1024, True), (4096, False), (resource.RLIM_INFINITY, False)])
+def test_too_few_open_files_are_said_before_clients_see_it(monkeypatch, most, warns):
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (256, most))
+    found = check_open_files(None)
+    assert (found is not None) == warns and found == check_open_files(most), "here, or of a gateway that runs"
+    if found is not None:
+        assert found.level == "warn" and "1024 at most, which are 512 streams" in found.text
+        assert "LimitNOFILE" in found.remedy

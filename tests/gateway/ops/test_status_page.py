@@ -42,6 +42,7 @@ async def test_it_says_what_is_amiss_with_the_gateway_also_when_opened_with_the_
     status = gateway.status()
     status["map"]["redis"] = {"trouble": redis_trouble("READONLY"), "ledger_joined": False, "ledger_reason": "NOPERM"}
     status["replicas"][0] |= {"map_role": "alone", "map_role_reason": "no gateway leads"}
+    status["policy_failures"] = {"./mine.py:Mine": {"failures": 1, "last": "KeyError: 8", "seconds_ago": 3.0}}
     status["background_failures"] = {"publish": {"failures": 3, "last": "KeyError: 7", "seconds_ago": 2.0}}
     status["api_keys"] = {
         "problem": "keys.yaml:2: sha256: is missing",
@@ -58,6 +59,7 @@ async def test_it_says_what_is_amiss_with_the_gateway_also_when_opened_with_the_
         f"map shared through Redis {redis_trouble('READONLY')}",
         "load shared through Redis this gateway counts alone: NOPERM",
         "a:1 its part of the map is not shared: no gateway leads",
+        "policy ./mine.py:Mine failed 1 time, 3 s ago: KeyError: 8",
         "background work publish failed 3 times, 2 s ago with KeyError: 7",
         "API keys the file cannot be used, and the keys read before stay good: keys.yaml:2: sha256: is missing",
         "limits shared through Redis this gateway counts alone: READONLY",
@@ -86,7 +88,7 @@ async def test_blocks_of_an_engine_that_is_gone_are_those_of_when_it_was_last_he
         await page.open(f"http://{host}/")
         shown = await page.until(
             "document.querySelector('#replicas tbody tr') && "
-            "[...document.querySelectorAll('#replicas tbody tr')].map(row => row.children[6].textContent)"
+            "[...document.querySelectorAll('#replicas tbody tr')].map(row => row.children[7].textContent)"
         )
     assert shown == ["7", "7of 90", "7when last heard", "7when last heard"]
 
@@ -121,6 +123,91 @@ async def test_a_replica_without_a_request_in_the_window_has_none_of_them_and_no
         assert shown == ["3 100 %", "0 0 %"]
         assert not re.search(r"NaN|undefined|Infinity|\bnull\b", await page.ask(TEXT))
     assert page.problems == []
+
+
+def _fleet(gateway, **states):
+    for name, state in states.items():
+        replica = gateway.fleet.add(f"http://{name}:1")
+        replica.state, replica.reason, replica.models = state, "it is so", {"m": None}
+
+
+def _half_dead(gateway):
+    _fleet(gateway, a=State.READY, b=State.FAILED)
+
+
+def _one_of_three_dead(gateway):
+    _fleet(gateway, a=State.READY, b=State.FAILED, c=State.READY)
+
+
+def _unserved(gateway):
+    _fleet(gateway, a=State.READY, b=State.FAILED)
+    gateway.fleet.replicas["b:1"].models = {"away": None}
+
+
+def _slow(gateway):
+    _fleet(gateway, a=State.READY, b=State.READY)
+    for replica, seconds in (("a:1", 2.0), ("b:1", 16.0)):
+        gateway.metrics.replica_decode_tokens.inc(replica, by=200)
+        gateway.metrics.replica_decode_seconds.inc(replica, by=seconds)
+
+
+def _failing(gateway):
+    _fleet(gateway, a=State.READY)
+    gateway.metrics.requests.inc("chat", "2xx", by=18)
+    gateway.metrics.requests.inc("chat", "cut", by=2)
+
+
+def _limited(gateway):
+    _fleet(gateway, a=State.READY)
+    gateway.metrics.tenant_refusals.inc("acme", "requests", by=7)
+
+
+@pytest.mark.parametrize(
+    "amiss,kind,word,first",
+    [
+        (_half_dead, "bad", "down", "down 1 of 2 replicas is down"),
+        (_one_of_three_dead, "warn", "down", "down 1 of 3 replicas is down"),
+        (_unserved, "bad", "not served", "not served away: no replica takes requests for it"),
+        (_slow, "warn", "slow", "slow b:1 takes 8 x as long per token as the others for "),
+        (_failing, "bad", "errors", "errors 2 of 20 requests of the last minute failed (10.0 %)"),
+        (_limited, "warn", "limits", "limits tenant acme: 7 requests of the last"),
+        (lambda gateway: _fleet(gateway, a=State.READY), "good", "ready", None),
+    ],
+)
+async def test_its_chip_says_the_worst_that_clients_feel_and_that_comes_first_under_worth_a_look(
+    amiss, kind, word, first
+):
+    gateway = Gateway()
+    amiss(gateway)
+    gateway.recent.look(time.time())
+    async with served(gateway) as host, browser() as page:
+        await page.open(f"http://{host}/")
+        chip = await page.until(
+            "document.getElementById('facts')?.children.length && [document.getElementById('ready').className, document.getElementById('ready').innerText]"
+        )
+        assert chip == [f"pill {kind}", word]
+        if first is not None:
+            assert (await page.ask("document.querySelector('#problems li').innerText")).startswith(first)
+        if amiss is _unserved:
+            assert "models away, m" in await page.ask("document.getElementById('facts').innerText")
+    assert page.problems == []
+
+
+async def test_figures_are_of_the_last_minute_until_the_reader_asks_for_15():
+    gateway = Gateway()
+    _fleet(gateway, a=State.READY)
+    gateway.metrics.requests.inc("chat", "2xx", by=5)
+    gateway.recent.figures.look(now := time.time(), 0, 0, 0)
+    gateway.metrics.requests.inc("chat", "2xx", by=2)
+    gateway.recent.figures.look(now + 120, 0, 0, 0)
+    tile = "[...document.querySelectorAll('.tile')].find(one => one.innerText.includes('Requests'))?.innerText"
+    async with served(gateway) as host, browser() as page:
+        await page.open(f"http://{host}/")
+        assert "2 in all" in await page.until(tile)
+        await page.ask(
+            "(() => { const one = document.getElementById('window'); one.value = 'whole'; one.dispatchEvent(new Event('change')) })()"
+        )
+        assert "7 in all" in await page.ask(tile)
 
 
 async def test_the_queue_tile_counts_who_waits_now_and_names_the_peak_of_before():
@@ -206,7 +293,7 @@ async def test_text_of_other_machines_and_clients_never_becomes_html():
         for part in ("facts", "problems", "replicas", "decisions", "prefixes", "log", "ask-answer"):
             assert HOSTILE in await page.ask(f"document.getElementById('{part}').textContent"), part
         assert await page.ask("document.querySelectorAll('main img, main script, main [onerror]').length") == 0
-        assert await page.ask("document.title") == "Hitherto" and page.problems == []
+        assert (await page.ask("document.title")).endswith("Hitherto") and page.problems == []
 
 
 # What a section has only now and then, and text of every colour that states give.
@@ -218,7 +305,7 @@ document.getElementById("notice").hidden = false;
 document.getElementById("notice").textContent = "no replica is ready";
 document.getElementById("ask-model-label").hidden = false;
 document.getElementById("admission").hidden = document.getElementById("shadow").hidden = false;
-document.querySelector("header").append(...["", "good", "bad"].map(kind => make("span", {class: "pill " + kind}, "state")));
+document.querySelector("header").append(...["", "good", "warn", "bad"].map(kind => make("span", {class: "pill " + kind}, "state")));
 at(".tile:nth-child(1)", "bad");
 at(".tile:nth-child(2)", "warn");
 document.querySelector(".tile .value").append(make("small", {}, "ms"));

@@ -14,17 +14,18 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from datetime import datetime
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
-from unittest.mock import patch
 
 from xxhash import xxh3_64_hexdigest
 
 from gateway.errors import ApiError
 from gateway.prompt.pipeline import Pipeline
-from gateway.prompt.render.programs import deepseek, harmony, mistral
+from gateway.prompt.render.programs import deepseek, mistral
+from gateway.prompt.tokens.agreement import Differences
 from replicas.engines.vllm.versions import version_quirks
 from replicas.simulated.model import sim_model_dir
 
@@ -194,14 +195,10 @@ class Compared:
 
 def compare(family: str, folder: Path, version: str, theirs: dict[str, str | None]) -> Compared:
     """`theirs`: of each body's name the digest of the engine's ids, None where it refuses."""
-    with patch.object(harmony, "today", lambda: TODAY):
-        return _compare(family, folder, version, theirs)
-
-
-def _compare(family: str, folder: Path, version: str, theirs: dict[str, str | None]) -> Compared:
     pipeline = Pipeline(folder, "tiny", 16, max_model_len=CONTEXT)
+    pipeline.clock.now = datetime.fromisoformat(TODAY).timestamp
     pipeline.follow(version_quirks(version))
-    pipeline.adopt(pipeline.likeliest(), True, {})  # as after the engine's tokens were found to be the same
+    pipeline.adopt(pipeline.likeliest(), True, Differences(shown=True))  # as after an engine was compared
     found, asked = Compared(), bodies(family)
     for name, ids in theirs.items():
         if ids is None:

@@ -11,8 +11,11 @@ from gateway.errors import ApiError
 from gateway.prompt import Prompt
 from gateway.prompt.pipeline import Pipeline, Verdict
 from gateway.prompt.prompt import NO_PREFILL, PROMPT_PATHS
+from gateway.prompt.report import template_report
+from gateway.prompt.tokens.agreement import Differences
 from replicas.simulated.model import sim_model_dir
 
+from .families import FAMILIES
 from .reference import hashes, ids_of, model_dir
 from .test_exact import alternate
 
@@ -96,6 +99,9 @@ def test_a_prompt_whose_logprobs_are_wanted_is_computed_whole(sim, path, body, r
         (COMPLETIONS, {"prompt": "x", "n": 1}, False),
         (COMPLETIONS, {"prompt": ["x"]}, False),
         (COMPLETIONS, {"prompt": ["x", "y"]}, True),
+        (COMPLETIONS, {"prompt": [[1], [2]]}, True),
+        (COMPLETIONS, {"prompt": ["5", 6]}, False),
+        (COMPLETIONS, {"prompt": [5.0, 6]}, False),
     ],
 )
 def test_several_prompts_or_choices_are_told(sim, path, body, several):
@@ -110,8 +116,17 @@ def test_several_prompts_or_choices_are_told(sim, path, body, several):
         (None, {"prompt_cache_key": "k", "user": "u"}, "k"),
         ({"x-session-id": ""}, {"user": "u"}, "u"),
         ({}, {"user": 3}, None),
+        ({}, {"safety_identifier": "i", "user": "u"}, "i"),
+        ({}, {"metadata": {"user_id": "user_1_account_2_session_3"}, "safety_identifier": "i"}, "user_1_account_2_session_3"),
+        ({}, {"metadata": {"session_id": "s", "user_id": "u"}}, "s"),
+        ({}, {"metadata": ["user_id"], "user": "u"}, "u"),
+        ({}, {"metadata": {"user_id": {"a": 1}}}, None),
+        ({}, {"prompt_cache_key": "", "nvext": {"agent_context": {"trajectory_id": "t"}}}, "t"),
+        ({"thread-id": "t", "session-id": "s", "x-claude-code-session-id": "c"}, {"prompt_cache_key": "k"}, "c"),
+        ({}, {"metadata": {"user_id": "\ud800"}}, "?"),
+        ({}, {"user": "\u00fc" * 256}, "\u00fc" * 256),
     ],
-)
+)  # fmt: skip
 def test_session(sim, headers, body, session):
     assert ask(sim[0], headers=headers, **body).session == session
 
@@ -269,16 +284,26 @@ def test_a_prompt_longer_than_the_context(sim, monkeypatch):
         (CHAT, {"chat_template_kwargs": {"chat_template": "x"}}, "own chat template"),
         (RESPONSES, {"input": "x", "previous_response_id": "r"}, "previous_response_id"),
         (RESPONSES, {"input": [{"type": "item_reference"}]}, "item_reference"),
-        (RESPONSES, {"input": "x", "tools": [{"type": "web_search"}]}, "no function"),
         (COMPLETIONS, {"prompt": "a", "suffix": "b"}, "completes itself"),
-        (MESSAGES, {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "image"),
+        (MESSAGES, {"messages": [{"role": "user", "content": [{"type": "image", "source": "s"}]}]}, "image"),
+        (MESSAGES, {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "nothing"),
     ],
 )
-def test_what_cannot_be_known_is_routed_by_load(sim, path, body, note):
+def test_what_cannot_be_known_is_matched_as_text(sim, path, body, note):
     prompt = ask(sim[0], path, **body)
-    assert prompt.mode == "load" and note in prompt.note
-    assert not prompt.hashes and prompt.token_ids == b""
+    assert prompt.mode == "text" and prompt.declined and note in prompt.note
+    assert not prompt.hashes.known and prompt.token_ids == b""
     assert prompt.tokens > 0  # an estimate, so that its load counts
+
+
+@pytest.mark.parametrize("own", [{"chat_template": "{{ 1 }}"}, {"messages": [{"role": "wizard", "content": "x"}]}])
+def test_what_cannot_be_known_goes_where_its_text_went_before(sim, own):
+    """Never by load alone, without any affinity."""
+    talk = [*own.get("messages", []), {"role": "user", "content": "word " * 100}]
+    first = ask(sim[0], **{**own, "messages": talk})
+    second = ask(sim[0], **{**own, "messages": [*talk, {"role": "user", "content": "more " * 100}]})
+    assert first.mode == "text" and len(second.hashes) > len(first.hashes) > 5
+    assert list(second.hashes[: len(first.hashes)]) == list(first.hashes)
 
 
 def test_a_failing_tokenizer_fails_nobody(sim, monkeypatch):
@@ -288,10 +313,11 @@ def test_a_failing_tokenizer_fails_nobody(sim, monkeypatch):
     pipeline, _ = sim
     monkeypatch.setattr(type(pipeline.tokenizer), "encode", broken)
     prompt = ask(pipeline, COMPLETIONS, prompt="x")
-    assert (prompt.mode, prompt.note) == ("load", "RuntimeError: no memory")
+    assert (prompt.mode, prompt.note) == ("text", "RuntimeError: no memory")
 
 
 def write_model(directory, template):
+    directory.mkdir(exist_ok=True)
     for name in ("tokenizer.json", "tokenizer_config.json", "config.json"):
         (directory / name).symlink_to(model_dir("sim") / name)
     if template is not None:
@@ -303,8 +329,73 @@ def write_model(directory, template):
 def test_a_model_without_a_template_that_works(tmp_path, template, note):
     pipeline = Pipeline(write_model(tmp_path, template), "m", 16)
     prompt = ask(pipeline)
-    assert prompt.mode == "load" and note in prompt.note
+    assert prompt.mode == "text" and note in prompt.note
     assert ask(pipeline, COMPLETIONS, prompt="still exact").mode == "exact"
+
+
+TELLS_TIME = """{% for m in messages %}<｜User｜>{{ m.content }}{% endfor %}{% if tools %}<｜User｜>It is {{ strftime_now('%H:%M:%S') }}.
+{% endif %}<｜Assistant｜>"""
+
+
+def test_a_template_that_prints_the_time_is_exact_up_to_it(tmp_path):
+    pipeline = Pipeline(write_model(tmp_path, TELLS_TIME), "m", 16)
+    talk = [{"role": "user", "content": "word " * 100}, {"role": "user", "content": "more " * 100}]
+    plain = ask(pipeline, messages=talk)
+    assert plain.mode == "exact"
+    timed = ask(pipeline, messages=talk, tools=[{"type": "function", "function": {"name": "f"}}])
+    assert timed.mode == "partly" and "time of the day" in timed.note and timed.tokens > 200
+    assert len(timed.hashes) == timed.hashes.known >= len(plain.hashes) - 1 > 10
+    assert list(timed.hashes) == list(plain.hashes[: len(timed.hashes)])
+    first = write_model(tmp_path / "first", "{{ strftime_now('%H:%M:%S') }}" + TELLS_TIME)
+    prompt = ask(Pipeline(first, "m", 16), messages=talk)
+    assert (prompt.mode, list(prompt.hashes)) == ("partly", []) and prompt.tokens > 200
+    assert template_report(pipeline).prints_time and not template_report(pipeline).refused
+
+
+EVENING = 1_795_898_520.0  # Saturday 28 November 2026, 20:42 UTC
+UNLIKE = Differences(zones=frozenset((0, 52)), days="replica b prints Sunday 29 November", shown=True)
+DATED = "{% for m in messages %}<｜User｜>{{ m.content }}{% endfor %}<｜User｜>It is {{ strftime_now('%d %B') }}.<｜Assistant｜>"
+
+
+@pytest.mark.parametrize(
+    "path, talk", [(CHAT, {}), (MESSAGES, {"max_tokens": 1}), (RESPONSES, {})], ids=["chat", "messages", "responses"]
+)
+def test_a_date_that_is_not_the_same_for_all_engines_is_exact_up_to_it(path, talk, tmp_path):
+    pipeline = Pipeline(write_model(tmp_path, DATED), "m", 16)
+    pipeline.clock.now = lambda: EVENING
+    said = [{"role": "user", "content": "word " * 200}]
+    talk |= {"input" if path == RESPONSES else "messages": said}
+    pipeline.differ(UNLIKE._replace(zones=frozenset((52,))))
+    sure = ask(pipeline, path, **talk)
+    pipeline.differ(UNLIKE)
+    unsure = ask(pipeline, path, **talk)
+    assert (sure.mode, unsure.mode) == ("exact", "partly") and "b prints Sunday 29 November" in unsure.note
+    known = unsure.hashes.known
+    assert known >= len(sure.hashes) - 2 > 10 and list(unsure.hashes[:known]) == list(sure.hashes[:known])
+    assert len(unsure.hashes) > known and not unsure.token_ids and unsure.declined
+    assert ask(pipeline, COMPLETIONS, prompt="no date").mode == "exact"
+    pipeline.clock.now = lambda: EVENING + 4 * 3600  # it is the same day for both
+    assert ask(pipeline, path, **talk).mode == "exact"
+    pipeline.clock.now = lambda: EVENING
+    month = Pipeline(write_model(tmp_path / "month", DATED.replace("%d ", "")), "m", 16)
+    month.clock.now = pipeline.clock.now
+    month.differ(UNLIKE)
+    assert ask(month, path, **talk).mode == "exact", "it prints the same on both days"
+
+
+def test_the_day_of_the_engines_is_printed_by_rules_plans_and_jinja_alike(tmp_path):
+    gpt_oss = Pipeline(FAMILIES["gpt-oss"](tmp_path / "gpt-oss"), "m", 16)
+    dated = Pipeline(write_model(tmp_path / "dated", DATED), "m", 16)
+    for pipeline, printed in ((gpt_oss, "2026-11-{}"), (dated, "It is {} November")):
+        pipeline.clock.now = lambda: EVENING
+        for zone, day in ((0, 28), (52, 29)):
+            pipeline.differ(UNLIKE._replace(zones=frozenset((zone,))))
+            for _ in range(40):  # compiled and checked in the meantime
+                prompt = ask(pipeline)
+                assert prompt.mode == "exact" and printed.format(day) in pipeline.tokenizer.decode(ids_of(prompt))
+        pipeline.differ(UNLIKE)
+        assert ask(pipeline).mode == "partly" and ask(pipeline, MESSAGES, max_tokens=1).mode == "partly"
+    assert dated.renderers["default"].by_plan > 40 and not dated.renderers["default"].compiled.why_not
 
 
 def test_without_a_tokenizer_prompts_are_matched_as_text():
@@ -363,7 +454,8 @@ def test_many_threads_prepare_at_once(sim):
 
 def test_what_cannot_be_written_as_text_is_routed_by_load_where_tokens_are_inexact():
     pipeline = Pipeline(sim_model_dir(), "m", 16)
-    pipeline.adopt(Verdict(pipeline.reading.how), True, {"m": "its engine has another tokenizer"})
-    deep = b'{"model": "m", "messages": [{"role": "user", "content": "hi", "x": %b%b}]}' % (b"[" * 300, b"]" * 300)
-    prompt = pipeline.prepare("/v1/chat/completions", deep)
+    pipeline.adopt(Verdict(pipeline.reading.how), True, Differences({"m": "its engine has another tokenizer"}))
+    said = b'{"model": "m", "messages": [{"role": "user", "content": "hi", "x": %b%b}]}'
+    assert pipeline.prepare("/v1/chat/completions", said % (b"[" * 300, b"]" * 300)).mode == "text"
+    prompt = pipeline.prepare("/v1/chat/completions", said % (b"[" * 1000, b"]" * 1000))
     assert prompt.mode == "load" and prompt.note

@@ -61,7 +61,7 @@ def test_a_prompt_that_is_to_be_truncated_may_be_too_long(pipeline):
     prompt = pipeline.prepare(
         "/v1/completions", orjson.dumps({"model": "m", "prompt": TEXT, "truncate_prompt_tokens": 10})
     )
-    assert prompt.mode == "load"
+    assert prompt.mode == "text"
 
 
 def test_the_context_may_become_known_later(loaded):

@@ -1,6 +1,5 @@
 """Admission where replicas have roles, between real sockets: who waits for a pair, and what is said."""
 
-import asyncio
 import json
 from contextlib import asynccontextmanager
 
@@ -8,13 +7,11 @@ import pytest
 
 from gateway.overload import Overload
 from policies import Classes, QosClass, Rules, Slo
-from replicas import State
 
 from ..http.talk import eventually, read_request
 from .replies import EVENT, SSE_HEAD, chunk, post, reply
 from .stack import stack
 from .test_legs import HANDED, give_roles, leg_of
-from .test_legs_at_once import COMPUTED, Side, after, answers, computes
 from .test_queue import Engine
 
 USAGE = b'data: {"choices":[],"usage":{"prompt_tokens":9,"completion_tokens":20,"prompt_tokens_details":{"cached_tokens":0}}}\n\n'
@@ -205,67 +202,3 @@ async def test_who_leaves_while_it_waits_for_a_pair_leaves_nothing():
         await third.close()
         await eventually(lambda: waiting(queue) == 0)
         assert counted(s)["left", "client"] == 1
-
-
-# --- engines that take legs alone
-
-
-@asynccontextmanager
-async def rooms(*sides, roles=("prefill", "decode"), **given):
-    async with pool(*sides, roles=roles, **given) as (s, queue):
-        for backend in s.proxy.backends.values():
-            backend.replica.moves_by = "sglang"
-        give_roles(s, *roles)
-        yield s, queue
-
-
-async def test_who_cannot_go_whole_waits_until_the_prefiller_has_room():
-    """The decoder is idle all the while."""
-    computed = asyncio.Event()
-    prefiller, decoder = Side(after(computed, reply(COMPUTED)), computes), Side(answers)
-    async with rooms(prefiller, decoder) as (s, queue):
-        first = await send(s, "first")
-        await eventually(lambda: len(prefiller.bodies) == 1)
-        second = await send(s, "second")
-        await eventually(lambda: waiting(queue) == 1)
-        assert len(prefiller.bodies) == 1
-        computed.set()
-        for one in (first, second):
-            assert (await one.response())[0] == 200
-        assert counted(s) == {("admitted", "room"): 1, ("queued", "full"): 1, ("admitted", "turn"): 1}
-
-
-async def test_who_cannot_go_whole_is_refused_where_no_prefiller_keeps_its_limit():
-    computed = asyncio.Event()
-    prefiller, decoder = Side(after(computed, reply(COMPUTED))), Side(answers)
-    async with rooms(prefiller, decoder, when_full=("reject",)) as (s, queue):
-        first = await send(s, "first")
-        await eventually(lambda: len(prefiller.bodies) == 1)
-        long = s.proxy.router.ledger.reserve(next(iter(s.proxy.backends)), 10**7, 10**7)
-        second = await send(s, "second")
-        status, headers, _ = await second.response()
-        assert status == 429 and int(headers["retry-after"]) >= 1 and counted(s)["refused", "ttft"] == 1
-        s.proxy.router.ledger.release(long)
-        computed.set()
-        assert (await first.response())[0] == 200
-
-
-@pytest.mark.parametrize("given", [{}, {"roles": ("decode", "decode")}])
-async def test_what_no_pair_can_take_is_refused_in_words_and_not_held(given):
-    """Nobody computes prompts, or the prefiller goes while it waits."""
-    computed = asyncio.Event()
-    prefiller, decoder = Side(after(computed, reply(COMPUTED)), computes), Side(answers)
-    async with rooms(prefiller, decoder, **given) as (s, queue):
-        if not given:
-            first = await send(s, "first")
-            await eventually(lambda: len(prefiller.bodies) == 1)
-        second = await send(s, "second")
-        if not given:
-            await eventually(lambda: waiting(queue) == 1)
-            next(iter(s.proxy.backends.values())).replica.state = State.DRAINING
-            s.proxy.placing.eligible.changed()
-        status, _, body = await second.response()
-        assert status == 503 and b"role=prefill" in body and waiting(queue) == 0
-        if not given:
-            computed.set()
-            assert (await first.response())[0] == 200

@@ -4,7 +4,17 @@ import json
 
 import pytest
 
-from gateway.proxy.answers import BOM, Sight, begins, error_status, foreign_head, has_end, keeps_alive, look
+from gateway.proxy.answers import (
+    BOM,
+    Sight,
+    begins,
+    error_status,
+    foreign_head,
+    has_end,
+    has_other_event,
+    keeps_alive,
+    look,
+)
 from gateway.proxy.events import Kind, read
 
 from .engine_events import DIED, DONE, ERRORS, NAMES, PINGS, ROLE, TOKEN
@@ -117,7 +127,8 @@ def test_a_stream_begins_with_something_of_the_answer(frame):
         is seen(PINGS[0], TOKEN)
         is seen(DIED)
         is seen(ROLE, DIED)
-        is seen(b'data: {"choices":[')
+        is seen(b'data: {"choices":[', label="completions")
+        is seen(b'data: {"choices":[{"delta":{"content":"')
         is Sight.ANSWER
     )
     assert {seen(ping) for ping in PINGS} | {
@@ -126,8 +137,11 @@ def test_a_stream_begins_with_something_of_the_answer(frame):
         seen(b'data: {"ok":1}\n\n'),
         seen(b"da"),
         seen(DIED[:30]),
+        seen(b'data: {"choices":['),
+        seen(PINGS[0], b'data: {"choices":['),
         seen(ROLE, DIED[:30]),
     } == {Sight.EARLY}
+    assert {seen(event[:1], event[1:]) for event in (DIED, TOKEN)} == {Sight.ANSWER}, "`d` is no size of a chunk"
     assert seen(ROLE, whole=True) is Sight.ANSWER, "whatever it means, it is all there is"
     for silent in ([ping] for ping in PINGS):
         assert seen(*silent, whole=True) is seen(*silent, DONE, whole=True) is Sight.SILENT
@@ -136,6 +150,49 @@ def test_a_stream_begins_with_something_of_the_answer(frame):
     assert {seen(first) for first in (b"<html>\n\n", b"error: what\n\n", b"deadbeef!\n\n")} == {Sight.FOREIGN}
     assert seen(PINGS[0] * 50_000) is Sight.BLIND, "not for ever"
     assert all(map(keeps_alive, map(frame, PINGS))) and not keeps_alive(frame(ROLE))
+
+
+@pytest.mark.parametrize("line_end", [b"\n", b"\r\n"])
+@pytest.mark.parametrize("frame", [bytes, chunk])
+def test_an_announcement_is_told_from_keep_alives_wherever_the_reads_end(frame, line_end):
+    announced, *pings = (frame(event.replace(b"\n", line_end)) for event in (ROLE, *PINGS))
+    for kept in (b"".join(pings), *pings):
+        assert not any(has_other_event(kept[:cut]) for cut in range(len(kept) + 1))
+        written = kept + announced + pings[0]
+        cuts = [cut for cut in range(len(written) + 1) if has_other_event(written[:cut])]
+        assert cuts == [*range(cuts[0], len(written) + 1)], "once it is there, it stays"
+        assert len(kept + announced) - 2 <= cuts[0] <= len(kept + announced)
+
+
+FIRST_EVENTS = {
+    "chat": [TOKEN, BOM + TOKEN, b"retry: 3000\n\n" + TOKEN, b"id: 7\n" + TOKEN, b"data\ndata\n\n" + TOKEN, PINGS[0] + ROLE],
+    "responses": [b'event: response.created\ndata: {"type":"response.created","response":{"id":"resp_1"}}\n\n'],
+    "messages": [b'retry\nevent: message_start\r\ndata: {"type":"message_start"}\r\n\r\n', PINGS[2]],
+}  # fmt: skip
+EACH_FIRST = [(label, event) for label, events in FIRST_EVENTS.items() for event in events]
+
+
+@pytest.mark.parametrize(("label", "event"), EACH_FIRST)
+def test_a_first_event_is_waited_for_wherever_it_is_cut(label, event):
+    for cut in range(len(event)):
+        one, other = event[:cut], event[cut:]
+        assert sight(label, one, True, False, STREAM) in (Sight.EARLY, Sight.ANSWER), one
+        framed = chunk(one) + chunk(other)  # and each read may end within the framing as well
+        for end in range(len(framed) + 1) if cut % 7 < 2 else (len(chunk(one)),):
+            found = sight(label, framed[:end] if one else chunk(other)[:end], True, False, STREAM)
+            assert found in (Sight.EARLY, Sight.ANSWER), (framed, end)
+
+
+@pytest.mark.parametrize("frame", [bytes, chunk], ids=["plain", "chunked"])
+@pytest.mark.parametrize("first", [b"dates", b"data2:", b"eventually\n", b"<html", b"x", b"HTTP/1.1"])
+def test_what_is_the_beginning_of_no_field_is_no_engines(first, frame):
+    assert sight("chat", frame(first), True, False, STREAM) is Sight.FOREIGN
+
+
+@pytest.mark.parametrize("name", [b"data", b"event", b"retry", b"id", b"dat", b"data\n\n"])
+def test_a_stream_that_ends_within_its_first_line_has_said_nothing(name):
+    found = sight("chat", name, True, True, STREAM)
+    assert found is (Sight.FOREIGN if name == b"dat" else Sight.SILENT)
 
 
 BLANK = [b"\n\n\n", b"\r\n\r\n", b"data:\n\n", b"data: \n\n", b"data:\r\n\r\n"]
@@ -226,6 +283,36 @@ def test_text_about_errors_is_none():
     assert error_status(b"data: " + item + b"\n\n", True) == 0
 
 
+@pytest.mark.parametrize("line_end", [b"\n", b"\r\n"])
+@pytest.mark.parametrize(
+    ("label", "last"),
+    [
+        ("chat", b"data: [DONE]\n\n"),
+        ("messages", b'event: message_stop\ndata: {"type":"message_stop"}\n\n'),
+        ("responses", b'event: response.completed\ndata: {"type":"response.completed","response":{}}\n\n'),
+    ],
+)
+def test_a_stream_has_its_end_wherever_its_last_event_is_cut_into_chunks(label, last, line_end):
+    tail, last = (event.replace(b"\n", line_end) for event in (TOKEN, last))
+    for cut in range(1, len(last)):
+        assert has_end(label, chunk(tail) + chunk(last[:cut]) + chunk(last[cut:]), True, b"", False), cut
+        assert not last[cut:].strip() or not has_end(label, chunk(tail) + chunk(last[:cut]), True, b"", False), cut
+
+
+@pytest.mark.parametrize("line_end", [b"\n", b"\r\n"])
+@pytest.mark.parametrize("frame", [bytes, chunk])
+@pytest.mark.parametrize(
+    ("label", "last"),
+    [("chat", b"data: [DONE]\n\n"), ("messages", b'event: message_stop\ndata: {"type":"message_stop"}\n\n')],
+)
+def test_a_comment_behind_the_last_event_of_a_stream_does_not_hide_it(label, last, frame, line_end):
+    token, last, comment = (one.replace(b"\n", line_end) for one in (TOKEN, last, b": keep-alive\n\n"))
+    for behind in (comment, comment * 2, comment.rstrip()):
+        assert has_end(label, frame(token) + frame(last) + frame(behind), True, b"", False)
+        assert not has_end(label, frame(token) + frame(behind), True, b"", False)
+        assert not has_end(label, frame(last) + frame(comment) + frame(token) + frame(behind), True, b"", False)
+
+
 @pytest.mark.parametrize("body", [b"null", b'"ok"', b"true", b" 12\n", b'{"a":[]}\r\n', b"[1]"])
 def test_json_ends_with_a_bracket_if_it_begins_with_one(body):
     assert has_end("", body, False, b"application/json", True)
@@ -253,6 +340,24 @@ def test_the_last_event_of_a_stream_is_followed_by_a_blank_line(label, last, lin
     assert has_end(label, event, True, STREAM, False)
     for cut in range(len(event)):
         assert not has_end(label, event[:cut], True, STREAM, False), event[:cut]
+
+
+TOOLS = b'"tools":[{"type":"function","name":"bill","parameters":{"properties":{"usage": {"type":"object"}}}}]'
+CREATED = (
+    b'event: response.created\ndata: {"response":{"id":"r",%b,"usage":null},"type":"response.created"}\n\n' % TOOLS
+)
+WRITTEN = b'event: response.output_text.delta\ndata: {"type":"response.output_text.delta","delta":"x"}\n\n'
+
+
+@pytest.mark.parametrize("line_end", [b"\n", b"\r\n"])
+@pytest.mark.parametrize("frame", [bytes, chunk])
+def test_what_a_client_named_its_tools_properties_does_not_end_its_response(frame, line_end):
+    completed = CREATED.replace(b"created", b"completed")
+    created, written, last = (frame(one.replace(b"\n", line_end)) for one in (CREATED, WRITTEN, completed))
+    assert not has_end("responses", created, True, STREAM, True)
+    for cut in range(len(created)):
+        assert not has_end("responses", created[cut:] + written, True, STREAM, False)
+        assert has_end("responses", created[cut:] + written + last, True, STREAM, False)
 
 
 def test_done_is_the_end_of_a_stream_where_it_is_a_line_and_the_last_one():

@@ -23,6 +23,7 @@ def said(*answers):
     ([("a", "status 500"), ("b", "status 504"), ("c", "status 500")], True),
     ([("a", "status 401"), ("b", "status 401")], True),  # the client's key, then
     ([("a", "status 401"), ("b", "status 404")], False),
+    ([("a", "status 429"), ("b", "status 429")], False),  # two that are full
     ([("a", "status 401"), ("b", "status 500")], False),
 ])  # fmt: skip
 def test_two_engines_that_fail_a_request_alike_blame_the_request(answers, blamed):

@@ -1,6 +1,7 @@
 """What goes wrong once the client has a part of its answer: it can tell, and nobody is blamed in vain."""
 
 import asyncio
+import json
 
 import orjson
 import pytest
@@ -8,7 +9,8 @@ import pytest
 from replicas import State
 
 from ..http.talk import eventually, read_request
-from .replies import EVENT, SSE_HEAD, chunk, post, says, streams
+from .engine_events import DONE, TOKEN
+from .replies import EVENT, SSE_HEAD, chunk, post, reply, says, streams
 from .stack import stack
 
 
@@ -177,3 +179,68 @@ async def test_a_client_that_does_not_read_is_dropped_and_the_replica_not_blamed
         await eventually(lambda: s.metrics.client_aborts.total() == 1)
         await eventually(s.idle)
         assert s.faults == []
+
+
+USAGE_EVENT = b'data: {"choices":[],"usage":{"prompt_tokens":3,"completion_tokens":7}}\n\n'
+LAST_EVENTS = {
+    b"/v1/chat/completions": [EVENT, USAGE_EVENT, DONE],
+    b"/v1/completions": [TOKEN, DONE],
+    b"/v1/messages": [
+        b'event: content_block_delta\ndata: {"type":"content_block_delta","delta":{"type":"text_delta","text":"x"}}\n\n',
+        b'event: message_stop\ndata: {"type":"message_stop"}\n\n',
+    ],
+    b"/v1/responses": [
+        b'event: response.created\ndata: {"type":"response.created","response":{"tools":[{"usage": {"type":"object"}}]}}\n\n'
+        b'event: response.output_text.delta\ndata: {"type":"response.output_text.delta","delta":"x"}\n\n',
+        b'event: response.completed\ndata: {"type":"response.completed","response":{"id":"r","output":[]}}\n\n',
+    ],
+}
+
+
+@pytest.mark.parametrize("frame", [chunk, bytes], ids=["chunked", "until its connection ends"])
+@pytest.mark.parametrize("in_one", [False, True])
+@pytest.mark.parametrize("path", LAST_EVENTS)
+async def test_a_client_that_closes_once_it_has_the_last_event_has_all(path, in_one, frame):
+    """As many do at `data: [DONE]`, before HTTP's last chunk, which engines send apart."""
+    events, ends = LAST_EVENTS[path], []
+    head = SSE_HEAD if frame is chunk else SSE_HEAD.replace(b"Transfer-Encoding: chunked\r\n", b"")
+
+    async def script(reader, writer):
+        await read_request(reader)
+        whole = len(asked) % 2 == 0  # the second client's answer has no end yet
+        asked.append(whole)
+        writer.write(head + b"".join(map(frame, events if whole and in_one else events[:1])))
+        if whole and not in_one:
+            await writer.drain()
+            await has_first.wait()
+            writer.write(b"".join(map(frame, events[1:])))
+        await reader.read()
+
+    asked, has_first = [], asyncio.Event()
+    async with stack(script, on_end=[lambda exchange, outcome, usage: ends.append((outcome, usage))]) as s:
+        body = json.dumps({"model": "m", "stream": True, "messages": [], "prompt": "x", "input": "x"}).encode()
+        for last in (events[-1], events[0]):
+            talk = await s.talk()
+            await talk.say(post(body, path))
+            await talk.until(events[0])
+            has_first.set()
+            if last is not events[0]:
+                await talk.until(last)
+            await talk.close()
+            await eventually(lambda: len(ends) == len(asked))
+        assert [outcome for outcome, _ in ends] == ["complete", "aborted"]
+        assert s.metrics.client_aborts.total() == 1 and s.faults == []
+        assert USAGE_EVENT not in events or ends[0][1].completion == 7
+        await eventually(s.idle)
+
+
+async def test_a_stream_tells_proxies_to_pass_it_on_as_it_comes():
+    """nginx collects an answer before it passes it on, unless it is told not to."""
+    told = b"X-Accel-Buffering: yes\r\n\r\n"
+    events = chunk(EVENT) + chunk(DONE) + b"0\r\n\r\n"
+    heads = [SSE_HEAD, SSE_HEAD.removesuffix(b"\r\n") + told, reply()]
+    for head, expected in zip(heads, ["no", "yes", None], strict=True):
+        async with stack(says(head if expected is None else head + events)) as s:
+            talk = await s.talk()
+            await talk.say(post())
+            assert (await talk.response())[1].get("x-accel-buffering") == expected

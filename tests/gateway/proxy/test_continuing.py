@@ -241,11 +241,15 @@ async def test_a_client_that_leaves_while_another_is_asked_leaves_nothing_behind
         assert not s.proxy.conductor.continuing.kept
 
 
-async def test_a_stream_that_a_stop_cuts_while_another_is_asked_is_not_left_by_its_client():
+async def test_a_stream_that_a_stop_cuts_while_another_is_asked_is_told_so_and_not_left_by_its_client():
     async with while_another_is_asked() as (s, talk):
         s.proxy.drain()
         await s.server.drain(0)
-        assert (s.proxy.refuse_unanswered(), await s.server.end()) == (0, 1)
+        assert (s.proxy.refuse_unanswered(), s.proxy.end_streams()) == (0, 1)
+        told = await talk.until(b"0\r\n\r\n")
+        assert b"the gateway is shutting down" in told and b"[DONE]" not in told
+        assert b'"code":"shutting_down"' in told and s.metrics.streams_not_continued.total(reason="shutting_down") == 1
+        assert await s.server.end() == 0 and s.idle()
         assert s.metrics.requests.total(status="cut") == 1 and not s.metrics.client_aborts.values
 
 

@@ -1,6 +1,6 @@
 """What the control of overload makes of the figures, and how long it holds the event loop for it."""
 
-from time import monotonic, process_time
+from time import monotonic
 
 import orjson
 import pytest
@@ -11,6 +11,7 @@ from gateway.proxy.control import OverloadControl
 from policies import Admission, Classes, QosClass, Rules, Slo
 from policies.control import ENOUGH, HOLD, PATIENCE, Refused
 
+from ...calls import counting_calls
 from ..http.talk import eventually, read_request
 from .replies import post
 from .stack import stack
@@ -322,21 +323,22 @@ def test_a_fleet_that_is_none_any_more_is_not_judged():
 
 @pytest.mark.parametrize("fleets", [1, 64])
 def test_the_end_of_a_window_holds_nobody_up(fleets):
-    """Of 64 names with answers in each of four classes, in one fleet as adapters are, or a fleet each. Measured: 3 ms
-    and 12 ms of CPU, where each fleet's steps change."""
+    """Of 64 names with answers in each of four classes, in one fleet as adapters are, or a fleet each: what it costs
+    grows with the fleets, not with the names in one. Measured, where each fleet's steps change: 1,125 calls, and 355 a
+    fleet; 3 ms and 12 ms of CPU."""
     names, classes = (
         [f"m{number}" for number in range(64)],
         tuple(QosClass(f"c{at}", priority=at, slo=Slo(1.0, 0.05)) for at in range(4)),
     )
     one = Controlled(*[names[at::fleets] for at in range(fleets)], classes=classes)
-    took = []
+    made = []
     for _ in range(3):
         for name in names:
             for qos in classes:
                 for step in range(20):
                     one.answers(name, 1, ttft=0.01 * 1.3**step, tpot=0.002 * 1.2**step, qos=qos.name)
                     one.metrics.answer_e2e_seconds.observe((qos.name, name), 0.01 * 1.3**step)
-        begun = process_time()
-        assert one.end_window()["m0"]["c3"] > 1.0
-        took.append(process_time() - begun)
-    assert min(took) < 0.05
+        pressure, calls = counting_calls(one.end_window)
+        assert pressure["m0"]["c3"] > 1.0
+        made.append(calls)
+    assert min(made) < 1_500 + 500 * (fleets - 1)

@@ -100,7 +100,6 @@ async def test_an_answer_is_capped_in_each_apis_own_words_and_the_client_is_told
     ],
 )
 def test_of_a_chats_two_limits_only_the_one_is_written_that_it_has(given, written):
-    """TensorRT-LLM refuses both together."""
     assert json.loads(capped(given.encode(), CHAT, 7)) == written
 
 

@@ -1,3 +1,5 @@
+import pytest
+
 from gateway.proxy.drift import WINDOW, Drift
 
 
@@ -72,3 +74,33 @@ def test_a_counter_that_falls_is_a_restart_not_drift():
     drift.counted(9000, 5000, idle=True)
     drift.unreported(800, 1000)
     assert not drift.counted(0, 0, idle=True)
+
+
+@pytest.mark.parametrize("offset", [16, -16])
+def test_a_steady_offset_is_told_and_is_no_reason_to_throw_the_map_away(offset):
+    drift, lengths = Drift(), [32, 80, 48, 160]
+    verdicts = [drift.reported(length, length - offset, length + 40, block_size=16) for length in lengths * 2 * WINDOW]
+    assert not any(verdicts) and drift.offset == offset
+
+
+def test_one_offset_among_answers_that_are_right_is_none():
+    drift = Drift()
+    for _ in range(10):
+        drift.reported(64, 48, 100, block_size=16)
+        drift.reported(64, 64, 100, block_size=16)
+        assert not drift.offset
+
+
+def test_a_beginning_that_is_always_predicted_too_short_is_a_map_that_is_wrong():
+    drift = Drift()
+    assert any(drift.reported(512, 2048, 3000, block_size=16) for _ in range(WINDOW))
+
+
+def test_counters_tell_of_a_steady_block_too():
+    drift = Drift()
+    drift.counted(0, 0, idle=True, block_size=16)
+    for _ in range(3):
+        drift.unreported(64, 80)
+    drift.unreported(0, 20)
+    assert not drift.counted(260, 3 * 48, idle=True, block_size=16)
+    assert drift.offset == 16

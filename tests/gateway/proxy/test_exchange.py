@@ -194,11 +194,23 @@ async def test_the_place_of_a_bad_byte_is_its_own():
         assert json.loads(got)["error"]["message"] == f"the body is not valid JSON: byte {where} is not utf-8"
 
 
-async def test_a_body_without_a_coding_says_so_in_vain():
+@pytest.mark.parametrize("said", [b"identity", b"Identity", b"", b" ", b"identity, IDENTITY", b"identity\r\nContent-Encoding:"])  # fmt: skip
+async def test_a_body_without_a_coding_says_so_in_vain(said):
     async with stack(answers()) as s:
         talk = await s.talk()
-        await talk.say(post(extra=b"Content-Encoding: identity\r\n"))
-        assert (await talk.response())[0] == 200
+        for path in (b"/v1/chat/completions", b"/v1/messages"):
+            await talk.say(post(path=path, extra=b"Content-Encoding: %b\r\n" % said))
+            assert (await talk.response())[0] == 200
+
+
+@pytest.mark.parametrize("said", [b"GZIP", b"identity, br", b"identity\r\nContent-Encoding: zstd"])
+async def test_a_coding_is_named_wherever_it_stands(said):
+    async with stack(answers()) as s:
+        talk = await s.talk()
+        await talk.say(post(extra=b"Content-Encoding: %b\r\n" % said))
+        status, headers, body = await talk.response()
+        assert (status, headers["accept-encoding"]) == (415, "identity")
+        assert repr(said.decode().split()[-1].lower()) in json.loads(body)["error"]["message"]
 
 
 async def test_models_are_asked_for_in_vain_until_a_replica_is_ready():
@@ -364,7 +376,7 @@ async def test_errors_of_the_wire_have_the_shape_of_the_api_that_was_asked(targe
     ("line", "allow"),
     [
         (b"GET /v1/chat/completions", "POST, OPTIONS"),
-        (b"POST /v1/models", "GET, HEAD"),
+        (b"POST /v1/models", "GET, HEAD, OPTIONS"),
         (b"TRACE /version", "DELETE, GET, HEAD, OPTIONS, PATCH, POST, PUT"),
     ],
 )

@@ -2,14 +2,18 @@
 behind."""
 
 import asyncio
+import errno
 import json
+import os
 import random
 import socket
 import time
 from contextlib import suppress
+from types import SimpleNamespace
 
 import pytest
 
+from gateway.datapath import _access
 from gateway.proxy import proxy
 from policies.costs import Costs
 from replicas import State
@@ -44,7 +48,8 @@ async def test_an_unwell_replica_is_passed_over(status):
         for _ in range(4):
             await talk.say(post())
             assert (await talk.response())[0::2] == (200, ANSWER)
-        assert s.metrics.retries.total() >= 2
+        full = status.startswith(b"503")  # it is asked last for a second
+        assert s.metrics.retries.total() >= 2 - full
         await eventually(s.idle)
 
 
@@ -88,7 +93,7 @@ async def test_a_4xx_is_the_clients_and_is_never_retried():
         assert s.faults == [] and s.metrics.retries.total() == 0
 
 
-async def test_death_before_the_first_byte_is_retried_and_502_when_all_fail():
+async def test_death_before_the_first_byte_is_retried_and_503_when_nobody_is_there():
     dies = says(SSE_HEAD, then_hangs=False)  # engines send the head before the prefill: still nothing has been answered
     async with stack(dies, answers()) as s:
         talk = await s.talk()
@@ -100,15 +105,15 @@ async def test_death_before_the_first_byte_is_retried_and_502_when_all_fail():
         await talk.say(post())
         status, headers, body = await talk.response()
         error = json.loads(body)["error"]
-        assert (status, error["code"], error["type"]) == (502, "replica_failed", "server_error")
+        assert (status, error["code"], error["type"]) == (503, "no_replica_ready", "server_error")
         assert "after 3 attempt(s)" in error["message"] and "x-should-retry" not in headers
-        assert headers["retry-after"] == "1", "as a 503 has it: clients may come again"
+        assert headers["retry-after"] == "1", "as where no replica is ready: clients may come again"
         await eventually(s.idle)
 
 
 @pytest.mark.parametrize("streamed", [False, True])
 async def test_an_engine_that_stops_and_aborts_what_it_has_is_passed_over(streamed):
-    """vLLM's way: 200, and the text so far. What has begun is the engine's to end; the last replica's word stands."""
+    """vLLM's way: 200, and the text so far."""
     abort = b'{"choices":[{"text":"half","finish_reason":"abort"}]}'
     quoted = b'{"choices":[{"text":"\\"finish_reason\\":\\"abort\\"","finish_reason":"stop"}]}'
     stopping = streams(chunk(b"data: " + abort + b"\n\n")) if streamed else answers(abort)
@@ -119,11 +124,128 @@ async def test_an_engine_that_stops_and_aborts_what_it_has_is_passed_over(stream
             assert (await talk.response())[0::2] == (200, quoted)
         assert set(s.faults) == {"aborted"} and s.metrics.retries.total() == len(s.faults)
         await eventually(s.idle)
-    async with stack(stopping) as s:
+
+
+STOPPING = b'{"error":{"message":"cannot schedule new futures after shutdown","type":"InternalServerError","param":null,"code":500}}'
+DEAD = b'{"error":{"message":"EngineCore encountered an issue. See stack trace (above) for the root cause.","type":"InternalServerError","code":500}}'
+GIVEN_UP = {
+    "a stream": (b"/v1/completions", streams(chunk(b'data: {"choices":[{"text":"","finish_reason":"abort"}]}\n\n'))),
+    "an answer": (b"/v1/completions", answers(b'{"choices":[{"text":"","finish_reason":"abort"}]}')),
+    "a chat": (b"/v1/chat/completions", answers(b'{"choices":[{"message":{"content":""},"finish_reason":"abort"}]}')),
+    "a response": (b"/v1/responses", answers(b'{"object":"response","status":"cancelled","output":[]}')),
+    "an error": (b"/v1/chat/completions", answers(STOPPING, b"500 Internal Server Error")),
+    "a response's error": (b"/v1/responses", answers(STOPPING, b"500 Internal Server Error")),
+    "an error of a dead core": (b"/v1/chat/completions", answers(DEAD, b"500 Internal Server Error")),
+    "a message's error of a dead core": (b"/v1/messages", answers(DEAD, b"500 Internal Server Error")),
+    "a message's error": (b"/v1/messages", answers(STOPPING, b"500 Internal Server Error")),
+}
+
+
+@pytest.mark.parametrize(("path", "script"), GIVEN_UP.values(), ids=GIVEN_UP)
+@pytest.mark.parametrize("engines", [1, 2])
+async def test_where_every_engine_is_being_stopped_clients_are_told_to_come_again(path, script, engines):
+    """vLLM's way: an empty 200, or with --shutdown-timeout a 500 in Python's words. No client has anything."""
+    async with stack(*[script] * engines) as s:
+        talk = await s.talk()
+        await talk.say(post(path=path))
+        status, headers, body = await talk.response()
+        assert status == 503 and headers["retry-after"] == "1" and "x-should-retry" not in headers
+        assert b"abort" in body and "aborted" in s.faults
+        await eventually(lambda: s.metrics.requests.total(status="5xx") == 1)
+        await eventually(s.idle)
+
+
+PATHS = "chat/completions completions responses messages embeddings rerank".split()
+ASKS = {"model": "m", "prompt": "a", "input": "a", "messages": [], "query": "a", "documents": []}
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("engines", [1, 2])
+async def test_where_the_ports_of_all_engines_just_closed_clients_are_told_to_come_again(path, stream, engines):
+    """The replicas are ready as far as anybody has noticed."""
+    async with stack(ports=[free_port() for _ in range(engines)]) as s:
+        talk = await s.talk()
+        await talk.say(post(json.dumps({**ASKS, "stream": stream}).encode(), path=f"/v1/{path}".encode()))
+        status, headers, body = await talk.response()
+        assert status == 503 and headers["retry-after"] == "1" and "x-should-retry" not in headers
+        assert json.loads(body)["error"]["type"] == ("overloaded_error" if path == "messages" else "server_error")
+        await eventually(s.idle)
+
+
+async def test_the_only_engine_that_closes_its_port_and_then_a_kept_connection_is_away():
+    async def script(reader, writer):
+        await read_request(reader)
+        writer.write(reply())
+        await read_request(reader)
+        server.close()
+        writer.close()
+
+    server = await asyncio.start_server(script, "127.0.0.1", 0)
+    async with stack(ports=[server.sockets[0].getsockname()[1]]) as s:
+        talk = await s.talk()
+        for expected in (200, 503):
+            await talk.say(post())
+            status, headers, _ = await talk.response()
+            assert status == expected
+        assert headers["retry-after"] == "1" and s.metrics.retries.total(reason="reconnect") == 1
+        await eventually(s.idle)
+
+
+STREAMED = BODY[:-1] + b', "stream": true}'
+
+
+class Ending:
+    """An engine whose streams go on. It answers one request, reads the next one on that connection, closes the
+    connection and listens no more."""
+
+    async def __aenter__(self):
+        self.goes_on = asyncio.Event()
+        self.server = await asyncio.start_server(self.script, "127.0.0.1", 0)
+        self.port = self.server.sockets[0].getsockname()[1]
+        return self
+
+    async def __aexit__(self, *_):
+        self.server.close()
+
+    async def script(self, reader, writer):
+        _, body = await read_request(reader)
+        if body == STREAMED:
+            writer.write(SSE_HEAD + chunk(EVENT))
+            await self.goes_on.wait()
+            writer.write(chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n")
+        else:
+            writer.write(reply())
+            await read_request(reader)
+            self.server.close()
+        writer.close()
+
+
+async def test_engines_that_close_their_ports_and_go_on_with_streams_did_not_go_down_with_what_they_refuse():
+    """Two that went down with a request would be the last that it gets."""
+    async with Ending() as one, Ending() as other, stack(ports=[one.port, other.port]) as s:
+        talkers = []
+        for body in (STREAMED, STREAMED, BODY, BODY):
+            talkers.append(talk := await s.talk())
+            await talk.say(post(body))
+            await (talk.until(EVENT) if body is STREAMED else talk.response())
+        await talk.say(post())
+        status, headers, body = await talk.response()
+        assert status == 503 and headers["retry-after"] == "1" and "x-should-retry" not in headers, body
+        assert s.faults == ["connect", "connect"] and s.metrics.retries.total(reason="reconnect") == 2
+        for engine in (one, other):
+            engine.goes_on.set()
+        for talk in talkers[:2]:
+            assert b"[DONE]" in await talk.until(b"0\r\n\r\n")
+        await eventually(s.idle)
+
+
+async def test_an_error_that_quotes_what_stopping_engines_say_is_passed_on():
+    quoting = b'{"error":{"message":"no tool named \\"message\\":\\"cannot schedule new futures after shutdown"}}'
+    async with stack(answers(quoting, b"500 Internal Server Error")) as s:
         talk = await s.talk()
         await talk.say(post())
-        assert abort in (await talk.response())[2] and s.faults == ["aborted"]
-        await eventually(lambda: s.metrics.requests.total(status="5xx") == 1)  # which is no complete answer
+        assert (await talk.response())[0::2] == (500, quoting)
 
 
 @pytest.mark.parametrize("padding", [0, 100_000], ids=["at once", "in a thread"])
@@ -145,10 +267,14 @@ MESSAGE_ABORTED = (
 
 async def test_an_answer_that_was_aborted_in_the_middle_is_no_complete_one_in_an_api_with_other_words():
     half = b'event: content_block_delta\ndata: {"type":"content_block_delta","delta":{"text":"half"}}\n\n'
-    async with stack(streams(chunk(MESSAGE_BEGINS), chunk(half), chunk(MESSAGE_ABORTED), end=b"0\r\n\r\n")) as s:
+    seen = asyncio.Event()
+    begun = chunk(MESSAGE_BEGINS) + chunk(half)
+    async with stack(streams(begun, chunk(MESSAGE_ABORTED), end=b"0\r\n\r\n", pause=seen.wait)) as s:
         talk = await s.talk()
         await talk.say(post(path=b"/v1/messages"))
-        assert (await talk.response())[0] == 200
+        assert b"200 OK" in await talk.until(chunk(half))
+        seen.set()
+        await talk.until(b"0\r\n\r\n")
         await eventually(lambda: s.metrics.requests.total(status="5xx") == 1 and s.faults == ["aborted"])
 
 
@@ -614,3 +740,92 @@ async def test_a_bug_that_shows_once_the_shared_ledger_has_decided_ends_the_requ
         await talk.say(post())
         assert (await talk.response())[0] == 500 and "a bug" in caplog.text
         await eventually(s.idle)
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL])
+async def test_a_gateway_without_descriptors_says_so_and_blames_no_replica(number, monkeypatch):
+    async def create_connection(*_, **__):
+        raise OSError(number, os.strerror(number))
+
+    async with stack(answers(), answers()) as s:
+        talk = await s.talk()
+        monkeypatch.setattr(asyncio.get_running_loop(), "create_connection", create_connection)
+        await talk.say(post())
+        status, headers, body = await talk.response()
+        error = json.loads(body)["error"]
+        assert (status, error["code"], headers["retry-after"]) == (503, "gateway_full", "1")
+        assert "the gateway itself cannot open connections" in error["message"]
+        assert s.faults == ["own"] and s.metrics.retries.total() == s.metrics.upstream_errors.total() == 0
+        await eventually(s.idle)
+        monkeypatch.undo()
+        await talk.say(post())
+        assert (await talk.response())[0] == 200
+
+
+async def test_a_replica_that_cannot_be_looked_at_for_want_of_descriptors_is_not_blamed():
+    async with stack(answers()) as s:
+        (backend,) = s.proxy.backends.values()
+
+        async def prove(_):
+            backend.replica.fault, backend.replica.reason = "own", "the gateway itself cannot open connections"
+            return False
+
+        backend.prove, backend.replica.proof = prove, SimpleNamespace(is_closing=lambda: True)
+        talk = await s.talk()
+        await talk.say(post())
+        assert b"gateway_full" in (await talk.response())[2] and s.faults == ["own"]
+
+
+@pytest.mark.parametrize("path", [b"/v1/chat/completions", b"/v1/messages", b"/v1/responses"])
+async def test_a_stream_that_the_gateways_own_end_cuts_is_told_so_and_blames_no_replica(path, caplog):
+    caplog.set_level("INFO", "hitherto.access")
+    event = {b"/v1/chat/completions": EVENT}.get(path, b'data: {"type":"content_block_delta","delta":{"text":"x"}}\n\n')
+    never = asyncio.Event()
+    async with stack(streams(chunk(event), pause=never.wait), on_end=[_access]) as s:
+        (backend,) = s.proxy.backends.values()
+        talk = await s.talk()
+        await talk.say(post(path=path, extra=b"X-Request-Id: mine\r\n"))
+        await talk.until(chunk(event))
+        assert s.proxy.requests_at({backend.id}) == ["mine"] and s.proxy.requests_at({"another"}) == []
+        s.proxy.drain()
+        assert (s.proxy.refuse_unanswered(), s.proxy.end_streams()) == (0, 1)
+        told = await talk.until(b"0\r\n\r\n")
+        assert b"the answer broke off: the gateway is shutting down" in told and b"[DONE]" not in told
+        error = json.loads(told.rpartition(b"data: ")[2].partition(b"\n")[0])["error"]
+        assert error.get("code") == (None if path == b"/v1/messages" else "shutting_down")
+        assert error["type"] == ("overloaded_error" if path == b"/v1/messages" else "server_error"), "as of the 503"
+        assert _access_line(caplog) == ("cut", "shutting_down", "the gateway is shutting down")
+        assert s.faults == [] and s.metrics.upstream_errors.total() == 0 and s.metrics.requests.total(status="cut") == 1
+        assert await s.server.end() == 0 and s.idle()
+
+
+@pytest.mark.parametrize("begun", [False, True])
+async def test_an_answer_in_one_piece_that_the_gateways_own_end_cuts_or_refuses_has_the_reason_in_its_line(
+    begun, caplog
+):
+    caplog.set_level("INFO", "hitherto.access")
+    asked, never = asyncio.Event(), asyncio.Event()
+
+    async def script(reader, writer):
+        await read_request(reader)
+        if begun:
+            writer.write(reply()[:-1])
+        asked.set()
+        await never.wait()
+
+    async with stack(script, on_end=[_access]) as s:
+        talk = await s.talk()
+        await talk.say(post())
+        await asyncio.wait_for(asked.wait(), 5)
+        if begun:
+            await talk.until(ANSWER[:-1])
+        s.proxy.drain()
+        assert (s.proxy.refuse_unanswered(), s.proxy.end_streams()) == (int(not begun), 0)
+        assert await s.server.end() == int(begun) and s.idle()
+        outcome, reason, error = _access_line(caplog)
+        assert (outcome, reason) == ("cut" if begun else "refused", "shutting_down") and "shutting down" in error
+
+
+def _access_line(caplog) -> tuple[str, str | None, str | None]:
+    (record,) = [one for one in caplog.records if one.name == "hitherto.access"]
+    return record.fields["outcome"], record.fields["reason"], record.fields["error"]

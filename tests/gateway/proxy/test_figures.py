@@ -42,10 +42,10 @@ async def test_a_stream_is_measured_by_class_and_model():
         await eventually(s.idle)
         metrics, key = s.metrics, ("default", "m")
         assert [metrics.answer_ttft_seconds.count(key), metrics.answer_e2e_seconds.count(key)] == [1, 1]
-        assert metrics.answer_tpot_seconds.mean(key) == pytest.approx(GAP, rel=0.4)
+        assert metrics.answer_tpot_seconds.mean(key) > 0.6 * GAP
         # 20 tokens, usage and [DONE]; a busy machine may read two of them at once
         assert metrics.answer_itl_seconds.count(key) in range(10, 22)
-        assert metrics.answer_itl_seconds.mean(key) == pytest.approx(GAP, rel=0.6)
+        assert metrics.answer_itl_seconds.mean(key) > 0.6 * GAP
         tokens = metrics.answer_tokens
         assert {kind: tokens.total(model="m", kind=kind) for kind in ("input", "cached", "output")} == {
             "input": 9,
@@ -54,7 +54,7 @@ async def test_a_stream_is_measured_by_class_and_model():
         }
         spent = metrics.answer_phase_seconds.by("phase")
         assert sum(spent.values()) == pytest.approx(metrics.answer_e2e_seconds.mean(key), rel=1e-6)
-        assert spent["decode"] > 0.9 and spent["queue"] < 0.5
+        assert spent["decode"] > 0.9 and spent["queue"] < spent["decode"]
 
 
 @pytest.mark.parametrize(

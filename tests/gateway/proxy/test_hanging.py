@@ -5,10 +5,11 @@ import json
 
 import pytest
 
-from replicas import State
+from replicas import State, metrics
+from replicas.engines.vllm.metrics import NAMES
 
 from ..http.talk import eventually, read_request
-from .replies import ANSWER, SSE_HEAD, answers, post, reply, says
+from .replies import ANSWER, EVENT, SSE_HEAD, answers, chunk, post, reply, says
 from .stack import stack
 
 
@@ -87,3 +88,113 @@ async def test_after_two_replicas_hung_under_a_request_no_third_is_tried():
         assert (status, json.loads(body)["error"]["code"]) == (502, "replicas_lost")
         assert s.faults == ["hung", "hung"] and s.metrics.retries.total() == 1
         await eventually(s.idle)
+
+
+async def until_sent(s, count=1):
+    await eventually(lambda: any(len(x.attempts) == count and x.attempt.sent_at for x in s.proxy.exchanges))
+    (exchange,) = s.proxy.exchanges
+    return exchange, exchange.attempt
+
+
+def figures(at, generated):
+    return metrics.parse(b"vllm:num_requests_running 1\nvllm:generation_tokens_total %d\n" % generated, at, NAMES)
+
+
+@pytest.mark.parametrize("state", [State.DEGRADED, State.LEAVING])
+async def test_what_an_engine_has_stays_there_while_its_counters_move(state):
+    """Whatever it answers to newcomers: one that drains fails those. Its own limit ends it, not its replica's state."""
+    wait = asyncio.Event()
+
+    async def slow(reader, writer):
+        await read_request(reader)
+        await wait.wait()
+        writer.write(reply(ANSWER))
+
+    async with stack(slow, slow, request_timeout=1000.0) as s:
+        talk = await s.talk()
+        await talk.say(post())
+        exchange, attempt = await until_sent(s)
+        replica = attempt.backend.replica
+        replica.state = state
+        s.proxy.changed()
+        for seconds in range(5, 500, 5):
+            replica.scraped(figures(attempt.sent_at + seconds, seconds))
+            s.proxy.sweep(attempt.sent_at + seconds + 1)
+        assert exchange.attempt is attempt and s.metrics.retries.total() == 0
+        wait.set()
+        assert (await talk.response())[0::2] == (200, ANSWER)
+        assert s.faults == [] and s.proxy.conductor.holds(replica.id) is False
+        await eventually(s.idle)
+
+
+async def test_a_request_leaves_an_engine_that_ends_and_stands_still_and_that_is_no_crash():
+    """Three replaced in turn, more than it has attempts: it ends at the fourth."""
+    async with stack(*[says(SSE_HEAD)] * 3, answers(), retries=1, request_timeout=1000.0) as s:
+        *ending, _ = s.proxy.backends.values()
+        talk = await s.talk()
+        await talk.say(post())
+        for count in range(1, 4):
+            exchange, attempt = await until_sent(s, count)
+            replica = attempt.backend.replica
+            assert attempt.backend in ending and s.proxy.conductor.holds(replica.id)
+            replica.state = State.LEAVING
+            s.proxy.changed()
+            s.proxy.sweep(attempt.sent_at + 500)
+            assert exchange.attempt is attempt, "its figures cannot be read, so nothing shows that it stands still"
+            replica.scraped(figures(attempt.sent_at + 5, 7))
+            replica.scraped(figures(attempt.sent_at + 24, 7))
+            s.proxy.sweep(attempt.sent_at + 24)
+            assert exchange.attempt is attempt, "19 s are no stand"
+            replica.scraped(figures(attempt.sent_at + 25, 7))
+            s.proxy.sweep(attempt.sent_at + 25)
+        assert (await talk.response())[0::2] == (200, ANSWER)
+        assert s.faults == [] and s.metrics.retries.total(reason="left") == 3
+        await eventually(s.idle)
+
+
+async def test_a_connection_that_an_engine_breaks_as_it_ends_is_no_crash():
+    """Its time is over, and it is killed."""
+    async with stack(*[says(SSE_HEAD)] * 3, answers(), retries=1) as s:
+        talk = await s.talk()
+        await talk.say(post())
+        for count in range(1, 4):
+            _, attempt = await until_sent(s, count)
+            attempt.backend.replica.state = State.LEAVING
+            s.proxy.changed()
+            attempt.upstream.transport.abort()
+        assert (await talk.response())[0::2] == (200, ANSWER)
+        assert s.faults == [] and s.metrics.retries.total(reason="left") == 3
+        await eventually(s.idle)
+
+
+async def test_where_all_engines_end_a_request_that_has_nothing_is_told_to_come_again():
+    async with stack(says(SSE_HEAD)) as s:
+        talk = await s.talk()
+        await talk.say(post())
+        _, attempt = await until_sent(s)
+        attempt.backend.replica.state = State.LEAVING
+        s.proxy.changed()
+        attempt.upstream.transport.abort()
+        status, headers, body = await talk.response()
+        assert (status, headers["retry-after"]) == (503, "1") and b"no_replica_ready" in body
+        await eventually(s.idle)
+
+
+async def test_a_stream_from_an_engine_that_ends_may_pause_for_its_own_limit():
+    """Unless nothing is computed any more: then as of one that is lost."""
+    async with stack(says(SSE_HEAD + chunk(EVENT)), request_timeout=1000.0, idle_timeout=120.0) as s:
+        talk = await s.talk()
+        await talk.say(post())
+        await talk.until(b"\n\n\r\n")
+        (exchange,) = s.proxy.exchanges
+        attempt, replica = exchange.attempt, exchange.attempt.backend.replica
+        replica.state = State.LEAVING
+        s.proxy.changed()
+        begun = attempt.seen_at
+        s.proxy.sweep(begun)
+        s.proxy.sweep(begun + 60)
+        assert s.proxy.exchanges, "60 s of silence, and nothing speaks against it"
+        replica.scraped(figures(begun + 40, 7))
+        replica.scraped(figures(begun + 61, 7))
+        s.proxy.sweep(begun + 62)
+        assert b"no byte for 10 s" in await talk.until(b"0\r\n\r\n") and not s.proxy.exchanges

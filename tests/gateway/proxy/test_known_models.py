@@ -232,6 +232,19 @@ async def test_a_model_is_not_unknown_while_a_replica_has_not_told_what_it_serve
         assert status == 503 and message.endswith("told their models yet: the pods are not known: not asked yet")
 
 
+async def test_what_is_no_engine_keeps_no_model_from_being_unknown():
+    replicas = {}
+    async with stack(answers(), replicas=replicas) as s:
+        for state in (State.WARMING, State.FAILED):
+            replicas["page"] = away(9, state, foreign=True)
+            assert {(status, again) for status, _, again in await refusals(s, b"none")} == {(404, None)}
+        replicas["late"] = away(10, State.STARTING)
+        ((status, message, _),) = await refusals(s, b"none")
+        assert status == 503 and message.endswith(
+            "not told their models yet: 127.0.0.1:10 is starting: nothing listens there"
+        )
+
+
 async def test_what_is_only_passed_on_reaches_no_engine_while_another_may_serve_its_model():
     replicas, seen = {}, []
     async with stack(answers(seen=seen), replicas=replicas) as s:

@@ -21,10 +21,8 @@ from .test_legs import asks, give_roles
 USED = {"prompt_tokens": 95, "completion_tokens": 1, "prompt_tokens_details": {"cached_tokens": 0}}
 CHOICE = {"index": 0, "message": {"role": "assistant", "content": "x"}, "finish_reason": "length"}
 COMPUTED = json.dumps({"choices": [CHOICE], "usage": USED}, separators=(",", ":")).encode()
-REFUSED = b'{"error":{"message":"no such thing","type":"BadRequestError","code":400}}'
 DONE = chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n"
 STREAMED = LONG.replace(b"{", b'{"stream": true, ', 1)
-WAYS = ("sglang", "mooncake")
 
 
 class Side:
@@ -101,11 +99,11 @@ streams = says(SSE_HEAD + chunk(EVENT) + DONE)
 
 
 @asynccontextmanager
-async def fleet(way, *sides, roles=("prefill", "decode"), **options):
-    """A stack of replicas with these roles that pass caches on in this way."""
+async def fleet(*sides, roles=("prefill", "decode"), **options):
+    """A stack of replicas with these roles that send both legs at once."""
     async with stack(*sides, **options) as s:
         for number, backend in enumerate(s.proxy.backends.values()):
-            backend.replica.moves_by, backend.replica.bootstrap = way, 9000 + number
+            backend.replica.moves_by, backend.replica.bootstrap = "mooncake", 9000 + number
             backend.replica.engine_ids = {0: f"engine-{number}"}
         give_roles(s, *roles)
         yield s
@@ -114,7 +112,7 @@ async def fleet(way, *sides, roles=("prefill", "decode"), **options):
 
 def room_of(body):
     """By what the two legs of a request find each other."""
-    return body.get("bootstrap_room") or (body.get("kv_transfer_params") or {}).get("transfer_id")
+    return (body.get("kv_transfer_params") or {}).get("transfer_id")
 
 
 def sent(s, leg):
@@ -125,12 +123,11 @@ def sent(s, leg):
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-@pytest.mark.parametrize("way", WAYS)
-async def test_both_legs_are_under_way_before_either_is_answered(way, stream):
+async def test_both_legs_are_under_way_before_either_is_answered(stream):
     go = asyncio.Event()
     second = SSE_HEAD + chunk(EVENT) + DONE if stream else reply(ANSWER)
     p, d = Side(after(go, reply(COMPUTED))), Side(after(go, second))
-    async with fleet(way, p, d, cached_tokens_header=True) as s:
+    async with fleet(p, d, cached_tokens_header=True) as s:
         prefiller, decoder = s.proxy.backends.values()
         talk = await s.talk()
         await talk.say(post(STREAMED if stream else LONG))
@@ -152,28 +149,10 @@ async def test_both_legs_are_under_way_before_either_is_answered(way, stream):
         assert held[prefiller.slot] == held[decoder.slot] == len(hashes) > 1
 
 
-async def test_what_engines_with_rooms_are_told():
-    p, d = Side(computes), Side(streams)
-    body = json.loads(STREAMED) | {"max_tokens": 9, "stream_options": {"include_usage": True}}
-    async with fleet("sglang", p, d) as s:
-        assert (await asks(s, json.dumps(body).encode()))[0] == 200
-        rooms = [
-            {one.pop(name) for name in ("bootstrap_host", "bootstrap_port", "bootstrap_room")}
-            for one in (*p.bodies, *d.bodies)
-        ]
-        assert rooms[0] == rooms[1] and {"127.0.0.1", 9000} < rooms[0]
-        assert d.bodies == [body]
-        assert p.bodies == [
-            {name: value for name, value in body.items() if name != "stream_options"} | {"stream": False}
-        ]
-        (one,), (other,) = p.heads, d.heads
-        assert one.lower().split(b"x-request-id: ")[1][:32] == other.lower().split(b"x-request-id: ")[1][:32]
-
-
-async def test_what_engines_with_a_bootstrap_server_are_told():
+async def test_what_engines_are_told_that_meet():
     p, d = Side(computes), Side(answers)
     body = json.loads(LONG) | {"max_tokens": 9, "stop": ["x"]}
-    async with fleet("mooncake", p, d) as s:
+    async with fleet(p, d) as s:
         assert (await asks(s, json.dumps(body).encode()))[0] == 200
         (first,), (second,) = p.bodies, d.bodies
         kept, fetched = first.pop("kv_transfer_params"), second.pop("kv_transfer_params")
@@ -188,7 +167,7 @@ async def test_what_engines_with_a_bootstrap_server_are_told():
 
 async def test_a_prefiller_that_nobody_can_find_computes_nothing_for_others():
     p, d = Side(computes), Side(answers)
-    async with fleet("mooncake", p, d) as s:
+    async with fleet(p, d) as s:
         next(iter(s.proxy.backends.values())).replica.engine_ids = {}
         assert (await asks(s))[0] == 200
         assert not p.bodies and room_of(d.bodies[0]) is None
@@ -196,17 +175,16 @@ async def test_a_prefiller_that_nobody_can_find_computes_nothing_for_others():
 
 async def test_replicas_are_paired_only_within_one_way():
     sides = [Side(computes), Side(computes), Side(answers), Side(answers)]
-    async with fleet("mooncake", *sides, roles=("prefill", "prefill", "decode", "decode")) as s:
+    async with fleet(*sides, roles=("prefill", "prefill", "decode", "decode")) as s:
         for backend in [*s.proxy.backends.values()][1::2]:
-            backend.replica.moves_by = "sglang"
+            backend.replica.moves_by = "nixl"
         s.proxy.changed()
         for number in range(8):
             assert (await asks(s, LONG.replace(b"hi", b"%d" % number)))[0] == 200
-        for prefiller, decoder in (sides[0::2], sides[1::2]):
-            assert [room_of(one) for one in prefiller.bodies] == [
-                room_of(one) for one in decoder.bodies if room_of(one)
-            ]
-        assert sides[0].bodies and all(room_of(one) for one in sides[3].bodies), "the latter takes legs alone"
+        prefiller, in_turn, decoder, other = sides
+        rooms = [room_of(one) for one in prefiller.bodies]
+        assert rooms and rooms == [room for one in decoder.bodies if (room := room_of(one))]
+        assert in_turn.bodies and not any(map(room_of, in_turn.bodies + other.bodies))
 
 
 # --- faults of the first leg
@@ -227,10 +205,9 @@ FIRST_FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FIRST_FAULTS)
-@pytest.mark.parametrize("way", WAYS)
-async def test_a_first_leg_that_fails_takes_the_second_with_it(way, fault):
+async def test_a_first_leg_that_fails_takes_the_second_with_it(fault):
     bad, good, d = Side(FIRST_FAULTS[fault]), Side(computes), Side(waits, answers)
-    async with fleet(way, bad, good, d, roles=("prefill", "prefill", "decode")) as s:
+    async with fleet(bad, good, d, roles=("prefill", "prefill", "decode")) as s:
         assert (await asks(s))[0::2] == (200, ANSWER)
         await eventually(lambda: d.left == 1)
         assert len(bad.bodies) == len(good.bodies) == 1 and len(d.bodies) == 2
@@ -241,33 +218,26 @@ async def test_a_first_leg_that_fails_takes_the_second_with_it(way, fault):
 
 
 @pytest.mark.parametrize("fault", ["500", "dies before its answer"])
-@pytest.mark.parametrize("way", WAYS)
-async def test_a_first_leg_that_fails_where_nobody_else_computes_prompts(way, fault):
-    p, d = Side(FIRST_FAULTS[fault]), Side(waits) if way == "sglang" else Side(waits, answers)
-    async with fleet(way, p, d) as s:
-        status, _, body = await asks(s)
-        if way == "mooncake":
-            assert (status, body) == (200, ANSWER) and room_of(d.bodies[1]) is None
-        else:  # its decoders take no whole requests; an error may be the other engine's fault, so both are asked again
-            assert status == 502 and len({room_of(one) for one in d.bodies}) == (3 if fault == "500" else 1)
+async def test_a_first_leg_that_fails_where_nobody_else_computes_prompts(fault):
+    p, d = Side(FIRST_FAULTS[fault]), Side(waits, answers)
+    async with fleet(p, d) as s:
+        assert (await asks(s))[0::2] == (200, ANSWER) and room_of(d.bodies[1]) is None
         await eventually(lambda: d.left == len(p.bodies))
 
 
-@pytest.mark.parametrize("way", WAYS)
-async def test_a_decoder_whose_death_the_prefiller_tells_first_is_left_and_the_prefiller_is_not(way):
+async def test_a_decoder_whose_death_the_prefiller_tells_first_is_left_and_the_prefiller_is_not():
     p, dead, good = Side(says(reply(b"{}", b"500 Internal Server Error")), computes), Side(waits), Side(answers)
-    async with fleet(way, p, dead, good, roles=("prefill", "decode", "decode")) as s:
+    async with fleet(p, dead, good, roles=("prefill", "decode", "decode")) as s:
         prefiller, lost, _ = s.proxy.backends
         assert (await asks(s))[0::2] == (200, ANSWER)
         assert room_of(good.bodies[0]) == room_of(p.bodies[1]) != room_of(p.bodies[0]) == room_of(dead.bodies[0])
         assert s.proxy.router.transfers.paused(prefiller, lost, 0.0)
 
 
-@pytest.mark.parametrize("way", WAYS)
-async def test_a_prefiller_that_nobody_reaches(way):
+async def test_a_prefiller_that_nobody_reaches():
     good = Side(computes)
     d = Side(answers_with(good))
-    async with fleet(way, good, d, ports=[free_port()], roles=("prefill", "prefill", "decode")) as s:
+    async with fleet(good, d, ports=[free_port()], roles=("prefill", "prefill", "decode")) as s:
         s.proxy.router.policy._turn = 0
         assert (await asks(s))[0::2] == (200, ANSWER)
         assert s.faults == ["connect"] and len(good.bodies) == 1
@@ -276,21 +246,20 @@ async def test_a_prefiller_that_nobody_reaches(way):
 async def test_a_prompt_whose_answer_ends_with_its_first_token_is_said_whole():
     """The blocks of such a one are not sent, and the other engine would wait for minutes."""
     p, d = Side(says(reply(COMPUTED.replace(b'"length"', b'"stop"')))), Side(waits, answers)
-    async with fleet("mooncake", p, d) as s:
+    async with fleet(p, d) as s:
         assert (await asks(s))[0::2] == (200, ANSWER)
         await eventually(lambda: d.left == 1)
         assert room_of(d.bodies[1]) is None and s.metrics.legs.total(outcome="not kept") == 1
         assert not next(iter(s.proxy.backends.values())).keeps_nothing
 
 
-@pytest.mark.parametrize("way", WAYS)
-async def test_a_kept_connection_to_the_prefiller_that_died_of_old_age_costs_the_second_leg_nothing(way):
+async def test_a_kept_connection_to_the_prefiller_that_died_of_old_age_costs_the_second_leg_nothing():
     async def answers_once_computed(side, reader, writer):
         await eventually(lambda: len(p.bodies) == (1, 3)[len(side.bodies) - 1])
         writer.write(reply(ANSWER))
 
     p, d = Side(computes, says(b"", closes=True), computes), Side(answers_once_computed)
-    async with fleet(way, p, d) as s:
+    async with fleet(p, d) as s:
         assert (await asks(s))[0] == 200
         await eventually(s.idle)
         assert (await asks(s, LONG.replace(b"hi", b"ho")))[0] == 200
@@ -302,7 +271,7 @@ async def test_a_kept_connection_to_the_prefiller_that_died_of_old_age_costs_the
 
 async def test_a_prefiller_that_is_lost_is_left():
     p, good, d = Side(waits), Side(computes), Side(waits, answers)
-    async with fleet("sglang", p, good, d, roles=("prefill", "prefill", "decode"), request_timeout=60.0) as s:
+    async with fleet(p, good, d, roles=("prefill", "prefill", "decode"), request_timeout=60.0) as s:
         talk = await s.talk()
         await talk.say(post(LONG))
         await eventually(lambda: p.bodies and d.bodies)
@@ -315,7 +284,7 @@ async def test_a_prefiller_that_is_lost_is_left():
 async def test_a_prefiller_that_is_removed_ends_what_it_has():
     go = asyncio.Event()
     p, d = Side(after(go, reply(COMPUTED))), Side(after(go, reply(ANSWER)))
-    async with fleet("mooncake", p, d) as s:
+    async with fleet(p, d) as s:
         talk = await s.talk()
         await talk.say(post(LONG))
         await eventually(lambda: p.bodies and d.bodies)
@@ -331,7 +300,7 @@ async def test_a_prefiller_that_is_removed_ends_what_it_has():
 async def test_an_answer_may_be_complete_before_that_of_its_first_leg(stream):
     go = asyncio.Event()
     p, d = Side(after(go, reply(COMPUTED))), Side(streams if stream else answers)
-    async with fleet("sglang", p, d) as s:
+    async with fleet(p, d) as s:
         prefiller, decoder = s.proxy.backends
         assert (await asks(s, STREAMED if stream else LONG))[0] == 200
         await eventually(lambda: s.metrics.legs.total(leg="decode", outcome="complete") == 1)
@@ -346,15 +315,14 @@ async def test_an_answer_may_be_complete_before_that_of_its_first_leg(stream):
 async def test_a_first_leg_that_is_never_answered_is_dropped_some_time_after_the_second_was(monkeypatch):
     monkeypatch.setattr(settling, "TRAILS_SECONDS", 0.1)
     p, d = Side(waits), Side(answers)
-    async with fleet("sglang", p, d) as s:
+    async with fleet(p, d) as s:
         assert (await asks(s))[0] == 200
         await eventually(s.idle)
         await eventually(lambda: p.left == 1)
         assert s.metrics.legs.total(leg="prefill", outcome="abandoned") == 1
 
 
-@pytest.mark.parametrize("way", WAYS)
-async def test_a_first_leg_that_fails_once_the_answer_has_begun_costs_nothing(way):
+async def test_a_first_leg_that_fails_once_the_answer_has_begun_costs_nothing():
     dies, goes_on = asyncio.Event(), asyncio.Event()
 
     async def dead(side, reader, writer):
@@ -367,7 +335,7 @@ async def test_a_first_leg_that_fails_once_the_answer_has_begun_costs_nothing(wa
         writer.write(DONE)
 
     p, d = Side(dead), Side(slow)
-    async with fleet(way, p, d) as s:
+    async with fleet(p, d) as s:
         talk = await s.talk()
         await talk.say(post(STREAMED))
         await talk.until(EVENT)
@@ -392,36 +360,32 @@ SECOND_FAULTS = {
 
 
 @pytest.mark.parametrize("fault", SECOND_FAULTS)
-@pytest.mark.parametrize("way", WAYS)
-async def test_a_second_leg_that_fails_before_its_first_byte_takes_the_first_with_it(way, fault):
+async def test_a_second_leg_that_fails_before_its_first_byte_takes_the_first_with_it(fault):
     script, of_transfer = SECOND_FAULTS[fault]
     p, bad, good = Side(waits, computes), Side(script), Side(answers)
-    async with fleet(way, p, bad, good, roles=("prefill", "decode", "decode")) as s:
+    async with fleet(p, bad, good, roles=("prefill", "decode", "decode")) as s:
         prefiller, failed, _ = s.proxy.backends
         assert (await asks(s))[0::2] == (200, ANSWER)
         await eventually(lambda: p.left == 1)
-        stays_whole = of_transfer and way == "mooncake"
-        assert (room_of(good.bodies[0]) is None) is stays_whole and len(p.bodies) == (1 if stays_whole else 2)
-        if not stays_whole:
+        assert (room_of(good.bodies[0]) is None) is of_transfer and len(p.bodies) == (1 if of_transfer else 2)
+        if not of_transfer:
             assert room_of(good.bodies[0]) == room_of(p.bodies[1]) != room_of(p.bodies[0]) == room_of(bad.bodies[0])
         assert s.proxy.router.transfers.paused(prefiller, failed, 0.0) is of_transfer
         assert s.metrics.legs.values[("prefill", "abandoned")] == s.metrics.legs.values[("decode", "failed")] == 1
 
 
-@pytest.mark.parametrize("way", WAYS)
-async def test_a_decoder_that_nobody_reaches(way):
+async def test_a_decoder_that_nobody_reaches():
     p, good = Side(computes), Side(answers)
-    async with fleet(way, p, good, ports=[free_port()], roles=("decode", "prefill", "decode")) as s:
+    async with fleet(p, good, ports=[free_port()], roles=("decode", "prefill", "decode")) as s:
         s.proxy.router.policy._turn = 0
         assert (await asks(s))[0::2] == (200, ANSWER)
         assert s.faults == ["connect"] and room_of(good.bodies[0])
 
 
-@pytest.mark.parametrize("way", WAYS)
-async def test_a_kept_connection_to_the_decoder_that_died_of_old_age_costs_the_first_leg_nothing(way):
+async def test_a_kept_connection_to_the_decoder_that_died_of_old_age_costs_the_first_leg_nothing():
     go = asyncio.Event()
     p, d = Side(computes, after(go, reply(COMPUTED))), Side(answers, says(b"", closes=True), answers)
-    async with fleet(way, p, d) as s:
+    async with fleet(p, d) as s:
         assert (await asks(s))[0] == 200
         await eventually(s.idle)
         assert (await asks(s, LONG.replace(b"hi", b"ho")))[0] == 200
@@ -430,12 +394,11 @@ async def test_a_kept_connection_to_the_decoder_that_died_of_old_age_costs_the_f
         assert len(p.bodies) == 2 and len(d.bodies) == 3 and d.bodies[1] == d.bodies[2] and not s.faults
 
 
-@pytest.mark.parametrize("way", WAYS)
-async def test_legs_that_stall_are_given_up(way, monkeypatch):
+async def test_legs_that_stall_are_given_up(monkeypatch):
     monkeypatch.setattr(legs, "STALLS_SECONDS", 0.3)
     monkeypatch.setattr(legs, "STALLS_TIMES", 1.0)
     p, stalled, good = Side(waits, computes), Side(waits), Side(answers)
-    async with fleet(way, p, stalled, good, roles=("prefill", "decode", "decode"), request_timeout=60.0) as s:
+    async with fleet(p, stalled, good, roles=("prefill", "decode", "decode"), request_timeout=60.0) as s:
         assert (await asks(s))[0::2] == (200, ANSWER)
         await eventually(lambda: (p.left, stalled.left) == (1, 1))
         assert s.metrics.retries.values == {("transfer stalled",): 1}
@@ -447,7 +410,7 @@ async def test_a_decoder_has_its_time_from_when_the_prompt_was_computed(monkeypa
     monkeypatch.setattr(legs, "STALLS_TIMES", 1.0)
     computed, written = asyncio.Event(), asyncio.Event()
     p, d = Side(after(computed, reply(COMPUTED))), Side(after(written, reply(ANSWER)))
-    async with fleet("sglang", p, d, request_timeout=60.0) as s:
+    async with fleet(p, d, request_timeout=60.0) as s:
         talk = await s.talk()
         await talk.say(post(LONG))
         await eventually(lambda: s.proxy.exchanges and sent(s, Leg.DECODE))
@@ -464,7 +427,7 @@ async def test_a_decoder_has_its_time_from_when_the_prompt_was_computed(monkeypa
 
 async def test_a_stream_that_breaks_off_is_cut_as_any_and_ends_the_first_leg():
     p, d = Side(waits), Side(says(SSE_HEAD + chunk(EVENT), closes=True))
-    async with fleet("sglang", p, d) as s:
+    async with fleet(p, d) as s:
         _, _, body = await asks(s, STREAMED)
         assert b"the answer broke off" in body
         await eventually(lambda: p.left == 1)
@@ -496,11 +459,10 @@ MOMENTS = {
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
-@pytest.mark.parametrize("way", WAYS)
-async def test_a_client_that_leaves(way, moment):
+async def test_a_client_that_leaves(moment):
     first, second, reached = MOMENTS[moment]
     p, d = Side(first), Side(second)
-    async with fleet(way, p, d) as s:
+    async with fleet(p, d) as s:
         talk = await s.talk()
         await talk.say(post(STREAMED))
         await eventually(lambda: reached(s, p, d))
@@ -511,10 +473,9 @@ async def test_a_client_that_leaves(way, moment):
         assert s.metrics.legs.total(outcome="abandoned") == 1 + p.left
 
 
-@pytest.mark.parametrize("way", WAYS)
-async def test_a_client_that_leaves_while_both_are_being_connected(way):
+async def test_a_client_that_leaves_while_both_are_being_connected():
     p, d = Side(computes), Side(answers)
-    async with fleet(way, p, d) as s:
+    async with fleet(p, d) as s:
         for backend in s.proxy.backends.values():
             backend.pool.connect = lambda *asked: None
         talk = await s.talk()
@@ -525,103 +486,18 @@ async def test_a_client_that_leaves_while_both_are_being_connected(way):
         assert not p.bodies and not d.bodies
 
 
-@pytest.mark.parametrize("way", WAYS)
-async def test_a_request_that_takes_too_long(way):
+async def test_a_request_that_takes_too_long():
     p, d = Side(waits), Side(waits)
-    async with fleet(way, p, d, request_timeout=0.3) as s:
+    async with fleet(p, d, request_timeout=0.3) as s:
         assert (await asks(s))[0] == 504
         await eventually(lambda: (p.left, d.left) == (1, 1))
-
-
-# --- engines that take legs alone
-
-
-@pytest.mark.parametrize(
-    "body",
-    [
-        LONG.replace(b"hi " * 100, b"hi"),
-        LONG.replace(b"{", b'{"n": 2, ', 1),
-        LONG.replace(b"hi", b"x" * 3_000_000, 1),
-    ],
-    ids=["one block", "two choices", "a large body"],
-)
-async def test_what_others_would_take_whole_goes_in_legs_too(body):
-    p, d = Side(computes), Side(answers)
-    async with fleet("sglang", p, d) as s:
-        assert (await asks(s, body))[0::2] == (200, ANSWER)
-        assert room_of(p.bodies[0]) == room_of(d.bodies[0])
-
-
-async def test_several_prompts_share_a_request_in_legs():
-    p, d = Side(computes), Side(answers)
-    async with fleet("sglang", p, d) as s:
-        body = json.dumps({"model": "m", "prompt": ["hi " * 40, "ho " * 40]}).encode()
-        assert (await asks(s, body, path=b"/v1/completions"))[0] == 200
-        assert room_of(p.bodies[0]) == room_of(d.bodies[0])
-
-
-@pytest.mark.parametrize("first", ["prefiller", "decoder"])
-async def test_what_they_refuse_the_client_is_told_in_their_words(first):
-    go = asyncio.Event()
-    refused = reply(REFUSED, b"422 Unprocessable Entity")
-    p = Side(says(refused) if first == "prefiller" else waits)
-    d = Side(says(refused) if first == "decoder" else waits)
-    async with fleet("sglang", p, d, Side(computes), Side(answers), roles=("prefill", "decode") * 2) as s:
-        s.proxy.router.policy._turn = 0
-        status, _, body = await asks(s)
-        assert status == 422 and json.loads(body)["error"]["message"] == "no such thing"
-        assert len(p.bodies) == len(d.bodies) == 1 and not s.metrics.retries.total(reason="status 500")
-        go.set()
-
-
-async def test_a_request_without_a_counterpart_is_refused_at_once():
-    d = Side(answers)
-    async with fleet("sglang", d, roles=("decode",)) as s:
-        status, _, body = await asks(s)
-        assert status == 503 and b"role=prefill" in body and not d.bodies
-
-
-async def test_prefillers_alone_take_nothing():
-    p = Side(computes)
-    async with fleet("sglang", p, roles=("prefill",)) as s:
-        assert (await asks(s))[0] == 503 and not p.bodies
-
-
-@pytest.mark.parametrize("path", [b"/v1/responses", b"/v1/messages"])
-async def test_an_api_that_has_no_rooms_is_refused_with_those_that_have(path):
-    p, d = Side(computes), Side(answers)
-    async with fleet("sglang", p, d) as s:
-        body = json.dumps(
-            {"model": "m", "max_tokens": 5, "input": "hi", "messages": [{"role": "user", "content": "hi"}]}
-        ).encode()
-        status, _, said = await asks(s, body, path=path)
-        assert status == 400 and b"/v1/chat/completions" in said and not p.bodies and not d.bodies
-
-
-async def test_one_without_a_role_takes_the_whole_requests_and_no_legs():
-    p, d, both = Side(computes), Side(answers), Side(answers)
-    async with fleet("sglang", p, d, both, roles=("prefill", "decode", "both")) as s:
-        for number in range(4):
-            short = LONG.replace(b"hi " * 100, b"%d" % number)
-            assert (await asks(s, short))[0] == 200
-            assert (await asks(s, LONG.replace(b"hi", b"%d" % number)))[0] == 200
-        assert [room_of(one) for one in both.bodies] == [None] * 4
-        assert len(d.bodies) == 4 and all(room_of(one) for one in d.bodies)
-
-
-async def test_a_pair_whose_transfer_failed_is_used_again_where_there_is_no_other():
-    p, d = Side(computes), Side(says(reply(b"{}", b"500 Internal Server Error")), answers)
-    async with fleet("sglang", p, d) as s:
-        assert (await asks(s))[0] == 200
-        assert len({room_of(one) for one in p.bodies}) == len(d.bodies) == 2
 
 
 # --- whatever happens
 
 
 @pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("way", WAYS)
-async def test_whatever_happens_nothing_stays_reserved_or_connected(way, seed, monkeypatch):
+async def test_whatever_happens_nothing_stays_reserved_or_connected(seed, monkeypatch):
     """Sixty requests: replicas that fail at random at every step, clients that leave at random."""
     monkeypatch.setattr(settling, "TRAILS_SECONDS", 0.2)
     dice = random.Random(seed)
@@ -659,7 +535,7 @@ async def test_whatever_happens_nothing_stays_reserved_or_connected(way, seed, m
             await talk.until(b"\r\n\r\n")
 
     sides = [Side(prefills), Side(prefills), Side(whatever), Side(whatever), Side(whatever)]
-    async with fleet(way, *sides, roles=("prefill", "prefill", "decode", "decode", "decode")) as s:
+    async with fleet(*sides, roles=("prefill", "prefill", "decode", "decode", "decode")) as s:
         s.proxy.router.transfers.failed = lambda *pair: None  # else the first failure would end all legs
         s.proxy.deadlines._idle_timeout = 1.0
         await asyncio.gather(*[one(s, number) for number in range(60)], return_exceptions=True)

@@ -52,8 +52,8 @@ async def test_media_for_a_model_of_text_alone_are_counted_as_well(caplog):
         assert (await talk.response())[0] == 200
         assert s.metrics.media_prompts.values == {("load",): 1}
         assert s.metrics.prompt_failures.total() == 1
-        assert "a prompt is routed by load at /v1/chat/completions: media in the prompt" in caplog.text
-        assert s.metrics.prompts.values == {("load",): 1}
+        assert "a prompt is not known exactly at /v1/chat/completions: media in the prompt" in caplog.text
+        assert s.metrics.prompts.values == {("text",): 1}
 
 
 async def test_a_prompt_that_the_engine_refuses_is_not_counted_against_what_is_known_of_prompts():

@@ -17,6 +17,7 @@ from gateway.proxy.decisions import Decisions
 from gateway.proxy.exchange import Exchange
 from gateway.tenants.keys import Keys
 from policies import Admission, Classes, QosClass, Rule, Rules, Slo
+from replicas import State
 
 from ..http.talk import eventually, read_request
 from .replies import EVENT, SSE_HEAD, chunk, post, streams
@@ -363,7 +364,20 @@ async def test_a_replica_that_dies_while_others_wait_takes_nobody_with_it():
         assert sorted(living.seen) == list("abcd")
 
 
-async def test_when_no_replica_is_left_those_who_wait_are_told():
+async def be_too_late(queue):
+    """No replica is ready for those that wait, and they have waited for as long as they may."""
+    await eventually(lambda: all(line.is_absent for one in queue._fleets.values() for line in one.lines if line.count))
+    for fleet in queue._fleets.values():
+        fleet.held_up(-1000.0)
+
+
+def goes(s, at=0, state=State.FAILED):
+    backend = [*s.proxy.backends.values()][at]
+    backend.replica.state = state
+    s.proxy.changed()
+
+
+async def test_when_no_replica_is_left_those_who_wait_are_told_once_they_may_wait_no_more():
     engine = Engine()
     async with queued(engine) as (s, queue):
         first = await send(s, "a")
@@ -371,9 +385,100 @@ async def test_when_no_replica_is_left_those_who_wait_are_told():
         second = await send(s, "b")
         await eventually(lambda: waiting(queue)["free"] == 1)
         s.proxy.remove(next(iter(s.proxy.backends)))
-        assert (await second.response())[0] == 503
+        assert waiting(queue)["free"] == 1
+        await be_too_late(queue)
+        status, headers, body = await second.response()
+        assert (status, headers["retry-after"]) == (503, "1") and b"no_replica_ready" in body
         engine.answer("a")
         await first.response()
+
+
+@pytest.mark.parametrize("path", [b"/v1/chat/completions", b"/v1/messages", b"/invocations"])
+async def test_who_comes_while_no_replica_is_ready_waits_and_goes_once_one_is(path):
+    """An only engine that compiles, or starts anew, is back within what a request may wait."""
+    engine = Engine()
+    async with queued(engine, slo=Slo(ttft=60.0)) as (s, queue):
+        goes(s)
+        talkers = [await send(s, "low", path=path), await send(s, "high", b"x-tier: premium", path=path)]
+        await eventually(lambda: waiting(queue) == {"premium": 1, "free": 1})
+        assert s.metrics.admission.values == {
+            ("queued", "free", "no_replica"): 1,
+            ("queued", "premium", "no_replica"): 1,
+        }
+        goes(s, state=State.READY)
+        await eventually(lambda: engine.seen == ["high"])
+        engine.answer("high"), engine.answer("low")
+        for talker in talkers:
+            assert (await talker.response())[0] == 200
+        assert engine.seen == ["high", "low"]
+        assert (
+            s.metrics.admission.total(decision="admitted")
+            == 2
+            == sum(s.metrics.queue_seconds.count(name) for name in ("free", "premium"))
+        )
+
+
+async def test_who_waits_for_a_model_that_is_away_keeps_nobody_from_another():
+    away, here = Engine(), Engine()
+    async with queued(away, here) as (s, queue):
+        one, other = s.proxy.backends.values()
+        one.replica.models, other.replica.models = {"a": None}, {"b": None}
+        s.proxy.changed()
+        goes(s)
+        waits = await send(s, "first", b"x-tier: premium", model="a")
+        await eventually(lambda: waiting(queue)["premium"] == 1)
+        talkers = [await send(s, name, model="b") for name in ("second", "third")]
+        await eventually(lambda: here.seen == ["second"])
+        here.answer("second"), here.answer("third")
+        for talker in talkers:
+            assert (await talker.response())[0] == 200
+        unknown = await send(s, "fourth", model="c")
+        assert (await unknown.response())[0] == 404
+        assert away.seen == [] and waiting(queue) == {"premium": 1, "free": 0}
+        goes(s, state=State.READY)
+        away.answer("first")
+        assert (await waits.response())[0] == 200
+
+
+async def test_who_may_not_wait_is_told_at_once_that_no_replica_is_ready():
+    async with queued(Engine(), rules=Rules(("reject",))) as (s, queue):
+        goes(s)
+        status, headers, _ = await (await send(s, "a")).response()
+        assert (status, headers["retry-after"]) == (503, "1")
+        assert s.metrics.admission.values == {("refused", "free", "no_replica"): 1}
+
+
+async def test_a_full_queue_takes_nobody_who_waits_for_a_replica():
+    async with queued(Engine(), rules=ONE_BY_ONE._replace(max_requests=1)) as (s, queue):
+        goes(s)
+        first = await send(s, "a")
+        await eventually(lambda: waiting(queue)["free"] == 1)
+        assert (await (await send(s, "b")).response())[0] == 503
+        higher = await send(s, "c", b"x-tier: premium")
+        assert (await first.response())[0] == 429, "its place went to a higher class"
+        await be_too_late(queue)
+        assert (await higher.response())[0] == 503
+
+
+async def test_a_client_that_leaves_while_no_replica_is_ready_leaves_nothing():
+    async with queued(Engine()) as (s, queue):
+        goes(s)
+        gone = await send(s, "a")
+        await eventually(lambda: waiting(queue)["free"] == 1)
+        await gone.close()
+        await eventually(lambda: waiting(queue)["free"] == 0)
+        assert s.metrics.admission.total(decision="left") == 1
+
+
+async def test_a_decision_for_another_proxy_waits_until_a_replica_is_ready():
+    body = json.dumps({"model": "m", "messages": [{"role": "user", "content": "x"}]}).encode()
+    async with queued(Engine()) as (s, queue):
+        decisions = Decisions(s.proxy)
+        goes(s)
+        asked = asyncio.ensure_future(decisions.decide("/v1/chat/completions", body, {}))
+        await eventually(lambda: waiting(queue)["free"] == 1)
+        goes(s, state=State.READY)
+        await decisions.done((await asked)["id"], b"")
 
 
 async def test_a_decision_for_another_proxy_waits_as_well_and_leaves_with_its_caller():
@@ -458,7 +563,7 @@ async def test_while_nothing_changes_the_queue_leaves_the_event_loop_alone(monke
 
 
 @pytest.mark.parametrize("joined", [False, True])
-async def test_many_that_nobody_can_take_any_more_are_told_by_the_dozen(monkeypatch, joined):
+async def test_many_for_whom_no_replica_comes_in_time_are_told_by_the_dozen(monkeypatch, joined):
     """With Redis too: a look waits there for the answer about one that is placed, and for nothing else."""
     engine = Engine()
     async with queued(engine) as (s, queue):
@@ -471,12 +576,12 @@ async def test_many_that_nobody_can_take_any_more_are_told_by_the_dozen(monkeypa
         if joined:
             s.proxy.placing.shared = Joined()
         s.proxy.remove(next(iter(s.proxy.backends)))
-        counts, begun = [0], asyncio.get_running_loop().time()
+        await be_too_late(queue)
+        counts = [0]
         while len(told) < 40:
             await asyncio.sleep(0)
             counts.append(len(told))
         assert max(later - earlier for earlier, later in itertools.pairwise(counts)) <= 24
-        assert asyncio.get_running_loop().time() - begun < 1.0
         for talker in others:
             assert (await talker.response())[0] == 503
         engine.answer("a")

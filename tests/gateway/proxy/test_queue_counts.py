@@ -13,7 +13,7 @@ from policies import Rules, Slo
 from ..http.talk import eventually, read_request
 from .replies import EVENT, SSE_HEAD, chunk, reply
 from .stack import stack
-from .test_queue import ONE_BY_ONE, Engine, Undecided, overload, send, waiting
+from .test_queue import ONE_BY_ONE, Engine, Undecided, be_too_late, overload, send, waiting
 
 SOON = Slo(30.0)
 BODY = json.dumps({"model": "m", "messages": [{"role": "user", "content": "x"}], "stream": True}).encode()
@@ -60,6 +60,7 @@ async def test_who_waits_when_the_last_replica_goes_is_refused_and_has_not_left(
         first = await fills(s, engine)
         others = [await waits(s, queue, name) for name in "bc"]
         s.proxy.remove(next(iter(s.proxy.backends)))
+        await be_too_late(queue)
         for one in others:
             assert (await one.response())[0] == 503
         engine.answer("a")
@@ -74,6 +75,7 @@ async def test_a_decision_that_waits_when_the_last_replica_goes_is_refused_as_we
         second = asyncio.ensure_future(decisions.decide("/v1/chat/completions", BODY, {}))
         await eventually(lambda: waiting(queue)["free"] == 1)
         s.proxy.remove(next(iter(s.proxy.backends)))
+        await be_too_late(queue)
         with pytest.raises(ApiError):
             await second
         await decisions.done(first["id"], b"")

@@ -133,6 +133,20 @@ async def test_a_replica_that_drains_gets_what_it_was_chosen_for():
         assert (await talk.response())[0] == 200
 
 
+async def test_a_replica_that_began_to_leave_meanwhile_gets_nothing_new():
+    async with stack(answers(), answers()) as s:
+        leaving, _ = s.proxy.backends.values()
+        opened, leaving.pool.connect = [], lambda *given: opened.append(given)
+        talk = await s.talk()
+        await talk.say(post())
+        await eventually(lambda: opened)
+        leaving.replica.state = State.LEAVING
+        s.proxy.changed()
+        type(leaving.pool).connect(leaving.pool, *opened[0])
+        assert (await talk.response())[0] == 200
+        assert not s.faults and s.metrics.retries.values == {("replaced",): 1}
+
+
 async def test_a_replica_that_is_drained_before_it_was_looked_at_is_not_blamed():
     def drains(replica):
         replica.state = State.DRAINING
@@ -164,7 +178,7 @@ async def test_a_client_that_leaves_meanwhile_and_a_replica_that_is_removed_leav
         await eventually(lambda: len(asked) == 2)
         s.proxy.remove(backend.id)
         status, _, _ = await second.response()
-        assert status == 502
+        assert status == 503
         await eventually(lambda: not backend.pool._connecting)
 
 

@@ -201,7 +201,7 @@ class Watched:
 
 async def test_shadows_are_asked_when_the_request_is_on_its_way_and_act_on_nothing():
     async with stack(answers(), answers(), policy="round_robin", shadows=["least_time", "round_robin"]) as s:
-        watched = s.proxy.placing.shadows._policies["least_time"] = Watched(s.proxy)
+        watched = s.proxy.placing.shadows.policies["least_time"] = Watched(s.proxy)
         talk = await s.talk()
         for _ in range(6):
             await talk.say(post())

@@ -193,12 +193,12 @@ async def test_an_attempt_without_a_connection(monkeypatch):
         status, _, _ = await ask(made, post())
         collector = await made.collected()
     (server,), (client,) = collector.of("SERVER"), collector.of("CLIENT")
-    assert status == 502
+    assert status == 503
     assert (client.told["error.type"], client.failed, client.events) == ("connect", True, [])
     assert "no connection to" in client.message and "http.response.status_code" not in client.told
     assert (server.told["http.response.status_code"], server.told["error.type"], server.told["hitherto.outcome"]) == (
-        502,
-        "502",
+        503,
+        "503",
         "refused",
     )
     assert server.failed and "no replica answered after 1 attempt" in server.message

@@ -76,7 +76,7 @@ async def test_what_closes_every_connection_is_asked_twice_within_the_retries(re
     async with stack(closes(accepted), retries=retries) as s:
         talk = await s.talk()
         await talk.say(post())
-        assert (await talk.response())[0] == 502
+        assert (await talk.response())[0] == 503
         assert len(accepted) == asked and len(s.faults) == 1
         await eventually(s.idle)
 
@@ -93,7 +93,7 @@ async def test_replicas_that_read_a_part_of_it_are_not_said_to_go_down_with_it()
         talk = await s.talk()
         await talk.say(post(b"x" * 1_000_000, path=b"/v1/audio/transcriptions"))
         status, headers, body = await talk.response(20)
-        assert status == 502 and b"replicas_lost" not in body and b"no replica answered" in body
+        assert status == 503 and b"replicas_lost" not in body and b"no replica answered" in body
         assert "x-should-retry" not in headers and len(asked) == 3
         await eventually(s.idle)
 
@@ -307,7 +307,7 @@ def test_who_ends_tls_in_the_middle_of_a_large_request_is_not_waited_for(run, tm
             backend.pool.forget = lambda one: (lost.append(one.unread), monitored(one))
             talk = await s.talk()
             await talk.say(LARGE)
-            assert (await talk.response(4))[0] == 502
+            assert (await talk.response(4))[0] == 503
             assert lost == [True] and s.faults == ["closed"]
             await eventually(s.idle)
 

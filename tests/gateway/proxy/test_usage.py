@@ -1,8 +1,13 @@
 import json
+from collections import deque
+from types import SimpleNamespace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from gateway.proxy.answers import MOST_SEARCHED, NOTHING, Usage, believed, read_usage
+from gateway.proxy.exchange import TAIL, meter
 
 
 def test_openai_usage_is_read_from_a_whole_answer():
@@ -80,8 +85,37 @@ def test_a_usage_is_found_by_its_end_alone():
     assert read_usage(json.dumps({"pad": "x" * MOST_SEARCHED, **OWN}).encode()) == Usage(7, 12, None)
 
 
+TEXTS = st.text(alphabet='"\\\\{}[]:usage \n', max_size=30) | st.sampled_from(["usage", 'usage": {', "\\"])
+WRITTEN = st.recursive(
+    TEXTS | st.none(),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(TEXTS.filter(lambda key: key != "usage"), inner, max_size=3)
+        | st.builds(lambda other: {**FAKE, "x": other}, inner)
+    ),
+    max_leaves=8,
+)
+
+
+@given(before=WRITTEN, behind=WRITTEN, tells=st.booleans(), stream=st.booleans(), data=st.data())
+def test_usage_is_found_however_an_answer_is_read(before, behind, tells, stream, data):
+    answer = {"tools": [before], **(OWN if tells else {"usage": None}), "input_messages": [behind]}
+    body = json.dumps(answer).encode()
+    if stream:
+        created = json.dumps({"response": {**answer, "usage": None}, "type": "response.created"}).encode()
+        body = b'data: %b\n\ndata: {"type": "x"}\n\ndata: {"response": %b, "n": 9}\n\n' % (created, body)
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(body)), max_size=4)))
+    exchange = SimpleNamespace(label="responses", tells_response=True)
+    attempt = SimpleNamespace(streams=stream, exchange=exchange, tail=deque(maxlen=TAIL), events=0, usage=None)
+    for start, end in zip([0, *cuts], [*cuts, len(body)], strict=True):
+        meter(attempt, body[start:end])
+    found = NOTHING if attempt.usage is None else attempt.usage.usage(2 if stream else 1)
+    assert found == (Usage(7, 12, None) if tells else NOTHING)
+
+
 def test_counts_that_cannot_be_are_not_believed():
-    assert believed(Usage(10, 5, 10), 5) == Usage(10, 5, 10)
-    assert believed(Usage(10, 999_999_999_999, 3), 131_072) == Usage(10, None, 3)
-    assert believed(Usage(301, 5, 999_999_999), 131_072) == Usage(301, 5, None)
-    assert believed(Usage(None, None, 4), 131_072) == NOTHING
+    assert believed(Usage(10, 5, 10), 10, 5) == Usage(10, 5, 10)
+    assert believed(Usage(10, 999_999_999_999, 3), 131_072, 131_072) == Usage(10, None, 3)
+    assert believed(Usage(999_999_999_999, 5, 3), 131_072, 131_072) == Usage(None, 5, None)
+    assert believed(Usage(301, 5, 999_999_999), 131_072, 131_072) == Usage(301, 5, None)
+    assert believed(Usage(None, None, 4), 131_072, 131_072) == NOTHING

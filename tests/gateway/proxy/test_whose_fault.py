@@ -4,8 +4,10 @@ from time import monotonic
 
 import pytest
 
+from gateway.datapath import explain
+
 from ..http.talk import eventually, free_port
-from .replies import ANSWER, LONG, answers, chunk, post, streams
+from .replies import ANSWER, BODY, LONG, answers, chunk, post, streams
 from .stack import stack
 
 
@@ -21,7 +23,7 @@ async def test_a_replica_that_refuses_what_another_one_answers_is_passed_over_an
         assert s.faults and set(s.faults) == {kind} and not s.unconfirmed
 
 
-@pytest.mark.parametrize("status", [b"401 Unauthorized", b"429 Too Many Requests"])
+@pytest.mark.parametrize("status", [b"401 Unauthorized", b"403 Forbidden"])
 async def test_what_all_replicas_refuse_alike_is_held_against_none(status):
     async with stack(*[answers(b'{"error": "no"}', status)] * 3) as s:
         talk = await s.talk()
@@ -148,9 +150,95 @@ async def test_a_request_that_another_replica_refuses_is_at_fault():
         )
 
 
-async def test_full_replicas_agree_on_nothing():
-    async with stack(*[answers(b"{}", b"503 Busy")] * 3, answers()) as s:
+FULL_EVENT = b'data: {"error":{"message":"The request queue is full.","type":"%b","code":%d}}\n\n'
+
+
+@pytest.mark.parametrize("status", [429, 503])
+@pytest.mark.parametrize("in_stream", [False, True])
+async def test_full_replicas_agree_on_nothing(status, in_stream):
+    """SGLang tells a full queue in the first event of a stream."""
+    full = answers(b"{}", b"%d Full" % status, b"Retry-After: 7\r\n")
+    if in_stream:
+        full = streams(chunk(FULL_EVENT % (b"overloaded", status)))
+    async with stack(full, full, full, answers()) as s:
         talk = await s.talk()
         await talk.say(post())
-        status = (await talk.response())[0]
-        assert (status, s.metrics.retries.total(reason="status 503")) == (503, 2) and s.unconfirmed == []
+        got, headers, _ = await talk.response()
+        assert got == (200 if in_stream else status) and "x-should-retry" not in headers
+        assert in_stream or headers["retry-after"] == "7"
+        assert s.metrics.retries.total(reason=f"status {status}") == 2 and s.unconfirmed == s.faults == []
+        assert all(backend.record.is_witness for backend in s.proxy.backends.values())
+        await eventually(s.idle)
+
+
+@pytest.mark.parametrize("path", [b"/v1/chat/completions", b"/v1/embeddings", b"/rerank"])
+@pytest.mark.parametrize("status", [b"429 Too Many Requests", b"503 Service Unavailable"])
+@pytest.mark.parametrize(
+    "told", [b"Retry-After: 30\r\n", b"Retry-After: Fri, 31 Dec 2077 23:59:59 GMT\r\n", b"Retry-After: soon\r\n", b""]
+)
+async def test_a_full_replica_is_asked_last_for_as_long_as_it_says(told, status, path):
+    """It refuses within a millisecond, so by load it would be asked first by nearly all."""
+    asked = []
+    async with stack(answers(b"{}", status, told, seen=asked), answers(), policy="least_load") as s:
+        full, other = s.proxy.backends.values()
+        talk = await s.talk()
+        while not asked:
+            await talk.say(post(path=path))
+            assert (await talk.response())[0] == 200
+        left = full.full_until - monotonic()
+        assert (1 < left <= 60) if told and b"soon" not in told else left <= 1 < full.full_until
+        full.full_until += 60
+        s.proxy.eligible.full_until += 60
+        for _ in range(20):
+            await talk.say(post(path=path))
+            assert (await talk.response())[0] == 200
+        assert len(asked) == 1
+        told = await explain(s.proxy, "/v1/chat/completions", BODY, {})
+        assert [one["id"] for one in told["replicas"]] == [other.id]
+
+
+async def test_where_all_are_full_each_is_asked_as_before_and_another_process_is_not_full():
+    asked = []
+    full = answers(b"{}", b"503 Full", b"Retry-After: 30\r\n", seen=asked)
+    async with stack(full, full) as s:
+        talk = await s.talk()
+        for number in (1, 2):
+            await talk.say(post())
+            assert (await talk.response())[0] == 503 and len(asked) == 2 * number
+        for backend in s.proxy.backends.values():
+            assert backend.full_until > monotonic()
+            backend.follow_incarnation()
+            assert backend.full_until < monotonic()
+
+
+async def test_who_is_not_full_is_found_once_until_that_changes():
+    """Rather than for each request, of which there are thousands before a replica has room again."""
+    async with stack(ports=range(9001, 9041)) as s:  # nobody is asked
+        backends, eligible = [*s.proxy.backends.values()], s.proxy.eligible
+        for backend in backends[20:]:
+            backend.replica.models = {"other": None}
+        s.proxy.changed()
+
+        def left(model, now):
+            return eligible.but_full(eligible.ready_for(model), now)
+
+        eligible.when_full(backends[0], 130.0)
+        assert left("m", 100.0) is left("m", 129.0) and left("other", 100.0) is eligible.ready_for("other")
+        assert len(left("m", 100.0)) == 19 and left("m", 100.0).roster is not None
+        eligible.when_full(backends[1], 120.0)
+        eligible.when_full(backends[20], 110.0)
+        assert left("m", 101.0) is left("m", 109.0) is not left("other", 101.0) is left("other", 109.0)
+        assert [len(left(*one)) for one in (("m", 109.0), ("other", 109.0))] == [18, 19]
+        assert [len(left(*one)) for one in (("m", 110.0), ("other", 110.0))] == [18, 20]
+        assert [len(left("m", now)) for now in (119.0, 120.0, 130.0)] == [18, 19, 20]
+        assert len(eligible.but_full(eligible.targets(None, (backends[2],), "m"), 109.0)) == 17, "nor who was asked"
+
+        backends[0].follow_incarnation()
+        s.proxy.changed()
+        assert eligible.full_until == 120.0
+        assert {one.replica for one in eligible.ready_for("m").candidates} - {
+            one.replica for one in left("m", 100.0).candidates
+        } == {backends[1].id}
+        backends[1].follow_incarnation()
+        s.proxy.changed()
+        assert eligible.full_until == 110.0 and left("m", 100.0) is eligible.ready_for("m")

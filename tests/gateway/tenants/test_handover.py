@@ -33,7 +33,7 @@ def test_what_the_ways_of_moving_caches_write_is_all_in_the_one_statement():
         first = way.first_body(COMPLETIONS, body)
         members = [first]
         if isinstance(way, MeetingTransfer):
-            members += [b"{%b}" % one for one in way.meet(Meeting("gpu1", 8998, "engine", 1))]
+            members += [b"{%b}" % one for one in way.meet(Meeting("gpu1", 8998, "engine"))]
         added = {name for one in members for name in orjson.loads(one)} - {
             "prompt",
             "max_tokens",

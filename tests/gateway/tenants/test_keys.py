@@ -304,7 +304,7 @@ async def test_a_stranger_that_reads_no_answers_gets_no_more_of_them(file, reque
 
             def closing():
                 with contextlib.suppress(BlockingIOError, ConnectionError):
-                    one.send(request_)
+                    one.send(request_ * 20)
                 return connection.closing
 
             await eventually(closing)

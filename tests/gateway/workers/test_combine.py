@@ -43,12 +43,21 @@ async def test_one_page_keeps_workers_apart_and_every_series():
     ] == [3, 4]
 
 
-def said(state: str, *, requests: int, inflight: int, joined: bool = True, problems: tuple[str, ...] = ()) -> dict:
+def said(
+    state: str,
+    *,
+    requests: int,
+    inflight: int,
+    joined: bool = True,
+    problems: tuple[str, ...] = (),
+    slow: dict | None = None,
+    unserved: tuple[str, ...] = (),
+) -> dict:
     """As one worker answers, of one replica."""
     metrics = Metrics()
     metrics.requests.inc("chat", "2xx", by=requests)
     metrics.replica_requests.inc("a", "2xx", by=requests)
-    replica = {"id": "a", "state": state, "reason": f"it is {state}", "since_seconds": 1.0, "problems": list(problems), "inflight": inflight,
+    replica = {"id": "a", "state": state, "reason": f"it is {state}", "since_seconds": 1.0, "problems": list(problems), "inflight": inflight, "slow": slow,
                "prefill_tokens": 0, "context_tokens": 0, "events": "live", "event_source": None, "events_reason": "all replayed",
                "map_role": "mirror", "map_role_reason": "another one follows", "map_blocks": requests,
                "managed": False, "pid": None, "restarts": 0}  # fmt: skip
@@ -56,8 +65,8 @@ def said(state: str, *, requests: int, inflight: int, joined: bool = True, probl
     status = {
         "models": ["sim"], "ready": state == "ready", "why_not": None if state == "ready" else f"a is {state}",
         "stopping": state == "draining", "loading": ["one"] * (state == "warming"), "expected_back": {},
-        "admission": [],
-        "replicas": [replica], "background_failures": {}, "api_keys": None, "tls": None, "control": None,
+        "unserved": list(unserved), "admission": [],
+        "replicas": [replica], "background_failures": {}, "policy_failures": {}, "api_keys": None, "tls": None, "control": None,
         "spaces": [], "discovery": None,
         "map": {"blocks": 10 * requests, "bytes": 100, "budget_bytes": 1000, "evicted": 1, "redis": redis},
     }  # fmt: skip
@@ -90,6 +99,14 @@ def test_a_status_adds_up_and_is_no_better_than_the_least_ready_worker():
         "evicted": 2,
         "redis": {"ledger_joined": False, "ledger_reason": "away"},
     }
+
+
+def test_a_replica_is_as_slow_as_the_worker_says_that_saw_it_worst_and_what_any_cannot_serve_is_unserved():
+    slow = [None, {"times": 4.1, "text": "takes 4 x"}, {"times": 8.2, "text": "takes 8 x"}]
+    both = statuses(
+        [said("ready", requests=1, inflight=0, slow=one, unserved=("m",) if one else ()) for one in slow], {}, (), {}
+    )
+    assert both["replicas"][0]["slow"] == slow[2] and both["unserved"] == ["m"]
 
 
 def test_of_an_engine_that_was_launched_the_supervisor_knows_why_it_is_not_there():
@@ -266,5 +283,8 @@ def test_what_failed_in_the_background_of_any_process_is_told():
 
     found = [said("ready", requests=0, inflight=0) for _ in range(2)]
     found[1]["status"]["background_failures"] = failed(2, 7.0)
-    told = statuses(found, {}, (), {"background_failures": failed(1, 3.0)})["background_failures"]
-    assert told == {"work": {"failures": 3, "last": "3.0 s ago", "seconds_ago": 3.0}}
+    for ago, one in enumerate(found):
+        one["status"]["policy_failures"] = failed(4, 7.0 + ago)
+    told = statuses(found, {}, (), {"background_failures": failed(1, 3.0)})
+    assert told["background_failures"] == {"work": {"failures": 3, "last": "3.0 s ago", "seconds_ago": 3.0}}
+    assert told["policy_failures"] == {"work": {"failures": 8, "last": "7.0 s ago", "seconds_ago": 7.0}}

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import uvloop
 
+from gateway.app import Gateway
 from gateway.config import SIZES, load
 from gateway.http import server
 from gateway.proxy import shared as ledger
@@ -112,6 +113,19 @@ async def test_a_worker_that_has_ended_is_gone_for_whoever_asks_it_a_moment_late
         await member.ended()
         with pytest.raises(GONE):
             await member.ask("GET", "/worker/costs", [], b"", 1.0)
+
+
+@pytest.mark.parametrize("gateway", [Gateway, Workers])
+async def test_how_long_a_replica_may_be_silent_is_a_setting_of_every_kind_of_gateway(gateway):
+    """An engine that compiles for a minute may block its /health for as long."""
+    settings = load({"workers": 2 if gateway is Workers else 1, "hung_after_s": 90}, {}).settings
+    fleet = gateway(settings).fleet
+    try:
+        fleet.add("http://127.0.0.1:1")
+        (engine,) = fleet.engines.values()
+        assert engine.watch.limits.lost_after == 90.0
+    finally:
+        await fleet.stop()
 
 
 async def test_a_place_that_nobody_looks_after_any_more_is_told(monkeypatch, caplog):

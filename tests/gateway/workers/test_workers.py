@@ -267,8 +267,9 @@ async def test_the_admin_side_answers_while_a_worker_is_stuck(engines):
         assert pids(status)[0] == stuck
 
 
-async def test_a_worker_in_anothers_place_knows_what_its_siblings_know(engines, start_engine):
-    """What they have learned of replicas, and what operators have changed since the start."""
+async def test_a_worker_in_anothers_place_knows_what_its_siblings_know(start_engine):
+    """What they have learned of replicas, and what operators have changed since the start. On a busy machine what is
+    learned of quick engines may be what workers predict at first: these are much slower."""
 
     async def seconds() -> dict[str, float]:
         """Of computing a prompt on each replica, as one worker predicts them; the workers take turns."""
@@ -276,14 +277,16 @@ async def test_a_worker_in_anothers_place_knows_what_its_siblings_know(engines, 
         answer = await gateway.admin.post("/explain?path=/v1/chat/completions", json=body)
         return {one["id"]: one["terms"]["prefill"] for one in answer.json()["replicas"]}
 
-    third = start_engine().wait()
-    async with two(engines[:1]) as gateway, AsyncExitStack() as stack:
+    started = [start_engine("--speedup", "0.05") for _ in range(3)]
+    *urls, third = [one.wait().url for one in started]
+    drained = third.removeprefix("http://")
+    async with two(urls[:1]) as gateway, AsyncExitStack() as stack:
         await gateway.ready(1)
-        added = await gateway.admin.post("/replicas", json={"url": engines[1]})
+        added = await gateway.admin.post("/replicas", json={"url": urls[1]})
         assert added.status_code == 201
-        assert (await gateway.admin.post("/replicas", json={"url": third.url})).status_code == 201
+        assert (await gateway.admin.post("/replicas", json={"url": third})).status_code == 201
         await gateway.ready(3)
-        assert (await gateway.admin.post(f"/replicas/127.0.0.1:{third.port}/drain", json={})).status_code == 202
+        assert (await gateway.admin.post(f"/replicas/{drained}/drain", json={})).status_code == 202
         unlearned = await seconds()
         asking = [group[0] for group in await clients(stack, gateway, 1)]
         async with asyncio.timeout(120):
@@ -298,17 +301,17 @@ async def test_a_worker_in_anothers_place_knows_what_its_siblings_know(engines, 
         before = await gateway.until(idle)
         os.kill(pids(before)[0], signal.SIGKILL)
         status = await replaced(gateway, pids(before)[0])
-        assert {one["url"] for one in status["replicas"]} == {*engines, third.url}
+        assert {one["url"] for one in status["replicas"]} == {*urls, third}
         await gateway.until(
-            lambda status: {one["state"] for one in status["replicas"] if one["url"] == third.url} == {"stopped"}
+            lambda status: {one["state"] for one in status["replicas"] if one["url"] == third} == {"stopped"}
         )
         one, other = await seconds(), await seconds()
         # Not to the digit: each worker lets a replica that is passed over be thought quicker again, by its own clock.
         assert apart(one, other) < 0.5 * min(apart(one, unlearned), apart(other, unlearned)), (unlearned, one, other)
-        removed = await gateway.admin.delete(f"/replicas/127.0.0.1:{third.port}")
-        assert removed.json() == {"id": f"127.0.0.1:{third.port}", "removed": True}
-        assert {one["url"] for one in (await gateway.status())["replicas"]} == {*engines}
-        assert (await gateway.admin.delete(f"/replicas/127.0.0.1:{third.port}")).status_code == 404
+        removed = await gateway.admin.delete(f"/replicas/{drained}")
+        assert removed.json() == {"id": drained, "removed": True}
+        assert {one["url"] for one in (await gateway.status())["replicas"]} == {*urls}
+        assert (await gateway.admin.delete(f"/replicas/{drained}")).status_code == 404
 
 
 def redis_of(gateway: Running) -> int:

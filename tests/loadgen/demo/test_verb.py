@@ -87,6 +87,11 @@ def test_its_table_says_why_fewer_were_answered_than_offered():
         )
 
 
+def test_it_ends_with_its_table_and_says_nothing_of_it_twice():
+    *_, last = [line for line in concluded(250) if line]
+    assert last.startswith(f"{demo.POLICIES[-1]}: 4.00 requests/s offered"), "what to type comes next"
+
+
 async def test_interrupted_between_its_rounds_it_says_so_and_shows_the_first(monkeypatch, tmp_path):
     async def play(console, planned, requests, seed, policy, profile, which):
         if policy == demo.POLICIES[1]:

@@ -15,7 +15,8 @@ from loadgen.options import BadOption
 GATEWAY = """
 import http.server, json, os, pathlib, sys
 pathlib.Path(sys.argv[1]).write_text(str(os.getpid()))
-print("NAME is", os.environ.get("HITHERTO_NAME"), flush=True)
+file = "a file" if os.path.exists("hitherto.yaml") else "no file"
+print(f"NAME is {os.environ.get('HITHERTO_NAME')}, {file}", flush=True)
 calls = 0
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
@@ -73,11 +74,21 @@ def test_how_the_gateway_is_started():
     stack._folder.cleanup()
 
 
-@pytest.mark.parametrize("isolated, said", [(True, "NAME is None"), (False, "NAME is mine")])
-async def test_isolation_keeps_settings_of_the_surroundings_out(tmp_path, monkeypatch, isolated, said):
+async def test_settings_of_the_surroundings_are_kept_out(tmp_path, monkeypatch):
     monkeypatch.setenv("HITHERTO_NAME", "mine")
-    async with stack_of(GATEWAY, tmp_path, isolated=isolated) as stack:
-        assert stack._log.read_text().strip() == said
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "hitherto.yaml").write_text("replica_url: [http://127.0.0.1:1]")
+    async with stack_of(GATEWAY, tmp_path) as stack:
+        assert stack._log.read_text().strip() == "NAME is None, no file"
+
+
+def test_files_are_found_from_the_folder_in_which_they_were_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for file in ("mine.py", "my.yaml"):
+        (tmp_path / file).touch()
+    stack = Stack("./mine.py:Mine", 3, "my.yaml")
+    assert " ".join(stack._argv).endswith(f"--policy {tmp_path}/mine.py:Mine --launch 3 --profile {tmp_path}/my.yaml")
+    stack._folder.cleanup()
 
 
 async def test_a_gateway_that_ends_at_once_is_explained(tmp_path):

@@ -54,7 +54,7 @@ def test_decode_steps_take_as_long_as_in_virtual_time(tmp_path, replicas):
     assert decode_pool(load(share=0.9), engine, replicas).step * 1000 == pytest.approx(measured["p90"], rel=0.1)
 
 
-# As `hitherto calibrate` writes what it has learned of an engine: times of requests and steps, and how far these vary.
+# As `loadgen calibrate` writes what it has learned of an engine: times of requests and steps, and how far these vary.
 LEARNED = """num_blocks: 32768
 request: {latency: 1.2, work: 0.8, token: 0.0003, text: 0.4, text_token: 0.0011}
 step: {base: 4.1, prefill: 3.8, prefill_token: 0.0152, attention: 1.2e-6, decode_sequence: 0.11, decode_context_token: 0.00011, spread: 0.08}

@@ -1,6 +1,7 @@
 """The plan: what is printed and written of a model's cache, the search for the fewest replicas, and what is refused."""
 
 import json
+import re
 
 import pytest
 from markupsafe import escape
@@ -77,7 +78,7 @@ def test_what_is_not_simple_is_said(capsys, model):
     assert "52 of 62 layers need only the last 1,024 tokens" in out and "tokens kept for later requests" in out
 
 
-LOAD = ("--dataset-name", "chat", "--num-prompts", "60", "--request-rate", "60", "--prefix-len", "256", "--suffix-len", "64", "--output-len", "20",
+LOAD = ("--dataset-name", "chat", "--request-rate", "12", "--prefix-len", "256", "--suffix-len", "64", "--output-len", "20",
         "--think-time", "0.1")  # fmt: skip
 
 
@@ -105,10 +106,45 @@ def test_a_fleet_for_a_load(capsys, tmp_path):
     for tokens, number in fewest.items():
         shares = {point["replicas"]: point["share"] for point in plan["points"] if point["tokens"] == int(tokens)}
         assert shares[number] >= 0.8 and (number == 1 or shares[number - 1] < 0.8)
-    assert "Load: 60 requests of chat, at 60 requests/s (Poisson)\n" in out
+    *_, last = re.findall(r"Load: ([\d,]+) requests of chat, at 12 requests/s \(Poisson\)\n", out)
+    assert int(last.replace(",", "")) > 12 * 30, "for as long as the rate has to be held"
     assert "Assumed:" in out and "gpu-8b" in out and "empty at the start" in out and len(plan["assumed"]) == 4
     assert main([*flags, str(tmp_path / "b.json")]) == 0
     assert (tmp_path / "a.json").read_bytes() == (tmp_path / "b.json").read_bytes()
+
+
+def test_a_load_that_is_over_before_its_rate_is_reached_sizes_no_fleet(capfd):
+    flags = ("plan", "--dataset-name", "chat", "--turns", "6", "--think-time", "2", "--request-rate", "12", "--slo", "ttft:200ms",
+             "--kv-tokens", "32000")  # fmt: skip
+    assert main([*flags, "--num-prompts", "60"]) == 2
+    said = capfd.readouterr().err
+    assert "--num-prompts: 60 requests are over before their rate has been held" in said and "Leave it out" in said
+    assert main([*flags, "--json", "-"]) == 0
+    found = json.loads(capfd.readouterr().out)["plan"]
+    (enough,) = (point for point in found["points"] if point["replicas"] == found["replicas"]["32000"])
+    assert enough["report"]["request_throughput"] > 0.85 * 12, "so much was answered while it was judged"
+
+
+def test_a_file_that_is_too_short_for_its_rate_is_said_to_be(capfd, tmp_path):
+    file = tmp_path / "talks.jsonl"
+    turns = [{"from": who, "value": "word " * 40} for who in ("human", "gpt") * 6]
+    file.write_text("".join(json.dumps({"id": str(number), "conversations": turns}) + "\n" for number in range(8)))
+    flags = ("--dataset-path", str(file), "--slo", "ttft:1s", "--request-rate", "30", "--kv-tokens", "64000")
+    assert main(["plan", *flags]) == 2
+    assert "Give a longer file or a lower --request-rate" in capfd.readouterr().err
+
+
+def test_an_overload_that_its_slo_does_not_see_is_no_fleet_that_keeps_it(capfd):
+    """Streams are as fast as ever while more and more requests wait for one of few places."""
+    flags = ("--dataset-name", "chat", "--turns", "3", "--output-len", "200", "--think-time", "0.5", "--slo", "tpot:50ms", "--request-rate", "8",
+             "--kv-tokens", "6000", "--max-replicas", "8")  # fmt: skip
+    assert main(["plan", *flags, "--json", "-"]) == 0
+    found = json.loads(capfd.readouterr().out)["plan"]
+    assert found["replicas"]["6000"] > 1
+    for point in found["points"]:
+        assert point["kept"] == (point["replicas"] >= found["replicas"]["6000"])
+    overloaded = min(found["points"], key=lambda point: point["replicas"])
+    assert overloaded["share"] == 1.0 and not overloaded["kept"]
 
 
 def test_the_page_of_a_plan(capsys, tmp_path):

@@ -5,7 +5,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from loadgen.report import files
+from loadgen.report import files, show
 from loadgen.report.summary import setting
 
 ABOUT = {
@@ -90,8 +90,10 @@ def test_the_tables_of_rates_and_of_fleets_survive_a_latency_that_is_missing(tmp
         "steps": [point],
     }
     plan = {"answers": ["no fleet"], "assumed": ["nothing"], "attainment": 0.9, "points": [point]}
+    tried = show.tried(("replicas",), [(("2",), point["report"], False)])
     for about in ({"sweep": sweep}, {"plan": plan}):
-        assert "<td>–" in page_of(tmp_path, both, {**ABOUT, **about})
+        text = page_of(tmp_path, both, {**ABOUT, **about, "tried": tried})
+        assert "<td>–" in text and '<td class="no">' in text and "that was tried" in text
 
 
 def test_targets_side_by_side_with_the_best_marked(tmp_path, runs):
@@ -102,12 +104,12 @@ def test_targets_side_by_side_with_the_best_marked(tmp_path, runs):
     rows = {row[0]: row[1] for row in re.findall(r"<tr><td>([^<]+)(.*?)</tr>", text, re.S)}
     cells = re.findall(r"<td([^>]*)>([^<]*)", rows["TTFT mean"])
     assert len(cells) == 3 and (' class="best"', f"{both[0][best]['ttft_ms']['mean']:,.0f} ms") in cells
-    counts = " · ".join(str(figures["requests"]) for figures in both[0]["two"]["replicas"].values())
+    counts = "  ".join(str(figures["requests"]) for figures in both[0]["two"]["replicas"].values())
     assert counts in rows["requests per replica"] and "requests/s, offered" in rows
     for plot in ("TTFT", "TPOT", "E2E", "ITL"):
         assert f"{plot} distribution" in text
     assert "the band above reaches to p99" in text
-    assert "two found" in text and "The first token came after" in text
+    assert "Worse with two" in text and "two against" in text
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,9 @@ def test_a_report_and_its_sentences_keep_it():
     figures = cache_figures([record(prompt_tokens=100_000, cached_tokens=99_998, predicted_tokens=99_999)])
     assert show.percent(figures["hit_rate"]) == "99.998 %"
     assert show.percent(figures["predicted_hit_rate"]) == "99.999 %"
-    (said,) = warm.notice({"warm_caches": {"requests": 3, "prompt_tokens": 2085, "cached_tokens": 2080}})
+    (said,) = warm.notice(
+        {"warm_caches": {"requests": 3, "prompt_tokens": 2085, "cached_tokens": 2080, "is_text": True}}
+    )
     assert "2,080 of 2,085 tokens were cached (99.8 %)" in said
-    said = comparison._cache("a", {"cache": {"hit_rate": 0.998}}, "b", {"cache": {"hit_rate": 0.002}})
-    assert said.startswith("a found 99.8 % of all prompt tokens in a cache, b 0.2 %: ")
+    said = comparison._cache({"cache": {"hit_rate": 0.998}}, {"cache": {"hit_rate": 0.002}})
+    assert said.startswith("99.8 % of all prompt tokens found in a cache against 0.2 % ")

@@ -33,15 +33,22 @@ SHARED = (span(1, 60), span(2, 40)), (span(1, 60), span(3, 40))
 def test_what_a_run_warms_itself_is_not_warm():
     talks = [talk("a", SHARED[0], (span(9, 10),)), talk("b", SHARED[1])]
     figures = found(talks, record("b", 0, 2.0, 60), record("a", 1, 1.0, 96), record("a", 0, 0.0, 0))
-    assert figures == {"requests": 1, "prompt_tokens": 100, "cached_tokens": 0} and said(figures) == ""
+    assert figures == {"requests": 1, "prompt_tokens": 100, "cached_tokens": 0, "is_text": False}
+    assert said(figures) == ""
 
 
 def test_what_was_there_before_is_said():
     talks = [talk("a", SHARED[0]), talk("b", (span(5, 100),))]
     figures = found(talks, record("a", 0, 0.0, 96), record("b", 0, 1.0, 96))
-    assert "of 2 prompts that begin like none before them in this run, 192 of 200 tokens were cached (96 %)" in said(
-        figures
-    )
+    sentence = said(figures)
+    assert "of 2 prompts that begin like none before them in this run, 192 of 200 tokens were cached (96 %)" in sentence
+    assert sentence.endswith("Restart them, or take another --seed.")
+
+
+def test_another_seed_is_no_remedy_where_the_texts_stay_the_same():
+    sentence = said(found([talk("a", "words " * 50)], record("a", 0, 0.0, 96)))
+    assert """Restart them, or send --extra-body '{"cache_salt": "NAME"}'""" in sentence
+    assert sentence.endswith("Another --seed does not help: the texts stay the same.")
 
 
 def test_one_prompt_is_one():

@@ -114,7 +114,7 @@ def test_with_no_replica_left_requests_are_refused():
     outcome = play(replicas=1, outages=[Outage(0, 1.0)])
     late = [record for record in outcome.done if record.sent > 1.0]
     assert late and all(record.error == "http_503" and record.replica is None for record in late)
-    assert outcome.not_sent + len(outcome.done) == outcome.requests
+    assert outcome.not_sent + len(outcome.done) == outcome.total
 
 
 def test_a_prompt_that_no_engine_can_hold_is_an_error_and_no_more():

@@ -50,11 +50,11 @@ def test_matches_are_those_of_the_cache_map(script, asked, observed):
         if kind in ("expect", "refuse"):
             now += detail
             held = same(hashes)[replica]
-            ours.expect(replica, hashes, now)
-            real.expect(slots[replica], hashes, now)
+            number = ours.expect(replica, hashes, now)
+            same_number = real.expect(slots[replica], hashes, now)
             if kind == "refuse":
-                ours.take_back(replica, hashes, held, now)
-                real.take_back(slots[replica], hashes, held, now)
+                ours.take_back(replica, hashes, held, number)
+                real.take_back(slots[replica], hashes, held, same_number)
         elif kind == "clear":
             ours.clear(replica)
             real.clear(slots[replica])

@@ -1,5 +1,6 @@
 """What a simulation hashes is what a live run sends, token for token."""
 
+import json
 import random
 
 import numpy as np
@@ -60,9 +61,10 @@ def test_made_up_loads_are_the_token_ids_that_are_sent(generator):
                 messages.append(asking.put(turn.reply))
 
 
-def test_text_is_what_the_bundled_model_makes_of_the_messages():
+def test_text_is_what_the_bundled_model_makes_of_the_messages(tmp_path):
     model = Tokens(sim_model_dir())
-    conversation = traces.openai_messages(CHAT, 1, None)
+    (tmp_path / "chat.json").write_text(json.dumps(CHAT))
+    (conversation,) = traces.conversation_file(tmp_path / "chat.json", None, None, 0.0, random.Random(1))
     said = []
     for turn, request in play(Prompts(16, SALT, 32_000), conversation):
         said += turn.messages

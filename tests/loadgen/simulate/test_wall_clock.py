@@ -51,7 +51,7 @@ def waited(pid: int) -> float:
 
 async def on_the_wall(policy: str, profile) -> tuple[Run, float]:
     """The run, and how long its processes waited for a core meanwhile, and those of others that run beside it."""
-    async with Stack(policy, ENGINES, str(profile), isolated=True) as stack:
+    async with Stack(policy, ENGINES, str(profile)) as stack:
         client, work = Client(stack.base_url), load()
         run = Run(work.conversations, work.starts, client, Asking("sim", COMPLETIONS, True, ignore_eos=True, salt=SALT))
         before = waited(os.getpid())

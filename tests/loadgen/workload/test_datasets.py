@@ -74,14 +74,6 @@ def test_a_trace_of_another_kind(tmp_path):
     assert (list(span.ids), span.length, span.block) == ([1, 2, 3], 10, 4)
 
 
-def test_what_belongs_together_arrives_together_at_the_rate_of_requests():
-    load = datasets.workload(
-        given("--dataset-name", "best-of-n", "--best-of", 4, "--num-prompts", 4000, "--request-rate", 8)
-    )
-    assert all(len(set(load.starts[at : at + 4])) == 1 for at in range(0, 4000, 4))
-    assert 4000 / load.starts[-1] == pytest.approx(8, rel=0.1)
-
-
 @pytest.mark.parametrize(
     "flags, endpoint, completions, ignore_eos",
     [

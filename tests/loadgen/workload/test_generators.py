@@ -11,7 +11,7 @@ from loadgen.workload import generators
 from loadgen.workload.conversations import Conversation, Turn, spans_of
 
 ALL = (generators.prefix_repetition, generators.random_tokens, generators.chat, generators.rag, generators.agents,
-       generators.rollouts, generators.best_of_n, generators.long_document_qa)  # fmt: skip
+       generators.rollouts)  # fmt: skip
 
 
 def every(conversations: list[Conversation]) -> list[Conversation]:
@@ -101,19 +101,6 @@ def test_agents_share_tools_and_fork():
     assert len(forked) > len(made) / 4
     assert max(len(turn.forks) for turn in forked) == 2
     assert not any(turn.forks for turn in turns(fork for one in forked for fork in one.forks))  # no forks of forks
-
-
-def test_best_of_n_asks_the_same_at_once():
-    made = generators.best_of_n(random.Random(0), 19, best_of=8)
-    assert [conversation.with_last for conversation in made] == [place % 8 > 0 for place in range(19)]
-    prompts = [says(conversation.turns[0]) for conversation in made]
-    assert prompts[0] == prompts[7] != prompts[8] == prompts[15] != prompts[16]
-
-
-def test_questions_about_long_documents():
-    made = generators.long_document_qa(random.Random(0), 100, num_prefixes=3, prefix_len=5000, range_ratio=0.0)
-    opened = {says(conversation.turns[0])[0] for conversation in made}
-    assert len(opened) == 3 and {length for _, length in opened} == {5000}
 
 
 def test_rollouts_sample_each_task_and_go_on_for_twenty_to_sixty_turns():

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from loadgen.workload.conversations import BadWorkload
 from loadgen.workload.documents import Document, file_documents, stdlib_documents
-from loadgen.workload.texts import multi_turn, shared_prefix
+from loadgen.workload.texts import multi_turn
 
 DOCUMENTS = [Document(f"d{number}", f"text {number} " * 300, ("d.a", "d.b", "d.c")) for number in range(5)]
 
@@ -41,20 +41,6 @@ def test_multi_turn_takes_documents_evenly():
         system = conversation.turns[0].messages[0]["content"]
         counts[system] = counts.get(system, 0) + 1
     assert set(counts.values()) == {2000}
-
-
-def test_shared_prefix_shares_the_system_prompt_and_nothing_else():
-    made = shared_prefix(DOCUMENTS, 200, 3, 100, 16, random.Random(0))
-    systems = [conversation.turns[0].messages[0]["content"] for conversation in made]
-    users = [conversation.turns[0].messages[1]["content"] for conversation in made]
-    assert len(set(systems)) == 3
-    assert len(set(users)) == 200
-    assert all(300 < len(user) < 600 for user in users)  # about 100 tokens of 4 characters
-
-
-def test_more_prefixes_than_documents_still_differ():
-    made = shared_prefix(DOCUMENTS, 300, 12, 10, 16, random.Random(0))
-    assert len({conversation.turns[0].messages[0]["content"] for conversation in made}) == 12
 
 
 def test_the_standard_library_talks_about_itself():

@@ -15,7 +15,7 @@ from cachemap import chain_seed, hash_blocks
 from loadgen.workload.conversations import BadWorkload, Span, spans_of
 from loadgen.workload.files import Reader
 from loadgen.workload.synthetic import token_ids
-from loadgen.workload.traces import azure_trace, conversation_file, custom, guess, hash_trace, replay, sharegpt
+from loadgen.workload.traces import azure_trace, conversation_file, guess, hash_trace, replay
 
 
 def write(path, *lines, compress=False):
@@ -338,39 +338,35 @@ def test_sharegpt_whole_conversations(tmp_path, as_array, monkeypatch):
         if as_array
         else write(tmp_path / "s.json", *SHARED)
     )
-    made = {one.id: one for one in conversation_file(path, None, None, 0.0, random.Random(0), parse=sharegpt)}
-    assert sorted(made) == ["entry-2", "x1"]
+    made = {one.id: one for one in conversation_file(path, None, None, 0.0, random.Random(0))}
+    assert sorted(made) == ["line-2", "x1"]
     assert [turn.messages for turn in made["x1"].turns] == [[u("hä")], [u("q")]]
     assert made["x1"].turns[0].reply == a("12345678") and made["x1"].turns[0].max_tokens == 2
-    assert [message["role"] for message in made["entry-2"].turns[0].messages] == ["system", "user"]
+    assert [message["role"] for message in made["line-2"].turns[0].messages] == ["system", "user"]
 
 
 def test_a_bad_entry_of_sharegpt(tmp_path):
     path = write(tmp_path / "s.json", json.dumps([SHARED[0], {"conversations": [{"from": "human"}]}, {"x": 1}]))
     with pytest.raises(BadWorkload, match='entry 2: every message is an object with "from" and "value"'):
-        conversation_file(path, None, None, 0.0, random.Random(0), parse=sharegpt)
+        conversation_file(path, None, None, 0.0, random.Random(0))
     reader = Reader(path, skip=True)
-    assert len(conversation_file(path, None, None, 0.0, random.Random(0), parse=sharegpt, reader=reader)) == 1
-    assert reader.notes()[2] == 'entry 3: expected {"conversations": [...]}'
+    assert len(conversation_file(path, None, None, 0.0, random.Random(0), reader=reader)) == 1
+    assert (
+        reader.notes()[2]
+        == 'entry 3: expected {"messages": [...]} with OpenAI messages, {"conversations": [...]} or {"prompt": "..."}'
+    )
     broken = write(tmp_path / "b.json", json.dumps(SHARED)[:-5])
     with pytest.raises(BadWorkload, match="after entry 1: not JSON"):
-        conversation_file(broken, None, None, 0.0, random.Random(0), parse=sharegpt)
-    assert (
-        len(
-            conversation_file(
-                broken, None, None, 0.0, random.Random(0), parse=sharegpt, reader=Reader(broken, skip=True)
-            )
-        )
-        == 1
-    )
+        conversation_file(broken, None, None, 0.0, random.Random(0))
+    assert len(conversation_file(broken, None, None, 0.0, random.Random(0), reader=Reader(broken, skip=True))) == 1
 
 
 def test_vllms_custom_prompts(tmp_path):
     path = write(tmp_path / "c.jsonl", {"prompt": "one", "output_tokens": 10}, {"prompt": "two"})
-    made = conversation_file(path, None, None, 0.0, random.Random(0), parse=custom, shuffle=False)
+    made = conversation_file(path, None, None, 0.0, random.Random(0), shuffle=False)
     assert [(one.turns[0].messages, one.turns[0].max_tokens) for one in made] == [([u("one")], 10), ([u("two")], 256)]
-    with pytest.raises(BadWorkload, match='line 1: expected {"prompt": "..."}'):
-        conversation_file(write(tmp_path / "d.jsonl", {"prompt": 3}), None, None, 0.0, random.Random(0), parse=custom)
+    with pytest.raises(BadWorkload, match='line 1: expected .*{"prompt": "..."}'):
+        conversation_file(write(tmp_path / "d.jsonl", {"prompt": 3}), None, None, 0.0, random.Random(0))
 
 
 def test_no_more_is_held_than_can_be_needed_and_every_line_has_its_chance(tmp_path):
@@ -379,7 +375,7 @@ def test_no_more_is_held_than_can_be_needed_and_every_line_has_its_chance(tmp_pa
     def drawn(seed, **how):
         return [
             one.turns[0].messages[0]["content"]
-            for one in conversation_file(path, 5, None, 0.0, random.Random(seed), parse=custom, **how)
+            for one in conversation_file(path, 5, None, 0.0, random.Random(seed), **how)
         ]
 
     assert drawn(0, shuffle=False) == ["0", "1", "2", "3", "4"]
@@ -393,10 +389,10 @@ def test_no_more_is_held_than_can_be_needed_and_every_line_has_its_chance(tmp_pa
         (json.dumps(line(0, 16, [1])), "mooncake"),
         (json.dumps(line(0, 16, [1], chat_id=1)), "bailian"),
         ("TIMESTAMP,ContextTokens,GeneratedTokens", "azure"),
-        ("[{", "sharegpt"),
-        (json.dumps(SHARED), "sharegpt"),
-        (json.dumps(SHARED[0]), "sharegpt"),
-        ('{"prompt": "x"}', "custom"),
+        ("[{", "conversations"),
+        (json.dumps(SHARED), "conversations"),
+        (json.dumps(SHARED[0]), "conversations"),
+        ('{"prompt": "x"}', "conversations"),
         ('{"messages": []}', "conversations"),
         (json.dumps([u("x")]), "conversations"),
         ("Once upon a time", None),

@@ -21,7 +21,7 @@ def test_the_shipped_profile_makes_a_command_line():
 
 
 def test_a_timing_profile_is_one_of_simulated_engines(tmp_path):
-    """As `hitherto calibrate` writes it."""
+    """As `loadgen calibrate` writes it."""
     file = tmp_path / "measured.yaml"
     file.write_text("block_size: 32\nstep: {base: 2.5}\n")
     argv, _ = profile.load(str(file)).command("127.0.0.1", PORTS, Model(None, None))

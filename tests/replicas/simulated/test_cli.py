@@ -100,7 +100,6 @@ async def test_it_dies_when_told_to():
         (["--num-blocks", "1"], "null block"),
         (["--model", "/nowhere"], "no tokenizer.json"),
         (["--speedup", "-1"], "--speedup: -1 is not above zero"),
-        (["--room-seconds", "-1"], "--room-seconds: -1 is not above zero"),
         (["--speaks", "sglang", "--block-size", "0"], "--block-size: '0' is not a whole number above zero"),
         (["--speaks", "sglang", "--num-blocks", "0"], "--num-blocks: '0' is not a whole number above zero"),
         (["--chunk-blocks", "0"], "--chunk-blocks: '0' is not a whole number above zero"),

@@ -1,12 +1,12 @@
-"""DeepSeek-V4.1: the rules of its encoder, as vLLM 0.32 applies them. They are V4's but for a token before system
-messages, which may stand anywhere, efforts in numbers, and blanks in the names of tags."""
+"""DeepSeek-V4.1: the rules of its encoder, as vLLM 0.32 and 0.33 apply them. They are V4's but for a token before
+system messages, which may stand anywhere, efforts in numbers, and blanks in the names of tags."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ...api.conversation import call_arguments
+from ...api.conversation import call_arguments, reasoning_of
 from ...quirks import VersionQuirks
 from ..program import Message, Program, Refused
 from .deepseek import ASSISTANT, BEGIN, END, NO_THINK, THINK, USER, calls, schemas
@@ -35,8 +35,8 @@ def write(talk: list[Message], tools: list[Message] | None, variables: Mapping[s
     talk = with_results_of_tools(_with_tools([_message(one, quirks) for one in talk], tools))
     drops = bool(variables.get("drop_thinking", True)) and not tools
     if thinks and drops:
-        talk = _without_old_reasoning(talk)
-    last = _last_said(talk)
+        talk = _without_old_reasoning(talk, quirks)
+    last = _last_said(talk, quirks)
     text = "".join(_written(talk, i, last, thinks, drops, told if thinks and not i else "") for i in range(len(talk)))
     return BEGIN + text
 
@@ -59,7 +59,7 @@ def _message(given: Message, quirks: VersionQuirks) -> Message:
         raise Refused("a message says more than is followed here")
     made: Message = {**given, "content": _flat(given.get("content", ""))}
     if "reasoning" in given:
-        made["reasoning_content"] = given["reasoning"]
+        made["reasoning_content"] = reasoning_of(given)
     if given.get("tool_calls"):
         made["tool_calls"] = [_call(call, quirks) for call in given["tool_calls"]]
     return made
@@ -88,17 +88,24 @@ def _with_tools(talk: list[Message], tools: list[Message] | None) -> list[Messag
     return [*talk[:first], {**talk[first], "tools": tools}, *talk[first + 1 :]]
 
 
-def _last_said(talk: Sequence[Message]) -> int:
-    """The last message that an answer follows, -1 where there is none."""
-    return next((i for i in reversed(range(len(talk))) if _is_answered(talk, i)), -1)
+def _last_said(talk: Sequence[Message], quirks: VersionQuirks) -> int:
+    """The last message that begins a turn, -1 where there is none."""
+
+    def begins(i: int) -> bool:
+        results_alone = quirks.deepseek_v41_results_continue and all(
+            id is not None for id, _ in talk[i].get("parts", [(None, "")])
+        )
+        return _is_answered(talk, i) and not results_alone
+
+    return next((i for i in reversed(range(len(talk))) if begins(i)), -1)
 
 
 def _is_answered(talk: Sequence[Message], i: int) -> bool:
     return talk[i]["role"] in ("user", "developer") or (talk[i]["role"] == "system" and i > 0)
 
 
-def _without_old_reasoning(talk: list[Message]) -> list[Message]:
-    last, kept = _last_said(talk), []
+def _without_old_reasoning(talk: list[Message], quirks: VersionQuirks) -> list[Message]:
+    last, kept = _last_said(talk, quirks), []
     for i, message in enumerate(talk):
         if i >= last or message["role"] in KEPT:
             kept.append(message)

@@ -10,9 +10,9 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from datetime import datetime
 from typing import Any, NamedTuple
 
+from ...api.conversation import reasoning_of
 from ...quirks import VersionQuirks
 from ..program import BOUNDARY, Message, Program, Refused
 
@@ -39,14 +39,10 @@ class _Said(NamedTuple):
     to: str = ""
 
 
-def today() -> str:
-    """The date that the engine's clock shows, if its time zone is the gateway's."""
-    return datetime.now().strftime("%Y-%m-%d")
-
-
 def write(talk: list[Message], tools: list[Message] | None, variables: Mapping[str, Any], quirks: VersionQuirks) -> str:
     instructions, rest = _instructions(talk)
-    said = [*_preamble(instructions, tools, variables.get("reasoning_effort")), *_messages(rest)]
+    today = variables["strftime_now"]("%Y-%m-%d")
+    said = [*_preamble(instructions, tools, variables.get("reasoning_effort"), today), *_messages(rest)]
     final = max((i for i, one in enumerate(said) if (one.author, one.channel) == ("assistant", "final")), default=-1)
     kept = (one for i, one in enumerate(said) if i > final or one.channel != "analysis")
     newer = quirks.harmony_recipient_last
@@ -69,10 +65,10 @@ def _written(one: _Said, newer: bool | None) -> str:
     return f"<|start|>{header}<|message|>{text}{end}"
 
 
-def _preamble(instructions: str | None, tools: list[Message] | None, effort: Any) -> Iterator[_Said]:
+def _preamble(instructions: str | None, tools: list[Message] | None, effort: Any, today: str) -> Iterator[_Said]:
     if effort is not None and effort not in _EFFORTS:
         raise Refused(f"there is no effort {effort}")
-    identity = _IDENTITY.format(date=today(), effort=effort or "medium")
+    identity = _IDENTITY.format(date=today, effort=effort or "medium")
     yield _Said("system", identity + _CALLS if tools else identity)
     if instructions or tools:
         told = [f"# Instructions\n\n{instructions}"] if instructions is not None else []
@@ -110,7 +106,7 @@ def _messages(talk: list[Message]) -> Iterator[_Said]:
 
 def _answer(message: Message) -> Iterator[_Said]:
     content, calls = message.get("content"), message.get("tool_calls")
-    reasoning = message.get("reasoning") or message.get("reasoning_content")
+    reasoning = reasoning_of(message)
     thought = [_Said("assistant", _text(reasoning), "analysis")] if reasoning else []
     if not calls:
         yield from thought

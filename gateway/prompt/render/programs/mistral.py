@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
-from ...api.conversation import call_arguments
+from ...api.conversation import call_arguments, reasoning_of
 from ...quirks import VersionQuirks
 from ..program import BOUNDARY, UNSPOKEN, Message, Program, Refused
 
@@ -229,9 +229,7 @@ def _turn(message: Message, quirks: VersionQuirks) -> Turn:
         return Turn("tool", content, call_id=_text(message["tool_call_id"])[-_ID_LENGTH:])
     if role != "assistant":
         raise Refused(f"there is no role {role}")
-    reasoning = message.get("reasoning")
-    if reasoning is None:
-        reasoning = message.get("reasoning_content")
+    reasoning = reasoning_of(message)
     content = content or ""
     if reasoning is not None:
         if not isinstance(content, str) and any(isinstance(part, Thought) for part in content):

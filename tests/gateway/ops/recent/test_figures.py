@@ -3,7 +3,7 @@
 import pytest
 
 from gateway.ops.metrics import Metrics
-from gateway.ops.recent.figures import MINUTES, SLOT, SLOTS, WIDTH, Figures, merged, told
+from gateway.ops.recent.figures import REPLICA_SLOT, SLOT, SLOTS, WIDTH, Figures, merged, told
 
 START = 1_000_000_000.0  # a whole multiple of slots and minutes, nearly
 
@@ -69,10 +69,32 @@ def test_a_replica_has_figures_of_its_own_until_it_is_forgotten(metrics):
     found = told(figures.kept(), START)["replicas"]
     assert (found["a:1"]["requests"], found["a:1"]["errors"], found["b:1"]["errors"]) == (3, 0, 1)
     assert 0.04 <= found["a:1"]["ttft_p50"] <= 0.06 and found["b:1"]["ttft_p50"] is None
-    figures.look(START + 60 * MINUTES + 60, 0, 0, 0)
+    figures.look(START + SLOT * SLOTS + REPLICA_SLOT, 0, 0, 0)
     assert told(figures.kept(), START)["replicas"]["a:1"]["requests"] == 0
     figures.forget("a:1")
     assert "a:1" not in told(figures.kept(), START)["replicas"]
+
+
+def test_the_last_minute_is_told_beside_the_window_for_the_gateway_and_each_replica(metrics):
+    figures = Figures(metrics, START)
+    metrics.requests.inc("chat", "5xx", by=3)
+    metrics.replica_requests.inc("a:1", "2xx", by=3)
+    metrics.replica_answer_seconds.inc("a:1", by=6.0)
+    figures.look(START + 1, 0, 0, 0)
+    metrics.requests.inc("chat", "2xx", by=2)
+    metrics.replica_requests.inc("a:1", "2xx", by=2)
+    metrics.replica_answer_seconds.inc("a:1", by=1.0)
+    metrics.replica_decode_seconds.inc("a:1", by=4.0)
+    metrics.replica_decode_tokens.inc("a:1", by=200)
+    figures.look(START + 100, 0, 0, 0)
+    found = told(figures.kept(), START + 100)
+    assert (found["whole"]["errors"], found["minute"]["errors"], found["minute"]["requests"]) == (3, 0, 2)
+    assert (found["minute_seconds"], found["seconds"]) == (60, 100)
+    whole, minute = found["replicas"]["a:1"], found["replicas_minute"]["a:1"]
+    assert (whole["answer_mean"], minute["answer_mean"], minute["tpot"]) == (1.4, 0.5, 0.02)
+    assert figures.written(60) == {"a:1": (200, 4)}
+    figures.look(START + 200, 0, 0, 0)
+    assert figures.written(60) == {"a:1": (0, 0)} and figures.written(300) == {"a:1": (200, 4)}
 
 
 def test_a_replica_that_was_forgotten_and_is_back_counts_from_nothing(metrics):
@@ -108,7 +130,7 @@ def test_memory_is_bounded_however_long_it_runs(metrics):
         figures.look(START + second, 1, 0, 0)
     kept = figures.kept()
     assert len(kept["rows"]) <= SLOTS and len(kept["replicas"]["a:1"]) == WIDTH
-    assert figures._rows.nbytes < 100_000 and figures._replicas["a:1"].nbytes < 10_000
+    assert figures._rows.nbytes < 100_000 and figures._replicas["a:1"].nbytes < 30_000
 
 
 def test_workers_are_added_up_slot_by_slot():

@@ -1,5 +1,6 @@
 """The last 15 minutes of one gateway, and of several workers as one."""
 
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -51,6 +52,48 @@ def test_failures_of_requests_are_told_of_but_not_those_that_are_the_requests_ow
     (entry,) = [one for one in gateway.recent.journal.to_list(9) if one["kind"] == "failure"]
     assert (entry["text"], entry["times"], entry["at"]) == ("a request failed there: connect", 3, NOW + 1)
     assert gateway.recent.kept()["failures"] == {"a:1": {"at": NOW + 1, "why": "a request failed there: connect"}}
+
+
+def test_a_replica_that_writes_slowly_is_named_within_a_minute_and_again_when_it_is_quick(gateway, caplog):
+    caplog.set_level("INFO")
+    begun = time.time()  # at which its figures began
+    for url in ("http://a:1", "http://b:1"):
+        gateway.fleet.add(url).state = State.READY
+    gateway.recent.look(begun)
+    for replica, seconds in (("a:1", 2.0), ("b:1", 16.0)):
+        gateway.metrics.replica_decode_tokens.inc(replica, by=200)
+        gateway.metrics.replica_decode_seconds.inc(replica, by=seconds)
+    gateway.recent.look(begun + 40)
+    assert said(gateway)[0] == ("b:1", "takes 8 x as long per token as the others", "warn")
+    assert "replica takes 8 x as long per token as the others" in caplog.messages
+    slow = {one["id"]: one["slow"] for one in gateway.status()["replicas"]}
+    assert slow["a:1"] is None and slow["b:1"]["times"] == 8
+    for replica in ("a:1", "b:1"):
+        gateway.metrics.replica_decode_tokens.inc(replica, by=200)
+        gateway.metrics.replica_decode_seconds.inc(replica, by=2.0)
+    gateway.recent.look(begun + 140)
+    assert said(gateway)[0] == ("b:1", "is as quick per token as the others again", "good")
+    assert "replica is as quick per token as the others again" in caplog.messages
+
+
+def test_tenants_that_their_limits_refuse_are_named_the_most_refused_first_for_15_minutes(gateway):
+    refusals = gateway.metrics.tenant_refusals
+    refusals.inc("acme", "requests", by=3)
+    gateway.recent.look(NOW)
+    refusals.inc("acme", "requests", by=2)
+    refusals.inc("bolt", "day", by=7)
+    gateway.recent.look(NOW + 1)
+    bolt = {"tenant": "bolt", "limit": "tokens per day", "requests": 7, "at": NOW + 1}
+    acme = {"tenant": "acme", "limit": "requests per minute", "requests": 5, "at": NOW + 1}
+    assert gateway.recent.kept()["refused"] == [bolt, acme]
+    assert ("", "bolt is refused by its limit of tokens per day", "warn") in said(gateway)
+    assert merged([gateway.recent.kept(), gateway.recent.kept()])["refused"] == [
+        {**bolt, "requests": 14},
+        {**acme, "requests": 10},
+    ]
+    gateway.recent.look(NOW + 1000)
+    assert gateway.recent.kept()["refused"] == [], "though the counters still have them"
+    assert [one["tenant"] for one in gateway.status()["refused_tenants"]] == ["bolt", "acme"]
 
 
 def test_the_last_failure_of_a_replica_that_is_down_is_as_it_was_last_told(gateway):

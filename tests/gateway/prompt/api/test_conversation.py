@@ -76,13 +76,14 @@ def test_what_depends_on_the_release_of_transformers(version, copied, dropped):
     called = {"role": "tool", "content": "x", "tool_call_id": None}
     if copied is None:
         with pytest.raises(Unroutable, match="transformers"):
-            one(spoken, quirks=quirks(version), reads_thinking=True)
+            one(spoken, quirks=quirks(version), reads={"thinking"})
         assert "thinking" not in one(spoken, quirks=quirks(version))  # this template would not look for it
     else:
-        assert ("thinking" in one(spoken, quirks=quirks(version), reads_thinking=True)) is copied
+        assert ("thinking" in one(spoken, quirks=quirks(version), reads={"thinking"})) is copied
     if dropped is None:
         with pytest.raises(Unroutable, match="transformers"):
-            one(called, quirks=quirks(version))
+            one(called, quirks=quirks(version), reads={"tool_call_id"})
+        assert one(called, quirks=quirks(version)) == {"role": "tool", "content": "x"}  # nothing would look for it
     else:
         assert ("tool_call_id" in one(called, quirks=quirks(version))) is not dropped
 
@@ -100,9 +101,53 @@ def test_what_depends_on_the_release_of_transformers(version, copied, dropped):
     ],
 )
 def test_which_templates_may_look_for_thinking(source, reads):
-    assert (
-        ChatTemplate(source.replace("{% if", "{% set x =") if "{% if" in source else source, {}).reads_thinking is reads
+    source = source.replace("{% if", "{% set x =")
+    assert ("thinking" in ChatTemplate(source, {}).reads) is reads
+    assert ("tools" in ChatTemplate(source.replace("thinking", "tools"), {}).reads) is reads
+
+
+NAMES_DEVELOPER = (
+    "{% for m in messages %}{% if m.role in ['system', 'developer'] %}S{% endif %}{{ m.content }}{% endfor %}"
+)
+BY_RELEASE = ("0.28.0", "0.30.0", "0.31.0", "0.32.0", "0.33.0", None)
+
+
+@pytest.mark.parametrize("version", BY_RELEASE)
+def test_a_developers_message_is_certain_where_the_template_does_not_look_at_its_tools(version):
+    """vLLM gives it a key `tools` that is null, which some releases of transformers drop."""
+    template = ChatTemplate("{{ tools }}" + NAMES_DEVELOPER, {}, quirks(version))
+    talk = conversation(
+        [{"role": "developer", "content": "D"}, {"role": "user", "content": "u"}],
+        template.takes_parts,
+        template.knows_developer,
+        quirks=template.quirks,
+        reads=template.reads,
     )
+    assert template.render(talk, None, {}) == "NoneSDu"
+    looks = ChatTemplate(NAMES_DEVELOPER + "{{ messages[0].tools is defined }}", {}, quirks(version))
+    certain = quirks(version).drops_none is not None
+    if certain:
+        assert conversation([{"role": "developer", "content": "D"}], False, quirks=looks.quirks, reads=looks.reads)
+    else:
+        with pytest.raises(Unroutable, match="transformers"):
+            conversation([{"role": "developer", "content": "D"}], False, quirks=looks.quirks, reads=looks.reads)
+
+
+@pytest.mark.parametrize(
+    "source, tells",
+    [
+        ("{{ strftime_now('%d %b %Y') }}", False),
+        ("{{ strftime_now('%Y-%m-%d, %A, %-j, 100%%') }}", False),
+        ("{% if strftime_now is defined %}{{ strftime_now('%B') }}{% endif %}", False),
+        ("{{ strftime_now('%Y-%m-%d %H:%M:%S') }}", True),
+        ("{% if tools %}{{ strftime_now('%c') }}{% endif %}", True),
+        ("{{ strftime_now(pattern) }}", True),
+        ("{% set now = strftime_now %}{{ now('%d') }}", True),
+        ("{{ 'strftime_now' }}", False),
+    ],
+)
+def test_which_templates_tell_the_time_of_the_day(source, tells):
+    assert ChatTemplate(source, {}).prints_time is tells
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ HI = '{"messages": [{"role": "user", "content": "hi"}], '
 )
 def test_json_that_only_python_reads_is_left_to_the_engine(sim, body):
     prompt = sim[0].prepare(CHAT, body)
-    assert prompt.mode == "load" and "only Python reads" in prompt.note and prompt.tokens > 0
+    assert prompt.mode == "text" and "only Python reads" in prompt.note and prompt.tokens > 0
     assert (prompt.session or "").encode() is not None  # whatever leaves the room can be encoded
 
 
@@ -174,8 +174,11 @@ def test_ids_as_pydantic_reads_them():
     assert prompts_of([True, 2.0, "3"][:2], "prompt") == [packed([1, 2], "prompt")]
     assert prompts_of([[1.0], [2]], "prompt") == [packed([1], "prompt"), packed([2], "prompt")]
     assert prompts_of(["1", "2"], "prompt") == ["1", "2"]
-    with pytest.raises(ApiError):
-        prompts_of([1, None], "prompt")
+    assert prompts_of(["5", 6], "prompt") == prompts_of([5.0, "6"], "input") == [packed([5, 6], "prompt")]
+    assert prompts_of([["5", 6], [7]], "prompt") == [packed([5, 6], "prompt"), packed([7], "prompt")]
+    for wrong in ([1, None], ["x", 6], ["", 6], ["5", 6.5], [["5"], "6"], ["a", ["b"]], ["5", -6], [5, [6]]):
+        with pytest.raises(ApiError):
+            prompts_of(wrong, "prompt")
 
 
 def test_loose_fields_change_the_prompt_as_strict_ones_do(sim):

@@ -10,7 +10,9 @@ import tokenizers
 from cachemap import GuessedBlocks, chain_seed, hash_blocks
 from gateway.prompt.media.items import StandIns
 from gateway.prompt.media.partly import TOKENS_OF_AN_ITEM
+from gateway.prompt.pipeline import Pipeline
 from gateway.prompt.prompt import CHAT, MESSAGES, RESPONSES
+from gateway.prompt.tokens.agreement import Differences
 
 from .models import PARTS, TEXTS, assistant, data_url, image, pipeline, png, system, text, user
 
@@ -41,6 +43,16 @@ def test_the_blocks_before_the_first_item_are_the_engines():
     assert prompt.hashes.known > 10 and list(prompt.hashes[: prompt.hashes.known]) == theirs[: prompt.hashes.known]
     assert shared(prompt.hashes, theirs) == prompt.hashes.known >= len(theirs) - 1
     assert prompt.token_ids == b"" and not prompt.kind  # they are not all that the engine has
+
+
+def test_before_a_date_that_is_not_certain_there_is_no_item_that_is_exact():
+    asked = {"messages": [system(), user(text("What is in "), image(RED), text("?"))]}
+    dated = Pipeline(pipeline("Rules<|im_end|>{{ strftime_now('%d %B') }}" + PARTS)._files.directory, "m", SIZE)
+    dated.clock.now = lambda: 1_795_898_520.0
+    for zones, sure in ((frozenset((0,)), True), (frozenset((0, 52)), False)):
+        dated.differ(Differences(zones=zones))
+        prompt = dated.prepare(CHAT, json.dumps(asked).encode())
+        assert prompt.mode == "partly" and (prompt.hashes.known > 10) == sure
 
 
 @pytest.mark.parametrize("template", [PARTS, TEXTS])
@@ -158,11 +170,21 @@ def test_images_among_the_results_of_tools_follow_as_a_message_of_the_user():
         ([user(image(RED))], {"truncate_prompt_tokens": 5}, "truncation"),
     ],
 )
-def test_what_goes_by_load(messages, more, why):
+def test_what_is_matched_as_text(messages, more, why):
     prompt = ask(messages, **more)
-    assert prompt.mode == "load" and why in prompt.note and not prompt.hashes
+    assert prompt.mode == "text" and why in prompt.note and not prompt.hashes.known
+
+
+def test_a_truncation_that_cuts_nothing_changes_nothing():
+    talk = [user(text("What is this?"), image(RED))]
+    assert ask(talk, truncate_prompt_tokens=None).hashes == ask(talk).hashes
+    body = {
+        "input": [{"role": "user", "content": [{"type": "input_image", "image_url": RED}]}],
+        "truncation": "disabled",
+    }
+    assert pipeline().prepare(RESPONSES, json.dumps(body).encode()).mode == "partly"
 
 
 def test_a_model_of_text_alone_takes_no_image(sim):
     prompt = sim[0].prepare(CHAT, json.dumps({"messages": [user(image(RED))]}).encode())
-    assert (prompt.mode, prompt.media) == ("load", "load")
+    assert (prompt.mode, prompt.media) == ("text", "load")

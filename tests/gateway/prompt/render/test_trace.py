@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gateway.prompt.render.clock import Clock
 from gateway.prompt.render.renderer import Compiled
 from gateway.prompt.render.shape import describe
 from gateway.prompt.render.trace import answered
@@ -229,11 +230,12 @@ def test_an_object_is_printed_in_a_list_as_python_prints_it(body):
         assert filled(plan, describe(messages)[1]) == expected
 
 
-def test_the_real_date_is_asked_for_each_time(monkeypatch):
-    compiled = Compiled("{{ strftime_now('%d %b') }}<s>{{ messages[0].content }}", {}, ["<s>"])
+def test_the_real_date_is_asked_for_each_time():
+    clock = Clock(lambda: 0)
+    compiled = Compiled("{{ strftime_now('%d %b') }}<s>{{ messages[0].content }}", {}, ["<s>"], clock=clock)
     plan, slots = plan_of(compiled, talk("x"))
     assert fits(plan, slots)
-    monkeypatch.setattr("gateway.prompt.render.template.strftime_now", lambda pattern: "another day")
+    clock.now = lambda: 86400
     assert not fits(plan, slots)
 
 

@@ -35,7 +35,7 @@ def test_a_path_that_is_not_there(name):
 
 def test_a_name_nobody_has(monkeypatch, tmp_path):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(ModelError, match="not in the Hugging Face cache and HF_HUB_OFFLINE is set: unset it"):
         find_model("some/model")
     with pytest.raises(ModelError, match="neither a directory nor a model name"):
@@ -46,7 +46,7 @@ def test_a_hub_that_nobody_reaches_is_named_in_one_line(monkeypatch, tmp_path):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:1")
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:1")
-    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     with pytest.raises(ModelError) as raised:
         find_model("some/model")
     assert str(raised.value) == (
@@ -83,7 +83,7 @@ def test_a_hub_that_refuses_says_why_in_one_line(status, headers, said, monkeypa
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
         monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", address)
         monkeypatch.setenv("HF_ENDPOINT", address)
-        monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
         with pytest.raises(ModelError) as raised:
             find_model("some/model")
         hub.shutdown()
@@ -246,12 +246,12 @@ def test_report_on_a_template_that_fails(tmp_path, template, refused):
         ({}, "exact", "exact"),
         ({"config_json": {"architectures": ["LlamaForCausalLM"]}}, "exact", "exact"),
         ({"config_json": {"architectures": ["DeepseekV32ForCausalLM"]}}, "exact", "exact"),
-        ({"config_json": {"architectures": ["InklingForCausalLM"]}}, "load", "exact"),
-        ({"consolidated.safetensors": "", "tekken.json": ""}, "load", "load"),
-        ({"consolidated.safetensors": "", "tokenizer.model.v3": ""}, "load", "load"),
+        ({"config_json": {"architectures": ["InklingForCausalLM"]}}, "text", "exact"),
+        ({"consolidated.safetensors": "", "tekken.json": ""}, "text", "text"),
+        ({"consolidated.safetensors": "", "tokenizer.model.v3": ""}, "text", "text"),
         ({"tekken.json": ""}, "exact", "exact"),
         ({"params.json": "", "model.safetensors": ""}, "exact", "exact"),
-        ({"params.json": ""}, "load", "load"),
+        ({"params.json": ""}, "text", "text"),
     ],
 )
 def test_models_that_the_engine_reads_in_its_own_way(tmp_path, files, chat, text):
@@ -259,11 +259,11 @@ def test_models_that_the_engine_reads_in_its_own_way(tmp_path, files, chat, text
         (tmp_path / name).symlink_to(model_dir("sim") / name)
     pipeline = Pipeline(write(tmp_path, **files), "m", 16)
     talk = pipeline.prepare("/v1/chat/completions", b'{"messages": [{"role": "user", "content": "hi"}]}')
-    assert talk.mode == chat and ("the engine" in talk.note) == (chat == "load")
+    assert talk.mode == chat and ("the engine" in talk.note) == (chat == "text")
     plain = pipeline.prepare("/v1/completions", b'{"prompt": "hi"}')
-    assert plain.mode == text and ("mistral-common" in plain.note) == (text == "load")
+    assert plain.mode == text and ("mistral-common" in plain.note) == (text == "text")
     assert pipeline.prepare("/v1/completions", b'{"prompt": [1, 2]}').mode == "exact"
-    assert template_report(pipeline).refused == (talk.note if chat == "load" else "")
+    assert template_report(pipeline).refused == (talk.note if chat == "text" else "")
 
 
 def test_a_folder_without_tokenizer_json(tmp_path):
@@ -273,7 +273,7 @@ def test_a_folder_without_tokenizer_json(tmp_path):
     )
     talk = pipeline.prepare("/v1/chat/completions", b'{"messages": [{"role": "user", "content": "hi"}]}')
     plain = pipeline.prepare("/v1/completions", b'{"prompt": "hi"}')
-    assert talk.mode == plain.mode == "load" and "no tokenizer.json" in talk.note and "no tokenizer.json" in plain.note
+    assert talk.mode == plain.mode == "text" and "no tokenizer.json" in talk.note and "no tokenizer.json" in plain.note
     assert pipeline.prepare("/v1/completions", b'{"prompt": [1, 2]}').mode == "exact"
     pipeline.follow(version_quirks("0.28.0"))
     assert pipeline.fixed_texts() == []

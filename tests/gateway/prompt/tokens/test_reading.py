@@ -15,7 +15,7 @@ from gateway.prompt.tokens.tokenizer import Tokenizer
 from replicas.engines.vllm.versions import version_quirks
 
 from ..folders import SHAPES, TEXTS, digest, write
-from ..reference import HERE, ids_of
+from ..reference import HERE, ids_of, model_dir
 
 RECORDED = json.loads((HERE / "transformers.json").read_text())
 RELEASES = {release: Transformers(number, (number[0], number[1] + 1))
@@ -149,3 +149,23 @@ def test_whatever_the_files_call_a_token_is_asked_of_the_engine(tmp_path):
     assert all(
         any(one in text for text in pipeline.fixed_texts()) for one in {"<older>", "<image>", "<|extra|>"} | known
     )
+
+
+@pytest.mark.parametrize(
+    "name, told, bos",
+    [
+        ("CohereTokenizer", {}, "<BOS_TOKEN>"),
+        ("CohereTokenizerFast", {"bos_token": "<s>"}, "<s>"),
+        ("CohereTokenizer", {"bos_token": None}, None),
+        ("CodeLlamaTokenizer", {}, "<s>"),
+        ("CodeGenTokenizer", {}, "<|endoftext|>"),
+        ("PreTrainedTokenizerFast", {}, None),
+    ],
+)
+def test_a_class_has_special_tokens_of_its_own_where_the_files_name_none(name, told, bos, tmp_path):
+    """As transformers 5.19 has them by default; a template may print them."""
+    for file in ("tokenizer.json", "config.json"):
+        (tmp_path / file).symlink_to(model_dir("sim") / file)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": name, **told}))
+    reading, _ = readings(tmp_path).likeliest(Transformers())
+    assert reading.special_tokens.get("bos_token") == bos

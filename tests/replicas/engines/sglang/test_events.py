@@ -9,7 +9,7 @@ from cachemap.events import records
 from cachemap.events.records import Cleared, Removed
 from replicas.engines.sglang import SGLANG
 
-decode = SGLANG.event_decoder(records, 16)
+decode = SGLANG.event_decoder(records)
 
 
 def batch(*events, rank=(0,)):

@@ -355,3 +355,9 @@ def test_an_example_for_every_kind_of_machine():
         "pd-mooncake-decode": 1,
         "pd-cpu": 1,
     }
+
+
+def test_the_profile_for_mla_knows_its_engines_whole_blocks_and_its_speculator():
+    mla, plain = profile.load("mla"), profile.load("8-gpu")
+    assert (mla.block_size * mla.context_parallel, mla.drops_block) == (512, True)
+    assert (plain.context_parallel, plain.drops_block) == (1, False)

@@ -1,0 +1,59 @@
+"""Pages of other sites that browsers let use this server (CORS, in the Fetch standard; `--allow-origin`)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from .messages import Headers, Request
+
+ANY = "*"
+PREFLIGHT_SECONDS = b"600"  # for which a browser keeps what it was answered, as engines say
+METHODS = b"GET, HEAD, POST, PUT, PATCH, DELETE, OPTIONS"
+
+
+def check_origin(text: str) -> str:
+    """One value of `--allow-origin`. Raises ValueError."""
+    if not re.fullmatch(r"\*|null|[a-z][a-z0-9+.-]*://[^\s/?#@\"']+", text):
+        raise ValueError(
+            f"{text[:300]!r} is not an origin as browsers write it, like https://app.example or "
+            "http://localhost:3000, without a path; * allows every page"
+        )
+    return text
+
+
+class Origins:
+    """Which of them may, and which headers of answers they may read (`exposed`)."""
+
+    def __init__(self, allowed: Sequence[str], exposed: bytes):
+        self._all, self._allowed, self._exposed = ANY in allowed, frozenset(allowed), exposed
+
+    def headers(self, origin: str | None) -> Headers:
+        """What an answer says of it. `origin`: of the page that asks, if a browser says one."""
+        found: Headers = [] if self._all else [(b"vary", b"Origin")]
+        if (allowed := self._allowed_as(origin)) is not None:
+            found += (b"access-control-allow-origin", allowed), (b"access-control-expose-headers", self._exposed)
+        return found
+
+    def lines(self, origin: str | None) -> bytes:
+        return b"".join([b"%b: %b\r\n" % header for header in self.headers(origin)])
+
+    def preflight(self, request: Request) -> tuple[int, bytes, Headers] | None:
+        """The answer to what a browser asks before it sends a page's request; None if this is not such a question.
+        `headers` are not in it, since all answers get them."""
+        origin = request.header(b"origin")
+        if request.method != "OPTIONS" or origin is None or request.header(b"access-control-request-method") is None:
+            return None
+        if self._allowed_as(origin) is None:
+            return 400, b"pages of this origin may not use this server (--allow-origin)", []
+        headers: Headers = []
+        wanted = request.header(b"access-control-request-headers")
+        if wanted:
+            headers.append((b"access-control-allow-headers", wanted.encode("latin-1")))
+        headers += (b"access-control-allow-methods", METHODS), (b"access-control-max-age", PREFLIGHT_SECONDS)
+        return 200, b"", headers
+
+    def _allowed_as(self, origin: str | None) -> bytes | None:
+        if origin is None or not (self._all or origin in self._allowed):
+            return None
+        return b"*" if self._all else origin.encode("latin-1")

@@ -1,0 +1,133 @@
+"""Choice of the clients' connections that are closed when the process nears its limit of open files."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import resource
+from collections import OrderedDict
+from time import monotonic
+from typing import Generic, Protocol, TypeVar
+
+log = logging.getLogger("hitherto.wire")
+
+# Clients' connections leave a reserve of file descriptors free for connections to replicas and for the gateway's own
+# work. The reserve is a quarter of the limit of open files, and at most this many descriptors. TLS handshakes under way
+# may use half of the reserve, and refused connections that are not closed yet a quarter.
+MOST_RESERVED = 8192
+# TLS handshakes under way at most: each takes 55 kB, and one whose client is silent ends after `head_seconds`.
+MOST_HANDSHAKES = 4096
+LOOKS = 64  # idle connections that are looked at beyond those to close; nearly always the first can be closed
+SAY_SECONDS = 60.0  # between two lines of the log
+OPEN = "/proc/self/fd"
+LISTED = 2048  # names: a kernel before 6.2 has to list them all, which took 7 ms for 8,192
+
+
+class Connection(Protocol):
+    def can_give_way(self) -> bool: ...
+    def abort(self) -> None: ...
+    def refuse_at_once(self) -> None: ...
+
+
+C = TypeVar("C", bound=Connection)
+
+
+class Room(Generic[C]):
+    """Share of the process's open files that one server's connections may use. When it is used up, a new connection
+    closes the one that has been idle longest; when none is idle, the new one is refused with an answer, since at the
+    limit itself the event loop would reset it without one."""
+
+    __slots__ = ("connections", "handshakes", "idle", "refused", "_others", "_skip", "_said_at")
+
+    def __init__(self) -> None:
+        self.connections: set[C] = set()
+        self.handshakes: dict[asyncio.Task[None], None] = {}  # TLS handshakes under way, the oldest first
+        self.idle: OrderedDict[C, None] = OrderedDict()  # connections without a request, the longest idle first
+        self.refused: OrderedDict[C, None] = OrderedDict()  # the oldest first
+        self._others = 0  # files of the process that are no client's, as `keep` counted them
+        self._skip = 0
+        self._said_at = float("-inf")
+
+    @property
+    def open(self) -> int:
+        """Number of connections, including those whose TLS handshake is still under way."""
+        return len(self.connections) + len(self.handshakes)
+
+    @property
+    def most_handshakes(self) -> int:
+        return min(MOST_HANDSHAKES, _reserved() // 2)
+
+    def enter(self, client: C) -> bool:
+        """Add a new connection; return False if no file is free for it, so that its first request is to be refused."""
+        self.connections.add(client)
+        if self.admit(client):
+            self.idle[client] = None
+            return True
+        self.refused[client] = None
+        if len(self.refused) > max(1, _reserved() // 4):
+            self.refused.popitem(last=False)[0].refuse_at_once()
+        return False
+
+    def admit(self, client: C) -> bool:
+        """Return whether a file is free for this connection, also when it was refused before."""
+        if self._short_by() > 0 and not self._make_room(1):
+            return False
+        self.refused.pop(client, None)
+        return True
+
+    def leave(self, client: C) -> None:
+        """Remove a connection that was closed."""
+        self.connections.discard(client)
+        self.idle.pop(client, None)
+        self.refused.pop(client, None)
+
+    def keep(self) -> None:
+        """Count the open files that are no client's connection, and close idle connections if the reserve is in use.
+        Called at each sweep, since every stream opens a file for its replica."""
+        if self._skip:
+            self._skip -= 1
+            return
+        try:
+            count = os.stat(OPEN).st_size  # 0 before Linux 6.2
+            if not count:
+                count = len(os.listdir(OPEN))
+                self._skip = count // LISTED
+        except OSError:  # there is none left to list them with
+            count, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        self._others = max(0, count - self.open)
+        if (short := self._short_by()) > 0:
+            self._make_room(short)
+
+    def _short_by(self) -> int:
+        """Return how many files of the reserve are in use; 0 or less if none is."""
+        files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        return 0 if files == resource.RLIM_INFINITY else self._others + self.open - (files - _reserved())
+
+    def _make_room(self, count: int) -> bool:
+        """Close up to `count` idle connections, and return whether any was closed. A connection whose answer is not all
+        sent, or whose next request lies unread in its socket, is kept and counts as the newest."""
+        closed = 0
+        for _ in range(min(len(self.idle), count + LOOKS)):
+            client = next(iter(self.idle))
+            if client.can_give_way():
+                del self.idle[client]
+                client.abort()
+                closed += 1
+                if closed == count:
+                    break
+            else:
+                self.idle.move_to_end(client)
+        if closed and (now := monotonic()) - self._said_at > SAY_SECONDS:
+            self._said_at = now
+            log.warning(
+                "idle connections of clients are closed, since the process nears its limit of open files (%d): raise it"
+                " (LimitNOFILE, `ulimit -Hn`)",
+                resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+            )
+        return closed > 0
+
+
+def _reserved() -> int:
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return MOST_RESERVED if files == resource.RLIM_INFINITY else min(files // 4, MOST_RESERVED)

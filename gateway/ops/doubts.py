@@ -1,0 +1,88 @@
+"""The kinds of bodies that one engine counted otherwise than the gateway, by their features (`prompt.features`).
+
+One odd answer is no evidence of a kind: a strange string, a month that turned at midnight or a wrong usage would leave
+all plain chats without exact prompts for as long as the engine runs. So a kind is doubted after its first miscounted
+body (no request is refused by such a count), held inexact after a second, different one, and trusted again after
+ENOUGH equal counts in a row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..prompt import Prompt
+from ..prompt.features import PLAIN
+
+ENOUGH = 32  # equal counts in a row
+MOST_KINDS = 64  # of an engine; clients name kinds by unknown fields
+
+
+@dataclass(slots=True)
+class Kind:
+    why: str  # how its last body was counted
+    last: tuple[int, int, int]  # tells that body from others
+    held: bool = False
+    alike: int = 0  # equal counts since
+    elsewhere: int = 0  # equal counts by other engines since one of them miscounted such a body
+
+
+class Doubts:
+    """What one engine's counts have shown. A kind covers all bodies that have its features, and maybe more."""
+
+    def __init__(self) -> None:
+        self.kinds: dict[frozenset[str], Kind] = {}
+
+    @property
+    def held(self) -> dict[frozenset[str], str]:
+        return {known: kind.why for known, kind in self.kinds.items() if kind.held}
+
+    def miscounted(self, body: frozenset[str] | None, prompt: Prompt, why: str) -> bool:
+        """Record that the engine tokenized such a body differently; None: its features are not known. Return False if
+        this changes neither what is doubted nor what is held."""
+        api = frozenset((prompt.path,))
+        body = api if body is None else api | body
+        last = (prompt.tokens, prompt.rendered_chars, prompt.hashes[-1] if len(prompt.hashes) else 0)
+        covering = {known: kind for known, kind in self.kinds.items() if known <= body}
+        for kind in covering.values():
+            kind.alike = 0
+        if (body in covering and body == api) or any(kind.held for kind in covering.values()):
+            return False
+        # That a body of unknown features was miscounted is no evidence of its whole API.
+        if (known := next((one for one in covering if one != api), None)) is not None:
+            if covering[known].last == last:
+                return False
+            self._replace(known, Kind(why, last, held=True))
+        elif len(self.kinds) >= MOST_KINDS:
+            second = any(api <= one and kind.last != last for one, kind in self.kinds.items())
+            self._replace(api, Kind(why, last, held=second))
+        else:
+            self.kinds[body] = Kind(why, last)
+        return True
+
+    def _replace(self, plainer: frozenset[str], kind: Kind) -> None:
+        self.kinds = {known: one for known, one in self.kinds.items() if not plainer <= known}
+        self.kinds[plainer] = kind
+
+    def counted_alike(self, body: frozenset[str]) -> bool:
+        """Record a body that the engine counted as the gateway did. Return whether a kind is trusted again."""
+        before = len(self.kinds)
+        for kind in self._covering(body):
+            kind.alike += 1
+        self.kinds = {known: kind for known, kind in self.kinds.items() if kind.alike < ENOUGH}
+        return len(self.kinds) < before
+
+    def counted_elsewhere(self, body: frozenset[str], is_alike: bool) -> None:
+        """Record how another engine of the model counted a body."""
+        for kind in self._covering(body):
+            kind.elsewhere = kind.elsewhere + 1 if is_alike else 0
+
+    @property
+    def stands_alone(self) -> bool:
+        """Whether others make prompts of a plain kind as the gateway does, and this engine does not. For the sake of
+        an unusual kind it keeps its exact prompts of all others."""
+        return any(
+            kind.held and kind.elsewhere >= ENOUGH and len(known - PLAIN) <= 1 for known, kind in self.kinds.items()
+        )
+
+    def _covering(self, body: frozenset[str]) -> list[Kind]:
+        return [kind for known, kind in self.kinds.items() if known <= body]

@@ -1,0 +1,98 @@
+"""Which replicas write slower than the others of their model, by the answers that they delivered.
+
+Routing learns of such a replica within a few answers and then avoids it, but tries it again every few seconds. So a
+small share of requests goes on taking many times as long, and no mean over the fleet shows it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any, NamedTuple
+
+TIMES = 3.0  # as long per token as the others: slower than batches of unlike size make a replica
+LEAST_TOKENS = 64.0  # of a replica in a window: below, one odd answer would decide
+
+
+class Written(NamedTuple):
+    """What a replica wrote within a window: tokens after the first ones of answers, and the seconds those took."""
+
+    tokens: float
+    seconds: float
+
+    @property
+    def each(self) -> float:
+        return self.seconds / self.tokens
+
+
+class Slow(NamedTuple):
+    """A replica that is slow: how many times as long it takes per token, in how many seconds each, and since when, in
+    seconds of the wall clock."""
+
+    times: float
+    each: float
+    others: float
+    since: float
+
+
+class Pace:
+    """`look` at it with what each replica wrote; `slow` are those that are slow now."""
+
+    def __init__(self) -> None:
+        self.slow: dict[str, Slow] = {}
+
+    def look(
+        self, now: float, groups: Collection[Collection[str]], windows: Collection[Mapping[str, tuple[float, float]]]
+    ) -> list[str]:
+        """Compare the replicas of each group with each other, and return those that were slow and have shown that they
+        no longer are.
+
+        `windows`: by replica tokens and seconds, the shortest window first. Each replica is judged by the first one in
+        which it wrote enough; one that wrote too little in all of them keeps its last verdict while it is in a group.
+        """
+        found: dict[str, Slow] = {}
+        recovered = []
+        for group in groups:
+            paces = {id: one for id in group if (one := _judged(id, windows)) is not None}
+            for id in group:
+                if id in self.slow and (id not in paces or len(paces) < 2):
+                    found[id] = self.slow[id]
+            ranked = sorted(paces, key=paces.__getitem__)
+            middle = (len(ranked) - 2) // 2  # of the others, the slower half left out where they are even
+            for place, id in enumerate(ranked if len(ranked) > 1 else ()):
+                known, others = self.slow.get(id), paces[ranked[middle + (place <= middle)]]
+                if paces[id] >= TIMES * others:
+                    since = known.since if known is not None else now
+                    found[id] = Slow(paces[id] / others, paces[id], others, since)
+                elif known is not None:
+                    recovered.append(id)
+        self.slow = found
+        return recovered
+
+
+def _judged(id: str, windows: Collection[Mapping[str, tuple[float, float]]]) -> float | None:
+    """Return how many seconds a replica takes per token, or None where it wrote too little to tell."""
+    for window in windows:
+        written = Written(*window.get(id, (0.0, 0.0)))
+        if written.tokens >= LEAST_TOKENS and written.seconds > 0:
+            return written.each
+    return None
+
+
+def status(slow: Slow | None, now: float) -> dict[str, Any] | None:
+    """Return what a replica's status says of it, with a sentence that stands after the replica's name."""
+    if slow is None:
+        return None
+    seconds = max(0.0, now - slow.since)
+    span = f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
+    return {
+        "times": round(slow.times, 2),
+        "seconds_per_token": round(slow.each, 6),
+        "others_seconds_per_token": round(slow.others, 6),
+        "for_seconds": round(seconds, 1),
+        "text": f"takes {times(slow)} as long per token as the others for {span} ({1e3 * slow.each:.1f} ms, others "
+        f"{1e3 * slow.others:.1f} ms): look at what else runs on its machine and at its clocks, or drain it",
+    }
+
+
+def times(slow: Slow) -> str:
+    return f"{slow.times:.0f} x"

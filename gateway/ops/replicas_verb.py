@@ -1,0 +1,83 @@
+"""`hitherto replicas`: list, add, drain and remove the replicas of a running gateway, by its admin side."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from typing import Any
+from urllib.parse import quote
+
+from gateway.config import Config, ConfigError, admin_headers, admin_url
+from gateway.errors import ApiError
+from gateway.ops.explain import NO_URL, Unanswered, call, is_url
+
+COLUMNS = ("id", "state", "models", "reason")
+REMOVAL_SECONDS = 86_400.0  # which ends with the drain that comes first
+
+
+def run(args: argparse.Namespace, config: Config) -> int:
+    """0 done, 1 refused by the gateway. Raises ConfigError."""
+    if (args.which is None) != (args.action == "list"):
+        what = (
+            "the replica's URL, as in http://gpu3:8000"
+            if args.action == "add"
+            else "the id that `hitherto replicas` shows"
+        )
+        raise ConfigError(f"replicas {args.action}: " + (f"give {what}" if args.which is None else "takes no replica"))
+    if args.admin and not is_url(args.admin):
+        raise ConfigError(f"--admin {args.admin}: {NO_URL}")
+    admin = (args.admin or admin_url(config.settings)).rstrip("/")
+    try:
+        answer = asked(admin, args, config)
+    except ApiError as refused:
+        print(f"hitherto: {refused.message}", file=sys.stderr)
+        return 1
+    except Unanswered as reason:
+        raise ConfigError(
+            f"no gateway answers at {admin} ({reason}). Start one, or name its admin side with --admin URL"
+        ) from None
+    if args.json:
+        print(json.dumps(answer, indent=2))
+    elif args.action == "remove":
+        left = answer.get("left", 0)
+        print(f"{args.which} removed" + (f"; {left} requests go on there: stop it once they are done" if left else ""))
+    else:
+        print(table(answer["replicas"] if args.action == "list" else [answer]))
+    return 0
+
+
+def asked(admin: str, args: argparse.Namespace, config: Config) -> dict[str, Any]:
+    """What the gateway answers. Raises Unanswered, ConfigError and ApiError."""
+    path, body = f"{admin}/replicas", None
+    # The id of a replica is part of its URL, so a URL will do for both.
+    one = f"{path}/{quote(re.sub(r'^https?://|[/#].*$', '', args.which or ''), safe=':')}"
+    seconds = 30.0
+    match args.action:
+        case "add":
+            method, body = "POST", json.dumps({"url": args.which}).encode()
+        case "drain":
+            method, path, body = "POST", f"{one}/drain", b""
+        case "remove":
+            method, path, seconds = "DELETE", one, REMOVAL_SECONDS
+        case _:
+            method = "GET"
+    answer = call(admin, method, path, body, admin_headers(config.settings), seconds)
+    try:
+        told = json.loads(answer)
+        return told if isinstance(told, dict) else {"replicas": told}
+    except ValueError:
+        raise Unanswered("something else answers there") from None
+
+
+def table(replicas: list[dict[str, Any]]) -> str:
+    if not replicas:
+        return "no replicas"
+    rows = [COLUMNS, *(tuple(_cell(one.get(name)) for name in COLUMNS) for one in replicas)]
+    wide = [max(len(row[column]) for row in rows) for column in range(len(COLUMNS))]
+    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, wide)).rstrip() for row in rows)
+
+
+def _cell(value: Any) -> str:
+    return ", ".join(map(str, value)) if isinstance(value, list | dict) else "" if value is None else str(value)

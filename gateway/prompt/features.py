@@ -1,0 +1,81 @@
+"""What sets the bodies apart of which an engine is seen to make other prompts than the gateway.
+
+A body is described by features: its API, the roles of its messages, the fields and the kinds of parts that they have,
+tools, and the fields that steer its rendering. One whose features include all those of a body that an engine counted
+otherwise has whatever was taken otherwise there, so it is not called exact.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+
+from .forward import ANYWHERE
+from .prompt import COMPLETIONS, Prompt
+
+IDS, TEXT, TOOLS, EFFORT = "ids", "text", "tools=", "effort"
+PLAIN = frozenset(
+    {IDS, TEXT, "system", "developer", "user", "assistant", "tool"}
+)  # what kinds of bodies all clients send
+_MOST, _LONGEST = 64, 60  # features of a body; characters of one
+_UNTOLD = ANYWHERE - {"add_special_tokens"} | {
+    "input", "logprobs", "max_completion_tokens", "max_output_tokens", "messages", "metadata", "parallel_tool_calls",
+    "previous_response_id", "prompt", "prompt_cache_key", "safety_identifier", "service_tier", "stop_sequences", "store",
+    "tool_choice", "top_logprobs",
+}  # fmt: skip
+
+
+def features(path: str, request: dict[str, Any]) -> frozenset[str]:
+    """Return what sets this body apart from others.
+
+    At most 64 features are kept, in sorted order; the rest is ignored.
+    """
+    found = {path}
+    if any(request.get(name) is not None for name in ("reasoning_effort", "reasoning", "thinking", "output_config")):
+        found.add(EFFORT)
+    for name in request.keys() - _UNTOLD:
+        value = request[name]
+        if isinstance(value, dict):
+            found.update(f"{name}.{key}={_short(one)}" for key, one in value.items())
+        elif value not in (None, [], ""):
+            found.add(f"{name}={_short(value)}")
+    given = request.get("prompt" if path == COMPLETIONS else "messages" if "messages" in request else "input")
+    if path == COMPLETIONS or not isinstance(given, list):
+        found.add(IDS if isinstance(given, list) and given and not isinstance(given[0], str) else TEXT)
+    else:
+        for one in given:
+            found.update(_of_message(one))
+    kept = sorted(found, key=lambda one: (one != path, one))[:_MOST]
+    return frozenset(one[:_LONGEST] for one in kept)
+
+
+def _of_message(message: Any) -> set[str]:
+    if not isinstance(message, dict):
+        return {type(message).__name__}
+    role = str(message.get("role") or message.get("type"))
+    found = {role, *(f"{role}.{key}" for key, value in message.items() if key not in _PLAIN and value is not None)}
+    content = message.get("content")
+    if isinstance(content, list):
+        found.update(f"{role}: {one.get('type') if isinstance(one, dict) else 'text'}" for one in content)
+    return found
+
+
+_PLAIN = ("role", "type", "content")
+
+
+def _short(value: Any) -> str:
+    """Texts and lists are told by their being there, what chooses among a few ways by its value."""
+    return str(value) if isinstance(value, (bool, int, float)) or (isinstance(value, str) and len(value) < 16) else ""
+
+
+def features_of(prompt: Prompt, body: bytes) -> frozenset[str] | None:
+    """The features of a prepared body, None where they are not known: the body is forgotten (b"") once its answer
+    comes, and of unusual ones nothing is kept."""
+    if body:
+        return features(prompt.path, orjson.loads(body))
+    if prompt.features is not None:
+        return frozenset((prompt.path, *prompt.features))
+    if prompt.path == COMPLETIONS and prompt.steered is None:
+        return frozenset((COMPLETIONS, TEXT if prompt.rendered_chars else IDS))
+    return None

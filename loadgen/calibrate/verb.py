@@ -1,0 +1,130 @@
+"""`loadgen calibrate URL`: flags, what is said meanwhile, and the file at the end."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import shlex
+import sys
+from dataclasses import replace
+from datetime import date
+from pathlib import Path
+from time import monotonic
+
+from rich.console import Console
+
+from loadgen.drive.client import base_url
+from loadgen.options import INTERRUPTED, flags, positive
+from loadgen.report import files
+
+from . import plan, write
+from .ask import CalibrationError, Client
+from .fit import Fit, fit
+from .learn import at_work, learn, looked_up
+from .measure import Meter
+
+DESCRIPTION = """Measure a running engine and write a timing profile that the simulated engine takes: time of prompts by length and
+cached prefix, of decode steps by batch and context, of a request's way. The load is bounded and said beforehand. Prompts
+are random token ids, so that the engine's own cache knows none of them; they fill it, and what was cached there is evicted.
+OPENAI_API_KEY in the environment becomes a bearer token."""
+EPILOG = """Use the profile with `hitherto replica --profile FILE` or `hitherto serve --launch 2 --profile FILE`."""
+ENOUGH_SECONDS = 120.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = EPILOG
+    parser.set_defaults(json=None)
+    flags(
+        parser,
+        ("url", base_url, "URL", None, "an OpenAI-compatible engine, best one that serves nobody else now"),
+        ("--out", Path, "FILE", Path("calibrated.yaml"), "the profile (default: %(default)s)"),
+        ("--seconds", positive, "N", ENOUGH_SECONDS, "about how long to measure (default: %(default)g)"),
+        ("--model", str, "NAME", None, "model or adapter to ask for (default: the first the engine lists)"),
+        ("--busy", None, None, False, "measure even if others' requests are in the engine"),
+        ("--seed", int, "N", None, "of the random prompts; the same again finds them cached"),
+    )
+
+
+async def calibrate_verb(args: argparse.Namespace, console: Console) -> int:
+    files.check_writable(args.out, "--out")
+    try:
+        text = await calibrate(args, console)
+    except asyncio.CancelledError:
+        told = "interrupted; nothing was written, and no request of ours is left in the engine"
+        print(f"loadgen calibrate: {told}", file=sys.stderr)
+        return INTERRUPTED
+    try:
+        args.out.write_text(text)
+    except OSError as error:  # it could be written when the measurement began
+        console.print(f"\n{text}", markup=False, soft_wrap=True)
+        why = f"{args.out} cannot be written: {error.strerror}; the profile is printed above"
+        raise CalibrationError(why) from None
+    console.print(f"\nwritten: {args.out}\n{EPILOG.replace('FILE', str(args.out))}", markup=False, soft_wrap=True)
+    return 0
+
+
+async def calibrate(args: argparse.Namespace, console: Console) -> str:
+    """Return the profile's text. Raises CalibrationError."""
+
+    def say(text: str) -> None:
+        console.print(text, markup=False, soft_wrap=True)
+
+    async with Client(args.url, os.environ.get("OPENAI_API_KEY"), args.seed) as client:
+        known = await learn(client, args.model)
+        say(f"{client.base_url}: {known.model} on {known.engine} {known.version}, {known.machine}")
+        count = await at_work(client)
+        if count is None:
+            say("the engine does not report how many requests it has (/metrics): make sure that nobody else uses it")
+        elif count and not args.busy:
+            raise CalibrationError(f"the engine is serving others ({count} requests), which would be measured with ours. Take it "
+                                   "out of traffic, or measure anyway with --busy")  # fmt: skip
+        meter = Meter(client, known.limits)
+        say("probing how fast it is ...")
+        found = await meter.probe(args.seconds)
+        meter.limits = limits = await _limits(meter, found, args.seconds)
+        for name, source in limits.told.items():
+            say(f"  {name:24} {getattr(limits, name):8,}  {source}")
+        work = plan.make(limits, found, args.seconds)
+        say(f"will send {work.sent('requests'):,} requests with {work.sent('prompt_tokens'):,} prompt tokens and {work.sent('output_tokens'):,} of output in "
+            f"{work.rounds} rounds, about {work.rounds * work.round_seconds:.0f} s; it ends earlier once the times no longer change")  # fmt: skip
+        began, before, sent = monotonic(), await looked_up(client), client.prompt_tokens
+        seen = await meter.run(work, args.seconds, lambda done, found: say(_progress(done, found)), args.busy)
+        after, sent = await looked_up(client), client.prompt_tokens - sent
+        if before is not None and after is not None and after - before > 1.05 * sent:
+            used = f"the engine looked up {after - before:,} prompt tokens while we sent {sent:,}: others used it too"
+            print(f"WARNING: {used}", file=sys.stderr)
+        result = fit(seen)
+        say("\n" + "\n".join(write.residuals(result)))
+        if caution := _caution(result, args.seconds):
+            say(f"\n{caution}")
+        facts = {"date": f"{date.today():%Y-%m-%d}", "command": shlex.join(["loadgen", *sys.argv[1:]]),
+                 "sent": f"{client.requests:,} requests, {client.prompt_tokens:,} prompt tokens, {client.output_tokens:,} of output "
+                         f"in {monotonic() - began:.0f} s"}  # fmt: skip
+        return write.profile(known, limits, result, facts)
+
+
+async def _limits(meter: Meter, found: Fit, seconds: float) -> plan.Limits:
+    """What the engine did not tell, as far as it can be seen."""
+    limits = meter.limits
+    for name, see in (
+        ("max_num_seqs", meter.at_once),
+        ("max_num_batched_tokens", lambda: meter.budget(found, seconds)),
+    ):
+        if limits.told[name] == "assumed":
+            value, source = await see()
+            limits = replace(limits, **{name: value}, told=limits.told | {name: source})
+    return replace(limits, max_num_batched_tokens=max(limits.max_num_batched_tokens, limits.max_num_seqs))
+
+
+def _progress(done: int, found: Fit) -> str:
+    worst = max(found.residuals.items(), key=lambda item: item[1].typical)
+    return f"  round {done}: typical error of the fit at most {worst[1].typical * 100:.0f} % ({worst[0]})"
+
+
+def _caution(result: Fit, seconds: float) -> str:
+    """What to do about a fit that is poor; nothing about one that is not."""
+    if not result.poor:
+        return ""
+    longer = f"give --seconds {ENOUGH_SECONDS:g}, and let" if seconds < ENOUGH_SECONDS else "measure again, and let"
+    return f"These errors are large ({', '.join(result.poor)}): {longer} the machine do nothing else."

@@ -1,0 +1,99 @@
+"""Tables as data, which the page draws as they are and a terminal as wide as it can: a row's name stays whole, and what
+stands in brackets behind a mean gives way, first to a second line and then altogether."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.measure import Measurement
+from rich.table import Table
+from rich.text import Text
+
+UNBOUNDED = 100_000  # columns, more than any table needs
+LEFT_OUT = "wider terminals, pipes and files have the ranges over the seeds, too"
+STYLES = {"best": "bold green", "worse": "red", "yes": "green", "no": "red", "soft": "dim"}
+
+Put = Callable[[str], str]  # a figure as `show.written` writes it -> what stands in its cell
+
+
+class Cell(NamedTuple):
+    """`look`: a key of STYLES, which is also a class of the page's; on the page alone `bar`, of so many percent."""
+
+    text: str
+    look: str = ""
+
+
+class Grid(NamedTuple):
+    """A table; `heads` of the columns, the first of which names the rows."""
+
+    heads: Sequence[str]
+    rows: Sequence[Sequence[Cell]]
+
+
+def beside(figure: str) -> str:
+    return figure
+
+
+def below(figure: str) -> str:
+    """The range over the seeds, if there is one, on a line of its own."""
+    return figure.replace(" (", "\n(", 1)
+
+
+def without(figure: str) -> str:
+    return figure.partition(" (")[0]
+
+
+class Fitting:
+    """The first of several ways to draw the same thing for which the console is wide enough, or the last."""
+
+    def __init__(self, *ways: RenderableType):
+        self.ways = ways
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        wide = options.update(width=UNBOUNDED)
+        fitting = (way for way in self.ways if Measurement.get(console, wide, way).maximum <= options.max_width)
+        yield next(fitting, self.ways[-1])
+
+
+def table(
+    *columns: str,
+    left: Sequence[int] = (0,),
+    ranges_left_out: bool = False,
+    header_style: str = "bold",
+    title: str | None = None,
+    wrap: bool = False,
+) -> Table:
+    """An empty table; all but the columns `left` have figures, to the right."""
+    caption = LEFT_OUT if ranges_left_out else None
+    made = Table(box=SIMPLE_HEAD, pad_edge=False, header_style=header_style, title=title, title_justify="left",
+                 caption=caption, caption_justify="left")  # fmt: skip
+    for number, heading in enumerate(columns):
+        made.add_column(heading, no_wrap=not wrap, justify="left" if number in left else "right")
+    return made
+
+
+def fitted(
+    grid: Grid, seeded: bool, left: Sequence[int] = (0,), header_style: str = "bold", split: bool = False
+) -> Fitting:
+    """Draw a grid. `seeded`: its figures have ranges; `split`: where nothing fits, tables of fewer columns follow each
+    other, and headings are not folded to two lines."""
+
+    def drawn(put: Put, fold: bool = False, first: int = 1, last: int | None = None) -> Table:
+        at_the_end = last is None or last >= len(grid.heads)  # of several tables only the last one says it
+        heads = [grid.heads[0], *grid.heads[first:last]]
+        heads = [head.replace(" ", "\n", 1) for head in heads] if fold else heads
+        ranges_left_out = put is without and seeded and at_the_end
+        made = table(*heads, left=left, ranges_left_out=ranges_left_out, header_style=header_style)
+        for row in grid.rows:
+            made.add_row(*(Text(put(one.text), STYLES.get(one.look, "")) for one in (row[0], *row[first:last])))
+        return made
+
+    def after_each_other(most: int) -> Group:
+        return Group(*(drawn(without, False, at, at + most) for at in range(1, len(grid.heads), most)))
+
+    folds = (False,) if split else (False, True)
+    ways = [drawn(put, fold) for put in (beside, below, without) for fold in folds]
+    return Fitting(*ways, *(after_each_other(most) for most in range(len(grid.heads) - 2, 0, -1) if split))

@@ -1,0 +1,146 @@
+"""A rule that somebody keeps in a file of their own: `./mine.py:Mine`, a class that is made without arguments.
+
+It is imported and asked about two idle replicas before any request is, so that what is wrong with it is said at the
+start and not to clients. What fails later is logged once and told to `on_failure` each time, and that request goes
+where the fewest are.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from importlib.util import module_from_spec, spec_from_file_location
+from operator import index
+from pathlib import Path
+from traceback import extract_tb
+from types import ModuleType
+from typing import Any
+
+from .costs import CostGroup
+from .ledger import Load
+from .rules.least_load import fewest_requests
+from .vocabulary import Candidate, Choice, Demand, Policy
+
+FORM = "FILE.py:CLASS"
+LEARNING = ("placed", "first", "ended", "gone")
+MOST_WORDS = 200  # characters of an exception's text that are shown
+
+log = logging.getLogger("hitherto.policies")
+
+
+def is_own(name: str) -> bool:
+    return ".py" in name
+
+
+def make_own(name: str) -> Policy:
+    """Return the rule that the file defines. Raises ValueError with what is wrong with it."""
+    file, _, wanted = name.partition(".py:")
+    path = Path(f"{file}.py" if wanted else name)
+    module = _imported(path)
+    made_there = {
+        key: one for key, one in vars(module).items() if isinstance(one, type) and one.__module__ == module.__name__
+    }
+    if wanted not in made_there:
+        raise ValueError(
+            f"{path} has no class {wanted!r}"
+            if wanted
+            else f"{name}: a class is missing, as in {path}:{next(iter(made_there), 'Mine')}"
+        )
+    try:
+        policy = made_there[wanted]()
+        if not hasattr(policy, "name"):
+            policy.name = wanted
+        _try(policy)
+    except Exception as error:
+        raise ValueError(f"{path}: {wanted}{_where(path, error)}: {_words(error)}") from None
+    return Own(policy, name, path)
+
+
+class Own:
+    """Somebody's rule, whose failures cost no request. `source`: as `make_own` took it; `on_failure` is called with the
+    words of each failure."""
+
+    def __init__(self, rule: Policy, source: str, path: Path) -> None:
+        self.name, self.source, self._rule, self._path, self._failed = rule.name, source, rule, path, False
+        self.on_failure: Callable[[str], object] = lambda said: None
+        for name in LEARNING:
+            if learn := getattr(rule, name, None):
+                setattr(self, name, partial(self._tell, learn))
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("cost", "in_seconds", "leg_cost"):
+            return getattr(self._rule, name)
+        raise AttributeError(name)
+
+    def choose(self, demand: Demand, candidates: Sequence[Candidate], explain: bool = False) -> Choice:
+        try:
+            choice = self._rule.choose(demand, candidates, explain)
+            if 0 <= index(choice.index) < len(candidates):
+                return choice
+            error: Exception = IndexError(f"{choice.index} is no index of {len(candidates)} candidates")
+        except Exception as raised:
+            error = raised
+        return Choice(fewest_requests(demand, candidates), f"the fewest requests, since {self._said(error)}")
+
+    def _tell(self, learn: Callable[..., None], *told: Any) -> None:
+        try:
+            learn(*told)
+        except Exception as error:
+            self._said(error)
+
+    def _said(self, error: Exception) -> str:
+        said = f"{self._path}{_where(self._path, error)} failed: {_words(error)}"
+        if not self._failed:
+            log.error("policy %s: %s. Its requests go where the fewest are; not said again", self.name, said)
+        self._failed = True
+        self.on_failure(said)
+        return said
+
+
+def _imported(path: Path) -> ModuleType:
+    if not path.is_file():
+        raise ValueError(f"{path}: no such file")
+    found = spec_from_file_location(f"own_policy_{path.stem}", path)
+    assert found is not None and found.loader is not None
+    module = module_from_spec(found)
+    sys.modules[module.__name__] = module  # where a dataclass looks for its module
+    try:
+        found.loader.exec_module(module)
+    except SyntaxError as error:
+        raise ValueError(f"{path}, line {error.lineno}: {error.msg}") from None
+    except (Exception, SystemExit) as error:
+        raise ValueError(f"{path}{_where(path, error)}: {_words(error)}") from None
+    return module
+
+
+def _try(policy: Policy) -> None:
+    """Ask it about two idle replicas, in both ways in which the router asks. Raises what it raises, and TypeError."""
+    group, demand = CostGroup(), Demand(tokens=100, block_size=16, root=1, hashes=(1, 2, 3, 4, 5, 6))
+    candidates = [
+        Candidate(name, overlap, Load(), group.add(name), slot=slot)
+        for slot, (name, overlap) in enumerate((("a:8000", 64), ("b:8000", 0)))
+    ]
+    for among in (candidates, candidates[1:]):
+        for explain in (False, True):
+            choice = policy.choose(demand, among, explain)
+            if not isinstance(choice, Choice) or choice.index not in range(len(among)):
+                raise TypeError(
+                    f"choose() answered {choice!r} about {len(among)} candidates, not a Choice with the index of one"
+                )
+
+
+def _where(path: Path, error: BaseException) -> str:
+    """The last line of the file that was reached."""
+    lines = [one.lineno for one in extract_tb(error.__traceback__) if Path(one.filename) == path.resolve()]
+    return f", line {lines[-1]}" if lines else ""
+
+
+def _words(error: BaseException) -> str:
+    """The exception's class and text, in one line of a bounded length."""
+    try:
+        text = " ".join(str(error).split())
+    except Exception:  # its class is somebody's as well
+        text = ""
+    return f"{type(error).__name__}: {text[:MOST_WORDS]}" if text else type(error).__name__

@@ -1,5 +1,0 @@
-"""`hitherto calibrate URL`: measures an engine with bounded load and writes a timing profile for the simulated one.
-
-`client` asks the engine, `plan` says beforehand what will be asked, `measure` asks it and notes times, `samples` says
-of what each time is made, `fit` finds the coefficients, `write` puts them into a file with their sources.
-"""

@@ -1,0 +1,61 @@
+"""`hitherto replicas`: what an operator does with replicas, without curl, and what is said when it does not work."""
+
+import asyncio
+import json
+
+import pytest
+
+from gateway import cli
+from gateway.ops.admin import Admin
+from gateway.ops.guard import Guard
+from replicas import Fleet
+
+from .test_admin import Gateway
+
+
+@pytest.fixture
+async def admin(monkeypatch, tmp_path):
+    """The admin side of a gateway with a real fleet, of engines that are not there."""
+    monkeypatch.chdir(tmp_path)
+    fleet = Fleet(lambda id: 0, interval=60)
+    side = Admin(Gateway(fleet), Guard())
+    monkeypatch.setenv("HITHERTO_ADMIN_PORT", str(await side.start("127.0.0.1", 0)))
+    yield fleet
+    await side.stop()
+    await fleet.stop()
+
+
+def hitherto(*words):
+    return asyncio.to_thread(cli.main, ["replicas", *words])
+
+
+async def test_replicas_are_listed_added_drained_and_removed(admin, capsys, unused_tcp_port_factory):
+    first, second = (f"127.0.0.1:{unused_tcp_port_factory()}" for _ in range(2))
+    assert await hitherto() == 0 and capsys.readouterr().out == "no replicas\n"
+    for id in (first, second):
+        assert await hitherto("add", f"http://{id}") == 0
+        assert id in capsys.readouterr().out
+    assert await hitherto("list") == 0
+    head, *rows = capsys.readouterr().out.splitlines()
+    assert head.split() == ["id", "state", "models", "reason"] and [row.split()[0] for row in rows] == [first, second]
+    assert await hitherto("drain", first) == 0
+    assert await hitherto("remove", f"http://{second}") == 0, "its URL will do for its id"
+    assert f"{second} removed" in capsys.readouterr().out.replace("http://", "")
+    assert await hitherto("--json") == 0
+    (left,) = json.loads(capsys.readouterr().out)["replicas"]
+    assert left["id"] == first and left["state"] in ("draining", "stopped")
+
+
+async def test_what_cannot_be_done_is_said_with_its_reason(admin, capsys):
+    for words, code, said in (
+        (("drain", "gone:1"), 1, "there is no replica 'gone:1'; there are: none"),
+        (("add", "ftp://gpu1"), 1, "ftp://gpu1"),
+        (("add",), 2, "replicas add: give the replica's URL"),
+        (("remove",), 2, "replicas remove: give the id"),
+        (("list", "a:1"), 2, "replicas list: takes no replica"),
+        (("dran", "a:1"), 2, "drain"),
+        (("--admin", "nowhere"), 2, "--admin nowhere: it is no URL"),
+        (("--admin", "http://127.0.0.1:9"), 2, "no gateway answers at http://127.0.0.1:9"),
+    ):
+        assert await hitherto(*words) == code, words
+        assert said in capsys.readouterr().err, words

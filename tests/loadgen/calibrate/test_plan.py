@@ -1,0 +1,75 @@
+"""The plan is bounded by what the engine holds and by the time there is, and says what it will send."""
+
+import pytest
+
+from loadgen.calibrate import plan, samples
+from loadgen.calibrate.fit import NAMES, Fit
+
+MS = dict.fromkeys(NAMES, 0.0) | {
+    "latency": 4.0,
+    "work": 1.5,
+    "base": 2.0,
+    "prefill_token": 0.01,
+    "attention": 1e-5,
+    "decode_sequence": 0.1,
+}
+TOLD = dict.fromkeys(
+    ("max_model_len", "block_size", "num_blocks", "max_num_seqs", "max_num_batched_tokens"), "reported by the engine"
+)
+
+
+def limits(**changes) -> plan.Limits:
+    given = {
+        "max_model_len": 16384,
+        "block_size": 16,
+        "num_blocks": 8192,
+        "max_num_seqs": 256,
+        "max_num_batched_tokens": 2048,
+        **changes,
+    }
+    return plan.Limits(**given, told=TOLD)
+
+
+def fit(factor: float = 1.0) -> Fit:
+    return Fit({name: value * factor for name, value in MS.items()}, {})
+
+
+@pytest.mark.parametrize(
+    "given", [limits(), limits(max_model_len=1024), limits(num_blocks=256), limits(max_num_seqs=4)]
+)
+def test_no_question_is_too_large_for_the_engine(given):
+    work = plan.make(given, fit(), 120)
+    assert {question.region for question in work.questions} >= {
+        samples.NEW,
+        samples.CACHED,
+        samples.TEXT,
+        samples.DECODE,
+    }
+    for question in work.questions:
+        assert question.tokens + question.extra + question.output <= given.max_model_len
+        assert question.count <= given.max_num_seqs
+        assert question.count * (question.tokens + question.extra) <= given.num_blocks * given.block_size
+
+
+@pytest.mark.parametrize("factor", [0.1, 1, 5])
+def test_the_time_bounds_what_is_sent(factor):
+    work = plan.make(limits(), fit(factor), 60)
+    assert 2 <= work.rounds <= 10
+    assert work.rounds == 2 or work.rounds * work.round_seconds <= 60
+    assert work.round_seconds == pytest.approx(sum(one.expected(fit(factor), limits()) for one in work.questions))
+
+
+def test_a_slow_engine_is_asked_less():
+    quick, slow = (plan.make(limits(), fit(factor), 60) for factor in (0.2, 20))
+    assert slow.sent("prompt_tokens") < quick.sent("prompt_tokens") / 10 and slow.sent("requests") < quick.sent(
+        "requests"
+    )
+    assert max(one.tokens for one in slow.questions) < max(one.tokens for one in quick.questions)
+
+
+@pytest.mark.parametrize(
+    "most, factor, expected",
+    [(14336, 4, [64, 256, 1024, 4096, 14336]), (100, 2, [64, 100]), (64, 2, [64]), (50, 2, [50])],
+)
+def test_sizes_end_with_the_largest(most, factor, expected):
+    assert plan.sizes(most, factor) == expected

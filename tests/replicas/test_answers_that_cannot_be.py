@@ -1,0 +1,120 @@
+"""What an engine answers to the gateway's own questions is bounded, whatever it answers."""
+
+import gzip
+import json
+from contextlib import asynccontextmanager
+
+import pytest
+from aiohttp import web
+
+from replicas.access import session_to
+from replicas.adopt import MOST_LETTERS, MOST_NAME, probe
+from replicas.ask import MOST_BYTES, get
+from replicas.engines.vllm.metrics import NAMES
+from replicas.metrics import MOST_RANKS, parse
+
+MODELS = b'{"data":[{"id":"m"}]}'
+DEEP = b'{"data":' + b"[" * 100_000
+
+
+@asynccontextmanager
+async def engine(pages: dict[str, tuple[bytes, dict[str, str]]]):
+    """One that answers so, and 404 else."""
+
+    async def answer(request: web.Request) -> web.Response:
+        assert request.headers["accept-encoding"] == "identity"
+        body, headers = {"/health": (b"", {}), "/v1/models": (MODELS, {}), **pages}.get(request.path, (None, {}))
+        return web.Response(status=404 if body is None else 200, body=body, headers=headers)
+
+    app = web.Application()
+    app.router.add_get("/{path:.*}", answer)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    try:
+        async with session_to("127.0.0.1") as session:
+            yield session, f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}"
+    finally:
+        await runner.cleanup()
+
+
+@pytest.mark.parametrize(
+    ("body", "headers", "why"),
+    [
+        (gzip.compress(b" " * (1 << 25)), {"content-encoding": "gzip"}, "compressed"),
+        (b" " * (MOST_BYTES + 1), {}, "8 MiB"),
+        (DEEP, {}, "too deep"),
+        (b'{"data":' + b'{"a":' * 100_000, {}, "too deep"),
+    ],
+    ids=["gzip", "long", "deep", "deep maps"],
+)
+async def test_an_answer_that_cannot_be_is_a_fault_in_words(body, headers, why):
+    async with engine({"/v1/models": (body, headers)}) as (session, url):
+        facts = await probe(url, session, 20)
+        assert facts.fault == "closed" and why in facts.error and not facts.serving
+
+
+async def test_an_answer_as_long_as_may_be_is_read():
+    names = [{"id": f"model {number}"} for number in range(20_000)]
+    async with engine({"/v1/models": (json.dumps({"data": names}).encode(), {})}) as (session, url):
+        facts = await probe(url, session, 20)
+        assert facts.serving and len(facts.models) == 10_000 and "10,000 names" in facts.problems["models"].what
+        assert len((await get(session, url + "/v1/models", 20)).json()["data"]) == 20_000
+
+
+async def test_names_and_numbers_that_cannot_be_are_not_taken():
+    entries = [{"id": "x" * (MOST_NAME + 1)}, {"id": "m", "root": "y" * 10_000, "max_model_len": 10**30}]
+    page = b'\nvllm:cache_config_info{block_size="16",num_gpu_blocks="%s"} 1.0\n' % (b"9" * 5000)
+    pages = {"/v1/models": (json.dumps({"data": entries}).encode(), {}), "/metrics": (page, {})}
+    async with engine(pages) as (session, url):
+        facts = await probe(url, session, 20)
+        assert list(facts.models) == ["m"] and (facts.root, facts.max_model_len) == (None, None)
+        assert (facts.block_size, facts.num_blocks) == (16, None)
+
+
+def ranks(count: int) -> bytes:
+    return b"".join(b'\nvllm:num_requests_running{engine="%d"} 1.0' % number for number in range(count))
+
+
+async def test_an_engine_of_too_many_ranks_counts_as_one_and_it_is_said():
+    async with engine({"/metrics": (ranks(1000), {})}) as (session, url):
+        facts = await probe(url, session, 20)
+        assert len(facts.events()) == 1 and "1,000 data-parallel ranks" in facts.problems["ranks"].what
+    assert len(parse(ranks(MOST_RANKS), 0.0, NAMES).ranks) == MOST_RANKS
+
+
+async def test_ranks_told_in_another_way_are_bounded_too():
+    told_by_sglang = {"page_size": 1, "max_total_num_tokens": 10**30, "dp_size": 10**9}
+    async with engine({"/server_info": (json.dumps(told_by_sglang).encode(), {})}) as (session, url):
+        facts = await probe(url, session, 20)
+        assert len(facts.events()) == 1 and "ranks" in facts.problems and facts.num_blocks is None
+
+
+def test_a_page_of_a_million_lines_is_read_to_a_bound():
+    lines = b'vllm:num_requests_running{engine="7"} 1.0\n' * 1_000_000
+    assert parse(lines, 0.0, NAMES).running == 4096
+
+
+async def test_long_names_are_taken_up_to_so_many_letters():
+    names = [{"id": f"{number:1000}"} for number in range(1_000)]
+    async with engine({"/v1/models": (json.dumps({"data": names}).encode(), {})}) as (session, url):
+        facts = await probe(url, session, 20)
+        assert sum(map(len, facts.models)) - MOST_LETTERS in range(1_000) and facts.serving
+        assert "the others are not known" in str(facts.problems["models"])
+
+
+def test_a_label_without_an_end_is_read_once():
+    words = b"a" * 10_000  # each letter of which once began a search to the end of the line
+    page = b"\n".join([b"vllm:cache_config_info{%b} 1" % words] * 500)
+    page += b'\nvllm:cache_config_info{block_size="16",%b="",num_gpu_blocks="9"} 1' % (b"b" * (1 << 16))
+    assert parse(page, 0.0, NAMES).block_size is None
+
+
+def test_each_rank_has_its_own_figures_on_the_longest_page():
+    numbers = range(MOST_RANKS)
+    lines = [f'vllm:num_requests_running{{engine="{number}"}} {number}' for number in numbers] * 16
+    config = 'vllm:cache_config_info{engine="%d",block_size="%d",num_gpu_blocks="9"} 1'
+    lines += [config % (number, 16 + number) for number in numbers]
+    ranks = parse("\n".join(lines).encode(), 0.0, NAMES).ranks
+    assert [(one.running, one.block_size) for one in ranks] == [(16 * number, 16 + number) for number in numbers]

@@ -1,0 +1,189 @@
+"""The fleet and engines that end gracefully: they turn newcomers away, and finish what they have."""
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+from aiohttp import web
+
+from replicas import State, health, watch
+
+READY, DEGRADED, LEAVING, FAILED = State.READY, State.DEGRADED, State.LEAVING, State.FAILED
+ABORTED = {"choices": [{"text": "", "finish_reason": "abort"}]}
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch):
+    monkeypatch.setattr(health, "QUESTION_SECONDS", 0.1)
+    monkeypatch.setattr(watch, "IDLE_SCRAPE", 0.1)
+
+
+@pytest.fixture
+def held(fleet):
+    """The replicas that have requests on connections that stand; one may be added and taken away."""
+    held: set[str] = set()
+    fleet._holds = held.__contains__
+    fleet._inflight = lambda id: int(id in held)
+    return held
+
+
+@pytest.fixture
+def comes(until):
+    async def comes(replica, state):
+        await until(lambda: replica.state is state, lambda: f"still {replica.state}: {replica.reason}")
+        return replica
+
+    return comes
+
+
+@pytest.fixture
+async def engine(serve):
+    """One that computes: `health` and `answer` are what it says to probes and to newcomers."""
+    told = SimpleNamespace(health=200, answer=(200, {}), moves=True, generated=0)
+
+    async def handler(request):
+        if request.method == "POST":
+            status, body = told.answer
+            return web.json_response(body, status=status, dumps=lambda it: str(it).replace("'", '"').replace(": ", ":"))
+        if request.path == "/health":
+            return web.Response(status=told.health)
+        if request.path == "/metrics":
+            told.generated += told.moves
+            page = f"vllm:num_requests_running 1\nvllm:generation_tokens_total {told.generated}\n"
+            return web.Response(text=f"process_start_time_seconds 1\n{page}")
+        return web.json_response({"data": [{"id": "m"}]} if request.path == "/v1/models" else {})
+
+    told.url = await serve(handler)
+    return told
+
+
+def states(fleet, replica):
+    return [new for id, _, new in fleet.seen if id == replica.id]
+
+
+async def test_health_that_says_503_while_requests_run_is_a_leave_and_no_death(
+    fleet, engine, held, comes, until, caplog
+):
+    replica = await comes(fleet.add(engine.url), READY)
+    held.add(replica.id)
+    engine.health = 503
+    await comes(replica, LEAVING)
+    assert "takes nothing new, and finishes what it has: /health answers 503" in replica.reason
+    assert [one.levelname for one in caplog.records if "-> leaving" in one.getMessage()] == ["WARNING"]
+    seen = [replica.moved_at]
+    await until(lambda: replica.moved_at != seen[-1] and (seen.append(replica.moved_at) or len(seen) > 5))
+    assert replica.state is LEAVING, "however long it takes: its counters move"
+    engine.health = 200
+    await comes(replica, READY)
+    assert states(fleet, replica) == [State.WARMING, READY, LEAVING, READY]
+
+
+async def test_one_that_says_503_and_has_nothing_to_finish_is_given_up_as_before(fleet, engine, held, comes):
+    replica = await comes(fleet.add(engine.url), READY)
+    engine.health = 503
+    await comes(replica, FAILED)
+    assert states(fleet, replica) == [State.WARMING, READY, DEGRADED, FAILED]
+
+
+async def test_nobody_listens_any_more_and_its_connections_stand(fleet, engine, serve, held, comes, until):
+    replica = await comes(fleet.add(engine.url), READY)
+    held.add(replica.id)
+    await serve.stop()
+    await comes(replica, LEAVING)
+    assert "finishes what it has" in replica.reason and "nothing listens there" in replica.reason
+    for _ in range(3):
+        fleet.succeeded(replica.id)  # what it has is answered
+        fleet.failed(replica.id, "connect")  # what had been sent there before anybody knew
+    looks = []
+    fleet._hear = lambda id: looks.append(id)
+    await until(lambda: len(looks) > 3)
+    assert replica.state is LEAVING
+    held.clear()
+    await comes(replica, FAILED)
+    assert states(fleet, replica) == [State.WARMING, READY, LEAVING, FAILED]
+
+
+async def test_requests_that_are_refused_while_others_run_do_not_show_that_nobody_is_there(
+    fleet, engine, serve, held, comes
+):
+    replica = await comes(fleet.add(engine.url), READY)
+    held.add(replica.id)
+    await serve.stop()
+    looks = []
+    fleet._holds = lambda id: looks.append(id) or id in held
+    for _ in range(1000):
+        fleet.failed(replica.id, "connect")
+    assert replica.state is READY and len(looks) < 100, "each look goes through all requests"
+    await comes(replica, LEAVING)
+    held.clear()
+    await comes(replica, FAILED)
+    looks.clear()
+    for _ in range(1000):
+        fleet.failed(replica.id, "connect")
+    assert not looks
+
+
+@pytest.mark.parametrize("answer", [(500, {"error": "ends"}), (200, ABORTED)], ids=["with an error", "by giving up"])
+async def test_it_fails_what_is_new_and_goes_on_with_what_it_has(fleet, engine, held, comes, answer):
+    """vLLM with --shutdown-timeout: /health is 200, and the counters move."""
+    replica = await comes(fleet.add(engine.url), READY)
+    held.add(replica.id)
+    engine.answer = answer
+    fleet.unconfirmed(replica.id)
+    await comes(replica, LEAVING)
+    assert replica.reason == "fails what it is newly sent, and goes on with what it has"
+    fleet.succeeded(replica.id)  # one of those
+    await asyncio.gather(*(fleet.prove(replica.id) for _ in range(3)))
+    assert replica.state is LEAVING
+    engine.answer = 200, {}
+    await comes(replica, READY)
+    assert states(fleet, replica) == [State.WARMING, READY, LEAVING, READY]
+
+
+async def test_an_idle_engine_that_fails_what_it_is_sent_is_ill_and_not_leaving(fleet, engine, comes, until):
+    replica = await comes(fleet.add(engine.url), READY)
+    engine.answer, engine.moves = (500, {}), False
+    await until(lambda: replica.scrape and replica.scrape.at - replica.moved_at > 0)
+    fleet._engine(replica.id).watch.replica.moved_at = float("-inf")  # as after 20 s without a step
+    for _ in range(3):
+        fleet.unconfirmed(replica.id)
+    await comes(replica, DEGRADED)
+    assert "requests fail (5xx)" in replica.reason
+
+
+async def test_one_that_fails_what_it_is_asked_and_does_not_end_takes_traffic_again_once_it_is_idle(
+    fleet, engine, held, comes
+):
+    replica = await comes(fleet.add(engine.url), READY)
+    engine.answer = 500, {}
+    fleet.unconfirmed(replica.id)
+    await comes(replica, LEAVING)
+    engine.moves = False
+    replica.moved_at = float("-inf")  # as after 20 s without a step
+    await comes(replica, DEGRADED)
+    fleet.succeeded(replica.id)  # a request to another endpoint, which works
+    assert replica.state is READY
+    engine.moves = True
+    fleet.unconfirmed(replica.id)
+    await comes(replica, DEGRADED)
+    assert states(fleet, replica) == [State.WARMING, READY, LEAVING, DEGRADED, READY, DEGRADED]
+
+
+async def test_one_whose_time_is_up_is_gone_though_its_connections_stand(fleet, engine, serve, held, comes):
+    """vLLM 0.32 whose streams did not end within --shutdown-timeout: its core is gone, and it waits for them."""
+    replica = await comes(fleet.add(engine.url), READY)
+    held.add(replica.id)
+    engine.answer = 500, {}
+    fleet.unconfirmed(replica.id)
+    await comes(replica, LEAVING)
+    await serve.stop()
+    await comes(replica, FAILED)
+    assert replica.ends, "what breaks there broke because it ends"
+    await serve_again(fleet, replica)
+    assert not replica.ends
+
+
+async def serve_again(fleet, replica):
+    """It is wanted again, as after an operator's drain."""
+    await fleet.drain(replica.id)
+    fleet.resume(replica.id)

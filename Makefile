@@ -90,8 +90,8 @@ test-vllm: setup
 	  HITHERTO_VLLM=$$folder $(BIN)/python -m pytest tests/vllm $(ARGS) || exit; \
 	done
 
-# An hour of mixed load over engines and a Redis that fail. CI has ten minutes of it (`make soak ARGS="--minutes 10"`), each
-# fault several times; `ARGS=--quick` has each once, in three minutes.
+# An hour of mixed load over engines and a Redis that fail. CI has five minutes of it (`make soak ARGS="--minutes 5"`), each
+# fault three or four times; `ARGS=--quick` has each once, in three minutes.
 soak: setup
 	@$(BIN)/python -m bench.soak $(ARGS)
 

@@ -7,7 +7,7 @@ conversations that grow, streams and whole answers, of which some leave in the m
 engines killed, stopped for a moment and until they are given up, slowed, cut off, full, KV events lost, Redis killed
 and empty. At the end all is well again and quiet, and the table is printed; the exit status is 1 if a promise was
 broken. `--continue-streams never` shows that the soak sees it. However short it is, each fault comes once (`--quick`:
-three minutes); in ten, as CI has it, seven or eight times, and memory is compared over seven minutes.
+three minutes); in five, as CI has it, three or four times, and memory is compared over three minutes.
 
   lost        requests without a byte of an answer that were told of a failure (5xx, or no answer at all)
   broken      streams that had begun and ended before their end

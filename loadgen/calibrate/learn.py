@@ -9,11 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-import aiohttp
 import orjson
 
 from loadgen.report.summary import machine
-from replicas.adopt import probe
+from replicas.access import Access
 from replicas.metrics import parse
 from replicas.served import base_names
 
@@ -41,8 +40,11 @@ class Known:
 
 async def learn(client: Client, model: str | None) -> Known:
     """Sets `client.model` and `client.dialect`. CalibrationError when there is no engine to measure."""
-    async with aiohttp.ClientSession(headers=client.own_headers) as session:
-        facts = await probe(client.base_url, session, PATIENCE)
+    way = Access(client.base_url, urlsplit(client.base_url).hostname or "", headers=client.own_headers)
+    try:
+        facts = await way.find(PATIENCE)
+    finally:
+        await way.close()
     if not facts.alive:
         raise CalibrationError(f"no engine answers at {client.base_url}: {facts.error}")
     if not facts.serving:

@@ -13,7 +13,8 @@ from aiohttp import web
 from rich.console import Console
 
 from loadgen.calibrate import verb
-from loadgen.calibrate.ask import CalibrationError
+from loadgen.calibrate.ask import CalibrationError, Client
+from loadgen.calibrate.learn import learn
 from loadgen.cli import build_parser, main
 from replicas.simulated.profile import load_profile
 
@@ -138,6 +139,19 @@ async def test_a_profile_that_cannot_be_written_any_more_is_printed(tmp_path, mo
     with pytest.raises(CalibrationError, match="cannot be written: Is a directory; the profile is printed above"):
         await verb.calibrate_verb(argparse.Namespace(out=out), console)
     assert "num_blocks: 1024" in console.export_text()
+
+
+async def test_an_engine_that_compresses_its_figures_is_believed(serve):
+    page = b'\nvllm:cache_config_info{block_size="32",num_gpu_blocks="1234"} 1.0\n'
+
+    async def handler(request):
+        found = web.Response(body=page) if request.path == "/metrics" else web.json_response({"data": [{"id": "m"}]})
+        found.enable_compression()  # where it is asked for, as vLLM does
+        return found
+
+    async with Client(await serve(handler)) as client:
+        limits = (await learn(client, None)).limits
+    assert (limits.block_size, limits.num_blocks) == (32, 1234) and limits.told["num_blocks"] == "reported by the engine"
 
 
 @pytest.mark.parametrize("paths, says", [

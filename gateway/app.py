@@ -462,6 +462,8 @@ class Gateway:
             for backend in list(self.proxy.backends.values()):
                 if self.fleet.replicas.get(backend.id) is not backend.replica:
                     await asyncio.sleep(0)  # each that goes costs some ms, and 100 ranks of one engine go at once
+                    if self.proxy.backends.get(backend.id) is not backend:
+                        continue  # its replica was added again and is ready: `_meet` has forgotten this one already
                 try:
                     self._care_for(backend, seen)
                 except Exception as error:  # one replica's trouble must not keep the others from being looked after

@@ -7,8 +7,10 @@ import httpx
 import pytest
 
 from cachemap import background
+from gateway import app
 from gateway.app import CARE, METRICS, Gateway
 from gateway.config import Settings
+from replicas.replica import Replica
 from replicas.simulated.model import sim_model_dir
 
 from .running import counted
@@ -68,6 +70,30 @@ async def test_a_part_of_the_metrics_that_fails_is_logged_once_and_counted(gatew
             in (await admin.get("/status")).json()["background_failures"][METRICS]["last"]
         )
     assert caplog.text.count("Traceback") == 1
+
+
+async def test_a_replica_that_is_back_while_others_are_forgotten_is_kept(gateway, monkeypatch):
+    monkeypatch.setattr(app, "CARE_SECONDS", 0.0)
+    await gateway.start()
+    replicas = gateway.fleet.replicas
+    for port in (1, 2, 3):
+        replica = replicas[f"h:{port}"] = Replica(f"h:{port}", "http://h", "h", port)
+        gateway._meet(replica)
+    back, forget, forgotten = Replica("h:2", "http://h", "h", 2), gateway._forget, asyncio.Event()
+
+    def forget_and_meet(backend):
+        forget(backend)
+        if backend.id == "h:1":
+            replicas["h:2"] = back
+            gateway._meet(back)
+        if backend.id == "h:3":
+            forgotten.set()
+
+    monkeypatch.setattr(gateway, "_forget", forget_and_meet)
+    for port in (1, 2, 3):
+        del replicas[f"h:{port}"]
+    await forgotten.wait()
+    assert [one.replica for one in gateway.proxy.backends.values()] == [back]
 
 
 async def test_the_usage_log_is_complete_before_engines_are_waited_for(tmp_path):

@@ -169,6 +169,8 @@ def call(admin: str, method: str, url: str, body: bytes | None, headers: Mapping
         request = urllib.request.Request(url, data=body, headers={**typed, **headers}, method=method)
         with _DIRECT.open(request, timeout=seconds) as response:
             answer: bytes = response.read()
+            if ADMIN_SIDE not in response.headers:
+                raise Unanswered("something else answers there")
             return answer
     except urllib.error.HTTPError as refused:
         raise _refusal(refused, admin) from None

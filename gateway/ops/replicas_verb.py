@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import sys
 from typing import Any
 from urllib.parse import quote
@@ -12,6 +11,7 @@ from urllib.parse import quote
 from gateway.config import Config, ConfigError, admin_headers, admin_url
 from gateway.errors import ApiError
 from gateway.ops.explain import NO_URL, Unanswered, call, is_url
+from replicas.replica import parse_url
 
 COLUMNS = ("id", "state", "models", "reason")
 REMOVAL_SECONDS = 86_400.0  # which ends with the drain that comes first
@@ -51,8 +51,7 @@ def run(args: argparse.Namespace, config: Config) -> int:
 def asked(admin: str, args: argparse.Namespace, config: Config) -> dict[str, Any]:
     """What the gateway answers. Raises Unanswered, ConfigError and ApiError."""
     path, body = f"{admin}/replicas", None
-    # The id of a replica is part of its URL, so a URL will do for both.
-    one = f"{path}/{quote(re.sub(r'^https?://|[/#].*$', '', args.which or ''), safe=':')}"
+    one = f"{path}/{quote(_id(args.which or ''), safe=':')}"
     seconds = 30.0
     match args.action:
         case "add":
@@ -69,6 +68,14 @@ def asked(admin: str, args: argparse.Namespace, config: Config) -> dict[str, Any
         return told if isinstance(told, dict) else {"replicas": told}
     except ValueError:
         raise Unanswered("something else answers there") from None
+
+
+def _id(given: str) -> str:
+    """Return the id of the replica with this URL. What is no URL is an id already, as that of a rank is."""
+    try:
+        return parse_url(given).id
+    except ValueError:
+        return given
 
 
 def table(replicas: list[dict[str, Any]]) -> str:

@@ -76,7 +76,7 @@ async def test_a_running_gateway_is_asked(listen, empty_folder, capsys):
 
     async def answer(request):
         asked.append((request.query["path"], await request.read()))
-        return web.json_response(decision())
+        return web.json_response(decision(), headers={ADMIN_SIDE: "1"})
 
     url = await listen(web.post("/explain", answer))
     (empty_folder / "body.json").write_bytes(CHAT)
@@ -87,7 +87,7 @@ async def test_a_running_gateway_is_asked(listen, empty_folder, capsys):
 
 async def test_flags_that_the_running_gateway_does_not_follow_are_named(listen, empty_folder, capsys):
     async def answer(request):
-        return web.json_response(decision())
+        return web.json_response(decision(), headers={ADMIN_SIDE: "1"})
 
     async def status(request):
         replicas = [{"id": "a:1", "url": "http://a:1"}, {"id": "b:1", "url": "http://b:1"}]

@@ -4,6 +4,8 @@ import asyncio
 import json
 
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 from gateway import cli
 from gateway.ops.admin import Admin
@@ -44,6 +46,25 @@ async def test_replicas_are_listed_added_drained_and_removed(admin, capsys, unus
     assert await hitherto("--json") == 0
     (left,) = json.loads(capsys.readouterr().out)["replicas"]
     assert left["id"] == first and left["state"] in ("draining", "stopped")
+
+
+@pytest.mark.parametrize("given", ["http://gpu3", "HTTP://GPU3:80/v1", "gpu3:80", "http://gpu3#role=prefill"])
+async def test_a_url_names_the_replica_however_it_is_written(admin, capsys, given):
+    assert await hitherto("drain", given) == 1
+    assert "there is no replica 'gpu3:80'" in capsys.readouterr().err
+
+
+async def test_another_json_server_is_no_gateway(admin, capsys):
+    app = web.Application()
+
+    async def answer(request):
+        return web.json_response({"detail": "hello"})
+
+    app.router.add_get("/replicas", answer)
+    async with TestServer(app) as server:
+        for words in ((), ("--json",)):
+            assert await hitherto(*words, "--admin", str(server.make_url("/"))) == 2
+            assert "something else answers there" in capsys.readouterr().err
 
 
 async def test_what_cannot_be_done_is_said_with_its_reason(admin, capsys):

@@ -236,11 +236,10 @@ class EventIntake:
             if not self._linked:
                 self._link()
             return
-        away = _now() - self._unlinked_at
-        if self._linked and away > LINK_SECONDS and not inbox.refused:
-            self.too_long += 1
+        if inbox.ended_at is not None and _now() - inbox.ended_at > LINK_SECONDS:
+            self.too_long += self._linked
             inbox.connect_again()
-            return
+        away = _now() - self._unlinked_at
         if self._linked and away > LINK_LOST_SECONDS:
             self._unlink(f"the connection to {self._endpoint} was lost and cannot be made again")
         elif not self._linked and self.state == "connecting" and (inbox.refused or away > LINK_SECONDS):

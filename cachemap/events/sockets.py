@@ -40,10 +40,12 @@ class _Context(zmq.Context[zmq.Socket[bytes]]):
 
 class Inbox:
     """A connected socket and the event that says it may have messages. `linked`: somebody at its other end speaks ZMQ;
-    `refused`: since then or ever it tries to connect again."""
+    `refused`: since then or ever it tries to connect again; `ended_at`: when its connection was seen to have ended, if
+    it has not tried to connect since."""
 
     def __init__(self, kind: int, endpoint: str):
         self.linked = self.refused = False
+        self.ended_at: float | None = None
         self._changed = asyncio.Event()
         # costs two further sockets: only for a connection that is to last
         self._monitor: zmq.Socket[bytes] | None = None
@@ -62,7 +64,7 @@ class Inbox:
     def connect_again(self) -> None:
         """Open a new connection: ZMQ makes none itself after a frame above MOST_FRAME or outside its protocol."""
         self.close()
-        self._monitor, self._largest = None, USUAL_FRAME
+        self._monitor, self._largest, self.ended_at = None, USUAL_FRAME, None
         self._connect()
 
     def _open(self, kind: int, endpoint: str) -> None:
@@ -90,12 +92,13 @@ class Inbox:
         self._socket.close()
 
     def look(self) -> None:
-        """Bring `linked` and `refused` up to date. Only of a subscription."""
+        """Bring `linked`, `refused` and `ended_at` up to date. Only of a subscription."""
         assert self._monitor is not None
         while int(self._monitor.get(zmq.EVENTS)) & zmq.POLLIN:
             event = recv_monitor_message(self._monitor, zmq.NOBLOCK)["event"]
             self.linked = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
             self.refused = event == zmq.EVENT_CONNECT_RETRIED or (self.refused and not self.linked)
+            self.ended_at = asyncio.get_running_loop().time() if event == zmq.EVENT_DISCONNECTED else None
 
     def send(self, frames: list[bytes]) -> None:
         self._socket.send_multipart(frames, zmq.NOBLOCK)

@@ -519,3 +519,49 @@ async def test_frames_that_are_too_long_are_named_among_the_replicas_problems():
         await publisher.publish(blocks(0, 2))
         await until(lambda: held(table) == 2)
         assert intake.too_long == 1
+
+
+# How ZMTP 3.0 greets, what a publisher says it is, and the head of a frame of 16 MiB.
+GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
+READY = b"\x04\x19\x05READY\x0bSocket-Type\0\0\0\x03PUB"
+LONG_FRAME = b"\x02" + (1 << 24).to_bytes(8, "big") + b"x"
+
+
+@contextlib.asynccontextmanager
+async def listening(*, greets):
+    """A server that sends `greets` over its first connection and takes others without a word; gives its address, an
+    event that makes it send a frame that is too long, and how many connections it has had."""
+    writers, end = [], asyncio.Event()
+
+    async def serve(reader, writer):
+        writers.append(writer)
+        if len(writers) == 1:
+            writer.write(greets)
+            await end.wait()
+            writer.write(LONG_FRAME)
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        yield f"tcp://127.0.0.1:{server.sockets[0].getsockname()[1]}", end, writers
+        for writer in writers:
+            writer.close()
+
+
+@pytest.fixture
+def soon(monkeypatch):
+    for name, seconds in (("LINK_SECONDS", 0.2), ("LINK_LOST_SECONDS", 0.8), ("WAKE_SECONDS", 0.1)):
+        monkeypatch.setattr(cachemap.events.intake, name, seconds)
+
+
+async def test_who_says_nothing_after_a_frame_that_is_too_long_is_no_longer_believed(soon):
+    async with listening(greets=GREETING + READY) as (endpoint, end, writers), hearing(endpoint) as (table, intake):
+        await until(lambda: intake._linked)
+        end.set()
+        await until(lambda: intake.state == "unobserved")
+        assert "was lost" in intake.reason and (intake.too_long, len(writers)) == (1, 2)
+
+
+async def test_who_does_not_speak_zmq_at_first_is_asked_again(soon):
+    async with listening(greets=b"HTTP/1.1 400 Bad Request\r\n\r\n" + bytes(64)) as (endpoint, _, writers):
+        async with hearing(endpoint) as (table, intake):
+            await until(lambda: len(writers) > 1)
+            assert intake.too_long == 0 and intake.state == "unobserved"

@@ -16,7 +16,7 @@ ALLOWED = {
         "policies",
         "cachemap",
         "replicas.simulated",
-        "replicas.adopt",
+        "replicas.access",
         "replicas.engines",
         "replicas.metrics",
         "replicas.served",  # `calibrate` learns as a gateway does

@@ -201,7 +201,11 @@ def _models(facts: Facts, answer: Answer) -> None:
                     facts.max_model_len = length
         facts.serving = bool(facts.models)
         if not facts.serving:
-            none = f"only ids that are no text of at most {MOST_NAME:,} characters" if listed else "no model yet: still loading"
+            none = (
+                f"only ids that are no text of at most {MOST_NAME:,} characters"
+                if listed
+                else "no model yet: still loading"
+            )
             facts.error = f"/health is fine but /v1/models lists {none}"
     elif answer.status == 0 or answer.status >= 500:
         facts.fault = answer.fault or "5xx"

@@ -371,8 +371,11 @@ class Line:
         client = await self._ways.to(self._key)
         connection = self._connection
         if connection is None or client is not self._client:  # the first time, or the key has moved
-            if connection is not None:
+            if connection is not None and self._client is not None:
+                self._connection, pool = None, self._client.connection_pool
                 await connection.disconnect(nowait=True)
+                connection.socket_timeout = pool.connection_kwargs["socket_timeout"]
+                await pool.release(connection)
             connection = await client.connection_pool.get_connection()
             connection.socket_timeout = None
             self._client, self._connection = client, connection

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cachemap.cluster import parse, without_password
+from cachemap.cluster.connect import ANSWER_SECONDS, Line, connect
 from cachemap.cluster.keys import NAME, Keys, scope
 
 
@@ -177,3 +178,24 @@ def test_names_mean_the_same_on_every_host():
         key.startswith(f"hitherto:1:d:{{{one.lane}}}:map:")
         for key in (one.lease, one.head, one.deltas, one.snapshot, one.wish, one.life)
     )
+
+
+async def test_a_key_that_moves_gives_the_connection_back_to_the_server_that_had_it(redis_server):
+    first, second = (connect(parse(redis_server.url)) for _ in range(2))
+
+    class Moving:
+        served_by = first
+
+        async def to(self, key):
+            return self.served_by
+
+    ways = Moving()
+    line = Line(ways, "key")
+    for ways.served_by in (first, second):
+        assert await line.ask([("ECHO", "a"), ("ECHO", "b")]) == [b"a", b"b"]
+    given_back = await first.connection_pool.get_connection()
+    assert (given_back is line._connection, given_back.socket_timeout) == (False, ANSWER_SECONDS)
+    assert len(first.connection_pool._in_use_connections) == 1
+    await first.connection_pool.release(given_back)
+    for client in (first, second):
+        await client.aclose()

@@ -1,8 +1,9 @@
 """What came of one GET to an engine."""
 
 import asyncio
-import json
 from dataclasses import dataclass
+
+import orjson
 
 
 @dataclass(slots=True)
@@ -19,17 +20,16 @@ class Answer:
     closes: bool = False
     gateway: bool = False
     turns_away: bool = False
-    deep: bool = False  # it is JSON that nests deeper than any answer
+    unreadable: str = ""  # why the body, which begins as JSON does, is none
     _parsed: dict | None = None
 
     def json(self) -> dict:
         """The body as an object; {} when it is anything else."""
         if self._parsed is None:
             try:
-                value = json.loads(self.body)
-            except RecursionError:
-                value, self.deep = {}, True
-            except ValueError:
-                value = {}
+                # `json` would take half of a surrogate pair, which breaks every page that has to show it.
+                value = orjson.loads(self.body)
+            except orjson.JSONDecodeError as error:
+                value, self.unreadable = {}, error.msg
             self._parsed = value if isinstance(value, dict) else {}
         return self._parsed

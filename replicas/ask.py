@@ -66,8 +66,8 @@ async def _get(session: aiohttp.ClientSession, url: str) -> Answer:
         answer = Answer(response.status, body, over=over, closes=_closes(response), gateway=gateway)
         if body[:1] in (b"{", b"["):
             await read(body, answer.json)
-        if answer.deep:
-            raise TooLong("it nests too deep")
+        if answer.unreadable and answer.status == 200:
+            raise TooLong(f"its JSON cannot be read: {answer.unreadable}")
         return answer
 
 

@@ -4,12 +4,12 @@ Two of its calls are used: the list of pods that a selector finds, and the strea
 """
 
 import asyncio
-import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
 import aiohttp
+import orjson
 from aiohttp.http_exceptions import HttpProcessingError
 
 from replicas import tls
@@ -120,7 +120,7 @@ class Pods:
 
     def _refusal(self, status: int, body: bytes) -> str:
         try:
-            said = str(json.loads(body)["message"])
+            said = str(orjson.loads(body)["message"])
         except (ValueError, KeyError, TypeError):
             said = body[:200].decode(errors="replace")
         rights = "let the gateway's ServiceAccount get, list and watch pods in that namespace"
@@ -145,7 +145,7 @@ def _pod(name: Any, ip: Any, labels: Any) -> Pod:
 
 
 def _read(text: bytes) -> dict[str, Any]:
-    found = json.loads(text)
+    found = orjson.loads(text)
     if not isinstance(found, dict):
         raise ValueError(f"{text[:100]!r} is no object")
     return found

@@ -15,6 +15,7 @@ from datetime import date
 from typing import Any, NamedTuple
 
 import aiohttp
+import orjson
 
 from replicas.ask import body_of
 
@@ -150,7 +151,7 @@ async def _post(session: aiohttp.ClientSession, url: str, body: dict[str, Any]) 
         if response.status in NOT_NOW:
             raise NotAsked(f"it answers {response.status}")
         try:
-            told = json.loads(await body_of(response, MOST_ANSWER))
-        except (ValueError, RecursionError):
+            told = orjson.loads(await body_of(response, MOST_ANSWER))
+        except ValueError:
             told = None
         return response.status, told if isinstance(told, dict) else {}

@@ -9,7 +9,6 @@ the prompts of a model whose engine makes other tokens are matched as text, and 
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ from itertools import count
 from typing import Any
 
 import aiohttp
+import orjson
 
 from replicas import Replica
 from replicas.access import session_to
@@ -70,8 +70,8 @@ async def engine_answers(session: aiohttp.ClientSession, url: str, model: str | 
             if response.status != 200:
                 raise Unanswered(f"/tokenize answers {response.status}", response.status < 500)
             try:
-                told = json.loads(await body_of(response, MOST_ANSWER))
-            except (ValueError, RecursionError):
+                told = orjson.loads(await body_of(response, MOST_ANSWER))
+            except ValueError:
                 told = None
         ids = told.get("tokens") if isinstance(told, dict) else None
         if not isinstance(ids, list) or not all(type(one) is int for one in ids):

@@ -44,10 +44,11 @@ async def engine(pages: dict[str, tuple[bytes, dict[str, str]]]):
     [
         (gzip.compress(b" " * (1 << 25)), {"content-encoding": "gzip"}, "compressed"),
         (b" " * (MOST_BYTES + 1), {}, "8 MiB"),
-        (DEEP, {}, "too deep"),
-        (b'{"data":' + b'{"a":' * 100_000, {}, "too deep"),
+        (DEEP, {}, "depth"),
+        (b'{"data":' + b'{"a":' * 100_000, {}, "depth"),
+        (b'{"data":[{"id":"m"},{"id":"a\\ud800"}]}', {}, "surrogate"),
     ],
-    ids=["gzip", "long", "deep", "deep maps"],
+    ids=["gzip", "long", "deep", "deep maps", "half a pair"],
 )
 async def test_an_answer_that_cannot_be_is_a_fault_in_words(body, headers, why):
     async with engine({"/v1/models": (body, headers)}) as (session, url):

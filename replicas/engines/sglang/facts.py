@@ -1,9 +1,10 @@
 """What SGLang tells of itself in /server_info, which older versions call /get_server_info: how it was started, in one
 object with what its schedulers told when they were ready."""
 
-import json
 from collections.abc import Mapping
 from typing import Any
+
+import orjson
 
 from replicas.addresses import check_endpoint
 from replicas.answer import Answer
@@ -110,7 +111,7 @@ def _described(told: Any, host: str) -> EventSource | None:
 def _configured(given: Any, host: str) -> EventSource | None:
     """As it was started, for versions that tell nothing but that. Raises ValueError if nobody can subscribe there."""
     try:
-        config = json.loads(given) if isinstance(given, str) else None
+        config = orjson.loads(given) if isinstance(given, str) else None
     except ValueError:
         return None
     if not isinstance(config, dict) or config.get("publisher") != "zmq":

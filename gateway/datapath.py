@@ -23,6 +23,7 @@ from .overload import overload
 from .overload_fields import class_names as names_of_classes
 from .prompt.pipeline import SWITCH_SECONDS, Pipeline
 from .proxy.answers import Usage
+from .proxy.blame import PASSED_ON
 from .proxy.exchange import Exchange
 from .proxy.proxy import Proxy
 from .proxy.retries import SHUT_DOWN
@@ -244,6 +245,7 @@ def _access(exchange: Exchange, outcome: str, usage: Usage | None) -> None:
     prompt, request, attempt = exchange.prompt, exchange.request, exchange.attempt
     error = exchange.error
     refused = isinstance(error, ApiError) and attempt is None
+    passed_on = PASSED_ON.get(exchange.fault or exchange.answered_with) if attempt else None
     lines.access(
         request.method, request.path, exchange.answered_with, monotonic() - exchange.begun,
         outcome=outcome,
@@ -257,7 +259,7 @@ def _access(exchange: Exchange, outcome: str, usage: Usage | None) -> None:
         predicted=attempt.placement.predicted if attempt else None,
         prefilled_by=exchange.legs.prefiller.id if exchange.legs is not None else None,
         cached=usage.cached if usage else None,
-        reason=error.code if refused else SHUT_DOWN if _is_stopped(error) else None,
+        reason=error.code if refused else SHUT_DOWN if _is_stopped(error) else passed_on,
         limit=error.limit if refused else None,
         # Words of other 4xx may quote the prompt.
         error=str(error) if error and (attempt or exchange.status >= 500 or exchange.status == 429) else None,

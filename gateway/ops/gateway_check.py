@@ -41,6 +41,15 @@ class StatusUnavailable(Exception):
 COMPARED = ("policy", "replica_url", "block_size")  # settings that a gateway's status tells
 
 
+# What clients got from engines, by reason, and the remedy.
+_REFUSALS = {
+    "engines_full": ("429, as every engine that was asked was full", "add replicas (hitherto plan says how many a load needs), "
+                     "or have requests wait in the gateway (--admission)"),
+    "engines_unauthorized": ("401 or 403 from engines", "give the gateway the key that the engines ask for (--engine-api-key); "
+                             "where clients bring it themselves, theirs is missing or wrong"),
+}  # fmt: skip
+
+
 def not_in_force(config: Config, running: Mapping[str, Any]) -> list[str]:
     """What was given here and the gateway that runs has otherwise, as it was given, as far as its status tells that."""
     settings, found = config.settings, []
@@ -169,6 +178,11 @@ def check_gateway(
         yield Finding("warn", "prompts", f"{blind:g} of {total:g} prompts were routed without exact tokens",
                       "its log says why: 'a prompt is not known exactly', once a minute for each path, "
                       "unless they came before it was ready; hitherto explain shows one")  # fmt: skip
+    for why, number in running["totals"].get("refused_by_engines", {}).items():
+        if number > 0.01 * running["totals"]["requests"]:
+            what, remedy = _REFUSALS[why]
+            yield Finding("warn", "refused by engines",
+                          f"since the start {number:g} of {running['totals']['requests']:g} requests got {what}", remedy)  # fmt: skip
     for one in running["replicas"]:
         if one["events"] in ("unobserved", "gap"):
             yield Finding("fail", f"events {one['id']}", f"the gateway calls its KV events {one['events']}: its cache is guessed from traffic"

@@ -171,12 +171,12 @@ class Counter:
         places = [(self.labels.index(label), value) for label, value in where.items()]
         return sum(number for key, number in self.values.items() if all(key[place] == value for place, value in places))
 
-    def by(self, label: str, **leave_out: str) -> dict[str, float]:
-        """The sum for each value of a label, of the series that do not have the labels left out."""
+    def by(self, label: str, **leave_out: Collection[str]) -> dict[str, float]:
+        """The sum for each value of a label, of the series whose labels have no value that is left out."""
         at, sums = self.labels.index(label), {}
-        others = [(self.labels.index(name), value) for name, value in leave_out.items()]
+        others = [(self.labels.index(name), values) for name, values in leave_out.items()]
         for key, number in self.values.items():
-            if not any(key[place] == value for place, value in others):
+            if not any(key[place] in values for place, values in others):
                 sums[key[at]] = sums.get(key[at], 0) + number
         return sums
 
@@ -407,9 +407,10 @@ class Metrics:
     predicted_transfer_seconds = Counter("What the transfers of hitherto_transfer_seconds were predicted to take, in seconds", replica=REPLICA)
     upstream_errors = Counter("Failures of replicas", replica=REPLICA,
         kind=(*CONNECTION_FAULTS, *STATUS_FAULTS, *ANSWER_FAULTS, "status 5xx", "timeout", "stalled", "request"))
-    rejections = Counter("Requests refused without asking a replica",
+    rejections = Counter("Requests refused without asking a replica, or by all engines that were asked (engines_...)",
         reason=("400", "401", "403", "405", "408", "413", "415", "417", "429", "431", "500", "501", "503", "505",
-            "path_not_allowed", "model_not_found", "model_not_known", "no_replica_ready", "shutting_down"))
+            "path_not_allowed", "model_not_found", "model_not_known", "no_replica_ready", "shutting_down",
+            "engines_full", "engines_unauthorized"))
     # fmt: on
 
     def __init__(self, known: Mapping[str, Collection[str]] = {}) -> None:

@@ -17,6 +17,7 @@ from gateway.models import Models
 from gateway.ops.chats import OTHER_TOKENS
 from gateway.ops.comparison import OTHERWISE, UP_TO_DATE
 from gateway.ops.metrics import Metrics, Reading
+from gateway.proxy.blame import OVERLOADED, PASSED_ON, REQUEST
 from gateway.proxy.control import OverloadControl
 from gateway.proxy.shadow import told
 from gateway.proxy.states import Leg
@@ -322,6 +323,7 @@ def counted(
         "totals": {
             "requests": metrics.requests.total(),
             "errors": metrics.requests.total(status="5xx") + metrics.requests.total(status="cut"),
+            "refused_by_engines": {why: metrics.rejections.total(reason=why) for why in sorted({*PASSED_ON.values()})},
             "retries": metrics.retries.total(),
             "inflight": sum(one["inflight"] for one in replicas),
             "prompt_tokens": metrics.prompt_tokens.total(),
@@ -396,7 +398,7 @@ def counted_of(metrics: Metrics, replicas: Iterable[str]) -> dict[str, dict[str,
         "reported_cached_tokens": metrics.reported_cached_tokens,
     }
     sums = {name: counter.by("replica") for name, counter in counters.items()}
-    sums["errors"] = metrics.upstream_errors.by("replica", kind="request")
+    sums["errors"] = metrics.upstream_errors.by("replica", kind={REQUEST, *OVERLOADED})
     return {
         id: {
             **{name: by_replica.get(id, 0) for name, by_replica in sums.items()},

@@ -33,6 +33,9 @@ REFUSALS = frozenset((400, 413, 422))
 SAME = frozenset(("status 500", "error answer"))
 DOUBTFUL = frozenset((401, 403, 404, 429))
 OVERLOADED = frozenset(("status 429", "status 503"))
+REQUEST = "request"  # the kind of an error that is known to be the request's fault
+# Refusals of engines that clients get since no other replica answered, by status: their `reason` in figures and log.
+PASSED_ON = {429: "engines_full", 401: "engines_unauthorized", 403: "engines_unauthorized"}
 REFUSED_ALIKE = frozenset(f"status {status}" for status in DOUBTFUL) - OVERLOADED
 
 

@@ -34,7 +34,7 @@ from .answers import (
     says_anything,
     speaks_api,
 )
-from .blame import DOUBTFUL, OVERLOADED, REFUSALS, REFUSED_ALIKE, SAME, UnattributedError, agree
+from .blame import DOUBTFUL, OVERLOADED, PASSED_ON, REFUSALS, REFUSED_ALIKE, REQUEST, SAME, UnattributedError, agree
 from .drift import TOLERATED
 from .exchange import TAIL, TAIL_BYTES, Attempt, Batcher, Exchange, Legs
 from .forwarding import TokenIdForwarding
@@ -65,7 +65,6 @@ OTHER_ERROR = "status 5xx"  # one of those that no other replica is asked after
 # How legs end. One that an engine refused, or whose prompt it did not keep, is no failure: the request goes on whole.
 COMPLETE, ABANDONED, FAILED = "complete", "abandoned", "failed"
 LEG_OUTCOMES = {COMPLETE: COMPLETE, ABANDONED: ABANDONED, NOT_KEPT: NOT_KEPT, LEG_REFUSED: "refused"}
-REQUEST = "request"  # an error that is known to be the request's fault is counted as this
 STREAMING_APIS = frozenset(("chat", "completions", "responses", "messages"))
 STATUS_CLASS = ("0xx", "1xx", "2xx", "3xx", "4xx", "5xx", "6xx", "7xx", "8xx", "9xx")
 
@@ -611,7 +610,10 @@ class Settling:
         elif exchange.status or attempt is None:
             status = STATUS_CLASS[exchange.status // 100]
         else:
-            status = STATUS_CLASS[(attempt.fault or attempt.status) // 100]
+            answer = attempt.fault or attempt.status
+            status = STATUS_CLASS[answer // 100]
+            if answer in PASSED_ON:
+                metrics.rejections.inc(PASSED_ON[answer])
         metrics.requests.inc(exchange.label, status)
         if attempt is not None and attempt.sent_at and not attempt.backend.gone:
             metrics.replica_requests.inc(attempt.backend.id, status)

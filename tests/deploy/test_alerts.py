@@ -67,9 +67,11 @@ SCENES: dict[str, tuple[dict[str, str], list[int], list[int]]] = {
             'hitherto_admission_total{class="paid", decision="admitted"}': "0+60x70",
             'hitherto_admission_total{class="paid", decision="refused", reason="no_replica"}': "0x35 0+10x35",
             'hitherto_admission_total{class="paid", decision="refused", reason="shutting_down"}': "0x35 0+10x35",
+            f'hitherto_requests_total{{{GATEWAY}, path="chat", status="2xx"}}': "0+60x70",
+            f'hitherto_rejections_total{{{GATEWAY}, reason="engines_full"}}': "0x35 0+10x10 100x25",
         },
-        [25],
-        [9, 50, 60],
+        [25, 44],
+        [9, 36, 60],
     ),
     "HithertoTenantRefused": (
         {

@@ -56,7 +56,11 @@ GATEWAY = Dashboard(
                     "reqps",
                     about="4xx and 5xx, clients that left (aborted), answers that broke off (cut).",
                 ),
-                Panel("Refused without asking a replica", [rate("hitherto_rejections_total", "reason")], "reqps"),
+                Panel(
+                    "Refused by the gateway, or by all engines asked",
+                    [rate("hitherto_rejections_total", "reason")],
+                    "reqps",
+                ),
                 Panel(
                     "Retries", [rate("hitherto_retries_total", "reason")], "reqps", about="What clients were spared."
                 ),

@@ -84,8 +84,12 @@ function felt(s, recent) {
   const f = recent.figures.minute, rows = [], down = s.replicas.filter(r => ["failed", "degraded"].includes(r.state));
   if (!s.ready) rows.push(["bad", "not ready", s.why_not]);
   for (const model of s.unserved) rows.push(["bad", "not served", `${model}: no replica takes requests for it`]);
-  const failed = share(f.errors, f.requests);
-  if (f.errors) rows.push([failed >= .05 ? "bad" : "warn", "errors", `${count(f.errors)} of ${count(f.requests)} requests of the last minute failed (${percent(failed)})`]);
+  const told = (name, number, what) => number && rows.push([share(number, f.requests) >= .05 ? "bad" : "warn", name,
+    `${count(number)} of ${several(f.requests, "request", "requests")} of the last minute ${what} (${percent(share(number, f.requests))})`]);
+  told("errors", f.errors, "failed");
+  told("full", f.full, "got 429, as every engine that was asked was full");
+  told("engines' key", f.unauthorized, "got 401 or 403 from engines: the API key that these were sent is missing or wrong (--engine-api-key)");
+  told("clients' keys", f.keyless, "got 401, as their API key is missing or not known here");
   if (down.length) rows.push([2 * down.length >= s.replicas.length ? "bad" : "warn", "down", `${down.length} of ${s.replicas.length} replicas ${down.length === 1 ? "is" : "are"} down`]);
   const slow = s.replicas.filter(r => r.slow).sort((a, b) => b.slow.times - a.slow.times);
   for (const r of slow) rows.push(["warn", "slow", `${r.id} ${r.slow.text}`]);

@@ -17,6 +17,7 @@ from replicas import Replica, State
 from replicas.lifecycle import ENGINE_THERE, TAKES_TRAFFIC
 from replicas.served import base_names
 
+from ...proxy.blame import OVERLOADED, REQUEST
 from ...tenants.limits import WORDS
 from ..log import event
 from ..view import MOST_REFUSED
@@ -36,7 +37,6 @@ ARM_SECONDS, LOOK_SECONDS = 0.5, 1.0
 TREE_SECONDS = 4.0  # between two trees
 WELL, BEGINNING = ("live", "ready", "joined"), ("connecting",)  # states of events, of the gateway, of Redis
 MOST_SHOWN = 60  # decisions, and entries of the journal
-NO_FAULT = "request"  # an error that is known to be the request's fault
 SAME_SECONDS = 5.0  # within which workers see the same thing
 WINDOW_SECONDS = 900.0
 MOST_TENANTS = 100  # that one look keeps as refused: a gateway may have 20,000
@@ -124,7 +124,9 @@ class Recent:
     def _compare_counters(self, now: float) -> None:
         metrics = self._view.metrics
         for (id, kind), by in self._errors.grown(metrics.upstream_errors.values).items():
-            if kind != NO_FAULT:
+            if kind in OVERLOADED:
+                self.journal.note(now, "failure", f"it was full and refused a request: {kind}", id, WARN, int(by))
+            elif kind != REQUEST:
                 self.journal.note(now, "failure", f"a request failed there: {kind}", id, WARN, int(by))
                 self.journal.failed(now, id, f"a request failed there: {kind}", of_request=True)
         for (id,), by in self._heals.grown(metrics.heals.values).items():

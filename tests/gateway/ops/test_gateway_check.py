@@ -37,6 +37,9 @@ def test_what_a_running_gateway_says_of_itself():
     (finding,) = told(status(ready=False, why_not="no replica is ready: a:1 is failed (exit code 1)"))
     assert finding.level == "fail" and "exit code 1" in finding.text
     assert [f.subject for f in told(status(totals={"prompts": {"exact": 50, "load": 50}}))] == ["gateway", "prompts"]
+    refused = {"prompts": {}, "requests": 50, "refused_by_engines": {"engines_full": 40, "engines_unauthorized": 10}}
+    found = [finding.text for finding in told(status(totals=refused)) if finding.subject == "refused by engines"]
+    assert "40 of 50 requests got 429" in found[0] and "10 of 50 requests got 401 or 403" in found[1]
     why = "none of the engine's layers has full attention"
     page = {"id": "a:1", "url": "http://a:1", "events": "unobserved", "events_reason": why}
     unobserved = told(status(replicas=[page]))

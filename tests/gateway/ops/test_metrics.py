@@ -189,7 +189,7 @@ def test_sums_by_a_label_are_those_of_each_value():
     for replica, kind in (("r1", "connect"), ("r1", "request"), ("r2", "request"), ("r1", "hung")):
         metrics.upstream_errors.inc(replica, kind)
     assert metrics.upstream_errors.by("replica") == {"r1": 3, "r2": 1} and metrics.upstream_errors.by(
-        "replica", kind="request"
+        "replica", kind={"request"}
     ) == {"r1": 2}
     assert (
         metrics.upstream_errors.total(replica="r1", kind="hung") == 1

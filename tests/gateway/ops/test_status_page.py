@@ -157,6 +157,25 @@ def _failing(gateway):
     gateway.metrics.requests.inc("chat", "cut", by=2)
 
 
+def _full(gateway):
+    _fleet(gateway, a=State.READY)
+    gateway.metrics.requests.inc("chat", "4xx", by=12)
+    gateway.metrics.rejections.inc("engines_full", by=12)
+
+
+def _unauthorized(gateway):
+    _fleet(gateway, a=State.READY)
+    gateway.metrics.requests.inc("chat", "4xx", by=3)
+    gateway.metrics.rejections.inc("engines_unauthorized", by=3)
+
+
+def _keyless(gateway):
+    _fleet(gateway, a=State.READY)
+    gateway.metrics.requests.inc("chat", "2xx", by=99)
+    gateway.metrics.requests.inc("chat", "4xx")
+    gateway.metrics.rejections.inc("401")
+
+
 def _limited(gateway):
     _fleet(gateway, a=State.READY)
     gateway.metrics.tenant_refusals.inc("acme", "requests", by=7)
@@ -170,6 +189,9 @@ def _limited(gateway):
         (_unserved, "bad", "not served", "not served away: no replica takes requests for it"),
         (_slow, "warn", "slow", "slow b:1 takes 8 x as long per token as the others for "),
         (_failing, "bad", "errors", "errors 2 of 20 requests of the last minute failed (10.0 %)"),
+        (_full, "bad", "full", "full 12 of 12 requests of the last minute got 429, as every engine that was asked"),
+        (_unauthorized, "bad", "engines' key", "engines' key 3 of 3 requests of the last minute got 401 or 403"),
+        (_keyless, "warn", "clients' keys", "clients' keys 1 of 100 requests of the last minute got 401, as"),
         (_limited, "warn", "limits", "limits tenant acme: 7 requests of the last"),
         (lambda gateway: _fleet(gateway, a=State.READY), "good", "ready", None),
     ],

@@ -4,7 +4,7 @@ from time import monotonic
 
 import pytest
 
-from gateway.datapath import explain
+from gateway.datapath import _access, explain
 
 from ..http.talk import eventually, free_port
 from .replies import ANSWER, BODY, LONG, answers, chunk, post, streams
@@ -32,6 +32,7 @@ async def test_what_all_replicas_refuse_alike_is_held_against_none(status):
             assert (await talk.response())[0::2] == (int(status[:3]), b'{"error": "no"}')
         await eventually(s.idle)
         assert not s.faults and not s.unconfirmed and s.metrics.retries.total() <= 12
+        assert s.metrics.rejections.total(reason="engines_unauthorized") == 6
 
 
 def held(s) -> list[int]:
@@ -155,12 +156,13 @@ FULL_EVENT = b'data: {"error":{"message":"The request queue is full.","type":"%b
 
 @pytest.mark.parametrize("status", [429, 503])
 @pytest.mark.parametrize("in_stream", [False, True])
-async def test_full_replicas_agree_on_nothing(status, in_stream):
+async def test_full_replicas_agree_on_nothing(status, in_stream, caplog):
     """SGLang tells a full queue in the first event of a stream."""
     full = answers(b"{}", b"%d Full" % status, b"Retry-After: 7\r\n")
     if in_stream:
         full = streams(chunk(FULL_EVENT % (b"overloaded", status)))
-    async with stack(full, full, full, answers()) as s:
+    caplog.set_level("INFO", "hitherto.access")
+    async with stack(full, full, full, answers(), on_end=[_access]) as s:
         talk = await s.talk()
         await talk.say(post())
         got, headers, _ = await talk.response()
@@ -169,6 +171,9 @@ async def test_full_replicas_agree_on_nothing(status, in_stream):
         assert s.metrics.retries.total(reason=f"status {status}") == 2 and s.unconfirmed == s.faults == []
         assert all(backend.record.is_witness for backend in s.proxy.backends.values())
         await eventually(s.idle)
+        assert s.metrics.rejections.total(reason="engines_full") == (status == 429)
+        (line,) = caplog.records
+        assert line.fields["reason"] == ("engines_full" if status == 429 else None)
 
 
 @pytest.mark.parametrize("path", [b"/v1/chat/completions", b"/v1/embeddings", b"/rerank"])

@@ -51,7 +51,11 @@ def test_failures_of_requests_are_told_of_but_not_those_that_are_the_requests_ow
     gateway.recent.look(NOW + 2)
     (entry,) = [one for one in gateway.recent.journal.to_list(9) if one["kind"] == "failure"]
     assert (entry["text"], entry["times"], entry["at"]) == ("a request failed there: connect", 3, NOW + 1)
+    gateway.metrics.upstream_errors.inc("a:1", "status 429", by=4)
+    gateway.recent.look(NOW + 3)
+    assert said(gateway)[0] == ("a:1", "it was full and refused a request: status 429", "warn")
     assert gateway.recent.kept()["failures"] == {"a:1": {"at": NOW + 1, "why": "a request failed there: connect"}}
+    assert gateway.status()["replicas"][0]["errors"] == 3, "a full engine has not failed"
 
 
 def test_a_replica_that_writes_slowly_is_named_within_a_minute_and_again_when_it_is_quick(gateway, caplog):

@@ -54,6 +54,7 @@ class Facts:
     locked: bool = False  # its models are for those who have an API key
     silent: set[str] = field(default_factory=set)  # what could not be asked for: version, metrics
     closes: bool = False  # it closes the connection after each answer
+    large: bool = False  # an answer of its was so large that it should not be asked for often
     turns_away: bool = False  # of a fault: nobody listens any more, or /health answers 503
     # the connection over which /health was answered before all else was asked; None where it would show nothing
     over: asyncio.BaseTransport | None = None
@@ -135,6 +136,7 @@ async def probe(
     paths = list(dict.fromkeys((*PATHS, *(path for one in DIALECTS for path in one.paths))))
     answers = dict(zip(paths, await asyncio.gather(*(get(session, url + path, deadline) for path in paths))))
     facts = Facts(recognize(answers), alive=True, closes=alive.closes)
+    facts.large = any(answer.large for answer in answers.values())
     facts.told = facts.dialect.told(answers)
     if any(not answers[path].status or answers[path].status >= 500 for path in ("/version", *facts.dialect.paths)):
         facts.silent.add("version")

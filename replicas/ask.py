@@ -8,14 +8,15 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
-from replicas.answer import Answer
+from replicas.answer import MOST_VALUES, Answer
 from replicas.deadline import within
 
 T = TypeVar("T")
 
 # Bytes of an answer: a page of /metrics of 64 ranks has 2 MB, and 10,000 names in /v1/models have 2.
 MOST_BYTES = 1 << 23
-BIG = 1 << 16  # an answer that is read in a thread
+BIG = 1 << 16  # a page of /metrics that is read in a thread
+MODELS_VALUES = 1 << 18  # in /v1/models: 10,000 names have 220,000 in vLLM's answer
 PLAIN = {"accept-encoding": "identity"}  # of 9 MB of gzip came 4 GB
 GATEWAY = "x-hitherto-gateway"  # a header of /health that gateways have, and engines have not
 # Of these the engine is innocent.
@@ -50,7 +51,7 @@ async def get(session: aiohttp.ClientSession, url: str, deadline: float) -> Answ
         return Answer(0, fault="refused", error=f"{where.path}: what answers at {where.netloc} does not speak HTTP as it should; "
                       "correct the port in the URL, or write https:// if it speaks TLS there")  # fmt: skip
     except TooLong as error:
-        return Answer(0, fault="closed", error=f"{where.path}: its answer cannot be one: {error}")
+        return Answer(0, fault="closed", error=f"{where.path}: its answer cannot be one: {error}", large=True)
     except aiohttp.ClientPayloadError:
         return Answer(0, fault="closed", error=f"{where.path}: the answer broke off, or cannot be decoded")
     except (aiohttp.ClientError, OSError) as error:
@@ -63,16 +64,20 @@ async def _get(session: aiohttp.ClientSession, url: str) -> Answer:
         over = getattr(response, "over", None)
         gateway = GATEWAY in response.headers
         body = await body_of(response)
-        answer = Answer(response.status, body, over=over, closes=_closes(response), gateway=gateway)
+        values = MODELS_VALUES if url.endswith("/v1/models") else MOST_VALUES
+        answer = Answer(
+            response.status, body, over=over, closes=_closes(response), gateway=gateway, most_values=values, large=len(body) > BIG
+        )  # fmt: skip
         if body[:1] in (b"{", b"["):
-            await read(body, answer.json)
+            answer.json()
         if answer.unreadable and answer.status == 200:
             raise TooLong(f"its JSON cannot be read: {answer.unreadable}")
         return answer
 
 
 async def read(body: bytes, reader: Callable[..., T], *arguments: Any) -> T:
-    """Parse an answer with this function, in a thread if the answer is big."""
+    """Parse an answer with this function, in a thread if the answer is big: for what is written in Python, which lets
+    the event loop run in between."""
     return await asyncio.to_thread(reader, *arguments) if len(body) > BIG else reader(*arguments)
 
 

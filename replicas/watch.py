@@ -92,6 +92,7 @@ class Watch:
         self._warmed_pid: int | None = None
         self._facts_at = self._scraped_at = self._looked_at = self._held_at = float("-inf")
         self._closes = False  # it closes the connection after each answer
+        self._is_large = False  # the last look brought large answers
 
     async def run(self) -> None:
         """Watch until cancelled."""
@@ -120,7 +121,10 @@ class Watch:
             await _set_within(min(CLOSEST, self.interval) - (monotonic() - self._looked_at), self._urgent)
 
     def _interval(self) -> float:
-        """Our own engine on its way up is asked more often: it costs a refused connect."""
+        """Our own engine on its way up is asked more often: it costs a refused connect. One that takes no traffic and
+        whose answers are large is asked less often, since each look asks for all of them."""
+        if self._is_large and self.replica.state not in IN_USE:
+            return max(self.interval, FACTS)
         young = self.replica.managed and self.replica.state in (State.STARTING, State.WARMING)
         return min(self.interval, STARTING_INTERVAL) if young else self.interval
 
@@ -204,6 +208,7 @@ class Watch:
             )
         if replica.pid != pid:
             return False  # the process ended while we asked: the answer is about the past
+        self._is_large = facts.large
         self._keep_proof(facts, full, was_proven)
         if self._excuses(facts, now):
             return False
@@ -362,7 +367,7 @@ class Watch:
         elif replica.state in (State.STARTING, State.FAILED) and not replica.managed:
             self.health.probed(now, facts.fault, facts.error)
             why = self.health.silence(now) if facts.fault == "timeout" else facts.error
-            self.tell(replica, Event.GONE, f"{why}; asked again every {self.interval:g} s")
+            self.tell(replica, Event.GONE, f"{why}; asked again every {self._interval():g} s")
         else:
             self.hear()
             self.health.probed(now, facts.fault, facts.error, turned_away)

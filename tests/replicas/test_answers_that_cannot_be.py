@@ -7,14 +7,17 @@ from contextlib import asynccontextmanager
 import pytest
 from aiohttp import web
 
+from replicas import Fleet, State
 from replicas.access import session_to
 from replicas.adopt import MOST_LETTERS, MOST_NAME, probe
-from replicas.ask import MOST_BYTES, get
+from replicas.answer import MOST_VALUES, Answer
+from replicas.ask import BIG, MODELS_VALUES, MOST_BYTES, get
 from replicas.engines.vllm.metrics import NAMES
 from replicas.metrics import MOST_RANKS, parse
+from replicas.watch import FACTS
 
 MODELS = b'{"data":[{"id":"m"}]}'
-DEEP = b'{"data":' + b"[" * 100_000
+DEEP = b'{"data":' + b"[" * 10_000
 
 
 @asynccontextmanager
@@ -45,15 +48,38 @@ async def engine(pages: dict[str, tuple[bytes, dict[str, str]]]):
         (gzip.compress(b" " * (1 << 25)), {"content-encoding": "gzip"}, "compressed"),
         (b" " * (MOST_BYTES + 1), {}, "8 MiB"),
         (DEEP, {}, "depth"),
-        (b'{"data":' + b'{"a":' * 100_000, {}, "depth"),
+        (b'{"data":' + b'{"a":' * 10_000, {}, "depth"),
+        (b'{"data":[' + b"[]," * MODELS_VALUES + b"1]}", {}, "262,144 values"),
         (b'{"data":[{"id":"m"},{"id":"a\\ud800"}]}', {}, "surrogate"),
     ],
-    ids=["gzip", "long", "deep", "deep maps", "half a pair"],
+    ids=["gzip", "long", "deep", "deep maps", "many values", "half a pair"],
 )
 async def test_an_answer_that_cannot_be_is_a_fault_in_words(body, headers, why):
     async with engine({"/v1/models": (body, headers)}) as (session, url):
         facts = await probe(url, session, 20)
         assert facts.fault == "closed" and why in facts.error and not facts.serving
+        assert facts.large or len(body) < BIG
+
+
+def test_values_are_counted_before_they_are_read():
+    answer = Answer(200, b'  {"version":"1","a":[' + b"[]," * MOST_VALUES + b"1]}")
+    assert answer.json() == {} and "65,536 values" in answer.unreadable
+
+
+async def test_an_engine_of_large_answers_is_asked_less_often_until_it_is_ready(until):
+    pages = {"/v1/models": (b'{"data":[]}', {}), "/version": (b'{"a":"' + b"x" * BIG + b'"}', {})}
+    async with engine(pages) as (_, url):
+        fleet = Fleet(interval=0.05)
+        try:
+            replica = fleet.add(url)
+            await until(lambda: replica.state is State.WARMING)
+            watch = fleet.engines[replica.id].watch
+            assert watch._interval() == FACTS
+            pages["/v1/models"] = (MODELS, {})
+            await watch.prove()
+            assert replica.state is State.READY and watch._interval() == 0.05
+        finally:
+            await fleet.stop()
 
 
 async def test_an_answer_as_long_as_may_be_is_read():

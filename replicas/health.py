@@ -18,13 +18,13 @@ Rules, in this order:
   5. A share of its requests failed that its siblings' do not come near (`Health.compare`; only the fleet knows the
      siblings, so it compares): TROUBLE for 2 s, then 4, 8 ... 30 as long as that happens again. An answered request
      does not end it: of an engine that fails every second one, the next is as likely to be answered as not.
-  6. `fall` answers in a row were errors of which nobody knows whether the engine or the request is at fault, since no
-     other engine answered those requests: the watcher has to ask the engine a request of its own (`in_question`). Only
-     if that fails as well, rule 3 holds. At most one such request in QUESTION_SECONDS, and none while others are
-     answered. One error is enough where the engine computes what it has; if it fails our own request and goes on with
-     those it is LEAVING, until it answers one of ours. An engine that ends exits soon after its last request. One that
-     is still there `lost_after` seconds after that cannot answer this request and does not end: rule 3 holds from then
-     on, until it answers one of ours.
+  6. `fall` answers in a row were errors, and no other engine answered those requests, so nobody knows whether the
+     engine or the requests are at fault. The watcher then sends the engine a request of its own (`in_question`), at
+     most one in QUESTION_SECONDS, and none while clients' requests are answered. If that request fails as well, rule 3
+     holds. While the engine still computes earlier requests, one error is enough for the watcher to ask; if its request
+     then fails, the engine is LEAVING until it answers such a request. An engine that is shutting down exits soon after
+     its last request. One that is still there `lost_after` seconds after that is not shutting down: rule 3 holds from
+     then on, until it answers a request of the watcher.
 """
 
 from dataclasses import dataclass
@@ -131,21 +131,21 @@ class Health:
             self._trouble = True
 
     def unconfirmed(self) -> None:
-        """An answer was an error, and whether by the engine's fault or the request's is not known. `failed` is called
-        as well once it is known to be the engine's."""
+        """Count an answer that was an error, when it is not known whether the engine or the request is at fault. The
+        caller also calls `failed` once it is known to be the engine."""
         self._unconfirmed += 1
 
     def in_question(self, now: float, computes: bool = False) -> bool:
-        """Rule 6: whether the engine must be asked something now, of which `asked` is to be told the answer.
-        `computes`: whether it has work, and goes on with it."""
-        # one, of an engine that failed when it was asked before
+        """Return whether rule 6 wants a request of the watcher sent now; the caller reports its answer to `asked`.
+        `computes`: whether the engine has work, and goes on with it."""
+        # One error is also enough for an engine that failed the watcher's last request.
         enough = 1 if self._hold or computes else self.limits.fall
         in_question = self._unconfirmed >= enough or self._fails_newcomers
         return in_question and now - self._asked_at >= QUESTION_SECONDS
 
     def asked(self, now: float, fails: bool | None, computes: bool = False) -> None:
-        """`fails`: whether that was answered with an error; None without an answer, which of a busy engine shows
-        nothing."""
+        """Take the answer to the watcher's request. `fails`: whether it was an error; None if there was no answer,
+        which says nothing about a busy engine."""
         self._asked_at, was_leaving = now, self._fails_newcomers
         if computes:
             self._computed_at = now

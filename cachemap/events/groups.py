@@ -1,10 +1,11 @@
 """GroupEvents: what is stored in an engine's further cache groups and dropped from them, on its way to the map.
 
-Engines name a block by the same key in all groups, and tell its tokens with that of full attention. The events of one
-step's blocks come group by group, that of full attention among them, so what comes before it waits for it.
+Engines name a block by the same key in all groups, and send its tokens only with the event of full attention. The
+events of one step come group by group, so an event that comes before that of full attention waits for it.
 
-Where its blocks are larger than those that Mamba's states stand behind, Mamba's own tokens tell what a state is of, and
-the same key what a prompt's end within a block of full attention is.
+Blocks of full attention can be larger than the blocks at whose ends Mamba's states are kept. Then the tokens in Mamba's
+own event say which prefix a state belongs to. A prompt can also end within a block of full attention; the key of that
+end is the same as that of Mamba's state there, which says what prefix it is.
 """
 
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -137,7 +138,7 @@ class GroupEvents:
         return found
 
     def _named(self, event: Stored) -> Generator[None, None, list[tuple[Key, int]]]:
-        """What its keys stand for, 0 where that is not known."""
+        """Return each key of an event with our hash of its block, or 0 where the block is not known."""
         known: list[tuple[Key, int]] = []
         for start in range(0, len(event.keys), MOST_PIECE):
             if start:
@@ -156,7 +157,8 @@ class GroupEvents:
         return list(zip(event.keys, hashes[-len(known) :], strict=False)) if len(hashes) >= len(known) else known
 
     def _beside_states(self, part: Stored) -> int:
-        """What a prompt's end is by the tokens of Mamba's event of the same step, among which its own are; or 0."""
+        """Return our hash of a prompt's end, found by its tokens within those of Mamba's event of the same step, or
+        0."""
         states, width = self._beside.get(part.keys[0]), len(part.tokens)
         above = 0 if states is None or states.parent is None else self._hash_of(states.parent)
         if states is None or (states.parent is not None and not above):
@@ -166,7 +168,8 @@ class GroupEvents:
         return hashes[found[0]] if len(found) == 1 else 0
 
     def follow(self) -> None:
-        """What waits for full attention's blocks has them now. What prompts end with is named by Mamba's keys."""
+        """Name the blocks of all waiting events, since those of full attention are known now. Prompts' ends are named
+        by Mamba's keys."""
         for _ in self.following():
             pass
 

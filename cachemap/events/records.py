@@ -16,9 +16,9 @@ class EventError(ValueError):
 
 
 class Stored(NamedTuple):
-    """Full blocks the engine now has, in order, each the parent of the next. In a cache group of another kind than full
-    attention there may be gaps between them, and none of them at all: tokens are those of MAMBA's whole step then, the
-    last of which the last key stands for."""
+    """Full blocks that the engine now has, in order, each the parent of the next. In a cache group of another kind than
+    full attention blocks may be left out, even all. An event of MAMBA has the tokens of a whole step, and its last
+    key stands for the state behind the last of them."""
 
     keys: Sequence[int | bytes]
     parent: int | bytes | None  # None: the first block starts a prompt
@@ -73,8 +73,8 @@ class Agreed:
         self._others: dict[int, int] = {}
 
     def take(self, told: int, ends_others: bool = True) -> bool:
-        """Count what an event tells; whether that is what is known. `ends_others`: of numbers that were told before,
-        where that is so, nothing more is thought."""
+        """Count the number that an event tells, and return whether it is the known one. `ends_others`: an event that
+        tells the known number resets the counts of all other numbers."""
         if not self._is_heard:
             self.known, self._is_heard = told, True
         elif told != self.known:

@@ -1,19 +1,20 @@
 """GroupTables: the further cache groups of engines whose layers are not all alike.
 
-A hit must be one in every group. Full attention needs each of its blocks, and is not held here: its blocks lie in the
-table of tier "gpu". A group with a sliding window needs the last blocks of the hit, the ones before may be gone, and
-one of Mamba layers needs the last one (`CacheGroup.last`). The longest prefix that is good for all of them is the one
-that vLLM's coordinator finds by asking group after group until none shortens it further.
+A prefix is a hit only if every group has it. Full attention needs all blocks of the prefix; its blocks are in the table
+of tier "gpu", not here. A group with a sliding window needs only the last blocks of the prefix, and a group of Mamba
+layers only the very last one (`CacheGroup.last`). vLLM's coordinator finds the longest hit by asking one group after
+the other until no group shortens it further.
 
-An engine that drops the last block of what it finds (EAGLE, MTP until vLLM 0.32) does so in each group that holds keys
-and values: there the block behind the hit must be held too, but for a prompt that ends before it. vLLM asks full
-attention first, which drops one, then the others for what that leaves: each looks one block further and drops that,
-the first time it is asked. Where a group that has dropped its block finds less than it is asked for, all drop one
-again. So a hit may end where the block behind it is no longer held in every group.
+An engine with EAGLE or MTP (until vLLM 0.32) drops the last block that it finds, in each group that holds keys and
+values. Such a group must therefore hold one block more than the hit has, unless the prompt ends there. vLLM asks full
+attention first, which drops one block. It then asks each other group for the prefix that is left. The first time a
+group is asked, it looks one block further than that prefix and drops the block it finds there. If a group that has
+already dropped a block then finds less than it is asked for, every group drops a block again. For this reason a hit can
+end at a place where some groups no longer hold the next block.
 
-Where blocks of full attention are larger than Mamba's, by decode context parallelism, prompts are hashed in Mamba's.
-Then full attention finds its own whole blocks, and in the first that is missing the furthest end of a prompt that was
-stored there (`CacheGroup.of_parts`); Mamba's states may end at each block.
+With decode context parallelism the blocks of full attention are larger than Mamba's, and prompts are hashed in Mamba's.
+Full attention then finds its own whole blocks. Within the first block that it lacks, it also finds the longest end of a
+prompt that was stored there (`CacheGroup.of_parts`). Mamba's states may end at each block.
 """
 
 from collections.abc import Container, Sequence

@@ -183,6 +183,8 @@ DEEP = '{"chat_template": ' + "[" * 200_000 + "]" * 200_000 + "}"
         ("chat_template.jinja", LOOPS + ROLES, True),
         ("chat_template.jinja", "{% for m in messages %}{% if 'please' in m.content %}" + LOOPS + "{% endif %}{% endfor %}" + ROLES, True),
         ("chat_template.jinja", "{% for c in 'abcdefgh' * 999 %}{% for d in 'abcdefgh' * 999|int %}{% endfor %}{% endfor %}" + ROLES, True),
+        ("chat_template.jinja", "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(40) }}" + ROLES, True),
+        ("chat_template.jinja", "{{ 'a' * 10 ** 10 }}" + ROLES, True),
         ("chat_template.jinja", "{% if messages %}" * 3_000 + "{% endif %}" * 3_000 + ROLES, True),
         ("chat_template.jinja", ROLES + "{# " + "x" * 3_000_000 + " #}", True),
         ("tokenizer_config.json", DEEP, False),
@@ -191,8 +193,8 @@ DEEP = '{"chat_template": ' + "[" * 200_000 + "]" * 200_000 + "}"
     ],
 )  # fmt: skip
 async def test_a_model_whose_files_are_made_to_do_harm_goes_by_text_and_others_stay_exact(folder, name, text, reads):
-    """Its loops go over billions of items, or it nests deeper than a reader may: a thread would never come back, or the
-    event loop would not."""
+    """Its template would never end or fill the memory, or it nests deeper than a reader may: a thread would never come
+    back, or the event loop would not."""
     (folder("bad") / name).write_text(text)
     models = Models(Settings(), None, "model")
     good, bad = replica("127.0.0.1:1", folder("good"), "good"), replica("127.0.0.1:2", folder("bad"), "bad")

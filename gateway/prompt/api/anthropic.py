@@ -7,13 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import jinja2
 import jinja2.ext
-import jinja2.sandbox
 
 from ...errors import bad
+from ..render.bounds import Bounds
 from ..render.program import ProgramTemplate
-from ..render.template import Bounded, ChatTemplate, TemplateError
+from ..render.template import ChatTemplate, TemplateError
 from .conversation import Multimodal, Unknown, Unroutable, is_plain, require_exact, tool_schemas
 from .openai import Chat, template_variables
 
@@ -65,11 +64,9 @@ def _wants_system_first(source: str) -> bool:
     undefined. So a template that only needs one of these fails, too, and is taken for one that wants its system message
     first.
     """
-    env = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
-    )
+    env = Bounds(trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols])
     try:
-        Bounded(env, source).render({"messages": _INLINE_SYSTEM, "add_generation_prompt": False})
+        env.from_string(source).render({"messages": _INLINE_SYSTEM, "add_generation_prompt": False})
     except Exception:  # vLLM looks for Jinja's errors only, and does not start with any other
         return True
     return False

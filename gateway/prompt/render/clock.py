@@ -19,7 +19,7 @@ ALL_ZONES = frozenset(range(-48, 57))  # in quarters of an hour from UTC: from -
 
 
 def days_in(zones: frozenset[int], now: float) -> Sequence[date]:
-    """The days that it may be in these zones at `now` (seconds since 1970), the earliest one first."""
+    """Return the days that it may be in these zones at `now` (seconds since 1970), the earliest first."""
     return _days(zones, int((now - MARGIN) // _QUARTER), int((now + MARGIN) // _QUARTER))
 
 
@@ -30,10 +30,10 @@ def _days(zones: frozenset[int], *quarters: int) -> tuple[date, ...]:
 
 
 def zones_left(zones: frozenset[int], printed: Collection[date], since: float, until: float) -> frozenset[int]:
-    """The zones of these in which it was one of the days `printed` between two moments.
+    """Return those of `zones` in which it was one of the days `printed` at the moment `since` or `until`.
 
-    Where that is none of them (summer time begins or ends, the engine's clock was set), those of all; and all where no
-    zone has such a day.
+    If it was so in none of them, because summer time began or ended or the engine's clock was set, all zones of the
+    world are tried. If it was so in no zone at all, nothing is known, and all zones are returned.
     """
     left = frozenset(
         zone
@@ -47,7 +47,7 @@ def zones_left(zones: frozenset[int], printed: Collection[date], since: float, u
 
 
 def seconds_to_next_look(now: float) -> float:
-    """How long until no engine can be in the quarter of an hour before any more."""
+    """Return the seconds after which the next quarter of an hour has begun by every engine's clock."""
     return _QUARTER - (now - MARGIN) % _QUARTER
 
 

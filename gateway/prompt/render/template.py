@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from datetime import datetime
 from typing import Any, ClassVar
 
@@ -23,6 +23,7 @@ import jinja2.sandbox
 from ...errors import bad
 from ..api.conversation import MAY_BE_UNLIKE
 from ..quirks import NEWEST, VersionQuirks
+from .bounds import Bounds, TemplateError
 from .clock import Clock
 from .content_format import takes_parts
 
@@ -33,61 +34,6 @@ _CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
 _READ = re.compile(
     rf"""[.'"]({"|".join(MAY_BE_UNLIKE)})\b|\b(?:messages?|msg|m)(?:\[[^\]]*\])?\s*(?:\|\s*(?:tojson|items)\b|\.items\b)"""
 )
-
-
-# Characters of a template, of which the longest known has 30,000; and what its loops may go over while one conversation
-# is rendered, in a second or two: a thousand messages for each of a thousand. Whoever wrote a model's folder would keep
-# the gateway from all other models' clients otherwise.
-MOST_CHARS, MOST_ITEMS = 1 << 20, 1 << 20
-_EACH = "hitherto_each"  # the name of `_Items.each` in a template
-_SIZED = (list, tuple, dict, str, range)
-
-
-class TemplateError(Exception):
-    """The template refused or failed on this conversation."""
-
-
-class _Items:
-    """The number of items that the loops of one rendering may still go over."""
-
-    def __init__(self) -> None:
-        self.left = MOST_ITEMS
-
-    def each(self, items: Any) -> Any:
-        if isinstance(items, _SIZED):
-            self._take(len(items))
-            return items
-        return self._counted(items)
-
-    def _counted(self, items: Any) -> Iterator[Any]:
-        for item in items:
-            self._take(1)
-            yield item
-
-    def _take(self, count: int) -> None:
-        self.left -= count
-        if self.left < 0:
-            raise TemplateError(f"the chat template's loops go over more than {MOST_ITEMS} items")
-
-
-class Bounded:
-    """A Jinja template each of whose loops asks `_Items` before it begins."""
-
-    def __init__(self, env: jinja2.Environment, source: str) -> None:
-        """Raises TemplateError where it is larger than any model's, and what Jinja raises."""
-        if len(source) > MOST_CHARS:
-            raise TemplateError(
-                f"the chat template has {len(source)} characters, and is used with {MOST_CHARS} at most"
-            )
-        tree = env.parse(source)
-        for loop in tree.find_all(jinja2.nodes.For):
-            name = jinja2.nodes.Name(_EACH, "load", lineno=loop.lineno)
-            loop.iter = jinja2.nodes.Call(name, [loop.iter], [], None, None, lineno=loop.lineno)
-        tree.set_environment(env)
-        self._template = env.from_string(tree)
-
-    def render(self, values: Mapping[str, Any]) -> str:
-        return self._template.render({**values, _EACH: _Items().each})
 
 
 class _Generation(jinja2.ext.Extension):
@@ -133,6 +79,11 @@ def _tells_time(tree: jinja2.nodes.Template) -> bool:
     return by_name > sum(isinstance(one, jinja2.nodes.Name) and one.name == "strftime_now" for one in asked)
 
 
+@jinja2.pass_context
+def _unchanged(context: jinja2.runtime.Context, value: Any) -> Any:
+    return value
+
+
 _DICT_ATTRIBUTES = frozenset(dir(dict))
 
 
@@ -140,7 +91,14 @@ class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
     """The sandbox and the names that transformers gives a template."""
 
     def __init__(self, clock: Clock) -> None:
-        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols])
+        # Not `optimized`, and `finalize`: else Jinja computes constants as it compiles, and 'a' * 10 ** 9 is one.
+        super().__init__(
+            trim_blocks=True,
+            lstrip_blocks=True,
+            extensions=[_Generation, jinja2.ext.loopcontrols],
+            optimized=False,
+            finalize=_unchanged,
+        )
         self.filters["tojson"] = tojson
         self.globals["raise_exception"] = _raise_exception
         self.globals["strftime_now"] = clock.strftime_now
@@ -162,6 +120,10 @@ class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
             except AttributeError:
                 pass  # undefined, which the general way words
         return super().getattr(obj, attribute)
+
+
+class BoundedSandbox(Bounds, Sandbox):
+    """The sandbox in which requests are rendered."""
 
 
 class ChatTemplate:
@@ -188,9 +150,9 @@ class ChatTemplate:
         self.knows_developer = '"developer"' in source or "'developer'" in source
         found = {match[1] for match in _READ.finditer(source)}
         self.reads = frozenset(MAY_BE_UNLIKE if None in found else found)
-        env = Sandbox(self.clock)
+        env = BoundedSandbox(self.clock)
         try:
-            self._template = Bounded(env, source)
+            self._template = env.from_string(source)
             tree = env.parse(source)
             self.takes_parts = takes_parts(tree, quirks.looks_into_macros, quirks.follows_namespaces)
             self.prints_time = self.prints_date and _tells_time(tree)
@@ -227,6 +189,8 @@ class ChatTemplate:
         values["tools"] = tools
         try:
             text = self._template.render(values)
+        except TemplateError:
+            raise
         except Exception as error:  # templates are programs: they may fail in any way
             raise TemplateError(f"{type(error).__name__}: {error}") from error
         return text if last is None else cut_at_tag(text, last)

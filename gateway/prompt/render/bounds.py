@@ -1,0 +1,325 @@
+"""Bounds on what a chat template may do while one conversation is rendered.
+
+A template is a program by whoever wrote the model's folder, and short chats are rendered on the event loop, so one bad
+folder would keep all other models' clients waiting. Every loop iteration, call, filter and operator spends from a
+budget that grows with the conversation; one that could make something large is refused before it runs.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
+from types import GeneratorType
+from typing import Any
+
+import jinja2
+import jinja2.nodes as nodes
+import jinja2.runtime
+import jinja2.sandbox
+from jinja2.utils import Namespace, pass_context
+
+# Characters of a template, of which the longest known has 30,000.
+MOST_CHARS = 1 << 20
+# What a rendering may spend, in bytes that it reads or makes; STEP for a value, a call or a filter, and NODE for each
+# expression in the body of a loop or a macro. Without a conversation it may do some 16,000 steps, which take 20 ms.
+LEAST, STEP, NODE = 2 << 20, 128, 8
+# What is added to `LEAST` for each byte of the conversation, and again for each of its messages: some templates go
+# over all messages once for each message.
+A_BYTE = 16
+_MOST_BITS = 4096  # of an integer
+_CONTAINERS = (list, tuple, dict, type({}.keys()), type({}.values()), type({}.items()))
+_HASHED = {(nodes.Pair, "key"), (nodes.Getitem, "arg")}  # expressions whose value Python hashes
+_DIGITS = re.compile(r"\d+")
+_NESTED = re.compile(r":[^{}]*\{")  # a width that is another argument
+# Other filters and methods whose result may be as large as the product of their subject and an argument.
+_WIDENING = frozenset(
+    """
+    replace indent center ljust rjust zfill expandtabs wordwrap batch slice round tojson translate to_bytes fromkeys
+    """.split()
+)
+# Filters that look at a list's items, and not at what these hold.
+_SHALLOW = frozenset(
+    "length count first last list map select reject selectattr rejectattr default d items reverse".split()
+)
+# Filters and methods that may take time that grows with the square of their subject.
+_SQUARE = frozenset("sum encode decode striptags unescape urlize pprint xmlattr".split())
+
+
+class TemplateError(Exception):
+    """The template refused or failed on this conversation."""
+
+
+class _Budget:
+    """What one rendering may still spend. A container's size includes all that it holds, as often as it holds it."""
+
+    def __init__(self, given: Mapping[str, Any]) -> None:
+        self._sizes: dict[int, tuple[Any, int]] = {}  # with the container: its id is nobody else's while it lives
+        self.left = LEAST
+        self._given: Mapping[str, Any] | None = given  # until it has brought what it may bring
+
+    def spend(self, cost: int) -> None:
+        self.left -= cost
+        if self.left < 0:
+            self._extend()
+
+    def _extend(self) -> None:
+        """Add what the conversation brings, which most renderings never need."""
+        if self._given is not None:
+            given, self._given = self._given, None
+            messages = given.get("messages")
+            each = A_BYTE + (len(messages) if isinstance(messages, list) else 0)
+            self.left += each * sum(map(self.size, given.values()))
+        if self.left < 0:
+            raise TemplateError("the chat template does or makes more than a conversation of this size may take")
+
+    def fits(self, cost: int) -> None:
+        """Refuse what would cost more than is left, without paying for it."""
+        if cost > self.left:
+            self.spend(cost)
+            self.left += cost
+
+    def made(self, value: Any) -> Any:
+        """Pay for a new value, and return it."""
+        if type(value) is str:
+            self.spend(len(value))
+        elif isinstance(value, _CONTAINERS):
+            self.spend(8 * len(value))
+            self.fits(self.size(value))
+        elif isinstance(value, int):
+            _check_bits(value.bit_length())
+        else:
+            self.spend(_length(value))
+        return value
+
+    def read(self, *values: Any) -> None:
+        """Pay for looking at all of these values."""
+        self.spend(STEP + sum(map(self.size, values)))
+
+    def touch(self, *values: Any) -> None:
+        """Pay for looking at these values, but not at what containers among them hold."""
+        self.spend(STEP + sum(map(_length, values)))
+
+    def before(self, name: str, subject: Any, args: Sequence[Any], named: Mapping[str, Any]) -> None:
+        """Refuse a filter or a method that would make more of `subject` and its arguments than is left."""
+        given = (*args, *named.values())
+        if name == "replace" and isinstance(subject, str) and len(args) > 1 and not named:
+            self.fits(subject.count(str(args[0])) * _length(args[1]))
+        elif name == "join":
+            self.fits(_length(subject) * sum(map(_length, given)))
+        elif name in ("format", "format_map") and isinstance(subject, str):
+            numbers = _DIGITS.findall(f"{subject}{[*given]}" if _NESTED.search(subject) else subject)
+            widest = sum(map(int, numbers)) + max(map(_width, given), default=0) + sum(map(self.size, given))
+            self.fits((subject.count("%") + subject.count("{")) * widest)
+        elif name in ("strftime", "strftime_now"):
+            self.fits(256 * max(map(_width, given), default=0))  # CPython gives up on a longer text
+        elif name in _SQUARE:
+            self.fits(self.size(subject) * _length(subject))
+        elif name in _WIDENING:
+            widest = max(map(_width, given), default=0)
+            self.fits((self.size(subject) if isinstance(subject, (str, bytes, *_CONTAINERS)) else widest) * widest)
+
+    def size(self, value: Any) -> int:
+        """Return the bytes of a value with all that it holds."""
+        if type(value) is str:
+            return len(value)
+        if not isinstance(value, _CONTAINERS):
+            return _length(value)
+        known = self._sizes.get(id(value))
+        if known is not None:
+            return known[1]
+        size = STEP * (1 + len(value)) + sum(map(self.size, value))
+        if isinstance(value, dict):
+            size += sum(map(self.size, value.values()))
+        self._sizes[id(value)] = value, size
+        return size
+
+
+def _check_bits(bits: int) -> None:
+    if bits > _MOST_BITS:
+        raise TemplateError(f"the chat template makes an integer of more than {_MOST_BITS} bits")
+
+
+def _length(value: Any) -> int:
+    """Return the bytes of a value without those of what it holds."""
+    if isinstance(value, (str, bytes)):
+        return len(value)
+    return 8 * len(value) if isinstance(value, (*_CONTAINERS, range)) else 8
+
+
+def _width(value: Any) -> int:
+    """How often, or by how much, an argument may repeat or widen something."""
+    if isinstance(value, int):
+        return abs(value)
+    if isinstance(value, dict):
+        value = [*value.values()]
+    return max(map(_width, value), default=0) if isinstance(value, (list, tuple)) else _length(value)
+
+
+class _Context(jinja2.runtime.Context):
+    """One rendering, with its budget."""
+
+    def __init__(self, environment: Any, parent: dict[str, Any], *given: Any, **options: Any) -> None:
+        super().__init__(environment, parent, *given, **options)
+        self.budget = _Budget(parent)
+
+    def derived(self, locals: dict[str, Any] | None = None) -> jinja2.runtime.Context:
+        context = super().derived(locals)
+        assert isinstance(context, _Context)
+        context.budget = self.budget
+        return context
+
+
+class _Namespace(Namespace):
+    def __repr__(self) -> str:  # of those that hold each other it would never end
+        raise TemplateError("the chat template prints a namespace")
+
+
+@pass_context
+def _step(context: _Context, cost: int) -> bool:
+    context.budget.spend(max(cost, 0))
+    return True
+
+
+@pass_context
+def _looked_at(context: _Context, value: Any) -> Any:
+    budget = context.budget
+    budget.spend(STEP + (len(value) if type(value) is str else budget.size(value)))
+    return value
+
+
+@pass_context
+def _made(context: _Context, value: Any) -> Any:
+    return context.budget.made(value)
+
+
+@pass_context
+def _concat(context: _Context, values: list[Any]) -> str:
+    context.budget.read(*values)
+    join = jinja2.runtime.markup_join if context.eval_ctx.autoescape else jinja2.runtime.str_join
+    return context.budget.made(join(values))
+
+
+class Bounds(jinja2.sandbox.ImmutableSandboxedEnvironment):
+    """A sandbox whose templates raise TemplateError where they do more than a conversation of its size may take."""
+
+    context_class = _Context
+    intercepted_binops = frozenset({"+", "*", "**", "%", "//"})
+
+    def __init__(self, *given: Any, **options: Any) -> None:
+        super().__init__(*given, **options)
+        # Jinja would compute constants while it compiles.
+        self.optimized, self.finalize = False, _looked_at
+        self.globals["namespace"] = _Namespace
+        self.globals.pop("lipsum", None)
+        for name, function in self.filters.items():
+            self.filters[name] = _bounded(name, function)
+        for name, function in self.tests.items():
+            if name in ("in", "upper", "lower") or function.__module__ == "_operator":
+                self.tests[name] = _bounded(name, function)
+        # No name in a template can be one of these.
+        self.filters.update({"~": _concat, " looked at": _looked_at, " made": _made, " step": _step})
+
+    def _generate(self, source: nodes.Template, *given: Any, **options: Any) -> str:
+        _count(source)
+        return super()._generate(source, *given, **options)
+
+    def _parse(self, source: str, *given: Any) -> nodes.Template:
+        if len(source) > MOST_CHARS:
+            raise TemplateError(
+                f"the chat template has {len(source)} characters, and is used with {MOST_CHARS} at most"
+            )
+        return super()._parse(source, *given)
+
+    def call(self, context: Any, function: Any, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+        budget = context.budget
+        named = {name: one for name, one in kwargs.items() if name[0] != "_"}  # without what Jinja adds to every call
+        given = (*args, *named.values())
+        if isinstance(function, (jinja2.runtime.Macro, jinja2.runtime.LoopContext)):
+            budget.touch()
+            budget.made(given)
+            return super().call(context, function, *args, **kwargs)
+        name = getattr(function, "__name__", "")
+        subject = getattr(getattr(function, "__wrapped__", function), "__self__", None)
+        if name == "join":
+            args = given = tuple(list(one) if type(one) is GeneratorType else one for one in args)
+        budget.before(name, subject, args, named)
+        budget.touch(subject)
+        budget.read(*given)
+        return budget.made(super().call(context, function, *args, **kwargs))
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        budget = context.budget
+        if operator == "%" and isinstance(left, str):
+            budget.before("format", left, (right,), {})
+            budget.read(left, right)
+        elif operator == "*":
+            for one, times in ((left, right), (right, left)):
+                if not isinstance(one, int) and isinstance(times, int):
+                    budget.fits(abs(times) * _length(one))
+        elif operator == "**" and isinstance(left, int) and isinstance(right, int):
+            _check_bits(left.bit_length() * abs(right))
+        return budget.made(self.binop_table[operator](left, right))
+
+
+def _bounded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """A filter or a test that pays for what it reads and makes."""
+    wants = getattr(function, "jinja_pass_arg", None)
+    wants = wants and wants.name
+
+    @wraps(function)
+    def bounded(context: _Context, value: Any, *args: Any, **kwargs: Any) -> Any:
+        budget = context.budget
+        if type(value) is GeneratorType and name not in _SHALLOW:
+            value = list(value)
+        budget.before(name, value, args, kwargs)
+        (budget.touch if name in _SHALLOW else budget.read)(value)
+        if args or kwargs:
+            budget.read(*args, *kwargs.values())
+        first = {"context": (context,), "eval_context": (context.eval_ctx,), "environment": (context.environment,)}
+        return budget.made(function(*first.get(wants, ()), value, *args, **kwargs))
+
+    return pass_context(bounded)
+
+
+def _count(node: nodes.Node) -> int:
+    """Make a tree pay for what it does when it is rendered, and return what running through it once costs."""
+    cost = NODE
+    for name, value in node.iter_fields():
+        if isinstance(value, nodes.Node):
+            cost += _count(value)
+            setattr(node, name, _paying(node, name, value))
+        elif isinstance(value, list):
+            for at, one in enumerate(value):
+                if isinstance(one, nodes.Node):
+                    cost += _count(one)
+                    value[at] = _paying(node, name, one)
+    if isinstance(node, nodes.TemplateData):
+        cost += len(node.data)
+    elif isinstance(node, (nodes.For, nodes.Macro, nodes.CallBlock, nodes.Block)):
+        step = _filter(nodes.Const(STEP + cost), " step", node.lineno)
+        if isinstance(node, nodes.For) and node.test is not None:
+            node.test = nodes.And(step, node.test, lineno=node.lineno)
+        else:
+            node.body.insert(0, nodes.ExprStmt(step, lineno=node.lineno))
+    return cost
+
+
+def _paying(parent: nodes.Node, field: str, node: nodes.Node) -> nodes.Node:
+    """Return what takes an expression's place so that a rendering pays for it."""
+    if isinstance(node, nodes.Concat):
+        return _filter(nodes.List(node.nodes, lineno=node.lineno), "~", node.lineno)
+    if isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Slice):
+        return _filter(node, " made", node.lineno)
+    if isinstance(node, (nodes.List, nodes.Tuple, nodes.Dict)) and getattr(node, "ctx", "load") == "load":
+        return _filter(node, " made", node.lineno)
+    if isinstance(parent, nodes.Compare):  # to compare with a constant takes no longer for a longer value
+        looked_at = any(one.op in ("in", "notin") for one in parent.ops)
+    else:
+        looked_at = isinstance(parent, nodes.Operand) or (type(parent), field) in _HASHED
+    looked_at = looked_at and not isinstance(node, (nodes.Const, nodes.Slice, nodes.Operand))
+    return _filter(node, " looked at", node.lineno) if looked_at else node
+
+
+def _filter(node: nodes.Expr, name: str, line: int) -> nodes.Filter:
+    return nodes.Filter(node, name, [], [], None, None, lineno=line)

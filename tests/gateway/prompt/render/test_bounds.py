@@ -1,0 +1,96 @@
+"""What a chat template may do while one conversation is rendered."""
+
+import tracemalloc
+
+import pytest
+
+from gateway.prompt.render.clock import Clock
+from gateway.prompt.render.compiler import Compiler
+from gateway.prompt.render.template import ChatTemplate, TemplateError
+
+from ....calls import counting_calls
+
+CHAT = [{"role": "user", "content": "hi"}]
+AGAIN = "{%% set ns = namespace(x=%s) %%}{%% for i in range(40) %%}{%% set ns.x = %s %%}{%% endfor %%}{{ ns.x }}"
+HALF = "{% set s = 'a' * 500000 %}"
+BOMBS = [
+    "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(30) }}",
+    "{% for x in range(2) recursive %}{% if loop.depth < 30 %}{{ loop(range(2)) }}{% endif %}{% endfor %}",
+    "{% block a %}{% if messages %}{{ self.a() }}{{ self.a() }}{% endif %}{% endblock %}",
+    "{% for x in range(99999) if range(99999)|list|length == 0 %}{% endfor %}",
+    "{% for x in range(9999) %}" + "{% if x %}{% endif %}" * 999 + "{% endfor %}",
+    AGAIN % ("'a'", "ns.x + ns.x"),
+    AGAIN % ("'a'", "ns.x ~ ns.x"),
+    AGAIN % ("['a']", "[ns.x, ns.x]"),
+    AGAIN % ("['a']", "ns.x + ns.x"),
+    AGAIN % ("(1,)", "{(ns.x, ns.x): 1}|first"),
+    AGAIN % ("9", "ns.x * ns.x"),
+    AGAIN % ("'a'", "'%s%s' % (ns.x, ns.x)"),
+    AGAIN % ("'a'", "'{0}{0}'.format(ns.x)"),
+    "{% set ns = namespace(x='a') %}{% for i in range(40) %}{% set y %}{{ ns.x }}{{ ns.x }}{% endset %}"
+    "{% set ns.x = y %}{% endfor %}",
+    "{% set a = namespace() %}{% set a.x = a %}{{ a }}",
+    "{% macro f(n) %}{% if n %}{{ f(n - 1, varargs, varargs) }}{% else %}{{ varargs }}{% endif %}{% endmacro %}{{ f(40) }}",
+    "{{ 'a' * 10 ** 9 }}",
+    "{{ 'a' * 1000000000 }}",
+    "{{ 10 ** (10 ** 9) }}",
+    "{{ 'a'|center(1000000000) }}",
+    "{% filter center(1000000000) %}a{% endfilter %}",
+    "{{ ['a']|map('center', 1000000000)|list }}",
+    "{{ 'a'.ljust(1000000000) }}",
+    "{{ 'a'['ljust'](1000000000) }}",
+    "{{ [[1]]|tojson(indent=1000000000) }}",
+    "{{ ('a\n' * 9999)|indent(99999) }}",
+    "{{ '%1000000000d'|format(1) }}",
+    "{{ '%*d' % (1000000000, 1) }}",
+    "{{ '{:1000000000}'.format(1) }}",
+    "{{ '{:{}}'.format('a', '1000000000') }}",
+    "{{ range(99999)|join('a' * 99999) }}",
+    "{{ ('a' * 99999).join(range(99999)|map('string')) }}",
+    "{{ ('a' * 99999)|replace('a', 'b' * 99999) }}",
+    "{{ ('a' * 99999)|replace(new='b' * 99999, old='a') }}",
+    "{{ ('a' * 99999).replace('', 'b' * 99999) }}",
+    "{{ ('a' * 99999).translate({97: 'b' * 99999}) }}",
+    "{{ ('é' * 500000).encode('punycode') }}",
+    "{{ 5|round(-1000000000) }}",
+    "{{ strftime_now('%255Y' * 99999) }}",
+    HALF + "{% for i in range(99999) %}{% if 'b' in s %}{% endif %}{% endfor %}",
+    HALF + "{{ range(99999)|map('string')|select('in', s)|list }}",
+    HALF + "{% for i in range(99999) %}{% set t = s[1:] %}{% endfor %}",
+    HALF + "{% for i in range(99999) %}{{ s }}{% endfor %}",
+    "{{ [-999999999999]|map(' step')|list }}{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("source", BOMBS)
+def test_a_template_that_would_never_end_or_fill_the_memory_fails_early(source):
+    def render():
+        template = ChatTemplate(source, {})
+        with pytest.raises(TemplateError):
+            template.render(CHAT, None, {})
+        Compiler(source, {}, [], Clock())
+
+    tracemalloc.start()
+    try:
+        _, calls = counting_calls(render)
+        assert tracemalloc.get_traced_memory()[1] < 16 << 20
+    finally:
+        tracemalloc.stop()
+    assert calls < 250_000 + 50 * len(source)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for m in messages %}{% for n in messages %}{% if n.role == 'system' %}x{% endif %}{% endfor %}{{ m.content }}"
+        "{% endfor %}",
+        "{% set ns = namespace(x='') %}{% for m in messages[::-1] %}{% set ns.x = ns.x ~ m.content %}{% endfor %}{{ ns.x }}",
+        "{% for m in messages %}{{ m.content.split('</think>')[-1].strip('\n') | replace('hello', 'good day') }}{% endfor %}",
+        "{% macro depth(x) %}{{ x|tojson(indent=4) }}{% endmacro %}{% for m in messages %}{{ depth(m) }}{% endfor %}",
+        "{{ messages|selectattr('role', 'eq', 'user')|map(attribute='content')|join('<|sep|>') }}",
+    ],
+)
+@pytest.mark.parametrize(("messages", "words"), [(1, 100_000), (1000, 10)])
+def test_a_long_conversation_is_rendered_however_often_a_template_goes_over_it(source, messages, words):
+    chat = [{"role": "user", "content": "hello " * words}] * messages
+    assert ChatTemplate(source, {}).render(chat, None, {})

@@ -21,6 +21,7 @@ from typing import Any
 from .costs import CostGroup
 from .ledger import Load
 from .rules.least_load import fewest_requests
+from .rules.least_time import COST, LEG_COST
 from .vocabulary import Candidate, Choice, Demand, Policy
 
 FORM = "FILE.py:CLASS"
@@ -59,8 +60,11 @@ def make_own(name: str) -> Policy:
 
 
 class Own:
-    """Somebody's rule, whose failures cost no request. `source`: as `make_own` took it; `on_failure` is called with the
-    words of each failure."""
+    """Somebody's rule, whose failures cost no request.
+
+    `source`: as `make_own` took it; `on_failure` is called with the words of each failure. A class derived from
+    `LeastTime` keeps its costs; of another rule only the choice counts.
+    """
 
     def __init__(self, rule: Policy, source: str, path: Path) -> None:
         self.name, self.source, self._rule, self._path, self._failed = rule.name, source, rule, path, False
@@ -68,17 +72,18 @@ class Own:
         for name in LEARNING:
             if learn := getattr(rule, name, None):
                 setattr(self, name, partial(self._tell, learn))
-
-    def __getattr__(self, name: str) -> Any:
-        if name in ("cost", "in_seconds", "leg_cost"):
-            return getattr(self._rule, name)
-        raise AttributeError(name)
+        # Other formulas are not asked, because they could fail in the middle of a request.
+        self._has_cost = getattr(type(rule), "cost", None) is COST
+        if self._has_cost:
+            self.cost, self.leg_cost, self.in_seconds = COST, LEG_COST, True
 
     def choose(self, demand: Demand, candidates: Sequence[Candidate], explain: bool = False) -> Choice:
         try:
             choice = self._rule.choose(demand, candidates, explain)
             if 0 <= index(choice.index) < len(candidates):
-                return choice
+                if self._has_cost:
+                    return choice
+                return Choice(index(choice.index), str(choice.reason), choice.terms, choice.lesson)
             error: Exception = IndexError(f"{choice.index} is no index of {len(candidates)} candidates")
         except Exception as raised:
             error = raised

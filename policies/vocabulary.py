@@ -98,7 +98,8 @@ class Policy(Protocol):
     told once per placement, after the request was reserved on candidate `choice.index`; likewise
     `first(replica, demand)` at its first token, `ended(replica, demand)` at its end and `gone(replica)` when a replica
     has lost all that it held. One whose choice is the least of a cost has that as `cost: least_cost.Cost`, and
-    `in_seconds = True` where that is its unit; `leg_cost`, if two legs are weighed against one by another.
+    `in_seconds = True` where that is its unit; `leg_cost`, if two legs are weighed against one by another. Of a rule in
+    a file of its own these are used only where they are those of `LeastTime`.
     """
 
     name: str

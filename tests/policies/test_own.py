@@ -10,7 +10,8 @@ from gateway import cli
 from gateway.app import Gateway
 from gateway.config import ConfigError, Settings
 from loadgen import cli as loadgen
-from policies import Candidate, CostGroup, Demand, Load, make
+from policies import Candidate, CostGroup, Demand, Load, legs, make
+from policies.rules.least_time import LeastTime
 from replicas.simulated.model import sim_model_dir
 from tests.gateway.running import counted
 
@@ -117,6 +118,32 @@ def test_a_choice_that_is_none_costs_no_request(written, answer, said):
     )
     choice = make(written(text)).choose(Demand(tokens=7), candidates(0, 64))
     assert choice.index in (0, 1) and choice.reason.endswith(said)
+
+
+COSTS = """
+class Failing:
+    def of_all(self, *given):
+        raise KeyError("it is asked in the middle of a request")
+class Mine(Mine):
+    in_seconds, cost = True, Failing()
+    @property
+    def leg_cost(self):
+        raise KeyError("and so is this")
+"""
+
+
+def test_a_cost_of_its_own_cannot_fail_in_a_request_and_least_times_is_kept(written):
+    policy = make(written(MINE + COSTS))
+    assert legs.price(policy) is legs.of_policy(policy) is None
+    derived = "from policies.rules.least_time import LeastTime\nclass Mine(LeastTime):\n    name = 'mine'\n"
+    policy = make(written(derived))
+    assert legs.of_policy(policy) is LeastTime.cost and legs.price(policy) is LeastTime.leg_cost
+
+
+def test_of_a_choice_only_what_the_router_can_use_is_passed_on(written):
+    returns = "        return Choice(0, None, ttft='soon', among=7)\n        free ="
+    choice = make(written(MINE.replace("        free =", returns))).choose(Demand(tokens=7), candidates(0, 64))
+    assert (choice.index, choice.reason, choice.ttft, choice.among) == (0, "None", None, None)
 
 
 async def test_what_fails_later_is_on_the_operators_pages_until_it_is_minutes_ago(written, monkeypatch):

@@ -348,11 +348,6 @@ class Pipeline:
             self.prefixes.bound(budget_bytes)
 
     @property
-    def writes_as_received(self) -> bool:
-        """Whether conversations are written by rules that get them as they are, see `Program.as_received`."""
-        return self._as_received
-
-    @property
     def tokenizes_chats(self) -> bool:
         """Whether /tokenize of its engines writes chats as they are computed."""
         return self._quirks.tokenizes_all or not self._as_received

@@ -68,9 +68,10 @@ _OTHER_ANSWER = re.compile(
 _DONE = re.compile(rb"data: ?\[DONE\]")
 _ENDS_WITH_DONE = re.compile(rb"[\r\n]data: ?\[DONE\]\s*\Z")
 _BLANK_LINES = (b"\n\n", b"\n\r\n", b"\r\r")  # the end of an event
-# What tells the last event of each API's streams. That of a response is as long as all it wrote, and ends with its
-# usage: of one whose beginning is not kept, that is what tells. A quote inside generated text is escaped; a client's
-# tools, which a response's other events repeat, may have a property of that name.
+# What marks the last event of each API's streams. The last event of a response repeats all of its text and ends with
+# its usage, so where the beginning of an event is no longer kept, its usage shows that it is the last one. A quote
+# inside generated text is escaped. In a whole event usage shows nothing, because a response's other events repeat the
+# client's tools, which may have a property of that name.
 _LAST_EVENTS = {
     "responses": re.compile(rb'"type"\s*:\s*"response\.(?:completed|incomplete|failed)"'),
     "messages": re.compile(rb'"type"\s*:\s*"message_stop"'),
@@ -79,7 +80,7 @@ _LAST_EVENTS = {
 _SAYS = re.compile(rb'data:(?!\s*(?:\[DONE\]|\{\s*"type"\s*:\s*"ping"\s*\})|[ \t]*(?:[\r\n]|\Z))')
 # What some event of a stream of each API has, the last ones included. A quote inside generated text is escaped.
 _EVENT_MARKS = re.compile(rb'"(?:choices|usage|delta|finish_reason)"\s*:|"(?:response|message|content_block)[._\w]*"')
-# The last bytes of an answer that say nothing only for being cut from the middle of a long event are fewer
+# The end of an answer may be without a mark only because it is cut from the middle of a long event; it is shorter then.
 _SHORT_TAIL = 256
 _CODE = re.compile(rb'"(?:code|status)"\s*:\s*"?([45]\d\d)\b')
 _CLIENTS_FAULT = re.compile(

@@ -33,7 +33,7 @@ from .backend import Backend
 from .blame import DOUBTFUL, OVERLOADED, agree, settled
 from .chunks import END_OF_BODY, ChunkDecodingSink, framed
 from .continuing import Continuing, is_open_ended, rest_error
-from .exchange import Added, Attempt, Exchange, meter, request_head
+from .exchange import Added, Attempt, Exchange, keep, meter, request_head
 from .figures import Figures
 from .forwarding import TokenIdForwarding
 from .leg_ends import LegEnds
@@ -513,7 +513,7 @@ class Conductor:
         if exchange.metered:
             meter(attempt, data)
         else:
-            attempt.tail.append(data)
+            keep(attempt.tail, data)
         if attempt.first_at:
             attempt.seen_at = attempt.first_at
             self.settling.answered(exchange, attempt)

@@ -1,6 +1,6 @@
-"""Deadlines of a request under way: what a sweep that looks at it now and then does once it has waited too long.
+"""Deadlines of a request under way: what the sweep does that looks at it now and then, once it has waited too long.
 
-A replica answers for time alone in which this process ran: each deadline is measured by `Pulse.ran`.
+A replica is only blamed for time in which this process itself ran: each deadline is measured by `Pulse.ran`.
 """
 
 from __future__ import annotations
@@ -73,13 +73,15 @@ class Deadlines:
         return ApiError(504, f"replica {attempt.backend.id} {what}", discreet=f"the replica {what}")
 
     def _check_unanswered(self, exchange: Exchange, attempt: Attempt, now: float) -> None:
-        first_leg = attempt.leg is Leg.PREFILL  # what is withheld of its answer is never for the client
-        # An error's body is told whole, in its client's own format.
+        first_leg = attempt.leg is Leg.PREFILL  # the client gets nothing of its answer
+        # An error is sent whole, in the format of the client's API, so no part of it passes.
         passes = attempt.withheld and attempt.status == 200 and not first_leg
         held_back = self._ran(attempt.sent_at, now) if passes else 0.0
         if held_back > COMMENT_SECONDS and attempt.streams:
             self._conductor.pass_keep_alives(exchange, attempt, now)
-        # Of a comment cut in two only its end is missing. Whatever goes on with a stream writes whole events.
+        # These keep-alives may end in the middle of a comment: they pass as they are, because the rest of the comment
+        # follows in the next read. A resumed stream needs no other event first, because what resumes it writes only
+        # whole events.
         if (
             held_back > KEEP_ALIVE_SECONDS
             and attempt.beginning is not None
@@ -131,8 +133,8 @@ class Deadlines:
         return self._judge.others(exchange, attempt)[0].replica.state is State.READY
 
     def _stood_still(self, attempt: Attempt, now: float) -> float:
-        """Seconds for which the request is there, and the replica has shown no sign of computing. Of one that is
-        leaving it is known only where its figures can still be read."""
+        """Return for how many seconds the replica has had the request and shown no sign of computing. For one that is
+        leaving this is known only while its figures can still be read."""
         replica, since = attempt.backend.replica, attempt.sent_at
         if replica.state is State.FAILED:
             return self._ran(since, now)
@@ -141,8 +143,8 @@ class Deadlines:
         return self._ran(max(since, min(replica.moved_at, now)), max(since, now))
 
     def _silence(self, attempt: Attempt, now: float) -> float:
-        """Seconds without a byte after which a stream is given up. An engine that was asked to stop may have ended its
-        core and wait for its connections: for ever, if nobody gives up."""
+        """Return after how many seconds without a byte a stream is given up. An engine that was asked to stop may have
+        ended its core and wait for its connections to close, which never happens if nobody gives them up."""
         state = attempt.backend.replica.state
         lost = state is State.FAILED or (
             state is State.LEAVING and self._stood_still(attempt, now) >= PATIENCE[State.LEAVING]

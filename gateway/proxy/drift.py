@@ -59,8 +59,10 @@ class Drift:
         return self._offset if self._steady >= STEADY else 0
 
     def reported(self, predicted: int, cached: int, tokens: int, fetched: int = 0, block_size: int = 0) -> bool:
-        """One response told its cached tokens, in all tiers; `fetched` of those predicted are in slower ones. True: the
-        map has drifted, heal it."""
+        """Compare one response that reported its cached tokens, and return whether the map has drifted and must heal.
+
+        `cached` counts those in all tiers; `fetched` of the predicted ones are in slower tiers.
+        """
         self._promised += max(0, cached - fetched)  # the engine counted it as well, but for what it fetched
         self._prompts += tokens
         self._count += 1
@@ -79,8 +81,11 @@ class Drift:
         return drifted
 
     def _explained(self, block_size: int) -> int:
-        """Tokens of the window's error that are one offset, of most of its answers. What is always predicted alike may
-        as well be known wrong, but for one block."""
+        """Return how many tokens of the window's error come from one offset that most of its answers share.
+
+        An offset of one block is always believed. Another one only if it came with different predictions: where each
+        answer was predicted the same, an equal error may also mean that the map is wrong about that one prompt.
+        """
         error, predicted = max(self._offsets.items(), key=lambda one: len(one[1]), default=(0, []))
         steady = 2 * len(predicted) > self._telling and (abs(error) == block_size or len(set(predicted)) > 1)
         return abs(error) * len(predicted) if steady else 0
@@ -91,31 +96,24 @@ class Drift:
         self._steady += answers
 
     def unreported(self, predicted: int, tokens: int) -> None:
-        """One response that did not: the engine's counters will have to tell."""
+        """Note a response that did not report its cached tokens, so that only the engine's counters can tell."""
         self._promised += predicted
         self._prompts += tokens
         self._silent += tokens
         self._silent_prompts[predicted > 0] += 1
 
     def aside(self) -> None:
-        """One response to a request of several prompts or choices: its report speaks of one of them, and what was
-        predicted of another. The counters mean nothing until the next look."""
+        """Note a response to a request of several prompts or choices. Its report is about one of them, the prediction
+        may be about another, so the counters mean nothing until they are next compared."""
         self._aside = True
 
-    def take(self) -> tuple[int, int, int, bool]:
-        """What `counted` would judge by, to be judged elsewhere."""
+    def _take(self) -> tuple[int, int, int, bool]:
+        """Return what `counted` judges by, and begin to count anew."""
         taken = self._promised, self._prompts, self._silent, self._aside
         self._promised = self._prompts = self._silent = 0
         self._silent_prompts = [0, 0]
         self._aside = False
         return taken
-
-    def add(self, promised: int, prompts: int, silent: int, aside: bool) -> None:
-        """What another one has taken."""
-        self._promised += promised
-        self._prompts += prompts
-        self._silent += silent
-        self._aside |= aside
 
     def counted(self, queries: float | None, hits: float | None, idle: bool, block_size: int = 0) -> bool:
         """The engine's totals of tokens looked up and of those found, scraped; `idle`: nothing is in flight that
@@ -128,7 +126,7 @@ class Drift:
             return False
         (queried, hit), self._before = self._before, (queries, hits)
         without, expected = self._silent_prompts
-        promised, prompts, silent, aside = self.take()
+        promised, prompts, silent, aside = self._take()
         if hit is None or hits < hit or not silent or aside:
             return False
         if queries is not None and queried is not None and queries - queried != prompts:

@@ -48,6 +48,8 @@ log = logging.getLogger("hitherto.proxy")
 # Reads kept to find the usage in: vLLM writes it, what ends the stream ([DONE], message_stop) and the last
 # chunk one by one, and each may be a read of its own. One more, should a read end within the usage.
 TAIL = 4
+# A read of fewer bytes joins the one before it where that has fewer as well: many tiny reads do not push the usage out.
+TINY = 128
 # And of each as much as matters, where a client stops reading: a read may be 256 kB.
 TAIL_BYTES = 4096
 CONNECTING, ANSWERING = AttemptState.CONNECTING, AttemptState.ANSWERING
@@ -77,12 +79,13 @@ class Attempt:
         # the answer: its status and head, and the status that an error behind a 200 amounts to, 0 without one; whether
         # the prompt was computed all the same
         "status", "response_head", "fault", "computed", "streams",
-        # first bytes of its body that are held back, since nothing of an answer is in them; of a stream what they show;
-        # how many of them are known to show nothing, or of a stream to begin with no whole comment; whether they were
-        # passed on for all that, so that its first token was seen some time after it came
+        # `withheld`: the first bytes of its body, held back because they show nothing of an answer yet; `beginning`:
+        # what they show of a stream; `looked_at`: how many of them there were at the last look; `seen_late`: they were
+        # passed on nevertheless, so its first token was noticed some time after it came
         "withheld", "beginning", "looked_at", "seen_late",
-        # the answer as it passes, in so many reads; where it is metered, how many events of a stream brought output,
-        # and what finds its usage, if it had one so far; how often its client did not keep up
+        # `tail`: the last reads of the answer, of `pieces` so far; where it is metered, `events`: how many events of a
+        # stream brought output, and `usage`: what reads its usage, once that has begun; `pauses`: how often its client
+        # did not keep up
         "tail", "pieces", "events", "usage", "pauses", "seen_pieces", "seen_at",
         # monotonic seconds, 0.0 for what did not happen; `first_at`: of the answer itself, not of other bytes
         "begun_at", "sent_at", "first_at", "ended_at",
@@ -170,7 +173,10 @@ class Attempt:
 
     def data(self, data: bytes) -> None:
         if self.state is ANSWERING:
-            self.tail.append(data)
+            if len(data) < TINY:
+                keep(self.tail, data)
+            else:
+                self.tail.append(data)
             self.pieces += 1
             self.client.transport.write(data)
         else:
@@ -183,7 +189,7 @@ class Attempt:
     def closed(self) -> None:
         """The replica closed the connection, as it does after a body whose end nothing else tells, and when it dies."""
         head, seen = self.response_head, self.withheld or b"".join(self.tail)
-        whole = bool(self.withheld) or (self.pieces == len(self.tail) and not self.pauses)
+        whole = bool(self.withheld) or (self.pieces <= TAIL and not self.pauses)
         if self.exchange.continuation is not None or head.get(b"content-encoding") is not None:
             self.end()  # the one is looked at there, and nobody can look at the other
         elif self.status >= 400:
@@ -227,21 +233,31 @@ def meter(attempt: Attempt, data: bytes) -> None:
         if USAGE.search(found) is not None:
             attempt.usage = search = UsageSearch()
             search.feed(found)
-    tail.append(data)
+    keep(tail, data)
+
+
+def keep(tail: deque[bytes], data: bytes) -> None:
+    """Add a read to the last ones of an answer."""
+    if len(data) < TINY and tail and len(tail[-1]) < TINY:
+        tail[-1] += data
+    else:
+        tail.append(data)
 
 
 def output_tokens(attempt: Attempt, usage: Usage | None) -> int:
-    """Return how many tokens came out: as the engine told, else as many as the stream had events that brought some. Of
-    one whose events are not counted, or were not found, since they are compressed, the reads are: a few more at its
-    end, and fewer where some came together."""
+    """Return how many tokens came out: the engine's own count, else the number of events that brought output.
+
+    Where the events of a stream were not counted, or could not be found because it is compressed, its reads are counted
+    instead: there are a few more of them at its end, and fewer where several events came in one read.
+    """
     if usage is not None and usage.completion is not None:
         return usage.completion
     return (attempt.events or attempt.pieces) if attempt.streams else 0
 
 
 def time_per_token(attempt: Attempt, tokens: int) -> float | None:
-    """Return the seconds between two of a stream's tokens. Nobody knows them of a short answer, of one whose client did
-    not keep up, nor of one that broke off."""
+    """Return the seconds between two of a stream's tokens, or None where they cannot be known: for a short answer, one
+    whose client did not keep up, and one that broke off."""
     if not attempt.streams or tokens <= LEAST_OUTPUT or attempt.pauses or attempt.is_continued or attempt.seen_late:
         return None
     return (attempt.ended_at - attempt.first_at) / (tokens - 1)
@@ -299,7 +315,7 @@ class ContinuableAttempt(Attempt):
         if self.exchange.metered:
             meter(self, data)
         else:
-            self.tail.append(data)
+            keep(self.tail, data)
 
 
 class Legs:

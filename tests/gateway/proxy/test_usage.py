@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.proxy.answers import MOST_SEARCHED, NOTHING, Usage, believed, read_usage
-from gateway.proxy.exchange import TAIL, meter
+from gateway.proxy.answers import MOST_SEARCHED, NOTHING, Usage, believed, has_end, read_usage
+from gateway.proxy.exchange import TAIL, keep, meter
 
 
 def test_openai_usage_is_read_from_a_whole_answer():
@@ -104,13 +104,25 @@ def test_usage_is_found_however_an_answer_is_read(before, behind, tells, stream,
     if stream:
         created = json.dumps({"response": {**answer, "usage": None}, "type": "response.created"}).encode()
         body = b'data: %b\n\ndata: {"type": "x"}\n\ndata: {"response": %b, "n": 9}\n\n' % (created, body)
-    cuts = sorted(data.draw(st.lists(st.integers(0, len(body)), max_size=4)))
+    every = data.draw(st.sampled_from([1, 2, 3, 20, len(body)]))
+    cuts = sorted({*data.draw(st.lists(st.integers(0, len(body)), max_size=4)), *range(every, len(body), every)})
     exchange = SimpleNamespace(label="responses", tells_response=True)
     attempt = SimpleNamespace(streams=stream, exchange=exchange, tail=deque(maxlen=TAIL), events=0, usage=None)
     for start, end in zip([0, *cuts], [*cuts, len(body)], strict=True):
         meter(attempt, body[start:end])
     found = NOTHING if attempt.usage is None else attempt.usage.usage(2 if stream else 1)
     assert found == (Usage(7, 12, None) if tells else NOTHING)
+
+
+@pytest.mark.parametrize("size", [1, 7, 100])
+def test_the_end_of_a_stream_is_kept_however_small_its_reads_are(size):
+    end = b'data: {"choices":[],"usage":{"prompt_tokens":7,"completion_tokens":12}}\n\ndata: [DONE]\n\n'
+    body, tail = b'data: {"choices":[{"text":"a"}]}\n\n' * 99 + end, deque(maxlen=TAIL)
+    for start in range(0, len(body), size):
+        keep(tail, body[start : start + size])
+    kept = b"".join(tail)
+    assert read_usage(kept) == Usage(7, 12, None) and has_end("chat", kept, True, b"text/event-stream", False)
+    assert len(kept) < 4 * 256
 
 
 def test_counts_that_cannot_be_are_not_believed():

@@ -179,7 +179,11 @@ class View:
             "block_size": replica.stored_size or replica.block_size,
             "num_blocks": replica.num_blocks,
             "max_model_len": replica.max_model_len,
-            "problems": [*replica.problems, *_seen(replica, intake, self.settings.block_size)],
+            "problems": [
+                *replica.problems,
+                *_seen(replica, intake, self.settings.block_size),
+                *self._of_template(replica),
+            ],
             "slow": self.slow(replica.id),
             "tokenizer": replica.tokenizer,
             "takes_ids": replica.takes_ids,
@@ -196,6 +200,11 @@ class View:
             "map_role_reason": getattr(intake, "role_reason", None),
             "map_blocks": self._blocks(replica.id, blocks),
         }
+
+    def _of_template(self, replica: Replica) -> list[str]:
+        member = self.models.members.get(replica.id) if self.models is not None else None
+        why = member.space.pipeline.template_exceeds if member is not None else ""
+        return [f"some of its chats are matched as text: {why}"] if why else []
 
     def _intake(self, replica: Replica) -> Any:
         """None where what was heard is of an engine that is gone."""

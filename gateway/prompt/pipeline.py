@@ -353,6 +353,11 @@ class Pipeline:
         return self._quirks.tokenizes_all or not self._as_received
 
     @property
+    def template_exceeds(self) -> str:
+        """Why a chat template's rendering was ended early, if it ever was."""
+        return next((one.template.exceeds for one in self.renderers.values() if one.template.exceeds), "")
+
+    @property
     def prints_date(self) -> bool:
         """Whether conversations hold the engine's date, in some cases at least."""
         return any(one.template.prints_date for one in self.renderers.values())

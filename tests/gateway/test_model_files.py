@@ -5,6 +5,7 @@ import json
 import shutil
 import threading
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,6 +13,7 @@ from gateway import model_files
 from gateway.config import Settings
 from gateway.models import Models
 from gateway.ops.comparison import TokenizerComparison
+from gateway.ops.view import View
 from replicas import Replica, State
 from replicas.simulated.model import sim_model_dir
 
@@ -207,5 +209,9 @@ async def test_a_model_whose_files_are_made_to_do_harm_goes_by_text_and_others_s
         told = {one: models.members[one.id].space.pipeline.prepare("/v1/chat/completions", body) for one in (good, bad)}
         assert told[good].mode == "exact" and told[bad].mode == "text" and len(told[bad].hashes) > 2
         assert is_exact(models, bad.id) == reads and models.waiting_for is None
+        view = SimpleNamespace(models=models)
+        assert View._of_template(view, good) == []
+        if "range" in text or "macro" in text or "* 10" in text:
+            assert "as text: the chat template does or makes more than" in View._of_template(view, bad)[0]
     finally:
         models.stop()

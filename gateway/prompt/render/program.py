@@ -60,6 +60,7 @@ class ProgramTemplate:
     knows_developer = True
     reads: frozenset[str] = frozenset()
     prints_time = False
+    exceeds = ""
 
     def __init__(self, program: Program, quirks: VersionQuirks = NEWEST, clock: Clock | None = None) -> None:
         self.program, self.clock = program, clock or Clock()

@@ -131,6 +131,7 @@ class ChatTemplate:
 
     not_compiled = ""  # why it cannot be, see `render.compiler`
     as_received = False
+    exceeds = ""  # why a rendering was ended early, see `bounds`
 
     def __init__(
         self,
@@ -189,7 +190,8 @@ class ChatTemplate:
         values["tools"] = tools
         try:
             text = self._template.render(values)
-        except TemplateError:
+        except TemplateError as error:
+            self.exceeds = str(error)
             raise
         except Exception as error:  # templates are programs: they may fail in any way
             raise TemplateError(f"{type(error).__name__}: {error}") from error

@@ -19,6 +19,7 @@ from replicas import twins
 from replicas.adopt import Facts
 from replicas.engines import TRANSFERS
 from replicas.launch.ports import holder
+from replicas.lifecycle import TAKES_TRAFFIC, State
 from replicas.problems import DRAINED, block_size_set
 from replicas.replica import Address, EventSource, parse_url
 from replicas.roles import BOTH
@@ -27,6 +28,8 @@ from replicas.simulated import complaints
 ADMIN_SECONDS = 5.0  # for the answer of a gateway's admin side
 
 
+ENDING = (State.LEAVING, State.DRAINING)
+KEPT_OUT = {*State} - {*TAKES_TRAFFIC, State.STOPPED}  # states in which the gateway sends an engine nothing new
 NONE_RUNS = "none runs with these settings"  # how the finding begins
 
 
@@ -222,13 +225,17 @@ def check_kept_out(address: Address, running: dict[str, Any] | None) -> Iterator
     """Replicas behind this address that the running gateway sends nothing to, by its own words. It remembers what
     was there before; what answers now need not be an engine, and would be misjudged by one look at it."""
     for one in (running or {}).get("replicas", []):
-        if one["url"] == address.url and one.get("state") in ("starting", "warming", "failed"):
-            yield Finding("fail", f"replica {one['id']}", f"the gateway calls it {one['state']}: {one['reason']}",
+        state = one.get("state")
+        if one["url"] == address.url and state in KEPT_OUT:
+            yield Finding("warn" if state in ENDING else "fail", f"replica {one['id']}",
+                          f"the gateway calls it {state}: {one['reason']}",
                           f"{_remedy_of_kept_out(one)}; its other checks are skipped")  # fmt: skip
 
 
 def _remedy_of_kept_out(replica: dict[str, Any]) -> str:
     fault = replica.get("fault")
+    if replica["state"] in ENDING:
+        return f"nothing, it finishes the {replica.get('inflight', 0)} requests that it has; to use it again, start it when it has ended"
     if replica.get("managed") and fault != "timeout":
         return "the gateway starts it by itself, and again whenever it ends: wait for it to load, or see why it ended in the gateway's log"
     return remedy_of_silence(fault)

@@ -13,7 +13,7 @@ from gateway.errors import ApiError
 from gateway.ops.explain import NO_URL, Unanswered, call, is_url
 from replicas.replica import parse_url
 
-COLUMNS = ("id", "state", "models", "reason")
+COLUMNS = {"id": "id", "state": "state", "inflight": "in flight", "models": "models", "reason": "reason"}
 REMOVAL_SECONDS = 86_400.0  # which ends with the drain that comes first
 
 
@@ -42,7 +42,10 @@ def run(args: argparse.Namespace, config: Config) -> int:
         print(json.dumps(answer, indent=2))
     elif args.action == "remove":
         left = answer.get("left", 0)
-        print(f"{args.which} removed" + (f"; {left} requests go on there: stop it once they are done" if left else ""))
+        print(
+            f"{args.which} removed"
+            + (f"; {left} requests go on at its engine: stop it once its own /metrics shows none" if left else "")
+        )
     else:
         print(table(answer["replicas"] if args.action == "list" else [answer]))
     return 0
@@ -81,9 +84,13 @@ def _id(given: str) -> str:
 def table(replicas: list[dict[str, Any]]) -> str:
     if not replicas:
         return "no replicas"
-    rows = [COLUMNS, *(tuple(_cell(one.get(name)) for name in COLUMNS) for one in replicas)]
+    rows = [tuple(COLUMNS.values()), *(tuple(_cell(one.get(name)) for name in COLUMNS) for one in replicas)]
     wide = [max(len(row[column]) for row in rows) for column in range(len(COLUMNS))]
-    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, wide)).rstrip() for row in rows)
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, wide)).rstrip() for row in rows]
+    for one in replicas:
+        slow = [one["slow"]["text"]] if one.get("slow") else []
+        lines += [f"{one['id']}: {text}" for text in (*slow, *one.get("problems", ()))]
+    return "\n".join(lines)
 
 
 def _cell(value: Any) -> str:

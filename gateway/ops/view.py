@@ -441,9 +441,8 @@ def _seen(replica: Replica, intake: Any, block_size: int | None) -> list[str]:
     found = [*(intake.problems if intake else ()), *replica.unlike]
     if problem := replica.unfit(block_size):
         found.append(str(problem))
-    if replica.state is State.FAILED:
-        absent = replica.fault in ("", "connect")  # else something is there: it hangs, or answers with errors
-        found.append(f"{'no engine is there, and ' if absent else ''}nothing is sent there: {replica.reason}")
+    if replica.state is State.LEAVING:
+        found.append(f"its engine ends: it {replica.reason}")
     if replica.state is State.STOPPED:
         found.append(str(Problem(f"{DRAINED} ({replica.reason})", f'POST /replicas {{"url": "{replica.url}"}}')))
     if intake and intake.state == "unobserved":

@@ -86,11 +86,13 @@ function felt(s, recent) {
   for (const model of s.unserved) rows.push(["bad", "not served", `${model}: no replica takes requests for it`]);
   const told = (name, number, what) => number && rows.push([share(number, f.requests) >= .05 ? "bad" : "warn", name,
     `${count(number)} of ${several(f.requests, "request", "requests")} of the last minute ${what} (${percent(share(number, f.requests))})`]);
-  told("errors", f.errors, "failed");
+  const [last] = Object.entries(recent.failures).filter(([, one]) => recent.now - one.at < 60).sort(([, a], [, b]) => b.at - a.at);
+  told("errors", f.errors, last ? `failed, last at ${last[0]}: ${last[1].why}` : "failed");
   told("full", f.full, "got 429, as every engine that was asked was full");
   told("engines' key", f.unauthorized, "got 401 or 403 from engines: the API key that these were sent is missing or wrong (--engine-api-key)");
   told("clients' keys", f.keyless, "got 401, as their API key is missing or not known here");
-  if (down.length) rows.push([2 * down.length >= s.replicas.length ? "bad" : "warn", "down", `${down.length} of ${s.replicas.length} replicas ${down.length === 1 ? "is" : "are"} down`]);
+  const which = down.slice(0, 3).map(r => `${r.id} (${r.reason})`).concat(down.length > 3 ? [`${down.length - 3} more`] : []).join(", ");
+  if (down.length) rows.push([2 * down.length >= s.replicas.length ? "bad" : "warn", "down", `${down.length} of ${s.replicas.length} replicas ${down.length === 1 ? "is" : "are"} down: ${which}`]);
   const slow = s.replicas.filter(r => r.slow).sort((a, b) => b.slow.times - a.slow.times);
   for (const r of slow) rows.push(["warn", "slow", `${r.id} ${r.slow.text}`]);
   for (const [policy, one] of Object.entries(s.policy_failures || {}))

@@ -186,6 +186,13 @@ async def test_what_to_do_about_a_failed_engine_goes_by_the_fault_that_the_gatew
     replica.managed, replica.fault, replica.reason = True, "", "exited with code 1; next start in 4.0 s"
     (kept_out,) = gateway_check.check_kept_out(parse_url("http://a:1"), gateway.status())
     assert kept_out.remedy.startswith("the gateway starts it by itself, and again whenever it ends: ")
+    for replica.state in (State.LEAVING, State.DRAINING):  # its port may be closed, and it is not to be started
+        (kept_out,) = gateway_check.check_kept_out(parse_url("http://a:1"), gateway.status())
+        assert kept_out.level == "warn" and kept_out.remedy.startswith(
+            "nothing, it finishes the 0 requests that it has"
+        )
+    replica.state = State.LEAVING
+    assert gateway.status()["replicas"][0]["problems"][0].startswith("its engine ends: ")
 
 
 def test_a_file_that_the_running_gateway_cannot_use_is_said_whatever_the_doctor_was_given():

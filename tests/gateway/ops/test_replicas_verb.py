@@ -8,6 +8,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from gateway import cli
+from gateway.ops import replicas_verb
 from gateway.ops.admin import Admin
 from gateway.ops.guard import Guard
 from replicas import Fleet
@@ -39,13 +40,31 @@ async def test_replicas_are_listed_added_drained_and_removed(admin, capsys, unus
         assert id in capsys.readouterr().out
     assert await hitherto("list") == 0
     head, *rows = capsys.readouterr().out.splitlines()
-    assert head.split() == ["id", "state", "models", "reason"] and [row.split()[0] for row in rows] == [first, second]
+    assert head.split() == ["id", "state", "in", "flight", "models", "reason"] and [row.split()[0] for row in rows] == [
+        first,
+        second,
+    ]
     assert await hitherto("drain", first) == 0
     assert await hitherto("remove", f"http://{second}") == 0, "its URL will do for its id"
     assert f"{second} removed" in capsys.readouterr().out.replace("http://", "")
     assert await hitherto("--json") == 0
     (left,) = json.loads(capsys.readouterr().out)["replicas"]
     assert left["id"] == first and left["state"] in ("draining", "stopped")
+
+
+def test_what_is_amiss_with_a_replica_stands_below_the_list():
+    slow = {"text": "takes 4 x as long per token as the others"}
+    page = {
+        "id": "a:1",
+        "state": "leaving",
+        "inflight": 3,
+        "reason": "ends",
+        "slow": slow,
+        "problems": ["its engine ends"],
+    }
+    _, row, *below = replicas_verb.table([page]).splitlines()
+    assert row.split() == ["a:1", "leaving", "3", "ends"]
+    assert below == ["a:1: takes 4 x as long per token as the others", "a:1: its engine ends"]
 
 
 @pytest.mark.parametrize("given", ["http://gpu3", "HTTP://GPU3:80/v1", "gpu3:80", "http://gpu3#role=prefill"])

@@ -184,7 +184,7 @@ def _limited(gateway):
 @pytest.mark.parametrize(
     "amiss,kind,word,first",
     [
-        (_half_dead, "bad", "down", "down 1 of 2 replicas is down"),
+        (_half_dead, "bad", "down", "down 1 of 2 replicas is down: b:1 (it is so)"),
         (_one_of_three_dead, "warn", "down", "down 1 of 3 replicas is down"),
         (_unserved, "bad", "not served", "not served away: no replica takes requests for it"),
         (_slow, "warn", "slow", "slow b:1 takes 8 x as long per token as the others for "),

@@ -121,7 +121,8 @@ async def measure(
     """One seed of one target, with the engines' own counters where an admin side lists engines."""
     client = Client(url, target.headers(args), args.timeout)
     before = await engines.cache_counts(admin) if admin else {}
-    await found.ask(args, console, client, seed)
+    names = [str(item["id"]) for item in await engines.replicas(admin)] if admin else []
+    await found.ask(args, console, client, seed, names)
     counted = engines.between(before, await engines.cache_counts(admin)) if admin else None
     client.close()
     found.reports[-1]["engines"] = counted

@@ -139,8 +139,7 @@ def verdict_of(name: str, old: Report, new: Report, void: str | None) -> tuple[s
     if void:
         return f"{name}{': ' if name else ''}This comparison is void: {void}.", {verdict: [] for verdict in Verdict}
     found = comparison.changes(new, old)
-    worse, better, same = (len(found[verdict]) for verdict in (Verdict.WORSE, Verdict.BETTER, Verdict.SAME))
-    count = f"{better} better, {worse} worse, {same} about the same"
+    worse, better, count = found[Verdict.WORSE], found[Verdict.BETTER], comparison.counted(found)
     if worse and better:
         said = f"Mixed: {count}."
     elif worse:
@@ -166,7 +165,7 @@ async def diff_verb(args: argparse.Namespace, console: Console) -> int:
         console.print(Text(said, "bold red" if void else "bold"), soft_wrap=True)
         for verdict in (Verdict.WORSE, Verdict.BETTER):
             if changes[verdict]:
-                console.print(show.bullets([f"{verdict.value}: {'; '.join(changes[verdict])}"]))
+                console.print(show.bullets([f"{verdict.value}: {comparison.largest(changes[verdict])}"]))
         written[name] = {"verdict": said, "void": void, **{one.value: changes[one] for one in _LOOKS if changes[one]}}
         bad |= bool(void or changes[Verdict.WORSE])
     sure = [(was, now) for name, was, now in found if not written[name]["void"]]

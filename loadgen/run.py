@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from rich.console import Console
@@ -67,8 +67,13 @@ class Measured:
     def report(self) -> Report:
         return seeds.merged(self.reports)
 
-    async def ask(self, args: argparse.Namespace, console: Console, client: Client, seed: int) -> None:
-        """Measure one seed, whose number is in `args`; `seed` counts from 0."""
+    async def ask(
+        self, args: argparse.Namespace, console: Console, client: Client, seed: int, replicas: Sequence[str] = ()
+    ) -> None:
+        """Measure one seed, whose number is in `args`; `seed` counts from 0.
+
+        `replicas` are the target's, where they are known: the report then also counts those that got no request.
+        """
         work = datasets.workload(args)
         if not seed:
             show.print_notes(console, work.notes)
@@ -76,7 +81,7 @@ class Measured:
         self.workload = self.workload or {**datasets.describe(args, work), "vocab_size": asking.vocabulary}
         label = seeds.label(self.name, args.seed, args.seeds)
         load = await ask(args, console, work, client, asking, label)
-        self.interrupted = load.interrupted
+        self.interrupted, load.replicas = load.interrupted, replicas
         self.records[label] = load.done
         about = {"target": client.base_url, "model": asking.model, "asked": datasets.drawn_for(args)}
         self.reports.append({**about, **figures(args, load)})

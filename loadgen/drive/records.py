@@ -71,6 +71,7 @@ class Load:
     seconds, CPU figures those of the busiest of its `processes`."""
 
     processes, connections = 1, 0
+    replicas: Sequence[str] = ()  # those that are known to be there, whether or not they answer anything
 
     def __init__(
         self,

@@ -2,57 +2,65 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Mapping, Sequence
 
 from rich.console import Console
 
 from loadgen.report import noise, rates, seeds, show
 from loadgen.report.noise import Row, Verdict
-from loadgen.report.shares import percent
 from loadgen.report.summary import Report, Reports
 
-
-def factor(ratio: float) -> str:
-    return f"{ratio:.{0 if ratio >= 10 else 1 if ratio >= 1.05 else 2}f}×"
-
-
-def less_or_more(row: Row, report: Report, base: Report, less: str, more: str) -> str:
-    """Put one figure's change since `base` in words, "2.0× faster", by the rule that makes it better or worse."""
-    new, old = seeds.mean(report, row.read), seeds.mean(base, row.read)
-    if noise.judged(row, report, base) is Verdict.SAME:
-        return "about the same" if abs(new - old) <= noise.SAME * old else "no difference beyond noise"
-    if min(new, old) <= 0:
-        return f"{less if new < old else more} (from or to nothing, so no ratio)"
-    return f"{factor(old / new)} {less}" if new < old else f"{factor(new / old)} {more}"
+_NAMED = 3  # figures in a sentence; the table has all of them
 
 
 def comparison(name: str, report: Report, base_name: str, base: Report) -> list[str]:
-    """What got worse with `report`, and all of it in one line; the table has the figures.
+    """Return a sentence on what got worse with `report`, and one that counts all changes; the table has the figures.
 
-    Only the failures where the two did not answer the same requests.
+    Where the two did not answer the same requests, the one sentence there is says so.
     """
     if void_because({base_name: base, name: report}):
         said = f"{name} cannot be compared with {base_name}: they did not answer the same requests"
         if report["failed"] or base["failed"]:
             said += f", and {report['failed']:,.0f} failed with {name}, {base['failed']:,.0f} with {base_name}"
         return [f"{said}."]
-    worse = changes(report, base)[Verdict.WORSE]
-    summary = "; ".join(part for part in (_cache(report, base), *_ttft(report, base)) if part)
-    said = [f"Worse with {name} than with {base_name}: {'; '.join(worse) or 'nothing'}."]
-    return [*said, f"{name} against {base_name}: {summary}."] if summary else said
+    found = changes(report, base)
+    return [
+        f"Worse with {name} than with {base_name}: {largest(found[Verdict.WORSE])}.",
+        f"{name} against {base_name}: {counted(found)}.",
+    ]
+
+
+def largest(changed: Sequence[str]) -> str:
+    """Join the first few of the figures that changed, and say how many more there are."""
+    more = len(changed) - _NAMED
+    return "; ".join((*changed[:_NAMED], *([f"{more} more in the table"] if more > 0 else ()))) or "nothing"
+
+
+def counted(found: Mapping[Verdict, Sequence[str]]) -> str:
+    """Say how many figures got better, got worse and stayed."""
+    return ", ".join(f"{len(found[one])} {one.value}" for one in (Verdict.BETTER, Verdict.WORSE, Verdict.SAME))
 
 
 def changes(report: Report, base: Report) -> dict[Verdict, list[str]]:
-    """Every figure that has a better and a worse, by what became of it since `base`."""
-    found: dict[Verdict, list[str]] = {verdict: [] for verdict in Verdict}
+    """Return every figure that has a better and a worse, by what became of it since `base`; the largest changes first.
+
+    A change is as large as the ratio of the two figures, and largest where one of them is 0.
+    """
+    found: dict[Verdict, list[tuple[float, str]]] = {verdict: [] for verdict in Verdict}
     for row in show.rows_of({"": report}):
         verdict = noise.judged(row, report, base)
         if verdict is Verdict.NEITHER:
             continue
         new, old = seeds.mean(report, row.read), seeds.mean(base, row.read)
         much = f" ({change(row, old, new)})" if change(row, old, new) else ""
-        found[verdict].append(f"{row.said or row.label} {' instead of '.join(_told_apart(row, new, old))}{much}")
-    return found
+        ratio = max(new, old) / min(new, old) if min(new, old) > 0 else math.inf
+        found[verdict].append(
+            (ratio, f"{row.said or row.label} {' instead of '.join(_told_apart(row, new, old))}{much}")
+        )
+    return {
+        verdict: [said for _, said in sorted(changed, key=lambda one: -one[0])] for verdict, changed in found.items()
+    }
 
 
 def _told_apart(row: Row, new: float, old: float) -> tuple[str, str]:
@@ -74,26 +82,6 @@ def change(row: Row, old: float, new: float) -> str:
 
 def _signed(value: float, digits: int) -> str:
     return f"{value:+.{digits}f}" if round(value, digits) else "0"
-
-
-def _cache(report: Report, base: Report) -> str | None:
-    new, old = report["cache"]["hit_rate"], base["cache"]["hit_rate"]
-    if new is None or old is None:
-        return None
-    return (
-        f"{percent(new, 0)} of all prompt tokens found in a cache against {percent(old, 0)} "
-        f"({less_or_more(show.HIT_RATE, report, base, 'fewer', 'as many')})"
-    )
-
-
-def _ttft(report: Report, base: Report) -> Iterator[str]:
-    new, old = report["ttft_ms"], base["ttft_ms"]
-    if not new or not old:
-        return
-    for key in dict.fromkeys((report["percentiles"][0], report["percentiles"][-1])):
-        if key in old:
-            row = show.latency("TTFT", "ttft_ms", key)
-            yield f"TTFT {key} {less_or_more(row, report, base, 'faster', 'slower')}"
 
 
 def void_because(reports: Reports) -> str | None:

@@ -128,7 +128,7 @@ def summarise(
         ),
         "goodput": _goodput(good, len(run.done) + (0 if run.interrupted else run.not_sent), slo, seconds),
         "cache": cache_figures(good),
-        "replicas": _replicas(run.done, getattr(run, "replicas", ())),
+        "replicas": _replicas(run.done, run.replicas),
         "generator": _generator(run, seconds),
     }
 

@@ -5,8 +5,17 @@ import json
 import os
 import sys
 
+FIRST = """
+from policies import Choice
+
+class First:
+    def choose(self, demand, candidates, explain=False):
+        return Choice(0, "the first")
+"""
+
 
 async def test_policies_are_compared_on_fresh_engines(tmp_path):
+    (tmp_path / "first.py").write_text(FIRST)
     path = tmp_path / "c.json"
     process = await asyncio.create_subprocess_exec(
         sys.executable,
@@ -14,7 +23,7 @@ async def test_policies_are_compared_on_fresh_engines(tmp_path):
         "loadgen.cli",
         "compare",
         "--policies",
-        "round_robin,least_time",
+        "round_robin,./first.py:First",
         "--launch",
         "2",
         "--num-prompts",
@@ -35,9 +44,9 @@ async def test_policies_are_compared_on_fresh_engines(tmp_path):
     async with asyncio.timeout(100):
         out, err = await process.communicate()
     assert process.returncode == 0, err.decode()
-    assert "Worse with" in out.decode()
+    assert "over an even share: 2.00 instead of 1.00" in " ".join(out.decode().split())
     reports = json.loads(path.read_text())["targets"]
-    assert list(reports) == ["round_robin", "least_time"]
+    assert list(reports) == ["round_robin", "./first.py:First"]
     for report in reports.values():
         assert report["completed"] == 12 and report["errors"] == {}
         assert report["cache"]["reported_on"] == report["cache"]["predicted_on"] == 12
@@ -47,4 +56,5 @@ async def test_policies_are_compared_on_fresh_engines(tmp_path):
         assert counted["queries"] >= said["prompt_tokens"] and counted["hits"] >= said["cached_tokens"]
         assert 0 <= counted["queries"] - counted["hits"] - said["prefill_tokens"] < 12 * 16
         assert sum(figures["requests"] for figures in report["replicas"].values()) == 12
-    assert [figures["requests"] for figures in reports["round_robin"]["replicas"].values()] == [6, 6]
+    shares = [sorted(one["requests"] for one in report["replicas"].values()) for report in reports.values()]
+    assert shares == [[6, 6], [0, 12]], "a replica that got nothing counts as well"

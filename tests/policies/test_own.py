@@ -43,6 +43,10 @@ def test_the_pages_example_chooses_by_its_filter_and_says_why(written):
     found = candidates(32, 64)
     choice = policy.choose(Demand(tokens=100), found)
     assert policy.name == "mine" and choice.index == 1 and choice.reason == "holds 64 of 100 tokens, 0 requests there"
+    found[1].load = Load(requests=1)
+    assert policy.choose(Demand(tokens=100), found).index == 0, (
+        "a system prompt's holder does not get all that share it"
+    )
     found[1].load = Load(requests=40)
     assert policy.choose(Demand(tokens=100), found).index == 0
     test = {"Mine": type(policy._rule)}

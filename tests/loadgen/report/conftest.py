@@ -52,6 +52,7 @@ def report_of(records: list[Record], slo=None) -> dict:
             users=None,
             processes=1,
             busiest_second=0.0,
+            replicas=(),
             offered=Offer(4.0, 10.0, 0, 0.0),
         ),
         slo,

@@ -43,6 +43,7 @@ def run_of(*records, inflight=()):
         users=None,
         processes=1,
         busiest_second=0.0,
+        replicas=(),
         offered=Offer(4.0, 10.0, 0, 0.0),
         total=10,
         inflight={id(item): item for item in inflight},

@@ -36,6 +36,7 @@ def run_of(records, **fields):
             "users": None,
             "processes": 1,
             "busiest_second": 0.0,
+            "replicas": (),
             "offered": Offer(4.0, 10.0, 0, 0.0),
             **fields,
         }

@@ -223,20 +223,22 @@ def plan_fleet(
                   profile, files.slo(args), args.attainment, args.percentiles, rate)  # fmt: skip
 
     def said(point: Point) -> None:
-        console.print(f"[dim]{point.replicas} × {point.tokens:,} tokens: {percent(point.share)} within the SLO[/]")
+        console.print(
+            f"[dim]{point.replicas} × {point.tokens:,} tokens: {percent(point.share)} within the SLO{behind(point, fleet)}[/]"
+        )
 
     with interruptible(console):
         while True:
             tried = [Size(tokens, args.max_replicas) for tokens in tokens_of(args, profile, found)]
-            console.print(load_in_words(args, work), style="dim")
             try:
                 search(work, fleet, tried, args.processes, said)
                 break
             except TooShort as short:
-                work = longer(args, rate, work, short)
+                work = longer(args, rate, work, short, console)
     if any(size.number is not None for size in tried):
         console.print(curve([size for size in tried if size.points]))
         return INTERRUPTED
+    console.print(load_in_words(args, work), style="dim")
     assumed = assumptions(args, checkpoint, found, given, bool(rate))
     answers = [answer(args, fleet, size) for size in tried]
     console.print(curve(tried))
@@ -268,23 +270,25 @@ def load_of(args: argparse.Namespace, rate: float | None) -> Workload:
     return at_rate(work, rate) if rate and work.starts[-1] > work.starts[0] else work
 
 
-def longer(args: argparse.Namespace, rate: float | None, work: Workload, short: TooShort) -> Workload:
-    """The load with as many requests as hold its rate long enough. Raises BadOption where it cannot have them."""
+def longer(args: argparse.Namespace, rate: float | None, work: Workload, short: TooShort, console: Console) -> Workload:
+    """Return the load with more requests, to hold its rate for longer. Raises BadOption where it cannot have them.
+
+    No number can be advised instead: how long a fleet takes to reach a rate, or shows that it never does, is known only
+    once it is played.
+    """
     needed = max(short.requests, 3 * work.requests // 2)
     why = (
         f"{work.requests:,} requests are over before their rate has been held for long enough to size a fleet by it: "
         f"{short.answered:,.2f}/s were answered"
     )
-    if args.num_prompts:
-        raise BadOption(
-            f"--num-prompts: {why}. Leave it out, and the load is as long as it has to be, or give {needed:,} or more"
-        )
     if datasets.is_a_file(args):
-        raise BadOption(f"--dataset-path: {why}. Give a longer file or a lower --request-rate")
+        more = "all of the file (no --num-prompts)" if args.num_prompts else "a longer file"
+        raise BadOption(f"--dataset-path: {why}. Give {more} or a lower --request-rate")
     if needed > MOST_REQUESTS:
         raise BadOption(
             f"--request-rate: {why}, and {needed:,} of them are too many. Give a lower rate or shorter conversations"
         )
+    console.print(f"{why}. Played again with {needed:,}", style="dim", soft_wrap=True)
     return load_of(argparse.Namespace(**{**vars(args), "num_prompts": needed}), rate)
 
 
@@ -334,18 +338,26 @@ def answer(args: argparse.Namespace, fleet: Fleet, size: Size) -> str:
     if size.kept is None:
         best = size.found
         return (f"With {size.tokens:,} tokens each, not even {size.missed} replicas keep {limits} for {args.attainment:.4g} of the requests: "
-                f"{percent(best.share)} there" + refused(best))  # fmt: skip
+                f"{percent(best.share)} there{behind(best, fleet)}" + refused(best))  # fmt: skip
     gpus = size.kept * args.tensor_parallel_size
     text = f"{size.kept} replica{'s' * (size.kept > 1)} of {size.tokens:,} tokens"
     text += f" ({gpus} GPUs)" if gpus > size.kept else ""
-    enough = size.found
+    enough, less = size.found, size.points.get(size.missed)
     text += f": {percent(enough.share)} within {limits}, hit rate {percent(enough.report['cache']['hit_rate'])}"
     return (
         text
-        + (f"; {size.missed} would give {percent(size.points[size.missed].share)}" if size.missed else "")
+        + (f"; {size.missed} would give {percent(less.share)}{behind(less, fleet)}" if less else "")
         + refused(enough)
         + (f"; but {short}, so a longer one may need more" if (short := rates.never_reached(enough.report)) else "")
     )
+
+
+def behind(point: Point, fleet: Fleet) -> str:
+    """Say of a fleet that is too small although its requests are within the SLO why that is so."""
+    if point.kept or point.share < fleet.attainment:
+        return ""
+    offered, answered = point.report["offered"]["rate"], point.report["request_throughput"]
+    return f", but requests pile up ({answered:,.2f} of {show.number(offered)} requests/s answered)"
 
 
 def refused(point: Point) -> str:

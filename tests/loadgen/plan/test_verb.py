@@ -106,21 +106,20 @@ def test_a_fleet_for_a_load(capsys, tmp_path):
     for tokens, number in fewest.items():
         shares = {point["replicas"]: point["share"] for point in plan["points"] if point["tokens"] == int(tokens)}
         assert shares[number] >= 0.8 and (number == 1 or shares[number - 1] < 0.8)
-    *_, last = re.findall(r"Load: ([\d,]+) requests of chat, at 12 requests/s \(Poisson\)\n", out)
+    (last,) = re.findall(r"Load: ([\d,]+) requests of chat, at 12 requests/s \(Poisson\)\n", out)
     assert int(last.replace(",", "")) > 12 * 30, "for as long as the rate has to be held"
     assert "Assumed:" in out and "gpu-8b" in out and "empty at the start" in out and len(plan["assumed"]) == 4
     assert main([*flags, str(tmp_path / "b.json")]) == 0
     assert (tmp_path / "a.json").read_bytes() == (tmp_path / "b.json").read_bytes()
 
 
-def test_a_load_that_is_over_before_its_rate_is_reached_sizes_no_fleet(capfd):
+def test_a_load_that_is_over_before_its_rate_is_reached_is_played_with_more_requests(capfd):
     flags = ("plan", "--dataset-name", "chat", "--turns", "6", "--think-time", "2", "--request-rate", "12", "--slo", "ttft:200ms",
              "--kv-tokens", "32000")  # fmt: skip
-    assert main([*flags, "--num-prompts", "60"]) == 2
-    said = capfd.readouterr().err
-    assert "--num-prompts: 60 requests are over before their rate has been held" in said and "Leave it out" in said
-    assert main([*flags, "--json", "-"]) == 0
-    found = json.loads(capfd.readouterr().out)["plan"]
+    assert main([*flags, "--num-prompts", "60", "--json", "-"]) == 0, "no number is advised, which might not do either"
+    out, said = capfd.readouterr()
+    assert "60 requests are over before their rate has been held" in said and said.count("\nLoad: ") == 1
+    found = json.loads(out)["plan"]
     (enough,) = (point for point in found["points"] if point["replicas"] == found["replicas"]["32000"])
     assert enough["report"]["request_throughput"] > 0.85 * 12, "so much was answered while it was judged"
 
@@ -132,6 +131,8 @@ def test_a_file_that_is_too_short_for_its_rate_is_said_to_be(capfd, tmp_path):
     flags = ("--dataset-path", str(file), "--slo", "ttft:1s", "--request-rate", "30", "--kv-tokens", "64000")
     assert main(["plan", *flags]) == 2
     assert "Give a longer file or a lower --request-rate" in capfd.readouterr().err
+    assert main(["plan", *flags, "--num-prompts", "20"]) == 2
+    assert "Give all of the file (no --num-prompts) or a lower --request-rate" in capfd.readouterr().err
 
 
 def test_an_overload_that_its_slo_does_not_see_is_no_fleet_that_keeps_it(capfd):
@@ -145,6 +146,9 @@ def test_an_overload_that_its_slo_does_not_see_is_no_fleet_that_keeps_it(capfd):
         assert point["kept"] == (point["replicas"] >= found["replicas"]["6000"])
     overloaded = min(found["points"], key=lambda point: point["replicas"])
     assert overloaded["share"] == 1.0 and not overloaded["kept"]
+    assert re.search(
+        r"1 would give 100.0 %, but requests pile up \([\d.]+ of 8.00 requests/s answered\)", found["answers"][0]
+    )
 
 
 def test_the_page_of_a_plan(capsys, tmp_path):

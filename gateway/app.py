@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from time import monotonic
 from typing import TYPE_CHECKING, Any
@@ -28,7 +28,6 @@ from replicas.pulse import BREAKS_FROM, Pulse
 
 from . import datapath
 from .config import ConfigError, Secrets, Settings, kept_replicas, known_urls, read_secrets
-from .files import Copies
 from .http.server import Server
 from .lifetime import cannot_listen, greeting, run
 from .model import launches, main_model
@@ -74,11 +73,9 @@ class Gateway:
         costs: dict[str, Any] | None = None,
         decision_prefix: str = "",
         secrets: Secrets | None = None,
-        copies: Mapping[str, Copies] = {},
     ):
         """`costs`: what another gateway has learned (`CostGroup.state`); `decision_prefix` begins the ids of its
-        decisions; `secrets`: the settings' own, None: they are read; `copies`: to begin with in place of the files that
-        are followed, of `api_keys` and `tls`."""
+        decisions; `secrets`: the settings' own, None: they are read."""
         self.settings = settings
         secrets = read_secrets(settings) if secrets is None else secrets
         self.background = Background()
@@ -103,13 +100,13 @@ class Gateway:
         keeps_keys = settings.forward_api_keys or (settings.api_keys is None and settings.engine_api_key is None)
         self._hidden = frozenset() if keeps_keys else CLIENT_KEYS
         classes = datapath.class_names(settings)
-        self.keys = datapath.keys(settings, copies.get("api_keys"))
+        self.keys = datapath.keys(settings)
         names = self.keys.names if self.keys is not None else ()
         self.metrics = Metrics(
             {"replica": self.fleet.replicas, "policy": settings.shadow, "class": classes, "tenant": names}
         )
         self.metering = datapath.metering(settings, self.keys, self.metrics, self.background)
-        self.certificate = datapath.certificate(settings, copies.get("tls"))
+        self.certificate = datapath.certificate(settings)
         self.usage_log = datapath.usage_log(settings, self.metrics)
         self.fleet.on_change.append(self._replica_changed)
         self.fleet.on_changed.append(self._fleet_changed)

@@ -14,7 +14,6 @@ from policies.classes import DEFAULT_CLASS
 
 from .config import ConfigError, Settings
 from .errors import ApiError
-from .files import Copies
 from .http.messages import Limits
 from .http.origins import Origins
 from .ops import log as lines
@@ -147,12 +146,12 @@ def shared_ledger(
     )
 
 
-def keys(settings: Settings, copies: Copies | None = None) -> Keys | None:
+def keys(settings: Settings) -> Keys | None:
     """Of clients; None where they need none. Raises ConfigError."""
     if settings.api_keys is None:
         return None
     try:
-        return Keys(settings.api_keys, names_of_classes(settings.scheduler), copies)
+        return Keys(settings.api_keys, names_of_classes(settings.scheduler))
     except KeyFileError as error:
         raise ConfigError(f"api_keys: {error}") from None
 
@@ -189,12 +188,12 @@ def discovery(settings: Settings, fleet: Fleet) -> Discovery | None:
     return Discovery(fleet, settings.discover, place(settings.discover))
 
 
-def certificate(settings: Settings, copies: Copies | None = None) -> Certificate | None:
+def certificate(settings: Settings) -> Certificate | None:
     """Of the gateway; None where clients speak plain HTTP. Raises ConfigError."""
     if settings.tls_cert is None:
         return None
     try:
-        return Certificate(settings.tls_cert, settings.tls_key, settings.tls_client_ca, copies)
+        return Certificate(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
     except CertificateError as error:
         raise ConfigError(f"{error.setting}: {error}") from None
 

@@ -8,7 +8,6 @@ import os
 import stat
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 LOOK_SECONDS = 0.5  # between two looks
 
@@ -16,19 +15,12 @@ LOOK_SECONDS = 0.5  # between two looks
 Signature = tuple[int, int, int, int] | None
 
 
-class Copies(NamedTuple):
-    """Copies of some files, by the files' own paths, and the files' signatures at that time."""
-
-    paths: dict[Path, Path]
-    signatures: list[Signature]
-
-
 class Followed:
-    """Some files, as they are now; `copies`: as they were when these were made."""
+    """Some files, as they are now."""
 
-    def __init__(self, paths: Sequence[Path], copies: Copies | None = None):
+    def __init__(self, paths: Sequence[Path]):
         self._paths = paths
-        self._known = signatures(paths) if copies is None else copies.signatures
+        self._known = signatures(paths)
 
     async def run(self, changed: Callable[[], Awaitable[None]]) -> None:
         """Call `changed` after each change, until cancelled: once the files have stayed the same for a while, since

@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import ssl
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from replicas.simulated.complaints import refuse_pipe
 
-from .files import Copies, Followed
+from .files import Followed
 
 log = logging.getLogger("hitherto")
 
@@ -26,19 +25,13 @@ class CertificateError(ValueError):
 
 class Certificate:
     """Raises CertificateError. `key` None: it is in the file of the certificate. `authorities`: those that have to have
-    signed clients' certificates; None: clients need none. `copies`: of the files, to begin with in their place."""
+    signed clients' certificates; None: clients need none."""
 
-    def __init__(
-        self,
-        certificate: Path,
-        key: Path | None = None,
-        authorities: Path | None = None,
-        copies: Copies | None = None,
-    ):
+    def __init__(self, certificate: Path, key: Path | None = None, authorities: Path | None = None):
         self._certificate, self._key, self._authorities = certificate, key, authorities
-        self._files = Followed([path for path in (certificate, key, authorities) if path is not None], copies)
+        self._files = Followed([path for path in (certificate, key, authorities) if path is not None])
         # Servers keep this one; where files were read since, connections go on with a context that was made of them.
-        self.context = self._current = self._made({} if copies is None else copies.paths)
+        self.context = self._current = self._made()
         self.context.sni_callback = self._choose
         self.problem = ""  # of the files as they are now
 
@@ -49,7 +42,7 @@ class Certificate:
 
     async def _renew(self) -> None:
         try:
-            self._current = await asyncio.to_thread(self._made, {})
+            self._current = await asyncio.to_thread(self._made)
         except CertificateError as error:
             self.problem = str(error)
             log.error("TLS: the certificate known so far stays in use: %s", error)
@@ -61,27 +54,23 @@ class Certificate:
         """OpenSSL asks this of each handshake, of clients that name no server as well."""
         connection.context = self._current
 
-    def _made(self, copies: Mapping[Path, Path]) -> ssl.SSLContext:
+    def _made(self) -> ssl.SSLContext:
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
         context.set_alpn_protocols(["http/1.1"])
-        self._load(context, copies)
+        self._load(context)
         if self._authorities is not None:
             context.verify_mode = ssl.CERT_REQUIRED
         return context
 
-    def _load(self, context: ssl.SSLContext, copies: Mapping[Path, Path]) -> None:
+    def _load(self, context: ssl.SSLContext) -> None:
         named = {"tls_cert": self._certificate, "tls_key": self._key, "tls_client_ca": self._authorities}
         for setting, path in named.items():
             if path is not None:
                 try:
-                    refuse_pipe(copies.get(path, path))
+                    refuse_pipe(path)
                 except OSError as error:
                     why = f"{path} cannot be read: {error.strerror}. Name a PEM file"
                     raise CertificateError(setting, why) from None
-        certificate, key, authorities = (
-            None if path is None else copies.get(path, path)
-            for path in (self._certificate, self._key, self._authorities)
-        )
 
         def passphrase() -> str:
             raise CertificateError(
@@ -89,7 +78,7 @@ class Certificate:
             )
 
         try:
-            context.load_cert_chain(certificate, key, passphrase)
+            context.load_cert_chain(self._certificate, self._key, passphrase)
         except ssl.SSLError as error:
             what = "are no certificate and its key" if self._key else "is no certificate with its key"
             names = f"{self._certificate} and {self._key}" if self._key else f"{self._certificate}"
@@ -105,9 +94,9 @@ class Certificate:
             raise CertificateError(
                 setting, f"{path} cannot be read: {error.strerror or error}. Name a PEM file"
             ) from None
-        if authorities is not None:
+        if self._authorities is not None:
             try:
-                context.load_verify_locations(authorities)
+                context.load_verify_locations(self._authorities)
             except OSError as error:
                 raise CertificateError(
                     "tls_client_ca",

@@ -27,11 +27,9 @@ class Discovery:
         self._added: dict[str, str] = {}  # those that are in the fleet because of their pods
         self._said: set[str] = set()  # of pods that cannot be replicas
         self._left_out: frozenset[str] = frozenset()  # see `resume`
-        self._asked_of: frozenset[str] = frozenset()
+        self._pods_before: frozenset[str] = frozenset()
         self.leaving: Callable[[Sequence[Replica]], None] = lambda replicas: None  # before they go with their pod
-        # Both are told a replica's id. `found`: it is here because of its pod; `gone`: its pod is gone or says
-        # something else, so what operators asked of it holds no longer.
-        self.found: Callable[[str], None] = lambda id: None
+        # Told a replica's id once its pod is gone or says something else: what operators asked of it holds no longer.
         self.gone: Callable[[str], None] = lambda id: None
         self.problem = "not asked yet"  # why the API tells nothing; "" while it does
 
@@ -61,25 +59,26 @@ class Discovery:
     def to_dict(self) -> dict[str, Any]:
         return {"selector": self._discover.selector, "replicas": len(self._wanted), "problem": self.problem or None}
 
-    def resume(self, left_out: Iterable[str], asked_of: Iterable[str]) -> None:
-        """Begin where other processes stand, before any pod is known. Operators have asked something of the pods in
-        `asked_of`, which are ids of replicas, and have removed those in `left_out`."""
-        self._left_out, self._asked_of = frozenset(left_out), frozenset(asked_of)
+    def resume(self, left_out: Iterable[str], pods: Iterable[str]) -> None:
+        """Begin where another process stands, before any pod is known: see `handed_on`."""
+        self._left_out, self._pods_before = frozenset(left_out), frozenset(pods)
 
-    def take_back(self, id: str, left_out: bool) -> str | None:
-        """A change of it was not made after all; `left_out`: an operator had removed it before. The URL that it is to
-        have in the fleet, None if it is not to be there because of a pod."""
-        if id not in self._added:  # its pod may be known later
-            self._left_out = self._left_out | {id} if left_out else self._left_out - {id}
-        return None if left_out else self._added.get(id)
+    def handed_on(self) -> dict[str, list[str]]:
+        """What another process goes on with, the arguments of `resume`: the pods that are known here, and those of them
+        that operators have removed."""
+        engines = self._fleet.engines
+        pods = {*self._added, *self._pods_before, *self._left_out}
+        removable = {*self._added, *self._left_out}
+        left_out = [id for id in removable if id not in engines or engines[id].removal is not None]
+        return {"pods": sorted(pods), "left_out": sorted(left_out)}
 
     def _resume(self) -> None:
         """Once it is known which pods there are."""
         for id in sorted(self._left_out & self._wanted.keys()):
-            self._note(id)
-        for id in sorted(self._asked_of - self._wanted.keys()):
+            self._added[id] = self._wanted[id]
+        for id in sorted(self._pods_before - self._wanted.keys()):
             self.gone(id)
-        self._left_out = self._asked_of = frozenset()
+        self._left_out = self._pods_before = frozenset()
 
     def _reconcile(self) -> None:
         """Let go of what is not wanted, or wanted otherwise, and add what is missing. One that goes has to be gone
@@ -95,12 +94,8 @@ class Discovery:
         for id, url in self._wanted.items():
             if id not in self._added and id not in self._fleet.engines:
                 self._fleet.add(url)
-                self._note(id)
+                self._added[id] = url
                 log.info("replica %s: added for its pod, %s", id, url)
-
-    def _note(self, id: str) -> None:
-        self._added[id] = self._wanted[id]
-        self.found(id)
 
     def _removed(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled():

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from time import monotonic
 
 from replicas.launch.supervisor import Supervisor
-from replicas.replica import EventSource, Replica
+from replicas.replica import EventSource, Replica, url_of
 from replicas.watch import Watch
 
 
@@ -27,6 +27,21 @@ class Engine:
 
     def __post_init__(self) -> None:
         self.replicas = [self.lead]
+
+    @property
+    def url(self) -> str:
+        """The URL from which `parse_url` reads all that is given of it."""
+        lead = self.lead
+        return url_of(
+            lead.url,
+            self.watch.given,
+            lead.required_model,
+            lead.role,
+            lead.spill,
+            lead.moves_by,
+            lead.bootstrap,
+            lead.peer,
+        )
 
     @property
     def ranked(self) -> bool:

@@ -13,8 +13,6 @@ import zmq
 
 from cachemap.background import Background
 from cachemap.events.sockets import Inbox
-from gateway.config import load
-from gateway.workers.supervisor import Workers
 from replicas.deadline import within
 from replicas.lifecycle import Event, State
 from replicas.replica import Replica
@@ -91,17 +89,6 @@ async def test_who_waits_for_an_engines_events(later):
         assert await cancelled(work(), inbox.wake, later)
     finally:
         inbox.close()
-
-
-@pytest.mark.parametrize("later", LATER)
-async def test_the_place_of_a_worker_that_is_to_be_replaced(later):
-    async def work() -> None:
-        await workers._rest(60.0)
-        await for_ever()
-
-    workers = Workers(load({"workers": 2}, {}).settings)
-    assert await cancelled(work(), workers._stopping.set, later)
-    await workers.stop(0)
 
 
 async def test_background_work_whose_client_library_swallows_it(monkeypatch):

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ApiError
-from ..files import Copies, Followed
+from ..files import Followed
 from ..http.messages import Headers, Request, head_fault
 from .key_file import KeyFileError, digest, read
 from .tenant import Tenant
@@ -29,13 +29,12 @@ CHALLENGE = ((b"www-authenticate", b"Bearer"),)
 
 
 class Keys:
-    """Those of one file. Raises KeyFileError where that cannot be used. `classes`: that tenants may be of; `copies`: of
-    the file, to begin with in its place."""
+    """Those of one file. Raises KeyFileError where that cannot be used. `classes`: that tenants may be of."""
 
-    def __init__(self, path: Path, classes: Collection[str] = (), copies: Copies | None = None):
+    def __init__(self, path: Path, classes: Collection[str] = ()):
         self._path, self._classes = path, classes
-        self._files = Followed([path], copies)
-        self._keys = _by_hash(read(path if copies is None else copies.paths[path], classes))
+        self._files = Followed([path])
+        self._keys = _by_hash(read(path, classes))
         self.names: dict[str, None] = {}  # of the tenants there are; the same object for good
         self._name_all()
         self._loaded = time.time()

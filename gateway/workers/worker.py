@@ -1,27 +1,25 @@
 """One worker: a gateway in a process of its own.
 
-    python -m gateway.workers.worker        (started by `supervisor`, never by hand)
+    python -m gateway.workers.worker        (started by the supervisor, never by hand)
 
 It is the gateway that runs alone otherwise, with three differences: its admin side is on a unix socket, where the
 supervisor's asks it; it listens on a port that its siblings listen on as well, once it has a replica to send requests
-to; and it drains when the supervisor says so, not on a signal. Standard input is a socket to the supervisor, with a
-line of JSON for each message. When the supervisor is gone, however it went, so is this process.
+to; and it drains when the supervisor says so, not on a signal. When the supervisor is gone, however it went, so is this
+process.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import shutil
 import signal
 import socket
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from time import monotonic
-from typing import Any
+from typing import Any, BinaryIO
 
 import orjson
 import uvloop
@@ -36,152 +34,134 @@ from ..http.server import allow_many_connections
 from ..memory import share_one_heap
 from ..ops import log as lines
 from ..ops.admin import Admin
+from ..ops.guard import Refusal
 from ..ops.side import answer
-from .admin import decision_prefix
-from .last_good import heard as heard_copies
-from .member import NOT_FOR_WORKERS
+from .process import NOT_FOR_WORKERS, OPEN, decision_prefix
 
-log = logging.getLogger("hitherto.workers")
-
-BEAT_SECONDS = 0.25
+TAKEN_OUT = (State.DRAINING, State.STOPPED)
 
 
-class WorkerAdmin(Admin):
-    """An admin side that also answers what only the supervisor asks."""
+class Worker(Admin):
+    """A gateway and its admin side, which also answers what only the supervisor asks.
 
-    def __init__(self, worker: Worker):
-        super().__init__(worker.gateway, worker.gateway.admin.guard)
-        self.worker = worker
+    Raises ConfigError for settings that cannot be. `hello` is what the supervisor says first.
+    """
+
+    gateway: Gateway
+
+    def __init__(self, hello: dict[str, Any]):
+        gateway = Gateway(
+            Settings.model_validate(hello["settings"]),
+            hello["costs"],
+            decision_prefix(hello["index"]),
+            Secrets(*hello["secrets"]),
+        )
+        super().__init__(gateway, gateway.admin.guard)
+        gateway.admin = self
+        gateway.fleet.on_change.append(self._replica_changed)
+        self._begun = asyncio.Event()
+        # From before this worker was there, of replicas that it has not met yet: those that an operator drained, and
+        # the names that each served.
+        self._drained: set[str] = set()
+        self._served: dict[str, list[str]] = {}
 
     def routes(self) -> list[web.RouteDef]:
         return [
             *super().routes(),
             web.get("/worker", self.counted),
             web.get("/worker/costs", self.costs),
-            web.get("/worker/names", self.names),
+            web.get("/worker/loads", self.loads),
             web.get("/worker/recent", self.kept),
-            web.put("/worker/replicas/{id}", self.take_back),
+            web.get("/worker/replicas", self.known_replicas),
+            web.post("/worker/begin", self.begin),
+            web.post("/worker/listen", self.listen),
         ]
+
+    # --- what it answers for all
 
     async def counted(self, request: web.Request) -> web.Response:
         """The status, with all that was counted, for a status of all workers."""
         gateway = self.gateway
         return answer(
-            {
-                "status": gateway.status(),
-                "counts": gateway.metrics.counts(),
-                "connections": gateway.server.open,
-            }
+            {"status": gateway.status(), "counts": gateway.metrics.counts(), "connections": gateway.server.open}
         )
 
     async def kept(self, request: web.Request) -> web.Response:
         """Its last 15 minutes, for those of all workers."""
         return answer(self.gateway.recent.kept())
 
+    async def loads(self, request: web.Request) -> web.Response:
+        """What it has on replicas: by id, how many requests, and for how many seconds the oldest has had no answer."""
+        gateway, now = self.gateway, monotonic()
+        sent, ran = gateway.proxy.oldest_unanswered(), gateway.proxy.pulse.ran
+        found = {id: (gateway.ledger.own(id)[0], ran(sent.get(id, now), now)) for id in gateway.fleet.replicas}
+        return answer({id: load for id, load in found.items() if any(load)})
+
     async def costs(self, request: web.Request) -> web.Response:
-        """What this worker has learned, for one that takes another's place."""
+        """What it has learned, for a worker that takes another one's place."""
         return answer(self.gateway.costs.state())
 
-    async def names(self, request: web.Request) -> web.Response:
-        """Names that are waited for, for a worker that takes another's place: it has not seen who served them."""
-        return answer(self.gateway.proxy.eligible.known.handed_on())
+    async def known_replicas(self, request: web.Request) -> web.Response:
+        """The replicas as they are here, for a worker that takes another one's place: see `begin`."""
+        fleet, discovery = self.gateway.fleet, self.gateway.discovery
+        pods = discovery.handed_on() if discovery is not None else {"pods": [], "left_out": []}
+        stay = {id: engine for id, engine in fleet.engines.items() if engine.removal is None}
+        drained = {one.id for one in fleet.replicas.values() if one.engine in stay and one.state in TAKEN_OUT}
+        return answer({
+            "urls": {id: engine.url for id, engine in stay.items() if id not in pods["pods"]},
+            "drained": sorted(drained | self._drained),
+            "names": self.gateway.proxy.eligible.known.handed_on(),
+            **pods,
+        })  # fmt: skip
 
-    async def take_back(self, request: web.Request) -> web.Response:
-        """Make an engine what it was before a change that a sibling refused: the body is an `admin.Known`."""
-        before = orjson.loads(await request.read())
-        await self.worker.take_back(request.match_info["id"], before["url"], before["drained"], before["left_out"])
-        return answer({})
+    # --- how it starts
 
-
-class Worker:
-    def __init__(self, end: socket.socket, hello: dict[str, Any]):
-        self._end, self._socket = end, Path(hello["socket"])
-        self.gateway = gateway = Gateway(
-            Settings.model_validate(hello["settings"]),
-            hello["costs"],
-            decision_prefix(hello["index"]),
-            Secrets(*hello["secrets"]),
-            heard_copies(hello["copies"]),
-        )
-        gateway.admin = WorkerAdmin(self)
-        gateway.fleet.on_change.append(self._replica_changed)
-        # Before this worker was there: replicas that an operator drained, and by replica the names that it served
-        self._drained: set[str] = set()
-        self._served: dict[str, list[str]] = {}
-        # Engines that came because of their pods (True) or whose pods went, in this order: the supervisor is to be told
-        self._pods: list[tuple[str, bool]] = []
-
-    async def run(self, told: asyncio.Queue[dict[str, Any]]) -> None:
-        gateway = self.gateway
-        await gateway.admin.start_at(self._socket)
-        self._say(made=True)
-        begin = await told.get()
-        self._drained = set(begin["drained"])
-        if names := begin["names"]:
+    async def begin(self, request: web.Request) -> web.Response:
+        """Follow the replicas as `known_replicas` of a sibling has them: `urls` by id, of engines that are no pods;
+        which replicas were `drained`; of `pods`, which operators have removed (`left_out`); and the `names` that are
+        waited for, which this worker has not seen served."""
+        gateway, told = self.gateway, orjson.loads(await request.read())
+        self._drained = set(told["drained"])
+        if (names := told["names"]) is not None:
             self._served = names["served"]
             gateway.proxy.eligible.known.resume(names["since_pod_went"], names["gone"])
         if gateway.discovery is not None:
-            gateway.discovery.resume(begin["left_out"], begin["asked_of"])
-            gateway.discovery.found = lambda engine: self._pod_changed(engine, True)
-            gateway.discovery.gone = self._pod_gone
-        await gateway.begin(begin["urls"])
-        self._say(begun=True)
-        if begin["patience"]:
-            await self._warm(begin["patience"])
-        await gateway.listen(shared_port=True)
-        self._say(listens=True)
-        datapath.started()
-        beating = asyncio.create_task(self._beat())
-        seconds = (await told.get())["drain"]
-        stopping = asyncio.create_task(gateway.stop(seconds))
-        hurrying = asyncio.create_task(self._hurry(told))
-        await stopping
-        for task in (beating, hurrying):
-            task.cancel()
+            gateway.discovery.resume(told["left_out"], told["pods"])
+            gateway.discovery.gone = self._forget
+        await gateway.begin(told["urls"].values())
+        self._begun.set()
+        return answer({})
 
-    async def _hurry(self, told: asyncio.Queue[dict[str, Any]]) -> None:
-        await told.get()
-        self.gateway.hurry()
-
-    async def _warm(self, seconds: float) -> None:
-        """Until requests can be served as its siblings serve them; not for ever."""
-        gateway, deadline = self.gateway, monotonic() + seconds
+    async def listen(self, request: web.Request) -> web.Response:
+        """Take connections, once requests can be served as siblings serve them, or after so many seconds of
+        `patience`."""
+        gateway = self.gateway
+        deadline = monotonic() + orjson.loads(await request.read())["patience"]
         while monotonic() < deadline and not (gateway.view.why_not_ready() is None and gateway.shared_ledger.joined):
             await asyncio.sleep(0.02)
+        try:
+            await gateway.listen(shared_port=True)
+        except ConfigError as error:
+            raise Refusal(500, str(error), "cannot_listen") from None
+        datapath.started()
+        return answer({})
 
-    async def take_back(self, engine: str, url: str | None, drained: list[str], left_out: bool) -> None:
-        """See `WorkerAdmin.take_back`. Whether it is a pod, and with which URL, is known here."""
-        fleet, discovery = self.gateway.fleet, self.gateway.discovery
-        await fleet.quiet(engine)
-        if url is None and discovery is not None:
-            url = discovery.take_back(engine, left_out)
-        self._drained = {id for id in self._drained if not _is_of(id, engine)}
-        if url is None:
-            if engine in fleet.engines:
-                await fleet.remove(engine)
-            return
-        fleet.add(url)
-        for id in drained:
-            if id in fleet.engines or id in fleet.replicas:
-                fleet.drain(id)
-            else:
-                self._drained.add(id)
+    async def add(self, request: web.Request) -> web.Response:
+        await self._begun.wait()
+        return await super().add(request)
 
-    def _pod_gone(self, engine: str) -> None:
-        """What is known of its replicas from before this worker was there does not hold for another pod."""
+    async def drain(self, request: web.Request) -> web.Response:
+        await self._begun.wait()
+        return await super().drain(request)
+
+    async def remove(self, request: web.Request) -> web.Response:
+        await self._begun.wait()
+        return await super().remove(request)
+
+    def _forget(self, engine: str) -> None:
+        """Its pod is gone: what was known of its replicas does not hold for another pod."""
         self._drained = {id for id in self._drained if not _is_of(id, engine)}
         self._served = {id: names for id, names in self._served.items() if not _is_of(id, engine)}
-        self._pod_changed(engine, False)
-
-    def _pod_changed(self, engine: str, there: bool) -> None:
-        if not self._pods:
-            asyncio.get_running_loop().call_soon(self._say_pods)  # of many that come at once in one message
-        self._pods.append((engine, there))
-
-    def _say_pods(self) -> None:
-        """Once each, so they wait here while the supervisor reads nothing."""
-        if self._pods and self._say(pods=self._pods):
-            self._pods = []
 
     def _replica_changed(self, replica: Replica, old: State, new: State) -> None:
         if (served := self._served.pop(replica.id, None)) is not None:
@@ -190,75 +170,40 @@ class Worker:
             self._drained.discard(replica.id)
             asyncio.get_running_loop().call_soon(self.gateway.fleet.drain, replica.id)
 
-    async def _beat(self) -> None:
-        """Show that the event loop runs, and what is known here of replicas that the supervisor looks after."""
-        gateway = self.gateway
-        while True:
-            now, sent, ran = monotonic(), gateway.proxy.oldest_unanswered(), gateway.proxy.pulse.ran
-            loads = {id: (gateway.ledger.own(id)[0], ran(sent.get(id, now), now)) for id in gateway.fleet.replicas}
-            self._say_pods()
-            self._say(loads={id: load for id, load in loads.items() if any(load)})
-            await asyncio.sleep(BEAT_SECONDS)
-
-    def _say(self, **message: Any) -> bool:
-        return say(self._end, message)
-
 
 def _is_of(id: str, engine: str) -> bool:
     """Whether a replica's id is this engine's, or one of its ranks'."""
     return id == engine or id.startswith(f"{engine}-dp")
 
 
-def say(end: socket.socket, message: dict[str, Any]) -> bool:
-    """Whether it was sent. Nobody waits for a supervisor that does not read, unless it took the beginning."""
-    line = orjson.dumps(message) + b"\n"
-    try:
-        sent = end.send(line, socket.MSG_DONTWAIT)
-        end.sendall(line[sent:])
-    except OSError:
-        return False
-    return True
-
-
-def heard(end: socket.socket) -> Iterator[dict[str, Any]]:
-    """The supervisor's messages, until it is gone."""
-    data = b""
-    while True:
-        *lines, data = data.split(b"\n")
-        yield from map(orjson.loads, lines)
-        try:
-            more = end.recv(1 << 16)
-        except OSError:
-            more = b""
-        if not more:
-            return
-        data += more
-
-
 def _follow(
-    messages: Iterator[dict[str, Any]],
-    folder: Path,
-    loop: asyncio.AbstractEventLoop,
-    told: asyncio.Queue[dict[str, Any]],
+    messages: BinaryIO, folder: Path, loop: asyncio.AbstractEventLoop, orders: asyncio.Queue[dict[str, Any]]
 ) -> None:
-    """In a thread of its own, which notices also when the event loop is stuck that the supervisor is gone."""
-    for message in messages:
-        loop.call_soon_threadsafe(told.put_nowait, message)
+    """Hand on what the supervisor says, and end with it. In a thread of its own, which notices that it is gone also
+    while the event loop is stuck."""
+    for line in messages:
+        loop.call_soon_threadsafe(orders.put_nowait, orjson.loads(line))
     shutil.rmtree(folder, ignore_errors=True)
     os._exit(1)
 
 
-async def _main(end: socket.socket, messages: Iterator[dict[str, Any]], hello: dict[str, Any]) -> int:
-    told: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
-    folder = Path(hello["socket"]).parent
-    threading.Thread(
-        target=_follow, args=(messages, folder, asyncio.get_running_loop(), told), name="supervisor", daemon=True
-    ).start()
+async def _main(end: socket.socket, messages: BinaryIO, hello: dict[str, Any]) -> int:
+    """Serve until the supervisor says how many seconds there are to stop; anything it says after that ends those."""
+    orders: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+    path, loop = Path(hello["socket"]), asyncio.get_running_loop()
+    threading.Thread(target=_follow, args=(messages, path.parent, loop, orders), name="supervisor", daemon=True).start()
     try:
-        await Worker(end, hello).run(told)
+        worker = Worker(hello)
     except ConfigError as error:
-        say(end, {"wrong": str(error)})
+        end.sendall(orjson.dumps(str(error)) + b"\n")
         return 2
+    await worker.start_at(path)
+    end.sendall(OPEN)
+    stopping = asyncio.create_task(worker.gateway.stop((await orders.get())["stop"]))
+    hurrying = asyncio.create_task(orders.get())
+    hurrying.add_done_callback(lambda told: told.cancelled() or worker.gateway.hurry())
+    await stopping
+    hurrying.cancel()
     return 0
 
 
@@ -267,10 +212,10 @@ def main() -> int:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, NOT_FOR_WORKERS)  # what came until now is forgotten
     end = socket.socket(fileno=os.dup(0))
-    messages = heard(end)
-    hello = next(messages, None)
-    if hello is None:
+    messages = end.makefile("rb")
+    if not (line := messages.readline()):
         return 0  # the supervisor ended first
+    hello = orjson.loads(line)
     share_one_heap()
     allow_many_connections()
     outbox = lines.setup(hello["settings"]["log_level"], worker=hello["index"])

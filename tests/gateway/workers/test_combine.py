@@ -1,10 +1,18 @@
 """What several workers say, put together."""
 
+from collections.abc import Mapping
+
 from prometheus_client.parser import text_string_to_metric_families
 
 from gateway.ops.metrics import Metrics, lines
 from gateway.ops.view import _admission
-from gateway.workers.combine import pages, statuses
+from gateway.workers import combine
+from gateway.workers.combine import pages
+
+
+def statuses(found: list[dict], launched: Mapping = {}, own: Mapping = {}) -> dict:
+    """Of workers 0, 1, ... in this order."""
+    return combine.statuses(dict(enumerate(found)), launched, (), own)
 
 
 async def page(requests: int) -> bytes:
@@ -70,7 +78,7 @@ def said(
         "spaces": [], "discovery": None,
         "map": {"blocks": 10 * requests, "bytes": 100, "budget_bytes": 1000, "evicted": 1, "redis": redis},
     }  # fmt: skip
-    return {"status": status, "counts": metrics.counts(), "connections": 1, "worker": 0}
+    return {"status": status, "counts": metrics.counts(), "connections": 1}
 
 
 def test_a_status_adds_up_and_is_no_better_than_the_least_ready_worker():
@@ -79,9 +87,7 @@ def test_a_status_adds_up_and_is_no_better_than_the_least_ready_worker():
             said("ready", requests=3, inflight=1),
             said("degraded", requests=4, inflight=2, joined=False, problems=("slow",)),
         ],
-        {},
-        (),
-        {"uptime_seconds": 5},
+        own={"uptime_seconds": 5},
     )
     (replica,) = both["replicas"]
     assert (replica["state"], replica["inflight"], replica["requests"], replica["problems"]) == (
@@ -103,9 +109,7 @@ def test_a_status_adds_up_and_is_no_better_than_the_least_ready_worker():
 
 def test_a_replica_is_as_slow_as_the_worker_says_that_saw_it_worst_and_what_any_cannot_serve_is_unserved():
     slow = [None, {"times": 4.1, "text": "takes 4 x"}, {"times": 8.2, "text": "takes 8 x"}]
-    both = statuses(
-        [said("ready", requests=1, inflight=0, slow=one, unserved=("m",) if one else ()) for one in slow], {}, (), {}
-    )
+    both = statuses([said("ready", requests=1, inflight=0, slow=one, unserved=("m",) if one else ()) for one in slow])
     assert both["replicas"][0]["slow"] == slow[2] and both["unserved"] == ["m"]
 
 
@@ -122,7 +126,7 @@ def test_of_an_engine_that_was_launched_the_supervisor_knows_why_it_is_not_there
         }
     }
     one = said("failed", requests=0, inflight=0)
-    (replica,) = statuses([one, one], launched, (), {})["replicas"]
+    (replica,) = statuses([one, one], launched)["replicas"]
     assert (replica["managed"], replica["restarts"], replica["state"], replica["reason"]) == (
         True,
         2,
@@ -131,7 +135,7 @@ def test_of_an_engine_that_was_launched_the_supervisor_knows_why_it_is_not_there
     )
     launched["a"] |= {"state": "ready", "reason": "serves"}
     assert (
-        statuses([said("ready", requests=0, inflight=0), said("draining", requests=0, inflight=1)], launched, (), {})[
+        statuses([said("ready", requests=0, inflight=0), said("draining", requests=0, inflight=1)], launched)[
             "replicas"
         ][0]["state"]
         == "draining"
@@ -151,55 +155,24 @@ def test_the_work_of_a_status_grows_with_the_replicas_not_with_their_square():
         one["status"]["replicas"] = [
             Counted(one["status"]["replicas"][0], id=f"r{number}") for number in range(replicas)
         ]
-        assert len(statuses([one, one], {}, (), {})["replicas"]) == replicas
+        assert len(statuses([one, one])["replicas"]) == replicas
         return Counted.looks
 
     assert looks(200) <= 2 * looks(100)
 
 
-def test_what_one_worker_misses_is_told_though_another_takes_more():
-    def control(level, wants_more, **pressures):
-        model = {
-            "model": "m", "level": level, "steps": [], "pressures": pressures,
-            "wants_more": wants_more, "on_trial": wants_more,
-        }  # fmt: skip
-        return {"control": {"window_seconds": 30.0, "models": [model], "events": []}}
+def test_of_what_workers_take_from_classes_the_worst_is_told_and_all_that_they_did():
+    def control(level, wants_more, at):
+        model = {"model": "m", "level": level, "steps": [], "pressures": {"premium": level}, "wants_more": wants_more}
+        return {"window_seconds": 30.0, "models": [model], "events": [{"at": at}]}
 
-    found = [said("ready", requests=1, inflight=0) for _ in range(2)]
-    for one, more in zip(
-        found,
-        (
-            control(1, True, premium=1.2, standard=None, free=None),
-            control(3, False, premium=0.7, standard=None, free=0.4),
-        ),
-    ):
-        one["status"] |= more
-    (told,) = statuses(found, {}, (), {})["control"]["models"]
-    assert (
-        told["level"] == 3
-        and told["wants_more"]
-        and told["on_trial"]
-        and told["pressures"]
-        == {
-            "premium": 1.2,
-            "standard": None,
-            "free": 0.4,
-        }
-    )
-
-
-def test_of_what_workers_take_from_classes_the_most_is_told_and_all_that_they_did():
-    def control(level, at):
-        model = {"model": "m", "level": level, "steps": [], "pressures": {}, "wants_more": False, "on_trial": False}
-        return {"control": {"window_seconds": 30.0, "models": [model], "events": [{"at": at}]}}
-
-    found = [said("ready", requests=1, inflight=0) for _ in range(2)]
-    for worker, (one, more) in enumerate(zip(found, (control(1, 5.0), control(3, 4.0)))):
-        one["status"] |= more
-        one["worker"] = worker
-    told = statuses(found, {}, (), {})["control"]
-    assert [one["level"] for one in told["models"]] == [3]
-    assert told["events"] == [{"at": 4.0, "worker": 1}, {"at": 5.0, "worker": 0}]
+    found = [said("ready", requests=1, inflight=0) for _ in range(4)]
+    for one, more in zip(found[:3], (control(1, False, 5.0), control(1, True, 4.0), control(3, False, 6.0))):
+        one["status"]["control"] = more
+    told = statuses([found[0], found[2], found[3]])["control"]
+    assert [(one["level"], one["pressures"]) for one in told["models"]] == [(3, {"premium": 3})]
+    assert told["events"] == [{"at": 5.0, "worker": 0}, {"at": 6.0, "worker": 1}]
+    assert statuses(found)["control"]["models"][0]["wants_more"], "though another one takes more"
 
 
 def test_those_that_wait_in_any_worker_are_told_beside_those_that_ever_waited():
@@ -209,54 +182,34 @@ def test_those_that_wait_in_any_worker_are_told_beside_those_that_ever_waited():
         metrics.admission.inc("queued", "free", "full", by=10)
         found.append(said("ready", requests=1, inflight=0) | {"counts": metrics.counts()})
         found[-1]["status"]["admission"] = _admission(metrics, {"free": waiting})
-    (told,) = statuses(found, {}, (), {})["admission"]
+    (told,) = statuses(found)["admission"]
     assert (told["class"], told["queued"], told["waiting"]) == ("free", 20, 5)
 
 
-def space(replicas: list[str], directory: str | None = "/m", **fields) -> dict:
-    found = {"models": ["m"], "replicas": replicas, "directory": directory, "block_size": 16, "max_model_len": None}
-    return {**found, "versions": [], "variants": 1, **fields}
-
-
-def together(*each: list[dict]) -> list[dict]:
-    found = [said("ready", requests=0, inflight=0) for _ in each]
-    for one, spaces in zip(found, each, strict=True):
-        one["status"]["spaces"] = spaces
-    return statuses(found, {}, (), {})["spaces"]
-
-
-def test_a_model_is_told_once_with_all_that_any_worker_knows_of_it():
-    first = [space(["a"], versions=["1"])]
-    second = [space(["b", "a"], max_model_len=9, models=["adapter", "m"]), space(["c"], "/other", models=["other"])]
-    assert together(first, second) == [
-        space(["a", "b"], versions=["1"], max_model_len=9, models=["adapter", "m"]),
-        space(["c"], "/other", models=["other"]),
-    ]
-    assert first == [space(["a"], versions=["1"])], "what the worker said is left as it is"
-
-
-def test_a_variant_that_one_worker_alone_tells_apart_is_told():
-    apart = [space(["a"], variants=2), space(["b"], variants=2)]  # alike but for what replicas made of their files
-    assert together([space(["a", "b"])], apart) == [space(["a", "b"], variants=2), space(["b"], variants=2)]
-    assert together(apart, apart[::-1]) == apart
-    assert together([space(["a"])], [space(["a"], None)]) == [
-        space(["a"], variants=2),
-        space(["a"], None, variants=2),
-    ]
-
-
-def test_of_the_pods_the_fewest_and_whatever_is_wrong_are_told():
+def test_models_are_told_as_the_worker_has_them_that_tells_the_most_apart():
     found = [said("ready", requests=0, inflight=0) for _ in range(3)]
-    for one, (replicas, problem) in zip(found, [(3, None), (2, "refused"), (3, None)], strict=True):
-        one["status"]["discovery"] = {"selector": "app=vllm", "replicas": replicas, "problem": problem}
-    told = statuses(found, {}, (), {})["discovery"]
-    assert told == {"selector": "app=vllm", "replicas": 2, "problem": "refused"}
+    for one, spaces in zip(found, (["m"], ["m", "other"], ["m"]), strict=True):
+        one["status"]["spaces"] = spaces
+    assert statuses(found)["spaces"] == ["m", "other"]
+
+
+def test_of_pods_and_files_the_worker_is_told_that_has_a_problem_with_them():
+    found = [said("ready", requests=0, inflight=0) for _ in range(4)]
+    for number, (one, problem) in enumerate(zip(found[:3], (None, "refused", None), strict=True)):
+        one["status"]["discovery"] = {"selector": "app=vllm", "replicas": number, "problem": problem}
+        one["status"]["tls"] = {"certificate": "c.pem", "problem": problem or ""}
+        one["status"]["api_keys"] = {"file": "keys", "loaded_seconds_ago": number, "problem": problem or ""}
+    for told, seconds in ((statuses(found), 1), (statuses([found[0], found[2]]), 2)):
+        assert {told[name]["problem"] for name in ("discovery", "tls", "api_keys")} <= {"refused", None, ""}
+        assert told["api_keys"]["loaded_seconds_ago"] == seconds
+    assert statuses(found)["discovery"] == {"selector": "app=vllm", "replicas": 1, "problem": "refused"}
+    assert statuses(found)["tls"]["problem"] == "refused"
 
 
 def test_a_model_whose_pod_any_worker_saw_go_is_told():
     found = [said("ready", requests=0, inflight=0) for _ in range(2)]
     found[1]["status"]["expected_back"] = {"llama": 3.0}
-    assert statuses(found, {}, (), {})["expected_back"] == {"llama": 3.0}
+    assert statuses(found)["expected_back"] == {"llama": 3.0}
 
 
 def test_of_a_replicas_events_and_map_the_worst_is_told_with_its_reason():
@@ -269,7 +222,7 @@ def test_of_a_replicas_events_and_map_the_worst_is_told_with_its_reason():
         one["status"]["replicas"][0] |= intake
 
     def told(*found: dict) -> tuple:
-        (one,) = statuses(found, {}, (), {})["replicas"]
+        (one,) = statuses(found)["replicas"]
         return tuple(one[name] for name in ("events", "events_reason", "map_role", "map_role_reason", "map_blocks"))
 
     assert told(*found) == ("gap", "3 were lost", "alone", "another block size", 5)
@@ -285,6 +238,6 @@ def test_what_failed_in_the_background_of_any_process_is_told():
     found[1]["status"]["background_failures"] = failed(2, 7.0)
     for ago, one in enumerate(found):
         one["status"]["policy_failures"] = failed(4, 7.0 + ago)
-    told = statuses(found, {}, (), {"background_failures": failed(1, 3.0)})
+    told = statuses(found, own={"background_failures": failed(1, 3.0)})
     assert told["background_failures"] == {"work": {"failures": 3, "last": "3.0 s ago", "seconds_ago": 3.0}}
     assert told["policy_failures"] == {"work": {"failures": 8, "last": "7.0 s ago", "seconds_ago": 7.0}}

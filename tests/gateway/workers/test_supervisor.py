@@ -1,118 +1,34 @@
-"""The supervisor in this very process, so that a test can freeze it and set its clocks; on the gateway's event loop,
-whose timers run before sockets are read."""
+"""The supervisor of workers, without their processes."""
 
 import asyncio
+import errno
 import shutil
 import socket
-import subprocess
-import sys
 import tempfile
-import threading
-import time
-from contextlib import asynccontextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
-import uvloop
 
+from cachemap import background
 from gateway.app import Gateway
-from gateway.config import SIZES, load
+from gateway.config import SIZES, ConfigError, load
 from gateway.http import server
 from gateway.proxy import shared as ledger
 from gateway.tenants import shared as limits
 from gateway.workers import supervisor
-from gateway.workers.member import GONE, Member
+from gateway.workers.private_redis import PrivateRedis
+from gateway.workers.process import WorkerProcess
 from gateway.workers.supervisor import Workers, budgets
 from tests.gateway.running import counted
 from tests.gateway.test_background import FAILURES
-from tests.gateway.test_tenants import line
 
-
-@asynccontextmanager
-async def watched(folder: Path):
-    """A worker that takes connections, as far as its supervisor can tell, and the worker's end of their socket; the
-    supervisor watches."""
-    ours, theirs = socket.socketpair()
-    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    member = Member(0, process, *await asyncio.open_connection(sock=ours), folder / "socket")
-    member.live = True
-    workers = Workers(load({"workers": 2}, {}).settings)
-    workers.members[0] = member
-    watching = asyncio.create_task(workers._watch())
-    with process.stdin:
-        try:
-            yield member, theirs
-        finally:
-            watching.cancel()
-            member.kill()
-            theirs.close()
-            await member.ended()
-            await workers.stop(0)
+from .scripted import ScriptedWorker
 
 
 def test_a_worker_has_the_time_to_flush_and_to_wait_for_a_redis_that_is_away_before_it_is_killed():
     """Its usage log is written after that: 1 s for the leases of the map, and three waits for the ledger."""
     assert supervisor.STOP_SECONDS >= server.FLUSH_SECONDS + 1.0 + 3 * ledger.PATIENCE + limits.PATIENCE
-
-
-class Freezes(asyncio.Protocol):
-    """Stops the process while the loop reads its sockets, as SIGSTOP does: the next that the loop does are timers."""
-
-    def data_received(self, data: bytes) -> None:
-        time.sleep(1.5)
-
-
-def test_a_supervisor_that_was_frozen_kills_no_worker(tmp_path, monkeypatch):
-    monkeypatch.setattr(supervisor, "WATCH_SECONDS", 0.3)
-    monkeypatch.setattr(supervisor, "HANGS", 1)
-
-    async def scenario() -> None:
-        ended = threading.Event()
-
-        def beat() -> None:
-            while not ended.wait(0.01):
-                with suppress(OSError):  # one that was killed is not read from any more
-                    end.send(b'{"loads":{}}\n', socket.MSG_DONTWAIT)
-
-        async with watched(tmp_path) as (member, end):
-            beating = threading.Thread(target=beat)
-            beating.start()
-            try:
-                async with asyncio.timeout(20):
-                    while not member.beats:
-                        await asyncio.sleep(0.01)
-                    freezing, sender = socket.socketpair()
-                    transport, _ = await asyncio.get_running_loop().create_unix_connection(Freezes, sock=freezing)
-                    sender.send(b"!")
-                    while member.live and member.beats < 250:
-                        await asyncio.sleep(0.01)
-                assert member.live and member.process.poll() is None
-                transport.close()
-                sender.close()
-            finally:
-                ended.set()
-                beating.join()
-
-    uvloop.run(scenario())
-
-
-def test_a_worker_that_says_nothing_is_killed(tmp_path, monkeypatch):
-    monkeypatch.setattr(supervisor, "WATCH_SECONDS", 0.01)
-
-    async def scenario() -> None:
-        async with watched(tmp_path) as (member, _), asyncio.timeout(20):
-            assert await asyncio.to_thread(member.process.wait) == -9
-
-    uvloop.run(scenario())
-
-
-async def test_a_worker_that_has_ended_is_gone_for_whoever_asks_it_a_moment_later(tmp_path):
-    """As one in another one's place asks for costs while a sibling ends."""
-    async with watched(tmp_path) as (member, end):
-        end.close()
-        await member.ended()
-        with pytest.raises(GONE):
-            await member.ask("GET", "/worker/costs", [], b"", 1.0)
 
 
 @pytest.mark.parametrize("gateway", [Gateway, Workers])
@@ -128,34 +44,101 @@ async def test_how_long_a_replica_may_be_silent_is_a_setting_of_every_kind_of_ga
         await fleet.stop()
 
 
-async def test_a_place_that_nobody_looks_after_any_more_is_told(monkeypatch, caplog):
-    workers = Workers(load({"workers": 2, "redis_url": "unix:///nowhere", "port": 0, "admin_port": 0}, {}).settings)
+async def test_a_place_that_nobody_looks_after_any_more_is_looked_after_again(monkeypatch):
+    """A fault of the supervisor's own work is counted among its metrics, and before the first one, too."""
+    monkeypatch.setattr(background, "PAUSE_SECONDS", 0.0)
+    workers = Workers(load({"workers": 2}, {}).settings)
+    workers.places.workers[0] = worker = ScriptedWorker(0)
+    failed, again = asyncio.Event(), asyncio.Event()
 
-    async def fails(self, path):
-        raise KeyError("a bug")
+    async def ended() -> int:
+        if not failed.is_set():
+            failed.set()
+            raise KeyError("a bug")
+        again.set()
+        return await asyncio.Event().wait()
 
-    monkeypatch.setattr(Workers, "_learned", fails)
+    worker.ended = ended
+    workers.keep_place(0)
+    failures = partial(counted, name=FAILURES, work="worker 0")
+    assert failures(workers.admin._own_page().decode()) == 0
     async with asyncio.timeout(10):
-        with pytest.raises(KeyError):
-            await workers.start()
-    assert "worker 1: its place stays empty" in caplog.text and "KeyError: 'a bug'" in caplog.text
+        await again.wait()
+    assert failures(workers.admin._own_page().decode()) == 1
+    workers.places.workers.clear()
+    await workers.stop(0)
 
 
-async def test_a_fault_of_the_supervisors_own_work_is_counted_among_its_metrics(tmp_path):
-    keys = tmp_path / "keys"
-    keys.write_text(line("one"))
-    workers = Workers(load({"workers": 2, "api_keys": str(keys)}, {}).settings)
-    following = workers._last_good.follow(workers._background)
-    work = {"work": "copies for workers: api_keys"}
-    try:
-        assert counted(workers.metrics().decode(), FAILURES, **work) == 0  # before the first failure, too
-        workers._background.failed(work["work"], OSError("no memory"))
-        assert counted(workers.metrics().decode(), FAILURES, **work) == 1
-    finally:
-        for task in following:
-            task.cancel()
-        await asyncio.gather(*following, return_exceptions=True)
-        await workers.stop(0)
+async def test_no_engine_is_started_for_settings_that_a_worker_refuses(monkeypatch):
+    """Nor is a worker that was started left behind, or the port."""
+    other = ScriptedWorker(1)
+
+    async def start_worker(self, index):
+        if index == 0:
+            raise ConfigError("a worker says so")
+        self.places.workers[index] = other
+
+    monkeypatch.setattr(Workers, "_start_worker", start_worker)
+    given = {"workers": 2, "launch": 1, "redis_url": "unix:///nowhere", "host": "127.0.0.1", "port": 0, "admin_port": 0}
+    workers = Workers(load(given, {}).settings)
+    other.serves = False
+    with pytest.raises(ConfigError, match="a worker says so"):
+        await workers.start()
+    assert not workers.fleet.engines and other.killed
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", workers.port))
+
+
+async def test_a_worker_begins_with_the_costs_that_a_sibling_has_learned(monkeypatch):
+    """And with the secrets that the supervisor read at the start."""
+    told = []
+
+    async def start(index, path, hello, headers):
+        told.append(hello)
+        raise OSError(errno.EAGAIN, "no process can be had")
+
+    monkeypatch.setattr(WorkerProcess, "start", start)
+    workers = Workers(load({"workers": 2}, {"HITHERTO_ADMIN_TOKEN": "a-secret-of-the-admin-side"}).settings)
+    workers._each = {}
+    workers.places.workers[0] = ScriptedWorker(0, costs={"learned": 1})
+    with pytest.raises(ConfigError, match="worker 1 cannot be started: no process can be had"):
+        await workers._start_worker(1)
+    assert [(one["costs"], one["secrets"]) for one in told] == [({"learned": 1}, ["a-secret-of-the-admin-side", None])]
+    workers.places.workers.clear()
+    await workers.stop(0)
+
+
+async def test_a_port_that_other_workers_have_is_not_shared_with_them():
+    """The kernel would give each some of the connections."""
+    held, port = await supervisor.hold("127.0.0.1", 0)
+    held[0].listen()  # as a worker does
+    workers = Workers(load({"workers": 2, "host": "127.0.0.1", "port": port}, {}).settings)
+    with pytest.raises(ConfigError, match="Stop what holds the port, or give another with --port"):
+        await workers.start()
+    for one in held:
+        one.close()
+
+
+@pytest.mark.parametrize("count", ["0", "-1", "many", "65"])
+def test_how_many_there_can_be_is_said_before_anything_starts(count):
+    with pytest.raises(ConfigError, match=rf"flag --workers: '{count}' is not a whole number from 1 to 64"):
+        load({"workers": count}, {})
+
+
+def test_no_redis_server_at_hand_is_said(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError) as none:
+        PrivateRedis(tmp_path)
+    assert str(none.value) == (
+        "--workers: workers share a Redis, and there is no redis-server on the PATH. Install redis-server (Debian: apt-get install "
+        "redis-server), or pip install 'hitherto[redis-server]', or name a Redis with --redis-url"
+    )
+    old = tmp_path / "redis-server"
+    old.write_text("#!/bin/sh\necho 'Redis server v=6.0.16 sha=00000000:0 malloc=jemalloc-5.2.1 bits=64'\n")
+    old.chmod(0o700)
+    with pytest.raises(ConfigError, match=f"{old} is Redis 6.0, and 6.2 is the oldest that will do. Install"):
+        PrivateRedis(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["x", "\u00e9"])
@@ -173,13 +156,18 @@ def test_the_path_of_a_workers_socket_is_short_enough(monkeypatch, name, length)
             shutil.rmtree(folder)
 
 
-async def test_stopping_does_not_wait_until_a_worker_would_be_replaced():
+async def test_stopping_does_not_wait_until_a_worker_would_be_replaced(monkeypatch):
+    monkeypatch.setattr(supervisor, "PAUSES", (600.0, 600.0))
     workers = Workers(load({"workers": 2}, {}).settings)
-    resting = asyncio.create_task(workers._rest(60.0))
-    await asyncio.sleep(0)
+    one = workers.places.workers[0] = ScriptedWorker(0)
+    ended = asyncio.get_running_loop().create_future()
+    one.ended = lambda: ended
+    workers.keep_place(0)
+    ended.set_result(-9)
+    while not workers.places.restarts:
+        await asyncio.sleep(0)
     async with asyncio.timeout(10):
         await workers.stop(0)
-        await resting
 
 
 def test_workers_share_every_budget():

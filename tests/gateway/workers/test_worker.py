@@ -1,106 +1,111 @@
-"""A worker's own part, in this very process, with a supervisor's end of its socket."""
+"""A worker's own part, in this very process: what it hands on to one in another one's place."""
 
 import asyncio
-import socket
-from urllib.parse import quote
+from contextlib import asynccontextmanager
 
 import aiohttp
-import orjson
 import pytest
 
 from gateway.config import load
-from gateway.workers import worker
 from gateway.workers.worker import Worker
+from policies import Load
 from replicas import State
 from replicas.pods import Pod
 
-ENGINE = "10.0.0.7:8000"
+ENGINE, OTHER, POD = "10.0.0.7:8000", "10.0.0.8:8000", "10.0.0.9:8000"
+NOTHING = {"urls": {}, "pods": [], "left_out": [], "drained": [], "names": None}
 
 
-@pytest.fixture
-async def pair(tmp_path):
-    """A worker that is not begun, and the supervisor's end."""
+@asynccontextmanager
+async def worker(path, begin=NOTHING, costs=None):
+    """A worker that has begun with this, unless that is None, and what asks it, as its supervisor does."""
     discover = {"selector": "app=vllm", "namespace": "x", "api": "http://127.0.0.1:1"}
     settings = load({"port": 0, "discover": discover}, {}).settings.model_dump(mode="json")
-    hello = {"index": 0, "socket": str(tmp_path / "socket"), "settings": settings, "costs": None}
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        one = Worker(theirs, {**hello, "secrets": (None, None), "copies": {}})
-        await one.gateway.admin.start_at(tmp_path / "socket")
-        yield one, ours
-        await one.gateway.stop(0)
+    one = Worker({"index": 0, "settings": settings, "costs": costs, "secrets": (None, None)})
+    await one.start_at(path)
+    async with aiohttp.ClientSession("http://localhost", connector=aiohttp.UnixConnector(str(path))) as client:
 
+        async def ask(path: str, body=None) -> dict:
+            async with client.request("GET" if body is None else "POST", path, json=body) as answer:
+                assert answer.status < 300, await answer.text()
+                return await answer.json()
 
-def read(end: socket.socket) -> list[dict]:
-    """All messages that wait there."""
-    data = b""
-    while True:
+        if begin is not None:
+            await ask("/worker/begin", begin)
         try:
-            data += end.recv(1 << 16, socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            return [orjson.loads(line) for line in data.splitlines()]
+            yield one.gateway, ask
+        finally:
+            await one.gateway.stop(0)
 
 
-async def test_a_supervisor_that_reads_nothing_for_a_while_is_told_of_each_pod_all_the_same(pair, monkeypatch):
-    one, supervisor = pair
-    monkeypatch.setattr(worker, "BEAT_SECONDS", 0.0)
-    while one._say(loads={}):
-        pass
-    one._pod_gone(ENGINE)
-    one._pod_changed(ENGINE, True)
-    await asyncio.sleep(0)
-    assert one._pods, "the socket is full"
-    read(supervisor)
-    beating = asyncio.create_task(one._beat())
-    while one._pods:
-        await asyncio.sleep(0)
-    one._pod_gone(ENGINE)
-    while one._pods:
-        await asyncio.sleep(0)
-    beating.cancel()
-    told = [pods for message in read(supervisor) if (pods := message.get("pods"))]
-    assert told == [[[ENGINE, False], [ENGINE, True]], [[ENGINE, False]]]
+def pods(*ids: str) -> list[Pod]:
+    return [Pod(id.partition(":")[0], id.partition(":")[0], {"app": "vllm"}) for id in ids]
 
 
-def pods(*ips: str) -> list[Pod]:
-    return [Pod(ip, ip, {"app": "vllm"}) for ip in ips]
+async def test_replicas_are_handed_on_as_operators_left_them(tmp_path):
+    """And by a worker that was itself told of them, whether it has met them or not."""
+    given = {**NOTHING, "urls": {ENGINE: f"http://{ENGINE}#role=prefill", OTHER: f"http://{OTHER}"}}
+    async with worker(tmp_path / "first", given) as (gateway, ask):
+        gateway.discovery.changed(pods(POD, "10.0.0.10:8000"))
+        await ask(f"/replicas/{OTHER}/drain", {})
+        await ask(f"/replicas/{POD}/drain", {})
+        await gateway.fleet.remove("10.0.0.10:8000")
+        handed_on = await ask("/worker/replicas")
+    assert handed_on["urls"] == given["urls"]
+    assert handed_on["drained"] == [OTHER, POD]
+    assert (handed_on["pods"], handed_on["left_out"]) == (["10.0.0.10:8000", POD], ["10.0.0.10:8000"])
+    async with worker(tmp_path / "second", handed_on) as (gateway, ask):
+        assert {**await ask("/worker/replicas"), "names": None} == {**handed_on, "names": None}
+        gateway.discovery.changed(pods(POD, "10.0.0.10:8000"))
+        for id in (OTHER, POD):
+            while gateway.fleet.replicas[id].state is not State.STOPPED:  # once something is known of it
+                await asyncio.sleep(0.01)
+        assert {*gateway.fleet.engines} == {ENGINE, OTHER, POD}
+        assert {**await ask("/worker/replicas"), "names": None} == {**handed_on, "names": None}
+        gateway.discovery.changed([])
+        await gateway.fleet.quiet(POD)
+        gateway.discovery.changed(pods(POD, "10.0.0.10:8000"))
+        assert gateway.fleet.replicas[POD].state is State.STARTING, "another pod at this address"
+        assert (await ask("/worker/replicas"))["drained"] == [OTHER] and "10.0.0.10:8000" in gateway.fleet.engines
 
 
-async def take_back(one: Worker, *drained: str, left_out: bool = False) -> None:
-    """As the supervisor asks for it."""
-    before = {"url": None, "drained": drained, "left_out": left_out}
-    async with aiohttp.ClientSession("http://localhost", connector=aiohttp.UnixConnector(str(one._socket))) as client:
-        async with client.put(f"/worker/replicas/{quote(ENGINE, safe='')}", json=before) as answer:
-            assert answer.status == 200
+@pytest.mark.parametrize("there", [[], [POD]])
+async def test_what_was_asked_of_a_pod_holds_for_that_pod_alone(tmp_path, there):
+    """One that went while nobody looked takes with it what operators asked of it."""
+    told = {**NOTHING, "pods": [POD], "drained": [POD, f"{POD}-dp1"]}
+    async with worker(tmp_path / "socket", told) as (gateway, ask):
+        gateway.discovery.changed(pods(*there))
+        gateway.discovery.changed(pods(POD))
+        assert ((await ask("/worker/replicas"))["drained"] != []) == bool(there)
 
 
-async def test_a_pod_is_what_it_was_before_a_change_that_a_sibling_refused(pair):
-    one, _ = pair
-    fleet, discovery = one.gateway.fleet, one.gateway.discovery
-    discovery.changed(pods("10.0.0.7"))
-    await fleet.remove(ENGINE)
-    await take_back(one)
-    assert fleet.replicas[ENGINE].state is State.STARTING
-    await take_back(one, ENGINE)
-    assert fleet.replicas[ENGINE].state in (State.DRAINING, State.STOPPED)
-    await take_back(one, left_out=True)
-    assert not fleet.engines
-    await take_back(one)
-    discovery.changed([])
-    await fleet.quiet(ENGINE)
-    assert not fleet.engines, "it goes with its pod"
-    await take_back(one)
-    assert not fleet.engines, "and does not come back without one"
+async def test_a_removal_under_way_is_handed_on(tmp_path):
+    async with worker(tmp_path / "socket", {**NOTHING, "urls": {ENGINE: f"http://{ENGINE}"}}) as (gateway, ask):
+        gateway.discovery.changed(pods(POD))
+        gateway.fleet._inflight = lambda id: 1
+        for id in (ENGINE, POD):
+            gateway.fleet.remove(id)
+        handed_on = await ask("/worker/replicas")
+        assert (handed_on["urls"], handed_on["drained"], handed_on["left_out"]) == ({}, [], [POD])
 
 
-@pytest.mark.parametrize("left_out", [False, True])
-async def test_what_it_was_before_is_kept_for_a_pod_that_is_not_known_yet(pair, left_out):
-    one, _ = pair
-    fleet, discovery = one.gateway.fleet, one.gateway.discovery
-    discovery.resume([] if left_out else [ENGINE], [])
-    one._drained = {ENGINE}
-    await take_back(one, f"{ENGINE}-dp1", left_out=left_out)
-    discovery.changed(pods("10.0.0.7"))
-    assert (ENGINE in fleet.engines) != left_out
-    await take_back(one, f"{ENGINE}-dp1")
-    assert one._drained == {f"{ENGINE}-dp1"} and ENGINE in fleet.engines
+async def test_changes_wait_until_a_worker_has_begun(tmp_path):
+    """It would not know a replica yet that it is to drain."""
+    async with worker(tmp_path / "socket", None) as (gateway, ask):
+        draining = asyncio.create_task(ask(f"/replicas/{ENGINE}/drain", {}))
+        await ask("/worker/loads")
+        assert not draining.done()
+        await ask("/worker/begin", {**NOTHING, "urls": {ENGINE: f"http://{ENGINE}"}})
+        await draining
+        assert gateway.fleet.replicas[ENGINE].state in (State.DRAINING, State.STOPPED)
+
+
+async def test_a_worker_goes_on_with_the_costs_it_is_given(tmp_path):
+    async with worker(tmp_path / "first") as (gateway, ask):
+        before = await ask("/worker/costs")
+        gateway.costs.add(ENGINE).observe_ttft(3.0, 3000, 0, Load())
+        learned = await ask("/worker/costs")
+        assert learned != before
+    async with worker(tmp_path / "second", costs=learned) as (gateway, ask):
+        gateway.costs.add(ENGINE)
+        assert await ask("/worker/costs") == learned

@@ -10,7 +10,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from replicas import Replica
 from replicas.served import base_names
@@ -18,7 +18,7 @@ from replicas.served import base_names
 from .config import ConfigError, Settings
 from .model import folder_here, model_dir
 from .prompt.pipeline import Pipeline
-from .prompt.tokens.model import ModelError, contents
+from .prompt.tokens.model import PASSING, ModelError, contents
 
 log = logging.getLogger("hitherto")
 
@@ -27,6 +27,8 @@ log = logging.getLogger("hitherto")
 # model, and the map has a part for each replica.
 HASHED_AS = "model"
 DEFAULT_BLOCK_SIZE = 16  # vLLM's, until a replica tells its own
+RETRY_SECONDS, MOST_RETRY_SECONDS = 1.0, 60.0
+T = TypeVar("T")
 
 
 class Source(NamedTuple):
@@ -63,8 +65,8 @@ class ModelFiles:
 
     async def find(self, replica: Replica) -> Source | None:
         """The files that an engine which starts now works with. None: there are none here."""
-        directory, loop = await self._find_directory(replica), asyncio.get_running_loop()
-        source = await loop.run_in_executor(None, self._read, directory)
+        directory = await self._find_directory(replica)
+        source = await _in_thread(self._read, directory)
         if source is not None:
             self._last[_asked(replica)] = source
         return source
@@ -82,9 +84,8 @@ class ModelFiles:
 
     async def load(self, source: Source, name: str | None) -> Pipeline | None:
         """A pipeline of these files, or None if they cannot be used, which is logged."""
-        loop = asyncio.get_running_loop()
         try:
-            return await loop.run_in_executor(None, self.new_pipeline, source.directory, name)
+            return await _in_thread(self.new_pipeline, source.directory, name)
         except ConfigError as error:
             log.error("no tokenizer: prompts of %s are matched as text. %s", name or self._name, error)
             return None
@@ -113,7 +114,7 @@ class ModelFiles:
         """No --model was given: try what a replica was started with, which is not here if its folders are its own, and
         then what it calls its model, which may be any name."""
         try:
-            found = folder_here(root) or await asyncio.get_running_loop().run_in_executor(None, model_dir, root, name)
+            found = folder_here(root) or await _in_thread(model_dir, root, name)
         except ConfigError as error:
             log.error("no tokenizer: prompts of %s are matched as text. %s", name, error)
             return None
@@ -148,3 +149,25 @@ def _asked(replica: Replica) -> tuple[str | None, str]:
 
 def _same_folder(root: str | None, directory: Path) -> bool:
     return folder_here(root) is not None and Path(root).resolve() == directory.resolve()
+
+
+async def _in_thread(function: Callable[..., T], *args: Path | str | None) -> T:
+    """Call `function` in a thread, and again after growing pauses while the operating system refuses it something that
+    passes (PASSING). All else that it raises is raised."""
+    pause = RETRY_SECONDS
+    while True:
+        try:
+            return await asyncio.get_running_loop().run_in_executor(None, function, *args)
+        except Exception as error:
+            if not _passes(error):
+                raise
+            log.warning("a model's files cannot be read now, which is tried again in %g s: %s", pause, error)
+        await asyncio.sleep(pause)
+        pause = min(2 * pause, MOST_RETRY_SECONDS)
+
+
+def _passes(error: BaseException | None) -> bool:
+    """Whether the operating system's refusal of something that passes is the error, or what the error was made of."""
+    return error is not None and (
+        (isinstance(error, OSError) and error.errno in PASSING) or _passes(error.__cause__ or error.__context__)
+    )

@@ -576,6 +576,9 @@ class Proxy:
         exchange.tenant = tenant
         exchange.meter()
         if self.metering is not None and (over := self.metering.refusal(tenant)) is not None:
+            request = exchange.request
+            if len(request.body) <= OFFLOAD_BYTES:  # the access log names the model of what is read at once
+                exchange.model = named_model(request.header(b"content-type") or "", request.body)
             return over
         if (error := refusal_of_head(exchange.request, exchange.id)) is not None:
             return error

@@ -1,6 +1,7 @@
 """Which files each replica's prompts are made of, and when they are read: models without a gateway around them."""
 
 import asyncio
+import errno
 import json
 import shutil
 import threading
@@ -104,6 +105,29 @@ async def test_files_are_not_read_by_the_event_loop(folder, monkeypatch, given):
     await adopted(models, replica("a:1", folder("a"), "a"), replica("b:1", folder("b"), "b"))
     await eventually(lambda: len(readers) == 2)
     assert threading.main_thread() not in readers
+    models.stop()
+
+
+@pytest.mark.parametrize("where", ["Pipeline", "contents", "model_dir"])
+async def test_files_that_the_system_refuses_for_want_of_descriptors_are_read_again(folder, monkeypatch, caplog, where):
+    monkeypatch.setattr(model_files, "RETRY_SECONDS", 0.0)
+    if where == "model_dir":
+        monkeypatch.setattr(model_files, "folder_here", lambda root: None)
+    read, refusals = getattr(model_files, where), [OSError(errno.EMFILE, "Too many open files")] * 2
+
+    def refused(directory, *args, **more):
+        if directory is not None and refusals:
+            try:
+                raise refusals.pop()
+            except OSError as error:
+                raise model_files.ModelError(str(error)) from error
+        return read(directory, *args, **more)
+
+    monkeypatch.setattr(model_files, where, refused)
+    models = Models(Settings(), None, "m")
+    await adopted(models, replica("a:1", folder("m"), "m"))
+    assert is_exact(models, "a:1") and not refusals
+    assert len([one for one in caplog.messages if "tried again in 0 s" in one]) == 2
     models.stop()
 
 

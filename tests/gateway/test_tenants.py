@@ -142,7 +142,7 @@ async def test_who_is_refused_by_which_limit_stands_in_the_log_and_the_status(fi
         'model=sim reason=request_too_large limit="tokens per day"' in first
         and "the limit is 1 tokens per day" in first
     )
-    assert 'reason=rate_limit_exceeded limit="requests per minute"' in second
+    assert 'model=sim reason=rate_limit_exceeded limit="requests per minute"' in second
 
 
 PROMPT = "The quality of mercy is not strained; it droppeth as the gentle rain from heaven. " * 40

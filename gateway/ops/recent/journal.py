@@ -51,7 +51,8 @@ class Journal:
         self.failures: dict[str, Failure] = {}
         self._number = 0
 
-    def note(self, now: float, kind: str, text: str, replica: str = "", level: str = PLAIN, times: int = 1) -> None:
+    def note(self, now: float, kind: str, text: str, replica: str = "", level: str = PLAIN, times: int = 1) -> bool:
+        """Return whether this is news, and not one more of what was noted in the last AGAIN_SECONDS."""
         text = text if len(text) <= MOST_CHARS else text[: MOST_CHARS - 1] + "…"
         for known in reversed(self.entries):
             if now - known.at > AGAIN_SECONDS:
@@ -60,9 +61,10 @@ class Journal:
                 known.at, known.times = now, known.times + times
                 self.entries.remove(known)
                 self.entries.append(known)
-                return
+                return False
         self._number += 1
         self.entries.append(Entry(self._number, now, now, kind, replica, level, text, times))
+        return True
 
     def failed(self, now: float, replica: str, why: str, of_request: bool = False) -> None:
         known = self.failures.get(replica)

@@ -136,9 +136,9 @@ class Recent:
             most = sorted(refused.items(), key=lambda one: -one[1])[:MOST_TENANTS]
             self._refused.append((now, dict(most)))
             for (tenant, kind), by in most[:MOST_REFUSED]:
-                self.journal.note(
-                    now, "limits", f"{tenant} is refused by its limit of {WORDS[kind]}", "", WARN, int(by)
-                )
+                text = f"{tenant} is refused by its limit of {WORDS[kind]}"
+                if self.journal.note(now, "limits", text, "", WARN, int(by)):
+                    event(log, logging.WARNING, f"tenant {text}")
         while self._refused and self._refused[0][0] < now - WINDOW_SECONDS:
             self._refused.popleft()
         if self._view.background is not None:

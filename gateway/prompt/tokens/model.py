@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import json
 from dataclasses import dataclass
@@ -99,6 +100,10 @@ class LoadedModel:
         return value if isinstance(value, int) else None
 
 
+# What the operating system refuses now and may grant in a second: descriptors, memory, a network mount's answer.
+PASSING = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO, errno.ESTALE)
+
+
 def contents(directory: Path, chat_template: str | Path | None = None) -> int:
     """Return a digest of all files that `load_model` and the tokenizer may read, which changes when one of them
     does."""
@@ -109,7 +114,9 @@ def contents(directory: Path, chat_template: str | Path | None = None) -> int:
     for path in sorted(found):
         try:
             digest.update(path.name.encode() + path.read_bytes())
-        except OSError:
+        except OSError as error:
+            if error.errno in PASSING:
+                raise
             digest.update(path.name.encode() + b" cannot be read")
     return digest.intdigest()
 

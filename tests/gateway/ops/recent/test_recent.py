@@ -80,7 +80,7 @@ def test_a_replica_that_writes_slowly_is_named_within_a_minute_and_again_when_it
     assert "replica is as quick per token as the others again" in caplog.messages
 
 
-def test_tenants_that_their_limits_refuse_are_named_the_most_refused_first_for_15_minutes(gateway):
+def test_tenants_that_their_limits_refuse_are_named_the_most_refused_first_for_15_minutes(gateway, caplog):
     refusals = gateway.metrics.tenant_refusals
     refusals.inc("acme", "requests", by=3)
     gateway.recent.look(NOW)
@@ -91,6 +91,7 @@ def test_tenants_that_their_limits_refuse_are_named_the_most_refused_first_for_1
     acme = {"tenant": "acme", "limit": "requests per minute", "requests": 5, "at": NOW + 1}
     assert gateway.recent.kept()["refused"] == [bolt, acme]
     assert ("", "bolt is refused by its limit of tokens per day", "warn") in said(gateway)
+    assert caplog.messages.count("tenant acme is refused by its limit of requests per minute") == 1
     assert merged([gateway.recent.kept(), gateway.recent.kept()])["refused"] == [
         {**bolt, "requests": 14},
         {**acme, "requests": 10},

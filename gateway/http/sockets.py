@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import fcntl
+import os
 import select
 import socket
 import struct
@@ -28,21 +30,31 @@ def has_data(transport: asyncio.Transport) -> bool:
 
 def _events(transport: asyncio.Transport, asked: int) -> int:
     poll = select.poll()
-    poll.register(transport.get_extra_info("socket").fileno(), asked)
+    try:
+        poll.register(_socket(transport).fileno(), asked)
+    except (OSError, ValueError):  # it is closed
+        return 0
     return next((found for _, found in poll.poll(0)), 0)
+
+
+def _socket(transport: asyncio.Transport) -> socket.socket:
+    """Return the socket below a connection. Raises OSError once uvloop has closed it: then it names None."""
+    found: socket.socket | None = transport.get_extra_info("socket")
+    if found is None:
+        raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+    return found
 
 
 def reset_when_closed(transport: asyncio.Transport) -> None:
     """Let the peer see that what it has is not all: what is not sent yet will not be."""
-    connection: socket.socket = transport.get_extra_info("socket")
     with contextlib.suppress(OSError):  # it is closed
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _LINGER.pack(1, 0))
+        _socket(transport).setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _LINGER.pack(1, 0))
 
 
 def ask_when_silent(transport: asyncio.Transport) -> None:
     """Have the kernel find out that the peer's machine is gone, which closes nothing: it ends the connection then."""
-    connection: socket.socket = transport.get_extra_info("socket")
     with contextlib.suppress(OSError):  # it is closed
+        connection = _socket(transport)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, SILENT_SECONDS)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, ASK_SECONDS)
@@ -52,9 +64,8 @@ def ask_when_silent(transport: asyncio.Transport) -> None:
 def has_unacknowledged(transport: asyncio.Transport) -> bool:
     """Whether the peer's kernel lacks a part of what was sent to it, so that nobody there can have read all of it. It
     can be asked after a reset, too. What the peer's kernel had, and nobody read, is not told."""
-    asked: socket.socket = transport.get_extra_info("socket")
     try:
-        (left,) = _BYTES.unpack(fcntl.ioctl(asked.fileno(), termios.TIOCOUTQ, bytes(_BYTES.size)))
+        (left,) = _BYTES.unpack(fcntl.ioctl(_socket(transport).fileno(), termios.TIOCOUTQ, bytes(_BYTES.size)))
     except (OSError, ValueError):  # the kernel does not tell, or the socket is closed
         return False
     return bool(left)

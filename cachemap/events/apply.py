@@ -12,13 +12,15 @@ import numpy as np
 
 from cachemap.changes import ChunkTier, outlives
 from cachemap.events.chunks import MOST_BLOCKS, Chunk, Chunks, block_keys, chains
-from cachemap.events.groups import MOST_PENDING, MOST_PIECE, GroupEvents
+from cachemap.events.groups import FLUSH, MOST_PENDING, MOST_PIECE, GroupEvents
 from cachemap.events.pages import Pages
 from cachemap.events.records import FULL_ATTENTION, MAMBA, UNTOLD, Agreed, Blocks, Cleared, Removed, Stored
 from cachemap.hashing import TOKEN_BYTES, chain_seed, covering, hash_blocks, looking_ahead
 from cachemap.map import CacheMap
 
-MOST_CHUNK = 4096  # blocks of a slower tier's chunk: 65,536 tokens of 16, where 256 are usual
+# Blocks of a slower tier's chunk, and of what an engine calls a block: 65,536 tokens of 16, where 256 are usual.
+MOST_CHUNK = 4096
+LEAST_BLOCK = 64  # bytes of tokens that count as a block's: 16
 MOST_UNSIZED = 2048  # keys that are remembered of a tier until an event tells how many blocks each stands for
 
 
@@ -52,6 +54,7 @@ class EventApplier:
         self._removing: Sequence[int | bytes] = []
         self._twice: list[tuple[int | bytes, int, int]] = []  # key, hash and parent of pending blocks told again
         self._tier = "gpu"
+        self._work = 0  # done since others could look, in units of MOST_PIECE, besides what `in_pieces` counts
         self._main: int | None = None  # the group that prompts are found in; None: the first that events speak of
         self._groups = GroupEvents(cache_map, slot, block_size, self._hashes_under, self._hashes_of)
         self.pages: Pages | None = None  # of an engine whose pages are smaller than the blocks
@@ -95,14 +98,44 @@ class EventApplier:
 
     def apply(self, events: list[Stored | Removed | Cleared]) -> None:
         """Apply events in order; the more at a time, the cheaper each."""
+        for _ in self._applying(events):
+            pass
+
+    def applying(self, events: list[Stored | Removed | Cleared]) -> Iterator[None]:
+        """Apply events in order and flush, in steps of some milliseconds, between which others may read the map."""
+        for number, piece in enumerate(in_pieces(events)):
+            if number:
+                yield
+            yield from self._applying(piece)
+        yield from self.flushing()
+
+    def _applying(self, events: list[Stored | Removed | Cleared]) -> Iterator[None]:
         self._look_up_parents(events)
+        self._work = 0
         for event in events:
             if isinstance(event, Stored):
                 self._store(event)
             elif isinstance(event, Removed):
-                self._remove(event)
+                if event.tier == "gpu" and (self._groups.whole or self._is_of_group(event)):
+                    self._work += self._groups.waiting_work
+                    yield from self._groups.following()
+                step = max(1, MOST_PIECE // self._blocks_under_key(event.tier))
+                for start in range(0, len(event.keys), step):
+                    if start:
+                        yield
+                    self._remove(event._replace(keys=event.keys[start : start + step]))
             else:
                 self._clear()
+            if self._work > MOST_PIECE:
+                self._work = 0
+                yield
+
+    def _blocks_under_key(self, tier: str) -> int:
+        """Return how many keys of the map one of the engine's stands for at most when it tells that it is gone."""
+        if tier == "gpu":
+            return self._groups.whole or 1
+        tiers = self._map.chunk_tiers(self._slot)
+        return max([one.blocks for one in tiers if one.base == tier and not one.own], default=1)
 
     def flush(self) -> None:
         """Hand over what is pending."""
@@ -124,6 +157,7 @@ class EventApplier:
         self._groups.flush()
 
     def _flush(self) -> None:
+        self._work += FLUSH
         for _ in self._flushing():
             pass
 
@@ -209,6 +243,9 @@ class EventApplier:
         self._above = dict(zip(parents, found))
 
     def _store(self, event: Stored) -> None:
+        if event.block_size > MOST_CHUNK * self._block_size:
+            self.ignored += len(event.keys)
+            return
         if event.group != self._main and not self._is_main(event):
             self._store_in_group(event)
             return
@@ -249,7 +286,7 @@ class EventApplier:
             return
         blocks = 1 if event.tier == "gpu" else self._blocks_of(event)
         tier = ChunkTier(event.tier, blocks, own=True).tier if blocks > 1 else event.tier
-        if self._removing or tier != self._tier or len(self._own) > MOST_PENDING:
+        if self._removing or tier != self._tier or len(self._own) + len(self._twice) > MOST_PENDING:
             self._flush()
             self._tier = tier
         if event.together > 1:
@@ -416,7 +453,7 @@ class EventApplier:
         except OverflowError as error:
             self.fault = f"{error}: start it with larger pages"
             return
-        if whole and (self._removing or self._tier != "gpu" or len(self._own) > MOST_PENDING):
+        if whole and (self._removing or self._tier != "gpu" or len(self._own) + len(self._twice) > MOST_PENDING):
             self._flush()
             self._tier = "gpu"
         for chain in whole:
@@ -501,8 +538,11 @@ class EventApplier:
         if parent != self._tail or not self._own:
             self._heads.append((len(self._own), parent))
 
+    def _is_of_group(self, event: Removed) -> bool:
+        return event.group != self._main and self._groups.knows(event.group)
+
     def _remove(self, event: Removed) -> None:
-        if event.group != self._main and self._groups.knows(event.group):
+        if self._is_of_group(event):
             if event.tier == "gpu":
                 self._groups.remove(event)
             else:
@@ -591,7 +631,7 @@ class EventApplier:
 
 def in_pieces(events: list[Stored | Removed | Cleared]) -> Iterator[list[Stored | Removed | Cleared]]:
     """Split events so that applying each piece takes a few milliseconds. What is few comes as it is."""
-    if sum(len(event.keys) for event in events if not isinstance(event, Cleared)) <= MOST_PIECE:
+    if len(events) + sum(map(_blocks, events)) <= MOST_PIECE:
         yield events
         return
     # What is told of a further cache group waits for all of full attention's blocks, so there none that stores is cut:
@@ -603,11 +643,18 @@ def in_pieces(events: list[Stored | Removed | Cleared]) -> Iterator[list[Stored 
         whole = grouped and isinstance(event, Stored)
         for part in (event,) if whole or isinstance(event, Cleared) else _parts(event):
             piece.append(part)
-            room -= 1 if isinstance(part, Cleared) else 1 + len(part.keys)
+            room -= 1 + _blocks(part)
             if room <= 0:
                 yield piece
                 piece, room = [], MOST_PIECE
     yield piece
+
+
+def _blocks(event: Stored | Removed | Cleared) -> int:
+    """Return how many blocks an event tells of, as far as it shows."""
+    if isinstance(event, Stored):
+        return max(len(event.keys), len(event.tokens) // LEAST_BLOCK)
+    return len(event.keys) if isinstance(event, Removed) else 0
 
 
 def _parts(event: Stored | Removed) -> Iterator[Stored | Removed]:
@@ -617,7 +664,8 @@ def _parts(event: Stored | Removed) -> Iterator[Stored | Removed]:
         for start in range(0, count, MOST_PIECE):
             yield event._replace(keys=event.keys[start : start + MOST_PIECE])
         return
-    step = max(1, MOST_PIECE // event.together) * event.together
+    wide = max(1, _blocks(event) // max(count, 1))
+    step = max(1, MOST_PIECE // (event.together * wide)) * event.together
     if count <= step:
         yield event
         return

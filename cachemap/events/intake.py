@@ -15,7 +15,7 @@ from time import time
 
 import zmq
 
-from cachemap.events.apply import EventApplier, in_pieces
+from cachemap.events.apply import EventApplier
 from cachemap.events.records import UNTOLD, Batch, Blocks, Cleared, Decoder, EventError, Removed, Stored
 from cachemap.events.sequence import Order, classify
 from cachemap.events.sockets import MOST_FRAME, WAKE_SECONDS, Inbox, connected, publisher_of, replay, snapshot
@@ -534,13 +534,7 @@ class EventIntake:
             events = [event for number, batch in run for event in batch.events if not self._is_void(number, event)]
         self.applying = True
         try:
-            for piece in in_pieces(events):
-                if piece is not events:
-                    await asyncio.sleep(0)
-                if forgotten != self._forgotten:
-                    return
-                self._events.apply(piece)
-            for _ in self._events.flushing():
+            for _ in self._events.applying(events):
                 await asyncio.sleep(0)
                 if forgotten != self._forgotten:
                     return

@@ -16,7 +16,7 @@ from cachemap import CacheMap
 from cachemap.changes import EVERY, CacheGroup
 from cachemap.events.apply import EventApplier, in_pieces
 from cachemap.events.groups import MOST_PENDING, MOST_PIECE
-from cachemap.events.records import Blocks, Removed
+from cachemap.events.records import Blocks, Cleared, Removed
 
 from ..publisher import BLOCK, CLEARED, removed, stored
 from .test_events import TOKENS, apply, batch, held, setting
@@ -345,6 +345,67 @@ def test_a_huge_event_comes_to_the_map_in_steps_between_which_others_may_look(se
         held_before = cache_map.held(0)
     applier.flush()
     assert cache_map.held(0) == 0 and applier.fault is None
+
+
+def one_each(count, *events):
+    """These events in turns, each with a key of its own."""
+    return [events[at % len(events)]._replace(keys=[1000 + at // len(events)]) for at in range(count)]
+
+
+def awkward(name, count=4 * MOST_PIECE):
+    """A batch that takes long in another way than by many blocks in an event."""
+    stored_one, window = batch(full([1], group=0), windowed([1], 1, group=1))
+    nothing, alone = stored_one._replace(keys=[], tokens=b""), window._replace(tokens=b"")
+    copy, below = stored_one._replace(tier="cpu", tokens=b""), stored_one._replace(tier="cpu", below=True)
+    return {
+        "cleared": [Cleared()] * count,
+        "stored nothing": [nothing] * count,
+        "tiers in turns": one_each(count, stored_one, copy),
+        "stored and removed in turns": one_each(count, stored_one, removed_all([], 0)),
+        "chunks": one_each(count, below),
+        "stored twice": [stored_one] * count,
+        "a group's in turns": one_each(count, window, removed_all([], 1)),
+        "a group's, then one removed": [*one_each(count, alone), removed_all([1], 1)],
+        "a group's among many": [*one_each(count, alone), *[nothing] * count],
+        "wide blocks removed": [
+            *[stored_one._replace(keys=[2], block_size=512 * BLOCK, tokens=bytes(512 * BLOCK * 4))]
+            * 3,  # to be believed
+            removed_all(list(range(2, 100)), 0),
+        ],
+    }[name]
+
+
+@pytest.mark.parametrize(
+    ("name", "least"),
+    [
+        ("cleared", 100), ("stored nothing", 4), ("tiers in turns", 100), ("stored and removed in turns", 100),
+        ("chunks", 100), ("stored twice", 4), ("a group's in turns", 30), ("a group's, then one removed", 30),
+        ("a group's among many", 30), ("wide blocks removed", 40),
+    ],
+)  # fmt: skip
+def test_a_batch_of_many_events_is_applied_in_steps(setting, name, least):
+    """Hundreds of thousands of events without keys, or each of which makes a call to the map, held up all for
+    seconds."""
+    cache_map, applier = setting
+    apply(setting, full([1], group=0), windowed([1], 1, group=1))
+    calls, blocks = [0], [0]
+
+    def change(slot, change):
+        calls[-1] += 1
+        blocks[-1] += len(getattr(change, "tags", ()))
+        return changed(slot, change)
+
+    changed = cache_map.change
+    with (
+        patch.object(cache_map, "change", change),
+        patch.object(cache_map, "resolve", side_effect=cache_map.resolve) as resolved,
+    ):
+        for _ in applier.applying(awkward(name)):
+            calls[-1] += resolved.call_count
+            resolved.reset_mock()
+            calls.append(0)
+            blocks.append(0)
+    assert len(calls) > least and max(calls) < 200 and max(blocks) <= 2 * MOST_PENDING
 
 
 def removed_all(keys, group):

@@ -12,7 +12,7 @@ import aiohttp
 from aiohttp.abc import AbstractResolver, ResolveResult
 
 from replicas.adopt import Facts, probe
-from replicas.ask import PLAIN, Response, unresolved
+from replicas.ask import PLAIN, Connector, Response, unresolved
 from replicas.event_source import EventSource
 from replicas.names import HostName
 from replicas.problems import Problem
@@ -136,12 +136,10 @@ class _Pinned(AbstractResolver):
         pass
 
 
-def connector(address: str, tls: ssl.SSLContext | None = None) -> aiohttp.TCPConnector:
+def connector(address: str, tls: ssl.SSLContext | None = None) -> Connector:
     """For a session whose every request goes to `address`, whatever host its URL names; with `tls` for https."""
     # vLLM closes a connection that is idle for 5 s
-    return aiohttp.TCPConnector(
-        limit=0, keepalive_timeout=4.0, resolver=_Pinned(address), use_dns_cache=False, ssl=tls or True
-    )
+    return Connector(limit=0, keepalive_timeout=4.0, resolver=_Pinned(address), use_dns_cache=False, ssl=tls or True)
 
 
 def session_to(

@@ -3,10 +3,12 @@
 import asyncio
 import errno
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import aiohttp
+from aiohttp.client_proto import ResponseHandler
 
 from replicas.answer import MOST_VALUES, Answer
 from replicas.deadline import within
@@ -17,6 +19,10 @@ T = TypeVar("T")
 MOST_BYTES = 1 << 23
 BIG = 1 << 16  # a page of /metrics that is read in a thread
 MODELS_VALUES = 1 << 18  # in /v1/models: 10,000 names have 220,000 in vLLM's answer
+# Bytes of an answer that may be no part of its body, besides a quarter as many as that has: the head and the frames of
+# chunks. 256 KiB of interim heads (1xx), or of chunks of one byte, are parsed in 0.3 s, and aiohttp takes them without
+# end; so what came is looked at after so many bytes.
+MOST_FRAMING, LOOK_BYTES = 1 << 14, 1 << 12
 PLAIN = {"accept-encoding": "identity"}  # of 9 MB of gzip came 4 GB
 GATEWAY = "x-hitherto-gateway"  # a header of /health that gateways have, and engines have not
 # Of these the engine is innocent.
@@ -97,6 +103,40 @@ async def body_of(response: aiohttp.ClientResponse, most: int = MOST_BYTES) -> b
         if size > most:
             raise TooLong(f"it has more than {most >> 20} MiB")
     return b"".join(pieces)
+
+
+class Bounded(ResponseHandler):
+    """A connection that breaks off an answer of which too little is body."""
+
+    _came = 0  # bytes since the question
+
+    def set_response_params(self, **options: Any) -> None:
+        self._came = 0
+        super().set_response_params(**options)
+
+    def data_received(self, data: bytes) -> None:
+        for at in range(0, len(data) or 1, LOOK_BYTES):
+            super().data_received(piece := data[at : at + LOOK_BYTES])
+            self._came += len(piece)
+            if not self.is_connected():
+                return
+            body = self._payload.total_bytes if self._payload is not None else 0
+            # while reading is paused the parser keeps what it was given, which may be body
+            if not self._reading_paused and self._came > MOST_FRAMING + body + body // 4:
+                error = TooLong("it is hardly more than heads and the frames of chunks")
+                if self._payload is not None:
+                    self._payload.set_exception(error)
+                self.set_exception(error)
+                self.transport.close()
+                return
+
+
+class Connector(aiohttp.TCPConnector):
+    """Makes connections that are `Bounded`."""
+
+    def __init__(self, **options: Any):
+        super().__init__(**options)
+        self._factory = partial(Bounded, loop=self._loop)
 
 
 class Response(aiohttp.ClientResponse):

@@ -13,7 +13,7 @@ import orjson
 from aiohttp.http_exceptions import HttpProcessingError
 
 from replicas import tls
-from replicas.ask import PLAIN, body_of
+from replicas.ask import PLAIN, Connector, body_of
 from replicas.pods import Discover, Place, Pod
 
 ENDED = ("Succeeded", "Failed")  # phases of pods that never serve again
@@ -55,7 +55,7 @@ class Pods:
 
     def _session(self) -> aiohttp.ClientSession:
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=10.0, sock_read=SILENT_SECONDS)
-        connector = aiohttp.TCPConnector(ssl=tls.context(self._where.authorities))
+        connector = Connector(ssl=tls.context(self._where.authorities))
         return aiohttp.ClientSession(
             connector=connector, timeout=timeout, read_bufsize=LONGEST_LINE, auto_decompress=False
         )
@@ -106,7 +106,9 @@ class Pods:
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         try:
             query = {"labelSelector": self._selector, **options}
-            async with session.get(self._path, params=query, headers={**PLAIN, **self._where.headers}) as answer:
+            async with session.get(
+                self._path, params=query, headers={**PLAIN, **self._where.headers}, allow_redirects=False
+            ) as answer:
                 if answer.status not in (200, FORGOTTEN):
                     raise PodsError(self._refusal(answer.status, await body_of(answer)))
                 yield answer

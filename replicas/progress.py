@@ -97,6 +97,8 @@ async def asked(
 
 async def _post(session: aiohttp.ClientSession, url: str, body: str, aborted: Callable[[bytes], object]) -> int:
     headers = {"content-type": "application/json"}
-    async with session.post(url, data=body, headers=headers, timeout=aiohttp.ClientTimeout()) as response:
+    async with session.post(
+        url, data=body, headers=headers, timeout=aiohttp.ClientTimeout(), allow_redirects=False
+    ) as response:
         begins = await response.content.read(MOST_READ) if response.status == 200 else b""
         return 500 if aborted(begins) else response.status

@@ -143,7 +143,7 @@ async def _asked(
 
 
 async def _post(session: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
-    async with session.post(url, json=body) as response:
+    async with session.post(url, json=body, allow_redirects=False) as response:
         if response.status in (401, 403):
             raise NotAsked(
                 "it wants an API key, and not the one that the gateway has: give it with --engine-api-key @FILE"

@@ -60,7 +60,9 @@ async def engine_answers(session: aiohttp.ClientSession, url: str, model: str | 
             body["model"] = model
         async with (
             gate,
-            session.post(f"{url}/tokenize", json=body, timeout=aiohttp.ClientTimeout(ANSWER_SECONDS)) as response,
+            session.post(
+                f"{url}/tokenize", json=body, timeout=aiohttp.ClientTimeout(ANSWER_SECONDS), allow_redirects=False
+            ) as response,
         ):
             if response.status in (401, 403):
                 raise Unanswered(

@@ -234,7 +234,9 @@ async def _skew(way: Access) -> float | None:
     """By how many seconds at least the replica's clock differs from this one; None where it does not tell the time."""
     with contextlib.suppress(aiohttp.ClientError, TimeoutError, ValueError, KeyError):
         before = time.time()
-        async with way.session.get(way.url + "/health", timeout=aiohttp.ClientTimeout(5)) as response:
+        async with way.session.get(
+            way.url + "/health", timeout=aiohttp.ClientTimeout(5), allow_redirects=False
+        ) as response:
             then = parsedate_to_datetime(response.headers["Date"]).timestamp()
         return max(then - time.time(), before - then - 1, 0.0)  # the header is cut to whole seconds
     return None

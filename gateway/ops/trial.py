@@ -102,7 +102,7 @@ class Trial:
         try:
             url, deadline = self.replica.url + path, aiohttp.ClientTimeout(ANSWER_SECONDS)
             async with self.session.post(
-                url, json=body, headers={**self.replica.headers, **more}, timeout=deadline
+                url, json=body, headers={**self.replica.headers, **more}, timeout=deadline, allow_redirects=False
             ) as response:
                 reply = await response.json(content_type=None)
                 if response.status in (401, 403):

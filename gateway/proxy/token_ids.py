@@ -177,7 +177,8 @@ def poster(session: aiohttp.ClientSession) -> Post:
 
     async def post(path: str, body: bytes) -> tuple[int, bytes]:
         try:
-            async with session.post(path, data=body, headers={"content-type": "application/json"}) as response:
+            headers = {"content-type": "application/json"}
+            async with session.post(path, data=body, headers=headers, allow_redirects=False) as response:
                 return response.status, await body_of(response)
         except (aiohttp.ClientError, TimeoutError) as error:
             raise Unanswered(str(error) or type(error).__name__) from None

@@ -1,11 +1,14 @@
 """What an engine answers to the gateway's own questions is bounded, whatever it answers."""
 
+import asyncio
 import gzip
 import json
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
+from unittest.mock import patch
 
 import pytest
 from aiohttp import web
+from aiohttp.client_proto import ResponseHandler
 
 from replicas import Fleet, State
 from replicas.access import session_to
@@ -80,6 +83,66 @@ async def test_an_engine_of_large_answers_is_asked_less_often_until_it_is_ready(
             assert replica.state is State.READY and watch._interval() == 0.05
         finally:
             await fleet.stop()
+
+
+@asynccontextmanager
+async def raw(begin: bytes, unit: bytes, times: int, end: bytes = b""):
+    """An engine that answers so, byte for byte; `sent` is how many units were taken from it."""
+    sent = []
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(ConnectionError, asyncio.IncompleteReadError):
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(begin)
+            for _ in range(times):
+                writer.write(unit)
+                await writer.drain()
+                sent.append(unit)
+            writer.write(end)
+            await reader.read()
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    async with server, session_to("127.0.0.1") as session:
+        yield session, f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/health", sent
+
+
+CHUNKED = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
+OK = b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    ("begin", "unit"),
+    [
+        (b"", b"HTTP/1.1 100 Continue\r\n\r\n"),
+        (b"", b"HTTP/1.1 103 Early Hints\r\nlink: <a>\r\n\r\n"),
+        (CHUNKED, b"1\r\na\r\n"),
+        (CHUNKED + b"1;", b"a"),
+        (b"", OK),
+    ],
+    ids=["100", "103", "one-byte chunks", "chunk extension", "answers to nothing"],
+)
+async def test_an_answer_that_is_hardly_body_ends_early(begin, unit):
+    """The parser of such bytes held up the whole process for seconds, so that no deadline was seen to pass."""
+    parsed = []
+
+    def count(self, data):
+        parsed.append(len(data))
+        received(self, data)
+
+    received = ResponseHandler.data_received
+    with patch.object(ResponseHandler, "data_received", count):
+        async with raw(begin, unit * ((1 << 20) // len(unit)), 16) as (session, url, sent):
+            answer = await get(session, url, 20)
+    assert (answer.fault, "hardly more than heads" in answer.error) == ("closed", True) or unit is OK
+    assert sum(parsed) < 1 << 15 and max(parsed) <= 1 << 12 and len(sent) < 16
+
+
+async def test_a_body_in_small_chunks_is_read():
+    unit = b"18\r\n%s\r\n" % (b" " * 24) * 1000
+    async with raw(CHUNKED, unit, 300, b"0\r\n\r\n") as (session, url, _):
+        answer = await get(session, url, 20)
+        assert not answer.fault and len(answer.body) == 300 * 24_000
 
 
 async def test_an_answer_as_long_as_may_be_is_read():

@@ -39,12 +39,7 @@ def of_numbers(layers: int, kv_heads: int, head_size: int, context: int | None, 
     notes = () if context else (f"the longest request is taken as {_CONTEXT:,} tokens: --max-model-len says otherwise",)
     shape = Shape((Layers(layers),), kv_heads, head_size, latent=0, index=0, dtype="float16", context=context or _CONTEXT,
                   notes=notes)  # fmt: skip
-    return Checkpoint(
-        f"{layers} layers with {kv_heads} KV heads of {head_size}",
-        shape,
-        2 * parameters if parameters else None,
-        parameters,
-    )
+    return Checkpoint(f"{layers} layers with {kv_heads} KV heads of {head_size}", shape, None, parameters)
 
 
 def _parameters(config: dict[str, object], weights: int | None) -> int | None:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import NormalDist
 
-from loadgen.plan.transfers import Transfer, front_seconds, last_token_seconds, prefill_seconds, step_seconds
+from loadgen.plan.transfers import Transfer, last_token_seconds, prefill_seconds, step_seconds
 from replicas.simulated.profile import Profile
 
 _ROUNDS = 2_000  # of the fixed point; a pool that has not settled by then can't keep up
@@ -34,7 +34,8 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Engines:
-    """The engines of both pools. `streams`: how many requests' cache a decode replica holds."""
+    """The engines of both pools. `transfer` is of a prompt of the load; `streams`: how many requests' cache a decode
+    replica holds."""
 
     profile: Profile
     transfer: Transfer
@@ -74,8 +75,8 @@ def decode_pool(load: Load, engines: Engines, replicas: int) -> Pool:
     limits = ["TPOT"] if load.tpot and step > load.tpot else []
     if streams > room and not limits:
         limits.append("max_num_seqs" if engines.streams > engines.profile.max_num_seqs else "KV cache")
-    return Pool(replicas, (*limits, *_link_limit(load, engines, replicas)), streams / room, _link_busy(load, engines, replicas),
-                streams=streams, room=room, step=step)  # fmt: skip
+    link_busy, link_limit = _link(load, engines, replicas)
+    return Pool(replicas, (*limits, *link_limit), streams / room, link_busy, streams=streams, room=room, step=step)
 
 
 def _mean_streams(load: Load, profile: Profile, replicas: int, room: float) -> float:
@@ -104,15 +105,13 @@ def decode_seconds(load: Load, profile: Profile, replicas: int, streams: float) 
 def prefill_pool(load: Load, engines: Engines, replicas: int, decode_step: float) -> Pool:
     profile = engines.profile
     service = prefill_seconds(profile, load.prompt)
-    busy, link_limit = load.rate * service / replicas, _link_limit(load, engines, replicas)
-    link_busy = _link_busy(load, engines, replicas)
+    busy = load.rate * service / replicas
+    link_busy, link_limit = _link(load, engines, replicas)
     if busy >= 1:
         return Pool(replicas, ("prefill rate", *link_limit), busy, link_busy)
     wait = waited(load.rate * service, replicas, service, load.share)
-    first = 1.5 * decode_step + last_token_seconds(
-        profile, load.prompt
-    )  # the rest of the step that it meets, and its own
-    ttft = front_seconds(profile, load.prompt) + wait + service + (engines.transfer.seconds or 0.0) + first
+    first = 1.5 * decode_step + last_token_seconds(profile, load.prompt)  # half of the step that it meets, and its own
+    ttft = wait + engines.transfer.compute_seconds + (engines.transfer.seconds or 0.0) + first
     limits = ("TTFT",) if load.ttft and ttft > load.ttft else ()
     return Pool(replicas, (*limits, *link_limit), busy, link_busy, ttft, wait)
 
@@ -128,12 +127,10 @@ def waited(offered: float, servers: int, service: float, share: float) -> float:
     return math.log(waits / (1 - share)) * service / (2 * (servers - offered))
 
 
-def _link_busy(load: Load, engines: Engines, replicas: int) -> float | None:
-    return load.rate * engines.transfer.bytes / engines.link / replicas if engines.link else None
-
-
-def _link_limit(load: Load, engines: Engines, replicas: int) -> tuple[str, ...]:
-    return ("link",) if (_link_busy(load, engines, replicas) or 0.0) >= 1 else ()
+def _link(load: Load, engines: Engines, replicas: int) -> tuple[float | None, tuple[str, ...]]:
+    """Return which share of a replica's link is busy, None without a link, and the limit that this exceeds, if any."""
+    busy = load.rate * engines.transfer.bytes / engines.link / replicas if engines.link else None
+    return busy, ("link",) if busy and busy >= 1 else ()
 
 
 def smallest(pool: Callable[[int], Pool], most: int) -> Sizing:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from rich.console import Console
 from rich.table import Table
@@ -126,7 +126,7 @@ def plan_pools(given: Given, console: Console, about: dict[str, object]) -> int:
     about["pools"] = {"answers": answers, "assumed": assumed, "profile": given.profile.name, "link_bytes_per_s": args.link,
                       "tokens_per_transfer": given.piece, "decode_step_s": step, "buffer_step": BUFFER_STEP,
                       "transfers": [asdict(one) | {"pays": one.pays} for one in moved],
-                      "weights": weights, "kv": fits, "slo_ms": given.slo} | _pools_json(sizings)  # fmt: skip
+                      "weights": weights, "kv": fits, "slo_ms": given.slo} | dict(zip(("prefill", "decode"), map(asdict, sizings or ())))  # fmt: skip
     return 1 if sizings and any(sizing.pool.limits for sizing in sizings) else 0
 
 
@@ -216,12 +216,6 @@ def pool_table(sizings: tuple[Sizing, Sizing]) -> Table:
     return shown
 
 
-def _pools_json(sizings: tuple[Sizing, Sizing] | None) -> dict[str, object]:
-    if not sizings:
-        return {}
-    return {name: asdict(sizing) for name, sizing in zip(("prefill", "decode"), sizings, strict=True)}
-
-
 # ---- the transfer
 
 
@@ -282,16 +276,14 @@ def transfer_table(given: Given, moved: Sequence[Transfer], step: float) -> Tabl
 def sizes(given: Given) -> tuple[dict[str, int] | None, dict[str, dict[str, object]]]:
     """Bytes of the weights by format, and by format of the cache a token's bytes and the tokens that fit beside each
     format of the weights (None: there is no room)."""
-    args, shape = given.args, given.checkpoint.shape
+    args = given.args
     parameters = args.parameters or given.checkpoint.parameters
     weights = {name: form.bytes(parameters) for name, (_, form) in FORMATS.items()} if parameters else None
     found: dict[str, dict[str, object]] = {}
     for name, (dtype, _) in FORMATS.items():
-        if shape.latent and KV_DTYPES[dtype].scale:
+        if given.checkpoint.shape.latent and KV_DTYPES[dtype].scale:
             continue
-        space = KvSpace(
-            shape, dtype, given.space.block_size, args.tensor_parallel_size, args.decode_context_parallel_size
-        )
+        space = replace(given.space, dtype=dtype)
         found[name] = {"dtype": dtype, "bytes_per_token": space.token_bytes * space.tensor_parallel}
         if weights and args.gpu_memory:
             found[name]["tokens"] = {form: _tokens(given, space, size) for form, size in weights.items()}

@@ -41,7 +41,7 @@ def transfer(space: KvSpace, tokens: int, piece: int, link: float | None, profil
     total, count = of_gpu * space.tensor_parallel, -(-tokens // piece)
     seconds = LATENCY + count * PER_TRANSFER + total / link if link else None
     return Transfer(tokens, total, of_gpu, -(-of_gpu // BUFFER_STEP) * BUFFER_STEP, count, seconds,
-                    front_seconds(profile, tokens) + prefill_seconds(profile, tokens))  # fmt: skip
+                    _front_seconds(profile, tokens) + prefill_seconds(profile, tokens))  # fmt: skip
 
 
 def prefill_seconds(profile: Profile, tokens: int) -> float:
@@ -54,8 +54,8 @@ def prefill_seconds(profile: Profile, tokens: int) -> float:
     return seconds / profile.speedup
 
 
-def front_seconds(profile: Profile, tokens: int) -> float:
-    """Of what happens to a prompt before its first step: HTTP, tokenizing."""
+def _front_seconds(profile: Profile, tokens: int) -> float:
+    """Return what passes before a prompt's first step: HTTP, tokenizing."""
     request = profile.request
     return (request.work_seconds(tokens, text=True, busy=False) + request.latency * 1e-3) / profile.speedup
 

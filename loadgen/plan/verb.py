@@ -22,6 +22,7 @@ from loadgen.options import ATTAINMENT, INTERRUPTED, BadOption, attainment, flag
 from loadgen.plan import checkpoints, pools_verb, units
 from loadgen.plan.checkpoints import Checkpoint
 from loadgen.plan.fleet_size import BY_TOKENS, Fleet, Point, Size, TooShort, by_tokens, search
+from loadgen.plan.pools_verb import GIB
 from loadgen.report import files, rates, show
 from loadgen.report.show import count, percent
 from loadgen.report.summary import Report, setting
@@ -33,7 +34,6 @@ from loadgen.workload.conversations import Workload, at_rate
 from policies.kv_space import RESERVE, UTILIZATION, KvSpace, memory_for_kv
 from replicas.simulated.profile import Profile, load_profile
 
-GIB = 1 << 30
 MOST_TOKENS = 1_000_000_000
 MOST_REQUESTS = 200_000  # in a load that is drawn as long as its rate needs
 BLOCK = 16  # tokens; vLLM's default on GPUs

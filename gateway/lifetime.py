@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import resource
 import signal
 from collections.abc import Callable, Collection
 from contextlib import suppress
@@ -21,6 +22,7 @@ from replicas.simulated import complaints
 from . import __version__
 from .cautions import cautions
 from .config import ConfigError, Settings
+from .http.room import FEWEST_FILES, too_few
 from .http.server import allow_many_connections
 from .memory import share_one_heap
 from .ops import log as lines
@@ -55,6 +57,8 @@ def run(settings: Settings, make: Callable[[], Service], started: Callable[[], N
     share_one_heap()
     allow_many_connections()
     outbox = lines.setup(settings.log_level)
+    if few := too_few(resource.getrlimit(resource.RLIMIT_NOFILE)[0]):
+        log.warning("open files: %s. Raise the limit to %d at least (LimitNOFILE, `ulimit -Hn`)", few, FEWEST_FILES)
     try:
         uvloop.run(_serve(settings, make, started))
     finally:

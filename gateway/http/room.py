@@ -16,6 +16,10 @@ log = logging.getLogger("hitherto.wire")
 # work. The reserve is a quarter of the limit of open files, and at most this many descriptors. TLS handshakes under way
 # may use half of the reserve, and refused connections that are not closed yet a quarter.
 MOST_RESERVED = 8192
+FEWEST_FILES = 4096  # 1,500 streams; the usual hard limit is 524,288 or more
+OWN_FILES = (
+    30  # of a gateway with three replicas, as counted on Linux: its log, listening sockets, probes and KV events
+)
 # TLS handshakes under way at most: each takes 55 kB, and one whose client is silent ends after `head_seconds`.
 MOST_HANDSHAKES = 4096
 LOOKS = 64  # idle connections that are looked at beyond those to close; nearly always the first can be closed
@@ -128,6 +132,17 @@ class Room(Generic[C]):
         return closed > 0
 
 
-def _reserved() -> int:
-    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+def too_few(files: int) -> str:
+    """Say for how few streams this limit of open files is enough, "" where it is FEWEST_FILES or more. A stream has a
+    connection to its client and one to its replica."""
+    if files == resource.RLIM_INFINITY or files >= FEWEST_FILES:
+        return ""
+    streams = max(0, files - _reserved(files) - OWN_FILES) // 2
+    return f"{files} at most, which are about {streams} streams at once; without any left it answers 503 gateway_full"
+
+
+def _reserved(files: int | None = None) -> int:
+    """Return how many descriptors of this limit clients leave free; None: of the process's own."""
+    if files is None:
+        files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return MOST_RESERVED if files == resource.RLIM_INFINITY else min(files // 4, MOST_RESERVED)

@@ -23,7 +23,7 @@ SHUTDOWN_SECONDS = 3600.0  # of a TLS connection, to send what is left and to he
 
 
 def allow_many_connections() -> None:
-    """As many open files as this process, and those it starts, may have: the usual 1,024 are 500 streams."""
+    """As many open files as this process, and those it starts, may have: the usual 1,024 are 370 streams."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     if most != resource.RLIM_INFINITY:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

@@ -26,11 +26,13 @@ SKEW_SECONDS = 2.0  # Date headers have whole seconds
 
 
 def by_model(replicas: list[tuple[Address, Facts]]) -> list[list[tuple[Address, Facts]]]:
-    """Replicas that serve the same base model, in groups."""
+    """Replicas that serve the same base model, in groups. Those that tell no model belong to the only one that others
+    tell, whose requests the gateway sends them too; they are a group of their own where there are several."""
     groups: list[tuple[set[str], list[tuple[Address, Facts]]]] = []
-    for address, facts in replicas:
+    for address, facts in sorted(replicas, key=lambda one: not base_names(one[1].models)):
         names = set(base_names(facts.models))
-        group = next((one for one in groups if one[0] & names or one[0] == names), None)
+        alike = (one for one in groups if one[0] & names or one[0] == names or (not names and len(groups) == 1))
+        group = next(alike, None)
         if group is None:
             groups.append((set(names), [(address, facts)]))
         else:
@@ -98,12 +100,14 @@ def check_own_words(address: Address, facts: Facts, problems: Mapping[str, Probl
 
 
 def check_models(replicas: list[tuple[Address, Facts]]) -> Finding:
-    bases = {address.id: sorted(base_names(facts.models)) for address, facts in replicas}
+    told_by = [(address, facts) for address, facts in replicas if base_names(facts.models)] or replicas
+    bases = {address.id: sorted(base_names(facts.models)) for address, facts in told_by}
     if len(set(map(tuple, bases.values()))) == 1:
+        many = f"all {len(bases)} replicas{' that tell a model' if len(told_by) < len(replicas) else ''} serve"
         return Finding(
             "ok",
             "models",
-            f"{'the replica serves' if len(bases) == 1 else f'all {len(bases)} replicas serve'} "
+            f"{'the replica serves' if len(replicas) == 1 else many} "
             + (", ".join(next(iter(bases.values()))) or "unnamed models"),
         )
     told = "; ".join(f"{id}: {', '.join(names)}" for id, names in bases.items())

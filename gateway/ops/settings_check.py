@@ -7,6 +7,7 @@ import resource
 from collections.abc import Iterator
 
 from gateway.config import Config, ConfigError, Settings
+from gateway.http.room import FEWEST_FILES, too_few
 from gateway.model import launches
 from gateway.ops import traces
 from gateway.ops.trial import Finding
@@ -41,19 +42,16 @@ def check_named_files(config: Config) -> Iterator[Finding]:
                           "mend it: no gateway starts with it" + (f"; in one that runs {stays}" if stays else left_out))  # fmt: skip
 
 
-FEWEST_FILES = 4096  # 2,000 streams; the usual hard limit is 524,288 or more
-
-
 def check_open_files(most: int | None) -> Finding | None:
     """Whether a gateway may have as many connections as it needs; None if so. `most`: its limit of open files; None:
     of one that is started here."""
     if most is None:
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if most == resource.RLIM_INFINITY or most >= FEWEST_FILES:
-        return None
-    text = f"{most} at most, which are {most // 2} streams"
-    remedy = "raise the hard limit where the gateway is started: LimitNOFILE in a systemd unit, `ulimit -Hn` in a shell"
-    return Finding("warn", "open files", f"{text}; without any left it answers 503 gateway_full", remedy)
+    remedy = (
+        f"raise the hard limit where the gateway is started to {FEWEST_FILES} at least: LimitNOFILE in a systemd unit, "
+        "`ulimit -Hn` in a shell"
+    )
+    return Finding("warn", "open files", text, remedy) if (text := too_few(most)) else None
 
 
 def check_own_redis() -> Finding:

@@ -31,6 +31,8 @@ def of_model(root: str | None, *names: str) -> Facts:
         ((of_model("/m", "a"), of_model("/n", "b")), "different models"),
         ((of_model(None, "a"), of_model(None, "b")), "different models"),
         ((of_model("/m", "a"), of_model("/n", "a")), "all 2 replicas serve a"),
+        ((of_model(None), of_model("/m", "a"), of_model("/m", "a")), "all 2 replicas that tell a model serve a"),
+        ((of_model(None), of_model(None)), "all 2 replicas serve unnamed models"),
     ],
 )
 def test_replicas_are_of_one_model_where_they_share_a_name_or_what_they_were_started_from(found, said):
@@ -38,6 +40,14 @@ def test_replicas_are_of_one_model_where_they_share_a_name_or_what_they_were_sta
     one = replicas_check.check_models([(parse_url(f"http://a:{port}"), facts) for port, facts in enumerate(found, 1)])
     assert said in one.text and one.text.count("share") == (not said.startswith("all"))
     assert ("names none is refused" in (one.remedy or "")) == (said == "different models")
+
+
+def test_a_replica_that_tells_no_model_is_of_the_only_one_that_others_tell():
+    """It wants an API key that the doctor has not, and its prompts are no reason to speak of another model."""
+    locked, first, other = of_model(None), of_model("/m", "a"), of_model("/n", "b")
+    groups = lambda *found: [[facts for _, facts in group] for group in replicas_check.by_model([*enumerate(found)])]  # noqa: E731
+    assert groups(locked, first, first) == [[first, first, locked]]
+    assert groups(locked, first, other) == [[first], [other], [locked]]
 
 
 def test_an_engine_that_is_given_by_two_names_is_named():

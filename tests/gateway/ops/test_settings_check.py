@@ -93,5 +93,5 @@ def test_too_few_open_files_are_said_before_clients_see_it(monkeypatch, most, wa
     found = check_open_files(None)
     assert (found is not None) == warns and found == check_open_files(most), "here, or of a gateway that runs"
     if found is not None:
-        assert found.level == "warn" and "1024 at most, which are 512 streams" in found.text
+        assert found.level == "warn" and "1024 at most, which are about 369 streams" in found.text
         assert "LimitNOFILE" in found.remedy

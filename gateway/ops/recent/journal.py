@@ -67,6 +67,7 @@ class Journal:
         return True
 
     def failed(self, now: float, replica: str, why: str, of_request: bool = False) -> None:
+        why = why.partition("; asked again")[0]  # which is over once the replica is back, and its row says till then
         known = self.failures.get(replica)
         if not of_request:
             self.failures[replica] = Failure(now, why[:MOST_CHARS], why[:MOST_CHARS])

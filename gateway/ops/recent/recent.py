@@ -113,7 +113,7 @@ class Recent:
         for id, replica in [*self._view.replicas.items()]:
             self._meet(now, id)
             known = self.journal.failures.get(id)
-            if replica.state in FAILURES and known is not None and known.why_down not in ("", replica.reason):
+            if replica.state in FAILURES and known is not None and not replica.reason.startswith(known.why_down):
                 self.journal.failed(now, id, replica.reason)
         for id in self._known - set(self._view.replicas):
             self._known.discard(id)

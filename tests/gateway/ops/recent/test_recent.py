@@ -27,7 +27,7 @@ def test_replicas_that_come_change_and_go_are_told_of(gateway):
     fleet.add("http://a:1")
     recent.look(NOW)
     replica = fleet.replicas["a:1"]
-    replica.state, replica.reason = State.FAILED, "exit code 1"
+    replica.state, replica.reason = State.FAILED, "exit code 1; asked again every 1 s"
     recent.replica_changed(replica, State.READY, State.FAILED)
     assert recent.kept()["failures"]["a:1"]["why"] == "exit code 1"
     del fleet.replicas["a:1"]
@@ -35,7 +35,7 @@ def test_replicas_that_come_change_and_go_are_told_of(gateway):
     assert said(gateway)[::-1] == [
         ("a:1", "joined the fleet; 1 replica now", "plain"),
         ("", "not ready: no replica is ready", "plain"),
-        ("a:1", "ready → failed: exit code 1", "bad"),
+        ("a:1", "ready → failed: exit code 1; asked again every 1 s", "bad"),
         ("a:1", "left the fleet; 0 replicas now", "plain"),
     ]
     assert recent.kept()["failures"] == {}

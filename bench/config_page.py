@@ -13,7 +13,7 @@ from typing import Any
 
 from gateway.cli import SUBJECTS, metavar
 from gateway.config import ALIASES, SIZES, Settings, flag
-from gateway.sizes import show_bytes
+from replicas.sizes import show_bytes
 
 PAGE = Path(__file__).parents[1] / "docs" / "configuration.md"
 # Where each subject is explained.
@@ -43,11 +43,10 @@ Every setting can be given in three ways. The first that names it counts:
 checked before anything starts: one that cannot be is named with its source and the remedy, and the exit code is 2. `hitherto
 config`, `explain` and `doctor` take the same settings, so give them the same flags.
 
-A flag or a line of the file that is no setting is refused. A variable `HITHERTO_...` that is none is refused where it
-differs from one in underscores alone (`HITHERTO_ADMINPORT`) or in one character that is missing, too many, wrong or swapped
-with its neighbour (`HITHERTO_PROT`), in names of eight characters or more two. Any other is named in a warning, since it may
-be somebody else's. The ones that Kubernetes sets in every pod for a Service called `hitherto` (`HITHERTO_SERVICE_HOST`,
-`HITHERTO_PORT=tcp://...`) are passed over.
+A flag or a line of the file that is no setting is refused. A variable `HITHERTO_...` that is none is refused where it is
+spelt much like one (`HITHERTO_ADMINPORT`) or has the same letters in another order (`HITHERTO_PROT`). Any other is named in
+a warning, since it may be somebody else's. The ones that Kubernetes sets in every pod for a Service called `hitherto`
+(`HITHERTO_SERVICE_HOST`, `HITHERTO_PORT=tcp://...`) are passed over.
 
 In the file, lists are lists and mappings are mappings. As a flag or a variable, a list is separated by commas (URLs by
 spaces), and a mapping is YAML on one line. Sizes are bytes, or a number with a unit, like `512MiB` or `5G`; units are binary

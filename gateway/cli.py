@@ -22,10 +22,10 @@ from typing import Any, NoReturn
 import shtab
 
 from gateway import __version__
-from gateway.config import ALIASES, SIZES, Config, ConfigError, Settings, flag, load, suggest, unknown_variables
-from gateway.other_routers import flag_answer
-from gateway.sizes import show_bytes
-from replicas.simulated import complaints
+from gateway.config import ALIASES, SIZES, Config, ConfigError, Settings, flag, load, unknown_variables
+from replicas import cli_errors
+from replicas.sizes import show_bytes
+from replicas.spelling import known_or_meant
 
 USAGE_ERROR = 2
 METAVARS = {
@@ -64,7 +64,7 @@ ACTIONS = ("list", "add", "drain", "remove")  # of `replicas`
 OF_ITS_OWN = {"explain": "BODY.json ", "replicas": "[ACTION] [URL|ID] "}  # what a verb takes before the settings
 
 
-class Parser(complaints.PlainParser):
+class Parser(cli_errors.PlainParser):
     """The parser of each verb: what it complains of is a wrong configuration."""
 
     def __init__(self, **options: Any) -> None:
@@ -75,7 +75,7 @@ class Parser(complaints.PlainParser):
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         found, unknown = self.parse_known_args(args, namespace)
         if unknown:
-            raise ConfigError(complaints.unknown(unknown[0], self))
+            raise ConfigError(cli_errors.unknown(unknown[0], self))
         return found
 
     def refuse(self, why: str) -> NoReturn:
@@ -170,7 +170,7 @@ def build_parser() -> Parser:
     )
     replicas.add_argument("--json", action="store_true", help="as JSON")
     for verb in (serve, config, explain, doctor, replicas):
-        verb.of_another_program = flag_answer
+        verb.elsewhere = "; docs/migrating.md has the flags of other routers"
         verb.usage = f"{verb.prog} {OF_ITS_OWN.get(verb.prog.split()[-1], '')}[--config FILE] [settings]"
         add_settings(verb)
     completion = verbs.add_parser("completion", help="print a script that completes commands and flags in a shell",
@@ -198,7 +198,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         raise ConfigError("unknown argument '--admin'. Say where the admin side is with --admin-host and --admin-port")
     verb = next(action for action in parser._actions if action.dest == "verb").choices[args.verb]
     if unknown:
-        raise ConfigError(complaints.unknown(unknown[0], verb))
+        raise ConfigError(cli_errors.unknown(unknown[0], verb))
     _take_back(args, verb)
     return args
 
@@ -401,10 +401,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not argv:
             build_parser().print_help()
             return 0
-        if argv[0].startswith("-") and argv[0] not in complaints.HELP_AND_VERSION:
-            raise ConfigError(complaints.before_command(argv[0], "hitherto"))
+        if argv[0].startswith("-") and argv[0] not in cli_errors.HELP_AND_VERSION:
+            raise ConfigError(cli_errors.before_command(argv[0], "hitherto"))
         if not argv[0].startswith("-") and argv[0] not in {**WITH_FLAGS_OF_THEIR_OWN, **VERBS}:
-            raise ConfigError(f"unknown command {argv[0]!r}. {suggest(argv[0], {**VERBS, **WITH_FLAGS_OF_THEIR_OWN})}")
+            raise ConfigError(
+                f"unknown command {argv[0]!r}{known_or_meant(argv[0], {**VERBS, **WITH_FLAGS_OF_THEIR_OWN})}"
+            )
         if argv[0] in WITH_FLAGS_OF_THEIR_OWN:
             _warn_of_ignored_variables()
             return WITH_FLAGS_OF_THEIR_OWN[argv[0]](argv[1:])

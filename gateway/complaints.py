@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from .sizes import show_bytes
+from replicas.sizes import show_bytes
 
 TEXT, TABLE, TEXTS = "text", "a table of names and values", "a list of texts"
 _KINDS = {"boolean": "true or false", "array": TEXTS, "object": TABLE}

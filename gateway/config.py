@@ -26,15 +26,16 @@ from pydantic import ValidationError
 from replicas import yaml_text
 from replicas.kept import KeptReplicas
 from replicas.replica import bearer, parse_url
+from replicas.sizes import show_bytes
+from replicas.spelling import known_or_meant
 
 from . import access, credentials, files, named
 from .complaints import wanted
 from .credentials import MAKE_TOKEN
 from .overload_fields import check_routes, class_names
 from .policy_fields import acts
-from .setting_errors import explain, misspelt, place_of, suggest
+from .setting_errors import explain, misspelt, place_of
 from .settings import SECRETS, SIZES, Settings, flag
-from .sizes import show_bytes
 
 log = logging.getLogger("hitherto")
 
@@ -186,7 +187,9 @@ def _fields_of(path: Path, root: yaml.MappingNode, loader: yaml_text.Loader) -> 
         line = key_node.start_mark.line + 1
         name = str(loader.construct_object(key_node)).replace("-", "_")
         if name not in Settings.model_fields:
-            raise ConfigError(f"file {path}:{line}: unknown setting {name!r}. {suggest(name, Settings.model_fields)}")
+            raise ConfigError(
+                f"file {path}:{line}: unknown setting {name!r}{known_or_meant(name, Settings.model_fields)}"
+            )
         if name in found:
             raise ConfigError(
                 f"file {path}:{line}: {name!r} is set twice, first on line {found[name][1]}. Keep one of them"

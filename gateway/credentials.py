@@ -6,7 +6,7 @@ import os
 import re
 from pathlib import Path
 
-from replicas.simulated.complaints import refuse_pipe
+from replicas.pipes import refuse_pipe
 
 TOKEN = re.compile(r"[!-~]{16,1024}")  # of the admin side, made for this
 ENGINE_KEY = re.compile(r"[!-~]{1,1024}")  # whatever an engine was started with

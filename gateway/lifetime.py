@@ -15,9 +15,8 @@ from typing import Protocol
 
 import uvloop
 
-from replicas import TAKES_TRAFFIC, Fleet
+from replicas import TAKES_TRAFFIC, Fleet, ports
 from replicas.names import bracketed
-from replicas.simulated import complaints
 
 from . import __version__
 from .cautions import cautions
@@ -150,4 +149,4 @@ def greeting(settings: Settings, port: int, admin_port: int) -> str:
 
 
 def cannot_listen(settings: Settings, error: OSError) -> ConfigError:
-    return ConfigError(complaints.cannot_listen(settings.host, settings.port, error))
+    return ConfigError(ports.cannot_listen(settings.host, settings.port, error))

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from policies import Classes, QosClass, Rule, Rules, Slo
 from policies.classes import DEFAULT_CLASS, NO_LIMITS
 from policies.verdicts import OBSERVE, REJECT, STEPS
-from replicas.simulated.sizes import LIKE
+from replicas.sizes import LIKE
 
 from .sizes import parse_bytes
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import AfterValidator, BeforeValidator, WrapValidator
 
-from replicas.simulated.complaints import none_of
+from replicas.spelling import none_of
 
 PolicyName = Literal[
     "least_time", "overlap_cost", "prefix_affinity", "consistent_hash",

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from pydantic import ValidationError
 
 from replicas.pods import Discover
-from replicas.simulated.complaints import none_of
+from replicas.sizes import show_bytes
+from replicas.spelling import closest, known_or_meant, none_of
 
 from .complaints import TABLE, TEXT, TEXTS, wanted
-from .other_routers import policy_answer
 from .pools import Pool
 from .settings import SECRETS, SIZES, Settings, flag
-from .sizes import show_bytes
-
-LONG_NAME = 8  # characters: a longer name may have two slips, as one of three (`log`) is two from many (`slo`)
 
 
 def place_of(name: str, sources: Mapping[str, str]) -> str:
@@ -26,33 +22,12 @@ def place_of(name: str, sources: Mapping[str, str]) -> str:
     return source if source.startswith(("flag ", "environment ")) else f"{source}: {name}"
 
 
-def suggest(name: str, known: Sequence[str] | Mapping[str, Any]) -> str:
-    """'Did you mean X?', or the list of what there is."""
-    near = _meant(name, known)
-    return f"Did you mean {near!r}?" if near else "Known: " + ", ".join(known)
-
-
 def misspelt(name: str, known: Iterable[str]) -> str:
-    """The known name that this one misspells, or "": they differ in underscores alone, or in one slip, in a known name
-    of `LONG_NAME` characters or more two. Likeness (`difflib`) would call `replicas` and `admin_url` misspelt as well,
-    which may be somebody else's."""
-    plain = name.replace("_", "")
-    near = min(known, key=lambda one: 0 if one.replace("_", "") == plain else slips(name, one))
-    is_meant = near.replace("_", "") == plain or slips(name, near) <= 1 + (len(near) >= LONG_NAME)
-    return near if is_meant else ""
-
-
-def slips(name: str, other: str) -> int:
-    """How many characters too many, missing, wrong or swapped with their neighbour make the one of the other."""
-    before: list[int] = []
-    row = list(range(len(other) + 1))
-    for i, char in enumerate(name, 1):
-        before, above, row = row, before, [i]
-        for j, wanted_char in enumerate(other, 1):
-            row.append(min(before[j] + 1, row[-1] + 1, before[j - 1] + (char != wanted_char)))
-            if i > 1 and j > 1 and char == other[j - 2] and name[i - 2] == wanted_char:
-                row[-1] = min(row[-1], above[j - 2] + 1)
-    return row[-1]
+    """Return the setting that this name misspells, or "". Likeness has to be high, since `replicas` and `admin_url` may
+    be somebody else's variables; the same letters in another order are a slip however short the name is."""
+    names = list(known)
+    swapped = [one for one in names if sorted(one) == sorted(name)]
+    return swapped[0] if swapped else closest(name, names, 0.8)
 
 
 def explain(error: ValidationError, sources: Mapping[str, str]) -> str:
@@ -60,15 +35,10 @@ def explain(error: ValidationError, sources: Mapping[str, str]) -> str:
     return "\n".join(_explain(item, sources) for item in _told_once(error.errors()))
 
 
-def _meant(name: str, known: Sequence[str] | Mapping[str, Any]) -> str:
-    """The known name that was probably meant, or ""."""
-    return next(iter(difflib.get_close_matches(name, list(known), 1, 0.6)), "")
-
-
 def _told_once(items: Sequence[Any]) -> list[Any]:
     """pydantic's errors without the settings that are missing only for being misspelt, which is an error of its own."""
     unknown = [item["loc"] for item in items if item["type"] == "extra_forbidden"]
-    misspelt = {(*loc[:-1], _meant(str(loc[-1]), _known(loc))) for loc in unknown}
+    misspelt = {(*loc[:-1], closest(str(loc[-1]), _known(loc))) for loc in unknown}
     return [item for item in items if item["type"] != "missing" or item["loc"] not in misspelt]
 
 
@@ -86,15 +56,14 @@ def _explain(item: Any, sources: Mapping[str, str]) -> str:
     takes = f"It takes {Settings.model_fields[name].description}" if name in Settings.model_fields else ""
     if item["type"] == "extra_forbidden":
         known = _known(item["loc"])
-        return f"{place}: {part and part + ' is an '}unknown setting. {suggest(item['loc'][-1], known)}"
+        return f"{place}: {part and part + ' is an '}unknown setting{known_or_meant(str(item['loc'][-1]), known)}"
     if item["type"] == "missing":
         return f"{place}: {part or name} is missing. {takes}"
     place += f": {part}" if part else ""
     if item["type"] == "value_error":
         return f"{place}: {item['ctx']['error']}"
     if item["type"] == "literal_error":
-        others = policy_answer(item["input"]) if name == "policy" else ""
-        return f"{place}: {others or none_of(item['input'], _choices(item))}"
+        return f"{place}: {none_of(item['input'], _choices(item))}"
     what = wanted(Settings, item["loc"], name in SIZES, item["type"] == "finite_number")
     if item["input"] is None or item["input"] == "":
         which = f"entry {within[-1] + 1}" if within and isinstance(within[-1], int) else "it"

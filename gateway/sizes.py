@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field
 
-from replicas.simulated.sizes import LIKE, MOST_BYTES, parse_size
+from replicas.sizes import LIKE, MOST_BYTES, parse_size
 
 
 def parse_bytes(value: Any) -> Any:
@@ -14,14 +14,6 @@ def parse_bytes(value: Any) -> Any:
     if isinstance(value, int) and value > MOST_BYTES:
         raise ValueError(f"{str(value)[:40]} is more than any machine has; write a size {LIKE}")
     return parse_size(value) if isinstance(value, str) else value
-
-
-def show_bytes(count: int) -> str:
-    """The shortest exact way to write a size: 67108864 -> '64MiB'."""
-    for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
-        if count and count % unit == 0:
-            return f"{count // unit}{name}"
-    return str(count)
 
 
 Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(ge=1, le=MOST_BYTES)]

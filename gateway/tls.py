@@ -8,7 +8,7 @@ import ssl
 from pathlib import Path
 from typing import Any
 
-from replicas.simulated.complaints import refuse_pipe
+from replicas.pipes import refuse_pipe
 
 from .files import Followed
 

@@ -25,12 +25,13 @@ from loadgen.plan import verb as plan
 from loadgen.report.tables import UNBOUNDED
 from loadgen.simulate import verb as simulate
 from policies.kv_space import BadModel
-from replicas.simulated import complaints
+from replicas import cli_errors
+from replicas.spelling import known_or_meant
 
 _PADDING = re.compile(r" +$", re.M)
 
 
-class Parser(complaints.PlainParser):
+class Parser(cli_errors.PlainParser):
     """The parser of each command: it complains in one line, and knows the version."""
 
     def __init__(self, **options: Any) -> None:
@@ -53,7 +54,7 @@ def main(argv: list[str] | None = None, prog: str = "loadgen") -> int:
     args, unknown = _parsed(parser, argv)
     if unknown:
         verbs = next(action for action in parser._actions if action.dest == "verb").choices or {}
-        parser.exit(2, f"{prog} {args.verb}: {complaints.unknown(unknown[0], verbs[args.verb])}\n")
+        parser.exit(2, f"{prog} {args.verb}: {cli_errors.unknown(unknown[0], verbs[args.verb])}\n")
     if args.verb == "version":
         print(_version(prog))
         return 0
@@ -98,10 +99,9 @@ class Unpadded:
 
 def _parsed(parser: argparse.ArgumentParser, argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     if not argv[0].startswith("-") and argv[0] not in COMMANDS:
-        near = complaints.meant(argv[0], COMMANDS) or f". Known: {', '.join(COMMANDS)}"
-        parser.exit(2, f"{parser.prog}: unknown command {argv[0]!r}{near}\n")
-    if argv[0].startswith("-") and argv[0] not in complaints.HELP_AND_VERSION:
-        parser.exit(2, f"{parser.prog}: {complaints.before_command(argv[0], parser.prog)}\n")
+        parser.exit(2, f"{parser.prog}: unknown command {argv[0]!r}{known_or_meant(argv[0], COMMANDS)}\n")
+    if argv[0].startswith("-") and argv[0] not in cli_errors.HELP_AND_VERSION:
+        parser.exit(2, f"{parser.prog}: {cli_errors.before_command(argv[0], parser.prog)}\n")
     return parser.parse_known_args(argv)
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Collection
 
-from replicas.simulated import complaints
-from replicas.simulated.complaints import number as number
-from replicas.simulated.complaints import positive as positive
-from replicas.simulated.complaints import seconds as seconds
-from replicas.simulated.complaints import whole as whole
+from replicas.arguments import number as number
+from replicas.arguments import positive as positive
+from replicas.arguments import seconds as seconds
+from replicas.arguments import whole as whole
+from replicas.spelling import did_you_mean
 
 INTERRUPTED = 130  # the exit code after Ctrl-C, as shells have it
 # What a 401 means, and where the key is read.
@@ -103,6 +103,6 @@ def policy(name: str, known: Collection[str], hint: str = "") -> str:
             raise argparse.ArgumentTypeError(str(error)) from None
     elif name not in known:
         raise argparse.ArgumentTypeError(
-            f"there is no policy {name!r}{complaints.meant(name, list(known)) or '; there are ' + ', '.join(known) + hint}"
+            f"there is no policy {name!r}{did_you_mean(name, known, '; there are ' + ', '.join(known) + hint)}"
         )
     return name

@@ -7,8 +7,8 @@ that a gateway killed at any moment leaves either the old one or the new one beh
 import os
 from pathlib import Path
 
+from replicas.pipes import refuse_pipe
 from replicas.replica import parse_url
-from replicas.simulated.complaints import refuse_pipe
 
 
 class KeptReplicas:

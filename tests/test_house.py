@@ -17,6 +17,8 @@ ALLOWED = {
         "cachemap",
         "replicas.simulated",
         "replicas.access",
+        # what commands of both rooms say of their arguments, sizes and files
+        *(f"replicas.{one}" for one in "arguments cli_errors hub pipes ports sizes spelling".split()),
         "replicas.engines",
         "replicas.metrics",
         "replicas.served",  # `calibrate` learns as a gateway does

@@ -20,10 +20,10 @@ from replicas.adopt import Facts
 from replicas.engines import TRANSFERS
 from replicas.launch.ports import holder
 from replicas.lifecycle import TAKES_TRAFFIC, State
+from replicas.ports import cannot_listen
 from replicas.problems import DRAINED, block_size_set
 from replicas.replica import Address, EventSource, parse_url
 from replicas.roles import BOTH
-from replicas.simulated import complaints
 
 ADMIN_SECONDS = 5.0  # for the answer of a gateway's admin side
 
@@ -142,7 +142,7 @@ def check_gateway(
             wrong = why_taken(host, port)
             if wrong:
                 flags = [f"--{one.replace('_', '-')}" for one in (setting, setting.replace("port", "host"))]
-                what, _, remedy = complaints.cannot_listen(host, port, wrong, *flags).partition(". ")
+                what, _, remedy = cannot_listen(host, port, wrong, *flags).partition(". ")
                 if wrong.errno == errno.EADDRINUSE and (process := holder(port)):
                     what += f" by {process}"
                 if setting == "admin_port" and other:

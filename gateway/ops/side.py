@@ -15,7 +15,7 @@ from aiohttp import http, web
 
 from gateway.config import ADMIN_SIDE, ConfigError
 from gateway.errors import ApiError, error_object
-from replicas.simulated import complaints
+from replicas.ports import cannot_listen
 
 from .guard import CHALLENGE, PASSED_ON, Guard, Refusal
 from .page import PAGE, page_file
@@ -161,7 +161,7 @@ class Side(ABC):
             await web.TCPSite(self.runner, host, port, reuse_address=True).start()
         except OSError as wrong:
             await self.runner.cleanup()
-            why = complaints.cannot_listen(host, port, wrong, "--admin-port", "--admin-host")
+            why = cannot_listen(host, port, wrong, "--admin-port", "--admin-host")
             raise ConfigError(f"admin side: {why}") from None
         return self.runner.addresses[0][1]
 

@@ -12,10 +12,11 @@ where a path is allowed by its beginning, its rest must be free of both.
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Sequence
 from urllib.parse import unquote
+
+from replicas.spelling import closest
 
 from ..prompt.prompt import EMBEDDINGS, LONGEST_RESPONSE_ID, NO_PREFILL, PROMPT_PATHS
 
@@ -84,8 +85,8 @@ def refusal(path: str, discreet: bool) -> str:
     operators can do is not for them."""
     shown = path[:200]
     said = f"{shown} is not part of the inference API, so this gateway does not send it to an engine"
-    if near := difflib.get_close_matches(shown, (*PROMPT_PATHS, *OTHER_PATHS), 1, LIKE_A_SLIP):
-        return f"{said}: did you mean {near[0]}?"
+    if near := closest(shown, (*PROMPT_PATHS, *OTHER_PATHS), LIKE_A_SLIP):
+        return f"{said}: did you mean {near}?"
     if discreet or not PLAIN_REST.fullmatch(path, 1):  # nothing that an engine may read as another path
         return said
     if path.startswith(ADMIN_PATHS) and f"/{path.split('/')[1]}" in ADMIN_PATHS:

@@ -10,7 +10,6 @@ made here has 256 random bits, which nobody can guess at any speed, and its hash
 
 from __future__ import annotations
 
-import difflib
 import fcntl
 import hashlib
 import json
@@ -28,6 +27,7 @@ import yaml
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, create_model
 
 from replicas import yaml_text
+from replicas.spelling import known_or_meant
 
 from .. import complaints
 from ..files import regular
@@ -292,8 +292,7 @@ def what_is_wrong(name: str, item: Any) -> str:
     if item["type"] == "extra_forbidden":
         if name in ("key", "api_key", "token", "secret"):
             return f"no key stands here, only its hash as sha256. {REMEDY}; whoever read this file knows this one"
-        near = difflib.get_close_matches(name, FIELDS, 1, 0.6)
-        return f"unknown field. Did you mean {near[0]!r}?" if near else f"unknown field. Known: {', '.join(FIELDS)}"
+        return f"unknown field{known_or_meant(name, FIELDS)}"
     if item["type"] == "missing":
         return f"is missing. {REMEDY}"
     if item["input"] is None:

@@ -36,7 +36,7 @@ from loadgen.workload.arrivals import conversation_starts
 from loadgen.workload.conversations import BadWorkload, Conversation
 from loadgen.workload.documents import Document, documents, read_text
 from loadgen.workload.texts import multi_turn
-from replicas.simulated.complaints import refuse_pipe
+from replicas.pipes import refuse_pipe
 
 POLICIES = ("round_robin", "least_time")
 LEAST_CHARS = 2000  # of a text cut from a short file

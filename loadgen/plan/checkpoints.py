@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from policies.kv_space import BadModel, Layers, Shape, read
-from replicas.simulated import complaints
+from replicas.hub import cannot_fetch
 
 _INDEX = "model.safetensors.index.json"
 _CONTEXT = 131_072  # tokens, where only numbers are given
@@ -84,6 +84,4 @@ def _fetched(name: str) -> Path:
     try:
         return Path(snapshot_download(name, allow_patterns=["config.json", _INDEX]))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        raise BadModel(
-            complaints.cannot_fetch(f"--model {name}", error, "give the folder with its config.json")
-        ) from None
+        raise BadModel(cannot_fetch(f"--model {name}", error, "give the folder with its config.json")) from None

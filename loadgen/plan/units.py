@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import re
 
-from replicas.simulated.sizes import LIKE, MOST_BYTES, parse_size
+from replicas.sizes import LIKE, MOST_BYTES, parse_size
 
 _DECIMAL = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 _BINARY = {"Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40}

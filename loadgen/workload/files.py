@@ -17,7 +17,7 @@ from typing import IO
 import orjson
 
 from loadgen.workload.conversations import FILES, BadWorkload
-from replicas.simulated.complaints import refuse_pipe
+from replicas.pipes import refuse_pipe
 
 _UNREADABLE = (OSError, EOFError, zlib.error)  # the latter two: a .gz that ends too soon, or is damaged
 _EXAMPLES = 5  # reasons shown of what was left out

@@ -4,7 +4,6 @@ Each engine's dialect has a pydantic class of its own; the field `engine` says w
 are refused with the name that was probably meant.
 """
 
-import difflib
 from pathlib import Path
 from typing import get_args
 
@@ -14,7 +13,8 @@ from replicas import yaml_text
 from replicas.engines import DEFAULT, DIALECTS
 from replicas.engines.simulated import SIMULATED
 from replicas.launch.command import LaunchProfile, ProfileError
-from replicas.simulated.complaints import refuse_pipe
+from replicas.pipes import refuse_pipe
+from replicas.spelling import closest
 
 SHIPPED = Path(__file__).parents[1] / "profiles"
 
@@ -74,8 +74,8 @@ def _complaint(item: dict, kind: type[BaseModel]) -> str:
         return f"{field}: {yaml_text.NO_VALUE}"
     if item["type"] != "extra_forbidden":
         return f"{field}: {item['msg']}, got {item['input']!r}"
-    close = difflib.get_close_matches(place[-1], _fields(kind, place[:-1]), 1)
-    return f"unknown field {field!r}" + (f", did you mean {'.'.join([*place[:-1], close[0]])!r}?" if close else "")
+    close = closest(place[-1], _fields(kind, place[:-1]))
+    return f"unknown field {field!r}" + (f", did you mean {'.'.join([*place[:-1], close])!r}?" if close else "")
 
 
 def _fields(kind: type[BaseModel], place: list[str]) -> list[str]:

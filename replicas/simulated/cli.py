@@ -8,7 +8,8 @@ import sys
 from itertools import combinations
 from pathlib import Path
 
-from . import complaints
+from replicas.arguments import positive, whole
+from replicas.ports import cannot_listen, port
 
 ABOUT = "Run one simulated engine behind the endpoints, metrics and KV events of vLLM or SGLang."
 
@@ -16,9 +17,7 @@ ABOUT = "Run one simulated engine behind the endpoints, metrics and KV events of
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags; names that vLLM has too mean what they mean there."""
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
-    parser.add_argument(
-        "--port", type=complaints.port, default=8000, help="port, 0 for a free one (default: %(default)s)"
-    )
+    parser.add_argument("--port", type=port, default=8000, help="port, 0 for a free one (default: %(default)s)")
     parser.add_argument(
         "--model",
         metavar="DIR",
@@ -31,35 +30,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME|FILE",
         help="how fast and how large the engine is: gpu-8b, cpu-tiny or a YAML file (default: %(default)s)",
     )
-    parser.add_argument(
-        "--speedup", type=complaints.positive, metavar="X", help="run X times as fast as the profile says"
-    )
+    parser.add_argument("--speedup", type=positive, metavar="X", help="run X times as fast as the profile says")
     parser.add_argument(
         "--num-blocks",
-        type=complaints.whole,
+        type=whole,
         metavar="N",
         help="KV blocks, instead of the profile's; where that has decode times by the share of the cache in use, as gpu-8b, "
         "more of them also make it faster",
     )
-    parser.add_argument(
-        "--block-size", type=complaints.whole, metavar="N", help="tokens in a block, instead of the profile's"
-    )
+    parser.add_argument("--block-size", type=whole, metavar="N", help="tokens in a block, instead of the profile's")
     parser.add_argument(
         "--kv-cache-dtype",
         default="auto",
         metavar="TYPE",
         help="the type that its cache is said to have: engines of unlike ones pass no caches on (default: %(default)s)",
     )
-    parser.add_argument(
-        "--max-model-len", type=complaints.whole, metavar="N", help="context length, instead of the profile's"
-    )
-    parser.add_argument("--max-num-seqs", type=complaints.whole, metavar="N", help="requests that run at once")
+    parser.add_argument("--max-model-len", type=whole, metavar="N", help="context length, instead of the profile's")
+    parser.add_argument("--max-num-seqs", type=whole, metavar="N", help="requests that run at once")
     parser.add_argument(
         "--scheduling-policy",
         choices=("fcfs", "priority"),
         help="who waits goes first come first served, or by priority",
     )
-    parser.add_argument("--max-num-batched-tokens", type=complaints.whole, metavar="N", help="tokens in one step")
+    parser.add_argument("--max-num-batched-tokens", type=whole, metavar="N", help="tokens in one step")
     parser.add_argument(
         "--speaks",
         choices=("vllm", "sglang"),
@@ -70,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("slower tiers behind the cache, as vLLM's offloading connector has them")
     group.add_argument("--cpu-blocks", type=int, metavar="N", help="KV blocks that host memory has room for")
     group.add_argument("--disk-blocks", type=int, metavar="N", help="KV blocks that a disk behind it has room for")
-    group.add_argument("--chunk-blocks", type=complaints.whole, metavar="N", help="KV blocks that are moved at a time")
+    group.add_argument("--chunk-blocks", type=whole, metavar="N", help="KV blocks that are moved at a time")
     group.add_argument(
         "--lmcache",
         action="store_true",
@@ -96,7 +89,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--decode-context-parallel-size",
-        type=complaints.whole,
+        type=whole,
         metavar="N",
         help="so many GPUs share each block, and /metrics tells one GPU's part of --block-size, as vLLM before 0.32 does",
     )
@@ -108,14 +101,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--lora", action="append", default=[], metavar="NAME", help="serve an adapter; may be repeated")
     parser.add_argument(
         "--events-port",
-        type=complaints.port,
+        type=port,
         default=0,
         metavar="PORT",
         help="ZMQ port for KV events (default: a free one, see /kv_event_sources)",
     )
-    parser.add_argument(
-        "--replay-port", type=complaints.port, default=0, metavar="PORT", help="ZMQ port for their replay"
-    )
+    parser.add_argument("--replay-port", type=port, default=0, metavar="PORT", help="ZMQ port for their replay")
     parser.add_argument("--events-topic", default="", metavar="TOPIC", help="topic of the events (default: empty)")
     parser.add_argument(
         "--event-encoding",
@@ -228,7 +219,7 @@ async def _serve(args: argparse.Namespace, profile, model_dir: Path) -> int:
         publisher = _publisher(args, profile)
         runner, http, port = await _listen(args, profile, model_dir, publisher)
     except OSError as error:
-        print(f"hitherto replica: {complaints.cannot_listen(args.host, args.port, error)}", file=sys.stderr)
+        print(f"hitherto replica: {cannot_listen(args.host, args.port, error)}", file=sys.stderr)
         return 2
     except ValueError as error:
         print(f"hitherto replica: {error}", file=sys.stderr)

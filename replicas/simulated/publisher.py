@@ -18,7 +18,9 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from . import complaints, lmcache
+from replicas.ports import cannot_listen
+
+from . import lmcache
 from .engine import Cleared, Removed, Stored
 from .keys import extra_keys
 from .steps import GroupKey, GroupStored
@@ -74,7 +76,7 @@ class Publisher:
             socket.bind(f"tcp://{'*' if host in ('0.0.0.0', '::', '') else where}:{port or '*'}")
         except zmq.ZMQError as error:
             why = OSError(error.errno, os.strerror(error.errno))  # ZMQ's own words repeat the address
-            raise ValueError(complaints.cannot_listen(host, port, why, flag)) from None
+            raise ValueError(cannot_listen(host, port, why, flag)) from None
         return int(socket.get(zmq.LAST_ENDPOINT).rstrip(b"\0").rsplit(b":", 1)[1])
 
     def source(self) -> dict:

@@ -6,14 +6,12 @@ import re
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import shtab
 
-from gateway import __version__, cli, other_routers
+from gateway import __version__, cli
 from gateway.config import Settings, flag
-from replicas.simulated import complaints
 
 from ..conftest import HANDLED
 
@@ -143,17 +141,8 @@ def test_version(capsys):
         (["completion", "--hlp"], "unknown argument '--hlp'. Did you mean '--help'?"),
         (["completion", "--hlp", "x"], "unknown argument '--hlp'. Did you mean '--help'?"),
         (["explain", "-5", "--wrong=-3"], "unknown argument '--wrong'"),
-        (
-            ["serve", "--prefill", "http://a:1"],
-            "unknown argument '--prefill', which is another router's. Here it is --replica-url URL#role=prefill "
-            "URL#role=decode (docs/migrating.md)",
-        ),
-        (["serve", "--cache-threshold=.5"], "Here it is nothing, there are no weights to set (docs/migrating.md)"),
-        (["serve", "--prometheus-port", "29000"], "Here it is --admin-port (docs/migrating.md)"),
-        (
-            ["serve", "--policy", "cache_aware"],
-            "flag --policy: 'cache_aware' is another router's policy: leave --policy out, or give prefix_affinity for",
-        ),
+        (["serve", "--dp-aware"], "lists what there is; docs/migrating.md has the flags of other routers"),
+        (["serve", "--policy", "cache_aware"], "flag --policy: 'cache_aware' is none of least_time, "),
         (["key", "new", "--decode"], "unknown argument '--decode'. `hitherto key new"),
         (
             ["doctor", "--admin", "http://h:1"],
@@ -182,19 +171,6 @@ def test_what_a_command_takes_may_stand_behind_the_replicas(argv, own):
     args = cli._parse(argv)
     assert args.replica_url == ["http://a:1", "b:2"]
     assert ((args.body,) if args.verb == "explain" else (args.action, args.which)) == own
-
-
-def test_flags_of_other_routers_are_the_ones_that_the_page_about_coming_from_them_has():
-    page = (Path(__file__).parents[2] / "docs/migrating.md").read_text()
-    rows = [line.split(" | ") for line in page.splitlines() if line.startswith("| `--")]
-    named = {one: " ".join(row[1:]) for row in rows for one in re.findall(r"`(--[\w-]+)", row[0])}
-    taken = complaints.options_of(cli.build_parser())
-    for other, said in other_routers.FLAGS.items():
-        assert other not in taken and other in named, other
-        answers = re.findall(r"--[\w-]+", said)
-        assert all(given in named[other] for given in answers) if answers else "`--" not in named[other], other
-    for policy, said in other_routers.POLICIES.items():
-        assert f"`{policy}`" in page or f"--policy {policy}" in page, said
 
 
 TABLES = ["discover", "pools", "scheduler", "request_router"]

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 import policies
 from gateway.config import Config, ConfigError, Settings, load, read_token
-from gateway.sizes import parse_bytes, show_bytes
+from gateway.sizes import parse_bytes
 from loadgen.plan import units
+from replicas.sizes import show_bytes
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,7 @@ from typing import Any
 
 from xxhash import xxh3_64
 
-from replicas.simulated.complaints import cannot_fetch
+from replicas.hub import cannot_fetch
 
 from ..render.program import Program
 from ..render.programs import program_for

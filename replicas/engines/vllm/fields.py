@@ -4,11 +4,12 @@ A field that is a flag of `vllm serve` has that flag's name with underscores. Wh
 `rules`.
 """
 
-import difflib
 from collections.abc import Iterable
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PositiveInt
+
+from replicas.spelling import closest
 
 # Attention backend -> what its block size must be a multiple of (1: anything). `--attention-backend` takes any string
 # and an unknown one fails only when the model is there, so names are checked here.
@@ -27,8 +28,8 @@ def unknown_value(value: object, known: Iterable[str]) -> object:
     names = list(known)
     if value is None or value in names:
         return value
-    near = difflib.get_close_matches(str(value).upper(), names, 1)
-    hint = f"did you mean {near[0]!r}? " if near else ""
+    near = closest(str(value).upper(), names)
+    hint = f"did you mean {near!r}? " if near else ""
     raise ValueError(f"{value!r} is not known; {hint}One that only your vLLM knows goes to extra_args")
 
 

@@ -19,3 +19,11 @@ def parse_size(text: str) -> int:
     if size > MOST_BYTES:
         raise ValueError(f"{text[:40]!r} is more than any machine has; write a size {LIKE}")
     return int(size)
+
+
+def show_bytes(count: int) -> str:
+    """Return the shortest exact way to write a size: 67108864 -> '64MiB'."""
+    for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if count and count % unit == 0:
+            return f"{count // unit}{name}"
+    return str(count)

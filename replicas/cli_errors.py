@@ -1,0 +1,128 @@
+"""Messages about a wrong command line, for every command of the house: each says what would be right.
+
+argparse itself names the type that it could not make ("invalid int value"), lists choices without the one that was
+probably meant, and does not mention an unknown flag where another argument is missing.
+"""
+
+import argparse
+import re
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any, NoReturn
+
+from replicas.spelling import did_you_mean, none_of
+
+_MISPLACED = re.compile(" required|invalid choice")  # what a misspelt flag, or the value after it, may be the cause of
+_VALUELESS = re.compile(r"flag (--[\w-]+): ignored explicit argument .*")
+_FLAG = re.compile(r"argument (-[\w/-]+)")
+_NUMBER = re.compile(r"invalid (int|float) value: (.+)")
+_NOTHING = re.compile(r"flag (--[\w-]+): expected (?:one|at least one) argument")
+_NEGATIVE = re.compile(r"-\.?\d")  # argparse takes -80 for a value, and -80GiB for a flag
+_ELSEWHERE = {"--replicas": "--launch", "--launch": "--replicas"}  # what another command calls the same thing
+_CHOICE = re.compile(r"invalid choice: (.+) \(choose from (.+)\)")
+
+
+class PlainParser(argparse.ArgumentParser, ABC):
+    """An argparse parser whose messages say what would be right. A subclass decides how a message ends the program."""
+
+    _given: Sequence[str] = ()
+    elsewhere = ""  # where else an unknown flag may be explained, as a clause
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._negative_number_matcher = _NEGATIVE
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:  # also called for the command within
+        self._given = sys.argv[1:] if args is None else args
+        return super().parse_known_args(args, namespace)
+
+    def error(self, message: str) -> NoReturn:
+        if _MISPLACED.search(message) and (word := first_unknown(self._given, self)):
+            self.refuse(unknown(word, self))
+        said = in_words(message, self._given, options_of(self))
+        self.refuse(f"{said}{'' if said.endswith('?') else '.'} `{self.prog} --help` lists what there is")
+
+    @abstractmethod
+    def refuse(self, why: str) -> NoReturn:
+        """End the program with this message: a sentence or two, without the program's name."""
+
+
+def in_words(message: str, given: Sequence[str] = (), options: Sequence[str] = ()) -> str:
+    """Return argparse's message about the arguments `given` to a command with these `options` in plain words."""
+    message = _FLAG.sub(lambda found: f"flag {_as_given(found[1].split('/'), given)}", message)
+    if found := _NUMBER.search(message):
+        kind = "no whole number" if found[1] == "int" else "no number"
+        return f"{message[: found.start()]}{found[2]} is {kind}"
+    if found := _NOTHING.search(message):
+        word = next((after for before, after in pairwise(given) if before == found[1]), "")
+        dashed = (
+            f"; write one that begins with a dash as {found[1]}={word}"
+            if word.startswith("-") and word not in options
+            else ""
+        )
+        return f"flag {found[1]}: it needs a value{dashed}"
+    if found := _VALUELESS.search(message):
+        return f"flag {found[1]}: it takes no value"
+    if found := _CHOICE.search(message):
+        choices = [choice.strip("'") for choice in found[2].split(", ")]
+        if len(choices) == 1:
+            return f"{message[: found.start()]}{found[1]} is unknown; there is only {choices[0]}"
+        return message[: found.start()] + none_of(found[1].strip("'"), choices)
+    return message
+
+
+def _as_given(names: Sequence[str], given: Sequence[str]) -> str:
+    """Return that name of a flag which was used."""
+    used = {word.partition("=")[0] for word in given}
+    return next((name for name in names if name in used), names[0])
+
+
+def unknown(word: str, parser: argparse.ArgumentParser) -> str:
+    """Return the message about an argument that this command, or the one within it, does not take."""
+    word = word.partition("=")[0]
+    options = options_of(parser)
+    otherwise = f". `{parser.prog} --help` lists what there is{getattr(parser, 'elsewhere', '')}"
+    if (other := _ELSEWHERE.get(word)) in options:
+        near = f". Did you mean {other!r}?"
+    else:
+        near = did_you_mean(word, options, otherwise) if word.startswith("-") else otherwise
+    return f"unknown argument {word!r}{near}"
+
+
+def first_unknown(argv: Sequence[str], parser: argparse.ArgumentParser) -> str | None:
+    """Return the first given flag that the command does not take. argparse reports missing arguments before unknown
+    ones, and one misspelt flag makes both."""
+    options = [*parser._option_string_actions, *options_of(parser)]
+    for word in argv:
+        if word == "--":
+            break
+        name = word.partition("=")[0]
+        if len(name) < 2 or name[0] != "-" or _NEGATIVE.match(name) or name in options:
+            continue
+        if name[1] != "-" and name[:2] in options:  # -n3
+            continue
+        if not (parser.allow_abbrev and any(option.startswith(name) for option in options)):
+            return word
+    return None
+
+
+def options_of(parser: argparse.ArgumentParser) -> list[str]:
+    """Return the long flags of a command and of the commands within it."""
+    found = [option for option in parser._option_string_actions if option.startswith("--")]
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for inner in action.choices.values():
+                found += options_of(inner)
+    return found
+
+
+def before_command(word: str, prog: str) -> str:
+    """Return the message about a flag where a command belongs."""
+    return (
+        f"unknown argument {word!r}: a command comes first, as in `{prog} COMMAND {word}`. `{prog} --help` lists them"
+    )
+
+
+HELP_AND_VERSION = ("-h", "--help", "-V", "--version")  # the flags that need no command

@@ -1,0 +1,27 @@
+"""Ports to listen on: how a command line names one, and the message where it cannot be had."""
+
+import argparse
+import errno
+import os
+import socket
+
+
+def port(text: str) -> int:
+    """Return a port to listen on, 0 for any free one. Raises ArgumentTypeError."""
+    if not text.isascii() or not text.isdigit() or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is no port: it reads 0 (any free one) to 65535")
+    return int(text)
+
+
+def cannot_listen(host: str, port: int, error: OSError, port_flag: str = "--port", host_flag: str = "--host") -> str:
+    """Return why nobody can listen there, and what to do about it."""
+    # asyncio and Python write the address into the system's words, so the words are taken from the error number.
+    known = error.errno is not None and error.errno > 0
+    said = f"cannot listen on {host}:{port}: {os.strerror(error.errno) if known else error.strerror or error}. "
+    if isinstance(error, socket.gaierror) or error.errno == errno.ENODEV:
+        return f"{said}{host} does not resolve: give an address of this machine with {host_flag}, or 0.0.0.0 for all"
+    if error.errno == errno.EADDRNOTAVAIL:
+        return f"{said}No interface of this machine has that address: give one of its own with {host_flag}, or 0.0.0.0 for all"
+    if error.errno == errno.EACCES:
+        return f"{said}This user may not take that port: give one above 1023 with {port_flag}"
+    return f"{said}Stop what holds the port, or give another with {port_flag} (and {host_flag})"

@@ -1,0 +1,38 @@
+"""Which of the known names a misspelt one probably means, for every message of the house that asks "Did you mean?"."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+def closest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
+    """Return the known name that `word` probably misspells, or "".
+
+    `cutoff` is the least likeness, from 0 to 1. The only name that has `word` as one of its words comes before one that
+    is spelt like it: --request-rate, not --trace, for --rate."""
+    bare = {name.lstrip("-"): name for name in known}  # the dashes of flags make all of them alike
+    whole = word.lstrip("-")
+    longer = [name for name in bare if whole in name.split("-")]
+    near = longer if len(longer) == 1 else difflib.get_close_matches(whole, bare, 1, cutoff)
+    return bare[near[0]] if near else ""
+
+
+def did_you_mean(word: str, known: Iterable[str], otherwise: str = "") -> str:
+    """Return `. Did you mean 'X'?` to end a message with, or `otherwise` where no known name is like `word`."""
+    near = closest(word, known)
+    return f". Did you mean {near!r}?" if near else otherwise
+
+
+def known_or_meant(word: str, known: Iterable[str]) -> str:
+    """Return what ends a message about an unknown name: the name that was meant, or the list of all."""
+    names = list(known)
+    return did_you_mean(word, names, f". Known: {', '.join(names)}")
+
+
+def none_of(given: object, known: Iterable[str]) -> str:
+    """Return what is wrong with a value that is none of the known ones."""
+    names = list(known)
+    if given is None or given == "":
+        return f"it has no value; name one of {', '.join(names)}"
+    return f"{given!r} is none of {', '.join(names)}{did_you_mean(str(given), names)}"

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from gateway.cli import SUBJECTS, metavar
-from gateway.config import ALIASES, SIZES, Settings, flag
+from gateway.settings import ALIASES, SIZES, Settings, flag
 from replicas.sizes import show_bytes
 
 PAGE = Path(__file__).parents[1] / "docs" / "configuration.md"

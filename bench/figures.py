@@ -15,12 +15,12 @@ from collections.abc import Callable
 from time import monotonic, perf_counter
 
 from gateway.ops.metrics import Metrics
-from gateway.overload import Overload
 from gateway.prompt import Prompt
 from gateway.proxy.answers import Usage
 from gateway.proxy.exchange import Attempt, Exchange
 from gateway.proxy.figures import Figures
 from gateway.proxy.queue import Queue
+from gateway.settings.overload import Overload
 from policies import Admission, Classes, QosClass, Rule, Rules, Ticket
 from policies.admission import Space
 

@@ -27,7 +27,6 @@ from replicas.lifecycle import TAKES_TRAFFIC
 from replicas.pulse import BREAKS_FROM, Pulse
 
 from . import datapath
-from .config import ConfigError, Secrets, Settings, kept_replicas, known_urls, read_secrets
 from .http.server import Server
 from .lifetime import cannot_listen, greeting, run
 from .model import launches, main_model
@@ -42,6 +41,7 @@ from .ops.view import View, given_twice
 from .proxy.backend import Backend
 from .proxy.decisions import Decisions
 from .proxy.retries import ABORTED, OWN, UNCONFIRMED
+from .settings import ConfigError, Secrets, Settings, kept_replicas, known_urls, read_secrets
 from .spaces import ModelSpace
 from .tenants.keys import CLIENT_KEYS
 

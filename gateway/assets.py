@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
-from gateway.config import ConfigError
+from gateway.settings import ConfigError
 
 ABOUT = (
     "Write what a deployment needs besides Python into a folder: compose files with the Dockerfile and all sources of its "

@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 import shtab
 
 from gateway import __version__
-from gateway.config import ALIASES, SIZES, Config, ConfigError, Settings, flag, load, unknown_variables
+from gateway.settings import ALIASES, SIZES, Config, ConfigError, Settings, flag, load, unknown_variables
 from replicas import cli_errors
 from replicas.sizes import show_bytes
 from replicas.spelling import known_or_meant
@@ -286,7 +286,7 @@ def show_config(args: argparse.Namespace) -> int:
         print(config.to_yaml())
     settings = config.settings
     if any(setting is not None for setting in (settings.scheduler, settings.admission, settings.api_keys)):
-        from gateway.cautions import cautions  # numpy comes with it, for which nobody else is to wait
+        from gateway.settings.warnings import cautions  # numpy comes with it, for which nobody else is to wait
 
         for caution in cautions(config.settings):
             print(f"hitherto: {caution}", file=sys.stderr)

@@ -12,14 +12,11 @@ from typing import TYPE_CHECKING, Any
 from policies import CostGroup, Ledger, Router, make
 from policies.classes import DEFAULT_CLASS
 
-from .config import ConfigError, Settings
 from .errors import ApiError
 from .http.messages import Limits
 from .http.origins import Origins
 from .ops import log as lines
 from .ops.metrics import Metrics
-from .overload import overload
-from .overload_fields import class_names as names_of_classes
 from .prompt.pipeline import SWITCH_SECONDS, Pipeline
 from .proxy.answers import Usage
 from .proxy.blame import PASSED_ON
@@ -27,6 +24,9 @@ from .proxy.exchange import Exchange
 from .proxy.proxy import Proxy
 from .proxy.retries import SHUT_DOWN
 from .proxy.settling import OnEnd
+from .settings import ConfigError, Settings
+from .settings.overload import overload
+from .settings.overload_fields import class_names as names_of_classes
 from .tenants.ending import Settled
 from .tenants.key_file import KeyFileError
 from .tenants.keys import Keys

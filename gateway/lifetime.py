@@ -19,12 +19,12 @@ from replicas import TAKES_TRAFFIC, Fleet, ports
 from replicas.names import bracketed
 
 from . import __version__
-from .cautions import cautions
-from .config import ConfigError, Settings
 from .http.room import FEWEST_FILES, too_few
 from .http.server import allow_many_connections
 from .memory import share_one_heap
 from .ops import log as lines
+from .settings import ConfigError, Settings
+from .settings.warnings import cautions
 
 log = logging.getLogger("hitherto")
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from gateway.config import ConfigError, Settings, known_urls
-from gateway.pools import Kind, Pool, complaints
+from gateway.settings import ConfigError, Settings, known_urls
+from gateway.settings.pools import Kind, Pool, complaints
 from replicas.launch import profile as profiles
 from replicas.launch.command import LaunchProfile
 from replicas.replica import parse_url

@@ -15,10 +15,10 @@ from typing import NamedTuple, TypeVar
 from replicas import Replica
 from replicas.served import base_names
 
-from .config import ConfigError, Settings
 from .model import folder_here, model_dir
 from .prompt.pipeline import Pipeline
 from .prompt.tokens.model import PASSING, ModelError, contents
+from .settings import ConfigError, Settings
 
 log = logging.getLogger("hitherto")
 

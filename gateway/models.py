@@ -18,12 +18,12 @@ from policies.transfers import Bytes
 from replicas import TAKES_TRAFFIC, Replica
 from replicas.served import base_names
 
-from .config import Settings
 from .model_files import DEFAULT_BLOCK_SIZE, ModelFiles, Source
 from .prompt import Prompt
 from .prompt.pipeline import PREFIX_BYTES, Pipeline
 from .prompt.quirks import VersionQuirks
 from .routes import MOST_VARIANTS, Routes
+from .settings import Settings
 from .spaces import Member, ModelSpace, PromptFormat
 
 log = logging.getLogger("hitherto")

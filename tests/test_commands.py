@@ -23,8 +23,8 @@ import pytest
 import yaml
 
 from gateway import cli
-from gateway.config import ENV_PREFIX, Settings, load
 from gateway.model import check_roles
+from gateway.settings import ENV_PREFIX, Settings, load
 from loadgen.cli import build_parser as loadgen_parser
 from replicas.launch import ports, profile
 

@@ -4,8 +4,8 @@ import re
 from pathlib import Path
 
 from bench import config_page
-from gateway.config import ALIASES, Settings, flag
 from gateway.ops.metrics import READ, Counter, Metrics
+from gateway.settings import ALIASES, Settings, flag
 from gateway.workers.supervisor import STOP_SECONDS
 
 ROOT = Path(__file__).parent.parent

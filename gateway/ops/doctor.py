@@ -22,8 +22,6 @@ from typing import Any
 
 import aiohttp
 
-from gateway.cautions import cautions
-from gateway.config import Config, known_urls, read_engine_key
 from gateway.http.server import allow_many_connections
 from gateway.ops.event_ports import EventPorts
 from gateway.ops.gateway_check import (
@@ -70,6 +68,8 @@ from gateway.ops.settings_check import (
 from gateway.ops.transfer_trial import transfers
 from gateway.ops.trial import Finding, Trial, trials
 from gateway.prompt.pipeline import Pipeline
+from gateway.settings import Config, known_urls, read_engine_key
+from gateway.settings.warnings import cautions
 from replicas.access import PROBE_SECONDS, Access
 from replicas.adopt import Facts, described
 from replicas.problems import Problem

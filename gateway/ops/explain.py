@@ -24,7 +24,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gateway import files
-from gateway.config import (
+from gateway.errors import ApiError
+from gateway.http.server import allow_many_connections
+from gateway.model import model_dir
+from gateway.prompt import Prompt
+from gateway.settings import (
     ADMIN_SIDE,
     Config,
     ConfigError,
@@ -34,10 +38,6 @@ from gateway.config import (
     known_urls,
     read_engine_key,
 )
-from gateway.errors import ApiError
-from gateway.http.server import allow_many_connections
-from gateway.model import model_dir
-from gateway.prompt import Prompt
 from policies import Candidate, CostGroup, Ledger, Load, Pairing, Router, Targets, make, two_legs
 from replicas.engines.transfer import PATHS
 from replicas.pairing import complaints, groups, sides_of

@@ -6,11 +6,11 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from gateway.config import ConfigError, Settings
 from gateway.model import folder_here, model_dir
 from gateway.ops.trial import WORDS, Finding
 from gateway.prompt.pipeline import Pipeline
 from gateway.prompt.report import template_report
+from gateway.settings import ConfigError, Settings
 from replicas.adopt import Facts
 from replicas.served import base_names
 

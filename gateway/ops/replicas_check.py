@@ -11,9 +11,9 @@ from pathlib import Path
 
 import aiohttp
 
-from gateway.config import Settings
 from gateway.model import folder_here
 from gateway.ops.trial import Finding
+from gateway.settings import Settings
 from replicas import pairing, twins
 from replicas.access import Access
 from replicas.adopt import IS_GATEWAY, Facts, problems_of

@@ -8,9 +8,9 @@ import sys
 from typing import Any
 from urllib.parse import quote
 
-from gateway.config import Config, ConfigError, admin_headers, admin_url
 from gateway.errors import ApiError
 from gateway.ops.explain import NO_URL, Unanswered, call, is_url
+from gateway.settings import Config, ConfigError, admin_headers, admin_url
 from replicas.replica import parse_url
 
 COLUMNS = {"id": "id", "state": "state", "inflight": "in flight", "models": "models", "reason": "reason"}

@@ -6,11 +6,11 @@ import asyncio
 import resource
 from collections.abc import Iterator
 
-from gateway.config import Config, ConfigError, Settings
 from gateway.http.room import FEWEST_FILES, too_few
 from gateway.model import launches
 from gateway.ops import traces
 from gateway.ops.trial import Finding
+from gateway.settings import Config, ConfigError, Settings
 
 
 def check_settings(config: Config) -> Finding:

@@ -13,8 +13,8 @@ from typing import Any
 import orjson
 from aiohttp import http, web
 
-from gateway.config import ADMIN_SIDE, ConfigError
 from gateway.errors import ApiError, error_object
+from gateway.settings import ADMIN_SIDE, ConfigError
 from replicas.ports import cannot_listen
 
 from .guard import CHALLENGE, PASSED_ON, Guard, Refusal

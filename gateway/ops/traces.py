@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from ..config import ConfigError
+from ..settings import ConfigError
 
 if TYPE_CHECKING:
     from .spans import Spans

@@ -20,7 +20,6 @@ import aiohttp
 from cachemap import CacheMap, EventIntake
 from cachemap.events import records
 from cachemap.events.records import UNTOLD, Blocks
-from gateway.config import Settings
 from gateway.ops.chats import (
     CHAT,
     NOTHING_SHOWN,
@@ -33,6 +32,7 @@ from gateway.ops.chats import (
 )
 from gateway.ops.comparison import Unanswered, engine_answers
 from gateway.prompt.pipeline import Pipeline
+from gateway.settings import Settings
 from replicas.deadline import within
 from replicas.problems import NO_CACHED_TOKENS, NO_REPLAY, TIERS_UNTOLD, Problem
 from replicas.replica import EventSource, Replica

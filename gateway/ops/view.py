@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from gateway import __version__
-from gateway.config import Settings
 from gateway.models import Models
 from gateway.ops.chats import OTHER_TOKENS
 from gateway.ops.comparison import OTHERWISE, UP_TO_DATE
@@ -21,6 +20,7 @@ from gateway.proxy.blame import OVERLOADED, PASSED_ON, REQUEST
 from gateway.proxy.control import OverloadControl
 from gateway.proxy.shadow import told
 from gateway.proxy.states import Leg
+from gateway.settings import Settings
 from gateway.spaces import ModelSpace
 from gateway.tenants.keys import Keys
 from gateway.tenants.limits import WORDS

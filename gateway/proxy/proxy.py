@@ -25,7 +25,6 @@ from .. import __version__
 from ..errors import JSON, ApiError, compressed, error_body
 from ..http.downstream import Downstream
 from ..http.messages import Headers, Request
-from ..overload import Overload
 from ..prompt import Prompt
 from ..prompt.api.named import is_form, named_model
 from ..prompt.api.openai import SESSION_HEADERS, refuse_invocation
@@ -33,6 +32,7 @@ from ..prompt.long import LongPrompts
 from ..prompt.offload import LOOP_SECONDS, TakesLong, event_loop
 from ..prompt.pipeline import OFFLOAD_BYTES
 from ..prompt.prompt import PROMPT_PATHS, unread
+from ..settings.overload import Overload
 from ..tenants.ending import unread_tokens
 from ..tenants.handover import read_unprepared, refusal_of_head, refusal_of_object
 from ..tenants.keys import CHALLENGE

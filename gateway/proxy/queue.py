@@ -19,8 +19,8 @@ from policies.classes import NO_LIMITS
 from policies.verdicts import LEFT, NO_REPLICA, QUEUED, REFUSED, SENT, SHUTTING_DOWN, SPILLED
 
 from ..errors import ApiError, bad
-from ..overload import Overload, parse_slo
 from ..prompt.prompt import NO_PREFILL, PROMPT_PATHS, unread
+from ..settings.overload import Overload, parse_slo
 from .answers import Usage
 from .capping import LIMITS, capped
 from .exchange import MOST, Added, Attempt, Exchange, output_tokens, time_per_token

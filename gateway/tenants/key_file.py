@@ -29,8 +29,8 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from replicas import yaml_text
 from replicas.spelling import known_or_meant
 
-from .. import complaints
 from ..files import regular
+from ..validation import wanted
 from .limits import Limits
 from .tenant import Tenant
 
@@ -296,7 +296,7 @@ def what_is_wrong(name: str, item: Any) -> str:
     if item["type"] == "missing":
         return f"is missing. {REMEDY}"
     if item["input"] is None:
-        what = complaints.wanted(Entry, item["loc"])
+        what = wanted(Entry, item["loc"])
         return (
             f"it has no value. {REMEDY}"
             if name in ("name", "sha256")
@@ -308,7 +308,7 @@ def what_is_wrong(name: str, item: Any) -> str:
         return str(item["ctx"]["error"])
     if name in ("sha256", "cache_salt"):
         return str(item["msg"][0].lower() + item["msg"][1:])
-    what = complaints.wanted(Entry, item["loc"])
+    what = wanted(Entry, item["loc"])
     if item["input"] in ([], ()):
         return f"it is an empty list, where {what} belongs; write one or leave it out"
     return f"{str(item['input'])[:100]!r} is not {what}"

@@ -11,8 +11,8 @@ from pydantic import ValidationError
 
 from replicas import yaml_text
 
-from ..config import DEFAULT_FILE, ENV_PREFIX, ConfigError, flag, read_file
-from ..overload_fields import class_names
+from ..settings import DEFAULT_FILE, ENV_PREFIX, ConfigError, flag, read_file
+from ..settings.overload_fields import class_names
 from .key_file import Entry, KeyFileError, NameTaken, add, digest, new_key, new_salt, what_is_wrong
 from .limits import KINDS, WORDS, Limits
 

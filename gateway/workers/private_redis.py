@@ -21,7 +21,7 @@ from cachemap.cluster.connect import FAILURES, OLDEST, connect
 from replicas.launch.command import Command
 from replicas.launch.supervisor import Supervisor
 
-from ..config import ConfigError
+from ..settings import ConfigError
 
 log = logging.getLogger("hitherto.workers")
 

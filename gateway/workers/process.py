@@ -19,7 +19,7 @@ import orjson
 from aiohttp import hdrs, web
 from yarl import URL
 
-from ..config import ConfigError
+from ..settings import ConfigError
 
 log = logging.getLogger("hitherto.workers")
 

@@ -26,13 +26,13 @@ from replicas.health import Limits as HealthLimits
 from replicas.launch import profile as profiles
 from replicas.replica import bearer, parse_url
 
-from ..config import ConfigError, Settings, kept_replicas, known_urls, read_secrets
 from ..lifetime import cannot_listen, greeting, run
 from ..model import launches, main_model
 from ..ops import traces
 from ..ops.guard import Guard
-from ..overload_fields import one_workers_admission
 from ..ports import addresses, bound
+from ..settings import ConfigError, Settings, kept_replicas, known_urls, read_secrets
+from ..settings.overload_fields import one_workers_admission
 from .admin import WorkersAdmin
 from .private_redis import PrivateRedis
 from .process import Places, WorkerProcess, how

@@ -29,13 +29,13 @@ from replicas import Replica, State
 
 from .. import datapath
 from ..app import Gateway
-from ..config import ConfigError, Secrets, Settings
 from ..http.server import allow_many_connections
 from ..memory import share_one_heap
 from ..ops import log as lines
 from ..ops.admin import Admin
 from ..ops.guard import Refusal
 from ..ops.side import answer
+from ..settings import ConfigError, Secrets, Settings
 from .process import NOT_FOR_WORKERS, OPEN, decision_prefix
 
 TAKEN_OUT = (State.DRAINING, State.STOPPED)

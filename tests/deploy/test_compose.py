@@ -13,8 +13,8 @@ import pytest
 import yaml
 
 from gateway import cli
-from gateway.config import Config, read_token
 from gateway.ops import traces
+from gateway.settings import Config, read_token
 from gateway.workers.supervisor import STOP_SECONDS
 from replicas.replica import parse_url
 

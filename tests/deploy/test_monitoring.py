@@ -14,7 +14,7 @@ import yaml
 
 from deploy.grafana import dashboards
 from deploy.grafana.panels import SERIES
-from gateway.config import Settings
+from gateway.settings import Settings
 
 from ..gateway.running import running
 from .load import Load

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from gateway import cli
-from gateway.config import Settings
+from gateway.settings import Settings
 from gateway.tenants.key_file import read as read_keys
 from gateway.tls import Certificate
 from tests.replicas.certificates import authority, issue

@@ -9,7 +9,7 @@ import pytest
 from cachemap import background
 from gateway import app
 from gateway.app import CARE, METRICS, Gateway
-from gateway.config import Settings
+from gateway.settings import Settings
 from replicas.replica import Replica
 from replicas.simulated.model import sim_model_dir
 

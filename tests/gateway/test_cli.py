@@ -11,7 +11,7 @@ import pytest
 import shtab
 
 from gateway import __version__, cli
-from gateway.config import Settings, flag
+from gateway.settings import Settings, flag
 
 from ..conftest import HANDLED
 

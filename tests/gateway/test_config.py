@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import policies
-from gateway.config import Config, ConfigError, Settings, load, read_token
-from gateway.sizes import parse_bytes
+from gateway.settings import Config, ConfigError, Settings, load, read_token
+from gateway.settings.sizes import parse_bytes
 from loadgen.plan import units
 from replicas.sizes import show_bytes
 

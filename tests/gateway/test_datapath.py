@@ -5,9 +5,9 @@ import json
 import pytest
 
 from gateway import datapath
-from gateway.config import Settings, load
 from gateway.prompt.pipeline import Pipeline
 from gateway.prompt.tokens.model import LoadedModel
+from gateway.settings import Settings, load
 from replicas.simulated.model import sim_model_dir
 
 MIB = 2**20

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from gateway.app import Gateway
-from gateway.config import Settings
+from gateway.settings import Settings
 from replicas import State, engines
 from replicas.adopt import probe
 

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from gateway import cli
-from gateway.config import known_urls, load
+from gateway.settings import known_urls, load
 from replicas.kept import KeptReplicas
 
 from .running import running

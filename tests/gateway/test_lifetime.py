@@ -4,8 +4,8 @@ import asyncio
 from types import SimpleNamespace
 
 from gateway import lifetime
-from gateway.config import Settings
 from gateway.lifetime import awaited, tell_awaited
+from gateway.settings import Settings
 from replicas import State
 
 

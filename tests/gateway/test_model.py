@@ -2,8 +2,8 @@
 
 import pytest
 
-from gateway.config import ConfigError
 from gateway.model import SIM, model_dir
+from gateway.settings import ConfigError
 from replicas.simulated.model import sim_model_dir
 
 

@@ -11,10 +11,10 @@ from types import SimpleNamespace
 import pytest
 
 from gateway import model_files
-from gateway.config import Settings
 from gateway.models import Models
 from gateway.ops.comparison import TokenizerComparison
 from gateway.ops.view import View
+from gateway.settings import Settings
 from replicas import Replica, State
 from replicas.simulated.model import sim_model_dir
 

@@ -3,9 +3,9 @@
 import pytest
 
 from gateway import cli
-from gateway.cautions import cautions
-from gateway.config import ConfigError, load
-from gateway.overload import overload, parse_seconds
+from gateway.settings import ConfigError, load
+from gateway.settings.overload import overload, parse_seconds
+from gateway.settings.warnings import cautions
 from policies import QosClass, Rule, Slo
 
 # As the issue and the book have it.

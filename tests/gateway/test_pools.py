@@ -6,9 +6,9 @@ import signal
 import pytest
 
 from gateway import cli
-from gateway.config import ConfigError, load
 from gateway.model import launches
 from gateway.ops.doctor import examine
+from gateway.settings import ConfigError, load
 
 from .running import counted, running
 from .test_models import compared, held, other_model

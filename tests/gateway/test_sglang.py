@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from gateway.app import Gateway
-from gateway.config import Settings
+from gateway.settings import Settings
 from replicas import State
 
 WORDS = "the sea was wet as could be and the sands were dry you could not see a cloud because no cloud was in the sky".split()

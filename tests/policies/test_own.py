@@ -8,7 +8,7 @@ import pytest
 from cachemap import background
 from gateway import cli
 from gateway.app import Gateway
-from gateway.config import ConfigError, Settings
+from gateway.settings import ConfigError, Settings
 from loadgen import cli as loadgen
 from policies import Candidate, CostGroup, Demand, Load, legs, make
 from policies.rules.least_time import LeastTime

@@ -11,8 +11,8 @@ import aiohttp
 import httpx
 import pytest
 
-from gateway.config import load
 from gateway.ops import doctor
+from gateway.settings import load
 from replicas.adopt import described, probe
 from replicas.launch import ports
 from replicas.replica import parse_url

@@ -13,7 +13,6 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from gateway import __version__
-from gateway.config import ConfigError, Settings
 from gateway.errors import ApiError
 from gateway.ops.admin import Admin
 from gateway.ops.guard import Guard
@@ -21,6 +20,7 @@ from gateway.ops.metrics import Metrics
 from gateway.ops.page import page_file
 from gateway.ops.recent.recent import Recent
 from gateway.ops.view import View
+from gateway.settings import ConfigError, Settings
 from policies import Ledger
 from replicas import Fleet
 from replicas.kept import KeptReplicas

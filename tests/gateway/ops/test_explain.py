@@ -10,10 +10,10 @@ import pytest
 from aiohttp import web
 
 from gateway import cli
-from gateway.config import ADMIN_SIDE, ConfigError, Settings
 from gateway.errors import ApiError
 from gateway.model import model_dir
 from gateway.ops import explain
+from gateway.settings import ADMIN_SIDE, ConfigError, Settings
 from replicas.simulated.model import sim_model_dir
 
 from .decided import BUSY, decided, replica

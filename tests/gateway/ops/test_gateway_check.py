@@ -10,10 +10,10 @@ import pytest
 from aiohttp import web
 
 from gateway import cli
-from gateway.config import Settings
 from gateway.ops import doctor, gateway_check, trial
 from gateway.ops.replicas_check import check_block_size
 from gateway.ops.trial import Finding
+from gateway.settings import Settings
 from replicas import twins
 from replicas.adopt import Facts
 from replicas.engines.dialect import Told

@@ -2,8 +2,8 @@
 
 import pytest
 
-from gateway.config import ConfigError
 from gateway.ops import traces
+from gateway.settings import ConfigError
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,8 @@ import orjson
 import pytest
 
 from gateway.ops.metrics import Metrics
-from gateway.overload import Overload, parse_slo
 from gateway.proxy.control import OverloadControl
+from gateway.settings.overload import Overload, parse_slo
 from policies import Admission, Classes, QosClass, Rules, Slo
 from policies.control import ENOUGH, HOLD, PATIENCE, Refused
 

@@ -6,8 +6,8 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from gateway.overload import Overload
 from gateway.proxy.capping import capped
+from gateway.settings.overload import Overload
 from policies import Classes, Demand, QosClass, Rules, Slo
 from policies.outputs import Outputs
 

@@ -5,8 +5,8 @@ import json
 import pytest
 
 from gateway import datapath
-from gateway.config import ConfigError, load
 from gateway.http.messages import Limits
+from gateway.settings import ConfigError, load
 from gateway.tenants.keys import Keys
 
 from ..tenants.test_keys import bearer, entry

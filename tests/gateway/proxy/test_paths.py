@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from gateway.config import ConfigError, load
 from gateway.prompt.prompt import unread
 from gateway.proxy.paths import MODELS, refusal
 from gateway.proxy.placing import demand_of
+from gateway.settings import ConfigError, load
 
 from .replies import BODY, answers, post
 from .stack import stack

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from gateway.model_files import Source
 from gateway.ops.metrics import Metrics
-from gateway.overload import Overload
 from gateway.prompt.pipeline import Pipeline
 from gateway.proxy import proxy as proxy_module
+from gateway.settings.overload import Overload
 from gateway.spaces import Member
 from gateway.tenants import limits as rules
 from gateway.tenants.ending import Settled

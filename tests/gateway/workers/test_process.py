@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from gateway.app import Gateway
-from gateway.config import ConfigError, load
+from gateway.settings import ConfigError, load
 from gateway.workers.process import GONE, HANGS, QUIET, Places, WorkerProcess
 from gateway.workers.supervisor import one_workers_settings
 from replicas.simulated.model import sim_model_dir

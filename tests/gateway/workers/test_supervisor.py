@@ -12,9 +12,9 @@ import pytest
 
 from cachemap import background
 from gateway.app import Gateway
-from gateway.config import SIZES, ConfigError, load
 from gateway.http import server
 from gateway.proxy import shared as ledger
+from gateway.settings import SIZES, ConfigError, load
 from gateway.tenants import shared as limits
 from gateway.workers import supervisor
 from gateway.workers.private_redis import PrivateRedis

@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 import aiohttp
 import pytest
 
-from gateway.config import load
+from gateway.settings import load
 from gateway.workers.worker import Worker
 from policies import Load
 from replicas import State

@@ -7,9 +7,10 @@ from typing import NamedTuple
 from policies.verdicts import SPILL
 from replicas.replica import parse_url
 
-from .config import Settings, known_urls
+from ..tenants.key_file import KeyFileError, read
 from .overload import Overload, overload, parse_routes
-from .tenants.key_file import KeyFileError, read
+from .schema import Settings
+from .sources import known_urls
 
 
 class Caution(NamedTuple):

@@ -29,13 +29,14 @@ from replicas.replica import bearer, parse_url
 from replicas.sizes import show_bytes
 from replicas.spelling import known_or_meant
 
-from . import access, credentials, files, named
-from .complaints import wanted
+from .. import files
+from ..validation import wanted
+from . import access, checks, credentials
 from .credentials import MAKE_TOKEN
+from .errors import explain, misspelt, place_of
 from .overload_fields import check_routes, class_names
 from .policy_fields import acts
-from .setting_errors import explain, misspelt, place_of
-from .settings import SECRETS, SIZES, Settings, flag
+from .schema import SECRETS, SIZES, Settings, flag
 
 log = logging.getLogger("hitherto")
 
@@ -151,7 +152,7 @@ def _unreadable(settings: Settings, unusable: Mapping[str, str]) -> frozenset[st
     """The settings of LEFT_OUT whose files cannot be read. A file of replicas that cannot be written can be."""
     found = LEFT_OUT & unusable.keys()
     with suppress(access.UnusableFile):
-        named.added_replicas(settings.replica_file)
+        checks.added_replicas(settings.replica_file)
         found -= {"replica_file"}
     return found
 
@@ -242,7 +243,7 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, str]:
 
 def read_token(settings: Settings, place: str = "admin_token") -> str | None:
     """The token that the admin side asks for; None if it asks for none. Raises ConfigError for a file without one, with
-    the `place` where it was named."""
+    the `place` where it was checks."""
     try:
         return credentials.read(
             settings.admin_token, credentials.TOKEN, "16 characters or more in one line, without spaces"
@@ -253,7 +254,7 @@ def read_token(settings: Settings, place: str = "admin_token") -> str | None:
 
 def read_engine_key(settings: Settings, place: str = "engine_api_key") -> str | None:
     """The key that engines ask for; None if they ask for none. Raises ConfigError for a file without one, with the
-    `place` where it was named."""
+    `place` where it was checks."""
     try:
         return credentials.read(settings.engine_api_key, credentials.ENGINE_KEY, "the key in one line, without spaces")
     except ValueError as error:
@@ -307,7 +308,7 @@ def known_urls(settings: Settings) -> tuple[str, ...]:
 def _added(settings: Settings) -> dict[str, str]:
     """What operators added before the last restart, by id."""
     try:
-        return named.added_replicas(settings.replica_file)
+        return checks.added_replicas(settings.replica_file)
     except access.UnusableFile as error:
         raise ConfigError(str(error), error.setting) from None
 
@@ -388,12 +389,12 @@ def _check_access(settings: Settings, sources: Mapping[str, str], unusable: dict
     for check in (
         partial(access.check_keys, settings.api_keys, class_names(settings.scheduler), settings.forward_api_keys),
         partial(access.check_tls, settings.tls_cert, settings.tls_key, settings.tls_client_ca),
-        partial(named.check_profiles, settings.profile if settings.launch else None, settings.pools),
-        partial(named.check_usage_log, settings.usage_log),
-        partial(named.check_replica_file, settings.replica_file),
-        partial(named.check_replica_ca, settings.replica_ca),
-        partial(named.check_chat_template, settings.chat_template),
-        partial(named.check_cluster, settings.discover),
+        partial(checks.check_profiles, settings.profile if settings.launch else None, settings.pools),
+        partial(checks.check_usage_log, settings.usage_log),
+        partial(checks.check_replica_file, settings.replica_file),
+        partial(checks.check_replica_ca, settings.replica_ca),
+        partial(checks.check_chat_template, settings.chat_template),
+        partial(checks.check_cluster, settings.discover),
     ):
         try:
             check()

@@ -12,12 +12,12 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from replicas.pods import Discover
 from replicas.replica import parse_url
 
+from ..http.origins import check_origin
+from ..proxy.paths import check_allowed
 from . import credentials
-from .http.origins import check_origin
 from .overload_fields import Admission, Routes, Scheduler, Slo, read_mapping
 from .policy_fields import AnyPolicy, Shadows, split_names
 from .pools import Pool
-from .proxy.paths import check_allowed
 from .sizes import Bytes
 
 SIZES = "cache_budget continue_budget max_body_bytes request_budget".split()  # bytes, which read best with a unit

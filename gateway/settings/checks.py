@@ -12,8 +12,8 @@ from replicas.kept import KeptReplicas
 from replicas.launch import profile
 from replicas.replica import parse_url
 
+from ..files import check_appendable
 from .access import UnusableFile
-from .files import check_appendable
 from .pools import Pool
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from pathlib import Path
 
-from .tenants.key_file import KeyFileError, read
-from .tls import Certificate, CertificateError
+from ..tenants.key_file import KeyFileError, read
+from ..tls import Certificate, CertificateError
 
 
 class Unusable(ValueError):

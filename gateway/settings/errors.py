@@ -11,9 +11,9 @@ from replicas.pods import Discover
 from replicas.sizes import show_bytes
 from replicas.spelling import closest, known_or_meant, none_of
 
-from .complaints import TABLE, TEXT, TEXTS, wanted
+from ..validation import TABLE, TEXT, TEXTS, wanted
 from .pools import Pool
-from .settings import SECRETS, SIZES, Settings, flag
+from .schema import SECRETS, SIZES, Settings, flag
 
 
 def place_of(name: str, sources: Mapping[str, str]) -> str:

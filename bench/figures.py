@@ -19,8 +19,8 @@ from gateway.prompt import Prompt
 from gateway.proxy.answers import Usage
 from gateway.proxy.exchange import Attempt, Exchange
 from gateway.proxy.figures import Figures
+from gateway.proxy.overload import Overload
 from gateway.proxy.queue import Queue
-from gateway.settings.overload import Overload
 from policies import Admission, Classes, QosClass, Rule, Rules, Ticket
 from policies.admission import Space
 

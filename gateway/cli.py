@@ -286,10 +286,10 @@ def show_config(args: argparse.Namespace) -> int:
         print(config.to_yaml())
     settings = config.settings
     if any(setting is not None for setting in (settings.scheduler, settings.admission, settings.api_keys)):
-        from gateway.settings.warnings import cautions  # numpy comes with it, for which nobody else is to wait
+        from gateway.settings.warnings import find_warnings  # numpy comes with it, for which nobody else is to wait
 
-        for caution in cautions(config.settings):
-            print(f"hitherto: {caution}", file=sys.stderr)
+        for warning in find_warnings(config.settings):
+            print(f"hitherto: {warning}", file=sys.stderr)
     return 0
 
 

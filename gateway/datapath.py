@@ -24,9 +24,7 @@ from .proxy.exchange import Exchange
 from .proxy.proxy import Proxy
 from .proxy.retries import SHUT_DOWN
 from .proxy.settling import OnEnd
-from .settings import ConfigError, Settings
-from .settings.overload import overload
-from .settings.overload_fields import class_names as names_of_classes
+from .settings import ConfigError, Settings, overload_of
 from .tenants.ending import Settled
 from .tenants.key_file import KeyFileError
 from .tenants.keys import Keys
@@ -76,14 +74,14 @@ def proxy(
         slo_figures=settings.slo_figures,
         continue_streams=settings.continue_streams,
         continue_budget=settings.continue_budget,
-        overload=overload(settings.slo, settings.scheduler, settings.request_router, settings.admission),
+        overload=overload_of(settings),
         **rooms,
     )
 
 
 def class_names(settings: Settings) -> list[str]:
     """Classes that requests may be of; none where there are neither classes nor limits, and no figures of them."""
-    found = overload(settings.slo, settings.scheduler, settings.request_router, settings.admission)
+    found = overload_of(settings)
     classes = found.classes.all if found is not None else (DEFAULT_CLASS,) if settings.slo_figures else ()
     return [one.name for one in classes]
 
@@ -151,7 +149,7 @@ def keys(settings: Settings) -> Keys | None:
     if settings.api_keys is None:
         return None
     try:
-        return Keys(settings.api_keys, names_of_classes(settings.scheduler))
+        return Keys(settings.api_keys, settings.class_names)
     except KeyFileError as error:
         raise ConfigError(f"api_keys: {error}") from None
 

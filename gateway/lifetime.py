@@ -24,7 +24,7 @@ from .http.server import allow_many_connections
 from .memory import share_one_heap
 from .ops import log as lines
 from .settings import ConfigError, Settings
-from .settings.warnings import cautions
+from .settings.warnings import find_warnings
 
 log = logging.getLogger("hitherto")
 
@@ -82,8 +82,8 @@ async def _serve(settings: Settings, make: Callable[[], Service], started: Calla
     except asyncio.CancelledError:
         return log.info("stopped by a signal while it started")
     log.info("%s", service.greeting)
-    for caution in cautions(settings):
-        log.warning("%s", caution)
+    for warning in find_warnings(settings):
+        log.warning("%s", warning)
     started()
     telling = asyncio.ensure_future(tell_awaited(service.fleet))
     await signalled.wait()

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from gateway.settings import ConfigError, Settings, known_urls
-from gateway.settings.pools import Kind, Pool, complaints
+from gateway.settings.pools import Kind, Pool, incompatibilities
 from replicas.launch import profile as profiles
 from replicas.launch.command import LaunchProfile
 from replicas.replica import parse_url
@@ -125,7 +125,7 @@ def _check_together(settings: Settings, launched: Mapping[str, Launch]) -> None:
     adopted = {parse_url(url).role for url in known_urls(settings)}
     if settings.discover is not None:
         adopted |= {PREFILL, DECODE}  # pods of either role may come
-    if wrong := complaints(kinds, adopted):
+    if wrong := incompatibilities(kinds, adopted):
         raise ConfigError("\n".join(wrong), "pools" if settings.pools else "profile")
 
 

@@ -1,45 +1,42 @@
-"""What pydantic finds wrong with a setting, in words that say what would be right."""
+"""What belongs where pydantic found something else, in words."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from pydantic import BaseModel
+from pydantic.fields import FieldInfo
 
-from replicas.sizes import show_bytes
-
-TEXT, TABLE, TEXTS = "text", "a table of names and values", "a list of texts"
-_KINDS = {"boolean": "true or false", "array": TEXTS, "object": TABLE}
-
-
-def wanted(schema: type[BaseModel], where: Sequence[str | int], is_size: bool = False, finite: bool = False) -> str:
-    """What belongs there, in words: `a whole number from 0 to 65535`. `where`: names and indexes from the schema.
-    `finite`: whether it is to be said that infinity is no such number."""
-    whole = schema.model_json_schema()
-    found = whole
-    for step in ("", *where):
-        if step != "":
-            inner = found.get("properties", {}).get(step) or found.get("items") or found.get("additionalProperties")
-            found = inner if isinstance(inner, dict) else {}
-        found = next((one for one in found.get("anyOf", ()) if one.get("type") != "null"), found)
-        if "$ref" in found:
-            found = whole["$defs"][found["$ref"].rpartition("/")[2]]
-    kind = found.get("type")
-    if kind not in ("integer", "number"):
-        return _KINDS.get(str(kind), TEXT)
-    if is_size:
-        least = found.get("minimum", found.get("ge", 0))  # the latter behind a validator of its own
-        return f"a size {f'of at least {show_bytes(least)}' if least > 1 else 'above 0'}, like 512MiB"
-    unit = " of seconds" if str(where[-1]).endswith("_s") else ""
-    which = "whole " if kind == "integer" else "finite " if finite else ""
-    return f"a {which}number{unit}{_range(found)}"
+TEXT = "text"
+WORDY = (TEXT, TABLE := "a table of names and values", LIST := "a list")  # these do not say what belongs there
+# What belongs there, by the first word of pydantic's type of error.
+_KINDS = {
+    "bool": "true or false", "int": "a whole number", "float": "a number", "finite": "a finite number", "dict": TABLE,
+    "mapping": TABLE, "model": TABLE, "tuple": LIST, "list": LIST,
+}  # fmt: skip
 
 
-def _range(found: dict[str, Any]) -> str:
-    least, most, above = found.get("minimum"), found.get("maximum"), found.get("exclusiveMinimum")
-    if least is not None and most is not None:
-        return f" from {least} to {most}"
-    if least is not None:
-        return f" of at least {least}"
-    return f" above {above}" if above is not None else ""
+def wanted(item: Any, field: FieldInfo | None = None) -> str:
+    """Return what belongs where one of pydantic's errors was found: `a whole number from 0 to 65535`. `field`: the one
+    that the error is about, whose bounds are told even where no number was given."""
+    if item["type"] == "too_short":
+        return "a list with one entry or more"
+    bounds = {name: value for name, value in item.get("ctx", {}).items() if name in ("ge", "gt", "le")}
+    if bounds:
+        what = "a whole number" if type(next(iter(bounds.values()))) is int else "a number"
+    else:
+        what = _KINDS.get(item["type"].partition("_")[0], TEXT)
+    if not what.endswith("number"):
+        return what
+    for one in field.metadata if field is not None else ():
+        bounds |= {name: getattr(one, name) for name in ("ge", "gt", "le") if hasattr(one, name)}
+    return what + " of seconds" * str(item["loc"][-1]).endswith("_s") + _range(bounds)
+
+
+def _range(bounds: Mapping[str, float]) -> str:
+    if "ge" in bounds and "le" in bounds:
+        return f" from {bounds['ge']} to {bounds['le']}"
+    words = {"ge": "of at least", "gt": "above", "le": "up to"}
+    return "".join(
+        f" {words[name]} {f'{bound:g}' if type(bound) is float else bound}" for name, bound in bounds.items()
+    )

@@ -5,11 +5,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, Field
 
 from replicas.names import bracketed
 from replicas.replica import parse_url, url_of
 from replicas.roles import BOTH, DECODE, PREFILL
+from replicas.tables import Table
 
 ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")  # what a cluster gives each pod
 ROLE_LABEL = "llm-d.ai/role"
@@ -35,11 +36,10 @@ def _check_labels(labels: dict[str, str]) -> dict[str, str]:
     return {"role": ROLE_LABEL, **labels}
 
 
-class Discover(BaseModel):
+class Discover(Table):
     """Which pods are replicas, and how they are reached."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
+    may_be_empty = frozenset(("namespace", "api"))
     selector: str = Field(min_length=1)  # of labels, as kubectl takes it
     namespace: str | None = None  # None: the gateway's own
     url: Annotated[str, AfterValidator(_check_url)] = "http://{ip}:8000"

@@ -69,7 +69,7 @@ from gateway.ops.transfer_trial import transfers
 from gateway.ops.trial import Finding, Trial, trials
 from gateway.prompt.pipeline import Pipeline
 from gateway.settings import Config, known_urls, read_engine_key
-from gateway.settings.warnings import cautions
+from gateway.settings.warnings import find_warnings
 from replicas.access import PROBE_SECONDS, Access
 from replicas.adopt import Facts, described
 from replicas.problems import Problem
@@ -111,8 +111,8 @@ async def examine(config: Config) -> AsyncIterator[Finding]:
     yield check_settings(config)
     for finding in check_named_files(config):
         yield finding
-    for caution in cautions(settings):
-        yield Finding("warn", "admission", *caution)
+    for warning in find_warnings(settings):
+        yield Finding("warn", "admission", *warning)
     if settings.redis_url is not None:
         async for finding in redis_findings(settings.redis_url, settings.deployment):
             yield finding

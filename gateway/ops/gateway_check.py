@@ -13,8 +13,7 @@ from gateway.ops.replicas_check import problems_by_subject, remedy_of_silence
 from gateway.ops.settings_check import FOLLOWED, check_open_files
 from gateway.ops.trial import Finding
 from gateway.ports import why_taken
-from gateway.settings import ADMIN_SIDE, Config, Settings, admin_headers, admin_url
-from gateway.settings.errors import place_of
+from gateway.settings import ADMIN_SIDE, Config, Settings, admin_headers, admin_url, place_of
 from replicas import twins
 from replicas.adopt import Facts
 from replicas.engines import TRANSFERS

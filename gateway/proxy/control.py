@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from policies import Admission
 
     from ..ops.metrics import Histogram, Key, Metrics
-    from ..settings.overload import Overload
+    from .overload import Overload
 
 log = logging.getLogger("hitherto.proxy")
 

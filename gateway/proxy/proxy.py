@@ -32,7 +32,6 @@ from ..prompt.long import LongPrompts
 from ..prompt.offload import LOOP_SECONDS, TakesLong, event_loop
 from ..prompt.pipeline import OFFLOAD_BYTES
 from ..prompt.prompt import PROMPT_PATHS, unread
-from ..settings.overload import Overload
 from ..tenants.ending import unread_tokens
 from ..tenants.handover import read_unprepared, refusal_of_head, refusal_of_object
 from ..tenants.keys import CHALLENGE
@@ -46,6 +45,7 @@ from .exchange import Added, Batcher, Exchange
 from .figures import Figures
 from .forwarding import TokenIdForwarding
 from .newcomers import Newcomers
+from .overload import Overload
 from .paths import INVOCATIONS, MODELS, AllowedPaths, model_in, refusal
 from .placing import Eligibility, Placing
 from .priorities import Priorities, differ, encoding_refusal

@@ -18,12 +18,13 @@ from policies.admission import Space
 from policies.classes import NO_LIMITS
 from policies.verdicts import LEFT, NO_REPLICA, QUEUED, REFUSED, SENT, SHUTTING_DOWN, SPILLED
 
+from ..durations import parse_limits
 from ..errors import ApiError, bad
 from ..prompt.prompt import NO_PREFILL, PROMPT_PATHS, unread
-from ..settings.overload import Overload, parse_slo
 from .answers import Usage
 from .capping import LIMITS, capped
 from .exchange import MOST, Added, Attempt, Exchange, output_tokens, time_per_token
+from .overload import Overload
 from .paths import UNREAD_PROMPTS
 from .placing import Asker, Placing
 
@@ -462,6 +463,6 @@ def _of_request(given: str) -> Slo:
     if not given.strip():
         raise bad(f"the header {SLO_HEADER.decode()}: it has no value; write ttft=2s,tpot=50ms, or one of the two")
     try:
-        return parse_slo(given)
+        return Slo(**parse_limits(given))
     except ValueError as error:
         raise bad(f"the header {SLO_HEADER.decode()}: {error}") from None

@@ -1,97 +1,180 @@
-"""What settings name, and whether it is there: profiles, files, a cluster's API."""
+"""What no setting can be judged by alone: files that are named, addresses, and settings that do not go together."""
 
 from __future__ import annotations
 
 import errno
+import ipaddress
 import os
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 from replicas import pods, tls
 from replicas.kept import KeptReplicas
 from replicas.launch import profile
-from replicas.replica import parse_url
 
 from ..files import check_appendable
-from .access import UnusableFile
-from .pools import Pool
+from ..tenants import key_file
+from ..tls import Certificate
+from .credentials import MAKE_TOKEN
+from .derived import added_replicas, read_engine_key, read_token
+from .errors import ConfigError, UnusableFile
+from .fields import ACTING_LEGS
+from .schema import Settings
+
+# Settings that `load` can leave out where their files cannot be used, since whoever works without a gateway reads them.
+LEFT_OUT = frozenset(("admin_token", "engine_api_key", "replica_ca", "chat_template", "replica_file", "discover"))
 
 
-def check_profiles(alone: str | None, pools: Mapping[str, Pool]) -> None:
-    """`alone`: that of --launch, if there is one. Raises UnusableFile."""
-    named = [("profile", "", alone)] if alone is not None else []
-    for setting, part, name in named + [("pools", f"{name}.profile", pool.profile) for name, pool in pools.items()]:
+def check_all(settings: Settings, sources: Mapping[str, str]) -> dict[str, str]:
+    """Return by setting why the file that it names cannot be used. Raises ConfigError for what else is wrong."""
+    unusable: dict[str, str] = {}
+    for check in CHECKS:
         try:
-            profile.load(name)
-        except ValueError as error:
-            raise UnusableFile(setting, str(error), part) from None
+            check(settings)
+        except UnusableFile as error:
+            unusable.setdefault(error.setting, error.placed(sources))
+        except ConfigError as error:
+            raise ConfigError(error.placed(sources)) from None
+    return unusable
 
 
-def check_usage_log(usage_log: Path | None) -> None:
-    """Raises UnusableFile."""
-    if usage_log:
-        try:
-            check_appendable(usage_log)
-        except OSError as error:
-            raise UnusableFile(
-                "usage_log",
-                f"{usage_log} cannot be written: {error.strerror or error}. Its folder must exist, and the gateway may write there",
-            ) from None
+def unreadable(settings: Settings, unusable: Mapping[str, str]) -> frozenset[str]:
+    """Return the settings of LEFT_OUT whose files cannot be read. A file of replicas that cannot be written can be."""
+    found = LEFT_OUT & unusable.keys()
+    with suppress(UnusableFile):
+        added_replicas(settings)
+        found -= {"replica_file"}
+    return found
 
 
-def check_replica_file(replica_file: Path | None) -> None:
-    """Raises UnusableFile."""
-    if replica_file:
-        try:
-            if replica_file.is_dir():
-                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-            check_appendable(KeptReplicas(replica_file).new)
-        except OSError as error:
-            raise UnusableFile(
-                "replica_file",
-                f"{replica_file} cannot be written: {error.strerror or error}. Its folder must exist, and the gateway may write there",
-            ) from None
-    added_replicas(replica_file)
-
-
-def added_replicas(replica_file: Path | None) -> dict[str, str]:
-    """The URLs that operators added before the last restart, by replica's id. Raises UnusableFile."""
-    if replica_file is None:
-        return {}
-    try:
-        return {parse_url(url).id: url for url in KeptReplicas(replica_file).urls()}
-    except (OSError, ValueError) as error:
-        strerror = error.strerror if isinstance(error, OSError) else None
-        why = f"{replica_file} cannot be read: {strerror}" if strerror else str(error)
-        raise UnusableFile(
-            "replica_file", f"{why}. Correct or remove that file, which has one replica's URL a line"
-        ) from None
-
-
-def check_replica_ca(replica_ca: Path | None) -> None:
-    """Raises UnusableFile."""
-    if replica_ca:
-        try:
-            tls.context(replica_ca)
-        except OSError as error:
-            raise UnusableFile(
-                "replica_ca",
-                f"{replica_ca} cannot be read as certificates: {error.strerror or error}. "
-                "Name a PEM file with the certificates of the authorities that signed the replicas'",
-            ) from None
-
-
-def check_chat_template(chat_template: Path | None) -> None:
-    """Raises UnusableFile."""
-    if chat_template and (why := _unreadable_text(chat_template)):
-        raise UnusableFile(
-            "chat_template",
-            f"{why}. Name the Jinja file the engines were started with, or leave it out to use the model's own",
+def _check_ports(settings: Settings) -> None:
+    if settings.port == settings.admin_port != 0:
+        raise ConfigError(
+            f"clients and the admin side cannot share port {settings.port}. "
+            f"Give --admin-port another one, like {settings.port + 1}",
+            "admin_port" if "admin_port" in settings.model_fields_set else "port",
         )
 
 
-def _unreadable_text(path: Path) -> str:
-    """Why there is no text to be had from this file; empty if there is."""
+def _check_admin_host(settings: Settings) -> None:
+    if settings.admin_token is None and not _is_loopback(settings.admin_host):
+        raise ConfigError(
+            f"{settings.admin_host or 'every address'} can be reached from other machines, and whoever reaches the admin "
+            "side can add a replica and so receive prompts. Give --admin-token @FILE or HITHERTO_ADMIN_TOKEN, or leave "
+            f"--admin-host at 127.0.0.1. {MAKE_TOKEN}",
+            "admin_host",
+        )
+
+
+def _is_loopback(host: str) -> bool:
+    """Return whether only this machine reaches what listens there."""
+    try:
+        return host.rstrip(".").lower() == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False  # another name may mean any address
+
+
+def _check_workers(settings: Settings) -> None:
+    if settings.workers > 1 and sys.platform != "linux":
+        raise ConfigError(
+            "several share a port as only Linux spreads connections over processes (SO_REUSEPORT). Leave it at 1",
+            "workers",
+        )
+
+
+def _check_shadow(settings: Settings) -> None:
+    for name in {settings.policy, ACTING_LEGS} & {*settings.shadow}:
+        raise ConfigError(
+            f"{name} is the policy that acts, and has nothing to be compared with. Name others with --shadow, or "
+            "another --policy",
+            "shadow",
+        )
+
+
+def _check_routes(settings: Settings) -> None:
+    if settings.request_router is not None and (why := settings.request_router.unfit(settings.class_names)):
+        raise ConfigError(why, "request_router")
+
+
+@contextmanager
+def _naming(setting: str, part: str = "") -> Iterator[None]:
+    """Take a ValueError for one about the file that this setting names, or the one that the error itself names."""
+    try:
+        yield
+    except ValueError as error:
+        raise UnusableFile(f"{part}{error}", getattr(error, "setting", setting)) from None
+
+
+def _check_keys(settings: Settings) -> None:
+    if settings.api_keys is not None:
+        with _naming("api_keys"):
+            key_file.read(settings.api_keys, settings.class_names)
+    elif settings.forward_api_keys:
+        raise ConfigError(
+            "clients' keys are passed on anyway while this gateway asks for none. Leave it out, or name a file of keys "
+            "with --api-keys",
+            "forward_api_keys",
+        )
+
+
+def _check_tls(settings: Settings) -> None:
+    if settings.tls_cert is not None:
+        with _naming("tls_cert"):
+            Certificate(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
+        return
+    for name in ("tls_key", "tls_client_ca"):
+        if getattr(settings, name) is not None:
+            raise ConfigError("it is of use with a certificate alone: name one with --tls-cert", name)
+
+
+def _check_profiles(settings: Settings) -> None:
+    if settings.launch:
+        with _naming("profile"):
+            profile.load(settings.profile)
+    for name, pool in settings.pools.items():
+        with _naming("pools", f"{name}.profile: "):
+            profile.load(pool.profile)
+
+
+def _check_written(setting: str, settings: Settings) -> None:
+    if (path := getattr(settings, setting)) is not None:
+        try:
+            if os.path.isdir(path):
+                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+            check_appendable(KeptReplicas(path).new if setting == "replica_file" else path)
+        except OSError as error:
+            raise UnusableFile(
+                f"{path} cannot be written: {error.strerror or error}. Its folder must exist, and the gateway may write "
+                "there",
+                setting,
+            ) from None
+
+
+def _check_replica_ca(settings: Settings) -> None:
+    if settings.replica_ca is not None:
+        try:
+            tls.context(settings.replica_ca)
+        except OSError as error:
+            raise UnusableFile(
+                f"{settings.replica_ca} cannot be read as certificates: {error.strerror or error}. Name a PEM file with "
+                "the certificates of the authorities that signed the replicas'",
+                "replica_ca",
+            ) from None
+
+
+def _check_chat_template(settings: Settings) -> None:
+    if settings.chat_template is not None and (why := _why_unreadable(settings.chat_template)):
+        raise UnusableFile(
+            f"{why}. Name the Jinja file the engines were started with, or leave it out to use the model's own",
+            "chat_template",
+        )
+
+
+def _why_unreadable(path: Path) -> str:
+    """Return why no text can be read from this file, or ""."""
     try:
         if not path.is_file():
             return f"there is no file {path}"
@@ -103,10 +186,15 @@ def _unreadable_text(path: Path) -> str:
     return ""
 
 
-def check_cluster(discover: pods.Discover | None) -> None:
-    """Raises UnusableFile."""
-    if discover is not None:
-        try:
-            pods.place(discover)
-        except ValueError as error:
-            raise UnusableFile("discover", str(error)) from None
+def _check_cluster(settings: Settings) -> None:
+    if settings.discover is not None:
+        with _naming("discover"):
+            pods.place(settings.discover)
+
+
+CHECKS: tuple[Callable[[Settings], object], ...] = (
+    _check_ports, read_token, _check_admin_host, read_engine_key, _check_keys, _check_tls, _check_profiles,
+    partial(_check_written, "usage_log"),
+    partial(_check_written, "replica_file"), added_replicas, _check_replica_ca, _check_chat_template, _check_cluster, _check_workers,
+    _check_shadow, _check_routes,
+)  # fmt: skip

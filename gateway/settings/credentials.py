@@ -1,58 +1,77 @@
-"""Secrets that an operator gives: in the environment, in the configuration file, or as @FILE."""
+"""The two secrets that an operator gives: in the environment, in the configuration file, or as @FILE."""
 
 from __future__ import annotations
 
 import os
 import re
 from pathlib import Path
+from typing import Annotated, NamedTuple
+
+from pydantic import AfterValidator
 
 from replicas.pipes import refuse_pipe
 
-TOKEN = re.compile(r"[!-~]{16,1024}")  # of the admin side, made for this
-ENGINE_KEY = re.compile(r"[!-~]{1,1024}")  # whatever an engine was started with
+from .errors import UnusableFile
+
 HIDDEN = "********"  # shown in place of a secret
 MAKE_TOKEN = "`openssl rand -hex 32` makes one"
 
 
-def check_token(token: str) -> str:
-    """The admin side's token as a setting has it. Raises ValueError."""
-    _check(token, "token")
-    if not token.startswith("@") and not TOKEN.fullmatch(token):
-        raise ValueError(f"it must have at least 16 characters, no spaces and none outside ASCII. {MAKE_TOKEN}")
-    return token
+class Secret(NamedTuple):
+    """A setting that holds a secret, and what that looks like."""
 
+    setting: str
+    what: str
+    allowed: re.Pattern[str]
+    refusal: str  # of a text that does not look so
+    remedy: str  # for a file that does not hold one
 
-def check_engine_key(key: str) -> str:
-    """The engines' key as a setting has it. Raises ValueError."""
-    _check(key, "key")
-    if not key.startswith("@") and not ENGINE_KEY.fullmatch(key):
-        raise ValueError("it must have 1 to 1024 characters, no spaces and none outside ASCII")
-    return key
-
-
-def _check(secret: str, what: str) -> None:
-    if secret == HIDDEN:
-        raise ValueError(f"the {what} is hidden here, as `hitherto config` prints it; write the real one, or @FILE")
-    if os.path.isfile(secret):
-        raise ValueError(f"{secret} is a file: write @{secret} for the {what} in it")
-
-
-def read(given: str | None, allowed: re.Pattern[str], what: str) -> str | None:
-    """The secret itself, out of its file if it is in one; None where there is none. Raises ValueError. `what`: one that
-    is well formed, in words."""
-    if given is None or not given.startswith("@"):
+    def check(self, given: str) -> str:
+        """Return the setting as it is given. Raises ValueError."""
+        if given == HIDDEN:
+            raise ValueError(
+                f"the {self.what} is hidden here, as `hitherto config` prints it; write the real one, or @FILE"
+            )
+        if os.path.isfile(given):
+            raise ValueError(f"{given} is a file: write @{given} for the {self.what} in it")
+        if not given.startswith("@") and not self.allowed.fullmatch(given):
+            raise ValueError(f"{self.refusal}. {self.remedy}")
         return given
-    try:
-        refuse_pipe(Path(given[1:]))
-        secret = Path(given[1:]).read_text(encoding="ascii").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not ASCII text"
-        raise ValueError(f"cannot read it from {given[1:]}: {reason}") from None
-    if not allowed.fullmatch(secret):
-        raise ValueError(f"{given[1:]} holds none: that is {what}")
-    return secret
+
+    def read(self, given: str | None) -> str | None:
+        """Return the secret itself, from its file if it is in one; None where none is given. Raises UnusableFile."""
+        if given is None or not given.startswith("@"):
+            return given
+        try:
+            refuse_pipe(Path(given[1:]))
+            secret = Path(given[1:]).read_text(encoding="ascii").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "it is not ASCII text"
+            raise UnusableFile(f"cannot read it from {given[1:]}: {reason}. {self.remedy}", self.setting) from None
+        if not self.allowed.fullmatch(secret):
+            raise UnusableFile(f"{given[1:]} holds none: {self.refusal}. {self.remedy}", self.setting)
+        return secret
+
+
+TOKEN = Secret(
+    "admin_token",
+    "token",
+    re.compile(r"[!-~]{16,1024}"),  # made for this
+    "it must have at least 16 characters in one line, no spaces and none outside ASCII",
+    MAKE_TOKEN,
+)
+ENGINE_KEY = Secret(
+    "engine_api_key",
+    "key",
+    re.compile(r"[!-~]{1,1024}"),  # whatever an engine was started with
+    "it must have 1 to 1024 characters in one line, no spaces and none outside ASCII",
+    "Write there what the engines were started with, or leave the setting out",
+)
+SECRETS = {one.setting: one for one in (TOKEN, ENGINE_KEY)}
+Token = Annotated[str, AfterValidator(TOKEN.check)]
+EngineKey = Annotated[str, AfterValidator(ENGINE_KEY.check)]
 
 
 def shown(given: str | None) -> str | None:
-    """A secret setting as it may be printed."""
+    """Return a secret setting as it may be printed."""
     return HIDDEN if given and not given.startswith("@") else given

@@ -5,35 +5,27 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from itertools import product
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from replicas.launch.command import LaunchProfile
 from replicas.roles import BOTH, DECODERS, PREFILLERS, lacks
+from replicas.tables import Table
 
 Role = Literal["prefill", "decode", "both"]
 
 
-class Pool(BaseModel):
+class Pool(Table):
     """Engines that are launched alike."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    profile: str = Field(min_length=1)
+    profile: str
     launch: int = Field(ge=1, le=256, strict=True)  # not `yes`
     role: Role | None = None  # None: the profile's
     model: str | None = None  # None: the gateway's
     served_model_name: str | None = None
-    spill: bool = False  # gets what nobody else can answer in time
-
-    @model_validator(mode="before")
-    @classmethod
-    def _is_mapping(cls, given: Any) -> Any:
-        if not isinstance(given, dict):
-            what = "it has no value" if given is None else f"{given!r} is no mapping"
-            raise ValueError(f"{what}; write one like {{profile: sim, launch: 2}}")
-        return given
+    spill: bool = False  # takes the requests that no other replica can answer in time
+    may_be_empty = frozenset(("role", "model", "served_model_name"))
 
     @model_validator(mode="after")
     def _is_whole(self) -> Pool:
@@ -56,9 +48,9 @@ class Kind(NamedTuple):
     directory: Path | None = None
 
 
-def complaints(kinds: Mapping[str, list[Kind]], adopted: Iterable[str]) -> list[str]:
-    """Why pools cannot work together as their roles want it, each with what would be right. `kinds`: by the model that
-    they serve; `adopted`: roles of replicas that are not launched, of which nobody knows the model yet."""
+def incompatibilities(kinds: Mapping[str, list[Kind]], adopted: Iterable[str]) -> list[str]:
+    """Return why pools cannot work together in their roles, each reason with its remedy. `kinds`: the pools by the
+    model that they serve; `adopted`: the roles of replicas that are not launched, whose model is not known yet."""
     elsewhere = {role for role in adopted if role != BOTH}
     found = []
     for pools in kinds.values():
@@ -74,7 +66,7 @@ def complaints(kinds: Mapping[str, list[Kind]], adopted: Iterable[str]) -> list[
 
 
 def _unlike(pools: list[Kind]) -> list[str]:
-    """Pairs of pools of which one is to fetch what the other computed, and cannot."""
+    """Return why a pool cannot fetch what another one computed for it, for each such pair."""
     found: dict[frozenset[str], str] = {}
     for one, other in product(pools, pools):
         if one is other or one.role not in PREFILLERS or other.role not in DECODERS or one.profile.no_transfer:

@@ -2,85 +2,34 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
 
 from replicas.pods import Discover
-from replicas.replica import parse_url
 
-from ..http.origins import check_origin
-from ..proxy.paths import check_allowed
-from . import credentials
-from .overload_fields import Admission, Routes, Scheduler, Slo, read_mapping
-from .policy_fields import AnyPolicy, Shadows, split_names
+from .credentials import EngineKey, Token
+from .fields import (
+    AnyPolicy,
+    Bytes,
+    CacheBytes,
+    HostNames,
+    Name,
+    Origins,
+    Paths,
+    Port,
+    RedisUrl,
+    Seconds,
+    Shadows,
+    Urls,
+)
+from .overload import Admission, Router, Scheduler, Slo, read_mapping
 from .pools import Pool
-from .sizes import Bytes
 
 SIZES = "cache_budget continue_budget max_body_bytes request_budget".split()  # bytes, which read best with a unit
-SECRETS = ("admin_token", "engine_api_key")
-
-
-def _split_urls(value: Any) -> Any:
-    """Each string (of the environment, of a flag, in YAML) may hold several URLs, separated by spaces or commas."""
-    if isinstance(value, list | tuple) and all(isinstance(one, str) for one in value):
-        return [url for one in value for url in _split_urls(one)]
-    return re.split(r",?\s+|,(?=https?://)", value.strip()) if isinstance(value, str) else value
-
-
-def _check_urls(urls: tuple[str, ...]) -> tuple[str, ...]:
-    names = [parse_url(text).id for text in urls]
-    for name in names:
-        if names.count(name) > 1:
-            raise ValueError(f"{name} is given twice; name each replica once")
-    return urls
-
-
-def _check_paths(paths: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(map(check_allowed, paths))
-
-
-def _check_origins(origins: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(map(check_origin, origins))
-
-
-def _check_names(names: tuple[str, ...]) -> tuple[str, ...]:
-    for name in names:
-        if not re.fullmatch(r"[\w.-]{1,253}", name, re.ASCII):
-            raise ValueError(f"{name[:300]!r} is not a host name; give it without scheme and port")
-    return names
-
-
-def _check_redis(url: str) -> str:
-    from cachemap.cluster import parse  # a fifth of a second, for those who use it
-
-    parse(url)
-    return url
-
-
-Port = Annotated[int, Field(ge=0, le=65535)]
-Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-Urls = Annotated[tuple[str, ...], BeforeValidator(_split_urls), AfterValidator(_check_urls)]
-HostNames = Annotated[tuple[str, ...], BeforeValidator(split_names), AfterValidator(_check_names)]
-Token = Annotated[str, AfterValidator(credentials.check_token)]
-EngineKey = Annotated[str, AfterValidator(credentials.check_engine_key)]
-Origins = Annotated[tuple[str, ...], BeforeValidator(split_names), AfterValidator(_check_origins)]
-Paths = Annotated[tuple[str, ...], BeforeValidator(split_names), AfterValidator(_check_paths)]
-RedisUrl = Annotated[str, AfterValidator(_check_redis)]
-
-
-def _named(value: str) -> str:
-    if not re.fullmatch(r"[A-Za-z0-9._-]{1,64}", value):
-        raise ValueError(f"{value!r} is no name: write 1 to 64 letters, digits, dots, dashes or underscores")
-    return value
-
-
-Name = Annotated[str, AfterValidator(_named)]
-Pools = Annotated[dict[Name, Pool], BeforeValidator(read_mapping)]
-Cluster = Annotated[Discover, BeforeValidator(read_mapping)]
+Yaml = BeforeValidator(read_mapping)
 
 
 class Settings(BaseModel):
@@ -155,7 +104,7 @@ class Settings(BaseModel):
     replica_file: Path | None = Field(
         None, description="file that keeps the replicas added by POST /replicas, so that they are there after a restart"
     )
-    discover: Cluster | None = Field(
+    discover: Annotated[Discover, Yaml] | None = Field(
         None,
         description="engines that are pods of a Kubernetes cluster, {selector, namespace, url: 'http://{ip}:8000#events=tcp://{ip}:5557', "
         "labels: {role: LABEL, model: LABEL, spill: LABEL, transfer: LABEL}, api}: added and removed as pods come and go",
@@ -166,7 +115,7 @@ class Settings(BaseModel):
     )
     launch: int = Field(0, ge=0, le=256, description="number of engines to start and look after")
     profile: str = Field("sim", description="how to start them: a profile's name or file")
-    pools: Pools = Field(
+    pools: Annotated[dict[Name, Pool], Yaml] = Field(
         {},
         description="kinds of engines to start, NAME: {profile: NAME|FILE, launch: N}; a pool may have a role, model and served_model_name of "
         "its own, or be slow (spill: true)",
@@ -178,8 +127,8 @@ class Settings(BaseModel):
         description="policies, and rules for two legs as legs:RULE, to ask about each request as well, without acting: what they would have "
         "saved or cost is in the metrics",
     )
-    cache_budget: Bytes = Field(
-        512 * 2**20, ge=2**20, description="memory for the map of who holds which block, like 512MiB"
+    cache_budget: CacheBytes = Field(
+        512 * 2**20, description="memory for the map of who holds which block, like 512MiB"
     )
     tokenize_once: Literal["auto", "never"] = Field(
         "auto", description="send engines the token ids of long prompts, where they are shown to take them, or never"
@@ -196,15 +145,15 @@ class Settings(BaseModel):
         None,
         description="limits that requests are to be answered within, like ttft=2s,tpot=50ms: one that no replica can keep is queued or gets 429",
     )
-    scheduler: Scheduler | None = Field(
+    scheduler: Annotated[Scheduler, Yaml] | None = Field(
         None,
         description="classes of service, {qos_classes: [{name, reserved_fraction, priority, slo, when_full, max_tokens_floor}, ...]}",
     )
-    request_router: Routes | None = Field(
+    request_router: Annotated[Router, Yaml] | None = Field(
         None,
         description="which class a request is of, {routes: [{match: {header, key, model, path}, class}, ...]}: the first that matches",
     )
-    admission: Admission | None = Field(
+    admission: Annotated[Admission, Yaml] | None = Field(
         None,
         description="what happens while all replicas are full, {when_full: wait|degrade|spill|reject|observe or a list of them, max_tokens_floor, "
         "engine_wait, max_wait, max_requests, max_bytes, tenant_header, control_window}",
@@ -275,11 +224,26 @@ class Settings(BaseModel):
 
     @property
     def launches(self) -> bool:
+        """Whether there are engines to start."""
         return bool(self.launch or self.pools)
+
+    @property
+    def has_overload(self) -> bool:
+        """Whether there are limits, classes, routes or a queue."""
+        return any(one is not None for one in (self.slo, self.scheduler, self.request_router, self.admission))
+
+    @property
+    def class_names(self) -> list[str]:
+        """The names of the classes of service, none without `scheduler`."""
+        return self.scheduler.names if self.scheduler is not None else []
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all values as JSON has them, of tables those that were set: it validates to these settings again."""
+        return Settings().model_dump(mode="json") | self.model_dump(mode="json", by_alias=True, exclude_unset=True)
 
 
 def texts(given: Any) -> Iterator[str]:
-    """All that is written in a value, as YAML or a command line has it."""
+    """Yield all texts in a value, as YAML or a command line has it."""
     if isinstance(given, str):
         yield given
     elif isinstance(given, Mapping):
@@ -289,7 +253,3 @@ def texts(given: Any) -> Iterator[str]:
     elif isinstance(given, (list, tuple)):
         for value in given:
             yield from texts(value)
-
-
-def flag(name: str) -> str:
-    return "--" + name.replace("_", "-")

@@ -1,4 +1,4 @@
-"""What settings ask for and cannot bring about as they are: no error, since what is missing may still come."""
+"""Warnings about settings that have no effect as they are. They are no errors, since what is missing may still come."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import NamedTuple
 from policies.verdicts import SPILL
 from replicas.replica import parse_url
 
+from ..proxy.overload import Overload
 from ..tenants.key_file import KeyFileError, read
-from .overload import Overload, overload, parse_routes
+from .derived import known_urls, overload_of
 from .schema import Settings
-from .sources import known_urls
 
 
-class Caution(NamedTuple):
-    """A sentence without its dot, and what to do."""
+class SettingWarning(NamedTuple):
+    """What has no effect, as a sentence without its dot, and what to do."""
 
     what: str
     remedy: str
@@ -23,20 +23,21 @@ class Caution(NamedTuple):
         return f"{self.what}. {self.remedy[:1].upper()}{self.remedy[1:]}"
 
 
-def cautions(settings: Settings) -> list[Caution]:
-    found = overload(settings.slo, settings.scheduler, settings.request_router, settings.admission)
+def find_warnings(settings: Settings) -> list[SettingWarning]:
+    """Return a warning for each setting that has no effect."""
+    found = overload_of(settings)
     if found is None:
         return _without_classes(settings)
     return [
         *_spills_nowhere(settings, found),
         *_unreached(settings, found),
-        *_unused_routes(settings, found),
+        *_unused_routes(settings),
         *_without_classes(settings),
     ]
 
 
-def _spills_nowhere(settings: Settings, found: Overload) -> list[Caution]:
-    """Requests are to be spilled, and no slow pool is named."""
+def _spills_nowhere(settings: Settings, found: Overload) -> list[SettingWarning]:
+    """Warn of requests that are to be spilled where no slow pool is named."""
     places = ["admission.when_full"] if SPILL in found.rules.when_full else []
     places += [
         f"scheduler.qos_classes.{one.name}.when_full" for one in found.classes.all if SPILL in (one.when_full or ())
@@ -46,26 +47,29 @@ def _spills_nowhere(settings: Settings, found: Overload) -> list[Caution]:
     if any(one.spill for one in (*settings.pools.values(), *map(parse_url, known_urls(settings)))):
         return []
     what = f"{', '.join(places)}: {SPILL} is passed over, since no replica is of a slow pool"
-    return [Caution(what, "write #spill=yes behind a replica's URL or spill: true in a pool, or leave the step out")]
+    return [
+        SettingWarning(what, "write #spill=yes behind a replica's URL or spill: true in a pool, or leave the step out")
+    ]
 
 
-def _unused_routes(settings: Settings, found: Overload) -> list[Caution]:
-    """Routes that no request takes: one by a key where there are none, and those behind one that takes all."""
-    routes = parse_routes(settings.request_router, found.classes.all) if settings.request_router is not None else ()
+def _unused_routes(settings: Settings) -> list[SettingWarning]:
+    """Warn of routes that no request takes: one by a key where there are no keys, and those behind one for all."""
+    routes = settings.request_router.routes if settings.request_router is not None else ()
     said = []
-    for index, rule in enumerate(routes):
+    for index, route in enumerate(routes):
+        rule = route.match
         place = f"request_router.routes[{index}]"
         if rule.key is not None and settings.api_keys is None:
             what = f"{place}: no request matches key: {rule.key}, since there are no API keys"
-            said.append(Caution(what, "name their file with --api-keys, or leave the route out"))
+            said.append(SettingWarning(what, "name their file with --api-keys, or leave the route out"))
         elif rule.header is rule.key is None and {rule.path, rule.model} <= {None, "*"} and index < len(routes) - 1:
             what = f"{place}: it matches every request, so no route after it is ever used"
-            said.append(Caution(what, "put it last"))
+            said.append(SettingWarning(what, "put it last"))
     return said
 
 
-def _without_classes(settings: Settings) -> list[Caution]:
-    """API keys have classes, and there are none."""
+def _without_classes(settings: Settings) -> list[SettingWarning]:
+    """Warn of API keys with a class where there are no classes."""
     if settings.api_keys is None or settings.scheduler is not None:
         return []
     try:
@@ -75,17 +79,17 @@ def _without_classes(settings: Settings) -> list[Caution]:
     if not named:
         return []
     what = f"{settings.api_keys}: class: {', '.join(sorted(map(str, named)))} says nothing, since there are no classes"
-    return [Caution(what, "name them in scheduler.qos_classes, or leave class out of the file")]
+    return [SettingWarning(what, "name them in scheduler.qos_classes, or leave class out of the file")]
 
 
-def _unreached(settings: Settings, found: Overload) -> list[Caution]:
-    """No request is of a class, by the routes and by the file of keys as it is now."""
+def _unreached(settings: Settings, found: Overload) -> list[SettingWarning]:
+    """Warn of classes that no request is of, by the routes and by the file of keys as it is now."""
     named: set[str | None] = set()
     if settings.api_keys is not None:
         try:
             named = {tenant.qos_class for tenant in read(settings.api_keys).values()}
         except KeyFileError:
-            return []  # which is an error of its own, and nobody knows what it is going to say
+            return []  # which is an error of its own, and what the file will say is unknown
     names = [one.name for one in found.classes.unreached(named, keys=settings.api_keys is not None)]
     if not names:
         return []
@@ -95,4 +99,4 @@ def _unreached(settings: Settings, found: Overload) -> list[Caution]:
         "name it as the class of a route in request_router, or of a key in the file of --api-keys "
         "(hitherto key new --class), or leave it out"
     )
-    return [Caution(what, remedy)]
+    return [SettingWarning(what, remedy)]

@@ -296,7 +296,7 @@ def what_is_wrong(name: str, item: Any) -> str:
     if item["type"] == "missing":
         return f"is missing. {REMEDY}"
     if item["input"] is None:
-        what = wanted(Entry, item["loc"])
+        what = wanted(item)
         return (
             f"it has no value. {REMEDY}"
             if name in ("name", "sha256")
@@ -308,7 +308,7 @@ def what_is_wrong(name: str, item: Any) -> str:
         return str(item["ctx"]["error"])
     if name in ("sha256", "cache_salt"):
         return str(item["msg"][0].lower() + item["msg"][1:])
-    what = wanted(Entry, item["loc"])
+    what = wanted(item)
     if item["input"] in ([], ()):
         return f"it is an empty list, where {what} belongs; write one or leave it out"
     return f"{str(item['input'])[:100]!r} is not {what}"

@@ -9,10 +9,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from replicas import yaml_text
-
-from ..settings import DEFAULT_FILE, ENV_PREFIX, ConfigError, flag, read_file
-from ..settings.overload_fields import class_names
+from ..settings import ConfigError, flag, scheduled_classes
 from .key_file import Entry, KeyFileError, NameTaken, add, digest, new_key, new_salt, what_is_wrong
 from .limits import KINDS, WORDS, Limits
 
@@ -61,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
         name = str(item["loc"][0])
         place = "argument NAME" if name == "name" else f"flag {flag(name)}"
         raise ConfigError(f"{place}: {what_is_wrong(name, item)}") from None
-    known = _classes(args.config) if entry.qos_class is not None else []
+    known = scheduled_classes(args.config, os.environ) if entry.qos_class is not None else []
     if known and entry.qos_class not in known:
         raise ConfigError(
             f"flag --class: there is no class {entry.qos_class!r}; name one of scheduler.qos_classes: {', '.join(known)}"
@@ -84,18 +81,3 @@ def run(args: argparse.Namespace) -> int:
         print("\nThe line for the file of --api-keys, which is read again when it changes:\n", file=sys.stderr)
         print(entry.line())
     return 0
-
-
-def _classes(file: Path | None) -> list[str]:
-    """The names of the classes that the gateway's settings have, of which nothing else is checked: its key file may not
-    be there yet. Raises ConfigError."""
-    given, place = os.environ.get(ENV_PREFIX + "SCHEDULER"), f"environment {ENV_PREFIX}SCHEDULER"
-    named = file or os.environ.get(ENV_PREFIX + "CONFIG") or (DEFAULT_FILE if Path(DEFAULT_FILE).exists() else None)
-    try:
-        if given is not None:
-            return class_names(yaml_text.load(given))
-        given, line = read_file(Path(named)).get("scheduler", (None, 0)) if named is not None else (None, 0)
-        place = f"file {named}:{line}: scheduler"
-        return class_names(given)
-    except ValueError as error:
-        raise ConfigError(f"{place}: {error}") from None

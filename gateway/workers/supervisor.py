@@ -32,7 +32,7 @@ from ..ops import traces
 from ..ops.guard import Guard
 from ..ports import addresses, bound
 from ..settings import ConfigError, Settings, kept_replicas, known_urls, read_secrets
-from ..settings.overload_fields import one_workers_admission
+from ..settings.overload import Admission
 from .admin import WorkersAdmin
 from .private_redis import PrivateRedis
 from .process import Places, WorkerProcess, how
@@ -228,7 +228,7 @@ def one_workers_settings(settings: Settings, port: int, redis_url: str) -> dict[
         "launch": 0, "pools": {}, "replica_url": (), "replica_file": None,
         **budgets(settings, settings.workers),
     })  # fmt: skip
-    return each.model_dump(mode="json")
+    return each.to_dict()
 
 
 def budgets(settings: Settings, count: int) -> dict[str, Any]:
@@ -237,7 +237,7 @@ def budgets(settings: Settings, count: int) -> dict[str, Any]:
         "cache_budget": max(LEAST_BUDGET, settings.cache_budget // count),
         "request_budget": settings.request_budget // count or 1,
         "continue_budget": settings.continue_budget // count or 1,
-        "admission": one_workers_admission(settings, count),
+        "admission": (settings.admission or Admission()).of_one_worker(count) if settings.has_overload else None,
     }
 
 

@@ -3,10 +3,13 @@
 import pytest
 
 from gateway import cli
-from gateway.settings import ConfigError, load
-from gateway.settings.overload import overload, parse_seconds
-from gateway.settings.warnings import cautions
-from policies import QosClass, Rule, Slo
+from gateway.durations import parse_seconds
+from gateway.settings import ConfigError, load, overload_of
+from gateway.settings import overload as tables
+from gateway.settings.warnings import find_warnings
+from policies import QosClass, Rule, Rules, Slo
+from policies.classes import DEFAULT_CLASS
+from policies.verdicts import STEPS
 
 # As the issue and the book have it.
 FILE = """
@@ -33,8 +36,7 @@ def empty_folder(tmp_path, monkeypatch):
 def read(text, **flags):
     with open("hitherto.yaml", "w") as file:
         file.write(text)
-    settings = load(flags, environ={}).settings
-    return overload(settings.slo, settings.scheduler, settings.request_router, settings.admission)
+    return overload_of(load(flags, environ={}).settings)
 
 
 @pytest.mark.parametrize(
@@ -55,7 +57,7 @@ def read(text, **flags):
 def test_spilling_without_a_slow_pool_is_warned_of(more, places):
     with open("hitherto.yaml", "w") as file:
         file.write(more)
-    said = [str(one) for one in cautions(load({}, environ={}).settings) if "spill" in one.what]
+    said = [str(one) for one in find_warnings(load({}, environ={}).settings) if "spill" in one.what]
     if places:
         assert said[0].startswith(f"{places}: spill is passed over") and "#spill=yes" in said[0]
     assert len(said) == bool(places)
@@ -86,7 +88,7 @@ def test_a_class_that_no_request_is_of_is_warned_of(more, keys, said, capsys):
     if keys is not None:
         with open("keys.yaml", "w") as file:
             file.write(keys)
-    found = [str(one) for one in cautions(load({}, environ={}).settings)]
+    found = [str(one) for one in find_warnings(load({}, environ={}).settings)]
     of_classes = [one for one in found if "no request is of" in one]
     assert len(of_classes) == bool(said)
     if said:
@@ -117,7 +119,7 @@ def test_routes_and_classes_of_keys_that_are_never_used_are_warned_of(text, keye
         file.write(text + "api_keys: keys.yaml\n" * keyed)
     with open("keys.yaml", "w") as file:
         file.write(f"- {{name: a, sha256: '{HASH}', class: gold}}")
-    found = [one for one in map(str, cautions(load({}, environ={}).settings)) if "no request is of" not in one]
+    found = [one for one in map(str, find_warnings(load({}, environ={}).settings)) if "no request is of" not in one]
     assert len(found) == bool(said) and all(one.startswith(said) for one in found)
     assert cli.main(["config"]) == 0
     assert all(f"hitherto: {one}\n" in printed for printed in [capsys.readouterr().err] for one in found)
@@ -129,13 +131,13 @@ def test_a_key_that_is_added_later_leads_to_its_class(capsys):
     with open("keys.yaml", "w") as file:
         file.write(f"- {{name: a, sha256: '{HASH}'}}")
     settings = load({}, environ={}).settings
-    [caution] = cautions(settings)
+    [warning] = find_warnings(settings)
     cli.main(["doctor", "--replica-url", "http://127.0.0.1:1"])
-    assert f"{caution.what}\n      -> {caution.remedy}\n" in capsys.readouterr().out
+    assert f"{warning.what}\n      -> {warning.remedy}\n" in capsys.readouterr().out
     for keys in (f"- {{name: a, sha256: '{HASH}', class: silver}}", "broken: ["):  # the latter is an error of its own
         with open("keys.yaml", "w") as file:
             file.write(keys)
-        assert not cautions(settings)
+        assert not find_warnings(settings)
 
 
 def test_the_file_is_read_as_it_stands():
@@ -182,6 +184,12 @@ def test_the_control_of_overload_has_a_window_or_is_switched_off():
     assert windows == [5.0, None, 30.0]
 
 
+def test_what_is_not_set_is_as_the_policies_have_it():
+    found = read("admission: {}")
+    assert (found.rules, found.classes.all, found.tenant_header) == (Rules(), (DEFAULT_CLASS,), None)
+    assert tables.STEPS == STEPS
+
+
 def test_without_any_of_it_there_is_nothing():
     assert read("") is None
 
@@ -211,22 +219,30 @@ def classes(*entries):
         ("slo: {ttft: 2}", "hitherto.yaml:1: slo: ttft: 2 has no unit", "like 2s or 50ms"),
         ("slo: {ttft: fast}", "slo: ttft: 'fast' is not a time", "like 2s or 50ms"),
         ("slo: {ttft: 0s}", "slo: ttft: '0s' is out of range", "above 0"),
-        ("slo: {itl: 2s}", "slo: 'itl' is unknown", "ttft, tpot"),
+        ("slo: {itl: 2s}", "slo: 'itl' is an unknown setting", "ttft, tpot"),
         ("slo: {ttft: 1s, ttft: 2s}", "hitherto.yaml:1: ", "'ttft' is there twice; keep one of them"),
         ("slo: {ttft: '\u0663s'}", "slo: ttft: '\u0663s' is not a time", "like 2s or 50ms"),
         ("slo: {}", "slo: it has no limit", "ttft: 2s"),
-        (classes("{name: a, reserved_fraction: 1.2}"), "qos_classes[0].reserved_fraction: 1.2", "from 0 to 1"),
+        (
+            classes("{name: a, reserved_fraction: 1.2}"),
+            "qos_classes[0].reserved_fraction: 1.2 is not a number",
+            "up to 1",
+        ),
         (classes("{name: a, reserved_fraction: 0.7}", CLASS), "add up to 1.3", "make them smaller"),
         (classes(CLASS, CLASS), "'free' is there twice", "a name of its own"),
-        (classes("{priority: 1}"), "qos_classes[0].name: it has no value", "letters"),
+        (classes("{priority: 1}"), "qos_classes[0].name is missing", "classes of service"),
         (classes("{name: a, priority: high}"), "qos_classes[0].priority: 'high'", "whole number"),
         (classes("{name: a, slo: {tpot: 50}}"), "qos_classes[0].slo.tpot: 50 has no unit", "50ms"),
-        (classes("{name: a, weight: 1}"), "'weight' is unknown", "reserved_fraction"),
+        (classes("{name: a, weight: 1}"), "qos_classes[0]: 'weight' is an unknown setting", "reserved_fraction"),
         ("scheduler: {qos_classes: []}", "qos_classes: it must be a list", "one entry or more"),
-        (classes(CLASS) + "request_router: {routes: [{qos: gold}]}", "routes[0].qos: there is no class 'gold'", "free"),
-        (classes(CLASS) + "request_router: {routes: [{class: gold}]}", "routes[0].class: there is no class 'gold'", ""),
-        (classes(CLASS) + "request_router: {routes: [{}]}", "routes[0].class: it has no value", "free"),
-        (classes(CLASS) + "request_router: {routes: [{class: free, qos: free}]}", "routes[0].class: it is given", ""),
+        (classes(CLASS) + "request_router: {routes: [{qos: gold}]}", "routes[0]: there is no class 'gold'", "free"),
+        (classes(CLASS) + "request_router: {routes: [{class: gold}]}", "routes[0]: there is no class 'gold'", ""),
+        (classes(CLASS) + "request_router: {routes: [{}]}", "routes[0].class is missing", "class"),
+        (
+            classes(CLASS) + "request_router: {routes: [{class: free, qos: free}]}",
+            "routes[0]: class is given twice",
+            "leave one of them out",
+        ),
         (
             classes(CLASS) + "request_router: {routes: [{qos: free}, {match: {model: m}, qos: free}]}",
             "hitherto.yaml:2: request_router: routes[0]: it has no condition",
@@ -234,18 +250,18 @@ def classes(*entries):
         ),
         (
             classes(CLASS) + "request_router: {routes: [{match: {user: x}, qos: free}]}",
-            "routes[0].match: 'user' is unknown",
+            "routes[0].match: 'user' is an unknown setting",
             "header, model, path, key",
         ),
         (
             classes(CLASS) + "request_router: {routes: [{match: {model: 7}, qos: free}]}",
-            "routes[0].match.model: 7 is not a text",
+            "routes[0].match.model: 7 is not text",
             "put it in quotes",
         ),
         (
             classes(CLASS) + "request_router: {routes: [{match: {model: }, qos: free}]}",
-            "routes[0].match.model: it has no value",
-            "write the one to look for",
+            "routes[0].match: model: it has no value",
+            "write one, or leave it out",
         ),
         (
             classes(CLASS) + "request_router: {routes: [{match: false, qos: free}]}",
@@ -262,9 +278,9 @@ def classes(*entries):
             "request_router: its routes lead to classes",
             "scheduler.qos_classes",
         ),
-        ("admission: {when_full: shed}", "admission: when_full: 'shed' is none of wait", "reject"),
-        ("admission: {when_full: }", "admission: when_full: it has no value", "name one or more of wait, degrade"),
-        (classes("{name: a, when_full: }"), "qos_classes[0].when_full: it has no value", "spill"),
+        ("admission: {when_full: shed}", "admission: when_full[0]: 'shed' is none of wait", "reject"),
+        ("admission: {when_full: }", "admission: when_full: it has no value", "write one, or leave it out"),
+        (classes("{name: a, when_full: }"), "qos_classes[0]: when_full: it has no value", "write one"),
         ("admission: {when_full: []}", "admission: when_full: it has no step", "wait, degrade"),
         ("admission: {when_full: [wait, wait]}", "admission: when_full: wait is there twice", "once"),
         ("admission: {when_full: [observe, wait]}", "admission: when_full: observe sends every request", "alone"),
@@ -272,18 +288,18 @@ def classes(*entries):
         ("admission: {control_window: 30}", "admission: control_window: 30 has no unit", "or never"),
         ("admission: {control_window: off}", "admission: control_window: False is not a time", "or never"),
         ("admission: {control_window: 5m}", "admission: control_window: '5m' is out of range", "1s to 60s"),
-        ("admission: {max_tokens_floor: 0}", "admission: max_tokens_floor: 0", "above 0"),
-        (classes("{name: a, when_full: [no]}"), "qos_classes[0].when_full: False is none of wait", "spill"),
-        (classes("{name: a, max_tokens_floor: few}"), "qos_classes[0].max_tokens_floor: 'few'", "above 0"),
+        ("admission: {max_tokens_floor: 0}", "admission: max_tokens_floor: 0", "at least 1"),
+        (classes("{name: a, when_full: [no]}"), "qos_classes[0].when_full[0]: False is none of wait", "spill"),
+        (classes("{name: a, max_tokens_floor: few}"), "qos_classes[0].max_tokens_floor: 'few'", "a whole number"),
         (
             "pools: {a: {profile: sim, launch: 1, spill: true, role: decode}}",
             "pools: a: spill and role: decode",
             "leave one",
         ),
         ("admission: {max_wait: 30}", "admission: max_wait: 30 has no unit", "2s"),
-        ("admission: {max_requests: 0}", "admission: max_requests: 0", "above 0"),
+        ("admission: {max_requests: 0}", "admission: max_requests: 0", "at least 1"),
         ("admission: {max_bytes: lots}", "admission: max_bytes: 'lots' is not a size", "512MiB"),
-        ("scheduler: 3", "scheduler: 3 is no mapping", "qos_classes"),
+        ("scheduler: 3", "scheduler: 3 is not a table of names and values", "qos_classes"),
     ],
 )
 def test_what_is_wrong_is_said_with_its_place_and_the_remedy(text, place, remedy, capsys, empty_folder):

@@ -12,8 +12,8 @@ import pytest
 
 from gateway.prompt.pipeline import Pipeline
 from gateway.proxy.interruptions import MOST_LINES, Interruption, Interruptions
+from gateway.proxy.overload import Overload
 from gateway.proxy.retries import STALLED
-from gateway.settings.overload import Overload
 from gateway.tenants.keys import Keys
 from policies import Classes, QosClass, Rules, Slo
 from replicas import State

@@ -5,9 +5,10 @@ from time import monotonic
 import orjson
 import pytest
 
+from gateway.durations import parse_limits
 from gateway.ops.metrics import Metrics
 from gateway.proxy.control import OverloadControl
-from gateway.settings.overload import Overload, parse_slo
+from gateway.proxy.overload import Overload
 from policies import Admission, Classes, QosClass, Rules, Slo
 from policies.control import ENOUGH, HOLD, PATIENCE, Refused
 
@@ -107,7 +108,7 @@ def test_one_answer_in_a_hundred_may_miss_the_limit_and_two_may_not():
 
 @pytest.mark.parametrize("limit", ["4.1ms", "10.2ms", "39.3ms", "40ms", "2s"])
 def test_answers_within_a_limit_that_no_float_has_exactly_do_not_count_as_late(limit):
-    slo = parse_slo(f"ttft={limit}")
+    slo = Slo(**parse_limits(f"ttft={limit}"))
     one = Controlled(["m"], classes=(QosClass("premium", priority=2, slo=slo), FREE))
     for share in (1.1, *[0.95] * PATIENCE):
         one.answers("m", 100, ttft=share * slo.ttft)

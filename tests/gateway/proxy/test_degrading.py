@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from gateway.proxy.capping import capped
-from gateway.settings.overload import Overload
+from gateway.proxy.overload import Overload
 from policies import Classes, Demand, QosClass, Rules, Slo
 from policies.outputs import Outputs
 

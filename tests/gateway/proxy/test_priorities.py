@@ -6,8 +6,8 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from gateway.proxy.overload import Overload
 from gateway.proxy.priorities import LONGEST_READ
-from gateway.settings.overload import Overload
 from policies import Classes, QosClass, Rule, Rules
 from replicas.engines.vllm import VLLM
 

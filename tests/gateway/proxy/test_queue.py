@@ -14,7 +14,7 @@ from gateway.errors import ApiError
 from gateway.prompt.prompt import CHAT, Prompt
 from gateway.proxy.decisions import Decisions
 from gateway.proxy.exchange import Exchange
-from gateway.settings.overload import Overload
+from gateway.proxy.overload import Overload
 from gateway.tenants.keys import Keys
 from policies import Admission, Classes, QosClass, Rule, Rules, Slo
 from replicas import State

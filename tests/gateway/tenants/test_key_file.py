@@ -58,15 +58,15 @@ def test_keys_are_long_and_no_two_are_alike():
         (f"- {{name: a, sha256: {A}, modles: [m]}}", "unknown field. Did you mean 'models'"),
         (
             f"- {{name: a, sha256: {A}, models: []}}",
-            "1: models: it is an empty list, where a list of texts belongs; write",
+            "1: models: it is an empty list, where a list with one entry or more belongs; write",
         ),
         (
             f"- {{name: a, sha256: {A}, requests_per_minute: 0}}",
-            "1: requests_per_minute: '0' is not a whole number from 1 to 1",
+            "1: requests_per_minute: '0' is not a whole number of at least 1",
         ),
         (
             f"- {{name: a, sha256: {A}, tokens_per_day: yes}}",
-            "1: tokens_per_day: 'True' is not a whole number from 1 to 1",
+            "1: tokens_per_day: 'True' is not a whole number",
         ),
         (f"- {{name: a, sha256: {A}, cache_salt: short}}", "1: cache_salt: a salt has 16 to 128"),
         (f"- {{name: a, sha256: {A}, models: ['']}}", "1: models: a model's name is empty"),

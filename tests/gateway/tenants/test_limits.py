@@ -15,7 +15,7 @@ from gateway.model_files import Source
 from gateway.ops.metrics import Metrics
 from gateway.prompt.pipeline import Pipeline
 from gateway.proxy import proxy as proxy_module
-from gateway.settings.overload import Overload
+from gateway.proxy.overload import Overload
 from gateway.spaces import Member
 from gateway.tenants import limits as rules
 from gateway.tenants.ending import Settled

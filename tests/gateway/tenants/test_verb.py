@@ -45,7 +45,7 @@ def test_a_class_that_the_gateway_does_not_have_is_refused(capsys, tmp_path, mon
 def test_classes_that_cannot_be_read_are_refused_with_their_place(capsys, tmp_path):
     (tmp_path / "other.yaml").write_text("scheduler: 3\n")
     assert main(["key", "new", "a", "--class", "free", "--config", str(tmp_path / "other.yaml")]) == 2
-    assert "other.yaml:1: scheduler: 3 is no mapping" in capsys.readouterr().err
+    assert "other.yaml:1: scheduler: 3 is not a table" in capsys.readouterr().err
 
 
 def test_limits_and_a_cache_of_its_own(capsys, tmp_path):
@@ -181,7 +181,7 @@ def _add_as_another(folder, capfd):
         (["key", "new"], "NAME"),
         (
             ["key", "new", "a", "--requests-per-minute", "0"],
-            "flag --requests-per-minute: '0' is not a whole number from 1 to ",
+            "flag --requests-per-minute: '0' is not a whole number of at least 1",
         ),
         (["key", "new", "a", "--models", ""], "flag --models: it names no model; leave it out to allow all"),
         (["key", "new", "a", "--models", ","], "flag --models: it names no model"),

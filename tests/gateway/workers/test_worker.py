@@ -20,7 +20,7 @@ NOTHING = {"urls": {}, "pods": [], "left_out": [], "drained": [], "names": None}
 async def worker(path, begin=NOTHING, costs=None):
     """A worker that has begun with this, unless that is None, and what asks it, as its supervisor does."""
     discover = {"selector": "app=vllm", "namespace": "x", "api": "http://127.0.0.1:1"}
-    settings = load({"port": 0, "discover": discover}, {}).settings.model_dump(mode="json")
+    settings = load({"port": 0, "discover": discover}, {}).settings.to_dict()
     one = Worker({"index": 0, "settings": settings, "costs": costs, "secrets": (None, None)})
     await one.start_at(path)
     async with aiohttp.ClientSession("http://localhost", connector=aiohttp.UnixConnector(str(path))) as client:

@@ -1,0 +1,57 @@
+"""Times and time limits as people write them: `2s`, `50ms`, `ttft=2s,tpot=50ms`."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+LIMITS = ("ttft", "tpot")
+_UNITS = {"ms": 1e-3, "s": 1.0, "m": 60.0}
+
+
+def parse_seconds(value: Any) -> float:
+    """Return the seconds of a time with its unit, like `2s`, `50ms` or `1.5 m`. Raises ValueError."""
+    found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*(ms|s|m)\s*", value) if isinstance(value, str) else None
+    if found is None:
+        if value is None or value == "":
+            what = "it has no value"
+        else:
+            what = f"{_shown(value)} {'has no unit' if type(value) in (int, float) else 'is not a time'}"
+        raise ValueError(f"{what}; write a time with ms, s or m, like 2s or 50ms")
+    seconds = float(found[1]) * _UNITS[found[2]]
+    if not 0.0 < seconds <= 3600.0:
+        raise ValueError(f"{_shown(value)} is out of range; write a time above 0 and up to 60m")
+    return seconds
+
+
+def show_seconds(seconds: float) -> str:
+    """Return a time as `parse_seconds` reads it: 0.05 -> '50ms'."""
+    return f"{1e3 * seconds:.12g}ms" if seconds < 1.0 else f"{seconds:.12g}s"
+
+
+def split_limits(text: str) -> dict[str, str]:
+    """Return the parts of `ttft=2s,tpot=50ms`, which has one limit or both. A colon is as good as `=`, since load
+    generators write it. Raises ValueError."""
+    pairs = [part.replace(":", "=", 1).partition("=") for part in text.split(",")]
+    found = {name.strip(): value for name, _, value in pairs}
+    if not all(sign for _, sign, _ in pairs) or len(found) < len(pairs):
+        raise ValueError(f"{text[:100]!r} is not a list of limits; write ttft=2s,tpot=50ms, or one of the two")
+    return found
+
+
+def parse_limits(text: str) -> dict[str, float]:
+    """Return the seconds of each limit in `ttft=2s,tpot=50ms`. Raises ValueError."""
+    seconds: dict[str, float] = {}
+    for name, value in split_limits(text).items():
+        if name not in LIMITS:
+            raise ValueError(f"{name[:100]!r} is unknown; limits are {', '.join(LIMITS)}")
+        try:
+            seconds[name] = parse_seconds(value)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
+    return seconds
+
+
+def _shown(value: Any) -> str:
+    """Return the value for a message: clients may send limits of any length in a header."""
+    return repr(value[:100] if isinstance(value, str) else value)

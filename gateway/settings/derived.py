@@ -1,0 +1,132 @@
+"""What follows from the settings: secrets, engines that run already, the admin side, classes and the queue."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, NamedTuple
+
+from replicas.kept import KeptReplicas
+from replicas.replica import bearer, parse_url
+
+from .credentials import ENGINE_KEY, TOKEN
+from .errors import UnusableFile
+from .overload import Admission, QosClass, Slo
+from .schema import Settings
+
+if TYPE_CHECKING:
+    import policies
+
+    from ..proxy.overload import Overload
+
+log = logging.getLogger("hitherto")
+
+ADMIN_SIDE = "x-hitherto-admin"  # a header that every answer of a gateway's admin side has, and no other server's
+
+
+class Secrets(NamedTuple):
+    """The secrets of the settings themselves, wherever they are."""
+
+    admin_token: str | None
+    engine_key: str | None
+
+
+def read_secrets(settings: Settings) -> Secrets:
+    """Return both secrets. Raises UnusableFile."""
+    return Secrets(read_token(settings), read_engine_key(settings))
+
+
+def read_token(settings: Settings) -> str | None:
+    """Return the token that the admin side asks for, None if it asks for none. Raises UnusableFile."""
+    return TOKEN.read(settings.admin_token)
+
+
+def read_engine_key(settings: Settings) -> str | None:
+    """Return the key that engines ask for, None if they ask for none. Raises UnusableFile."""
+    return ENGINE_KEY.read(settings.engine_api_key)
+
+
+def added_replicas(settings: Settings) -> dict[str, str]:
+    """Return the URLs that operators added before the last restart, by replica's id. Raises UnusableFile."""
+    path = settings.replica_file
+    if path is None:
+        return {}
+    try:
+        return {parse_url(url).id: url for url in KeptReplicas(path).urls()}
+    except (OSError, ValueError) as error:
+        strerror = error.strerror if isinstance(error, OSError) else None
+        why = f"{path} cannot be read: {strerror}" if strerror else str(error)
+        raise UnusableFile(
+            f"{why}. Correct or remove that file, which has one replica's URL a line", "replica_file"
+        ) from None
+
+
+def known_urls(settings: Settings) -> tuple[str, ...]:
+    """Return the engines that run already: those given, and those that operators added before the last restart. What
+    operators said of an engine that is both came later, and is used. Raises UnusableFile."""
+    return tuple(({parse_url(url).id: url for url in settings.replica_url} | added_replicas(settings)).values())
+
+
+def kept_replicas(settings: Settings) -> KeptReplicas | None:
+    """Return the file of replicas that operators added, if there is to be one. What it overrules of the settings is
+    logged. Raises UnusableFile."""
+    if settings.replica_file is None:
+        return None
+    kept = KeptReplicas(settings.replica_file)
+    added = added_replicas(settings)
+    for url in settings.replica_url:
+        if (later := added.get(parse_url(url).id, url)) != url:
+            log.warning(
+                "%s of replica_file is used, not %s of replica_url: DELETE and POST /replicas changed it later. "
+                "To undo that, remove its line in %s", later, url, kept.path,
+            )  # fmt: skip
+    return kept
+
+
+def admin_url(settings: Settings) -> str:
+    """Return where the gateway with these settings has its admin side, for a client on the same machine."""
+    host = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(settings.admin_host, settings.admin_host)
+    return f"http://{f'[{host}]' if ':' in host and host[0] != '[' else host}:{settings.admin_port}"
+
+
+def admin_headers(settings: Settings) -> dict[str, str]:
+    """Return what a request to that admin side needs. Raises UnusableFile."""
+    return bearer(read_token(settings))
+
+
+def overload_of(settings: Settings) -> Overload | None:
+    """Return what `slo`, `scheduler`, `request_router` and `admission` say, or None if none of them is set."""
+    if not settings.has_overload:
+        return None
+    import policies  # importing them takes a fifth of a second
+
+    from ..proxy.overload import Overload
+
+    limits = _limits(settings.slo)
+    given = settings.scheduler.qos_classes if settings.scheduler is not None else (QosClass(name="default"),)
+    classes = {
+        one.name: policies.QosClass(
+            one.name, one.reserved_fraction, one.priority, _limits(one.slo).over(limits), one.when_full,
+            one.max_tokens_floor,
+        )
+        for one in given
+    }  # fmt: skip
+    routes = settings.request_router.routes if settings.request_router is not None else ()
+    rules = [policies.Rule(classes[one.qos], _header(one.match.header), one.match.model, one.match.path, one.match.key)
+             for one in routes]  # fmt: skip
+    admission = settings.admission or Admission()
+    known = {name: getattr(admission, name) for name in policies.Rules._fields}
+    header = admission.tenant_header
+    return Overload(policies.Classes([*classes.values()], rules), policies.Rules(**known), header and header.encode())
+
+
+def _limits(slo: Slo | None) -> policies.Slo:
+    import policies
+
+    return policies.Slo(slo.ttft, slo.tpot) if slo is not None else policies.Slo()
+
+
+def _header(condition: str | None) -> tuple[str, str | None] | None:
+    if condition is None:
+        return None
+    name, colon, value = condition.partition(": ")
+    return name, value if colon else None

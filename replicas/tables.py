@@ -1,0 +1,36 @@
+"""Tables of settings, as YAML has them: pydantic models that name what they know where something else is written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from pydantic import BaseModel, ConfigDict, model_validator
+
+from replicas.spelling import known_or_meant
+
+
+class Table(BaseModel):
+    """A mapping with fixed names."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    may_be_empty: ClassVar[frozenset[str]] = frozenset()  # names that mean nothing where they have no value
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_names(cls, given: Any) -> Any:
+        """Refuse what is no mapping, an unknown name, and a name without a value. A misspelt name is reported once, and
+        not as missing as well."""
+        fields = {field.alias or name: field for name, field in cls.model_fields.items()}
+        if not isinstance(given, Mapping):
+            what = (
+                "it has no value" if given is None or given == "" else f"{given!r} is not a table of names and values"
+            )
+            raise ValueError(f"{what}; write {{{', '.join(f'{name}: ...' for name in [*fields][:2])}}}")
+        for name, value in given.items():
+            if name not in fields:
+                raise ValueError(f"{str(name)[:100]!r} is an unknown setting{known_or_meant(str(name), fields)}")
+            if (value is None or value == "") and name not in cls.may_be_empty:
+                or_not = "" if fields[name].is_required() else ", or leave it out"
+                raise ValueError(f"{name}: it has no value; write one{or_not}")
+        return given

@@ -5,11 +5,17 @@ import re
 
 import pytest
 
-from gateway.proxy import known_models
+from gateway.proxy import known_models, newcomers
 from replicas import Replica, State
 
 from .replies import BODY, answers, post
 from .stack import backend_for, stack
+
+
+@pytest.fixture(autouse=True)
+def questions_without_a_pause(monkeypatch):
+    """Nothing here depends on the second between two questions to engines, for which `test_newcomers` has a test."""
+    monkeypatch.setattr(newcomers, "PAUSE_SECONDS", 0.0)
 
 
 async def test_a_model_whose_only_replica_is_away_is_not_unknown():

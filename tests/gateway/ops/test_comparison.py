@@ -1,6 +1,7 @@
 """The gateway's tokenizer against the engine's, when an engine is adopted: real processes on both sides."""
 
 import asyncio
+import functools
 import json
 import re
 import shutil
@@ -26,9 +27,16 @@ from replicas.simulated.model import sim_model_dir
 from replicas.simulated.tokens import Tokens
 
 from ..prompt.families import FAMILIES
+from ..prompt.read_once import tokenizers_read_once
 from ..running import running
 
 LONG = "All the world's a stage, and all the men and women merely players. " * 80
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_tokenizers():
+    with tokenizers_read_once():
+        yield
 
 
 def model(folder: Path, config: dict, **changes) -> str:
@@ -508,6 +516,9 @@ def sglang_pipeline() -> Pipeline:
     return pipeline
 
 
+tokens_of = functools.cache(Tokens)  # reading the tokenizer for each chat would take most of these tests' CPU
+
+
 class ChatEngine(Engine):
     """One whose chats have to be compared. It wants a key, answers chats with `busy` while that is set, and fills its
     template in another way if it is `other`."""
@@ -528,7 +539,7 @@ class ChatEngine(Engine):
             self.asked_often.set()
         if self.busy:
             return web.Response(status=self.busy)
-        return web.json_response({"tokens": Tokens(sim_model_dir()).chat(said)[self.other :]})
+        return web.json_response({"tokens": tokens_of(sim_model_dir()).chat(said)[self.other :]})
 
     def replica(self, *given, **more) -> Replica:
         found = super().replica(*given, **more)

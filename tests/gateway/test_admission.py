@@ -71,19 +71,35 @@ async def ask(one, tier="", leave_after=None, **size):
     return answer.status_code, answer.headers.get("retry-after"), whole
 
 
-async def flood(one, clients, seconds, over=None, **given):
-    """Clients that ask again as soon as they are answered, for so long at least, and until `over` is set; a refused one
-    waits a little."""
-    end, found = asyncio.get_running_loop().time() + seconds, []
+@asynccontextmanager
+async def flood(one, clients):
+    """Yields the list of answers to clients that ask again as soon as they are answered, while the block lasts and at
+    least once; a refused one waits a little."""
+    over, found = asyncio.Event(), []
 
     async def client():
-        while asyncio.get_running_loop().time() < end or not (over is None or over.is_set()):
-            found.append(await ask(one, **given))
+        found.append(await ask(one))
+        while not over.is_set():
             if found[-1][0] != 200:
                 await asyncio.sleep(0.1)
+            found.append(await ask(one))
 
-    await asyncio.gather(*[client() for _ in range(clients)])
-    return found
+    asking = asyncio.gather(*[client() for _ in range(clients)])
+    try:
+        yield found
+    finally:
+        over.set()
+        await asking
+
+
+def some(found, *statuses):
+    """Whether each of these statuses is among the answers that were found so far."""
+    return set(statuses) <= {status for status, *_ in found}
+
+
+def has_queued(status):
+    """Whether any request has waited in the queue."""
+    return any(each["queued"] for each in status["admission"])
 
 
 async def nothing_left(one):
@@ -96,13 +112,11 @@ async def nothing_left(one):
 async def test_a_flood_waits_or_is_told_when_to_come_back_and_premium_passes_it(tmp_path):
     with engines(2) as (urls, _):
         async with gateway(tmp_path, urls) as one:
-            over = asyncio.Event()
-            free = asyncio.ensure_future(flood(one, 60, 6.0, over))
-            await one.until(lambda status: any(each["queued"] for each in status["admission"]))
-            premium = await flood(one, 1, 4.0, tier="premium")
-            leaving = await asyncio.gather(*[ask(one, leave_after=0.3) for _ in range(10)])
-            over.set()
-            free = await free
+            async with flood(one, 60) as free:
+                await one.until(has_queued)
+                premium = [await ask(one, "premium") for _ in range(5)]
+                leaving = await asyncio.gather(*[ask(one, leave_after=0.3) for _ in range(10)])
+                await one.until(lambda _: some(free, 200, 429))
             assert {status for status, _, whole in premium if whole} == {200}
             assert {status for status, *_ in free} == {200, 429}
             assert all(
@@ -120,12 +134,10 @@ async def test_a_flood_waits_or_is_told_when_to_come_back_and_premium_passes_it(
 async def test_an_engine_that_is_killed_while_others_wait_takes_only_what_it_had_begun(tmp_path):
     with engines(2) as (urls, processes):
         async with gateway(tmp_path, urls) as one:
-            over = asyncio.Event()
-            free = asyncio.ensure_future(flood(one, 40, 5.0, over))
-            await one.until(lambda status: any(each["queued"] for each in status["admission"]))
-            processes[0].send_signal(signal.SIGKILL)
-            over.set()
-            found = await free
+            async with flood(one, 40) as found:
+                await one.until(has_queued)
+                processes[0].send_signal(signal.SIGKILL)
+                await one.until(lambda status: any(each["state"] != "ready" for each in status["replicas"]))
             assert {status for status, *_ in found} <= {200, 429}, "nobody who had no byte was failed"
             await nothing_left(one)
             after = await ask(one, "premium")
@@ -141,14 +153,14 @@ async def test_two_gateways_on_one_redis_admit_by_the_load_of_both(tmp_path, red
             ]
             for one in gateways:
                 await one.until(lambda status: status["map"]["redis"]["ledger_joined"])
-            floods = await asyncio.gather(*[flood(one, 25, 5.0) for one in gateways])
-            queued = 0
-            for one, found in zip(gateways, floods):
-                statuses = Counter(status for status, *_ in found)
-                assert set(statuses) <= {200, 429} and statuses[200] > 0
-                queued += sum(each["queued"] for each in (await one.status())["admission"])
+            async with flood(gateways[0], 25) as first, flood(gateways[1], 25) as second:
+                # A request waits at one or the other: who comes first has the room.
+                while not any([has_queued(await one.status()) for one in gateways]):
+                    await asyncio.sleep(0.05)
+                await gateways[0].until(lambda _: some(first, 200) and some(second, 200))
+            assert {status for status, *_ in first + second} <= {200, 429}
+            for one in gateways:
                 await nothing_left(one)
-            assert queued > 0, "of one or the other: who comes first has the room"
 
 
 @pytest.mark.parametrize("decision", ["queued", "admitted"])
@@ -203,22 +215,24 @@ def parted():
 async def test_where_replicas_have_roles_a_flood_waits_for_pairs_and_premium_passes_it(tmp_path):
     with parted() as urls:
         async with gateway(tmp_path, urls, "--policy", "least_load") as one:
-            over = asyncio.Event()
-            free = asyncio.ensure_future(flood(one, 60, 6.0, over))
-            await one.until(lambda status: any(each["queued"] for each in status["admission"]))
-            premium = await flood(one, 1, 4.0, tier="premium")
-            leaving = await asyncio.gather(*[ask(one, leave_after=0.3) for _ in range(10)])
-            over.set()
-            free = await free
+            async with flood(one, 60) as free:
+                await one.until(has_queued)
+                premium = [await ask(one, "premium") for _ in range(5)]
+                leaving = await asyncio.gather(*[ask(one, leave_after=0.3) for _ in range(10)])
+                await one.until(lambda _: len(free) > 100 and some(free, 200))
             assert {status for status, _, whole in premium if whole} == {200}
             assert {status for status, *_ in free + leaving} <= {200, 429, "left"}
             assert all(whole for status, _, whole in free if status == 200)
             await nothing_left(one)
             told = {each["class"]: each for each in (await one.status())["admission"]}
             assert told["premium"]["refused"] == 0 and told["free"]["met"] > 0 and told["free"]["ttft_seconds"] > 0
-            legs = await one.counted("hitherto_legs_total", leg="decode", outcome="complete")
+            legs = await complete_legs(one)
             answered = Counter(status for status, *_ in premium + free)[200]
             assert 0.3 * answered < legs
+
+
+async def complete_legs(one):
+    return await one.counted("hitherto_legs_total", leg="decode", outcome="complete")
 
 
 async def test_two_gateways_on_one_redis_admit_to_pairs_by_the_load_of_both(tmp_path, redis_server):
@@ -229,15 +243,19 @@ async def test_two_gateways_on_one_redis_admit_to_pairs_by_the_load_of_both(tmp_
             gateways = [await stack.enter_async_context(gateway(tmp_path, urls, *flags)) for _ in range(2)]
             for one in gateways:
                 await one.until(lambda status: status["map"]["redis"]["ledger_joined"])
-            held = legs = floods = 0
-            while not held and floods < 4:
-                floods += 1
-                for found in await asyncio.gather(*[flood(one, 50 * floods, 5.0) for one in gateways]):
-                    statuses = Counter(status for status, *_ in found)
-                    assert set(statuses) <= {200, 429} and statuses[200] > 0
-                for one in gateways:
-                    held += sum(each["queued"] + each["refused"] for each in (await one.status())["admission"])
+            clients = held = legs = 0
+            while not (held and legs) and clients < 200:
+                clients += 50
+                async with flood(gateways[0], clients) as first, flood(gateways[1], clients) as second:
+                    answered = False
+                    while not (answered and held and legs) and len(first + second) < 8 * clients:
+                        await asyncio.sleep(0.05)
+                        answered = some(first, 200) and some(second, 200)
+                        if answered:
+                            status = [await one.status() for one in gateways]
+                            held = sum(each["queued"] + each["refused"] for one in status for each in one["admission"])
+                            legs = sum([await complete_legs(one) for one in gateways])
+                assert {status for status, *_ in first + second} <= {200, 429} and answered
             for one in gateways:
-                legs += await one.counted("hitherto_legs_total", leg="decode", outcome="complete")
                 await nothing_left(one)
             assert held > 0 and legs > 0

@@ -9,10 +9,9 @@ import asyncio
 import contextlib
 
 import pytest
-import zmq
 
 from cachemap.background import Background
-from cachemap.events.sockets import Inbox
+from cachemap.events.zmtp import Inbox
 from replicas.deadline import within
 from replicas.lifecycle import Event, State
 from replicas.replica import Replica
@@ -84,7 +83,7 @@ async def test_who_waits_for_an_engines_events(later):
         await inbox.changed(5)
         await for_ever()
 
-    inbox = Inbox(zmq.SUB, "inproc://nobody")
+    inbox = Inbox("SUB", "ipc:///nobody")
     try:
         assert await cancelled(work(), inbox.wake, later)
     finally:

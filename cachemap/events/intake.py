@@ -13,12 +13,11 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from itertools import groupby
 from time import time
 
-import zmq
-
 from cachemap.events.apply import EventApplier
 from cachemap.events.records import UNTOLD, Batch, Blocks, Cleared, Decoder, EventError, Removed, Stored
 from cachemap.events.sequence import Order, classify
-from cachemap.events.sockets import MOST_FRAME, WAKE_SECONDS, Inbox, connected, publisher_of, replay, snapshot
+from cachemap.events.sockets import publisher_of, replay, snapshot
+from cachemap.events.zmtp import MOST_FRAME, MOST_QUEUED, WAKE_SECONDS, Inbox, connected
 from cachemap.map import CacheMap
 
 log = logging.getLogger("hitherto")
@@ -110,7 +109,7 @@ class EventIntake:
         self.replayed = 0
         self.malformed = 0
         self.unreadable = ""  # why, of the last of them
-        self.too_long = 0  # connections that ended for good
+        self.too_long = 0  # connections that ended for what came over them
         self.passed_over = 0  # events that could not be read
         self.complaints: list[str] = []  # why, each cause once, the first few
         self.last_seq: int | None = None
@@ -196,14 +195,14 @@ class EventIntake:
             )
         if self.too_long:
             found.append(
-                f"its KV events ended the connection {self.too_long} times, with a frame of more than {MOST_FRAME >> 20} MiB or one "
-                "that is not ZMQ's: what that told is lost"
+                f"its KV events ended the connection {self.too_long} times, with a frame of more than {MOST_FRAME >> 20} MiB, a message of more than "
+                f"{MOST_QUEUED >> 20}, or what is not ZMQ's: what that told is lost"
             )
         return found
 
     async def run(self) -> None:
         """Read events until cancelled."""
-        with connected(zmq.SUB, self._endpoint) as inbox:
+        with connected("SUB", self._endpoint) as inbox:
             self._inbox, self._unlinked_at, self.unreachable = inbox, _now(), False
             if self.last_seq is None and self.state == "connecting":
                 self._map.observed(self._slot, False)
@@ -230,15 +229,12 @@ class EventIntake:
     def _follow_link(self, inbox: Inbox) -> None:
         """While the publisher cannot be reached the replica's cache is modelled: a map that is told of no eviction
         would promise what is long gone."""
-        inbox.look()
+        self.too_long = inbox.faults
         if inbox.linked:
             self._unlinked_at = _now()
             if not self._linked:
                 self._link()
             return
-        if inbox.ended_at is not None and _now() - inbox.ended_at > LINK_SECONDS:
-            self.too_long += self._linked
-            inbox.connect_again()
         away = _now() - self._unlinked_at
         if self._linked and away > LINK_LOST_SECONDS:
             self._unlink(f"the connection to {self._endpoint} was lost and cannot be made again")

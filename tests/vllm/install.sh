@@ -24,6 +24,17 @@ connector() {
   [ "$version" != 0.32.0 ] || [ -d "$folder"/lib/python3*/site-packages/nixl ] || install --no-deps nixl==1.5.1 nixl-cu12==1.5.1 || true
 }
 
+# Mooncake's transfer engine without CUDA, 0.15 GB in a folder of its own, and the libraries of Debian's that it is linked
+# with, which a machine without RDMA has not. Without it `test_mooncake.py` is skipped.
+mooncake() {
+  local own=$folder/mooncake
+  [ "$version" != 0.32.0 ] || [ -f "$own/ready" ] || {
+    install --no-deps --target "$own" mooncake-transfer-engine-non-cuda==0.3.13.post1 &&
+    mkdir -p "$own/system" && cd "$own/system" && apt-get download libibverbs1 libnl-3-200 libnl-route-3-200 &&
+    for package in *.deb; do dpkg-deb -x "$package" . || return; done &&
+    find lib usr/lib -name '*.so.*' -exec cp -P {} . \; && touch "$own/ready"; } >> "$folder/install.log" 2>&1 || true
+}
+
 # What models that take images import, 25 MB in a folder of its own: text models are not to find it. The build at hand is
 # for CUDA; without its own operations, of which no model needs any, it runs on a CPU. Without it tests of images are skipped.
 vision() {
@@ -31,7 +42,7 @@ vision() {
     : > "$folder/vision/torchvision/_meta_registrations.py"; } || true
 }
 
-if [ -f "$folder/ready" ]; then connector; vision; echo "$folder"; exit; fi
+if [ -f "$folder/ready" ]; then connector; (mooncake); vision; echo "$folder"; exit; fi
 
 echo "Setting up vLLM $version in $folder (once, about 90 s and 2.3 GB) ..." >&2
 rm -rf "$folder"
@@ -69,6 +80,7 @@ mkdir -p "$site/vllm-$version+cpu.dist-info"
 printf 'Metadata-Version: 2.1\nName: vllm\nVersion: %s+cpu\n' "$version" > "$site/vllm-$version+cpu.dist-info/METADATA"
 "$folder/bin/vllm" --version >> "$folder/install.log" 2>&1 || { tail -5 "$folder/install.log" >&2; exit 1; }
 connector
+(mooncake)
 vision
 touch "$folder/ready"
 echo "$folder"

@@ -1,18 +1,20 @@
 """What is asked of engines that compute prompts for one another, and what their answers and metrics say."""
 
+import asyncio
 import json
 import os
 import random
 import re
-from contextlib import suppress
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import httpx
 import pytest
 
-from ..gateway.running import counted
-from .engines import Engine, folder, version
-from .traffic import WORDS
+from ..gateway.running import Running, counted
+from .engines import Engine, folder, gateway, version
+from .traffic import WORDS, caught_up
+from .witness import Witness
 
 WAYS = ("chat", "completions", "responses", "messages")
 COMPUTED, HELD, FETCHED = "local_compute", "local_cache_hit", "external_kv_transfer"
@@ -139,6 +141,41 @@ async def alone(engine: Engine, path: str, body: dict) -> httpx.Response:
     """The answer of an engine that is asked directly."""
     async with httpx.AsyncClient(base_url=engine.url, timeout=PATIENCE) as client:
         return await client.post(path, json=body)
+
+
+@asynccontextmanager
+async def apart(prefiller: Engine, *decoders: Engine):
+    """A gateway of them. By turns there is no cost to compare: whatever has a block to compute goes in two legs."""
+    urls = with_role(prefiller, "prefill"), *(with_role(one, "decode") for one in decoders)
+    async with gateway(*urls, model=prefiller.model, policy="round_robin") as process:
+        process.client.timeout = process.admin.timeout = httpx.Timeout(PATIENCE)
+        yield process
+
+
+def with_role(engine: Engine, role: str) -> str:
+    return f"{engine.replica_url},role={role}"
+
+
+async def turn(process: Running, talk: Talk, seen: dict[Engine, Witness], single: Engine) -> tuple[float, float]:
+    """Ask a conversation's next question in two legs and hold answer and caches to `single`'s and to what is predicted.
+
+    `seen`: the prefiller and the decoder, with what each publishes. Returns the prompt tokens that the prefiller found
+    in its cache, and those that the decoder fetched from it.
+    """
+    path, body = talk.ask()
+    for witness in seen.values():
+        await caught_up(process, witness, 60)
+    legs = (await process.admin.post("/explain", params={"path": path}, json=body)).json()["legs"]
+    before = [await sources(engine.url) for engine in seen]
+    answer, truth = await asyncio.gather(process.client.post(path, json=body), alone(single, path, body))
+    assert said(answer, talk.stream) == said(truth, talk.stream), body
+    assert answer.headers["x-hitherto-replica"] == [*seen][1].url.removeprefix("http://"), process.log
+    after = [await sources(engine.url) for engine in seen]
+    at_p, at_d = ({one: b[one] - a[one] for one in b} for a, b in zip(before, after, strict=True))
+    assert at_p[HELD] == legs["held_tokens"] and at_p[FETCHED] == 0
+    assert at_d[FETCHED] == legs["moved_tokens"] and at_d[HELD] == sum(at_d.values()) - legs["moved_tokens"]
+    talk.hear(answer)
+    return at_p[HELD], at_d[FETCHED]
 
 
 async def page_of(url: str) -> str:

@@ -4,7 +4,6 @@ import asyncio
 import json
 import random
 import re
-from contextlib import asynccontextmanager
 from statistics import median
 from time import monotonic
 
@@ -16,12 +15,11 @@ from gateway.ops import doctor
 from replicas.launch import ports
 from replicas.launch.profile import SHIPPED
 
-from ..gateway.running import Running, counted
+from ..gateway.running import counted
 from .engines import Engine, folder, gateway
 from .pd import (
     EXACTLY,
     FETCHED,
-    HELD,
     LONG,
     PATIENCE,
     SHORT,
@@ -29,6 +27,7 @@ from .pd import (
     WAYS,
     Talk,
     alone,
+    apart,
     asked,
     needs_nixl,
     page_of,
@@ -36,6 +35,8 @@ from .pd import (
     said,
     sources,
     spread,
+    turn,
+    with_role,
 )
 from .traffic import caught_up
 from .witness import Witness
@@ -67,24 +68,6 @@ def trio(single, start_engine) -> list[Engine]:
         engine.stop()
 
 
-def with_role(engine: Engine, role: str) -> str:
-    return f"{engine.replica_url},role={role}"
-
-
-@asynccontextmanager
-async def apart(prefiller: Engine, *decoders: Engine):
-    """A gateway of them. By turns there is no cost to compare: whatever has a block to compute goes in two legs."""
-    urls = with_role(prefiller, "prefill"), *(with_role(one, "decode") for one in decoders)
-    async with gateway(*urls, model=prefiller.model, policy="round_robin") as process:
-        process.client.timeout = process.admin.timeout = httpx.Timeout(PATIENCE)
-        yield process
-
-
-async def explained(process: Running, path: str, body: dict) -> dict:
-    """The legs that this request would have now."""
-    return (await process.admin.post("/explain", params={"path": path}, json=body)).json()["legs"]
-
-
 @pytest.mark.parametrize(
     "way, stream",
     [
@@ -104,20 +87,8 @@ async def test_answers_are_those_of_one_engine_and_caches_are_what_was_predicted
         for at in range(2):
             talk = Talk(dice, way, f"{way}, {stream}. {SYSTEMS[1]}", (SHORT, LONG)[at], stream)
             for _ in range(TURNS // 2):
-                path, body = talk.ask()
-                for engine in seen:
-                    await caught_up(process, seen[engine], 60)
-                legs = await explained(process, path, body)
-                before = [await sources(engine.url) for engine in seen]
-                answer, truth = await asyncio.gather(process.client.post(path, json=body), alone(single, path, body))
-                assert said(answer, stream) == said(truth, stream), body
-                assert answer.headers["x-hitherto-replica"] == decoder.url.removeprefix("http://"), process.log
-                after = [await sources(engine.url) for engine in seen]
-                at_p, at_d = ({one: b[one] - a[one] for one in b} for a, b in zip(before, after, strict=True))
-                assert at_p[HELD] == legs["held_tokens"] and at_p[FETCHED] == 0
-                assert at_d[FETCHED] == legs["moved_tokens"] and at_d[HELD] == sum(at_d.values()) - legs["moved_tokens"]
-                found, fetched = found + at_p[HELD], fetched + at_d[FETCHED]
-                talk.hear(answer)
+                held, moved = await turn(process, talk, seen, single)
+                found, fetched = found + held, fetched + moved
         page = (await process.admin.get("/metrics")).text
     assert found > 2 * len(SYSTEMS[1].split()) and fetched > 0
     assert counted(page, "hitherto_reported_cached_tokens_total") == found

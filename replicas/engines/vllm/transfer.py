@@ -6,11 +6,11 @@ request that is to decode; its engine then reads the blocks by itself. They are 
 default, which a request that waits in the decoding engine's queue extends. An engine that refuses or drops the second
 request has the blocks freed, so its parameters are good for another replica only where none of it was sent.
 
-`Mooncake` was read in the sources of 0.32 (`kv_connector/v1/mooncake`). Both requests have the same `transfer_id`, and
-whichever engine knows it first waits for the other. The decoding engine looks the other one up at its bootstrap server,
-so a request may be there before the prompt is computed, and it asks for the blocks of the engine with that id. The
-prompt's blocks are sent only where its request ended at its limit: one that ended by itself is not heard of again, and
-the other engine would wait for 480 s.
+`Mooncake` was read in the sources of 0.32 (`kv_connector/v1/mooncake`) and tried against them (`tests/vllm`). Both
+requests have the same `transfer_id`, and whichever engine knows it first waits for the other. The decoding engine looks
+the other one up at its bootstrap server, so a request may be there before the prompt is computed, and it asks for the
+blocks of the engine with that id. The prompt's blocks are sent only where its request ended at its limit: one that
+ended by itself is not heard of again, and the other engine would wait for 480 s.
 """
 
 from __future__ import annotations

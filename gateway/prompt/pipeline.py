@@ -635,7 +635,7 @@ class Pipeline:
 
     def _chat(self, path: str, request: dict[str, Any]) -> Chat:
         if path == CHAT:
-            return from_chat(request, self._quirks.refuses_alike)
+            return from_chat(request, self._quirks)
         if path == RESPONSES:
             return from_responses(request, self._quirks)
         if path == EMBEDDINGS:

@@ -38,6 +38,10 @@ class VersionQuirks:
     chats_known: bool | None = True
     refuses_alike: bool = True  # what vLLM refuses, this engine refuses, too; False: that is left to the engine
     tokenizes_all: bool = True  # 0.33: /tokenize writes all chats as they are computed, gpt-oss' too
+    between_parts: str = "\n"  # what joins the texts of a message where the template wants one text; SGLang's " "
+    # SGLang: a tool's function keeps the order in which the client wrote its keys, and the tool has a `defer_loading`
+    # of null where the client gave none.
+    tools_as_given: bool = False
     ids_field: str = ""  # of a chat: ids in this field stand in the place of its messages
     # Fields that change a prompt or its blocks in a way that is not followed here.
     unfollowed: frozenset[str] = frozenset()

@@ -201,13 +201,14 @@ def _check_ports(args: argparse.Namespace) -> None:
             raise ValueError(f"{one} and {other} cannot share {given[one]}")
 
 
-def _load(model_dir: Path, seed: int) -> tuple:
-    """Tokenizer and replies of the model; raises ValueError if they cannot be made."""
+def _load(model_dir: Path, seed: int, speaks: str) -> tuple:
+    """Return the tokenizer and the replies of the model; raise ValueError if they cannot be made."""
     from .replies import Replies
+    from .sglang import SglangTokens
     from .tokens import Tokens
 
     try:
-        tokens = Tokens(model_dir)
+        tokens = (SglangTokens if speaks == "sglang" else Tokens)(model_dir)
         return tokens, Replies(tokens, seed)
     except Exception as error:  # of the tokenizers' own kinds
         raise ValueError(f"--model {model_dir}: {error}") from error
@@ -260,7 +261,7 @@ def _publisher(args: argparse.Namespace, profile):
 
 async def _listen(args: argparse.Namespace, profile, model_dir: Path, publisher):
     """The engine, its server, and the port that it listens on. Raises OSError and ValueError."""
-    loading = asyncio.get_running_loop().run_in_executor(None, _load, model_dir, args.seed)
+    loading = asyncio.get_running_loop().run_in_executor(None, _load, model_dir, args.seed, args.speaks)
     from aiohttp import web
 
     from .engine import Engine

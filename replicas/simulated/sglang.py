@@ -10,6 +10,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 
 from aiohttp import web
 
@@ -20,9 +21,27 @@ from .publisher import Publisher
 from .requests import Asked
 from .runner import Generation
 from .server import Server, reply_json
+from .tokens import Tokens
 
 VERSION = "0.5.23"
 HEALTH_SECONDS = 1.0  # it looks once a second whether anything was computed since it was asked
+
+
+class SglangTokens(Tokens):
+    """Chat templates filled as SGLang fills them: tools keep the client's order of keys."""
+
+    between_parts = " "
+
+    def _shown(self, tools: list[dict] | None, given: Any) -> list[dict] | None:
+        if tools is None or given is None:
+            return tools
+        return [_as_given(tool, wrote["function"]) for tool, wrote in zip(tools, given, strict=True)]
+
+
+def _as_given(tool: dict, wrote: dict) -> dict:
+    function = tool["function"]
+    ordered = {key: function[key] for key in (*wrote, *function) if key in function}
+    return {"type": "function", "function": ordered, "defer_loading": tool.get("defer_loading")}
 
 
 class Chat(dialects.Chat):

@@ -96,7 +96,9 @@ def _text(value: Any) -> str | None:
 
 
 class Tokens:
-    """A model folder's tokenizer and chat template."""
+    """A model folder's tokenizer and chat template, which is filled as vLLM fills it."""
+
+    between_parts = "\n"  # joins the texts of a message where the template takes one text
 
     def __init__(self, model_dir: Path):
         model_dir = Path(model_dir)
@@ -202,7 +204,8 @@ class Tokens:
     def render(self, body: dict) -> str:
         """The prompt's text."""
         variables = _variables(body)
-        tools, go_on = variables["tools"], variables.pop("continue_final_message")
+        variables["tools"] = tools = self._shown(variables["tools"], body.get("tools"))
+        go_on = variables.pop("continue_final_message")
         name = "tool_use" if tools is not None and "tool_use" in self._templates else "default"
         template, takes_parts = self._templates.get(name), self._takes_parts.get(name, False)
         knows_developer = self._knows_developer.get(name, True)
@@ -211,7 +214,7 @@ class Tokens:
             takes_parts, knows_developer = _takes_parts(source), _knows_developer(source)
         if template is None:
             raise RequestError("this model has no chat template: give one in the request, or use /v1/completions")
-        messages = conversation(body.get("messages"), takes_parts)
+        messages = conversation(body.get("messages"), takes_parts, self.between_parts)
         if not knows_developer:
             messages = _without_developer(messages)
         if go_on and variables["add_generation_prompt"]:
@@ -223,6 +226,10 @@ class Tokens:
         except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
             raise RequestError(f"the chat template refuses these messages: {error}") from None
         return _cut(text) if go_on else text
+
+    def _shown(self, tools: list[dict] | None, given: Any) -> list[dict] | None:
+        """Return the tools that the template gets. `given`: what the request has in its own field."""
+        return tools
 
 
 def _knows_developer(template: str) -> bool:
@@ -352,14 +359,14 @@ def listed(given: Any, name: str) -> list:
     return given or []
 
 
-def conversation(messages: Any, takes_parts: bool) -> list[dict]:
+def conversation(messages: Any, takes_parts: bool, between_parts: str = "\n") -> list[dict]:
     """Messages as a template sees them: only the fields vLLM passes on, text or parts, arguments as objects."""
     if not isinstance(messages, list) or not messages:
         raise RequestError("`messages` must be a list with at least one message", param="messages")
-    return [_message(message, takes_parts) for message in messages]
+    return [_message(message, takes_parts, between_parts) for message in messages]
 
 
-def _message(message: Any, takes_parts: bool) -> dict:
+def _message(message: Any, takes_parts: bool, between_parts: str) -> dict:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise RequestError("each message must be an object with a `role`", param="messages")
     role, seen = message["role"], {}
@@ -370,7 +377,8 @@ def _message(message: Any, takes_parts: bool) -> dict:
         seen["thinking"] = seen["reasoning"] = seen["reasoning_content"] = reasoning
     parts = _parts(message.get("content"), role == "system")
     texts = [part.get("text", part.get("name")) for part in parts]
-    as_text = "\n".join(texts if takes_parts else filter(None, texts))  # vLLM drops empty texts, but not empty parts
+    # vLLM drops empty texts, but not empty parts
+    as_text = between_parts.join(texts if takes_parts else filter(None, texts))
     has_parts = takes_parts and (role != "tool" or any(part["type"] != "text" for part in parts))
     seen |= {"role": role, "content": parts if has_parts else as_text}
     if role == "assistant" and message.get("tool_calls"):

@@ -229,14 +229,14 @@ def _message(
     parts = [p for p in (_part(part, as_parts, where, media) for part in parts) if p]
     if media is not None and not as_parts:
         parts.sort(key=lambda part: not isinstance(part, Placeholder))
-    result: dict[str, Any] = {"role": role, "content": parts if as_parts else "\n".join(parts)}
+    result: dict[str, Any] = {"role": role, "content": parts if as_parts else quirks.between_parts.join(parts)}
     if role == "assistant":
         _assistant_fields(message, result, by_schema, quirks, where)
     elif role == "tool":
         if "tool_call_id" in message:
             result["tool_call_id"] = message["tool_call_id"]
         if as_parts and all(p["type"] == "text" for p in parts):
-            result["content"] = "\n".join(p["text"] for p in parts)
+            result["content"] = quirks.between_parts.join(p["text"] for p in parts)
     for key in ("name", "task"):
         if isinstance(message.get(key), str):
             result[key] = message[key]
@@ -365,16 +365,17 @@ def _ordered(given: dict[str, Any], first: tuple[str, ...]) -> dict[str, Any]:
     return {**{key: given[key] for key in first if key in given}, **given}
 
 
-def tool_schemas(tools: Any) -> list[dict[str, Any]] | None:
-    """`tools` of a chat request -> what the template sees: known keys only, in the schema's order."""
+def tool_schemas(tools: Any, as_given: bool = False) -> list[dict[str, Any]] | None:
+    """Return what the template sees of a chat request's `tools`: known keys only, in the schema's order or, with
+    `as_given`, as SGLang leaves them (`VersionQuirks.tools_as_given`)."""
     if tools is None:
         return None
     if not isinstance(tools, list) or not tools:
         raise bad("'tools' must be a non-empty list", "tools")
-    return [_tool(tool, f"tools[{i}]") for i, tool in enumerate(tools)]
+    return [_tool(tool, f"tools[{i}]", as_given) for i, tool in enumerate(tools)]
 
 
-def _tool(tool: Any, where: str) -> dict[str, Any]:
+def _tool(tool: Any, where: str, as_given: bool) -> dict[str, Any]:
     function = tool.get("function") if isinstance(tool, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise bad(f"{where} must be {{'type': 'function', 'function': {{'name': ...}}}}", where)
@@ -391,8 +392,10 @@ def _tool(tool: Any, where: str) -> dict[str, Any]:
         inner = loading
     if inner is not None:
         seen["defer_loading"] = inner
+    if as_given:
+        seen = {key: seen[key] for key in (*function, *seen) if key in seen}
     result = {"type": "function", "function": seen}
-    if loading is not None:
+    if loading is not None or as_given:
         result["defer_loading"] = loading
     return result
 

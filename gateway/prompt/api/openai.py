@@ -22,6 +22,7 @@ from jinja2.defaults import DEFAULT_NAMESPACE
 from ...errors import ApiError, bad
 from ..offload import TakesLong, event_loop
 from ..prompt import CHAT, COMPLETIONS, EMBEDDINGS, LONGEST_RESPONSE_ID, MESSAGES, RESPONSES, Prompt
+from ..quirks import NEWEST, VersionQuirks
 from .conversation import Unknown, Unroutable, has_media, tool_schemas
 from .structure import MOST_OBJECTS, MOST_STRINGS, MOST_VALUES, arguments_too_much, too_much
 
@@ -370,13 +371,13 @@ _ABOUT_RENDERING = frozenset(
 )
 
 
-def from_chat(request: dict[str, Any], refuses_alike: bool = True) -> Chat:
-    """`/v1/chat/completions`. `refuses_alike`: an empty list of tools is refused; else it is none."""
+def from_chat(request: dict[str, Any], quirks: VersionQuirks = NEWEST) -> Chat:
+    """Return the chat of a body of `/v1/chat/completions`."""
     tools = request.get("tools")
-    if tools is not None and not (tools or refuses_alike):
+    if tools is not None and not (tools or quirks.refuses_alike):
         tools = None
     if tools is not None:
-        tools = tool_schemas(tools)
+        tools = tool_schemas(tools, quirks.tools_as_given)
     if _ABOUT_RENDERING.isdisjoint(request):
         return Chat(request.get("messages"), tools, None)
     if request.get("chat_template") is not None:

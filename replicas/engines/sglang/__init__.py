@@ -62,9 +62,11 @@ class Sglang:
         return Decoder(records).decode
 
     def version_quirks(self, version: str | None) -> dict[str, Any]:
-        """None are known: prompts are made as for the newest, and held against what it makes itself. What it writes
-        by rules in its code has not been compared."""
+        """Return what 0.5.23 was seen to make differently, which all versions are taken to do: chats are held against
+        what the engine makes itself. What it writes by rules in its code has not been compared."""
         return {
+            "between_parts": " ",
+            "tools_as_given": True,
             "rules_are_known": False,
             "media_identity": None,
             "chats_known": None,

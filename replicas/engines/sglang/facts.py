@@ -72,7 +72,8 @@ def sources(answers: Mapping[str, Answer], host: str, remedies: Remedies) -> Sou
     ranks = min(_number(found.get("dp_size")) or 1, MOST_RANKS + 1)  # one more than are believed
     problems = _half(found.get("disaggregation_mode"))
     try:
-        first = _described(found.get("kv_events"), host) or _configured(found.get("kv_events_config"), host)
+        configured = _configured(found.get("kv_events_config"), host)
+        first = _described(found.get("kv_events"), host) or configured
     except ValueError as error:
         return Sources(dict.fromkeys(range(ranks)), problems | {"events": Problem(str(error), remedies.binding)})
     if first is None:
@@ -91,7 +92,8 @@ def _half(mode: Any) -> dict[str, Problem]:
 
 
 def _described(told: Any, host: str) -> EventSource | None:
-    """As versions tell it that describe their publisher. A port is not told where nobody could subscribe."""
+    """Return where events are published by the description that newer versions give of their publisher. It does not
+    say whether the publisher binds that address or connects to it, which is up to `_configured`."""
     if not isinstance(told, dict) or told.get("publisher") != "zmq":
         return None
     where, port, replay = (
@@ -109,7 +111,8 @@ def _described(told: Any, host: str) -> EventSource | None:
 
 
 def _configured(given: Any, host: str) -> EventSource | None:
-    """As it was started, for versions that tell nothing but that. Raises ValueError if nobody can subscribe there."""
+    """Return where events are published by the flag that the engine was started with. Raises ValueError if it connects
+    to that address, so that nobody can subscribe there."""
     try:
         config = orjson.loads(given) if isinstance(given, str) else None
     except ValueError:

@@ -24,7 +24,7 @@ from replicas import Replica
 from replicas.engines.sglang import SGLANG
 from replicas.engines.vllm import VLLM
 from replicas.simulated.model import sim_model_dir
-from replicas.simulated.tokens import Tokens
+from replicas.simulated.sglang import SglangTokens
 
 from ..prompt.families import FAMILIES
 from ..prompt.read_once import tokenizers_read_once
@@ -516,7 +516,7 @@ def sglang_pipeline() -> Pipeline:
     return pipeline
 
 
-tokens_of = functools.cache(Tokens)  # reading the tokenizer for each chat would take most of these tests' CPU
+tokens_of = functools.cache(SglangTokens)  # reading the tokenizer for each chat would take most of these tests' CPU
 
 
 class ChatEngine(Engine):

@@ -6,10 +6,12 @@ from dataclasses import replace
 import pytest
 
 from gateway.prompt.api.anthropic import Habits
+from gateway.prompt.api.conversation import tool_schemas
 from gateway.prompt.pipeline import Pipeline
 from gateway.prompt.quirks import NEWEST, VersionQuirks
 from gateway.prompt.render.template import ChatTemplate
 from gateway.prompt.tokens.agreement import Differences
+from replicas.engines.sglang import SGLANG
 from replicas.engines.vllm.versions import version_quirks
 
 from .families import FAMILIES
@@ -198,3 +200,16 @@ def test_truncation_of_a_chat_without_a_limit(version, kept):
     body = {"messages": [{"role": "user", "content": "one two three " * 20}], "truncate_prompt_tokens": -1}
     prompt = pipeline.prepare(CHAT, json.dumps(body).encode())
     assert prompt.mode == "exact" and prompt.tokens == 20 - kept
+
+
+def test_sglang_joins_texts_with_a_space_and_leaves_tools_as_the_client_wrote_them(pipeline):
+    """As it was seen to with its own code, in tests/vllm/test_sglang.py."""
+    pipeline.follow(SGLANG.version_quirks("0.5.23"))
+    pipeline.differ(Differences(shown=True))
+    parts = [{"type": "text", "text": "One"}, {"type": "text", "text": "Two"}]
+    made = pipeline.prepare(CHAT, json.dumps({"messages": [{"role": "user", "content": parts}]}).encode())
+    assert "One Two" in pipeline.tokenizer.decode(ids_of(made))
+    tool = {"type": "function", "function": {"parameters": {}, "name": "f"}}
+    assert json.dumps(tool_schemas([tool], as_given=True)[0]) == json.dumps(
+        {"type": "function", "function": {"parameters": {}, "name": "f", "description": None}, "defer_loading": None}
+    )

@@ -77,9 +77,13 @@ def test_versions_that_tell_only_how_they_were_started():
     assert "replay_endpoint" in problems["replay"].remedy
 
 
-def test_a_publisher_that_connects_has_no_subscribers():
+@pytest.mark.parametrize("described", [None, {**EVENTS, "endpoint_host": "collector", "endpoint_port_base": 7000}])
+def test_a_publisher_that_connects_has_no_subscribers(described):
+    """0.5.23 describes it like one that binds."""
     given = json.dumps({"publisher": "zmq", "endpoint": "tcp://collector:7000"})
-    by_rank, problems = SGLANG.event_sources(answers({**INFO, "kv_events_config": given}), "gpu1")
+    by_rank, problems = SGLANG.event_sources(
+        answers({**INFO, "kv_events": described, "kv_events_config": given}), "gpu1"
+    )
     assert by_rank == {0: None} and "nobody can subscribe" in problems["events"].what
 
 

@@ -71,7 +71,6 @@ def with_connector(start_engine, package: Path, module: Path) -> Engine:
     return engine
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("way", WAYS)
 async def test_answers_are_those_of_one_engine_and_caches_are_what_was_predicted(trio, witness_of, way):
     prefiller, decoder, single = trio
@@ -87,7 +86,6 @@ async def test_answers_are_those_of_one_engine_and_caches_are_what_was_predicted
     assert counted(page, "hitherto_reservations") == counted(page, "hitherto_prompt_mismatches_total") == 0
 
 
-@pytest.mark.quick
 async def test_the_doctor_tries_a_transfer(trio, capsys):
     prefiller, decoder, _ = trio
     before = (await sources(decoder.url))[FETCHED]

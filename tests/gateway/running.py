@@ -79,12 +79,14 @@ class Running:
 
 
 @asynccontextmanager
-async def running(*args: str, env: Mapping[str, str] = {}, module: str = "gateway"):
+async def running(*args: str, env: Mapping[str, str] = {}, module: str = "gateway", forked: bool = False):
     """`hitherto serve ARGS` on free ports, which tells what it predicted; ended with SIGTERM, and every process it made
-    with it."""
+    with it. `forked`: it may share its seed of hashes with other processes although it uses Redis, because another
+    gateway of the test has a seed of its own."""
     command = ["serve", "--host", "127.0.0.1", "--port", "0", "--admin-port", "0", "--cached-tokens-header", *args]
     # Those that agree with each other through Redis show that they do so with unlike seeds of hashes.
-    if not env and "--redis-url" not in args and "--workers" not in args and prestarted.can_start():
+    own_seed = "--workers" in args or ("--redis-url" in args and not forked)
+    if not env and not own_seed and prestarted.can_start():
         process = await prestarted.start(module, *command)
     else:
         process = await asyncio.create_subprocess_exec(

@@ -1,17 +1,24 @@
-"""A gateway process whose replicas are pods: roles by label, in one process and in workers, and for the doctor."""
+"""A gateway process whose replicas are pods: roles by label, in one process and in workers, and for the doctor.
+
+The tests of `gateway` share one of each kind, and each test starts with a gateway that knows no pod."""
 
 import asyncio
 import json
 import os
 import signal
-import sys
+from typing import NamedTuple
 
 import pytest
+import pytest_asyncio
 
+from gateway.ops.doctor import examine, line
+from gateway.settings import load
 from tests.replicas.cluster import Cluster
 
-from .running import running
+from .running import Running, running
 from .workers.test_workers import replaced
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 APP = {"app": "vllm"}
 TEXT = "Down the rabbit hole, and what Alice found there: a table, a key and a very small door. "
@@ -23,7 +30,7 @@ def pair(start_engine):
     return [one.wait() for one in made]
 
 
-@pytest.fixture
+@pytest_asyncio.fixture(loop_scope="module")
 async def cluster():
     cluster = Cluster()
     await cluster.start()
@@ -44,89 +51,116 @@ def settings(cluster, engine, **fields) -> str:
     )
 
 
+class Shared(NamedTuple):
+    gateway: Running
+    cluster: Cluster
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=["one process", "two workers"])
+async def shared(pair, request):
+    """A gateway whose pods listen where the first of the pair does. The second is a replica by its URL."""
+    cluster, (pod, other) = Cluster(), pair
+    await cluster.start()
+    given = ["--discover", settings(cluster, pod, labels={"role": "part"}), "--replica-url", f"{other.url}#role=decode"]
+    workers = ["--workers", "2"] if request.param == "two workers" else []
+    async with running(*given, "--policy", "round_robin", *workers) as gateway:
+        yield Shared(gateway, cluster)
+    await cluster.stop()
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def gateway(shared):
+    await shared.gateway.ready(1)
+    yield shared.gateway
+    for name in [*shared.cluster.pods]:
+        await shared.cluster.delete(name)
+    await shared.gateway.until(lambda status: (status["discovery"]["replicas"], len(status["replicas"])) == (0, 1))
+
+
+@pytest.fixture
+def pods(shared):
+    return shared.cluster
+
+
+WORKERS = pytest.mark.parametrize("shared", ["two workers"], indirect=True)
+
+
 async def replace_first(gateway, status) -> dict:
     """Kill the first worker, and wait for the one in its place."""
     os.kill(pid := status["workers"][0]["pid"], signal.SIGKILL)
     return await replaced(gateway, pid)
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-async def test_a_pod_computes_the_prompts_that_its_label_says(cluster, pair, workers):
+async def test_a_pod_computes_the_prompts_that_its_label_says(gateway, pods, pair):
     prefiller, decoder = pair
-    url = f"{decoder.url}#role=decode"
-    given = ["--discover", settings(cluster, prefiller, labels={"role": "part"}), "--replica-url", url]
-    async with running(*given, "--policy", "round_robin", "--workers", str(workers)) as gateway:
-        await gateway.ready(1)
-        await cluster.create("p", "127.0.0.1", APP | {"part": "prefill"})
-        status = await gateway.ready_for_legs(2)
-        assert {one["url"]: one["role"] for one in status["replicas"]} == {
-            prefiller.url: "prefill",
-            decoder.url: "decode",
-        }
-        assert status["discovery"] == {"selector": "app=vllm", "replicas": 1, "problem": None}
-        answer = await gateway.chat([{"role": "user", "content": f"With {workers}. " + TEXT * 20}])
-        assert answer.headers["x-hitherto-replica"] == f"127.0.0.1:{decoder.port}"
-        assert await gateway.counted("hitherto_legs_total", leg="prefill", outcome="complete") == 1
-        await cluster.delete("p")
-        await gateway.until(lambda status: [one["role"] for one in status["replicas"]] == ["decode"])
-        answer = await gateway.chat([{"role": "user", "content": f"With {workers}, alone. " + TEXT * 20}])
-        assert answer.status_code == 200
+    before = await gateway.counted("hitherto_legs_total", leg="prefill", outcome="complete")
+    await pods.create("p", "127.0.0.1", APP | {"part": "prefill"})
+    status = await gateway.ready_for_legs(2)
+    assert {one["url"]: one["role"] for one in status["replicas"]} == {prefiller.url: "prefill", decoder.url: "decode"}
+    assert status["discovery"] == {"selector": "app=vllm", "replicas": 1, "problem": None}
+    with_workers = len(status.get("workers", ()))  # no prompt is in the engines' caches from the other gateway
+    answer = await gateway.chat([{"role": "user", "content": f"With {with_workers}. " + TEXT * 20}])
+    assert answer.headers["x-hitherto-replica"] == f"127.0.0.1:{decoder.port}"
+    assert await gateway.counted("hitherto_legs_total", leg="prefill", outcome="complete") == before + 1
+    await pods.delete("p")
+    await gateway.until(lambda status: [one["role"] for one in status["replicas"]] == ["decode"])
+    answer = await gateway.chat([{"role": "user", "content": f"With {with_workers}, alone. " + TEXT * 20}])
+    assert answer.status_code == 200
 
 
-async def test_what_an_operator_removed_stays_out_of_a_worker_in_anothers_place(cluster, pair):
+@WORKERS
+async def test_what_an_operator_removed_stays_out_of_a_worker_in_anothers_place(gateway, pods, pair):
     removed, other = pair
-    given = ["--discover", settings(cluster, removed), "--replica-url", other.url, "--workers", "2"]
-    await cluster.create("p", "127.0.0.1", APP)
-    async with running(*given) as gateway:
-        status = await gateway.ready(2)
-        assert (await gateway.admin.delete(f"/replicas/127.0.0.1:{removed.port}")).status_code == 200
-        for one in status["workers"]:  # none of them is left to ask
-            os.kill(one["pid"], signal.SIGKILL)
-        await gateway.until(lambda status: "workers" in status)
-        for one in status["workers"]:
-            await replaced(gateway, one["pid"])
-        status = await gateway.until(lambda status: status["discovery"]["replicas"] == 1)
-        assert [one["url"] for one in status["replicas"]] == [other.url]
-        await cluster.delete("p")
-        await gateway.until(lambda status: status["discovery"]["replicas"] == 0)
-        await cluster.create("again", "127.0.0.1", APP)
-        await gateway.until(lambda status: len(status["replicas"]) == 2)
+    await pods.create("p", "127.0.0.1", APP)
+    status = await gateway.ready(2)
+    assert (await gateway.admin.delete(f"/replicas/127.0.0.1:{removed.port}")).status_code == 200
+    for one in status["workers"]:  # none of them is left to ask
+        os.kill(one["pid"], signal.SIGKILL)
+    await gateway.until(lambda status: "workers" in status)
+    for one in status["workers"]:
+        await replaced(gateway, one["pid"])
+    status = await gateway.until(lambda status: status["discovery"]["replicas"] == 1)
+    assert [one["url"] for one in status["replicas"]] == [other.url]
+    await pods.delete("p")
+    await gateway.until(lambda status: status["discovery"]["replicas"] == 0)
+    await pods.create("again", "127.0.0.1", APP)
+    await gateway.until(lambda status: len(status["replicas"]) == 2)
 
 
-async def test_a_pod_that_was_posted_is_no_engine_given_by_url_in_a_worker_in_anothers_place(cluster, pair):
+@WORKERS
+async def test_a_pod_that_was_posted_is_no_engine_given_by_url_in_a_worker_in_anothers_place(gateway, pods, pair):
     posted, other = pair
-    given = ["--discover", settings(cluster, posted), "--replica-url", other.url, "--workers", "2"]
-    await cluster.create("p", "127.0.0.1", APP)
-    async with running(*given) as gateway:
-        status = await gateway.ready(2)
-        assert (await gateway.admin.post("/replicas", json={"url": posted.url})).status_code == 200
-        await replace_first(gateway, status)
-        await cluster.delete("p")
-        await gateway.until(lambda status: len(status["replicas"]) == 1)
-        await cluster.create("again", "127.0.0.1", APP)
-        status = await gateway.ready(2)
-        assert (await gateway.admin.post("/replicas", json={"url": posted.url})).status_code == 200
-        assert (await gateway.admin.delete(f"/replicas/127.0.0.1:{posted.port}")).status_code == 200
-        status = await replace_first(gateway, status)
-        assert (status["discovery"]["replicas"], [one["url"] for one in status["replicas"]]) == (1, [other.url])
+    await pods.create("p", "127.0.0.1", APP)
+    status = await gateway.ready(2)
+    assert (await gateway.admin.post("/replicas", json={"url": posted.url})).status_code == 200
+    await replace_first(gateway, status)
+    await pods.delete("p")
+    await gateway.until(lambda status: len(status["replicas"]) == 1)
+    await pods.create("again", "127.0.0.1", APP)
+    status = await gateway.ready(2)
+    assert (await gateway.admin.post("/replicas", json={"url": posted.url})).status_code == 200
+    assert (await gateway.admin.delete(f"/replicas/127.0.0.1:{posted.port}")).status_code == 200
+    status = await replace_first(gateway, status)
+    assert (status["discovery"]["replicas"], [one["url"] for one in status["replicas"]]) == (1, [other.url])
 
 
-async def test_a_pod_at_the_address_of_one_that_was_drained_is_not_drained_in_a_worker_in_anothers_place(cluster, pair):
-    drained, other = pair
-    given = ["--discover", settings(cluster, drained), "--replica-url", other.url, "--workers", "2"]
-    await cluster.create("p", "127.0.0.1", APP)
-    async with running(*given) as gateway:
-        status = await gateway.ready(2)
-        assert (await gateway.admin.post(f"/replicas/127.0.0.1:{drained.port}/drain", json={})).status_code == 202
-        await gateway.until(lambda status: any(one["state"] == "stopped" for one in status["replicas"]))
-        await cluster.delete("p")
-        await gateway.until(lambda status: len(status["replicas"]) == 1)
-        await cluster.create("another", "127.0.0.1", APP)
-        await gateway.ready(2)
-        await replace_first(gateway, status)
-        async with asyncio.timeout(60):
-            while await gateway.counted("hitherto_replica_state", state="ready") < 4:  # each worker's view of each
-                await asyncio.sleep(0.05)
+@WORKERS
+async def test_a_pod_at_the_address_of_one_that_was_drained_is_not_drained_in_a_worker_in_anothers_place(
+    gateway, pods, pair
+):
+    drained, _ = pair
+    await pods.create("p", "127.0.0.1", APP)
+    status = await gateway.ready(2)
+    assert (await gateway.admin.post(f"/replicas/127.0.0.1:{drained.port}/drain", json={})).status_code == 202
+    await gateway.until(lambda status: any(one["state"] == "stopped" for one in status["replicas"]))
+    await pods.delete("p")
+    await gateway.until(lambda status: len(status["replicas"]) == 1)
+    await pods.create("another", "127.0.0.1", APP)
+    await gateway.ready(2)
+    await replace_first(gateway, status)
+    async with asyncio.timeout(60):
+        while await gateway.counted("hitherto_replica_state", state="ready") < 4:  # each worker's view of each
+            await asyncio.sleep(0.05)
 
 
 async def test_a_model_whose_only_pod_is_made_again_is_not_refused_for_good(cluster, pair, start_engine):
@@ -197,23 +231,20 @@ async def test_without_any_pod_it_is_said_what_is_waited_for(cluster, pair):
         await gateway.until(lambda status: "does not answer" in status["why_not"])
 
 
-async def doctor(*args: str) -> str:
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "gateway", "doctor", *args, stdout=asyncio.subprocess.PIPE
-    )
-    out, _ = await process.communicate()
-    return out.decode()
+async def doctor(discover: str) -> str:
+    config = load(flags={"discover": discover, "port": 0, "admin_port": 0}, environ={})
+    return "\n".join([line(finding) async for finding in examine(config)])
 
 
 async def test_the_doctor_says_which_pods_are_replicas_and_tries_them(cluster, pair):
-    given = ["--discover", settings(cluster, pair[0]), "--admin-port", "0", "--port", "0"]
-    assert "none that 'app=vllm' selects is a replica" in await doctor(*given)
+    given = settings(cluster, pair[0])
+    assert "none that 'app=vllm' selects is a replica" in await doctor(given)
     await cluster.create("p", "127.0.0.1", APP | {"llm-d.ai/role": "prefill"})
     await cluster.create("odd", "127.0.0.9", APP | {"llm-d.ai/role": "encode"})
-    told = await doctor(*given)
+    told = await doctor(given)
     assert "1 are replicas (1 prefill)" in told and f"replica 127.0.0.1:{pair[0].port}" in told, told
     assert "pod odd: its label llm-d.ai/role says 'encode'" in told
     assert "none has role=decode" in told
     cluster.refuses = 403
-    told = await doctor(*given)
+    told = await doctor(given)
     assert "get, list and watch pods" in told

@@ -15,11 +15,16 @@ PROFILE = "step: {prefill: 4, prefill_token: 0.5, decode: 20}\nnum_blocks: 30000
 PROMPTS = [f"{number} {PREFIX}" for number in range(4)]
 
 
-@pytest.fixture
-def engines(start_engine, tmp_path):
-    profile = tmp_path / "profile.yaml"
+@pytest.fixture(scope="module")
+def start_slow_engine(start_engine, tmp_path_factory):
+    profile = tmp_path_factory.mktemp("profile") / "profile.yaml"
     profile.write_text(PROFILE)
-    started = [start_engine("--speedup", "1", "--profile", str(profile)) for _ in range(2)]
+    return lambda: start_engine("--speedup", "1", "--profile", str(profile))
+
+
+@pytest.fixture(scope="module")
+def engines(start_slow_engine):
+    started = [start_slow_engine() for _ in range(2)]
     return [engine.wait() for engine in started]
 
 
@@ -100,7 +105,8 @@ async def test_who_waits_in_the_queue_has_not_waited_while_we_did_not_run(engine
     flags = ("--config", str(tmp_path / "hitherto.yaml"), "--model", "sim")
     async with running("--replica-url", engines[0].url, *flags) as gateway:
         await gateway.ready(1)
-        asking = [asyncio.create_task(asked(gateway, f"{number} {PREFIX}")) for number in range(8)]
+        # No prompt is in the engine's cache from another test, which would shorten the queue.
+        asking = [asyncio.create_task(asked(gateway, f"{settings} {number} {PREFIX}")) for number in range(8)]
         async with asyncio.timeout(60):
             while await gateway.counted("hitherto_queued_requests") < 3:
                 await asyncio.sleep(0.02)
@@ -127,10 +133,10 @@ async def test_a_machine_that_was_suspended_gives_its_engines_their_time(engines
         assert not troubles(gateway)
 
 
-async def test_an_engine_that_died_meanwhile_is_found_at_once(engines):
-    async with running("--replica-url", *(engine.url for engine in engines), "--model", "sim") as gateway:
+async def test_an_engine_that_died_meanwhile_is_found_at_once(engines, start_slow_engine):
+    dead, alive = start_slow_engine().wait(), engines[0]
+    async with running("--replica-url", dead.url, alive.url, "--model", "sim") as gateway:
         await gateway.ready(2)
-        dead, alive = engines
         with stopped(gateway.process.pid):
             dead.process.kill()
             await asyncio.sleep(3)

@@ -10,6 +10,7 @@ from contextlib import AsyncExitStack
 
 import httpx
 import pytest
+import pytest_asyncio
 
 from gateway.cli import main
 
@@ -40,6 +41,14 @@ def file(tmp_path):
 @pytest.fixture(scope="module")
 def engine(start_engine):
     return start_engine("--api-key", ENGINE_KEY).wait()
+
+
+@pytest.fixture(scope="module")
+def given(engine, tmp_path_factory):
+    """Flags for a gateway before that engine, with its key in a file: the environment is as of any other test."""
+    secret = tmp_path_factory.mktemp("secrets") / "engine-key"
+    secret.write_text(ENGINE_KEY)
+    return ("--replica-url", engine.url, "--engine-api-key", f"@{secret}")
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -96,15 +105,15 @@ async def at_the_beginning_of_a_minute():
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-async def test_limits_are_of_all_gateways_and_workers_together(file, engine, workers, start_redis):
+async def test_limits_are_of_all_gateways_and_workers_together(file, given, workers, start_redis):
     file.write_text("\n".join([line("one", requests_per_minute=20, concurrent_requests=50), line("two")]))
-    arguments = ["--api-keys", str(file), "--replica-url", engine.url]
+    arguments = ["--api-keys", str(file), *given]
     async with AsyncExitStack() as stack:
         if workers == 1:
             arguments += ["--redis-url", start_redis().url]
-            gateways = [await stack.enter_async_context(running(*arguments, env=SECRET)) for _ in range(2)]
+            gateways = [await stack.enter_async_context(running(*arguments, forked=one)) for one in (True, False)]
         else:
-            gateways = [await stack.enter_async_context(running(*arguments, "--workers", "2", env=SECRET))]
+            gateways = [await stack.enter_async_context(running(*arguments, "--workers", "2"))]
         for gateway in gateways:
             await gateway.ready(1)
             await gateway.until(lambda status: status["api_keys"]["limits"]["joined"])
@@ -125,11 +134,9 @@ async def test_limits_are_of_all_gateways_and_workers_together(file, engine, wor
         assert (await clients[0].post("/v1/chat/completions", json=CHAT, headers=bearer("two"))).status_code == 200
 
 
-async def test_who_is_refused_by_which_limit_stands_in_the_log_and_the_status(file, engine):
+async def test_who_is_refused_by_which_limit_stands_in_the_log_and_the_status(file, given):
     file.write_text("\n".join([line("one", tokens_per_day=1), line("two", requests_per_minute=1)]))
-    async with running(
-        "--api-keys", str(file), "--replica-url", engine.url, "--access-log", "--model", "sim", env=SECRET
-    ) as gateway:
+    async with running("--api-keys", str(file), *given, "--access-log", "--model", "sim") as gateway:
         await gateway.ready(1)
         for name in ("one", "two", "two", "two"):
             answer = await gateway.client.post("/v1/chat/completions", json=CHAT, headers=bearer(name))
@@ -145,13 +152,18 @@ async def test_who_is_refused_by_which_limit_stands_in_the_log_and_the_status(fi
     assert 'model=sim reason=rate_limit_exceeded limit="requests per minute"' in second
 
 
-PROMPT = "The quality of mercy is not strained; it droppeth as the gentle rain from heaven. " * 40
-ASKED = {
-    "/v1/chat/completions": {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": 2},
-    "/v1/completions": {"prompt": PROMPT, "max_tokens": 2},
-    "/v1/responses": {"input": PROMPT, "max_output_tokens": 16},
-    "/v1/messages": {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": 2},
-}
+SALTS = {name: f"{name}-0123456789-abc" for name in KEYS}
+PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
+
+
+def fields(path: str) -> dict:
+    """Those of a request whose prompt shares no cache with that of another path."""
+    prompt = f"{path} " + "The quality of mercy is not strained; it droppeth as the gentle rain from heaven. " * 40
+    if path == "/v1/completions":
+        return {"prompt": prompt, "max_tokens": 2}
+    if path == "/v1/responses":
+        return {"input": prompt, "max_output_tokens": 16}
+    return {"messages": [{"role": "user", "content": prompt}], "max_tokens": 2}
 
 
 def cached(usage: dict) -> int:
@@ -159,30 +171,37 @@ def cached(usage: dict) -> int:
     return usage["cache_read_input_tokens"] if details is None else details["cached_tokens"]
 
 
-@pytest.mark.parametrize("path", ASKED)
-async def test_tenants_with_a_cache_of_their_own_find_nothing_of_others_as_predicted(file, engine, path):
-    """Two keys of one salt share what they cached, another salt shares nothing, whatever it says its salt is."""
-    salts = {name: f"{name}-0123456789-{len(path)}" for name in KEYS}
-    file.write_text("\n".join(line(name, cache_salt=salt) for name, salt in salts.items()))
-    async with running("--api-keys", str(file), "--replica-url", engine.url, env=SECRET) as gateway:
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def salted(given, tmp_path_factory):
+    """A gateway with two tenants, each with a cache of its own."""
+    file = tmp_path_factory.mktemp("keys") / "keys.yaml"
+    file.write_text("\n".join(line(name, cache_salt=salt) for name, salt in SALTS.items()))
+    async with running("--api-keys", str(file), *given) as gateway:
         await gateway.until(lambda status: status["replicas"][0]["tokenizer"].startswith("the gateway's"))
+        yield gateway
 
-        async def ask(name: str, **more) -> tuple[int, int]:
-            """Tokens that were predicted to be cached, and that were."""
-            body = {"model": "sim", **ASKED[path], **more}
-            answer = await gateway.client.post(path, json=body, headers=bearer(name))
-            assert answer.status_code == 200, answer.text
-            return int(answer.headers["x-hitherto-cached-tokens"]), cached(answer.json()["usage"])
 
-        found = [await ask(name) for name in ("one", "two", "one", "two")]
-        assert found[:2] == [(0, 0), (0, 0)]
-        assert found[2] == found[3] and found[2][0] == found[2][1] > 400
-        assert await ask("two", cache_salt=salts["one"]) == (0, 0)
-        assert await ask("two", cache_salt=salts["one"]) == found[2]
-        assert await gateway.counted("hitherto_predictions_total", outcome="over") == 0
-        assert await gateway.counted("hitherto_predictions_total", outcome="under") == 0
-        refused = await gateway.client.post(path, content=b"[]", headers=bearer("one"))
-        assert refused.status_code == 400 and "JSON object" in refused.text
+@pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.parametrize("path", PATHS)
+async def test_tenants_with_a_cache_of_their_own_find_nothing_of_others_as_predicted(salted, path):
+    """Two keys of one salt share what they cached, another salt shares nothing, whatever it says its salt is."""
+
+    async def ask(name: str, **more) -> tuple[int, int]:
+        """Tokens that were predicted to be cached, and that were."""
+        body = {"model": "sim", **fields(path), **more}
+        answer = await salted.client.post(path, json=body, headers=bearer(name))
+        assert answer.status_code == 200, answer.text
+        return int(answer.headers["x-hitherto-cached-tokens"]), cached(answer.json()["usage"])
+
+    found = [await ask(name) for name in ("one", "two", "one", "two")]
+    assert found[:2] == [(0, 0), (0, 0)]
+    assert found[2] == found[3] and found[2][0] == found[2][1] > 400
+    assert await ask("two", cache_salt=SALTS["one"]) == (0, 0)
+    assert await ask("two", cache_salt=SALTS["one"]) == found[2]
+    assert await salted.counted("hitherto_predictions_total", outcome="over") == 0
+    assert await salted.counted("hitherto_predictions_total", outcome="under") == 0
+    refused = await salted.client.post(path, content=b"[]", headers=bearer("one"))
+    assert refused.status_code == 400 and "JSON object" in refused.text
 
 
 def test_what_is_wrong_with_the_settings_is_said_with_a_remedy(capsys, tmp_path, file, monkeypatch):
@@ -228,9 +247,8 @@ def test_the_engines_key_is_not_shown(capsys, monkeypatch):
     assert ENGINE_KEY not in capsys.readouterr().out
 
 
-async def test_a_tenant_is_told_nothing_of_replicas_and_of_what_operators_can_do(file, engine):
-    arguments = ("--api-keys", str(file), "--replica-url", engine.url, "--model", "sim", "--access-log")
-    async with running(*arguments, env=SECRET) as gateway:
+async def test_a_tenant_is_told_nothing_of_replicas_and_of_what_operators_can_do(file, given):
+    async with running("--api-keys", str(file), *given, "--model", "sim", "--access-log") as gateway:
         (replica,) = (await gateway.ready(1))["replicas"]
         await gateway.admin.post(f"/replicas/{replica['id']}/drain")
         await gateway.until(lambda status: status["replicas"][0]["state"] == "stopped")

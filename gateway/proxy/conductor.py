@@ -229,6 +229,12 @@ def _foreign(what: str) -> UpstreamError:
     return UpstreamError(FOREIGN_ANSWER, f"{what}, which is no answer of an inference engine")
 
 
+def could_not_fetch(attempt: Attempt) -> bool:
+    """Whether this was a second leg that failed as one does whose cache does not come."""
+    error = attempt.error
+    return attempt.leg is Leg.DECODE and isinstance(error, UpstreamError) and error.kind in TRANSFER_FAILED
+
+
 class Conductor:
     def __init__(
         self, placing: Placing, judge: Judge, settling: Settling, forwarding: TokenIdForwarding, responses: Responses, metrics: Metrics, added: Added,
@@ -463,9 +469,11 @@ class Conductor:
             self.leg_ends.failed(exchange, attempt, kind, following)
         self.placing.pulls.failed(exchange, attempt, kind)
         if following is not Next.ANEW and (following is not Next.WHOLE or KINDS[kind].counts):
-            again = following in (Next.WHOLE, Next.LEGS)
-            is_last = again and (failed.beside or not self.judge.others(exchange, attempt))
-            exchange.tried += () if is_last else (attempt.backend,)
+            exchange.tried += () if following is Next.LEGS else (attempt.backend,)
+            if not self.judge.others(exchange, attempt):
+                # A decoder that could not fetch the prompt's cache can still compute the prompt itself.
+                able = [one.backend for one in exchange.attempts if could_not_fetch(one)]
+                exchange.tried = tuple(one for one in exchange.tried if one not in able)
             exchange.attempts_used += KINDS[kind].counts
         exchange.crashes = exchange.crashes.after(failed)
         if following is Next.LOST:

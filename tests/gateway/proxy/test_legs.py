@@ -413,6 +413,29 @@ async def test_a_decoder_computes_all_itself_where_its_transfer_failed_and_nobod
         await eventually(s.idle)
 
 
+async def test_a_decoder_computes_all_itself_where_only_then_the_prefiller_is_found_dead():
+    """The decoder's error is the first that is known of it, so the prefiller is asked for the whole request before."""
+    handed, seen = [], []
+
+    async def dies(reader, writer):
+        await read_request(reader)
+        if not handed:
+            handed.append(True)
+            writer.write(reply(HANDED))
+            await read_request(reader)
+
+    async def bereft(reader, writer):
+        while True:
+            seen.append(await read_request(reader))
+            whole = leg_of(json.loads(seen[-1][1])) == "whole"
+            writer.write(reply() if whole else UNFETCHED["500"])
+
+    async with disaggregated(dies, bereft) as s:
+        assert (await asks(s))[0::2] == (200, ANSWER)
+        assert legs_of(seen) == ["decode", "whole"]
+        await eventually(s.idle)
+
+
 @pytest.mark.parametrize("kept", [True, False], ids=["while the lease lasts", "after it"])
 async def test_a_decoder_that_nobody_reaches_is_replaced_by_another(kept, monkeypatch):
     """Nothing of the second leg was sent, so the parameters are as good as they were."""

@@ -72,17 +72,17 @@ async def ask(one, tier="", leave_after=None, **size):
 
 
 @asynccontextmanager
-async def flood(one, clients):
+async def flood(one, clients, **given):
     """Yields the list of answers to clients that ask again as soon as they are answered, while the block lasts and at
     least once; a refused one waits a little."""
     over, found = asyncio.Event(), []
 
     async def client():
-        found.append(await ask(one))
+        found.append(await ask(one, **given))
         while not over.is_set():
             if found[-1][0] != 200:
                 await asyncio.sleep(0.1)
-            found.append(await ask(one))
+            found.append(await ask(one, **given))
 
     asking = asyncio.gather(*[client() for _ in range(clients)])
     try:

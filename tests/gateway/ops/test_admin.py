@@ -176,7 +176,7 @@ async def test_a_model_does_not_wait_for_the_tokenizer_of_another(http, gateway)
         replica = gateway.fleet.add(url)
         replica.state, replica.models = State.READY, {name: None}
     missing = "the tokenizer of two, which is being loaded"
-    gateway.view.models = types.SimpleNamespace(waiting_for=missing, loading={"two"}, spaces=[])
+    gateway.view.models = types.SimpleNamespace(waiting_for=missing, loading={"two"}, spaces=[], members={})
 
     async def ask(query=""):
         async with http.get(f"/readyz{query}") as response:

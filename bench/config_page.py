@@ -33,24 +33,18 @@ HEAD = """\
 <!-- Written by `python -m bench.config_page`; tests/test_docs.py holds it to that. -->
 # Configuration
 
-Every setting can be given in three ways. The first that names it counts:
+Give a setting in one of three ways. The first that names it counts:
 
 1. a flag of `hitherto serve`, as in `--port 8000`,
 2. an environment variable, as in `HITHERTO_PORT=8000`,
-3. a line of the YAML file that `--config` names (without it `hitherto.yaml` in the working directory, if there is one), as in `port: 8000`.
+3. a line of the YAML file that `--config` names (without it `hitherto.yaml` in the working directory), as in `port: 8000`.
 
 `hitherto config` prints what is in force and where each value came from; its output is itself a valid file. Settings are
-checked before anything starts: one that cannot be is named with its source and the remedy, and the exit code is 2. `hitherto
-config`, `explain` and `doctor` take the same settings, so give them the same flags.
+checked before anything starts; a wrong one is named with its source and the remedy, and the exit code is 2. Give `hitherto
+config`, `explain` and `doctor` the same flags as `serve`.
 
-A flag or a line of the file that is no setting is refused. A variable `HITHERTO_...` that is none is refused where it is
-spelt much like one (`HITHERTO_ADMINPORT`) or has the same letters in another order (`HITHERTO_PROT`). Any other is named in
-a warning, since it may be somebody else's. The ones that Kubernetes sets in every pod for a Service called `hitherto`
-(`HITHERTO_SERVICE_HOST`, `HITHERTO_PORT=tcp://...`) are passed over.
-
-In the file, lists are lists and mappings are mappings. As a flag or a variable, a list is separated by commas (URLs by
-spaces), and a mapping is YAML on one line. Sizes are bytes, or a number with a unit, like `512MiB` or `5G`; units are binary
-however they are written (`5G`, `5GB` and `5GiB` are one size).
+As a flag or a variable, a list is separated by commas (URLs by spaces), and a mapping is YAML on one line. Sizes are bytes,
+or a number with a unit, like `512MiB` or `5G`; units are always binary.
 """
 
 

@@ -43,7 +43,8 @@ Give a setting in one of three ways. The first that names it counts:
 checked before anything starts; a wrong one is named with its source and the remedy, and the exit code is 2. Give `hitherto
 config`, `explain` and `doctor` the same flags as `serve`.
 
-As a flag or a variable, a list is separated by commas (URLs by spaces), and a mapping is YAML on one line. Sizes are bytes,
+In the file a setting has its flag's name with underscores, as in `admin_port`; in the environment the same in capitals
+behind `HITHERTO_`. As a flag or a variable, a list is separated by commas (URLs by spaces), and a mapping is YAML on one line. Sizes are bytes,
 or a number with a unit, like `512MiB` or `5G`; units are always binary.
 """
 
@@ -54,7 +55,7 @@ def page() -> str:
         if name in SUBJECTS:
             subject = SUBJECTS[name]
             parts.append(f"\n## {subject[0].upper()}{subject[1:]}\n\nExplained in {PAGES[subject]}.\n")
-            parts.append("| flag | in the file | default | |\n|---|---|---|---|")
+            parts.append("| flag | default | |\n|---|---|---|")
         parts.append(_row(name, field))
     return "\n".join(parts) + "\n"
 
@@ -63,7 +64,7 @@ def _row(name: str, field: Any) -> str:
     shown = flag(name) if field.annotation is bool else f"{flag(name)} {metavar(name, field.annotation)}"
     also = "".join(f", `{alias}`" for alias in ALIASES.get(name, ()))
     text, _, meant = field.description.partition(" (default: ")
-    cells = (f"`{shown}`{also}", f"`{name}`", meant.removesuffix(")") or _default(name, field), text)
+    cells = (f"`{shown}`{also}", meant.removesuffix(")") or _default(name, field), text)
     return "| " + " | ".join(map(_escaped, cells)) + " |"
 
 

@@ -1,4 +1,4 @@
-"""A rule that somebody keeps in a file of their own: `./mine.py:Mine`, a class that is made without arguments.
+"""Routing rules from a user's own file: `./mine.py:Mine` names a class whose constructor takes no arguments.
 
 It is imported and asked about two idle replicas before any request is, so that what is wrong with it is said at the
 start and not to clients. What fails later is logged once and told to `on_failure` each time, and that request goes

@@ -53,7 +53,7 @@ class Writing:
     async def run(self) -> None:
         while True:
             await asyncio.sleep(BATCH_SECONDS)
-            # A position tells of whole batches only.
+            # An intake that is in the middle of a batch is left out: a written position always ends a batch.
             writers = [
                 one
                 for one in self._shared.members

@@ -134,8 +134,10 @@ class Routed:
         return number
 
     def take_back(self, slot: int, hashes: Sequence[int], held: int, number: int) -> None:
-        """Predict no longer what the prompt of this number added, but for the blocks that were `held` before it. What
-        prompts after it share with it stays, since they are still on their way: also those of the same instant."""
+        """Withdraw the blocks that prompt `number` added to the prediction; the first `held` were there before it.
+
+        Blocks that later prompts share with it stay, since those prompts are still on their way to the replica.
+        """
         for generation in (self._new, self._old):
             generation.take_back(slot, hashes, held, number)
 

@@ -70,8 +70,10 @@ def _short(value: Any) -> str:
 
 
 def features_of(prompt: Prompt, body: bytes) -> frozenset[str] | None:
-    """The features of a prepared body, None where they are not known: the body is forgotten (b"") once its answer
-    comes, and of unusual ones nothing is kept."""
+    """Return the features of a prepared body, or None where they are unknown.
+
+    The body is dropped (b"") once its answer begins. What was kept of it then tells the features of common bodies only.
+    """
     if body:
         return features(prompt.path, orjson.loads(body))
     if prompt.features is not None:

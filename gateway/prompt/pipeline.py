@@ -795,8 +795,10 @@ class Pipeline:
         return prompt
 
     def _unlike(self, prompt: Prompt, request: dict[str, Any], body: bytes, error: Exception) -> Prompt:
-        """The engine makes other tokens of the request than are made here: it is matched as text. What cannot be
-        written as text goes by load, with about 4 bytes of body to a token."""
+        """Match a request as text because the engine makes other tokens of it than this gateway would.
+
+        A request that cannot be written as text is routed by load, and counted as a token for each 4 bytes of body.
+        """
         note = _said(error)[:_LONGEST_NOTE]
         prompt.token_ids, prompt.declined = b"", True
         if isinstance(error, Multimodal):

@@ -161,14 +161,14 @@ class Queue:
         return None
 
     def _pairings(self, asker: Asker) -> Sequence[Pairing]:
-        """Who may have its legs."""
+        """Return the pairs of prefiller and decoder that may serve this request; none where it must stay whole."""
         placing = self._placing
         if not placing.eligible.roles.any or not isinstance(asker, Exchange):
             return ()
         return placing.legs.pairings_of(asker)
 
     def _cap(self, asker: Asker, tokens: int) -> None:
-        """Its answer is to have no more tokens than these, wherever it is sent."""
+        """Limit the tokens of its answer, whichever replica writes it."""
         prompt = asker.prompt
         assert isinstance(asker, Exchange) and prompt is not None
         asker.request.body = capped(asker.request.body, prompt.path, tokens)
@@ -206,7 +206,7 @@ class Queue:
         )
 
     def class_of(self, exchange: Exchange) -> str:
-        """The name of the class that a prompt is of."""
+        """Return the name of a prompt's class."""
         assert exchange.prompt is not None
         return self.qos_of(exchange, exchange.prompt).name
 

@@ -29,7 +29,10 @@ CHALLENGE = ((b"www-authenticate", b"Bearer"),)
 
 
 class Keys:
-    """Those of one file. Raises KeyFileError where that cannot be used. `classes`: that tenants may be of."""
+    """The API keys of one key file. `classes` names the classes that its tenants may have.
+
+    Raises KeyFileError if the file cannot be used.
+    """
 
     def __init__(self, path: Path, classes: Collection[str] = ()):
         self._path, self._classes = path, classes
@@ -42,7 +45,7 @@ class Keys:
         self.on_gone: list[Callable[[str], None]] = []  # called with the name of each tenant that is no more
 
     def authenticate(self, request: Request) -> Tenant | ApiError | None:
-        """Who asks; why the request is refused; or None for what is open to everybody."""
+        """Return the tenant that asks, the error that refuses the request, or None for a path open to everybody."""
         key = _key(request.header(b"authorization"), request.header(b"x-api-key"))
         if (tenant := self._tenant(key)) is not None:
             return tenant

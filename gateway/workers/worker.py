@@ -80,14 +80,14 @@ class Worker(Admin):
     # --- what it answers for all
 
     async def counted(self, request: web.Request) -> web.Response:
-        """The status, with all that was counted, for a status of all workers."""
+        """Answer with this worker's status and counts, which the admin door adds up over all workers."""
         gateway = self.gateway
         return answer(
             {"status": gateway.status(), "counts": gateway.metrics.counts(), "connections": gateway.server.open}
         )
 
     async def kept(self, request: web.Request) -> web.Response:
-        """Its last 15 minutes, for those of all workers."""
+        """Answer with this worker's last 15 minutes, which the admin door joins with those of the others."""
         return answer(self.gateway.recent.kept())
 
     async def loads(self, request: web.Request) -> web.Response:
@@ -98,11 +98,11 @@ class Worker(Admin):
         return answer({id: load for id, load in found.items() if any(load)})
 
     async def costs(self, request: web.Request) -> web.Response:
-        """What it has learned, for a worker that takes another one's place."""
+        """Answer with the learned costs, which a replacement for a dead worker begins with."""
         return answer(self.gateway.costs.state())
 
     async def known_replicas(self, request: web.Request) -> web.Response:
-        """The replicas as they are here, for a worker that takes another one's place: see `begin`."""
+        """Answer with the replicas this worker knows, which a replacement for a dead worker adopts in `begin`."""
         fleet, discovery = self.gateway.fleet, self.gateway.discovery
         pods = discovery.handed_on() if discovery is not None else {"pods": [], "left_out": []}
         stay = {id: engine for id, engine in fleet.engines.items() if engine.removal is None}

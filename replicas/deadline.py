@@ -28,5 +28,8 @@ async def within(seconds: float, work: Coroutine[Any, Any, T]) -> T:
         if not task.done():
             task.cancel()
             await asyncio.wait((task,))
+        # whoever was cancelled, or given up, just as the work failed does not ask for its error
+        if not task.cancelled():
+            task.exception()
         # it holds the error, whose traceback holds this frame: a cycle, and all that waits for the error in it
         del task

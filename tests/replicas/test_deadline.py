@@ -1,6 +1,7 @@
 """Deadlines count only the time in which the event loop ran."""
 
 import asyncio
+import gc
 from time import sleep
 
 import pytest
@@ -18,6 +19,29 @@ async def test_what_is_in_time_is_returned_and_what_fails_raises():
 
 async def _fails():
     raise ZeroDivisionError
+
+
+async def test_an_error_that_comes_together_with_a_cancellation_is_no_unretrieved_one():
+    told: list[dict] = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: told.append(context))
+
+    async def fails_when(event: asyncio.Event):
+        await event.wait()
+        raise ZeroDivisionError
+
+    for later in range(4):  # iterations of the event loop between the failure and the cancellation
+        event = asyncio.Event()
+        task = asyncio.ensure_future(within(5, fails_when(event)))
+        await asyncio.sleep(0.01)
+        event.set()
+        for _ in range(later):
+            await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.wait((task,))
+        task.cancelled() or task.exception()
+        del task
+    gc.collect()
+    assert not told
 
 
 async def test_what_is_late_is_cancelled():

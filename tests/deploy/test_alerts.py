@@ -47,6 +47,11 @@ SCENES: dict[str, tuple[dict[str, str], list[int], list[int]]] = {
         [15],
         [8, 30],
     ),
+    "HithertoPolicyFailing": (
+        {f'hitherto_policy_failures_total{{{GATEWAY}, policy="mine.py:Mine"}}': "0x5 0+1x3 3x40"},
+        [8],
+        [4, 20],
+    ),
     "HithertoBackgroundFailures": (
         {f'hitherto_background_failures_total{{{GATEWAY}, work="care for replicas"}}': "0x5 0+2x10 20x40"},
         [14],

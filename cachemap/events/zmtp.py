@@ -5,6 +5,7 @@ publisher could make this process keep whatever it sent. Here all that waits has
 """
 
 import asyncio
+import socket
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,8 +15,8 @@ WAKE_SECONDS = 1.0  # a wake-up that got lost costs at most this
 # a turn's worth; then others get the loop. A block is 50 to 90 bytes and 1.5 us of work,
 # so 128 KiB take about 3 ms; a batch alone 60 us
 TURN_MESSAGES, TURN_BYTES, TURN_FRAMES = 64, 1 << 17, 4096
-# Bytes of one frame, and of what waits to be read or for its message's end; a frame counts as so many at least. A
-# prompt of a million tokens in blocks of 16 is told in 7.5 MB.
+# The most bytes of one frame, and of all frames that wait, either to be read or for the end of their message; a smaller
+# frame than the third number counts as that many bytes. A prompt of a million tokens in blocks of 16 is told in 7.5 MB.
 MOST_FRAME, MOST_QUEUED, LEAST_FRAME = 1 << 23, 1 << 26, 1 << 10
 MOST_COMMAND, COMMAND_FRAMES = 1 << 12, 64  # bytes of one, and how many frames of a turn one takes
 RECONNECT_SECONDS = (0.1, 1.0)  # until a connection is made again, doubling while it cannot be made
@@ -27,14 +28,17 @@ _NULL = b"NULL".ljust(20, b"\0")  # the only mechanism spoken here: neither keys
 _GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + _NULL + bytes(32)
 _READY, _PING, _PONG, _ERROR = b"\x05READY", b"\x04PING", b"\x04PONG", b"\x05ERROR"
 _SUBSCRIBE_ALL = b"\x01"
+# The sockets that may answer one of ours. A publisher's endpoint and its replay endpoint are easily swapped, and libzmq
+# closes such a connection after each handshake.
+_PEERS = {"SUB": (b"PUB", b"XPUB"), "DEALER": (b"ROUTER", b"DEALER", b"REP")}
 
 
 class Inbox(asyncio.Protocol):
     """A connection to one endpoint, made again whenever it breaks, and the messages that came over it.
 
-    `kind` is the type of our socket, "SUB" or "DEALER". `linked`: the other side has shaken hands; `refused`: it was
-    tried since, in vain; `faults`: how often a connection that was linked was closed for what came over it: no ZMTP, or
-    a frame or a message above the bounds. Raises ValueError for an endpoint that is none."""
+    `kind` is the type of our socket, "SUB" or "DEALER". `linked`: the other side has shaken hands; `refused`: the last
+    attempt to connect failed; `faults`: how often a connection that was linked was closed for what came over it, which
+    was no ZMTP, or a frame or a message above the bounds. Raises ValueError for an endpoint that is none."""
 
     def __init__(self, kind: str, endpoint: str):
         self.linked = self.refused = False
@@ -59,16 +63,19 @@ class Inbox(asyncio.Protocol):
             self._ended.clear()
             try:
                 if port is None:
-                    await loop.create_unix_connection(lambda: self, host)
+                    await loop.create_unix_connection(lambda: self, sock=await _connected_unix(host))
                 else:
                     await loop.create_connection(lambda: self, host, port)
             except (OSError, UnicodeError):  # the latter of a host that is no name
                 self.refused = True
                 self._changed.set()
             else:
+                self.refused = False
                 alarm = loop.call_later(HANDSHAKE_SECONDS, self._expect_link)
-                await self._ended.wait()
-                alarm.cancel()
+                try:
+                    await self._ended.wait()
+                finally:
+                    alarm.cancel()  # it would keep a closed inbox, with its messages
                 pause = RECONNECT_SECONDS[0]
             await asyncio.sleep(pause)
             pause = min(2 * pause, RECONNECT_SECONDS[1])
@@ -82,10 +89,8 @@ class Inbox(asyncio.Protocol):
         self._greeted = self._halted = False  # halted: nothing more is taken for now
         self._frames: list[bytes] = []  # of a message whose end has not come
         self._unfinished = 0  # bytes in them
-        self._rest, self._wanted = (
-            bytearray(),
-            _GREETING_BYTES,
-        )  # bytes of a frame that is not whole, and how many it has
+        # bytes of a frame that is not whole, and how many it has
+        self._rest, self._wanted = bytearray(), _GREETING_BYTES
 
     # --- asyncio.Protocol
 
@@ -181,7 +186,9 @@ class Inbox(asyncio.Protocol):
     def _obey(self, command: bytes, transport: asyncio.Transport) -> bool:
         """Do what a command asks for; False for what ends the connection."""
         if command.startswith(_READY) and not self.linked:
-            self.linked, self.refused = True, False
+            if (kind := _socket_type(command[6:])) and kind not in _PEERS[self._kind]:
+                return False
+            self.linked = True
             transport.write(_framed(_SUBSCRIBE_ALL) if self._kind == "SUB" else b"".join(self._outgoing))
             self._outgoing.clear()
             self._changed.set()
@@ -240,6 +247,30 @@ def _framed(body: bytes, flags: int = 0) -> bytes:
     if len(body) < 256:
         return bytes((flags, len(body))) + body
     return bytes((flags | _LONG,)) + len(body).to_bytes(8, "big") + body
+
+
+def _socket_type(metadata: bytes) -> bytes:
+    """Return the type of socket that a READY command names; nothing for a command that names none."""
+    at = 0
+    while at < len(metadata):
+        name = metadata[at + 1 : (at := at + 1 + metadata[at])]
+        value = metadata[at + 4 : (at := at + 4 + int.from_bytes(metadata[at : at + 4], "big"))]
+        if name.lower() == b"socket-type":
+            return value
+    return b""
+
+
+async def _connected_unix(path: str) -> socket.socket:
+    """Return a connection to a path, which begins with a NUL in Linux's abstract namespace: uvloop refuses to connect
+    to that by its name. Raises OSError."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    sock.setblocking(False)
+    try:
+        await asyncio.get_running_loop().sock_connect(sock, path)
+    except BaseException:
+        sock.close()
+        raise
+    return sock
 
 
 def _address(endpoint: str) -> tuple[str, int | None]:

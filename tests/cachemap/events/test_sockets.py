@@ -1,12 +1,19 @@
 """Inboxes: as many as there are replicas, and none of them left over."""
 
+import asyncio
+import gc
+import os
 import resource
-from contextlib import ExitStack
+import weakref
+from contextlib import ExitStack, asynccontextmanager
 
 import pytest
+import uvloop
 import zmq
 
-from cachemap.events.zmtp import connected
+from cachemap.events.zmtp import Inbox, connected
+
+GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(52, b"\0")
 
 
 @pytest.fixture
@@ -31,3 +38,66 @@ async def test_more_than_a_thousand_replicas_can_be_followed_at_once(many_files,
 async def test_an_address_that_is_none_is_refused(endpoint):
     with pytest.raises(ValueError, match="no address of a ZMQ socket"), connected("SUB", endpoint):
         pass
+
+
+@asynccontextmanager
+async def peer(socket_type: bytes):
+    """What shakes hands as such a socket -> its port, and the connections that the other side has ended."""
+    ended = asyncio.Semaphore(0)
+
+    async def shake_hands(reader, writer):
+        ready = b"\x05READY\x0bSocket-Type" + len(socket_type).to_bytes(4, "big") + socket_type
+        writer.write(GREETING + bytes((4, len(ready))) + ready)
+        try:
+            while await reader.read(1 << 16):
+                pass
+        except ConnectionError:
+            pass
+        writer.close()
+        ended.release()
+
+    server = await asyncio.start_server(shake_hands, "127.0.0.1", 0)
+    async with server:
+        yield server.sockets[0].getsockname()[1], ended
+
+
+async def is_linked(inbox: Inbox) -> None:
+    while not inbox.linked:
+        await inbox.changed(1)
+
+
+@pytest.mark.parametrize(("ours", "theirs"), [("SUB", b"ROUTER"), ("SUB", b"SUB"), ("DEALER", b"PUB")])
+async def test_a_socket_of_another_kind_is_never_linked_so_that_swapped_ports_show(ours, theirs):
+    async with peer(theirs) as (port, ended):
+        with connected(ours, f"tcp://127.0.0.1:{port}") as inbox:
+            was_linked = asyncio.ensure_future(is_linked(inbox))
+            for _ in range(2):
+                await ended.acquire()
+            assert not was_linked.done()
+            was_linked.cancel()
+
+
+async def test_a_closed_inbox_is_not_kept():
+    async with peer(b"PUB") as (port, ended):
+        with connected("SUB", f"tcp://127.0.0.1:{port}") as inbox:
+            await is_linked(inbox)
+        await ended.acquire()
+        kept = weakref.ref(inbox)
+        del inbox
+        await asyncio.sleep(0)
+        gc.collect()
+        assert kept() is None
+
+
+@pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
+@pytest.mark.parametrize("name", ["@hitherto-test-{}", "{}/events"])
+def test_a_publisher_on_this_machine_is_followed_by_its_path(run, name, tmp_path):
+    endpoint = f"ipc://{name.format(os.getpid() if name[0] == '@' else tmp_path)}"
+
+    async def linked():
+        with connected("SUB", endpoint) as inbox:
+            await is_linked(inbox)
+
+    with zmq.Context() as context, context.socket(zmq.PUB) as publisher:
+        publisher.bind(endpoint)
+        run(linked())

@@ -10,6 +10,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
+from itertools import chain
+from string import Formatter
 from types import GeneratorType
 from typing import Any
 
@@ -31,7 +33,8 @@ _MOST_BITS = 4096  # of an integer
 _CONTAINERS = (list, tuple, dict, type({}.keys()), type({}.values()), type({}.items()))
 _HASHED = {(nodes.Pair, "key"), (nodes.Getitem, "arg")}  # expressions whose value Python hashes
 _DIGITS = re.compile(r"\d+")
-_NESTED = re.compile(r":[^{}]*\{")  # a width that is another argument
+# The width and the precision of a `%` conversion, whose mapping key may hold parentheses of its own.
+_PRINTF = re.compile(r"[%)][-+ #0]*([\d*]*)(?:\.([\d*]*))?")
 # Other filters and methods whose result may be as large as the product of their subject and an argument.
 _WIDENING = frozenset(
     """
@@ -44,6 +47,7 @@ _SHALLOW = frozenset(
 )
 # Filters and methods that may take time that grows with the square of their subject.
 _SQUARE = frozenset("sum encode decode striptags unescape urlize pprint xmlattr".split())
+_LINEAR_CODECS = frozenset(("utf-8", "utf8", "ascii", "latin-1"))
 
 
 class TemplateError(Exception):
@@ -107,14 +111,16 @@ class _Budget:
             self.fits(subject.count(str(args[0])) * _length(args[1]))
         elif name == "join":
             self.fits(_length(subject) * sum(map(_length, given)))
-        elif name in ("format", "format_map") and isinstance(subject, str):
-            numbers = _DIGITS.findall(f"{subject}{[*given]}" if _NESTED.search(subject) else subject)
-            widest = sum(map(int, numbers)) + max(map(_width, given), default=0) + sum(map(self.size, given))
+        elif name in ("%", "format", "format_map") and isinstance(subject, str):
+            widths = [*chain(*_PRINTF.findall(subject))] if name == "%" else _format_widths(subject)
+            if any("*" in one or "{" in one for one in widths):  # arguments are widths
+                widths.append(f"{given}")
+            widest = sum(map(int, _DIGITS.findall(" ".join(widths)))) + sum(map(self.size, given)) + _MOST_BITS
             self.fits((subject.count("%") + subject.count("{")) * widest)
         elif name in ("strftime", "strftime_now"):
             self.fits(256 * max(map(_width, given), default=0))  # CPython gives up on a longer text
         elif name in _SQUARE:
-            self.fits(self.size(subject) * _length(subject))
+            self.fits(self.size(subject) * _rounds(name, subject, given))
         elif name in _WIDENING:
             widest = max(map(_width, given), default=0)
             self.fits((self.size(subject) if isinstance(subject, (str, bytes, *_CONTAINERS)) else widest) * widest)
@@ -145,6 +151,25 @@ def _length(value: Any) -> int:
     if isinstance(value, (str, bytes)):
         return len(value)
     return 8 * len(value) if isinstance(value, (*_CONTAINERS, range)) else 8
+
+
+def _rounds(name: str, subject: Any, given: Sequence[Any]) -> int:
+    """Return how often a filter or a method of `_SQUARE` may go over its subject."""
+    if name == "sum" and not any(isinstance(one, _CONTAINERS) for one in given):
+        return 1  # numbers: the sum of lists has one to begin with
+    if name in ("encode", "decode") and (not given or given[0] in _LINEAR_CODECS):
+        return 1
+    if name == "striptags":
+        return 1 + str(subject).count("<")
+    return _length(subject)
+
+
+def _format_widths(pattern: str) -> list[str]:
+    """Return the format specifications of `str.format`, or the whole pattern where it is none."""
+    try:
+        return [spec for _, _, spec, _ in Formatter().parse(pattern) if spec]
+    except ValueError:
+        return [pattern]
 
 
 def _width(value: Any) -> int:
@@ -251,7 +276,7 @@ class Bounds(jinja2.sandbox.ImmutableSandboxedEnvironment):
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         budget = context.budget
         if operator == "%" and isinstance(left, str):
-            budget.before("format", left, (right,), {})
+            budget.before("%", left, right if isinstance(right, tuple) else (right,), {})
             budget.read(left, right)
         elif operator == "*":
             for one, times in ((left, right), (right, left)):
@@ -266,13 +291,14 @@ def _bounded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """A filter or a test that pays for what it reads and makes."""
     wants = getattr(function, "jinja_pass_arg", None)
     wants = wants and wants.name
+    kind = "%" if name == "format" else name  # the method of that name formats with braces
 
     @wraps(function)
     def bounded(context: _Context, value: Any, *args: Any, **kwargs: Any) -> Any:
         budget = context.budget
         if type(value) is GeneratorType and name not in _SHALLOW:
             value = list(value)
-        budget.before(name, value, args, kwargs)
+        budget.before(kind, value, args, kwargs)
         (budget.touch if name in _SHALLOW else budget.read)(value)
         if args or kwargs:
             budget.read(*args, *kwargs.values())

@@ -195,6 +195,7 @@ class ChatTemplate:
             raise
         except Exception as error:  # templates are programs: they may fail in any way
             raise TemplateError(f"{type(error).__name__}: {error}") from error
+        self.exceeds = ""
         return text if last is None else cut_at_tag(text, last)
 
 

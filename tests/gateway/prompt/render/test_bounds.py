@@ -43,7 +43,17 @@ BOMBS = [
     "{{ ('a\n' * 9999)|indent(99999) }}",
     "{{ '%1000000000d'|format(1) }}",
     "{{ '%*d' % (1000000000, 1) }}",
+    "{{ '%(a)1000000000d' % {'a': 1} }}",
+    "{{ '%((a))1000000000d' % {'(a)': 1} }}",
+    "{{ '%.1000000000d' % 1 }}",
+    "{{ '%.*f' % (1000000000, 1.5) }}",
     "{{ '{:1000000000}'.format(1) }}",
+    "{{ '{0[}]:1000000000}'.format({'}': 1}) }}",
+    "{{ '{:{w}}'.format('a', w=1000000000) }}",
+    "{{ '{:1000000000}'.format_map({'': 1}) }}",
+    "{{ [['a'] * 9999] * 99|sum(start=[])|length }}",
+    "{{ ([['a'] * 999] * 9999)|sum(start=[]) }}",
+    "{{ ('<!-- -->' * 99999)|striptags }}",
     "{{ '{:{}}'.format('a', '1000000000') }}",
     "{{ range(99999)|join('a' * 99999) }}",
     "{{ ('a' * 99999).join(range(99999)|map('string')) }}",
@@ -94,3 +104,29 @@ def test_a_template_that_would_never_end_or_fill_the_memory_fails_early(source):
 def test_a_long_conversation_is_rendered_however_often_a_template_goes_over_it(source, messages, words):
     chat = [{"role": "user", "content": "hello " * words}] * messages
     assert ChatTemplate(source, {}).render(chat, None, {})
+
+
+@pytest.mark.parametrize(
+    ("source", "made"),
+    [
+        ("{{ 'id-20250115-%s' % messages[0].content }}", "id-20250115-tel 0301234567"),
+        ("{{ 'id-20250115 %s'|format(messages[0].content) }}", "id-20250115 tel 0301234567"),
+        ("{{ '%d %05.1f' % (1736899200, 2.5) }}", "1736899200 002.5"),
+        ("{{ '{}'.format(1736899200) }}", "1736899200"),
+        ("{{ '{}: {}'.format('user', messages[0].content) }}", "user: tel 0301234567"),
+        ("{{ messages|map(attribute='content')|map('length')|sum }}", "1400"),
+        ("{{ messages|map(attribute='content')|join('<b>')|striptags|length }}", "1400"),
+        ("{{ (messages[0].content * 999).encode('utf-8')|length }}", "13986"),
+    ],
+)
+def test_what_is_long_only_in_its_numbers_or_takes_time_in_proportion_is_rendered(source, made):
+    assert ChatTemplate(source, {}).render([{"role": "user", "content": "tel 0301234567"}] * 100, None, {}) == made
+
+
+def test_a_template_that_went_too_far_is_told_of_until_it_renders_again():
+    template = ChatTemplate("{{ messages[0].content * (9 if messages|length > 1 else 10 ** 9) }}", {})
+    with pytest.raises(TemplateError):
+        template.render(CHAT, None, {})
+    assert "more than a conversation of this size may take" in template.exceeds
+    assert template.render(CHAT * 2, None, {}) == "hi" * 9
+    assert not template.exceeds

@@ -24,7 +24,7 @@ from .engines import ENVIRONMENT, folder
 MANAGERS = Path(__file__).with_name("managers.py")
 # Blocks that a manager has: so few that most of what is stored is evicted.
 KINDS = {("full", 1): 110, ("full", 2): 56, ("full", 8): 26, ("windows", 1): 300, ("mamba", 1): 160,
-         ("mamba", 2): 130, ("mamba", 8): 64}  # fmt: skip
+         ("mamba", 2): 100, ("mamba", 8): 64}  # fmt: skip
 
 
 def jobs(requests: int, version: str = "") -> list[dict]:

@@ -103,6 +103,9 @@ class Managed:
             given = (hit, found) if at == hit else (0, None)
             if manager.allocate_slots(request, end - at, *given, num_lookahead_tokens=1 if self.drops else 0) is None:
                 raise RuntimeError("the cache is too small for one request")
+            if take := getattr(manager, "take_kv_cache_block_copies", None):
+                # as the scheduler does after a step, in which these blocks are copied
+                manager.block_pool.free_blocks(take()[1])
             request.num_computed_tokens = at = end
         manager.free(request)
         return hit, manager.take_events()

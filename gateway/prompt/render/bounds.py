@@ -8,7 +8,7 @@ budget that grows with the conversation; one that could make something large is 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import wraps
 from itertools import chain
 from string import Formatter
@@ -47,6 +47,13 @@ _SHALLOW = frozenset(
 )
 # Filters and methods that may take time that grows with the square of their subject.
 _SQUARE = frozenset("sum encode decode striptags unescape urlize pprint xmlattr".split())
+# Methods and filters that may compare each character of their subject with each of an argument: CPython looks for a
+# text from its end so, and strips so. A comparison takes an eighth of what reading a byte may take elsewhere.
+_COMPARING = frozenset("rfind rindex rsplit rpartition strip lstrip rstrip trim".split())
+# Filters that look up an attribute of each item, by a path, and those that do when their result is read.
+_BY_PATH = frozenset("map selectattr rejectattr groupby sort unique min max sum".split())
+_LAZY = frozenset("map select reject selectattr rejectattr".split())
+_MOST_PARTS = 16  # of a path
 _LINEAR_CODECS = frozenset(("utf-8", "utf8", "ascii", "latin-1"))
 
 
@@ -92,6 +99,8 @@ class _Budget:
             self.fits(self.size(value))
         elif isinstance(value, int):
             _check_bits(value.bit_length())
+        elif isinstance(value, range) and max(abs(value.start), abs(value.stop)) >> 53:
+            raise TemplateError("the chat template makes a range of integers of more than 53 bits")  # they hash alike
         else:
             self.spend(_length(value))
         return value
@@ -104,9 +113,19 @@ class _Budget:
         """Pay for looking at these values, but not at what containers among them hold."""
         self.spend(STEP + sum(map(_length, values)))
 
+    def each(self, values: Iterable[Any]) -> Iterator[Any]:
+        """Pay for each value as it is taken."""
+        for value in values:
+            self.spend(STEP)
+            yield value
+
     def before(self, name: str, subject: Any, args: Sequence[Any], named: Mapping[str, Any]) -> None:
         """Refuse a filter or a method that would make more of `subject` and its arguments than is left."""
         given = (*args, *named.values())
+        if name in _BY_PATH or (name == "join" and "attribute" in named):
+            for one in given:
+                if isinstance(one, str) and one.count(".") + one.count(",") >= _MOST_PARTS:
+                    raise TemplateError(f"the chat template has an attribute's path of more than {_MOST_PARTS} parts")
         if name == "replace" and isinstance(subject, str) and len(args) > 1 and not named:
             self.fits(subject.count(str(args[0])) * _length(args[1]))
         elif name == "join":
@@ -119,6 +138,8 @@ class _Budget:
             self.fits((subject.count("%") + subject.count("{")) * widest)
         elif name in ("strftime", "strftime_now"):
             self.fits(256 * max(map(_width, given), default=0))  # CPython gives up on a longer text
+        elif name in _COMPARING:
+            self.spend(_length(subject) * sum(map(_length, given)) // 8)
         elif name in _SQUARE:
             self.fits(self.size(subject) * _rounds(name, subject, given))
         elif name in _WIDENING:
@@ -302,6 +323,8 @@ def _bounded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         (budget.touch if name in _SHALLOW else budget.read)(value)
         if args or kwargs:
             budget.read(*args, *kwargs.values())
+        if name in _LAZY and value:
+            value = budget.each(value)
         first = {"context": (context,), "eval_context": (context.eval_ctx,), "environment": (context.environment,)}
         return budget.made(function(*first.get(wants, ()), value, *args, **kwargs))
 

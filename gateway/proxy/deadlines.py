@@ -27,6 +27,7 @@ KEEP_ALIVE_SECONDS = 5.0
 # Seconds that a request without a first byte stays where it was sent once that replica is in this state and, where its
 # engine is there, computes nothing.
 PATIENCE = {State.DEGRADED: 10.0, State.LEAVING: STANDS_STILL, State.FAILED: 0.0}
+FIRST_LEG_SECONDS = 10.0  # from the head of a first leg's answer, which follows its work, to the end of its few bytes
 LOST_SILENCE = 10.0  # seconds between two pieces of a stream from a replica that is lost
 
 
@@ -92,6 +93,11 @@ class Deadlines:
             self._conductor.answered(exchange, attempt, data)
         elif self._better_elsewhere(exchange, attempt, now):
             self._hangs(attempt, now)
+        elif first_leg and attempt.status:
+            attempt.seen_at = attempt.seen_at or now
+            if self._ran(attempt.seen_at, now) > FIRST_LEG_SECONDS:
+                what = f"sent the head of its answer to a first leg, and not its end for {FIRST_LEG_SECONDS:g} s"
+                self._conductor.failed(attempt, UpstreamError(HUNG, what))
         elif attempt.leg is Leg.DECODE and self._ran(attempt.sent_at, now) > (
             limit := self._placing.legs.patience(exchange, attempt)
         ):

@@ -568,6 +568,25 @@ async def test_a_prefiller_that_hangs_is_left():
         await eventually(s.idle)
 
 
+async def test_a_prefiller_whose_answer_does_not_end_is_left_however_it_trickles():
+    """It counts from the head, which follows the work, and a byte now and then changes nothing."""
+    answered = []
+    async with disaggregated(hangs_within_its_answer, answers(seen=answered), request_timeout=600.0) as s:
+        talk = await s.talk()
+        await talk.say(post(LONG))
+        await eventually(lambda: any(x.attempts and x.attempts[-1].withheld for x in s.proxy.exchanges))
+        (exchange,) = s.proxy.exchanges
+        began, first = exchange.attempt.sent_at, exchange.attempt
+        s.proxy.sweep(began + 100)
+        first.data(b" ")
+        s.proxy.sweep(began + 109)
+        assert exchange.attempt is first and not answered
+        s.proxy.sweep(began + 111)
+        assert (await talk.response())[0::2] == (200, ANSWER) and legs_of(answered) == ["whole"]
+        assert s.metrics.leg_failures.values == {("prefill", "hung"): 1}
+        await eventually(s.idle)
+
+
 @pytest.mark.parametrize(
     "said", [b"", b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n"], ids=["silent", "half a head"]
 )

@@ -9,16 +9,18 @@ import socket
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from time import monotonic as _now
 from typing import cast
 
 WAKE_SECONDS = 1.0  # a wake-up that got lost costs at most this
 # a turn's worth; then others get the loop. A block is 50 to 90 bytes and 1.5 us of work,
 # so 128 KiB take about 3 ms; a batch alone 60 us
-TURN_MESSAGES, TURN_BYTES, TURN_FRAMES = 64, 1 << 17, 4096
+TURN_MESSAGES, TURN_BYTES, TURN_FRAMES = 64, 1 << 17, 1024
 # The most bytes of one frame, and of all frames that wait, either to be read or for the end of their message; a smaller
 # frame than the third number counts as that many bytes. A prompt of a million tokens in blocks of 16 is told in 7.5 MB.
 MOST_FRAME, MOST_QUEUED, LEAST_FRAME = 1 << 23, 1 << 26, 1 << 10
-MOST_COMMAND, COMMAND_FRAMES = 1 << 12, 64  # bytes of one, and how many frames of a turn one takes
+# Bytes of a command, and how many may come within a second; a peer sends one when it links and one for each heartbeat.
+MOST_COMMAND, MOST_COMMANDS = 1 << 12, 64
 RECONNECT_SECONDS = (0.1, 1.0)  # until a connection is made again, doubling while it cannot be made
 HANDSHAKE_SECONDS = 30.0
 
@@ -89,6 +91,7 @@ class Inbox(asyncio.Protocol):
         self._greeted = self._halted = False  # halted: nothing more is taken for now
         self._frames: list[bytes] = []  # of a message whose end has not come
         self._unfinished = 0  # bytes in them
+        self._commands, self._second_ends = 0, 0.0  # those that came until then
         # bytes of a frame that is not whole, and how many it has
         self._rest, self._wanted = bytearray(), _GREETING_BYTES
 
@@ -152,7 +155,6 @@ class Inbox(asyncio.Protocol):
             if is_command:
                 if not self._obey(data[begin:at], transport):
                     return None
-                turn -= COMMAND_FRAMES
                 continue
             turn -= 1
             self._frames.append(data[begin:at])
@@ -185,6 +187,11 @@ class Inbox(asyncio.Protocol):
 
     def _obey(self, command: bytes, transport: asyncio.Transport) -> bool:
         """Do what a command asks for; False for what ends the connection."""
+        if (now := _now()) > self._second_ends:
+            self._second_ends, self._commands = now + 1, 0
+        self._commands += 1
+        if self._commands > MOST_COMMANDS:
+            return False
         if command.startswith(_READY) and not self.linked:
             if (kind := _socket_type(command[6:])) and kind not in _PEERS[self._kind]:
                 return False

@@ -41,13 +41,14 @@ async def test_an_address_that_is_none_is_refused(endpoint):
 
 
 @asynccontextmanager
-async def peer(socket_type: bytes):
-    """What shakes hands as such a socket -> its port, and the connections that the other side has ended."""
+async def peer(socket_type: bytes, then: bytes = b""):
+    """What shakes hands as such a socket and says more -> its port, and the connections that the other side has
+    ended."""
     ended = asyncio.Semaphore(0)
 
     async def shake_hands(reader, writer):
         ready = b"\x05READY\x0bSocket-Type" + len(socket_type).to_bytes(4, "big") + socket_type
-        writer.write(GREETING + bytes((4, len(ready))) + ready)
+        writer.write(GREETING + bytes((4, len(ready))) + ready + then)
         try:
             while await reader.read(1 << 16):
                 pass
@@ -75,6 +76,15 @@ async def test_a_socket_of_another_kind_is_never_linked_so_that_swapped_ports_sh
                 await ended.acquire()
             assert not was_linked.done()
             was_linked.cancel()
+
+
+@pytest.mark.parametrize("command", [b"\x04PING\0\1", b"\x05READY", b"\x03ABC"])
+async def test_a_peer_that_sends_commands_without_end_is_left_and_counted(command):
+    async with peer(b"PUB", (bytes((4, len(command))) + command) * 1000) as (port, ended):
+        with connected("SUB", f"tcp://127.0.0.1:{port}") as inbox:
+            for _ in range(2):
+                await ended.acquire()
+            assert inbox.faults >= 2
 
 
 async def test_a_closed_inbox_is_not_kept():

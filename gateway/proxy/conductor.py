@@ -58,7 +58,6 @@ from .retries import (
     RETRYABLE,
     SHUT_DOWN,
     TIMEOUT,
-    TRANSFER_FAILED,
     Failed,
     Next,
     after,
@@ -198,12 +197,23 @@ class Judge:
     def may_retry(self, exchange: Exchange, attempt: Attempt, kind: str = "") -> bool:
         """Whether a failing answer may be thrown away: an attempt is left, and another replica, or this one for all of
         a request of which it could not fetch the prompt's cache."""
-        unfetched = attempt.leg is Leg.DECODE and kind in TRANSFER_FAILED
-        return exchange.attempts_used < self._retries and (unfetched or bool(self.others(exchange, attempt)))
+        left = attempt.could_not_fetch(kind) or bool(self.others(exchange, attempt))
+        return exchange.attempts_used < self._retries and left
 
     def others(self, exchange: Exchange, attempt: Attempt) -> list[Backend]:
         """Replicas that are left to try if this attempt fails."""
-        return self._eligible.remaining(exchange.prompt, (*exchange.tried, attempt.backend), exchange.model)
+        return self._eligible.remaining(exchange.prompt, self.tried(exchange, attempt), exchange.model)
+
+    def tried(self, exchange: Exchange, attempt: Attempt) -> tuple[Backend, ...]:
+        """Return the replicas that do not get the request again if this attempt fails. Where no other replica is left,
+        a decoder is none of them that was last asked for a second leg and could not fetch the prompt's cache: it can
+        still compute the prompt itself."""
+        tried = (*exchange.tried, attempt.backend)
+        if self._eligible.remaining(exchange.prompt, tried, exchange.model):
+            return tried
+        last = {one.backend: one for one in exchange.attempts}
+        able = {backend for backend, one in last.items() if one.could_not_fetch(getattr(one.error, "kind", ""))}
+        return tuple(one for one in tried if one not in able)
 
     def _unsettled(self, exchange: Exchange, attempt: Attempt, kind: str) -> bool:
         """Whether to ask another replica, now that this one has answered with an error. Else the client gets that."""
@@ -227,12 +237,6 @@ def _is_plain(exchange: Exchange, attempt: Attempt, data: bytes) -> bool:
 def _foreign(what: str) -> UpstreamError:
     """No engine wrote this: something else listens at the replica's address. No client is given such an answer."""
     return UpstreamError(FOREIGN_ANSWER, f"{what}, which is no answer of an inference engine")
-
-
-def could_not_fetch(attempt: Attempt) -> bool:
-    """Whether this was a second leg that failed as one does whose cache does not come."""
-    error = attempt.error
-    return attempt.leg is Leg.DECODE and isinstance(error, UpstreamError) and error.kind in TRANSFER_FAILED
 
 
 class Conductor:
@@ -469,11 +473,8 @@ class Conductor:
             self.leg_ends.failed(exchange, attempt, kind, following)
         self.placing.pulls.failed(exchange, attempt, kind)
         if following is not Next.ANEW and (following is not Next.WHOLE or KINDS[kind].counts):
-            exchange.tried += () if following is Next.LEGS else (attempt.backend,)
-            if not self.judge.others(exchange, attempt):
-                # A decoder that could not fetch the prompt's cache can still compute the prompt itself.
-                able = [one.backend for one in exchange.attempts if could_not_fetch(one)]
-                exchange.tried = tuple(one for one in exchange.tried if one not in able)
+            if following is not Next.LEGS:
+                exchange.tried = self.judge.tried(exchange, attempt)
             exchange.attempts_used += KINDS[kind].counts
         exchange.crashes = exchange.crashes.after(failed)
         if following is Next.LOST:
@@ -487,7 +488,7 @@ class Conductor:
         elif following is Next.EXHAUSTED:
             why = "two engines failed this request alike, so no third was asked"
             if not failed.agreed:
-                why = f"no replica answered after {len(exchange.tried)} attempt(s)"
+                why = f"no replica answered after {len(exchange.attempts)} attempt(s)"
             self.dispatch(exchange, ExchangeEvent.EXHAUSTED, exchange.exhausted(why, again=not failed.agreed))
         else:
             self._metrics.retries.inc(kind)

@@ -26,7 +26,7 @@ from ..http.upstream import Head, Upstream, UpstreamError
 from .answers import USAGE, USAGE_KEY_BYTES, Beginning, UsageSearch, has_end, output_events
 from .blame import UnattributedError
 from .blanking import Blanking
-from .retries import AWAY, CLOSED, NO_CRASHES, PROTOCOL
+from .retries import AWAY, CLOSED, NO_CRASHES, PROTOCOL, TRANSFER_FAILED
 from .states import ATTEMPT_TRANSITIONS, AttemptEvent, AttemptState, ExchangeEvent, ExchangeState, Leg
 
 if TYPE_CHECKING:
@@ -133,6 +133,10 @@ class Attempt:
         self.error: Exception | None = None
         self.context: Any = None
         self.predicted_ttft = 0.0
+
+    def could_not_fetch(self, kind: str) -> bool:
+        """Return whether this is a second leg that fails as one does whose prompt's cache does not come."""
+        return self.leg is Leg.DECODE and kind in TRANSFER_FAILED
 
     def advance(self, event: AttemptEvent) -> None:
         self.state = ATTEMPT_TRANSITIONS[self.state, event]
@@ -577,10 +581,8 @@ class Exchange:
         """Nobody can take it."""
         error.__traceback__ = None  # it has this request in its frames, and a trace keeps the error: a cycle
         if self.tried:
-            asked = len({attempt.backend for attempt in self.attempts})
-            self.conductor.dispatch(
-                self, ExchangeEvent.EXHAUSTED, self.exhausted(f"no replica is left after {asked} attempt(s)")
-            )
+            why = f"no replica is left after {len(self.attempts)} attempt(s)"
+            self.conductor.dispatch(self, ExchangeEvent.EXHAUSTED, self.exhausted(why))
         else:
             self.conductor.dispatch(self, ExchangeEvent.REFUSED, error)
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from ..http.upstream import UpstreamError
 from .exchange import Attempt, Exchange
-from .retries import CLOSED, HUNG, KINDS, TRANSFER_FAILED, Failed, Next
+from .retries import CLOSED, HUNG, KINDS, Failed, Next
 from .settling import ABANDONED, Settling
 from .states import AttemptEvent, AttemptState, ExchangeState, Leg
 
@@ -52,7 +52,7 @@ class LegEnds:
             return
         self._settling.leg_ended(leg, kind)
         exchange.stays_whole = following is Next.WHOLE
-        if following is Next.LEGS or (leg is Leg.DECODE and (kind in TRANSFER_FAILED or kind == HUNG)):
+        if following is Next.LEGS or attempt.could_not_fetch(kind) or (leg is Leg.DECODE and kind == HUNG):
             self._settling.transfer_failed(legs)
         if following is not Next.DECODER:
             self.drop(exchange)

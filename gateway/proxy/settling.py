@@ -159,11 +159,11 @@ class Settling:
         self._on_traffic(backend.id, OWN, 1)
 
     def record_error(self, exchange: Exchange, attempt: Attempt, kind: str) -> None:
-        """The replica answered with an error: `blame` has the rules for whose fault that is."""
+        """The replica answered with an error: `blame` has the rules for whose fault that is. A decoder that may only
+        have missed the prompt's cache is no witness against the request."""
         backend = attempt.backend
-        exchange.unattributed_errors += (
-            UnattributedError(backend.id, backend.replica.engine, kind, backend.record.is_witness),
-        )
+        witness = backend.record.is_witness and not attempt.could_not_fetch(kind)
+        exchange.unattributed_errors += (UnattributedError(backend.id, backend.replica.engine, kind, witness),)
         if kind in OVERLOADED:
             self._when_full(backend, monotonic() + seconds_full(attempt.response_head))
         elif not backend.gone:

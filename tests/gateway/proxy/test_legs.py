@@ -413,27 +413,53 @@ async def test_a_decoder_computes_all_itself_where_its_transfer_failed_and_nobod
         await eventually(s.idle)
 
 
-async def test_a_decoder_computes_all_itself_where_only_then_the_prefiller_is_found_dead():
-    """The decoder's error is the first that is known of it, so the prefiller is asked for the whole request before."""
-    handed, seen = [], []
+@asynccontextmanager
+async def refused_by_the_prefiller(asked_whole, answer_whole, retries=2):
+    """A pair whose prefiller hands a prompt over and answers the whole request with `asked_whole`, or closes. The
+    decoder cannot fetch the cache and answers the whole request with `answer_whole`, or closes. Gives what the client
+    got and which requests the decoder was sent."""
+    seen = []
 
-    async def dies(reader, writer):
-        await read_request(reader)
-        if not handed:
-            handed.append(True)
-            writer.write(reply(HANDED))
-            await read_request(reader)
+    async def prefills(reader, writer):
+        while True:
+            _, body = await read_request(reader)
+            writer.write(reply(HANDED) if leg_of(json.loads(body)) == "prefill" else asked_whole)
+            if not asked_whole:
+                writer.close()
 
     async def bereft(reader, writer):
         while True:
             seen.append(await read_request(reader))
             whole = leg_of(json.loads(seen[-1][1])) == "whole"
-            writer.write(reply() if whole else UNFETCHED["500"])
+            writer.write(answer_whole if whole else UNFETCHED["500"])
+            if whole and not answer_whole:
+                writer.close()
 
-    async with disaggregated(dies, bereft) as s:
-        assert (await asks(s))[0::2] == (200, ANSWER)
-        assert legs_of(seen) == ["decode", "whole"]
+    async with disaggregated(prefills, bereft, retries=retries) as s:
+        yield await asks(s), legs_of(seen)
         await eventually(s.idle)
+
+
+WHOLE_FAULTS = {
+    "closes": b"",
+    "500": reply(b"{}", b"500 Internal Server Error"),
+    "503": reply(b"{}", b"503 Service Unavailable"),
+    "no engine": b"HTTP/1.1 200 OK\r\ncontent-type: text/html\r\ncontent-length: 6\r\n\r\n<html>",
+}
+
+
+@pytest.mark.parametrize("fault", WHOLE_FAULTS)
+async def test_a_decoder_computes_all_itself_where_the_prefiller_fails_the_whole_request(fault):
+    """The decoder's error is the first that is known of it, so the prefiller is asked for the whole request before."""
+    async with refused_by_the_prefiller(WHOLE_FAULTS[fault], reply()) as (answer, asked):
+        assert answer[0::2] == (200, ANSWER) and asked == ["decode", "whole"]
+
+
+@pytest.mark.parametrize("retries", [2, 4])
+async def test_a_decoder_that_failed_the_whole_request_is_not_asked_again(retries):
+    async with refused_by_the_prefiller(WHOLE_FAULTS["no engine"], b"", retries) as ((status, _, body), asked):
+        assert status in (502, 503) and asked == ["decode", "whole"]
+        assert b"after 4 attempt(s)" in body, "two legs, and two replicas with the whole request"
 
 
 @pytest.mark.parametrize("kept", [True, False], ids=["while the lease lasts", "after it"])

@@ -218,23 +218,24 @@ class Places:
         """Look at the workers for ever."""
         while True:
             await asyncio.sleep(LOOK_SECONDS)
-            await self.look()
+            await self.look(counts=True)
 
-    async def look(self) -> None:
-        """Ask each worker what it has on replicas, and kill those that hang: the kernel goes on giving them
-        connections, and nobody else would see it.
+    async def look(self, counts: bool = False) -> None:
+        """Ask each worker what it has on replicas. If the look `counts`, kill those that hang: the kernel goes on
+        giving them connections, and nobody else would see it.
 
         Looks are counted, not seconds. After this process or its machine was frozen, timers fire before sockets are
-        read; however long that took, one look is missed.
+        read; however long that took, one look is missed. Only the looks of `watch` count, which follow each other:
+        changes of the replicas look as well, many at the same time.
         """
         asked = self.serving
         answers = dict(await _query(asked, "/worker/loads", LOOK_SECONDS))
         for worker in asked:
             if worker in answers:
                 worker.unanswered, worker.loads = 0, orjson.loads(answers[worker])
-            else:
-                worker.unanswered += 1
-            if worker.unanswered == HANGS:
+                continue
+            worker.unanswered += counts
+            if counts and worker.unanswered == HANGS:
                 log.error("worker %d (process %d) has not answered for %g s and is killed",
                           worker.index, worker.process.pid, 2 * HANGS * LOOK_SECONDS)  # fmt: skip
                 worker.kill()

@@ -7,6 +7,7 @@ once before anything is served.
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -153,21 +154,26 @@ def _same_folder(root: str | None, directory: Path) -> bool:
 
 async def _in_thread(function: Callable[..., T], *args: Path | str | None) -> T:
     """Call `function` in a thread, and again after growing pauses while the operating system refuses it something that
-    passes (PASSING). All else that it raises is raised."""
+    passes (PASSING). All else that it raises is raised, and an input/output error once the pauses are at their
+    longest: a network mount mostly recovers within a minute, and a bad disk never does."""
     pause = RETRY_SECONDS
     while True:
         try:
             return await asyncio.get_running_loop().run_in_executor(None, function, *args)
         except Exception as error:
-            if not _passes(error):
+            number = _refusal(error)
+            if number is None or (number == errno.EIO and pause >= MOST_RETRY_SECONDS):
                 raise
             log.warning("a model's files cannot be read now, which is tried again in %g s: %s", pause, error)
         await asyncio.sleep(pause)
         pause = min(2 * pause, MOST_RETRY_SECONDS)
 
 
-def _passes(error: BaseException | None) -> bool:
-    """Whether the operating system's refusal of something that passes is the error, or what the error was made of."""
-    return error is not None and (
-        (isinstance(error, OSError) and error.errno in PASSING) or _passes(error.__cause__ or error.__context__)
-    )
+def _refusal(error: BaseException | None) -> int | None:
+    """Return the number of the operating system's refusal of something that passes, where this is the error or what
+    the error was made of, or None."""
+    if error is None:
+        return None
+    if isinstance(error, OSError) and error.errno in PASSING:
+        return error.errno
+    return _refusal(error.__cause__ or error.__context__)

@@ -131,6 +131,24 @@ async def test_files_that_the_system_refuses_for_want_of_descriptors_are_read_ag
     models.stop()
 
 
+async def test_a_disk_that_cannot_be_read_is_given_up(folder, monkeypatch, caplog):
+    monkeypatch.setattr(model_files, "RETRY_SECONDS", 0.001)
+    monkeypatch.setattr(model_files, "MOST_RETRY_SECONDS", 0.004)
+    reads = []
+
+    def fails(*_):
+        reads.append(1)
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(model_files, "contents", fails)
+    models = Models(Settings(), None, "m")
+    models.adopt(replica("a:1", folder("m"), "m"))
+    await eventually(lambda: not models.loading)
+    assert len(reads) == 3 and not is_exact(models, "a:1")
+    assert "looking for the files of replica a:1 failed" in caplog.text
+    models.stop()
+
+
 async def test_a_further_replica_and_a_restart_are_exact_while_their_files_are_read(folder, monkeypatch):
     models = Models(Settings(), None, "model")
     one = replica("a:1", folder("a"), "a")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from decimal import Decimal
 from typing import Any
 
 LIMITS = ("ttft", "tpot")
@@ -26,7 +27,8 @@ def parse_seconds(value: Any) -> float:
 
 def show_seconds(seconds: float) -> str:
     """Return a time as `parse_seconds` reads it: 0.05 -> '50ms'."""
-    return f"{1e3 * seconds:.12g}ms" if seconds < 1.0 else f"{seconds:.12g}s"
+    number, unit = (1e3 * seconds, "ms") if seconds < 1.0 else (seconds, "s")
+    return f"{Decimal(f'{number:.12g}'):f}{unit}"  # never with an exponent
 
 
 def split_limits(text: str) -> dict[str, str]:

@@ -35,8 +35,10 @@ def wanted(item: Any, field: FieldInfo | None = None) -> str:
 
 def _range(bounds: Mapping[str, float]) -> str:
     if "ge" in bounds and "le" in bounds:
-        return f" from {bounds['ge']} to {bounds['le']}"
+        return f" from {_number(bounds['ge'])} to {_number(bounds['le'])}"
     words = {"ge": "of at least", "gt": "above", "le": "up to"}
-    return "".join(
-        f" {words[name]} {f'{bound:g}' if type(bound) is float else bound}" for name, bound in bounds.items()
-    )
+    return "".join(f" {words[name]} {_number(bound)}" for name, bound in bounds.items())
+
+
+def _number(bound: float) -> str:
+    return f"{bound:g}" if type(bound) is float else str(bound)

@@ -11,7 +11,7 @@ from replicas.spelling import known_or_meant
 
 
 class Table(BaseModel):
-    """A mapping with fixed names."""
+    """A mapping with fixed names. A field's description says what to write where it has no value."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     may_be_empty: ClassVar[frozenset[str]] = frozenset()  # names that mean nothing where they have no value
@@ -32,5 +32,5 @@ class Table(BaseModel):
                 raise ValueError(f"{str(name)[:100]!r} is an unknown setting{known_or_meant(str(name), fields)}")
             if (value is None or value == "") and name not in cls.may_be_empty:
                 or_not = "" if fields[name].is_required() else ", or leave it out"
-                raise ValueError(f"{name}: it has no value; write one{or_not}")
+                raise ValueError(f"{name}: it has no value; write {fields[name].description or 'one'}{or_not}")
         return given

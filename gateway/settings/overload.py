@@ -16,6 +16,7 @@ from .fields import Bytes, Name
 
 Step = Literal["wait", "degrade", "spill", "reject", "observe"]
 STEPS = get_args(Step)  # as `policies.verdicts.STEPS`
+_STEPS = f"one or more of {', '.join(STEPS)}"
 _TOKEN = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]{1,200}")
 
 
@@ -27,19 +28,19 @@ def read_mapping(value: Any) -> Any:
 def _as_list(value: Any) -> Any:
     """Return one step as a list of steps, in which it stands for itself."""
     if value is None or value == "":
-        raise ValueError(f"it has no value; name one or more of {', '.join(STEPS)}")
+        raise ValueError(f"it has no value; write {_STEPS}")
     return value if isinstance(value, list | tuple) else [value]
 
 
 def _has_entries(entries: tuple[Any, ...]) -> tuple[Any, ...]:
-    if not entries:
+    if not entries:  # `min_length` would count only the entries that are right
         raise ValueError("it must be a list with one entry or more, each on a line that begins with a dash")
     return entries
 
 
 def _check_steps(steps: tuple[str, ...]) -> tuple[str, ...]:
     if not steps:
-        raise ValueError(f"it has no step; name one or more of {', '.join(STEPS)}")
+        raise ValueError(f"it has no step; write {_STEPS}")
     if twice := [step for step in steps if steps.count(step) > 1]:
         raise ValueError(f"{twice[0]} is there twice; name each step once, in the order in which they are tried")
     if "observe" in steps and len(steps) > 1:
@@ -110,7 +111,7 @@ class QosClass(Table):
     reserved_fraction: float = Field(0.0, ge=0.0, le=1.0, strict=True)
     priority: int = Field(0, ge=-1_000_000, le=1_000_000, strict=True)
     slo: Slo | None = None
-    when_full: Steps | None = None
+    when_full: Steps | None = Field(None, description=_STEPS)
     max_tokens_floor: Count | None = None
     may_be_empty = frozenset(("slo",))
 
@@ -149,18 +150,20 @@ class Route(Table):
     """Which class a request is of that meets some conditions."""
 
     match: Match = Match()
-    qos: str = Field(alias="class")
+    qos: str = Field("", alias="class")  # "": none, which `Router.unfit` reports with the classes that there are
 
     @model_validator(mode="before")
     @classmethod
     def _rename(cls, given: Any) -> Any:
-        """Read `qos`, the name in other schedulers' files, as `class`, and no conditions as none."""
+        """Read `qos`, the name in other schedulers' files, as `class`, and leave out what has no value."""
         if not isinstance(given, Mapping):
             return given
         if "class" in given and "qos" in given:
             raise ValueError("class is given twice, as qos as well; leave one of them out")
         renamed = {"class" if name == "qos" else name: value for name, value in given.items()}
-        return {name: value for name, value in renamed.items() if name != "match" or value is not None}
+        return {
+            name: value for name, value in renamed.items() if name not in ("match", "class") or value not in (None, "")
+        }
 
 
 class Router(Table):
@@ -181,21 +184,21 @@ class Router(Table):
             return "its routes lead to classes, and there are none; name them under scheduler.qos_classes"
         for index, route in enumerate(self.routes):
             if route.qos not in classes:
-                known = ", ".join(classes)
-                return f"routes[{index}]: there is no class {route.qos[:100]!r}; name one of scheduler.qos_classes: {known}"
+                why = f"there is no class {route.qos[:100]!r}" if route.qos else "it has no value"
+                return f"routes[{index}].class: {why}; name one of scheduler.qos_classes: {', '.join(classes)}"
         return ""
 
 
 class Admission(Table):
     """What happens while all replicas are full, as `policies.Rules` explains it; times in seconds."""
 
-    when_full: Steps = ("wait",)
+    when_full: Steps = Field(("wait",), description=_STEPS)
     max_tokens_floor: Count = 128
     engine_wait: Duration = 0.1
     max_wait: Duration = 30.0
     max_requests: Count = 10_000
     max_bytes: Bytes = 256 * 2**20
-    tenant_header: Annotated[str, AfterValidator(check_header)] | None = None
+    tenant_header: Annotated[str, AfterValidator(check_header)] | None = Field(None, description="the header's name")
     control_window: Window = 30.0
 
     def of_one_worker(self, count: int) -> Admission:

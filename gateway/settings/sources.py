@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import yaml
 from pydantic import ValidationError
@@ -150,7 +150,11 @@ def _fields_of(path: Path, root: yaml.MappingNode, loader: yaml_text.Loader) -> 
                 f"file {path}:{line}: {name!r} is set twice, first on line {found[name][1]}. Keep one of them"
             )
         value = loader.construct_object(value_node, deep=True)
-        if isinstance(value, bool) and Settings.model_fields[name].annotation is not bool:
+        annotation = Settings.model_fields[name].annotation
+        kinds = {annotation, *get_args(annotation)}
+        if isinstance(value, bool) and not kinds.isdisjoint((int, float)):
+            value = value_node.value  # which is refused as no number, while True would be 1
+        elif isinstance(value, bool) and bool not in kinds:
             raise ConfigError(
                 f"file {path}:{line}: {name}: {value_node.value!r} is yes or no to YAML. It takes {DESCRIPTIONS[name]}; "
                 "put a text in quotes"

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, get_args
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
 
 from replicas.spelling import closest, known_or_meant, none_of
 
@@ -51,7 +52,7 @@ def _explain(item: Any, sources: Mapping[str, str]) -> str:
         return f"{place}: {item['ctx']['error']}"
     if item["type"] == "literal_error":
         return f"{place}: {none_of(item['input'], _choices(item))}"
-    what = wanted(item, None if within else Settings.model_fields[name])
+    what = wanted(item, _field_at(item["loc"]))
     if item["input"] is None or item["input"] == "":
         return f"{place}: it has no value, where {what} belongs. {takes}"
     given = "what it is set to" if name in SECRETS else repr(item["input"])
@@ -60,6 +61,24 @@ def _explain(item: Any, sources: Mapping[str, str]) -> str:
     if what == TEXT and not isinstance(item["input"], (list, dict)):
         return f"{place}: {given} is not {what}; put it in quotes"
     return f"{place}: {given} is not {what}{f'. {takes}' if what in WORDY else ''}"
+
+
+def _field_at(parts: Iterable[str | int]) -> FieldInfo | None:
+    """Return the field at a place within the settings, which may be one of a table, or None for an entry of a list."""
+    table: type[BaseModel] = Settings
+    field = None
+    for part in parts:
+        if (field := table.model_fields.get(str(part))) is not None:
+            table = next(_tables(field.annotation), table)
+    return field
+
+
+def _tables(annotation: Any) -> Iterator[type[BaseModel]]:
+    """Yield the tables that a field holds."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for one in get_args(annotation):
+        yield from _tables(one)
 
 
 def _choices(item: Any) -> list[str]:

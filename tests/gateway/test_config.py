@@ -94,8 +94,12 @@ def test_unknown_name_in_the_file_has_file_line_and_suggestion(empty_folder):
         ("port: " + 3000 * "[", "hitherto.yaml:1: not YAML: it is nested too deeply"),
         (
             "host: x\nport: yes\n",
-            "file hitherto.yaml:2: port: 'yes' is yes or no to YAML. It takes port clients connect to (0: any free one)",
+            "file hitherto.yaml:2: port: 'yes' is not a whole number from 0 to 65535",
         ),
+        ("launch: true\n", "launch: 'true' is not a whole number from 0 to 256"),
+        ("block_size: yes\n", "block_size: 'yes' is not a whole number from 1 to 4096"),
+        ("hung_after_s: yes\n", "hung_after_s: 'yes' is not a number of seconds above 0"),
+        ("cache_budget: yes\n", "cache_budget: 'yes' is not a size"),
         ("replica_url: true\n", "hitherto.yaml:1: replica_url: 'true' is yes or no to YAML"),
         ("cache_budget: " + 400 * "9" + ".5GiB", "is more than any machine has; write a size like 512MiB"),
         ("cache_budget: 99999999999GiB\n", "'99999999999GiB' is more than any machine has"),

@@ -3,7 +3,7 @@
 import pytest
 
 from gateway import cli
-from gateway.durations import parse_seconds
+from gateway.durations import parse_seconds, show_seconds
 from gateway.settings import ConfigError, load, overload_of
 from gateway.settings import overload as tables
 from gateway.settings.warnings import find_warnings
@@ -184,6 +184,11 @@ def test_the_control_of_overload_has_a_window_or_is_switched_off():
     assert windows == [5.0, None, 30.0]
 
 
+def test_a_time_is_shown_so_that_it_can_be_read_again():
+    for seconds in (1e-8, 2.5e-7, 0.05, 1.0, 90.5, 3600.0):
+        assert parse_seconds(show_seconds(seconds)) == pytest.approx(seconds, rel=1e-11)
+
+
 def test_what_is_not_set_is_as_the_policies_have_it():
     found = read("admission: {}")
     assert (found.rules, found.classes.all, found.tenant_header) == (Rules(), (DEFAULT_CLASS,), None)
@@ -226,8 +231,10 @@ def classes(*entries):
         (
             classes("{name: a, reserved_fraction: 1.2}"),
             "qos_classes[0].reserved_fraction: 1.2 is not a number",
-            "up to 1",
+            "from 0 to 1",
         ),
+        (classes("{name: a, reserved_fraction: .nan}"), "reserved_fraction: nan is not a number from 0 to 1", ""),
+        ("pools: {a: {profile: sim, launch: 257}}", "a.launch: 257 is not a whole number from 1 to 256", ""),
         (classes("{name: a, reserved_fraction: 0.7}", CLASS), "add up to 1.3", "make them smaller"),
         (classes(CLASS, CLASS), "'free' is there twice", "a name of its own"),
         (classes("{priority: 1}"), "qos_classes[0].name is missing", "classes of service"),
@@ -235,9 +242,14 @@ def classes(*entries):
         (classes("{name: a, slo: {tpot: 50}}"), "qos_classes[0].slo.tpot: 50 has no unit", "50ms"),
         (classes("{name: a, weight: 1}"), "qos_classes[0]: 'weight' is an unknown setting", "reserved_fraction"),
         ("scheduler: {qos_classes: []}", "qos_classes: it must be a list", "one entry or more"),
-        (classes(CLASS) + "request_router: {routes: [{qos: gold}]}", "routes[0]: there is no class 'gold'", "free"),
-        (classes(CLASS) + "request_router: {routes: [{class: gold}]}", "routes[0]: there is no class 'gold'", ""),
-        (classes(CLASS) + "request_router: {routes: [{}]}", "routes[0].class is missing", "class"),
+        (
+            classes(CLASS) + "request_router: {routes: [{qos: gold}]}",
+            "routes[0].class: there is no class 'gold'",
+            "free",
+        ),
+        (classes(CLASS) + "request_router: {routes: [{class: gold}]}", "routes[0].class: there is no class 'gold'", ""),
+        (classes(CLASS) + "request_router: {routes: [{}]}", "routes[0].class: it has no value", "qos_classes: free"),
+        (classes(CLASS) + "request_router: {routes: [{class: }]}", "routes[0].class: it has no value", "free"),
         (
             classes(CLASS) + "request_router: {routes: [{class: free, qos: free}]}",
             "routes[0]: class is given twice",
@@ -279,7 +291,8 @@ def classes(*entries):
             "scheduler.qos_classes",
         ),
         ("admission: {when_full: shed}", "admission: when_full[0]: 'shed' is none of wait", "reject"),
-        ("admission: {when_full: }", "admission: when_full: it has no value", "write one, or leave it out"),
+        ("admission: {when_full: }", "admission: when_full: it has no value; write one or more of wait", "reject"),
+        ("admission: {tenant_header: ''}", "admission: tenant_header: it has no value", "the header's name"),
         (classes("{name: a, when_full: }"), "qos_classes[0]: when_full: it has no value", "write one"),
         ("admission: {when_full: []}", "admission: when_full: it has no step", "wait, degrade"),
         ("admission: {when_full: [wait, wait]}", "admission: when_full: wait is there twice", "once"),

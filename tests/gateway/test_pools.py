@@ -101,7 +101,7 @@ def test_a_slow_pool_is_launched_as_such(tmp_path):
         ("a: {profile: sim, lunch: 2}", "pools: a: 'lunch' is an unknown setting. Did you mean 'launch'?"),
         ("a: {profile: sim}", "pools: a.launch is missing"),
         ("a: {profile: sim, launch: yes}", "a.launch: True is not a whole number"),
-        ("a: {profile: sim, launch: 0}", "a.launch: 0 is not a whole number of at least 1"),
+        ("a: {profile: sim, launch: 0}", "a.launch: 0 is not a whole number from 1 to 256"),
         ("a: {profile: smi, launch: 1}", "pools: a.profile: profile 'smi'"),
         ("a: {profile: sim, launch: 1, role: prefil}", "Did you mean 'prefill'?"),
         ("a: 2", "pools: a: 2 is not a table of names and values; write {profile: ..., launch: ...}"),

@@ -24,10 +24,26 @@ local function number(text)
   return nil
 end
 
+-- The window of a kind that a minute from now lies in, by this server's clock: a later one is of a clock that is wrong.
+local function newest(kind)
+  local minute = math.floor(now / 60000) + 1
+  local day = math.floor(minute / 1440)
+  if kind == 'day' then return day end
+  if kind ~= 'month' then return minute end
+  -- the Gregorian calendar repeats after 400 years of 146,097 days; counted from 1 March of the year 0, leap days come last
+  local era = math.floor((day + 719468) / 146097)
+  local rest = (day + 719468) % 146097
+  local year = math.floor((rest - math.floor(rest / 1460) + math.floor(rest / 36524) - math.floor(rest / 146096)) / 365)
+  rest = rest - 365 * year - math.floor(year / 4) + math.floor(year / 100)
+  return 12 * (400 * era + year) + math.floor((5 * rest + 2) / 153) + 2
+end
+
+-- The count of a kind, and the window that it is of: the one asked for, or a later one that has begun.
 local function counted(key, kind, window)
-  local found = ask('HMGET', key, kind, kind .. '@')
+  local found, last = ask('HMGET', key, kind, kind .. '@'), newest(kind)
   local count, at = number(found[1]), number(found[2])
-  if not count or not at or at < window then return 0, window end
+  window = math.min(window, last)
+  if not count or not at or at < window or at > last then return 0, window end
   return count, at
 end
 
@@ -53,7 +69,7 @@ local function running(name)
   for i = 1, #found, 2 do
     local count, ends = string.match(found[i + 1], '^(%d+):(%d+)$')
     count, ends = number(count), number(ends)
-    if not count or not ends or ends < now then
+    if not count or not ends or ends < now or ends > now + MOST_LEASES * lease then
       call('HDEL', key, found[i])
     elseif found[i] == token then
       own = count
@@ -90,7 +106,7 @@ if op == 'charge' then
   for i = 5, #ARGV, 3 do
     local kind, window, by = ARGV[i], tonumber(ARGV[i + 1]), tonumber(ARGV[i + 2])
     local count, at = counted(key, kind, window)
-    if at == window then put(key, kind, window, count + by) end
+    if at <= window then put(key, kind, window, count + by) end
   end
   call('PEXPIRE', key, KEEP)
   return 1
@@ -121,7 +137,6 @@ if reply[1] == 0 then
   call('PEXPIRE', key, KEEP)
 end
 for _, one in ipairs(counts) do
-  reply[#reply + 1] = one[2]
   reply[#reply + 1] = one[3]
 end
 return reply

@@ -171,8 +171,9 @@ class SharedCounts:
         """Redis has decided; perhaps after the request went on without it."""
         account, counts = pending.account, [claim for claim in pending.wanted if claim.kind != RUNNING]
         denied, account.others_running = reply[0], reply[1]
-        for claim, window, count in zip(counts, reply[2::2], reply[3::2], strict=True):
-            account.seen.put(claim.kind, window, count)
+        for claim, count in zip(counts, reply[2:], strict=True):
+            # Redis may have counted in another window, as its clock does not agree with this one
+            account.seen.put(claim.kind, claim.window, count)
         if not pending.answered:
             pending.granted = denied == 0
             if pending.granted:

@@ -1,14 +1,17 @@
 """Limits over several gateways: exact with one real Redis, each gateway's share without it."""
 
 import asyncio
+import time
 from contextlib import AsyncExitStack, asynccontextmanager
+from datetime import UTC, datetime
 
 import pytest
 import redis
 
 from cachemap.background import Background
 from cachemap.cluster.connect import Ways, parse
-from gateway.tenants.limits import Limits
+from gateway.tenants import shared
+from gateway.tenants.limits import DAY, INPUT, MONTH, Limits, window
 from gateway.tenants.metering import Metering
 from gateway.tenants.shared import LEASE, SharedCounts
 from gateway.tenants.tenant import Tenant
@@ -16,7 +19,10 @@ from tests.redis_server import Cluster, running
 
 from ..http.talk import eventually
 
-NOW = 1_800_000_000.0  # by all gateways' clocks, which stand still
+# By all gateways' clocks, which stand still. It is two months ago, as no window counts that the server's clock has not
+# come to.
+NOW = time.time() // 60 * 60 - 62 * 86_400.0
+OF_A, RUNNING_OF_A = "hitherto:1:test:{limits}:of:a", "hitherto:1:test:{limits}:running:a"
 
 
 class Gateway:
@@ -114,6 +120,86 @@ async def test_output_that_one_gateway_counted_is_known_to_the_other(redis_serve
         error = await asyncio.wait_for(refused(), 5)
         assert dict(error.headers)[b"x-ratelimit-remaining-output-tokens"] == b"0"
         assert two.metering.refusal(tenant) is not None  # from now on without a question
+
+
+@pytest.fixture
+def server_clock(redis_server, monkeypatch):
+    """Return a function that says what time the server's clock tells the script."""
+    monkeypatch.setattr(shared, "_SCRIPT", shared._SCRIPT.replace("call('TIME')", "{call('GET', 'now'), '0'}"))
+    with redis_server.client() as client:
+
+        def tell(now):
+            client.set("now", int(now))
+
+        tell(NOW)
+        yield tell
+
+
+@pytest.mark.parametrize(
+    "limits, lasts",
+    [
+        (Limits(requests_per_minute=30), 60),
+        (Limits(tokens_per_day=30), 86_400),
+        (Limits(tokens_per_month=30), 31 * 86_400),
+    ],
+)
+async def test_a_gateway_whose_clock_is_ahead_takes_nothing_of_a_later_window(
+    redis_server, server_clock, limits, lasts
+):
+    tenant = Tenant("a", limits=limits)
+    async with gateways(redis_server.url, 2) as (one, two):
+        two.now += 3 * lasts
+        assert (await two.admitted(tenant, 3, 1), await one.admitted(tenant, 40, 1)) == (3, 27)
+        assert await two.admitted(tenant, 3, 1) == 0  # nor does it begin a window of its own
+        two.now = one.now = NOW + lasts + 60
+        server_clock(one.now)
+        assert await one.admitted(tenant, 40, 1) == 30
+
+
+@pytest.mark.parametrize("ahead", (2, 10**6))
+async def test_a_count_of_a_window_to_come_is_nothing(redis_server, server_clock, ahead):
+    tenant = Tenant("a", limits=Limits(requests_per_minute=30))
+    async with gateways(redis_server.url, 1) as (one,):
+        with redis_server.client() as client:
+            client.hset(OF_A, mapping={"requests": 1000, "requests@": int(NOW // 60) + ahead})
+        assert await one.admitted(tenant, 40) == 30
+
+
+async def test_a_count_of_the_next_window_refuses_for_that_one_at_most(redis_server, server_clock):
+    tenant = Tenant("a", limits=Limits(requests_per_minute=30))
+    async with gateways(redis_server.url, 1) as (one,):
+        with redis_server.client() as client:
+            client.hset(OF_A, mapping={"requests": 1000, "requests@": int(NOW // 60) + 1})
+            assert await one.admitted(tenant, 1) == 0
+            client.delete(OF_A)
+            assert one.metering.refusal(tenant) is not None
+        one.now += 60
+        assert one.metering.refusal(tenant) is None  # Redis is asked again
+        assert await one.admitted(tenant, 40) == 30
+
+
+async def test_what_runs_longer_than_a_lease_is_nothing(redis_server):
+    tenant = Tenant("a", limits=Limits(concurrent_requests=1))
+    async with gateways(redis_server.url, 1) as (one,):
+        with redis_server.client() as client:
+            client.hset(RUNNING_OF_A, "foreign", "1000:900000000000000")
+            assert await one.admitted(tenant, 1) == 1
+            assert not client.hexists(RUNNING_OF_A, "foreign")
+
+
+def test_the_server_knows_in_which_window_its_clock_is(redis_server, server_clock):
+    """At the first and the last minute of 2,400 months, and of as many days and minutes."""
+    script = shared.Script(shared._SCRIPT).text
+    with redis_server.client() as client:
+        for month in range(12 * 1970 + 1, 12 * 2170):
+            begins = datetime(month // 12, month % 12 + 1, 1, tzinfo=UTC).timestamp()
+            for now in (begins - 60, begins):
+                server_clock(now - 60)
+                asked = [part for kind in (INPUT, DAY, MONTH) for part in (kind, 10**9, 10, 1)]
+                client.eval(script, 1, "x:", "claim", "token", 3000, "a", -1, -1, *asked)
+                found = client.hmget("x:of:a", *(f"{kind}@" for kind in (INPUT, DAY, MONTH)))
+                client.delete("x:of:a")
+                assert [*map(int, found)] == [window(kind, now) for kind in (INPUT, DAY, MONTH)]
 
 
 async def test_a_gateway_that_dies_runs_nothing_any_more(redis_server):

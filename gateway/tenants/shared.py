@@ -82,7 +82,7 @@ class SharedCounts:
         self._accounts, self._background, self._deadline, self._ways = accounts, background, deadline, ways
         self._key = f"hitherto:{SCHEMA}:{deployment}:{{limits}}:"
         self._line, self._script = Line(ways, self._key), Script(_SCRIPT)
-        self._token, self._epoch = os.urandom(8).hex(), ""
+        self._token, self._epoch = os.urandom(8).hex(), b""
         self._queue: list[Pending] = []
         self._changed: dict[str, Account] = {}  # of which others have to know what runs here
         self._unsent: dict[str, dict[tuple[str, int], int]] = {}  # by tenant: what was counted here and not there
@@ -274,7 +274,7 @@ class SharedCounts:
     async def _beat(self) -> None:
         arguments = ["beat", self._token, int(1000 * LEASE), os.urandom(8).hex()]
         told = await self._script(await self._ways.to(self._key), [self._key], arguments)
-        count, epoch = max(1, int(told[0])), bytes(told[1]).decode()
+        count, epoch = max(1, int(told[0])), bytes(told[1])  # whatever it is, all gateways are told the same
         if count > self.gateways or (self.joined and monotonic() - self._joined_at > LEASE):
             self.gateways = count  # until then others may have been kept away as this one was
         if epoch != self._epoch:

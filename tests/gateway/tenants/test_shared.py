@@ -300,6 +300,17 @@ async def test_what_another_program_left_there_is_nothing(redis_server):
             assert await one.admitted(tenant, 9) == 3
 
 
+async def test_an_epoch_that_is_no_text_is_one_all_the_same(redis_server):
+    tenant = Tenant("a", limits=Limits(requests_per_minute=3))
+    with redis_server.client() as client:
+        client.set("hitherto:1:test:{limits}:epoch", b"\xff")
+        async with gateways(redis_server.url, 1) as (one,):
+            assert await one.admitted(tenant, 2) == 2
+            client.delete(OF_A)
+            client.set("hitherto:1:test:{limits}:epoch", b"\xfe")
+            await eventually(lambda: client.hget(OF_A, "requests") == b"2", 5)  # told again, as Redis had lost it
+
+
 async def test_what_redis_did_not_take_is_told_again(redis_server):
     """Redis has its data and not the script: nothing of a batch was done."""
     tenant = Tenant("a", limits=Limits(output_tokens_per_minute=100, concurrent_requests=5))

@@ -1,6 +1,6 @@
 """What a Kubernetes API tells of its pods.
 
-Two of its calls are used: the list of pods that a selector finds, and the stream of changes since that list.
+Two of its calls are used: the list of pods that a selector finds, in pages, and the stream of changes since that list.
 """
 
 import asyncio
@@ -13,6 +13,7 @@ import orjson
 from aiohttp.http_exceptions import HttpProcessingError
 
 from replicas import tls
+from replicas.answer import MOST_VALUES, count_values
 from replicas.ask import PLAIN, Connector, body_of
 from replicas.pods import Discover, Place, Pod
 
@@ -20,8 +21,12 @@ ENDED = ("Succeeded", "Failed")  # phases of pods that never serve again
 WATCH_SECONDS = 60  # the API ends a stream of changes after these ...
 SILENT_SECONDS = 90.0  # ... and one that is silent for so long is dead
 PAUSE_SECONDS = 0.5  # between two such streams
+TELL_SECONDS = 0.25  # between two times at which all pods are told: to look at 1,024 of them takes 20 ms
 LONGEST_LINE = 2**20  # bytes of one change, twice that at most
-MOST_LIST = 2**26  # bytes of all pods that a selector finds, each of which may have 100 kB
+PAGE = 100  # pods that are asked for at once
+MOST_PAGE, PAGE_VALUES = 2**24, 2**19  # bytes and values of such a page: a pod has some 10 kB and 1,000 values
+MOST_KNOWN = 2**14  # pods that a selector finds
+LONGEST_NAME, LONGEST_TOKEN = 253, 4096  # characters of a name, an address or a label, and of what asks for a next page
 FORGOTTEN = 410  # the status for a version that the API no longer knows
 
 
@@ -35,7 +40,10 @@ class Pods:
     def __init__(self, discover: Discover, where: Place, changed: Callable[[list[Pod]], None]):
         self._path = f"{where.api}/api/v1/namespaces/{where.namespace}/pods"
         self._selector, self._where, self._changed = discover.selector, where, changed
+        self._labels = frozenset(discover.labels.values())  # no others are kept
         self._known: dict[str, Pod] = {}  # by uid
+        self._due: asyncio.TimerHandle | None = None  # when `changed` is called next
+        self._told_at = float("-inf")
 
     async def list(self) -> list[Pod]:
         """Those that there are now. Raises PodsError."""
@@ -44,14 +52,35 @@ class Pods:
         return [*self._known.values()]
 
     async def follow(self) -> None:
-        """Tell of all pods now, and after each change. Returns when the API has forgotten what was told: ask it all
-        over again. Raises PodsError; what was told then stays true until it is asked again."""
-        async with self._session() as session:
-            version = await self._list(session)
-            self._changed([*self._known.values()])
-            while version:
-                version = await self._watch(session, version)
-                await asyncio.sleep(PAUSE_SECONDS)
+        """Tell of all pods now, and soon after each change. Returns when the API has forgotten what was told: ask it
+        all over again. Raises PodsError; what was told then stays true until it is asked again."""
+        try:
+            async with self._session() as session:
+                version = await self._list(session)
+                self._tell()
+                while version:
+                    version = await self._watch(session, version)
+                    await asyncio.sleep(PAUSE_SECONDS)
+        except PodsError:
+            if self._due is not None:
+                self._tell()
+            raise
+        except asyncio.CancelledError:
+            if self._due is not None:
+                self._due.cancel()
+            raise
+
+    def _tell_soon(self) -> None:
+        """Changes that come one upon the other are told together."""
+        if self._due is None:
+            self._due = asyncio.get_running_loop().call_at(self._told_at + TELL_SECONDS, self._tell)
+
+    def _tell(self) -> None:
+        if self._due is not None:
+            self._due.cancel()
+            self._due = None
+        self._changed([*self._known.values()])
+        self._told_at = asyncio.get_running_loop().time()
 
     def _session(self) -> aiohttp.ClientSession:
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=10.0, sock_read=SILENT_SECONDS)
@@ -61,12 +90,24 @@ class Pods:
         )
 
     async def _list(self, session: aiohttp.ClientSession) -> str:
-        async with self._ask(session, {}) as answer:
-            told = await asyncio.to_thread(_read, await body_of(answer, MOST_LIST))
-            self._known = {}
-            for one in told.get("items") or ():
-                self._take("ADDED", one)
-            return _version(told)
+        known: dict[str, Pod] = {}
+        options = {"limit": str(PAGE)}
+        for _ in range(-(-MOST_KNOWN // PAGE)):
+            async with self._ask(session, options) as answer:
+                body = await body_of(answer, MOST_PAGE)
+                version, more = await asyncio.to_thread(self._read_page, body, known)
+                if not more:
+                    self._known = known
+                    return version
+                options["continue"] = more
+        raise PodsError(self._too_many())
+
+    def _read_page(self, body: bytes, known: dict[str, Pod]) -> tuple[str, str]:
+        """Take the pods of one page of the list. Return the version, and what asks for the next page, "" at the end."""
+        told = _read(body, PAGE_VALUES)
+        for one in told.get("items") or ():
+            self._take(known, "ADDED", one)
+        return _version(told), _text(told["metadata"].get("continue") or "", LONGEST_TOKEN)
 
     async def _watch(self, session: aiohttp.ClientSession, version: str) -> str:
         """Take changes since `version`, until the API ends the stream; the version then, "" for none to go on from."""
@@ -80,25 +121,36 @@ class Pods:
             if answer.status == FORGOTTEN:
                 return ""
             async for line in answer.content:
-                change = _read(line)
+                await asyncio.sleep(0)  # lines that came together are read without a pause else
+                change = _read(line, MOST_VALUES)
                 kind, what = change["type"], change["object"]
                 if kind == "ERROR":
                     return ""
                 version = _version(what)
-                if kind != "BOOKMARK" and self._take(kind, what):
-                    self._changed([*self._known.values()])
+                if kind != "BOOKMARK" and self._take(self._known, kind, what):
+                    self._tell_soon()
         return version
 
-    def _take(self, kind: str, told: dict[str, Any]) -> bool:
+    def _take(self, known: dict[str, Pod], kind: str, told: dict[str, Any]) -> bool:
         """Whether one pod is another than before. A pod that is to end is gone: what it computes it may finish."""
         metadata, status = told["metadata"], told.get("status") or {}
-        before, now = self._known.get(metadata["uid"]), None  # one that changes keeps its place before those behind it
+        uid = _text(metadata["uid"])
+        before, now = known.get(uid), None  # one that changes keeps its place before those behind it
         ended = kind == "DELETED" or metadata.get("deletionTimestamp") or status.get("phase") in ENDED
         if not ended and status.get("podIP"):
-            now = self._known[metadata["uid"]] = _pod(metadata["name"], status["podIP"], metadata.get("labels") or {})
+            if before is None and len(known) >= MOST_KNOWN:
+                raise PodsError(self._too_many())
+            labels = metadata.get("labels") or {}
+            if not isinstance(labels, dict):
+                raise TypeError(f"the labels {labels!r} are of no pod"[:300])
+            used = {label: _text(labels[label]) for label in self._labels if label in labels}
+            now = known[uid] = Pod(_text(metadata["name"]), _text(status["podIP"]), used, uid)
         elif before is not None:
-            del self._known[metadata["uid"]]
+            del known[uid]
         return now != before
+
+    def _too_many(self) -> str:
+        return f"{self._path} tells of more than {MOST_KNOWN:,} pods; see discover.selector"
 
     @asynccontextmanager
     async def _ask(
@@ -131,22 +183,19 @@ class Pods:
 
 
 def _version(told: dict[str, Any]) -> str:
-    found = told["metadata"]["resourceVersion"]
-    if not isinstance(found, str):
-        raise TypeError(f"the version {found!r} is no text")
+    return _text(told["metadata"]["resourceVersion"])
+
+
+def _text(found: Any, most: int = LONGEST_NAME) -> str:
+    """Raises TypeError for what is no text, or more of it than the API writes there."""
+    if not isinstance(found, str) or len(found) > most:
+        raise TypeError(repr(found)[:100] + f" is no text of at most {most} characters")
     return found
 
 
-def _pod(name: Any, ip: Any, labels: Any) -> Pod:
-    """Raises TypeError for what no pod is told with."""
-    if not (isinstance(name, str) and isinstance(ip, str) and isinstance(labels, dict)):
-        raise TypeError(f"a pod's name {name!r}, address {ip!r} or labels {labels!r} are of no pod"[:300])
-    if odd := [value for value in labels.values() if not isinstance(value, str)]:
-        raise TypeError(f"the label {odd[0]!r} of pod {name} is no text"[:300])
-    return Pod(name, ip, labels)
-
-
-def _read(text: bytes) -> dict[str, Any]:
+def _read(text: bytes, most_values: int) -> dict[str, Any]:
+    if count_values(text) > most_values:
+        raise ValueError(f"it has more than {most_values:,} values")
     found = orjson.loads(text)
     if not isinstance(found, dict):
         raise ValueError(f"{text[:100]!r} is no object")

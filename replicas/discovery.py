@@ -23,8 +23,8 @@ class Discovery:
     def __init__(self, fleet: Fleet, discover: Discover, where: Place):
         self._fleet, self._discover = fleet, discover
         self._pods = Pods(discover, where, self.changed)
-        self._wanted: dict[str, str] = {}  # URLs by replicas' ids
-        self._added: dict[str, str] = {}  # those that are in the fleet because of their pods
+        self._wanted: dict[str, tuple[str, str]] = {}  # by replicas' ids, see `wanted`
+        self._added: dict[str, tuple[str, str]] = {}  # those that are in the fleet because of their pods
         self._said: set[str] = set()  # of pods that cannot be replicas
         self._left_out: frozenset[str] = frozenset()  # see `resume`
         self._pods_before: frozenset[str] = frozenset()
@@ -83,7 +83,7 @@ class Discovery:
     def _reconcile(self) -> None:
         """Let go of what is not wanted, or wanted otherwise, and add what is missing. One that goes has to be gone
         before its place is taken again."""
-        for id in [id for id, url in self._added.items() if self._wanted.get(id) != url]:
+        for id in [id for id, pod in self._added.items() if self._wanted.get(id) != pod]:
             del self._added[id]
             self.gone(id)
             if (engine := self._fleet.engines.get(id)) is not None:
@@ -91,10 +91,10 @@ class Discovery:
                 if engine.removal is None:  # else an operator wants it gone for good
                     self.leaving(engine.replicas)
                 self._fleet.remove(id).add_done_callback(self._removed)
-        for id, url in self._wanted.items():
+        for id, (url, uid) in self._wanted.items():
             if id not in self._added and id not in self._fleet.engines:
                 self._fleet.add(url)
-                self._added[id] = url
+                self._added[id] = url, uid
                 log.info("replica %s: added for its pod, %s", id, url)
 
     def _removed(self, task: asyncio.Task[None]) -> None:
@@ -102,12 +102,13 @@ class Discovery:
             self._reconcile()
 
 
-def wanted(discover: Discover, pods: Sequence[Pod]) -> tuple[dict[str, str], set[str]]:
-    """Return the URL of each pod that is a replica, by its id, and why the other pods are none.
+def wanted(discover: Discover, pods: Sequence[Pod]) -> tuple[dict[str, tuple[str, str]], set[str]]:
+    """Return the URL and the uid of each pod that is a replica, by the replica's id, and why the other pods are none.
 
     Where there are more than MOST_PODS, the pods that were seen first are taken.
     """
-    found, complaints = {}, set()
+    found: dict[str, tuple[str, str]] = {}
+    complaints = set()
     if len(pods) > MOST_PODS:
         complaints.add(f"{discover.selector!r} finds more than {MOST_PODS} pods (see discover.selector); any other")
     for pod in pods[:MOST_PODS]:
@@ -116,5 +117,5 @@ def wanted(discover: Discover, pods: Sequence[Pod]) -> tuple[dict[str, str], set
         except ValueError as error:
             complaints.add(f"pod {pod.name}: {error}")
         else:
-            found[parse_url(url).id] = url
+            found[parse_url(url).id] = url, pod.uid
     return found, complaints

@@ -112,3 +112,4 @@ class Pod(NamedTuple):
     name: str
     ip: str
     labels: Mapping[str, str]
+    uid: str  # another one where a pod took another's name and address

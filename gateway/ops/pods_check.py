@@ -17,7 +17,8 @@ async def find_pods(discover: Discover) -> tuple[list[str], list[Finding]]:
         pods = await Pods(discover, place(discover), lambda _: None).list()
     except PodsError as error:
         return [], [Finding("fail", "pods", str(error), "the gateway goes on with the replicas that it knows")]
-    urls, complaints = wanted(discover, pods)
+    found, complaints = wanted(discover, pods)
+    urls = [url for url, _ in found.values()]
     none = [
         Finding("warn", "pods", f"{one}: it gets no requests", "correct the label, or the selector")
         for one in sorted(complaints)
@@ -25,6 +26,6 @@ async def find_pods(discover: Discover) -> tuple[list[str], list[Finding]]:
     if not urls:
         return [], [*none, Finding("fail", "pods", f"none that {discover.selector!r} selects is a replica",
                                    "see discover.selector and discover.namespace; a pod needs an address")]  # fmt: skip
-    roles = Counter(parse_url(url).role for url in urls.values())
+    roles = Counter(parse_url(url).role for url in urls)
     said = ", ".join(f"{count} {role}" for role, count in sorted(roles.items()))
-    return [*urls.values()], [Finding("ok", "pods", f"{len(urls)} are replicas ({said})"), *none]
+    return urls, [Finding("ok", "pods", f"{len(urls)} are replicas ({said})"), *none]

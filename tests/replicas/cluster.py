@@ -82,7 +82,11 @@ class Cluster:
         if "watch" in request.query:
             return await self._watch(request, selector, int(request.query["resourceVersion"]))
         found = [pod for pod in self.pods.values() if selects(selector, pod)]
-        return web.json_response({"metadata": {"resourceVersion": str(self._version)}, "items": found})
+        begin, limit = int(request.query.get("continue", 0)), int(request.query["limit"])
+        metadata = {"resourceVersion": str(self._version)}
+        if begin + limit < len(found):
+            metadata["continue"] = str(begin + limit)
+        return web.json_response({"metadata": metadata, "items": found[begin : begin + limit]})
 
     async def _watch(self, request: web.Request, selector: dict[str, str], since: int) -> web.StreamResponse:
         if since < self._forgotten:

@@ -6,7 +6,8 @@ import ssl
 
 import pytest
 
-from replicas import discovery
+from replicas import cluster_api, discovery
+from replicas.cluster_api import Pods, PodsError
 from replicas.discovery import Discovery
 from replicas.pods import Discover, Place, place
 
@@ -54,7 +55,7 @@ async def test_pods_are_replicas_with_the_role_of_their_label(cluster, fleet, di
     found = discover()
     await until(lambda: roles(fleet) == {"127.0.1.1": "prefill", "127.0.1.2": "decode"}, lambda: str(roles(fleet)))
     assert found.to_dict() == {"selector": "app=vllm", "replicas": 2, "problem": None}
-    assert cluster.asked[0] == {"labelSelector": "app=vllm", "namespace": "inference"}
+    assert cluster.asked[0] == {"labelSelector": "app=vllm", "limit": "100", "namespace": "inference"}
 
 
 async def test_a_selector_that_finds_ever_more_pods_brings_so_many_and_keeps_those(
@@ -157,6 +158,102 @@ async def test_a_change_that_no_kubernetes_tells_is_a_problem_and_is_asked_for_a
     assert roles(fleet) == {"127.0.1.1": "prefill"}
     cluster.changes = None
     await until(lambda: not found.problem)
+
+
+@pytest.fixture
+def pods(cluster, tmp_path):
+    """Make what follows that cluster's pods; `told` has the pods of each time at which it told them."""
+
+    def make(told=None) -> Pods:
+        where = Place(f"http://127.0.0.1:{cluster.port}", "inference", tmp_path)
+        return Pods(Discover(selector="app=vllm"), where, (told if told is not None else []).append)
+
+    return make
+
+
+def lines(changes) -> bytes:
+    """A stream of changes, each of which is its kind and a pod's metadata."""
+    told = ({"type": kind, "object": pod(resourceVersion="7", **metadata)} for kind, metadata in changes)
+    return b"".join(json.dumps(one).encode() + b"\n" for one in told)
+
+
+async def test_a_list_of_ten_thousand_pods_comes_in_pages_and_of_their_labels_those_that_are_used(cluster, pods):
+    for number in range(10_000):
+        name = f"p{number}"
+        cluster.pods[name] = pod(name=name, uid=name, labels=P | {"note": "x" * 60})
+    found = await pods().list()
+    assert [one.name for one in found] == [f"p{number}" for number in range(10_000)]
+    assert {str(one.labels) for one in found} == {"{'llm-d.ai/role': 'prefill'}"}
+    assert len(cluster.asked) == 100
+
+
+@pytest.mark.parametrize("items", (b"{}," * 2**19, b"{}," * 2**23), ids=("values", "bytes"))
+async def test_a_page_of_more_than_pods_have_is_not_parsed(items, cluster, pods, monkeypatch):
+    parsed = []
+    monkeypatch.setattr(cluster_api.orjson, "loads", parsed.append)
+    cluster.told = b'{"metadata":{"resourceVersion":"1"},"items":[' + items + b"{}]}"
+    with pytest.raises(PodsError, match="more than (524,288 values|16 MiB)"):
+        await pods().list()
+    assert not parsed
+
+
+@pytest.mark.parametrize("endless", (False, True))
+async def test_more_pods_than_there_can_be_are_a_problem(endless, cluster, pods, monkeypatch):
+    monkeypatch.setattr(cluster_api, "MOST_KNOWN", 150)
+    items = [] if endless else [pod(uid=f"p{number}") for number in range(151)]
+    cluster.told = json.dumps({"metadata": {"resourceVersion": "1", "continue": "x"}, "items": items}).encode()
+    with pytest.raises(PodsError, match="more than 150 pods; see discover.selector"):
+        await pods().list()
+    assert len(cluster.asked) == (2 if endless else 1)
+
+
+async def test_ever_new_pods_in_a_stream_are_a_problem_and_what_was_known_is_told(cluster, pods, monkeypatch):
+    monkeypatch.setattr(cluster_api, "MOST_KNOWN", 150)
+    monkeypatch.setattr(cluster_api, "TELL_SECONDS", 3600)
+    cluster.changes = lines(("ADDED", {"uid": f"u{number}"}) for number in range(200))
+    told = []
+    with pytest.raises(PodsError, match="more than 150 pods"):
+        await asyncio.wait_for(pods(told).follow(), 30)
+    assert (len(told[0]), len(told[-1])) == (0, 150)
+
+
+async def test_changes_of_labels_that_are_not_used_are_not_told(cluster, pods, until):
+    await cluster.create("z", "127.0.1.9", P)
+    cluster.changes = lines(("MODIFIED", {"uid": "uid-1", "labels": P | {"n": str(number)}}) for number in range(500))
+    told = []
+    task = asyncio.create_task(pods(told).follow())
+    await until(lambda: len(cluster.asked) == 3)  # so the first stream has ended
+    task.cancel()
+    assert len(told) == 1
+
+
+async def test_changes_that_come_together_are_told_together_and_let_others_run_in_between(
+    cluster, pods, until, monkeypatch
+):
+    monkeypatch.setattr(cluster_api, "TELL_SECONDS", 3600)
+    turns, turns_at, read = 0, [], cluster_api._read
+
+    async def run_beside():
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    def reading(*arguments):
+        turns_at.append(turns)
+        return read(*arguments)
+
+    monkeypatch.setattr(cluster_api, "_read", reading)
+    await cluster.create("z", "127.0.1.9", P)
+    cluster.changes = lines(("MODIFIED", {"uid": "uid-1", "labels": (D, P)[number % 2]}) for number in range(501))
+    told = []
+    tasks = [asyncio.create_task(run_beside()), asyncio.create_task(pods(told).follow())]
+    await until(lambda: len(cluster.asked) == 3)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert len(told) == 1  # the next one comes after an hour
+    assert len(turns_at) >= 502 and len({*turns_at}) == len(turns_at)
 
 
 async def test_while_the_api_is_away_its_replicas_stay_and_then_follow(cluster, fleet, discover, until):

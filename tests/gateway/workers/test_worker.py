@@ -39,7 +39,7 @@ async def worker(path, begin=NOTHING, costs=None):
 
 
 def pods(*ids: str) -> list[Pod]:
-    return [Pod(id.partition(":")[0], id.partition(":")[0], {"app": "vllm"}) for id in ids]
+    return [Pod(id.partition(":")[0], id.partition(":")[0], {"app": "vllm"}, id) for id in ids]
 
 
 async def test_replicas_are_handed_on_as_operators_left_them(tmp_path):

@@ -31,7 +31,7 @@ class Answer:
     closes: bool = False
     gateway: bool = False
     turns_away: bool = False
-    unreadable: str = ""  # why the body, which begins as JSON does, is none
+    unreadable: str = ""  # why the body cannot be read as JSON, although it begins like JSON
     most_values: int = MOST_VALUES
     large: bool = False
     _parsed: dict | None = None

@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 
 def number(text: str, fits: Callable[[float], bool], otherwise: str) -> float:
-    """Return `text` as a number. Raises ArgumentTypeError, with what it is `otherwise` where it does not fit."""
+    """Return `text` as a number. Raises ArgumentTypeError: if it does not fit, the message says that it is
+    `otherwise`."""
     try:
         value = float(text)
     except ValueError:

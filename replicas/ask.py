@@ -19,13 +19,13 @@ T = TypeVar("T")
 MOST_BYTES = 1 << 23
 BIG = 1 << 16  # a page of /metrics that is read in a thread
 MODELS_VALUES = 1 << 18  # in /v1/models: 10,000 names have 220,000 in vLLM's answer
-# Bytes of an answer that may be no part of its body, besides a quarter as many as that has: the head and the frames of
-# chunks. 256 KiB of interim heads (1xx), or of chunks of one byte, are parsed in 0.3 s, and aiohttp takes them without
-# end; so what came is looked at after so many bytes.
+# Bytes that an answer may have besides its body (its head and the framing of its chunks), on top of a quarter of the
+# body's length. 256 KiB of interim heads (1xx), or of chunks of one byte, are parsed in 0.3 s, and aiohttp takes them
+# without end; so an answer is looked at each time that so many more bytes of it have come.
 MOST_FRAMING, LOOK_BYTES = 1 << 14, 1 << 12
-PLAIN = {"accept-encoding": "identity"}  # of 9 MB of gzip came 4 GB
+PLAIN = {"accept-encoding": "identity"}  # 9 MB of gzip were seen to unpack to 4 GB
 GATEWAY = "x-hitherto-gateway"  # a header of /health that gateways have, and engines have not
-# Of these the engine is innocent.
+# These errors are the gateway's own and say nothing about the engine.
 OWN_FAULTS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.EADDRNOTAVAIL)
 
 

@@ -52,7 +52,8 @@ class EventApplier:
         self._heads: list[tuple[int, int]] = []  # where chains begin among them
         self._tail = 0  # the last of them
         self._removing: Sequence[int | bytes] = []
-        self._twice: list[tuple[int | bytes, int, int]] = []  # key, hash and parent of pending blocks told again
+        # Pending blocks that the engine reported a second time: key, hash and parent of each.
+        self._twice: list[tuple[int | bytes, int, int]] = []
         self._tier = "gpu"
         self._work = 0  # done since others could look, in units of MOST_PIECE, besides what `in_pieces` counts
         self._main: int | None = None  # the group that prompts are found in; None: the first that events speak of
@@ -651,14 +652,14 @@ def in_pieces(events: list[Stored | Removed | Cleared]) -> Iterator[list[Stored 
 
 
 def _blocks(event: Stored | Removed | Cleared) -> int:
-    """Return how many blocks an event tells of, as far as it shows."""
+    """Return how many blocks an event reports. Where it has fewer keys than blocks, their tokens are counted."""
     if isinstance(event, Stored):
         return max(len(event.keys), len(event.tokens) // LEAST_BLOCK)
     return len(event.keys) if isinstance(event, Removed) else 0
 
 
 def _parts(event: Stored | Removed) -> Iterator[Stored | Removed]:
-    """The same in several events, of whole chunks each."""
+    """Split one event into several, each of which has whole chunks of blocks."""
     count = len(event.keys)
     if isinstance(event, Removed):
         for start in range(0, count, MOST_PIECE):

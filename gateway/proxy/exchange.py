@@ -135,7 +135,8 @@ class Attempt:
         self.predicted_ttft = 0.0
 
     def could_not_fetch(self, kind: str) -> bool:
-        """Return whether this is a second leg that fails as one does whose prompt's cache does not come."""
+        """Return whether this is a second leg and `kind` is a failure that engines show when they cannot fetch the
+        prompt's cache."""
         return self.leg is Leg.DECODE and kind in TRANSFER_FAILED
 
     def advance(self, event: AttemptEvent) -> None:

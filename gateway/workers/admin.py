@@ -148,15 +148,15 @@ class WorkersAdmin(Side):
     # --- a change of the replicas
 
     async def replicas(self) -> dict[str, Any]:
-        """What `Worker.begin` reads, as a worker has it now; where none is left to ask, as one had it after the last
-        change."""
+        """Return the replicas that a worker has now, as `Worker.begin` reads them. Where no worker answers, they are
+        those that one had after the last change."""
         if (found := await self.places.query_one("/worker/replicas")) is None:
             return self._replicas
-        self._replicas = {**found, "names": None}  # those are waited for since a moment that is remembered nowhere
+        self._replicas = {**found, "names": None}  # nobody remembers since when they are waited for
         return found
 
     def given(self, urls: Mapping[str, str]) -> None:
-        """Workers that begin without a sibling are to have these replicas as well. By id."""
+        """Give these replicas, URLs by id, to the workers that begin without a sibling as well."""
         self._replicas["urls"] |= urls
 
     async def add(self, request: web.Request) -> web.Response:

@@ -169,7 +169,7 @@ class WorkerProcess:
         try:
             self._first_line.set_result(await self._reader.readline())
             await self._reader.read()  # the process has its end of the socket for as long as it lives
-        except OSError:
+        except (OSError, ValueError):  # ValueError: the first line is longer than a reader takes
             pass
         if not self._first_line.done():
             self._first_line.set_result(b"")

@@ -71,6 +71,16 @@ async def test_a_worker_that_does_not_answer_is_not_waited_for(tmp_path):
     await worker.ended()
 
 
+async def test_a_worker_whose_first_line_is_too_long_is_ended_at_once(tmp_path):
+    ours, theirs = socket.socketpair()
+    with theirs:
+        theirs.sendall(100_000 * b"x")
+        worker = await started_without_process(tmp_path / "socket", ours)
+        with pytest.raises(ConfigError, match="while it started"):
+            await worker.admin_open()
+    await worker.ended()
+
+
 async def started_without_process(path, end) -> WorkerProcess:
     """A worker whose process is a child that waits for its standard input to end, and `end` the supervisor's end of
     their socket."""

@@ -4,6 +4,9 @@ Open addressing in buckets of eight words, so a lookup of many keys is one gathe
 one comparison. A word is a tag in the high bits (what is looked up) and a payload in the low
 `payload_bits`; the word 0 marks an empty place.
 
+Which buckets are a tag's first and second is secret to this process. Tags are made of the keys that engines tell, and
+an engine that knew the choice could tell keys which all go to the same two buckets.
+
 A tag goes to its first bucket while that is less than `EASY` full, then to the emptier of
 its first and second, and only if both are full it spills to the buckets after the second. At
 the table's fill that is 1 word in 500, so a lookup is two rounds even when the table is full
@@ -21,6 +24,8 @@ Filled to 82 %: (8 + 5 / 8) / 0.82 = 10.5 bytes a word of 64 bits.
 
 from __future__ import annotations
 
+import secrets
+
 import numpy as np
 
 from cachemap.table.memory import zeros
@@ -36,8 +41,11 @@ POURED = 1 << 12
 LAID = 8  # places of a new table whose memory is laid out in the time one word is poured
 
 U64 = np.uint64
-MIX = U64(0x9E3779B97F4A7C15)  # 2**64 / golden ratio: spreads a tag for its second bucket
-MIX_SHIFT = U64(23)
+MIX = U64(0x9E3779B97F4A7C15)  # 2**64 / golden ratio: spreads an engine's key over its tag, alike in all gateways
+# A tag is multiplied with these for its first and second bucket. With an odd secret and an odd number of buckets, the
+# product's upper half leads two given tags to the same one of n buckets with a probability of about 2 / n at most.
+FIRST, SECOND = (U64(secrets.randbits(64) | 1) for _ in range(2))
+UPPER = U64(32)
 ONE = np.uint8(1)  # of the array's own type: ufunc.at takes five times as long with an int
 
 
@@ -173,10 +181,10 @@ class Buckets:
         return tags
 
     def _first(self, tags: np.ndarray) -> np.ndarray:
-        return (tags % self._buckets).view(np.int64)
+        return ((tags * FIRST >> UPPER) % self._buckets).view(np.int64)
 
     def _second(self, tags: np.ndarray) -> np.ndarray:
-        return (((tags * MIX) >> MIX_SHIFT) % self._buckets).view(np.int64)
+        return ((tags * SECOND >> UPPER) % self._buckets).view(np.int64)
 
     def _hits(self, buckets: np.ndarray, tags: np.ndarray) -> np.ndarray:
         """Where bucket i has tag i, as 8 i + column, at most one for each i."""
@@ -258,12 +266,14 @@ class Buckets:
         at = first.copy()
         at[crowded] = np.where(second_load < load, second, first.take(crowded))
         full = (np.minimum(load, second_load) == 8).nonzero()[0]
-        for i in full.tolist():
-            bucket = int(second[i])
-            while self.load[bucket] == 8:
-                bucket = (bucket + 1) % len(self.rows)
-            at[crowded[i]] = bucket
-        return at, len(full) > 0
+        if not len(full):
+            return at, False
+        ends, walking = second.take(full), np.arange(len(full))
+        while len(walking):
+            walking = walking[self.load.take(ends.take(walking)) == 8]
+            ends[walking] = (ends.take(walking) + 1) % len(self.rows)
+        at[crowded.take(full)] = ends
+        return at, True
 
     def _count_passed(self, tags: np.ndarray, first: np.ndarray, ends: np.ndarray, step: int, spilled: bool) -> None:
         """Add `step` at every bucket each tag goes past on the way to the one it ends in; `spilled`: some may be past
@@ -274,13 +284,12 @@ class Buckets:
         np.add.at(self.passed, first.take(away), np.int16(step))
         if not spilled:
             return
-        second, ends = self._second(tags.take(away)), ends.take(away)
-        for i in (second != ends).nonzero()[0].tolist():
-            self._spills += step
-            bucket = int(second[i])
-            while bucket != ends[i]:
-                self.spilled[bucket] += step
-                bucket = (bucket + 1) % len(self.rows)
+        buckets, ends = self._second(tags.take(away)), ends.take(away)
+        self._spills += step * int(np.count_nonzero(buckets != ends))
+        while len(walking := (buckets != ends).nonzero()[0]):
+            buckets, ends = buckets.take(walking), ends.take(walking)
+            np.add.at(self.spilled, buckets, np.int16(step))
+            buckets = (buckets + 1) % len(self.rows)
 
 
 def distinct(places: np.ndarray) -> np.ndarray:
@@ -305,5 +314,5 @@ def _places(buckets: np.ndarray, hits: np.ndarray) -> np.ndarray:
 
 
 def buckets_for(capacity: int) -> int:
-    """Buckets needed to hold `capacity` words at the table's fill."""
-    return int(capacity / (8 * FILL)) + 1
+    """How many buckets hold `capacity` words at the table's fill; an odd number (see `FIRST`)."""
+    return int(capacity / (8 * FILL)) + 1 | 1

@@ -18,6 +18,9 @@ BESIDE = 4  # of all bytes a quarter at most lies beside the tables
 SHED = 8  # when full, one block in 8 goes: below it, scanning for them costs more than storing
 SAMPLE = 1 << 16  # blocks looked at to tell which epochs are the oldest
 CHUNK = 1 << 15  # places of a replica looked at in a step of shedding
+# Epochs that a pass of shedding may last. Ages stop at OLDEST, so one that began with that age would drop blocks in its
+# later steps that it had spared in its first ones, and leave those behind them.
+MOST_PASS = 32
 LEFT = 1 << 11  # blocks of a replica that left, handled in a step: 1 to 4 ms
 # times its size a table grows at most, as laying out memory takes time; 4 moves twice as many words on the way to 50 M
 JUMP = 8
@@ -268,7 +271,8 @@ class Capacity:
             some = alias.payloads(alias.words[:SAMPLE].nonzero()[0])
         if not len(some):
             return
-        oldest, begun = _nth_oldest(self.blocks.ages(some), len(some) // SHED), self.blocks.epoch
+        oldest = min(_nth_oldest(self.blocks.ages(some), len(some) // SHED), OLDEST - MOST_PASS)
+        begun = self.blocks.epoch
         for one in list(self.aliases) if slot is None else [slot]:
             start = 0
             while one in self.aliases and start < len(self.aliases[one].words):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from cachemap.table.buckets import MIX, MIX_SHIFT, U64, Buckets, ones
+from cachemap.table.buckets import FIRST, SECOND, U64, Buckets, ones
+
+FIRST_FACTOR, SECOND_FACTOR, BITS = int(FIRST), int(SECOND), (1 << 64) - 1
 
 
 class Index(Buckets):
@@ -35,11 +37,11 @@ class Index(Buckets):
     def at(self, tag: int) -> int:
         """`numbers` of one. Plain ints: 1 us where that takes 10, 2 if it has to look into the second bucket."""
         buckets = len(self.rows)
-        first = tag % buckets
+        first = ((tag * FIRST_FACTOR & BITS) >> 32) % buckets
         number = self._in(first, tag)
         if number or not self.passed[first]:
             return number
-        second = (tag * int(MIX) % (1 << 64) >> int(MIX_SHIFT)) % buckets
+        second = ((tag * SECOND_FACTOR & BITS) >> 32) % buckets
         number = self._in(second, tag)
         if number or not self.spilled[second]:
             return number

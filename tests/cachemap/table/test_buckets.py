@@ -1,5 +1,7 @@
 """Buckets and the index against a plain dict, through any order of adding, dropping and growing."""
 
+import runpy
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -8,6 +10,7 @@ from hypothesis import strategies as st
 from cachemap.table import buckets
 from cachemap.table.buckets import EASY, FILL, Buckets
 from cachemap.table.index import Index
+from tests.calls import counting_calls
 
 # few distinct tags in few buckets: first and second buckets fill, and words spill
 TAGS = st.lists(st.integers(1, 60), unique=True, max_size=14)
@@ -95,6 +98,17 @@ def test_full_to_its_fill_every_tag_is_found_and_hardly_any_spills():
     assert (table.find(tags ^ np.uint64(1 << 63)) == -1).all()
     assert (table.spilled > 0).mean() < 0.03 and table.passed.max() < 40
     assert table.load.max() == 8 and (table.load >= EASY).mean() > 0.9
+
+
+def test_tags_that_meet_in_another_process_do_not_meet_here():
+    """An engine chooses its keys, and knows how a table chooses buckets but not what it draws for that."""
+    theirs = runpy.run_path(buckets.__file__)["Buckets"](1000)
+    tags = np.random.default_rng(3).integers(1, 1 << 63, 1 << 23, np.uint64)
+    meeting = tags[(theirs._first(tags) == 5) & (theirs._second(tags) < 2)][:400]
+    assert len(meeting) == 400
+    added, calls = counting_calls(lambda: Buckets(1000).add(meeting, meeting))
+    assert len(set(added.tolist())) == 400
+    assert calls < 2 * counting_calls(lambda: Buckets(1000).add(tags[:400], tags[:400]))[1]
 
 
 def test_twins_added_together_share_a_place():

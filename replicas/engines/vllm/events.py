@@ -35,6 +35,8 @@ GROUP_KINDS = {
 MOST_EVENTS = 1 << 18
 # Of one event, for extra keys, whose types are not known before: a block of an image has about 75.
 MOST_EXTRA_BYTES = 1 << 20
+# Of one event, for the tokens behind its blocks, a list for each block: decoded, a list takes 60 bytes or more.
+MOST_LOOKAHEAD_BYTES = 1 << 20
 
 Key = int | bytes
 Keys = Annotated[list[Key], Meta(max_length=1 << 22)]
@@ -67,7 +69,7 @@ class Stored(msgspec.Struct, array_like=True, tag="BlockStored"):
     locality: str | None = None
     ownership: msgspec.Raw = msgspec.Raw()
     session_id: msgspec.Raw = msgspec.Raw()
-    lookahead_token_ids: list[Annotated[list[int], Meta(min_length=1)]] | None = None
+    lookahead_token_ids: msgspec.Raw = msgspec.Raw()
 
 
 class StoredMap(Stored, array_like=False, tag_field="type", tag="BlockStored"):
@@ -96,6 +98,7 @@ BATCH, BATCH_MAP = msgspec.msgpack.Decoder(Batch), msgspec.msgpack.Decoder(Batch
 ARRAY = msgspec.msgpack.Decoder(Stored | Removed | Cleared)
 MAP = msgspec.msgpack.Decoder(StoredMap | RemovedMap | ClearedMap)
 EXTRA = msgspec.msgpack.Decoder(list[list[Any] | None])
+LOOKAHEAD = msgspec.msgpack.Decoder(list[Annotated[list[int], Meta(min_length=1)]] | None)
 KINDS = ("BlockStored", "BlockRemoved", "AllBlocksCleared")
 FLAT = {str, int, bytes, float, bool, type(None)}
 # How msgpack begins a map, and an array of more than 15 (with the bytes of its length); and its null.
@@ -150,7 +153,7 @@ class Decoder:
         if extra and len(extra) != len(keys):
             raise ValueError(f"{len(extra)} extra keys for {len(keys)} blocks")
         tier, group = _tier(event), event.group_idx
-        lookahead = (event.lookahead_token_ids or []) if tokens else []
+        lookahead = lookahead_tokens(event.lookahead_token_ids) if tokens else []
         if lookahead and (len(lookahead) != len(keys) or len({len(one) for one in lookahead}) != 1):
             raise ValueError(f"{len(lookahead)} lookahead_token_ids for {len(keys)} blocks")
         copied = bool(tokens) and tier != "gpu"  # and told by its tokens
@@ -184,6 +187,15 @@ def extra_keys(raw: msgspec.Raw) -> list[list[Any] | None] | None:
         if not FLAT.issuperset(map(type, key if type(key) is list else (key,))):
             raise TypeError("extra_keys has a key that is neither a value nor a list of values")
     return extra
+
+
+def lookahead_tokens(raw: msgspec.Raw) -> list[list[int]]:
+    """Return the tokens behind each block that its key covers, [] where keys cover none. Raises what `UNREADABLE`
+    has."""
+    packed = bytes(raw)
+    if len(packed) > MOST_LOOKAHEAD_BYTES:
+        raise ValueError(f"lookahead_token_ids of more than {MOST_LOOKAHEAD_BYTES} bytes")
+    return (LOOKAHEAD.decode(packed) if packed else None) or []
 
 
 def _is_map(packed: bytes | msgspec.Raw) -> bool:

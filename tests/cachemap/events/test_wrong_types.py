@@ -184,3 +184,10 @@ def test_events_in_pieces_come_to_the_same(name, data, most):
     of = [house.map.contents(1) for house in (whole, parts)]
     found = [{tier: sorted(zip(*map(list, pair))) for tier, pair in one.held.items()} for one in of]
     assert found[0] == found[1] and of[0].copies == of[1].copies
+
+
+def test_tokens_behind_blocks_that_are_too_many_are_refused_before_they_are_decoded():
+    event = stored([1], TOKENS[:BLOCK], lookahead_token_ids=[[1]] * (1 << 20))
+    batch = decode(msgspec.msgpack.encode([1.0, [event, stored([2], TOKENS[:BLOCK])], 0]))
+    assert [one.keys for one in batch.events] == [[2]]
+    assert batch.passed_over == ["BlockStored: lookahead_token_ids of more than 1048576 bytes"]

@@ -189,6 +189,7 @@ class Capacity:
         capacity = self._affordable(alias, more, self._capacity[slot])
         if not capacity and 4 * len(self.aliases) * alias.nbytes < self._budget.total:
             self._shrink()  # a replica that came late gets its part, too
+            alias = self.aliases[slot]  # the one that has most may be this one
             capacity = self._affordable(alias, more, self._capacity[slot])
         if not capacity:
             self._shed(slot, lambda: alias.room >= more)

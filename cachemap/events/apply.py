@@ -6,7 +6,8 @@ the engine hashes with. Runs of events of one kind reach the map as one call, si
 costs about 40 us and a further block in it 0.3.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 
 import numpy as np
 
@@ -59,6 +60,7 @@ class EventApplier:
         self._main: int | None = None  # the group that prompts are found in; None: the first that events speak of
         self._groups = GroupEvents(cache_map, slot, block_size, self._hashes_under, self._hashes_of)
         self.pages: Pages | None = None  # of an engine whose pages are smaller than the blocks
+        self._steps: Iterator[None] = iter(())  # what is left to do of the event that was applied last
         self._chunks: dict[str, Chunks] = {}  # by tier, of a store below the engine
         self._own_chunk = 1  # blocks that the engine's own slower tiers find together, as far as events told
         self._unsized: dict[str, dict[int | bytes, None]] = {}  # by such a tier, keys told alone while that was 1
@@ -116,6 +118,7 @@ class EventApplier:
         for event in events:
             if isinstance(event, Stored):
                 self._store(event)
+                yield from self._steps
             elif isinstance(event, Removed):
                 if event.tier == "gpu" and (self._groups.whole or self._is_of_group(event)):
                     self._work += self._groups.waiting_work
@@ -125,6 +128,7 @@ class EventApplier:
                     if start:
                         yield
                     self._remove(event._replace(keys=event.keys[start : start + step]))
+                    yield from self._steps
             else:
                 self._clear()
             if self._work > MOST_PIECE:
@@ -476,31 +480,49 @@ class EventApplier:
             self.ignored += len(event.keys) * max(1, blocks)
             return
         self._flush()
-        before, width, found = event.parent, event.block_size * TOKEN_BYTES, []
+        self._steps = self._storing_chunks(event, chunks)
+
+    def _storing_chunks(self, event: Stored, chunks: Chunks) -> Iterator[None]:
+        yield from self._mapping(chunks, self._found_with(event, chunks), self._store_found, event.tier)
+        if chunks.blind:
+            yield from self._mapping(chunks, chunks.found(), self._remove_found, event.tier)
+            chunks.clear()
+            self.ignored += len(event.keys) * chunks.blocks
+
+    def _found_with(self, event: Stored, chunks: Chunks) -> Iterator[Chunk]:
+        """Store an event's chunks and give those that are found with them."""
+        before, width = event.parent, event.block_size * TOKEN_BYTES
         for number, key in enumerate(event.keys):
             parent = 0 if before is None else chunks.end(before) or self._hash_of(before)
             if before is not None and not parent:
-                self._orphans += (len(event.keys) - number) * blocks
-                break
+                self._orphans += (len(event.keys) - number) * chunks.blocks
+                return
             seed = parent or chain_seed(self._model, self._block_size, event.adapter)
             hashes = hash_blocks(event.tokens[number * width : (number + 1) * width], self._block_size, seed)
-            stored = chunks.store(key, before, parent, hashes)
-            if stored is None:
-                self.ignored += (len(event.keys) - number) * blocks
-                break
-            found += stored
+            found = chunks.store(key, before, parent, hashes)
+            if found is None:
+                self.ignored += (len(event.keys) - number) * chunks.blocks
+                return
+            yield from found
             before = key
-        self._store_found(event.tier, found)
-        if chunks.blind:
-            self._remove_found(event.tier, chunks.found())
-            chunks.clear()
-            self.ignored += len(event.keys) * blocks
+
+    @staticmethod
+    def _mapping(
+        chunks: Chunks, changed: Iterator[Chunk | None], change: Callable[[str, list[Chunk]], None], tier: str
+    ) -> Iterator[None]:
+        """Hand changed chunks to the map in steps of some milliseconds: one that comes or goes has any number behind
+        it."""
+        step = max(1, MOST_PIECE // chunks.blocks)
+        while piece := list(islice(changed, step)):
+            if told := [chunk for chunk in piece if chunk is not None]:
+                change(tier, told)
+            if len(piece) == step:
+                yield
 
     def _store_found(self, tier: str, chunks: list[Chunk]) -> None:
-        if chunks:
-            hashes, keys, heads = chains(chunks)
-            self._map.store(self._slot, hashes, keys, self._chunk_tier(tier), heads)
-            self.stored += len(hashes)
+        hashes, keys, heads = chains(chunks)
+        self._map.store(self._slot, hashes, keys, self._chunk_tier(tier), heads)
+        self.stored += len(hashes)
 
     def _remove_found(self, tier: str, chunks: list[Chunk]) -> None:
         keys = [key for chunk in chunks for key in chunk.block_keys()]
@@ -575,9 +597,8 @@ class EventApplier:
         if blind and not any(self._map.resolve(self._slot, unknown)):  # what is known would be the engine's own
             del self._chunks[event.tier]  # the source tells what goes, after all: what comes from here on counts
         if (chunks := self._chunks.get(event.tier)) is not None:
-            dropped = chunks.remove(unknown)
-            self._remove_found(event.tier, dropped.chunks)
-            unknown = dropped.unknown
+            self._steps = self._mapping(chunks, chunks.remove(event.keys), self._remove_found, event.tier)
+            unknown = [key for key in unknown if key not in chunks]
         for tier in self._map.chunk_tiers(self._slot):  # the engine's own, and those of which only the map knows
             if tier.base == event.tier:
                 keys = unknown if tier.own else [one for key in unknown for one in block_keys(key, tier.blocks)]

@@ -11,8 +11,7 @@ a tier up to the prompt's last whole chunk) then gives what LMCache delivers.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 Key = int | bytes
 U64 = (1 << 64) - 1
@@ -35,13 +34,6 @@ class Chunk:
 
     def block_keys(self) -> list[Key]:
         return block_keys(self.key, len(self.hashes))
-
-
-class Dropped(NamedTuple):
-    """`chunks` are found no longer; of `unknown` keys nothing is known here."""
-
-    chunks: list[Chunk]
-    unknown: list[Key]
 
 
 def block_keys(key: Key, blocks: int) -> list[Key]:
@@ -70,15 +62,18 @@ class Chunks:
         """Chunks that are known, with those that are gone and have others behind them."""
         return len(self._by_key)
 
+    def __contains__(self, key: Key) -> bool:
+        return key in self._by_key
+
     def end(self, key: Key) -> int:
         """The hash of a chunk's last block, 0 if it is not known."""
         chunk = self._by_key.get(key)
         return chunk.hashes[-1] if chunk is not None else 0
 
-    def store(self, key: Key, before: Key | None, parent: int, hashes: Sequence[int]) -> list[Chunk] | None:
+    def store(self, key: Key, before: Key | None, parent: int, hashes: Sequence[int]) -> Iterator[Chunk] | None:
         """A chunk is held now, behind the one called `before`; gives those that are found with it, each behind the one
         it follows. `parent`: the hash of the block before `hashes`, or 0. A chunk whose predecessor is not known here
-        is taken to be found. None: there is no room for it."""
+        is taken to be found. None: there is no room for it. All that is given must be taken before the next call."""
         chunk = self._by_key.get(key)
         if chunk is None:
             if not self._hold(self._bytes):
@@ -89,57 +84,35 @@ class Chunks:
                 above.behind[key] = chunk
         elif chunk.held:
             self.blind = True
-            return []
+            return iter(())
         chunk.held = True
-        return self._find(chunk) if chunk.before is None or chunk.before.found else []
+        return _find(chunk) if chunk.before is None or chunk.before.found else iter(())
 
-    def remove(self, keys: Iterable[Key]) -> Dropped:
-        """These are gone; so is what stands behind them, for who looks up a prompt."""
-        dropped: list[Chunk] = []
-        unknown: list[Key] = []
+    def remove(self, keys: Iterable[Key]) -> Iterator[Chunk | None]:
+        """These are gone; gives the chunks that are found no longer, which are those behind them as well, and None for
+        each chunk that is forgotten. All must be taken before the next call."""
         for key in keys:
             chunk = self._by_key.get(key)
-            if chunk is None:
-                unknown.append(key)
-            elif chunk.held:
+            if chunk is not None and chunk.held:
                 chunk.held = False
                 if chunk.found:
-                    dropped += self._lose(chunk)
-                self._forget(chunk)
-        return Dropped(dropped, unknown)
+                    for one in _with_those_behind(chunk):
+                        one.found = False
+                        yield one
+                yield from self._forget(chunk)
 
-    def found(self) -> list[Chunk]:
+    def found(self) -> Iterator[Chunk]:
         """All that a lookup finds, each behind the one it follows."""
-        return [
-            one
-            for chunk in self._by_key.values()
-            if chunk.found and (chunk.before is None or not chunk.before.found)
-            for one in _with_those_behind(chunk)
-        ]
+        for chunk in self._by_key.values():
+            if chunk.found and (chunk.before is None or not chunk.before.found):
+                yield from _with_those_behind(chunk)
 
     def clear(self) -> None:
         """Nothing is held."""
         self._hold(-self._bytes * len(self._by_key))
         self._by_key = {}
 
-    @staticmethod
-    def _find(chunk: Chunk) -> list[Chunk]:
-        new, todo = [], [chunk]
-        while todo:
-            one = todo.pop()
-            one.found = True
-            new.append(one)
-            todo += [behind for behind in one.behind.values() if behind.held]
-        return new
-
-    @staticmethod
-    def _lose(chunk: Chunk) -> list[Chunk]:
-        lost = _with_those_behind(chunk)
-        for one in lost:
-            one.found = False
-        return lost
-
-    def _forget(self, chunk: Chunk | None) -> None:
+    def _forget(self, chunk: Chunk | None) -> Iterator[None]:
         """A chunk that is gone is kept while others stand behind it: they are found again when it is stored again."""
         while chunk is not None and not chunk.held and not chunk.behind:
             del self._by_key[chunk.key]
@@ -147,16 +120,26 @@ class Chunks:
             if chunk.before is not None:
                 del chunk.before.behind[chunk.key]
             chunk = chunk.before
+            yield None
 
 
-def _with_those_behind(chunk: Chunk) -> list[Chunk]:
-    """It and all found ones behind it."""
-    those, todo = [], [chunk]
+def _find(chunk: Chunk) -> Iterator[Chunk]:
+    """It and all held ones behind it, which are found from now on."""
+    todo = [chunk]
     while todo:
         one = todo.pop()
-        those.append(one)
+        one.found = True
+        yield one
+        todo += [behind for behind in one.behind.values() if behind.held]
+
+
+def _with_those_behind(chunk: Chunk) -> Iterator[Chunk]:
+    """It and all found ones behind it."""
+    todo = [chunk]
+    while todo:
+        one = todo.pop()
         todo += [behind for behind in one.behind.values() if behind.found]
-    return those
+        yield one
 
 
 def chains(chunks: Sequence[Chunk]) -> tuple[list[int], list[Key], list[tuple[int, int]]]:

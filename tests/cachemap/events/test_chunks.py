@@ -14,6 +14,7 @@ from cachemap.changes import ChunkTier, Clear
 from cachemap.events import chunks as module
 from cachemap.events.apply import EventApplier
 from cachemap.events.chunks import Chunks
+from cachemap.events.groups import MOST_PIECE
 from cachemap.events.records import Cleared, Removed, Stored
 
 OF_CHUNKS = [tracemalloc.Filter(True, module.__file__)]
@@ -123,6 +124,27 @@ def test_the_map_has_what_the_stores_own_lookup_finds(story):
             found = min(leading(path, there), blocks // BLOCKS) * BLOCKS
             assert told.held(path, blocks) == (own, max(own, found))
     assert told.applier.fault is None and not told.applier.ignored
+
+
+def test_what_stands_behind_a_chunk_comes_and_goes_in_steps():
+    told, count = Told(1 << 24), 2 * MOST_PIECE
+    ids = array("I", range(count * SIZE * BLOCKS)).tobytes()
+    told.apply(
+        Stored(range(1, count + 1), None, ids, SIZE * BLOCKS, "cpu", None, None, 0, "full_attention", below=True)
+    )
+    changed: list[int] = []
+    told.map.record(0, lambda change: changed.append(len(change.tags)))
+    root = Stored(
+        [1], None, ids[: SIZE * BLOCKS * 4], SIZE * BLOCKS, "cpu", None, None, 0, "full_attention", below=True
+    )
+    for event in (Removed([1], "cpu", 0), root):
+        changed.clear()
+        before = 0
+        for _ in told.applier.applying([event]):
+            assert sum(changed) - before <= MOST_PIECE
+            before = sum(changed)
+        assert sum(changed) - before <= MOST_PIECE and sum(changed) == count * BLOCKS
+    assert told.applier.stored == 2 * count * BLOCKS
 
 
 def test_chunks_behind_one_that_is_gone_come_back_with_it():
@@ -238,11 +260,11 @@ def test_what_is_gone_is_forgotten_with_what_stood_behind_it():
     held = []
     chunks = Chunks(1, lambda more: not held.append(more))
     for number in range(3):
-        chunks.store(number + 1, number or None, number, [number + 1])
-    assert not chunks.remove([2]).unknown and len(chunks) == 3 and chunks.end(3) == 3
+        list(chunks.store(number + 1, number or None, number, [number + 1]))
+    assert [one.key for one in chunks.remove([2])] == [2, 3] and len(chunks) == 3 and chunks.end(3) == 3
     assert [one.key for one in chunks.found()] == [1]
-    assert chunks.remove([3, 9]) == ([], [9]) and len(chunks) == 1
-    assert [one.key for one in chunks.remove([1]).chunks] == [1] and not len(chunks)
+    assert not any(chunks.remove([3, 9])) and len(chunks) == 1
+    assert [one.key for one in chunks.remove([1]) if one] == [1] and not len(chunks)
     assert len(held) == 6 and not sum(held)
 
 

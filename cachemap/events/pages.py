@@ -89,9 +89,10 @@ class Pages:
         while start < len(tags):
             known = self._by_key.numbers(tags[start:])
             if known[0]:
-                before = int(known[0])
-                whole += self._revive(before)
-                start += 1
+                run = int((known == 0).argmax()) or len(known)
+                before = int(known[run - 1])
+                whole += self._revive(known[:run])
+                start += run
                 continue
             end = start + _distinct(tags[start : start + int(known.argmax())] if known.any() else tags[start:])
             before, chain = self._append(before, seed, tags[start:end], tokens[start:end], ahead[start:end])
@@ -212,14 +213,17 @@ class Pages:
             at, place, name = end, 0, block
         return names
 
-    def _revive(self, page: int) -> list[Chain]:
-        """It is stored again; the blocks that it completes, each as a chain of its own."""
-        if self._held[page]:
+    def _revive(self, pages: np.ndarray) -> list[Chain]:
+        """Known pages are stored again; gives the blocks that they complete, each as a chain of its own."""
+        pages = np.unique(pages[~self._held.take(pages)])
+        if not len(pages):
             return []
-        self._held[page] = True
-        self._name(self._names[page : page + 1])
+        self._held[pages] = True
+        names = self._names.take(pages)
+        for some in (names,) if len(np.unique(names)) == len(names) else np.split(names, len(names)):
+            self._name(some)
         found = []
-        for last in self._last_below(np.array([page])).tolist():
+        for last in self._last_below(pages).tolist():
             first, whole = last, bool(self._held[last])
             for _ in range(self._last):
                 first = int(self._parents[first])

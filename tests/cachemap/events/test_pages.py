@@ -7,7 +7,10 @@ import pytest
 
 from cachemap import CacheMap, chain_seed, hash_blocks
 from cachemap.events.apply import EventApplier
+from cachemap.events.pages import Pages
 from cachemap.events.records import AGREEING, Cleared, Removed, Stored
+
+from ...calls import counting_calls
 
 BLOCK = 4
 SEED = chain_seed("m", BLOCK)
@@ -231,3 +234,41 @@ def test_what_is_told_is_what_is_held(table, page, tidy, seed):
         and len(applier.pages) >= len(engine.keys)
         and (len(applier.pages) == len(engine.keys) or not tidy)
     )
+
+
+def test_many_pages_that_come_back_together_are_looked_up_together():
+    pages, ids = Pages("m", BLOCK, 1), array("I", range(400))
+    events = [
+        Stored(
+            range(start + 1, end + 1),
+            start or None,
+            ids[start:end].tobytes(),
+            1,
+            "gpu",
+            None,
+            None,
+            0,
+            "full_attention",
+        )
+        for start, end in ((0, 400), (40, 360))
+    ]
+    [chain] = pages.store(events[0])
+    pages.remove(range(41, 361))
+    again, calls = counting_calls(lambda: pages.store(events[1]))
+    assert [one.hashes for one in again] == [[block] for block in chain.hashes[10:90]]
+    assert calls < 2 * 320
+
+
+def test_pages_of_one_name_that_come_back_together_are_gone_with_the_last(table, applier):
+    ids = array("I", range(BLOCK)).tobytes()
+
+    def stored(first):
+        return Stored(range(first, first + BLOCK), None, ids, 1, "gpu", None, None, 0, "full_attention")
+
+    apply(applier, stored(1), stored(11))
+    apply(applier, Removed([1, 11], "gpu", 0))
+    both = Stored([1, 11], None, ids[:8], 1, "gpu", None, None, 0, "full_attention")
+    apply(applier, both)
+    assert told(table, applier, range(BLOCK)) == BLOCK
+    apply(applier, Removed([1, 2, 3, 4, 12], "gpu", 0))
+    assert told(table, applier, range(BLOCK)) == 1

@@ -24,8 +24,11 @@ class NotYaml(ValueError):
 class Loader(yaml.SafeLoader):
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         try:
-            return super().construct_object(node, deep)
-        except ValueError as error:  # of int() and date(), for what only looks like a number or a date
+            value = super().construct_object(node, deep)
+            if isinstance(value, int):
+                str(value)  # no error could show what has more digits than Python writes, as 0xff... may
+            return value
+        except ValueError as error:  # of int(), str() and date(), for what only looks like a number or a date
             raise yaml.constructor.ConstructorError(None, None, str(error), node.start_mark) from None
         except (LookupError, AttributeError):  # of PyYAML, for a scalar that is not of the kind its tag says
             problem = f"{node.value!r} is no {node.tag.rpartition(':')[2]}"

@@ -151,7 +151,7 @@ def _is_json(body: bytes) -> bool:
 
 def ask(admin: str, path: str, body: bytes, headers: Mapping[str, str] = {}, seconds: float = 30.0) -> dict[str, Any]:
     """The running gateway's answer. Raises Unanswered, and ApiError where it refuses the request."""
-    url = f"{admin}/explain?{urllib.parse.urlencode({'path': path})}"
+    url = f"{admin}/explain?{urllib.parse.urlencode({'path': path}, errors='surrogateescape')}"
     answer = call(admin, "POST", url, body, headers, seconds)
     try:
         told = json.loads(answer)

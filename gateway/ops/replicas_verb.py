@@ -54,7 +54,7 @@ def run(args: argparse.Namespace, config: Config) -> int:
 def asked(admin: str, args: argparse.Namespace, config: Config) -> dict[str, Any]:
     """What the gateway answers. Raises Unanswered, ConfigError and ApiError."""
     path, body = f"{admin}/replicas", None
-    one = f"{path}/{quote(_id(args.which or ''), safe=':')}"
+    one = f"{path}/{quote(_id(args.which or ''), safe=':', errors='surrogateescape')}"
     seconds = 30.0
     match args.action:
         case "add":

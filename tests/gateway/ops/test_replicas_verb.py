@@ -90,6 +90,9 @@ async def test_what_cannot_be_done_is_said_with_its_reason(admin, capsys):
     for words, code, said in (
         (("drain", "gone:1"), 1, "there is no replica 'gone:1'; there are: none"),
         (("add", "ftp://gpu1"), 1, "ftp://gpu1"),
+        (("add", "http://\udcff"), 1, "the body must be"),  # as Python has a byte that is no UTF-8
+        (("remove", "http://\udcff"), 1, "there is no replica"),
+        (("drain", "\udcff"), 1, "there is no replica"),
         (("add",), 2, "replicas add: give the replica's URL"),
         (("remove",), 2, "replicas remove: give the id"),
         (("list", "a:1"), 2, "replicas list: takes no replica"),

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import io
 import os
 import stat
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
+from typing import BinaryIO
 
 LOOK_SECONDS = 0.5  # between two looks
+MOST_BYTES = 64 * 2**20  # of what is read whole: as many as the admin side takes
 
 # What tells one state of a file from another; None where there is no file.
 Signature = tuple[int, int, int, int] | None
@@ -54,14 +57,24 @@ def regular(path: str, flags: int) -> int:
 
 
 def read(path: Path) -> bytes:
-    """What is in a file, or comes through a pipe. A pipe through which nothing comes is not waited for, nor taken for
-    an empty file, as the command behind it may have failed: OSError."""
+    """Return what is in a file, or comes through a pipe. A pipe through which nothing comes is not waited for, nor
+    taken for an empty file, as the command behind it may have failed: OSError, also for more than MOST_BYTES."""
     with open(path, "rb", buffering=0, opener=unblocked) as file:
         begun = file.read(1)  # None: somebody has the other end, and has not written yet
         if begun == b"" and stat.S_ISFIFO(os.fstat(file.fileno()).st_mode):
             raise OSError(errno.EPIPE, "it is a pipe through which nothing comes")
         os.set_blocking(file.fileno(), True)
-        return (begun or b"") + file.readall()
+        return (begun or b"") + read_to_end(file)
+
+
+def read_to_end(file: io.RawIOBase | BinaryIO) -> bytes:
+    """Return the rest of a file. Raises OSError where it has more than MOST_BYTES, as /dev/zero has."""
+    found = bytearray()
+    while piece := file.read(2**20):
+        found += piece
+        if len(found) > MOST_BYTES:
+            raise OSError(errno.EFBIG, f"it has more than {MOST_BYTES >> 20} MiB")
+    return bytes(found)
 
 
 def open_to_append(path: Path, more_flags: int = 0) -> int:

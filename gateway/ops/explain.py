@@ -134,7 +134,7 @@ def is_url(text: str) -> bool:
 
 def _read_body(name: str) -> bytes:
     try:
-        return sys.stdin.buffer.read() if name == "-" else files.read(Path(name))
+        return files.read_to_end(sys.stdin.buffer) if name == "-" else files.read(Path(name))
     except OSError as error:
         raise ConfigError(
             f"{name}: cannot read the request's body: {error.strerror}. Give a JSON file as a client would send it, or - for standard input"

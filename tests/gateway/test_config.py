@@ -308,6 +308,7 @@ def test_the_token_is_in_a_file_or_the_environment_and_on_no_command_line(tmp_pa
     for token in (TOKEN, "abc", "a b"):
         assert "everybody on this machine can read a command line" in wrong(flags={"admin_token": token})
     assert "No such file" in wrong(flags={"admin_token": "@/nowhere"})
+    assert "it is a device, and no file" in wrong(flags={"admin_token": "@/dev/zero"})
     for name in ("token", "a-name-of-sixteen-characters-or-more"):
         (tmp_path / name).write_text(TOKEN)
         assert f"write @{tmp_path / name}" in wrong(flags={"admin_token": str(tmp_path / name)}), "the @ was forgotten"

@@ -59,6 +59,12 @@ def test_a_pipe_through_which_nothing_comes_is_not_waited_for(pipe):
         files.read(pipe)
 
 
+@pytest.mark.parametrize("device", ["/dev/zero", "/dev/full"])
+def test_a_file_without_an_end_is_not_read_on(device):
+    with pytest.raises(OSError, match="it has more than 64 MiB"):
+        files.read(Path(device))
+
+
 def test_a_pipe_is_written_to_while_somebody_reads_it_and_not_waited_for(pipe):
     with pytest.raises(OSError, match="it is a pipe that nobody reads"):
         files.open_to_append(pipe)

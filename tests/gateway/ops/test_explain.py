@@ -376,6 +376,27 @@ def test_body_that_is_not_there(capsys):
     assert capsys.readouterr().err.startswith("hitherto: gone.json: cannot read the request's body: No such file")
 
 
+def test_a_body_without_an_end_is_not_read_on(capsys, monkeypatch):
+    with open("/dev/zero") as endless:
+        monkeypatch.setattr("sys.stdin", endless)
+        for name in ("/dev/full", "-"):
+            assert cli.main(["explain", name]) == 2
+            said = f"hitherto: {name}: cannot read the request's body: it has more than 64 MiB"
+            assert capsys.readouterr().err.startswith(said)
+
+
+async def test_a_path_that_is_no_text_is_the_gateways_to_refuse(listen, empty_folder, capsys):
+    async def refuse(request):
+        assert request.query_string == "path=/%FF"
+        body = {"error": {"message": "no such path", "type": "x", "param": None, "code": None}}
+        return web.json_response(body, status=404, headers={ADMIN_SIDE: "1"})
+
+    url = await listen(web.post("/explain", refuse))
+    (empty_folder / "body.json").write_bytes(CHAT)
+    assert await in_thread("body.json", "--admin", url, "--path", "/\udcff") == 1
+    assert "no such path" in capsys.readouterr().err
+
+
 def test_model_names_are_resolved_or_refused(tmp_path):
     assert model_dir("sim") == sim_model_dir()
     assert model_dir(str(tmp_path)) == tmp_path

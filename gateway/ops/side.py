@@ -27,8 +27,10 @@ _server_log = logging.getLogger("hitherto.admin.http")  # what the server itself
 
 
 def _of_ours(record: logging.LogRecord) -> bool:
-    """Not that somebody sent what is no HTTP: they were told (400), and whoever scans the port fills no log."""
-    return not (record.exc_info and isinstance(record.exc_info[1], http.HttpProcessingError))
+    """Not that somebody sent what is no HTTP, or a body that is not encoded as its head says: they were told (400), and
+    whoever scans the port fills no log."""
+    foreign = (http.HttpProcessingError, web.RequestPayloadError)
+    return not (record.exc_info and isinstance(record.exc_info[1], foreign))
 
 
 _server_log.addFilter(_of_ours)
@@ -67,6 +69,9 @@ async def answered(request: web.Request, handler: Handler) -> web.StreamResponse
         return refused
     except ConnectionResetError:  # in the middle of the request's body: nobody reads this
         return error(400, "the request ended before its body did", "bad_request")
+    except web.RequestPayloadError:
+        what = "the request's body is not as its Content-Encoding or Transfer-Encoding says"
+        return error(400, what, "bad_request")
     except ApiError as wrong:
         return answer(wrong.object(""), wrong.status)
     except web.HTTPMethodNotAllowed as refused:

@@ -539,6 +539,19 @@ async def test_who_sends_what_is_no_http_is_told_and_fills_no_log(gateway, caplo
     assert not caplog.records
 
 
+@pytest.mark.parametrize("path, told", (("/explain", 400), ("/replicas", 400), ("/livez", 405)))
+async def test_a_body_that_is_not_encoded_as_it_says_is_told_and_fills_no_log(http, caplog, path, told):
+    head = "Host: 127.0.0.1\r\nContent-Type: application/json\r\nContent-Encoding: gzip\r\nContent-Length: 2"
+    talker = await Talker.to(http._base_url.port)
+    await talker.say(f"POST {path} HTTP/1.1\r\n{head}\r\n\r\n{{}}".encode())
+    status, _, body = await talker.response()
+    await talker.close()
+    async with http.get("/livez") as alive:
+        assert alive.status == 200
+    assert status == told and b'"error"' in body
+    assert not caplog.records
+
+
 async def test_others_are_answered_while_all_blocks_of_an_engine_are_compared(http, gateway):
     """A million of them take a second."""
     gateway.fleet.add("http://a:1")

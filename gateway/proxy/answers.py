@@ -101,13 +101,13 @@ _ONLY_ROLE = re.compile(
 )
 # What each event that brings output has once, and no other of its API but chat's that has only a role. Quotes inside
 # generated text are escaped, so none of these is part of one.
-_OUTPUT_MARKS = {
+OUTPUT_MARKS = {
     "chat": b'"delta":{"',
     "completions": b'"text":',
     "responses": b'.delta"',
     "messages": b'"content_block_delta"',
 }
-_ANY_EVENT = b"\ndata: {"
+ANY_EVENT = b"\ndata: {"
 _KEEPS_ALIVE = re.compile(rb"(?:^|\n)(?::|event: ping)")
 # Comments, pings and blank lines, each to the blank line behind it.
 _KEEP_ALIVES = re.compile(
@@ -187,7 +187,7 @@ def has_begun(label: str, tail: bytes) -> bool:
 def output_events(label: str, data: bytes, first: bool) -> int:
     """Return how many events that begin in a read of a stream bring output. `first`: none did before, so those that
     announce an answer may be among them. Called for each read of a metered stream: one search."""
-    count = data.count(_OUTPUT_MARKS.get(label, _ANY_EVENT))
+    count = data.count(OUTPUT_MARKS.get(label, ANY_EVENT))
     if first and count and label == "chat":
         return max(0, count - len(_ONLY_ROLE.findall(data)))
     return count

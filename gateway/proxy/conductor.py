@@ -410,8 +410,6 @@ class Conductor:
     def _place(self, exchange: Exchange, _: Any) -> None:
         if (exchange.trace is not None or self.figures is not None) and not exchange.prepared_at:
             exchange.prepared_at = monotonic()
-            if self.figures is not None:
-                self.figures.placing(exchange)
         if self.continuing is not None and exchange.continuation is None:
             self.continuing.begin(exchange)
         self.placing.place(exchange)
@@ -523,6 +521,8 @@ class Conductor:
             meter(attempt, data)
         else:
             keep(attempt.tail, data)
+            if attempt.streams and attempt.prompt is not None and not attempt.prompt.include_usage:
+                attempt.count_events(data)
         if attempt.first_at:
             attempt.seen_at = attempt.first_at
             self.settling.answered(exchange, attempt)

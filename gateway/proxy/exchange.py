@@ -23,7 +23,7 @@ from ..errors import ApiError
 from ..http.downstream import Downstream
 from ..http.messages import KEEP_ALIVE, Request
 from ..http.upstream import Head, Upstream, UpstreamError
-from .answers import USAGE, USAGE_KEY_BYTES, Beginning, UsageSearch, has_end, output_events
+from .answers import ANY_EVENT, OUTPUT_MARKS, USAGE, USAGE_KEY_BYTES, Beginning, UsageSearch, has_end, output_events
 from .blame import UnattributedError
 from .blanking import Blanking
 from .retries import AWAY, CLOSED, NO_CRASHES, PROTOCOL, TRANSFER_FAILED
@@ -83,10 +83,10 @@ class Attempt:
         # what they show of a stream; `looked_at`: how many of them there were at the last look; `seen_late`: they were
         # passed on nevertheless, so its first token was noticed some time after it came
         "withheld", "beginning", "looked_at", "seen_late",
-        # `tail`: the last reads of the answer, of `pieces` so far; where it is metered, `events`: how many events of a
-        # stream brought output, and `usage`: what reads its usage, once that has begun; `pauses`: how often its client
-        # did not keep up
-        "tail", "pieces", "events", "usage", "pauses", "seen_pieces", "seen_at",
+        # `tail`: the last reads of the answer, of `pieces` so far; `mark`: what each event of a stream that brings output
+        # has, where its client asked for no usage, and `events`: how many of them came, there and where it is metered;
+        # `usage`: what reads its usage, once that has begun; `pauses`: how often its client did not keep up
+        "tail", "pieces", "mark", "events", "usage", "pauses", "seen_pieces", "seen_at",
         # monotonic seconds, 0.0 for what did not happen; `first_at`: of the answer itself, not of other bytes
         "begun_at", "sent_at", "first_at", "ended_at",
         # why it failed, if it did
@@ -125,6 +125,7 @@ class Attempt:
         self.sent_ids = self.computed = self.seen_late = False
         self.status = self.fault = self.looked_at = self.pieces = self.events = self.seen_pieces = self.pauses = 0
         self.withheld = b""
+        self.mark: bytes | None = None
         self.beginning: Beginning | None = None
         self.usage: UsageSearch | None = None
         self.tail: deque[bytes] = deque(maxlen=TAIL)
@@ -183,9 +184,16 @@ class Attempt:
             else:
                 self.tail.append(data)
             self.pieces += 1
+            if self.mark is not None:
+                self.events += data.count(self.mark)
             self.client.transport.write(data)
         else:
             self.conductor.on_body(self, data)
+
+    def count_events(self, data: bytes) -> None:
+        """Count the events that bring output from here on, the first bytes: nobody else tells how many tokens came."""
+        label = self.exchange.label
+        self.mark, self.events = OUTPUT_MARKS.get(label, ANY_EVENT), output_events(label, data, True)
 
     def end(self) -> None:
         self.upstream = None
@@ -209,7 +217,7 @@ class Attempt:
 
 
 class MeteredAttempt(Attempt):
-    """One whose tokens somebody asks about: a tenant's limits, the usage log, or the figures of answers. Its stream's
+    """One whose tokens somebody asks about: a tenant's limits, or the usage log. Its stream's
     events that bring output are counted, each a token or a few, however many of them a read has: not all clients ask
     for usage, and one that leaves gets none. Of an answer in one piece, and of a response, usage is found wherever it
     stands: behind it vLLM writes a prompt's log probabilities and token ids, if a client asks for them, and what the
@@ -252,8 +260,7 @@ def keep(tail: deque[bytes], data: bytes) -> None:
 def output_tokens(attempt: Attempt, usage: Usage | None) -> int:
     """Return how many tokens came out: the engine's own count, else the number of events that brought output.
 
-    Where the events of a stream were not counted, or could not be found because it is compressed, its reads are counted
-    instead: there are a few more of them at its end, and fewer where several events came in one read.
+    Where the events of a stream could not be found because it is compressed, its reads are counted instead: there are a few more of them at its end, and fewer where several events came in one read.
     """
     if usage is not None and usage.completion is not None:
         return usage.completion
@@ -320,6 +327,8 @@ class ContinuableAttempt(Attempt):
         if self.exchange.metered:
             meter(self, data)
         else:
+            if self.mark is not None:
+                self.events += data.count(self.mark)
             keep(self.tail, data)
 
 

@@ -1,9 +1,8 @@
 """What answers took, by class and model: time to the first token, between tokens, per token and in all, tokens, and the
 time that requests spent in each phase.
 
-Told of a request when it is placed, at its first token and at its end (`python -m bench.figures`), and of a stream
-under way by the sweep, four times a second; of single tokens never, though the events of a stream whose client asks for
-no usage are counted as they pass (0.5 us each). Without classes, limits and `--slo-figures` there is no `Figures`, and
+Told of a request at its first token and at its end (`python -m bench.figures`), and of a stream under way by the sweep,
+four times a second; of single tokens never. Without classes, limits and `--slo-figures` there is no `Figures`, and
 a request costs nothing of it.
 """
 
@@ -61,12 +60,6 @@ class Figures:
         return OTHER
 
     # --- what happens to requests
-
-    def placing(self, exchange: Exchange) -> None:
-        """It is placed for the first time. The events of a stream are counted where its client asks for no usage."""
-        prompt = exchange.prompt
-        if prompt is not None and prompt.stream and not prompt.include_usage:
-            exchange.meter()
 
     def first_token(self, attempt: Attempt, held_up: bool) -> None:
         exchange: Exchange | None = attempt.exchange  # None where the answer passes elsewhere

@@ -36,7 +36,7 @@ from .answers import (
 )
 from .blame import DOUBTFUL, OVERLOADED, PASSED_ON, REFUSALS, REFUSED_ALIKE, REQUEST, SAME, UnattributedError, agree
 from .drift import TOLERATED
-from .exchange import TAIL, TAIL_BYTES, Attempt, Batcher, Exchange, Legs
+from .exchange import TAIL, TAIL_BYTES, Attempt, Batcher, Exchange, Legs, output_tokens
 from .forwarding import TokenIdForwarding
 from .retries import (
     ABORTED,
@@ -441,7 +441,7 @@ class Settling:
         backend, placement = attempt.backend, attempt.placement
         tells_blocks = backend.replica.takes_rank(prompt.path)
         _, completion, cached = usage
-        tokens = completion or attempt.pieces
+        tokens = output_tokens(attempt, usage)
         learns = (
             attempt.streams
             and not (attempt.is_continued or attempt.seen_late)  # usage of the one is of the whole
@@ -452,10 +452,9 @@ class Settling:
         # A second leg's cache came from elsewhere, and of a stream that was gone on with usage speaks as a whole.
         whole = attempt.leg is None and not attempt.is_continued
         reported = cached if whole and tells_blocks and prompt.copies and not prompt.several else None
-        told = completion or (attempt.pieces if attempt.streams else 0)
         # How long an answer had become without our limit nobody knows; short ones alone would mislead as well.
         tells_length = not (prompt.several or attempt.is_continued or prompt.capped)
-        output = told if told and tells_length else None
+        output = tokens if tokens and tells_length else None
         self._router.finish(placement, reported, (now - attempt.first_at) / (tokens - 1) if learns else None, output)
         if completion and completion > LEAST_OUTPUT and attempt.sent_at and not attempt.streams and attempt.leg is None:
             pace = (now - attempt.sent_at) * prompt.sequences / completion

@@ -1,0 +1,44 @@
+"""The tokens of a stream whose client asked for no usage, however many of its events come in one read."""
+
+import pytest
+
+from ..http.talk import eventually
+from .replies import EVENT, chunk, post, streams
+from .stack import stack
+from .test_continuing import BODY, PROMPT_IDS, continued, event
+
+ROLE = b'data: {"choices":[{"delta":{"role":"assistant","content":""}}]}\n\n'
+TEXT = b'data: {"choices":[{"text":"x"}]}\n\n'
+STREAMING = b'{"model":"m","stream":true,%b}'
+CHAT = STREAMING % b'"messages":[{"role":"user","content":"hi"}]'
+COMPLETION = STREAMING % b'"prompt":"hi"'
+
+
+@pytest.mark.parametrize(
+    "path, body, together",
+    [
+        (b"/v1/chat/completions", CHAT, (ROLE + 8 * EVENT, 22 * EVENT)),
+        (b"/v1/completions", COMPLETION, 2 * (15 * TEXT,)),
+    ],
+    ids=["chat", "completions"],
+)
+@pytest.mark.parametrize("figures", [False, True])
+async def test_each_event_with_output_is_a_token(path, body, together, figures):
+    async with stack(streams(*map(chunk, together)), slo_figures=figures) as s:
+        await tokens_are(s, body, path, 30)
+
+
+async def test_a_stream_that_could_be_gone_on_with_is_counted_alike():
+    together = b"".join(event("1", [number], "x") for number in range(1, 6)) + event(
+        "1", [6], "x", finish_reason="stop"
+    )
+    async with continued(streams(event("1", PROMPT_IDS) + event("1", [0], "x"), together)) as s:
+        await tokens_are(s, BODY, b"/v1/chat/completions", 7)
+
+
+async def tokens_are(s, body, path, tokens):
+    talk = await s.talk()
+    await talk.say(post(body, path))
+    assert (await talk.response())[0] == 200
+    await eventually(s.idle)
+    assert s.metrics.replica_decode_tokens.total() == tokens - 1

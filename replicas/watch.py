@@ -416,7 +416,8 @@ class Watch:
             self._must_prove, self.progress = False, Progress()
             if self.supervisor:
                 self.supervisor.works()
-            self.tell(replica, Event.SERVES, "answers and serves " + (", ".join(replica.models) or "any model"))
+            names = ", ".join(replica.models)  # which an engine that lists none now may list later
+            self.tell(replica, Event.SERVES, "answers" + (names and f" and serves {names}"))
         self.hear()
         self.health.probed(now)
         self._judge(now)

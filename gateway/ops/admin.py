@@ -37,6 +37,7 @@ from aiohttp import ClientError, web
 from gateway.ops.metrics import Metrics
 from gateway.proxy.decisions import LEASE, LEASES
 from replicas.kept import KeptReplicas
+from replicas.lifecycle import TAKES_TRAFFIC
 from replicas.replica import KEYS, Address, parse_url
 from replicas.roles import BOTH
 
@@ -204,10 +205,20 @@ class Admin(Side):
             await keep(self.gateway.kept, change, what)
 
     async def drain(self, request: web.Request) -> web.Response:
-        """Answers at once; the replica's state tells when it is done."""
+        """Answers at once; the replica's state tells when it is done. `last_ready_of`: models that none serves now."""
         id = self._known(request)
+        served = self._served()
         self.gateway.fleet.drain(id)
-        return answer(self._shown(id), 202)
+        told = self._shown(id)
+        if last := sorted(served - self._served()):
+            log.warning("replica %s drained by an operator: this was the last ready replica of %s", id, ", ".join(last))
+            told = {**told, "last_ready_of": last}
+        return answer(told, 202)
+
+    def _served(self) -> set[str]:
+        """Return the models that requests can be answered for now."""
+        ready = [one for one in self.gateway.fleet.replicas.values() if one.state in TAKES_TRAFFIC]
+        return {name for one in ready for name in one.models or ("any model",)}
 
     async def remove(self, request: web.Request) -> web.Response:
         """Answers when it is done; a client that does not wait changes nothing."""

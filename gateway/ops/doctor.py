@@ -161,7 +161,9 @@ class Examination(contextlib.AsyncExitStack):
             urls += found
             for finding in findings:
                 yield finding
-        addresses = [parse_url(url) for url in urls] or known_to(self._running)
+        addresses = [parse_url(url) for url in urls]
+        named = {one.url for one in addresses}
+        addresses += [one for one in known_to(self._running) if one.url not in named]
         kept_out = {address.url: [*check_kept_out(address, self._running)] for address in addresses}
         untried = {one.url for one in addresses if kept_out[one.url] or ended_by_drain(one, self._running)}
         asked = [one for one in addresses if one.url not in untried]
@@ -171,7 +173,7 @@ class Examination(contextlib.AsyncExitStack):
                 self._event_ports.add(way.address, facts.events(way.events))
         answers = iter(answered)
         for address in addresses:
-            for finding in (*kept_out[address.url], *check_drained(self._settings, address, self._running)):
+            for finding in (*kept_out[address.url], *check_drained(address, self._running)):
                 yield finding
             if address.url not in untried:
                 way, facts = next(answers)

@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from gateway.prompt.pipeline import Pipeline
     from replicas import Replica
 
+HANGS = "Something listens there and does not answer: if it is the gateway, it hangs; `hitherto doctor` says what to do"
 NO_URL = "it is no URL: write http://HOST:PORT"
 AS_CLIENTS_SEND = 'Give a body as a client would send it: {"messages": [{"role": "user", "content": "..."}]}'
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # never by way of a company's proxy
@@ -62,7 +63,14 @@ REPLAY_SECONDS = 3.0  # how long to read a replica's events before choosing with
 
 
 class Unanswered(Exception):
-    """No gateway's admin side answers there."""
+    """No gateway's admin side answers there. `hangs`: something takes connections there, and does not answer."""
+
+    def __init__(self, reason: str, hangs: bool = False) -> None:
+        super().__init__(reason)
+        self.hangs = hangs
+
+    def remedy(self, otherwise: str) -> str:
+        return HANGS if self.hangs else otherwise
 
 
 def run(args: argparse.Namespace, config: Config) -> int:
@@ -98,12 +106,14 @@ def _somehow(admin: str | None, path: str, body: bytes, config: Config) -> dict[
         raise ConfigError(f"{refused}\n{why}") from None
     except Unanswered as reason:
         if admin:
-            raise ConfigError(f"--admin {admin}: {reason}. Give the admin side's URL of a running gateway") from None
+            remedy = reason.remedy("Give the admin side's URL of a running gateway")
+            raise ConfigError(f"--admin {admin}: {reason}. {remedy}") from None
         if config.left_out:
             raise ConfigError("\n".join(config.left_out.values())) from None
         if not known_urls(settings):
-            raise ConfigError(f"no gateway answers at {url} ({reason}). Start one, name its admin side with --admin URL, "
-                              "or give --replica-url so that this can be worked out without a gateway") from None  # fmt: skip
+            remedy = reason.remedy("Start one, name its admin side with --admin URL, or give --replica-url so that this "
+                                   "can be worked out without a gateway")  # fmt: skip
+            raise ConfigError(f"no gateway answers at {url} ({reason}). {remedy}") from None
         print(f"no gateway answers at {url} ({reason}): worked out from the configuration, with costs not learned yet\n",
               file=sys.stderr)  # fmt: skip
     allow_many_connections()  # all engines are asked at once
@@ -175,7 +185,8 @@ def call(admin: str, method: str, url: str, body: bytes | None, headers: Mapping
     except urllib.error.HTTPError as refused:
         raise _refusal(refused, admin) from None
     except (OSError, ValueError, http.client.HTTPException) as error:
-        raise Unanswered(_in_words(getattr(error, "reason", error), admin, seconds)) from None
+        hangs = isinstance(error, TimeoutError)  # of a connection that is not taken urllib makes an error of its own
+        raise Unanswered(_in_words(getattr(error, "reason", error), admin, seconds), hangs) from None
 
 
 def _in_words(reason: object, admin: str, seconds: float) -> str:

@@ -148,7 +148,8 @@ def check_gateway(
                     what += f"; {other}"
                 yield Finding("fail", setting, what, remedy[0].lower() + remedy[1:])
         where = f"{admin_url(settings)} ({other or 'nothing listens there'})"
-        yield Finding("ok", "gateway", f"{NONE_RUNS} at {where}")
+        yield Finding("warn", "gateway", f"{NONE_RUNS} at {where}",
+                      "start it with `hitherto serve` and these settings; if one should run, its log says why it ended")  # fmt: skip
         return
     if running["ready"]:
         yield Finding("ok", "gateway", f"runs, ready, policy {running['policy']}")
@@ -237,21 +238,18 @@ def _remedy_of_kept_out(replica: dict[str, Any]) -> str:
         return f"nothing, it finishes the {replica.get('inflight', 0)} requests that it has; to use it again, start it when it has ended"
     if replica.get("managed") and fault != "timeout":
         return "the gateway starts it by itself, and again whenever it ends: wait for it to load, or see why it ended in the gateway's log"
-    return remedy_of_silence(fault)
+    return remedy_of_silence(fault, parse_url(replica["url"]).port)
 
 
-def check_drained(settings: Settings, address: Address, running: dict[str, Any] | None) -> Iterator[Finding]:
+def check_drained(address: Address, running: dict[str, Any] | None) -> Iterator[Finding]:
     """Replicas behind this address that were drained and not asked back, in the running gateway's own words."""
-    headers = "-H 'content-type: application/json'" + (
-        " -H 'authorization: Bearer TOKEN'" if admin_headers(settings) else ""
-    )
     for one in (running or {}).get("replicas", []):
         if one["url"] == address.url and one.get("state") == "stopped":
             yield Finding(
                 "warn",
                 f"replica {one['id']}",
                 f"{one['reason']}, {_minutes(one['since_seconds'])} ago: {DRAINED}",
-                f"""curl -X POST {admin_url(settings)}/replicas {headers} -d '{{"url": "{one["url"]}"}}'""",
+                f"hitherto replicas add {one['url']}",
             )
 
 

@@ -135,8 +135,10 @@ def sentence(told: Mapping[str, Any]) -> str:
     `legs` of `legs_told` where replicas have roles, or else `other_legs`, the cheapest ones that were not taken, and
     with `narrowed` as of the `Evaluation` where admission may have left replicas out."""
     said = _decided(told)
-    if any(one["chosen"] and one["was_slower"] for one in told["replicas"]):
-        return f"{said} It was slower than the others when it last answered, and these times are what it took then."
+    if slower := next((one["id"] for one in told["replicas"] if one["chosen"] and one["was_slower"]), None):
+        return (
+            f"{said} {slower} was slower than the others when it last answered, and these times are what it took then."
+        )
     return said
 
 

@@ -61,7 +61,7 @@ def check_reached(address: Address, facts: Facts) -> Finding:
             facts.error or "does not serve a model",
             "give the URLs of the engines behind that gateway as --replica-url, in place of its own"
             if facts.error == IS_GATEWAY
-            else remedy_of_silence(facts.fault),
+            else remedy_of_silence(facts.fault, address.port),
         )
     cache = f", {facts.num_blocks} blocks of {facts.block_size}" if facts.num_blocks else ""
     bases = base_names(facts.models)
@@ -76,8 +76,13 @@ def check_reached(address: Address, facts: Facts) -> Finding:
     )
 
 
-def remedy_of_silence(fault: str | None) -> str:
+def remedy_of_silence(fault: str | None, port: int) -> str:
     """What to do about an engine that serves nothing, by the kind of its fault."""
+    if fault == "refused":
+        return (
+            f"another program may listen there, which `ss -ltnp 'sport = :{port}'` on its machine names; start the engine on a "
+            "free port, or correct its URL"
+        )
     if fault == "timeout":
         return (
             "it hangs, still loads, or is out of reach. If its port takes connections and its log does not say that it "
@@ -103,7 +108,7 @@ def check_models(replicas: list[tuple[Address, Facts]]) -> Finding:
     told_by = [(address, facts) for address, facts in replicas if base_names(facts.models)] or replicas
     bases = {address.id: sorted(base_names(facts.models)) for address, facts in told_by}
     if len(set(map(tuple, bases.values()))) == 1:
-        many = f"all {len(bases)} replicas{' that tell a model' if len(told_by) < len(replicas) else ''} serve"
+        many = f"all {len(bases)} replicas that {'tell a model' if len(told_by) < len(replicas) else 'answer'} serve"
         return Finding(
             "ok",
             "models",

@@ -14,6 +14,7 @@ from gateway.settings import Config, ConfigError, admin_headers, admin_url
 from replicas.replica import parse_url
 
 COLUMNS = {"id": "id", "state": "state", "inflight": "in flight", "models": "models", "reason": "reason"}
+ANSWER_SECONDS = 30.0
 REMOVAL_SECONDS = 86_400.0  # which ends with the drain that comes first
 
 
@@ -35,9 +36,8 @@ def run(args: argparse.Namespace, config: Config) -> int:
         print(f"hitherto: {refused.message}", file=sys.stderr)
         return 1
     except Unanswered as reason:
-        raise ConfigError(
-            f"no gateway answers at {admin} ({reason}). Start one, or name its admin side with --admin URL"
-        ) from None
+        remedy = reason.remedy("Start one, or name its admin side with --admin URL")
+        raise ConfigError(f"no gateway answers at {admin} ({reason}). {remedy}") from None
     if args.json:
         print(json.dumps(answer, indent=2))
     elif args.action == "remove":
@@ -48,6 +48,8 @@ def run(args: argparse.Namespace, config: Config) -> int:
         )
     else:
         print(table(answer["replicas"] if args.action == "list" else [answer]))
+        if last := answer.get("last_ready_of"):
+            print(f"this was the last ready replica of {', '.join(last)}: its requests fail until another one is ready")
     return 0
 
 
@@ -55,7 +57,7 @@ def asked(admin: str, args: argparse.Namespace, config: Config) -> dict[str, Any
     """What the gateway answers. Raises Unanswered, ConfigError and ApiError."""
     path, body = f"{admin}/replicas", None
     one = f"{path}/{quote(_id(args.which or ''), safe=':', errors='surrogateescape')}"
-    seconds = 30.0
+    seconds = ANSWER_SECONDS
     match args.action:
         case "add":
             method, body = "POST", json.dumps({"url": args.which}).encode()

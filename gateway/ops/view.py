@@ -100,7 +100,7 @@ class View:
         if not self.replicas and self.discovery is not None:
             return f"no pod is a replica yet: {self.discovery.problem or 'none has the labels of discover.selector'}"
         if not self.replicas:
-            return 'there is no replica; add one with POST /replicas {"url": "http://HOST:PORT"}'
+            return "there is no replica; add one with hitherto replicas add http://HOST:PORT"
         return "no replica is ready: " + "; ".join(
             f"{one.id} is {one.state} ({one.reason})" for one in self.replicas.values()
         )
@@ -444,7 +444,7 @@ def _seen(replica: Replica, intake: Any, block_size: int | None) -> list[str]:
     if replica.state is State.LEAVING:
         found.append(f"its engine ends: it {replica.reason}")
     if replica.state is State.STOPPED:
-        found.append(str(Problem(f"{DRAINED} ({replica.reason})", f'POST /replicas {{"url": "{replica.url}"}}')))
+        found.append(str(Problem(f"{DRAINED} ({replica.reason})", f"hitherto replicas add {replica.url}")))
     if intake and intake.state == "unobserved":
         found.append(f"KV events are not followed, the cache is guessed from traffic: {intake.reason}")
     if replica.cached_tokens is False:

@@ -83,8 +83,8 @@ class Attempt:
         # what they show of a stream; `looked_at`: how many of them there were at the last look; `seen_late`: they were
         # passed on nevertheless, so its first token was noticed some time after it came
         "withheld", "beginning", "looked_at", "seen_late",
-        # `tail`: the last reads of the answer, of `pieces` so far; `mark`: what each event of a stream that brings output
-        # has, where its client asked for no usage, and `events`: how many of them came, there and where it is metered;
+        # `tail`: the last reads of the answer, of `pieces` so far; `mark`: what each event that brings output has, of a
+        # stream whose client asked for no usage, and `events`: how many of them came, there and where it is metered;
         # `usage`: what reads its usage, once that has begun; `pauses`: how often its client did not keep up
         "tail", "pieces", "mark", "events", "usage", "pauses", "seen_pieces", "seen_at",
         # monotonic seconds, 0.0 for what did not happen; `first_at`: of the answer itself, not of other bytes
@@ -260,7 +260,8 @@ def keep(tail: deque[bytes], data: bytes) -> None:
 def output_tokens(attempt: Attempt, usage: Usage | None) -> int:
     """Return how many tokens came out: the engine's own count, else the number of events that brought output.
 
-    Where the events of a stream could not be found because it is compressed, its reads are counted instead: there are a few more of them at its end, and fewer where several events came in one read.
+    Where the events of a stream could not be found because it is compressed, its reads are counted instead: there are a
+    few more of them at its end, and fewer where several events came in one read.
     """
     if usage is not None and usage.completion is not None:
         return usage.completion

@@ -15,7 +15,7 @@ _NAMED = 3  # figures in a sentence; the table has all of them
 
 
 def comparison(name: str, report: Report, base_name: str, base: Report) -> list[str]:
-    """Return a sentence on what got worse with `report`, and one that counts all changes; the table has the figures.
+    """Return sentences on what got worse and better with `report`, and one that counts all changes.
 
     Where the two did not answer the same requests, the one sentence there is says so.
     """
@@ -27,6 +27,7 @@ def comparison(name: str, report: Report, base_name: str, base: Report) -> list[
     found = changes(report, base)
     return [
         f"Worse with {name} than with {base_name}: {largest(found[Verdict.WORSE])}.",
+        *([f"Better with {name}: {largest(found[Verdict.BETTER])}."] if found[Verdict.BETTER] else []),
         f"{name} against {base_name}: {counted(found)}.",
     ]
 
@@ -112,8 +113,11 @@ def print_comparison(console: Console, reports: Reports) -> None:
 def print_table(console: Console, reports: Reports, rows: Sequence[Row] | None = None) -> None:
     """Print the targets' figures next to each other, and of each why it answered fewer requests than were offered."""
     console.print(show.comparison_table(reports, rows))
+    same = len(offers := {rates.offered(report) for report in reports.values()}) == 1
+    if same and offers != {""}:
+        console.print(f"[dim]{offers.pop()}[/]")
     for name, report in reports.items():
-        console.print(f"[dim]{name}: {rates.rates(report)}[/]")
+        console.print(f"[dim]{name}: {rates.answered(report) if same else rates.rates(report)}[/]")
 
 
 def say_ratios(console: Console, reports: Reports) -> None:

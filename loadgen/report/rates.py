@@ -45,18 +45,25 @@ def per_second(value: float | None) -> str:
 
 def rates(report: Report) -> str:
     """One line on how many requests a second were offered and answered, with the reasons where they differ."""
+    return ", ".join(said for said in (offered(report), answered(report)) if said)
+
+
+def answered(report: Report) -> str:
+    """How many requests a second were answered, and why fewer than were offered."""
     offered, answered = report["offered"]["rate"], report["request_throughput"]
     if offered is None:
         return f"{answered:,.2f} requests/s answered; {_no_rate(report)}"
-    line = f"{_offered(report, offered)}, {answered:,.2f} answered"
+    line = f"{answered:,.2f} answered"
     if answered >= offered or f"{answered:.2f}" == f"{offered:.2f}":
         return f"{line}: {_STOPPED}; what is offered is the whole load's rate" if report["interrupted"] else line
     return f"{line}: {'; '.join(reasons(report))}"
 
 
-def _offered(report: Report, offered: float) -> str:
-    """The rate that the starts make, and the one that they were drawn for where it is another."""
-    drawn = report.get("asked")
+def offered(report: Report) -> str:
+    """The rate that the starts make, and the one that they were drawn for where it is another; "" without any."""
+    offered, drawn = report["offered"]["rate"], report.get("asked")
+    if offered is None:
+        return ""
     if not drawn or f"{drawn['rate']:.2f}" == f"{offered:.2f}":
         return f"{offered:,.2f} requests/s offered"
     return (

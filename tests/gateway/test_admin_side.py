@@ -125,7 +125,7 @@ async def test_doctor_names_the_command_that_brings_a_drained_engine_back(gatewa
         (replica,) = (await gateway.ready(1))["replicas"]
         await gateway.admin.post(f"/replicas/{replica['id']}/drain")
         status = await gateway.until(lambda status: status["replicas"][0]["state"] == "stopped")
-        assert f'POST /replicas {{"url": "{replica["url"]}"}}' in status["replicas"][0]["problems"][0]
+        assert f"hitherto replicas add {replica['url']}" in status["replicas"][0]["problems"][0]
         await command(gateway, "doctor", *secret)
         said = capsys.readouterr().out
         found = [line for line in said.splitlines() if line[6:].startswith(f"replica {replica['id']}")]

@@ -38,7 +38,7 @@ function replicas(s, recent) {
   $("replicas-about").textContent = known.length ? `${ready} of ${known.length} ready; requests, hit rate and times of the last ${window_of(recent)}` : "";
   if (!known.length) {
     fill($("replicas"), make("div", {class: "empty"}, "No replicas. Add one: ",
-      make("code", {}, `curl -X POST ${location.origin}/replicas -H 'content-type: application/json' -d '{"url": "http://HOST:PORT"}'`)));
+      make("code", {}, `hitherto replicas add http://HOST:PORT --admin ${location.origin}`)));
     return;
   }
   const requests = known.map(r => chosen(recent).replicas[r.id]?.requests || 0);

@@ -37,7 +37,7 @@ function tiles(s, recent) {
     tile("TTFT", "", window, ttft, ttftUnit, [key("", "median"), key("second", `p99 ${time(w.ttft_p99)}`)], c.ttft_p50, c.ttft_p99),
     tile("Whole answer", "", window, e2e, e2eUnit, [key("", "median"), key("second", `p99 ${time(w.e2e_p99)}`)], c.e2e_p50, c.e2e_p99),
     tile("Cache hit rate", "", window, percent(hit), "", hit == null ? ["no prompts"] :
-      reported ? [key("", "as engines report"), key("second", `predicted ${percent(w.hit_predicted)}`)] : ["as predicted; engines do not report"],
+      reported ? [key("", "as engines report"), key("second", `predicted ${percent(w.hit_predicted)}`)] : ["as predicted; no answer told its own"],
       reported ? c.hit_reported : c.hit_predicted, reported ? c.hit_predicted : null),
     tile("Requests", "", window, rate < 10 ? rate.toFixed(1) : count(rate), "a second", [`${count(w.requests)} in all, ${count(s.totals.inflight)} in flight now`], rates),
     tile("Errors", w.errors ? "bad" : "", window, count(w.errors), failed ? percent(failed) : "",

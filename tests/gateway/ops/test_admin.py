@@ -110,7 +110,7 @@ async def test_alive_even_when_everything_else_is_broken(http, gateway):
 async def test_ready_once_a_replica_takes_traffic(http, gateway):
     async with http.get("/readyz") as response:
         assert response.status == 503
-        assert "there is no replica; add one with POST /replicas" in (await response.json())["why_not"]
+        assert "there is no replica; add one with hitherto replicas add" in (await response.json())["why_not"]
     replica = gateway.fleet.add("http://a:1")
     async with http.get("/readyz") as response:
         assert response.status == 503

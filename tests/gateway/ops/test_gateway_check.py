@@ -110,7 +110,7 @@ def test_another_server_at_the_admin_port_is_called_so(capsys, fake, speaks_http
     assert said.endswith(" stop what holds the port, or give another with --admin-port (and --admin-host)")
     there = "another server, not a gateway, answers" if speaks_http else "what is there is no gateway: "
     level, said = found["gateway"]
-    assert level == "ok" and said.startswith(f"none runs with these settings at http://127.0.0.1:{port} ({there}")
+    assert level == "warn" and said.startswith(f"none runs with these settings at http://127.0.0.1:{port} ({there}")
 
 
 async def test_a_server_at_the_admin_port_that_does_not_answer_is_called_so(monkeypatch):
@@ -183,6 +183,13 @@ async def test_what_to_do_about_a_failed_engine_goes_by_the_fault_that_the_gatew
     replica.fault = "connect"
     (kept_out,) = gateway_check.check_kept_out(parse_url("http://a:1"), gateway.status())
     assert kept_out.remedy.startswith("start it, ")
+    replica.fault = "refused"
+    (kept_out,) = gateway_check.check_kept_out(parse_url("http://a:1"), gateway.status())
+    assert kept_out.remedy.startswith("another program may listen there, which `ss -ltnp 'sport = :1'`")
+    replica.state = State.STOPPED
+    (drained,) = gateway_check.check_drained(parse_url("http://a:1"), gateway.status())
+    assert drained.remedy == "hitherto replicas add http://a:1"
+    replica.state = State.FAILED
     replica.managed, replica.fault, replica.reason = True, "", "exited with code 1; next start in 4.0 s"
     (kept_out,) = gateway_check.check_kept_out(parse_url("http://a:1"), gateway.status())
     assert kept_out.remedy.startswith("the gateway starts it by itself, and again whenever it ends: ")
@@ -238,6 +245,25 @@ def test_what_only_traffic_shows_comes_from_the_running_gateway():
     assert not list(gateway_check.check_seen_by_gateway({"replicas": [{"id": "a:1"}]}, [])) and not list(
         gateway_check.check_seen_by_gateway(None, [])
     )
+
+
+def test_replicas_that_were_added_to_the_running_gateway_are_looked_at_as_well(capsys, engines, monkeypatch):
+    added = f"127.0.0.1:{free_port()}"
+    away = {
+        "id": added,
+        "url": f"http://{added}",
+        "events": "off",
+        "state": "failed",
+        "reason": "nothing listens there",
+    }
+
+    async def running(*_) -> dict:
+        return status(replicas=[{"id": "x", "url": engines[0].url, "events": "live"}, away])
+
+    monkeypatch.setattr(doctor, "running_gateway", running)
+    code, out = doctor_lines(capsys, "--replica-url", engines[0].url)
+    assert code == 1 and out.count(f"replica 127.0.0.1:{engines[0].port} ") == 1
+    assert f"{added} " in out and "the gateway calls it failed: nothing listens there" in out
 
 
 def test_events_that_only_the_running_gateway_knows_of(capsys, fake, engines, monkeypatch):
@@ -323,9 +349,10 @@ def test_that_no_gateway_runs_stands_in_the_last_line_and_where_it_was_looked_fo
     port = free_port()
     code, out = doctor_lines(capsys, "--replica-url", engines[0].url, "--admin-port", str(port))
     assert f" none runs with these settings at http://127.0.0.1:{port} (nothing listens there)\n" in out
-    assert code == 0 and out.endswith("checks, all is well; no gateway runs with these settings\n")
+    assert "      -> start it with `hitherto serve`" in out
+    assert code == 0 and out.endswith("checks: 0 broken, 1 worth a look; no gateway runs with these settings\n")
     code, out = doctor_lines(capsys)
-    assert code == 1 and out.endswith("0 worth a look; no gateway runs with these settings\n")
+    assert code == 1 and out.endswith("1 worth a look; no gateway runs with these settings\n")
 
 
 def test_a_gateway_that_hangs_is_restarted_and_keeps_its_port(capsys, engines, monkeypatch):

@@ -83,8 +83,10 @@ def test_a_replica_that_was_slow_is_said_to_take_what_it_took_then_also_when_it_
     told = decided("least_time", replica("slow:1"), costs=costs)
     said, took = sentence(told), [one["replicas"][0]["answer_seconds"] for one in (quick, before, told)]
     assert took[1] > 4 * took[0] and took[2] == took[1]
-    assert said.endswith("It was slower than the others when it last answered, and these times are what it took then.")
-    assert "It was slower" not in sentence(quick)
+    assert said.endswith(
+        " slow:1 was slower than the others when it last answered, and these times are what it took then."
+    )
+    assert "was slower" not in sentence(quick)
 
 
 def test_one_replica_alone_is_compared_with_nobody():

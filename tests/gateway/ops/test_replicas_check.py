@@ -30,9 +30,9 @@ def of_model(root: str | None, *names: str) -> Facts:
         ((of_model("/m", "a"), of_model("/n", "b", "c"), of_model(None, "c", "a")), "one model by different names"),
         ((of_model("/m", "a"), of_model("/n", "b")), "different models"),
         ((of_model(None, "a"), of_model(None, "b")), "different models"),
-        ((of_model("/m", "a"), of_model("/n", "a")), "all 2 replicas serve a"),
+        ((of_model("/m", "a"), of_model("/n", "a")), "all 2 replicas that answer serve a"),
         ((of_model(None), of_model("/m", "a"), of_model("/m", "a")), "all 2 replicas that tell a model serve a"),
-        ((of_model(None), of_model(None)), "all 2 replicas serve unnamed models"),
+        ((of_model(None), of_model(None)), "all 2 replicas that answer serve unnamed models"),
     ],
 )
 def test_replicas_are_of_one_model_where_they_share_a_name_or_what_they_were_started_from(found, said):

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import socket
 
 import pytest
 from aiohttp import web
@@ -11,8 +12,9 @@ from gateway import cli
 from gateway.ops import replicas_verb
 from gateway.ops.admin import Admin
 from gateway.ops.guard import Guard
-from replicas import Fleet
+from replicas import Fleet, State
 
+from ..http.talk import eventually
 from .test_admin import Gateway
 
 
@@ -50,6 +52,17 @@ async def test_replicas_are_listed_added_drained_and_removed(admin, capsys, unus
     assert await hitherto("--json") == 0
     (left,) = json.loads(capsys.readouterr().out)["replicas"]
     assert left["id"] == first and left["state"] in ("draining", "stopped")
+
+
+async def test_a_drain_of_the_last_ready_replica_of_a_model_says_so(admin, capsys, caplog, unused_tcp_port_factory):
+    ids = [f"127.0.0.1:{unused_tcp_port_factory()}" for _ in range(2)]
+    for replica in [admin.add(f"http://{id}") for id in ids]:
+        await eventually(lambda replica=replica: replica.fault == "connect")  # it is looked at in a minute again
+        replica.state, replica.models = State.READY, {"sim": None}
+    assert await hitherto("drain", ids[0]) == 0 and "last ready" not in capsys.readouterr().out
+    assert await hitherto("drain", ids[1]) == 0
+    assert "this was the last ready replica of sim: its requests fail until" in capsys.readouterr().out
+    assert f"replica {ids[1]} drained by an operator: this was the last ready replica of sim" in caplog.text
 
 
 def test_what_is_amiss_with_a_replica_stands_below_the_list():
@@ -102,3 +115,14 @@ async def test_what_cannot_be_done_is_said_with_its_reason(admin, capsys):
     ):
         assert await hitherto(*words) == code, words
         assert said in capsys.readouterr().err, words
+
+
+def test_a_gateway_that_was_stopped_is_not_to_be_started_a_second_time(capsys, monkeypatch):
+    """The kernel takes its connections, and nobody answers."""
+    monkeypatch.setattr(replicas_verb, "ANSWER_SECONDS", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as frozen:
+        assert cli.main(["replicas", "--admin", f"http://127.0.0.1:{frozen.getsockname()[1]}"]) == 2
+    err = capsys.readouterr().err
+    assert (
+        "Something listens there and does not answer: if it is the gateway, it hangs" in err and "Start one" not in err
+    )

@@ -55,10 +55,13 @@ def test_a_few_of_the_figures_that_got_worse_are_named_the_worst_first_and_all_a
     assert comparison("new", new, "old", old) == [
         "Worse with new than with old: requests failed 3 instead of 0; TTFT p99 3,600 ms instead of 900 ms (+300 %); "
         "requests of the busiest replica over an even share: 1.90 instead of 1.00 (+90 %); 4 more in the table.",
+        "Better with new: TPOT p99 450 ms instead of 900 ms (-50 %).",
         "new against old: 1 better, 7 worse, 3 about the same.",
     ]
     assert comparison("old", old, "new", new) == [
         "Worse with old than with new: TPOT p99 900 ms instead of 450 ms (+100 %).",
+        "Better with old: requests failed 0 instead of 3 (-100 %); TTFT p99 900 ms instead of 3,600 ms (-75 %); "
+        "requests of the busiest replica over an even share: 1.00 instead of 1.90 (-47 %); 4 more in the table.",
         "old against new: 7 better, 1 worse, 3 about the same.",
     ]
 

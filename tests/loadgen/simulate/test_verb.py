@@ -288,7 +288,12 @@ def test_the_rate_that_was_typed_is_told_beside_the_one_that_was_drawn(capsys):
     flags = "--dataset-name random --num-prompts 20 --replicas 2 --percentiles 50 --seed 3".split()
     assert main(["simulate", *flags, "--request-rate", "4"]) == 0
     out = " ".join(capsys.readouterr().out.split())
-    assert re.search(r"least_time: [\d.]+ requests/s offered \(drawn for 4: Poisson, 20 conversations\), ", out)
+    offered = r"[\d.]+ requests/s offered \(drawn for 4: Poisson, 20 conversations\)"
+    assert re.search(rf" {offered} least_time: [\d.]+ answered", out)
+    assert main(["simulate", *flags, "--policies", "least_time,round_robin", "--request-rate", "4"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert len(re.findall(offered, out)) == 1, "all policies have the same load"
+    assert re.search(r" least_time: [\d.]+ answered.* round_robin: [\d.]+ answered", out)
     for exact in (["--request-rate", "4", "--burstiness", "inf"], ["--users", "3"]):
         assert main(["simulate", *flags, *exact]) == 0
         assert "asked for" not in capsys.readouterr().out

@@ -33,6 +33,8 @@ SILENT_SECONDS = 2.0  # ... over at least this time: events come within a step, 
 COMPLAINTS = 5
 # Until a publisher that gives snapshots has told its id; live batches kept while one is made; its own applied at once.
 PUBLISHER_SECONDS, MOST_SINCE, SNAPSHOT_PIECE = 3.0, 4096, 16
+# In bytes as they came: an engine that is busy sends about a tenth of this while its snapshot is awaited.
+MOST_SINCE_BYTES = 1 << 24
 
 BIG = 1 << 16  # bytes of a payload that is decoded in a thread: 8 MiB take half a second
 
@@ -86,6 +88,7 @@ class EventIntake:
         self._publisher = b""  # the id of the process that events come from, of engines that tell it
         self._replay_wanted = replay is not None or snapshot is not None
         self._since: list[Numbered] | None = None  # what came live since a snapshot was asked for
+        self._since_bytes = 0  # of it, as it came
         # the record, its begin
         self._asked: tuple[AsyncGenerator[list[Numbered], None], asyncio.Task[list[Numbered] | None]] | None = None
         self._resuming = False  # go on after a batch that another applied, rather than start anew
@@ -323,8 +326,9 @@ class EventIntake:
         await self._apply(run)
         if run:
             self.lag_seconds = max(0.0, time() - run[-1][1].timestamp)
-        if self._since is not None and len(self._since) < MOST_SINCE:
+        if self._since is not None and len(self._since) < MOST_SINCE and self._since_bytes < MOST_SINCE_BYTES:
             self._since += batches
+            self._since_bytes += sum(len(frame) for frames in messages for frame in frames)
         if run and self.state in ("connecting", "gap"):
             self._change("live", "events come")
 
@@ -409,6 +413,7 @@ class EventIntake:
         what it tells meanwhile is not kept waiting."""
         record = self._everything()
         self._since = [] if self._snapshot_endpoint is not None else None
+        self._since_bytes = 0
 
         async def begin() -> list[Numbered] | None:
             try:

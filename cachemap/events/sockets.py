@@ -8,6 +8,7 @@ from typing import NamedTuple
 from cachemap.events.zmtp import WAKE_SECONDS, connected
 
 REPLAY_SECONDS = 2.0  # without a word from the replay socket: nobody is there
+MOST_ANSWERS = 1000  # to requests for one replay
 SNAPSHOT = b"snapshot"
 SNAPSHOT_SECONDS = 10.0  # it is one message, of as many blocks as the engine holds, within MOST_QUEUED bytes
 END = b"\xff" * 8  # the sequence number that ends a replay
@@ -19,9 +20,10 @@ async def replay(endpoint: str, start: int) -> AsyncGenerator[list[list[bytes]],
 
     vLLM's socket drops without a word what is more than 1,000 messages ahead of the network, the end as well (its
     high-water mark is ZMQ's default). So where numbers do not follow on, or the end does not come, it is asked for the
-    rest."""
+    rest, but not for ever: each answer but the last has about 1,000 batches, and an engine keeps 10,000 unless it is
+    told otherwise."""
     wanted = None
-    while True:
+    for _ in range(MOST_ANSWERS):
         heard = False
         try:
             async with aclosing(_answer(endpoint, start if wanted is None else wanted)) as answer:
@@ -39,6 +41,7 @@ async def replay(endpoint: str, start: int) -> AsyncGenerator[list[list[bytes]],
                 raise
         if not heard:
             raise TimeoutError(f"{endpoint} no longer has batch {wanted}")
+    raise TimeoutError(f"{endpoint} has given {MOST_ANSWERS} answers that lack batches")
 
 
 def _following_on(batches: list[list[bytes]], number: int | None) -> list[list[bytes]]:

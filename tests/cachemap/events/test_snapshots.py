@@ -9,6 +9,7 @@ import pytest
 import zmq
 
 from cachemap import CacheMap, EventIntake
+from cachemap.events import intake as intake_module
 
 from ..publisher import BLOCK, Publisher, decode, removed
 from .test_intake import HASHES, blocks, until
@@ -99,6 +100,23 @@ async def test_what_comes_while_a_snapshot_is_made_is_applied_behind_it():
         publisher.may_answer.set()
         await until(lambda: held(table) == 7)
         assert (intake.last_seq, intake.gaps) == (7, 0)
+
+
+async def test_of_what_comes_while_a_snapshot_is_made_only_so_many_bytes_are_kept(monkeypatch):
+    monkeypatch.setattr(intake_module, "MOST_SINCE_BYTES", 1)
+    async with house() as (publisher, table, intake, follow):
+        publisher.next, publisher.answer = 5, (5, A, [batch(blocks(0, 4))])
+        publisher.may_answer.clear()
+        follow()
+        await publisher.subscribed()
+        await publisher.publish()
+        await until(lambda: publisher.wanted == 1)
+        for number in range(4, 8):
+            await publisher.publish(blocks(number, number + 1))
+            await until(lambda last=number + 2: intake.last_seq == last)
+        publisher.may_answer.set()
+        await until(lambda: held(table) == 8)
+        assert publisher.asked == [7], "what was not kept is in the engine's record"
 
 
 @pytest.mark.parametrize("answer", [(-1, A, []), (-2, A, []), (3, B, [batch(blocks(0, 4))]), (3, A, [b"no batch"])])

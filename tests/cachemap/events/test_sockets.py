@@ -11,6 +11,7 @@ import pytest
 import uvloop
 import zmq
 
+from cachemap.events import sockets
 from cachemap.events.zmtp import Inbox, connected
 
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(52, b"\0")
@@ -111,3 +112,18 @@ def test_a_publisher_on_this_machine_is_followed_by_its_path(run, name, tmp_path
     with zmq.Context() as context, context.socket(zmq.PUB) as publisher:
         publisher.bind(endpoint)
         run(linked())
+
+
+async def test_who_leaves_a_hole_in_each_answer_is_not_asked_for_ever(monkeypatch):
+    asked = []
+
+    async def answer(endpoint, start):
+        asked.append(start)
+        assert len(asked) <= 1000
+        yield [[number.to_bytes(8, "big"), b""] for number in (start, start + 2)]
+
+    monkeypatch.setattr(sockets, "_answer", answer)
+    with pytest.raises(TimeoutError, match="that lack batches"):
+        async for _ in sockets.replay("tcp://127.0.0.1:1", 0):
+            pass
+    assert asked == list(range(len(asked)))

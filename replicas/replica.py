@@ -348,6 +348,8 @@ def _place(url: str) -> tuple[str, str, int]:
         host, port = parts.hostname, DEFAULT_PORTS.get(parts.scheme) if parts.port is None else parts.port
     except ValueError as error:
         raise ValueError(f"{error}; write http://HOST:PORT") from None
+    if (word := url.partition("//")[0]) in DEFAULT_PORTS:
+        raise ValueError(f"there is no colon behind {word!r}, write {word}://HOST:PORT")
     if parts.scheme not in DEFAULT_PORTS:
         raise ValueError(f"scheme {parts.scheme!r} is not supported, write http://HOST:PORT or https://HOST:PORT")
     if not host:

@@ -186,6 +186,10 @@ def check_gateway(
             what, remedy = _REFUSALS[why]
             yield Finding("warn", "refused by engines",
                           f"since the start {number:g} of {running['totals']['requests']:g} requests got {what}", remedy)  # fmt: skip
+    for one in running.get("refused_tenants", ()):
+        yield Finding("warn", f"tenant {one['tenant']}"[:60],
+                      f"its limit of {one['limit']} refused {one['requests']:g} requests since the start",
+                      "have its clients send less, or raise the limit in the file of --api-keys")  # fmt: skip
     for one in running["replicas"]:
         if one["events"] in ("unobserved", "gap"):
             yield Finding("fail", f"events {one['id']}", f"the gateway calls its KV events {one['events']}: its cache is guessed from traffic"

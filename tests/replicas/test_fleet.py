@@ -411,6 +411,16 @@ async def test_asked_for_models_the_fleet_knows_a_new_adapter_when_the_call_retu
     assert replica.models == {"m": None, "sql": "m"}  # an engine that does not tell serves what it did
 
 
+async def test_a_reason_does_not_call_what_it_serves_any_model_once_models_are_told(fleet, engine, comes):
+    url = await engine()
+    engine.pages["/v1/models"] = {}
+    replica = await comes(fleet.add(url), READY)
+    assert replica.models == {} and replica.reason == "answers"
+    engine.pages["/v1/models"] = {"data": [{"id": "m"}]}
+    await fleet.ask_models()
+    assert replica.models == {"m": None} and replica.reason == "answers"
+
+
 async def test_the_url_may_name_events_and_model(fleet, engine, comes):
     url = await engine()
     replica = await comes(fleet.add(f"{url}#events=tcp://h:1,replay=tcp://h:2,model=m"), READY)

@@ -72,6 +72,7 @@ def test_the_fragment_carries_what_the_engine_cannot_tell():
         ("http://[fe80::1%eth0]:1", "zone"),
         ("http://user:password@h:1", "user or password"),
         ("http://h:0", "port 0"),
+        ("https//h:1", "there is no colon behind 'https', write https://HOST:PORT"),
         ("foo", "no port in it, write http://foo:PORT, or http://foo for port 80"),
         ("10.0.0.7/v1", "no port in it, write http://10.0.0.7:PORT"),
         ("[::1]", "no port in it, write http://[::1]:PORT"),

@@ -330,11 +330,12 @@ async def test_adding_a_bad_url(http, gateway, url):
 
 
 async def test_unknown_replica_names_the_known_ones(http, gateway):
-    gateway.fleet.add("http://a:1")
-    for method, path in (("POST", "/replicas/b:1/drain"), ("DELETE", "/replicas/b:1")):
-        async with http.request(method, path) as response:
-            assert response.status == 404
-            assert (await error_of(response))["message"] == "there is no replica 'b:1'; there are: a:1"
+    gateway.fleet.add("http://gpu7:8000")
+    for id, known in (("b:1", "; there are: gpu7:8000"), ("gpu7:800", ". Did you mean 'gpu7:8000'?")):
+        for method, path in (("POST", f"/replicas/{id}/drain"), ("DELETE", f"/replicas/{id}")):
+            async with http.request(method, path) as response:
+                assert response.status == 404
+                assert (await error_of(response))["message"] == f"there is no replica {id!r}{known}"
 
 
 async def test_explain_is_handed_on_and_its_refusal_too(http):

@@ -40,6 +40,10 @@ def test_what_a_running_gateway_says_of_itself():
     refused = {"prompts": {}, "requests": 50, "refused_by_engines": {"engines_full": 40, "engines_unauthorized": 10}}
     found = [finding.text for finding in told(status(totals=refused)) if finding.subject == "refused by engines"]
     assert "40 of 50 requests got 429" in found[0] and "10 of 50 requests got 401 or 403" in found[1]
+    tenant = {"tenant": "team-a", "limit": "requests per minute", "requests": 4.0}
+    (_, limited) = told(status(refused_tenants=[tenant]))
+    assert (limited.level, limited.subject) == ("warn", "tenant team-a")
+    assert limited.text == "its limit of requests per minute refused 4 requests since the start"
     why = "none of the engine's layers has full attention"
     page = {"id": "a:1", "url": "http://a:1", "events": "unobserved", "events_reason": why}
     unobserved = told(status(replicas=[page]))

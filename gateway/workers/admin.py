@@ -29,7 +29,7 @@ from cachemap.background import Background
 from replicas import Fleet
 from replicas.kept import KeptReplicas
 
-from ..ops.admin import keep, replica_of
+from ..ops.admin import MOST_LEFT, keep, replica_of
 from ..ops.guard import PASSED_ON, Guard, Refusal
 from ..ops.metrics import lines
 from ..ops.recent.recent import merged, told
@@ -226,7 +226,7 @@ class WorkersAdmin(Side):
             await self.replicas()
         if not answers:
             raise _nobody_ready()
-        return max(answers, key=lambda one: one.status).response()
+        return _worst(answers).response()
 
     async def _tell(self, request: web.Request) -> list[Answer]:
         """What the workers answer to a change. A worker that begins meanwhile may have taken over the replicas of a
@@ -235,7 +235,8 @@ class WorkersAdmin(Side):
         change = await _passed_on(request)
         answers = [one for one in await asyncio.gather(*(_have_follow(one, change) for one in told)) if one]
         while answers and (late := [one for one in self.places.hearing if one not in told]):
-            await asyncio.gather(*(_have_follow(one, change) for one in late))
+            followed = await asyncio.gather(*(_have_follow(one, change) for one in late))
+            answers += [one for one in followed if one and one.status < 300]
             told += late
         return answers
 
@@ -255,6 +256,18 @@ async def _have_follow(worker: WorkerProcess, change: Passed) -> Answer | None:
     except GONE:
         worker.kill()
         return None
+
+
+def _worst(answers: Sequence[Answer]) -> Answer:
+    """Return the answer with the highest status. Where workers have requests left at a replica that was removed, it
+    counts and names those of all workers."""
+    worst = max(answers, key=lambda one: one.status)
+    told = [orjson.loads(one.body) for one in answers] if worst.status < 300 else []
+    if having := [one for one in told if one.get("left")]:
+        ids = [id for one in having for id in one["requests"]][:MOST_LEFT]
+        body = orjson.dumps(having[0] | {"left": sum(one["left"] for one in having), "requests": ids})
+        return worst._replace(body=body)
+    return worst
 
 
 async def _passed_on(request: web.Request) -> Passed:

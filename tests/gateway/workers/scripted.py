@@ -19,6 +19,7 @@ class ScriptedWorker:
         self.replicas = {url.removeprefix("http://"): "ready" for url in urls}
         self.answers = answers  # to questions of the supervisor's own, by the last part of their path
         self.refuses: int | None = None
+        self.left = {}  # what the answer to a removal adds about requests that go on
         self.gone = self.killed = False
         self.asked, self.may_answer = asyncio.Event(), asyncio.Event()
         self.may_answer.set()
@@ -47,6 +48,7 @@ class ScriptedWorker:
             self.replicas[id] = "drained"
         else:
             del self.replicas[id]
+            return Answer(200, {}, orjson.dumps({"id": id, "removed": True, **self.left}))
         return Answer(200, {}, b"{}")
 
     def tell(self, **message) -> None:

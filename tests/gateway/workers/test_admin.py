@@ -73,6 +73,25 @@ async def test_a_refused_change_leaves_the_file_of_replicas_as_it_was(tmp_path, 
     assert kept.urls() == (URL,) and second.replicas == {ENGINE: "ready"}
 
 
+@pytest.mark.parametrize("begins", [False, True])
+async def test_a_removal_names_the_requests_that_any_worker_has_left(begins):
+    """Also of one that begins meanwhile."""
+    workers = [ScriptedWorker(index, URL) for index in range(3)]
+    _, second, third = workers
+    second.left = {"left": 2, "requests": ["my2", "my4"]}
+    third.left = {"left": 300, "requests": [f"its{number}" for number in range(100)]}
+    third.hears_changes = not begins
+    second.may_answer.clear()
+    async with asking(side_of(*workers)) as client:
+        removal = asyncio.create_task(CHANGES["remove"](client))
+        await second.asked.wait()
+        third.hears_changes = True
+        second.may_answer.set()
+        told = (await removal).json()
+    assert (told["id"], told["removed"], told["left"]) == (ENGINE, True, 302)
+    assert told["requests"] == ["my2", "my4", *(f"its{number}" for number in range(98))]
+
+
 async def test_a_replica_that_the_settings_or_a_pod_give_is_not_kept_once_more(tmp_path):
     known = {"urls": {ENGINE: URL}, "pods": ["10.0.0.8:8000"], "left_out": [], "drained": [], "names": None}
     kept, worker = KeptReplicas(tmp_path / "replicas"), ScriptedWorker(0, URL, replicas=known)

@@ -36,7 +36,8 @@ class VersionQuirks:
     # True: the version's chat rules have been read. None: not read, so chats are exact only after the fixed chats
     # compared equal (`ops.chats`). False: known to differ, so chats are matched as text.
     chats_known: bool | None = True
-    refuses_alike: bool = True  # what vLLM refuses, this engine refuses, too; False: that is left to the engine
+    # It refuses what the vLLM versions that were read refuse. False: that is left to the engine.
+    refuses_alike: bool = True
     tokenizes_all: bool = True  # 0.33: /tokenize writes all chats as they are computed, gpt-oss' too
     between_parts: str = "\n"  # what joins the texts of a message where the template wants one text; SGLang's " "
     # SGLang: a tool's function keeps the order in which the client wrote its keys, and the tool has a `defer_loading`

@@ -14,14 +14,16 @@ OLDEST, NEWEST = (0, 28), (0, 33)
 
 def version_quirks(version: str | None) -> dict[str, Any]:
     """`version` as /version says it. What runs from a source tree calls itself 0.1 or less: it counts as newer than
-    NEWEST, as does what does not tell its version."""
+    NEWEST, as does what does not tell its version. What the versions that were read refuse, others may take: for those
+    it is left to the engine."""
     match = _NUMBER.match(version or "")
     number = (int(match[1]), int(match[2])) if match else (0, 0)
     if number <= (0, 1):
-        return {"chats_known": None}
+        return {"chats_known": None, "refuses_alike": False}
     as_now = True if number >= (0, 32) else False if number < (0, 29) else None
     return {
         "chats_known": False if number < OLDEST else True if number <= NEWEST else None,
+        "refuses_alike": OLDEST <= number <= NEWEST,
         "tokenizes_all": number >= (0, 33),
         "deepseek_v41_results_continue": number >= (0, 33),
         "follows_namespaces": number >= (0, 33),

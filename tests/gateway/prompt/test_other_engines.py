@@ -16,9 +16,9 @@ CHAT, COMPLETIONS, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/me
 HI = {"messages": [{"role": "user", "content": "hi"}]}
 
 
-def prepared(dialect, body, path=CHAT):
+def prepared(dialect, body, path=CHAT, version="0.33.0"):
     pipeline = Pipeline(model_dir("sim"), "m", 16, max_model_len=50)
-    pipeline.follow(dialect.version_quirks("0.33.0"))
+    pipeline.follow(dialect.version_quirks(version))
     pipeline.differ(Differences(shown=True))
     return pipeline.prepare(path, json.dumps(body).encode())
 
@@ -55,6 +55,21 @@ def test_a_limit_above_the_context_is_left_to_the_engine():
     assert prepared(SGLANG, {**HI, "max_tokens": 60}).mode == "exact"
     with pytest.raises(ApiError, match="max_model_len"):
         prepared(VLLM, {**HI, "max_tokens": 60})
+
+
+@pytest.mark.parametrize(
+    "version, read",
+    [("0.16.0", False), ("0.27.1", False), ("0.28.0", True), ("0.33.2", True), ("0.34.0", False), (None, False)],
+)
+def test_only_versions_of_vllm_that_were_read_are_answered_for(version, read):
+    refused = [({**HI, "max_tokens": 60}, CHAT), ({"prompt": "hi", "max_tokens": 60}, COMPLETIONS)]
+    refused += [({"prompt": [1] * 60}, COMPLETIONS), ({**HI, "tools": []}, CHAT), (LONG, CHAT)]
+    for body, path in refused:
+        if read:
+            with pytest.raises(ApiError):
+                prepared(VLLM, body, path, version)
+        else:
+            assert prepared(VLLM, body, path, version).mode in ("exact", "text")
 
 
 def test_ids_in_the_place_of_messages_are_the_prompt():

@@ -43,8 +43,8 @@ def version_quirks(version: str | None) -> dict[str, Any]:
 
 
 def has_random_hash_seed(version: str | None) -> bool:
-    """0.28 hashes blocks with a seed of its process unless PYTHONHASHSEED is set, 0.32 with a fixed one (with the
-    default algorithm). Of those between it is not known, so they are not blamed."""
+    """0.28 hashes blocks with a seed of its process unless PYTHONHASHSEED is set, later versions with a fixed one (with
+    the default algorithm)."""
     match = _NUMBER.match(version or "")
     return match is not None and (0, 1) < (int(match[1]), int(match[2])) < (0, 29)
 
@@ -58,9 +58,9 @@ def finds_parts(version: str | None) -> bool:
 
 def looks_to_end(version: str | None) -> bool:
     """Whether an engine that drops a block of each hit finds the block that ends with the prompt, where it has several
-    cache groups: 0.32 does, 0.28 does not. Of those between it is not known."""
+    cache groups. 0.32 does. The sources of 0.28 to 0.31 keep that lookup one token below the prompt's end."""
     match = _NUMBER.match(version or "")
-    return match is None or not (0, 1) < (int(match[1]), int(match[2])) < (0, 29)
+    return match is None or not (0, 1) < (int(match[1]), int(match[2])) < (0, 32)
 
 
 def has_series_of_connectors(version: str | None) -> bool:

@@ -77,6 +77,12 @@ def test_the_recording_is_of_each_version():
     assert {job["vllm"].rpartition(".")[0] for job, _ in recorded().values()} == {"0.28", "0.32", "0.33"}
 
 
+def test_versions_between_those_that_were_recorded_look_as_their_sources_do():
+    """0.29 to 0.31 still bound the lookup with the length that 0.28 bounds it with."""
+    looks = {version: looks_to_end(version) for version in ("0.28.1", "0.29.0", "0.30.2", "0.31.0", "0.32.0", None)}
+    assert [version for version, found in looks.items() if found] == ["0.32.0", None]
+
+
 @pytest.mark.parametrize("name", recorded())
 def test_what_the_map_predicts_is_what_the_engines_own_manager_finds(name):
     job, answers = recorded()[name]

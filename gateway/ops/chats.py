@@ -22,7 +22,7 @@ from replicas.ask import body_of
 from ..prompt.pipeline import Pipeline
 from ..prompt.render.clock import ALL_ZONES, days_in
 
-CHAT = "/v1/chat/completions"
+CHAT, MESSAGES = "/v1/chat/completions", "/v1/messages"
 _TOOL = {
     "type": "function",
     "function": {
@@ -47,7 +47,11 @@ CHATS: tuple[dict[str, Any], ...] = (
     {"messages": [_ASKED, {**_CALLED, **_THOUGHT}, _RESULT], "tools": [_TOOL]},
     {"messages": [_ASKED, _CALLED, _RESULT]},
 )
-EFFORTS = tuple({"messages": [_ASKED], "reasoning_effort": effort} for effort in ("low", "medium", "high"))
+EFFORTS = tuple(
+    {"messages": [_ASKED], "reasoning_effort": effort}
+    for effort in ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+)
+WITHOUT_THINKING = {"messages": [_ASKED], "thinking": {"type": "disabled"}}  # of /v1/messages
 
 MOST_ANSWER = 1 << 18  # bytes
 NOT_NOW = (408, 429, 502, 503, 504)  # of an engine that is busy, or not up yet
@@ -56,11 +60,12 @@ NOTHING_SHOWN = "nothing shows how it fills the chat template"
 
 
 class Made(NamedTuple):
-    """A chat, and its ids. `by_chat`: an engine's /tokenize would make others of it."""
+    """A chat, and its ids. `by_chat`: an engine's /tokenize would make others of it. `path`: its API's."""
 
     body: dict[str, Any]
     ids: list[int]
     by_chat: bool
+    path: str = CHAT
 
 
 class NotAsked(Exception):
@@ -72,8 +77,8 @@ async def chats_differ(session: aiohttp.ClientSession, url: str, model: str | No
     cannot render count for nothing. Raises NotAsked where the engine could not be asked, aiohttp's errors and
     TimeoutError."""
     compared, failed = 0, 0
-    for body, ids, by_chat in chats:
-        status, theirs = await _asked(session, url, model, body, by_chat)
+    for body, ids, by_chat, path in chats:
+        status, theirs = await _asked(session, url, model, body, by_chat, path)
         if theirs is None:
             failed = status if status >= 500 else failed
             continue
@@ -111,13 +116,18 @@ def made_here(pipeline: Pipeline, day: date | None = None) -> Iterator[Made]:
 
 
 def efforts_here(pipeline: Pipeline, day: date | None = None) -> Iterator[Made]:
-    """Those with an effort, where the gateway makes other ids for it: an engine may have a map of efforts, and its
-    /tokenize knows none."""
+    """Return the chats with an effort, where the gateway makes other ids for it, and then the one without thinking.
+
+    An engine may have a map of efforts, which its /tokenize does not know, and a flag for the effort of Messages that
+    disable thinking.
+    """
     plain = pipeline.made(CHAT, json.dumps(CHATS[0]).encode(), day)
-    for body in EFFORTS:
-        ids = pipeline.made(CHAT, json.dumps(body).encode(), day) if not pipeline.unfollowed(body) else []
-        if ids and ids != plain:
-            yield Made(body, ids, True)
+    matters = False
+    for path, body in (*((CHAT, effort) for effort in EFFORTS), (MESSAGES, WITHOUT_THINKING)):
+        ids = pipeline.made(path, json.dumps(body).encode(), day) if not pipeline.unfollowed(body) else []
+        matters = matters or ids not in ([], plain)
+        if ids and (ids != plain or (matters and path == MESSAGES)):
+            yield Made(body, ids, True, path)
 
 
 def written(day: date) -> str:
@@ -125,10 +135,13 @@ def written(day: date) -> str:
 
 
 async def _asked(
-    session: aiohttp.ClientSession, url: str, model: str | None, body: dict[str, Any], by_chat: bool
+    session: aiohttp.ClientSession, url: str, model: str | None, body: dict[str, Any], by_chat: bool, path: str = CHAT
 ) -> tuple[int, list[int] | int | None]:
     """The engine's status, and its ids of a chat, or how many they are; None where it tells neither."""
     asked = {**({"model": model} if model else {}), **body}
+    if path == MESSAGES:
+        status, told = await _post(session, f"{url}{MESSAGES}/count_tokens", asked)
+        return status, told.get("input_tokens") if status == 200 else None
     if not by_chat:
         status, told = await _post(session, f"{url}/tokenize", asked)
         if status == 200 and isinstance(ids := told.get("tokens"), list):

@@ -271,7 +271,8 @@ async def _same_tokens(trial: Trial) -> Finding:
     if differs:
         return Finding("fail", subject, f"{differs}: such bodies are matched as text",
                        "the engine was started with flags that change its chats (--chat-template, --default-chat-template-kwargs, "
-                       "--reasoning-effort-map): give the gateway the same --chat-template, or leave them out")  # fmt: skip
+                       "--reasoning-effort-map, --anthropic-disabled-thinking-effort): "
+                       "give the gateway the same --chat-template, or leave them out")  # fmt: skip
     if ours == theirs:
         same, today = f"the engine makes the same {len(theirs)} tokens of a conversation", date.today()
         if day in (None, today):

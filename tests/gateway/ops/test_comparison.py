@@ -290,23 +290,31 @@ async def test_a_prompt_that_was_made_in_a_way_that_has_been_left_says_nothing(c
         assert pipeline.prepare("/v1/chat/completions", PLAIN).mode == "exact"
 
 
-async def test_a_map_of_efforts_is_found_by_asking_for_chats_with_one(compared, tmp_path):
-    """/tokenize knows no efforts, so an engine is asked for a chat of one token."""
+@pytest.mark.parametrize(
+    "map, more",
+    [*(({effort: "high" if effort == "max" else "max"}, 0) for effort in ("none", "minimal", "high", "xhigh", "max")), ({}, 1), ({}, 0)],
+)  # fmt: skip
+async def test_flags_for_efforts_are_found_by_asking_for_chats_with_one(compared, tmp_path, map, more):
+    """/tokenize knows no efforts, so an engine is asked for a chat of one token, and for the count of a chat that
+    disables thinking. `more`: how many tokens more another effort makes there."""
     folder = template(model(tmp_path / "model", {}), lambda text: text + "{{ reasoning_effort }}")
     pipeline, theirs = Pipeline(Path(folder), "sim", 16), Pipeline(Path(folder), "sim", 16)
     comparison = compared(pipeline)
 
-    class Mapping(Engine):
+    class Flagged(Engine):
         async def tokenize(self, request: web.Request) -> web.Response:
             said = await request.json()
             if request.path == "/tokenize":
                 return await super().tokenize(request)
+            if request.path == "/v1/messages/count_tokens":
+                count = len(self.pipeline.made("/v1/messages", json.dumps(said).encode()))
+                return web.json_response({"input_tokens": count + more})
             assert said["max_tokens"] == 1
-            said["reasoning_effort"] = {"high": "max"}.get(said["reasoning_effort"], said["reasoning_effort"])
+            said["reasoning_effort"] = map.get(said["reasoning_effort"], said["reasoning_effort"])
             ids = self.pipeline.made("/v1/chat/completions", json.dumps(said).encode())
             return web.json_response({"prompt_token_ids": ids, "usage": {"prompt_tokens": len(ids)}})
 
-    async with Mapping(theirs) as engine:
+    async with Flagged(theirs) as engine:
         replica = engine.replica()
         comparison.compare(replica)
         await all_done(comparison)
@@ -317,7 +325,7 @@ async def test_a_map_of_efforts_is_found_by_asking_for_chats_with_one(compared, 
             "/v1/messages": {**plain, "max_tokens": 1, "thinking": {"type": "disabled"}},
         }
         for path, body in bodies.items():
-            assert pipeline.prepare(path, json.dumps(body).encode()).mode == "text", path
+            assert pipeline.prepare(path, json.dumps(body).encode()).mode == ("text" if map or more else "exact"), path
         assert pipeline.prepare("/v1/chat/completions", PLAIN).mode == "exact"
 
 
@@ -342,7 +350,7 @@ class Engine:
 
     async def __aenter__(self) -> "Engine":
         app = web.Application()
-        for path in ("/tokenize", "/v1/chat/completions"):
+        for path in ("/tokenize", "/v1/chat/completions", "/v1/messages/count_tokens"):
             app.router.add_post(path, self.tokenize)
         self.runner = web.AppRunner(app)
         await self.runner.setup()

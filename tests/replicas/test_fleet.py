@@ -506,6 +506,18 @@ async def test_refused_connections_do_not_get_a_live_engine_killed(fleet, fake_p
     assert replica.pid == pid and replica.restarts == 0
 
 
+async def test_a_launched_replica_has_its_profiles_whole_blocks_and_speculator(fleet, fake_profile, comes):
+    """The engine tells one GPU's share of a block, and nothing of the speculator."""
+
+    class Sharing(type(fake_profile())):
+        context_parallel = property(lambda self: 8)
+        drops_block = property(lambda self: True)
+
+    (replica,) = await fleet.launch(1, Sharing(engine="sim"))
+    await comes(replica, READY)
+    assert (replica.block_size, replica.drops_block) == (8 * 16, True)
+
+
 async def test_one_refused_request_makes_the_fleet_look_at_once(until, serve, engine, comes):
     from replicas import Fleet
 

@@ -9,9 +9,11 @@ from aiohttp import web
 from gateway.ops.chats import CHATS, NotAsked, chats_differ, made_here
 from gateway.prompt.pipeline import Pipeline
 from gateway.prompt.tokens.agreement import Differences
+from replicas.engines.vllm import VLLM
 from replicas.simulated.model import sim_model_dir
 from replicas.simulated.tokens import RequestError, Tokens
 
+from ..prompt.families import FAMILIES
 from ..prompt.reference import model_dir
 
 
@@ -135,6 +137,15 @@ async def test_one_that_reads_what_an_assistant_thought_by_one_name_alone(unread
         return pipeline.made("/v1/chat/completions", json.dumps({**body, "messages": kept}).encode())
 
     assert await Engine(read).differs(pipeline) == ""
+
+
+@pytest.mark.parametrize("version, path", [("0.32.0", "/v1/chat/completions"), ("0.33.0", "/tokenize")])
+async def test_chats_of_gpt_oss_are_asked_for_where_the_engine_writes_them_as_it_computes_them(tmp_path, version, path):
+    """Until 0.32 its /tokenize fills the template, which it does not compute."""
+    pipeline = Pipeline(FAMILIES["gpt-oss"](tmp_path / "model"), "sim", 16)
+    pipeline.follow(VLLM.version_quirks(version))
+    engine = Engine(lambda body: pipeline.made("/v1/chat/completions", json.dumps(body).encode()))
+    assert await engine.differs(pipeline) == "" and set(engine.asked) == {path}
 
 
 def test_chats_are_of_all_kinds():

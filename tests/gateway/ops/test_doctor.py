@@ -379,6 +379,30 @@ def test_a_conversation_that_is_written_by_rules_is_compared_with_an_answers_pro
         assert (zone in found["tokens"][1]) == (answer == elsewhere != ids)
 
 
+@pytest.mark.parametrize("what", ["chats", "efforts", "neither"])
+def test_fixed_chats_and_efforts_that_the_engine_writes_otherwise_are_said(capsys, fake, tmp_path, monkeypatch, what):
+    """Though it makes the same tokens of a conversation."""
+    folder = model_folder(tmp_path)
+    with open(folder / "chat_template.jinja", "a") as file:
+        file.write("{{ reasoning_effort }}")
+    body = {"messages": trial.turns(2)}
+    if what != "chats":
+        monkeypatch.setattr("gateway.ops.chats.CHATS", (body,))
+    if what == "neither":
+        monkeypatch.setattr("gateway.ops.chats.EFFORTS", ())
+    once_read.cache_clear()
+    ids = once_read(folder, "sim", 16).made("/v1/chat/completions", json.dumps(body).encode())
+    pages = {**TRIED, "/version": {"version": "0.32.0"}, "/tokenize": {"tokens": ids}}
+    pages["/v1/chat/completions"] = {"prompt_token_ids": ids}
+    _, found = examine(capsys, "--replica-url", fake(pages), "--model", str(folder))
+    level, text = found["tokens"]
+    if what == "neither":
+        assert level == "ok" and f"the same {len(ids)} tokens" in text
+    else:
+        assert level == "fail" and "such bodies are matched as text" in text and "--chat-template" in text
+        assert ("reasoning_effort" in text) == (what == "efforts")
+
+
 def test_replicas_that_serve_different_models(capsys, fake):
     _, found = examine(capsys, "--replica-url", fake(TRIED))
     assert found["models"] == ("ok", "the replica serves sim")

@@ -270,6 +270,13 @@ def test_replicas_that_were_added_to_the_running_gateway_are_looked_at_as_well(c
     assert f"{added} " in out and "the gateway calls it failed: nothing listens there" in out
 
 
+def test_a_slow_replica_is_named_with_how_slow_it_is():
+    slow = {"id": "b:1", "url": "http://b:1", "slow": {"text": "takes 8 x as long per token as the others"}}
+    (finding,) = gateway_check.check_seen_by_gateway({"replicas": [{"id": "a:1", "slow": None}, slow]}, [])
+    assert (finding.level, finding.subject, finding.text) == ("warn", "traffic b:1", slow["slow"]["text"])
+    assert not list(gateway_check.check_seen_by_gateway({"replicas": [slow]}, [], untried={"http://b:1"}))
+
+
 def test_events_that_only_the_running_gateway_knows_of(capsys, fake, engines, monkeypatch):
     """An older engine does not say where its events are: their address stands in the gateway's flags."""
     published = told_by(engines[0].url + "/kv_event_sources")["0"]

@@ -135,6 +135,11 @@ def _half_dead(gateway):
     _fleet(gateway, a=State.READY, b=State.FAILED)
 
 
+def _hanging(gateway):
+    _fleet(gateway, a=State.READY, b=State.DEGRADED, c=State.READY)
+    gateway.fleet.replicas["b:1"].reason = "has computed nothing for 30 s: its engine core hangs"
+
+
 def _one_of_three_dead(gateway):
     _fleet(gateway, a=State.READY, b=State.FAILED, c=State.READY)
 
@@ -186,6 +191,12 @@ def _limited(gateway):
     [
         (_half_dead, "bad", "down", "down 1 of 2 replicas is down: b:1 (it is so)"),
         (_one_of_three_dead, "warn", "down", "down 1 of 3 replicas is down"),
+        (
+            _hanging,
+            "warn",
+            "down",
+            "down 1 of 3 replicas is down: b:1 (has computed nothing for 30 s: its engine core hangs)",
+        ),
         (_unserved, "bad", "not served", "not served away: no replica takes requests for it"),
         (_slow, "warn", "slow", "slow b:1 takes 8 x as long per token as the others for "),
         (_failing, "bad", "errors", "errors 2 of 20 requests of the last minute failed (10.0 %)"),

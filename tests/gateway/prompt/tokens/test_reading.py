@@ -95,6 +95,15 @@ def test_what_is_not_followed_is_a_doubt(tmp_path, config, settings, why):
     assert prompt.mode == ("text" if why else "exact") and why in prompt.note
 
 
+@pytest.mark.parametrize("kind", ["step5", "step5_vl", "deepseek_v4", "internlm2"])
+def test_files_of_types_that_vllm_itself_takes_as_they_are_are_not_rebuilt(tmp_path, kind):
+    """Whatever class they name."""
+    write("r1_distill_llama", tmp_path)
+    rebuilt = readings(tmp_path).likeliest(RELEASES["5.19"])[0].how
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+    assert (readings(tmp_path).likeliest(RELEASES["5.19"])[0].how, rebuilt) == (AS_IT_IS, "rebuilt as LlamaTokenizer")
+
+
 def test_mistral_common_may_read_a_mistral(tmp_path):
     write("mistral_7b", tmp_path)
     assert not readings(tmp_path).unknown

@@ -173,7 +173,7 @@ class Examination(contextlib.AsyncExitStack):
                 self._event_ports.add(way.address, facts.events(way.events))
         answers = iter(answered)
         for address in addresses:
-            for finding in (*kept_out[address.url], *check_drained(address, self._running)):
+            for finding in (*kept_out[address.url], *check_drained(self._settings, address, self._running)):
                 yield finding
             if address.url not in untried:
                 way, facts = next(answers)

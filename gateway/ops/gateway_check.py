@@ -245,7 +245,7 @@ def _remedy_of_kept_out(replica: dict[str, Any]) -> str:
     return remedy_of_silence(fault, parse_url(replica["url"]).port)
 
 
-def check_drained(address: Address, running: dict[str, Any] | None) -> Iterator[Finding]:
+def check_drained(settings: Settings, address: Address, running: dict[str, Any] | None) -> Iterator[Finding]:
     """Replicas behind this address that were drained and not asked back, in the running gateway's own words."""
     for one in (running or {}).get("replicas", []):
         if one["url"] == address.url and one.get("state") == "stopped":
@@ -253,7 +253,8 @@ def check_drained(address: Address, running: dict[str, Any] | None) -> Iterator[
                 "warn",
                 f"replica {one['id']}",
                 f"{one['reason']}, {_minutes(one['since_seconds'])} ago: {DRAINED}",
-                f"hitherto replicas add {one['url']}",
+                f"hitherto replicas add {one['url']} --admin {admin_url(settings)}"
+                + (" --admin-token TOKEN" if admin_headers(settings) else ""),
             )
 
 

@@ -130,9 +130,6 @@ async def test_doctor_names_the_command_that_brings_a_drained_engine_back(gatewa
         said = capsys.readouterr().out
         found = [line for line in said.splitlines() if line[6:].startswith(f"replica {replica['id']}")]
         assert len(found) == 1 and "drained on request" in found[0] and found[0].startswith("warn"), said
-        _, _, method, url, *options = shlex.split(said[said.index("curl -X POST") :].splitlines()[0])
-        given = list(zip(options[::2], options[1::2], strict=True))
-        headers = dict(value.split(": ", 1) for option, value in given if option == "-H")
-        answer = await gateway.admin.request(method, url, headers=headers, content=dict(given)["-d"])
-        assert answer.status_code == 200, answer.text
+        given = shlex.split(said[said.index("hitherto replicas add") :].splitlines()[0].replace("TOKEN", secret[1]))
+        assert await asyncio.to_thread(cli.main, given[1:]) == 0
         await gateway.ready(1)

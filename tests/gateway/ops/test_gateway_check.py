@@ -191,8 +191,8 @@ async def test_what_to_do_about_a_failed_engine_goes_by_the_fault_that_the_gatew
     (kept_out,) = gateway_check.check_kept_out(parse_url("http://a:1"), gateway.status())
     assert kept_out.remedy.startswith("another program may listen there, which `ss -ltnp 'sport = :1'`")
     replica.state = State.STOPPED
-    (drained,) = gateway_check.check_drained(parse_url("http://a:1"), gateway.status())
-    assert drained.remedy == "hitherto replicas add http://a:1"
+    (drained,) = gateway_check.check_drained(Settings(), parse_url("http://a:1"), gateway.status())
+    assert drained.remedy == "hitherto replicas add http://a:1 --admin http://127.0.0.1:8081"
     replica.state = State.FAILED
     replica.managed, replica.fault, replica.reason = True, "", "exited with code 1; next start in 4.0 s"
     (kept_out,) = gateway_check.check_kept_out(parse_url("http://a:1"), gateway.status())

@@ -300,6 +300,7 @@ class Ways:
         self._slots: list[tuple[int, int, tuple[str, int]]] = []
         self._nodes: list[tuple[str, int]] = []  # all that are known, replicas as well, in the order to ask them in
         self._asking: asyncio.Task[None] | None = None
+        self.failures = 0
 
     async def to(self, key: str) -> Redis:
         if not self.many:
@@ -316,6 +317,7 @@ class Ways:
     def failed(self) -> None:
         """Something did not work: who serves what may have changed. Whoever calls a client that `to` gave, and fails,
         calls this: a failover takes seconds, so that the first answer may still be the old one."""
+        self.failures += 1
         if self.many:
             self._ask()
 
@@ -362,6 +364,7 @@ class Line:
         self._ways, self._key = ways, key
         self._client: Redis | None = None
         self._connection: AbstractConnection | None = None
+        self._failures = 0  # of the ways, when this connection was made
         self.sent = False  # whether anything of what was asked last can have arrived
 
     async def ask(self, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
@@ -380,7 +383,10 @@ class Line:
             connection.socket_timeout = None
             self._client, self._connection = client, connection
         try:
+            if self._is_doubtful(connection):
+                await connection.disconnect(nowait=True)
             if not connection.is_connected:
+                self._failures = self._ways.failures
                 await connection.connect()
             self.sent = True
             await connection.send_packed_command(b"".join(map(pack_command, commands)), check_health=False)
@@ -389,6 +395,13 @@ class Line:
             await connection.disconnect(nowait=True)
             self._ways.failed()
             raise
+
+    def _is_doubtful(self, connection: AbstractConnection) -> bool:
+        """Whether another server may have the key since this connection was made, or this one has closed it: the first
+        commands would be lost, though Redis answers others."""
+        reader = connection._reader
+        closed = reader is not None and (reader.at_eof() or reader.exception() is not None)
+        return closed or self._failures != self._ways.failures
 
 
 async def xread(client: Redis, after: dict[str, str], count: int, milliseconds: int) -> tuple[list[Any], list[str]]:

@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cachemap.cluster import parse, without_password
-from cachemap.cluster.connect import ANSWER_SECONDS, Line, connect
+from cachemap.cluster.connect import ANSWER_SECONDS, Line, Ways, connect
 from cachemap.cluster.keys import NAME, Keys, scope
+from tests.gateway.http.talk import eventually
 
 
 def test_the_three_kinds():
@@ -184,7 +185,7 @@ async def test_a_key_that_moves_gives_the_connection_back_to_the_server_that_had
     first, second = (connect(parse(redis_server.url)) for _ in range(2))
 
     class Moving:
-        served_by = first
+        served_by, failures = first, 0
 
         async def to(self, key):
             return self.served_by
@@ -199,3 +200,21 @@ async def test_a_key_that_moves_gives_the_connection_back_to_the_server_that_had
     await first.connection_pool.release(given_back)
     for client in (first, second):
         await client.aclose()
+
+
+async def test_a_connection_that_the_server_closed_or_that_may_lead_to_the_old_primary_is_made_anew(redis_server):
+    """A failover may leave the old primary's connection open, or close it while nothing is asked."""
+    ways, who = Ways(parse(redis_server.url)), [("CLIENT", "ID")]
+    line = Line(ways, "key")
+    try:
+        first = await line.ask(who)
+        assert await line.ask(who) == first
+        ways.failed()  # says who asked for something else
+        second = await line.ask(who)
+        assert second != first and await line.ask(who) == second
+        with redis_server.client() as client:
+            assert client.client_kill_filter(_id=second[0]) == 1
+        await eventually(line._connection._reader.at_eof)
+        assert await line.ask(who) != second
+    finally:
+        await ways.aclose()

@@ -265,6 +265,18 @@ async def test_who_comes_back_first_still_has_a_share_alone(redis_server):
         await eventually(lambda: one.shared.gateways == 1, 3 * LEASE)
 
 
+async def test_an_idle_connection_that_redis_closed_costs_no_limit(redis_server):
+    tenant = Tenant("a", limits=Limits(requests_per_minute=40, concurrent_requests=40))
+    async with gateways(redis_server.url, 2) as (one, two):
+        assert await one.admitted(tenant, 5) + await two.admitted(tenant, 5) == 10
+        await eventually(lambda: not any(each.shared._changed or not each.shared._pump.done() for each in (one, two)))
+        with redis_server.client() as client:
+            client.execute_command("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
+        await eventually(lambda: all(each.shared._line._connection._reader.at_eof() for each in (one, two)))
+        admitted = await asyncio.gather(*(each.admitted(tenant, 40) for each in (one, two)))
+        assert sum(admitted) == 30 and one.shared.joined and two.shared.joined
+
+
 async def test_on_a_cluster(tmp_path):
     with running(Cluster(tmp_path)) as cluster:
         async with gateways(cluster.url, 2) as all_of:

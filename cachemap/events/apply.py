@@ -21,6 +21,7 @@ from cachemap.map import CacheMap
 
 # Blocks of a slower tier's chunk, and of what an engine calls a block: 65,536 tokens of 16, where 256 are usual.
 MOST_CHUNK = 4096
+SEARCHED = 512  # pages looked through in the time that the map takes for one block
 LEAST_BLOCK = 64  # bytes of tokens that count as a block's: 16
 MOST_UNSIZED = 2048  # keys that are remembered of a tier until an event tells how many blocks each stands for
 
@@ -131,6 +132,9 @@ class EventApplier:
                     yield from self._steps
             else:
                 self._clear()
+            if self.pages is not None:
+                self._work += self.pages.searched // SEARCHED
+                self.pages.searched %= SEARCHED
             if self._work > MOST_PIECE:
                 self._work = 0
                 yield

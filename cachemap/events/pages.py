@@ -64,6 +64,7 @@ class Pages:
         self._twins: Counter[int] = Counter()  # by name: the held pages that have it, beyond the first
         self._ends: dict[int, int] = {}  # with pairs, the hashes of blocks by their last pages
         self._seeds: dict[int, int] = {}  # of pages that prompts begin with: what their chains start from
+        self.searched = 0  # pages that were looked through for those behind a gap
         self.orphans = 0  # pages of which the one before is not known
 
     def __len__(self) -> int:
@@ -238,6 +239,7 @@ class Pages:
         """The last pages of all blocks that these are pages of. Looks through all pages: only where there is a gap."""
         found = []
         while len(pages):
+            self.searched += int(self._numbers.top)
             at_end = self._places.take(pages) == self._last
             found.append(pages[at_end])
             above = pages[~at_end]

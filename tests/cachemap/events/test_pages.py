@@ -272,3 +272,9 @@ def test_pages_of_one_name_that_come_back_together_are_gone_with_the_last(table,
     assert told(table, applier, range(BLOCK)) == BLOCK
     apply(applier, Removed([1, 2, 3, 4, 12], "gpu", 0))
     assert told(table, applier, range(BLOCK)) == 1
+
+
+def test_gaps_that_are_searched_for_in_many_pages_take_several_steps(applier):
+    ids = array("I", range(1 << 15))
+    apply(applier, Stored(range(1, len(ids) + 1), None, ids.tobytes(), 1, "gpu", None, None, 0, "full_attention"))
+    assert sum(1 for _ in applier.applying([Removed([1 + number], "gpu", 0) for number in range(200)])) > 8

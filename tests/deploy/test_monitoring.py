@@ -275,4 +275,5 @@ ABSENT_UNTIL_IT_HAPPENS = (
     "hitherto_background_failures_total",
     "hitherto_events_state",  # the state that it has is live
     "hitherto_model_gone",
+    "hitherto_policy_failures_total",  # of policies that the operator wrote, and there is none here
 )

@@ -25,8 +25,15 @@ def quirks(version):
 
 
 @pytest.fixture(scope="module")
-def pipeline():
+def loaded():
     return Pipeline(model_dir("sim"), "m", 16, max_model_len=100)
+
+
+@pytest.fixture
+def pipeline(loaded):
+    """The same one for all tests, of which no engine has shown anything."""
+    loaded.differ(Differences())
+    return loaded
 
 
 def text(pipeline, version, **body):

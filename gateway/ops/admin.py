@@ -208,15 +208,15 @@ class Admin(Side):
     async def drain(self, request: web.Request) -> web.Response:
         """Answers at once; the replica's state tells when it is done. `last_ready_of`: models that none serves now."""
         id = self._known(request)
-        served = self._served()
+        served = self._served_models()
         self.gateway.fleet.drain(id)
         told = self._shown(id)
-        if last := sorted(served - self._served()):
+        if last := sorted(served - self._served_models()):
             log.warning("replica %s drained by an operator: this was the last ready replica of %s", id, ", ".join(last))
             told = {**told, "last_ready_of": last}
         return answer(told, 202)
 
-    def _served(self) -> set[str]:
+    def _served_models(self) -> set[str]:
         """Return the models that requests can be answered for now."""
         ready = [one for one in self.gateway.fleet.replicas.values() if one.state in TAKES_TRAFFIC]
         return {name for one in ready for name in one.models or ("any model",)}

@@ -79,17 +79,15 @@ def concluded(width: int) -> list[str]:
 
 def test_its_table_says_why_fewer_were_answered_than_offered():
     lines = concluded(250)
+    assert sum("4.00 requests/s offered" in line for line in lines) == 1
     for policy in demo.POLICIES:
         [line] = [line for line in lines if line.startswith(f"{policy}: ")]
-        assert re.fullmatch(
-            rf"{policy}: 4.00 requests/s offered, \d.\d\d answered: the last answer came [\d.]+ s after the last .*",
-            line,
-        )
+        assert re.fullmatch(rf"{policy}: \d.\d\d answered: the last answer came [\d.]+ s after the last .*", line)
 
 
 def test_it_ends_with_its_table_and_says_nothing_of_it_twice():
     *_, last = [line for line in concluded(250) if line]
-    assert last.startswith(f"{demo.POLICIES[-1]}: 4.00 requests/s offered"), "what to type comes next"
+    assert re.match(rf"{demo.POLICIES[-1]}: \d.\d\d answered", last), "what to type comes next"
 
 
 async def test_interrupted_between_its_rounds_it_says_so_and_shows_the_first(monkeypatch, tmp_path):

@@ -38,7 +38,7 @@ def answered() -> Exchange:
     now = monotonic()
     prompt = Prompt.__new__(Prompt)
     prompt.model, prompt.tokens = "m", 1000
-    exchange.continuation = None
+    exchange.stream_record = None
     exchange.prompt, exchange.begun, exchange.prepared_at, exchange.attempts = prompt, now - 1.4, now - 1.399, [attempt]
     attempt.prompt, attempt.exchange, attempt.status, attempt.streams, attempt.leg = prompt, exchange, 200, True, None
     attempt.pieces, attempt.seen_pieces, attempt.pauses, attempt.seen_late = 64, 53, 0, False

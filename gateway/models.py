@@ -87,11 +87,6 @@ class Models:
         member = self.members.get(replica)
         return member.space.prompt_bytes if member is not None and member.space is not None else None
 
-    def encode(self, prompt: Prompt, text: str) -> bytes:
-        """The ids (uint32 LE) of a text that stands behind this prompt. Raises whatever goes wrong."""
-        pipeline = next(space.pipeline for space in self.spaces if space.number == prompt.space)
-        return pipeline.tokenizer.encode(text)
-
     def made_by(self, replica: str) -> int:
         """The number of the way in which ids are made for this replica, see `Pipeline.made_by`."""
         return self.members[replica].space.pipeline.made_by

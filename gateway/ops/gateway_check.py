@@ -304,7 +304,7 @@ def check_seen_by_gateway(
 
 def check_variants(running: dict[str, Any] | None, continues: bool = False) -> Iterator[Finding]:
     """What the running gateway tells apart: more than a look from here shows, since it knows what each engine was
-    started from. `continues`: whether it goes on with streams that break off."""
+    started from. `continues`: whether it has streams that break off resumed."""
     spaces = [space for space in (running or {}).get("spaces", []) if space["variants"] > 1]
     for name in sorted({name for space in spaces for name in space["models"]}):
         told = [f"{', '.join(one['replicas'])} (blocks of {one['block_size']}, {one['directory'] or 'no files'}, "
@@ -320,6 +320,6 @@ def check_variants(running: dict[str, Any] | None, continues: bool = False) -> I
             more += "; both legs of a request are at replicas of one of them"
             more += ", those that prompts are not prepared for have none" if len(told) > 2 else ""
         if continues:
-            more += "; a stream that breaks off is gone on with by a replica of its own variant alone"
+            more += "; a stream that breaks off is resumed by a replica of its own variant alone"
         yield Finding("warn", f"variants {name}"[:60], f"the gateway tells {len(told)} apart: {' | '.join(told)}{more}",
                       "nothing to mend during an upgrade; restart the engines that are behind so that all are alike")  # fmt: skip

@@ -66,9 +66,9 @@ ANSWER_FAULTS = ("error answer", "foreign answer")  # an error behind a status 2
 # Of a request: preparing its prompt, waiting in the gateway's queue, attempts that failed, from the attempt that
 # answered to its first byte (the engine's queue and prefill), and from there to the last byte.
 PHASES = ("prepare", "queue", "retry", "engine", "decode")
-# Why nobody went on with a stream that broke off.
+# Why no replica resumed a stream that broke off.
 NOT_CONTINUED = (
-    "n", "logprobs", "guided", "tools", "stored", "stop", "penalties", "field", "framing", "events", "budget", "ids", "prompt", "boundary",
+    "n", "tools", "stored", "field", "framing", "events", "budget", "ids", "prompt", "boundary",
     "crashes", "differs", "no replica", "unlike", "replicas", "timeout", "shutting_down",
 )  # fmt: skip
 REPLICA: Collection[str] = ()  # known to the process, as they come and go
@@ -392,11 +392,11 @@ class Metrics:
     retries = Counter("Requests sent to another replica before their first byte, or once more to the same one",
         reason=(*CONNECTION_FAULTS, *STATUS_FAULTS, *ANSWER_FAULTS, "removed", "replaced", "left", "elsewhere", "ids", "reconnect", "not kept", "leg refused",
                 "transfer stalled", "prefill failed", "differs"))
-    continued_streams = Counter("With --continue-streams: breaks of streams that were gone on with, by how: from the ids, by repetition, from the text, "
-        "from the beginning since there was no text yet (again), or only the end was missing (over)", way=("ids", "repeat", "text", "again", "over"))
-    streams_not_continued = Counter("With --continue-streams: streams that broke off and were not gone on with", reason=NOT_CONTINUED)
-    continue_gap_seconds = Histogram("From a stream's break to the first text of the replica that went on with it", "way", LATENCY_BUCKETS,
-        ("ids", "repeat", "text", "again"))
+    continued_streams = Counter("With --continue-streams: breaks of streams that were resumed, by how: from the ids, by the same request again, "
+        "or only the end was missing (over)", way=("ids", "repeat", "over"))
+    streams_not_continued = Counter("With --continue-streams: streams that broke off and were not resumed", reason=NOT_CONTINUED)
+    continue_gap_seconds = Histogram("From a stream's break to the first text of the replica that resumed it", "way", LATENCY_BUCKETS,
+        ("ids", "repeat"))
     leg_choices = Counter("Requests that could have been computed on two replicas, by whether they were", choice=("apart", "whole"))
     legs = Counter("Legs of requests that were computed on two replicas, by how each ended", leg=("prefill", "decode"),
         outcome=("complete", "failed", "not kept", "refused", "abandoned"))

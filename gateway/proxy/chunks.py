@@ -51,11 +51,6 @@ class Chunks:
             raise ValueError(f"more than {LONGEST_LINES} bytes of framing")
         return b"".join(pieces)
 
-    @property
-    def resumption(self) -> bytes:
-        """What stands between a body of whole chunks that has all that was handed out, and the bytes that come next."""
-        return b"%x\r\n%b" % (self.left, self.rest) if self.left else self.rest
-
 
 def framed(data: bytes) -> bytes:
     """A chunk of this data; nothing of none."""

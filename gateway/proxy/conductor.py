@@ -32,7 +32,6 @@ from .answers import (
 from .backend import Backend
 from .blame import DOUBTFUL, OVERLOADED, agree, settled
 from .chunks import END_OF_BODY, ChunkDecodingSink, framed
-from .continuing import Continuing, is_open_ended, rest_error
 from .exchange import Added, Attempt, Exchange, keep, meter, request_head
 from .figures import Figures
 from .forwarding import TokenIdForwarding
@@ -42,6 +41,7 @@ from .placing import Eligibility, Placing
 from .priorities import HeadOf, Priorities
 from .respelling import respelled
 from .responses import Responses
+from .resume.resumer import Resumer, is_open_ended, rest_error
 from .retries import (
     ABORTED,
     CONNECT,
@@ -253,7 +253,7 @@ class Conductor:
         self.first_legs, self.leg_ends = FirstLegs(self), LegEnds(self, settling, metrics)
         self.under_way: set[Exchange] = set()
         self.draining = False
-        self.continuing: Continuing | None = None  # with --continue-streams
+        self.resumer: Resumer | None = None  # with --continue-streams
 
     def begin(self, exchange: Exchange) -> None:
         if self._traces is not None:
@@ -360,7 +360,7 @@ class Conductor:
         if attempt.state is AWAITING:  # what was held back is all that there is
             self.on_body(attempt, b"", whole=True)
             if attempt.state is ANSWERING:
-                attempt.end()  # as the answer's now, which may be one that somebody goes on with
+                attempt.end()  # as the answer's now, which another replica may resume
         elif attempt.state is ANSWERING:
             attempt.end_as(ATTEMPT_FINISHED)
             self.dispatch(attempt.exchange, FINISHED)
@@ -396,8 +396,8 @@ class Conductor:
             if of_leg is None:
                 return
             failed = of_leg
-        if self.continuing is not None and exchange.state is ExchangeState.ANSWERING:
-            event = self.continuing.event_after(exchange)
+        if self.resumer is not None and exchange.state is ExchangeState.ANSWERING:
+            event = self.resumer.event_after(exchange)
         self.dispatch(exchange, event, failed)
 
     def _ends(self, replica: Replica, error: UpstreamError) -> bool:
@@ -410,8 +410,8 @@ class Conductor:
     def _place(self, exchange: Exchange, _: Any) -> None:
         if (exchange.trace is not None or self.figures is not None) and not exchange.prepared_at:
             exchange.prepared_at = monotonic()
-        if self.continuing is not None and exchange.continuation is None:
-            self.continuing.begin(exchange)
+        if self.resumer is not None and exchange.stream_record is None:
+            self.resumer.begin(exchange)
         self.placing.place(exchange)
 
     def _hold(self, exchange: Exchange, _: Any) -> None:
@@ -449,8 +449,8 @@ class Conductor:
             body, head_of = attempt.body, leg_head
         elif prompt is not None and prompt.kind:
             body = self._forwarding.body(attempt, prompt, body, not exchange.tried and not attempt.without_ids)
-        if self.continuing is not None:
-            body = self.continuing.body(exchange, attempt, body)
+        if self.resumer is not None:
+            body = self.resumer.body(exchange, attempt, body)
         if self.priorities is not None:
             body, head_of = self.priorities.told(exchange, attempt, body, head_of)
         parent = None if self._traces is None else self._traces.parent(exchange, attempt)
@@ -515,8 +515,8 @@ class Conductor:
 
     def _relay(self, exchange: Exchange, data: bytes) -> None:
         attempt, error = exchange.attempts[-1], None
-        if self.continuing is not None:
-            data, error = self.continuing.begun(exchange, attempt, data)
+        if self.resumer is not None:
+            data, error = self.resumer.begun(exchange, attempt, data)
         if exchange.metered:
             meter(attempt, data)
         else:
@@ -565,10 +565,9 @@ class Conductor:
         if why.kind == SHUT_DOWN:
             status, code, message = 503, SHUT_DOWN, f"the answer broke off: {error}"
         end = b"".join([piece[-len(CRLF_CHUNK_END) :] for piece in attempt.tail])
-        continuation = exchange.continuation
-        if continuation is not None and exchange.is_continued:  # what went to the client ends with an event
-            end = LF_CHUNK_END if continuation.chunked else LF_CHUNK_END[:2]
-        number = next_number(attempt.tail) if continuation is None else continuation.names.number + 1
+        number, record = next_number(attempt.tail), exchange.stream_record
+        if record is not None and record.breaks:  # what went to the client ends with an event
+            end, number = LF_CHUNK_END if record.chunked else LF_CHUNK_END[:2], record.number + 1
         told = error_event(path, status, message, number, code=code)
         # Only where the chunk before is whole can another one follow; else the cut itself must tell.
         if attempt.streams and end.endswith((LF_CHUNK_END, CRLF_CHUNK_END)) and attempt.response_head.is_chunked:
@@ -581,21 +580,25 @@ class Conductor:
             self.settling.failed(attempt.backend, why.kind)
         self.settling.ended(exchange, "cut")
 
-    @property
-    def going_on(self) -> Continuing:
-        assert self.continuing is not None
-        return self.continuing
+    def _resume(self, exchange: Exchange, failed: Failed) -> None:
+        attempt = exchange.attempts[-1]
+        self.settling.failed(attempt.backend, failed.kind)
+        self.settling.abandon(attempt, computed=True)
+        if exchange.legs is not None:
+            self.settling.leg_ended(Leg.DECODE, failed.kind)
+            self.leg_ends.drop(exchange)
+        assert self.resumer is not None
+        self.resumer.resume(exchange)
+
+    def _join(self, exchange: Exchange, data: bytes) -> None:
+        assert self.resumer is not None
+        self.resumer.join(exchange, data)
 
     def _give_up(self, exchange: Exchange, error: ApiError | UpstreamError) -> None:
         self._close(exchange)
         self.settling.close_unattributed(exchange)
-        self.going_on.give_up(exchange, error)
-
-    def end_legs(self, exchange: Exchange, kind: str) -> None:
-        """One of them broke off with a part of its answer written."""
-        if exchange.legs is not None:
-            self.settling.leg_ended(Leg.DECODE, kind)
-            self.leg_ends.drop(exchange)
+        assert self.resumer is not None
+        self.resumer.give_up(exchange, error)
 
     def _turn_away(self, exchange: Exchange, error: ApiError) -> None:
         self.settling.turned_away(error)
@@ -676,8 +679,8 @@ ACTIONS: dict[Action, Callable[[Conductor, Exchange, Any], None]] = {
     Action.RELAY: Conductor._relay,
     Action.SETTLE: Conductor._settle,
     Action.CUT: Conductor._cut,
-    Action.RESUME: lambda conductor, exchange, failed: conductor.going_on.resume(exchange, failed),
-    Action.JOIN: lambda conductor, exchange, data: conductor.going_on.join(exchange, data),
+    Action.RESUME: Conductor._resume,
+    Action.JOIN: Conductor._join,
     Action.GIVE_UP: Conductor._give_up,
     Action.TURN_AWAY: Conductor._turn_away,
     Action.REPORT: Conductor._report,

@@ -56,8 +56,8 @@ class Deadlines:
                 self._stalled(exchange, limit)
             return
         attempt, since = exchange.attempt, exchange.begun
-        if exchange.state is ExchangeState.RESUMING and exchange.continuation is not None:
-            since = exchange.continuation.broke_at
+        if exchange.state is ExchangeState.RESUMING and exchange.stream_record is not None:
+            since = exchange.stream_record.broke_at
         if attempt is not None and attempt.state is AttemptState.AWAITING:
             since = max(since, attempt.seen_at)  # when it last sent a comment to say that it is alive
         if self._ran(since, now) > self._request_timeout:
@@ -162,7 +162,7 @@ class Deadlines:
             client = exchange.client
             self._conductor.dispatch(exchange, ExchangeEvent.GONE)
             client.abort()
-        elif self._conductor.continuing is not None:
+        elif self._conductor.resumer is not None:
             self._conductor.failed(exchange.attempts[-1], UpstreamError(STALLED, f"no byte for {seconds:g} s"))
         else:
             self._time_out(exchange, UpstreamError(STALLED, f"no byte for {seconds:g} s"))

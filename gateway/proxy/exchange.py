@@ -25,8 +25,7 @@ from ..http.messages import KEEP_ALIVE, Request
 from ..http.upstream import Head, Upstream, UpstreamError
 from .answers import ANY_EVENT, OUTPUT_MARKS, USAGE, USAGE_KEY_BYTES, Beginning, UsageSearch, has_end, output_events
 from .blame import UnattributedError
-from .blanking import Blanking
-from .retries import AWAY, CLOSED, NO_CRASHES, PROTOCOL, TRANSFER_FAILED
+from .retries import AWAY, CLOSED, NO_CRASHES, TRANSFER_FAILED
 from .states import ATTEMPT_TRANSITIONS, AttemptEvent, AttemptState, ExchangeEvent, ExchangeState, Leg
 
 if TYPE_CHECKING:
@@ -39,8 +38,8 @@ if TYPE_CHECKING:
     from ..tenants.tenant import Tenant
     from .answers import Usage
     from .backend import Backend
-    from .continuation import Continuation
     from .responses import Stored
+    from .resume.record import StreamRecord
 
 
 log = logging.getLogger("hitherto.proxy")
@@ -203,8 +202,9 @@ class Attempt:
         """The replica closed the connection, as it does after a body whose end nothing else tells, and when it dies."""
         head, seen = self.response_head, self.withheld or b"".join(self.tail)
         whole = bool(self.withheld) or (self.pieces <= TAIL and not self.pauses)
-        if self.exchange.continuation is not None or head.get(b"content-encoding") is not None:
-            self.end()  # the one is looked at there, and nobody can look at the other
+        record = self.exchange.stream_record
+        if (record is not None and not record.is_unread) or head.get(b"content-encoding") is not None:
+            self.end()  # the record knows whether it is whole, and nobody can look into what is encoded
         elif self.status >= 400:
             self.end()  # its status is what it says, with a body or without
         elif not has_end(self.exchange.label, seen, self.streams, head.get(b"content-type") or b"", whole):
@@ -274,63 +274,6 @@ def time_per_token(attempt: Attempt, tokens: int) -> float | None:
     if not attempt.streams or tokens <= LEAST_OUTPUT or attempt.pauses or attempt.is_continued or attempt.seen_late:
         return None
     return (attempt.ended_at - attempt.first_at) / (tokens - 1)
-
-
-class ContinuableAttempt(Attempt):
-    """One whose stream is read, so that another replica can go on with it. `asks_ids`: it asks for token ids that its
-    client did not ask for; `blanking` takes them out once the stream is not read any more."""
-
-    __slots__ = ("asks_ids", "blanking")
-
-    def __init__(self, *given: Any, **options: Any):
-        super().__init__(*given, **options)
-        self.asks_ids = False
-        self.blanking: Blanking | None = None
-
-    @property
-    def is_continued(self) -> bool:  # type: ignore[override]
-        """Whether it goes on with what another replica began."""
-        return self.exchange.is_continued
-
-    def data(self, data: bytes) -> None:
-        continuation = self.exchange.continuation
-        if self.state is not ANSWERING:
-            self.conductor.on_body(self, data)
-        elif continuation is not None:
-            continuation.handler.streamed(self, data)
-        else:
-            self._pass_on(data)
-
-    def _pass_on(self, data: bytes) -> None:
-        """A read of a stream that nobody can go on with any more."""
-        if self.blanking is not None:
-            try:
-                data = self.blanking.feed(data)
-            except ValueError as error:
-                self.lost(UpstreamError(PROTOCOL, f"broke HTTP's framing: {error}"))
-                return
-        self.note(data)
-        self.client.transport.write(data)
-
-    def end(self) -> None:
-        self.upstream = None
-        continuation = self.exchange.continuation
-        if self.state is ANSWERING and continuation is not None:
-            continuation.handler.ended(self)
-        else:
-            self.conductor.on_complete(self)
-
-    def note(self, data: bytes) -> None:
-        """Take note of what the client gets of a read."""
-        self.pieces += 1
-        if not data:
-            return
-        if self.exchange.metered:
-            meter(self, data)
-        else:
-            if self.mark is not None:
-                self.events += data.count(self.mark)
-            keep(self.tail, data)
 
 
 class Legs:
@@ -412,8 +355,8 @@ class Exchange:
         "attempts", "status",
         # what it has besides if it is in two legs, and whether it is not to be any more
         "legs", "stays_whole",
-        # what is kept of its stream so that another replica can go on with it; None without --continue-streams
-        "continuation",
+        # what is kept of its stream so that another replica can resume it; None without --continue-streams
+        "stream_record",
         # replicas that it is not to get again; how many attempts that counts as, and how many of them went down or hung
         # with it; errors that it was answered with
         "tried", "attempts_used", "crashes", "unattributed_errors",
@@ -443,7 +386,7 @@ class Exchange:
         self.attempts: list[Attempt] = []
         self.legs: Legs | None = None
         self.stays_whole = False
-        self.continuation: Continuation | None = None
+        self.stream_record: StreamRecord | None = None
         self.status = self.attempts_used = 0
         self.crashes = NO_CRASHES
         self.tried: tuple[Backend, ...] = ()
@@ -471,9 +414,9 @@ class Exchange:
 
     @property
     def beginning(self) -> Attempt:
-        """The attempt with which its answer began: the last one, unless that goes on with it."""
-        continuation = self.continuation
-        return self.attempts[-1 if continuation is None or not continuation.breaks else continuation.first]
+        """The attempt with which its answer began: the last one, unless that resumes it."""
+        record = self.stream_record
+        return self.attempts[-1 if record is None or not record.breaks else record.first]
 
     @property
     def answered_with(self) -> int:
@@ -494,8 +437,8 @@ class Exchange:
 
     @property
     def is_continued(self) -> bool:
-        """Whether its last attempt goes on with what another replica began."""
-        return self.continuation is not None and self.continuation.breaks > 0
+        """Whether its last attempt resumes what another replica began."""
+        return self.stream_record is not None and self.stream_record.breaks > 0
 
     @property
     def unanswered(self) -> Attempt | None:

@@ -38,7 +38,6 @@ from ..tenants.keys import CHALLENGE
 from ..tenants.salting import salt_request
 from .backend import Backend
 from .conductor import Conductor, Judge
-from .continuing import Continuing
 from .control import OverloadControl, control_of
 from .deadlines import Deadlines
 from .exchange import Added, Batcher, Exchange
@@ -52,6 +51,7 @@ from .priorities import Priorities, differ, encoding_refusal
 from .queue import AddedByQueue, Queue
 from .responses import PATH as RESPONSES
 from .responses import Responses, referred_to
+from .resume.resumer import Resumer
 from .settling import OnEnd, OnFirst, OnTraffic, Settling
 from .shadow import Shadows
 from .states import AttemptState, ExchangeState
@@ -446,12 +446,10 @@ class Proxy:
         if queue is not None and differ(queue.classes):
             self.conductor.priorities = Priorities(queue.qos_of, queue.classes)
         if continue_streams != "never":
-            self.conductor.continuing = Continuing(
-                self.conductor, self.eligible, metrics, as_text=continue_streams == "text", budget=continue_budget,
-                remake=lambda path, body: models.routes.prepare(path, body, None, self.eligible.adapters),
-                encode=models.encode, long=self.preparation.long,
-            )  # fmt: skip
-            self.settling.on_end(self.conductor.continuing.settled)
+            self.conductor.resumer = Resumer(
+                self.placing, self.settling, self.eligible, metrics, continue_budget, discreet=keys is not None
+            )
+            self.settling.on_end(self.conductor.resumer.settled)
         self.exchanges = self.conductor.under_way
         self._ids = map(f"{os.urandom(6).hex()}-%x".__mod__, itertools.count(1))
         self._local = {MODELS: self._list_models, "/health": self._health}

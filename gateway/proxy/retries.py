@@ -41,7 +41,7 @@ ERROR_ANSWER, FOREIGN_ANSWER, ABORTED, IDS, ELSEWHERE = "error answer", "foreign
 # itself says that this failed, or that it did: which of the two it was its answer does not tell.
 NOT_KEPT, LEG_REFUSED, TRANSFER_STALLED = "not kept", "leg refused", "transfer stalled"
 PREFILL_FAILED = "prefill failed"
-# Of a stream that another replica was to go on with: what it wrote does not follow what the client has.
+# The replica that resumed a stream wrote something that does not follow what the client has.
 DIFFERS = "differs"
 SHUT_DOWN = "shutting_down"  # the gateway's own end cuts an answer
 # Statuses after which another replica is asked, whatever the request. 501 means the engine can't do it at all, and

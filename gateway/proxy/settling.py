@@ -346,7 +346,7 @@ class Settling:
             self._router.came(attempt.placement, attempt.pieces - attempt.seen_pieces)
 
     def joined(self, attempt: Attempt) -> None:
-        """A replica goes on with what another one began."""
+        """A replica resumes what another one began."""
         backend, at = attempt.backend, attempt.first_at or monotonic()
         backend.answers += 1
         if attempt.exchange.unattributed_errors:
@@ -382,7 +382,8 @@ class Settling:
         usage = read_usage(tail, depth)
         if usage is NOTHING and attempt.usage is not None:
             usage = attempt.usage.usage(depth)
-        whole = exchange.continuation.prompt if attempt.is_continued and exchange.continuation is not None else prompt
+        record = exchange.stream_record
+        whole = record.prompt if attempt.is_continued and record is not None else prompt
         usage = believed(usage, *most_tokens(backend, whole, 1 if exchange.response is not None else MOST_SEQUENCES))
         # Of an answer to a prompt that came in one piece the judge has seen the end.
         seen = attempt.pieces == 1 and attempt.first_at and prompt is not None
@@ -449,7 +450,7 @@ class Settling:
             and self.pulse.saw(attempt.first_at, now)
             and backend.may_learn(now)
         )
-        # A second leg's cache came from elsewhere, and of a stream that was gone on with usage speaks as a whole.
+        # A second leg's cache came from elsewhere, and of a resumed stream usage reports the whole.
         whole = attempt.leg is None and not attempt.is_continued
         reported = cached if whole and tells_blocks and prompt.copies and not prompt.several else None
         # How long an answer had become without our limit nobody knows; short ones alone would mislead as well.

@@ -18,9 +18,9 @@ The answer to the first one is kept and never relayed: it goes from AWAITING to 
 (`handed over`), and the second leg is the attempt that answers.
 
 Until the first byte of an answer has gone to the client, a failed attempt is followed by another one; from then on the
-exchange is cut, and the client must be able to tell. Where streams are gone on with (`interrupted`), it goes from
+exchange is cut, and the client must be able to tell. Where streams are resumed (`interrupted`), it goes from
 ANSWERING to RESUMING instead, where attempts follow each other as in TRYING, and back with the first byte of the rest;
-only what nobody goes on with is cut. `gone` (the client left) ends every state. An attempt
+only a stream that no replica resumes is cut. `gone` (the client left) ends every state. An attempt
 ends when its replica's answer is complete, when it fails, and when its exchange does not want it any more (`dropped`).
 A pair that is not in its table can't happen; if it does, it is a bug and raises.
 
@@ -52,7 +52,7 @@ class ExchangeState(Enum):
     QUEUED = "queued"  # it waits until there is room
     TRYING = "trying"  # an attempt is under way, nothing of an answer has gone to the client
     ANSWERING = "answering"  # the client has the first byte
-    RESUMING = "resuming"  # its replica broke off: another one that goes on is being chosen or asked
+    RESUMING = "resuming"  # its replica broke off: another one is being chosen or asked to resume it
     ENDED = "ended"
 
     __hash__ = object.__hash__  # Enum's own runs in Python: 3 x the time of a lookup in the table
@@ -69,7 +69,7 @@ class ExchangeEvent(Enum):
     ANSWERED = "answered"
     HANDED_OVER = "handed over"  # the first leg is complete: another replica can fetch the prompt's cache
     FAILED = "failed"  # the attempt did
-    INTERRUPTED = "interrupted"  # the attempt failed, and another replica may go on with its answer
+    INTERRUPTED = "interrupted"  # the attempt failed, and another replica may resume its answer
     EXHAUSTED = "exhausted"  # no attempt or no replica is left
     FINISHED = "finished"
     TIMED_OUT = "timed out"
@@ -91,7 +91,7 @@ class Action(Enum):
     RESUME = "settle what broke off, choose a replica for the rest"
     JOIN = "send the rest behind what the client has"
     CUT = "end the client's stream so that it can tell"
-    GIVE_UP = "nobody goes on with it: end the client's stream so that it can tell"
+    GIVE_UP = "no replica resumes it: end the client's stream so that it can tell"
     TURN_AWAY = "answer with an error; no replica was asked"
     REPORT = "answer with an error"
     ABANDON = "nobody waits for an answer"

@@ -138,8 +138,6 @@ class Forwarding:
         "rejected_because",
         "accepts",
         "silent_at",
-        "ignores_ids_at",
-        "says_why_at",
         "kinds",
         "checking",
     )
@@ -149,11 +147,8 @@ class Forwarding:
         self.made_by = 0  # the way of making ids of which the kinds are known
         self.rejected_because: dict[str, str] = {}  # by path
         self.accepts: set[str] = set()  # paths at which it was seen to use ids
-        # APIs (`Exchange.label`) at which it refuses to be asked for the ids that it writes, or did not count as its
-        # prompt's those from which it was to go on
+        # APIs (`Exchange.label`) at which it refuses to be asked for the ids that it writes
         self.silent_at: set[str] = set()
-        self.ignores_ids_at: set[str] = set()
-        self.says_why_at: set[str] = set()  # APIs of which a stream of its has said why it ended
         self.kinds: dict[tuple[str, str], BodyKind] = {}  # by path and kind of body, the one seen last at the end
         self.checking: asyncio.Task[None] | None = None
 

@@ -135,9 +135,9 @@ class Settings(BaseModel):
     )
     retries: int = Field(2, ge=0, le=10, description="further replicas to try before the first byte of an answer")
 
-    continue_streams: Literal["exact", "text", "never"] = Field(
+    continue_streams: Literal["exact", "never"] = Field(
         "never",
-        description="have another replica go on with a stream that breaks off: where it is exact, by its text as well, or never",
+        description="have another replica resume a stream that breaks off where that is exact, or never",
     )
     continue_budget: Bytes = Field(64 * 2**20, description="memory for what is kept of running streams to do so")
 

@@ -119,27 +119,12 @@ async def test_a_stream_that_breaks_off_reads_as_if_it_had_not(engines, path):
         assert await gateway.counted("hitherto_reservations") == 0
 
 
-@pytest.mark.parametrize("path", PATHS[2:])
-async def test_by_its_text_a_sampled_stream_goes_on_too(engines, path):
-    asked = body(path, 7, temperature=1)
-    async with before(engines, "--continue-streams", "text") as gateway:
-        whole = events((await gateway.client.post(path, json=asked)).text)
-        for engine in engines:
-            await break_off(gateway, engine, 1)
-        answer = await gateway.client.post(path, json=asked)
-        text, _, rest = as_a_whole(events(answer.text))
-        assert not difference((text, rest), as_a_whole(whole)[::2]), answer.text
-        assert await gateway.counted("hitherto_continued_streams_total", way="text") >= 1
-        for engine in engines:
-            await break_off(gateway, engine, 0)
-
-
 @pytest.mark.parametrize(
     "reason, fields",
     [
         ("n", {"n": 2}),
-        ("logprobs", {"logprobs": True}),
-        ("guided", {"response_format": {"type": "json_object"}}),
+        ("field", {"logprobs": True, "temperature": 1}),
+        ("field", {"response_format": {"type": "json_object"}, "temperature": 1}),
         (
             "tools",
             {
@@ -147,8 +132,8 @@ async def test_by_its_text_a_sampled_stream_goes_on_too(engines, path):
                 "tools": [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}],
             },
         ),
-        ("stop", {"stop": ["zzz"], "temperature": 1}),
-        ("penalties", {"presence_penalty": 1, "temperature": 1}),
+        ("field", {"stop": ["zzz"], "temperature": 1}),
+        ("field", {"presence_penalty": 1, "temperature": 1}),
         ("field", {"thinking_token_budget": 5, "temperature": 1}),
     ],
 )

@@ -2,7 +2,7 @@
 
 import pytest
 
-from gateway.proxy.chunks import LONGEST_LINES, Chunks, framed
+from gateway.proxy.chunks import LONGEST_LINES, Chunks
 
 BODY = b"3\r\nabc\r\n2;ext=1\r\nde\r\n0\r\n\r\n"
 
@@ -20,15 +20,6 @@ def test_a_chunk_of_any_size_is_handed_out_as_it_comes():
         out += len(chunks.feed(read))
         assert len(chunks.rest) <= 1
     assert out == 101 * len(read)
-
-
-@pytest.mark.parametrize("at", range(len(BODY) + 1))
-def test_what_is_not_handed_out_may_pass_as_it_is_behind_the_rest(at):
-    """For a client that has had what was handed out in chunks of the gateway's."""
-    chunks = Chunks()
-    body = framed(chunks.feed(BODY[:at])) + chunks.resumption + BODY[at:]
-    again = Chunks()
-    assert again.feed(body) == b"abcde" and again.ended and body.endswith(b"\r\n0\r\n\r\n")
 
 
 def test_a_size_may_begin_with_zeros():

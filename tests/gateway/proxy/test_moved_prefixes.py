@@ -7,8 +7,8 @@ from policies import Demand, Rules, Slo
 
 from ..http.talk import eventually
 from .replies import EVENT, chunk, post, streams
+from .resume.test_resumer import GREEDY, PIPELINE, engine, told
 from .stack import stack
-from .test_continuing import GREEDY, PIPELINE, engine, told
 from .test_queue import overload, waiting
 
 BODY = orjson.dumps(GREEDY | {"messages": [{"role": "user", "content": "quality of mercy " * 1000}]})

@@ -18,9 +18,9 @@ from tests.replicas.certificates import authority, issue
 
 from ..http.talk import eventually, read_request, scripted
 from .replies import answers, post, reply
+from .resume.test_resumer import BODY as GREEDY_BODY
+from .resume.test_resumer import continued, engine, told
 from .stack import stack
-from .test_continuing import BODY as GREEDY_BODY
-from .test_continuing import continued, engine, told
 from .test_replaced import Broken
 
 

@@ -7,9 +7,9 @@ import json
 import orjson
 import pytest
 
-from ..http.talk import eventually, read_request
-from .replies import SSE_HEAD, chunk, post
-from .test_continuing import BODY, GREEDY, PROMPT_IDS, continued, engine, event, told
+from ...http.talk import eventually, read_request
+from ..replies import SSE_HEAD, chunk, post
+from .test_resumer import BODY, GREEDY, PROMPT_IDS, continued, engine, event, told
 
 EVENTS = b"".join(
     b'data: {"id":"1","choices":[{"index":0,"delta":{"content":"%d"},"finish_reason":null}]}\r\n\r\n' % number
@@ -39,7 +39,7 @@ async def test_a_framing_that_cannot_be_gone_on_with_arrives_byte_for_byte(answe
             _, headers, body = await talk.response()
             assert (gzip.decompress(body) if "content-encoding" in headers else body) == EVENTS
         await eventually(s.idle)
-        assert not s.proxy.conductor.continuing.kept and not s.proxy.conductor.continuing._refused
+        assert not s.proxy.conductor.resumer.kept and not s.proxy.conductor.resumer._refused
 
 
 THINKS = chunk(
@@ -128,7 +128,7 @@ async def test_the_budget_binds_after_a_break_as_well(whole):
             writer.write(event("2", [number], "y" * 1000))
             await writer.drain()
             await asyncio.sleep(0)
-            most.append(s.proxy.conductor.continuing.kept)
+            most.append(s.proxy.conductor.resumer.kept)
         if whole:
             writer.write(event("2", [7], "z", finish_reason="stop") + chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n")
             await writer.drain()
@@ -140,4 +140,4 @@ async def test_the_budget_binds_after_a_break_as_well(whole):
         assert body.count(b"y" * 1000) == 200 and (b"[DONE]" in body, b"broke off" in body) == (whole, not whole)
         assert max(most) < 60_000
         assert s.metrics.streams_not_continued.total(reason="budget") == (0 if whole else 1)
-        await eventually(lambda: s.idle() and not s.proxy.conductor.continuing.kept)
+        await eventually(lambda: s.idle() and not s.proxy.conductor.resumer.kept)

@@ -5,10 +5,10 @@ import json
 import orjson
 import pytest
 
-from ..http.talk import eventually, read_request
-from .replies import SSE_HEAD, chunk, post
-from .stack import stack
-from .test_continuing import GREEDY, PIPELINE, WORDS, continued, engine
+from ...http.talk import eventually, read_request
+from ..replies import SSE_HEAD, chunk, post
+from ..stack import stack
+from .test_resumer import GREEDY, PIPELINE, WORDS, continued, engine
 
 CHAT, COMPLETIONS, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"
 SAMPLED = {"temperature": 1, "stop": ["zzz"]}
@@ -106,7 +106,7 @@ async def ask(s, path: str, body: bytes) -> bytes:
     talk = await s.talk()
     await talk.say(post(body, path.encode()))
     answer = (await talk.response())[2]
-    await eventually(lambda: s.idle() and not s.proxy.conductor.continuing.kept)
+    await eventually(lambda: s.idle() and not s.proxy.conductor.resumer.kept)
     return answer
 
 
@@ -144,52 +144,15 @@ async def test_however_it_writes_that(end):
 
 
 @pytest.mark.parametrize("end", ENDS.values(), ids=ENDS)
-@pytest.mark.parametrize("path", [CHAT, COMPLETIONS, MESSAGES, RESPONSES])
-async def test_one_that_has_said_why_before_has_broken_off(path, end):
-    whole = stream(path, SAYS_WHY[path], DONE)
-    async with continued(*[writes(whole, stream(path, *end, words=2), whole) for _ in range(2)]) as s:
-        for _ in range(4):
-            body = await ask(s, path, fields(path))
-            assert text_of(path, body) == "abcdef" and b"broke off" not in body
-        assert s.metrics.continued_streams.total(way="repeat") == 2 and s.faults == ["closed"] * 2
-
-
 @pytest.mark.parametrize("path", [MESSAGES, RESPONSES])
-async def test_apis_that_end_otherwise_have_no_bare_done(path):
+async def test_apis_that_end_otherwise_have_no_bare_done(path, end):
     """Also where the engine has ended no stream before."""
     whole = stream(path, SAYS_WHY[path], DONE)
-    async with continued(writes(stream(path, DONE, words=2)), writes(whole)) as s:
+    async with continued(writes(stream(path, *end, words=2)), writes(whole)) as s:
         for _ in range(2):
             body = await ask(s, path, fields(path))
             assert text_of(path, body) == "abcdef" and b"broke off" not in body
         assert s.metrics.continued_streams.total(way="repeat") == 1
-
-
-@pytest.mark.parametrize(
-    ("says", "silent"), [(CHAT, COMPLETIONS), (COMPLETIONS, CHAT), (MESSAGES, CHAT), (RESPONSES, COMPLETIONS)]
-)
-async def test_what_an_engine_does_in_one_api_is_not_held_against_it_in_another(says, silent):
-    """Servers that write one API's events of their own may pass another's on from elsewhere."""
-    whole, without = stream(says, SAYS_WHY[says], DONE), stream(silent, DONE)
-    async with continued(*[writes(whole, without) for _ in range(2)]) as s:
-        for path in (says, says, silent, silent):
-            body = await ask(s, path, fields(path))
-            assert text_of(path, body) == "abcdef" and b"broke off" not in body
-        assert not s.faults and not s.metrics.continued_streams.total()
-
-
-@pytest.mark.parametrize("words", [0, 2])
-async def test_who_always_ends_without_a_reason_from_then_on_is_not_asked_for_ever(words):
-    seen = []
-    cut = [OPENS[CHAT] + word(CHAT, "a"), word(CHAT, "b"), DONE, END] if words else [OPENS[CHAT], DONE, END]
-    whole = stream(CHAT, SAYS_WHY[CHAT], DONE)
-    async with continued(*[writes(whole, cut, seen=seen) for _ in range(2)]) as s:
-        for _ in range(2):
-            assert text_of(CHAT, await ask(s, CHAT, fields(CHAT))) == "abcdef"
-        seen.clear()
-        body = await ask(s, CHAT, fields(CHAT))
-        assert text_of(CHAT, body) == "ab"[:words] and b"broke off" in body and b"[DONE]" not in body
-        assert len(seen) <= 3
 
 
 @pytest.mark.parametrize("repeated", [0, 1, 3, 4])

@@ -6,8 +6,8 @@ from array import array
 import orjson
 import pytest
 
-from gateway.prompt.api.continuable import FIELD, GUIDED, TOOLS, terms_of
-from gateway.prompt.prompt import CHAT, Prompt
+from gateway.prompt.api.resumable import FIELD, TOOLS, terms_of
+from gateway.prompt.prompt import CHAT, RESPONSES, Prompt
 
 PLAIN = {"model": "m", "messages": [{"role": "user", "content": "x"}], "stream": True, "max_tokens": 9}
 MANY = {str(i): 0 for i in range(180_000)}
@@ -37,7 +37,7 @@ def test_a_body_of_many_members_is_not_turned_into_objects(more):
     assert most_bytes(lambda: terms(body)) < parsed / 3
     found = terms(body)
     ids = array("I", [1, 2]).tobytes()
-    assert most_bytes(lambda: found.rest(ids, 1, (b'"ids":', b""))) < parsed / 3
+    assert most_bytes(lambda: found.rest(CHAT, ids, 1, 9, (b'"ids":', b""))) < parsed / 3
 
 
 def test_what_means_the_same_for_the_rest_is_sent_as_it_came():
@@ -45,32 +45,44 @@ def test_what_means_the_same_for_the_rest_is_sent_as_it_came():
         b'"temperature"', b' "temper\\u0061ture" '
     )
     found = terms(body)
-    assert found.greedy and not found.no_ids and not found.refused
-    rest = orjson.loads(found.rest(array("I", [1, 2]).tobytes(), 1, (b'"ids":', b"")))
+    assert found.greedy and not found.no_ids
+    rest = orjson.loads(found.rest(CHAT, array("I", [1, 2]).tobytes(), 1, 9, (b'"ids":', b"")))
     assert rest["metadata"] == MANY and rest["temperature"] == 0 and rest["max_tokens"] == 8 and rest["ids"] == [1, 2]
 
 
 def test_of_a_body_without_such_fields_the_rest_is_json_as_well():
     found = terms(b'{"messages":[]}')
-    assert orjson.loads(found.rest(b"", 0, (b'"ids":', b"")))["ids"] == []
+    assert orjson.loads(found.rest(CHAT, b"", 0, None, (b'"ids":', b"")))["ids"] == []
 
 
 @pytest.mark.parametrize(
-    "more, refused, no_ids",
+    "more, no_ids",
     [
-        ({}, "", ""),
-        ({"other": 1}, "", FIELD),
-        ({"include": []}, "", FIELD),
-        ({"response_format": {"type": "text"}}, "", ""),
-        ({"response_format": {"type": "json_schema", "json_schema": {"x": "y" * 9000}}}, GUIDED, ""),
-        ({"tools": ["x" * 9000]}, "", TOOLS),
-        ({"tools": ["x" * 9000], "tool_choice": "none"}, "", ""),
-        ({"tools": []}, "", ""),
+        ({}, ""),
+        ({"other": 1}, FIELD),
+        ({"logprobs": True}, FIELD),
+        ({"logprobs": False, "return_token_ids": True}, ""),
+        ({"return_token_ids": False}, FIELD),
+        ({"response_format": {"type": "text"}}, ""),
+        ({"response_format": {"type": "json_schema", "json_schema": {"x": "y" * 9000}}}, FIELD),
+        ({"tools": ["x" * 9000]}, TOOLS),
+        ({"tools": ["x" * 9000], "other": 1}, TOOLS),
+        ({"tools": ["x" * 9000], "tool_choice": "none"}, ""),
+        ({"tools": []}, ""),
+        ({"stop": ["x"]}, FIELD),
+        ({"presence_penalty": 1}, FIELD),
     ],
 )
-def test_why_an_answer_cannot_be_gone_on_with(more, refused, no_ids):
-    found = terms(orjson.dumps(PLAIN | more))
-    assert (found.refused, found.no_ids) == (refused, no_ids)
+def test_why_an_answer_cannot_be_resumed_by_ids(more, no_ids):
+    assert terms(orjson.dumps(PLAIN | more)).no_ids == no_ids
+
+
+@pytest.mark.parametrize(
+    "more, stored", [({}, False), ({"background": True}, True), ({"previous_response_id": "r"}, True)]
+)
+def test_what_is_about_a_stored_response(more, stored):
+    prompt = Prompt(RESPONSES, "m", stream=True)
+    assert terms_of(prompt, orjson.dumps({"model": "m", "input": "x", "stream": True} | more)).stored is stored
 
 
 @pytest.mark.parametrize("body", [b"", b"[]", b"{", b'{"n":}', b'{"other":tru}', b"\xff"])

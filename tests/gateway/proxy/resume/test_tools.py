@@ -6,9 +6,9 @@ import json
 import orjson
 import pytest
 
-from ..http.talk import eventually, read_request
-from .replies import SSE_HEAD, chunk, post
-from .test_continuing import continued
+from ...http.talk import eventually, read_request
+from ..replies import SSE_HEAD, chunk, post
+from .test_resumer import continued
 
 TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
 ASKED = {
@@ -128,7 +128,7 @@ async def test_a_sampled_answer_is_asked_for_again_until_it_has_text(began):
             assert s.metrics.streams_not_continued.total(reason="tools") == 1
         else:
             assert of(body)[:2] == ("You", [{"name": "look", "arguments": "{}"}]) and b"[DONE]" in body
-            again = s.metrics.continued_streams.total(way="again")
+            again = s.metrics.continued_streams.total(way="repeat")
             assert again + s.metrics.retries.total() == 1, "by whether its head had gone out"
         await eventually(s.idle)
 

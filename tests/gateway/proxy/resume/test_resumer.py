@@ -4,14 +4,12 @@ import asyncio
 import hashlib
 import json
 import re
-import threading
 from contextlib import asynccontextmanager
 
 import orjson
 import pytest
 
 from gateway.prompt.pipeline import Pipeline
-from gateway.proxy.interruptions import MOST_LINES, Interruption, Interruptions
 from gateway.proxy.overload import Overload
 from gateway.proxy.retries import STALLED
 from gateway.tenants.keys import Keys
@@ -19,9 +17,9 @@ from policies import Classes, QosClass, Rules, Slo
 from replicas import State
 from replicas.simulated.model import sim_model_dir
 
-from ..http.talk import eventually, read_request
-from .replies import SSE_HEAD, chunk, post, streams
-from .stack import stack
+from ...http.talk import eventually, read_request
+from ..replies import SSE_HEAD, chunk, post, streams
+from ..stack import stack
 
 PIPELINE = Pipeline(sim_model_dir(), "m", 16)
 GREEDY = {
@@ -238,7 +236,7 @@ async def test_a_client_that_leaves_while_another_is_asked_leaves_nothing_behind
     async with while_another_is_asked() as (s, talk):
         await talk.close()
         await eventually(s.idle)
-        assert not s.proxy.conductor.continuing.kept
+        assert not s.proxy.conductor.resumer.kept
 
 
 async def test_a_stream_that_a_stop_cuts_while_another_is_asked_is_told_so_and_not_left_by_its_client():
@@ -298,7 +296,7 @@ async def test_what_is_kept_has_a_budget(budget):
         body = (await talk.response())[2]
         assert b"broke off" in body and body.count(b'"b"') == 1
         assert s.metrics.streams_not_continued.total(reason="budget") == 1
-        await eventually(lambda: s.idle() and not s.proxy.conductor.continuing.kept)
+        await eventually(lambda: s.idle() and not s.proxy.conductor.resumer.kept)
 
 
 async def test_without_the_setting_a_stream_is_cut_as_ever():
@@ -512,7 +510,7 @@ async def test_a_tenant_is_charged_for_what_all_replicas_wrote(tmp_path):
     events = []
     async with continued(engine("1", b"", 3), fails, engine("3"), keys=Keys(file)) as s:
         s.proxy.settling.on_end(lambda exchange, outcome, usage: events.append(exchange.attempts[-1].events))
-        s.proxy.settling.on_end(s.proxy.conductor.continuing.settled)
+        s.proxy.settling.on_end(s.proxy.conductor.resumer.settled)
         talk = await s.talk()
         await talk.say(post(BODY, extra=b"authorization: Bearer hth-one\r\n"))
         await talk.response()
@@ -551,61 +549,6 @@ async def test_replicas_that_were_not_asked_are_no_attempts():
         talk = await s.talk()
         await talk.say(post(BODY))
         assert b"after 2 attempt(s)" in (await talk.response())[2]
-        await eventually(s.idle)
-
-
-async def test_others_are_served_while_a_text_is_tokenized():
-    pipeline, asked, may = Pipeline(sim_model_dir(), "m", 16), threading.Event(), threading.Event()
-
-    class Slow:
-        def encode(self, text):
-            asked.set()
-            assert may.wait(10)
-            return tokenizer.encode(text)
-
-        def __getattr__(self, name):
-            return getattr(tokenizer, name)
-
-    tokenizer, seen = pipeline.tokenizer, []
-
-    async def first(reader, writer):
-        if b"return_token_ids" in (await read_request(reader))[1]:
-            writer.write(b"HTTP/1.1 400 Bad Request\r\nContent-Type: application/json\r\nContent-Length: 2\r\n\r\n{}")
-            await read_request(reader)
-        writer.write(SSE_HEAD + event("1", None, "one two"))
-        await writer.drain()
-        seen.append(1)
-        pipeline.tokenizer = Slow()
-
-    body = orjson.dumps(GREEDY | {"temperature": 0.5, "max_tokens": 40})
-    async with stack(first, counts, pipeline=pipeline, continue_streams="text") as s:
-        talk = await s.talk()
-        await talk.say(post(body))
-        try:
-            await eventually(asked.is_set)
-            other = await s.talk()
-            await other.say(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
-            assert (await other.response())[0] == 200 and s.proxy.exchanges
-        finally:
-            may.set()
-        assert told((await talk.response())[2])[0] == "one twobc"
-        await eventually(s.idle)
-
-
-async def test_a_text_of_as_many_tokens_as_the_answer_may_have_is_all_of_it():
-    async def first(reader, writer):
-        if b"return_token_ids" in (await read_request(reader))[1]:
-            writer.write(b"HTTP/1.1 400 Bad Request\r\nContent-Type: application/json\r\nContent-Length: 2\r\n\r\n{}")
-            await read_request(reader)
-        writer.write(SSE_HEAD + event("1", None, "one two three four five six seven eight"))
-        await writer.drain()
-
-    body = orjson.dumps(GREEDY | {"temperature": 0.5, "max_tokens": 4})
-    async with stack(first, cut_short, pipeline=PIPELINE, continue_streams="text") as s:
-        talk = await s.talk()
-        await talk.say(post(body))
-        answer = (await talk.response())[2]
-        assert told(answer)[0].endswith("eight") and b'"finish_reason":"length"' in answer
         await eventually(s.idle)
 
 
@@ -661,8 +604,8 @@ async def test_a_stream_that_was_gone_on_with_is_a_line_of_the_log(caplog):
         await talk.response()
         await eventually(s.idle)
         [line] = interruptions(caplog)
-    assert line.startswith(f"stream mine of replica {first} broke off behind 3 tokens: connection closed")
-    assert re.search(rf"; replica {second} went on with it \d\.\d{{3}} s later \(ids\)$", line)
+    assert line.startswith(f"stream mine of replica {first} broke off after 3 tokens: connection closed")
+    assert re.search(rf"; replica {second} resumed it \d\.\d{{3}} s later \(ids\)$", line)
 
 
 async def test_a_stream_that_lacked_only_its_end_is_a_line_as_well(caplog):
@@ -673,18 +616,16 @@ async def test_a_stream_that_lacked_only_its_end_is_a_line_as_well(caplog):
         await talk.response()
         await eventually(s.idle)
     [line] = interruptions(caplog)
-    assert "behind 2 tokens" in line and line.endswith("what ends it was written here")
+    assert "after 2 tokens" in line and "; the gateway wrote its end " in line
 
 
-async def test_of_an_engine_with_many_streams_some_have_a_line_and_the_others_share_one(caplog, monkeypatch):
-    monkeypatch.setattr("gateway.proxy.interruptions.LOG_SECONDS", 0.5)
+async def test_of_many_streams_that_break_off_some_are_in_the_log(caplog, monkeypatch):
+    monkeypatch.setattr("gateway.proxy.resume.resumer.MOST_LINES", 1)
     caplog.set_level("INFO", "hitherto.proxy")
-    said, replica = Interruptions(), "127.0.0.1:1"
-    for number in range(300):
-        said.over(Interruption(str(number), replica, "closed the connection", "3 tokens"), "it went on")
-    lines = interruptions(caplog)
-    assert len(lines) == MOST_LINES and lines[0].startswith("stream 0 of")
-    await eventually(lambda: len(interruptions(caplog)) > MOST_LINES)
-    assert interruptions(caplog)[-1].startswith(f"290 more streams of replica {replica} broke off")
-    said.over(Interruption("a", replica, "closed the connection", "3 tokens"), "it went on")
-    assert interruptions(caplog)[-1].startswith("stream a of"), "a break by itself is told again"
+    async with continued(engine("1", b"", 1), engine("2", b"", 1), engine("3", b"", 1), engine("4")) as s:
+        talk = await s.talk()
+        await talk.say(post(BODY))
+        await talk.response()
+        await eventually(s.idle)
+        assert s.metrics.continued_streams.total() > 1
+    assert len(interruptions(caplog)) == 1

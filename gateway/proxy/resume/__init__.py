@@ -1,0 +1,1 @@
+"""Streams whose replica broke off, resumed on another one (`--continue-streams`)."""

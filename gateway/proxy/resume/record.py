@@ -1,0 +1,505 @@
+"""What is kept of a stream so that another replica can resume it, and how the rest is joined to it.
+
+The stream is read event by event, and the client gets whole events only, so its part ends where an event does whenever
+the replica breaks off. Kept are the text that the client has and, where the engine reports them, the token ids of the
+prompt and of the answer. After a break the rest comes in one of two ways:
+
+- by ids: the next engine is asked for what follows these ids. Ids at the end whose text is not complete (part of a
+  character) or that came together with others are left for it to write again.
+- by repetition: the next engine gets the same request. Decoding has to be greedy, unless the client has no text yet.
+
+Text that the client has is compared with what comes and left out. A difference ends the stream: nothing is ever joined
+to text that does not lead there. Streams are read as vLLM 0.28 and 0.32 write them; from an event on that is unknown
+here nobody can resume the stream, and its events pass as they are.
+"""
+
+from __future__ import annotations
+
+import re
+from array import array
+from dataclasses import dataclass, field
+from enum import Enum
+from sys import getsizeof
+from time import monotonic
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import orjson
+
+from ...http.upstream import Head, UpstreamError
+from ..answers import BOM, error_status
+from ..chunks import END_OF_BODY, Chunks, framed
+from ..retries import ABORTED, CLOSED, DIFFERS, ERROR_ANSWER, PROTOCOL
+
+if TYPE_CHECKING:
+    from ...prompt import Prompt
+    from ...prompt.api.resumable import Terms
+
+LONGEST_EVENT = 2**22  # bytes, without the prompt's ids; no engine writes such an event
+LONGEST_UNKEPT = 2**16  # bytes of an event of a stream that nobody can resume
+ID_BYTES = 12  # most bytes of an id in an event: ten digits, a comma and a blank
+OVERHEAD = 1024  # bytes of a record's objects without what they hold: 900 with Python 3.11
+IDS, REPEAT, OVER = "ids", "repeat", "over"  # how a stream goes on; `over`: the gateway writes its end
+# Exceptions that reading an event raises if it is not one that a known engine writes.
+UNKNOWN = (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError, RecursionError)
+_TOKEN_IDS = re.compile(rb'("(?:prompt_token_ids|token_ids)"\s*:\s*)\[[0-9,\s]*\]')
+_PARSED = ("reasoning", "reasoning_content", "tool_calls", "function_call", "refusal", "audio")
+
+
+class Kind(Enum):
+    OPENS = "comes before the text"
+    TEXT = "brings text, perhaps none"
+    CLOSES = "comes after the text"
+    END = "is the last one"
+    ERROR = "says that the answer failed"
+    BESIDE = "is a ping, a comment or nothing"
+    STRANGE = "is of no stream that is known here"
+
+    __hash__ = object.__hash__
+
+
+class Event(NamedTuple):
+    """One event of a stream. `text` stands in `holder[name]`; `reason` is the engine's word for why generation ended;
+    `ids` are the tokens of the text, and `prompt_ids` those of the prompt, where the event has them."""
+
+    kind: Kind
+    data: Any = None
+    text: str = ""
+    holder: Any = None
+    name: str = ""
+    reason: str | None = None
+    ids: array[int] | None = None
+    prompt_ids: array[int] | None = None
+
+
+END, BESIDE, STRANGE = Event(Kind.END), Event(Kind.BESIDE), Event(Kind.STRANGE)
+
+
+def read(label: str, raw: bytes) -> Event:
+    """Read an event of this API (`Exchange.label`), given without the blank line behind it."""
+    raw = raw.removeprefix(BOM)
+    at = 0 if raw.startswith(b"data:") else raw.find(b"\ndata:") + 1
+    if not raw.startswith(b"data:", at):
+        return BESIDE if not raw.strip() or raw.startswith((b":", b"event: ping", b"id:", b"retry:")) else STRANGE
+    payload = raw[at + 5 :].strip()
+    if payload in (b"", b"[DONE]"):
+        return END if payload else BESIDE
+    data = None
+    try:
+        data = orjson.loads(payload)
+        if data.get("error") or data.get("type") in ("error", "response.failed") or data.get("object") == "error":
+            return Event(Kind.ERROR, data)  # a response that is well has an error too: null
+        event = _READERS[label](data)
+        return event if type(event.text) is str else Event(Kind.STRANGE, data)
+    except UNKNOWN:
+        return Event(Kind.STRANGE, data if isinstance(data, dict) else None)
+
+
+def _ids(given: Any) -> array[int] | None:
+    return None if given is None else array("I", given)
+
+
+def _read_choice(data: dict[str, Any]) -> Event:
+    """Read an event of `/v1/chat/completions` or `/v1/completions`."""
+    if not data["choices"]:
+        return Event(Kind.CLOSES, data)
+    choice = data["choices"][0]
+    holder, name = (choice["delta"], "content") if "delta" in choice else (choice, "text")
+    if choice.get("logprobs") or any(holder.get(one) for one in _PARSED):
+        return Event(Kind.STRANGE, data)
+    prompt_ids = data.get("prompt_token_ids")
+    prompt_ids = _ids(choice.get("prompt_token_ids") if prompt_ids is None else prompt_ids)
+    text, reason, ids = holder.get(name), choice.get("finish_reason"), _ids(choice.get("token_ids"))
+    opens = "role" in holder and not text and reason is None and not ids
+    text = "" if text is None else text
+    return Event(Kind.OPENS if opens else Kind.TEXT, data, text, holder, name, reason, ids, prompt_ids)
+
+
+def _read_message(data: dict[str, Any]) -> Event:
+    """Read an event of `/v1/messages`."""
+    kind, reason = data["type"], None
+    if kind == "content_block_delta" and data["delta"]["type"] == "text_delta":
+        return Event(Kind.TEXT, data, data["delta"]["text"], data["delta"], "text")
+    if kind == "content_block_start" and (data["index"] or data["content_block"]["type"] != "text"):
+        return Event(Kind.STRANGE, data)
+    if kind == "message_delta":
+        reason = data["delta"].get("stop_reason") or "abort"
+    return Event(_MESSAGES[kind], data, reason=reason)
+
+
+def _read_response(data: dict[str, Any]) -> Event:
+    """Read an event of `/v1/responses`."""
+    kind = data["type"].removeprefix("response.")
+    if kind == "output_text.delta":
+        return Event(Kind.TEXT if not data.get("logprobs") else Kind.STRANGE, data, data["delta"], data, "delta")
+    added = data.get("item") or data.get("part") or {}
+    if kind.endswith("added") and (added["type"] not in ("message", "output_text") or data.get("output_index")):
+        return Event(Kind.STRANGE, data)
+    reason = data["response"].get("status") if _RESPONSES[kind] is Kind.END else None
+    return Event(_RESPONSES[kind], data, reason=reason)
+
+
+_READERS = {"chat": _read_choice, "completions": _read_choice, "messages": _read_message, "responses": _read_response}
+_MESSAGES = {
+    "message_start": Kind.OPENS,
+    "content_block_start": Kind.OPENS,
+    "content_block_stop": Kind.CLOSES,
+    "message_delta": Kind.CLOSES,
+    "message_stop": Kind.END,
+    "ping": Kind.BESIDE,
+}
+_RESPONSES = {
+    **dict.fromkeys(("created", "queued", "in_progress", "output_item.added", "content_part.added"), Kind.OPENS),
+    **dict.fromkeys(("output_text.done", "content_part.done", "output_item.done"), Kind.CLOSES),
+    **dict.fromkeys(("completed", "incomplete"), Kind.END),
+}
+
+
+def write(label: str, data: Any) -> bytes:
+    head = b"event: %b\n" % data["type"].encode() if label in ("messages", "responses") else b""
+    return b"%bdata: %b\n\n" % (head, orjson.dumps(data))
+
+
+@dataclass(slots=True, eq=False)
+class StreamRecord:
+    """The record of one client's stream, from its first replica to the last one that resumes it."""
+
+    resumer: Any  # the `Resumer`, which is given each read
+    terms: Terms
+    label: str
+    prompt: Prompt
+    body: bytes = b""  # the request's, while it may be sent once more
+    keeps_body: bool = False
+    # What the client has: the first replica's head, which attempt that was, how many events brought output.
+    head: Head | None = None
+    chunked: bool = False
+    first: int = 0
+    events: int = 0
+    # How far the present replica is read: HTTP's framing (None without one), and bytes of an unfinished event.
+    chunks: Chunks | None = None
+    part: bytearray = field(default_factory=bytearray)
+    # What the client has of the answer; `clean`: how many ids and how many bytes of text (UTF-8) stand for the same.
+    text: bytearray = field(default_factory=bytearray)
+    ids: array[int] = field(default_factory=lambda: array("I"))
+    prompt_ids: array[int] = field(default_factory=lambda: array("I"))
+    clean: tuple[int, int] = (0, 0)
+    reports_ids: bool = False
+    names: tuple[Any, Any] | None = None  # the stream's id and its time of creation
+    item: Any = None  # the id of a response's message
+    number: int = -1  # of a response's last event
+    passed: int = 0  # events before and after the text
+    has_usage: bool = False
+    reason: str | None = None  # why generation ended
+    complete: bool = False
+    # Since the last break: how the stream goes on; text that the client has and the present replica is still to write;
+    # how many events before and after the text it wrote; how many ids it was given, and whether it has shown that it
+    # uses them, and written new text; whether the client knew why generation ended.
+    way: str = ""
+    skip: bytearray = field(default_factory=bytearray)
+    came: int = 0
+    given: int = 0
+    proven: bool = True
+    shown: bool = False
+    knew_reason: bool = False
+    breaks: int = 0
+    broke_at: float = 0.0
+    broke: str = ""  # the last break in words, until somebody has resumed the stream
+    lost: str = ""  # why nobody can resume it any more
+    counted: int = 0  # bytes of `size` that are in the budget
+
+    @property
+    def size(self) -> int:
+        """Bytes that the budget counts."""
+        if self.is_unread:
+            return len(self.part)
+        held = OVERHEAD + len(self.body) + len(self.terms.kept) + (len(self.chunks.rest) if self.chunks else 0)
+        return held + sum(map(getsizeof, (self.part, self.text, self.skip, self.ids, self.prompt_ids, self.names)))
+
+    @property
+    def is_unread(self) -> bool:
+        """Whether its events pass as they come, since nobody can resume it. The rest of a stream is always read, to be
+        joined."""
+        return bool(self.lost) and not self.breaks
+
+    @property
+    def received(self) -> str:
+        """What the client has of the answer, in words."""
+        return f"{len(self.ids)} tokens" if self.ids else f"{len(self.text + self.skip)} bytes of text"
+
+    # --- the stream as it passes
+
+    def begin(self, head: Head, first: int, body: bytes, keeps_body: bool) -> None:
+        """Note that the first replica's head goes to the client. `first`: which attempt that is; `body`: the request's,
+        kept until the client has text, and for longer with `keeps_body`."""
+        self.head, self.first, self.body, self.keeps_body = head, first, body, keeps_body
+        self.read_from(head)
+        self.chunked = self.chunks is not None
+
+    def read_from(self, head: Head) -> None:
+        """Expect reads of the answer that has this head."""
+        self.chunks, self.part = Chunks() if head.is_chunked else None, bytearray()
+
+    def take(self, data: bytes) -> tuple[bytes, UpstreamError | None]:
+        """Return what the client gets of a read, and why nothing more follows, if nothing does."""
+        try:
+            body = data if self.chunks is None else self.chunks.feed(data)
+        except ValueError as broken:
+            return b"", UpstreamError(PROTOCOL, f"broke HTTP's framing: {broken}")
+        out: list[bytes] = []
+        error: UpstreamError | None = None
+        for raw in self._events(body):
+            try:
+                out.append(self._passed(raw))
+            except UpstreamError as found:
+                error = found
+                break
+        longest = LONGEST_UNKEPT if self.lost else LONGEST_EVENT + ID_BYTES * self.prompt.tokens
+        if error is None and len(self.part) > longest:
+            if self.breaks:
+                error = UpstreamError(PROTOCOL, f"sent an event of more than {longest} bytes")
+            else:  # nothing is wrong with it, so it passes in parts
+                self.lose(self.lost or "events")
+                out.append(self._shown(bytes(self.part)))
+                self.part.clear()
+        return self.framed(b"".join(out)), error
+
+    def take_last(self) -> tuple[bytes, UpstreamError | None]:
+        """As `take`, for a last event without the blank line behind it."""
+        self.chunks, part = None, bytes(self.part)
+        passes = part and (self.is_unread or read(self.label, part).kind is not Kind.STRANGE)
+        return self.take(b"\n\n") if passes else (b"", None)
+
+    def framed(self, events: bytes) -> bytes:
+        return framed(events) if self.chunked else events
+
+    @property
+    def end(self) -> bytes:
+        """Bytes that end the client's body."""
+        return END_OF_BODY if self.chunked else b""
+
+    def _events(self, data: bytes) -> list[bytes]:
+        """Split the body at the blank lines behind its events; line ends become one byte."""
+        part = self.part
+        if part.endswith(b"\r"):
+            del part[-1:]
+            data = b"\r" + data
+        if b"\r" in data:
+            data = data.replace(b"\r\n", b"\n")
+        known = len(part)
+        part += data
+        if part.find(b"\n\n", max(0, known - 1)) < 0:
+            return []
+        *events, rest = bytes(part).split(b"\n\n")
+        self.part = bytearray(rest)
+        return events
+
+    def _shown(self, raw: bytes) -> bytes:
+        """Return an event without token ids that the client did not ask for, as engines write it then."""
+        return raw if self.terms.tells_ids else _TOKEN_IDS.sub(rb"\1null", raw)
+
+    def _passed(self, raw: bytes) -> bytes:
+        """Return what the client gets of an event. Raises UpstreamError where it ends the replica's answer."""
+        if self.is_unread:
+            return self._shown(raw + b"\n\n")
+        event = read(self.label, raw)
+        kind = event.kind
+        if kind is Kind.BESIDE:
+            return raw + b"\n\n"
+        if kind is Kind.ERROR and (status := error_status(raw + b"\n\n", True)) >= 500:
+            raise UpstreamError(ERROR_ANSWER, f"ended its stream with an error that amounts to {status}")
+        if event.reason == "abort":
+            raise UpstreamError(ABORTED, "aborted it")
+        self.reports_ids |= bool(event.ids or event.prompt_ids)
+        # An engine that reports ids says why it ends; in the two newer APIs another event than [DONE] is the last one.
+        says_why = self.reports_ids or self.label in ("messages", "responses")
+        if kind is Kind.END and event.data is None and self.reason is None and says_why and not self.lost:
+            raise UpstreamError(CLOSED, "ended its stream without saying why")
+        try:
+            if self.breaks:
+                return self._joined(event)
+            if kind in (Kind.STRANGE, Kind.ERROR) or (kind is Kind.OPENS and self.text):
+                raise ValueError(kind)
+            if event.data is not None:
+                self._rename(event.data)
+            self._keep(event)
+        except UNKNOWN:
+            if self.breaks:
+                raise UpstreamError(DIFFERS, "went on with events of another kind") from None
+            self.lose(self.terms.why_strange)
+        return self._shown(raw + b"\n\n")
+
+    def lose(self, reason: str) -> None:
+        """Keep only what the rest of the present replica is joined by: nobody can resume the stream any more."""
+        self.lost, self.body, self.text = reason, b"", bytearray()
+        self.ids = self.prompt_ids = array("I")
+
+    def _keep(self, event: Event) -> None:
+        """Take note of an event that the client gets, or has."""
+        kind, begins = event.kind, not self.breaks or self.way == REPEAT
+        if kind in (Kind.OPENS, Kind.CLOSES) and not self.breaks:
+            self.passed += 1
+        self.has_usage |= kind is Kind.CLOSES
+        self.complete |= kind is Kind.END
+        self.reason = event.reason or self.reason
+        if self.lost:
+            return
+        if event.prompt_ids and begins:
+            self.prompt_ids = event.prompt_ids
+        if event.ids:
+            self.ids.extend(event.ids)
+        elif event.text and begins:
+            self.prompt_ids = array("I")  # not all of its text has ids
+        self.text += event.text.encode()
+        if event.text and event.ids and len(event.ids) == 1:
+            self.clean = len(self.ids), len(self.text)
+        if self.body and not self.keeps_body and not self.is_untouched:
+            self.body = b""
+
+    def _rename(self, data: dict[str, Any]) -> None:
+        """Give an event the names that the client knows the stream by, which are those of its first events."""
+        if self.label in ("chat", "completions"):
+            self.names = self.names or (data.get("id"), data.get("created"))
+            data["id"], data["created"] = self.names
+        if self.label != "responses":
+            return
+        self.number += 1
+        data["sequence_number"] = self.number
+        response, items = data.get("response"), [data["item"]] if "item" in data else []
+        if response is not None:
+            self.names = self.names or (response["id"], response.get("created_at"))
+            response["id"], response["created_at"] = self.names
+            if self.breaks and "store" in response:
+                response["store"] = False  # no replica has it under this id
+            items += response.get("output") or ()
+        for item in items:
+            self.item = self.item or item["id"]
+            item["id"] = self.item
+        if "item_id" in data:
+            data["item_id"] = self.item
+
+    # --- the rest of it, which another replica writes
+
+    def _joined(self, event: Event) -> bytes:
+        """Return what the client gets of an event of a replica that resumes the stream."""
+        kind, text = event.kind, event.text
+        if not self.proven:
+            self._prove(event)
+        if kind in (Kind.STRANGE, Kind.ERROR):
+            # The call of a tool, say, that follows a text which the client has: all of it is this replica's.
+            if kind is Kind.ERROR or self.way != REPEAT or self.skip or self.label == "responses" or not event.data:
+                raise ValueError(kind)
+            self.lose(self.terms.why_strange)
+        elif kind is Kind.TEXT:
+            if self.skip and text:
+                new = text.encode()
+                same = min(len(new), len(self.skip))
+                if new[:same] != self.skip[:same]:
+                    raise UpstreamError(DIFFERS, "wrote another text than the client has")
+                del self.skip[:same]
+                text = new[same:].decode()
+            self._keep(event)
+            if not text and (event.reason is None or self.knew_reason):
+                return b""
+            event.holder[event.name] = text
+        elif self.skip and kind is not Kind.OPENS:
+            raise UpstreamError(DIFFERS, "ended before the text that the client has")
+        else:
+            self._keep(event)
+            if kind is not Kind.END:
+                self.came += 1
+                if self.came <= self.passed:
+                    return b""
+                self.passed = self.came
+        self.shown |= bool(text)
+        if event.data is None:
+            return b"data: [DONE]\n\n"
+        self._rename(event.data)
+        if self.way == IDS and isinstance(usage := event.data.get("usage"), dict):
+            self._join_counts(usage)
+        return self._shown(write(self.label, event.data))
+
+    def _prove(self, event: Event) -> None:
+        """Compare the prompt that the engine reports with what it was given: an engine that does not take ids would
+        answer a prompt that nobody wrote. Raises UpstreamError."""
+        if event.prompt_ids:
+            if event.prompt_ids != self.prompt_ids + self.ids:
+                raise UpstreamError(DIFFERS, "was given token ids, and went on from others")
+            self.proven = True
+        elif event.kind is Kind.TEXT:
+            raise UpstreamError(DIFFERS, "was given token ids, and does not report what it goes on from")
+
+    def _join_counts(self, usage: dict[str, Any]) -> None:
+        """Let usage report the client's prompt and the whole answer: a part of that was in the engine's prompt."""
+        usage["prompt_tokens"] = self.prompt.tokens
+        usage["completion_tokens"] += self.given
+        details = usage.get("prompt_tokens_details")
+        if isinstance(details, dict) and isinstance(details.get("cached_tokens"), int):
+            details["cached_tokens"] = min(details["cached_tokens"], self.prompt.tokens)
+
+    # --- the break
+
+    @property
+    def limit(self) -> int | None:
+        """How many tokens the answer may have, None for all that there is room for."""
+        default = 16 if self.label == "completions" else None
+        return default if self.prompt.max_tokens is None else self.prompt.max_tokens
+
+    @property
+    def has_all_text(self) -> bool:
+        """Whether only what follows the text is missing, if ids are known."""
+        return self.reason is not None or (self.limit is not None and self.clean[0] >= self.limit > 0)
+
+    @property
+    def lacks_end(self) -> bool:
+        """Whether only the event is missing that ends the stream, which has had a reason and usage."""
+        if self.reason is None or self.complete or self.skip or self.label in ("messages", "responses"):
+            return False
+        return self.has_usage or not self.prompt.include_usage
+
+    @property
+    def is_untouched(self) -> bool:
+        """Whether the client has nothing of the answer but its announcement."""
+        has_ids = self.ids and self.terms.tells_ids
+        return not (self.text or self.skip or self.has_usage or self.complete or self.reason is not None or has_ids)
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether the last replica wrote nothing that the client did not have."""
+        return not (self.shown if self.breaks else self.text)
+
+    def break_off(self, why: str, events: int) -> None:
+        """The replica is gone, and what the client has stands. `events`: how many of them brought output."""
+        self.breaks, self.broke_at, self.broke, self.events = self.breaks + 1, monotonic(), why, events
+        self.chunks, self.part, self.came, self.shown = None, bytearray(), 0, False
+
+    def go_by_ids(self) -> bytes:
+        """Expect the rest from an engine that is given these ids (uint32 LE): the prompt's and the answer's."""
+        count, end = self.clean
+        self.skip = self.text[end:] + self.skip
+        del self.ids[count:], self.text[end:]
+        self.given, self.proven = count, False
+        return (self.prompt_ids + self.ids).tobytes()
+
+    def go_by_repetition(self) -> None:
+        """Expect the whole answer once more, of which the client has a part or nothing."""
+        self.skip, self.text = self.text + self.skip, bytearray()
+        self.ids, self.prompt_ids, self.clean, self.given, self.proven = array("I"), array("I"), (0, 0), 0, True
+        self.knew_reason, self.reason = self.knew_reason or self.reason is not None, None
+
+    def closing_events(self) -> bytes:
+        """Write the events that a chat or a completion lacks whose text is all there."""
+        if self.complete:
+            return b""
+        object_ = "chat.completion.chunk" if self.label == "chat" else "text_completion"
+        id_, created = self.names or (None, None)
+        frame = {"id": id_, "object": object_, "created": created, "model": self.prompt.model}
+        events, written = b"", len(self.ids) if self.limit is None else min(len(self.ids), self.limit)
+        if self.reason is None:
+            empty = {"delta": {"content": ""}} if self.label == "chat" else {"text": ""}
+            choice = {"index": 0, **empty, "logprobs": None, "finish_reason": "length", "stop_reason": None}
+            events += write(self.label, {**frame, "choices": [choice]})
+        if self.prompt.include_usage and not self.has_usage:
+            prompt = self.prompt.tokens
+            usage = {"prompt_tokens": prompt, "total_tokens": prompt + written, "completion_tokens": written}
+            events += write(self.label, {**frame, "choices": [], "usage": usage})
+        self.complete = True
+        return events + b"data: [DONE]\n\n"

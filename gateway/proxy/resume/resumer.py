@@ -1,0 +1,365 @@
+"""Resume streams whose replica broke off (`--continue-streams`): which, how, and what follows.
+
+A stream's `StreamRecord` says what its client has. Here are the decisions: whether a request's stream is recorded,
+within what budget, and how it is resumed. Another replica is chosen by `Placing` as for any request, with the prompt
+and the written ids as one longer prompt, so the replica that holds most of them is known.
+"""
+
+from __future__ import annotations
+
+import logging
+from time import monotonic
+from typing import TYPE_CHECKING, Any
+
+from ...errors import ApiError, error_event
+from ...http.upstream import Head, UpstreamError
+from ...prompt.api.resumable import repeated, terms_of, with_answer
+from ...prompt.prompt import CHAT, COMPLETIONS, MESSAGES, RESPONSES
+from ..exchange import Attempt, Exchange, MeteredAttempt, keep, meter
+from ..forwarding import process_of
+from ..placing import Eligibility, Placing
+from ..retries import CLOSED, DIFFERS, NO_CRASHES, SHUT_DOWN
+from ..settling import Settling
+from ..states import AttemptState, ExchangeEvent
+from .record import IDS, OVER, REPEAT, StreamRecord
+
+if TYPE_CHECKING:
+    from ...ops.metrics import Metrics
+    from ..answers import Usage
+    from ..backend import Backend
+
+log = logging.getLogger("hitherto.proxy")
+
+PATHS = (CHAT, COMPLETIONS, RESPONSES, MESSAGES)
+MOST_BYTES = 2**22  # of a body; reading a larger one once more would hold the event loop for milliseconds
+MOST_BREAKS = 8  # of one stream
+ASKS_IDS = b'"return_token_ids":true,'
+LOG_SECONDS, MOST_LINES = 10.0, 10  # an engine that dies has hundreds of streams
+LONGEST_ID = 200  # characters of a stream's id in the log; it is the client's
+
+
+class ResumableAttempt(Attempt):
+    """An attempt whose stream is read, so that another replica can resume it. `asks_ids`: it asks for token ids that
+    its client did not ask for."""
+
+    __slots__ = ("asks_ids",)
+
+    def __init__(self, *given: Any, **options: Any):
+        super().__init__(*given, **options)
+        self.asks_ids = False
+
+    @property
+    def is_continued(self) -> bool:  # type: ignore[override]
+        """Whether it resumes what another replica began."""
+        return self.exchange.is_continued
+
+    def data(self, data: bytes) -> None:
+        record = self.exchange.stream_record
+        if self.state is not AttemptState.ANSWERING:
+            self.conductor.on_body(self, data)
+        elif record is not None:
+            self.write(*record.resumer.taken(self, record, record.take(data)))
+        else:
+            self.write(data)
+
+    def end(self) -> None:
+        self.upstream = None
+        record = self.exchange.stream_record
+        if self.state is AttemptState.ANSWERING and record is not None:
+            record.resumer.ended(self, record)
+        else:
+            self.conductor.on_complete(self)
+
+    def write(self, data: bytes, error: UpstreamError | None = None) -> None:
+        """Give the client its part of a read. `error`: why nothing more follows."""
+        self.pieces += 1
+        if data:
+            if self.exchange.metered:
+                meter(self, data)
+            else:
+                if self.mark is not None:
+                    self.events += data.count(self.mark)
+                keep(self.tail, data)
+            self.client.transport.write(data)
+        if error is not None:
+            self.conductor.lost(self, error)
+
+
+class Resumer:
+    """Decides which streams are recorded, and what follows when one of them breaks off."""
+
+    def __init__(
+        self, placing: Placing, settling: Settling, eligible: Eligibility, metrics: Metrics, budget: int, discreet: bool
+    ):
+        """`budget`: bytes that may be kept of all streams; `discreet`: see `Conductor`."""
+        self._placing, self._settling, self._eligible, self._metrics = placing, settling, eligible, metrics
+        self._budget, self._discreet = budget, discreet
+        self.kept = 0  # bytes
+        self._refused: dict[Exchange, str] = {}  # why nobody would resume its stream
+        self._lines, self._lines_since = 0, 0.0
+
+    # --- a stream begins, passes and ends
+
+    def begin(self, exchange: Exchange) -> None:
+        """Record its stream, if that can be resumed. Called before its first attempt is made."""
+        prompt, body = exchange.prompt, exchange.request.body
+        if prompt is None or not prompt.stream or prompt.path not in PATHS or len(body) > MOST_BYTES:
+            return
+        if exchange in self._refused or (terms := terms_of(prompt, body)) is None:
+            return
+        record = StreamRecord(self, terms, exchange.label, prompt)
+        reason = "n" if prompt.several else "stored" if terms.stored else ""
+        if reason or self.kept + record.size > self._budget:
+            self._refused[exchange] = reason or "budget"
+            return
+        exchange.stream_record, exchange.attempt_type = record, ResumableAttempt
+        self._count(record)
+
+    def body(self, exchange: Exchange, attempt: Attempt, body: bytes) -> bytes:
+        """Return what is sent instead of this body."""
+        record = exchange.stream_record
+        if record is None or (attempt.leg is not None and not attempt.streams):
+            return body
+        if record.breaks and record.way == IDS:
+            ids = (record.prompt_ids + record.ids).tobytes()
+            around = attempt.backend.replica.dialect.chat_token_ids or (b"", b"")
+            return record.terms.rest(record.prompt.path, ids, record.given, record.limit, around)
+        body = record.body if record.breaks else body
+        at = body.find(b"{") + 1
+        if not at or record.terms.tells_ids or not self._may_have_ids(record, attempt):
+            return body
+        assert isinstance(attempt, ResumableAttempt)
+        attempt.asks_ids = True
+        return b"".join((body[:at], ASKS_IDS, body[at:]))
+
+    def _may_have_ids(self, record: StreamRecord, attempt: Attempt) -> bool:
+        """Whether this attempt's engine can report ids that are of use: if the gateway does not know the prompt's, its
+        engine may have more than ids."""
+        return (
+            record.prompt.path in (CHAT, COMPLETIONS)
+            and not record.terms.no_ids
+            and record.prompt.mode == "exact"
+            and not attempt.without_ids
+            and record.label not in process_of(attempt.backend).silent_at
+        )
+
+    def begun(self, exchange: Exchange, attempt: Attempt, data: bytes) -> tuple[bytes, UpstreamError | None]:
+        """Return what the client gets of the first bytes of an answer, and why nothing more follows, if so."""
+        record, head = exchange.stream_record, attempt.response_head
+        if record is None:
+            return data, None
+        is_stream = attempt.status == 200 and attempt.streams and not attempt.fault
+        if not is_stream or not is_open_ended(head):
+            self._drop(exchange, record, "framing" if is_stream else "")
+            return data, None
+        has_ids = self._may_have_ids(record, attempt)
+        if attempt.without_ids and exchange.label not in (silent := process_of(attempt.backend).silent_at):
+            silent.add(exchange.label)
+            log.warning("replica %s refuses to report the token ids that it writes (%s): its streams are resumed by "
+                        "repetition or not at all", attempt.backend.id, record.prompt.path)  # fmt: skip
+        keeps_body = record.terms.greedy and not has_ids
+        record.begin(head, len(exchange.attempts) - 1, exchange.request.body, keeps_body)
+        return self.taken(attempt, record, record.take(data))
+
+    def ended(self, attempt: ResumableAttempt, record: StreamRecord) -> None:
+        """Finish a stream whose replica ended its answer as HTTP has it, unless an event is missing."""
+        written, error = self.taken(attempt, record, record.take_last())
+        if error is None and not record.is_unread and record.lacks_end:
+            written += record.framed(record.closing_events())
+        if error is None and not record.complete and not record.is_unread:
+            error = UpstreamError(CLOSED, "ended its stream before the last event")
+        if written or error is not None:
+            attempt.write(written, error)
+        if error is None:
+            attempt.client.transport.write(record.end)
+            attempt.conductor.on_complete(attempt)
+
+    def taken(
+        self, attempt: Attempt, record: StreamRecord, taken: tuple[bytes, UpstreamError | None]
+    ) -> tuple[bytes, UpstreamError | None]:
+        """Account for what a record has taken of a read, and return it."""
+        if record.shown and record.broke:
+            self._metrics.continue_gap_seconds.observe(record.way, monotonic() - record.broke_at)
+            self._log(record, f"replica {attempt.backend.id} resumed it")
+        self._count(record)
+        return taken
+
+    def _count(self, record: StreamRecord) -> None:
+        size = record.size
+        # A replica that resumes is first to report the ids that it was given, to be compared with the kept ones.
+        if self.kept + size - record.counted > self._budget and record.proven and not record.lost:
+            record.lose("budget")
+            size = record.size
+        self.kept += size - record.counted
+        record.counted = size
+
+    def _drop(self, exchange: Exchange, record: StreamRecord, reason: str) -> None:
+        """Let its answer pass unread."""
+        exchange.stream_record = None
+        self.kept -= record.counted
+        exchange.attempt_type = MeteredAttempt if exchange.metered else Attempt
+        if reason:
+            self._refused[exchange] = reason
+
+    def settled(self, exchange: Exchange, outcome: str, usage: Usage | None) -> None:
+        """An `on_end`, the first one: to all others prompt and count of events are those of the whole stream."""
+        self._refused.pop(exchange, None)
+        record = exchange.stream_record
+        if record is None:
+            return
+        self.kept -= record.counted
+        record.counted = 0
+        if exchange.is_continued:
+            if outcome == "complete" and record.broke:  # without more text
+                self._log(record, f"replica {exchange.attempts[-1].backend.id} resumed it")
+            exchange.prompt = record.prompt
+            exchange.attempts[-1].events = max(exchange.attempts[-1].events, record.events)
+
+    def _log(self, record: StreamRecord, how: str) -> None:
+        """Log that a stream goes on, for ten streams in ten seconds; the metrics count all of them."""
+        now = monotonic()
+        if now - self._lines_since > LOG_SECONDS:
+            self._lines, self._lines_since = 0, now
+        if self._lines < MOST_LINES:
+            log.info("%s; %s %.3f s later (%s)", record.broke, how, now - record.broke_at, record.way)
+        self._lines, record.broke = self._lines + 1, ""
+
+    # --- a stream breaks off
+
+    def event_after(self, exchange: Exchange) -> ExchangeEvent:
+        """Return what it is to the exchange that the attempt which answered has failed."""
+        record, attempt = exchange.stream_record, exchange.attempts[-1]
+        if record is None:
+            reason = self._refused.get(exchange, "")
+        elif not (reason := self._refusal(exchange, record, attempt)):
+            return ExchangeEvent.INTERRUPTED
+        if reason:
+            self._metrics.streams_not_continued.inc(reason)
+        return ExchangeEvent.FAILED
+
+    def _refusal(self, exchange: Exchange, record: StreamRecord, attempt: Attempt) -> str:
+        """Return why nobody resumes its stream, or "" and set the way in which somebody does."""
+        if isinstance(attempt.error, UpstreamError) and attempt.error.kind == DIFFERS:
+            return DIFFERS
+        if not record.is_unread and (record.complete or record.lacks_end):
+            record.way = OVER
+            return ""
+        if record.lost:
+            return record.lost
+        crashes = exchange.crashes
+        exchange.crashes = crashes._replace(writing=crashes.writing + 1) if record.is_stuck else NO_CRASHES
+        if exchange.crashes.too_many or record.breaks >= MOST_BREAKS:
+            return "crashes"
+        way, reason = self._way(record)
+        if way and way != OVER and not self._eligible.remaining(record.prompt, self._unlike(attempt, way)):
+            others = self._eligible.remaining(record.prompt, (attempt.backend,))
+            return "unlike" if others else "no replica"
+        record.way = way or record.way
+        return reason
+
+    def _way(self, record: StreamRecord) -> tuple[str, str]:
+        """Return how a stream is resumed, or why it is not."""
+        terms, prompt = record.terms, record.prompt
+        reason = terms.no_ids or ("" if record.prompt_ids and record.ids else "ids")
+        if not reason and (prompt.media or len(record.prompt_ids) != prompt.tokens):
+            reason = "prompt"  # media, or another tokenizer: the ids are not all that the engine has
+        if not reason and not terms.greedy and len(record.text) > record.clean[1]:
+            reason = "boundary"
+        if record.body and (record.is_untouched or (reason and terms.greedy)):
+            return REPEAT, ""
+        return ("", reason) if reason else (OVER if record.has_all_text else IDS, "")
+
+    def _unlike(self, attempt: Attempt, way: str) -> tuple[Backend, ...]:
+        """Return the replicas that cannot resume a stream: the one that broke off, those that make other ids of its
+        prompt, and those that do not take or report ids if it goes by them."""
+        gone, label = attempt.backend, attempt.exchange.label
+
+        def may(one: Backend) -> bool:
+            takes_ids = label == "completions" or one.replica.dialect.chat_token_ids is not None
+            reports_ids = label not in process_of(one).silent_at
+            return one.candidate.space == gone.candidate.space and (way == REPEAT or (takes_ids and reports_ids))
+
+        return (gone, *(one for one in self._eligible.backends.values() if one is not gone and not may(one)))
+
+    def resume(self, exchange: Exchange) -> None:
+        """Place the rest of its stream, or end the stream if only its end is missing."""
+        record, attempt = exchange.stream_record, exchange.attempts[-1]
+        assert record is not None
+        stream = exchange.id.decode("latin-1")[:LONGEST_ID]
+        where = f"stream {stream} of replica {attempt.backend.id} broke off after {record.received}"
+        record.break_off(f"{where}: {attempt.error}", attempt.events)
+        if record.way == OVER:
+            self._close(exchange, record)
+            return
+        if record.way == IDS:
+            ids = record.go_by_ids()
+            left = None if record.limit is None else record.limit - record.given
+            exchange.prompt = with_answer(record.prompt, ids, left)
+        else:
+            record.go_by_repetition()
+            exchange.prompt = repeated(record.prompt)
+        exchange.tried, exchange.attempts_used = self._unlike(attempt, record.way), 0
+        exchange.stays_whole = True
+        self._placing.place(exchange)
+
+    def _close(self, exchange: Exchange, record: StreamRecord) -> None:
+        """Write the end of a stream whose client has all of its text."""
+        data = record.framed(record.closing_events()) + record.end
+        exchange.attempts[-1].tail.append(data)  # without `meter`: no event of it brings output
+        exchange.client.transport.write(data)
+        self._metrics.continued_streams.inc(OVER)
+        self._log(record, "the gateway wrote its end")
+        exchange.conductor.dispatch(exchange, ExchangeEvent.FINISHED)
+
+    def join(self, exchange: Exchange, data: bytes) -> None:
+        """Send the first bytes of a replica that resumes the stream."""
+        record, attempt = exchange.stream_record, exchange.attempts[-1]
+        assert record is not None and record.head is not None and isinstance(attempt, ResumableAttempt)
+        if record.way == REPEAT and not record.skip:
+            record.first = len(exchange.attempts) - 1
+        attempt.events = record.events
+        record.read_from(attempt.response_head)
+        attempt.response_head = record.head
+        attempt.seen_at = monotonic()
+        self._settling.joined(attempt)
+        self._metrics.continued_streams.inc(record.way)
+        if exchange.client.writing_paused:
+            exchange.pause()
+        attempt.data(data)
+
+    def give_up(self, exchange: Exchange, error: ApiError | UpstreamError) -> None:
+        """End a stream that nobody resumed. Called once nothing is connected or reserved any more."""
+        record = exchange.stream_record
+        assert record is not None
+        exchange.error = error
+        timed_out = isinstance(error, ApiError) and error.status == 504
+        crashed = isinstance(error, ApiError) and error.code == "replicas_lost"
+        stopped = isinstance(error, UpstreamError) and error.kind == SHUT_DOWN
+        reason = SHUT_DOWN if stopped else "timeout" if timed_out else "crashes" if crashed else "replicas"
+        self._metrics.streams_not_continued.inc(reason)
+        message = "the answer broke off, and no replica resumed it"
+        if stopped or not self._discreet:
+            message += f": {error}"
+        elif isinstance(error, ApiError):
+            message += f": {error.discreet}"
+        status, code = (503, SHUT_DOWN) if stopped else (502, None)
+        event = error_event(exchange.request.path, status, message, record.number + 1, code=code)
+        exchange.client.write(record.framed(event) + record.end)
+        exchange.client.finish(keep_alive=record.chunked)
+        self._settling.ended(exchange, "cut")
+
+
+def is_open_ended(head: Head) -> bool:
+    """Whether what another replica writes may follow what came behind this head."""
+    return (head.is_chunked or head.until_close) and head.get(b"content-encoding") is None
+
+
+def rest_error(attempt: Attempt, opened: Head | None = None) -> UpstreamError | None:
+    """Return why an answer with this head is not the rest of one that the client has a part of, if it is not.
+    `opened`: the head that its client has, if the rest passes as it comes."""
+    head = attempt.response_head
+    if attempt.status == 200 and attempt.streams and head.get(b"content-encoding") is None:
+        if opened is None or (opened.is_chunked, opened.until_close) == (head.is_chunked, head.until_close):
+            return None
+        return UpstreamError(DIFFERS, "frames its stream in another way than the replica before")
+    return UpstreamError(DIFFERS, f"answered {attempt.status} where it was to resume a stream")

@@ -1,25 +1,35 @@
-"""From a request's JSON to prompts and limits, per endpoint, with vLLM's checks."""
+"""From a request's JSON to prompts and limits, for each endpoint, with the checks of vLLM that its clients meet."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 import orjson
+from pydantic import BaseModel, Field, StrictInt, StrictStr, ValidationError
 
 from . import translate
-from .tokens import RequestError, Tokens, flag
+from .tokens import RequestError, Tokens
 
-# vLLM's VLLM_MAX_N_SEQUENCES and VLLM_MAX_COMPLETION_PROMPTS, and its words when they are passed (0.32 asked). It
-# ignores `best_of`.
+# vLLM's VLLM_MAX_N_SEQUENCES and VLLM_MAX_COMPLETION_PROMPTS
 MOST_SEQUENCES, MOST_PROMPTS = 16_384, 1024
-MOST_LOGPROBS = 20  # of --max-logprobs
-SAMPLING: tuple[tuple[str, Callable[[float], bool], str], ...] = (
-    ("temperature", lambda value: value >= 0, "non-negative"),
-    ("top_p", lambda value: 0 < value <= 1, "in (0, 1]"),
-    ("presence_penalty", lambda value: -2 <= value <= 2, "in [-2, 2]"),
-    ("frequency_penalty", lambda value: -2 <= value <= 2, "in [-2, 2]"),
-)
-TYPED = (("model", str, "a string"), ("chat_template", str, "a string"), ("kv_transfer_params", dict, "an object"))
+Limit = Annotated[StrictInt, Field(ge=0)] | None
+
+
+class Fields(BaseModel):
+    """The fields whose types and ranges are checked, whichever endpoint they are sent to."""
+
+    model: StrictStr | None = None
+    max_tokens: Limit = None
+    max_completion_tokens: Limit = None
+    max_output_tokens: Limit = None
+    min_tokens: Limit = None
+    n: Annotated[StrictInt, Field(ge=1, le=MOST_SEQUENCES)] | None = None
+    priority: StrictInt | None = None
+    temperature: Annotated[float, Field(ge=0)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    stop: StrictStr | list[StrictStr] | None = None
+    stop_sequences: list[StrictStr] | None = None
+    cache_salt: Annotated[StrictStr, Field(min_length=1)] | None = None
+    kv_transfer_params: dict[str, Any] | None = None
 
 
 @dataclass(slots=True)
@@ -42,159 +52,77 @@ class Asked:
 
 
 def parse(raw: bytes) -> dict:
+    """Return a request's body. Raises RequestError for what is no JSON object, and for a field of a wrong type."""
     try:
         body = orjson.loads(raw)
     except orjson.JSONDecodeError as error:
         raise RequestError(f"the body is not JSON: {error}") from None
     if not isinstance(body, dict):
         raise RequestError("the body must be a JSON object")
-    for name, type_, called in TYPED:
-        if not isinstance(body.get(name), type_ | None):
-            raise RequestError(f"`{name}` must be {called}", param=name)
+    try:
+        Fields.model_validate(body)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        name = str(first["loc"][0])
+        raise RequestError(f"`{name}`: {first['msg']}, got {first['input']!r}"[:300], param=name) from None
     return body
 
 
-def _whole_number(body: dict, name: str, least: int) -> int | None:
-    value = body.get(name)
-    if value is None:
-        return None
-    if type(value) is not int or value < least:
-        raise RequestError(f"`{name}` must be a whole number of at least {least}, got {value!r}", param=name)
-    return value
-
-
-def _check_sampling(body: dict) -> None:
-    """What vLLM's pydantic model and its SamplingParams refuse. A text that reads as a number passes for one."""
-    for name, fits, must in SAMPLING:
-        value = body.get(name)
-        if value is None:
-            continue
-        try:
-            number = float(value)
-        except (TypeError, ValueError):
-            raise RequestError(f"`{name}` must be a number, got {value!r}", param=name) from None
-        if not fits(number):
-            raise RequestError(f"{name} must be {must}, got {number}.", param=name)
-
-
-def _common(body: dict, prompts: list[list[int]], max_tokens: int | None, stop: Any) -> Asked:
-    _check_sampling(body)
+def _asked(body: dict, prompts: list[list[int]], limit: str, stop: Any, text: bool = True, least: int = 1) -> Asked:
+    """Return what is asked for of these prompts; `limit` names the field that bounds the answer."""
     if not all(prompts):
         raise RequestError("the prompt is empty: it must have at least one token", param="prompt")
-    if isinstance(stop, str):
-        stop = [stop]
-    if not isinstance(stop, list | None) or not all(isinstance(word, str) for word in stop or ()):
-        raise RequestError("`stop` must be a string or a list of strings", param="stop")
-    salt = body.get("cache_salt")
-    if salt is not None and (not isinstance(salt, str) or not salt):
-        raise RequestError("Parameter 'cache_salt' must be a non-empty string if provided.", param="cache_salt")
-    count = _whole_number(body, "n", 1) or 1
-    if count > MOST_SEQUENCES:
-        raise RequestError(
-            f"n must be at most {MOST_SEQUENCES}, got {count}. To increase this limit, set the "
-            "VLLM_MAX_N_SEQUENCES environment variable."
-        )
-    priority = body.get("priority")
-    if type(priority) not in (int, type(None)):
-        raise RequestError(f"`priority` must be a whole number, got {priority!r}", param="priority")
+    most = body.get(limit)
+    if most is not None and most < least:
+        raise RequestError(f"`{limit}` must be a whole number of at least {least}, got {most!r}", param=limit)
     return Asked(
         prompts,
-        max_tokens,
-        count,
+        most,
+        body.get("n") or 1,
         bool(body.get("stream")),
-        [word for word in stop or () if word],
+        [word for word in ([stop] if isinstance(stop, str) else stop or ()) if word],
         bool(body.get("ignore_eos")),
-        _whole_number(body, "min_tokens", 0) or 0,
-        salt,
-        priority=priority or 0,
+        body.get("min_tokens") or 0,
+        body.get("cache_salt"),
+        text=text,
+        priority=body.get("priority") or 0,
+        limit=limit,
     )
-
-
-def _check_logprobs(body: dict, wanted: str, prompt_wanted: Any, sampled: bool, tokens: Tokens) -> None:
-    """What vLLM checks of logprobs. `wanted`: the field that says how many; `prompt_wanted`: how many of the prompt
-    where `prompt_logprobs` does not say; `sampled`: whether those of the answer are asked for."""
-    for name in ("prompt_logprobs", wanted):
-        count = body.get(name)
-        if count is None:
-            continue
-        if type(count) is not int:
-            raise RequestError(f"`{name}` must be an integer.", param=name)
-        if name == "prompt_logprobs" and body.get("stream") and (count > 0 or count == -1):
-            raise RequestError("`prompt_logprobs` are not available when `stream=True`.", param=name)
-        if count < -1:
-            raise RequestError(f"`{name}` must be a positive value or -1.", param=name)
-    count = body.get(wanted)
-    if wanted == "top_logprobs" and count and not body.get("logprobs"):
-        raise RequestError("when using `top_logprobs`, `logprobs` must be set to true.", param=wanted)
-    prompt = body.get("prompt_logprobs")
-    for of, param, asked in (
-        ("sample", "logprobs", count if sampled else None),
-        ("prompt", "prompt_logprobs", prompt if prompt is not None else prompt_wanted),
-    ):
-        number = tokens.vocab_size if asked == -1 else asked or 0
-        if number > MOST_LOGPROBS:
-            raise RequestError(
-                f"Requested {of} logprobs of {number}, which is greater than max allowed: {MOST_LOGPROBS}", param=param
-            )
-
-
-def chat(body: dict, tokens: Tokens) -> Asked:
-    _check_logprobs(
-        body, "top_logprobs", body.get("top_logprobs") if body.get("echo") else None, bool(body.get("logprobs")), tokens
-    )
-    _check_template(body)
-    ids = _ids_beside(body)
-    most = _whole_number(body, "max_completion_tokens", 1)
-    wanted = most if most is not None else _whole_number(body, "max_tokens", 1)
-    prompt = ids if ids is not None else _chat(body, tokens, bool(wanted))
-    asked = _common(body, [prompt], wanted, body.get("stop"))
-    asked.text = ids is None
-    # with `echo`, 0 of them by default
-    asked.reads_cache = body.get("prompt_logprobs") is None and not body.get("echo")
-    if most is not None:
-        asked.limit = "max_completion_tokens"
-    return asked
-
-
-def _check_template(body: dict) -> None:
-    """An engine without --trust-request-chat-template takes no template from a request, be it empty."""
-    own = body.get("chat_template_kwargs")
-    if body.get("chat_template") is not None or (isinstance(own, dict) and own.get("chat_template") is not None):
-        raise RequestError(
-            "Chat template is passed with request, but --trust-request-chat-template is not set. Refused request with "
-            "untrusted chat template."
-        )
 
 
 def _chat(body: dict, tokens: Tokens, outputs: bool, side: str = "left") -> list[int]:
-    special = flag(body, "add_special_tokens", False)
-    return tokens.truncated(tokens.chat(body), body, special, outputs, side)
+    return tokens.truncated(tokens.chat(body), body, outputs, side)
+
+
+def chat(body: dict, tokens: Tokens) -> Asked:
+    ids = _ids_beside(body)
+    limit = "max_completion_tokens" if body.get("max_completion_tokens") is not None else "max_tokens"
+    prompt = ids if ids is not None else _chat(body, tokens, bool(body.get(limit)))
+    asked = _asked(body, [prompt], limit, body.get("stop"), ids is None)
+    asked.reads_cache = body.get("prompt_logprobs") is None and not body.get("echo")
+    return asked
 
 
 def completion(body: dict, tokens: Tokens) -> Asked:
-    _check_logprobs(body, "logprobs", body.get("logprobs") if body.get("echo") else None, True, tokens)
-    # a prompt alone may be asked for with `echo`: vLLM makes one token then, and does not show it
-    least, given = 0 if body.get("echo") else 1, body.get("prompt")
-    most = _whole_number(body, "max_tokens", least)
+    given = body.get("prompt")
     if isinstance(given, list) and len(given) > MOST_PROMPTS and (_is_text(given) or isinstance(given[0], list)):
         raise RequestError(
-            f"prompt list length {len(given)} exceeds the maximum allowed count of {MOST_PROMPTS}. To increase "
-            "this limit, set the VLLM_MAX_COMPLETION_PROMPTS environment variable.",
-            param="prompt",
+            f"prompt list length {len(given)} exceeds the maximum allowed count of {MOST_PROMPTS}", param="prompt"
         )
-    special = flag(body, "add_special_tokens", True)
-    prompts = texts(body.get("prompt"), tokens, special)
-    prompts = _truncated(body["prompt"], prompts, body, tokens, special, most != 0)
-    asked = _common(body, prompts, 16 if most is None else max(1, most), body.get("stop"))
-    asked.reads_cache = body.get("prompt_logprobs") is None and not (
-        body.get("echo") and body.get("logprobs") is not None
-    )
-    asked.text = _is_text(body["prompt"])
+    prompts = [
+        tokens.truncated(ids, body, body.get("max_tokens") != 0)
+        for ids in texts(given, tokens, body.get("add_special_tokens") is not False)
+    ]
+    # a prompt alone may be asked for with `echo`: vLLM makes one token then, and does not show it
+    asked = _asked(body, prompts, "max_tokens", body.get("stop"), _is_text(given), 0 if body.get("echo") else 1)
+    asked.max_tokens = 16 if asked.max_tokens is None else max(1, asked.max_tokens)
+    echoes = body.get("echo") and body.get("logprobs") is not None
+    asked.reads_cache = body.get("prompt_logprobs") is None and not echoes
     return asked
 
 
 def texts(prompt: Any, tokens: Tokens, add_special_tokens: bool, param: str = "prompt") -> list[list[int]]:
-    """A prompt is text, ids, or a list of either. Strings are ids where not all are strings: ["5", 6] has two."""
+    """Return the ids of a prompt, which is text, ids, or a list of either."""
     if isinstance(prompt, str):
         return [tokens.encode(prompt, add_special_tokens)]
     if isinstance(prompt, list) and prompt:
@@ -206,78 +134,52 @@ def texts(prompt: Any, tokens: Tokens, add_special_tokens: bool, param: str = "p
     raise RequestError(f"`{param}` must be text, a list of texts, a list of token ids or a list of these", param=param)
 
 
-def _truncated(
-    given: Any, prompts: list[list[int]], body: dict, tokens: Tokens, special: bool, outputs: bool, side: str = "left"
-) -> list[list[int]]:
-    text = _is_text(given)
-    return [tokens.truncated(ids, body, special and text, outputs, side) for ids in prompts]
-
-
 def _is_text(prompt: Any) -> bool:
-    """Whether it is a text, or nothing but texts."""
+    """Return whether a prompt is a text, or a list of nothing but texts."""
     return isinstance(prompt, str) or all(isinstance(part, str) for part in prompt)
 
 
 def _ids(given: Any, param: str) -> list[int]:
-    ids = [one if type(one) is int else _lax(one) for one in given] if isinstance(given, list) else [None]
-    if not all(id is not None and 0 <= id < 1 << 32 for id in ids):
+    if not isinstance(given, list) or not all(type(id) is int and 0 <= id < 1 << 32 for id in given):
         raise RequestError(f"`{param}` holds something that is not a token id", param=param)
-    return ids
-
-
-def _lax(value: Any) -> int | None:
-    """What reads as a whole number, as pydantic takes it for one; None for anything else."""
-    try:
-        number = int(value) if isinstance(value, str) else value
-        return int(number) if isinstance(number, int) or number.is_integer() else None
-    except (AttributeError, ValueError):
-        return None
+    return given
 
 
 def _ids_beside(body: dict) -> list[int] | None:
-    """The prompt's ids that a conversation was sent with: they count, and the messages do not."""
-    given = body.get("kv_transfer_params")
-    ids = given.get("prompt_token_ids") if isinstance(given, dict) else None
+    """Return the prompt's ids that a conversation was sent with: they count, and the messages do not."""
+    ids = (body.get("kv_transfer_params") or {}).get("prompt_token_ids")
     return _ids(ids, "kv_transfer_params") if ids is not None else None
 
 
 def embeddings(body: dict, tokens: Tokens) -> Asked:
     if body.get("messages") is not None:
-        _check_template(body)
         prompts = [_chat({"add_generation_prompt": False, **body}, tokens, False, "right")]
     else:
-        special = flag(body, "add_special_tokens", True)
-        prompts = texts(body.get("input"), tokens, special, "input")
-        prompts = _truncated(body["input"], prompts, body, tokens, special, False, "right")
-    return _common({"cache_salt": body.get("cache_salt")}, prompts, 1, None)
+        special = body.get("add_special_tokens") is not False
+        given = texts(body.get("input"), tokens, special, "input")
+        prompts = [tokens.truncated(ids, body, False, "right") for ids in given]
+    return Asked(prompts, 1, salt=body.get("cache_salt"))
 
 
 def responses(body: dict, tokens: Tokens) -> Asked:
-    if (
-        before := body.get("previous_response_id")
-    ) is not None:  # none is stored, as by vLLM without VLLM_ENABLE_RESPONSES_API_STORE=1
+    before = body.get("previous_response_id")
+    if before is not None:  # none is stored, as by vLLM without VLLM_ENABLE_RESPONSES_API_STORE=1
         raise RequestError(
             f"Response with id '{before}' not found.", 404, "invalid_request_error", "previous_response_id"
         )
-    ids = _ids_beside(body)
-    most = _whole_number(body, "max_output_tokens", 1)
-    _check_template({"chat_template_kwargs": body.get("chat_template_kwargs")})
-    prompt = ids if ids is not None else _chat(translate.responses(body), tokens, bool(most))
-    asked = _common(body, [prompt], most, None)
-    asked.clip, asked.limit, asked.text = True, "max_output_tokens", ids is None
+    ids, limit = _ids_beside(body), "max_output_tokens"
+    prompt = ids if ids is not None else _chat(translate.responses(body), tokens, bool(body.get(limit)))
+    asked = _asked(body, [prompt], limit, None, ids is None)
+    asked.clip = True
     return asked
 
 
 def anthropic(body: dict, tokens: Tokens) -> Asked:
-    most = _whole_number(body, "max_tokens", 1)
-    if most is None:
+    if body.get("max_tokens") is None:
         raise RequestError("`max_tokens` is required", param="max_tokens")
-    # Not of this API: vLLM ignores them
-    body = {name: value for name, value in body.items() if name not in ("n", "priority")}
     ids = _ids_beside(body)
-    _check_template({"chat_template_kwargs": body.get("chat_template_kwargs")})
     prompt = ids if ids is not None else tokens.chat(translate.anthropic(body))
-    asked = _common(body, [prompt], most, body.get("stop_sequences"))
-    asked.text = ids is None
+    own = {name: value for name, value in body.items() if name not in ("n", "priority")}  # vLLM ignores these here
+    asked = _asked(own, [prompt], "max_tokens", body.get("stop_sequences"), ids is None)
     asked.limit = "max_completion_tokens"  # it becomes a chat
     return asked

@@ -253,9 +253,12 @@ class Server:
         raise RequestError(f"The model `{model}` does not exist.", 404, "NotFoundError", "model")
 
     async def _asked(self, ask: Callable, body: dict, size: int) -> Asked:
-        if size <= INLINE_BYTES:
-            return ask(body, self.tokens)
-        return await asyncio.get_running_loop().run_in_executor(None, ask, body, self.tokens)
+        try:
+            if size <= INLINE_BYTES:
+                return ask(body, self.tokens)
+            return await asyncio.get_running_loop().run_in_executor(None, ask, body, self.tokens)
+        except (AttributeError, KeyError, TypeError) as error:
+            raise RequestError(f"the body has a field of a wrong type: {error}") from None
 
     def _generations(self, id: str, asked: Asked, adapter: str | None, arrived: float) -> list[Generation]:
         made, most = [], asked.max_tokens
@@ -394,7 +397,7 @@ class Server:
     async def _count_tokens(self, request: web.Request) -> web.Response:
         body = requests.parse(await request.read())
         self._adapter(body.get("model"))
-        asked = requests.anthropic({"max_tokens": 1, **body}, self.tokens)
+        asked = await self._asked(requests.anthropic, {"max_tokens": 1, **body}, 0)
         return reply_json({"input_tokens": len(asked.prompts[0])})
 
     async def _tokenize(self, request: web.Request) -> web.Response:

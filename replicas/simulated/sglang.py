@@ -32,10 +32,10 @@ class SglangTokens(Tokens):
 
     between_parts = " "
 
-    def _shown(self, tools: list[dict] | None, given: Any) -> list[dict] | None:
-        if tools is None or given is None:
-            return tools
-        return [_as_given(tool, wrote["function"]) for tool, wrote in zip(tools, given, strict=True)]
+    def tools(self, given: Any) -> list[dict] | None:
+        if (shown := super().tools(given)) is None:
+            return None
+        return [_as_given(tool, wrote["function"]) for tool, wrote in zip(shown, given, strict=True)]
 
 
 def _as_given(tool: dict, wrote: dict) -> dict:

@@ -1,33 +1,30 @@
-"""The simulated engine's own way from a request to token ids, as vLLM goes it.
+"""Prompts of a simulated engine: a chat as text, by the model's Jinja template, and text as token ids.
 
-Written apart from the gateway's `prompt` room on purpose: each is the other's check. Nothing is memoised or
-compiled here; a chat is rendered by the model's Jinja template, and the text is tokenized whole.
+What clients and agents usually send is rendered as vLLM renders it. What vLLM makes of rare bodies is recorded in
+`tests/gateway/prompt`, and `make test-vllm` asks vLLM itself.
 """
 
 import datetime
 import json
+import re
 from copy import copy
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import jinja2
-import jinja2.defaults
 import jinja2.ext
-import jinja2.meta
 import jinja2.nodes
 import jinja2.sandbox
 
-CUT = "CONTINUE-FINAL-MESSAGE-HERE "
-# Template variables that vLLM refuses: its own calls down to the template have arguments of these names.
-TAKEN = frozenset({"conversation", "messages", "model_config", "self", "tokenizer"})
-FLAGS = {
-    **dict.fromkeys(("1", "on", "t", "true", "y", "yes"), True),
-    **dict.fromkeys(("0", "off", "f", "false", "n", "no"), False),
-}
+MARK = "CONTINUE-FINAL-MESSAGE-HERE "  # stands after the message that an answer is to continue
+# Templates with such a loop get a message's content as parts, others as one text.
+LOOPS_OVER_PARTS = re.compile(r"""\bfor\s+\w+\s+in\s+(?:\w+(?:\.content\b|\[['"]content['"]\])|content\b)""")
+ATTRIBUTION = "x-anthropic-billing-header"  # begins a line of system text that one client never sends twice alike
+TEXT_PARTS = ("text", "input_text", "output_text", "refusal", "thinking")
 
 
 class RequestError(Exception):
-    """What the engine answers instead: an HTTP status and vLLM's error object."""
+    """A request that the engine refuses, with the HTTP status and the fields of vLLM's error object."""
 
     def __init__(self, message: str, status: int = 400, type: str = "BadRequestError", param: str | None = None):
         super().__init__(message)
@@ -35,7 +32,7 @@ class RequestError(Exception):
 
 
 class _Generation(jinja2.ext.Extension):
-    """`{% generation %}`: marks the assistant's own tokens for training; renders its body."""
+    """`{% generation %}` marks the assistant's own tokens for training; here it only renders its body."""
 
     tags: ClassVar[set[str]] = {"generation"}
 
@@ -62,65 +59,32 @@ def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
     return environment
 
 
-def _takes_parts(template: str) -> bool:
-    """Does the template loop over a message's content (it wants parts), or print it (it wants text)?"""
-    tree = jinja2.sandbox.ImmutableSandboxedEnvironment(extensions=[_Generation, jinja2.ext.loopcontrols]).parse(
-        template
-    )
-
-    def is_content(node) -> bool:
-        if isinstance(node, jinja2.nodes.Filter):
-            return node.node is not None and is_content(node.node)
-        if isinstance(node, jinja2.nodes.Getattr):
-            return node.attr == "content"
-        return (
-            isinstance(node, jinja2.nodes.Getitem)
-            and isinstance(node.arg, jinja2.nodes.Const)
-            and node.arg.value == "content"
-        )
-
-    names = {
-        assign.target.name
-        for assign in tree.find_all(jinja2.nodes.Assign)
-        if isinstance(assign.target, jinja2.nodes.Name) and is_content(assign.node)
-    }
-    return any(
-        is_content(loop.iter) or (isinstance(loop.iter, jinja2.nodes.Name) and loop.iter.name in names)
-        for loop in tree.find_all(jinja2.nodes.For)
-    )
-
-
-def _text(value: Any) -> str | None:
-    """A special token in tokenizer_config.json is a string or an AddedToken written as a mapping."""
-    return value.get("content") if isinstance(value, dict) else value
-
-
 class Tokens:
-    """A model folder's tokenizer and chat template, which is filled as vLLM fills it."""
+    """A model folder's tokenizer and its chat templates, by name."""
 
     between_parts = "\n"  # joins the texts of a message where the template takes one text
 
     def __init__(self, model_dir: Path):
         model_dir = Path(model_dir)
-        config_file = model_dir / "tokenizer_config.json"
+        config_file, template_file = model_dir / "tokenizer_config.json", model_dir / "chat_template.jinja"
         config = json.loads(config_file.read_text()) if config_file.is_file() else {}
-        self._special = {
-            name: _text(config[name])
-            for name in config
-            if name.endswith("_token") and isinstance(_text(config[name]), str)
-        }
+        # a special token is a string, or an AddedToken written as a mapping
+        special = {name: config[name] for name in config if name.endswith("_token")}
+        texts = {name: one.get("content") if isinstance(one, dict) else one for name, one in special.items()}
+        self._special = {name: text for name, text in texts.items() if isinstance(text, str)}
         self._load_tokenizer(model_dir / "tokenizer.json")
         self.eos_id = self.token_id(self._special.get("eos_token"))
         self.context_length: int | None = None  # of the engine that this is for; None: not known
-        self._templates, self._takes_parts, self._knows_developer = {}, {}, {}
+        given = template_file.read_text() if template_file.is_file() else config.get("chat_template") or []
+        named = [{"name": "default", "template": given}] if isinstance(given, str) else given
         environment = _environment()
-        for name, source in self._sources(model_dir, config).items():
-            self._templates[name] = environment.from_string(source)
-            self._takes_parts[name] = _takes_parts(source)
-            self._knows_developer[name] = _knows_developer(source)
+        self._templates = {
+            one["name"]: (environment.from_string(one["template"]), bool(LOOPS_OVER_PARTS.search(one["template"])))
+            for one in named
+        }
 
     def within(self, context_length: int) -> Self:
-        """The same for an engine with a context of so many tokens."""
+        """Return the same tokens for an engine with a context of so many tokens."""
         made = copy(self)
         made.context_length = context_length
         return made
@@ -137,16 +101,6 @@ class Tokens:
             self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
             self.vocab_size = self._tokenizer.get_vocab_size()
 
-    @staticmethod
-    def _sources(model_dir: Path, config: dict) -> dict[str, str]:
-        file = model_dir / "chat_template.jinja"
-        if file.is_file():
-            return {"default": file.read_text()}
-        given = config.get("chat_template")
-        if isinstance(given, list):
-            return {entry["name"]: entry["template"] for entry in given}
-        return {"default": given} if given else {}
-
     def token_id(self, token: str | None) -> int | None:
         return None if token is None else self._tokenizer.token_to_id(token)
 
@@ -160,278 +114,121 @@ class Tokens:
         return [self._tokenizer.id_to_token(id) or "" for id in ids]
 
     def chat(self, body: dict) -> list[int]:
-        """Token ids of a body with `messages`. RequestError where vLLM refuses."""
-        return self.encode(self.render(body), flag(body, "add_special_tokens", False))
+        """Return the token ids of a body with `messages`. Raises RequestError where the engine refuses it."""
+        return self.encode(self.render(body), body.get("add_special_tokens") is True)
 
-    def truncated(self, ids: list[int], body: dict, special: bool, outputs: bool, side: str = "left") -> list[int]:
-        """What `truncate_prompt_tokens` leaves of a prompt: -1 stands for the context, less one token if `outputs`
-        are asked for. `special`: the tokenizer has added its own tokens, which stay unless the request names a side.
-        """
-        keep, given = body.get("truncate_prompt_tokens"), body.get("truncation_side")
-        if given not in (None, "left", "right"):
-            raise RequestError("`truncation_side` must be either 'left' or 'right'.", param="truncation_side")
+    def truncated(self, ids: list[int], body: dict, outputs: bool, side: str = "left") -> list[int]:
+        """Return what `truncate_prompt_tokens` leaves of a prompt. -1 stands for the context, less one token if
+        `outputs` are asked for; `side` is where tokens go unless the request names one."""
+        keep = body.get("truncate_prompt_tokens")
         if keep is None:
             return ids
-        try:
-            least = int(keep)
-        except (TypeError, ValueError, OverflowError):
-            least = -2
-        if least < -1 or (isinstance(keep, float) and keep != least):
+        longest = len(ids) if self.context_length is None else self.context_length
+        if type(keep) is not int or keep < -1 or (keep > longest and self.context_length):
             raise RequestError(
-                "`truncate_prompt_tokens` must be an integer of at least -1", param="truncate_prompt_tokens"
+                f"`truncate_prompt_tokens` must be -1 to {longest}, not {keep!r}", param="truncate_prompt_tokens"
             )
-        if self.context_length is not None and least > self.context_length:
-            raise RequestError(
-                f"truncate_prompt_tokens={least} cannot be greater than max_model_len = {self.context_length}. "
-                "Please request a smaller truncation size.",
-                param="truncate_prompt_tokens",
-            )
-        if least == -1:
-            least = len(ids) if self.context_length is None else self.context_length - outputs
-        if len(ids) <= least or not least:
-            return ids if least else []
-        before, after = self._added_around() if special and given is None else (0, 0)
-        text, kept = ids[before : len(ids) - after], max(0, least - before - after)
-        text = text[len(text) - kept :] if (given or side) == "left" else text[:kept]
-        return [*ids[:before], *text, *ids[len(ids) - after :]]
-
-    def _added_around(self) -> tuple[int, int]:
-        """How many special tokens the tokenizer puts before and after a text."""
-        bare, whole = self.encode("x", False), self.encode("x", True)
-        before = next(at for at in range(len(whole)) if whole[at : at + len(bare)] == bare)
-        return before, len(whole) - len(bare) - before
+        keep = longest - outputs if keep == -1 else keep
+        if len(ids) <= keep:
+            return ids
+        return ids[:keep] if (body.get("truncation_side") or side) == "right" else ids[len(ids) - keep :]
 
     def render(self, body: dict) -> str:
-        """The prompt's text."""
-        variables = _variables(body)
-        variables["tools"] = tools = self._shown(variables["tools"], body.get("tools"))
-        go_on = variables.pop("continue_final_message")
-        name = "tool_use" if tools is not None and "tool_use" in self._templates else "default"
-        template, takes_parts = self._templates.get(name), self._takes_parts.get(name, False)
-        knows_developer = self._knows_developer.get(name, True)
-        if source := body.get("chat_template"):
-            template = _environment().from_string(source)
-            takes_parts, knows_developer = _takes_parts(source), _knows_developer(source)
-        if template is None:
-            raise RequestError("this model has no chat template: give one in the request, or use /v1/completions")
-        messages = conversation(body.get("messages"), takes_parts, self.between_parts)
-        if not knows_developer:
-            messages = _without_developer(messages)
-        if go_on and variables["add_generation_prompt"]:
+        """Return the prompt's text of a body with `messages`. Raises RequestError where the engine refuses it."""
+        own, effort = body.get("chat_template_kwargs") or {}, body.get("reasoning_effort")
+        if not isinstance(own, dict):
+            raise RequestError("`chat_template_kwargs` must be an object", param="chat_template_kwargs")
+        tools = self.tools(body.get("tools"))
+        name = "tool_use" if tools and "tool_use" in self._templates else "default"
+        if name not in self._templates:
+            raise RequestError("this model has no chat template: use /v1/completions")
+        template, takes_parts = self._templates[name]
+        messages = [self._message(one, takes_parts) for one in listed(body.get("messages"), "messages")]
+        if not messages:
+            raise RequestError("`messages` must be a list with at least one message", param="messages")
+        asks, go_on = body.get("add_generation_prompt", True), bool(body.get("continue_final_message"))
+        if go_on and asks:
             raise RequestError("Cannot set both `continue_final_message` and `add_generation_prompt` to True.")
         if go_on:
-            messages = _mark_end(messages)
+            messages[-1] = _marked(messages[-1])
+        variables = {"documents": None, "tools": tools} | {name: one for name, one in own.items() if one is not None}
+        variables |= {name: body[name] for name in ("documents", "reasoning_effort") if body.get(name) is not None}
+        if effort is not None:
+            variables.setdefault("enable_thinking", effort != "none")
+        variables |= {"add_generation_prompt": asks, "messages": messages}
         try:
-            text = template.render({**self._special, **variables, "messages": messages})
+            text = template.render(self._special | variables)
         except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
             raise RequestError(f"the chat template refuses these messages: {error}") from None
-        return _cut(text) if go_on else text
+        return _up_to_mark(text) if go_on else text
 
-    def _shown(self, tools: list[dict] | None, given: Any) -> list[dict] | None:
-        """Return the tools that the template gets. `given`: what the request has in its own field."""
-        return tools
+    def tools(self, given: Any) -> list[dict] | None:
+        """Return tools as vLLM shows them to a template: the fields it knows, in its order, absent ones as null."""
+        if given is None:
+            return None
+        if not listed(given, "tools") or not all(_is_function(tool) for tool in given):
+            raise RequestError("`tools` must be a non-empty list of objects with a named `function`", param="tools")
+        return [_tool(tool, tool["function"]) for tool in given]
 
-
-def _knows_developer(template: str) -> bool:
-    return "'developer'" in template or '"developer"' in template
-
-
-def _without_developer(messages: list[dict]) -> list[dict]:
-    """For a template that does not name the role: as system messages, all of them merged into one at the front."""
-    if not any(message["role"] == "developer" for message in messages):
-        return messages
-    messages = [
-        {**{name: value for name, value in message.items() if name != "tools"}, "role": "system"}
-        if message["role"] == "developer"
-        else message
-        for message in messages
-    ]
-    if not any(message["role"] == "system" for message in messages[1:]):
-        return messages
-    said = [message["content"] for message in messages if message["role"] == "system"]
-    texts = [text if isinstance(text, str) else "\n".join(part["text"] for part in text) for text in said]
-    merged = {"role": "system", "content": "\n\n".join(filter(None, texts))}
-    return [merged, *(message for message in messages if message["role"] != "system")]
-
-
-def flag(body: dict, name: str, default: bool) -> bool:
-    """A field that is true or false, as pydantic reads it: null is neither."""
-    value = body.get(name, default)
-    if isinstance(value, str):
-        value = FLAGS.get(value.lower())
-    if value is None or value not in (0, 1):
-        raise RequestError(f"`{name}` must be true or false", param=name)
-    return bool(value)
-
-
-def _variables(body: dict) -> dict[str, Any]:
-    """What the template gets besides the messages. The request's fields win over variables of its own, but for tools;
-    what is null or "auto" is not given."""
-    own = body.get("chat_template_kwargs")
-    if not isinstance(own, dict | None):
-        raise RequestError("`chat_template_kwargs` must be an object", param="chat_template_kwargs")
-    own, effort = own or {}, body.get("reasoning_effort")
-    said = {
-        "documents": body.get("documents"),
-        "reasoning_effort": effort,
-        "add_generation_prompt": flag(body, "add_generation_prompt", True),
-        "continue_final_message": flag(body, "continue_final_message", False),
-    }
-    if effort is not None and "enable_thinking" not in own:
-        said["enable_thinking"] = effort != "none"
-    given = own | {name: value for name, value in said.items() if value not in (None, "auto")}
-    given = {name: value for name, value in given.items() if value not in (None, "auto")}
-    if TAKEN & given.keys() or given.get("return_assistant_tokens_mask"):
-        wrong = min(TAKEN & given.keys(), default="return_assistant_tokens_mask")
-        raise RequestError(f"got multiple values for keyword argument {wrong!r}", param="chat_template_kwargs")
-    # vLLM hands on what is no global name of Jinja's
-    given = {name: value for name, value in given.items() if name not in jinja2.defaults.DEFAULT_NAMESPACE}
-    # also with tool_choice "none": vLLM leaves tools out only on a flag
-    given = {"tools": _tools(body.get("tools")), "documents": None} | given
-    for name in ("tools", "documents"):
-        items = given[name]
-        if items is not None and (not isinstance(items, list) or not all(isinstance(item, dict) for item in items)):
-            raise RequestError(f"`{name}` must be a list of objects", param=name)
-    return given
-
-
-def _mark_end(messages: list[dict]) -> list[dict]:
-    """A mark after the final message's text, to cut the rendered prompt there."""
-    last = dict(messages[-1])
-    if isinstance(last.get("content"), list):
-        last["content"] = parts = [dict(part) for part in last["content"]]
-        texts = [part for part in parts if part.get("type") == "text"]
-        if not texts:
-            raise RequestError("`continue_final_message` needs a final message with text")
-        texts[-1]["text"] += CUT
-    else:
-        last["content"] = (last.get("content") or "") + CUT
-    return [*messages[:-1], last]
-
-
-def _cut(text: str) -> str:
-    """Up to the mark. A template that strips the mark's trailing blank would have stripped the text's as well."""
-    at = text.rfind(CUT.rstrip())
-    if at < 0:
-        raise RequestError(
-            "`continue_final_message` is set but the final message does not appear in the chat after "
-            "applying the chat template"
-        )
-    return text[:at] if text.startswith(CUT, at) else text[:at].rstrip()
-
-
-def _tools(tools: Any) -> list[dict] | None:
-    """Tools as vLLM hands them to a template: the fields it knows, in its order, absent ones as null."""
-    if tools is None:
-        return None
-    if (
-        not isinstance(tools, list)
-        or not tools
-        or not all(
-            isinstance(tool, dict)
-            and isinstance(tool.get("function"), dict)
-            and isinstance(tool["function"].get("name"), str)
-            for tool in tools
-        )
-    ):
-        raise RequestError("`tools` must be a non-empty list of objects with a named `function`", param="tools")
-    return [_tool(tool, tool["function"]) for tool in tools]
-
-
-def _tool(tool: dict, function: dict) -> dict:
-    seen = {name: function.get(name) for name in ("name", "description", "parameters")}
-    made = {"type": "function", "function": seen}
-    if function.get("strict") is not None:
-        seen["strict"] = function["strict"]
-    outer = tool.get("defer_loading")
-    inner = function.get("defer_loading")
-    if inner is not None or outer is not None:
-        seen["defer_loading"] = outer if inner is None else inner
-    if outer is not None:
-        made["defer_loading"] = outer
-    return made
+    def _message(self, message: Any, takes_parts: bool) -> dict:
+        """Return a message as a template sees it: its content as text or parts, a tool's arguments as an object."""
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise RequestError("each message must be an object with a `role`", param="messages")
+        seen = {name: message[name] for name in ("role", "name", "tool_call_id") if message.get(name) is not None}
+        texts = _texts(message.get("content"))
+        if seen["role"] == "system":
+            texts = [text.partition("\n")[2] if text.startswith(ATTRIBUTION) else text for text in texts]
+        if takes_parts and seen["role"] != "tool":
+            seen["content"] = [{"type": "text", "text": text} for text in texts]
+        else:
+            seen["content"] = self.between_parts.join(filter(None, texts))
+        if seen["role"] == "assistant":
+            if (thought := message.get("reasoning") or message.get("reasoning_content")) is not None:
+                seen |= dict.fromkeys(("thinking", "reasoning", "reasoning_content"), thought)
+            if calls := listed(message.get("tool_calls"), "tool_calls"):
+                seen["tool_calls"] = [_call(call) for call in calls]
+        return seen
 
 
 def listed(given: Any, name: str) -> list:
-    """An optional list of a request."""
+    """Return an optional list of a request, [] where there is none. Raises RequestError for what is no list."""
     if given is not None and not isinstance(given, list):
         raise RequestError(f"`{name}` must be a list", param=name)
     return given or []
 
 
-def conversation(messages: Any, takes_parts: bool, between_parts: str = "\n") -> list[dict]:
-    """Messages as a template sees them: only the fields vLLM passes on, text or parts, arguments as objects."""
-    if not isinstance(messages, list) or not messages:
-        raise RequestError("`messages` must be a list with at least one message", param="messages")
-    return [_message(message, takes_parts, between_parts) for message in messages]
+def _is_function(tool: Any) -> bool:
+    function = tool.get("function") if isinstance(tool, dict) else None
+    return isinstance(function, dict) and isinstance(function.get("name"), str)
 
 
-def _message(message: Any, takes_parts: bool, between_parts: str) -> dict:
-    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise RequestError("each message must be an object with a `role`", param="messages")
-    role, seen = message["role"], {}
-    reasoning = message.get("reasoning")
-    if reasoning is None:
-        reasoning = message.get("reasoning_content")
-    if role == "assistant" and reasoning is not None:
-        seen["thinking"] = seen["reasoning"] = seen["reasoning_content"] = reasoning
-    parts = _parts(message.get("content"), role == "system")
-    texts = [part.get("text", part.get("name")) for part in parts]
-    # vLLM drops empty texts, but not empty parts
-    as_text = between_parts.join(texts if takes_parts else filter(None, texts))
-    has_parts = takes_parts and (role != "tool" or any(part["type"] != "text" for part in parts))
-    seen |= {"role": role, "content": parts if has_parts else as_text}
-    if role == "assistant" and message.get("tool_calls"):
-        seen["tool_calls"] = [_call(call) for call in listed(message["tool_calls"], "tool_calls")]
-    if role == "tool" and message.get("tool_call_id") is not None:
-        seen["tool_call_id"] = message["tool_call_id"]
-    if role == "developer" and message.get("tools") is not None:
-        seen["tools"] = message["tools"]
-    return seen | {name: message[name] for name in ("name", "task") if isinstance(message.get(name), str)}
+def _tool(tool: dict, function: dict) -> dict:
+    shown = {name: function.get(name) for name in ("name", "description", "parameters")}
+    deferred = tool.get("defer_loading")
+    more = {"strict": function.get("strict"), "defer_loading": function.get("defer_loading", deferred)}
+    made = {"type": "function", "function": shown | {name: one for name, one in more.items() if one is not None}}
+    return made if deferred is None else made | {"defer_loading": deferred}
 
 
-def _parts(content: Any, system: bool) -> list[dict]:
-    """A message's content as texts and names of tools. From system text vLLM drops a first line that changes with every
-    request."""
-    if content is None or isinstance(content, str):
-        content = [] if content is None else [content]
-    elif not isinstance(content, list):
-        raise RequestError("`content` must be text or a list of parts", param="messages")
-    parts = []
-    for part in content:
-        if isinstance(part, dict) and part.get("type") == "tool_reference":
-            name = part.get("name") or part.get("tool_reference")
-            if not isinstance(name, str):
-                raise RequestError("a `tool_reference` must name a tool", param="messages")
-            parts.append({"type": "tool_reference", "name": name})
-            continue
-        text = _part(part)
-        if (
-            system
-            and text
-            and text.startswith("x-anthropic-billing-header")
-            and (isinstance(part, str) or part["type"] == "text")
-        ):
-            text = text.partition("\n")[2] or None
-        if text is not None:
-            parts.append({"type": "text", "text": text})
-    return parts
-
-
-def _part(part: Any) -> str | None:
-    if isinstance(part, str):
-        return part
-    kind = part.get("type") if isinstance(part, dict) else None
-    if kind not in ("text", "input_text", "output_text", "refusal", "thinking"):
-        raise RequestError(f"this model takes text only, not a content part of type {kind!r}", param="messages")
-    text = part.get(kind if kind in ("refusal", "thinking") else "text")
-    if text is not None and not isinstance(text, str):
-        raise RequestError("a content part's text must be a string", param="messages")
-    return text
+def _texts(content: Any) -> list[str]:
+    """Return the texts of a message's content; a reference to a tool counts with the tool's name."""
+    texts = []
+    for part in [content] if isinstance(content, str) else listed(content, "messages"):
+        kind = "text" if isinstance(part, str) else part.get("type") if isinstance(part, dict) else None
+        if kind == "tool_reference":
+            text = part.get("name")
+        elif kind in TEXT_PARTS:
+            text = part if isinstance(part, str) else part.get(kind if kind in ("refusal", "thinking") else "text")
+        else:
+            raise RequestError(f"this model takes text only, not a content part of type {kind!r}", param="messages")
+        if text is not None and not isinstance(text, str):
+            raise RequestError("a content part's text must be a string", param="messages")
+        texts += [] if text is None else [text]
+    return texts
 
 
 def _call(call: Any) -> dict:
-    """A tool call with its arguments as an object; what is no JSON object becomes an empty one."""
+    """Return a tool call with its arguments as an object; what is no JSON object becomes an empty one."""
     if not isinstance(call, dict) or not isinstance(call.get("function"), dict):
         raise RequestError("each tool call must be an object with a `function`", param="messages")
     arguments = call["function"].get("arguments")
@@ -441,3 +238,21 @@ def _call(call: Any) -> dict:
         except ValueError:
             arguments = None
     return {**call, "function": {**call["function"], "arguments": arguments if isinstance(arguments, dict) else {}}}
+
+
+def _marked(message: dict) -> dict:
+    """Return the final message with a mark after its text, where the rendered prompt is cut."""
+    content = message["content"]
+    if isinstance(content, str):
+        return message | {"content": content + MARK}
+    if not content:
+        raise RequestError("`continue_final_message` needs a final message with text")
+    return message | {"content": [*content[:-1], content[-1] | {"text": content[-1]["text"] + MARK}]}
+
+
+def _up_to_mark(text: str) -> str:
+    """Cut a prompt at the mark. A template that strips the mark's blank would have stripped the text's as well."""
+    at = text.rfind(MARK.rstrip())
+    if at < 0:
+        raise RequestError("`continue_final_message` is set, but the chat template does not show the final message")
+    return text[:at] if text.startswith(MARK, at) else text[:at].rstrip()

@@ -1,6 +1,5 @@
 """Fields and template variables by which a client steers the rendering: of what vLLM takes the gateway makes the same
-ids, or says that it does not know them, and the simulated engine does as vLLM does. vLLM's own serving classes are
-asked, without an engine."""
+ids, or says that it does not know them. vLLM's own serving classes are asked, without an engine."""
 
 import json
 import os
@@ -12,12 +11,10 @@ import pytest
 from gateway.errors import ApiError
 from gateway.prompt.pipeline import Pipeline
 from replicas.engines.vllm.versions import version_quirks
-from replicas.simulated import requests
 from replicas.simulated.model import sim_model_dir
-from replicas.simulated.tokens import RequestError, Tokens
 
 from ..gateway.prompt.reference import model_dir
-from .bodies import CHAT, COMPLETIONS, MESSAGES, RESPONSES
+from .bodies import RESPONSES
 from .engines import ENVIRONMENT, tiny_model, version
 from .odd_bodies import STEERED
 
@@ -26,12 +23,6 @@ pytestmark = pytest.mark.exact
 RENDERING = Path(__file__).with_name("rendering.py")
 NAMES = ("sim", "qwen3", "llama3_2")
 CONTEXT = 131_072
-ASKS = {
-    CHAT: requests.chat,
-    COMPLETIONS: requests.completion,
-    RESPONSES: requests.responses,
-    MESSAGES: requests.anthropic,
-}
 
 
 @pytest.fixture(scope="module")
@@ -76,21 +67,3 @@ def test_the_gateway_makes_the_same_ids_of_what_vllm_takes(rendered, model):
     # whether a null reaches the template is not certain of every version, and the demo model's names the role
     assert all(name.startswith("developer") for name in declined), declined
     assert len(equal) >= 40
-
-
-@pytest.mark.parametrize("model", NAMES)
-def test_the_simulated_engine_does_as_vllm_does(rendered, model):
-    if version() < (0, 32):
-        pytest.skip("it follows the newest version")
-    folder, theirs = rendered[model]
-    tokens, wrong = Tokens(folder).within(CONTEXT), []
-    for name, ids in theirs.items():
-        path, body = STEERED[name]
-        try:
-            [made] = ASKS[path](body, tokens).prompts
-        except RequestError as error:
-            assert error.status == 400
-            made = None
-        if made != ids:
-            wrong.append((name, made, ids))
-    assert not wrong

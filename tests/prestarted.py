@@ -28,6 +28,7 @@ MAINS = {
     "gateway": "gateway.cli",
     "replicas.simulated": "replicas.simulated.cli",
     "tests.gateway.ending": "tests.gateway.ending",
+    "tests.gateway.sglang_engine": "tests.gateway.sglang_engine",
 }
 LATER = ("gateway.app", "replicas.simulated.server")
 ROOT = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))

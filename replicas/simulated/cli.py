@@ -11,7 +11,7 @@ from pathlib import Path
 from replicas.arguments import positive, whole
 from replicas.ports import cannot_listen, port
 
-ABOUT = "Run one simulated engine behind the endpoints, metrics and KV events of vLLM or SGLang."
+ABOUT = "Run one simulated engine behind the endpoints, metrics and KV events of vLLM."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,13 +53,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="who waits goes first come first served, or by priority",
     )
     parser.add_argument("--max-num-batched-tokens", type=whole, metavar="N", help="tokens in one step")
-    parser.add_argument(
-        "--speaks",
-        choices=("vllm", "sglang"),
-        default="vllm",
-        help="whose endpoints, metrics and KV events it has; as sglang it caches in pages of --block-size tokens, 1 by "
-        "default, in as much memory (default: %(default)s)",
-    )
     group = parser.add_argument_group("slower tiers behind the cache, as vLLM's offloading connector has them")
     group.add_argument("--cpu-blocks", type=int, metavar="N", help="KV blocks that host memory has room for")
     group.add_argument("--disk-blocks", type=int, metavar="N", help="KV blocks that a disk behind it has room for")
@@ -133,26 +126,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _profile(args: argparse.Namespace):
     from .profile import load_profile
 
-    num_blocks, block_size = args.num_blocks, args.block_size
-    if args.speaks != "vllm" and (args.windows or args.cpu_blocks or args.disk_blocks or args.kv_connector):
-        raise ValueError(
-            f"--speaks {args.speaks}: only its one cache is simulated, without tiers, windows or other engines' connectors"
-        )
-    if args.speaks == "sglang":
-        whole, block_size = load_profile(args.profile), block_size or 1
-        num_blocks = num_blocks or whole.num_blocks * whole.block_size // block_size
     return load_profile(
         args.profile,
         speedup=args.speedup,
-        num_blocks=num_blocks,
-        block_size=block_size,
+        num_blocks=args.num_blocks,
+        block_size=args.block_size,
         max_model_len=args.max_model_len,
         max_num_seqs=args.max_num_seqs,
         scheduling_policy=args.scheduling_policy,
         max_num_batched_tokens=args.max_num_batched_tokens,
         cpu_blocks=args.cpu_blocks,
         disk_blocks=args.disk_blocks,
-        chunk_blocks=args.chunk_blocks or _chunk_blocks(args, block_size),
+        chunk_blocks=args.chunk_blocks or _chunk_blocks(args),
         lmcache=args.lmcache or None,
         windows=tuple(args.windows) if args.windows is not None else None,
         retention=args.retention,
@@ -161,14 +146,14 @@ def _profile(args: argparse.Namespace):
     )
 
 
-def _chunk_blocks(args: argparse.Namespace, block_size: int | None) -> int | None:
+def _chunk_blocks(args: argparse.Namespace) -> int | None:
     """Of LMCache's chunks; None: as the profile says."""
     if not args.lmcache:
         return None
     from .lmcache import CHUNK_TOKENS
     from .profile import load_profile
 
-    return CHUNK_TOKENS // (block_size or load_profile(args.profile).block_size)
+    return CHUNK_TOKENS // (args.block_size or load_profile(args.profile).block_size)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -201,14 +186,13 @@ def _check_ports(args: argparse.Namespace) -> None:
             raise ValueError(f"{one} and {other} cannot share {given[one]}")
 
 
-def _load(model_dir: Path, seed: int, speaks: str) -> tuple:
+def _load(model_dir: Path, seed: int) -> tuple:
     """Return the tokenizer and the replies of the model; raise ValueError if they cannot be made."""
     from .replies import Replies
-    from .sglang import SglangTokens
     from .tokens import Tokens
 
     try:
-        tokens = (SglangTokens if speaks == "sglang" else Tokens)(model_dir)
+        tokens = Tokens(model_dir)
         return tokens, Replies(tokens, seed)
     except Exception as error:  # of the tokenizers' own kinds
         raise ValueError(f"--model {model_dir}: {error}") from error
@@ -241,11 +225,10 @@ async def _serve(args: argparse.Namespace, profile, model_dir: Path) -> int:
 def _publisher(args: argparse.Namespace, profile):
     """Of its KV events, if it has any."""
     from .publisher import Publisher
-    from .sglang import PagePublisher
 
     if args.no_events:
         return None
-    return (PagePublisher if args.speaks == "sglang" else Publisher)(
+    return Publisher(
         args.host,
         args.events_port,
         args.replay_port,
@@ -261,24 +244,22 @@ def _publisher(args: argparse.Namespace, profile):
 
 async def _listen(args: argparse.Namespace, profile, model_dir: Path, publisher):
     """The engine, its server, and the port that it listens on. Raises OSError and ValueError."""
-    loading = asyncio.get_running_loop().run_in_executor(None, _load, model_dir, args.seed, args.speaks)
+    loading = asyncio.get_running_loop().run_in_executor(None, _load, model_dir, args.seed)
     from aiohttp import web
 
     from .engine import Engine
     from .metrics import Metrics
     from .runner import Runner
     from .server import HEAD_BYTES, KEEP_ALIVE, Server
-    from .sglang import SglangMetrics, SglangServer
     from .transfers import Transfers
     from .wires import WIRES
 
     tokens, replies = await loading
     engine = Engine(profile, every_token=True)
-    server_of, metrics_of = (SglangServer, SglangMetrics) if args.speaks == "sglang" else (Server, Metrics)
-    metrics = metrics_of(engine, args.served_model_name)
+    metrics = Metrics(engine, args.served_model_name)
     metrics.cache_dtype, metrics.has_nixl = args.kv_cache_dtype, args.kv_connector in ("nixl", "llm-d")
     runner = Runner(engine, metrics, publisher, args.seed)
-    server = server_of(
+    server = Server(
         runner,
         tokens,
         replies,

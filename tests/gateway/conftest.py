@@ -22,7 +22,11 @@ class Engine:
             self.process = prestarted.Prestarted(*command)
         else:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", *command], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+                [sys.executable, "-m", *command],
+                cwd=prestarted.ROOT,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                text=True,
             )
 
     def wait(self) -> "Engine":
@@ -42,11 +46,13 @@ class Engine:
 
 @pytest.fixture(scope="module")
 def start_engine():
-    """`start_engine(*flags)` starts one, `.wait()` waits for it; all are stopped after the module's tests."""
+    """`start_engine(*flags)` starts one, as SGLang with `sglang=True`, `.wait()` waits for it; all are stopped after
+    the module's tests."""
     started: list[Engine] = []
 
-    def start(*flags: str) -> Engine:
-        started.append(Engine(*flags))
+    def start(*flags: str, sglang: bool = False) -> Engine:
+        program = "tests.gateway.sglang_engine" if sglang else "replicas.simulated"
+        started.append(Engine(*flags, program=(program,)))
         return started[-1]
 
     yield start

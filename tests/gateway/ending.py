@@ -19,7 +19,8 @@ from gateway.proxy import deadlines
 from replicas import State
 from replicas.simulated import cli
 from replicas.simulated.server import Server
-from replicas.simulated.sglang import SglangServer
+
+from . import sglang_engine
 
 
 def _engine(kind: str, args: Sequence[str]) -> int:
@@ -41,9 +42,9 @@ def _engine(kind: str, args: Sequence[str]) -> int:
         steps.cancel()
         os._exit(0)
 
-    Server._empty = SglangServer._health = health
+    Server._empty = sglang_engine.SglangServer._health = health
     cli._until_told = until_told
-    return cli.main(list(args))
+    return sglang_engine.main(args) if kind == "sick" else cli.main(list(args))
 
 
 def main(argv: Sequence[str]) -> int:

@@ -59,7 +59,7 @@ async def has_two(engine: Engine) -> None:
             await asyncio.sleep(0.01)
 
 
-@pytest.mark.parametrize("flags", [("closes",), ("sick", "--speaks", "sglang")], ids=["uvicorn's", "SGLang's"])
+@pytest.mark.parametrize("flags", [("closes",), ("sick",)], ids=["uvicorn's", "SGLang's"])
 async def test_engines_that_are_replaced_in_turn_under_load_lose_no_answer(flags):
     answers, numbers, over = [], itertools.count(), asyncio.Event()
 
@@ -93,7 +93,7 @@ async def test_engines_that_are_replaced_in_turn_under_load_lose_no_answer(flags
     assert [one for one in answers if one != (200, TOKENS)] == [] and torn == 0
 
 
-@pytest.mark.parametrize("flags", [("closes",), ("sick", "--speaks", "sglang")], ids=["uvicorn's", "SGLang's"])
+@pytest.mark.parametrize("flags", [("closes",), ("sick",)], ids=["uvicorn's", "SGLang's"])
 async def test_what_an_engine_had_that_is_killed_while_it_ends_is_answered_elsewhere_or_told(flags):
     """As Kubernetes does after the grace period. A stream that has begun ends with an error event."""
     dies, stays = [await started(*flags) for _ in range(2)]

@@ -119,7 +119,7 @@ def name(engine) -> str:
 
 async def test_both_kinds_deliver_what_is_predicted_also_after_evictions(start_engine):
     whole = start_engine("--num-blocks", "160")
-    pages = [start_engine("--speaks", "sglang", *CACHE, *more) for more in ((), ("--event-encoding", "array"))]
+    pages = [start_engine(*CACHE, sglang=True) for _ in range(2)]
     for engine in (whole, *pages):
         engine.wait()
     async with house(whole, *pages, policy="random") as home:
@@ -135,7 +135,7 @@ async def test_both_kinds_deliver_what_is_predicted_also_after_evictions(start_e
 
 
 async def test_prompts_are_hashed_in_blocks_of_sixteen_whatever_pages_events_tell(start_engine):
-    async with house(start_engine("--speaks", "sglang", "--num-blocks", "26000").wait()) as home:
+    async with house(start_engine("--num-blocks", "26000", sglang=True).wait()) as home:
         ((replica, intake),) = home.gateway.intakes.items()
         await home.converse(Talks(3), 5)
         home.gateway._care_for(home.gateway.proxy.backends[replica], {})
@@ -143,7 +143,7 @@ async def test_prompts_are_hashed_in_blocks_of_sixteen_whatever_pages_events_tel
 
 
 async def test_one_that_is_killed_and_comes_back_holds_nothing(start_engine):
-    first, other = (start_engine("--speaks", "sglang", *CACHE).wait() for _ in range(2))
+    first, other = (start_engine(*CACHE, sglang=True).wait() for _ in range(2))
     async with house(first, other, policy="random") as home:
         talks = Talks(2)
         await home.converse(talks, 20)
@@ -151,7 +151,7 @@ async def test_one_that_is_killed_and_comes_back_holds_nothing(start_engine):
         first.process.wait(20)
         await home.until(lambda: len(home.ready()) == 1)
         await home.converse(talks, 10)
-        again = start_engine("--speaks", "sglang", *CACHE, "--port", str(first.port)).wait()
+        again = start_engine(*CACHE, "--port", str(first.port), sglang=True).wait()
         assert again.port == first.port
         await home.until(lambda: len(home.ready()) == 2)
         found = await home.converse(talks, 30)
@@ -161,7 +161,7 @@ async def test_one_that_is_killed_and_comes_back_holds_nothing(start_engine):
 
 @pytest.mark.parametrize("fault", ["drop", "reorder"])
 async def test_events_that_are_lost_or_out_of_order_are_made_up_for(start_engine, fault):
-    engine = start_engine("--speaks", "sglang", *CACHE).wait()
+    engine = start_engine(*CACHE, sglang=True).wait()
     async with house(engine) as home:
         talks = Talks(3)
         await home.converse(talks, 5)
@@ -172,7 +172,7 @@ async def test_events_that_are_lost_or_out_of_order_are_made_up_for(start_engine
 
 
 async def test_pages_as_large_as_blocks_need_no_putting_together(start_engine):
-    engine = start_engine("--speaks", "sglang", "--block-size", "32", "--num-blocks", "90").wait()
+    engine = start_engine("--block-size", "32", "--num-blocks", "90", sglang=True).wait()
     async with house(engine) as home:
         found = await home.converse(Talks(4), 25)
         assert not any(tokens % 32 for cached in found.values() for tokens in cached)
@@ -181,7 +181,7 @@ async def test_pages_as_large_as_blocks_need_no_putting_together(start_engine):
 
 
 async def test_ids_are_sent_beside_messages_once_they_are_shown_to_be_the_same(start_engine):
-    engine = start_engine("--speaks", "sglang").wait()
+    engine = start_engine(sglang=True).wait()
     async with house(engine) as home:
         text = "All the world's a stage, and all the men and women merely players. " * 200
         for n in range(12):

@@ -24,11 +24,11 @@ from replicas import Replica
 from replicas.engines.sglang import SGLANG
 from replicas.engines.vllm import VLLM
 from replicas.simulated.model import sim_model_dir
-from replicas.simulated.sglang import SglangTokens
 
 from ..prompt.families import FAMILIES
 from ..prompt.read_once import tokenizers_read_once
 from ..running import running
+from ..sglang_engine import SglangTokens
 
 LONG = "All the world's a stage, and all the men and women merely players. " * 80
 

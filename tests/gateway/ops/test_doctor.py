@@ -122,7 +122,7 @@ def test_blocks_of_many_gpus_are_tried_in_the_size_that_events_tell(capsys, star
     pages of its blocks."""
     monkeypatch.setattr(trial, "EVENT_SECONDS", 1.0)
     wide = start_engine("--block-size", "128", "--decode-context-parallel-size", "16", "--num-blocks", "90")
-    pages = start_engine("--speaks", "sglang", "--num-blocks", "26000")
+    pages = start_engine("--num-blocks", "26000", sglang=True)
     code, found = examine(capsys, "--replica-url", wide.wait().url)
     assert (code, found["events"][0]) == (0, "ok") and re.match(r"(\d+) of \1 blocks", found["events"][1]), found
     code, found = examine(capsys, "--replica-url", pages.wait().url)

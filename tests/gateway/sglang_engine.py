@@ -1,27 +1,28 @@
-"""What is otherwise where the simulated engine speaks as SGLang does: it tells of itself in /server_info, its series
-have other names, and its events are of pages, each of which has one copy.
+"""`python -m tests.gateway.sglang_engine`: a simulated engine that looks like SGLang to a gateway.
 
-Read in SGLang 0.5.23. Its radix tree finds a prompt to the page, so with pages of one token (its default, and here) to
-the token, but for the last one. Unlike there, an answer's tokens are found while it is still being written, errors have
-the form that vLLM gives them, and eviction goes page by page.
+It describes itself in /server_info, its metrics have other names, and its events are of pages, each of which has one
+copy. Read in SGLang 0.5.23. Its radix tree finds a prompt to the page, so with pages of one token (its default, and
+here) to the token, but for the last one. Unlike there, an answer's tokens are found while it is still being written,
+errors have the form that vLLM gives them, and eviction goes page by page.
 """
 
 import asyncio
-import time
+import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from aiohttp import web
 
-from . import dialects, requests
-from .engine import Cleared, Removed, Stored
-from .metrics import Metrics
-from .publisher import Publisher
-from .requests import Asked
-from .runner import Generation
-from .server import Server, reply_json
-from .tokens import Tokens
+from replicas.simulated import cli, dialects, metrics, publisher, requests, server, tokens
+from replicas.simulated.engine import Cleared, Removed, Stored
+from replicas.simulated.metrics import Metrics
+from replicas.simulated.profile import load_profile
+from replicas.simulated.publisher import Publisher
+from replicas.simulated.requests import Asked
+from replicas.simulated.runner import Generation
+from replicas.simulated.server import Server, reply_json
+from replicas.simulated.tokens import Tokens
 
 VERSION = "0.5.23"
 HEALTH_SECONDS = 1.0  # it looks once a second whether anything was computed since it was asked
@@ -134,22 +135,18 @@ class SglangMetrics(Metrics):
 
 
 class PagePublisher(Publisher):
-    """Events of pages. As maps, those that follow on are told together; as arrays each page has an event of its own,
-    without the fields that say nothing."""
+    """Publishes events of pages; those that follow on are in one event."""
 
     def __init__(self, *args):
         super().__init__(*args)
         self._copies: Counter[int] = Counter()  # of each page, of which the tree has one
-
-    def _batch(self, events: list) -> list:
-        return [time.time(), events, 0] if self.encoding == "map" else [time.time(), events]
 
     def _told(self, events: list[Stored | Removed | Cleared], tokens_of) -> list:
         told: list = []
         for event in events:
             if type(event) is Cleared:
                 self._copies.clear()
-                told.append({"type": "AllBlocksCleared"} if self.encoding == "map" else ["AllBlocksCleared"])
+                told.append({"type": "AllBlocksCleared"})
             elif type(event) is Removed:
                 told += self._gone(event.keys)
             else:
@@ -163,13 +160,7 @@ class PagePublisher(Publisher):
             if self._copies[key] <= 0:
                 del self._copies[key]
                 gone.append(_signed(key))
-        if not gone:
-            return []
-        return [
-            {"type": "BlockRemoved", "block_hashes": gone, "medium": "GPU"}
-            if self.encoding == "map"
-            else ["BlockRemoved", gone]
-        ]
+        return [{"type": "BlockRemoved", "block_hashes": gone, "medium": "GPU"}] if gone else []
 
     def _new(self, event: Stored, ids, adapter=None, adapter_id=None, salt=None) -> list:
         told, run, size = [], [], self.block_size
@@ -190,14 +181,10 @@ class PagePublisher(Publisher):
                 end()
                 continue
             run.append(at)
-            if self.encoding == "array":
-                end()
         end()
         return told
 
     def _stored(self, keys: list[int], parent: int | None, tokens: list[int], adapter: str | None, salt: str | None):
-        if self.encoding == "array":
-            return ["BlockStored", keys, parent, tokens, self.block_size, None]
         told = {"type": "BlockStored", "block_hashes": keys, "parent_block_hash": parent, "token_ids": tokens,
                 "block_size": self.block_size, "lora_id": None, "medium": "GPU"}  # fmt: skip
         more = {"cache_salt": salt, "lora_name": adapter}
@@ -206,3 +193,24 @@ class PagePublisher(Publisher):
 
 def _signed(key: int) -> int:
     return key - (1 << 64) if key >> 63 else key
+
+
+def take_place() -> None:
+    """Let the simulated engine's command line start these in place of vLLM's."""
+    tokens.Tokens, publisher.Publisher = SglangTokens, PagePublisher
+    metrics.Metrics, server.Server = SglangMetrics, SglangServer
+
+
+def flags(given: Sequence[str]) -> list[str]:
+    """Return the flags with pages of one token and as much memory as the profile has, unless they say otherwise."""
+    profile = load_profile("cpu-tiny")
+    return ["--block-size", "1", "--num-blocks", str(profile.num_blocks * profile.block_size), *given]
+
+
+def main(argv: Sequence[str]) -> int:
+    take_place()
+    return cli.main(flags(argv))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -47,7 +47,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("--num-blocks", options.whole, "N", None, "KV blocks of an engine; where a profile has decode times by the share of the cache in use, as gpu-8b, more "
          "of them also make it faster (default: the profile's)"),
         ("--cpu-blocks", options.whole, "N", None, "KV blocks that an engine keeps in host memory (default: 0)"),
-        ("--disk-blocks", options.whole, "N", None, "KV blocks that it keeps on a disk behind that (default: 0)"),
         ("--speeds", _speeds, "X,X", None, "engines run so many times as fast as the profile says, in turn: 1,0.5 makes every other one half as fast"),
         ("--outage", [_outage], "REPLICA:FROM[:TO]", [],
          "lose a replica (from 0) at a second of the run, and have it back, empty, at another; may be repeated"),
@@ -72,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("--event-loss", options.share, "SHARE", 0.0, "of the batches of events; what is lost comes with the next one, by replay (default %(default)g)"),
         ("--losses-unseen", None, None, False, "lost events are never missed, nor replayed"),
         ("--pulls", None, None, False, "engines fetch prompts from one another's host memory where that costs less"),
-        ("--tiers-unseen", None, None, False, "events tell nothing of host memory and disk"),
+        ("--tiers-unseen", None, None, False, "events tell nothing of host memory"),
         ("--client-max-tokens", limits.CLIENTS, None, "mixed",
          "the max_tokens that gateways see: none, exactly each reply's length, as `loadgen run` sends it, or what clients send: a third each none, "
          "a round number above all, a bound near their own replies (default %(default)s)"),
@@ -111,7 +110,7 @@ def _outage(text: str) -> Outage:
 
 def fleet_of(args: argparse.Namespace) -> tuple[list[Profile], list[str] | None]:
     """The engines' profiles, and their roles if there are pools. Raises BadOption."""
-    changes = {"num_blocks": args.num_blocks, "cpu_blocks": args.cpu_blocks, "disk_blocks": args.disk_blocks}
+    changes = {"num_blocks": args.num_blocks, "cpu_blocks": args.cpu_blocks}
     if args.pools is not None:
         if args.replicas is not None or args.speeds is not None:
             raise options.BadOption(
@@ -323,7 +322,7 @@ def described(args: argparse.Namespace, fleet: Setting) -> dict[str, object]:
         "profile": profile.name,
         "num_blocks": profile.num_blocks,
         "block_size": profile.block_size,
-        **({"cpu_blocks": profile.cpu_blocks, "disk_blocks": profile.disk_blocks} if profile.cpu_blocks else {}),
+        **({"cpu_blocks": profile.cpu_blocks} if profile.cpu_blocks else {}),
         **({} if fleet.tiers_known else {"tiers_known": False}),
         **({"pulls": True} if fleet.pulls else {}),
         "speeds": args.speeds or [1.0],

@@ -55,7 +55,7 @@ class Sequence:
         self.run: Run | None = None  # what it fetches, or has fetched
         self.ready = 0.0  # when that is there
         self.stored = 0  # blocks that the engine's cache had from the start, or that were fetched to it
-        self.offered = 0  # chunks that slower tiers were offered
+        self.offered = 0  # chunks that host memory was offered
         self.beside: list[list[int | None]] = []  # block ids of further cache groups, see `Groups`
         self.junction = 0  # blocks that full attention had at admission, where the other groups had less
         self.wanted = -1  # prompt tokens to compute, as of when `outlook` first looked

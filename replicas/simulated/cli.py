@@ -53,9 +53,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="who waits goes first come first served, or by priority",
     )
     parser.add_argument("--max-num-batched-tokens", type=whole, metavar="N", help="tokens in one step")
-    group = parser.add_argument_group("slower tiers behind the cache, as vLLM's offloading connector has them")
+    group = parser.add_argument_group("host memory behind the cache, as vLLM's offloading connector has it")
     group.add_argument("--cpu-blocks", type=int, metavar="N", help="KV blocks that host memory has room for")
-    group.add_argument("--disk-blocks", type=int, metavar="N", help="KV blocks that a disk behind it has room for")
     group.add_argument("--chunk-blocks", type=whole, metavar="N", help="KV blocks that are moved at a time")
     group.add_argument(
         "--lmcache",
@@ -65,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--no-self-describing-events",
         action="store_true",
-        help="tell of copies in slower tiers by key alone, which is vLLM's default",
+        help="tell of copies in host memory by key alone, which is vLLM's default",
     )
     group = parser.add_argument_group("further cache groups, as of models whose layers are not all alike")
     group.add_argument(
@@ -101,12 +100,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--replay-port", type=port, default=0, metavar="PORT", help="ZMQ port for their replay")
     parser.add_argument("--events-topic", default="", metavar="TOPIC", help="topic of the events (default: empty)")
-    parser.add_argument(
-        "--event-encoding",
-        choices=("map", "array"),
-        default="map",
-        help="map as vLLM from 0.24 on, array as before (default: %(default)s)",
-    )
     parser.add_argument("--no-events", action="store_true", help="publish no KV events, which is vLLM's default")
     parser.add_argument(
         "--no-cached-tokens", action="store_true", help="leave cached_tokens out of usage, which is vLLM's default"
@@ -136,7 +129,6 @@ def _profile(args: argparse.Namespace):
         scheduling_policy=args.scheduling_policy,
         max_num_batched_tokens=args.max_num_batched_tokens,
         cpu_blocks=args.cpu_blocks,
-        disk_blocks=args.disk_blocks,
         chunk_blocks=args.chunk_blocks or _chunk_blocks(args),
         lmcache=args.lmcache or None,
         windows=tuple(args.windows) if args.windows is not None else None,
@@ -234,7 +226,6 @@ def _publisher(args: argparse.Namespace, profile):
         args.replay_port,
         profile.block_size,
         args.events_topic,
-        args.event_encoding,
         not args.no_self_describing_events,
         profile.chunk_blocks,
         profile.windows,

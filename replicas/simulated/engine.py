@@ -19,8 +19,9 @@ server sleeps that long; a simulation adds it to its virtual clock. Followed her
 - The key/value of a request's last output token is never computed.
 - With further cache groups (`groups`) each block of tokens takes one in every group, a hit is one in all of them, and
   what a window has passed is given back before new blocks are taken.
-- With slower tiers (`offload`), what a waiting request finds there behind its cached prefix is fetched while others go
-  on; it counts as cached from then on. One that is fetched to the end of its prompt computes the last token only.
+- With host memory behind it (`offload`), what a waiting request finds there behind its cached prefix is fetched while
+  others go on; it counts as cached from then on. One that is fetched to the end of its prompt computes the last token
+  only.
 
 Requests that only decode cost nothing in most steps: a request is looked at when it needs a block,
 fills one or ends, so a step's cost does not grow with the batch unless `every_token` is asked for. Steps in which
@@ -103,7 +104,7 @@ class Engine:
         return self._groups.longest(request_blocks, hits) if self._groups else hits
 
     def found(self, request_blocks: list[Key], prompt_tokens: int) -> int:
-        """As `cached`, with the blocks that follow in slower tiers."""
+        """As `cached`, with the blocks that follow in host memory."""
         start = self.cached(request_blocks, prompt_tokens)
         return self._offload.find(request_blocks, start, prompt_tokens // self._size).end if self._offload else start
 
@@ -212,7 +213,7 @@ class Engine:
 
     def reset_prefix_cache(self, external: bool = False) -> bool:
         """Forget every cached block; False while requests hold blocks. Told with the next step, as vLLM does. What
-        slower tiers have stays; with `external` host memory is emptied, too, which is not told."""
+        host memory has stays; with `external` it is emptied, too, which is not told."""
         if not self._pool.clear():
             return False
         if external and self._offload is not None:
@@ -379,7 +380,7 @@ class Engine:
         return pairs
 
     def _fetch(self, sequence: Sequence, hits: list[int], run: Run, step: Step) -> None:
-        """Begin to bring what slower tiers have."""
+        """Begin to bring what host memory has."""
         computed = min(run.end * self._size, sequence.tokens - 1)
         self._admit(sequence, hits, computed, run.end * self._size if self._offload.counts_last else computed)
         sequence.run, sequence.stored = run, len(hits)
@@ -423,7 +424,7 @@ class Engine:
         return -(-tokens // self._size)
 
     def _admit(self, sequence: Sequence, hits: list[int], computed: int, found: int = 0) -> None:
-        """`computed`: tokens that need not be; `found`: those in all tiers, if some are in slower ones."""
+        """`computed`: tokens that need not be; `found`: those here and in host memory, if some are there."""
         self._pool.use(hits)
         sequence.held = hits
         if self._groups:

@@ -24,11 +24,11 @@ class LMCache(Offload):
     counts_last = False
 
     def find(self, keys: Sequence[Key], start: int, blocks: int) -> Run:
-        """What follows the first `start` blocks of a prompt of `blocks` full ones, of all that is found."""
+        """Return what follows the first `start` blocks of a prompt of `blocks` full ones, of all that is found."""
         chunks = self.passes_on(keys[:blocks]) // self.chunk
         if chunks * self.chunk <= start:
-            return Run(start, [])
-        return Run(chunks * self.chunk, [(number, "cpu") for number in range(start // self.chunk, chunks)])
+            return Run(start, range(0))
+        return Run(chunks * self.chunk, range(start // self.chunk, chunks))
 
     def reset(self) -> None:
         """Its server is not asked to: LMCache's connectors have no such call."""

@@ -144,15 +144,13 @@ class Profile:
     retention: str = "replay"
     context_parallel: int = 1  # GPUs that have a share of each block's tokens; one's is what /metrics tells
     drops_block: bool = False  # computes the last block of what it finds again, as vLLM does with EAGLE and MTP
-    # Slower tiers: blocks of room in host memory and on a disk (0: there is no such tier), blocks that are moved at a
-    # time, and what a fetch takes: 128 KiB a token (Llama 3 8B in 16 bits) over PCIe 4.0 x16, and from NVMe.
+    # Host memory behind the cache: blocks of room (0: there is none), blocks that are moved at a time, and what a fetch
+    # takes: 128 KiB a token (Llama 3 8B in 16 bits) over PCIe 4.0 x16.
     cpu_blocks: int = 0
-    disk_blocks: int = 0
     chunk_blocks: int = 1
     lmcache: bool = False  # host memory is that of LMCache's server, which has chunks of 256 tokens by default
     kv_bytes_per_token: float = 131_072
     cpu_gb_per_s: float = 25.0
-    disk_gb_per_s: float = 6.0
     speedup: float = 1.0
 
     def __post_init__(self):
@@ -165,7 +163,7 @@ class Profile:
             raise ValueError(
                 f"profile {self.name}: scheduling_policy must be fcfs or priority, not {self.scheduling_policy!r}"
             )
-        for name in ("cpu_blocks", "disk_blocks", "chunk_blocks"):
+        for name in ("cpu_blocks", "chunk_blocks"):
             least = name == "chunk_blocks"
             if type(getattr(self, name)) is not int or getattr(self, name) < least:
                 raise ValueError(
@@ -180,12 +178,10 @@ class Profile:
         if self.drops_block and self.windows:
             raise ValueError(f"profile {self.name}: drops_block cannot be had with windows")
         if self.windows and self.cpu_blocks:
-            raise ValueError(f"profile {self.name}: windows cannot be had with slower tiers")
-        if self.lmcache and (not self.cpu_blocks or self.disk_blocks):
-            raise ValueError(f"profile {self.name}: lmcache needs cpu_blocks, and has no disk_blocks")
-        if self.disk_blocks and not self.cpu_blocks:
-            raise ValueError(f"profile {self.name}: disk_blocks needs cpu_blocks: what comes from a disk passes there")
-        for name in ("speedup", "kv_bytes_per_token", "cpu_gb_per_s", "disk_gb_per_s"):
+            raise ValueError(f"profile {self.name}: windows cannot be had with cpu_blocks")
+        if self.lmcache and not self.cpu_blocks:
+            raise ValueError(f"profile {self.name}: lmcache needs cpu_blocks")
+        for name in ("speedup", "kv_bytes_per_token", "cpu_gb_per_s"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"profile {self.name}: {name} must be above 0, not {getattr(self, name)!r}")
         if self.num_blocks < 2:

@@ -1,9 +1,9 @@
 """KV events over ZMQ as vLLM publishes them: a PUB socket, and a ROUTER that replays the last 10,000 batches.
 
 A batch is three frames: topic, sequence number (8 bytes, big endian, from 0), msgpack [time, events, rank].
-Events are tagged maps (vLLM 0.24 and later) or, with encoding "array", tagged arrays (before).
+Events are tagged maps, as from vLLM 0.24 on.
 
-Copies in slower tiers are told of in the forms that vLLM's offloading connector has: with `self_describing` tokens and
+Copies in host memory are told of in the forms that vLLM's offloading connector has: with `self_describing` tokens and
 parent for the blocks of each chunk, otherwise the last block's key of each chunk alone, without tokens and with size 0.
 With `lmcache` they are LMCache's (`lmcache.py`), which vLLM publishes among its own.
 """
@@ -26,7 +26,7 @@ from .keys import extra_keys
 from .steps import GroupKey, GroupStored
 
 KEPT = 10_000
-MEDIA = {"gpu": "GPU", "cpu": "CPU", "disk": "STORAGE"}
+MEDIA = {"gpu": "GPU", "cpu": "CPU"}
 END = (-1).to_bytes(8, "big", signed=True)
 log = logging.getLogger(__name__)
 
@@ -43,7 +43,6 @@ class Publisher:
         replay_port: int,
         block_size: int,
         topic: str = "",
-        encoding: str = "map",
         self_describing: bool = True,
         chunk: int = 1,
         windows: tuple[int, ...] = (),
@@ -51,7 +50,7 @@ class Publisher:
     ):
         self._windows = windows
         self._self_describing, self._chunk, self._lmcache = self_describing, chunk, lmcache
-        self.topic, self.block_size, self.encoding = topic, block_size, encoding
+        self.topic, self.block_size = topic, block_size
         self.sequence = 0
         self.drop = self.swap = 0  # so many batches are lost; so many are sent after their successor
         self.mute = False  # batches vanish without using a number: the engine just falls silent
@@ -96,7 +95,7 @@ class Publisher:
         """One batch. `tokens_of(owner of the request)` gives (ids, adapter's name, adapter's number, cache salt)."""
         if self.mute:
             return
-        payload = self._encode(self._batch(self._told(events, tokens_of)))
+        payload = self._encode([time.time(), self._told(events, tokens_of), 0])
         self._kept.append((self.sequence, payload))
         frames = [self.topic.encode(), self.sequence.to_bytes(8, "big"), payload]
         self.sequence += 1
@@ -111,39 +110,35 @@ class Publisher:
                 self._pub.send_multipart(self._held)
                 self._held = None
 
-    def _batch(self, events: list) -> list:
-        return [time.time(), events, 0]
-
     def _told(self, events: list[Stored | GroupStored | Removed | Cleared], tokens_of) -> list:
-        encode = self._as_map if self.encoding == "map" else self._as_array
         batch: list = []
         for event in events:
             if type(event) is GroupStored:
                 batch.append(self._in_group(event, *tokens_of(event.request.owner)))
             elif type(event) is not Cleared and event.tier != "gpu":
-                batch += self._of_lower_tier(event, encode, tokens_of)
+                batch += self._of_lower_tier(event, tokens_of)
             elif type(event) is Stored:
-                batch.append(encode(event, *tokens_of(event.request.owner)))
+                batch.append(self._as_map(event, *tokens_of(event.request.owner)))
             elif type(event) is Removed:
-                batch += [encode(Removed([key])) for key in event.keys]  # vLLM: one event for each
+                batch += [self._as_map(Removed([key])) for key in event.keys]  # vLLM: one event for each
             else:
-                batch.append(encode(event))
+                batch.append(self._as_map(event))
         return batch
 
-    def _of_lower_tier(self, event: Stored | Removed, encode, tokens_of) -> list:
+    def _of_lower_tier(self, event: Stored | Removed, tokens_of) -> list:
         """One event for each chunk stored, one for all that are removed."""
         chunk, keys = self._chunk, event.keys
         if self._lmcache:
             ids = tokens_of(event.request.owner)[0] if type(event) is Stored else None
             return lmcache.told(event, chunk, self.block_size, ids)
         if type(event) is Removed:
-            return [encode(event if self._self_describing else event._replace(keys=keys[chunk - 1 :: chunk]))]
+            return [self._as_map(event if self._self_describing else event._replace(keys=keys[chunk - 1 :: chunk]))]
         if not self._self_describing:
-            return [encode(event._replace(keys=[key], parent=None)) for key in keys[chunk - 1 :: chunk]]
+            return [self._as_map(event._replace(keys=[key], parent=None)) for key in keys[chunk - 1 :: chunk]]
         ids, adapter, adapter_id, _ = tokens_of(event.request.owner)
         parents = [event.parent, *keys]
         return [
-            encode(
+            self._as_map(
                 event._replace(start=event.start + at, keys=keys[at : at + chunk], parent=parents[at]),
                 ids,
                 adapter,
@@ -182,24 +177,6 @@ class Publisher:
         if window := self._windows[event.group]:
             return told | {"kv_cache_spec_kind": "sliding_window", "kv_cache_spec_sliding_window": window}
         return told | {"kv_cache_spec_kind": "mamba"}
-
-    def _as_array(self, event, ids=None, adapter=None, adapter_id=None, salt=None) -> list:
-        if type(event) is Cleared:
-            return ["AllBlocksCleared"]
-        if type(event) is Removed:
-            return ["BlockRemoved", event.keys, MEDIA[event.tier]]
-        return [
-            "BlockStored",
-            event.keys,
-            event.parent,
-            self._tokens(event, ids),
-            self.block_size if ids is not None else 0,
-            adapter_id,
-            MEDIA[event.tier],
-            adapter,
-            self._extra_keys(event, adapter, salt),
-            *([] if event.tier == "gpu" else [len(self._windows)]),
-        ]
 
     @staticmethod
     def _extra_keys(event: Stored, adapter: str | None, salt: str | None) -> list | None:

@@ -43,7 +43,7 @@ class Output(NamedTuple):
 
 
 class Stored(NamedTuple):
-    """Blocks `start`, `start + 1`, ... of a request's sequence were filled, or copied to a slower tier; `parent` is the
+    """Blocks `start`, `start + 1`, ... of a request's sequence were filled, or copied to host memory; `parent` is the
     key before them."""
 
     request: EngineRequest

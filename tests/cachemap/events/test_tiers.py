@@ -23,10 +23,10 @@ PROFILE = replace(load_profile("gpu-8b"), num_blocks=41, cpu_blocks=90)
 class Played:
     """An engine, and a map that is told of its events as they go over the wire."""
 
-    def __init__(self, profile, encoding, self_describing):
+    def __init__(self, profile, self_describing):
         self.engine, self.published = Engine(profile), 0
         self.publisher = Publisher(
-            "127.0.0.1", 0, 0, SIZE, "", encoding, self_describing, profile.chunk_blocks, lmcache=profile.lmcache
+            "127.0.0.1", 0, 0, SIZE, "", self_describing, profile.chunk_blocks, lmcache=profile.lmcache
         )
         self.map = CacheMap(1 << 22)
         self.applier = EventApplier(self.map, self.map.attach("r", None, True), "m", SIZE)
@@ -53,19 +53,18 @@ class Played:
         return held - own, held + behind - min(self.engine._offload.find(keys, own, len(keys)).end, blocks)
 
 
-@pytest.mark.parametrize("encoding", ["map", "array"])
 @pytest.mark.parametrize(
     "self_describing, tiers",
-    [(True, {}), (False, {}), (True, {"disk_blocks": 200}), (False, {"disk_blocks": 200}), (True, {"chunk_blocks": 3})],
+    [(True, {}), (False, {}), (True, {"chunk_blocks": 3})],
 )
-def test_the_map_has_what_a_prompt_would_find(encoding, self_describing, tiers):
-    played, rng = Played(replace(PROFILE, **tiers), encoding, self_describing), random.Random(1)
+def test_the_map_has_what_a_prompt_would_find(self_describing, tiers):
+    played, rng = Played(replace(PROFILE, **tiers), self_describing), random.Random(1)
     texts = [random.Random(n).choices(range(500), k=400) for n in range(12)]
     texts += [text[:232] + texts[0][232:] for text in texts[1:4]]  # the same beginnings, in chunks and parts of chunks
     try:
         fetched = 0
         for number in range(300):
-            if number % 60 == 59:  # host memory, too, goes with some resets; a disk keeps what it has
+            if number % 60 == 59:  # host memory, too, goes with some resets
                 assert played.engine.reset_prefix_cache(external=True)
             ids = array("I", rng.choice(texts)[: rng.randrange(17, 400)])
             keys = chain(ids, SIZE, root(1))
@@ -85,7 +84,7 @@ def test_the_map_has_what_a_prompt_would_find(encoding, self_describing, tiers):
 def test_the_map_has_what_lmcache_would_find(chunk):
     """Whole chunks from a prompt's beginning, while host memory evicts; they may be as small as blocks."""
     profile = replace(PROFILE, cpu_blocks=48, chunk_blocks=chunk, lmcache=True)
-    played, rng = Played(profile, "map", True), random.Random(1)
+    played, rng = Played(profile, True), random.Random(1)
     texts = [random.Random(n).choices(range(500), k=400) for n in range(12)]
     texts += [text[:232] + texts[0][232:] for text in texts[1:4]]  # the same beginnings, in chunks and parts of chunks
     try:
@@ -106,7 +105,7 @@ def test_the_map_has_what_lmcache_would_find(chunk):
 
 def test_after_a_reset_host_memory_of_the_engine_is_not_promised():
     """Whether it is emptied as well the engine does not tell: what is there is found all the same."""
-    played = Played(PROFILE, "map", True)
+    played = Played(PROFILE, True)
     try:
         for number in range(8):
             ids = array("I", random.Random(number % 4).choices(range(500), k=390))
@@ -126,7 +125,7 @@ def test_after_a_reset_host_memory_of_the_engine_is_not_promised():
 
 def test_of_chunks_that_are_told_by_key_alone_only_what_is_sure_counts():
     """A chunk's key is that of its last block: nothing is known of the others, so nothing is promised."""
-    played = Played(replace(PROFILE, chunk_blocks=3), "map", False)
+    played = Played(replace(PROFILE, chunk_blocks=3), False)
     try:
         for number in range(20):
             ids = array("I", random.Random(number % 5).choices(range(500), k=390))

@@ -88,7 +88,6 @@ async def running(
     replies,
     *,
     events=True,
-    encoding="map",
     lora=(),
     show_cached=True,
     seed=0,
@@ -98,7 +97,7 @@ async def running(
 ):
     limits = {"num_blocks": 2048, "max_num_batched_tokens": 2048, "max_model_len": 8192, **limits}
     engine = Engine(Profile("test", step, **limits), every_token=True)
-    publisher = Publisher("127.0.0.1", 0, 0, engine.profile.block_size, topic, encoding) if events else None
+    publisher = Publisher("127.0.0.1", 0, 0, engine.profile.block_size, topic) if events else None
     metrics = Metrics(engine, "sim")
     runner = Runner(engine, metrics, publisher, seed)
     server = Server(runner, tokens, replies, metrics, publisher, "sim", "sim", list(lora), show_cached)

@@ -134,24 +134,6 @@ async def test_evictions_and_a_reset(run_stack):
         assert three[1][0] == {"type": "AllBlocksCleared"} and three[1][1]["type"] == "BlockStored"
 
 
-async def test_arrays_as_older_versions_send_them(run_stack):
-    async with run_stack(encoding="array", num_blocks=8, max_model_len=112) as stack, subscribed(stack) as read:
-        for start in (0, 1000):
-            await complete(stack, list(range(start, start + 70)))
-        (_, one), (_, two) = await read(2)
-        kind, hashes, parent, ids, size, lora_id, medium, lora, extra = one[1][0]
-        assert (kind, parent, ids, size, lora_id, medium, lora) == (
-            "BlockStored",
-            None,
-            list(range(64)),
-            16,
-            None,
-            "GPU",
-            None,
-        )
-        assert two[1][0] == ["BlockRemoved", [hashes[3]], "GPU"] and extra == [None] * 4
-
-
 async def test_replay_from_any_number(run_stack):
     async with run_stack() as stack, subscribed(stack) as read:
         for start in range(0, 500, 100):

@@ -1,4 +1,4 @@
-"""Tiers behind the simulated engine's cache: what is found there is fetched, counted and told as vLLM does."""
+"""Host memory behind the simulated engine's cache: what is found there is fetched, counted and told as vLLM does."""
 
 import random
 from dataclasses import replace
@@ -54,15 +54,12 @@ def test_a_prompt_that_is_fetched_to_its_end_computes_its_last_token():
     assert len(stored) == len(set(stored)), "no block is told twice"
 
 
-def test_each_tier_forgets_what_was_used_longest_ago():
-    engine = Engine(replace(PROFILE, cpu_blocks=12, disk_blocks=24))
+def test_host_memory_forgets_what_was_used_longest_ago():
+    engine = Engine(replace(PROFILE, cpu_blocks=12))
     for number, chain in enumerate("abc"):
         _, _, events = ask(engine, number, chain)
-    assert sorted(told(events, Removed, "cpu")) == [("a", n) for n in range(6)] and not told(events, Removed, "disk")
-    cached, _, events = ask(engine, 9, "a")
-    assert cached == 96 and sorted(told(events, Stored, "cpu")) == [("a", n) for n in range(6)], (
-        "on its way from the disk"
-    )
+    assert sorted(told(events, Removed, "cpu")) == [("a", n) for n in range(6)]
+    assert ask(engine, 9, "a")[0] == 0
 
 
 def test_chunks_are_found_whole_or_not_at_all():
@@ -98,11 +95,11 @@ def test_who_leaves_while_it_fetches_leaves_nothing_behind():
     assert engine.kv_usage == 0.0 and ask(engine, 4, "a")[0] == 96
 
 
-@pytest.mark.parametrize("tiers", [{}, {"chunk_blocks": 3}, {"disk_blocks": 90}])
-def test_events_tell_what_each_tier_holds(tiers):
-    """Whatever comes: replayed, they give the tiers as they are, and no request hangs."""
+@pytest.mark.parametrize("tiers", [{}, {"chunk_blocks": 3}])
+def test_events_tell_what_host_memory_holds(tiers):
+    """Whatever comes: replayed, they give the cache and host memory as they are, and no request hangs."""
     engine, rng = Engine(replace(PROFILE, num_blocks=41, **{"cpu_blocks": 60, **tiers})), random.Random(1)
-    held, ended = {"cpu": set(), "disk": set(), "gpu": []}, 0
+    held, ended = {"cpu": set(), "gpu": []}, 0
     for number in range(600):
         chain, tokens = rng.randrange(9), rng.randrange(1, 300)
         engine.add(EngineRequest(number, [(chain, n) for n in range(tokens // SIZE)], tokens, rng.randrange(1, 40)))
@@ -137,7 +134,6 @@ def test_lmcache_finds_whole_chunks_from_the_beginning_of_a_prompt():
     assert ask(engine, 4, "a", 64)[0] == 63, "a prompt's last token is computed, and not counted as found"
 
 
-@pytest.mark.parametrize("tiers", [{"cpu_blocks": 0}, {"disk_blocks": 8}])
-def test_lmcache_is_host_memory_alone(tiers):
+def test_lmcache_needs_host_memory():
     with pytest.raises(ValueError, match="lmcache needs cpu_blocks"):
-        replace(PROFILE, lmcache=True, **tiers)
+        replace(PROFILE, lmcache=True, cpu_blocks=0)

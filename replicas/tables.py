@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
+from replicas import yaml_text
 from replicas.spelling import known_or_meant
 
 
@@ -34,3 +35,21 @@ class Table(BaseModel):
                 or_not = "" if fields[name].is_required() else ", or leave it out"
                 raise ValueError(f"{name}: it has no value; write {fields[name].description or 'one'}{or_not}")
         return given
+
+
+def explain(error: ValidationError) -> str:
+    """Return what is wrong with each value, behind the names that lead to it, in one line."""
+    return "; ".join(
+        f"{'.'.join(map(str, item['loc']))}: {_wrong(item)}" if item["loc"] else _wrong(item)
+        for item in error.errors(include_url=False)
+    )
+
+
+def _wrong(item: Mapping[str, Any]) -> str:
+    if item["type"] == "value_error":
+        return str(item["ctx"]["error"])
+    if item["type"] == "missing":
+        return "it is missing"
+    if item["type"] == "unexpected_keyword_argument":
+        return "it is unknown"
+    return yaml_text.NO_VALUE if item["input"] is None else f"{item['msg']}, got {item['input']!r}"

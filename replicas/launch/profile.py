@@ -5,16 +5,15 @@ are refused with the name that was probably meant.
 """
 
 from pathlib import Path
-from typing import get_args
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 from replicas import yaml_text
 from replicas.engines import DEFAULT, DIALECTS
 from replicas.engines.simulated import SIMULATED
 from replicas.launch.command import LaunchProfile, ProfileError
 from replicas.pipes import refuse_pipe
-from replicas.spelling import closest
+from replicas.tables import explain
 
 SHIPPED = Path(__file__).parents[1] / "profiles"
 
@@ -61,26 +60,4 @@ def parse(text: str, where: str = "profile") -> LaunchProfile:
     try:
         return kind.model_validate(raw)
     except ValidationError as error:
-        wrong = "; ".join(_complaint(item, kind) for item in error.errors())
-        raise ProfileError(f"{where}: {wrong}") from None
-
-
-def _complaint(item: dict, kind: type[BaseModel]) -> str:
-    place = [str(part) for part in item["loc"]]
-    field = ".".join(place)
-    if item["type"] == "value_error":  # our own words
-        return f"{field}: {item['ctx']['error']}" if field else str(item["ctx"]["error"])
-    if item["type"] != "extra_forbidden" and item["input"] is None:
-        return f"{field}: {yaml_text.NO_VALUE}"
-    if item["type"] != "extra_forbidden":
-        return f"{field}: {item['msg']}, got {item['input']!r}"
-    close = closest(place[-1], _fields(kind, place[:-1]))
-    return f"unknown field {field!r}" + (f", did you mean {'.'.join([*place[:-1], close])!r}?" if close else "")
-
-
-def _fields(kind: type[BaseModel], place: list[str]) -> list[str]:
-    """The fields known at a place within a profile."""
-    for part in place:
-        inner = [one for one in get_args(kind.model_fields[part].annotation) if isinstance(one, type)]
-        kind = next(one for one in inner if issubclass(one, BaseModel))
-    return list(kind.model_fields)
+        raise ProfileError(f"{where}: {explain(error)}") from None

@@ -5,14 +5,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
+
+from pydantic import Field, TypeAdapter, ValidationError
 
 from replicas import yaml_text
-from replicas.roles import BOTH, DECODERS, PREFILL, PREFILLERS, ROLES, lacks
+from replicas.roles import BOTH, DECODERS, PREFILL, PREFILLERS, lacks
+from replicas.tables import Table, explain
 
 from .profile import Profile, load_profile
 
-_FIELDS = ("profile", "launch", "role", "speed")
-_MOST = 4096  # engines of a pool
+
+class _Given(Table):
+    """A pool as it is written."""
+
+    launch: int = Field(ge=1, le=4096, strict=True)  # not `yes`
+    role: Literal["prefill", "decode", "both"] = BOTH
+    profile: str = ""
+    speed: float = Field(1.0, gt=0, allow_inf_nan=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,13 +41,16 @@ def read_pools(text: str, profile: str, changes: Mapping[str, int | None]) -> li
     ValueError says which pool is wrong, and how it should be."""
     try:
         given = yaml_text.load(text)
+        if not isinstance(given, dict) or not given:
+            raise ValueError(
+                "expected NAME: {launch: N, role: prefill, ...} for each pool, as in {p: {launch: 2, role: prefill}}"
+            )
+        asked = TypeAdapter(dict[str, _Given]).validate_python({str(name): one for name, one in given.items()})
     except yaml_text.NotYaml as error:
         raise ValueError(str(error)) from None
-    if not isinstance(given, dict) or not given:
-        raise ValueError(
-            "expected NAME: {launch: N, role: prefill, ...} for each pool, as in {p: {launch: 2, role: prefill}}"
-        )
-    pools = [_read_pool(str(name), one, profile, changes) for name, one in given.items()]
+    except ValidationError as error:
+        raise ValueError(explain(error)) from None
+    pools = [_pool(name, one, profile, changes) for name, one in asked.items()]
     if len({pool.profile.block_size for pool in pools}) > 1:
         raise ValueError("pools must have one block_size: caches are matched and moved by blocks")
     if what := lacks({pool.role for pool in pools}):
@@ -45,24 +58,12 @@ def read_pools(text: str, profile: str, changes: Mapping[str, int | None]) -> li
     return pools
 
 
-def _read_pool(name: str, given: object, profile: str, changes: Mapping[str, int | None]) -> Pool:
-    if not isinstance(given, dict):
-        raise ValueError(f"{name}: a pool is a mapping like {{launch: 2, role: prefill}}, not {given!r}")
-    for field in given:
-        if field not in _FIELDS:
-            raise ValueError(f"{name}: unknown field {field!r}; known are {', '.join(_FIELDS)}")
-    launch, role, speed = given.get("launch"), given.get("role", BOTH), given.get("speed", 1.0)
-    if type(launch) is not int or not 1 <= launch <= _MOST:
-        raise ValueError(f"{name}: launch must be a whole number from 1 to {_MOST}, not {launch!r}")
-    if role not in ROLES:
-        raise ValueError(f"{name}: role must be {', '.join(ROLES)}, not {role!r}")
-    if type(speed) not in (int, float) or not 0 < speed < float("inf"):
-        raise ValueError(f"{name}: speed must be a number above 0, not {speed!r}")
+def _pool(name: str, given: _Given, profile: str, changes: Mapping[str, int | None]) -> Pool:
     try:
-        loaded = load_profile(str(given.get("profile", profile)), **changes)
+        loaded = load_profile(given.profile or profile, **changes)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
-    return Pool(name, replace(loaded, speedup=loaded.speedup * speed), launch, role)
+    return Pool(name, replace(loaded, speedup=loaded.speedup * given.speed), given.launch, given.role)
 
 
 def sides(roles: Sequence[str], up: Sequence[int]) -> tuple[list[int], list[int]]:

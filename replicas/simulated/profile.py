@@ -2,13 +2,23 @@
 
 import math
 from collections import deque
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
+from typing import ClassVar, Literal
 
 from replicas import yaml_text
 
 PROFILES = Path(__file__).parent / "profiles"
+_LEAST = {
+    "num_blocks": 2,
+    "block_size": 1,
+    "max_num_seqs": 1,
+    "max_num_batched_tokens": 1,
+    "max_model_len": 1,
+    "cpu_blocks": 0,
+    "chunk_blocks": 1,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +35,8 @@ class StepTime:
     what sequences share is read for each, and what a prompt has that is still computed is read by none. `spread` is no
     time but a share: how far a step is typically (one standard deviation, of the logarithm) from what that says.
     """
+
+    __pydantic_config__: ClassVar[dict] = {"extra": "forbid"}
 
     base: float = 0.0
     prefill: float = 0.0
@@ -67,6 +79,8 @@ class RequestTime:
     done for one request after the other; `latency` is what nobody else waits for. All of it is spent before the first
     step. `busy_token * n` is more work on text while the engine is in its steps: on a CPU both want the same cores.
     """
+
+    __pydantic_config__: ClassVar[dict] = {"extra": "forbid"}
 
     latency: float = 0.0
     work: float = 0.0
@@ -129,6 +143,8 @@ class FrontEnd:
 class Profile:
     """One kind of engine; the names and meanings are those of vLLM's flags. `speedup` divides every duration."""
 
+    __pydantic_config__: ClassVar[dict] = {"extra": "forbid"}
+
     name: str
     step: StepTime
     request: RequestTime = RequestTime()
@@ -136,12 +152,12 @@ class Profile:
     block_size: int = 16
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 8_192
-    scheduling_policy: str = "fcfs"  # or "priority"
+    scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
     max_model_len: int = 131_072
     # Further cache groups beside that of full attention: the sliding window of each in tokens, 0 for a group of Mamba
     # layers. Of their blocks "replay" keeps those that a later prompt can resume at, as vLLM 0.32, "all" all (0.28).
     windows: tuple[int, ...] = ()
-    retention: str = "replay"
+    retention: Literal["replay", "all"] = "replay"
     context_parallel: int = 1  # GPUs that have a share of each block's tokens; one's is what /metrics tells
     drops_block: bool = False  # computes the last block of what it finds again, as vLLM does with EAGLE and MTP
     # Host memory behind the cache: blocks of room (0: there is none), blocks that are moved at a time, and what a fetch
@@ -154,41 +170,25 @@ class Profile:
     speedup: float = 1.0
 
     def __post_init__(self):
-        for name in ("num_blocks", "block_size", "max_num_seqs", "max_num_batched_tokens", "max_model_len"):
-            if type(getattr(self, name)) is not int or getattr(self, name) < 1:
-                raise ValueError(
-                    f"profile {self.name}: {name} must be a whole number above 0, not {getattr(self, name)!r}"
-                )
-        if self.scheduling_policy not in ("fcfs", "priority"):
-            raise ValueError(
-                f"profile {self.name}: scheduling_policy must be fcfs or priority, not {self.scheduling_policy!r}"
-            )
-        for name in ("cpu_blocks", "chunk_blocks"):
-            least = name == "chunk_blocks"
-            if type(getattr(self, name)) is not int or getattr(self, name) < least:
-                raise ValueError(
-                    f"profile {self.name}: {name} must be a whole number from {least:d}, not {getattr(self, name)!r}"
-                )
-        if not all(type(window) is int and (window > 1 or window == 0) for window in self.windows):
-            raise ValueError(f"profile {self.name}: windows must be of 2 tokens or more, or 0, not {self.windows!r}")
-        if self.retention not in ("replay", "all"):
-            raise ValueError(f"profile {self.name}: retention must be replay or all, not {self.retention!r}")
-        if self.block_size % self.context_parallel:
-            raise ValueError(f"profile {self.name}: context_parallel must divide block_size, {self.block_size}")
-        if self.drops_block and self.windows:
-            raise ValueError(f"profile {self.name}: drops_block cannot be had with windows")
-        if self.windows and self.cpu_blocks:
-            raise ValueError(f"profile {self.name}: windows cannot be had with cpu_blocks")
-        if self.lmcache and not self.cpu_blocks:
-            raise ValueError(f"profile {self.name}: lmcache needs cpu_blocks")
+        for name, least in _LEAST.items():
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} must be at least {least}, not {getattr(self, name)!r}")
         for name in ("speedup", "kv_bytes_per_token", "cpu_gb_per_s"):
             if not getattr(self, name) > 0:
-                raise ValueError(f"profile {self.name}: {name} must be above 0, not {getattr(self, name)!r}")
-        if self.num_blocks < 2:
-            raise ValueError(f"profile {self.name}: num_blocks must be at least 2, one is the null block")
+                raise ValueError(f"{name} must be above 0, not {getattr(self, name)!r}")
+        if not all(window > 1 or window == 0 for window in self.windows):
+            raise ValueError(f"windows must be of 2 tokens or more, or 0, not {self.windows!r}")
+        if self.block_size % self.context_parallel:
+            raise ValueError(f"context_parallel must divide block_size, {self.block_size}")
+        if self.drops_block and self.windows:
+            raise ValueError("drops_block cannot be had with windows")
+        if self.windows and self.cpu_blocks:
+            raise ValueError("windows cannot be had with cpu_blocks")
+        if self.lmcache and not self.cpu_blocks:
+            raise ValueError("lmcache needs cpu_blocks")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(
-                f"profile {self.name}: max_num_batched_tokens ({self.max_num_batched_tokens}) must not "
+                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must not "
                 f"be below max_num_seqs ({self.max_num_seqs}), as in vLLM"
             )
 
@@ -224,39 +224,14 @@ def load_profile(name_or_path: str | Path, **changes) -> Profile:
         raise ValueError(f"{path}: it is not UTF-8 text") from None
     except yaml_text.NotYaml as error:
         raise ValueError(f"{path}: {error}") from None
-    if not isinstance(given, dict) or not isinstance(given.get("step"), dict):
+    if not isinstance(given, dict):
         raise ValueError(f"{path}: a profile is a mapping with a mapping `step` in it")
-    _refuse_unknown(path, given, Profile)
-    _refuse_empty(path, {name: value for name, value in given.items() if name != "request"})
-    times = {
-        name: _times(path, name, given.get(name), kind) for name, kind in (("step", StepTime), ("request", RequestTime))
-    }
-    if isinstance(given.get("windows"), list):
-        given["windows"] = tuple(given["windows"])
-    profile = Profile(**{"name": path.stem, **given, **times})
-    return replace(profile, **{name: value for name, value in changes.items() if value is not None})
+    from pydantic import TypeAdapter, ValidationError  # here: simulations that have their profile need no pydantic
 
+    from replicas.tables import explain
 
-def _times(path: Path, name: str, given: dict | None, kind: type):
-    if not isinstance(given, dict | None):
-        raise ValueError(f"{path}: {name} must be a mapping of coefficients, not {given!r}")
-    given = given or {}
-    _refuse_unknown(path, given, kind)
-    _refuse_empty(path, given, f"{name}.")
     try:
-        return kind(**{field: float(value) for field, value in given.items()})
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{path}: {name}: {error}") from None
-
-
-def _refuse_empty(path: Path, given: dict, place: str = "") -> None:
-    for name, value in given.items():
-        if value is None:
-            raise ValueError(f"{path}: {place}{name}: {yaml_text.NO_VALUE}")
-
-
-def _refuse_unknown(path: Path, given: dict, kind: type) -> None:
-    known = {field.name for field in fields(kind)}
-    for name in given:
-        if name not in known:
-            raise ValueError(f"{path}: unknown field {name!r}; known are {', '.join(sorted(known))}")
+        profile = TypeAdapter(Profile).validate_python({"name": path.stem, **given})
+    except ValidationError as error:
+        raise ValueError(f"{path}: {explain(error)}") from None
+    return replace(profile, **{name: value for name, value in changes.items() if value is not None})

@@ -6,17 +6,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from replicas.event_source import EventSource
 from replicas.launch.command import Command, Model, Ports
 from replicas.pairing import Traits
+from replicas.tables import Table
 
 
-class SimProfile(BaseModel):
+class SimProfile(Table):
     """`python -m replicas.simulated`."""
-
-    model_config = ConfigDict(extra="forbid")
 
     engine: Literal["sim"]
     description: str = ""
@@ -30,10 +29,10 @@ class SimProfile(BaseModel):
     kv_connector: bool | Literal["mooncake"] = Field(
         False, description="pass prompts' caches on to other simulated engines, as NIXL (true) or Mooncake do"
     )
-    lora: list[str] = []
+    lora: list[str] = Field([])
     seed: int | None = None
-    extra_args: list[str] = []
-    env: dict[str, str] = {}
+    extra_args: list[str] = Field([])
+    env: dict[str, str] = Field({})
     start_timeout_s: float = Field(120.0, gt=0)
 
     @property

@@ -7,9 +7,10 @@ A field that is a flag of `vllm serve` has that flag's name with underscores. Wh
 from collections.abc import Iterable
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PositiveInt
+from pydantic import BeforeValidator, Field, PositiveInt
 
 from replicas.spelling import closest
+from replicas.tables import Table
 
 # Attention backend -> what its block size must be a multiple of (1: anything). `--attention-backend` takes any string
 # and an unknown one fails only when the model is there, so names are checked here.
@@ -42,11 +43,7 @@ Backend = Annotated[str, BeforeValidator(lambda name: unknown_value(name, ATTENT
 Bytes = PositiveInt | Annotated[str, Field(pattern=r"^(\d+[kKmMgGtT]?|\d+\.\d+[kmgt])$")]  # 8G is binary, 1.5g decimal
 
 
-class Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
-
-class Speculative(Strict):
+class Speculative(Table):
     """`--speculative-config`"""
 
     method: str | None = None
@@ -59,18 +56,18 @@ class Speculative(Strict):
     quantization: str | None = None
 
 
-class KvTransfer(Strict):
+class KvTransfer(Table):
     """`--kv-transfer-config`"""
 
     kv_connector: str
     kv_role: Literal["kv_producer", "kv_consumer", "kv_both"] = "kv_both"
     kv_buffer_device: Literal["cuda", "cpu", "xpu"] | None = None
     kv_connector_module_path: str | None = None
-    kv_connector_extra_config: dict = {}
+    kv_connector_extra_config: dict = Field({})
     kv_load_failure_policy: Literal["recompute", "fail"] | None = None
 
 
-class Flags(Strict):
+class Flags(Table):
     """Fields that are flags of `vllm serve`. None: the engine's own default."""
 
     # the model
@@ -119,7 +116,7 @@ class Flags(Strict):
     enable_sleep_mode: bool = False
     # adapters: name -> folder
     enable_lora: bool = False
-    lora_modules: dict[str, str] = {}
+    lora_modules: dict[str, str] = Field({})
     max_loras: PositiveInt | None = None
     max_lora_rank: PositiveInt | None = None
     max_cpu_loras: PositiveInt | None = None
@@ -136,8 +133,8 @@ class Fields(Flags):
     )
     role: Literal["prefill", "decode", "both"] = Field("both", description="which part of a request it is for")
     kv_events: bool = True
-    env: dict[str, str] = {}
-    extra_args: list[str] = []
+    env: dict[str, str] = Field({})
+    extra_args: list[str] = Field([])
     start_timeout_s: float = Field(900.0, gt=0)
 
     @property

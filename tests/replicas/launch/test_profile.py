@@ -60,9 +60,9 @@ def test_every_field_reaches_the_command_line(tmp_path):
 @pytest.mark.parametrize(
     "text, said",
     [
-        ("engine: sim\nspedup: 3", "unknown field 'spedup', did you mean 'speedup'?"),
-        ("engine: sim\nzzz: 3", "unknown field 'zzz'"),
-        ("engine: sim\nspeedup:", "speedup: it has no value; write one, or leave the field out"),
+        ("engine: sim\nspedup: 3", "'spedup' is an unknown setting. Did you mean 'speedup'?"),
+        ("engine: sim\nzzz: 3", "'zzz' is an unknown setting. Known: "),
+        ("engine: sim\nspeedup:", "speedup: it has no value; write one, or leave it out"),
         ("engine: sim\nspeedup: 0", "speedup: Input should be greater than 0, got 0"),
         ("engine: sim\nnum_blocks: many", "num_blocks: Input should be a valid integer"),
         ("engine: llama.cpp", "engine is 'llama.cpp', must be one of: sim, vllm"),

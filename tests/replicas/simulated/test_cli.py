@@ -97,13 +97,13 @@ async def test_it_dies_when_told_to():
     "flags, about",
     [
         (["--profile", "nothing"], "cpu-tiny, gpu-8b"),
-        (["--num-blocks", "1"], "null block"),
+        (["--num-blocks", "1"], "num_blocks must be at least 2"),
         (["--model", "/nowhere"], "no tokenizer.json"),
         (["--speedup", "-1"], "--speedup: -1 is not above zero"),
         (["--block-size", "0"], "--block-size: '0' is not a whole number above zero"),
         (["--num-blocks", "0"], "--num-blocks: '0' is not a whole number above zero"),
         (["--chunk-blocks", "0"], "--chunk-blocks: '0' is not a whole number above zero"),
-        (["--cpu-blocks", "-1"], "cpu_blocks must be a whole number from 0"),
+        (["--cpu-blocks", "-1"], "cpu_blocks must be at least 0"),
     ],
 )
 async def test_flags_that_cannot_be_end_it_with_2(flags, about):

@@ -44,8 +44,3 @@ def test_the_lowest_gives_up_its_blocks_where_they_run_out(policy, victim):
     one.add(request("b", -5, 32, 40))
     order = finished(one)
     assert one.counters.preemptions > 0 and order[-1] == victim and sorted(order) == ["a", "b"]
-
-
-def test_a_policy_that_there_is_not_is_refused():
-    with pytest.raises(ValueError, match="fcfs or priority"):
-        engine("lifo")

@@ -171,12 +171,15 @@ def test_an_engine_that_offloads_tells_of_whole_blocks():
 @pytest.mark.parametrize(
     "fields, said",
     [
-        ("tensor_paralel_size: 2", "unknown field 'tensor_paralel_size', did you mean 'tensor_parallel_size'?"),
+        ("tensor_paralel_size: 2", "'tensor_paralel_size' is an unknown setting. Did you mean 'tensor_parallel_size'?"),
         (
             "speculative_config: {mehtod: ngram}",
-            "unknown field 'speculative_config.mehtod', did you mean 'speculative_config.method'?",
+            "speculative_config: 'mehtod' is an unknown setting. Did you mean 'method'?",
         ),
-        ("kv_transfer_config: {kv_connectr: x}", "did you mean 'kv_transfer_config.kv_connector'?"),
+        (
+            "kv_transfer_config: {kv_connectr: x}",
+            "kv_transfer_config: 'kv_connectr' is an unknown setting. Did you mean 'kv_connector'?",
+        ),
         ("attention_backend: FLASHMAL", "attention_backend: 'FLASHMAL' is not known; did you mean 'FLASHMLA'?"),
         ("kv_cache_dtype: int8", "kv_cache_dtype: Input should be 'auto'"),
         ("tensor_parallel_size: 0", "tensor_parallel_size: Input should be greater than 0, got 0"),

@@ -62,7 +62,7 @@ class Dialect:
 
 class _OpenAI(Dialect):
     """What chat completions and completions share. Theirs to give: `object`, `chunk_object`, `field` (the bytes
-    around a token's JSON text within a choice), `_text` (a choice's text) and `_choice` (a whole one)."""
+    around a token's JSON text within a choice), `_text` (a text in a streamed choice) and `_said` (the whole text)."""
 
     def _frame(self, choices: list, **more) -> dict:
         return {
@@ -86,31 +86,23 @@ class _OpenAI(Dialect):
         )
 
     def tokens(self, generation: Generation, index: int, start: int, end: int) -> bytes:
-        if end == len(generation.ids):
-            return self._last(generation, index, start)
-        text = "".join(generation.pieces[start:end])
-        if self.token_ids:
-            choice = {
-                "index": index,
-                **self._text(text),
-                "logprobs": None,
-                "finish_reason": None,
-                "token_ids": generation.ids[start:end],
-            }
-            return event(self._frame([choice]))
+        if self.token_ids or end == len(generation.ids):
+            return self._chunk(generation, index, start, end)
         around = self._around.get(index)
         if around is None:
             around = self._around[index] = self._prepared(index)
-        return b"%b%b%b" % (around[0], orjson.dumps(text), around[1])
+        return b"%b%b%b" % (around[0], orjson.dumps("".join(generation.pieces[start:end])), around[1])
 
-    def _last(self, generation: Generation, index: int, start: int) -> bytes:
+    def _chunk(self, generation: Generation, index: int, start: int, end: int, **more) -> bytes:
+        last = end == len(generation.ids)
         choice = {
             "index": index,
-            **self._text("".join(generation.pieces[start:])),
+            **self._text("".join(generation.pieces[start : None if last else end])),
             "logprobs": None,
-            "finish_reason": generation.reason,
-            "stop_reason": generation.stop,
-            "token_ids": generation.ids[start:] if self.token_ids else None,
+            "finish_reason": generation.reason if last else None,
+            "stop_reason": generation.stop if last else None,
+            "token_ids": generation.ids[start:end] if self.token_ids else None,
+            **more,
         }
         return event(self._frame([choice]))
 
@@ -129,10 +121,18 @@ class _OpenAI(Dialect):
             "created": self.created,
             "model": self.model,
             "choices": [self._choice(generation, index) for index, generation in enumerate(generations)],
-            "service_tier": None,
-            "system_fingerprint": None,
             "usage": self.usage(generations),
             **self._more(generations),
+        }
+
+    def _choice(self, generation: Generation, index: int) -> dict:
+        return {
+            "index": index,
+            **self._said("".join(generation.pieces)),
+            "logprobs": None,
+            "finish_reason": generation.reason,
+            "stop_reason": generation.stop,
+            "token_ids": generation.ids if self.token_ids else None,
         }
 
     def _more(self, generations: list[Generation]) -> dict:
@@ -156,32 +156,11 @@ class Chat(_OpenAI):
     def _text(self, text: str) -> dict:
         return {"delta": {"content": text}}
 
-    def _choice(self, generation: Generation, index: int) -> dict:
-        message = {
-            "role": "assistant",
-            "content": "".join(generation.pieces),
-            "refusal": None,
-            "annotations": None,
-            "audio": None,
-            "function_call": None,
-            "tool_calls": [],
-            "reasoning": None,
-        }
-        return {
-            "index": index,
-            "message": message,
-            "logprobs": None,
-            "finish_reason": generation.reason,
-            "stop_reason": generation.stop,
-            "token_ids": generation.ids if self.token_ids else None,
-        }
+    def _said(self, text: str) -> dict:
+        return {"message": {"role": "assistant", "content": text, "refusal": None, "tool_calls": [], "reasoning": None}}
 
     def _more(self, generations: list[Generation]) -> dict:
-        return {
-            "prompt_logprobs": None,
-            "kv_transfer_params": None,
-            "prompt_token_ids": generations[0].prompt.tolist() if self.token_ids else None,
-        }
+        return {"prompt_token_ids": generations[0].prompt.tolist()} if self.token_ids else {}
 
 
 class Completion(_OpenAI):
@@ -194,34 +173,16 @@ class Completion(_OpenAI):
     def _text(self, text: str) -> dict:
         return {"text": text}
 
+    _said = _text
+
     def tokens(self, generation: Generation, index: int, start: int, end: int) -> bytes:
         if not self.token_ids or start:
             return super().tokens(generation, index, start, end)
-        choice = {
-            "index": index,
-            **self._text("".join(generation.pieces[:end])),
-            "logprobs": None,
-            "finish_reason": generation.reason if end == len(generation.ids) else None,
-            "stop_reason": generation.stop,
-            "token_ids": generation.ids[:end],
-            "prompt_token_ids": generation.prompt.tolist(),
-        }
-        return event(self._frame([choice]))
+        return self._chunk(generation, index, 0, end, prompt_token_ids=generation.prompt.tolist())
 
     def _choice(self, generation: Generation, index: int) -> dict:
-        return {
-            "index": index,
-            "text": "".join(generation.pieces),
-            "logprobs": None,
-            "finish_reason": generation.reason,
-            "stop_reason": generation.stop,
-            "prompt_logprobs": None,
-            "token_ids": generation.ids if self.token_ids else None,
-            "prompt_token_ids": generation.prompt.tolist() if self.token_ids else None,
-        }
-
-    def _more(self, generations: list[Generation]) -> dict:
-        return {"kv_transfer_params": None}
+        prompt = {"prompt_token_ids": generation.prompt.tolist()} if self.token_ids else {}
+        return super()._choice(generation, index) | prompt
 
 
 class Responses(Dialect):

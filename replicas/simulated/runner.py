@@ -24,29 +24,9 @@ class Generation:
     """One sequence: what it was asked and everything it will say. `tell(generation, output)` is called with tokens."""
 
     __slots__ = (
-        "id",
-        "prompt",
-        "adapter",
-        "weights",
-        "salt",
-        "ids",
-        "pieces",
-        "reason",
-        "stop",
-        "sent",
-        "cached",
-        "tell",
-        "arrived",
-        "text",
-        "begun",
-        "last",
-        "request",
-        "reads_cache",
-        "received",
-        "cached_there",
-        "priority",
-        "_all",
-    )
+        "id", "prompt", "adapter", "weights", "salt", "ids", "pieces", "reason", "stop", "sent", "cached", "tell", "arrived",
+        "text", "begun", "last", "request", "reads_cache", "received", "cached_there", "priority", "_all",
+    )  # fmt: skip
 
     def __init__(
         self,

@@ -1,7 +1,5 @@
 """Engines that could not fetch a prompt's cache from each other: they are not paired, and everybody is told why."""
 
-import json
-
 import httpx
 import pytest
 
@@ -78,19 +76,6 @@ async def test_of_several_decoders_the_one_that_can_fetch_is_paired(quartet):
         assert log.count(b"kv_cache_dtype is auto") == 1 and log.count(b"the decoder has no connector for NIXL") == 1
         problems = {one["url"]: " ".join(one["problems"]) for one in status["replicas"]}
         assert "cannot fetch" not in problems[alike.url] and "no connector" in problems[single.url]
-
-
-def test_explain_without_a_gateway_pairs_by_the_same_rule(quartet, tmp_path, capsys):
-    prefiller, unlike, alike, _ = quartet
-    path, body = asked("chat", "Explained. " + TEXT * 20, False)
-    (tmp_path / "body.json").write_text(json.dumps(body))
-    found = []
-    for decoder in (unlike, alike):
-        flags = ["--replica-url", *urls((prefiller, "prefill"), (decoder, "decode")), "--policy", "round_robin"]
-        assert main(["explain", str(tmp_path / "body.json"), "--path", path, "--json", *flags]) == 0
-        out = capsys.readouterr()
-        found.append((json.loads(out.out)["legs"] is not None, "not paired" in out.err))
-    assert found == [(False, True), (True, False)]
 
 
 def test_doctor_names_what_differs_and_tries_no_such_transfer(quartet, capsys, tmp_path, monkeypatch):

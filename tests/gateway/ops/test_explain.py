@@ -1,11 +1,10 @@
-"""`hitherto explain`: a decision as data and as text, from a running gateway or worked out alone."""
+"""`hitherto explain`: a running gateway's decision as data and as text."""
 
 import asyncio
 import json
 import socket
 import threading
 
-import aiohttp
 import pytest
 from aiohttp import web
 
@@ -13,7 +12,7 @@ from gateway import cli
 from gateway.errors import ApiError
 from gateway.model import model_dir
 from gateway.ops import explain
-from gateway.settings import ADMIN_SIDE, ConfigError, Settings
+from gateway.settings import ADMIN_SIDE, ConfigError
 from replicas.simulated.model import sim_model_dir
 
 from .decided import BUSY, decided, replica
@@ -48,23 +47,6 @@ async def listen():
     yield start
     for runner in runners:
         await runner.cleanup()
-
-
-def engine(name="sim", block_size=16, waiting=0):
-    """The routes of an engine without events."""
-
-    async def models(request):
-        return web.json_response({"data": [{"id": name, "parent": None, "max_model_len": 4096}]})
-
-    async def metrics(request):
-        return web.Response(
-            text=f'vllm:num_requests_waiting 0{waiting}\nvllm:cache_config_info{{block_size="{block_size}",num_gpu_blocks="100"}} 1\n'
-        )
-
-    async def health(request):
-        return web.Response()
-
-    return [web.get("/health", health), web.get("/v1/models", models), web.get("/metrics", metrics)]
 
 
 def in_thread(*arguments):
@@ -224,151 +206,12 @@ def test_an_answer_that_is_no_gateways_is_told_in_words(empty_folder, capsys, re
     assert capsys.readouterr().err.startswith(f"hitherto: --admin {url}: {said}. Give the admin side's URL")
 
 
-async def test_without_gateway_and_replicas_it_says_what_to_give(empty_folder, capsys, unused_tcp_port):
+async def test_without_a_gateway_it_says_what_to_do(empty_folder, capsys, unused_tcp_port):
     (empty_folder / "body.json").write_bytes(CHAT)
-    assert await in_thread("body.json", "--admin-port", str(unused_tcp_port)) == 2
-    err = capsys.readouterr().err
-    assert f"no gateway answers at http://127.0.0.1:{unused_tcp_port}" in err and "--replica-url" in err
-
-
-async def test_alone_against_replicas(listen, empty_folder, capsys, unused_tcp_port):
-    idle, busy = await listen(*engine()), await listen(*engine(waiting=9))
-    (empty_folder / "body.json").write_bytes(CHAT)
-    arguments = [
-        "body.json",
-        "--admin-port",
-        str(unused_tcp_port),
-        "--replica-url",
-        idle,
-        busy,
-        "http://127.0.0.1:9",
-        "--policy",
-        "least_load",
-        "--json",
-    ]
-    assert await in_thread(*arguments) == 0
-    out, err = capsys.readouterr()
-    told = json.loads(out)
-    assert told["choice"] == idle.removeprefix("http://") and len(told["replicas"]) == 2
-    assert told["mode"] == "exact" and told["tokens"] > 100 and told["blocks"] == told["tokens"] // 16
-    assert "(nothing listens there): worked out from the configuration" in err and "left out: 127.0.0.1:9: " in err
-
-
-async def test_a_file_that_it_does_not_need_and_that_cannot_be_used_is_named_and_done_without(
-    listen, empty_folder, capsys, unused_tcp_port
-):
-    (empty_folder / "body.json").write_bytes(CHAT)
-    (empty_folder / "keys.yaml").write_text("- {name: team a!}")
-    arguments = ["body.json", "--admin-port", str(unused_tcp_port), "--replica-url", await listen(*engine()), "--json"]
-    assert await in_thread(*arguments, "--api-keys", "keys.yaml") == 0
-    out, err = capsys.readouterr()
-    assert json.loads(out)["mode"] == "exact"
-    assert "not needed for this answer, but no gateway starts with it: flag --api-keys: keys.yaml:1: name: " in err
-    assert await in_thread(*arguments, "--chat-template", "gone.jinja") == 2, "which it needs"
-    assert "there is no file gone.jinja" in capsys.readouterr().err
-
-
-async def test_alone_both_legs_are_named(listen, empty_folder, capsys, unused_tcp_port):
-    prefiller, decoder = await listen(*engine()), await listen(*engine())
-    (empty_folder / "body.json").write_bytes(CHAT)
-    urls = [f"{prefiller}#role=prefill", f"{decoder}#role=decode"]
-    arguments = ["body.json", "--admin-port", str(unused_tcp_port), "--policy", "round_robin", "--replica-url", *urls]
-    assert await in_thread(*arguments, "--json") == 0
-    told = json.loads(capsys.readouterr().out)
-    ids = [url.removeprefix("http://") for url in (prefiller, decoder)]
-    assert [told["legs"][leg] for leg in ("prefill", "decode")] == ids
-    assert [one["id"] for one in told["replicas"]] == ids[1:], "a prefiller gets no whole request beside a decoder"
-    assert await in_thread(*arguments) == 0
-    out = capsys.readouterr().out
-    assert f"legs     P {ids[0]} holds 0 tokens of it, D {ids[1]} lacks " in out and f"\nD  {ids[1]}" in out
-
-
-async def test_alone_overlap_comes_from_the_engines_event_history(start_engine, empty_folder, capsys, unused_tcp_port):
-    holder, other = [engine.wait() for engine in (start_engine(), start_engine())]
-    (empty_folder / "body.json").write_bytes(CHAT)
-    async with aiohttp.ClientSession() as session:
-        async with session.post(
-            holder.url + "/v1/chat/completions", data=CHAT, headers={"Content-Type": "application/json"}
-        ) as response:
-            assert response.status == 200
-    arguments = ["body.json", "--admin-port", str(unused_tcp_port), "--replica-url", other.url, holder.url]
-    assert await in_thread(*arguments, "--json") == 0
-    told = json.loads(capsys.readouterr().out)
-    overlap = {one["id"]: one["overlap_tokens"] for one in told["replicas"]}
-    assert overlap == {
-        holder.url.removeprefix("http://"): (told["tokens"] - 1) // 16 * 16,
-        other.url.removeprefix("http://"): 0,
-    }
-    assert told["choice"] == holder.url.removeprefix("http://")
-    assert await in_thread(*arguments) == 0
-    assert capsys.readouterr().out.startswith(f"{told['choice']}, because it holds ")
-
-
-async def test_alone_the_clients_fault_is_told(listen, empty_folder, capsys, unused_tcp_port):
-    (empty_folder / "body.json").write_bytes(b'{"messages": ')
-    assert (
-        await in_thread("body.json", "--admin-port", str(unused_tcp_port), "--replica-url", await listen(*engine()))
-        == 1
-    )
-    said = capsys.readouterr().err
-    assert "would be answered with 400: the body is not valid JSON: " in said
-    assert 'body.json has no JSON. Give a body as a client would send it: {"messages": ' in said
-
-
-async def test_alone_a_path_that_no_client_may_ask_is_refused(listen, empty_folder, capsys, unused_tcp_port):
-    (empty_folder / "body.json").write_bytes(CHAT)
-    here = "--admin-port", str(unused_tcp_port), "--replica-url", await listen(*engine())
-    assert await in_thread("body.json", "--path", "/v1/chat/completion", *here) == 1
-    said = capsys.readouterr().err
-    assert "would be answered with 404: " in said and "did you mean /v1/chat/completions?" in said
-    opened = "--path", "/v1/of/ours", "--allow-path", "/v1/of/ours"
-    assert await in_thread("body.json", *opened, *here) == 0
-
-
-async def test_alone_with_keys_in_force_a_tenant_may_not_say_where_caches_go(listen, tmp_path):
-    (keys := tmp_path / "keys.yaml").write_text(f"- {{name: a, sha256: {'ab' * 32}}}\n")
-    settings = Settings(model="sim", replica_url=(await listen(*engine()),))
-    for path in ("/v1/chat/completions", "/v1/rerank"):
-        body = json.dumps({**json.loads(CHAT), "kv_transfer_params": {"do_remote_decode": True}}).encode()
-        assert (await explain.alone(settings, path, body))["choice"]
-        with_keys = settings.model_copy(update={"api_keys": keys})
-        with pytest.raises(ApiError, match="'kv_transfer_params' may not come with a request here") as refused:
-            await explain.alone(with_keys, path, body)
-        assert (refused.value.status, refused.value.code) == (400, "field_not_allowed")
-        assert (await explain.alone(with_keys, path, CHAT))["choice"]
-
-
-async def test_alone_what_is_passed_on_goes_to_replicas_of_its_model(listen):
-    settings = Settings(model="sim", replica_url=(await listen(*engine()), ranker := await listen(*engine("ranker"))))
-    for _ in range(2):
-        told = await explain.alone(settings, "/v1/rerank", b'{"model": "ranker", "query": "x"}')
-        assert (told["model"], told["choice"], told["mode"]) == ("ranker", ranker.removeprefix("http://"), "load")
-    with pytest.raises(ApiError, match="'nobody' does not exist"):
-        await explain.alone(settings, "/v1/rerank", b'{"model": "nobody", "query": "x"}')
-
-
-async def test_alone_a_url_of_no_engine_keeps_no_model_from_being_unknown(listen, capsys):
-    settings = Settings(model="sim", replica_url=(await listen(*engine()), await listen()))
-    with pytest.raises(ApiError, match="'nobody' does not exist") as refused:
-        await explain.alone(settings, "/v1/chat/completions", CHAT.replace(b'"sim"', b'"nobody"'))
-    assert refused.value.status == 404 and "/health answers 404" in capsys.readouterr().err
-
-
-async def test_alone_a_model_that_an_engine_may_serve_which_is_down_is_not_unknown(listen, unused_tcp_port):
-    settings = Settings(model="sim", replica_url=(await listen(*engine()), f"http://127.0.0.1:{unused_tcp_port}"))
-    asked = {
-        "/v1/chat/completions": CHAT.replace(b'"sim"', b'"nobody"'),
-        "/v1/rerank": b'{"model": "nobody", "query": "x"}',
-    }
-    for path, body in asked.items():
-        with pytest.raises(ApiError, match=f"127.0.0.1:{unused_tcp_port}: nothing listens there") as refused:
-            await explain.alone(settings, path, body)
-        assert refused.value.status == 503
-
-
-async def test_alone_with_no_replica_up(unused_tcp_port):
-    with pytest.raises(ConfigError, match="no replica answers"):
-        await explain.alone(Settings(replica_url=(f"http://127.0.0.1:{unused_tcp_port}",)), "/v1/completions", b"{}")
+    arguments = "body.json", "--admin-port", str(unused_tcp_port), "--replica-url", "http://a:1"
+    assert await in_thread(*arguments) == 2
+    said = f"no gateway answers at http://127.0.0.1:{unused_tcp_port} (nothing listens there). Start one, or name its"
+    assert said in capsys.readouterr().err
 
 
 def test_body_that_is_not_there(capsys):

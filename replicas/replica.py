@@ -39,7 +39,7 @@ DEFAULT_PORTS = {"http": 80, "https": 443}
 SHARED = tuple(
     """
     dialect address proof models adapter_roots root block_size page_size num_blocks max_model_len version pid restarts problems engine_ids
-    declared cache_dtype unable fault foreign context_parallel drops_block looks_to_end finds_parts
+    declared cache_dtype unable fault foreign context_parallel drops_block looks_to_end finds_parts takes_priority
     """.split()
 )
 
@@ -71,6 +71,7 @@ class Replica:
     drops_block: bool = False  # it computes the last block of what it finds again, as `Told` says or its profile
     looks_to_end: bool = True  # as `Told` says
     finds_parts: bool = True  # as `Told` says
+    takes_priority: bool = False  # as `Told` says
     cache_dtype: str | None = None
     unable: frozenset[str] = frozenset()  # ids of `TRANSFERS` for which it has no connector
     unlike: tuple[str, ...] = ()  # which counterparts it exchanges no caches with, and why, in words
@@ -242,7 +243,7 @@ class Replica:
         """What the engine's process told of itself is of the past."""
         self.models, self.root, self.version, self.max_model_len = {}, None, None, None
         self.block_size = self.num_blocks = self.scrape = None
-        self.engine_ids, self.cache_dtype, self.unable = {}, None, frozenset()
+        self.engine_ids, self.cache_dtype, self.unable, self.takes_priority = {}, None, frozenset(), False
         self.problems = ()
 
     def scraped(self, scrape: Scrape) -> None:

@@ -466,7 +466,7 @@ class Watch:
             if "version" not in facts.silent:  # which says whether the page would tell
                 replica.unable = facts.told.unable
                 given, replica.looks_to_end = replica.launched_to_drop, facts.told.looks_to_end
-                replica.finds_parts = facts.told.finds_parts
+                replica.finds_parts, replica.takes_priority = facts.told.finds_parts, facts.told.takes_priority
                 replica.drops_block = facts.told.drops_block if given is None else given
         replica.block_size = facts.block_of(replica.context_parallel) or replica.block_size
         replica.num_blocks = facts.num_blocks or replica.num_blocks

@@ -452,7 +452,7 @@ class Conductor:
         if self.resumer is not None:
             body = self.resumer.body(exchange, attempt, body)
         if self.priorities is not None:
-            body, head_of = self.priorities.told(exchange, attempt, body, head_of)
+            body, head_of = self.priorities.write(exchange, attempt, body, head_of)
         parent = None if self._traces is None else self._traces.parent(exchange, attempt)
         sink = ChunkDecodingSink(attempt) if request.http10 else attempt
         upstream.send(sink, head_of(exchange, attempt, len(body), parent), body, request.method == "HEAD")

@@ -53,6 +53,7 @@ class Told(NamedTuple):
     # Where it does and has several cache groups: it looks for the block that ends with the prompt's last token too.
     looks_to_end: bool = True
     finds_parts: bool = True  # of full attention's blocks, where Mamba's are smaller
+    takes_priority: bool = False  # requests may carry a priority: it schedules by it, or ignores it
 
 
 class PeerPull(Protocol):
@@ -77,8 +78,8 @@ class EngineDialect(Protocol):
     rank_paths: tuple[str, ...]  # ... posted to these paths; elsewhere the engine takes the rank it likes
     # what stands before and after the prompt's token ids in a chat's JSON object
     chat_token_ids: tuple[bytes, bytes] | None
-    # Posted to these, a request may have a `priority` in its body, the lower first; and the header, in lower case, that
-    # would count before it, with the paths whose bodies have no such field, where it is sent.
+    # With `Told.takes_priority` a request posted to these paths may have a `priority` in its body, the lower first. The
+    # header, in lower case, would count before it: it is sent to the paths whose bodies have no such field.
     priority_paths: tuple[str, ...]
     priority_header: bytes | None
     priority_header_paths: tuple[str, ...]

@@ -116,6 +116,21 @@ async def test_version_may_be_missing(serve, session):
     assert facts.serving and facts.version is None and not facts.problems
 
 
+@pytest.mark.parametrize(
+    "version, page, takes",
+    [
+        ("0.28.0", METRICS, True),
+        ("0.1.dev1+gabc", METRICS, True),
+        ("0.9.2", METRICS, False),
+        (None, METRICS, False),
+        ("1.2.0", "other:requests 1\n", False),
+    ],
+)
+async def test_only_a_vllm_that_is_known_to_takes_priorities(serve, session, version, page, takes):
+    facts = await probe(await serve(pages(VLLM | {"/version": {"version": version}, "/metrics": page})), session)
+    assert facts.told.takes_priority is takes
+
+
 async def test_an_api_key_hides_the_models_only(serve, session):
     facts = await probe(await serve(pages({**VLLM, "/v1/models": 401})), session)
     said = facts.problems["models"]

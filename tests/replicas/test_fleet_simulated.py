@@ -27,7 +27,7 @@ async def test_launched_asked_killed_and_asked_again(fleet, session, until):
 
     await ready()
     assert replica.models == {"sim": None} and replica.block_size == 16 and replica.max_model_len
-    assert replica.num_blocks and replica.version and replica.problems == ()
+    assert replica.num_blocks and replica.version and replica.takes_priority and replica.problems == ()
     first, incarnation = await complete(session, replica.url), replica.incarnation
     again = await complete(session, replica.url)
     assert again["usage"]["prompt_tokens_details"]["cached_tokens"] > 0

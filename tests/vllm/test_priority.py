@@ -50,12 +50,6 @@ async def test_of_those_that_wait_in_the_engine_the_higher_class_goes_first(engi
                     await asyncio.sleep(0.02)
 
         await ask("who is asked about first", 2)
-        for _ in range(200):
-            known = "gets the priority" in b"".join(one.log).decode()
-            if known:
-                break
-            await asyncio.sleep(0.05)
-        assert known
         order.clear()
         running = [asyncio.ensure_future(ask("running", 1500))]
         await asyncio.sleep(0)

@@ -13,6 +13,7 @@ from replicas.engines.vllm.versions import (
     has_random_hash_seed,
     has_series_of_connectors,
     looks_to_end,
+    takes_priority,
     version_quirks,
 )
 from replicas.launch.command import LaunchProfile
@@ -59,7 +60,6 @@ class Vllm:
     # It takes them out of this field before anything else looks at it, so that without a KV connector nothing else
     # changes.
     chat_token_ids = (b'"kv_transfer_params":{"prompt_token_ids":', b"}")
-    # Without --scheduling-policy priority 0.28 and 0.32 ignore it (200), though their documents speak of an error.
     priority_paths = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
     # In 0.28 to 0.32; a version that does not know it takes such a request for one without a priority.
     priority_header, priority_header_paths = b"x-vllm-priority", ("/v1/messages",)
@@ -82,6 +82,7 @@ class Vllm:
             drops_block=DRAFTS in page,
             looks_to_end=looks_to_end(version),
             finds_parts=finds_parts(version),
+            takes_priority=self.speaks(answers) and takes_priority(version),
         )
 
     def event_sources(self, answers: Mapping[str, Answer], host: str) -> Sources:

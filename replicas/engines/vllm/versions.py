@@ -49,6 +49,13 @@ def has_random_hash_seed(version: str | None) -> bool:
     return match is not None and (0, 1) < (int(match[1]), int(match[2])) < (0, 29)
 
 
+def takes_priority(version: str | None) -> bool:
+    """Return whether this version takes a request's priority, and ignores it where it does not schedule by it: so do
+    0.28 to 0.33. In older sources V0 refuses one unless it schedules by priority, and early V1 refuses any."""
+    match = _NUMBER.match(version or "")
+    return match is not None and not (0, 1) < (int(match[1]), int(match[2])) < OLDEST
+
+
 def finds_parts(version: str | None) -> bool:
     """Whether hits end within a block of full attention with decode context parallelism, where Mamba's blocks are
     smaller: 0.32 finds that, 0.28 whole blocks only. Of those between it is not known, so less is promised."""

@@ -1,6 +1,5 @@
 """What engines are told of a request's class, between real sockets."""
 
-import asyncio
 import json
 from contextlib import asynccontextmanager
 
@@ -11,8 +10,8 @@ from gateway.proxy.priorities import LONGEST_READ
 from policies import Classes, QosClass, Rule, Rules
 from replicas.engines.vllm import VLLM
 
-from ..http.talk import eventually, read_request
-from .replies import ANSWER, answers, post, reply
+from ..http.talk import read_request
+from .replies import answers, post, reply
 from .stack import stack
 
 PREMIUM, FREE = QosClass("premium", 0.1, 100), QosClass("free", 0.6, 10)
@@ -27,29 +26,25 @@ ASKS = {
 
 
 class Engine:
-    """Answers what it is asked about priorities with these statuses, one after the other, the last one for ever."""
+    """Keeps the bodies and the priorities in headers that it is sent."""
 
-    def __init__(self, *statuses):
-        self.statuses, self.asked, self.bodies, self.headers = [*statuses], 0, [], []
+    def __init__(self):
+        self.bodies, self.headers = [], []
 
     async def __call__(self, reader, writer):
         while True:
             head, body = await read_request(reader)
-            given = json.loads(body)
-            if given.get("prompt") == "one":
-                self.asked += 1
-                status = self.statuses.pop(0) if len(self.statuses) > 1 else self.statuses[0]
-                writer.write(reply(ANSWER, b"%d X" % status))
-            else:
-                self.bodies.append(given)
-                lines = [line.split(b": ", 1) for line in head.split(b"\r\n")[1:-2]]
-                self.headers.append([value for name, value in lines if name.lower() == b"x-vllm-priority"])
-                writer.write(reply())
+            self.bodies.append(json.loads(body))
+            lines = [line.split(b": ", 1) for line in head.split(b"\r\n")[1:-2]]
+            self.headers.append([value for name, value in lines if name.lower() == b"x-vllm-priority"])
+            writer.write(reply())
 
 
 @asynccontextmanager
-async def classed(engine, classes=CLASSES):
+async def classed(engine, classes=CLASSES, takes_priority=True):
     async with stack(engine, overload=Overload(classes, Rules(("observe",)), None)) as s:
+        for backend in s.proxy.backends.values():
+            backend.replica.takes_priority = takes_priority
         yield s
 
 
@@ -59,30 +54,19 @@ async def send(s, path=CHAT, headers=b"", **more):
     assert (await talker.response())[0] == 200
 
 
-async def known(s, engine):
-    """Once the engine has been asked, by the first request, and has answered."""
-    await send(s)
-    await eventually(lambda: engine.asked == 1)
-    await eventually(lambda: all(one.asking is None for one in s.proxy.conductor.priorities._known.values()))
-    engine.bodies.clear(), engine.headers.clear()
-
-
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS, RESPONSES])
 async def test_an_engine_that_takes_priorities_gets_that_of_the_class_the_lower_first(path):
-    engine = Engine(200)
+    engine = Engine()
     async with classed(engine) as s:
-        await known(s, engine)
         await send(s, path, b"x-tier: premium\r\n")
         await send(s, path)
         assert [one["priority"] for one in engine.bodies] == [0, 90]
         assert [{**one, "priority": 0} for one in engine.bodies] == [{**ASKS[path], "priority": 0}] * 2
-        assert engine.asked == 1, "once a process"
 
 
 async def test_a_clients_own_priority_does_not_pass_the_classes():
-    engine = Engine(200)
+    engine = Engine()
     async with classed(engine) as s:
-        await known(s, engine)
         await send(s, priority=-1000)
         assert [one["priority"] for one in engine.bodies] == [90]
 
@@ -97,17 +81,15 @@ async def test_a_clients_own_priority_does_not_pass_the_classes():
     ],
 )
 @pytest.mark.parametrize("path", [b"/pooling", b"/v1/embeddings", b"/invocations", b"/v1/chat/completions/batch"])
-async def test_nor_where_its_body_is_not_read(path, own):
-    engine = Engine(200)
-    async with classed(engine) as s:
-        for first in (True, False):  # before the engine was asked whether it takes any, and after
-            for headers, priority in ((b"", 90), (b"x-tier: premium\r\n", 0)):
-                talker = await s.talk()
-                await talker.say(post(own, path, headers))
-                await talker.response()
-                assert engine.bodies[-1]["priority"] == priority
-            if first:
-                await known(s, engine)
+@pytest.mark.parametrize("takes_priority", [True, False])
+async def test_nor_where_its_body_is_not_read(path, own, takes_priority):
+    engine = Engine()
+    async with classed(engine, takes_priority=takes_priority) as s:
+        for headers, priority in ((b"", 90), (b"x-tier: premium\r\n", 0)):
+            talker = await s.talk()
+            await talker.say(post(own, path, headers))
+            await talker.response()
+            assert engine.bodies[-1]["priority"] == priority
 
 
 @pytest.mark.parametrize(
@@ -126,7 +108,7 @@ async def test_a_body_that_only_speaks_of_priority_passes_as_it_is(body):
 @pytest.mark.parametrize("path", [CHAT, MESSAGES, "/score", "/invocations"])
 async def test_a_body_in_which_no_priority_can_be_written_is_refused(path, encoding):
     """Python reads these encodings, and so vLLM does."""
-    engine = Engine(200)
+    engine = Engine()
     async with classed(engine) as s:
         talker = await s.talk()
         body = json.dumps({"model": "m", "messages": [], "priority": -1000}).encode(encoding)
@@ -166,7 +148,7 @@ LONG = 3 * LONGEST_READ
 )
 async def test_a_long_body_is_searched_and_not_read(own, monkeypatch):
     """Reading 12 MiB takes the event loop 20 ms and more."""
-    engine = Engine(200)
+    engine = Engine()
     read = []
     monkeypatch.setattr("gateway.proxy.priorities.decode", lambda body: read.append(len(body)))
     async with classed(engine) as s:
@@ -187,17 +169,19 @@ async def test_a_long_body_of_a_client_that_says_no_priority_passes_as_it_is(tex
         assert [given for _, given in seen] == [body]
 
 
-async def test_before_an_engine_has_said_whether_it_takes_priorities_a_clients_own_is_replaced():
-    engine = Engine(503)
-    async with classed(engine) as s:
+async def test_an_engine_that_takes_no_priorities_gets_none_but_in_place_of_a_clients_own():
+    engine = Engine()
+    async with classed(engine, takes_priority=False) as s:
+        for path in (CHAT, MESSAGES):
+            await send(s, path)
+        assert engine.bodies == [ASKS[CHAT], ASKS[MESSAGES]] and engine.headers == [[], []]
         await send(s, priority=-1000)
-        assert [one["priority"] for one in engine.bodies] == [90]
+        assert engine.bodies[-1]["priority"] == 90
 
 
 async def test_where_the_api_has_no_priority_a_header_tells_it():
-    engine = Engine(200)
+    engine = Engine()
     async with classed(engine) as s:
-        await known(s, engine)
         await send(s, MESSAGES)
         await send(s, MESSAGES, b"x-tier: premium\r\n")
         await send(s, CHAT)
@@ -207,76 +191,14 @@ async def test_where_the_api_has_no_priority_a_header_tells_it():
 
 async def test_an_engine_without_such_a_header_gets_none(monkeypatch):
     monkeypatch.setattr(VLLM.__class__, "priority_header_paths", ())
-    engine = Engine(200)
+    engine = Engine()
     async with classed(engine) as s:
-        await known(s, engine)
         await send(s, MESSAGES)
         assert (engine.bodies, engine.headers) == ([ASKS[MESSAGES]], [[]])
 
 
-async def test_an_engine_that_refuses_priorities_gets_none():
-    engine = Engine(400)
-    async with classed(engine) as s:
-        await known(s, engine)
-        for _ in range(3):
-            await send(s)
-        await send(s, MESSAGES)
-        assert engine.bodies == [*[ASKS[CHAT]] * 3, ASKS[MESSAGES]] and engine.asked == 1
-        assert engine.headers == [[]] * 4
-
-
-async def test_an_engine_that_could_not_be_asked_is_asked_again(monkeypatch):
-    monkeypatch.setattr("gateway.proxy.priorities.PAUSE_SECONDS", 0.0)
-    engine = Engine(503, 200)
-    async with classed(engine) as s:
-        await known(s, engine)
-        await send(s)
-        await eventually(lambda: engine.asked == 2)
-        await eventually(lambda: all(one.takes for one in s.proxy.conductor.priorities._known.values()))
-        await send(s)
-        assert [one.get("priority") for one in engine.bodies] == [None, 90]
-
-
-async def test_what_one_clients_model_is_answered_with_says_nothing_of_priorities(monkeypatch):
-    """The replica may have unloaded the adapter meanwhile, or never had it."""
-    monkeypatch.setattr("gateway.proxy.priorities.PAUSE_SECONDS", 0.0)
-    engine = Engine(404, 200)
-    async with classed(engine) as s:
-        await known(s, engine)
-        await send(s)
-        await eventually(lambda: any(one.takes for one in s.proxy.conductor.priorities._known.values()))
-        await send(s)
-        assert engine.bodies[-1]["priority"] == 90
-
-
-async def test_a_question_that_fails_is_not_asked_again_by_each_request(caplog):
-    caplog.set_level("INFO", "hitherto.proxy")
-    engine = Engine(200)
-    async with classed(engine) as s:
-        for backend in s.proxy.backends.values():
-            backend.replica.key = "no\nheader"
-        for _ in range(3):
-            await send(s)
-            await eventually(lambda: all(one.asking is None for one in s.proxy.conductor.priorities._known.values()))
-        assert engine.asked == 0 and caplog.text.count("is not known yet") == 1
-
-
-async def test_another_process_behind_the_address_is_asked_anew():
-    engine = Engine(200, 400)
-    async with classed(engine) as s:
-        await known(s, engine)
-        for backend in s.proxy.backends.values():
-            backend.incarnation = "another"
-        await send(s)
-        await eventually(lambda: engine.asked == 2)
-        await eventually(lambda: all(one.takes is False for one in s.proxy.conductor.priorities._known.values()))
-        await send(s)
-        assert "priority" not in engine.bodies[-1]
-
-
-async def test_nobody_is_asked_where_all_classes_are_of_one_priority():
-    engine = Engine(200)
+async def test_an_engine_gets_none_where_all_classes_are_of_one_priority():
+    engine = Engine()
     async with classed(engine, Classes((QosClass("one"), QosClass("other")))) as s:
         await send(s)
-        await asyncio.sleep(0)
-        assert s.proxy.conductor.priorities is None and engine.asked == 0
+        assert engine.bodies == [ASKS[CHAT]]

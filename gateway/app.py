@@ -23,7 +23,6 @@ from policies import CostGroup, Ledger, Own
 from replicas import Fleet, Replica, State
 from replicas.health import Limits as HealthLimits
 from replicas.launch import profile as profiles
-from replicas.lifecycle import TAKES_TRAFFIC
 from replicas.pulse import BREAKS_FROM, Pulse
 
 from . import datapath
@@ -37,7 +36,7 @@ from .ops.admin import Admin
 from .ops.guard import Guard
 from .ops.metrics import Metrics, Reading
 from .ops.recent.recent import Recent
-from .ops.view import View, given_twice
+from .ops.view import View
 from .proxy.backend import Backend
 from .proxy.decisions import Decisions
 from .proxy.retries import ABORTED, OWN, UNCONFIRMED
@@ -109,12 +108,10 @@ class Gateway:
         self.certificate = datapath.certificate(settings)
         self.usage_log = datapath.usage_log(settings, self.metrics)
         self.fleet.on_change.append(self._replica_changed)
-        self.fleet.on_changed.append(self._fleet_changed)
+        self.fleet.on_changed.append(self._models_changed)
         self.kept = kept_replicas(settings)
         self.discovery = datapath.discovery(settings, self.fleet)
         self._was_ready = False
-        self._has_met = False  # a replica became ready since twins were last looked for
-        self._twins: set[tuple[str, str]] = set()  # engines given under several names, and what was said of each
         self.slots: dict[str, int] = {}
         self.intakes: dict[str, EventIntake | SharedIntake] = {}
         self.shared = _shared_map(settings, self.map, self.background)
@@ -324,21 +321,6 @@ class Gateway:
                 self._forget(backend)
         elif new is State.READY:
             self._meet(replica)
-            self._has_met = True
-
-    def _fleet_changed(self) -> None:
-        if self._has_met:
-            self._has_met = False
-            self._warn_of_twins()
-        self._models_changed()
-
-    def _warn_of_twins(self) -> None:
-        """Log of each engine that was given under several names, once."""
-        ready = [replica for replica in self.fleet.replicas.values() if replica.state in TAKES_TRAFFIC]
-        twins = {(replica.engine, complaint) for replica, complaint in given_twice(ready)}
-        for engine, complaint in sorted(twins - self._twins):
-            log.warning("replica %s: %s", engine, complaint)
-        self._twins = twins
 
     def _meet(self, replica: Replica) -> None:
         """A replica is ready, for the first time or again: know it, and listen to its events."""

@@ -1,4 +1,4 @@
-"""The way to one engine: which address its name leads to now, and a session that asks nobody else."""
+"""The way to one engine: the address that its name leads to, and a session that connects to no other."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import socket
 import ssl
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import aiohttp
@@ -62,46 +63,44 @@ class Access:
             self._session = None
 
     async def find(self, deadline: float, in_use: bool = False, patience: float = 0.0) -> Facts:
-        """Look the name up and probe the engine at the present address or, where the name no longer leads there, at a
-        new one. `in_use`: the engine is thought to be well, so its address is left only for one that answers.
-        `deadline`: seconds for the name, and for each answer, `patience`: beyond that for /health. Never raises."""
-        fault = await self._look_up(deadline)
-        tried: dict[str, Facts] = {}
-        for address in self._name.to_try(in_use):
-            session = self.session if address == self.address else session_to(address, self._tls, headers=self._headers)
-            try:
-                facts = tried[address] = await probe(self.url, session, deadline, address, patience)
-                found = facts.alive and (address == self.address or not in_use or bool(facts.models) or facts.locked)
-                if found:
-                    session = await self._use(address, session)
-            finally:
-                if session is not None and session is not self._session:
-                    await session.close()
-            if found or facts.fault == "own":
-                return facts
-        if not tried:
-            return Facts(fault="connect", error=fault or unresolved(self._name.host))
-        told = next((facts for facts in tried.values() if facts.fault != "connect"), facts)
-        return tried.get(self.address, told)
+        """Probe the engine at its address. Where it does not answer, look its name up and probe the addresses that this
+        leads to. `in_use`: the engine is thought to be well, so its address is kept while the name leads there.
+        `deadline`: seconds for each name and for each answer, `patience`: beyond that for /health. Never raises."""
+        await asyncio.gather(*(_follow(one, deadline) for one in self._publishers.values()))
+        known = None
+        if self.address:
+            known = await probe(self.url, self.session, deadline, self.address, patience)
+            if known.alive or known.fault == "own" or self._name.fixed:
+                return known
+        try:
+            addresses = await self._name.look_up(deadline)
+        except TimeoutError as error:
+            return known or Facts(fault="connect", error=f"{error}; check DNS")
+        except OSError:
+            return known or Facts(fault="connect", error=unresolved(self._name.host))
+        if known is not None and in_use and self.address in addresses:
+            return known
+        tried = []
+        for address in addresses:
+            if address != self.address:
+                facts = await self._try(address, deadline, patience)
+                if facts.alive or facts.fault == "own":
+                    return facts
+                tried.append(facts)
+        return known or next((facts for facts in tried if facts.fault != "connect"), tried[-1])
 
-    async def _look_up(self, deadline: float) -> str:
-        """Resolve all names; why that of the engine did not, or ""."""
-        names = [self._name, *self._publishers.values()]
-        found = await asyncio.gather(*(name.look_up(deadline) for name in names), return_exceptions=True)
-        for name, addresses in zip(names[1:], found[1:], strict=True):
-            if isinstance(addresses, tuple) and addresses and name.address not in addresses:
-                name.use(addresses[0])
-        if isinstance(found[0], TimeoutError):
-            return f"{found[0]}; check DNS"
-        return unresolved(self._name.host) if isinstance(found[0], Exception) else ""
-
-    async def _use(self, address: str, session: aiohttp.ClientSession) -> aiohttp.ClientSession | None:
-        """The engine answered there. What has to be closed now, if anything."""
-        if session is self._session:
-            return None
-        left, self._session = self._session, session
-        self._name.use(address)
-        return left
+    async def _try(self, address: str, deadline: float, patience: float) -> Facts:
+        """Probe the engine at an address, which is in use from then on if it answers there."""
+        session = session_to(address, self._tls, headers=self._headers)
+        try:
+            facts = await probe(self.url, session, deadline, address, patience)
+            if facts.alive:
+                self._name.address = address
+                session, self._session = self._session, session
+        finally:
+            if session is not None:
+                await session.close()
+        return facts
 
     @property
     def problem(self) -> Problem | None:
@@ -114,6 +113,14 @@ class Access:
             f"all requests go to {self.address}",
             "give each engine its own address or name as a replica URL; behind a load balancer no cache can be known",
         )
+
+
+async def _follow(publisher: HostName, deadline: float) -> None:
+    """Look up where KV events come from; the address stays where the name still leads there, or to nowhere."""
+    with suppress(OSError):
+        addresses = await publisher.look_up(deadline)
+        if publisher.address not in addresses:
+            publisher.address = addresses[0]
 
 
 class _Pinned(AbstractResolver):

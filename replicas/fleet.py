@@ -27,6 +27,7 @@ import aiohttp
 
 from replicas import tls
 from replicas.ask import body_of
+from replicas.duplicates import Name, duplicate
 from replicas.engine import Engine
 from replicas.engines import by_id
 from replicas.health import Limits
@@ -35,7 +36,8 @@ from replicas.launch import profile as profiles
 from replicas.launch.command import Command, LaunchProfile, Model, Ports
 from replicas.launch.ports import holder, is_free, pick
 from replicas.launch.supervisor import Supervisor
-from replicas.lifecycle import Event, State
+from replicas.lifecycle import TAKES_TRAFFIC, Event, State
+from replicas.problems import Problem
 from replicas.pulse import Pulse
 from replicas.replica import Replica, parse_url
 from replicas.watch import Watch
@@ -89,6 +91,7 @@ class Fleet:
         self.engines: dict[str, Engine] = {}  # by "host:port"; `replicas` are theirs
         self._drains: dict[str, asyncio.Task] = {}  # of single ranks
         self._launching = asyncio.Lock()
+        self._duplicates: set[tuple[str, str]] = set()  # engines under several names, and what was logged of each
 
     async def stop(self) -> None:
         """Stop every engine of our own (no drain: `drain` is for that) and all watching."""
@@ -217,6 +220,7 @@ class Fleet:
             waited=lambda: max(self._waited(one.id) for one in engine.replicas),
             hear=lambda: [self._hear(one.id) for one in engine.replicas],
             holds=lambda: self._holds(replica.id),
+            duplicate=lambda created: self._duplicate(engine, created),
             interval=self._interval,
             limits=self._limits,
             pulse=self.pulse,
@@ -227,6 +231,23 @@ class Fleet:
         engine = self.engines[replica.id] = Engine(replica, watch, task)
         self.replicas[replica.id] = replica
         return engine
+
+    def _duplicate(self, engine: Engine, created: float | None) -> Problem | None:
+        """Return the problem that the engine was given under another name too. It is logged once, and the other one is
+        looked at, which finds the same."""
+        others = [
+            Name(one.id, one.address, one.port, one.scrape.created if one.scrape else None)
+            for one in (other.lead for other in self.engines.values())
+            if one.state in TAKES_TRAFFIC
+        ]
+        lead = engine.lead
+        problem = duplicate(Name(lead.id, lead.address, lead.port, created), others)
+        if problem is not None and (lead.id, problem.what) not in self._duplicates:
+            self._duplicates.add((lead.id, problem.what))
+            log.warning("replica %s: %s", lead.id, problem)
+            for one in self.engines.values():
+                one.watch.nudge()
+        return problem
 
     def _engine(self, id: str) -> Engine:
         """Of a replica, or by its own id. Raises KeyError."""

@@ -22,6 +22,7 @@ from replicas.launch.exits import said
 from replicas.launch.supervisor import Supervisor
 from replicas.lifecycle import IN_USE, TAKES_TRAFFIC, Event, State
 from replicas.metrics import Scrape, parse
+from replicas.problems import Problem
 from replicas.progress import ILL, STALLED, Progress, asked, computes
 from replicas.pulse import Pulse
 from replicas.replica import EventSource, Replica
@@ -55,6 +56,7 @@ class Watch:
         waited: Callable[[], float] = lambda: 0.0,
         hear: Callable[[], object] = lambda: None,
         holds: Callable[[], bool] = lambda: False,
+        duplicate: Callable[[float | None], Problem | None] = lambda created: None,
         interval: float = 1.0,
         limits: Limits = Limits(),
         given: EventSource | None = None,
@@ -65,13 +67,14 @@ class Watch:
         """`changed` is told when a READY replica serves something else than before; `looked` whenever something new
         may be known of it, before any `tell`. `waited`: seconds since the oldest unanswered prompt was sent. `hear`:
         calls `succeeded` with what was answered and not told yet, before a probe counts. `holds`: whether requests are
-        on connections to it that stand.
+        on connections to it that stand. `duplicate`: returns the problem that another replica is the same engine, given
+        when a counter of this one was created.
         `given`: the event source as the operator or the profile knows it, instead of asking.
         `pulse`: when this process was held up; `health` and `progress` are given times of its clock. The rest is for
         replicas of our own."""
         self.replica, self.tell, self.changed, self.looked = replica, tell, changed, looked
         self.access = Access(replica.url, replica.host, replica.tls, given, replica.credentials)
-        self.busy, self.waited, self.hear, self.holds = busy, waited, hear, holds
+        self.busy, self.waited, self.hear, self.holds, self.duplicate = busy, waited, hear, holds, duplicate
         self.interval, self.limits = interval, limits
         self.given = given
         self.supervisor, self.start_timeout = supervisor, start_timeout
@@ -475,7 +478,8 @@ class Watch:
         if self.given or facts.sources is not None:  # a late answer is no news about where events are
             self.sources = facts.events(self.access.events, len(self.sources))
         replica.events = self.sources[0]
-        problems = [*problems_of(facts, self.given, self.sources).values(), self.access.problem]
+        duplicate = self.duplicate(facts.scrape.created if facts.scrape else None)
+        problems = [*problems_of(facts, self.given, self.sources).values(), self.access.problem, duplicate]
         replica.problems = tuple(str(one) for one in problems if one)
         if replica.state is State.READY and before != self._told():
             self.changed(replica)

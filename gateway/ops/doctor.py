@@ -49,12 +49,12 @@ from gateway.ops.replicas_check import (
     check_block_size,
     check_clock,
     check_context,
+    check_duplicates,
     check_hash_seeds,
     check_models,
     check_own_words,
     check_reached,
     check_roles,
-    check_twice,
     problems_by_subject,
 )
 from gateway.ops.settings_check import (
@@ -72,10 +72,10 @@ from gateway.settings import Config, known_urls, read_engine_key
 from gateway.settings.warnings import find_warnings
 from replicas.access import PROBE_SECONDS, Access
 from replicas.adopt import Facts, described
+from replicas.duplicates import Name
 from replicas.problems import Problem
 from replicas.replica import Address, bearer, parse_url
 from replicas.tls import context_for
-from replicas.twins import Name
 
 
 def line(finding: Finding) -> str:
@@ -183,7 +183,7 @@ class Examination(contextlib.AsyncExitStack):
                     held := await self._event_ports.check_held(address, way.address or address.host)
                 ):
                     yield held
-        names = map(self._name, self._replicas)
+        names = [*map(self._name, self._replicas)]
         for finding in check_seen_by_gateway(self._running, self._replicas, untried, names, self._settings.block_size):
             yield finding
         unknown = self._settings.discover is not None or not self._config.left_out.keys().isdisjoint(
@@ -220,7 +220,7 @@ class Examination(contextlib.AsyncExitStack):
             groups = [[]]
         if self._replicas:
             yield check_models(self._replicas)
-            for finding in check_twice(map(self._name, self._replicas)):
+            for finding in check_duplicates(map(self._name, self._replicas)):
                 yield finding
             yield await check_clock(self._ways)
         for group in groups:

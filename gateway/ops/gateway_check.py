@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import aiohttp
@@ -14,8 +14,8 @@ from gateway.ops.settings_check import FOLLOWED, check_open_files
 from gateway.ops.trial import Finding
 from gateway.ports import why_taken
 from gateway.settings import ADMIN_SIDE, Config, Settings, admin_headers, admin_url, place_of
-from replicas import twins
 from replicas.adopt import Facts
+from replicas.duplicates import Name, duplicate
 from replicas.engines import TRANSFERS
 from replicas.launch.ports import holder
 from replicas.lifecycle import TAKES_TRAFFIC, State
@@ -284,15 +284,15 @@ def check_seen_by_gateway(
     running: dict[str, Any] | None,
     replicas: list[tuple[Address, Facts]],
     untried: Collection[str] = (),
-    names: Iterable[twins.Name] = (),
+    names: Sequence[Name] = (),
     block_size: int | None = None,
 ) -> Iterator[Finding]:
     """Problems that only traffic shows, from the gateway that sees it, and those of replicas that only it knows.
-    `names`: of the replicas, for `check_twice` says what is to be said of them; `block_size`: as the doctor was given
-    it, for `check_block_size` does, with what is in force in the gateway."""
+    `names`: of the replicas, whose duplicates `check_duplicates` names; `block_size`: as the doctor was given it,
+    which `check_block_size` judges, with what is in force in the gateway."""
     in_force = block_sizes_in_force(running)
     known = {str(problem) for address, facts in replicas for problem in problems_by_subject(address, facts).values()}
-    known |= {str(problem) for _, problem in twins.complaints(names)}
+    known |= {str(problem) for one in names if (problem := duplicate(one, names)) is not None}
     known |= {str(facts.unfit(block_size or in_force.get(address.url), address.source)) for address, facts in replicas}
     for one in (running or {}).get("replicas", []):
         if (slow := one.get("slow")) and one.get("url") not in untried:

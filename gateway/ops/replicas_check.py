@@ -14,9 +14,10 @@ import aiohttp
 from gateway.model import folder_here
 from gateway.ops.trial import Finding
 from gateway.settings import Settings
-from replicas import pairing, twins
+from replicas import pairing
 from replicas.access import Access
 from replicas.adopt import IS_GATEWAY, Facts, problems_of
+from replicas.duplicates import Name, duplicate
 from replicas.problems import UNSET, Problem
 from replicas.replica import Address, Replica
 from replicas.roles import BOTH, REMEDY, SPEAK_ALIKE, lacks, unlike
@@ -133,11 +134,13 @@ def check_models(replicas: list[tuple[Address, Facts]]) -> Finding:
     )
 
 
-def check_twice(names: Iterable[twins.Name]) -> Iterator[Finding]:
-    """Engines that are given under several names."""
-    for found in twins.find(names):
-        said = twins.complaint(found, found.names[0])
-        yield Finding("warn", f"twice {found.names[0]}"[:60], said.what, said.remedy)
+def check_duplicates(names: Iterable[Name]) -> Iterator[Finding]:
+    """Return a finding for each engine that is given under several names, of the first of them."""
+    names, known = list(names), set[str]()
+    for one in names:
+        if one.id not in known and (problem := duplicate(one, names)) is not None:
+            yield Finding("warn", f"twice {one.id}"[:60], problem.what, problem.remedy)
+            known |= {other.id for other in names if duplicate(one, (other,)) is not None}
 
 
 def check_roles(replicas: list[Replica]) -> Finding | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import resource
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from gateway import __version__
@@ -28,7 +28,6 @@ from gateway.tenants.metering import Metering
 from gateway.tls import Certificate
 from policies import Ledger, Load
 from policies.verdicts import DECISIONS, REFUSED
-from replicas import twins
 from replicas.discovery import Discovery
 from replicas.lifecycle import ENGINE_THERE, TAKES_TRAFFIC, State
 from replicas.problems import DRAINED, NO_CACHED_TOKENS, Problem
@@ -107,10 +106,8 @@ class View:
 
     def status(self) -> dict[str, Any]:
         metrics, why_not, stats = self.metrics, self.why_not_ready(), self.cachemap.stats()
-        numbers, known = counted_of(metrics, self.replicas), list(self.replicas.values())
-        replicas = [{**self._replica(one, stats["slots"]), **numbers[one.id]} for one in known]
-        for replica, complaint in given_twice(known):
-            replicas[known.index(replica)]["problems"].append(complaint)
+        numbers = counted_of(metrics, self.replicas)
+        replicas = [{**self._replica(one, stats["slots"]), **numbers[one.id]} for one in self.replicas.values()]
         return {
             "version": __version__,
             "policy": self.settings.policy,
@@ -416,23 +413,6 @@ def counted_of(metrics: Metrics, replicas: Iterable[str]) -> dict[str, dict[str,
         }
         for id in replicas
     }
-
-
-def given_twice(replicas: Sequence[Replica]) -> Iterator[tuple[Replica, str]]:
-    """Replicas whose engine has another name as well, and what to say of it."""
-    engines: dict[str, list[Replica]] = {}
-    for replica in replicas:
-        if replica.state in ENGINE_THERE:
-            engines.setdefault(replica.engine, []).append(replica)
-    names = [
-        twins.Name(
-            id, ranks[0].address, ranks[0].port, next((rank.scrape.created for rank in ranks if rank.scrape), None)
-        )
-        for id, ranks in engines.items()
-    ]
-    for id, problem in twins.complaints(names):
-        for replica in engines[id]:
-            yield replica, str(problem)
 
 
 def _seen(replica: Replica, intake: Any, block_size: int | None) -> list[str]:

@@ -6,7 +6,7 @@ import threading
 import pytest
 from aiohttp import web
 
-from replicas import State, names, watch
+from replicas import State, watch
 from replicas.names import HostName
 
 READY, FAILED = State.READY, State.FAILED
@@ -95,7 +95,8 @@ async def test_a_name_that_moves_is_another_incarnation_for_probes_and_events_al
         f"tcp://{A}:5558",
     )
     before = replica.incarnation
-    hosts["gpu.test"] = [B]  # the engine at A still answers
+    hosts["gpu.test"] = [B]
+    await engines.stop(A)
     await comes(replica, lambda one: one.state is READY and one.address == B)
     assert (replica.events.endpoint, replica.events.replay) == (f"tcp://{B}:5557", f"tcp://{B}:5558")
     assert replica.incarnation != before, "both began at the same time, and are two engines all the same"
@@ -119,79 +120,43 @@ async def test_a_name_with_two_addresses_is_one_engine_and_the_operator_is_told(
     assert replica.incarnation != before
 
 
-async def test_a_name_whose_answers_alternate_moves_once_and_no_more(fleet, hosts, engines, comes, until):
-    for number, address in enumerate((A, B)):
-        await engines(address, started=float(number + 1))
-    asked, turn = [], iter([A] + [B, A] * 1000)
+async def test_a_name_is_resolved_once_while_its_engine_answers(fleet, hosts, engines, comes, until):
+    probed, asked = await engines(A), []
+    await engines(B, started=2.0)
     real = socket.getaddrinfo
 
     def answer():
-        asked.append(next(turn))
+        asked.append(A if not asked else B)
         return real(asked[-1], 0, type=socket.SOCK_STREAM)
 
     hosts["gpu.test"] = answer
     replica = fleet.add(f"http://gpu.test:{engines.port}")
-    await until(lambda: len(asked) > 8)
-    assert replica.address == B and replica.state is READY
-    assert len([new for _, old, new in fleet.seen if old is READY and new is State.WARMING]) == 1
-    await comes(
-        replica, lambda one: any("leads to other addresses as well (127.0.0.2)" in problem for problem in one.problems)
-    )
+    await comes(replica, lambda one: one.state is READY)
+    before, seen = replica.incarnation, len(probed)
+    await until(lambda: len(probed) > seen + 12)  # several full looks
+    assert (replica.state, replica.address, replica.incarnation, asked) == (READY, A, before, [A])
 
 
-async def test_a_name_that_moves_back_and_stays_is_followed_later_each_time(monkeypatch):
-    """Traffic is moved to another engine and back again, while both run. A name that alternates looks like that at
-    first."""
-    now, table = 1000.0, {}
-    monkeypatch.setattr(names, "monotonic", lambda: now)
-    monkeypatch.setattr(
-        socket,
-        "getaddrinfo",
-        lambda host, *args, **more: [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (table[host], 0))],
-    )
-    name = HostName("gpu.test")
-
-    async def leads_to(address):
-        """What is tried first."""
-        table["gpu.test"] = address
-        await name.look_up(5)
-        return name.to_try(in_use=True)[0]
-
-    name.use(await leads_to(A))
-    assert await leads_to(B) == B, "where it never led before"
-    name.use(B)
-    for address, other, patience in ((A, B, 60), (B, A, 120), (A, B, 240)):
-        assert await leads_to(address) == other and name.alternates
-        now += patience - 1
-        assert await leads_to(address) == other
-        now += 1
-        assert await leads_to(address) == address
-        name.use(address)
-    for _ in range(20):  # a name server that gives one after the other
-        for address in (B, A):
-            now += 30
-            assert await leads_to(address) == A
-
-
-async def test_a_name_that_moves_to_where_nobody_is_keeps_the_engine_that_answers(fleet, hosts, engines, comes, until):
+async def test_a_name_that_leads_to_where_nobody_is_waits_for_its_engine(fleet, hosts, engines, comes, until):
     await engines(A)
     asked = []
     hosts["gpu.test"] = [A]
     replica = fleet.add(f"http://gpu.test:{engines.port}")
     await comes(replica, lambda one: one.state is READY)
-    before = replica.incarnation
 
     def answer():
         asked.append(C)
         return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (C, 0))]
 
     hosts["gpu.test"] = answer
-    await until(lambda: len(asked) > 3)
-    assert (replica.state, replica.address, replica.incarnation) == (READY, A, before)
+    await engines.stop(A)
+    await until(lambda: replica.state is FAILED and len(asked) > 3)
+    await engines(A, started=2.0)
+    await comes(replica, lambda one: one.state is READY and one.address == A)
 
 
-async def test_a_name_server_that_fails_or_hangs_is_no_news(fleet, hosts, engines, comes, until):
-    probed = await engines(A)
+async def test_a_name_server_that_hangs_holds_up_nothing_and_is_asked_once(fleet, hosts, engines, comes, until):
+    await engines(A)
     hosts["gpu.test"] = [A]
     replica = fleet.add(f"http://gpu.test:{engines.port}")
     await comes(replica, lambda one: one.state is READY)
@@ -203,14 +168,15 @@ async def test_a_name_server_that_fails_or_hangs_is_no_news(fleet, hosts, engine
         raise socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
 
     hosts["gpu.test"] = hang
-    await until(lambda: asked)
-    seen = len(probed)
-    await until(lambda: len(probed) > seen + 12)  # several looks, each of which waited for the name in vain
+    await engines.stop(A)
+    await until(lambda: asked and replica.state is FAILED)
+    other = fleet.add(f"http://{B}:{engines.port}")
+    await engines(B)
+    await comes(other, lambda one: one.state is READY)
+    await engines(A, started=2.0)
+    await comes(replica, lambda one: one.state is READY and one.address == A)
     assert asked == [1], "one question at a time"
     released.set()
-    await until(lambda: len(asked) > 2)
-    assert (replica.state, replica.address) == (READY, A)
-    assert not [new for _, old, new in fleet.seen if old is READY]
 
 
 async def test_a_name_that_is_unknown_says_so_and_is_tried_again(fleet, hosts, engines, comes):
@@ -221,6 +187,17 @@ async def test_a_name_that_is_unknown_says_so_and_is_tried_again(fleet, hosts, e
     assert "host name 'gpu.test' does not resolve" in replica.reason
     hosts["gpu.test"] = [A]
     await comes(replica, lambda one: one.state is READY and one.address == A)
+
+
+async def test_an_engine_that_is_given_twice_has_a_problem_while_it_has_both_names(fleet, hosts, engines, comes):
+    await engines(A)
+    hosts["gpu.test"] = [A]
+    named, other = fleet.add(f"http://gpu.test:{engines.port}"), fleet.add(f"http://{A}:{engines.port}")
+    for one, another in ((named, other), (other, named)):
+        said = f"is also given as {another.id}: its load and its cache count under each name"
+        await comes(one, lambda one: any(said in problem for problem in one.problems))
+    await fleet.remove(other.id)
+    await comes(named, lambda one: not any("also given as" in problem for problem in one.problems))
 
 
 async def test_the_address_family_that_answers_is_taken(fleet, hosts, engines, comes):

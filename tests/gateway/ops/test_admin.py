@@ -358,24 +358,6 @@ async def test_unknown_paths_and_methods(http):
         assert response.status == 405 and "takes GET, HEAD, POST" in (await error_of(response))["message"]
 
 
-async def test_an_engine_under_several_names_says_so_at_each(http, gateway):
-    for url, address, created in (
-        ("http://a:1", "127.0.0.1", 5.25),
-        ("http://b:1", "10.0.0.1", 5.25),
-        ("http://c:1", "10.0.0.2", 5.75),
-        ("http://d:2", "10.0.0.2", 5.25),
-    ):
-        replica = gateway.fleet.add(url)
-        replica.state, replica.address = State.READY, address
-        replica.scrape = Scrape(0.0, 5, 2, 0.25, None, None, None, 16, 1000, created=created)
-    gateway.fleet.replicas["d:2"].state = State.FAILED  # what its process told is of the past
-    async with http.get("/status") as response:
-        problems = {one["id"]: one["problems"] for one in (await response.json())["replicas"]}
-    said = "the same engine is also given as {}: its load and its cache count under each name: give an engine once, by one of its names"
-    assert problems["a:1"] == [said.format("b:1")] and problems["b:1"] == [said.format("a:1")]
-    assert problems["c:1"] == problems["d:2"] == []
-
-
 async def test_metrics_show_counters_and_what_the_rooms_know(http, gateway):
     replica = gateway.fleet.add("http://a:1")
     replica.state, replica.managed, replica.restarts = State.READY, True, 3

@@ -14,13 +14,12 @@ from gateway.ops import doctor, gateway_check, trial
 from gateway.ops.replicas_check import check_block_size
 from gateway.ops.trial import Finding
 from gateway.settings import Settings
-from replicas import twins
 from replicas.adopt import Facts
+from replicas.duplicates import Name, duplicate
 from replicas.engines.dialect import Told
 from replicas.lifecycle import State
 from replicas.problems import block_size_set
 from replicas.replica import parse_url
-from replicas.twins import Name
 
 from .examined import BAD_KEYS, TRIED, doctor_lines, examine, free_port, redis_trouble, status, told_by
 from .test_admin import Gateway
@@ -219,14 +218,12 @@ def test_a_file_that_the_running_gateway_cannot_use_is_said_whatever_the_doctor_
 
 def test_an_engine_whose_other_name_only_the_gateway_knows_is_told_by_it():
     names = {id: Name(id, "10.0.0.1", 1, 5.25) for id in ("a:1", "b:1")}
-    problems = {id: [str(problem)] for id, problem in twins.complaints(names.values())}
+    problems = {id: [str(duplicate(name, names.values()))] for id, name in names.items()}
     running = {"replicas": [{"id": id, "url": f"http://{id}", "problems": problems[id]} for id in problems]}
     seen = list(gateway_check.check_seen_by_gateway(running, [], (), [names["a:1"]]))
     assert [one.subject for one in seen] == ["traffic a:1", "traffic b:1"], "b:1 was added with POST /replicas"
     assert "also given as a:1" in seen[1].text
-    assert not list(gateway_check.check_seen_by_gateway(running, [], (), reversed(names.values()))), (
-        "check_twice says it"
-    )
+    assert not list(gateway_check.check_seen_by_gateway(running, [], (), [*names.values()])), "check_duplicates says it"
 
 
 @pytest.mark.parametrize("continues", (False, True))

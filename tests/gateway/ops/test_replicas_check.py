@@ -5,11 +5,11 @@ from aiohttp import web
 
 from gateway.ops import replicas_check
 from gateway.ops.trial import Finding
-from replicas import Replica, pairing, twins
+from replicas import Replica, pairing
 from replicas.adopt import IS_GATEWAY, Facts
+from replicas.duplicates import Name, duplicate
 from replicas.problems import Problem
 from replicas.replica import parse_url
-from replicas.twins import Name
 
 
 def test_what_an_engine_tells_of_itself_is_said_with_its_remedy():
@@ -53,33 +53,22 @@ def test_a_replica_that_tells_no_model_is_of_the_only_one_that_others_tell():
 def test_an_engine_that_is_given_by_two_names_is_named():
     given = [Name("a:1", "127.0.0.1", 1, 5.25), Name("b:1", "10.0.0.1", 1, 5.25), Name("c:1", "::1", 1, 5.25)]
     others = [Name("a:2", "127.0.0.1", 2, 5.75), Name("d:1", "10.0.0.9", 1, None)]
-    assert not list(replicas_check.check_twice([*given[:1], *others]))
-    [finding] = replicas_check.check_twice([*given, *others])
+    assert not list(replicas_check.check_duplicates([*given[:1], *others]))
+    [finding] = replicas_check.check_duplicates([*given, *others])
     assert finding == Finding("warn", "twice a:1", "the same engine is also given as b:1 and c:1: its load and its cache count "
                        "under each name", "give an engine once, by one of its names")  # fmt: skip
 
 
-def test_an_address_that_several_names_lead_to_is_a_guess_unless_their_processes_tell():
+def test_one_address_of_several_names_counts_where_a_process_does_not_tell():
     at = [("10.0.0.1", 1), ("10.0.0.1", 1)]
     named = lambda *created: [Name(id, *place, one) for id, place, one in zip("ab", at, created, strict=True)]  # noqa: E731
     for unsure in (named(None, None), named(5.25, None)):
-        [finding] = replicas_check.check_twice(unsure)
-        assert "b leads to 10.0.0.1:1 as well: if no proxy there tells engines apart by name, it is one" in finding.text
-    assert not list(replicas_check.check_twice(named(5.25, 5.75))), "a proxy is there"
-
-
-def test_of_three_names_at_one_place_each_is_told_what_is_sure_or_else_the_guess():
-    at = lambda *created: [Name(id, "10.0.0.1", 1, one) for id, one in zip("abc", created, strict=True)]  # noqa: E731
-    guess = "{} lead to 10.0.0.1:1 as well: if no proxy there tells engines apart by name, all of them are one engine that counts under each name"
-    sure = "the same engine is also given as {}: its load and its cache count under each name"
-    told = lambda names: [(id, problem.what) for id, problem in twins.complaints(names)]  # noqa: E731
-    assert told(at(None, None, None)) == [(a, guess.format(f"{b} and {c}")) for a, b, c in ("abc", "bac", "cab")]
-    assert told(at(5.25, 5.25, None)) == [
-        ("a", sure.format("b")),
-        ("b", sure.format("a")),
-        ("c", guess.format("a and b")),
-    ]
-    assert [one.subject for one in replicas_check.check_twice(at(5.25, 5.25, None))] == ["twice a", "twice c"]
+        [finding] = replicas_check.check_duplicates(unsure)
+        assert finding.text.startswith("what by its address and port is the same engine is also given as b: its load")
+    assert not list(replicas_check.check_duplicates(named(5.25, 5.75))), "a proxy is there"
+    three = [Name(id, *at[0], None) for id in "abc"]
+    assert [one.subject for one in replicas_check.check_duplicates(three)] == ["twice a"]
+    assert "also given as a and b: " in str(duplicate(three[2], three))
 
 
 @pytest.mark.parametrize("dtype", (None, "float16"))

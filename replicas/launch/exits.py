@@ -37,6 +37,7 @@ class LogGrammar:
     writer: re.Pattern[str] = _NOTHING
     stamp: re.Pattern[str] = _NOTHING  # what follows: when, and where in the code
     remedies: tuple[tuple[str, str], ...] = COMMON_REMEDIES  # the first that matches a line counts, latest line first
+    names_above: re.Pattern[str] = _NOTHING  # lines about what the line before them names
     echo: re.Pattern[str] = _NOTHING  # lines that only say that another process failed
     died: re.Pattern[str] = _NOTHING  # says that the process that computes is gone
     bystanders: tuple[str, ...] = ()  # writers whose lines are not about that
@@ -172,10 +173,11 @@ def _telling(lines: list[str], grammar: LogGrammar) -> tuple[str, str]:
         for line in lines
         if not grammar.echo.search(line) and not (died and _writer(line, grammar) in grammar.bystanders)
     ]
-    for line in reversed(causes):
+    for number, line in reversed([*enumerate(causes)]):
         for pattern, remedy in grammar.remedies:
             if re.search(pattern, line, re.IGNORECASE):
-                return line, remedy
+                above = f"{said(causes[number - 1], grammar)}: " if number and grammar.names_above.search(line) else ""
+                return above + said(line, grammar).strip(), remedy
     for line in reversed(causes):
         if _ERROR.match(said(line, grammar)):
             return line, ""

@@ -38,14 +38,8 @@ def _plain(value: object) -> object:
 
 def main() -> None:
     parser = make_arg_parser(FlexibleArgumentParser(prog="vllm serve"))
-    choices = {
-        flag: list(map(str, action.choices))
-        for action in parser._actions
-        if action.choices
-        for flag in action.option_strings
-    }
     verdicts = [judge(parser, words) for words in json.load(sys.stdin)]
-    json.dump({"verdicts": verdicts, "choices": choices}, sys.stdout)
+    json.dump({"verdicts": verdicts}, sys.stdout)
 
 
 if __name__ == "__main__":

@@ -3,11 +3,9 @@
 import json
 import subprocess
 from pathlib import Path
-from typing import get_args
 
 import pytest
 
-from replicas.engines.vllm.fields import KvCacheDtype
 from replicas.engines.vllm.profile import VllmProfile
 from replicas.launch import profile
 from replicas.launch.command import Model, Ports
@@ -79,7 +77,7 @@ def words(one: VllmProfile) -> list[str]:
 
 @pytest.fixture(scope="module")
 def judged(vllm_python):
-    """{"examples": {name: verdict}, "fields": [verdict], "nonsense": verdict, "choices": {flag: values}}: vLLM is
+    """{"examples": {name: verdict}, "fields": [verdict], "nonsense": verdict}: vLLM is
     imported once, which takes 5 s and more."""
     fields = [
         profile.parse("engine: vllm\n" + "\n".join(line.strip() for line in text.splitlines())) for text in FIELDS
@@ -95,7 +93,6 @@ def judged(vllm_python):
         "examples": dict(zip(EXAMPLES, verdicts)),
         "fields": verdicts[len(EXAMPLES) : -1],
         "nonsense": verdicts[-1],
-        "choices": said["choices"],
     }
 
 
@@ -130,9 +127,3 @@ def test_vllm_knows_every_field(judged, number):
 
 def test_the_parser_does_refuse(judged):
     assert "--no-such-flag" in judged["nonsense"]["refused"]
-
-
-def test_every_cache_type_we_know_is_one_of_vllms(judged):
-    """Newer ones may be missing on our side (extra_args takes them); we offer none that it would refuse."""
-    newer = {"nvfp4_ds_mla"}  # from 0.29
-    assert set(get_args(KvCacheDtype)) - newer <= set(judged["choices"]["--kv-cache-dtype"])

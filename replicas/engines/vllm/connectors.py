@@ -50,8 +50,11 @@ SEVERAL = "MultiConnector"
 
 
 def names(fields: Fields) -> list[str]:
-    """The connectors that its engines are started with: those of a MultiConnector in its place."""
+    """Return the connectors that its engines are started with: those of a MultiConnector in its place. vLLM puts the
+    one that `kv_offloading_size` stands for in the place of any other."""
     config = fields.kv_transfer_config
+    if fields.kv_offloading_size is not None:
+        return ["LMCacheMPConnector" if fields.kv_offloading_backend == "lmcache" else "OffloadingConnector"]
     if config is None:
         return []
     if config.kv_connector != SEVERAL:

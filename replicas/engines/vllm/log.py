@@ -14,6 +14,8 @@ _REMEDIES = (
      r"|not a valid model|is not a (local folder|directory)|model directory|Can't load (the )?config|Incorrect path_or_model_id"
      r"|not the path to a directory|No `?config\.json`?|Invalid repository ID|Repo id must be",
      "a file is missing: check --model and the paths in the profile"),
+    (r"\[type=\w+, input_value=", "vLLM refuses a field of the profile, or fields together: correct them or leave them out"),
+    (r"Unknown attention backend", "vLLM does not know that value of the profile: correct it or leave it out"),
 )  # fmt: skip
 
 # Several processes write one log: `(EngineCore pid=12) ERROR 11-20 12:58:51 [core.py:1234] ...`.
@@ -21,6 +23,7 @@ GRAMMAR = LogGrammar(
     writer=re.compile(r"\((\w+)(?: pid=\d+)?\) ?"),
     stamp=re.compile(r"(DEBUG|INFO|WARNING|ERROR|CRITICAL) \d\d-\d\d \d\d:\d\d:\d\d \[[^\]]*\] ?"),
     remedies=_REMEDIES + COMMON_REMEDIES,
+    names_above=re.compile(r"^(?!.*Value error, ).*\[type=\w+, input_value="),  # pydantic's, below the field's name
     echo=re.compile(
         r"[Ss]ee (root cause|stack trace)|EngineDeadError|initialization failed|Failed core proc|leaked \w+ objects|warnings\.warn\("
     ),

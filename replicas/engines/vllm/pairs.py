@@ -48,7 +48,7 @@ def not_installed(one: Fields, executable: str, packages: Mapping[str, str]) -> 
 def unlike(prefiller: Fields, decoder: Fields, its_version: str | None, version: str | None) -> list[str]:
     """What keeps engines of `decoder` from fetching from those of `prefiller`; with the versions of vLLM that they
     start, where known."""
-    found = refusals(_traits(prefiller, its_version), _traits(decoder, version))
+    found = refusals(_started(prefiller, its_version), _started(decoder, version))
     if connector_of(prefiller) is not connector_of(decoder):
         one, other = (", ".join(names(fields)) or "none" for fields in (prefiller, decoder))
         found.append(f"kv_connector is {one} in one and {other} in the other: give both the same")
@@ -63,27 +63,25 @@ def unlike(prefiller: Fields, decoder: Fields, its_version: str | None, version:
 
 
 def declared(one: Fields) -> Traits:
-    """What a profile says of its engines; what it leaves to them is not known."""
-    speculator = _speculator(one)
+    """Return what a profile says of its engines; what it leaves to them is not known."""
+    given = one.speculative_config or {}
+    speculator = {name: given[name] for name in sorted(given) if name != "num_speculative_tokens"}
     return Traits(
         dtype=None if one.dtype == "auto" else one.dtype,
         kv_cache_dtype=None if one.kv_cache_dtype == "auto" else one.kv_cache_dtype,
         attention_backend=one.attention_backend,
-        speculative_config=speculator if speculator != NOT_SET else None,
+        speculative_config=str(speculator) if _has_hidden_states(one) else None,
         block_size=one.block_size,
     )
 
 
-def _traits(one: Fields, version: str | None) -> Traits:
-    """What engines of this profile are started with. Two that leave the same to vLLM get the same."""
-    return Traits(
-        version=version,
-        dtype=one.dtype or "auto",
-        kv_cache_dtype=one.kv_cache_dtype or "auto",
-        attention_backend=one.attention_backend or NOT_SET,
-        speculative_config=_speculator(one),
-        block_size=one.block_size,
+def _started(one: Fields, version: str | None) -> Traits:
+    """Return what engines of this profile are started with. Two that leave the same to vLLM get the same."""
+    said = declared(one)._asdict()
+    unset = dict.fromkeys(("dtype", "kv_cache_dtype"), "auto") | dict.fromkeys(
+        ("attention_backend", "speculative_config"), NOT_SET
     )
+    return Traits(**said | {name: said[name] or value for name, value in unset.items()} | {"version": version})
 
 
 def _unlike_of_mooncake(prefiller: Fields, decoder: Fields) -> list[str]:
@@ -98,16 +96,13 @@ def _unlike_of_mooncake(prefiller: Fields, decoder: Fields) -> list[str]:
 
 
 def drops_block(one: Fields) -> bool | None:
-    """Whether these engines compute the last block of what they find again: the speculator wants the hidden states
-    there. None: the profile names a draft model alone, of a kind that its files tell, or has flags of its own."""
-    speculative = one.speculative_config
-    if speculative is None:
+    """Return whether these engines compute the last block of what they find again: the speculator wants the hidden
+    states there. None: the profile names a draft model alone, of a kind that its files tell, or has `extra_args`."""
+    if one.speculative_config is None:
         return None if one.extra_args else False
-    return speculative.method.endswith(WITH_HIDDEN_STATES) if speculative.method else None
+    return _has_hidden_states(one) if one.speculative_config.get("method") else None
 
 
-def _speculator(one: Fields) -> str:
-    speculative = one.speculative_config
-    if speculative is None or not (speculative.method or "").endswith(WITH_HIDDEN_STATES):  # also deepseek_mtp
-        return NOT_SET
-    return str(speculative.model_dump(exclude_defaults=True, exclude={"num_speculative_tokens"}))
+def _has_hidden_states(one: Fields) -> bool:
+    """Whether its speculator reads the model's hidden states: also deepseek_mtp does."""
+    return str((one.speculative_config or {}).get("method")).endswith(WITH_HIDDEN_STATES)

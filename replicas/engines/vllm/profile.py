@@ -1,8 +1,7 @@
 """The profile of `vllm serve`: one field per flag, by the flag's own name with underscores.
 
 So the mapping is a rule, not a table: `max_model_len: 8192` is `--max-model-len 8192`, a false switch is `--no-...`,
-a mapping is JSON. Where the engine listens, publishes and what it is called is the gateway's to say. What only a
-newer vLLM knows goes to `extra_args`; what contradicts itself is refused before anything is started.
+a mapping is JSON. Where the engine listens, publishes and what it is called is the gateway's to say.
 """
 
 import json
@@ -14,12 +13,10 @@ from pathlib import Path
 from typing import Any, Self
 
 import yaml
-from pydantic import BaseModel, ValidationError, model_validator
 
 from replicas.engines.vllm.connectors import connector_of, installed
 from replicas.engines.vllm.fields import Fields, Flags, KvTransfer
 from replicas.engines.vllm.pairs import declared, drops_block, no_transfer, not_installed, unlike
-from replicas.engines.vllm.rules import contradictions
 from replicas.event_source import EventSource
 from replicas.launch import devices
 from replicas.launch.command import Command, Model, Ports, ProfileError
@@ -31,13 +28,7 @@ CPU = Path(__file__).parents[2] / "profiles" / "cpu.yaml"
 
 
 class VllmProfile(Fields):
-    """Fields that do not contradict each other, and what an engine is started with for them."""
-
-    @model_validator(mode="after")
-    def _together(self) -> Self:
-        if wrong := contradictions(self):
-            raise ValueError("; ".join(wrong))
-        return self
+    """The fields, and what an engine is started with for them."""
 
     @property
     def own_model(self) -> None:
@@ -88,17 +79,12 @@ class VllmProfile(Fields):
         return self.on_cpu(), [threads] * count
 
     def on_cpu(self) -> Self:
-        """This profile with what a CPU needs, where it says nothing itself. Raises ProfileError."""
+        """Return this profile with what a CPU needs, where it says nothing itself."""
         if self.device == "cpu":
             return self
         needs = yaml.safe_load(CPU.read_text())
         mine = self.model_dump(exclude_unset=True, exclude={"gpu_memory_utilization"})
-        env = {**needs["env"], **self.env}
-        try:
-            return type(self).model_validate({**needs, **mine, "device": "cpu", "env": env})
-        except ValidationError as error:
-            why = "; ".join(str(item.get("ctx", {}).get("error", item["msg"])) for item in error.errors())
-            raise ProfileError(f"this machine shows no GPU, and on a CPU this profile cannot run: {why}") from None
+        return type(self).model_validate({**needs, **mine, "device": "cpu", "env": {**needs["env"], **self.env}})
 
     def command(self, host: str, ports: Ports, model: Model) -> Command:
         if model.directory is None:
@@ -116,20 +102,22 @@ class VllmProfile(Fields):
             argv += ["--served-model-name", model.served_name]
         argv += ["--enable-prompt-tokens-details", "--disable-access-log-for-endpoints", QUIET, *self.flags()]
         env = dict(self.env)
-        if self.kv_events:
+        if self.publishes:
             argv += ["--kv-events-config", json.dumps(_events_config(ports))]
         if (connector := connector_of(self)) is not None:
             env = connector.environment(host, ports, self.device == "cpu") | env
         return Command(argv + self.extra_args, env)
 
     def flags(self) -> list[str]:
-        """The command line's part that the fields make."""
+        """Return the part of the command line that the fields make."""
+        read = {name: getattr(self, name) for name in Flags.model_fields} | {"kv_transfer_config": self._transfer()}
+        defaults = {
+            name: field.default for name, field in Flags.model_fields.items() if name != "enable_prefix_caching"
+        }
         argv: list[str] = []
-        for name, field in Flags.model_fields.items():
-            value = self._transfer() if name == "kv_transfer_config" else getattr(self, name)
-            if value == field.default and name != "enable_prefix_caching":
-                continue
-            argv += _flag("--" + name.replace("_", "-"), value)
+        for name, value in (read | self.passed_on).items():
+            if name not in defaults or value != defaults[name]:
+                argv += _flag("--" + name.replace("_", "-"), value)
         return ["--enable-lora", *argv] if self.lora_modules and not self.enable_lora else argv
 
     def _transfer(self) -> KvTransfer | dict[str, Any] | None:
@@ -137,7 +125,7 @@ class VllmProfile(Fields):
         the last block of each chunk alone; `--kv-offloading-size` adds the connector's name to what is given here.
         Versions that do not know the setting pass over it."""
         given = self.kv_transfer_config
-        if not self.kv_events:
+        if not self.publishes:
             return given
         if given is None:
             native = self.kv_offloading_size and self.kv_offloading_backend in (None, "native")
@@ -148,20 +136,18 @@ class VllmProfile(Fields):
 
     def events(self, host: str, ports: Ports) -> EventSource | None:
         """Where the engine publishes; with data parallel ranks its first one (`EventSource.at_rank` has the others)."""
-        if not self.kv_events:
+        if not self.publishes:
             return None
         return EventSource(f"tcp://{host}:{ports.events}", f"tcp://{host}:{ports.replay}", "")
 
 
 def _flag(flag: str, value: object) -> list[str]:
+    if isinstance(value, KvTransfer):  # vLLM wants the role
+        value = value.model_dump(exclude_defaults=True) | {"kv_role": value.kv_role}
     if isinstance(value, bool):
         return [flag if value else "--no-" + flag[2:]]
     if flag == "--lora-modules":
         return [flag, *(f"{name}={path}" for name, path in value.items())]
-    if isinstance(value, BaseModel):
-        value = value.model_dump(exclude_defaults=True) | (
-            {"kv_role": value.kv_role} if isinstance(value, KvTransfer) else {}
-        )
     if isinstance(value, dict):
         return [flag, json.dumps(value)]
     if isinstance(value, list):

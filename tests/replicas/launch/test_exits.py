@@ -75,6 +75,40 @@ def test_what_vllm_says_when_it_cannot_start_is_found_among_what_else_it_says(li
     assert remedy in reason and reason.endswith(f'; log: "{telling}"')
 
 
+MORE = "    For further information visit https://errors.pydantic.dev/2.14/v/value_error"
+ERRORS = "pydantic_core._pydantic_core.ValidationError: 1 validation error for "
+
+
+# What vLLM 0.32 wrote to profiles that it refuses.
+@pytest.mark.parametrize(
+    "lines, remedy, shown",
+    [
+        ([ERRORS + "SchedulerConfig", "  Value error, max_num_batched_tokens (64) must be greater than or equal to max_num_seqs (128). [type=value_error, input_value=ArgsKwargs((), {'runner_t..., 'stream_interval': 1}), input_type=ArgsKwargs]", MORE],
+         "fields together", "Value error, max_num_batched_tokens (64) must be greater"),
+        ([ERRORS + "ParallelConfig", "  Value error, Expert parallelism load balancing is only supported on CUDA devices or ROCm devices or XPU devices now. [type=value_error, input_value=ArgsKwargs((), {'pipeline...'numa_bind_cpus': None}), input_type=ArgsKwargs]", MORE],
+         "leave them out", "Value error, Expert parallelism load balancing"),
+        ([ERRORS + "ModelConfig", "  Value error, Sleep mode is not supported on current platform. [type=value_error, input_value=ArgsKwargs((), {'model': ...nderer_num_workers': 1}), input_type=ArgsKwargs]", MORE],
+         "refuses a field", "Value error, Sleep mode is not supported"),
+        ([ERRORS + "CacheConfig", "gpu_memory_utilization", "  Input should be less than or equal to 1 [type=less_than_equal, input_value=92.0, input_type=float]", MORE],
+         "refuses a field", "gpu_memory_utilization: Input should be less than or equal to 1 "),
+        ([ERRORS + "SpeculativeConfig", "mehtod", "  Unexpected keyword argument [type=unexpected_keyword_argument, input_value='ngram', input_type=str]", MORE],
+         "refuses a field", "mehtod: Unexpected keyword argument "),
+        (["usage: vllm serve [model_tag] [options]", "vllm serve: error: argument --kv-transfer-config: 1 validation error for KVTransferConfig", "kv_connectr", "  Unexpected keyword argument [type=unexpected_keyword_argument, input_value='NixlConnector', input_type=str]", MORE],
+         "refuses a field", "kv_connectr: Unexpected keyword argument "),
+        (["    raise ValueError(", "ValueError: Unknown attention backend: 'FLASHMAL'. Valid options are: FLASH_ATTN, FLASH_ATTN_DIFFKV"],
+         "does not know that value", "ValueError: Unknown attention backend: 'FLASHMAL'"),
+        (["            ...", "vllm: error: unrecognized arguments: --tensor-paralel-size 2"],
+         "does not know a flag or its value", "vllm: error: unrecognized arguments: --tensor-paralel-size 2"),
+        (["usage: vllm serve [model_tag] [options]", "vllm serve: error: argument --kv-cache-dtype: invalid choice: 'int8' (choose from 'auto', 'bfloat16', 'float16')"],
+         "does not know a flag or its value", "vllm serve: error: argument --kv-cache-dtype: invalid choice: 'int8'"),
+    ],
+)  # fmt: skip
+def test_a_profile_that_vllm_refuses_is_told_by_its_own_words(lines, remedy, shown):
+    for prefix in ("", SERVER):
+        reason = explain(1, 8, [LIMIT, *(prefix + line for line in lines)], oom=False)
+        assert remedy in reason and f'; log: "{shown}' in reason
+
+
 def test_an_unknown_failure_shows_the_line_that_says_most():
     assert explain(7, 60, ["x", "ValueError: no common block size for 16", "shutting down"], oom=False) == (
         'exited with code 7 after 60 s; log: "ValueError: no common block size for 16"'

@@ -92,11 +92,13 @@ def test_a_version_is_read_from_the_environment_of_the_executable(tmp_path):
 
 
 def test_a_decoder_has_one_pipeline_stage():
-    with pytest.raises(
-        profile.ProfileError, match="role decode: NixlConnector moves caches to engines of one pipeline"
-    ):
-        parse(NIXL + "role: decode\npipeline_parallel_size: 2")
-    assert parse(NIXL + "role: prefill\npipeline_parallel_size: 2").ranks == 1
+    assert "to engines of one pipeline stage only" in reasons("", "pipeline_parallel_size: 2")
+    assert not reasons("pipeline_parallel_size: 2", "")
+
+
+def test_what_offloads_takes_the_place_of_a_connector():
+    """vLLM 0.32 replaces it without a word."""
+    assert "its kv_connector is OffloadingConnector" in parse(NIXL + "kv_offloading_size: 8").no_transfer
 
 
 @pytest.mark.parametrize("packages", ["site-packages", "dist-packages"])

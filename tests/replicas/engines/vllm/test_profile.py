@@ -172,7 +172,7 @@ def test_an_engine_that_offloads_tells_of_whole_blocks():
     "fields, said",
     [
         ("tensor_parallel_size: 0", "tensor_parallel_size: Input should be greater than 0, got 0"),
-        ("kv_transfer_config: {kv_connectr: x}", "kv_transfer_config.kv_connector: Field required"),
+        ("kv_transfer_config: {kv_connectr: x}", "kv_transfer_config.kv_connector: it is missing"),
         ("max_num_seqs:", "max_num_seqs: it has no value; write one, or leave the field out"),
         ("role: prefil", "role: Input should be 'prefill', 'decode' or 'both', got 'prefil'"),
         ("env: {CUDA_VISIBLE_DEVICES: '0'}", "every replica the same devices"),

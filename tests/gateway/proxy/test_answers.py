@@ -15,7 +15,7 @@ from gateway.proxy.answers import (
     keeps_alive,
     look,
 )
-from gateway.proxy.events import Kind, read
+from gateway.proxy.resume.record import Kind, read
 
 from .engine_events import DIED, DONE, ERRORS, NAMES, PINGS, ROLE, TOKEN
 from .replies import chunk
@@ -228,7 +228,7 @@ def test_a_stream_may_begin_with_a_byte_order_mark(frame):
     assert read("chat", BOM + ROLE[:-2]).kind is not Kind.STRANGE
 
 
-def test_blank_events_go_on_with_a_stream_that_may_be_gone_on_with():
+def test_a_blank_event_leaves_a_stream_one_that_can_be_resumed():
     assert {read("chat", raw).kind for raw in (b"", b"\n", b"data:", b"data: ")} == {Kind.BESIDE}
 
 

@@ -4,8 +4,8 @@ import pytest
 
 from ..http.talk import eventually
 from .replies import EVENT, chunk, post, streams
+from .resume.test_resumer import BODY, PROMPT_IDS, continued, event
 from .stack import stack
-from .test_continuing import BODY, PROMPT_IDS, continued, event
 
 ROLE = b'data: {"choices":[{"delta":{"role":"assistant","content":""}}]}\n\n'
 TEXT = b'data: {"choices":[{"text":"x"}]}\n\n'

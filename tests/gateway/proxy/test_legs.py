@@ -632,6 +632,40 @@ async def test_a_transfer_that_stalls_is_given_up_long_before_the_request_is(sai
         await eventually(s.idle)
 
 
+def _lie(**usage):
+    return json.dumps(CHOICES | {"usage": USED | usage}).encode()
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [
+        _lie(prompt_tokens=10**17), _lie(prompt_tokens=-1), _lie(prompt_tokens="95"), _lie(completion_tokens=[1]),
+        _lie(prompt_tokens_details={"cached_tokens": 10**17}), _lie(prompt_tokens_details=7), b"{" * 5000, b"null",  # the last two are no answers
+        json.dumps(CHOICES | {"usage": USED, "kv_transfer_params": {"x": "y" * 3_000_000}}).encode(), HANDED,
+        ANSWER + b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n",
+    ],
+)  # fmt: skip
+async def test_a_decoder_that_lies_spoils_nothing_beside_it(lie):
+    """Its clients get what it says; what it counts is not believed, and the other decoder serves as before."""
+    prefilled, told = [], []
+    async with disaggregated(
+        answers(HANDED, seen=prefilled), answers(lie), answers(seen=told), roles=("prefill", "decode", "decode")
+    ) as s:
+        prefiller, liar, honest = s.proxy.backends.values()
+        honest.replica.state = State.DRAINING
+        s.proxy.changed()
+        status, _, body = await asks(s)
+        answers_at_all = lie not in (b"{" * 5000, b"null")
+        assert (status, body) == (200, lie if answers_at_all else HANDED) and not told
+        assert legs_of(prefilled) == ["prefill"] if answers_at_all else ["prefill", "whole"]
+        honest.replica.state, liar.replica.state = State.READY, State.DRAINING
+        s.proxy.changed()
+        assert (await asks(s))[0::2] == (200, ANSWER) and legs_of(told) == ["decode"]
+        await eventually(s.idle)
+        assert {prefiller.replica.state, honest.replica.state} == {State.READY}
+        assert s.metrics.legs.total(outcome="failed") == (not answers_at_all)
+
+
 @pytest.mark.parametrize("seed", range(6))
 async def test_whatever_happens_nothing_stays_reserved(seed):
     """Sixty requests of random lives: replicas that fail at random at every step, clients that leave at random."""

@@ -1,7 +1,8 @@
-"""BlockTable: which replicas hold which block, in one tier, at about 30 bytes a block.
+"""The block table of one tier: which replicas hold which block, at about 30 bytes a block.
 
-`Blocks` is what is read and `Capacity` how it grows; here is what engines' events do to them. A removal tells us
-nothing but the engine's own key of a block, hence `aliases`.
+Reads go through `Blocks`, growth and eviction through `Capacity`; this module applies what engines' events report. A
+removal event carries only the engine's own key of a block, so each replica has a table of aliases: engine key to block
+number.
 """
 
 from collections import Counter
@@ -17,9 +18,10 @@ Heads = list[tuple[int, int]]
 
 
 class BlockTable:
-    """One tier's blocks. Replicas are small ints; hashes and tags are uint64 arrays.
+    """The blocks of one tier and the replicas that hold them.
 
-    It is read by its `blocks`, and replicas join, leave and lose all by its `capacity`.
+    Replicas are slots (small ints); hashes and tags are uint64 arrays. Look-ups go through `blocks`; replicas are
+    attached, detached and cleared through `capacity`.
     """
 
     def __init__(self, budget: Budget):
@@ -34,15 +36,15 @@ class BlockTable:
 
     @property
     def tag_bits(self) -> int:
-        """How wide a fingerprint is, its top bit, which is always set, included."""
+        """The width of a tag in bits, including its top bit, which is always set."""
         return 64 - self.capacity.id_bits
 
     def store(self, slot: int, hashes: np.ndarray, tags: np.ndarray, heads: Heads) -> list[int]:
-        """The replica now holds these blocks, known to it under these tags.
+        """Record that the replica holds these blocks under these tags; return the indices of those it held already.
 
-        The blocks form chains; `heads` has for each chain the index of its first block and
-        the hash of the block before that, 0 if the chain starts a prompt. Gives the indices
-        of those it held already: a further copy of each.
+        The blocks form chains: `heads` has, for each chain, the index of its first block and the hash of the block
+        before it (0 at the start of a prompt). Each returned index is one more copy of a block. If the blocks do not
+        fit, they are counted in `refused` and none is stored.
         """
         numbers = self._settle(slot, hashes, heads)
         if numbers is None:
@@ -55,7 +57,7 @@ class BlockTable:
             return self._store_again(slot, numbers, packed, at)
         self.blocks.join(slot, numbers)
         lost = alias.words.take(alias.add(tags, packed)) != packed
-        if lost.any():  # one tag for two blocks: a key given twice, or a clash
+        if lost.any():  # one tag stands for two blocks: a repeated key or a collision
             self.blocks.release(slot, numbers[lost])
         return []
 
@@ -63,8 +65,10 @@ class BlockTable:
         return self.blocks.holders.has(self.blocks.sets.take(numbers), slot)
 
     def _store_again(self, slot: int, numbers: np.ndarray, packed: np.ndarray, at: np.ndarray) -> list[int]:
-        """`store` where a tag or a block is known already or comes twice: tag by tag. `at`: where the tags are, or
-        -1."""
+        """Store blocks of which some tag or hash is known already or comes twice.
+
+        `at` has each tag's place in the alias table, or -1.
+        """
         alias, twins = self.aliases[slot], self.capacity.twins.setdefault(slot, Counter())
         known = at >= 0
         again: list[int] = known.nonzero()[0][alias.payloads(at[known]) == numbers[known]].tolist()
@@ -84,12 +88,11 @@ class BlockTable:
             beyond = Counter(named.tolist()) - Counter(first.tolist())
             twins.update(dict(zip(self.blocks.hashes[[*beyond]].tolist(), beyond.values())))
         self._unname(slot, before[moved])
-        self.blocks.release(slot, numbers[~self._held(slot, numbers)])  # whose tag went to another block
+        self.blocks.release(slot, numbers[~self._held(slot, numbers)])  # blocks whose tag now names another block
         return again
 
     def _unname(self, slot: int, numbers: np.ndarray) -> np.ndarray:
-        """These blocks have an alias less; the replica no longer holds those of which it was the last: gives their
-        hashes."""
+        """Remove one alias of each block; return the hashes of the blocks that the replica no longer holds."""
         hashes: np.ndarray = self.blocks.hashes[numbers]
         twins = self.capacity.twins.get(slot)
         if twins:
@@ -99,7 +102,7 @@ class BlockTable:
         return hashes
 
     def _settle(self, slot: int, hashes: np.ndarray, heads: Heads) -> np.ndarray | None:
-        """The numbers of these blocks, new ones put in; None if they cannot fit."""
+        """Return the numbers of these blocks, entering unknown ones; None if they do not fit."""
         if not self.capacity.fit(slot, len(hashes)):
             return None
         numbers = self.blocks.index.numbers(hashes)
@@ -113,7 +116,7 @@ class BlockTable:
         return numbers
 
     def remove(self, slot: int, tags: np.ndarray) -> np.ndarray:
-        """The replica no longer holds these; gives the hashes of those it had."""
+        """Remove the blocks with these tags from the replica; return the hashes of those it held."""
         self.capacity.clean()
         alias = self.aliases[slot]
         at = alias.find(tags)
@@ -123,7 +126,7 @@ class BlockTable:
         return self._unname(slot, numbers)
 
     def resolve(self, slot: int, tags: np.ndarray) -> np.ndarray:
-        """The hash of each block the replica holds under these tags, 0 where unknown."""
+        """Return the hash of the replica's block under each tag, 0 where the tag is unknown."""
         alias = self.aliases[slot]
         at = alias.find(tags)
         hashes = self.blocks.hashes.take(alias.payloads(at))
@@ -131,13 +134,13 @@ class BlockTable:
         return hashes
 
     def held(self, slot: int) -> tuple[np.ndarray, np.ndarray]:
-        """Hashes and tags of all the replica holds, in no order."""
+        """Return the hashes and tags of all blocks that the replica holds, in no order."""
         alias = self.aliases[slot]
         words = alias.words[alias.words.nonzero()]
         return self.blocks.hashes[(words & self._id_mask).view(np.int64)], words >> self._tag_shift
 
     def contents(self, slot: int) -> tuple[np.ndarray, np.ndarray]:
-        """Hashes and tags of all the replica holds, those longest unused first."""
+        """Return the hashes and tags of all blocks that the replica holds, least recently used first."""
         alias = self.aliases[slot]
         words = alias.words[alias.words.nonzero()]
         numbers = (words & self._id_mask).view(np.int64)
@@ -145,8 +148,10 @@ class BlockTable:
         return self.blocks.hashes[numbers[order]], (words >> self._tag_shift)[order]
 
     def differing(self, slot: int, hashes: np.ndarray, tags: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """What stands between what the replica holds and these: which of these it does not hold, as
-        indices, and the tags it has besides."""
+        """Compare the replica's blocks with these hashes and tags.
+
+        Returns the indices of the given blocks that the replica does not hold, and the tags that it holds in addition.
+        """
         alias = self.aliases[slot]
         at = alias.find(tags)
         held = self.blocks.hashes.take(alias.payloads(at)) == hashes
@@ -156,7 +161,7 @@ class BlockTable:
         return missing, alias.words[besides] >> self._tag_shift
 
     def tags(self, engine_keys: Sequence[int | bytes]) -> np.ndarray:
-        """Engine keys as alias tags: mixed, cut to the fingerprint's width, never 0."""
+        """Return engine keys as uint64 tags: mixed, cut to `tag_bits`, never 0."""
         try:
             keys = u64(engine_keys)  # type: ignore[arg-type]  # tried first: most engines' keys are ints
         except (TypeError, OverflowError):  # bytes, or ints that are signed or longer
@@ -165,7 +170,7 @@ class BlockTable:
 
 
 def _fewer(counts: Counter[int], block: int) -> bool:
-    """One alias of the block went; whether there are others."""
+    """Decrement the block's alias count; return whether any alias remains."""
     beyond = counts.get(block, 0)
     if beyond > 1:
         counts[block] = beyond - 1
@@ -175,5 +180,5 @@ def _fewer(counts: Counter[int], block: int) -> bool:
 
 
 def _key(key: int | bytes) -> int:
-    """An engine key as u64; of a digest the last 8 bytes, as vLLM itself shortens it."""
+    """Return an engine key as u64; of a digest the last 8 bytes, as vLLM shortens it."""
     return (int.from_bytes(key[-8:], "big") if isinstance(key, bytes) else key) & (1 << 64) - 1

@@ -1,8 +1,8 @@
-"""Blocks: the blocks of one tier, who holds them, and when they were used last.
+"""The blocks of one tier: their hashes, their holders and the epoch of their last use.
 
-A block is a number. Beside one another, by number, lie the blocks' hashes, the numbers of their holder sets, and the
-epochs of their last use; an `Index` finds the number of a hash. Blocks that came together have consecutive numbers, so
-most of a prompt is one comparison of its hashes with those behind the first one's number, and no search at all.
+A block is a number. Arrays indexed by that number have the block's hash, the number of its holder set and the epoch of
+its last use; an `Index` maps a hash to the number. Blocks that were stored together have consecutive numbers, so most
+of a prompt is found by one array comparison that starts at its first block's number, without a search.
 """
 
 from array import array
@@ -17,22 +17,22 @@ from cachemap.table.index import Index
 from cachemap.table.memory import zeros
 
 NO_BLOCKS = np.empty(0, U64)
-PIECE = 256  # blocks of a prompt looked up first; then always as many as were found before,
+PIECE = 256  # blocks of a prompt in the first look-up; each further one takes as many as were found before,
 MOST = 4096  # up to this: larger arrays would be new memory each time
-EPOCHS = 64  # to a table full of uses: the finest it can tell apart is 1.6 % of its blocks
-OLDEST = 128  # ages stop here, two tables full of uses; three would wrap in a byte
-DATED = 1 << 12  # blocks whose ages are cut in the same epoch
-BYTES_BESIDE = 13  # of a block: hash, set, epoch
-SHORT = 8  # where blocks of a prompt lie in shorter runs than this, all at once are looked up quicker
+EPOCHS = 64  # epochs in as many uses as the table has blocks, so ages resolve 1.6 % of its blocks
+OLDEST = 128  # the cap of ages, in epochs: as many uses as two tables have blocks; three would wrap in a byte
+DATED = 1 << 12  # blocks in a row whose ages are capped in the same epoch
+BYTES_BESIDE = 13  # bytes a block besides the index and the aliases: hash, set, epoch
+SHORT = 8  # blocks in an average run; with shorter runs, one look-up of the whole rest is quicker
 
 
 def u64(numbers: Iterable[int]) -> np.ndarray:
-    """Ints of up to 64 bits as an array; by way of `array`, a third quicker than numpy's."""
+    """Return ints of up to 64 bits as a uint64 array; through `array` this takes a third less time than numpy's way."""
     return np.frombuffer(array("Q", numbers), U64)
 
 
 class Found:
-    """The numbers of a prompt's leading blocks, as pieces that select them: slices where they are consecutive."""
+    """The numbers of a prompt's leading blocks, in pieces: slices where they are consecutive, arrays elsewhere."""
 
     __slots__ = ("count", "pieces")
 
@@ -54,15 +54,15 @@ class Found:
 
 
 class Blocks:
-    """One tier's blocks and who holds them; at most `most` of them, for which memory is taken as they come."""
+    """The blocks of one tier and who holds them; at most `most` blocks, with memory taken as they come."""
 
     def __init__(self, most: int):
-        size = most + 1  # none has the number 0
+        size = most + 1  # no block has the number 0
         self.hashes = zeros(size, U64)  # 0: no block has this number
         self.sets = zeros(size, np.uint32)
         self.epochs = zeros(size, np.uint8)  # of each block's last use
         self.epoch, self._used_in_epoch = 0, 0
-        self.marks_uses = False  # before a table is half full, nothing is evicted soon
+        self.marks_uses = False  # set once the budget is half used: eviction is far off until then
         self.ids = BlockIdAllocator()
         self.index = Index(1, size.bit_length(), self.hashes)
         self.holders = HolderSets()
@@ -72,7 +72,7 @@ class Blocks:
         return self.ids.top * BYTES_BESIDE + self.index.nbytes + self.holders.nbytes
 
     def prefix(self, hashes: Sequence[int]) -> Found:
-        """The leading blocks that anyone holds; marks them as used now."""
+        """Find the prompt's leading blocks that any replica holds, and mark them as used now."""
         found, piece, number = Found(), PIECE, 0
         if not self.index.count:
             return found
@@ -89,8 +89,11 @@ class Blocks:
         return found
 
     def _lead(self, hashes: Sequence[int], wanted: np.ndarray, number: int, found: Found) -> int:
-        """Find the leading blocks of these, run by run; `number` is where the first may be. If all are there, gives
-        where what follows them may be."""
+        """Add the known leading blocks to `found`, run by run, starting at `number`, where the first block may be.
+
+        Returns the number that the next block would have if all of these are known, else 0. `wanted` is `hashes` as an
+        array.
+        """
         at, end, runs, numbers = 0, len(wanted), 0, self.hashes
         while at < end:
             if number == len(numbers) or numbers.item(number) != hashes[at]:
@@ -111,7 +114,7 @@ class Blocks:
         return number
 
     def reach(self, found: Found, slots: int) -> list[int]:
-        """For each of `slots` replicas, how many of these leading blocks it holds in a row."""
+        """Return for each of `slots` replicas how many of the found leading blocks it holds without a gap."""
         lengths = [0] * slots
         mask, whole, held, last, at = self.holders.mask, -1, -1, -1, 0
         for piece in found.pieces:
@@ -131,7 +134,7 @@ class Blocks:
                 if still != held:
                     lost = held ^ still
                     if held is whole and 2 * lost.bit_count() > slots:
-                        # a system prompt that all hold: 5 us instead of 40 with 1,024 replicas
+                        # most replicas share only this much, such as a system prompt: 5 us instead of 40 for 1,024
                         lengths = [at + end] * slots
                         spread(lengths, (1 << slots) - 1 & ~whole, 0)
                     else:
@@ -148,13 +151,13 @@ class Blocks:
         return bool(self.holders.mask(int(self.sets[number])) >> slot & 1)
 
     def holders_of(self, hashes: np.ndarray) -> list[int]:
-        """For each block the replicas that hold it, as an int of bits by slot."""
+        """Return the replicas that hold each block, as an int with a bit for each slot."""
         sets = self.sets.take(self.index.numbers(hashes)).tolist()
         masks = {number: self.holders.mask(number) for number in set(sets)}
         return [masks[number] for number in sets]
 
     def holder_words(self, hashes: np.ndarray, word: int) -> np.ndarray:
-        """For each block which of 64 replicas hold it, those of slots 64 * `word` and after, as bits of a word."""
+        """Return which of the 64 replicas from slot 64 * `word` on hold each block, as bits of a uint64."""
         return self.holders.words(self.sets.take(self.index.numbers(hashes)), word)
 
     # ---- use ----
@@ -166,11 +169,15 @@ class Blocks:
             self.tick(found.count)
 
     def ages(self, numbers: np.ndarray) -> np.ndarray:
+        """Return the ages of these blocks, in epochs since their last use."""
         ages: np.ndarray = self.epoch - self.epochs[numbers].astype(np.int64) & 0xFF
         return ages
 
     def tick(self, used: int) -> None:
-        """Count uses. In each epoch one in 64 of all ages is cut, so that none wraps."""
+        """Count uses, and start a new epoch once enough came.
+
+        Each epoch caps the ages of one in 64 blocks at `OLDEST`, so that no age wraps in its byte.
+        """
         self._used_in_epoch += used
         if self._used_in_epoch * EPOCHS < self.ids.top:
             return
@@ -182,10 +189,10 @@ class Blocks:
             self.epochs[piece] = np.uint8(self.epoch) - ages
 
     def date(self, chain: np.ndarray, parent: int) -> None:
-        """A chain counts as used now, but not later than the block before it was."""
+        """Mark a chain as used now, but never as used later than its parent block."""
         number = 0
         if parent and len(chain):
-            number = chain.item(0) - 1  # as a rule, and 5 us quicker
+            number = chain.item(0) - 1  # usually the parent's number; 5 us quicker than the index
             if self.hashes.item(number) != parent:
                 number = self.index.at(parent)
         age = self.epoch - int(self.epochs[number]) & 0xFF if number else 0
@@ -198,7 +205,7 @@ class Blocks:
     # ---- blocks come and go ----
 
     def enter(self, hashes: np.ndarray, end: int) -> np.ndarray:
-        """Give numbers below `end` to blocks that are absent; there must be room for them."""
+        """Give numbers below `end` to blocks that are absent, and return them; there must be room."""
         numbers = self.ids.take(len(hashes), end)
         self.hashes[numbers] = hashes
         known = self.index.insert(hashes, numbers)
@@ -210,11 +217,11 @@ class Blocks:
         return known
 
     def join(self, slot: int, numbers: np.ndarray) -> None:
-        """The replica holds these blocks (distinct) from now on."""
+        """Add the replica to the holders of these blocks (distinct numbers)."""
         self.sets[numbers] = self.holders.turn(self.sets.take(numbers), slot, True)
 
     def release(self, slot: int, numbers: np.ndarray) -> None:
-        """The replica no longer holds these; those that nobody holds go."""
+        """Remove the replica from the holders of these blocks, and drop blocks without a holder."""
         if not len(numbers):
             return
         numbers = distinct(numbers)
@@ -222,6 +229,7 @@ class Blocks:
         self.drop(numbers[sets == 0])
 
     def drop(self, numbers: np.ndarray) -> None:
+        """Remove these blocks from the table."""
         if not len(numbers):
             return
         self.index.remove(numbers)

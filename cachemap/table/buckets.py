@@ -1,25 +1,23 @@
-"""Buckets: a hash table of words in numpy, the ground the map stands on.
+"""A hash table of integer words in numpy arrays, the base of the block index and of the alias tables.
 
-Open addressing in buckets of eight words, so a lookup of many keys is one gather of lines and
-one comparison. A word is a tag in the high bits (what is looked up) and a payload in the low
-`payload_bits`; the word 0 marks an empty place.
+Open addressing in buckets of eight words, so looking up many keys is one gather of rows and one comparison. A word has
+a tag (the key) in its high bits and a payload in the low `payload_bits`; the word 0 marks an empty place.
 
-Which buckets are a tag's first and second is secret to this process. Tags are made of the keys that engines tell, and
-an engine that knew the choice could tell keys which all go to the same two buckets.
+The choice of a tag's two buckets depends on a secret of this process. Tags derive from keys that engines report, and an
+engine that knew the choice could send keys that all fall into the same two buckets.
 
-A tag goes to its first bucket while that is less than `EASY` full, then to the emptier of
-its first and second, and only if both are full it spills to the buckets after the second. At
-the table's fill that is 1 word in 500, so a lookup is two rounds even when the table is full
-(plain linear probing needed up to 35 rounds and 3 times the time). `passed` counts for
-each bucket the words that have it for their first and live elsewhere, `spilled` those that
-went past it after that: a lookup goes on only where they say so, and removal lowers them
-again. There are no tombstones, so churn never degrades the table.
+A tag goes to its first bucket while fewer than `EASY` of its places are taken, then to the emptier of its first and
+second bucket. Only if both are full does it spill into the buckets that follow the second: at the load factor `FILL` 1
+word in 500 does, so a lookup takes two rounds even in a full table (linear probing took up to 35 rounds and 3 times the
+time). `passed` counts for each bucket the words that have it as their first bucket but lie elsewhere, `spilled` the
+words that went past it while spilling. A lookup continues only where these are above 0, and removals lower them again.
+There are no tombstones, so churn never degrades the table.
 
-It grows in steps: `widen` begins a second table, into which each `go_on` pours some of the words, and which
-takes this one's place once it has them all. Until then this one stays complete and is what is looked up, while what
-comes and goes meanwhile is told to both. Moving 50 M words at once would take 5 s.
+Growth is incremental: `widen` allocates a second table, each `go_on` moves some of the words there, and the second
+table replaces the first once it has all. Until then lookups use the first table, which stays complete, and changes go
+to both. Moving 50 M words at once would take 5 s.
 
-Filled to 82 %: (8 + 5 / 8) / 0.82 = 10.5 bytes a word of 64 bits.
+At a load factor of 82 % a 64-bit word takes (8 + 5 / 8) / 0.82 = 10.5 bytes.
 """
 
 from __future__ import annotations
@@ -30,29 +28,32 @@ import numpy as np
 
 from cachemap.table.memory import zeros
 
-FILL = 0.82  # fuller, words spill; emptier, memory is wasted
-PACKED = 0.92  # how full it may become while a wider one is made: 1 word in 70 spills. The nearer
-# to FILL, the longer the steps of growth: at 4 M blocks a call of 512 took at most 2.6 to 3.7 ms, with .85 and .91 3.5
-# to 6.3, and 0.7 bytes less a block
-EASY = 4  # of 8; lower sends more words to their second bucket, higher fills buckets unevenly
-STEP = 1 << 12  # places of both tables that a step of growth handles at least: 0.3 ms
-# places of the old one at a time: fits the caches with all that is made of it, eight times as many take a third longer
+FILL = 0.82  # load factor at which the table grows: above it words spill, below it memory is wasted
+# The load factor it may reach while it grows: 1 word in 70 spills. The nearer it is to FILL, the longer the steps of
+# growth: at 4 M blocks a call of 512 took at most 2.6 to 3.7 ms; with .85 and .91 for the two it took 3.5 to 6.3 ms,
+# and a block 0.7 bytes less.
+PACKED = 0.92
+EASY = 4  # places of 8; lower sends more words to their second bucket, higher fills buckets unevenly
+STEP = 1 << 12  # least number of places that a step of growth handles: 0.3 ms
+# Places of the old table moved at a time. With all intermediate arrays this fits the CPU caches; eight times as many
+# take a third longer.
 POURED = 1 << 12
-LAID = 8  # places of a new table whose memory is laid out in the time one word is poured
+LAID = 8  # places of a new table whose memory is zeroed in the time that moving one word takes
 
 U64 = np.uint64
-MIX = U64(0x9E3779B97F4A7C15)  # 2**64 / golden ratio: spreads an engine's key over its tag, alike in all gateways
-# A tag is multiplied with these for its first and second bucket. With an odd secret and an odd number of buckets, the
-# product's upper half leads two given tags to the same one of n buckets with a probability of about 2 / n at most.
+MIX = U64(0x9E3779B97F4A7C15)  # 2**64 / golden ratio: spreads an engine's key over its tag; the same in all gateways
+# A tag is multiplied by these secrets to find its first and second bucket. With an odd secret and an odd number of
+# buckets, the product's upper half puts two given tags in the same of n buckets with a probability of about 2 / n at
+# most.
 FIRST, SECOND = (U64(secrets.randbits(64) | 1) for _ in range(2))
 UPPER = U64(32)
-ONE = np.uint8(1)  # of the array's own type: ufunc.at takes five times as long with an int
+ONE = np.uint8(1)  # has the array's own type: with an int, ufunc.at takes five times as long
 
 
 class Buckets:
-    """A set of tags, each with a payload; callers speak in places (indices into `words`).
+    """A set of tags, each with a payload. Methods work on places: indices into `words`.
 
-    Tags must be nonzero. Operations take and give arrays, and none of them moves a word.
+    Tags must be nonzero. Operations take and return arrays, and none of them moves a stored word.
     """
 
     __slots__ = (
@@ -84,13 +85,13 @@ class Buckets:
 
     @property
     def room(self) -> int:
-        """How many more words fit before the table is too full to be quick."""
+        """The number of words that still fit before the table is too full to be quick."""
         return int(len(self.words) * (FILL if self.wider is None else PACKED)) - self.count
 
     # ---- growth ----
 
     def widen(self, capacity: int) -> None:
-        """Begin to grow, or to shrink, to this capacity."""
+        """Begin to grow, or to shrink, to this capacity in words."""
         self.wider = self._like(capacity)
         self._laid = self._poured = 0
         spare = max(int(len(self.words) * PACKED) - self.count, 1)
@@ -100,15 +101,17 @@ class Buckets:
         return Buckets(capacity, int(self._payload_bits))
 
     def go_on(self, more: int) -> Buckets:
-        """The next step of growth, long enough to end it before words that come `more` at a time have filled
-        this table. Gives the table to use from now on."""
+        """Do the next step of growth, and return the table to use from now on.
+
+        With `more` words added between steps, the steps are long enough to end growth before this table is full.
+        """
         wider = self.wider
         if wider is None:
             return self
         work = max(STEP, more * self._pace)
         size = len(wider.words)
         if self._laid < size:
-            # touched here in order, since pouring touches all of it at random: pages come with 100 us of zeroing
+            # Zero the pages here in order: moving words would touch them at random, at 100 us for a new page.
             end = min(self._laid + work * LAID, size)
             for array in wider.arrays:
                 array[self._laid * len(array) // size : end * len(array) // size] = 0
@@ -123,7 +126,7 @@ class Buckets:
         return wider if self._poured == len(self.words) else self
 
     def grown(self) -> Buckets:
-        """The rest of growth at once."""
+        """Finish growth at once, and return the new table."""
         table = self.go_on(2 * len(self.words) + (len(self.wider.words) if self.wider is not None else 0))
         assert table.wider is None
         return table
@@ -131,7 +134,7 @@ class Buckets:
     # ---- looking up ----
 
     def find(self, tags: np.ndarray) -> np.ndarray:
-        """The place of each tag, -1 where absent."""
+        """Return the place of each tag, -1 where it is absent."""
         first = self._first(tags)
         hits = self._hits(first, tags)
         if len(hits) == len(tags):
@@ -157,8 +160,10 @@ class Buckets:
         return places
 
     def _find_spilled(self, tags: np.ndarray, buckets: np.ndarray) -> np.ndarray:
-        """The place of each tag behind its second bucket, -1 where absent. All at once, as where a table is full each
-        second tag is looked for here: one after the other 512 took 3 ms."""
+        """Return the place of each tag after its second bucket, -1 where it is absent.
+
+        All tags advance together: in a full table many come here, and one after the other 512 took 3 ms.
+        """
         places = np.full(len(tags), -1, np.int64)
         rows = np.arange(len(tags))
         while True:
@@ -172,7 +177,7 @@ class Buckets:
             rows, buckets = np.delete(rows, found), np.delete(buckets, found)
 
     def payloads(self, places: np.ndarray) -> np.ndarray:
-        """What the words at these places carry, as int64."""
+        """Return the payloads of the words at these places, as int64."""
         carried: np.ndarray = self.words.take(places) & ones(self._payload_bits)
         return carried.astype(np.int64)
 
@@ -187,7 +192,7 @@ class Buckets:
         return ((tags * SECOND >> UPPER) % self._buckets).view(np.int64)
 
     def _hits(self, buckets: np.ndarray, tags: np.ndarray) -> np.ndarray:
-        """Where bucket i has tag i, as 8 i + column, at most one for each i."""
+        """Return 8 * i + column for each bucket i that has tag i: at most one for each i."""
         lines = self.rows.take(buckets, 0)
         if self._payload_bits:
             lines >>= self._payload_bits
@@ -197,8 +202,11 @@ class Buckets:
     # ---- changing ----
 
     def add(self, tags: np.ndarray, words: np.ndarray) -> np.ndarray:
-        """Put in words whose tags are absent; gives their places. Of words with the same
-        tag one goes in and all have its place."""
+        """Insert words whose tags are absent, and return their places.
+
+        Of several words with the same tag one is inserted, and all get its place. Raises ValueError if the words exceed
+        the table's size.
+        """
         if self.count + len(words) > len(self.words):
             raise ValueError("more words than there is room for")
         first = self._first(tags)
@@ -214,8 +222,11 @@ class Buckets:
         return places
 
     def _race(self, words: np.ndarray, tags: np.ndarray, first: np.ndarray) -> np.ndarray:
-        """Words go for the first free place of their bucket: each writes its number there
-        and the one that can be read has it. Its twins have it too, the others -1."""
+        """Try to put each word in the first free place of its bucket; return the places, -1 for words that lost theirs.
+
+        Each word writes its index to the place that it wants, and the one that is read back wins. Words with the
+        winner's tag get its place too.
+        """
         at, spilled = self._emptier(tags, first)
         wanted = at << 3
         wanted += (self.rows.take(at, 0) == 0).argmax(1)
@@ -231,20 +242,20 @@ class Buckets:
             words, tags, first = words.take(winners), tags.take(winners), first.take(winners)
             at, wanted = at.take(winners), wanted.take(winners)
         self.words[wanted] = words
-        self.load[at] += ONE  # each once: all who want a bucket want the same place in it
+        self.load[at] += ONE  # each bucket occurs once: all words for a bucket competed for the same place
         self.count += len(at)
         self._count_passed(tags, first, at, 1, spilled)
         return places
 
     def put(self, places: np.ndarray, words: np.ndarray) -> None:
-        """Words of the same tags in place of those that are there."""
+        """Overwrite the words at `places`; their tags must not change."""
         self.words[places] = words
         if self.wider is not None:
             both = places < self._poured
             self.wider.put(self.wider.find(self._tags(words[both])), words[both])
 
     def drop(self, places: np.ndarray) -> None:
-        """Take out the words at these places (distinct, none empty)."""
+        """Remove the words at these places (distinct, none empty)."""
         tags = self._tags(self.words[places])
         if self.wider is not None:
             self.wider.drop(self.wider.find(tags[places < self._poured]))
@@ -255,7 +266,7 @@ class Buckets:
         self.count -= len(places)
 
     def _emptier(self, tags: np.ndarray, first: np.ndarray) -> tuple[np.ndarray, bool]:
-        """The bucket each tag should go to, as the loads are now, and whether some spill."""
+        """Return the bucket each tag should go to at the present loads, and whether some tags spill."""
         load = self.load.take(first)
         crowded = (load >= EASY).nonzero()[0]
         if not len(crowded):
@@ -276,8 +287,10 @@ class Buckets:
         return at, True
 
     def _count_passed(self, tags: np.ndarray, first: np.ndarray, ends: np.ndarray, step: int, spilled: bool) -> None:
-        """Add `step` at every bucket each tag goes past on the way to the one it ends in; `spilled`: some may be past
-        their second."""
+        """Add `step` to the counters of every bucket that a tag passes on its way to the bucket in `ends`.
+
+        `spilled`: some tags may have gone past their second bucket.
+        """
         away = (first != ends).nonzero()[0]
         if not len(away):
             return
@@ -293,7 +306,10 @@ class Buckets:
 
 
 def distinct(places: np.ndarray) -> np.ndarray:
-    """Sorted and each once; for a few hundred a third of what np.unique takes, and 3 us where they are so already."""
+    """Return the places sorted and without duplicates.
+
+    For a few hundred places this takes a third of np.unique's time, and 3 us if they are sorted and distinct already.
+    """
     if (places[1:] > places[:-1]).all():
         return places
     ordered = np.sort(places)
@@ -303,16 +319,17 @@ def distinct(places: np.ndarray) -> np.ndarray:
 
 
 def ones(bits: np.unsignedinteger) -> np.unsignedinteger:
+    """Return a mask of so many low bits, of the same type as `bits`."""
     return type(bits)((1 << int(bits)) - 1)
 
 
 def _places(buckets: np.ndarray, hits: np.ndarray) -> np.ndarray:
-    """Places from buckets and what `_hits` found in them, one each."""
+    """Return the places of the hits that `_hits` found in these buckets, one for each."""
     places = buckets << 3
     places += hits & 7
     return places
 
 
 def buckets_for(capacity: int) -> int:
-    """How many buckets hold `capacity` words at the table's fill; an odd number (see `FIRST`)."""
+    """Return how many buckets hold `capacity` words at the load factor: an odd number (see `FIRST`)."""
     return int(capacity / (8 * FILL)) + 1 | 1

@@ -1,7 +1,7 @@
-"""Capacity: a block table's growth within the budget, and what is evicted when that is used up, a step with each call.
+"""The memory of a block table: its growth within the byte budget, and eviction once that is used up.
 
-The size is bounded by a byte budget that counts all arrays. When it is reached, what was not used for longest goes,
-replica by replica. No block is younger than its parent, so what goes are the ends of chains.
+Both advance a step with each call. The budget counts all arrays. When it is used up, the least recently used blocks are
+evicted, replica by replica. No block is younger than its parent, so eviction takes the ends of chains.
 """
 
 from collections import Counter, deque
@@ -14,28 +14,29 @@ from cachemap.table.buckets import FILL, Buckets, distinct
 from cachemap.table.index import Index
 from cachemap.table.memory import LARGE, give_back
 
-BESIDE = 4  # of all bytes a quarter at most lies beside the tables
-SHED = 8  # when full, one block in 8 goes: below it, scanning for them costs more than storing
-SAMPLE = 1 << 16  # blocks looked at to tell which epochs are the oldest
-CHUNK = 1 << 15  # places of a replica looked at in a step of shedding
-# Epochs that a pass of shedding may last. Ages stop at OLDEST, so one that began with that age would drop blocks in its
-# later steps that it had spared in its first ones, and leave those behind them.
+BESIDE = 4  # at most one byte in 4 is used outside the tables
+SHED = 8  # a full table evicts one block in 8: with fewer, scanning for them costs more than storing
+SAMPLE = 1 << 16  # blocks sampled to find the oldest epochs
+CHUNK = 1 << 15  # places of a replica scanned in a step of eviction
+# Epochs that an eviction pass may last. Ages are capped at OLDEST, so the later steps of a pass begun with that age
+# would evict blocks that its first steps had spared, and leave the blocks behind them.
 MOST_PASS = 32
-LEFT = 1 << 11  # blocks of a replica that left, handled in a step: 1 to 4 ms
-# times its size a table grows at most, as laying out memory takes time; 4 moves twice as many words on the way to 50 M
+LEFT = 1 << 11  # blocks of a detached or cleared replica handled in a step: 1 to 4 ms
+# The factor by which a table grows at most, as zeroing memory takes time; a factor of 4 moves twice as many words on
+# the way to 50 M.
 JUMP = 8
-SMALL = 1 << 15  # places that a table may grow to at once
-LEAST_BYTES = 29  # of a block with one holder: those, 5.6 in the index, 10.5 its alias
+SMALL = 1 << 15  # places that any table may grow to at once
+LEAST_BYTES = 29  # bytes of a block with one holder: BYTES_BESIDE, 5.6 in the index, 10.5 for its alias
 BYTES_PER_BLOCK = 33  # the same with some slack
-SLACK = 1 << 12  # bytes left for holder sets that come with a call
-MOST_BLOCKS = 1 << 29  # of a table: numbers leave two bits of the index's words to the hash
-# Bits of an alias that name a block. Gateways that share what their replicas hold exchange the rest, the
-# fingerprint of an engine's key, so it must be as wide in all: with tables of up to 7 GiB it is.
+SLACK = 1 << 12  # bytes left for holder sets that a call creates
+MOST_BLOCKS = 1 << 29  # blocks of a table: numbers leave two bits of the index's words to the hash
+# Bits of an alias that hold the block's number. The rest is the tag of the engine's key. Gateways that share a map
+# exchange tags, so their width must be the same in all: with tables of up to 7 GiB it is.
 NUMBER_BITS = 28
 
 
 class Budget:
-    """Bytes allowed for all tables together, and for what is kept `beside` them to tell what is to be in them."""
+    """The bytes allowed for all tables together, and for what is kept `beside` them to decode events."""
 
     def __init__(self, total: int):
         self.total = total
@@ -47,8 +48,11 @@ class Budget:
         return self.beside + sum(table.nbytes for table in self.tables)
 
     def hold(self, more: int) -> bool:
-        """Count so many bytes more beside the tables, or less; False if that would be more than its part of all, or
-        than what is left: tables shed blocks, and give no byte back for them."""
+        """Count `more` bytes (negative: fewer) as used beside the tables; return False if they may not be used.
+
+        They may not exceed a quarter of the budget nor what is left of it: eviction frees places in the tables, not
+        bytes.
+        """
         if more > 0 and (self.beside + more > self.total // BESIDE or more > self.left):
             return False
         self.beside += more
@@ -60,8 +64,10 @@ class Budget:
 
 
 class Capacity:
-    """The memory of one block table, which grows and sheds. For each replica, `aliases` translates the engine's own key
-    of a block to the block's number: one word of fingerprint and number."""
+    """The memory of one block table, which grows and evicts.
+
+    `aliases` maps, for each replica, the engine's own key of a block to the block's number: one word of tag and number.
+    """
 
     def __init__(self, budget: Budget):
         self.blocks = Blocks(min(budget.total // LEAST_BYTES, MOST_BLOCKS))
@@ -69,15 +75,16 @@ class Capacity:
         self.id_bits = max(NUMBER_BITS, len(self.blocks.hashes).bit_length())
         self.aliases: dict[int, Buckets] = {}
         self._alias_bytes = 0
-        # A block may have several aliases: older engines do not tell a tenant's salt, an adapter may be loaded again
-        # under its name. By replica and block, those beyond the first: it holds the block until the last is removed.
+        # A block may have several aliases: older engines do not report a tenant's salt, and an adapter may be loaded
+        # again under its name. By replica and block, the aliases beyond the first: the replica holds the block until
+        # the last alias is removed.
         self.twins: dict[int, Counter[int]] = {}
         self._capacity: dict[int, int] = {}
-        self._share = 1.0  # of the capacities, what the budget allows
-        self._left: deque[np.ndarray] = deque()  # blocks that replicas had which are gone or were cleared
-        self._outgrown: deque[np.ndarray] = deque()  # arrays whose memory is being given back,
-        self._given = 0  # and how much of the first is
-        self._shedding: dict[int | None, Iterator[bool]] = {}  # passes that are under way
+        self._share = 1.0  # the part of the replicas' capacities that the budget allows
+        self._left: deque[np.ndarray] = deque()  # blocks of replicas that were detached or cleared
+        self._outgrown: deque[np.ndarray] = deque()  # arrays whose memory is being released,
+        self._given = 0  # and the bytes of the first that are
+        self._shedding: dict[int | None, Iterator[bool]] = {}  # eviction passes in progress, by slot or None for all
         self.evicted = 0
         budget.tables.append(self)
 
@@ -88,7 +95,7 @@ class Capacity:
     # ---- replicas ----
 
     def attach(self, slot: int, capacity: int) -> None:
-        """Make room for a replica; `capacity` (blocks, 0 if unknown) sizes later growth."""
+        """Make room for a replica; `capacity` is its cache's size in blocks (0 if unknown), and guides later growth."""
         self._set_alias(slot, Buckets(1, self.id_bits))
         self._capacity[slot] = capacity
         self._expect()
@@ -102,7 +109,7 @@ class Capacity:
         self._expect()
 
     def expect(self, slot: int, capacity: int) -> None:
-        """The replica's capacity is this now, for later growth."""
+        """Set the size of the replica's cache in blocks, which guides later growth."""
         self._capacity[slot] = capacity
         self._expect()
 
@@ -111,8 +118,10 @@ class Capacity:
         self._share = min(1.0, self._budget.total / (expected or 1))
 
     def clear(self, slot: int) -> None:
-        """The replica holds nothing. Nobody finds its blocks any more; what is left of those that only it had goes
-        with the next calls."""
+        """Forget all blocks of the replica.
+
+        Lookups no longer find them at once; blocks that no other replica holds are dropped with later calls.
+        """
         alias = self.aliases[slot]
         numbers = alias.payloads(alias.words.nonzero()[0])
         self.blocks.holders.forget(slot)
@@ -123,7 +132,7 @@ class Capacity:
         self.clean()
 
     def clean(self) -> None:
-        """The next step of what `clear` and growth left to do."""
+        """Do the next step of the work that `clear` and growth left to do."""
         if self._outgrown:
             self._given = give_back(self._outgrown[0], self._given)
             if not self._given:
@@ -144,11 +153,11 @@ class Capacity:
     # ---- growth ----
 
     def end(self) -> int:
-        """The first number that there is no room for."""
+        """Return the first block number that the budget has no room for."""
         return min(len(self.blocks.hashes), self.blocks.ids.top + max(self._budget.left - SLACK, 0) // BYTES_BESIDE)
 
     def fit(self, slot: int, more: int) -> bool:
-        """Make room for so many blocks more of this replica; whether there is."""
+        """Make room for `more` blocks of this replica; return whether there is room."""
         self.clean()
         self._shed_step(slot)
         self._shed_step(None)
@@ -176,7 +185,7 @@ class Capacity:
         )
 
     def _carry_on(self, slot: int, alias: Buckets, more: int) -> Buckets:
-        """The next step of an alias table's growth."""
+        """Do the next step of an alias table's growth, and return the table to use."""
         before = alias.nbytes
         further = self.aliases[slot] = alias.go_on(more) if alias.room >= more else alias.grown()
         self._alias_bytes += further.nbytes - before
@@ -185,11 +194,14 @@ class Capacity:
         return further
 
     def _widen_alias(self, slot: int, alias: Buckets, more: int) -> bool:
-        """Room for `more` aliases: by growth, else by dropping the replica's oldest blocks."""
+        """Make room for `more` aliases, by growth or else by evicting the replica's oldest blocks.
+
+        Returns whether there is room.
+        """
         capacity = self._affordable(alias, more, self._capacity[slot])
         if not capacity and 4 * len(self.aliases) * alias.nbytes < self._budget.total:
-            self._shrink()  # a replica that came late gets its part, too
-            alias = self.aliases[slot]  # the one that has most may be this one
+            self._shrink()  # so that a replica attached late gets its part, too
+            alias = self.aliases[slot]  # the replica that shrank may be this one
             capacity = self._affordable(alias, more, self._capacity[slot])
         if not capacity:
             self._shed(slot, lambda: alias.room >= more)
@@ -215,15 +227,14 @@ class Capacity:
             self.blocks.index = index
 
     def _retire(self, table: Buckets) -> None:
-        """Nobody needs it any more. Its memory is given back with later calls: 13 ms at once, of an index of 39 M
-        words."""
+        """Queue the table's memory for release with later calls: for an index of 39 M words all at once takes 13 ms."""
         self._outgrown += (array for array in table.arrays if array.nbytes >= LARGE)
 
     def _affordable(self, table: Buckets, more: int, expected: int) -> int:
-        """The capacity a full table should grow to; 0 if the budget allows no real growth.
+        """Return the capacity a full table should grow to; 0 if the budget allows no growth worth having.
 
-        Both are there while it grows. So the last growth goes all the way to what the budget allows at most, while
-        there is room for both.
+        Old and new table exist together while the words move. The last growth therefore goes to the budget's limit at
+        once, while both still fit.
         """
         now, need = int(len(table.words) * FILL), table.count + more
         ceiling = self._budget.total // LEAST_BYTES
@@ -236,18 +247,18 @@ class Capacity:
         return capacity if capacity >= max(need, now + now // 16) else 0
 
     def _shrink(self) -> None:
-        """The replica that has most gives up a part of it and of the memory it takes."""
+        """Evict a part of the replica that has most, and shrink its alias table."""
         slot = max(self.aliases, key=lambda slot: len(self.aliases[slot].words))
         alias = self.aliases[slot].grown()
         for _ in self._shed_pass(slot):
-            pass  # at once: a replica waits for it, once
+            pass  # all steps at once: another replica needs the room now
         alias.widen(alias.count)
         self._set_alias(slot, alias.grown())
 
     # ---- shedding ----
 
     def _shed(self, slot: int | None, enough: Callable[[], bool]) -> None:
-        """Drop what was not used for longest, of one replica or (None) of all, until that is enough."""
+        """Evict the least recently used blocks of one replica, or of all (None), until `enough` holds."""
         for _ in range(2):
             while slot in self._shedding:
                 self._shed_step(slot)
@@ -256,14 +267,15 @@ class Capacity:
             self._shedding[slot] = self._shed_pass(slot)
 
     def _shed_step(self, slot: int | None) -> None:
-        """The next step of a pass under way. It goes on though there is room again: always full to the brim, one word
-        in 15 would spill."""
+        """Do the next step of an eviction pass in progress.
+
+        A pass is finished even if there is room again: in a table that is always full, 1 word in 15 would spill.
+        """
         if slot in self._shedding and not next(self._shedding[slot], False):
             del self._shedding[slot]
 
     def _shed_pass(self, slot: int | None) -> Iterator[bool]:
-        """Drop about one block in 8, those not used for longest. Yields after each step. How old those are is told from
-        a sample."""
+        """Evict about one block in 8, the least recently used, in steps; a sample of the ages sets the limit."""
         if slot is None:
             some = np.arange(1, self.blocks.ids.top, 1 + self.blocks.ids.top // SAMPLE)
             some = some[self.blocks.hashes.take(some) != 0]
@@ -283,7 +295,7 @@ class Capacity:
                 yield True
 
     def _shed_piece(self, slot: int, start: int, oldest: int) -> None:
-        """Drop those of a part of a replica's blocks that have this age or more."""
+        """Evict the blocks of age `oldest` or more from one part of a replica's blocks."""
         alias, before = self.aliases[slot], self.blocks.index.count
         at = alias.words[start : start + CHUNK].nonzero()[0] + start
         numbers = alias.payloads(at)
@@ -304,6 +316,6 @@ class Capacity:
 
 
 def _nth_oldest(ages: np.ndarray, n: int) -> int:
-    """The age that n of these, but one at least, reach or pass."""
+    """Return the age that the `n` oldest of these have at least; at least one is counted."""
     n = max(1, n)
     return int(np.partition(ages, -n)[-n])

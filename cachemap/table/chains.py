@@ -1,9 +1,8 @@
-"""Chains a replica is thought to hold because we sent them there, not because it said so.
+"""Block chains that a replica is assumed to hold because prompts were routed to it, not because it reported them.
 
-Prompts come by the hundred blocks and share their beginnings, so they are kept as runs of blocks in arrays, in a radix
-tree: a prompt costs a few steps, not one for each block, and a block 9 bytes. `EngineModel`, for engines without
-events, is a guess at one engine's own cache; `routed` has what is predicted of engines that do tell, until they have
-told.
+Prompts have hundreds of blocks and share their beginnings, so a radix tree keeps runs of blocks in arrays: a prompt
+costs a few steps instead of one for each block, and a block takes 9 bytes. `EngineModel` models the whole cache of an
+engine without events. `routed` predicts blocks of engines with events until the events arrive.
 """
 
 from __future__ import annotations
@@ -12,20 +11,19 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
 
-BYTES_PER_BLOCK = 90  # what budgets count a block for
-SEGMENT_BLOCKS = 5  # a segment of EngineModel takes 450 bytes as blocks of this size; its blocks 9 each
+BYTES_PER_BLOCK = 90  # what the byte budget counts for a block
+SEGMENT_BLOCKS = 5  # a segment of EngineModel counts as so many blocks (450 bytes), besides 9 bytes for each block
 
 
 class Segment:
-    """Consecutive blocks of a chain that were last used together, between two branchings.
+    """Consecutive blocks of a chain that were last used together, between two branches of the tree.
 
-    `start` is the place of the first one in its chain, `parent` has the blocks before it; a tree's root is its own
-    parent.
+    `start` is the index of the first block in its chain; `parent` has the blocks before it. The root is its own parent.
     """
 
     __slots__ = ("blocks", "children", "parent", "stamps", "start")
 
-    stamps: dict[int, tuple[float, int]]  # by slot; only `routed` has them
+    stamps: dict[int, tuple[float, int]]  # by slot; only used by `routed`
 
     def __init__(self, parent: Segment | None, start: int, blocks: array[int]):
         self.parent = self if parent is None else parent
@@ -35,8 +33,10 @@ class Segment:
 
 
 class Tree:
-    """Segments are found by their first blocks, and as equal hashes mean equal prefixes, one comparison tells whether
-    a whole segment is shared."""
+    """A radix tree of segments, found by their first blocks.
+
+    Equal hashes mean equal prefixes, so one comparison tells whether a whole segment is shared.
+    """
 
     __slots__ = ("_count", "_heads", "_root")
 
@@ -52,7 +52,7 @@ class Tree:
         return self._count
 
     def _longest(self, hashes: Sequence[int]) -> tuple[Segment, int]:
-        """How many leading blocks are held, and the segment that has the last of them."""
+        """Return the segment with the last leading block that is held, and how many are held."""
         find, end = self._heads.get, len(hashes)
         last, held = self._root, 0
         while held < end and (segment := find(hashes[held])) is not None:
@@ -66,7 +66,7 @@ class Tree:
         return last, held
 
     def _split(self, rest: Segment, end: int) -> Segment:
-        """Cut a segment where its chain has `end` blocks, and give what is before the cut."""
+        """Cut a segment where its chain has `end` blocks; return the part before the cut."""
         size = end - rest.start
         segment = Segment(rest.parent, rest.start, rest.blocks[:size])
         segment.children = 1
@@ -76,7 +76,7 @@ class Tree:
         return segment
 
     def _branch(self, segment: Segment, start: int, new: array[int]) -> Segment:
-        """Put new blocks behind a segment, as one of their own."""
+        """Append new blocks after a segment, as a segment of their own."""
         self._count += len(new)
         segment.children += 1
         child = self._heads[new[0]] = Segment(segment, start, new)
@@ -84,15 +84,14 @@ class Tree:
 
 
 class EngineModel(Tree):
-    """A guess at an engine's own cache: least recently used chains go first, tails first.
+    """A model of one engine's cache, which evicts the least recently used chains, tails first.
 
-    The engine says how many blocks it has; how many of them hold prompts is learned from
-    the cached tokens it reports: `limit` shrinks when it had less than we thought and grows
-    when it had more, between a quarter and all of its blocks.
+    The engine reports its capacity in blocks. How much of it holds prompts is learned from the cached tokens it
+    reports: `limit` shrinks when the engine had less than predicted and grows when it had more, between a quarter and
+    all of the capacity.
 
-    A radix tree of segments. Using a chain re-orders its segments, deepest first, and writes
-    the new blocks only: a parent is always more recent than its children, so the least
-    recent segment is a leaf.
+    Using a chain moves its segments to the end of the order, deepest first, so a parent is always more recent than its
+    children and the least recent segment is a leaf.
     """
 
     __slots__ = ("_found", "_order", "capacity", "limit", "most")
@@ -105,21 +104,20 @@ class EngineModel(Tree):
 
     def clear(self) -> None:
         self._empty()
-        self._order: OrderedDict[Segment, None] = OrderedDict()  # the least recent first
-        self._found: tuple[Sequence[int], Segment, int] = ((), self._root, 0)  # what `reach` was asked last, and found
+        self._order: OrderedDict[Segment, None] = OrderedDict()  # least recently used first
+        self._found: tuple[Sequence[int], Segment, int] = ((), self._root, 0)  # the last call of `reach` and its result
 
     def resize(self, capacity: int) -> None:
-        """The engine's cache has so many blocks; as before, all of them are taken to be of use until it shows
-        otherwise."""
+        """Set the capacity in blocks; the limit starts again from the whole capacity."""
         if capacity != self.capacity:
             self.capacity = self.limit = capacity
             self._found = ((), self._root, 0)
             self._shed()
 
     def add(self, hashes: Sequence[int]) -> None:
-        """The replica computed, or used, this chain just now."""
+        """Record that the replica computed or used this chain just now."""
         order, root = self._order, self._root
-        asked, segment, held = self._found  # as a rule of this chain, for the choice
+        asked, segment, held = self._found  # usually of this chain: it was looked up to choose the replica
         if asked is not hashes:
             segment, held = self._longest(hashes)
         self._found = ((), root, 0)
@@ -127,7 +125,7 @@ class EngineModel(Tree):
             segment = self._split(segment, held)
         if held < len(hashes):
             new = hashes[held:] if type(hashes) is array else array("Q", hashes[held:])
-            if segment is not root and not segment.children:  # nothing else is behind it
+            if segment is not root and not segment.children:  # a leaf can be extended in place
                 self._count += len(new)
                 segment.blocks += new
             else:
@@ -140,41 +138,43 @@ class EngineModel(Tree):
         self._shed()
 
     def take_back(self, hashes: Sequence[int], held: int) -> None:
-        """The blocks beyond `held` were not computed after all. Those that others build on stay."""
+        """Remove the blocks after the first `held`, which were never computed; blocks that others build on stay."""
         segment, end = self._longest(hashes)
         while end > held and not segment.children and end == segment.start + len(segment.blocks):
             self._drop(segment, end - held)
             end, segment = segment.start, segment.parent
 
     def reach(self, hashes: Sequence[int]) -> int:
-        """How many leading blocks of this chain the engine should still have."""
+        """Return how many leading blocks of this chain the engine should still have."""
         segment, held = self._longest(hashes)
         self._found = hashes, segment, held
         return held
 
     def learn(self, predicted: int, reported: int) -> None:
-        """Correct the limit by 2 % when the engine had less, or more, than predicted."""
+        """Correct the limit by 2 % if the engine reported fewer or more blocks than predicted."""
         if reported < predicted:
             self.limit = max(self.limit - self.limit // 50, -(-self.capacity // 4))
         elif reported > predicted:
             self.limit = min(self.limit + self.limit // 50 + 1, self.capacity)
 
     def _split(self, rest: Segment, end: int) -> Segment:
-        """What is behind the cut stays where it was in the order."""
+        """Cut a segment; the part after the cut keeps its place in the order."""
         segment = super()._split(rest, end)
         self._order[segment] = None
         return segment
 
     def _shed(self) -> None:
-        """Drop what is too much, from the tails of the segments longest unused. What segments cost comes out of the
-        byte budget."""
+        """Drop blocks beyond the limits, from the tails of the least recently used segments.
+
+        The byte budget (`most`) also counts the segments themselves.
+        """
         count, order = self._count, self._order
         excess = max(count - self.limit, count + SEGMENT_BLOCKS * len(order) - self.most)
         while excess > 0 and order:
             excess -= self._drop(next(iter(order)), excess)
 
     def _drop(self, segment: Segment, count: int) -> int:
-        """Drop up to `count` blocks from the tail of a segment that nothing is behind; gives how many."""
+        """Drop up to `count` blocks from the tail of a leaf segment; return how many were dropped."""
         blocks = segment.blocks
         size = len(blocks)
         if count < size:
@@ -189,9 +189,9 @@ class EngineModel(Tree):
 
 
 def _shared(blocks: array[int], hashes: Sequence[int], start: int, size: int) -> int:
-    """How many of the first `size` blocks are in `hashes` from `start` on; by bisection.
+    """Return how many of the first `size` blocks equal `hashes` from `start` on, by bisection.
 
-    The first one is, the last one is not.
+    The first block must be equal and the last one different.
     """
     low, high = 1, size - 1
     while low < high:

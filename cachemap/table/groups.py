@@ -1,4 +1,4 @@
-"""GroupTables: the further cache groups of engines whose layers are not all alike.
+"""Block tables of the further KV cache groups of engines whose layers are not all alike.
 
 A prefix is a hit only if every group has it. Full attention needs all blocks of the prefix; its blocks are in the table
 of tier "gpu", not here. A group with a sliding window needs only the last blocks of the prefix, and a group of Mamba
@@ -27,11 +27,11 @@ from cachemap.table.blocks import u64
 from cachemap.table.buckets import U64
 from cachemap.table.capacity import Budget
 
-PIECE = 256  # blocks of a prompt looked at together: of 2,048, in five groups, .4 ms; all at once took 1.4
+PIECE = 256  # blocks of a prompt looked up at a time: 2,048 in five groups take 0.4 ms, all at once took 1.4
 
 
 class GroupTables:
-    """By group a block table. Replicas are slots; `of` has the groups of those that have any."""
+    """A block table for each cache group. `of` has, by slot, the groups of the replicas that have any."""
 
     def __init__(self, budget: Budget):
         self._budget = budget
@@ -39,7 +39,7 @@ class GroupTables:
         self.of: dict[int, dict[str, CacheGroup]] = {}
 
     def table(self, slot: int, group: CacheGroup) -> BlockTable:
-        """The table of a replica's group, of which nothing needs to be known before."""
+        """Return the table of a replica's group, adding the group to the replica and creating the table if needed."""
         name = group.tier
         table = self.tables.get(name)
         if table is None:
@@ -51,7 +51,7 @@ class GroupTables:
         return table
 
     def keep(self, slot: int, names: Container[str]) -> None:
-        """The replica has no groups but some of these."""
+        """Remove the replica's groups that are not among `names`."""
         for name in [name for name in self.of.get(slot, {}) if name not in names]:
             self.tables[name].capacity.detach(slot)
             del self.of[slot][name]
@@ -65,12 +65,14 @@ class GroupTables:
         return sum(self.tables[name].aliases[slot].count for name in self.of.get(slot, {}))
 
     def reach(self, hashes: Sequence[int], full: list[int], most: int) -> dict[int, int]:
-        """For each replica with groups the blocks of the longest hit, at most `most`. `full`: for each slot those that
-        full attention holds."""
+        """Return by slot, for replicas with groups, the length in blocks of the longest hit, at most `most`.
+
+        `full` has for each slot the leading blocks that full attention holds.
+        """
         end = min(most, len(hashes))
         reach = {slot: self._of_full(slot, hashes, min(full[slot], end), end) for slot in self.of}
         left = {slot: blocks for slot, blocks in reach.items() if blocks}
-        while left:  # from the right, as hits mostly end near where full attention's do
+        while left:  # search from the right: hits mostly end near where full attention's do
             stop = max(left.values())
             start = max(0, stop - PIECE)
             good: dict[tuple[int, tuple[str, ...]], np.ndarray] = {}
@@ -85,8 +87,12 @@ class GroupTables:
         return reach
 
     def reach_dropping(self, slot: int, hashes: Sequence[int], full: int, most: int, end: int) -> int:
-        """As `reach`, of one replica that drops the last block it finds. `end`: the last block that it looks at."""
-        groups: dict[CacheGroup, np.ndarray] = {}  # those that find the same are looked up as one
+        """Return the longest hit of a replica that drops the last block it finds, at most `most` blocks.
+
+        `full` is the number of leading blocks that full attention holds, `end` the number of blocks that the engine
+        looks at.
+        """
+        groups: dict[CacheGroup, np.ndarray] = {}  # groups with equal rules are looked up as one
         for group in sorted(self.of[slot].values(), key=lambda one: (one.last != EVERY, one.told_as)):
             if group.has_parts:
                 continue
@@ -112,8 +118,10 @@ class GroupTables:
             hit = reach
 
     def _of_full(self, slot: int, hashes: Sequence[int], full: int, end: int) -> int:
-        """The blocks that full attention finds, at most `end`, of which it holds the first `full`: whole ones of its
-        own, and the part of the next that a prompt ended with."""
+        """Return how many blocks full attention finds, at most `end`, if it holds the first `full`.
+
+        These are whole blocks of its own, and the part of the next one that an earlier prompt ended in.
+        """
         for name, group in self.of[slot].items():
             if group.has_parts:
                 full -= full % group.last
@@ -127,8 +135,10 @@ class GroupTables:
     def _good(
         self, hashes: Sequence[int], start: int, stop: int, groups: dict[str, CacheGroup], word: int
     ) -> np.ndarray:
-        """By block from `start` to `stop`, for 64 replicas as bits of a word: whether a hit may end after it as far as
-        these groups go."""
+        """Return for each block from `start` to `stop` whether these groups allow a hit to end after it.
+
+        The answers for 64 replicas, those from slot 64 * `word` on, are the bits of a uint64.
+        """
         good = np.full(stop - start, ~U64(0))
         for name, group in groups.items():
             if group.has_parts:
@@ -140,9 +150,9 @@ class GroupTables:
 
 
 def _last(held: np.ndarray, count: int) -> np.ndarray:
-    """By block, for 64 replicas as bits of a word: whether they hold the last `count` blocks up to it, or all."""
+    """Return for each block which of 64 replicas (bits) hold the last `count` blocks up to it, or all if fewer."""
     runs, length = held.copy(), 1
-    while length < min(count, len(runs)):  # runs of twice the length are made of two of these, which may overlap
+    while length < min(count, len(runs)):  # a run of twice the length consists of two runs, which may overlap
         step = min(length, count - length)
         runs[step:] &= runs[:-step].copy()
         length += step
@@ -150,12 +160,12 @@ def _last(held: np.ndarray, count: int) -> np.ndarray:
 
 
 def _lengths(held: np.ndarray) -> np.ndarray:
-    """By block how many in a row are held up to it."""
+    """Return for each block how many blocks in a row are held up to it."""
     places = np.arange(1, len(held) + 1)
     return places - np.maximum.accumulate(np.where(held == 0, places, 0))
 
 
 def _ends(run: np.ndarray, count: int) -> int:
-    """After how many blocks the last `count` are held, or all, by `_lengths`: where that is furthest."""
+    """Return the largest number of blocks after which the last `count`, or all, are held; `run` is from `_lengths`."""
     good = (run >= np.minimum(count, np.arange(1, len(run) + 1))).nonzero()[0]
     return int(good[-1]) + 1 if len(good) else 0

@@ -1,8 +1,8 @@
-"""Holder sets: who holds a block, as the number of a set of replicas that many blocks share.
+"""Holder sets: the replicas that hold a block, as the number of a set that many blocks share.
 
-Most blocks have few holders, and blocks of one conversation have the same ones. So each block has a number of 32 bits,
-and each distinct set is kept once: a row of bits, one a replica. With 1,024 replicas that is 4 bytes a block and 0.6 kB
-a set, where a bit for each replica would be 128 bytes a block. Set 0 is nobody.
+Most blocks have few holders, and blocks of one conversation have the same ones. So each block has a 32-bit set number,
+and each distinct set is kept once, as a row with a bit for each replica. With 1,024 replicas that is 4 bytes a block
+and 0.6 kB a set, where a bit for each replica would be 128 bytes a block. Set 0 is empty.
 """
 
 from __future__ import annotations
@@ -12,28 +12,28 @@ import numpy as np
 from cachemap.table.memory import zeros
 
 U64 = np.uint64
-ROWS = 1 << 13  # at first, of 64 bits
+ROWS = 1 << 13  # words of 64 bits that are allocated first
 BITS = [tuple(i for i in range(8) if byte >> i & 1) for byte in range(256)]
 
 
 class HolderSets:
-    """The distinct sets. `uses` counts for each the blocks that have it; one without any goes."""
+    """The distinct sets of holders. `uses` counts the blocks of each set; a set without blocks is freed."""
 
     def __init__(self) -> None:
         self._masks = [0]
         self.uses = [0]
         self._numbers = {0: 0}
         self._free: list[int] = []
-        self._rows = zeros(ROWS, U64).reshape(-1, 1)  # the same masks, so that many can be looked at together
+        self._rows = zeros(ROWS, U64).reshape(-1, 1)  # the same masks as an array, to look up many at once
 
     @property
     def width(self) -> int:
-        """Words of 64 bits in a row."""
+        """The width of a row in words of 64 bits."""
         return self._rows.shape[1]
 
     @property
     def nbytes(self) -> int:
-        """With what Python keeps of a set: its mask twice referred to, its number, its place in a dict."""
+        """The bytes used, with Python's objects: a set's mask (referred to twice), its number and its dict entry."""
         width = self.width
         return (len(self._masks) - len(self._free)) * (180 + 17 * width)
 
@@ -41,7 +41,7 @@ class HolderSets:
         return self._masks[number]
 
     def widen(self, slots: int) -> None:
-        """Rows for so many replicas."""
+        """Make the rows wide enough for `slots` replicas."""
         width = -(-slots // 64)
         if width > self.width:
             self._lay_out(width, max(2 * len(self._masks), ROWS // width))
@@ -52,27 +52,27 @@ class HolderSets:
         self._rows[: len(before), : before.shape[1]] = before
 
     def has(self, numbers: np.ndarray, slot: int) -> np.ndarray:
-        """Whether each of these sets has the replica. Mostly all are the same one."""
+        """Return whether the replica is in each of these sets; quickest where all are the same set."""
         if (numbers == numbers[:1]).all():
             return np.full(len(numbers), len(numbers) and self._masks[numbers.item(0)] >> slot & 1, bool)
         words = self._rows[:, slot >> 6].take(numbers)
         return (words >> U64(slot & 63) & U64(1)).view(np.int64).astype(bool)
 
     def words(self, numbers: np.ndarray, word: int) -> np.ndarray:
-        """Of each of these sets the members of slots 64 * `word` and after, as bits."""
+        """Return the members of each set among slots 64 * `word` to 64 * `word` + 63, as bits of a uint64."""
         if word >= self.width:
             return np.zeros(len(numbers), U64)
         found: np.ndarray = self._rows[:, word].take(numbers)
         return found
 
     def empty(self, numbers: np.ndarray) -> np.ndarray:
-        """Whether each of these sets has nobody: set 0, or one whose last member left by `forget`."""
+        """Return whether each set is empty: set 0, or one whose last member left by `forget`."""
         masks = self._masks
         kinds, which = np.unique(numbers, return_inverse=True)
         return np.array([not masks[number] for number in kinds.tolist()], bool)[which]
 
     def turn(self, numbers: np.ndarray, slot: int, joins: bool) -> np.ndarray:
-        """The sets that blocks have instead of these, one number a block, when a replica joins them or leaves."""
+        """Return for each block's set number the number of that set with the replica added (`joins`) or removed."""
         first = numbers[0]
         if (numbers == first).all():
             return np.full(len(numbers), self._turned(int(first), slot, joins, len(numbers)), np.uint32)
@@ -107,7 +107,7 @@ class HolderSets:
         return number
 
     def leave(self, number: int, count: int) -> None:
-        """So many blocks no longer have this set."""
+        """Count `count` blocks fewer in this set, and free it with the last."""
         if not number:
             return
         self.uses[number] -= count
@@ -119,9 +119,11 @@ class HolderSets:
             self._free.append(number)
 
     def forget(self, slot: int) -> None:
-        """The replica leaves all sets; 0.5 us for each that has it, however many blocks have those.
+        """Remove the replica from all sets: 0.5 us for each set that has it, whatever the number of blocks.
 
-        Two sets may be equal from then on. That does no harm: each block has one, and both go in time."""
+        Two sets may be equal from then on. That does no harm: a block belongs to one of them, and both are freed in
+        time.
+        """
         rows = self._rows[: len(self._masks)]
         column, bit = rows[:, slot >> 6], U64(1 << (slot & 63))
         with_it = (column & bit).nonzero()[0]
@@ -129,7 +131,7 @@ class HolderSets:
         for number in with_it.tolist():
             mask = self._masks[number]
             if not mask >> slot & 1:
-                continue  # a free one
+                continue  # a freed set
             if self._numbers.get(mask) == number:
                 del self._numbers[mask]
             mask &= ~(1 << slot)
@@ -139,7 +141,7 @@ class HolderSets:
 
 
 def spread(lengths: list[int], mask: int, length: int) -> None:
-    """lengths[i] = length for every bit i that is set."""
+    """Set lengths[i] = length for every bit i set in `mask`."""
     if mask.bit_count() < 8:
         while mask:
             low = mask & -mask

@@ -1,23 +1,22 @@
-"""BlockIdAllocator: which numbers blocks have. Those asked for together are consecutive as far as can be, since
-`Blocks` walks them."""
+"""Allocation of block numbers, consecutive where possible for blocks stored together, since `Blocks` walks them."""
 
 import numpy as np
 
-KEPT = 16  # one in 16 may be unused before any is used again: runs that came back piece by piece come together
-SORTED = 1 << 14  # unused numbers put in order at a time: 0.2 ms
+KEPT = 16  # one number in 16 may be free before any is reused, so that runs freed piece by piece join again
+SORTED = 1 << 14  # free numbers sorted at a time: 0.2 ms
 
 
 class BlockIdAllocator:
-    """Counts from 1. `top` is the first number never used."""
+    """An allocator of numbers from 1 on. `top` is the first number never used."""
 
     def __init__(self) -> None:
         self.top = 1
         self.free = 0
-        self._back: list[np.ndarray] = []  # as they came back
-        self._ready = np.empty(0, np.int64)  # some of them, in order
+        self._back: list[np.ndarray] = []  # free numbers as they were returned
+        self._ready = np.empty(0, np.int64)  # free numbers, sorted
 
     def take(self, count: int, end: int) -> np.ndarray:
-        """So many numbers, all below `end`; free ones and those that never were used must suffice."""
+        """Return `count` numbers below `end`; free numbers and those never used must suffice."""
         if self.top + count <= end and self.free < max(count, self.top // KEPT):
             self.top += count
             return np.arange(self.top - count, self.top)
@@ -42,7 +41,7 @@ class BlockIdAllocator:
         self._ready = np.sort(np.concatenate(some))
 
     def give(self, numbers: np.ndarray) -> None:
-        """These are no longer used."""
+        """Return these numbers to the free ones."""
         if len(numbers):
             self.free += len(numbers)
             self._back.append(numbers)

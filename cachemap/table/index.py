@@ -1,4 +1,4 @@
-"""Index: which number a block has, by its hash."""
+"""The index of a block table: a block's number by its hash."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ FIRST_FACTOR, SECOND_FACTOR, BITS = int(FIRST), int(SECOND), (1 << 64) - 1
 
 
 class Index(Buckets):
-    """The numbers of blocks by their hashes, in words of 32 bits: 5.6 bytes a block.
+    """A map from block hashes to block numbers in words of 32 bits: 5.6 bytes a block.
 
-    A word is a block's number and, in what bits that leaves, the top of its hash; the hash itself is in `hashes`, where
-    the number says. Numbers are not 0. Tags are hashes.
+    A word has the block's number (never 0) and, in the bits left, the top of its hash; the whole hash is read from
+    `hashes` at that number. Tags are hashes.
     """
 
     __slots__ = ("_mark_shift", "_number_bits", "hashes")
@@ -22,20 +22,23 @@ class Index(Buckets):
         super().__init__(capacity, number_bits, np.uint32)
         self.hashes = hashes
         self._number_bits = number_bits
-        self._mark_shift = 32 + number_bits  # of a hash, what is left are the bits above the number
+        self._mark_shift = 32 + number_bits  # leaves the hash's top bits that fit above the number in a word
 
     def _like(self, capacity: int) -> Index:
         return Index(capacity, self._number_bits, self.hashes)
 
     def numbers(self, tags: np.ndarray) -> np.ndarray:
-        """The number of each block, 0 where it is unknown."""
+        """Return the number of each block, 0 where it is unknown."""
         places = self.find(tags)
         numbers = self.payloads(places)
         numbers[places < 0] = 0
         return numbers
 
     def at(self, tag: int) -> int:
-        """`numbers` of one. Plain ints: 1 us where that takes 10, 2 if it has to look into the second bucket."""
+        """Return the number of one block, 0 if it is unknown.
+
+        With plain ints this takes 1 us where `numbers` takes 10; 2 us if it looks into the second bucket.
+        """
         buckets = len(self.rows)
         first = ((tag * FIRST_FACTOR & BITS) >> 32) % buckets
         number = self._in(first, tag)
@@ -58,13 +61,15 @@ class Index(Buckets):
         return 0
 
     def insert(self, tags: np.ndarray, numbers: np.ndarray) -> np.ndarray:
-        """Put in blocks that are absent, whose hashes stand in `hashes`. Gives the numbers they have now: where a
-        block comes twice, one of its two."""
+        """Insert absent blocks whose hashes are in `hashes` already, and return their numbers.
+
+        Where a hash comes twice, both get the same one of its two numbers.
+        """
         words = ((tags >> U64(self._mark_shift)) << U64(self._number_bits) | numbers.view(U64)).astype(np.uint32)
         return self.payloads(self.add(tags, words))
 
     def remove(self, numbers: np.ndarray) -> None:
-        """Take out these blocks (distinct, all known), whose hashes still stand in `hashes`."""
+        """Remove these blocks (distinct, all known), whose hashes must still be in `hashes`."""
         self.drop(self.find(self.hashes.take(numbers)))
 
     def _tags(self, words: np.ndarray) -> np.ndarray:

@@ -1,7 +1,7 @@
-"""Memory for large arrays, from pages of 4 KiB that can be given back piece by piece.
+"""Memory for large arrays, in pages of 4 KiB that can be returned to the system piece by piece.
 
-numpy would ask for pages of 2 MiB, which take 0.1 ms, but 20 ms where a virtual machine gets them from its host. Pages
-of 4 KiB take 4 us each, as they are touched.
+numpy would ask for pages of 2 MiB, which take 0.1 ms each, but 20 ms where a virtual machine gets them from its host.
+Pages of 4 KiB take 4 us each, when they are first touched.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ LARGE = 1 << 20  # bytes from which an array gets a mapping of its own
 
 
 def zeros(count: int, dtype: str | type) -> np.ndarray:
+    """Return an array of `count` zeros; a large one is in memory that `give_back` can release."""
     size = count * np.dtype(dtype).itemsize
     if size < LARGE:
         return np.zeros(count, dtype)
@@ -21,9 +22,11 @@ def zeros(count: int, dtype: str | type) -> np.ndarray:
 
 
 def give_back(array: np.ndarray, start: int) -> int:
-    """Free the next `LARGE` bytes of an array that is not needed any more; returns where to go on, 0 at the end. All at
-    once would take 0.5 s a GiB."""
-    # which of them depends on numpy's version
+    """Release the next `LARGE` bytes of an array that is no longer used, from `start` on.
+
+    Returns the offset to continue at, 0 at the end. All at once would take 0.5 s a GiB.
+    """
+    # which of the two an array has depends on numpy's version
     mapping = array.base.obj if isinstance(array.base, memoryview) else array.base
     if isinstance(mapping, mmap.mmap) and start < array.nbytes:
         mapping.madvise(mmap.MADV_DONTNEED, start, min(LARGE, len(mapping) - start))

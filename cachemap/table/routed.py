@@ -1,8 +1,8 @@
-"""Routed: what was sent where within the last seconds, and is predicted to be there until events say so.
+"""Predicted blocks: those of prompts routed to replicas within the last seconds, until events report them.
 
-One tree for all replicas, so a look-up walks it once however many they are; beside each segment a stamp for each
-replica that it was sent to. Against a dict entry a block for each replica, adding a prompt of 110 blocks takes a sixth
-of the instructions.
+One tree serves all replicas, so a look-up walks it once whatever their number; each segment has a stamp for each
+replica that it was sent to. Adding a prompt of 110 blocks takes a sixth of the instructions of one dict entry for each
+block and replica.
 """
 
 from array import array
@@ -10,13 +10,13 @@ from collections.abc import Container, Iterator, Sequence
 
 from cachemap.table.chains import Segment, Tree
 
-SEGMENT_BLOCKS = 8  # a segment takes 700 bytes as blocks of BYTES_PER_BLOCK; its blocks 9 each
+SEGMENT_BLOCKS = 8  # a segment counts as so many blocks (700 bytes), besides 9 bytes for each block
 
-Stamp = tuple[float, int]  # predicted until then; the number of the prompt that says so
+Stamp = tuple[float, int]  # when the prediction expires; the number of the last prompt that made it
 
 
 class _Generation(Tree):
-    """What was sent within some seconds: it goes as a whole, not one by one."""
+    """The prompts routed within one period of some seconds; they expire together."""
 
     __slots__ = ("_dropped", "_told", "_told_blocks", "ends")
 
@@ -25,11 +25,11 @@ class _Generation(Tree):
         self._told: list[tuple[int, int, Sequence[int]]] = []
         self._told_blocks = 0
         self._dropped: dict[tuple[int, int], int] = {}
-        self.ends: dict[int, set[int]] = {}  # by slot with several cache groups: the last blocks of hits to come
+        self.ends: dict[int, set[int]] = {}  # by slot with several cache groups: last blocks of expected hits
 
     @property
     def size(self) -> int:
-        """In blocks of BYTES_PER_BLOCK."""
+        """The memory used, in blocks of BYTES_PER_BLOCK."""
         return self._count + SEGMENT_BLOCKS * len(self._heads) + self._told_blocks
 
     def add(self, slot: int, hashes: Sequence[int], stamp: Stamp) -> None:
@@ -46,7 +46,7 @@ class _Generation(Tree):
             segment = segment.parent
 
     def beyond(self, hashes: Sequence[int], now: float, confirmed: Sequence[int]) -> Iterator[tuple[int, int, Segment]]:
-        """Slots with more of this chain than is confirmed: how much, and the segment with the last of it."""
+        """Yield slot, blocks and the last block's segment for each slot that has more of this chain than confirmed."""
         segment, end = self._longest(hashes)
         least, root = min(confirmed), self._root
         while end > least and segment is not root:
@@ -56,21 +56,23 @@ class _Generation(Tree):
             end, segment = segment.start, segment.parent
 
     def sent(self, slot: int, hashes: Sequence[int], now: float) -> int:
-        """How much of this chain was sent to the replica."""
+        """Return how many leading blocks of this chain were sent to the replica."""
         segment, end = self._longest(hashes)
         while segment is not self._root and segment.stamps.get(slot, (now, 0))[0] <= now:
             end, segment = segment.start, segment.parent
         return end
 
     def drop(self, slot: int, number: int, hashes: Sequence[int]) -> None:
-        """The replica dropped these after the prompt of this number. Most are never asked for: they are only put
-        aside."""
+        """Queue the report that the replica dropped these blocks after prompt `number`.
+
+        The blocks are not indexed yet, since most are never looked up.
+        """
         self._told.append((slot, number, hashes))
         self._told_blocks += len(hashes)
 
     @property
     def dropped(self) -> dict[tuple[int, int], int]:
-        """By slot and block, the number of the last prompt before."""
+        """The number of the last prompt sent before a block was dropped, by slot and block."""
         if self._told:
             for slot, number, hashes in self._told:
                 self._dropped.update(dict.fromkeys([(slot, block) for block in hashes], number))
@@ -79,7 +81,7 @@ class _Generation(Tree):
 
     def take_back(self, slot: int, hashes: Sequence[int], held: int, number: int) -> None:
         segment, end = self._longest(hashes)
-        if end < segment.start + len(segment.blocks):  # a longer chain, so not what was sent with these
+        if end < segment.start + len(segment.blocks):  # this segment belongs to a longer chain, not to this prompt
             end, segment = segment.start, segment.parent
         while end > held:
             if slot in segment.stamps and segment.stamps[slot][1] <= number:
@@ -95,9 +97,9 @@ class _Generation(Tree):
 
 
 class Routed:
-    """Replicas are slots. Hashes may be lists or arrays. What `most` blocks take in memory is held twice at most.
+    """The predicted blocks of all replicas, by slot. Each of the two generations may take the memory of `most` blocks.
 
-    `grouped` has the replicas with several cache groups: what is sent there makes hits only up to where `add_in_groups`
+    `grouped` has the slots with several cache groups: there a prediction is a hit only up to where `add_in_groups`
     says.
     """
 
@@ -115,7 +117,7 @@ class Routed:
         return len(self._new) + len(self._old)
 
     def add(self, slot: int, hashes: Sequence[int], now: float) -> int:
-        """Predict these from now on. Return the number of this prompt, for `take_back`."""
+        """Predict that the replica holds these blocks from now on; return the prompt's number, for `take_back`."""
         if now >= self._turn or self._new.size > self.most:
             self._old = self._new if now < self._turn + self._seconds else _Generation()
             self._new = _Generation()
@@ -125,9 +127,12 @@ class Routed:
         return self._number
 
     def add_in_groups(self, slot: int, hashes: Sequence[int], now: float, most: int, full: int) -> int:
-        """As `add`, to a replica with several cache groups, of which full attention holds `full` blocks for certain. A
-        later prompt finds a hit up to the last block that could be one for this prompt, and up to where this one leaves
-        what full attention has by then: there vLLM keeps what the other groups lacked."""
+        """Predict these blocks for a replica with several cache groups; return the prompt's number.
+
+        `most` is the number of blocks that can be hits, `full` the number that full attention holds for certain. A
+        later prompt hits up to the last block that could be a hit for this prompt, and up to where this prompt diverges
+        from what full attention has by then: there vLLM keeps what the other groups lacked.
+        """
         branch = max(full, *[one.sent(slot, hashes, now) for one in (self._new, self._old)])
         number = self.add(slot, hashes, now)
         self._new.ends.setdefault(slot, set()).update([hashes[end - 1] for end in (most, min(branch, most)) if end])
@@ -142,7 +147,7 @@ class Routed:
             generation.take_back(slot, hashes, held, number)
 
     def reach(self, hashes: Sequence[int], now: float, confirmed: Sequence[int]) -> dict[int, int]:
-        """By slot, how far the chain is predicted to be held, where that is further than confirmed."""
+        """Return by slot how many leading blocks are predicted to be held, where that is more than confirmed."""
         found: dict[int, int] = {}
         grouped = self._grouped
         for generation in (self._new, self._old):
@@ -156,14 +161,14 @@ class Routed:
         return found
 
     def _resumed(self, slot: int, hashes: Sequence[int], least: int, reach: int) -> int:
-        """Of what full attention will hold, how much will be a hit in all cache groups; `least` if it is no more."""
+        """Return how much of `reach` blocks of full attention will be a hit in all cache groups, at least `least`."""
         ends = [generation.ends.get(slot, ()) for generation in (self._new, self._old)]
         while reach > least and not any(hashes[reach - 1] in one for one in ends):
             reach -= 1
         return reach
 
     def _undropped(self, slot: int, hashes: Sequence[int], start: int, end: int, segment: Segment) -> int:
-        """How far from `start` on nothing was dropped since it was sent there."""
+        """Return how far from `start` no block was dropped since it was sent to the replica."""
         dropped = [generation.dropped for generation in (self._new, self._old)]
         if not any(dropped):
             return end
@@ -179,13 +184,13 @@ class Routed:
         return reach
 
     def discard(self, slot: int, hashes: Sequence[int]) -> None:
-        """The replica said that it dropped these."""
+        """Note that the replica reported these blocks as dropped."""
         if self:
             self._new.drop(slot, self._number, hashes)
-            if self._new.size > self.most:  # so much went that what was predicted before is decided
+            if self._new.size > self.most:  # so much was dropped that older predictions are outdated
                 self._old, self._new = self._new, _Generation()
 
     def clear(self, slot: int) -> None:
-        """Nothing is predicted of this replica."""
+        """Forget all predictions for this replica."""
         self._new.clear(slot)
         self._old.clear(slot)

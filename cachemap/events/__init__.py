@@ -1,2 +1,1 @@
-"""What engines report of their caches: sockets, decoding, the order of batches, replay, and writing it into a
-CacheMap."""
+"""Engines' cache events: sockets, decoding, the order of batches, replay, and their application to a CacheMap."""

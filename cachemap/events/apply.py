@@ -1,9 +1,8 @@
-"""EventApplier: what one replica's events do to the map. No sockets, no clock.
+"""The application of one replica's events to the map, without sockets or clocks.
 
-The engine's own keys are opaque. What a block is called here is hashed anew from its
-tokens, on top of its parent's hash, so that prompts and events meet in one name whatever
-the engine hashes with. Runs of events of one kind reach the map as one call, since a call
-costs about 40 us and a further block in it 0.3.
+The engine's own keys are opaque. Blocks are hashed again here from their tokens and their parent's hash, so that
+prompts and events give a block the same name whatever the engine hashes with. Runs of events of one kind reach the map
+in one call, as a call costs about 40 us and each further block in it 0.3 us.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -19,27 +18,27 @@ from cachemap.events.records import FULL_ATTENTION, MAMBA, UNTOLD, Agreed, Block
 from cachemap.hashing import TOKEN_BYTES, chain_seed, covering, hash_blocks, looking_ahead
 from cachemap.map import CacheMap
 
-# Blocks of a slower tier's chunk, and of what an engine calls a block: 65,536 tokens of 16, where 256 are usual.
+# Blocks in a chunk of a slower tier, or in what an engine calls a block: 65,536 tokens at 16 a block; 256 are usual.
 MOST_CHUNK = 4096
-SEARCHED = 512  # pages looked through in the time that the map takes for one block
-LEAST_BLOCK = 64  # bytes of tokens that count as a block's: 16
-MOST_UNSIZED = 2048  # keys that are remembered of a tier until an event tells how many blocks each stands for
+SEARCHED = 512  # pages scanned in the time that the map takes for one block
+LEAST_BLOCK = 64  # bytes of tokens counted as one block: 16 tokens
+MOST_UNSIZED = 2048  # keys remembered for a tier until an event shows how many blocks each stands for
 
 
 class EventApplier:
     """Applies events in order. `flush` must follow before the map is read.
 
-    Where an engine has several cache groups, the first one of full attention is what prompts are found in, and
-    `GroupEvents` has the others.
+    Of an engine with several cache groups, prompts are found in the first group of full attention; `GroupEvents` has
+    the others.
 
-    Counts, in blocks: `stored`, of the group that prompts are found in; `removed`; `orphans`, of which no tokens or no
-    parent are known, so neither are they; `ignored`, which slower tiers keep for further cache groups or in chunks that
-    cannot be mapped, are parts of a block, or are told otherwise than the engine's blocks are known to be. Where an
-    engine's pages are smaller than blocks (`pages`), the latter two count pages. `fault` says why nothing of this
-    replica can be used, None while all is well.
+    Counters, in blocks: `stored`, of the group that prompts are found in; `removed`; `orphans`, whose tokens or parent
+    are unknown, so that they have no name; `ignored`, which slower tiers keep for further cache groups or in chunks
+    that cannot be mapped, which are parts of a block, or whose format differs from what is known of the engine's
+    blocks. Where an engine's pages are smaller than blocks (`pages`), the latter two count pages. `fault` says why
+    nothing of this replica can be used, None while all is well.
 
-    `looks_ahead`: by how many tokens behind them prompts' blocks are named too; `told`: what the engine's blocks are
-    by events that were read before.
+    `looks_ahead` is the number of tokens after a block that its name in prompts also covers; `told` is the engine's
+    block format as read from earlier events.
     """
 
     def __init__(
@@ -49,40 +48,40 @@ class EventApplier:
         self._slot = slot
         self._model = model
         self._block_size = block_size
-        self._own: dict[int | bytes, int] = {}  # engine key -> hash, of those pending
-        self._above: dict[int | bytes, int] = {}  # the same, of parents in the map
-        self._heads: list[tuple[int, int]] = []  # where chains begin among them
-        self._tail = 0  # the last of them
+        self._own: dict[int | bytes, int] = {}  # engine key -> hash of pending blocks
+        self._above: dict[int | bytes, int] = {}  # engine key -> hash of parents in the map
+        self._heads: list[tuple[int, int]] = []  # where chains begin among the pending blocks
+        self._tail = 0  # the hash of the last pending block
         self._removing: Sequence[int | bytes] = []
         # Pending blocks that the engine reported a second time: key, hash and parent of each.
         self._twice: list[tuple[int | bytes, int, int]] = []
         self._tier = "gpu"
-        self._work = 0  # done since others could look, in units of MOST_PIECE, besides what `in_pieces` counts
-        self._main: int | None = None  # the group that prompts are found in; None: the first that events speak of
+        self._work = 0  # blocks handled since the last step ended, besides those that `in_pieces` counts
+        self._main: int | None = None  # the group that prompts are found in; None until an event shows it
         self._groups = GroupEvents(cache_map, slot, block_size, self._hashes_under, self._hashes_of)
-        self.pages: Pages | None = None  # of an engine whose pages are smaller than the blocks
-        self._steps: Iterator[None] = iter(())  # what is left to do of the event that was applied last
-        self._chunks: dict[str, Chunks] = {}  # by tier, of a store below the engine
-        self._own_chunk = 1  # blocks that the engine's own slower tiers find together, as far as events told
-        self._unsized: dict[str, dict[int | bytes, None]] = {}  # by such a tier, keys told alone while that was 1
+        self.pages: Pages | None = None  # if the engine's pages are smaller than the map's blocks
+        self._steps: Iterator[None] = iter(())  # the rest of the work on the last event
+        self._chunks: dict[str, Chunks] = {}  # the chunks of stores below the engine, by tier
+        self._own_chunk = 1  # blocks in a chunk of the engine's own slower tiers, as far as events showed
+        self._unsized: dict[str, dict[int | bytes, None]] = {}  # by tier, keys reported alone until that is known
         self.stored = 0
         self._removed = 0
         self._orphans = 0
         self.ignored = 0
         self.fault: str | None = None
         self._looks_ahead = looks_ahead
-        self._has_wide = False  # among what is pending is a block that has several of those that prompts are hashed in
+        self._has_wide = False  # a pending block of the engine's has several hashed blocks
         self.believe(told._replace(ahead=told.ahead or looks_ahead))
         self._root: tuple[bytes, list[object] | None] | None = None  # the first block of the last prompt that began
         self._salted = False
 
     @property
     def stored_as(self) -> Blocks:
-        """What the engine's blocks are, by these events and by those that others have read."""
+        """The engine's block format, from these events and from those that other gateways read."""
         return Blocks(self._size.known, self._ahead.known, self._states.known)
 
     def believe(self, told: Blocks) -> None:
-        """Take over the block format that another gateway has read from events, until later events agree on another."""
+        """Adopt the block format that another gateway read from events, until later events agree on another."""
         self._size = Agreed(told.size, told.size > 0)
         self._ahead = Agreed(told.ahead, told.size > 0)
         self._states = Agreed(told.states, told.states > 0)
@@ -96,12 +95,14 @@ class EventApplier:
         return self._orphans + self._groups.orphans + (self.pages.orphans if self.pages is not None else 0)
 
     def reach(self, held: int, hashes: Sequence[int], seed: int, tokens: memoryview) -> int:
-        """How many of a prompt's tokens are held, the first `held` blocks of which the map knows. `tokens`: uint32
-        ids of those that can be found; `hashes` and `seed`: of its chain."""
+        """Return how many of a prompt's tokens are held, of which the map knows the first `held` blocks.
+
+        `tokens` are the uint32 ids that can be found; `hashes` and `seed` are of the prompt's chain.
+        """
         return self.pages.reach(held, hashes, seed, tokens) if self.pages is not None else held * self._block_size
 
     def apply(self, events: list[Stored | Removed | Cleared]) -> None:
-        """Apply events in order; the more at a time, the cheaper each."""
+        """Apply events in order; many at a time cost less each."""
         for _ in self._applying(events):
             pass
 
@@ -140,22 +141,22 @@ class EventApplier:
                 yield
 
     def _blocks_under_key(self, tier: str) -> int:
-        """Return how many keys of the map one of the engine's stands for at most when it tells that it is gone."""
+        """Return how many keys of the map one key of the engine's stands for at most in a removal."""
         if tier == "gpu":
             return self._groups.whole or 1
         tiers = self._map.chunk_tiers(self._slot)
         return max([one.blocks for one in tiers if one.base == tier and not one.own], default=1)
 
     def flush(self) -> None:
-        """Hand over what is pending."""
+        """Hand all pending changes to the map."""
         for _ in self.flushing():
             pass
 
     def flushing(self) -> Iterator[None]:
         """Flush in steps of some milliseconds, between which others may read the map."""
         if self._groups.waiting and self._main is None and not self._map.held(self._slot):
-            self.fault = "none of the engine's layers has full attention"  # whose blocks tell what a key stands for
-        if self._has_wide and not self.stored_as.parts:  # nor has a state of Mamba's come with it
+            self.fault = "none of the engine's layers has full attention"  # only its blocks show what keys stand for
+        if self._has_wide and not self.stored_as.parts:  # only an engine with smaller Mamba blocks may have such blocks
             self.fault = (
                 f"the engine's blocks have {self._size.known} tokens, "
                 f"prompts are hashed in blocks of {self._block_size}"
@@ -193,19 +194,18 @@ class EventApplier:
 
     @property
     def blind(self) -> list[str]:
-        """The tiers whose store does not tell what goes (`Chunks.blind`)."""
+        """The tiers whose store does not report removals (`Chunks.blind`)."""
         return [tier for tier, chunks in self._chunks.items() if chunks.blind]
 
     def forget(self) -> None:
-        """The replica holds nothing, and nothing pending counts. Who does not tell what goes is not believed the more
-        for it."""
+        """Forget all blocks of the replica and everything pending; blind stores stay known as blind."""
         self._forget_own()
         self._drop_chunks()
         self._forget_chunk_size()
         self._map.clear(self._slot)
 
     def let_go(self) -> None:
-        """Nobody tells of it any more: what may change meanwhile is not kept. The map has what it was made of."""
+        """Drop the state that only further events could keep up to date; the map keeps its blocks."""
         self._drop_pages()
         self._drop_chunks()
         self._forget_chunk_size()
@@ -224,7 +224,7 @@ class EventApplier:
         self._own_chunk, self._unsized = 1, {}
 
     def _clear(self) -> None:
-        """The engine dropped all that it has itself. What outlives that goes when its store says so."""
+        """Apply the loss of all that the engine holds itself; tiers that outlive it report their own removals."""
         self._flush()
         self._forget_own()
         self._unsized = {tier: keys for tier, keys in self._unsized.items() if outlives(tier)}
@@ -238,7 +238,7 @@ class EventApplier:
         self._groups.forget()
 
     def _look_up_parents(self, events: list[Stored | Removed | Cleared]) -> None:
-        """One call for all parents that lie in the map already: alone each costs 12 us."""
+        """Resolve all parents that are in the map already in one call: each alone costs 12 us."""
         parents = [
             event.parent
             for event in events
@@ -301,8 +301,8 @@ class EventApplier:
         if event.together > 1:
             self._store_together(event)
             return
-        # What comes to a slower tier is a copy of what is known, as a rule, and what its blocks cover besides tokens
-        # may be told of the first copy alone.
+        # A block in a slower tier is usually a copy of a known one, and its extra keys may have been sent with the
+        # first copy only.
         if event.tokens and (event.tier == "gpu" or not all(self._hashes_under(event.keys))):
             self._store_chain(event)
         else:
@@ -310,8 +310,10 @@ class EventApplier:
         self._groups.follow_soon()
 
     def _is_as_known(self, event: Stored) -> bool:
-        """Whether an event tells full attention's blocks as they are known to be, or their parts. What it tells
-        otherwise is known once other events agree."""
+        """Return whether an event has full attention's blocks in their known format, or parts of them.
+
+        A different format becomes the known one once further events agree on it.
+        """
         size, known, has_states = event.block_size, self._size.known, self._states.known > 0
         part = has_states and 0 < size < known and known % size == 0
         page = 0 < size < self._block_size and self._block_size % size == 0
@@ -330,13 +332,15 @@ class EventApplier:
         before = number.known
         agrees = number.take(told, ends_others)
         if before and number.known != before:
-            self.fault = None  # it may be void now; else the next events show it again
+            self.fault = None  # it may be resolved now; if not, the next events set it again
         return agrees
 
     def _blocks_of(self, event: Stored) -> int:
-        """Return how many blocks each chunk of an event of the engine's own slower tier has. Some chunks are told by
-        key alone: the last block's, which is all that the map wants of them. Until an event with tokens tells the size
-        they count as one block each."""
+        """Return how many blocks each chunk has in an event of the engine's own slower tier.
+
+        Some chunks are reported by key alone: the last block's, which is all that the map needs of them. Until an event
+        with tokens shows the chunk's size, they count as one block each.
+        """
         if event.tokens:
             self._learn_chunk_size(event.together)
             return event.together
@@ -348,7 +352,10 @@ class EventApplier:
         return self._own_chunk
 
     def _learn_chunk_size(self, blocks: int) -> None:
-        """The engine's own slower tiers find so many blocks together: what was told by key before is such chunks."""
+        """Set the size of chunks, in blocks, in the engine's own slower tiers.
+
+        Blocks that were reported by key alone before are stored again as such chunks.
+        """
         if blocks <= self._own_chunk:
             return
         self._own_chunk, unsized = blocks, self._unsized
@@ -366,7 +373,7 @@ class EventApplier:
             self.stored += len(known) * (blocks - 1)
 
     def _store_together(self, event: Stored) -> None:
-        """Chunks of several blocks: the last one of each stands for it."""
+        """Store chunks of several blocks, each as its last block."""
         ends = slice(event.together - 1, None, event.together)
         parent = 0 if event.parent is None else self._hash_of(event.parent)
         hashes = self._hashes_under(event.keys[ends])
@@ -379,10 +386,10 @@ class EventApplier:
         self.stored += len(event.keys) - len(hashes)
 
     def _is_main(self, event: Stored) -> bool:
-        """Whether it is of the group that prompts are found in, where that is not known yet."""
+        """Return whether the event is of the group that prompts are found in, where that is not known yet."""
         if self._main is not None or event.kind != FULL_ATTENTION or self._groups.knows(event.group):
             return False
-        if event.tier == "gpu":  # stores below the engine may not tell the group
+        if event.tier == "gpu":  # stores below the engine may not report the group
             self._main = event.group
         return True
 
@@ -399,8 +406,10 @@ class EventApplier:
             self._groups.store(event)
 
     def _salt(self, event: Stored) -> Stored:
-        """Mamba's states with the tenant's salt, which only full attention's first block of the same step tells.
-        Without their tokens if that is not known: so that nobody is predicted to find another tenant's."""
+        """Return Mamba's event with the tenant's salt, which only full attention's first block of the same step has.
+
+        If the salt is not known, the event loses its tokens, so that no tenant is predicted to find another's blocks.
+        """
         if event.parent is not None or not event.tokens:
             return event
         if self._root is not None and event.tokens.startswith(self._root[0]):
@@ -408,8 +417,10 @@ class EventApplier:
         return event._replace(tokens=b"") if self._salted else event
 
     def _cut(self, event: Stored) -> Stored | None:
-        """The same in blocks of the size that prompts are hashed in; None if it is not known which of those cover what
-        the event's cover."""
+        """Return the event with its blocks cut to the size that prompts are hashed in.
+
+        None if it is unknown which of the smaller blocks cover the event's extra keys.
+        """
         extra, size = event.extra, self._block_size
         if extra and any(extra):
             besides = [_besides(keys, event.adapter) for keys in extra]
@@ -424,7 +435,10 @@ class EventApplier:
         return self._in_blocks(event._replace(extra=extra), keys)
 
     def _in_blocks(self, event: Stored, keys: Sequence[int | bytes]) -> Stored:
-        """An event of larger blocks in those that prompts are hashed in, with these `keys`. `extra`: of the first."""
+        """Return an event of larger blocks in the size that prompts are hashed in, under these `keys`.
+
+        Only the first of the event's extra keys are kept.
+        """
         ahead, size, count = event.looks_ahead, self._block_size, len(keys)
         lookahead = b""
         if ahead:
@@ -434,8 +448,8 @@ class EventApplier:
         return event._replace(keys=keys, block_size=size, extra=extra, lookahead=lookahead)
 
     def _hashes_of(self, event: Stored, parent: int) -> list[int]:
-        """Of all blocks of a group's event; none if that is not known."""
-        if event.kind == MAMBA and event.group < (self._main or 0):  # told before full attention's blocks
+        """Return our hashes of all blocks of a group's event; none if they cannot be known."""
+        if event.kind == MAMBA and event.group < (self._main or 0):  # it came before full attention's event
             event = self._salt(event)
         count = len(event.tokens) // (self._block_size * TOKEN_BYTES)
         return self._hashes(self._in_blocks(event, range(count)), parent) if count else []
@@ -448,7 +462,7 @@ class EventApplier:
         self._store_hashes(event.keys, self._hashes(event, parent), parent)
 
     def _store_pages(self, event: Stored) -> None:
-        """Of an engine whose blocks are smaller: those of ours that are whole now."""
+        """Store pages of an engine whose blocks are smaller than the map's, as the blocks that they complete."""
         if self.pages is None:
             self.pages = Pages(self._model, self._block_size, event.block_size, bool(event.ahead))
         if self.pages.pairs != bool(event.ahead):
@@ -469,7 +483,7 @@ class EventApplier:
             self._store_hashes(chain.keys, chain.hashes, chain.parent)
 
     def _store_chunks(self, event: Stored) -> None:
-        """Of a store below the engine, whose pieces are of one or more blocks each."""
+        """Store chunks of a store below the engine, of one or more blocks each."""
         blocks, parts = divmod(event.block_size, self._block_size)
         chunks = self._chunks.get(event.tier)
         if chunks is None and 0 < blocks <= MOST_CHUNK and not parts:
@@ -494,7 +508,7 @@ class EventApplier:
             self.ignored += len(event.keys) * chunks.blocks
 
     def _found_with(self, event: Stored, chunks: Chunks) -> Iterator[Chunk]:
-        """Store an event's chunks and give those that are found with them."""
+        """Store an event's chunks, and yield those that are found with them."""
         before, width = event.parent, event.block_size * TOKEN_BYTES
         for number, key in enumerate(event.keys):
             parent = 0 if before is None else chunks.end(before) or self._hash_of(before)
@@ -514,8 +528,7 @@ class EventApplier:
     def _mapping(
         chunks: Chunks, changed: Iterator[Chunk | None], change: Callable[[str, list[Chunk]], None], tier: str
     ) -> Iterator[None]:
-        """Hand changed chunks to the map in steps of some milliseconds: one that comes or goes has any number behind
-        it."""
+        """Hand changed chunks to the map in steps of some milliseconds, as one chunk may change any number after it."""
         step = max(1, MOST_PIECE // chunks.blocks)
         while piece := list(islice(changed, step)):
             if told := [chunk for chunk in piece if chunk is not None]:
@@ -536,7 +549,7 @@ class EventApplier:
         return ChunkTier(tier, self._chunks[tier].blocks).tier
 
     def _store_hashes(self, keys: Sequence[int | bytes], hashes: list[int], parent: int) -> None:
-        """Each block is the parent of the next, the first one's has the hash `parent`, or 0."""
+        """Store a chain of blocks; `parent` is the hash of the block before the first one, or 0."""
         self.stored += len(hashes)
         if self._own.keys().isdisjoint(keys):
             self._begin(parent)
@@ -551,7 +564,7 @@ class EventApplier:
                 self._twice.append((key, self._own[key], above))
 
     def _store_known(self, event: Stored, blocks: int) -> None:
-        """What is named by key alone, as when it is copied to a slower tier: blocks, or chunks of so many `blocks`."""
+        """Store blocks (or chunks of `blocks` each) that are reported by key alone, as on a copy to a slower tier."""
         for key, block in zip(event.keys, self._hashes_under(event.keys), strict=True):
             if not block:
                 self._orphans += blocks
@@ -561,7 +574,7 @@ class EventApplier:
                 self.stored += blocks
 
     def _begin(self, parent: int) -> None:
-        """What comes next follows `parent`: a chain of its own unless that came last."""
+        """Note that the next block follows `parent`; it begins a chain of its own unless that block was added last."""
         if parent != self._tail or not self._own:
             self._heads.append((len(self._own), parent))
 
@@ -594,16 +607,16 @@ class EventApplier:
             self._flush()
 
     def _remove_chunks(self, event: Removed) -> list[int | bytes]:
-        """Gives the keys of those that are no chunks."""
+        """Remove the chunks under the event's keys; return the keys that no chunk has."""
         self._flush()
         unknown = list(event.keys)
         blind = (chunks := self._chunks.get(event.tier)) is not None and chunks.blind
-        if blind and not any(self._map.resolve(self._slot, unknown)):  # what is known would be the engine's own
-            del self._chunks[event.tier]  # the source tells what goes, after all: what comes from here on counts
+        if blind and not any(self._map.resolve(self._slot, unknown)):  # known keys would be the engine's own
+            del self._chunks[event.tier]  # the source does report removals: its events count from here on
         if (chunks := self._chunks.get(event.tier)) is not None:
             self._steps = self._mapping(chunks, chunks.remove(event.keys), self._remove_found, event.tier)
             unknown = [key for key in unknown if key not in chunks]
-        for tier in self._map.chunk_tiers(self._slot):  # the engine's own, and those of which only the map knows
+        for tier in self._map.chunk_tiers(self._slot):  # the engine's own chunks, and those that only the map knows
             if tier.base == event.tier:
                 keys = unknown if tier.own else [one for key in unknown for one in block_keys(key, tier.blocks)]
                 self._removed += self._map.remove(self._slot, keys, tier.tier) * (tier.blocks if tier.own else 1)
@@ -614,7 +627,7 @@ class EventApplier:
         return own or self._map.resolve(self._slot, [key])[0]
 
     def _hashes_under(self, keys: Sequence[int | bytes]) -> list[int]:
-        """As `_hash_of`, of many keys in one call: alone each costs 10 to 40 us."""
+        """Return our hashes of the blocks under these keys in one call: each key alone costs 10 to 40 us."""
         found = [self._own.get(key) or self._above.get(key) or 0 for key in keys]
         missing = [at for at, block in enumerate(found) if not block]
         if missing:
@@ -625,7 +638,7 @@ class EventApplier:
 
     def _hashes(self, event: Stored, parent: int) -> list[int]:
         tokens, adapter = event.tokens, event.adapter
-        if event.lookahead:  # the block before is named by the first tokens of these
+        if event.lookahead:  # the parent's name covers the first of these tokens
             first = np.frombuffer(tokens[: event.looks_ahead * TOKEN_BYTES], np.uint32)
             above = looking_ahead([parent], first.reshape(1, -1))[0] if parent else 0
             hashes = self._hashes(event._replace(lookahead=b""), above)
@@ -636,7 +649,7 @@ class EventApplier:
         extra = [_besides(keys, adapter) for keys in event.extra]
         salt = None
         if not parent and len(salts := [key for key in extra[0] if isinstance(key, str)]) == 1:
-            # Only a prompt's first block covers the tenant's salt; an item of media has a key of two parts.
+            # Only a prompt's first block covers the tenant's salt; a media item's key is a pair.
             salt, extra[0] = salts[0], [key for key in extra[0] if not isinstance(key, str)]
         seed = parent or chain_seed(self._model, self._block_size, adapter, salt)
         if any(extra):
@@ -644,7 +657,7 @@ class EventApplier:
         return hash_blocks(tokens, self._block_size, seed)
 
     def _hashes_apart(self, tokens: bytes, extra: list[list[object]], seed: int) -> list[int]:
-        """Blocks that cover more than tokens, an image say: no prompt of text meets them, see `hash_with_media`."""
+        """Return the hashes of blocks of which some cover more than tokens, such as images (see `hash_with_media`)."""
         width = len(tokens) // len(extra)
         hashes: list[int] = []
         for i, keys in enumerate(extra):
@@ -656,12 +669,12 @@ class EventApplier:
 
 
 def in_pieces(events: list[Stored | Removed | Cleared]) -> Iterator[list[Stored | Removed | Cleared]]:
-    """Split events so that applying each piece takes a few milliseconds. What is few comes as it is."""
+    """Split events so that applying each piece takes a few milliseconds; few events stay one piece."""
     if len(events) + sum(map(_blocks, events)) <= MOST_PIECE:
         yield events
         return
-    # What is told of a further cache group waits for all of full attention's blocks, so there none that stores is cut:
-    # `EventApplier.flushing` has steps.
+    # Events of further cache groups wait for all of full attention's blocks, so with such groups no store is split:
+    # `EventApplier.flushing` works in steps itself.
     grouped = any(isinstance(event, Stored) and (event.group or event.kind != FULL_ATTENTION) for event in events)
     piece: list[Stored | Removed | Cleared] = []
     room = MOST_PIECE
@@ -677,7 +690,7 @@ def in_pieces(events: list[Stored | Removed | Cleared]) -> Iterator[list[Stored 
 
 
 def _blocks(event: Stored | Removed | Cleared) -> int:
-    """Return how many blocks an event reports. Where it has fewer keys than blocks, their tokens are counted."""
+    """Return how many blocks an event reports, counting tokens where it has fewer keys than blocks."""
     if isinstance(event, Stored):
         return max(len(event.keys), len(event.tokens) // LEAST_BLOCK)
     return len(event.keys) if isinstance(event, Removed) else 0
@@ -709,15 +722,15 @@ def _parts(event: Stored | Removed) -> Iterator[Stored | Removed]:
 
 
 def _has_media(keys: list[object]) -> bool:
-    """Whether there is more than a tenant's salt."""
+    """Return whether the keys cover more than a tenant's salt."""
     return len(keys) > 1 or any(not isinstance(key, str) for key in keys)
 
 
 def _besides(keys: list[object] | None, adapter: str | None) -> list[object]:
-    """A block's extra keys but the adapter's name, which the chain is seeded with.
+    """Return a block's extra keys without the adapter's name, which is in the chain's seed.
 
-    vLLM puts that name first (then media, then the cache salt), so only the first key can be it: a tenant's
-    salt may be spelled like the adapter's name.
+    vLLM puts that name first (then media, then the cache salt), so only the first key can be it: a tenant's salt may
+    equal the adapter's name.
     """
     if not keys:
         return []

@@ -1,11 +1,11 @@
-"""Chunks: what a store below the engine keeps in pieces of one or more of the map's blocks.
+"""Chunks: the pieces of one or more blocks in which a store below the engine keeps its cache.
 
-LMCache does, 256 tokens to a chunk unless it is told otherwise. Its server tells of each chunk that comes to its host
-memory, by tokens and the chunk before it, and of each that goes (`lmcache/v1/multiprocess/modules/kv_events.py` of
-0.5.6). It looks a prompt up in whole chunks from the prompt's beginning, whatever the engine holds itself, and stops at
-the first one that it has not: so a chunk is found while it and all before it are held. Only what is found goes to the
-map, into a tier of its own (`ChunkTier`). The map's rule (blocks of slower tiers right behind those on the GPU, of such
-a tier up to the prompt's last whole chunk) then gives what LMCache delivers.
+LMCache is such a store, by default with 256 tokens a chunk. Its server reports each chunk that enters its host memory,
+with its tokens and the chunk before it, and each that leaves (`lmcache/v1/multiprocess/modules/kv_events.py` of 0.5.6).
+It looks a prompt up in whole chunks from the prompt's beginning, whatever the engine holds itself, and stops at the
+first one that it lacks: a chunk is found while it and all before it are held. Only found chunks go to the map, into a
+tier of their own (`ChunkTier`). The map's rule (blocks of slower tiers directly after those on the GPU, in such a tier
+up to the prompt's last whole chunk) then gives what LMCache delivers.
 """
 
 from __future__ import annotations
@@ -16,14 +16,18 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 Key = int | bytes
 U64 = (1 << 64) - 1
 ODD = 0x9E3779B97F4A7C15
-# Of one replica's tier, in chunks that are held or gone: 16 million tokens, about 40 MB. What is told of more is
-# ignored, as is what the map's budget has no room for.
+# The limit for one tier of one replica, in blocks of known chunks: 16 million tokens, about 40 MB. Events about more
+# are ignored, as are those that the map's budget has no room for.
 MOST_BLOCKS = 1 << 20
-CHUNK_BYTES = 520  # of a chunk, its key and its places in dicts, beside 8 for each of its blocks
+CHUNK_BYTES = 520  # a chunk, its key and its dict entries, without the 8 bytes for each of its blocks
 
 
 class Chunk:
-    """`hashes`: of its blocks, chained from the prompt's beginning; `parent`: of the block before them, or 0."""
+    """A chunk of one tier.
+
+    `hashes` are of its blocks, chained from the prompt's beginning; `parent` is the hash of the block before them, or
+    0.
+    """
 
     __slots__ = ("key", "hashes", "parent", "before", "behind", "held", "found")
 
@@ -37,43 +41,48 @@ class Chunk:
 
 
 def block_keys(key: Key, blocks: int) -> list[Key]:
-    """The keys that a chunk's blocks go by in the map. The last one is the chunk's own, so that the map says what a
-    chunk behind it continues, to a gateway too that has only the map from another one."""
+    """Return the keys that a chunk's blocks have in the map.
+
+    The last one is the chunk's own. From it the map knows what the next chunk continues, also in a gateway that has
+    only another gateway's map.
+    """
     base = int.from_bytes(key[-8:], "big") if isinstance(key, bytes) else key
     return [*((base + number * ODD) & U64 for number in range(1, blocks)), key]
 
 
 class Chunks:
-    """Those of one replica in one tier. Each is counted in the map's budget, by `hold` (`CacheMap.hold`).
+    """The chunks of one replica in one tier, each counted in the map's budget by `hold` (`CacheMap.hold`).
 
-    `blind`: a chunk was told of that was held already, so nobody told that it had gone in between. LMCache's server
-    tells of a chunk once until it goes; its connectors do not, where they tell of what they stored themselves, and
-    those never say what is evicted (`CacheEngine.get_kv_events`; `_build_store_kv_events` where the server has no log).
-    What such a source has is not known, and nothing that it tells is kept, until it tells of something that went.
+    `blind`: a chunk was reported that was held already, so nobody had reported its removal in between. LMCache's server
+    reports a chunk once until it is removed. Its connectors do not where they report what they stored themselves, and
+    they never report evictions (`CacheEngine.get_kv_events`; `_build_store_kv_events` where the server has no log).
+    What such a source holds is unknown, so nothing that it reports is kept until it reports a removal.
     """
 
     def __init__(self, blocks: int, hold: Callable[[int], bool]) -> None:
         self._hold, self._bytes = hold, CHUNK_BYTES + 8 * blocks
         self._by_key: dict[Key, Chunk] = {}
-        self.blocks = blocks  # of a chunk
+        self.blocks = blocks  # in a chunk
         self.blind = False
 
     def __len__(self) -> int:
-        """Chunks that are known, with those that are gone and have others behind them."""
+        """Return the number of known chunks, including removed ones that others follow."""
         return len(self._by_key)
 
     def __contains__(self, key: Key) -> bool:
         return key in self._by_key
 
     def end(self, key: Key) -> int:
-        """The hash of a chunk's last block, 0 if it is not known."""
+        """Return the hash of a chunk's last block, 0 if the chunk is unknown."""
         chunk = self._by_key.get(key)
         return chunk.hashes[-1] if chunk is not None else 0
 
     def store(self, key: Key, before: Key | None, parent: int, hashes: Sequence[int]) -> Iterator[Chunk] | None:
-        """A chunk is held now, behind the one called `before`; gives those that are found with it, each behind the one
-        it follows. `parent`: the hash of the block before `hashes`, or 0. A chunk whose predecessor is not known here
-        is taken to be found. None: there is no room for it. All that is given must be taken before the next call."""
+        """Record that a chunk is held, after chunk `before`; return the chunks found with it, or None without room.
+
+        `parent` is the hash of the block before `hashes`, or 0. Each returned chunk comes after the one it follows. A
+        chunk whose predecessor is unknown is taken to be found. The iterator must be used up before the next call.
+        """
         chunk = self._by_key.get(key)
         if chunk is None:
             if not self._hold(self._bytes):
@@ -89,8 +98,10 @@ class Chunks:
         return _find(chunk) if chunk.before is None or chunk.before.found else iter(())
 
     def remove(self, keys: Iterable[Key]) -> Iterator[Chunk | None]:
-        """These are gone; gives the chunks that are found no longer, which are those behind them as well, and None for
-        each chunk that is forgotten. All must be taken before the next call."""
+        """Record that these chunks are gone; yield all chunks no longer found, and None for each forgotten one.
+
+        A chunk is no longer found if one before it is gone. The iterator must be used up before the next call.
+        """
         for key in keys:
             chunk = self._by_key.get(key)
             if chunk is not None and chunk.held:
@@ -102,18 +113,21 @@ class Chunks:
                 yield from self._forget(chunk)
 
     def found(self) -> Iterator[Chunk]:
-        """All that a lookup finds, each behind the one it follows."""
+        """Yield all chunks that a lookup finds, each after the one it follows."""
         for chunk in self._by_key.values():
             if chunk.found and (chunk.before is None or not chunk.before.found):
                 yield from _with_those_behind(chunk)
 
     def clear(self) -> None:
-        """Nothing is held."""
+        """Forget all chunks, and return their bytes to the budget."""
         self._hold(-self._bytes * len(self._by_key))
         self._by_key = {}
 
     def _forget(self, chunk: Chunk | None) -> Iterator[None]:
-        """A chunk that is gone is kept while others stand behind it: they are found again when it is stored again."""
+        """Forget a removed chunk and removed ones before it; yield None for each.
+
+        A removed chunk that others follow is kept: they are found again when it is stored again.
+        """
         while chunk is not None and not chunk.held and not chunk.behind:
             del self._by_key[chunk.key]
             self._hold(-self._bytes)
@@ -124,7 +138,7 @@ class Chunks:
 
 
 def _find(chunk: Chunk) -> Iterator[Chunk]:
-    """It and all held ones behind it, which are found from now on."""
+    """Mark this chunk and all held ones after it as found, and yield them."""
     todo = [chunk]
     while todo:
         one = todo.pop()
@@ -134,7 +148,7 @@ def _find(chunk: Chunk) -> Iterator[Chunk]:
 
 
 def _with_those_behind(chunk: Chunk) -> Iterator[Chunk]:
-    """It and all found ones behind it."""
+    """Yield this chunk and all found ones after it."""
     todo = [chunk]
     while todo:
         one = todo.pop()
@@ -143,7 +157,7 @@ def _with_those_behind(chunk: Chunk) -> Iterator[Chunk]:
 
 
 def chains(chunks: Sequence[Chunk]) -> tuple[list[int], list[Key], list[tuple[int, int]]]:
-    """Hashes, keys and heads of chains of these chunks' blocks, as the map takes them."""
+    """Return the hashes, keys and heads of these chunks' blocks, as `CacheMap.store` takes them."""
     hashes: list[int] = []
     keys: list[Key] = []
     heads: list[tuple[int, int]] = []

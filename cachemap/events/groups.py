@@ -1,4 +1,4 @@
-"""GroupEvents: what is stored in an engine's further cache groups and dropped from them, on its way to the map.
+"""The events of an engine's further cache groups, on their way to the map.
 
 Engines name a block by the same key in all groups, and send its tokens only with the event of full attention. The
 events of one step come group by group, so an event that comes before that of full attention waits for it.
@@ -16,45 +16,47 @@ from cachemap.events.records import FULL_ATTENTION, MAMBA, SLIDING_WINDOW, Remov
 from cachemap.map import CacheMap
 
 Key = int | bytes
-# Of one replica, and the highest number of one. An engine may have as many as it has layers.
+# Groups of one replica, and the highest index of one. An engine may have as many groups as layers.
 MOST_GROUPS, MOST_INDEX = 64, STATES - 1
 MOST_PENDING = 2048  # blocks gathered before they go to the map
-# What is done at once, in 5 ms: a million blocks told in one event held up all clients for 4.7 s. The unit is a block;
-# a call to the map takes as long as FLUSH of them.
+# Blocks handled in one step, in 5 ms: a million blocks of one event held up all clients for 4.7 s. A call to the map
+# takes as long as FLUSH blocks.
 MOST_PIECE, FLUSH = 1024, 32
 
 
 class GroupEvents:
-    """Those of one replica. `told` gives our hashes of the blocks that the map has under keys, or 0; `hashes_of` those
-    of all blocks of an event, behind the block with a hash.
+    """The events of one replica's further cache groups.
 
-    Counts, in blocks: `removed`; `orphans`, which full attention does not have."""
+    `told` returns our hashes of the blocks that the map has under given keys, or 0; `hashes_of` returns those of all
+    blocks of an event, after the block with a given hash. Counters, in blocks: `removed`; `orphans`, which full
+    attention lacks.
+    """
 
     def __init__(self, cache_map: CacheMap, slot: int, block_size: int, told: Callable[[Sequence[Key]], list[int]],
                  hashes_of: Callable[[Stored, int], list[int]]):  # fmt: skip
         self._map, self._slot, self._block_size = cache_map, slot, block_size
         self._told, self._hashes_of = told, hashes_of
         self._parts: CacheGroup | None = None
-        self._beside: dict[Key, Stored] = {}  # by keys of parts that wait, Mamba's event of the same step
-        self._alone: list[Key] = []  # of those of which that is yet to come
-        self._state: Stored | None = None  # the last of Mamba's
+        self._beside: dict[Key, Stored] = {}  # by the key of a prompt's end that waits, Mamba's event of the same step
+        self._alone: list[Key] = []  # the ends for which that event has not come yet
+        self._state: Stored | None = None  # the last event of Mamba
         self._known: dict[int, CacheGroup] = {}  # by the engine's index
-        self.waiting: list[Stored] = []  # for what their keys stand for
-        self.waiting_work = 0  # in units of MOST_PIECE
+        self.waiting: list[Stored] = []  # events whose keys cannot be named yet
+        self.waiting_work = 0  # the work that these are, in blocks
         self._storing: dict[str, dict[Key, int]] = {}  # by tier, key -> hash
         self._removing: dict[str, list[Key]] = {}
         self.removed = 0
         self.orphans = 0
 
     def knows(self, index: int) -> bool:
-        """Whether the replica has such a group beside that of full attention."""
-        if index not in self._known:  # maybe another gateway was told of it
+        """Return whether the replica has this group besides full attention."""
+        if index not in self._known:  # another gateway may have learned it
             groups = self._map.groups(self._slot).values()
             self._known |= {group.told_as: group for group in groups if not group.has_parts}
         return index in self._known
 
     def trouble(self, event: Stored) -> str | None:
-        """Why nothing can be known of an engine with this group; None if all is well."""
+        """Return why an engine with this group cannot be followed, or None."""
         sizes = sorted((event.block_size, self._block_size))
         parts = event.kind == MAMBA and sizes[0] > 0 and sizes[1] % sizes[0] == 0
         if event.block_size != self._block_size and not parts:
@@ -72,7 +74,7 @@ class GroupEvents:
         return None
 
     def store_part(self, event: Stored) -> None:
-        """As `store`, of a prompt's end within a block of full attention."""
+        """Store the end of a prompt within a block of full attention, as `store` does."""
         self._wait(event)
         if self._state is not None and self._state.group < event.group:
             self._beside[event.keys[0]] = self._state
@@ -80,7 +82,7 @@ class GroupEvents:
             self._alone += event.keys
 
     def store(self, event: Stored) -> None:
-        """It comes to the map with `follow`, `remove` or `flush`."""
+        """Queue blocks of a group; they reach the map with `follow`, `remove` or `flush`."""
         if not self.knows(event.group):
             if event.kind == MAMBA:
                 self._known[event.group] = CacheGroup.of_states(event.group)
@@ -99,15 +101,15 @@ class GroupEvents:
         self.waiting_work += FLUSH // 2 + len(event.keys)
 
     def _blocks(self, window: int) -> int:
-        """Blocks that the tokens before the next one in its window lie in."""
+        """Return how many blocks hold the tokens that the next token's window reaches back over."""
         return min(EVERY, max(1, -(-(window - 1) // self._block_size)))
 
-    # --- blocks of full attention that have several of those that prompts are hashed in
+    # --- blocks of full attention with several hashed blocks each
 
     @property
     def whole(self) -> int:
-        """How many; 0 if they are told alike."""
-        if self._parts is None:  # maybe another gateway was told of it
+        """The number of hashed blocks in one block of full attention; 0 if they are the same."""
+        if self._parts is None:  # another gateway may have learned it
             self._parts = next((group for group in self._map.groups(self._slot).values() if group.has_parts), None)
         return self._parts.last if self._parts is not None else 0
 
@@ -116,13 +118,14 @@ class GroupEvents:
         return any(group.has_states for group in self._map.groups(self._slot).values())
 
     def learn_whole(self, index: int, blocks: int) -> None:
+        """Note that a block of full attention has `blocks` hashed blocks, and add the group of prompts' ends."""
         if blocks != self.whole:
             self._parts = CacheGroup.of_parts(index, blocks)
         if self._parts is not None:
             self._map.add_group(self._slot, self._parts)
 
     def remove_parts(self, keys: Sequence[Key]) -> None:
-        """Drop prompts' ends. Call `following` before."""
+        """Remove prompts' ends. Call `following` first."""
         if self._parts is not None:
             self._remove(self._parts.tier, keys)
 
@@ -136,7 +139,10 @@ class GroupEvents:
         return self._hashes_under([key])[0]
 
     def _hashes_under(self, keys: Sequence[Key]) -> list[int]:
-        """One call for all that the map has: alone each costs 10 to 100 us."""
+        """Return our hashes of the blocks under these keys, 0 where unknown.
+
+        Keys that are not pending are resolved in one call: each alone costs 10 to 100 us.
+        """
         pending = list(filter(None, self._storing.values()))
         found = [next((storing[key] for storing in pending if key in storing), 0) for key in keys]
         missing = [at for at, block in enumerate(found) if not block]
@@ -164,8 +170,7 @@ class GroupEvents:
         return list(zip(event.keys, hashes[-len(known) :], strict=False)) if len(hashes) >= len(known) else known
 
     def _beside_states(self, part: Stored) -> int:
-        """Return our hash of a prompt's end, found by its tokens within those of Mamba's event of the same step, or
-        0."""
+        """Return our hash of a prompt's end, or 0: it is found by its tokens in Mamba's event of the same step."""
         states, width = self._beside.get(part.keys[0]), len(part.tokens)
         above = 0 if states is None or states.parent is None else self._hash_of(states.parent)
         if states is None or (states.parent is not None and not above):
@@ -175,18 +180,20 @@ class GroupEvents:
         return hashes[found[0]] if len(found) == 1 else 0
 
     def follow(self) -> None:
-        """Name the blocks of all waiting events, since those of full attention are known now. Prompts' ends are named
-        by Mamba's keys."""
+        """Name the blocks of all waiting events, once those of full attention are known.
+
+        Prompts' ends are named by Mamba's keys.
+        """
         for _ in self.following():
             pass
 
     def follow_soon(self) -> None:
-        """Call `follow` where little waits, and leave much to `following`."""
+        """Call `follow` if little waits, and otherwise leave it to `following`."""
         if self.waiting_work <= MOST_PIECE:
             self.follow()
 
     def following(self) -> Iterator[None]:
-        """Do what `follow` does, in steps of some milliseconds."""
+        """Do the work of `follow` in steps of some milliseconds."""
         work = 0
         for event in sorted(self.waiting, key=lambda one: one.kind == FULL_ATTENTION):
             tier = self._tier(event)
@@ -198,7 +205,7 @@ class GroupEvents:
             if work > MOST_PIECE:
                 work = 0
                 yield
-            # within larger blocks of full attention a key may be of what nobody tells
+            # Within larger blocks of full attention a key may stand for a block that no event reports.
             is_told = not self.whole and event.block_size >= self._block_size
             for number, (key, block) in enumerate((yield from self._named(event)), 1):
                 if block:
@@ -214,7 +221,7 @@ class GroupEvents:
         self._alone.clear()
 
     def remove(self, event: Removed) -> None:
-        """Drop blocks. Call `following` before."""
+        """Remove blocks. Call `following` first."""
         self._remove(self._known[event.group].tier, event.keys)
 
     def _remove(self, tier: str, keys: Sequence[Key]) -> None:
@@ -226,12 +233,15 @@ class GroupEvents:
             self._hand_over(tier)
 
     def flush(self) -> None:
-        """Hand over what is pending, but for what waits."""
+        """Hand all pending changes to the map, except events that wait."""
         for tier in {*self._storing, *self._removing}:
             self._hand_over(tier)
 
     def _hand_over(self, tier: str) -> None:
-        """One of the two is empty: what was dropped before it was stored, or after it, has been handed over."""
+        """Hand a tier's pending changes to the map.
+
+        There are never both removals and stores: the earlier ones were handed over first.
+        """
         if removing := self._removing.pop(tier, None):
             self.removed += self._map.remove(self._slot, removing, tier)
         storing, self._storing[tier] = self._storing.get(tier), {}
@@ -239,7 +249,7 @@ class GroupEvents:
             self._map.store(self._slot, list(storing.values()), list(storing), tier)
 
     def forget(self) -> None:
-        """Nothing pending counts, and which groups there are is to be told anew."""
+        """Drop everything pending, and what is known of the engine's groups."""
         self._known, self.waiting, self._storing, self._removing, self._parts = {}, [], {}, {}, None
         self.waiting_work = 0
         self._beside, self._alone, self._state = {}, [], None

@@ -1,9 +1,8 @@
-"""EventIntake: one replica's cache events, from its sockets into the map.
+"""The intake of one replica's cache events, from its sockets into the map.
 
-What was missed is asked for again: everything when connecting, the missing batches on a gap.
-What cannot be had again means that we no longer know what the replica holds: it is cleared
-and filled anew from what comes. A replica that computes blocks but reports none is
-`unobserved`: its cache is modelled until events come.
+Missed events are requested again: everything on connecting, the missing batches after a gap. If they cannot be had,
+what the replica holds is no longer known: it is cleared and filled again from new events. A replica that computes
+blocks but reports none is `unobserved`: its cache is modelled until events come.
 """
 
 import asyncio
@@ -22,21 +21,21 @@ from cachemap.map import CacheMap
 
 log = logging.getLogger("hitherto")
 
-RETRY_SECONDS = (1.0, 30.0)  # between attempts to have all replayed, doubling
-# Until an endpoint that neither answers nor refuses is called unreachable; and one that has answered, until what was
-# heard of it is void: an engine that died is noticed by then, and a broken connection is made again within a fraction
-# of a second.
+RETRY_SECONDS = (1.0, 30.0)  # between requests for a replay of everything, doubling
+# How long an endpoint may neither answer nor refuse before it counts as unreachable, the first time and once it has
+# answered: a dead engine is noticed by then, and a broken connection is made again within a fraction of a second.
 LINK_SECONDS, LINK_LOST_SECONDS = 1.0, 5.0
 SILENT_REQUESTS = 4  # requests with new blocks that finish without a BlockStored ...
 SILENT_SECONDS = 2.0  # ... over at least this time: events come within a step, 0.1 s
 
 COMPLAINTS = 5
-# Until a publisher that gives snapshots has told its id; live batches kept while one is made; its own applied at once.
+# How long to wait for the id of a publisher that gives snapshots; live batches kept while a snapshot is awaited;
+# batches of a snapshot applied at a time.
 PUBLISHER_SECONDS, MOST_SINCE, SNAPSHOT_PIECE = 3.0, 4096, 16
-# In bytes as they came: an engine that is busy sends about a tenth of this while its snapshot is awaited.
+# Bytes of such live batches: a busy engine sends about a tenth of this while its snapshot is awaited.
 MOST_SINCE_BYTES = 1 << 24
 
-BIG = 1 << 16  # bytes of a payload that is decoded in a thread: 8 MiB take half a second
+BIG = 1 << 16  # bytes from which a payload is decoded in a thread: 8 MiB take half a second
 
 SEQUENCE = struct.Struct(">Q")
 
@@ -44,16 +43,17 @@ Numbered = tuple[int, Batch]
 
 
 class EventIntake:
-    """Follows one replica; `run` until cancelled.
+    """The intake of one replica's events; `run` it until cancelled.
 
-    `endpoint` and `replay` are ZMQ addresses of the engine's PUB and ROUTER sockets, `snapshot` that of one that tells
-    all that the engine holds, which is asked before `replay` where there is one;
-    `topic` is the prefix its messages must have; `decode` reads their payload. `model`, `block_size` and `looks_ahead`
-    must be those prompts are hashed with; `told`: what the engine's blocks are by events that were read before;
-    `page_size`: of the parts of a block that the engine finds too, None if it finds whole ones only.
+    `endpoint` and `replay` are the ZMQ addresses of the engine's PUB and ROUTER sockets. `snapshot` is the address of a
+    socket that returns all that the engine holds, which is tried before `replay`. `topic` is the prefix that messages
+    must have; `decode` reads their payload. `model`, `block_size` and `looks_ahead` must be those that prompts are
+    hashed with. `told` is the engine's block format as read from earlier events. `page_size` is the size of parts of a
+    block that the engine finds too, None if it finds whole blocks only.
+
     `on_change(state, reason)` is called when `state` changes or the replica's blocks had to be forgotten; states are
-    connecting, live, gap and unobserved.
-    `on_unreachable()` is called when the engine's publisher cannot be reached, before the map is told so.
+    connecting, live, gap and unobserved. `on_unreachable()` is called when the engine's publisher cannot be reached,
+    before the map changes for it.
     """
 
     def __init__(
@@ -85,25 +85,25 @@ class EventIntake:
 
         self._inbox: Inbox | None = None
         self._last_timestamp = 0.0
-        self._publisher = b""  # the id of the process that events come from, of engines that tell it
+        self._publisher = b""  # the id of the process that events come from, if the engine sends one
         self._replay_wanted = replay is not None or snapshot is not None
-        self._since: list[Numbered] | None = None  # what came live since a snapshot was asked for
-        self._since_bytes = 0  # of it, as it came
-        # the record, its begin
+        self._since: list[Numbered] | None = None  # live batches since a snapshot was requested
+        self._since_bytes = 0  # their size as received
+        # the requested replay, and the task that waits for its first batches
         self._asked: tuple[AsyncGenerator[list[Numbered], None], asyncio.Task[list[Numbered] | None]] | None = None
-        self._resuming = False  # go on after a batch that another applied, rather than start anew
+        self._resuming = False  # continue after a batch that another gateway applied, rather than start from nothing
         self._look_again = False
         self._replay_at = 0.0
         self._replay_pause = RETRY_SECONDS[0]
-        self._linked = False  # the engine's publisher is connected, so the map may believe what it tells
+        self._linked = False  # the engine's publisher is connected, so the map may follow its events
         self._unlinked_at = self._linked_at = 0.0
-        self.unreachable = False  # it was tried for long enough
+        self.unreachable = False  # set once connecting has failed for long enough
         self._silent_requests = 0
         self._silent_since = 0.0
         self._foreign_topic: bytes | None = None
-        self._forgotten = 0  # how often all was forgotten: what was being applied then ends there
-        self.applying = False  # a batch is in the map in part
-        self._void: dict[str | None, int] = {}  # by adapter: the last batch in which its name stood for another one
+        self._forgotten = 0  # how often everything was forgotten; this stops an application in progress
+        self.applying = False  # a batch is partly applied
+        self._void: dict[str | None, int] = {}  # by adapter name, the last batch in which it stood for another adapter
 
         self.state = "connecting"
         self.reason = "nothing heard yet"
@@ -111,10 +111,10 @@ class EventIntake:
         self.gaps = 0
         self.replayed = 0
         self.malformed = 0
-        self.unreadable = ""  # why, of the last of them
-        self.too_long = 0  # connections that ended for what came over them
+        self.unreadable = ""  # the reason for the last malformed batch
+        self.too_long = 0  # connections that were closed because of what came over them
         self.passed_over = 0  # events that could not be read
-        self.complaints: list[str] = []  # why, each cause once, the first few
+        self.complaints: list[str] = []  # the first few distinct reasons
         self.last_seq: int | None = None
         self.lag_seconds: float | None = None  # of the last live batch, by the engine's clock and ours
 
@@ -124,11 +124,11 @@ class EventIntake:
 
     @property
     def stored_as(self) -> Blocks:
-        """As of `EventApplier`."""
+        """The engine's block format, as in `EventApplier`."""
         return self._events.stored_as
 
     def believe(self, told: Blocks) -> None:
-        """As of `EventApplier`."""
+        """Adopt a block format, as `EventApplier.believe` does."""
         self._events.believe(told)
 
     @property
@@ -137,52 +137,55 @@ class EventIntake:
 
     @property
     def orphans(self) -> int:
-        """Blocks left out because the block before them is not known."""
+        """The blocks left out because the block before them is unknown."""
         return self._events.orphans
 
     @property
     def ignored(self) -> int:
-        """Blocks left out because slower tiers keep them in chunks of another size, or for another cache group."""
+        """The blocks left out: those of slower tiers in chunks of another size, or for another cache group."""
         return self._events.ignored
 
     def reach(self, held: int, hashes: Sequence[int], seed: int, tokens: memoryview) -> int:
-        """As of `EventApplier`."""
+        """Return how many of a prompt's tokens are held, as `EventApplier.reach` does."""
         return self._events.reach(held, hashes, seed, tokens)
 
     @property
     def position(self) -> tuple[int | None, float]:
-        """The last batch applied: its number, None if none was, and when it was sent."""
+        """The number of the last batch applied, None if there is none, and when it was sent."""
         return self.last_seq, self._last_timestamp
 
     def resume(self, sequence: int | None, timestamp: float, observed: bool) -> None:
-        """Before `run`: the map is as this batch left it, with the replica observed or not; go on from there. Where
-        blocks are made of pages, the map does not tell which of those there are, so all is asked for again."""
+        """Continue after this batch; to be called before `run`, with the map as the batch left it.
+
+        `observed`: the replica's events were followed. With pages smaller than blocks everything is requested again, as
+        the map does not have the pages.
+        """
         if self._pages:
             sequence = None
         self._want_replay()
         self.last_seq, self._last_timestamp = sequence, timestamp
-        # twice: what is sent before our subscription has reached the engine is in no answer but the second
+        # Twice: what is sent before our subscription has reached the engine is only in the second replay.
         self._resuming = self._look_again = self._replay_wanted and sequence is not None
         if observed and self.state == "unobserved":
             self._change("connecting", "another gateway saw events")
         elif (
             not observed and sequence is not None
-        ):  # without any batch the other may not have reached the engine: we try anew
+        ):  # without any batch the other gateway may not have reached the engine, so this one tries itself
             self._change("unobserved", "another gateway saw no events")
 
     @property
     def unreplayed(self) -> bool:
-        """The engine's record is wanted and has not come."""
+        """Whether a replay of the engine's events is wanted and has not come."""
         return self._replay_wanted
 
     @property
     def blind(self) -> list[str]:
-        """As of `EventApplier`."""
+        """The tiers whose store does not report removals, as in `EventApplier`."""
         return self._events.blind
 
     @property
     def problems(self) -> list[str]:
-        """What of this engine's events was not understood."""
+        """Messages about this engine's events that were not understood."""
         found = []
         if self.malformed:
             found.append(
@@ -210,7 +213,7 @@ class EventIntake:
             if self.last_seq is None and self.state == "connecting":
                 self._map.observed(self._slot, False)
             else:
-                self._linked = True  # what is known came from there, by another gateway
+                self._linked = True  # another gateway got what is known from this publisher
             try:
                 while True:
                     self._follow_link(inbox)
@@ -230,8 +233,10 @@ class EventIntake:
                 await self._unask()
 
     def _follow_link(self, inbox: Inbox) -> None:
-        """While the publisher cannot be reached the replica's cache is modelled: a map that is told of no eviction
-        would promise what is long gone."""
+        """Follow whether the publisher can be reached; while it cannot, the replica's cache is modelled.
+
+        A map that receives no evictions would promise blocks that are long gone.
+        """
         self.too_long = inbox.faults
         if inbox.linked:
             self._unlinked_at = _now()
@@ -245,7 +250,7 @@ class EventIntake:
             self._unlink(f"{self._endpoint} cannot be reached: {_unreached(inbox)}")
 
     def _link(self) -> None:
-        """The publisher is there, for the first time or again: believe it from here on."""
+        """Follow the publisher's events from now on: it can be reached, for the first time or again."""
         self._linked, self.unreachable, self._linked_at = True, False, _now()
         self._map.observed(self._slot, True)
         if self.state == "unobserved":
@@ -258,34 +263,36 @@ class EventIntake:
         self._unobserve(reason)
 
     def resync(self) -> None:
-        """Forget what the replica holds and ask for everything again."""
+        """Forget what the replica holds, and request everything again."""
         self._forget()
         self._want_replay()
 
     def forget_adapter(self, name: str) -> None:
-        """The name stands for another adapter from now on: what was stored under it before is never found again.
+        """Forget all blocks, as the name now stands for another adapter, and ignore blocks stored under it so far.
 
-        Events do not say which of the two they mean, so those up to the last one are passed over when they are
-        replayed.
+        Events do not say which of the two adapters they mean, so a replay skips stores under that name up to the last
+        batch.
         """
         self.void_adapter(name, self.last_seq)
         self.resync()
 
     def void_adapter(self, name: str, sequence: int | None) -> None:
-        """As `forget_adapter`, where what is in the map is another gateway's to forget."""
+        """Ignore stores under the adapter's name up to batch `sequence` in a replay, without clearing the map."""
         if sequence is not None:
             self._void[name] = sequence
 
     def held_up(self) -> None:
-        """This process did not run until now: what the engine told meanwhile is there to be read, and a connection that
-        broke may be made again."""
+        """Restart the timeouts after this process was stalled: events of that time are still to be read."""
         self._silent_requests = 0
         if self._linked:
             self._unlinked_at = _now()
 
     def request_finished(self, prompt_blocks: int) -> None:
-        """The replica finished a request of which `prompt_blocks` full blocks were new to it,
-        so that it must have reported blocks by now or soon."""
+        """Note that a request finished with `prompt_blocks` full blocks that were new to the replica.
+
+        The replica must have reported blocks by now, or will soon; after several such requests without a report it is
+        unobserved.
+        """
         if prompt_blocks <= 0 or self.state == "unobserved":
             return
         if not self._silent_requests:
@@ -296,10 +303,12 @@ class EventIntake:
             self._unobserve(f"{self._silent_requests} requests finished but no block was reported")
 
     async def _take(self, messages: list[list[bytes]]) -> None:
-        """Apply live messages. Another publisher than before is another process of the engine, which holds nothing of
-        what was told."""
+        """Apply live messages.
+
+        Another publisher id means another process of the engine, which holds nothing that the former one reported.
+        """
         if not self._linked:
-            self._link()  # where a message comes from, somebody is
+            self._link()  # a message shows that the publisher is there
         for publisher, some in groupby(messages, publisher_of):
             if publisher and publisher != self._publisher:
                 known, self._publisher = self._publisher, publisher
@@ -308,7 +317,7 @@ class EventIntake:
             await self._take_in_order(list(some))
 
     async def _take_in_order(self, messages: list[list[bytes]]) -> None:
-        """Apply what one publisher sent; where it does not follow on, first what is missing."""
+        """Apply what one publisher sent; after a gap, fetch what is missing first."""
         batches = await self._ours(messages)
         if self.state == "unobserved" and not self._events.fault and any(map(_stores, batches)):
             self._observe()
@@ -333,12 +342,15 @@ class EventIntake:
             self._change("live", "events come")
 
     def _order(self, last: tuple[int | None, float], number: int, batch: Batch) -> Order:
-        """A publisher that tells its id tells by that when it starts over."""
+        """Return a batch's order relative to the last one.
+
+        A publisher that sends its id shows a restart by a new id, never by its numbers.
+        """
         order = classify(*last, number, batch.timestamp)
         return Order.STALE if order is Order.RESTART and self._publisher else order
 
     async def _ours(self, messages: list[list[bytes]]) -> list[Numbered]:
-        """The batches in messages of our topic."""
+        """Return the batches in messages of our topic."""
         ours = [frames for frames in messages if frames[0].startswith(self._topic)]
         if len(ours) < len(messages):
             self._foreign_topic = next(m[0] for m in messages if not m[0].startswith(self._topic))[:100]
@@ -355,11 +367,11 @@ class EventIntake:
         return numbered
 
     async def _decoded(self, payload: bytes) -> Batch:
-        """Raises EventError."""
+        """Decode a payload, in a thread if it is big. Raises EventError."""
         return self._decode(payload) if len(payload) < BIG else await asyncio.to_thread(self._decode, payload)
 
     async def _recover(self, order: Order, number: int) -> None:
-        """A batch came that does not follow the last: fetch what is missing, or start anew."""
+        """Fetch what is missing before a batch that does not follow the last one, or start again from nothing."""
         if order is Order.GAP and self.last_seq is not None:
             self.gaps += 1
             lost = f"batches {self.last_seq + 1} to {number - 1} were lost"
@@ -371,7 +383,7 @@ class EventIntake:
             self._change("gap", f"{lost} and cannot be replayed: cleared", tell=True)
             self._want_replay()
         elif order is Order.RESTART:
-            await self._unask()  # it may be its predecessor that answers
+            await self._unask()  # the engine's former process might answer
             self._void.clear()
             self._forget()
             self._change("gap", "the engine restarted: cleared", tell=True)
@@ -385,8 +397,11 @@ class EventIntake:
             self._inbox.wake()
 
     async def _catch_up(self, last: int) -> None:
-        """What came after the `last` batch. If the engine no longer has that one, or another under its number, it is
-        not known what was missed: all anew."""
+        """Apply what came after the `last` batch.
+
+        If the engine no longer has that batch, or has another one under its number, it is unknown what was missed, and
+        everything is requested again.
+        """
         follows = False
         try:
             async for run in self._record(last):
@@ -409,8 +424,10 @@ class EventIntake:
             self._look_again, self._replay_at = False, _now() + RETRY_SECONDS[0]
 
     def _ask(self) -> None:
-        """Ask for all that the engine still has. It may be long in answering, busy as it is when it has just started:
-        what it tells meanwhile is not kept waiting."""
+        """Request all that the engine still has, without waiting for the answer.
+
+        A busy engine that has just started may answer late; its live events are applied meanwhile.
+        """
         record = self._everything()
         self._since = [] if self._snapshot_endpoint is not None else None
         self._since_bytes = 0
@@ -436,7 +453,7 @@ class EventIntake:
     async def _answered(
         self, record: AsyncGenerator[list[Numbered], None], begin: asyncio.Task[list[Numbered] | None]
     ) -> None:
-        """Start anew from the record, once its begin is there; without an answer, ask again later."""
+        """Start again from the replay once its first batches are there; without an answer, request it again later."""
         if not begin.done():
             return
         told, since, self._since = self.last_seq, self._since, None
@@ -449,7 +466,7 @@ class EventIntake:
             if since and self.last_seq is not None:
                 await self._apply(_following(since, self.last_seq))
             if told is not None and self.last_seq is not None and told > self.last_seq:
-                # what came live since the engine read its record out, and was forgotten with the rest
+                # Live batches since the engine made its replay were forgotten with the rest.
                 await self._replay_missing(told + 1)
         except TimeoutError:
             self._try_again_later()
@@ -458,7 +475,10 @@ class EventIntake:
         self._asked = None
 
     def _may_ask(self) -> bool:
-        """Not before it is known whose snapshot it has to be; whoever gives one sends a batch each second."""
+        """Return whether everything may be requested now.
+
+        Before a snapshot is requested its publisher's id must be known; such publishers send a batch each second.
+        """
         at = self._replay_at
         if self._snapshot_endpoint is not None and not self._publisher:
             at = max(at, self._linked_at + PUBLISHER_SECONDS)
@@ -474,7 +494,7 @@ class EventIntake:
             self._change("live", reason)
 
     async def _replay_missing(self, number: int) -> bool:
-        """Apply what lies between the last batch and batch `number`; whether that was all."""
+        """Apply what lies between the last batch and batch `number`; return whether that was all."""
         if self._replay_endpoint is None or self.last_seq is None:
             return False
         try:
@@ -487,7 +507,7 @@ class EventIntake:
         return self.last_seq is not None and self.last_seq >= number - 1
 
     async def _everything(self) -> AsyncGenerator[list[Numbered], None]:
-        """All that the engine holds, by its snapshot, else by its record."""
+        """Yield all that the engine holds, from its snapshot if there is one, else from its replay."""
         if run := await self._taken():
             for at in range(0, len(run), SNAPSHOT_PIECE):
                 yield run[at : at + SNAPSHOT_PIECE]
@@ -499,8 +519,10 @@ class EventIntake:
             yield record
 
     async def _taken(self) -> list[Numbered]:
-        """Its snapshot, as batches that all have the number of the last one in it; [] where there is none to use: of
-        another process, unreadable, or with what an adapter's name stood for before."""
+        """Return the engine's snapshot as batches that all have the number of the last batch it includes.
+
+        [] if there is none to use: it is of another process, unreadable, or has blocks of an adapter's former name.
+        """
         if self._snapshot_endpoint is None or not self._publisher or self._void:
             return []
         try:
@@ -520,7 +542,7 @@ class EventIntake:
             publisher = publisher_of(messages[0])
             if publisher and publisher != self._publisher:
                 if start and self._publisher:
-                    return  # what was missing is another process's
+                    return  # the missing batches were another process's
                 self._publisher = publisher
             if run := await self._numbered(messages):
                 self.replayed += len(run)
@@ -539,10 +561,10 @@ class EventIntake:
                 await asyncio.sleep(0)
                 if forgotten != self._forgotten:
                     return
-        except asyncio.CancelledError:  # nobody could go on from the middle of a batch
+        except asyncio.CancelledError:  # no gateway could continue from the middle of a batch
             self._forget()
             raise
-        except Exception as error:  # a fault of ours with what this engine tells, and of no other replica
+        except Exception as error:  # a fault of this code with this engine's events; other replicas are not affected
             log.exception("KV events that were decoded cannot be applied")
             self._events.fault = f"its KV events cannot be applied: {error!r}"[:300]
         finally:
@@ -573,7 +595,7 @@ class EventIntake:
         self.last_seq, self._last_timestamp = None, 0.0
 
     def _observe(self) -> None:
-        """Events come after all: follow them, from all the engine still has."""
+        """Follow events that come after all, starting from all that the engine still has."""
         self._map.observed(self._slot, True)
         self._forget()
         self._want_replay()
@@ -596,7 +618,7 @@ class EventIntake:
 
 
 def _following(batches: list[Numbered], last: int) -> list[Numbered]:
-    """Those that follow on number `last`, up to the first hole."""
+    """Return the batches that follow number `last`, up to the first gap."""
     found: list[Numbered] = []
     for one in batches:
         if one[0] == last + len(found) + 1:
@@ -605,7 +627,7 @@ def _following(batches: list[Numbered], last: int) -> list[Numbered]:
 
 
 def _unreached(inbox: Inbox) -> str:
-    """Why, and what to do."""
+    """Return why the publisher cannot be reached, and what to do about it."""
     why = "nothing listens there" if inbox.refused else f"no ZMQ publisher answered within {LINK_SECONDS:g} s"
     return (
         f"{why}; let the gateway reach the engine's event port, "

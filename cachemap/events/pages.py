@@ -1,10 +1,10 @@
-"""Pages: what an engine holds in pages that are smaller than the map's blocks.
+"""Pages: the blocks of an engine whose blocks are smaller than the map's.
 
-Some engines cache token by token, or in pages of a few. The map keeps blocks all the same: a block counts while each of
-its pages is held. How much of the block behind the last whole one is held too is told by `tail`.
+Some engines cache token by token, or in pages of a few tokens. The map still keeps blocks: a block counts while all its
+pages are held. `tail` returns how much of the block after the last whole one is held too.
 
-Pages come in any pieces, each behind a page that is known. A page that goes while others still stand behind it is kept
-as a gap in the chain until they go, or until it is stored again.
+Pages arrive in pieces of any size, each after a page that is known. A page that is dropped while others still follow it
+is kept as a gap in the chain until those go, or until it is stored again.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ Key = int | bytes
 Table = TypeVar("Table", bound=Buckets)
 U64 = np.uint64
 NUMBER_BITS = 22
-# Of one replica: an engine with more is to be started with larger pages. About 50 bytes each, which are taken as they
-# are needed: 22 in arrays, 5.6 in the index of keys, 10.5 in the set of names, and as much again while those grow.
+# The limit for one replica: an engine with more should be started with larger pages. A page takes about 50 bytes, when
+# it is stored: 22 in arrays, 5.6 in the index of keys, 10.5 in the set of names, and as much again while those grow.
 MOST_PAGES = (1 << NUMBER_BITS) - 1
 FIRST_ROOM = 1 << 10  # pages
 
 
 class Chain(NamedTuple):
-    """Blocks that have become whole: each the parent of the next, the first behind the block named `parent`, or 0."""
+    """Blocks that are now whole, each the parent of the next; `parent` is the hash of the block before them, or 0."""
 
     keys: list[int]
     hashes: list[int]
@@ -41,40 +41,43 @@ class Chain(NamedTuple):
 
 
 class Pages:
-    """Those of one replica. A block goes by the engine's key of its last page.
+    """The pages of one replica. In the map a block goes by the engine's key of its last page.
 
-    Pages have numbers from 1. A page's name stands for the prompt up to its end: inside a block it is chained page by
-    page from the block before, and that of the last page is the block's hash. With `pairs` a page is found only if the
-    token behind it is the same too, so names are of pairs of tokens, the last page's as well.
+    Pages have numbers from 1. A page's name stands for the prompt up to the page's end: inside a block names are
+    chained page by page from the block before, and the last page's name is the block's hash. With `pairs` a page is
+    found only if the token after it is equal too, so names are of pairs of tokens, including the last page's.
     """
 
     def __init__(self, model: str, block_size: int, page_size: int, pairs: bool = False):
         self.pairs = pairs
         self._model, self._block_size, self.page_size = model, block_size, page_size
-        self._last = block_size // page_size - 1  # the place of a block's last page
+        self._last = block_size // page_size - 1  # the index of a block's last page
         self._numbers = BlockIdAllocator()
         room = MOST_PAGES + 1
         self._keys, self._names = zeros(room, U64), zeros(room, U64)
         self._parents, self._children = zeros(room, np.uint32), zeros(room, np.uint32)
-        self._places = zeros(room, np.uint16)  # pages before it in its block
+        self._places = zeros(room, np.uint16)  # a page's index in its block
         self._held = zeros(room, np.bool_)
         self._tokens = zeros(room * page_size, np.uint32).reshape(room, page_size)
         self._by_key = Index(FIRST_ROOM, NUMBER_BITS, self._keys)
         self._named = Buckets(FIRST_ROOM)  # the names of the pages that are held
-        self._twins: Counter[int] = Counter()  # by name: the held pages that have it, beyond the first
-        self._ends: dict[int, int] = {}  # with pairs, the hashes of blocks by their last pages
-        self._seeds: dict[int, int] = {}  # of pages that prompts begin with: what their chains start from
-        self.searched = 0  # pages that were looked through for those behind a gap
-        self.orphans = 0  # pages of which the one before is not known
+        self._twins: Counter[int] = Counter()  # by name, the held pages with that name beyond the first
+        self._ends: dict[int, int] = {}  # with pairs, the hash of a block by its last page
+        self._seeds: dict[int, int] = {}  # the seed of a prompt's chain by its first page
+        self.searched = 0  # pages scanned for those after a gap
+        self.orphans = 0  # pages whose predecessor is unknown
 
     def __len__(self) -> int:
-        """Pages that are known, gaps with them."""
+        """Return the number of known pages, including gaps."""
         return int(self._by_key.count)
 
-    # --- what the engine tells
+    # --- events
 
     def store(self, event: Stored) -> list[Chain]:
-        """These pages are held; gives the blocks that are whole with them. Raises OverflowError if it has too many."""
+        """Record that these pages are held; return the blocks that they complete.
+
+        Raises OverflowError if the engine holds more than MOST_PAGES.
+        """
         tags = _tags(event.keys)
         before = 0 if event.parent is None else self._by_key.at(int(_tags([event.parent])[0]))
         if event.parent is not None and not before:
@@ -102,7 +105,7 @@ class Pages:
         return whole
 
     def remove(self, keys: Sequence[Key]) -> list[int]:
-        """These pages are gone; gives the keys of the blocks that are no longer whole."""
+        """Record that these pages are gone; return the keys of the blocks that are no longer whole."""
         numbers = self._by_key.numbers(_tags(keys))
         numbers = np.unique(numbers[self._held.take(numbers)])
         if not len(numbers):
@@ -116,11 +119,13 @@ class Pages:
             ended += self._keys.take(below[self._held.take(below)]).tolist()
         return ended
 
-    # --- what is asked
+    # --- look-ups
 
     def reach(self, held: int, hashes: Sequence[int], seed: int, tokens: memoryview) -> int:
-        """How many of a prompt's tokens are held, the first `held` blocks of which the map knows. `tokens`: those that
-        can be found; `hashes` and `seed`: of its chain."""
+        """Return how many of a prompt's tokens are held, of which the map knows the first `held` blocks.
+
+        `tokens` are the uint32 ids that can be found; `hashes` and `seed` are of the prompt's chain.
+        """
         start = max(held - 1, 0) if self.pairs else held
         before, width = hashes[start - 1] if start else seed, self._block_size * TOKEN_BYTES
         if not self.pairs:
@@ -136,8 +141,10 @@ class Pages:
         return start * self._block_size + (int(missing[0]) if len(missing) else pages) * self.page_size
 
     def tail(self, before: int, tokens: bytes) -> int:
-        """How many of these tokens are held behind the block with that hash, or the seed that a prompt's chain starts
-        from. At most one page less than a block: all of it would be a block."""
+        """Return how many of these tokens are held after the block with hash `before`, or after a chain's seed.
+
+        It is at most one page less than a block: a whole block would be in the map.
+        """
         names = hash_blocks(tokens[: self._last * self.page_size * TOKEN_BYTES], self.page_size, before)
         if not names:
             return 0
@@ -149,8 +156,10 @@ class Pages:
     def _append(
         self, before: int, seed: int, tags: np.ndarray, tokens: np.ndarray, ahead: np.ndarray
     ) -> tuple[int, Chain]:
-        """New pages behind page `before`, or at the begin of a prompt whose chain starts from `seed`. Gives the last
-        one, and the blocks that are whole now."""
+        """Add new pages after page `before`, or at the start of a prompt whose chain starts from `seed`.
+
+        Returns the number of the last page, and the blocks that are whole now.
+        """
         lead = self._begun(before)
         place, above = len(lead), int(self._parents[lead[0]]) if lead else before
         base = self._hash_at(above) if above else self._seeds[lead[0]] if lead else seed
@@ -181,7 +190,7 @@ class Pages:
         return int(numbers[-1]), Chain(tags.take(ends).tolist(), hashes[broken:], parent)
 
     def _begun(self, page: int) -> list[int]:
-        """The pages of the block that ends with this one, if it is not the block's last."""
+        """Return the pages of the unfinished block that ends with this page; none if the page is a block's last."""
         pages: list[int] = []
         if page and self._places[page] != self._last:
             for _ in range(int(self._places[page]) + 1):
@@ -198,7 +207,7 @@ class Pages:
         return names
 
     def _hash_at(self, last: int) -> int:
-        """The hash of the block that ends with this page."""
+        """Return the hash of the block that ends with this page."""
         return self._ends[last] if self.pairs else int(self._names[last])
 
     def _pair_names(
@@ -215,7 +224,7 @@ class Pages:
         return names
 
     def _revive(self, pages: np.ndarray) -> list[Chain]:
-        """Known pages are stored again; gives the blocks that they complete, each as a chain of its own."""
+        """Record that known pages are stored again; return the blocks that they complete, each as its own chain."""
         pages = np.unique(pages[~self._held.take(pages)])
         if not len(pages):
             return []
@@ -236,7 +245,10 @@ class Pages:
         return found
 
     def _last_below(self, pages: np.ndarray) -> np.ndarray:
-        """The last pages of all blocks that these are pages of. Looks through all pages: only where there is a gap."""
+        """Return the last pages of all blocks that contain these pages.
+
+        This scans all pages, so it is only called where there is a gap.
+        """
         found = []
         while len(pages):
             self.searched += int(self._numbers.top)
@@ -249,8 +261,10 @@ class Pages:
     # --- coming and going
 
     def _free(self, numbers: np.ndarray) -> np.ndarray:
-        """Forget those that nothing stands behind; gives the others, which are gaps now. `numbers`: in order, none
-        held."""
+        """Forget the pages that no other page follows; return the rest, which are gaps now.
+
+        `numbers` are sorted, and none is held.
+        """
         parents = self._parents.take(numbers)
         at = np.minimum(np.searchsorted(numbers, parents), len(numbers) - 1)
         inside = numbers.take(at) == parents
@@ -265,8 +279,7 @@ class Pages:
         return np.array([one for one in numbers.tolist() if one not in freed], np.int64)
 
     def _peel(self, pages: list[int]) -> list[int]:
-        """Forget pages that are not held and have nothing behind them, and those before them of which that is true
-        then."""
+        """Forget these pages, and pages before them that thereby have no other page after them and are not held."""
         freed: list[int] = []
         while pages:
             page = pages.pop()
@@ -302,7 +315,7 @@ class Pages:
         self._named.drop(np.unique(self._named.find(names)))
 
     def _has_twin(self, name: int) -> bool:
-        """Whether another page has it, of which there is one less from now on."""
+        """Return whether another page has this name, and count one page fewer."""
         if name not in self._twins:
             return False
         self._twins[name] -= 1
@@ -312,7 +325,7 @@ class Pages:
 
 
 def _tags(keys: Sequence[Key]) -> np.ndarray:
-    """Engine keys as the index takes them: 64 bits, of a digest the last 8 bytes, never 0."""
+    """Return engine keys as the index takes them: 64 bits (of a digest the last 8 bytes), never 0."""
     bits = (1 << 64) - 1
     return np.array(
         [(int.from_bytes(key[-8:], "big") if isinstance(key, bytes) else key) & bits or 1 for key in keys], U64
@@ -320,7 +333,7 @@ def _tags(keys: Sequence[Key]) -> np.ndarray:
 
 
 def _distinct(tags: np.ndarray) -> int:
-    """How many of them come before the first that came already."""
+    """Return how many tags come before the first repeated one."""
     if len(np.unique(tags)) == len(tags):
         return len(tags)
     seen: set[int] = set()
@@ -332,13 +345,13 @@ def _distinct(tags: np.ndarray) -> int:
 
 
 def _salt(event: Stored) -> str | None:
-    """Of a prompt's first page."""
+    """Return the tenant's salt from the extra keys of the event's first page."""
     first = event.extra[0] if event.extra else None
     return first[-1] if first and isinstance(first[-1], str) else None
 
 
 def _roomy(table: Table, more: int) -> Table:
-    """The table to put so many words more into. It grows piece by piece, a piece each time."""
+    """Return the table to add `more` words to, after a step of growth where that is needed."""
     if table.wider is None and table.room < more + table.count // 8:
         table.widen(2 * (table.count + more))
     if table.wider is None:

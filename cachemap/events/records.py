@@ -1,8 +1,8 @@
 """An engine's cache events as plain records.
 
-How they look on the wire is the engine's affair: whoever makes an `EventIntake` hands it the decoder. A decoder ignores
-fields that it does not know, and passes events that it cannot read over, with the reason, one by one: the numbers of
-batches must stay gapless, and a block that was not stored here is at worst a miss.
+The wire format is the engine's: whoever makes an `EventIntake` passes the decoder. A decoder ignores fields that it
+does not know, and skips events that it cannot read, one by one and with the reason: batch numbers must stay gapless,
+and a block that was not stored here is at worst a miss.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,9 +16,11 @@ class EventError(ValueError):
 
 
 class Stored(NamedTuple):
-    """Full blocks that the engine now has, in order, each the parent of the next. In a cache group of another kind than
-    full attention blocks may be left out, even all. An event of MAMBA has the tokens of a whole step, and its last
-    key stands for the state behind the last of them."""
+    """Full blocks that the engine now has, in order, each the parent of the next.
+
+    In a cache group other than full attention blocks may be left out, even all. A MAMBA event has the tokens of a whole
+    step, and its last key stands for the state after the last of them.
+    """
 
     keys: Sequence[int | bytes]
     parent: int | bytes | None  # None: the first block starts a prompt
@@ -26,44 +28,44 @@ class Stored(NamedTuple):
     block_size: int
     tier: str
     adapter: str | None
-    extra: list[list[object] | None] | None  # per block, what besides tokens its key covers
-    group: int  # of the engine's cache groups: layers of one kind, with blocks of their own for the same tokens
-    kind: str  # of these layers, one of the constants above, or another that is not understood
-    window: int | None = None  # tokens that each of SLIDING_WINDOW's attends to, itself included
-    ahead: bytes = b""  # where a key covers the token behind each of its tokens too: those, as `tokens`
-    together: int = 1  # blocks that the engine's own slower tier finds together or not at all: each so many of these
-    lookahead: bytes = b""  # where a key covers tokens behind its block too: those of each block, uint32
-    below: bool = False  # of a store below the engine, which finds whole chunks from a prompt's beginning
+    extra: list[list[object] | None] | None  # for each block, what its key covers besides tokens
+    group: int  # the engine's cache group: layers of one kind, with blocks of their own for the same tokens
+    kind: str  # the kind of these layers: a constant above, or another that is not understood
+    window: int | None = None  # SLIDING_WINDOW: tokens that each token attends to, itself included
+    ahead: bytes = b""  # if keys also cover the token after each of their tokens: those tokens, as `tokens`
+    together: int = 1  # blocks in a chunk of the engine's own slower tier, which are only found together
+    lookahead: bytes = b""  # if keys also cover tokens after their block: those of each block, uint32
+    below: bool = False  # in a store below the engine, which finds whole chunks from a prompt's beginning
 
     @property
     def looks_ahead(self) -> int:
-        """How many tokens behind its block a key covers."""
+        """The number of tokens after its block that a key also covers."""
         return len(self.lookahead) // 4 // len(self.keys) if self.lookahead else 0
 
 
 class Blocks(NamedTuple):
-    """The block format of an engine, as its events tell it."""
+    """The block format of an engine, as its events report it."""
 
-    size: int = 0  # tokens of one of full attention; 0: not known yet
-    ahead: int = 0  # how many tokens behind it are part of its name
-    states: int = 0  # tokens of one of Mamba's; 0: there are none, as far as is known
+    size: int = 0  # tokens in a block of full attention; 0: not known yet
+    ahead: int = 0  # tokens after a block that its name also covers
+    states: int = 0  # tokens in a block of Mamba; 0: none are known
 
     @property
     def parts(self) -> int:
-        """Tokens of the Mamba blocks at whose ends a hit may end, if they are smaller than full attention's; else 0."""
+        """The tokens of a Mamba block, at whose end a hit may end, if it is smaller than full attention's; else 0."""
         return self.states if self.states < self.size else 0
 
 
 UNTOLD = Blocks()
-AGREEING = 3  # events that tell the same before it counts
-MOST_TOLD = 8  # unlike numbers that are counted
+AGREEING = 3  # events that must report the same other number before it counts
+MOST_TOLD = 8  # other numbers that are counted at a time
 
 
 class Agreed:
     """One number of the block format, which a single odd event does not change.
 
-    The first event sets it. After that it changes once AGREEING events have told the same other number, and no event
-    has told the known number meanwhile.
+    The first event sets it. After that it changes once AGREEING events have reported the same other number, with none
+    in between that reported the known one.
     """
 
     __slots__ = ("known", "_is_heard", "_others")
@@ -73,8 +75,10 @@ class Agreed:
         self._others: dict[int, int] = {}
 
     def take(self, told: int, ends_others: bool = True) -> bool:
-        """Count the number that an event tells, and return whether it is the known one. `ends_others`: an event that
-        tells the known number resets the counts of all other numbers."""
+        """Count the number that an event reports; return whether it is the known one.
+
+        `ends_others`: an event with the known number resets the counts of all other numbers.
+        """
         if not self._is_heard:
             self.known, self._is_heard = told, True
         elif told != self.known:
@@ -91,7 +95,7 @@ class Agreed:
 
 
 class Removed(NamedTuple):
-    """Blocks the engine dropped."""
+    """Blocks that the engine dropped."""
 
     keys: Sequence[int | bytes]
     tier: str
@@ -99,13 +103,15 @@ class Removed(NamedTuple):
 
 
 class Cleared(NamedTuple):
-    """The engine dropped everything that it has itself."""
+    """The loss of everything that the engine holds itself."""
 
 
 class Batch(NamedTuple):
+    """The events of one message of an engine."""
+
     timestamp: float  # seconds, by the engine's clock
     events: list[Stored | Removed | Cleared]
-    passed_over: list[str]  # for each event that could not be read, why
+    passed_over: list[str]  # the reason for each event that could not be read
 
 
 Decoder = Callable[[bytes], Batch]  # raises EventError

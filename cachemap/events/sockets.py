@@ -1,4 +1,4 @@
-"""What an engine's sockets are asked for: the batches of its record, or all that it holds at once."""
+"""Requests to an engine's sockets: the batches that it recorded, or all that it holds at once."""
 
 import asyncio
 from collections.abc import AsyncGenerator
@@ -7,21 +7,23 @@ from typing import NamedTuple
 
 from cachemap.events.zmtp import WAKE_SECONDS, connected
 
-REPLAY_SECONDS = 2.0  # without a word from the replay socket: nobody is there
-MOST_ANSWERS = 1000  # to requests for one replay
+REPLAY_SECONDS = 2.0  # without an answer for so long, the replay socket counts as dead
+MOST_ANSWERS = 1000  # requests for one replay
 SNAPSHOT = b"snapshot"
-SNAPSHOT_SECONDS = 10.0  # it is one message, of as many blocks as the engine holds, within MOST_QUEUED bytes
+SNAPSHOT_SECONDS = 10.0  # a snapshot is one message with all the engine's blocks, of at most MOST_QUEUED bytes
 END = b"\xff" * 8  # the sequence number that ends a replay
 
 
 async def replay(endpoint: str, start: int) -> AsyncGenerator[list[list[bytes]], None]:
-    """What the engine still has of its batches from number `start` on, a turn's worth at a
-    time, each as [..., sequence, payload]. Raises TimeoutError if it stops answering.
+    """Yield the batches that the engine still has from number `start` on, as lists of [..., sequence, payload].
 
-    vLLM's socket drops without a word what is more than 1,000 messages ahead of the network, the end as well (its
-    high-water mark is ZMQ's default). So where numbers do not follow on, or the end does not come, it is asked for the
-    rest, but not for ever: each answer but the last has about 1,000 batches, and an engine keeps 10,000 unless it is
-    told otherwise."""
+    Each list is what one event-loop iteration takes. Raises TimeoutError if the engine stops answering.
+
+    vLLM's socket silently drops what is more than 1,000 messages ahead of the network, even the end marker (its
+    high-water mark is ZMQ's default). So where numbers do not follow on, or the end does not come, the rest is
+    requested again, up to MOST_ANSWERS times: each answer but the last has about 1,000 batches, and an engine keeps
+    10,000 by default.
+    """
     wanted = None
     for _ in range(MOST_ANSWERS):
         heard = False
@@ -45,7 +47,7 @@ async def replay(endpoint: str, start: int) -> AsyncGenerator[list[list[bytes]],
 
 
 def _following_on(batches: list[list[bytes]], number: int | None) -> list[list[bytes]]:
-    """Those before the first hole. The first of them has this number, or None: any."""
+    """Return the batches before the first gap; `number` is the one the first batch must have, or None for any."""
     for at, frames in enumerate(batches):
         if number is not None and _number(frames) != number:
             return batches[:at]
@@ -58,12 +60,12 @@ def _number(frames: list[bytes]) -> int:
 
 
 def publisher_of(frames: list[bytes]) -> bytes:
-    """The id of the process that sent a batch, behind its sequence number; b"" of engines that do not tell it."""
+    """Return the id of the process that sent a batch (it follows the sequence number), b"" if the engine sends none."""
     return frames[-2][8:] if len(frames) > 1 else b""
 
 
 class Snapshot(NamedTuple):
-    """All that an engine holds, as batches of events that end with number `sequence` of this publisher."""
+    """All that an engine holds, as batches of events up to number `sequence` of this publisher."""
 
     sequence: int
     publisher: bytes
@@ -71,10 +73,11 @@ class Snapshot(NamedTuple):
 
 
 async def snapshot(endpoint: str) -> Snapshot | None:
-    """Ask for all that the engine holds; None if it has no answer to that now. Raises TimeoutError.
+    """Request all that the engine holds; return None if it has no answer to that now.
 
-    As vLLM's proposal has it: one frame `snapshot`, answered by one message of the number (signed, negative where there
-    is none), the publisher's id and the batches."""
+    Raises TimeoutError. The protocol is that of vLLM's proposal: one frame `snapshot`, answered by one message with the
+    number (signed, negative if there is no snapshot), the publisher's id and the batches.
+    """
     loop = asyncio.get_running_loop()
     with connected("DEALER", endpoint) as inbox:
         inbox.send([SNAPSHOT])
@@ -82,7 +85,7 @@ async def snapshot(endpoint: str) -> Snapshot | None:
         while loop.time() < until:
             for message in inbox.take():
                 frames = message[1:] if message[:1] == [b""] else message
-                if len(frames) < 2:  # nothing that the proposal knows
+                if len(frames) < 2:  # no message of the proposal's
                     continue
                 sequence, publisher, *payloads = frames
                 number = int.from_bytes(sequence, "big", signed=True)
@@ -92,13 +95,13 @@ async def snapshot(endpoint: str) -> Snapshot | None:
 
 
 async def _answer(endpoint: str, start: int) -> AsyncGenerator[list[list[bytes]], None]:
-    """One answer to a request for a replay."""
+    """Yield the batches of one answer to a request for a replay."""
     loop = asyncio.get_running_loop()
     with connected("DEALER", endpoint) as inbox:
         inbox.send([b"", start.to_bytes(8, "big")])
         until = loop.time() + REPLAY_SECONDS
         while True:
-            messages = [frames for frames in inbox.take() if len(frames) > 1]  # one frame is no batch, and no end
+            messages = [frames for frames in inbox.take() if len(frames) > 1]  # one frame is neither batch nor end
             if messages:
                 until = loop.time() + REPLAY_SECONDS
                 batches = [frames for frames in messages if frames[-2][:8] != END]

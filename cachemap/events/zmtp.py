@@ -1,7 +1,7 @@
-"""A subscriber's and a dealer's side of ZMTP 3.0, the protocol of ZMQ's sockets (rfc.zeromq.org/spec/23), on asyncio.
+"""The subscriber's and the dealer's side of ZMTP 3.0, the protocol of ZMQ sockets (rfc.zeromq.org/spec/23), on asyncio.
 
-libzmq bounds the bytes of a frame and the number of messages, but not the frames of a message whose end has not come: a
-publisher could make this process keep whatever it sent. Here all that waits has a bound in bytes.
+libzmq limits the bytes of a frame and the number of messages, but not the frames of an unfinished message: a publisher
+could make this process keep any amount. Here everything that waits has a limit in bytes.
 """
 
 import asyncio
@@ -12,21 +12,21 @@ from contextlib import contextmanager
 from time import monotonic as _now
 from typing import cast
 
-WAKE_SECONDS = 1.0  # a wake-up that got lost costs at most this
-# a turn's worth; then others get the loop. A block is 50 to 90 bytes and 1.5 us of work,
-# so 128 KiB take about 3 ms; a batch alone 60 us
+WAKE_SECONDS = 1.0  # a lost wake-up costs at most this
+# What is taken in one event-loop iteration. A block is 50 to 90 bytes and 1.5 us of work, so 128 KiB take about 3 ms; a
+# batch alone takes 60 us.
 TURN_MESSAGES, TURN_BYTES, TURN_FRAMES = 64, 1 << 17, 1024
-# The most bytes of one frame, and of all frames that wait, either to be read or for the end of their message; a smaller
-# frame than the third number counts as that many bytes. A prompt of a million tokens in blocks of 16 is told in 7.5 MB.
+# The most bytes of one frame, and of all frames that wait to be read or for the end of their message; a frame counts as
+# at least LEAST_FRAME bytes. The events of a prompt of a million tokens in blocks of 16 take 7.5 MB.
 MOST_FRAME, MOST_QUEUED, LEAST_FRAME = 1 << 23, 1 << 26, 1 << 10
-# Bytes of a command, and how many may come within a second; a peer sends one when it links and one for each heartbeat.
+# Bytes of a command, and commands within a second; a peer sends one on connecting and one for each heartbeat.
 MOST_COMMAND, MOST_COMMANDS = 1 << 12, 64
-RECONNECT_SECONDS = (0.1, 1.0)  # until a connection is made again, doubling while it cannot be made
+RECONNECT_SECONDS = (0.1, 1.0)  # before a connection is made again, doubling while that fails
 HANDSHAKE_SECONDS = 30.0
 
 _MORE, _LONG, _COMMAND = 1, 2, 4  # flags of a frame
 _GREETING_BYTES = 64
-_NULL = b"NULL".ljust(20, b"\0")  # the only mechanism spoken here: neither keys nor passwords
+_NULL = b"NULL".ljust(20, b"\0")  # the only security mechanism supported: neither keys nor passwords
 _GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + _NULL + bytes(32)
 _READY, _PING, _PONG, _ERROR = b"\x05READY", b"\x04PING", b"\x04PONG", b"\x05ERROR"
 _SUBSCRIBE_ALL = b"\x01"
@@ -38,9 +38,10 @@ _PEERS = {"SUB": (b"PUB", b"XPUB"), "DEALER": (b"ROUTER", b"DEALER", b"REP")}
 class Inbox(asyncio.Protocol):
     """A connection to one endpoint, made again whenever it breaks, and the messages that came over it.
 
-    `kind` is the type of our socket, "SUB" or "DEALER". `linked`: the other side has shaken hands; `refused`: the last
-    attempt to connect failed; `faults`: how often a connection that was linked was closed for what came over it, which
-    was no ZMTP, or a frame or a message above the bounds. Raises ValueError for an endpoint that is none."""
+    `kind` is the type of our socket, "SUB" or "DEALER". `linked`: the handshake is done. `refused`: the last attempt to
+    connect failed. `faults` counts linked connections that were closed because of what came over them: no ZMTP, or a
+    frame or message beyond the limits. Raises ValueError for a malformed endpoint.
+    """
 
     def __init__(self, kind: str, endpoint: str):
         self.linked = self.refused = False
@@ -50,7 +51,7 @@ class Inbox(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._outgoing: list[bytes] = []  # until it is linked
         self._messages: deque[tuple[int, list[bytes]]] = deque()
-        self._queued = 0  # bytes in them, by LEAST_FRAME
+        self._queued = 0  # their bytes, by LEAST_FRAME
         self._begin()
         self._connecting = asyncio.ensure_future(self._connect(*_address(endpoint)))
 
@@ -68,7 +69,7 @@ class Inbox(asyncio.Protocol):
                     await loop.create_unix_connection(lambda: self, sock=await _connected_unix(host))
                 else:
                     await loop.create_connection(lambda: self, host, port)
-            except (OSError, UnicodeError):  # the latter of a host that is no name
+            except (OSError, UnicodeError):  # UnicodeError: the host is not a valid name
                 self.refused = True
                 self._changed.set()
             else:
@@ -77,7 +78,7 @@ class Inbox(asyncio.Protocol):
                 try:
                     await self._ended.wait()
                 finally:
-                    alarm.cancel()  # it would keep a closed inbox, with its messages
+                    alarm.cancel()  # it would keep a closed inbox and its messages alive
                 pause = RECONNECT_SECONDS[0]
             await asyncio.sleep(pause)
             pause = min(2 * pause, RECONNECT_SECONDS[1])
@@ -87,12 +88,12 @@ class Inbox(asyncio.Protocol):
             self._transport.abort()
 
     def _begin(self) -> None:
-        """Forget what a connection left unfinished."""
-        self._greeted = self._halted = False  # halted: nothing more is taken for now
-        self._frames: list[bytes] = []  # of a message whose end has not come
-        self._unfinished = 0  # bytes in them
-        self._commands, self._second_ends = 0, 0.0  # those that came until then
-        # bytes of a frame that is not whole, and how many it has
+        """Reset the state of an unfinished message or frame."""
+        self._greeted = self._halted = False  # halted: no more data is taken for now
+        self._frames: list[bytes] = []  # the frames of an unfinished message
+        self._unfinished = 0  # their bytes
+        self._commands, self._second_ends = 0, 0.0  # commands in the current second, and its end
+        # the bytes received of an unfinished frame, and how many it needs
         self._rest, self._wanted = bytearray(), _GREETING_BYTES
 
     # --- asyncio.Protocol
@@ -126,7 +127,10 @@ class Inbox(asyncio.Protocol):
     # ---
 
     def _take_frames(self, data: bytes, transport: asyncio.Transport) -> int | None:
-        """Take whole frames up to a turn's worth; return of how many bytes they are, or None for what must not be."""
+        """Take whole frames, up to one event-loop iteration's worth; return their size in bytes.
+
+        None if the peer breaks the protocol or exceeds a limit.
+        """
         at, end, turn = 0, len(data), TURN_FRAMES
         if not self._greeted:
             if data[:1] != _GREETING[:1]:
@@ -175,7 +179,7 @@ class Inbox(asyncio.Protocol):
         return at
 
     def _go_on(self, transport: asyncio.Transport) -> None:
-        """Take what was left when others got the loop, or when too much waited."""
+        """Take frames that were left for another event-loop iteration, or because too much waited."""
         if transport is not self._transport or transport.is_closing():
             return
         self._halted = False
@@ -186,7 +190,7 @@ class Inbox(asyncio.Protocol):
             transport.resume_reading()
 
     def _obey(self, command: bytes, transport: asyncio.Transport) -> bool:
-        """Do what a command asks for; False for what ends the connection."""
+        """Carry out a command; return False if the connection must end."""
         if (now := _now()) > self._second_ends:
             self._second_ends, self._commands = now + 1, 0
         self._commands += 1
@@ -201,11 +205,11 @@ class Inbox(asyncio.Protocol):
             self._changed.set()
         elif command.startswith(_PING) and self.linked:
             transport.write(_framed(_PONG + command[7:23], _COMMAND))
-            return transport.get_write_buffer_size() <= MOST_COMMAND  # else it sends and does not read
+            return transport.get_write_buffer_size() <= MOST_COMMAND  # above it, the peer sends but does not read
         return not command.startswith(_ERROR)
 
     def send(self, frames: list[bytes]) -> None:
-        """Send a message, now or once it is linked."""
+        """Send a message, now or once the connection is linked."""
         message = b"".join([_framed(one, _MORE) for one in frames[:-1]] + [_framed(frames[-1])])
         if self.linked and self._transport is not None:
             self._transport.write(message)
@@ -213,7 +217,7 @@ class Inbox(asyncio.Protocol):
             self._outgoing.append(message)
 
     def take(self) -> list[list[bytes]]:
-        """Return the messages that are there, up to a turn's worth, each a list of frames."""
+        """Return waiting messages, each a list of frames, as many as one event-loop iteration should handle."""
         messages: list[list[bytes]] = []
         taken = 0
         while self._messages and len(messages) < TURN_MESSAGES and taken < TURN_BYTES:
@@ -226,7 +230,7 @@ class Inbox(asyncio.Protocol):
         return messages
 
     async def changed(self, seconds: float) -> None:
-        """Return when messages may have come or `wake` was called, at the latest in time."""
+        """Return once messages may have come or `wake` was called, after at most `seconds`."""
         # not wait_for: in Python 3.11 it can swallow a cancellation
         alarm = asyncio.get_running_loop().call_later(seconds, self._changed.set)
         try:
@@ -236,13 +240,13 @@ class Inbox(asyncio.Protocol):
         self._changed.clear()
 
     def wake(self) -> None:
-        """Have `changed` return."""
+        """Make `changed` return."""
         self._changed.set()
 
 
 @contextmanager
 def connected(kind: str, endpoint: str) -> Iterator[Inbox]:
-    """An inbox that is closed in the end."""
+    """Open an inbox, and close it at the end."""
     inbox = Inbox(kind, endpoint)
     try:
         yield inbox
@@ -257,7 +261,7 @@ def _framed(body: bytes, flags: int = 0) -> bytes:
 
 
 def _socket_type(metadata: bytes) -> bytes:
-    """Return the type of socket that a READY command names; nothing for a command that names none."""
+    """Return the socket type in a READY command's metadata, b"" if there is none."""
     at = 0
     while at < len(metadata):
         name = metadata[at + 1 : (at := at + 1 + metadata[at])]
@@ -268,8 +272,10 @@ def _socket_type(metadata: bytes) -> bytes:
 
 
 async def _connected_unix(path: str) -> socket.socket:
-    """Return a connection to a path, which begins with a NUL in Linux's abstract namespace: uvloop refuses to connect
-    to that by its name. Raises OSError."""
+    """Return a socket connected to a path, which starts with NUL in Linux's abstract namespace. Raises OSError.
+
+    uvloop itself refuses to connect to such names.
+    """
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     sock.setblocking(False)
     try:
@@ -281,7 +287,7 @@ async def _connected_unix(path: str) -> socket.socket:
 
 
 def _address(endpoint: str) -> tuple[str, int | None]:
-    """Return the host and the port, or the path of a socket and None. Raises ValueError."""
+    """Return the host and the port, or a socket's path and None. Raises ValueError."""
     scheme, _, rest = endpoint.partition("://")
     if scheme == "ipc" and rest:
         return ("\0" + rest[1:] if rest[0] == "@" else rest), None

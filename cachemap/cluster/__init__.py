@@ -1,4 +1,4 @@
-"""One map for many gateways: what each replica holds, kept in Redis, mirrored by every gateway."""
+"""One map for many gateways: what each replica holds, kept in Redis and mirrored by every gateway."""
 
 from cachemap.cluster.connect import Place, Ways, parse, without_password
 from cachemap.cluster.intake import SharedIntake

@@ -1,25 +1,25 @@
--- Begins every script. What lies in Redis is not trusted: another program, an operator or an eviction may have been at it.
+-- The start of every script. Data in Redis is not trusted: another program, an operator or an eviction may have changed it.
 
-local LONGEST = 256 -- bytes of what gateways write at a key that holds a single string
+local LONGEST = 256 -- the most bytes that gateways write to a key with a single string
 
--- What Redis refused, where, and its own words. `describe` in connect.py reads this.
+-- Return what Redis refused, at which key, and its own words. `describe` in connect.py parses this.
 local function refusal(command, key, said)
   return 'refuses ' .. command .. (key and ' at ' .. key or '') .. ': ' .. string.gsub(said, '%s+$', '')
 end
 
--- Run a command. Where Redis refuses it the script ends with the command and the key, which its own words leave out.
+-- Run a command. If Redis refuses it, the script fails with the command and the key, which Redis's message lacks.
 local function call(command, ...)
   local found = redis.pcall(command, ...)
   if type(found) == 'table' and found.err then error(refusal(command, (...), found.err), 0) end
   return found
 end
 
--- Remove what is none of ours. It may be of any size, and its memory is freed beside other commands.
+-- Remove a key. Foreign data may be of any size, so its memory is freed in the background.
 local function drop(key)
   call('UNLINK', key)
 end
 
--- Run a command on a key. A key of another type than the command needs is none of ours: it goes, and is as if it had never been.
+-- Run a command on a key. A key of another type than the command needs is foreign: it is removed first.
 local function ask(command, key, ...)
   local found = redis.pcall(command, key, ...)
   if type(found) ~= 'table' or not found.err then return found end
@@ -27,7 +27,7 @@ local function ask(command, key, ...)
   return call(command, key, ...)
 end
 
--- The string at a key, false if there is none. A longer one than gateways write is not read, and goes.
+-- Return the string at a key, false if there is none. A string longer than gateways write is removed unread.
 local function text_at(key)
   local text = ask('GETRANGE', key, 0, LONGEST)
   if text == '' then return call('EXISTS', key) == 1 and '' end
@@ -36,12 +36,12 @@ local function text_at(key)
   return false
 end
 
--- Drop a key that has more members than gateways write, before anything reads them all.
+-- Drop a key with more members than gateways write, before anything reads them all.
 local function bound(count, key, most)
   if ask(count, key) > most then drop(key) end
 end
 
--- The count at a key, 0 where there is none or what is there cannot be one.
+-- Return the count at a key, 0 if there is no valid one.
 local function count_at(key)
   local text = text_at(key)
   if text and #text <= 15 and string.find(text, '^%d+$') then return tonumber(text) end

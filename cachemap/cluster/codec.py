@@ -1,7 +1,7 @@
-"""Deltas and snapshots as bytes: 13 a block, 8 of its hash and 5 of its tag.
+"""The encoding of deltas and snapshots: 13 bytes a block, 8 for its hash and 5 for its tag.
 
-A delta is what changed since the one before it: a head (which writer's, after which batch of the engine) and the
-changes. A snapshot is a JSON header and then, tier by tier, hashes, tags, and the copies beyond the first.
+A delta has the changes since the one before it, after a head that names its writer and the engine's last batch. A
+snapshot is a JSON header followed, tier by tier, by hashes and tags, and by the copies beyond the first.
 """
 
 from __future__ import annotations
@@ -19,39 +19,41 @@ from cachemap.cluster.keys import SCHEMA
 from cachemap.events.records import UNTOLD, Blocks
 
 TAG_BYTES = 5
-# A piece of a snapshot. Allocators round sizes up, in large ones by up to a fifth; 28 KiB is a size they have, and this
-# leaves room there for what Redis puts beside it.
+# Bytes in a piece of a snapshot. Allocators round large sizes up by as much as a fifth; 28 KiB is one of their sizes,
+# and this leaves room for Redis's own header.
 PIECE = 28 * 1024 - 64
-FIRST, RELOAD = 1, 2  # a writer's first delta; one that only says: load the snapshot
+FIRST, RELOAD = 1, 2  # flags: a writer's first delta; a delta that only sends readers to the snapshot
 
-_HEAD = struct.Struct("<dIBqd")  # when the server took it (it writes that itself), term, flags, sequence, its time
+_HEAD = struct.Struct("<dIBqd")  # the server's time of arrival (added there), term, flags, sequence, engine's time
 _OPERATION = struct.Struct("<BBHI")  # kind, tier, heads, blocks
-_GROUP = struct.Struct("<HI")  # after an operation whose tier is none of TIERS: a cache group's index and `last`
-_CHUNKS = struct.Struct("<BI")  # or the number of the tier that has blocks in chunks, and of how many
-_OWN = 0x80  # with that number: the engine's own
+_GROUP = struct.Struct("<HI")  # after an operation whose tier is not in TIERS: a cache group's index and `last`,
+_CHUNKS = struct.Struct("<BI")  # or the number of a tier in chunks, and the blocks of a chunk
+_OWN = 0x80  # added to that number: the engine's own tier
 _PARENT = np.dtype([("at", "<u4"), ("hash", "<u8")])
 _COPIES = np.dtype([("tag", "<u8"), ("count", "<u4")])
 _STORE, _REMOVE, _CLEAR, _OBSERVED, _UNOBSERVED, _CLEAR_OWN = range(6)
 
 
 class Unreadable(ValueError):
-    """What lies in Redis cannot be used here; says why."""
+    """Data in Redis that cannot be used here; the message says why."""
 
 
 class Damaged(Unreadable):
-    """What lies in Redis is not what a gateway wrote; who leads can write it again."""
+    """Data in Redis that no gateway wrote; the leader can write it again."""
 
 
 class Position(NamedTuple):
-    """The engine's batch up to which all is included."""
+    """The engine's last batch that is included: its number and the engine's time of it."""
 
     sequence: int | None = None
     timestamp: float = 0.0
 
 
 class Delta(NamedTuple):
+    """The changes since the delta before it, with their writer and the engine's last batch."""
+
     at: float  # by the server's clock
-    term: int  # which writer, in which of its times
+    term: int  # random, one for each period in which a gateway writes
     flags: int
     position: Position
     changes: list[Change]
@@ -87,6 +89,7 @@ def encode_delta(term: int, flags: int, position: Position, changes: list[bytes]
 
 
 def decode_delta(data: bytes) -> Delta:
+    """Return the delta in these bytes. Raises Damaged."""
     try:
         at, term, flags, sequence, timestamp = _HEAD.unpack_from(data)
         position = Position(None if sequence < 0 else sequence, timestamp)
@@ -96,7 +99,7 @@ def decode_delta(data: bytes) -> Delta:
 
 
 def decode_entry(id: bytes, fields: dict[bytes, bytes]) -> tuple[int, Delta]:
-    """A delta and its number, from an entry of the stream."""
+    """Return the number and the delta of a stream entry. Raises Damaged."""
     number, _, rest = id.partition(b"-")
     if rest != b"0" or b"d" not in fields:
         raise Damaged(f"entry {id.decode()} is none that a gateway wrote")
@@ -140,7 +143,7 @@ def _changes(data: bytes, at: int) -> list[Change]:
 
 
 class Identity(NamedTuple):
-    """What gateways must have in common so that a block is called the same by each."""
+    """The settings that must be equal in all gateways for blocks to have the same names."""
 
     model: str
     block_size: int
@@ -148,14 +151,17 @@ class Identity(NamedTuple):
 
 
 class Snapshot(NamedTuple):
-    n: int  # of the last delta it contains
+    """All that a replica is known to hold, up to delta `n`."""
+
+    n: int  # number of the last delta it contains
     term: int
     position: Position
     contents: Contents
-    blocks: Blocks = UNTOLD  # what the engine's are, by its events
+    blocks: Blocks = UNTOLD  # the engine's block format, by its events
 
 
 def encode_snapshot(identity: Identity, snapshot: Snapshot) -> list[bytes]:
+    """Return the pieces of a snapshot: a JSON header, then the data in pieces of PIECE bytes."""
     n, term, position, contents, blocks = snapshot
     parts = []
     for hashes, tags in contents.held.values():
@@ -175,7 +181,10 @@ def encode_snapshot(identity: Identity, snapshot: Snapshot) -> list[bytes]:
 
 
 def decode_snapshot(identity: Identity, pieces: list[bytes]) -> Snapshot:
-    """Raises Unreadable where the snapshot is of another kind of gateway, Damaged where no gateway wrote it."""
+    """Return the snapshot in these pieces.
+
+    Raises Unreadable if a gateway with other settings wrote it, Damaged if no gateway did.
+    """
     body = b"".join(pieces[1:])
     try:
         header = json.loads(pieces[0])
@@ -214,8 +223,10 @@ def decode_snapshot(identity: Identity, pieces: list[bytes]) -> Snapshot:
 
 
 def told_blocks(pieces: list[bytes]) -> Blocks:
-    """What the engine's blocks are by a snapshot, also one that cannot be used here because they are other ones there;
-    nothing where it does not say."""
+    """Return the engine's block format by a snapshot, UNTOLD if it has none.
+
+    This also works for a snapshot that is unreadable here because of its block format.
+    """
     try:
         told = Blocks(*json.loads(pieces[0])["blocks"])
     except (ValueError, KeyError, TypeError, IndexError, RecursionError):

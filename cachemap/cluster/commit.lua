@@ -1,9 +1,9 @@
--- A snapshot, written beside, takes its place, and deltas it contains go.
+-- Put a new snapshot in place of the old one, and remove deltas that it contains.
 -- KEYS  lease, head, deltas, snapshot, the new snapshot
 -- ARGV  gateway token, number of the last delta the snapshot contains,
---       'on': the deltas go on; those before the number in ARGV[4] go
---       or 'anew': nothing that is there counts; the delta in ARGV[4], numbered as the snapshot, sends readers to it
---       how long unused keys stay (s)
+--       'on': the deltas continue; those before the number in ARGV[4] are removed
+--       or 'anew': all deltas are removed; the delta in ARGV[4], numbered as the snapshot, sends readers to it
+--       the time that unused keys stay (s)
 local lease, head, deltas, snapshot, new = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
 local n = tonumber(ARGV[2])
 if text_at(lease) ~= ARGV[1] then
@@ -15,7 +15,7 @@ if (ARGV[3] == 'on' and last < n) or (ARGV[3] == 'anew' and last >= n) then
   drop(new)
   return 'behind'
 end
-drop(snapshot) -- RENAME would free it while all wait
+drop(snapshot) -- RENAME would free its memory while all clients wait
 call('RENAME', new, snapshot)
 call('EXPIRE', snapshot, ARGV[5])
 if ARGV[3] == 'on' then

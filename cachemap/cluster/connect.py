@@ -1,13 +1,13 @@
-"""The way to Redis: one URL for a single server, Sentinel or a Cluster, with TLS, password and ACL user.
+"""Connections to Redis by one URL: a single server, Sentinel or a Cluster, with TLS, password and ACL user.
 
     redis://[USER:PASSWORD@]HOST:PORT[/DB]               rediss:// for TLS (?ssl_ca_certs=FILE and so on)
     redis+sentinel://[...]HOST:PORT,HOST:PORT/MASTER[/DB]    rediss+sentinel:// for TLS
     redis+cluster://[...]HOST:PORT,HOST:PORT                 rediss+cluster:// for TLS
     unix://[USER:PASSWORD@]/PATH[?db=DB]                     a server's socket on this machine
 
-Query parameters are redis-py's: those that begin with ssl_, sentinel_username and sentinel_password. What decides how
-long a call may take and how replies are read (socket_timeout, protocol ...) is not for a URL to say. Nothing here
-retries or waits long: who asks knows what to do without Redis.
+Query parameters are redis-py's: those that begin with ssl_, sentinel_username and sentinel_password. Options that set
+how long a call may take or how replies are read (socket_timeout, protocol ...) are not allowed in a URL. Nothing here
+retries or waits long: the caller knows what to do without Redis.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ from redis.exceptions import (
 )
 
 OLDEST = (6, 2)  # the first Redis with XTRIM MINID
-ANSWER_SECONDS = 1.0  # a server that takes longer is taken for gone; a lease lasts three of these
+ANSWER_SECONDS = 1.0  # a server that takes longer counts as gone; a lease lasts three times as long
 KINDS = {"": "single", "sentinel": "sentinel", "cluster": "cluster"}
 
 LOGINS = ("sentinel_username", "sentinel_password")
 HIDDEN = "********"
 BEGIN = Path(__file__).with_name("ask.lua").read_text()
 
-FAILURES = (RedisError, OSError, TimeoutError)  # whatever Redis or the way to it can do to a call
+FAILURES = (RedisError, OSError, TimeoutError)  # the errors that Redis or the network can cause in a call
 
 
-# What a server says when it refuses, what that means, and what to do. Its words differ between versions and forks.
+# A server's refusal as a pattern, its meaning, and the remedy. The wording differs between versions and forks.
 REFUSALS = (
     ("protected mode", "it is in protected mode, so it answers its own machine only", "give it a password, or start it with "
      "--protected-mode no where no stranger reaches it"),
@@ -70,23 +70,23 @@ REFUSALS = (
     ("max number of clients", "it takes no more connections (maxclients)", "raise its maxclients, or see who holds so many"),
     ("nknown.*command", "it does not know that command", "run Redis 6.2 or later, with no command renamed or switched off"),
 )  # fmt: skip
-REFUSED = b"refuses "  # as `refusal` in ask.lua begins
+REFUSED = b"refuses "  # the start of a `refusal` in ask.lua
 _SCRIPTED = re.compile(r"refuses (\S+(?: at \S+)?): (.*)", re.S)
 _SOURCE = re.compile(
     r"@?user_script: ?\d+: ?|,? ?script: \w+, on @?user_script:\d+\.?|Error running script \(call to \w+\): ?|^(ERR |-)"
 )
 
 
-# redis-py's words for an address that it does not reach; the number is errno's, or that of TLS or a name server
+# redis-py's message for an address that it cannot reach; the number is an errno, or one of TLS or a name server.
 _UNREACHED = re.compile(r"Error ?(-?\d*) connecting to (.+?)\. (.*?)\.?")
-_ALL_UNREACHED = re.compile(r"Error Multiple exceptions: (.+) connecting to (.+?)\.")  # where a host has several
+_ALL_UNREACHED = re.compile(r"Error Multiple exceptions: (.+) connecting to (.+?)\.")  # a host with several addresses
 _NUMBER = re.compile(r"\[Errno (\d+)\]")
 
 
 def describe(error: BaseException) -> str:
-    """A failure in plain words: what Redis refuses, at which key, why, and what to do."""
+    """Return a failure in plain words: what Redis refuses, at which key, why, and what to do."""
     if isinstance(error, BusyLoadingError):
-        return in_words(f"LOADING {error}")  # redis-py takes the code away
+        return in_words(f"LOADING {error}")  # redis-py removes the code
     if isinstance(error, MasterNotFoundError):  # redis-py appends a page on its connections
         return f"no sentinel names a primary {str(error).partition(' : ')[0].removeprefix('No master found for ')}"
     if isinstance(error, InvalidResponse):
@@ -107,7 +107,7 @@ def _why(number: int) -> str:
 
 
 def in_words(said: str) -> str:
-    """As `describe`, of what a script or the server said."""
+    """Return an error message of a script or the server in plain words, as `describe` does."""
     scripted = _SCRIPTED.search(said)
     what = f"Redis refuses {scripted[1]}" if scripted else ""
     said = scripted[2] if scripted else said
@@ -120,7 +120,7 @@ def in_words(said: str) -> str:
 
 
 def _brief(said: str) -> str:
-    """The first sentence of a server that gives a page of advice."""
+    """Return the first sentence of a long message."""
     return said if len(said) <= 200 else said.partition(". ")[0][:200]
 
 
@@ -128,7 +128,7 @@ SCHEMES = ("redis", "rediss")
 
 
 class Trouble(NamedTuple):
-    """Why something cannot be done in Redis, and whether Redis answered at all."""
+    """The reason why something cannot be done in Redis, and whether Redis answered at all."""
 
     why: str
     answered: bool
@@ -139,15 +139,15 @@ class Trouble(NamedTuple):
 
 
 class Place(NamedTuple):
-    """A URL taken apart."""
+    """The parts of a Redis URL."""
 
     kind: str  # single, sentinel, cluster or unix
     hosts: list[tuple[str, int]]
     master: str
-    options: dict[str, Any]  # what redis-py makes connections from
+    options: dict[str, Any]  # redis-py's connection options
 
     def __str__(self) -> str:
-        """Fit for logs: no user, no password."""
+        """Return the place without user and password, for logs."""
         if self.kind == "unix":
             return f"{self.options['path']} (unix socket)"
         hosts = ",".join(f"{host}:{port}" for host, port in self.hosts)
@@ -155,7 +155,7 @@ class Place(NamedTuple):
 
 
 def parse(url: str) -> Place:
-    """Raises ValueError with what is wrong and what would be right."""
+    """Return the parts of a Redis URL. Raises ValueError with what is wrong and what would be right."""
     try:
         parts = urlsplit(url)
     except ValueError:
@@ -220,7 +220,7 @@ def _unix(url: str) -> Place:
 
 
 def without_password(url: str) -> str:
-    """The URL as it may be shown."""
+    """Return the URL with its passwords hidden."""
     scheme, separator, rest = url.partition("://")
     login, at, rest = rest.rpartition("@")
     user, colon, password = login.partition(":")
@@ -240,8 +240,10 @@ def _host(text: str, port: int) -> tuple[str, int]:
 
 
 def connect(place: Place, seconds: float = ANSWER_SECONDS) -> Redis:
-    """A client of one server, or of the primary that sentinels name (a Cluster's: `Ways`); nothing is connected before
-    it is first used."""
+    """Return a client of one server, or of the primary that sentinels name (for a Cluster see `Ways`).
+
+    Each call may take `seconds`. Nothing is connected before its first use.
+    """
     options = {
         "socket_timeout": seconds, "socket_connect_timeout": seconds, "retry": Retry(NoBackoff(), 0),
         "protocol": 2, "client_name": "hitherto", **place.options,
@@ -262,8 +264,10 @@ def connect(place: Place, seconds: float = ANSWER_SECONDS) -> Redis:
 
 
 class _Sentinels(Sentinel):
-    """Each question that fails, or that its caller does not wait for, makes the next one begin with another sentinel:
-    two that hang take 2 s together, after which a gateway asks again."""
+    """The sentinels, asked in turn: after a failure or a cancelled wait the next request starts with another one.
+
+    Two sentinels that hang take 2 s together, after which a gateway asks again.
+    """
 
     async def discover_master(self, service_name: str) -> Any:
         try:
@@ -274,7 +278,7 @@ class _Sentinels(Sentinel):
 
 
 class _Primary(Redis):
-    """The primary as the sentinels name it; redis-py leaves its connections to them open."""
+    """The primary that the sentinels name; unlike redis-py's, it closes its connections to them."""
 
     def __init__(self, sentinel: Sentinel, master: str):
         super().__init__(connection_pool=SentinelConnectionPool(master, sentinel, **sentinel.connection_kwargs))
@@ -288,9 +292,9 @@ class _Primary(Redis):
 
 
 class Ways:
-    """A client for each key: one for all, but on a Cluster one for each shard.
+    """A Redis client for each key: one for all keys, or on a Cluster one for each shard.
 
-    Not redis-py's own cluster client: it closes the connections to all shards when one shard fails.
+    redis-py's own cluster client closes the connections to all shards when one shard fails.
     """
 
     def __init__(self, place: Place):
@@ -298,11 +302,12 @@ class Ways:
         self.many = place.kind == "cluster"
         self._clients: dict[tuple[str, int] | None, Redis] = {} if self.many else {None: connect(place)}
         self._slots: list[tuple[int, int, tuple[str, int]]] = []
-        self._nodes: list[tuple[str, int]] = []  # all that are known, replicas as well, in the order to ask them in
+        self._nodes: list[tuple[str, int]] = []  # all known nodes, including replicas, in the order to ask them in
         self._asking: asyncio.Task[None] | None = None
         self.failures = 0
 
     async def to(self, key: str) -> Redis:
+        """Return the client for the server of this key. Raises RedisError if no node serves it."""
         if not self.many:
             return self._clients[None]
         if not self._slots:
@@ -315,8 +320,11 @@ class Ways:
         raise RedisError(f"no node of the cluster serves slot {slot}")
 
     def failed(self) -> None:
-        """Something did not work: who serves what may have changed. Whoever calls a client that `to` gave, and fails,
-        calls this: a failover takes seconds, so that the first answer may still be the old one."""
+        """Note that a call failed, so that a Cluster's slots are read again.
+
+        Whoever gets a client from `to` calls this if a call of it fails. A failover takes seconds, so the first answer
+        may still be the old one.
+        """
         self.failures += 1
         if self.many:
             self._ask()
@@ -326,7 +334,7 @@ class Ways:
             self._asking.cancel()
             await asyncio.gather(self._asking, return_exceptions=True)
         for client in self._clients.values():
-            with contextlib.suppress(*FAILURES):  # the others are to be closed all the same
+            with contextlib.suppress(*FAILURES):  # so that the others are closed all the same
                 await client.aclose()
 
     def _client(self, node: tuple[str, int]) -> Redis:
@@ -340,8 +348,11 @@ class Ways:
         return self._asking
 
     async def _learn_slots(self) -> None:
-        """A node that was set up anew answers that nobody serves anything, and one that is cut off from the others as
-        it was before: the former is passed over, and the latter asked last the next time."""
+        """Read which node serves which slots from the first node that knows.
+
+        A node that was newly set up answers that no node serves anything, and is skipped. A node that is cut off gives
+        outdated slots, so the one that answered is asked last the next time.
+        """
         for node in list(dict.fromkeys([*self._nodes, *self._place.hosts])):
             with contextlib.suppress(*FAILURES):
                 told = await self._client(node).execute_command("CLUSTER SLOTS")
@@ -357,19 +368,25 @@ class Ways:
 
 
 class Line:
-    """A connection of its own to where a key lies, for who asks often: what is asked at once goes out as one write. A
-    request and its reply take half of the CPU that redis-py's pipeline needs, which borrows a connection each time."""
+    """A dedicated connection to the server of one key, for frequent requests.
+
+    Commands of one request go out as one write. A request and its reply take half of the CPU of redis-py's pipeline,
+    which borrows a connection each time.
+    """
 
     def __init__(self, ways: Ways, key: str):
         self._ways, self._key = ways, key
         self._client: Redis | None = None
         self._connection: AbstractConnection | None = None
-        self._failures = 0  # of the ways, when this connection was made
-        self.sent = False  # whether anything of what was asked last can have arrived
+        self._failures = 0  # `Ways.failures` when this connection was made
+        self.sent = False  # whether any of the last commands can have arrived
 
     async def ask(self, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """Their replies, in order; raises what the first one to fail raised. One call at a time, and the caller says
-        how long it may take: a time limit of redis-py's for each write and each reply costs as much as they do."""
+        """Send commands and return their replies in order; raises the error of the first that fails.
+
+        One call at a time. The caller limits its time: redis-py's time limit for each write and each reply costs as
+        much as these do.
+        """
         self.sent = False
         client = await self._ways.to(self._key)
         connection = self._connection
@@ -391,22 +408,26 @@ class Line:
             self.sent = True
             await connection.send_packed_command(b"".join(map(pack_command, commands)), check_health=False)
             return [await connection.read_response() for _ in commands]
-        except BaseException:  # a reply that was not read must not be taken for another's; it connects anew by itself
+        except BaseException:  # an unread reply must not be taken for the next command's; the next call reconnects
             await connection.disconnect(nowait=True)
             self._ways.failed()
             raise
 
     def _is_doubtful(self, connection: AbstractConnection) -> bool:
-        """Whether another server may have the key since this connection was made, or this one has closed it: the first
-        commands would be lost, though Redis answers others."""
+        """Return whether this connection may be closed, or another server may have the key by now.
+
+        The first commands would be lost on it, though Redis answers others.
+        """
         reader = connection._reader
         closed = reader is not None and (reader.at_eof() or reader.exception() is not None)
         return closed or self._failures != self._ways.failures
 
 
 async def xread(client: Redis, after: dict[str, str], count: int, milliseconds: int) -> tuple[list[Any], list[str]]:
-    """XREAD: [(stream, [(id, fields)])], and those names at which something else lies than a stream. For the sake of
-    one of these the server refuses all, so they are looked for by halves, and what the others have is not waited for.
+    """Run XREAD; return [(stream, [(id, fields)])], and the names of keys that are not streams.
+
+    The server refuses the whole command for one such key, so these are found by halving, without waiting for news of
+    the others.
     """
     try:
         found = await client.execute_command(
@@ -421,22 +442,26 @@ async def xread(client: Redis, after: dict[str, str], count: int, milliseconds: 
     if len(names) == 1:
         return [], names
     for half in (names[: len(names) // 2], names[len(names) // 2 :]):
-        news, no_streams = await xread(client, {name: after[name] for name in half}, count, 1)  # 0 is for ever
+        news, no_streams = await xread(client, {name: after[name] for name in half}, count, 1)  # 0 would block for ever
         entries += news
         others += no_streams
     return entries, others
 
 
 def heed_cancellation() -> None:
-    """To be called in a loop that calls Redis: redis-py uses asyncio.wait_for, which in Python 3.11 swallows a
-    cancellation that comes while what it waits for ends."""
+    """Raise CancelledError if the current task is being cancelled; to be called in loops that call Redis.
+
+    redis-py uses asyncio.wait_for, which in Python 3.11 swallows a cancellation that arrives as the awaited call ends.
+    """
     if (task := asyncio.current_task()) is not None and task.cancelling():
         raise asyncio.CancelledError
 
 
 class Script:
-    """A program in Lua, behind what all scripts begin with (`ask.lua`). It is called by its SHA-1, so the server runs
-    this very text or nothing; where the server does not know it, the text is sent."""
+    """A Lua program with the functions that all scripts share (`ask.lua`) in front.
+
+    It is called by its SHA-1, so the server runs exactly this text; a server that does not have it is sent the text.
+    """
 
     def __init__(self, text: str):
         self.text = BEGIN + text
@@ -448,7 +473,7 @@ class Script:
                 return await client.execute_command("EVALSHA", self.sha, len(keys), *keys, *arguments)
             except NoScriptError:
                 return await client.execute_command("EVAL", self.text, len(keys), *keys, *arguments)
-        except NoPermissionError as error:  # which does not say where
+        except NoPermissionError as error:  # the error does not name the key
             if keys:
                 error.add_note(f"asked for {keys[0]}")
             raise

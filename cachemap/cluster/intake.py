@@ -1,13 +1,13 @@
-"""SharedIntake: one replica's part of the map, from its events if this gateway leads, else from who does.
+"""One replica's part of the shared map: from its events if this gateway leads, else from the leader.
 
     joining  nothing known yet
     mirror   another gateway writes; its snapshot and deltas are applied here
-    writer   this gateway holds the lease: it follows the engine's events and publishes what they change
-    alone    nobody leads, Redis is gone, or what lies there is of another kind or of a later incarnation: the events
-             are followed for oneself
+    writer   this gateway holds the lease: it follows the engine's events and publishes their changes
+    alone    no gateway leads, Redis is away, or its data is of another kind or of a later incarnation: this gateway
+             follows the events for itself
 
-In each the map is usable. From one to the other it goes on after the engine's last batch that is included: every delta
-carries its number, and the engine is asked for those after it.
+The map is usable in every role. A change of role continues after the engine's last batch that is included: every delta
+carries that batch's number, and the batches after it are requested from the engine.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ from cachemap.map import CacheMap
 
 log = logging.getLogger("hitherto.share")
 
-UNREADABLE_SECONDS = 10.0  # until what another kind of gateway wrote is looked at again
-DAMAGED_SECONDS = 2.0  # until what was damaged is looked at again: who leads writes it anew at the next look
-FAULT_SECONDS = 1.0  # after a fault of this gateway's own, before it is tried again
-TRIES = 5  # a snapshot may be replaced while its deltas are read
+UNREADABLE_SECONDS = 10.0  # before data of a gateway with other settings is read again
+DAMAGED_SECONDS = 2.0  # before damaged data is read again: the leader writes it again at its next look
+FAULT_SECONDS = 1.0  # before a retry after a fault of this gateway's own
+TRIES = 5  # attempts to load: a snapshot may be replaced while its deltas are read
 
 
 class Absent(Exception):
-    """Nothing is written of this replica."""
+    """An error: nothing has been written about this replica."""
 
 
 class Coordinator(Protocol):
-    """What a SharedIntake asks of the gateway's SharedMap, which speaks to Redis for all replicas."""
+    """The part of SharedMap that a SharedIntake uses; it speaks to Redis for all replicas."""
 
     reloads: int
     takeovers: int
@@ -73,7 +73,10 @@ class Coordinator(Protocol):
 
 
 class SharedIntake:
-    """Follows one replica; `run` until cancelled. Made by `SharedMap.intake`; arguments as of EventIntake."""
+    """The intake of one replica in a shared map; `run` it until cancelled.
+
+    `SharedMap.intake` makes it; its arguments are those of EventIntake.
+    """
 
     def __init__(self, shared: Coordinator, cache_map: CacheMap, slot: int, replica: str, keys: Keys, *, model: str, block_size: int,
                  on_change: Callable[[str, str], None] = lambda state, reason: None, **source: Any):  # fmt: skip
@@ -84,37 +87,37 @@ class SharedIntake:
         self._identity = Identity(named, block_size, cache_map.tag_bits)
         self.engine = EventIntake(cache_map, slot, model=model, block_size=block_size, on_change=self._tell,
                                   on_unreachable=lambda: shared.unreachable(self), **source)  # fmt: skip
-        self._written = self._blocks  # what others know that blocks are
-        self._following: asyncio.Task[None] | None = None  # of the engine's events
+        self._written = self._blocks  # the block format that other gateways know
+        self._following: asyncio.Task[None] | None = None  # follows the engine's events
         self._on_change = on_change
         self._wanted = "joining"
         self._wake = asyncio.Event()
         self._settled = True
         self._position = Position()
         self._observed = True
-        self._mirrored = [0, 0]  # blocks stored and removed by deltas
+        self._mirrored = [0, 0]  # the blocks stored and removed by deltas
         self.role = "joining"
         self.role_reason = "nothing heard of Redis yet"
         self.n = 0  # the last delta applied or written
         self.term: int | None = None
         self.mirroring = False  # deltas may be applied
         self.journal: Journal | None = None
-        self.led_at = shared.now()  # when somebody was last known to lead
-        self.mirror_at = 0.0  # when what others wrote may be looked at again
-        self.unled_at: float | None = None  # since when a newer incarnation is named that nobody leads
-        self.head = 0  # the last delta there is, as of the last look
-        self.claim_at = 0.0  # when the lease may be asked for again
-        # The engine's events cannot be reached: gateways take turns in trying, of which no more is said.
+        self.led_at = shared.now()  # when a gateway was last known to lead
+        self.mirror_at = 0.0  # when data of other gateways may be read again
+        self.unled_at: float | None = None  # since when a newer incarnation is named that no gateway leads
+        self.head = 0  # the last delta in Redis, as of the last look
+        self.claim_at = 0.0  # when the lease may be claimed again
+        # The engine's events cannot be reached: gateways take turns in trying, and only the first time is logged.
         self.away = False
-        self.stuck_at: float | None = None  # since when Redis, though it answers, takes nothing
+        self.stuck_at: float | None = None  # since when Redis answers but accepts no writes
         self._void = False
-        # what of this gateway's own work on this replica failed, until it goes well again
+        # The failure of this gateway's own work on this replica, until it succeeds again.
         self.fault: str | None = None
-        # looks in a row at which others were further than we, and we no further than at the look before
+        # Consecutive looks at which Redis had newer deltas and this gateway had made no progress since the last look.
         self.behind = 0
         self.looked_n = -1
 
-    # --- what the gateway sees of it, as of an EventIntake
+    # --- for the gateway, as in EventIntake
 
     @property
     def state(self) -> str:
@@ -128,7 +131,7 @@ class SharedIntake:
 
     @property
     def unreachable(self) -> bool:
-        """This gateway follows the engine's events and cannot reach it, so that any other may do better."""
+        """Whether this gateway follows the engine's events and cannot reach them, so that any other may do better."""
         return self._following is not None and self.engine.unreachable
 
     @property
@@ -160,21 +163,23 @@ class SharedIntake:
         return [*self.engine.problems, *([self.fault] if self.fault else [])]
 
     def __getattr__(self, name: str) -> Any:
-        """The rest is as the engine's events say, as far as they were followed here."""
+        """Return other attributes from the engine's own intake, as far as events were followed here."""
         if name == "engine":
             raise AttributeError(name)
         return getattr(self.engine, name)
 
     def resync(self) -> None:
-        """The map is wrong about this replica: ask the engine for everything again, or who writes to do so."""
+        """Request everything from the engine again, here or through the writer: the map is wrong about this replica."""
         if self._following:
             self.engine.resync()
         else:
             self._shared.wish(self, RESYNC)
 
     def forget_adapter(self, name: str) -> None:
-        """As of EventIntake. Who only mirrors the replica gets what its leader forgets, and remembers it for when it
-        leads."""
+        """Forget an adapter's blocks, as EventIntake does.
+
+        A mirror gets what its leader forgets, and only remembers the adapter for when it leads itself.
+        """
         self.engine.void_adapter(name, self.position.sequence)
         if self._following:
             self.engine.resync()
@@ -184,7 +189,7 @@ class SharedIntake:
             self.engine.request_finished(prompt_blocks)
 
     async def run(self) -> None:
-        """The replica's slot in the map must stay attached until this has ended."""
+        """Follow the replica until cancelled; its slot in the map must stay attached until this has ended."""
         self.role, self._wanted, self._settled, self.mirroring = "joining", "joining", True, False
         self._shared.join(self)
         try:
@@ -205,14 +210,14 @@ class SharedIntake:
     # --- roles
 
     def want(self, role: str) -> None:
-        """Asked by SharedMap, which knows who holds the lease."""
+        """Take a role, as SharedMap asks, which knows who holds the lease."""
         if self._settled and role in (self.role, self._wanted):
             return
         self._wanted, self._settled = role, False
         self._wake.set()
 
     def reload(self, why: str) -> None:
-        """What was applied here is not what the others have."""
+        """Load the snapshot again, as what was applied here differs from what the others have."""
         if self.mirroring:
             log.info("replica %s: the shared map is loaded anew: %s", self.replica, why)
             self.mirroring = False
@@ -221,7 +226,7 @@ class SharedIntake:
             self._wake.set()
 
     async def _turn(self) -> None:
-        """Become what is wanted; what fails is tried again when SharedMap next looks."""
+        """Take the wanted role; what fails is tried again when SharedMap next looks."""
         wanted = self._wanted
         try:
             if wanted == "writer":
@@ -249,14 +254,14 @@ class SharedIntake:
             await asyncio.sleep(FAULT_SECONDS)
 
     async def _lead(self) -> None:
-        """The lease is ours. Go on from what the last writer wrote; without it, from the engine."""
+        """Lead with the lease, from what the last writer wrote or, without it, from the engine."""
         whole = True
-        if self._following is None:  # else our own map is as the engine says, and goes out whole
+        if self._following is None:  # else this gateway's map follows the engine already, and is written as a whole
             with contextlib.suppress(Absent, Unreadable):
                 await self._catch_up()
                 whole = False
                 self._shared.takeovers += 1
-        self._wanted = "writer"  # what could not be followed on the way was loaded
+        self._wanted = "writer"  # a reload requested on the way has been done by `_catch_up`
         self.mirroring = False
         self.journal = Journal(max(self.n, self.head) if whole else self.n, whole)
         self.stuck_at = None
@@ -265,7 +270,7 @@ class SharedIntake:
         self._become("writer", "this gateway follows its events for all")
 
     async def _catch_up(self) -> None:
-        """To the end of what is written; nobody but us may add to it."""
+        """Apply everything that is written; only this gateway may add to it now."""
         if self.mirroring:
             self.take(await self._shared.read_deltas(self.keys, self.n))
         if not self.mirroring or self.n != self.head:
@@ -291,13 +296,13 @@ class SharedIntake:
         self._follow_events()
 
     def rename(self, keys: Keys) -> None:
-        """We could not tell when the replica's process began; another gateway could."""
+        """Use the keys of the incarnation that another gateway knows; this one could not tell its start time."""
         self._end_journal()
         self.keys, self.head = keys, 0
         self.reload("another gateway knows its incarnation")
 
     async def _begin_void(self) -> None:
-        """Another gateway knows a newer incarnation: what is known of this one counts no more."""
+        """Forget everything about this incarnation, as another gateway knows a newer one."""
         if not self._void:
             self._void = True
             self._end_journal()
@@ -308,7 +313,7 @@ class SharedIntake:
         self._go_alone()
 
     def lost(self) -> None:
-        """Somebody else holds the lease, or nobody does: write no more."""
+        """Stop writing: another gateway holds the lease, or none does."""
         self._end_journal()
 
     def _end_journal(self) -> None:
@@ -324,8 +329,11 @@ class SharedIntake:
             self.fault, self._void = None, False
 
     def _tell(self, state: str, reason: str) -> None:
-        """Pass on how the events are. That they cannot be reached is reported once, until they come again; what is read
-        while joining is history, and no state yet."""
+        """Report the state of the events.
+
+        That they cannot be reached is reported once, until they come again. What is read while joining is history, not
+        a state.
+        """
         if state == "live" and self.away:
             self.away = False
             log.info("replica %s: %s: %s", self.replica, self.role, self.role_reason)
@@ -340,7 +348,7 @@ class SharedIntake:
             self._following = asyncio.create_task(self._run_engine(), name=f"events {self.replica}")
 
     async def _run_engine(self) -> None:
-        """Follow the engine's events; after a failure all of them anew."""
+        """Follow the engine's events; after a failure, request all of them again."""
         failed = False
         while True:
             try:
@@ -353,16 +361,16 @@ class SharedIntake:
                 await asyncio.sleep(FAULT_SECONDS)
 
     async def _stop_following(self) -> None:
-        """Returns when nothing writes to the map any more on behalf of the engine's events."""
+        """Stop following the engine's events; on return nothing writes to the map on their behalf."""
         if self._following is not None:
             following, self._following = self._following, None
             following.cancel()
             await asyncio.wait([following])
 
-    # --- what others wrote
+    # --- reading what others wrote
 
     async def _load(self) -> None:
-        """Snapshot and all deltas after it; what is known meanwhile stays until then."""
+        """Load the snapshot and all deltas after it; until then the map keeps what it has."""
         for _ in range(TRIES):
             pieces = await self._shared.read_snapshot(self.keys)
             if not pieces:
@@ -394,7 +402,7 @@ class SharedIntake:
         self._observed = snapshot.contents.observed
 
     def take(self, deltas: Iterable[tuple[int, Delta]]) -> None:
-        """New deltas, in order."""
+        """Apply new deltas, in order."""
         try:
             for n, delta in deltas:
                 if not self.mirroring:
@@ -430,14 +438,14 @@ class SharedIntake:
         elif isinstance(change, Clear):
             self._tell(self.state, "cleared by the gateway that follows its events")
 
-    # --- what we write
+    # --- writing
 
     @property
     def blocks(self) -> int:
         return self._map.held(self._slot)
 
     def snapshot(self, journal: Journal) -> Snapshot:
-        """What the map has of the replica after all that `journal` was told."""
+        """Return what the map has of the replica after all changes that `journal` got."""
         self._written = self._blocks
         return Snapshot(journal.n, journal.term, self.position, self._map.contents(self._slot), self._written)
 
@@ -452,7 +460,7 @@ class SharedIntake:
         return told if told.size else told._replace(size=self._identity.block_size)
 
     def wrote(self, well: bool | None) -> None:
-        """Whether Redis took what was written; None: it did not answer, which says nothing of what it takes."""
+        """Note whether Redis accepted what was written; None if it did not answer."""
         if well is not False:
             self.stuck_at = None
         elif self.stuck_at is None:
@@ -464,7 +472,7 @@ class SharedIntake:
 
 
 def _no_successor(n: int, term: int | None, number: int, delta: Delta) -> str:
-    """Why this delta is not to be applied to what is known up to number `n` of a `term`; "" where it is."""
+    """Return why this delta does not continue what is known up to number `n` of `term`; "" if it does."""
     if number != n + 1:
         return f"deltas {n + 1} to {number - 1} are gone"
     if delta.flags & RELOAD:
@@ -475,7 +483,7 @@ def _no_successor(n: int, term: int | None, number: int, delta: Delta) -> str:
 
 
 def _gap(snapshot: Snapshot, deltas: Iterable[tuple[int, Delta]]) -> str:
-    """Why these deltas cannot be applied to this snapshot, one after the other; "" where they can."""
+    """Return why these deltas cannot be applied to this snapshot one after the other; "" if they can."""
     n, term = snapshot.n, snapshot.term
     for number, delta in deltas:
         if why := _no_successor(n, term, number, delta):

@@ -1,14 +1,14 @@
-"""Names in Redis. Nothing is stored under them but block hashes, fingerprints of engine keys, and counters.
+"""The keys in Redis. They hold only block hashes, tags of engine keys, and counters.
 
     hitherto:1:DEPLOYMENT:{LANE}:map:REPLICA:life                 its newest incarnation
     hitherto:1:DEPLOYMENT:{LANE}:map:REPLICA:INCARNATION:lease    token of the gateway that writes, 3 s
                                                         :head     number of the last delta
                                                         :deltas   stream; entry n-0 is delta n
                                                         :snapshot list of pieces: header, then what is held
-                                                        :wish     a gateway that mirrors asks for something
+                                                        :wish     a request by a gateway that mirrors
 
-What is in braces decides the place in a Cluster: all of a replica's keys lie together, in one of 16 lanes, so that one
-command can speak of all replicas of a lane.
+The part in braces decides the key's slot in a Cluster: all keys of a replica are in one of 16 lanes, so that one
+command can cover all replicas of a lane.
 """
 
 import ipaddress
@@ -18,23 +18,28 @@ from zlib import crc32
 
 SCHEMA = 1
 LANES = 16
-KEEP_SECONDS = 24 * 3600  # keys of replicas nobody asks for any more; those in use are renewed with the lease
-RESYNC, REWRITE = b"1", b"2"  # wishes: to read the engine's events anew; to write what lies in Redis anew
-THIS_HOST = ("127.0.0.1", "::1", "0.0.0.0", "::")  # what whoever connects there takes for its own machine
-UNNAMED = "-"  # an incarnation of which is not known when it began
-NAME = re.compile(r"[A-Za-z0-9.-]{1,64}")  # of an incarnation; `tend.lua` deletes any other
+KEEP_SECONDS = 24 * 3600  # the time that unused keys stay; those in use are renewed with the lease
+RESYNC, REWRITE = b"1", b"2"  # wishes: request the engine's events again; write the data in Redis again
+THIS_HOST = ("127.0.0.1", "::1", "0.0.0.0", "::")  # addresses that mean the machine of whoever connects
+UNNAMED = "-"  # an incarnation whose start time is unknown
+NAME = re.compile(r"[A-Za-z0-9.-]{1,64}")  # an incarnation's name; `tend.lua` deletes any other
 
 
 def scope(replica: str) -> str:
-    """A replica's name that means the same on every host, however its address is spelled; different addresses have
-    different ones. `replica` is HOST:PORT with whatever names one of several ranks behind the port."""
+    """Return a name for a replica that is the same on every host, however its address is spelled.
+
+    `replica` is HOST:PORT, with a suffix if there are several ranks behind the port. Different addresses have different
+    names.
+    """
     host, colon, port = replica.rpartition(":")
     return f"{_place(host.removeprefix('[').removesuffix(']'))}:{port}" if colon else replica
 
 
 def _place(host: str) -> str:
-    """A host as all hosts call it: this one by its name, with the address where that is another than the usual loopback
-    ones."""
+    """Return a host's name as all hosts call it.
+
+    This host has its own name, with the address if that is an unusual loopback one.
+    """
     try:
         address = ipaddress.ip_address(host)
     except ValueError:
@@ -48,9 +53,11 @@ def _place(host: str) -> str:
 
 
 def life(incarnation: str) -> str:
-    """An incarnation as all gateways name it: by when the process began, or its pid. A count of what one gateway
-    happened to see is no name, and no part of one is the address behind "@": gateways may reach one engine at
-    several."""
+    """Return the name of an incarnation that all gateways share: when the process began, or its pid.
+
+    A count of what one gateway saw is no such name. Nor is the address after "@" part of it, as gateways may reach one
+    engine at several addresses.
+    """
     name = incarnation.partition("@")[0]
     return name if NAME.fullmatch(name) and not name.startswith("seen-") else UNNAMED
 

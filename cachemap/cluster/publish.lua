@@ -1,7 +1,7 @@
--- Append deltas, one for each of some replicas, if they are ours to write and follow on what is there.
+-- Append one delta for each of some replicas, if this gateway holds the lease and the delta continues what is there.
 -- KEYS  for each replica: lease, head, deltas
 -- ARGV  gateway token, then for each replica: the delta's number, the delta
--- Gives for each: ok; lost (the lease is not ours); behind (what is there is not what we wrote last); or what redis refuses.
+-- Returns for each: ok; lost (the lease is not this gateway's); behind (the last delta is not the one it wrote); or a refusal.
 local time = call('TIME')
 local now = struct.pack('<d', time[1] + time[2] / 1000000)
 local out = {}

@@ -1,9 +1,9 @@
--- Part of a list or stream, as much as is no burden to send. Foreign members may be of any size: nothing longer than
--- gateways write is sent.
+-- Return a part of a list or stream, of limited size. Foreign members may be of any size: none longer than gateways write
+-- is returned.
 -- KEYS  the list or stream
--- ARGV  'list' or 'stream'; where to begin: a member's number from 0, or an entry's id; the longest member there may be;
+-- ARGV  'list' or 'stream'; where to begin: a member's index from 0, or an entry's id; the longest valid member (bytes);
 --       bytes and members after which to stop
--- Gives whether there is more after these, and the members; or the length of one that is too long.
+-- Returns whether there is more after these, and the members; or the length of one that is too long.
 local key, kind, at, longest, most_bytes, most = KEYS[1], ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4]), tonumber(ARGV[5])
 local out, bytes = {}, 0
 

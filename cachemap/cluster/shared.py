@@ -1,8 +1,8 @@
-"""SharedMap: the part of a gateway that speaks to Redis of who holds what.
+"""The part of a gateway that shares its cache map with others through Redis.
 
-Three loops, and no request waits for any. `_tend` looks at all leases once a second. `Writing` sends what changed.
-`_follow`, one a lane on a Cluster, else one, reads what others sent.
-Whatever Redis does, a look-up goes to this process's own table.
+Three loops, and no request waits for any of them: `_tend` looks at all leases once a second, `Writing` sends changes,
+and `_follow` (on a Cluster one for each lane) reads what others sent. Whatever Redis does, look-ups use this process's
+own map.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ TEND, LEAVE, READ = (Script((HERE / f"{name}.lua").read_text()) for name in ("te
 
 LEASE_SECONDS = 3.0
 LOOK_SECONDS = 1.0
-# for which nobody leads an incarnation that is named, until it is taken for a slip; a restart is noticed in one or two
+# How long no gateway may lead a named incarnation until its name counts as a mistake; restarts take 1 to 2 s to notice.
 UNLED_SECONDS = 9.0
-SETTLE_SECONDS = 0.05  # between claims, while leases are free: gateways that start together share them
-POLL_MILLISECONDS = 250  # a read waits that long for news; who joins is heard after it
-STREAM_SECONDS = 5e-5  # between two reads, for each stream read
-PART = "shared map: one replica's part"  # of background work
+SETTLE_SECONDS = 0.05  # between claims while leases are free, so that gateways that start together share them
+POLL_MILLISECONDS = 250  # a read waits so long for new deltas; a member that joins is read after it
+STREAM_SECONDS = 5e-5  # pause between two reads, for each stream read
+PART = "shared map: one replica's part"  # a kind of background work
 LEASES, READS = "leases cannot be looked at", "deltas cannot be read"  # troubles, besides WRITES
-MOST_LOOKS = 128  # leases in one call: a server is blocked for about a millisecond
-# and members of a list or stream; longer ones than gateways write are not read at all
+MOST_LOOKS = 128  # leases in one call, which blocks a server for about a millisecond
+# Bytes and members of a list or stream read at once; members longer than gateways write are not read at all.
 MOST_READ_BYTES, MOST_READ = 1 << 20, 500
 
 
 class SharedMap:
-    """`start`, then an `intake` for each replica with events; `stop` gives the leases back."""
+    """The shared map: `start` it, make an `intake` for each replica with events; `stop` gives the leases back."""
 
     def __init__(self, place: Place, deployment: str, cache_map: CacheMap, background: Background | None = None):
         self.background = background or Background()
@@ -61,10 +61,10 @@ class SharedMap:
         self._aside: set[asyncio.Task[None]] = set()
         self._look = asyncio.Event()
         self._writing = Writing(self)
-        self._clock = 0.0  # the server's time less ours
-        self._lags = [0.0, 0.0]  # the worst of these seconds and of those before
+        self._clock = 0.0  # the server's time minus this process's
+        self._lags = [0.0, 0.0]  # the worst lags of the current and the last 5 s
         self._lags_until = 0.0
-        self._troubles: dict[tuple[str, int], Trouble] = {}  # what cannot be done in which lane
+        self._troubles: dict[tuple[str, int], Trouble] = {}  # by task and lane
         self._reached = False
         self.errors = 0
         self.takeovers = 0
@@ -77,7 +77,7 @@ class SharedMap:
         self._spawn("publish", self._writing.run, self.abdicate)
 
     async def stop(self) -> None:
-        """Others take over at their next look."""
+        """Stop all loops and give the leases back, so that others take over at their next look."""
         for task in self._tasks.values():
             task.cancel()
         for group in self.groups([one for one in self.members if one.journal]):
@@ -91,23 +91,23 @@ class SharedMap:
         await self.ways.aclose()
 
     def intake(self, slot: int, replica: str, incarnation: str, **arguments: Any) -> SharedIntake:
-        """In place of an EventIntake, with its arguments."""
+        """Return an intake to use in place of an EventIntake, with its arguments."""
         return SharedIntake(self, self._map, slot, replica, Keys(self.deployment, replica, incarnation), **arguments)
 
     @property
     def reachable(self) -> bool:
-        """Redis answers, be it with a refusal."""
+        """Whether Redis answers, even with a refusal."""
         return self._reached and all(one.answered for one in self._troubles.values())
 
     @property
     def usable(self) -> bool:
-        """Redis answers, and lets this gateway do all that it has to do there."""
+        """Whether Redis answers and lets this gateway do everything it has to do there."""
         return self._reached and not self._troubles
 
     @property
     def trouble(self) -> str:
-        """What Redis does not let this gateway do, and why; empty if all is well."""
-        whats: dict[str, dict[str, None]] = {}  # by why
+        """The tasks that Redis does not let this gateway do, and why; empty if all is well."""
+        whats: dict[str, dict[str, None]] = {}  # tasks by reason
         for (what, _), one in self._troubles.items():
             whats.setdefault(one.why, {})[what] = None
         told = "; ".join(f"{' and '.join(what)}: {why}" for why, what in whats.items())
@@ -123,7 +123,7 @@ class SharedMap:
 
     @property
     def lag_seconds(self) -> float:
-        """From a delta's arrival in Redis to its being applied here; the worst of the last 5 to 10 s."""
+        """The time from a delta's arrival in Redis to its application here, at worst in the last 5 to 10 s."""
         self._turn_lags()
         return max(self._lags)
 
@@ -142,22 +142,27 @@ class SharedMap:
         self.look_soon()
 
     def leave(self, member: SharedIntake) -> None:
-        """After this nothing here touches the member's part of the map."""
+        """Remove the member; nothing here touches its part of the map after this."""
         self.members.remove(member)
         if member.journal is not None and self._tasks:
             self.beside(self._give_back([member]))
 
     def stumbled(self, member: SharedIntake, error: BaseException) -> None:
-        """This gateway's own work on one replica failed: it gives the lease to a gateway that may do better, follows
-        the events for itself, and tries again later. The other replicas are as before."""
+        """Handle a failure of this gateway's own work on one replica; the other replicas are not affected.
+
+        The lease goes to a gateway that may do better. This one follows the events for itself and tries again later.
+        """
         self.background.failed(PART, error, member.replica)
         member.fault = f"this gateway's part of the shared map failed: {type(error).__name__}: {error}"
         member.claim_at = member.mirror_at = self.now() + 3 * LEASE_SECONDS
         self._resign(member)
 
     def unreachable(self, member: SharedIntake) -> None:
-        """This gateway cannot reach the engine's events. It gives the lease to one that may, before it writes for all
-        that the replica is not observed, and while it still cannot reach them it does not ask for it again."""
+        """Give up the lease, as this gateway cannot reach the engine's events and another one may.
+
+        The lease goes before this gateway would publish that the replica is unobserved. It is not claimed again while
+        the events cannot be reached.
+        """
         if member.journal is not None:
             if not member.away:
                 log.warning(
@@ -167,7 +172,7 @@ class SharedMap:
             self._resign(member)
 
     def abdicate(self) -> None:
-        """What all leases depend on has failed here."""
+        """Give up all leases, as something failed here that all of them depend on."""
         for member in self.members:
             if member.journal is not None:
                 member.claim_at = self.now() + 3 * LEASE_SECONDS
@@ -181,14 +186,14 @@ class SharedMap:
         member.want("alone")
 
     def _follow_failed(self, lane: int) -> None:
-        """What was read and not applied is missing now."""
+        """Reload all members of the lane, as deltas that were read may not have been applied."""
         for member in self.members:
             if self.lane(member) == lane:
                 member.reload("reading the deltas failed")
 
     @contextlib.contextmanager
     def guard(self, member: SharedIntake, *, quietly: bool = False) -> Iterator[None]:
-        """Work on one replica in a loop over many: its failure is this replica's alone."""
+        """Contain a failure of work on one replica in a loop over many."""
         try:
             yield
         except Exception as error:
@@ -205,17 +210,20 @@ class SharedMap:
         self._look.set()
 
     def wish(self, member: SharedIntake, what: bytes) -> None:
+        """Ask the replica's writer to do something: RESYNC or REWRITE."""
         self.beside(self._wish(member.keys, what))
 
     async def _wish(self, keys: Keys, what: bytes) -> None:
         await (await self.ways.to(keys.wish)).set(keys.wish, what, px=10_000)
 
     def failed(self, error: BaseException) -> None:
+        """Count a failed call to Redis."""
         self.errors += 1
         self.ways.failed()
         log.debug("redis: %s", error)
 
     def lag(self, at: float) -> None:
+        """Note the lag of a delta that reached Redis at `at`, in seconds by the server's clock."""
         self._turn_lags()
         if math.isfinite(at):
             self._lags[0] = max(self._lags[0], self.now() + self._clock - at)
@@ -225,8 +233,7 @@ class SharedMap:
             self._lags, self._lags_until = [0.0, self._lags[0]], self.now() + 5
 
     async def read_snapshot(self, keys: Keys) -> list[bytes]:
-        """Its pieces, as many as belong to one snapshot; none if there is none. Raises Damaged where one of them is
-        none."""
+        """Return the pieces of one snapshot; none if there is none. Raises Damaged for a malformed piece."""
         pieces: list[bytes] = []
         more = True
         while more:
@@ -237,7 +244,7 @@ class SharedMap:
         return pieces
 
     async def read_deltas(self, keys: Keys, after: int) -> list[tuple[int, Delta]]:
-        """Raises Damaged where one of them is none."""
+        """Return the deltas after number `after`. Raises Damaged for a malformed one."""
         deltas: list[tuple[int, Delta]] = []
         more, begin = True, f"{after + 1}-0"
         while more:
@@ -247,7 +254,7 @@ class SharedMap:
         return deltas
 
     async def _read(self, key: str, kind: str, begin: int | str, longest: int) -> tuple[bool, list[Any]]:
-        """What lies at a key from `begin` on, as much as is read at once, and whether there is more."""
+        """Return whether there is more, and what is at a key from `begin` on, as much as is read at once."""
         found = await READ(await self.ways.to(key), [key], [kind, begin, longest, MOST_READ_BYTES, MOST_READ])
         if not isinstance(found, list):
             raise Damaged(f"a member of {found} bytes, where gateways write {longest} at most")
@@ -270,15 +277,17 @@ class SharedMap:
             self._look.clear()
 
     async def _tend_group(self, group: list[SharedIntake]) -> float:
-        """Returns how soon to look again. Without any replica Redis is asked all the same: whether it is there shows
-        only so."""
+        """Look at a group's leases; return how soon to look again, in seconds.
+
+        Redis is asked even without any replica: only that shows whether it is there.
+        """
         claims = self._to_claim(group)
         keys, arguments = [], [self.token, int(LEASE_SECONDS * 1000), KEEP_SECONDS]
         for one in group:
             k = one.keys
             keys += [k.lease, k.head, k.wish, k.life, k.deltas, k.snapshot]
             arguments += [self._asks(one, claims), k.incarnation, k.replica]
-        # what is known to be written before we ask must be there when we are told
+        # Deltas known to be written before the look must be there in its answer.
         journals = [
             None if one.journal is None or one.journal.whole or one in self._writing.snapshots else one.journal
             for one in group
@@ -298,7 +307,7 @@ class SharedMap:
             group, journals, written, read, states, strict=True
         ):
             if one not in self.members:
-                if state == b"ours":  # claimed while it was being removed
+                if state == b"ours":  # claimed while the member was being removed
                     self.beside(self._give_back([one]))
                 continue
             with self.guard(one):
@@ -315,19 +324,22 @@ class SharedMap:
         return SETTLE_SECONDS if any(state == b"free" for state, *_ in states) else LOOK_SECONDS
 
     def _asks(self, one: SharedIntake, claims: set[SharedIntake]) -> str:
-        """A newer incarnation that nobody leads is a slip, or the engine's clock was set back when it was restarted."""
+        """Return what to ask for this lease: look, claim or insist.
+
+        A newer incarnation that no gateway leads is a mistake, or the engine's clock was set back when it restarted.
+        """
         if one.unled_at is not None and self.now() - one.unled_at > UNLED_SECONDS:
             return "insist"
         return "claim" if one in claims else "look"
 
     def _to_claim(self, group: list[SharedIntake]) -> set[SharedIntake]:
-        """Leases to take if they are free: those we had, and some of the others."""
+        """Return the leases to claim if they are free: those this gateway had, and some of the others."""
         others = [one for one in group if one.journal is None and self.now() >= one.claim_at and not one.unreachable]
         some = random.sample(others, min(len(others), max(4, len(others) // 4)))
         return {one for one in group if one.journal is not None} | set(some)
 
     def _judge(self, one: SharedIntake, state: str, head: int, before: int, wished: bool, life: str) -> None:
-        """What the lease's state means for what we are. `before` we asked, so many deltas were read of it."""
+        """Take the role that a lease's state implies. `before` is how many deltas were read before the look."""
         one.head = head
         one.unled_at = (one.unled_at or self.now()) if state == "unled" else None
         if state in ("ours", "held"):
@@ -358,7 +370,7 @@ class SharedMap:
             one.want("alone")
 
     def _give_up(self, one: SharedIntake) -> None:
-        """Redis lets us hold the lease and takes no deltas: better that all know that nobody writes."""
+        """Give up a lease with which Redis accepts no deltas, so that every gateway follows the events itself."""
         log.warning("replica %s: redis takes no more of it: every gateway follows its events itself", one.replica)
         one.claim_at, one.stuck_at = self.now() + 3 * LEASE_SECONDS, None
         self.beside(self._give_back([one]))
@@ -386,7 +398,7 @@ class SharedMap:
             self.in_trouble(LEASES, lane, Trouble(in_words(refused), True))
         elif not states or any(
             state != b"free" for state, *_ in states
-        ):  # of a free one that was not claimed nothing is known
+        ):  # a free lease that was not claimed shows nothing about writes
             self.works(LEASES, lane)
 
     def _unreachable(self, group: list[SharedIntake], error: BaseException) -> None:
@@ -398,6 +410,7 @@ class SharedMap:
                 one.want("alone")
 
     def in_trouble(self, what: str, lane: int, trouble: Trouble) -> None:
+        """Note that a task fails in a lane; the first trouble is logged."""
         self._reached |= trouble.answered
         if not self._troubles:
             log.warning("redis %s: %s%s: every gateway goes on with what it knows: %s",
@@ -405,12 +418,15 @@ class SharedMap:
         self._troubles[what, lane] = trouble
 
     def works(self, what: str, lane: int) -> None:
+        """Note that a task works in a lane."""
         if self._troubles.pop((what, lane), None) is not None and not self._troubles:
             log.info("redis %s is of use again", self.place)
 
     def _forget_troubles(self) -> None:
-        """What this gateway no longer has to do is no trouble of its: only doing it would show that it works again.
-        After a refusal a lease is not asked for at first, and the refusal stands as long."""
+        """Forget troubles with work that this gateway no longer has, as only doing it would show that it works again.
+
+        After a refusal a lease is not claimed for a while, and the refusal stands as long.
+        """
         for what, lane in list(self._troubles):
             members = [one for one in self.members if self.lane(one) == lane]
             if what == WRITES:
@@ -448,17 +464,17 @@ class SharedMap:
                     one.reload("something else than a stream lies where its deltas were")
             for name, entries in found:
                 one = streams[name.decode()]
-                if one in self.members:  # not removed since
+                if one in self.members:  # it may have been removed meanwhile
                     with self.guard(one):
                         one.take(starmap(decode_entry, entries))
                 await asyncio.sleep(0)
-            # a read of many streams costs the server most for those without news: 0.3 us each
+            # The server's cost of a read is mostly that of streams without news: 0.3 us each.
             await asyncio.sleep(max(BATCH_SECONDS / 4, len(streams) * STREAM_SECONDS))
 
     # --- the rest
 
     def groups(self, members: list[SharedIntake]) -> list[list[SharedIntake]]:
-        """Those one command can speak of: on a Cluster those of one lane."""
+        """Return the members in groups that one command can cover: on a Cluster those of one lane."""
         if not self.ways.many:
             return [list(members)] if members else []
         lanes: dict[int, list[SharedIntake]] = {}
@@ -475,11 +491,11 @@ class SharedMap:
     def _spawn(
         self, name: str, work: Callable[[], Coroutine[Any, Any, None]], on_failure: Callable[[], None] = lambda: None
     ) -> None:
-        kind = f"shared map: {name.partition(' ')[0]}"  # one kind for all lanes
+        kind = f"shared map: {name.partition(' ')[0]}"  # all lanes share one kind
         self._tasks[name] = self.background.spawn(kind, work, on_failure=on_failure)
 
     def beside(self, work: Coroutine[Any, Any, None]) -> None:
-        """Something nobody waits for."""
+        """Run something in the background that no caller waits for."""
         task = asyncio.create_task(self._quietly(work))
         self._aside.add(task)
         task.add_done_callback(self._aside.discard)

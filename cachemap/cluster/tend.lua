@@ -1,11 +1,11 @@
--- One look at the leases of some replicas: renew those held, claim those that are free and wanted, tell of the others.
+-- Look at the leases of some replicas: renew those held, claim those that are free and wanted, report the others.
 -- KEYS  for each replica: lease, head, wish, life, deltas, snapshot
--- ARGV  gateway token, lease (ms), how long unused keys stay (s), then for each replica:
---       'look', 'claim' (take it if it is free) or 'insist' (also if a newer incarnation is named, which nobody leads);
---       its incarnation; what its keys begin with
--- Gives the server's time, and for each replica: ours, held, free, newer or unled (another incarnation is named, and some
--- gateway leads it or none does) or refused (the server takes no writes); the number of its last delta; 1 if what a
--- reader begins with is there; what was wished for, as keys.py says, empty if nothing; the newest incarnation named, or why it was refused.
+-- ARGV  gateway token, lease (ms), the time that unused keys stay (s), then for each replica:
+--       'look', 'claim' (take it if it is free) or 'insist' (also if a newer incarnation is named that no gateway leads);
+--       its incarnation; the prefix of its keys
+-- Returns the server's time, and for each replica: ours, held, free, newer or unled (a newer incarnation is named, and a
+-- gateway leads it or none does) or refused (the server accepts no writes); the number of its last delta; 1 if deltas and
+-- snapshot are there; the wish (see keys.py), empty if none; the newest incarnation named, or the refusal.
 local token, lease, keep = ARGV[1], ARGV[2], ARGV[3]
 local DAY = 86400
 local time = call('TIME')
@@ -15,7 +15,7 @@ local function newer(one, other)
   return (tonumber(one) or 0) > (tonumber(other) or 0)
 end
 
--- The newest incarnation named: when its process began, in seconds, which is not in the future, or a name without order.
+-- Return the newest incarnation named: its process's start time in seconds, not in the future, or a name without order.
 local function incarnation_at(key)
   local text = text_at(key)
   -- as NAME in keys.py
@@ -40,7 +40,7 @@ local function claim(k, mine, base, before)
   return 'ours'
 end
 
--- Who holds the lease. One that does not end soon is no gateway's, and would be held for ever.
+-- Return the lease's holder. A lease that does not end soon is not a gateway's, and is removed as it would last for ever.
 local function holder_of(key)
   local holder = text_at(key)
   if holder and holder ~= token then

@@ -1,4 +1,4 @@
-"""Writing: what a gateway that holds leases sends to Redis, deltas and now and then a snapshot in the place of them."""
+"""Writes of a gateway that holds leases to Redis: deltas, and now and then a snapshot in their place."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from cachemap.cluster.keys import KEEP_SECONDS
 HERE = Path(__file__).parent
 PUBLISH, COMMIT = Script((HERE / "publish.lua").read_text()), Script((HERE / "commit.lua").read_text())
 
-BATCH_SECONDS = 0.02  # changes of an engine's step or two go together
+BATCH_SECONDS = 0.02  # the changes of one or two engine steps are sent together
 PAUSE_SECONDS = 0.25  # after a snapshot that could not be written
-MOST_SNAPSHOTS = 4  # at once: when a Redis comes back empty, all are due
+MOST_SNAPSHOTS = 4  # written at once: when a Redis comes back empty, all are due
 WRITES = "deltas and snapshots cannot be written"  # a trouble
-MOST_BYTES = 1 << 18  # of deltas in one call: a server is blocked for less than a millisecond
+MOST_BYTES = 1 << 18  # bytes of deltas in one call, which blocks a server for less than a millisecond
 
 
 class Writers(Protocol):
-    """What Writing asks of the gateway's SharedMap: whose leases it holds, and where failures and troubles are kept."""
+    """The part of SharedMap that Writing uses: the leases it holds, and its records of failures and troubles."""
 
     members: list[SharedIntake]
     token: str
@@ -43,17 +43,17 @@ class Writers(Protocol):
 
 
 class Writing:
-    """One loop for all replicas whose leases this gateway holds; snapshots are written beside it."""
+    """A loop that writes for all replicas whose leases this gateway holds; snapshots are written concurrently."""
 
     def __init__(self, shared: Writers):
         self._shared = shared
-        self.snapshots: set[SharedIntake] = set()  # of these one is on its way
+        self.snapshots: set[SharedIntake] = set()  # the intakes whose snapshot is being written
         self.written = 0
 
     async def run(self) -> None:
         while True:
             await asyncio.sleep(BATCH_SECONDS)
-            # An intake that is in the middle of a batch is left out: a written position always ends a batch.
+            # An intake in the middle of a batch is left out: a written position always ends a batch.
             writers = [
                 one
                 for one in self._shared.members
@@ -97,7 +97,7 @@ class Writing:
             results = await PUBLISH(await self._shared.ways.to(keys[0]), keys, arguments)
         except FAILURES as error:
             self._failed([one for one, *_ in batch], error)
-            results = [b"unknown"] * len(batch)  # written or not
+            results = [b"unknown"] * len(batch)  # they may have been written or not
         for (one, journal, delta), result in zip(batch, results, strict=True):
             if result != b"unknown":
                 self._answered(one, result)
@@ -113,12 +113,12 @@ class Writing:
             self._shared.look_soon()
 
     async def _write_snapshot(self, one: SharedIntake, journal: Journal) -> None:
-        """In the place of all deltas so far, most of which go; or of everything, where nothing there follows."""
+        """Write a snapshot in place of most deltas so far, or of everything if what is in Redis cannot be continued."""
         try:
             if one.journal is journal and not one.engine.applying:  # the lease may have gone before this began
                 await self._write(one, journal)
             if one.journal is journal and journal.whole:
-                self._shared.look_soon()  # for the number to begin with
+                self._shared.look_soon()  # to learn the number to start from
                 await asyncio.sleep(PAUSE_SECONDS)
         finally:
             self.snapshots.discard(one)
@@ -153,7 +153,7 @@ class Writing:
 
     async def _write_on(self, one: SharedIntake, journal: Journal) -> bytes:
         delta = journal.seal(one.position)
-        # now: when the answers come the replica may have been removed
+        # Taken now, as the replica may have been removed when the answers come.
         snapshot, blocks = one.snapshot(journal), one.blocks
         if delta is not None:
             await self._send([(one, journal, delta)])
@@ -168,7 +168,7 @@ class Writing:
 
     async def _write_anew(self, one: SharedIntake, journal: Journal) -> bytes:
         snapshot = one.snapshot(journal)._replace(n=journal.n + 1)
-        journal.whole = False  # from here on changes are deltas after this snapshot, unless too many come meanwhile
+        journal.whole = False  # changes from here on are deltas after this snapshot, unless too many come meanwhile
         result = await self._commit(one, snapshot, "anew", encode_delta(journal.term, RELOAD, snapshot.position, []))
         if result == b"ok":
             journal.anew(snapshot.n)

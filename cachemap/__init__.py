@@ -1,4 +1,4 @@
-"""Who holds which prefix: block hashing, the block table, KV event intake."""
+"""The cache map: which replica holds which prefix. Block hashing, block tables and KV event intake."""
 
 from cachemap.events.intake import EventIntake
 from cachemap.hashing import GuessedBlocks, Span, chain_seed, hash_blocks, hash_with_media

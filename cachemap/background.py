@@ -1,6 +1,6 @@
-"""Background work that must not end unseen: loops that are started again after a fault, and a record of every fault.
+"""Background work that must not end unseen: loops that are restarted after a fault, and a record of all faults.
 
-The record, `FaultRecord`, serves for other work as well that goes on after a fault.
+`FaultRecord` also serves other work that continues after a fault.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import Any
 log = logging.getLogger("hitherto.background")
 
 PAUSE_SECONDS = 1.0  # before a loop that failed is started again
-RECENT_SECONDS = 300.0  # for how long a failure is worth an operator's attention
-LOG_SECONDS = 10.0  # between two tracebacks of one kind; the failures between them are only counted
+RECENT_SECONDS = 300.0  # how long a failure is worth an operator's attention
+LOG_SECONDS = 10.0  # between two tracebacks of one kind; failures in between are only counted
 
 
 @dataclass(slots=True)
 class Failures:
-    """How often one kind of work failed, and how it failed last."""
+    """The number of failures of one kind of work, and the last one."""
 
     count: int = 0
     last: str = ""
@@ -30,14 +30,16 @@ class Failures:
 
 
 class FaultRecord:
-    """The faults of work that goes on after them. `failures` has an entry for every kind of work there is, failed or
-    not, so that its counter exists before the first failure."""
+    """The faults of work that continues after them.
+
+    `failures` has an entry for every kind of work, failed or not, so that its counter exists before the first failure.
+    """
 
     def __init__(self) -> None:
         self.failures: dict[str, Failures] = {}
 
     def count(self, kind: str, last: str) -> Failures:
-        """Count a failure, which `last` says in words."""
+        """Count a failure that the text `last` describes, and return the record of its kind."""
         failures = self.failures.setdefault(kind, Failures())
         failures.count += 1
         failures.last, failures.at = last, monotonic()
@@ -45,11 +47,11 @@ class FaultRecord:
 
     @property
     def counts(self) -> dict[str, int]:
-        """How often each kind of work failed, for /metrics."""
+        """The number of failures by kind of work, for /metrics."""
         return {kind: one.count for kind, one in self.failures.items()}
 
     def recent(self) -> dict[str, dict[str, Any]]:
-        """What failed within the last minutes, for /status and the doctor."""
+        """Return the failures of the last minutes by kind of work, for /status and the doctor."""
         now = monotonic()
         return {
             kind: {"failures": one.count, "last": one.last, "seconds_ago": round(now - one.at, 1)}
@@ -64,8 +66,10 @@ class Background(FaultRecord):
     def spawn(
         self, kind: str, work: Callable[[], Coroutine[Any, Any, None]], *, on_failure: Callable[[], None] = lambda: None
     ) -> asyncio.Task[None]:
-        """Run `work` until the returned task is cancelled, and again after each failure, of which `on_failure` hears
-        first."""
+        """Start a task that runs `work` again after each failure, until the task is cancelled.
+
+        `on_failure` is called after each failure, before the restart.
+        """
         self.failures.setdefault(kind, Failures())
         return asyncio.create_task(self._keep_running(kind, work, on_failure), name=kind)
 
@@ -85,8 +89,10 @@ class Background(FaultRecord):
             await asyncio.sleep(PAUSE_SECONDS)
 
     def failed(self, kind: str, error: BaseException, subject: str = "") -> None:
-        """Count and log a failure. `subject` says of what, where the kind of work has several, such as a replica's
-        id."""
+        """Count and log a failure.
+
+        `subject` names what failed where the kind of work has several, such as a replica's id.
+        """
         failures = self.count(kind, f"{subject}: {_describe(error)}" if subject else _describe(error))
         if failures.at - failures.logged_at > LOG_SECONDS:
             failures.logged_at = failures.at

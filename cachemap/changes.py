@@ -1,7 +1,7 @@
-"""What can change in what a replica is known to hold, in words that mean the same in every map.
+"""Changes to what a replica is known to hold, in terms that mean the same in every map.
 
-Blocks are named by their own hash and by a tag, the fingerprint of the engine's key: no text, no
-tokens, nothing of one process. So a change can be sent to other gateways as it is.
+Blocks are named by their hash and by a tag derived from the engine's key: no text, no tokens, nothing specific to one
+process. So a change can be sent to other gateways as it is.
 """
 
 import re
@@ -14,38 +14,42 @@ TIERS = ("gpu", "cpu", "disk", "remote")
 _GROUP = re.compile(r"group (\d{1,5}), last (\d{1,9})")
 _CHUNKS = re.compile(r"(cpu|disk|remote) in (own )?chunks of (\d{1,5})")
 
-# In a group's index, which gateways tell each other in 16 bits:
-STATES = 1 << 14  # it is of Mamba layers
-PARTS = 1 << 15  # it has ends of prompts within blocks of full attention
+# Flags in a group's index, which gateways exchange in 16 bits:
+STATES = 1 << 14  # the group is of Mamba layers
+PARTS = 1 << 15  # the group has prompts' ends within blocks of full attention
 
 
 class CacheGroup(NamedTuple):
-    """A further KV cache group of an engine whose layers are not all alike: beside the blocks of full attention, which
-    are those of tier "gpu", it holds others for the same tokens, and drops them one by one.
+    """A further KV cache group of an engine whose layers are not all alike.
 
-    `last`: of a hit's blocks so many, the last ones, must be held in this group (all, where the hit has fewer). For
-    layers with a sliding window it is what the window reaches back over, for Mamba layers 1, as the state after the
-    last block says all; EVERY for one more group of full attention. `tier` is how changes name the group.
+    Besides full attention's blocks, which are in tier "gpu", such an engine holds other blocks for the same tokens, and
+    drops them one by one. `last`: how many of a hit's last blocks must be held in this group (all, if the hit has
+    fewer). With a sliding window these are the blocks that the window reaches back over; for Mamba layers it is 1, as
+    the state after the last block says all; for a further group of full attention it is EVERY. `tier` is the group's
+    name in changes.
     """
 
-    # of the engine, with STATES or PARTS; hides tuple.index, which nobody calls
+    # The engine's index, with STATES or PARTS; it hides tuple.index, which is never called.
     index: int  # type: ignore[assignment]
     last: int
 
     @classmethod
     def of_states(cls, index: int) -> "CacheGroup":
-        """One of Mamba layers. Its index here is told apart from those of other kinds."""
+        """Return a group of Mamba layers; its index is kept apart from those of other kinds."""
         return cls(index | STATES, 1)
 
     @classmethod
     def of_parts(cls, index: int, whole: int) -> "CacheGroup":
-        """The ends of prompts within blocks of full attention, each of which has so many (`whole`) of the blocks that
-        prompts are hashed in. A hit may end at one if all before its block is held."""
+        """Return the group of prompts' ends within blocks of full attention.
+
+        `whole` is the number of hashed blocks in one block of full attention. A hit may end at such an end if all
+        blocks before the one it lies in are held.
+        """
         return cls(index | PARTS, whole)
 
     @property
     def told_as(self) -> int:
-        """The engine's index."""
+        """The index that the engine gives the group."""
         return self.index & ~(STATES | PARTS)
 
     @property
@@ -62,22 +66,23 @@ class CacheGroup(NamedTuple):
 
     @staticmethod
     def of(tier: str) -> "CacheGroup | None":
-        """The group that a change is of; None: it is of a tier."""
+        """Return the group that a change's tier names; None for any other tier."""
         found = _GROUP.fullmatch(tier)
         return CacheGroup(int(found[1]), int(found[2])) if found else None
 
 
 class ChunkTier(NamedTuple):
-    """A slower tier in which a prompt's blocks are found by whole chunks of `blocks`, counted from its beginning: what
-    is behind a prompt's last whole chunk is not found, though a longer prompt's chunk has it. `tier` is how changes
-    name it.
+    """A slower tier that finds a prompt's blocks in whole chunks of `blocks`, counted from the prompt's beginning.
+
+    Blocks after a prompt's last whole chunk are not found, even if a longer prompt's chunk contains them. `tier` is the
+    tier's name in changes.
 
     A store below the engine finds chunks from a prompt's beginning on, whatever the engine holds. The engine's `own`
-    tier begins with the chunk in which what it holds in the first tier ends, and fetches no less than a chunk of
-    tokens; of its chunks only the last block is kept in the map, which stands for all of them.
+    tier starts with the chunk in which its GPU hit ends, and fetches no less than one chunk of tokens; of its chunks
+    the map keeps only the last block, which stands for the whole.
     """
 
-    base: str  # of TIERS, but for the first
+    base: str  # one of TIERS, but not "gpu"
     blocks: int
     own: bool = False
 
@@ -87,17 +92,17 @@ class ChunkTier(NamedTuple):
 
     @staticmethod
     def of(tier: str) -> "ChunkTier | None":
-        """None: it is none in chunks."""
+        """Return the chunk tier that a change's tier names; None for any other tier."""
         found = _CHUNKS.fullmatch(tier)
         return ChunkTier(found[1], int(found[3]), bool(found[2])) if found and int(found[3]) else None
 
 
 def outlives(tier: str) -> bool:
-    """Whether what lies there stays when an engine drops all that it has itself.
+    """Return whether blocks in this tier stay when an engine drops everything that it holds itself.
 
-    vLLM's reset of its prefix cache leaves LMCache's chunks and what is on disk or on other machines. Its own host
-    memory is emptied with some resets (sleep, pause, `reset_external`) and not with others, and its event is the same
-    for both: taken as emptied.
+    vLLM's reset of its prefix cache leaves LMCache's chunks, and what is on disk or on other machines. Some resets
+    (sleep, pause, `reset_external`) empty its own host memory and others do not, with the same event: the memory counts
+    as emptied.
     """
     chunks = ChunkTier.of(tier)
     base, own = (tier, True) if chunks is None else (chunks.base, chunks.own)
@@ -108,30 +113,32 @@ EVERY = 10**9 - 1  # blocks, more than any prompt has
 
 
 class Store(NamedTuple):
-    """It now has these blocks; `heads` as in CacheMap.store. Of a cache group that has none yet it may be empty: the
-    replica has such a group."""
+    """Blocks that the replica now holds; `heads` as in `CacheMap.store`.
 
-    tier: str  # of TIERS, or a CacheGroup's or ChunkTier's
+    Without blocks it announces a cache group, so that the group is known before its first block.
+    """
+
+    tier: str  # one of TIERS, or the `tier` of a CacheGroup or ChunkTier
     hashes: np.ndarray
     tags: np.ndarray
     heads: list[tuple[int, int]]
 
 
 class Remove(NamedTuple):
-    """It dropped, of each of these, one copy."""
+    """Blocks of which the replica dropped one copy each."""
 
     tier: str
     tags: np.ndarray
 
 
 class Clear(NamedTuple):
-    """It holds nothing; without `below`, nothing but what is in tiers that outlive the engine's own cache."""
+    """The loss of all blocks; without `below`, those in tiers that outlive the engine's own cache stay."""
 
     below: bool = True
 
 
 class Observe(NamedTuple):
-    """Its events are followed from now on, or its cache is modelled; it starts from nothing."""
+    """The switch between following the replica's events and modelling its cache; it starts from nothing."""
 
     observed: bool
 
@@ -140,7 +147,7 @@ Change = Store | Remove | Clear | Observe
 
 
 class Contents(NamedTuple):
-    """All of it at once: hashes and tags by tier, those longest unused first, and copies beyond the first."""
+    """All that a replica holds: hashes and tags by tier, least recently used first, and the copies beyond the first."""
 
     observed: bool
     held: dict[str, tuple[np.ndarray, np.ndarray]]
@@ -148,11 +155,10 @@ class Contents(NamedTuple):
 
 
 def merged(changes: Iterable[Change], most: int = 1024) -> Iterator[Change]:
-    """The same in fewer changes, of about `most` blocks: applying 400 small ones takes as long as 20,000 blocks at
-    once.
+    """Yield equivalent changes, merged to about `most` blocks each.
 
-    What is dropped goes first, then what is stored; so far as no block is stored twice, dropped twice, or dropped after
-    it was stored, which makes a new start.
+    Applying 400 small changes takes as long as 20,000 blocks in one. Removals come first, then stores. A block that is
+    stored twice, dropped twice, or dropped after it was stored starts new changes, as does another tier.
     """
     dropped: list[Remove] = []
     stored: list[Store] = []

@@ -1,9 +1,8 @@
-"""Block hashing: the names under which blocks of tokens are known to the map.
+"""Block hashing: the names under which the map knows blocks of tokens.
 
-A block's name is a 64-bit xxh3 of its token ids, seeded with the name of the block before
-it, so one number stands for the whole prefix up to and including the block. The first
-block is seeded with what must never be shared: the model, the block size, the LoRA
-adapter and the tenant's cache salt.
+A block's name is a 64-bit xxh3 of its token ids, seeded with the name of the block before it, so one number stands for
+the whole prefix up to and including the block. The first block's seed covers what must never be shared: the model, the
+block size, the LoRA adapter and the tenant's cache salt.
 """
 
 from array import array
@@ -17,14 +16,14 @@ from xxhash import xxh3_64_intdigest
 TOKEN_BYTES = 4  # token ids are unsigned 32-bit, little-endian
 
 
-_LONG = 256  # characters: clients choose salts and engines call adapters as they like, and 4,096 of them are kept
+_LONG = 256  # characters of salt and adapter; longer ones are not cached: clients choose salts, and 4,096 are kept
 
 
 def chain_seed(model: str, block_size: int, adapter: str | None = None, cache_salt: str | None = None) -> int:
-    """The u64 a chain starts from: two prompts share blocks only if all four are equal.
+    """Return the u64 seed of a prompt's first block: two prompts share blocks only if all four arguments are equal.
 
-    Each field is written with its length, so that no two combinations spell the same
-    bytes; None and "" mean the same, as they do to the engine.
+    Each field is written with its length, so that no two combinations give the same bytes. None and "" mean the same,
+    as they do to the engine.
     """
     short = len(adapter or "") + len(cache_salt or "") <= _LONG
     return (_seed if short else _seed.__wrapped__)(model, block_size, adapter, cache_salt)
@@ -38,18 +37,18 @@ def _seed(model: str, block_size: int, adapter: str | None, cache_salt: str | No
 
 
 def hash_blocks(tokens: bytes | memoryview, block_size: int, seed: int) -> list[int]:
-    """One u64 per full block of `tokens` (uint32 little-endian ids), in order.
+    """Return one u64 for each full block of `tokens` (uint32 little-endian ids), in order.
 
-    h[i] = xxh3_64(bytes of block i, seed = h[i-1]), h[-1] being `seed`. A prefix already
-    hashed is continued by passing its last hash as `seed`. Tokens after the last full
-    block are left out: the engine caches full blocks only. About 75 ns a 16-token block.
+    h[i] = xxh3_64(bytes of block i, seed = h[i-1]), with h[-1] = `seed`. To continue a prefix that is hashed already,
+    pass its last hash as `seed`. Tokens after the last full block are ignored, as the engine caches full blocks only. A
+    16-token block takes about 75 ns.
     """
     width = block_size * TOKEN_BYTES
     if len(tokens) < width:
         return []
-    # numpy cuts the bytes: slice by slice a block took 130 ns.
+    # numpy cuts the bytes into blocks: slicing them one by one took 130 ns a block.
     blocks = np.frombuffer(tokens, _block(width), len(tokens) // width).tolist()
-    # The list is extended by what is made of its own items: each hash is the seed of the next one. For 54 blocks this
+    # The map reads its seeds from the list that it extends: each hash is the seed of the next one. For 54 blocks this
     # takes a tenth fewer instructions than a comprehension.
     hashes = [seed]
     hashes += map(xxh3_64_intdigest, blocks, hashes)
@@ -58,16 +57,19 @@ def hash_blocks(tokens: bytes | memoryview, block_size: int, seed: int) -> list[
 
 
 def covering(keys: Sequence[object], seed: int) -> int:
-    """The seed of a block that covers `keys` besides its tokens, where the block before it gives `seed`.
+    """Return the seed of a block that covers `keys` besides its tokens; `seed` is the hash of the block before it.
 
-    For an item of media the key is [its identity, its offset from the block's start in tokens], as engines tell it.
+    The key of a media item is [its identity, its offset from the block's start in tokens], as engines report it.
     """
     return xxh3_64_intdigest(repr(keys).encode("utf-8", "surrogatepass"), seed)
 
 
 def looking_ahead(hashes: Sequence[int], ahead: np.ndarray) -> list[int]:
-    """Return block names that also cover the tokens following each block. XOR-based, so applying it to a name gives
-    back the block's own hash. `hashes`: of the blocks alone; `ahead`: those tokens, a row for each block."""
+    """Return block names that also cover the tokens following each block.
+
+    `hashes` are of the blocks alone; `ahead` has a row of following tokens for each block. The result is an XOR, so
+    applying this function to a name returns the block's own hash.
+    """
     names = np.array(hashes, np.uint64)
     for place in range(ahead.shape[1]):
         mixed = ahead[:, place].astype(np.uint64) + np.uint64((place << 32) + 1)
@@ -80,8 +82,10 @@ def looking_ahead(hashes: Sequence[int], ahead: np.ndarray) -> list[int]:
 
 
 def named_ahead(hashes: Sequence[int], tokens: bytes | memoryview, block_size: int, ahead: int) -> array:  # type: ignore[type-arg]
-    """The names of a prompt's blocks that are known by `ahead` tokens behind them too, as far as it has those; `hashes`
-    are the blocks' own."""
+    """Return the names of a prompt's blocks that also cover the `ahead` tokens after each, for blocks that have them.
+
+    `hashes` are the blocks' own; `tokens` are the prompt's uint32 ids.
+    """
     ids = np.frombuffer(tokens, np.uint32)
     count = max(0, min((len(ids) - ahead) // block_size, len(hashes)))
     rows = np.arange(1, count + 1)[:, None] * block_size + np.arange(ahead)
@@ -89,7 +93,7 @@ def named_ahead(hashes: Sequence[int], tokens: bytes | memoryview, block_size: i
 
 
 class Span(NamedTuple):
-    """An item of media in a prompt: `length` placeholder tokens from the one at `offset` on."""
+    """A media item in a prompt: `length` placeholder tokens from token `offset` on."""
 
     identity: str
     offset: int
@@ -99,13 +103,16 @@ class Span(NamedTuple):
 def hash_with_media(
     tokens: bytes | memoryview, block_size: int, seed: int, spans: Sequence[Span], ahead: int = 0
 ) -> list[int]:
-    """As `hash_blocks`, where each block that has placeholders of an item covers that item too. `spans` are in order;
-    one may begin at the last token of the one before it. `ahead`: so many tokens behind a block count for that too."""
+    """Return the hashes of `hash_blocks`, where each block with placeholders of a media item covers that item too.
+
+    `spans` are in order; one may begin at the last token of the one before it. With `ahead`, an item also counts for a
+    block if its placeholders are among the `ahead` tokens after the block.
+    """
     width = block_size * TOKEN_BYTES
     if len(tokens) < width:
         return []
-    # A request of a kilobyte may have seven thousand such blocks, so no function of Python is called for each: 0.4 us.
-    covered: dict[int, str] = {}  # what `covering` is given of each block, as text
+    # A request of a kilobyte may have seven thousand such blocks, so the loop inlines `covering`: a call is 0.4 us.
+    covered: dict[int, str] = {}  # by block, the items of the `keys` that `covering` would get, as text
     for identity, offset, length in spans:
         name = f"[{identity!r}, "
         for i in range(max(0, (offset - ahead) // block_size), -(-(offset + length) // block_size)):
@@ -123,21 +130,22 @@ def hash_with_media(
 class GuessedBlocks(array):  # type: ignore[type-arg]
     """The names of a prompt's blocks, as array("Q"), of which only the first `known` are made of the engine's tokens.
 
-    The others stand for what the engine makes of the rest: equal names mean the same text and media, but no event tells
-    of them.
+    The others stand for what the engine makes of the rest of the prompt: equal names mean the same text and media, but
+    no event reports these names.
     """
 
     known = 0
 
     @classmethod
     def of(cls, hashes: Sequence[int], known: int) -> "GuessedBlocks":
+        """Return these names, of which the first `known` are made of the engine's tokens."""
         guessed = cls("Q", hashes)
         guessed.known = known
         return guessed
 
 
 def _without_zero(blocks: list[bytes], seed: int) -> list[int]:
-    """`hash_blocks` with 1 in place of 0, which marks an empty place in the table: it comes once in 2**64 blocks."""
+    """Return `hash_blocks` with 1 in place of 0, which marks an empty place in the table: one in 2**64 blocks."""
     return [seed := xxh3_64_intdigest(block, seed) or 1 for block in blocks]
 
 

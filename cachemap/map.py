@@ -1,9 +1,8 @@
-"""CacheMap: for every replica, how much of a prompt it holds.
+"""The cache map: for every replica, how much of a prompt it holds.
 
-Confirmed blocks, those that engines reported by events, lie in block tables, one a tier.
-Predicted blocks, those of prompts just routed, lie apart and expire. A replica without
-events has neither: it has a model of the engine's own cache instead. So have the others, for
-the parts of prompts of which no event tells (`GuessedBlocks`).
+Confirmed blocks, which engines reported in events, are in block tables, one for each tier. Predicted blocks, those of
+prompts just routed, are kept apart and expire. A replica without events has neither; instead its cache is modelled.
+Replicas with events are modelled too, for the parts of prompts that no event reports (`GuessedBlocks`).
 """
 
 from array import array
@@ -24,20 +23,19 @@ from cachemap.table.groups import GroupTables
 from cachemap.table.routed import Routed
 
 PREDICTED_SECONDS = 5.0  # longer than a queue and a prefill take, shorter than a cache turns over
-UNKNOWN_CAPACITY = 8192  # blocks assumed of an engine that does not say: 131,072 tokens of 16
+UNKNOWN_CAPACITY = 8192  # blocks assumed for an engine that does not report its capacity: 131,072 tokens at 16 a block
 LOWER_TIERS = ("cpu", "disk", "remote")  # nearest first
 LEAST_BUDGET = 1 << 20
-PIECE = 1024  # blocks stored at a time: enough to spread a call's cost, few against any table
+PIECE = 1024  # blocks stored at a time: enough to spread a call's cost, few compared with any table
 
 
 class Match:
-    """What each replica holds of one prompt.
+    """How much of one prompt each replica holds.
 
-    `held` and `confirmed` are indexed by slot and count blocks from the prompt's start:
-    confirmed by events, and held for any reason (confirmed, predicted or modelled). Of a replica with several
-    cache groups (see `CacheGroup`) both are what all of its groups make a hit of.
-    `lower` has, for the few slots that need it, the blocks that follow the held ones in
-    slower tiers, as runs in the prompt's order.
+    `held` and `confirmed` are indexed by slot and count blocks from the prompt's start: `confirmed` by events, `held`
+    for any reason (confirmed, predicted or modelled). For a replica with several cache groups (see `CacheGroup`) both
+    count what is a hit in all groups. `lower` has, for the few slots that need it, the blocks after the held ones that
+    are in slower tiers, as runs of (tier, blocks) in the prompt's order.
     """
 
     __slots__ = ("confirmed", "held", "lower")
@@ -56,13 +54,13 @@ class _Replica:
     name: str
     model: EngineModel
     observed: bool
-    # Two requests that compute the same block leave two copies, and engines tell of each, when it comes
-    # and when it goes. The block is gone with the last; here, by tier and tag, the copies beyond the first.
+    # Two requests that compute the same block leave two copies, and engines report each one stored and removed. The
+    # block is gone with the last copy. Here, by tier and tag, are the copies beyond the first.
     copies: Counter[tuple[str, int]] = field(default_factory=Counter)
     journal: Callable[[Change], None] | None = None
 
     def fewer(self, tier: str, tag: int) -> bool:
-        """One copy went; whether there are others."""
+        """Remove one of the copies beyond the first; return whether there was one, so that the block stays."""
         beyond = self.copies.get((tier, tag), 0)
         if beyond > 1:
             self.copies[tier, tag] = beyond - 1
@@ -72,12 +70,12 @@ class _Replica:
 
 
 class CacheMap:
-    """All that is known about who holds what, within `budget_bytes`.
+    """The blocks that each replica is known, predicted or modelled to hold, within `budget_bytes`.
 
-    Replicas are slots: small ints that index the lists in `Match` and are used again after
-    `detach`. Hashes are nonzero u64 made by `hash_blocks`. `now` is in seconds, monotonic.
-    Not thread safe; every call is short: what takes long, growth, shedding and the end of a replica,
-    is done in steps of at most some milliseconds, with each call (see bench/scale.py).
+    Replicas are slots: small ints that index the lists in `Match` and are reused after `detach`. Hashes are nonzero u64
+    of `hash_blocks`. `now` is in seconds, monotonic. Methods that change a replica raise KeyError for a slot without
+    one. Not thread-safe. Every call is short: growth, eviction and the removal of a replica advance with each call, in
+    steps of at most some milliseconds (see bench/scale.py).
     """
 
     def __init__(self, budget_bytes: int, predicted_seconds: float = PREDICTED_SECONDS):
@@ -87,20 +85,22 @@ class CacheMap:
         self._budget = Budget(budget_bytes - self._chain_budget)
         self._gpu = BlockTable(self._budget)
         self._lower: dict[str, BlockTable] = {}
-        self._tiers: list[ChunkTier] = []  # what is in `_lower`, nearest first; in own chunks of 1 where it is in none
+        self._tiers: list[ChunkTier] = []  # the tiers of `_lower`, nearest first; own chunks of 1 for those without
         self._groups = GroupTables(self._budget)
         self._routed = Routed(predicted_seconds, self._groups.of)
         self._replicas: list[_Replica | None] = []
         self._live: list[tuple[int, _Replica]] = []
         self._modelled: list[tuple[int, EngineModel]] = []
         self._observed = False
-        self._dropping: dict[int, bool] = {}  # by slot: whether it looks at the block that ends with the prompt
-        self._last: tuple[Sequence[int], list[int], int | None] = ([], [], None)  # what `match` was asked and found
+        self._dropping: dict[int, bool] = {}  # `to_end` of `drop`, by slot
+        # The last call of `match`: its hashes, what full attention holds of them, and its `most`.
+        self._last: tuple[Sequence[int], list[int], int | None] = ([], [], None)
 
     def attach(self, name: str, capacity_blocks: int | None, observed: bool) -> int:
-        """A replica joins; `capacity_blocks` is its cache's size in blocks, None if unknown.
+        """Add a replica and return its slot.
 
-        `observed`: its events are followed. Otherwise its cache is modelled.
+        `capacity_blocks` is its cache's size in blocks, None if unknown. `observed`: its events are followed; otherwise
+        its cache is modelled.
         """
         model = EngineModel(capacity_blocks or UNKNOWN_CAPACITY)
         replica = _Replica(name, model, observed)
@@ -117,12 +117,12 @@ class CacheMap:
         return slot
 
     def resize(self, slot: int, capacity_blocks: int | None) -> None:
-        """The replica's cache has another size than was told when it joined."""
+        """Set the size of the replica's cache in blocks, None if unknown."""
         self._replica(slot).model.resize(capacity_blocks or UNKNOWN_CAPACITY)
         self._gpu.capacity.expect(slot, capacity_blocks or 0)
 
     def detach(self, slot: int) -> None:
-        """The replica is gone and its slot free for another."""
+        """Remove the replica and free its slot."""
         self._replica(slot)
         for table in (self._gpu, *self._lower.values()):
             table.capacity.detach(slot)
@@ -133,20 +133,22 @@ class CacheMap:
         self._recount()
 
     def _recount(self) -> None:
-        """After a change of replicas: who is there how, and their shares of the chain budget."""
+        """Recompute the lists of replicas and their shares of the budget for predicted and modelled blocks."""
         self._live = [(slot, replica) for slot, replica in enumerate(self._replicas) if replica]
         self._modelled = [(slot, one.model) for slot, one in self._live if not one.observed]
-        self._observed = len(self._modelled) < len(self._live)  # only of these anything is predicted
+        self._observed = len(self._modelled) < len(self._live)  # predictions are only made for observed replicas
         most = self._chain_budget // BYTES_PER_BLOCK // max(len(self._live), 1)
-        guessed = most // 4  # of an observed replica only what `GuessedBlocks` say is modelled
+        guessed = most // 4  # an observed replica's model only has `GuessedBlocks`
         self._routed.most = (most - guessed) * (len(self._live) - len(self._modelled)) // 2  # two generations
         for _, replica in self._live:
             replica.model.most = guessed if replica.observed else most
 
     def match(self, hashes: Sequence[int], now: float, most: int | None = None) -> Match:
-        """How much of the prompt with these block hashes each replica holds. `most`: blocks that can be hits, as the
-        engine always computes the last token; None: all. Only where a replica has several cache groups, or drops the
-        last block that it finds, does it matter which they are."""
+        """Return how much of the prompt with these block hashes each replica holds.
+
+        `most` is the number of blocks that can be hits, as the engine always computes the last token; None: all. It
+        matters only for replicas with several cache groups, or which drop the last block that they find.
+        """
         if self._observed:
             gpu = self._gpu.blocks
             found = gpu.prefix(hashes)
@@ -159,7 +161,7 @@ class CacheMap:
                 for slot, reach in self._routed.reach(hashes, now, full).items():
                     if not grouped or slot not in grouped:
                         while reach < found.count and gpu.holds(slot, found.number(reach)):
-                            reach += 1  # confirmed again after what is predicted
+                            reach += 1  # blocks after the predicted ones that are confirmed again
                     held[slot] = reach
         else:  # no replica reports its blocks, so the table has none
             full = confirmed = [0] * len(self._replicas)
@@ -176,8 +178,10 @@ class CacheMap:
         return Match(held, confirmed, self._further(hashes, held) if self._lower else {})
 
     def drop(self, slot: int, drops: bool, to_end: bool = True) -> None:
-        """Whether the replica computes the last block that it finds once more, as engines do that speculate with the
-        model's hidden states. `to_end`: with several cache groups it looks for the block that ends with the prompt too.
+        """Set whether the replica recomputes the last block that it finds.
+
+        Engines do that which speculate with the model's hidden states. `to_end`: with several cache groups, the replica
+        also looks for the block that ends with the prompt.
         """
         self._replica(slot)
         if drops:
@@ -186,11 +190,14 @@ class CacheMap:
             self._dropping.pop(slot, None)
 
     def drops(self, slot: int) -> bool:
-        """Whether the last block that the replica finds is taken to be computed once more."""
+        """Return whether the replica is taken to recompute the last block that it finds."""
         return slot in self._dropping
 
     def _drop(self, hashes: Sequence[int], full: list[int], held: list[int], confirmed: list[int], most: int) -> None:
-        """What is left of hits where the last block is dropped; those of several cache groups are looked up anew."""
+        """Shorten hits in `held` and `confirmed` for replicas that drop the last block.
+
+        With several cache groups a hit may become shorter than that, so it is looked up again.
+        """
         most = min(most, len(hashes))
         for slot, to_end in self._dropping.items():
             if slot in self._groups.of and self._replica(slot).observed:
@@ -204,27 +211,30 @@ class CacheMap:
                 confirmed[slot] = min(confirmed[slot], held[slot])
 
     def _in_all_groups(self, hashes: Sequence[int], full: list[int], most: int | None) -> list[int]:
-        """What is a hit in all cache groups, of what full attention holds."""
+        """Reduce full attention's hit of each replica to what every KV cache group also holds."""
         held = full.copy()
         for slot, reach in self._groups.reach(hashes, full, len(hashes) if most is None else most).items():
             held[slot] = reach
         return held
 
     def _guess(self, hashes: GuessedBlocks, held: list[int]) -> None:
-        """No event tells of the blocks behind the known ones. They are taken to be where this prompt was sent before,
-        as far as the known ones are still there and the replica's cache has room."""
+        """Extend `held` over blocks that no event reports, in place.
+
+        They are assumed to be where this prompt was sent before, while the known blocks before them are still there and
+        the replica's cache has room.
+        """
         for slot, replica in self._live:
             if replica.observed and held[slot] >= hashes.known:
                 held[slot] = max(held[slot], replica.model.reach(hashes))
 
     def _further(self, hashes: Sequence[int], held: list[int]) -> dict[int, list[tuple[str, int]]]:
-        """For each slot the runs of blocks after the held ones that lie in lower tiers."""
+        """Return by slot the runs of blocks after the held ones that are in lower tiers."""
         wanted = u64(hashes)
         in_chunks: list[tuple[ChunkTier, list[int]]] = []
-        tiers: list[tuple[str, list[int]]] = []  # and who holds each block
+        tiers: list[tuple[str, list[int]]] = []  # each with the holders of every block, as bits by slot
         for tier, table in zip(self._tiers, self._lower.values(), strict=True):
             chunk = tier.blocks
-            holders = table.blocks.holders_of(wanted[chunk - 1 :: chunk])  # of each whole chunk, by its last block
+            holders = table.blocks.holders_of(wanted[chunk - 1 :: chunk])  # a chunk is known by its last block
             if tier.own and chunk > 1:
                 in_chunks.append((tier, holders))
             else:
@@ -232,7 +242,7 @@ class CacheMap:
         lower = {}
         for slot, _ in self._live:
             if slot in self._groups.of:
-                continue  # which of its groups a slower tier holds is not known
+                continue  # events do not say which of its groups a slower tier holds
             start = held[slot]
             size = self.own_chunk(slot) if in_chunks else 1
             of_size = [(tier.base, holders) for tier, holders in in_chunks if tier.blocks == size]
@@ -249,24 +259,26 @@ class CacheMap:
         return lower
 
     def holds_below(self, slot: int) -> bool:
-        """Whether the replica is known to hold anything in slower tiers."""
+        """Return whether the replica is known to hold anything in slower tiers."""
         return any(table.aliases[slot].count for table in self._lower.values())
 
     def chunk_tiers(self, slot: int) -> list[ChunkTier]:
-        """The slower tiers in which this replica has chunks."""
+        """Return the slower tiers in which this replica has chunks."""
         tables = zip(self._tiers, self._lower, self._lower.values(), strict=True)
         return [tier for tier, name, table in tables if name not in LOWER_TIERS and table.aliases[slot].count]
 
     def own_chunk(self, slot: int) -> int:
-        """How many blocks the replica's own slower tiers find together or not at all, as far as events told."""
+        """Return the largest chunk, in blocks, that events reported in the replica's own slower tiers; 1 if none."""
         tables = zip(self._tiers, self._lower.values(), strict=True)
         return max([tier.blocks for tier, table in tables if tier.own and table.aliases[slot].count], default=1)
 
     def last_below(self, slot: int, hashes: Sequence[int], held: int) -> int | None:
-        """Where a slower tier of the replica has the last of these blocks, the last of a prompt that ends with it, and
-        it is found there behind the first `held` ones: how many of its tokens are not counted as found. An engine
-        computes the last token whatever it finds. Its own tiers count that one as found all the same, a store below it
-        does not. None: no tier has the block."""
+        """Return how many tokens of a prompt's last block the engine does not count as found in a slower tier, or None.
+
+        The prompt ends with a whole block, the last of `hashes`, and its first `held` blocks are found elsewhere. An
+        engine always computes the last token; its own tiers count that token as found (0), a store below it does not
+        (1). None: no slower tier finds the block.
+        """
         if slot not in self._groups.of:
             last = u64(hashes[-1:])
             for (_, chunk, own), table in zip(self._tiers, self._lower.values(), strict=True):
@@ -276,8 +288,11 @@ class CacheMap:
         return None
 
     def leading(self, tier: str, hashes: Sequence[int]) -> list[int]:
-        """How many leading blocks each replica is known to hold in this slower tier, whatever it holds elsewhere. One
-        with several cache groups has none: which of them the tier holds is not known."""
+        """Return for each slot how many leading blocks it is known to hold in this slower tier.
+
+        What it holds elsewhere does not count. Replicas with several cache groups have 0, as events do not say which
+        groups the tier holds.
+        """
         most = [0] * len(self._replicas)
         for (base, chunk, own), table in zip(self._tiers, self._lower.values(), strict=True):
             if base == tier and own:
@@ -286,9 +301,10 @@ class CacheMap:
         return [0 if slot in self._groups.of else blocks for slot, blocks in enumerate(most)]
 
     def expect(self, slot: int, hashes: Sequence[int], now: float) -> int:
-        """Note that a prompt with these blocks was just routed to this replica. Return its number, for `take_back`.
+        """Note that a prompt with these blocks was just routed to this replica; return its number, for `take_back`.
 
-        Called right after `match` of the same list, it leaves out one that is confirmed as a whole.
+        The number is 0 if nothing was predicted: the cache is modelled, or this follows `match` of the same list, which
+        is confirmed as a whole.
         """
         replica, (last, confirmed, most) = self._replica(slot), self._last
         if replica.observed and type(hashes) is GuessedBlocks:
@@ -304,8 +320,10 @@ class CacheMap:
         return 0
 
     def take_back(self, slot: int, hashes: Sequence[int], held: int, number: int) -> None:
-        """The replica refused the prompt that `expect` gave this number, of which `held` blocks were taken to be there
-        before."""
+        """Withdraw what `expect` noted under this number, as the replica refused the prompt.
+
+        `held` is the number of the prompt's blocks that were taken to be there before it.
+        """
         replica = self._replica(slot)
         if replica.observed:
             self._routed.take_back(slot, hashes, held + (slot in self._dropping), number)
@@ -320,11 +338,11 @@ class CacheMap:
         tier: str = "gpu",
         heads: list[tuple[int, int]] | None = None,
     ) -> None:
-        """The replica reports that it now has these blocks, under these keys of its own.
+        """Record that the replica holds these blocks, under these keys of its own.
 
-        They are taken to be one chain from a prompt's start, unless `heads` says where
-        chains begin: (index of the first block, hash of the block before it or 0), in order.
-        A key known for the same block already means one more copy of it, if it comes in a call of its own.
+        The blocks are one chain from a prompt's start, unless `heads` says where chains begin: (index of the first
+        block, hash of the block before it or 0), in order. Storing a known key again in a separate call increments the
+        block's copy count.
         """
         heads = heads or [(0, 0)]
         for start in range(0, len(hashes), PIECE):
@@ -336,28 +354,30 @@ class CacheMap:
             self.change(slot, Store(tier, u64(hashes[start:end]), tags, part))
 
     def add_group(self, slot: int, group: CacheGroup) -> None:
-        """The replica has this cache group beside that of full attention. Its blocks are stored and removed as those of
-        tier `group.tier`, and it is forgotten when all is."""
+        """Record that the replica has this cache group besides full attention.
+
+        Its blocks are stored and removed under tier `group.tier`. The group is forgotten when the replica is cleared.
+        """
         if group.tier not in self.groups(slot):
             self.change(slot, Store(group.tier, NO_BLOCKS, NO_BLOCKS, []))
 
     def groups(self, slot: int) -> dict[str, CacheGroup]:
-        """The replica's cache groups beside that of full attention."""
+        """Return the replica's cache groups besides full attention, by tier."""
         self._replica(slot)
         return self._groups.of.get(slot, {})
 
     def remove(self, slot: int, engine_keys: Sequence[int | bytes], tier: str = "gpu") -> int:
-        """The replica reports that it dropped these; gives how many of them were known and are gone."""
+        """Record that the replica dropped the blocks under these keys; return how many were known and are gone."""
         self._replica(slot)
         if not engine_keys or (tier != "gpu" and tier not in self._lower and tier not in self.groups(slot)):
             return 0
         return self.change(slot, Remove(tier, self._gpu.tags(engine_keys)))
 
     def change(self, slot: int, change: Change) -> int:
-        """One change to what a replica is known to hold, in terms that mean the same in every map.
+        """Apply one change to what a replica is known to hold; return how many blocks a Remove ended.
 
-        All changes pass here, those of `store`, `remove`, `clear` and `observed` too, so a map that is told
-        the same ones in the same order holds the same. Gives how many blocks are gone for a Remove.
+        All changes go through here, including those of `store`, `remove`, `clear` and `observed`, so maps that apply
+        the same changes in the same order hold the same.
         """
         replica = self._replica(slot)
         if isinstance(change, Store) and not replica.observed:
@@ -402,26 +422,26 @@ class CacheMap:
         self._last = ([], [], None)
 
     def hold(self, more: int) -> bool:
-        """Whoever makes blocks of what engines tell keeps so many bytes more for that, or less; False: it may not."""
+        """Count `more` bytes (negative: fewer) that decoding events takes; return False if they may not be used."""
         return self._budget.hold(more)
 
     def record(self, slot: int, journal: Callable[[Change], None] | None) -> None:
-        """Tell `journal` of every change to this replica from now on, before it is made."""
+        """Call `journal` with every change to this replica from now on, before it is made; None ends that."""
         self._replica(slot).journal = journal
 
     @property
     def tag_bits(self) -> int:
-        """Maps can exchange changes and contents if this is equal."""
+        """The width of tags. Maps can exchange changes and contents if it is equal."""
         return self._gpu.tag_bits
 
     def held(self, slot: int) -> int:
-        """Blocks that events told of this replica, in all tiers and cache groups."""
+        """Return how many blocks events reported of this replica, in all tiers and cache groups."""
         lower = zip(self._tiers, self._lower.values(), strict=True)
         below = sum([table.aliases[slot].count * (tier.blocks if tier.own else 1) for tier, table in lower])
         return self._gpu.aliases[slot].count + below + self._groups.held(slot)
 
     def contents(self, slot: int) -> Contents:
-        """All that events told of this replica."""
+        """Return all that events reported of this replica."""
         replica = self._replica(slot)
         tiers = {"gpu": self._gpu, **self._lower}
         held = {tier: table.contents(slot) for tier, table in tiers.items() if table.aliases[slot].count}
@@ -429,10 +449,12 @@ class CacheMap:
         return Contents(replica.observed, held, dict(replica.copies))
 
     def differs(self, slot: int) -> Callable[[Sequence[int | bytes]], tuple[list[int], list[int]]]:
-        """What events have told of the replica's GPU until now, to be compared with the keys of all that it says it has
-        there: which of them are not known, by their position, and the hashes of the blocks that are known besides.
+        """Take a snapshot of the replica's GPU blocks; return a function that compares it with the engine's keys.
 
-        For a million blocks this takes 20 ms, and the comparison 1.2 s; that may be done in a thread."""
+        That function takes the keys of all blocks that the engine says it has there. It returns the positions of the
+        keys that the map does not know, and the hashes of the blocks that only the map has. For a million blocks the
+        snapshot takes 20 ms and the comparison 1.2 s; the comparison may run in a thread.
+        """
         self._replica(slot)
         hashes, known = self._gpu.held(slot)
 
@@ -444,8 +466,10 @@ class CacheMap:
         return compare
 
     def become(self, slot: int, contents: Contents) -> Iterator[None]:
-        """Make a replica's part equal to contents, in steps of a millisecond: between them others may look
-        things up. Only what differs is touched. Not journaled."""
+        """Make a replica's part equal to `contents`, in steps of a millisecond.
+
+        Between steps others may look things up. Only differences are touched, and nothing is journaled.
+        """
         replica = self._replica(slot)
         if replica.observed != contents.observed:
             self._clear(slot, replica)
@@ -466,7 +490,7 @@ class CacheMap:
                 yield
 
     def resolve(self, slot: int, engine_keys: Sequence[int | bytes]) -> list[int]:
-        """Hashes of the blocks the replica holds in any tier or group under these keys, 0 if unknown."""
+        """Return the hashes of the replica's blocks under these keys, in any tier or group; 0 if unknown."""
         self._replica(slot)
         tags = self._gpu.tags(engine_keys)
         hashes: np.ndarray = self._gpu.resolve(slot, tags)
@@ -478,27 +502,26 @@ class CacheMap:
         return known
 
     def clear(self, slot: int, below: bool = True) -> None:
-        """The replica holds nothing: it said so, restarted, or we lost track of it. Without `below`, tiers that outlive
-        its own cache stay."""
+        """Forget the replica's blocks; without `below`, those in tiers that outlive its own cache stay."""
         self.change(slot, Clear(below or not self._outliving(slot)))
 
     def _outliving(self, slot: int) -> list[str]:
-        """The tiers with blocks of this replica that its own cache's end leaves as they are."""
+        """Return the tiers with blocks of this replica that stay when its own cache is emptied."""
         return [tier for tier, table in self._lower.items() if table.aliases[slot].count and outlives(tier)]
 
     def observed(self, slot: int, observed: bool) -> None:
-        """Follow the replica's events from now on, or model its cache; starts from nothing."""
+        """Follow the replica's events from now on, or model its cache; a switch starts from nothing."""
         if self._replica(slot).observed != observed:
             self.change(slot, Observe(observed))
 
     def learn(self, slot: int, hashes: Sequence[int], predicted_blocks: int, reported_blocks: int) -> None:
-        """The engine reported how much of a prompt it had; corrects what is modelled of the replica."""
+        """Correct the model of the replica's cache by the cached blocks that the engine reported for a prompt."""
         replica = self._replica(slot)
         if not replica.observed or type(hashes) is GuessedBlocks:
             replica.model.learn(predicted_blocks, reported_blocks)
 
     def stats(self) -> dict[str, Any]:
-        """Sizes: `bytes` counts tables and the estimate for predicted and modelled blocks."""
+        """Return the map's sizes: `bytes` counts the tables and an estimate for predicted and modelled blocks."""
         tables = (self._gpu, *self._lower.values(), *self._groups.tables.values())
         blocks = sum(table.blocks.index.count for table in tables)
         chained = len(self._routed) + sum(len(replica.model) for _, replica in self._live)
@@ -548,18 +571,21 @@ class CacheMap:
 
 
 def _in_own_chunks(slot: int, start: int, size: int, tiers: list[tuple[str, list[int]]]) -> list[tuple[str, int]]:
-    """Runs behind a prompt's first `start` blocks, in tiers of whole chunks of `size`; `tiers`: who holds each."""
+    """Return the runs of blocks after the first `start` in the engine's own tiers of chunks of `size` blocks.
+
+    `tiers` has for each tier the holders of each chunk, as bits by slot.
+    """
     runs: list[tuple[str, int]] = []
     for number in range(start // size, len(tiers[0][1])):
         base = next((base for base, holders in tiers if holders[number] >> slot & 1), None)
         if base is None:
             break
         _add(runs, base, min(size, (number + 1) * size - start))
-    return runs if sum([count for _, count in runs]) >= size else []  # less than a chunk is not fetched
+    return runs if sum([count for _, count in runs]) >= size else []  # the engine fetches no less than a chunk
 
 
 def _but_last(runs: list[tuple[str, int]]) -> list[tuple[str, int]]:
-    """The same without the last block."""
+    """Return the runs without their last block."""
     return [*runs[:-1], (runs[-1][0], runs[-1][1] - 1)] if runs and runs[-1][1] > 1 else runs[:-1]
 
 

@@ -1,7 +1,7 @@
-"""Pure functions from (request, candidates) to a choice: no I/O, no clock.
+"""Routing policies: pure functions from a request and its candidates to a choice, without I/O or a clock.
 
-One policy a file; the vocabulary they share is `Load`, `Demand`, `Candidate`, `Choice`. `Ledger`
-keeps the load they see, `CostGroup` and `Costs` turn it into predicted seconds.
+Each policy has a file of its own in `rules`. They share the vocabulary of `Load`, `Demand`, `Candidate` and `Choice`.
+`Ledger` keeps the load that they see; `CostGroup` and `Costs` predict seconds from it.
 """
 
 from . import leg_rules, legs, two_legs
@@ -38,7 +38,10 @@ DEFAULT = LeastTime.name
 
 
 def make(name: str) -> Policy:
-    """The policy called `name`, or that of a file (`own`). ValueError for an unknown name, or what is wrong there."""
+    """Return the policy called `name`, or the one that a user's file defines (`own`).
+
+    Raises ValueError for an unknown name or a faulty file.
+    """
     if is_own(name):
         return make_own(name)
     try:

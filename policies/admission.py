@@ -1,31 +1,30 @@
-"""Admission: whether a request is sent now, waits in front of the fleet, or is told to come back, and when.
+"""Admission: whether a request is sent now, waits in front of the fleet, or is refused, and when it should retry.
 
-A candidate has *room* for a request if it is idle, or if what waits there is no longer than `engine_wait` seconds and
-its streams stay within the strictest limit of all classes. It *meets* a request's limits if the predicted seconds to
-its first token, with those that it has waited already, and those from one token to the next are within them. `fit` says
-which ones do.
+A candidate has *room* for a request if it is idle, or if its queue is no longer than `engine_wait` seconds and its
+streams keep the strictest TPOT limit of all classes. It *meets* a request's limits if its predicted TTFT, plus the time
+the request has already waited, and its predicted TPOT are within them. `fit` computes both.
 
-A request is sent where there is room and nobody goes before it; and, unless the steps of its class (`when_full`) have
-`wait` or begin with `degrade`, where its limits are met all the same. Else it goes through the steps in their order
-until one takes it, and is refused if none does:
+A request is sent where there is room and no earlier request has a claim. Unless the steps of its class (`when_full`)
+contain `wait` or begin with `degrade`, it is also sent where its limits are met without room. Otherwise the steps are
+tried in their order until one accepts it; if none does, it is refused:
 
-    wait      it waits, unless it is predicted to wait longer than its limit allows; if it comes to that all the same,
-              the steps after this one are tried then
-    degrade   its answer is capped at `max_tokens_floor` tokens, and it is sent where its limits are met so, though not
-              where a higher class waits
-    spill     it is sent to a replica of the slow pool that meets its limits, or that has room at all
+    wait      it is queued, unless its predicted wait exceeds its limit; if it is still waiting at its deadline, the
+              steps after this one are tried
+    degrade   its answer is capped at `max_tokens_floor` tokens, and it is sent where its limits are met that way, but
+              not where a higher class waits
+    spill     it is sent to a replica of the overflow pool that meets its limits, or that has room at all
     reject    it is refused
-    observe   alone: always sent; what `reject` would have refused is counted
+    observe   alone: always sent; requests that `reject` would have refused are counted
 
-Whose turn it is: classes that have had less than their reserved fraction go before those that have had it, the higher
-priority first in each (`reserves`); in a class `lines` has the rule. Where a queue is full, the lowest class gives way.
+Order: classes that have had less than their reserved fraction precede those that have had it; among equals, the higher
+priority goes first (`reserves`). Within a class, `lines` decides. When the queue is full, the lowest class gives way.
 
-Not every request may go to every replica. Those that may go to the same ones wait in a line of their own, and whoever
-waits keeps only its own replicas from those behind it. While no replica is ready for a request it waits as well, in a
-line that keeps nothing from anybody.
+Not every request can go to every replica. Requests for the same replicas share one line, and a waiting request claims
+only its own replicas against those behind it. A request for which no replica is ready also waits, in a line that claims
+nothing.
 
-What is a candidate here is one *way* of a request: through one replica, or through two, of which one computes its
-prompt and the other writes its answer (`quotes`). No I/O, no clock: `now` is in seconds of the caller's.
+A candidate here is one *way* to serve a request: on one replica, or on a pair that splits prefill and decode
+(`quotes`). No I/O and no clock: the caller passes `now` in seconds.
 """
 
 from __future__ import annotations
@@ -62,14 +61,16 @@ from .verdicts import (
     Verdict,
 )
 
-_GUESS = 0.5  # seconds of prefill that a replica does in a second, until a line's pace is known
-_MOST_LINES = 64  # before those in which nobody waits are forgotten, with their paces
-_LEARNED = 3  # answers, until which costs are those of an engine that nobody has seen
+_GUESS = 0.5  # prefill seconds that one replica admits per second, assumed until a line's pace is measured
+_MOST_LINES = 64  # lines; beyond that, empty ones are dropped with their measured paces
+_LEARNED = 3  # observed answers from which a group's costs count as learned
 
 
 class Space:
-    """What waits in all lines of all `fleets` together, within its bounds. `untold`: requests that had to give way, and
-    were not told yet."""
+    """The bounded queue capacity shared by all lines of all `fleets`.
+
+    `untold`: requests that gave way and have not been reported by `turned_out` yet.
+    """
 
     __slots__ = ("requests", "bytes", "untold", "fleets")
 
@@ -79,7 +80,7 @@ class Space:
 
 
 class Admission:
-    """Of one fleet. `space`: shared with other fleets of the same process."""
+    """The admission of one fleet. `space`: the queue capacity, shared with other fleets of the same process."""
 
     def __init__(self, classes: Classes, rules: Rules, space: Space | None = None) -> None:
         self.classes, self.rules, self.space = classes, rules, space or Space()
@@ -89,19 +90,19 @@ class Admission:
         self.fit = Fit(classes, rules, self._reserves)
         self._deadlines: list[tuple[float, int, Ticket]] = []
         self._number = count()
-        self._gave_way: deque[tuple[Ticket, str]] = deque()  # and why
-        self.capped: frozenset[str] = frozenset()  # classes from which `control` takes this
+        self._gave_way: deque[tuple[Ticket, str]] = deque()  # with the reason
+        self.capped: frozenset[str] = frozenset()  # names of the classes to which `control` applies each step
         self.halved: frozenset[str] = frozenset()
         self.shed: frozenset[str] = frozenset()
-        self.refused = {one.name: NONE_REFUSED for one in classes.all}  # since the beginning, for `control`
-        self._odd: set[str] = set()  # of halved classes, those of which the next newcomer is admitted
+        self.refused = {one.name: NONE_REFUSED for one in classes.all}  # totals since the start, for `control`
+        self._odd: set[str] = set()  # halved classes whose last newcomer was refused: the next one is admitted
 
     @property
     def waiting(self) -> bool:
         return any(line.count for line in self.lines)
 
     def close(self) -> bool:
-        """Leave the other fleets' space, as nobody asks here any more; False: not yet, since some wait."""
+        """Leave the shared queue space; return False, and stay, while requests still wait here."""
         if self.waiting or self._gave_way:
             return False
         self.space.fleets.remove(self)
@@ -110,14 +111,15 @@ class Admission:
     # --- a request asks
 
     def steps(self, qos: QosClass) -> tuple[str, ...]:
+        """Return the steps for requests of this class."""
         return self.rules.when_full if qos.when_full is None else qos.when_full
 
     def observes(self, qos: QosClass) -> bool:
-        """Whether all of its requests are sent, and those that would be refused are counted."""
+        """Return whether requests of this class are always sent, and those that would be refused only counted."""
         return self.steps(qos) == (OBSERVE,)
 
     def has_more_steps(self, qos: QosClass) -> bool:
-        """Whether its requests may still be sent once they have waited too long."""
+        """Return whether steps after `wait` may still send a request of this class once its deadline has passed."""
         steps = self.steps(qos)
         return not {DEGRADE, SPILL}.isdisjoint(steps[steps.index(WAIT) + 1 :] if WAIT in steps else ())
 
@@ -130,9 +132,12 @@ class Admission:
         places: Sequence[Place] = (),
         offers: Offers = NO_OFFERS,
     ) -> Verdict:
-        """Judge a request that has just come, or that is one of the `heads` of those that wait. `tokens`: those that
-        must be computed where it would go; `quotes`: of each of its ways; `places`: the replicas of each, which are all
-        there are if they are not said; `offers`: what there is besides."""
+        """Judge a newcomer, or one of the waiting requests that `heads` yields.
+
+        `tokens`: prompt tokens to be computed where it would go; `quotes`: one per way to serve it; `places`: the
+        replicas of each way (empty: the quotes cover all replicas there are); `offers`: capped answers and the overflow
+        pool.
+        """
         verdict = self._judge(Question(ticket, quotes, now, places, offers), tokens)
         floor = self._floor(ticket)
         if verdict.decision == REFUSED:
@@ -142,12 +147,15 @@ class Admission:
         return verdict
 
     def await_replica(self, ticket: Ticket, tokens: int, why: str, now: float) -> bool:
-        """No replica is ready that could take a request: return whether it waits for one, as long as it may wait for
-        room. `tokens`: of its prompt; `why`: the same for all that wait for the same replicas."""
+        """Queue a request for which no replica is ready; return whether it waits.
+
+        It waits as long as it may wait for room. `tokens`: of its prompt; `why`: a key shared by all requests that wait
+        for the same replicas.
+        """
         if ticket.waits and ticket.deadline <= now:
             self.leave(ticket, now)
             return False
-        few = len(self.lines) < _MOST_LINES  # clients choose the names of models that nobody serves
+        few = len(self.lines) < _MOST_LINES  # `why` may contain a model name that the client made up
         line = self._line(ticket.qos, frozenset((ABSENT, why if few else "others")), _GUESS)
         if ticket.waits:
             if ticket.line is not None and ticket.line is not line:
@@ -166,7 +174,7 @@ class Admission:
             absent.remove(ticket, now)
         if not ticket.waits:
             ticket.tokens, ticket.own = tokens, asked.best.own
-        if absent is not None:  # replicas are ready for it now
+        if absent is not None:  # replicas have become ready
             self._line(ticket.qos, asked.replicas, self._guess(asked)).add(ticket, now)
         self._reserves.ask(ticket.qos, now)
         steps = self.steps(ticket.qos)
@@ -185,14 +193,14 @@ class Admission:
         return self._otherwise(asked, steps, verdict) if verdict.decision == REFUSED else verdict
 
     def _otherwise(self, asked: Question, steps: Sequence[str], refused: Verdict) -> Verdict:
-        """Go through the steps of a request that would be refused so, until one takes it."""
+        """Try the steps of a request that would be refused until one accepts it."""
         for step in steps:
             found: Verdict | None = None
-            if step == WAIT and refused.reason != "tpot":  # waiting does not make an answer quicker
+            if step == WAIT and refused.reason != "tpot":  # waiting does not lower the TPOT
                 found = self._line_up(asked)
             elif step == DEGRADE:
                 found = self._degraded(asked, refused.reason)
-                if found is None and WAIT not in self.steps(asked.ticket.qos):  # it may be short already
+                if found is None and WAIT not in self.steps(asked.ticket.qos):  # its answer may be short enough already
                     found = self._at_once(asked, ())
             elif step == SPILL:
                 found = self._spilled(asked, refused.reason)
@@ -205,7 +213,7 @@ class Admission:
         return ticket.qos.max_tokens_floor or self.rules.max_tokens_floor
 
     def _degraded(self, asked: Question, reason: str) -> Verdict | None:
-        """Send it where it meets its limits with a short answer, unless a higher class waits for that replica."""
+        """Send it with a capped answer where its limits are met that way, unless a higher class waits there."""
         floor = self._floor(asked.ticket)
         quotes = asked.offers.capped(floor)
         if not quotes:
@@ -222,7 +230,7 @@ class Admission:
         return Verdict(DEGRADED, reason, room, cap=floor) if room else None
 
     def _spilled(self, asked: Question, reason: str) -> Verdict | None:
-        """Send it to the slow pool, also if it is late there, as long as it does not wait in front of an engine."""
+        """Send it to the overflow pool, even if it is late there, as long as it does not queue in an engine."""
         quotes = asked.offers.spilled()
         among = self.fit.meeting(quotes, asked) or [
             index
@@ -238,7 +246,7 @@ class Admission:
         return self._refused(asked, self.fit.too_much(asked.best, asked) or "full", asked.ttft)
 
     def _newcomer(self, asked: Question) -> Verdict:
-        """Send it where there is room that nobody before it waits for; else say that all is full."""
+        """Send it where there is room that no earlier request claims; otherwise refuse it as "full"."""
         room = unclaimed(asked.room, asked.places, self._before(asked.ticket, asked.now))
         if not room:
             return self._refused(asked, "full", asked.ttft)
@@ -265,7 +273,7 @@ class Admission:
         return _GUESS * max(len(asked.replicas), len(asked.computing(True)))
 
     def _line(self, qos: QosClass, targets: frozenset[str], guess: float) -> Line:
-        """Return where such requests wait."""
+        """Return the line for requests of this class and these replicas, creating it if there is none."""
         found = next((one for one in self.lines if one.qos is qos and one.targets == targets), None)
         if found is None:
             if len(self.lines) >= _MOST_LINES:
@@ -274,14 +282,17 @@ class Admission:
         return found
 
     def _turn(self, asked: Question) -> Verdict:
-        """Judge the first of a line. One that would be late now is not computed for nothing. One that brings a TPOT
-        limit which no replica with room keeps is refused: if it waited for an idle one, all behind it would."""
+        """Judge the first request of a line.
+
+        It is refused if it would be late by now, so that nothing is computed in vain. It is also refused if no replica
+        with room keeps the TPOT limit that it brings: waiting for an idle replica, it would block everything behind it.
+        """
         ticket, now, line = asked.ticket, asked.now, asked.ticket.line
         assert line is not None
         if ticket.deadline <= now and self.has_more_steps(ticket.qos):
             self.leave(ticket, now)
             return Verdict(REFUSED, "deadline", (), _drain(line))
-        line.targets = asked.replicas  # they may have come and gone
+        line.targets = asked.replicas  # the set of ready replicas may have changed
         order = self._in_order(now)
         room = unclaimed(asked.room, asked.places, order[: order.index(line)])
         if not room:
@@ -303,7 +314,7 @@ class Admission:
         return Verdict(ADMITTED, "turn", fast)
 
     def _queue(self, ticket: Ticket, line: Line, own: float, now: float) -> bool:
-        """Return whether the queue has space for it; it waits in this line then. `own`: seconds of its prefill."""
+        """Add it to a line and return True, or return False if the queue is full. `own`: seconds of its prefill."""
         space = self.space
         if not self._make_space(ticket, now):
             return False
@@ -315,8 +326,11 @@ class Admission:
         return True
 
     def _longest_wait(self, ticket: Ticket, own: float) -> float:
-        """Return the seconds for which it may wait. A limit that the request itself brings makes them fewer, and not
-        more than what the settings give its class."""
+        """Return the seconds for which it may wait.
+
+        A TTFT limit that the request itself brings can shorten this, but not extend it beyond what the settings allow
+        its class.
+        """
         limit, of_class = ticket.slo.ttft, ticket.qos.slo.ttft
         if limit is None:
             return self.rules.max_wait
@@ -325,13 +339,16 @@ class Admission:
     def _refused(self, asked: Question, reason: str, ttft: float) -> Verdict:
         slo, best = asked.ticket.slo, asked.best
         limit = slo.tpot if reason == "tpot" else slo.ttft
-        if reason == "tpot" and limit is not None:  # streams end, and those that are left are quicker
+        if reason == "tpot" and limit is not None:  # as streams end, the remaining ones decode faster
             return Verdict(REFUSED, reason, (), best.left * max(0.0, 1.0 - limit / best.tpot))
         return Verdict(REFUSED, reason, (), ttft - (limit if limit is not None else 0.0))
 
     def sent(self, ticket: Ticket, quote: Quote, costs: Costs, tokens: float, now: float, replica: str = "") -> None:
-        """It goes where this was quoted by these costs, and holds so many tokens of cache there; its prompt is computed
-        on that `replica`."""
+        """Record that it is sent with this quote.
+
+        `costs`: those of the replica that writes its answer; `tokens`: of KV cache that it will hold there; `replica`:
+        the one that computes its prompt.
+        """
         ticket.ttft, ticket.costs = now - ticket.since + quote.ttft, costs
         ticket.learned = costs.group.ttft.count >= _LEARNED
         ticket.streams, ticket.context = quote.streams, quote.context
@@ -341,12 +358,15 @@ class Admission:
     # --- whose turn it is
 
     def head(self, now: float) -> Ticket | None:
-        """Who is to be asked about next, of those that wait."""
+        """Return the waiting request to judge next, or None."""
         return next(self.heads(now), None)
 
     def heads(self, now: float) -> Iterator[Ticket]:
-        """Who is to be asked about, one after the other: the first in the first line, and while it still waits then,
-        the first in the next line that has other replicas."""
+        """Yield the waiting requests to judge, in order.
+
+        First the head of the first line; if it still waits after that, the head of the next line that has replicas
+        other than the lines before it; and so on.
+        """
         full: list[frozenset[str]] = []
         while True:
             order = self._in_order(now)
@@ -355,24 +375,24 @@ class Admission:
             if line is None or head is None:
                 return
             yield head
-            if head.waits and head.line is not None:  # perhaps in another line now
+            if head.waits and head.line is not None:  # it may have moved to another line
                 full.append(head.line.targets)
 
     def _in_order(self, now: float) -> list[Line]:
-        """Return the lines in which somebody waits; of a class those first whose first came first."""
+        """Return the non-empty lines in the order of service; within a class, the one with the oldest head first."""
         self._reserves.decay(now)
         rank = self._reserves.rank
         return sorted([one for one in self.lines if one.count], key=lambda one: (*rank(one.qos), _first_since(one)))
 
     def _before(self, ticket: Ticket, now: float) -> list[Line]:
-        """Return the lines with somebody who goes before a newcomer: its class's, and those that are before that."""
+        """Return the lines that precede a newcomer: those of its own class and of the classes before that."""
         self._reserves.decay(now)
         rank = self._reserves.rank
         own = rank(ticket.qos)
         return [one for one in self.lines if one.count and rank(one.qos) <= own]
 
     def held_up(self, seconds: float) -> None:
-        """Until now nobody was asked about for so long: it is no time that anybody has waited for a replica."""
+        """Extend all deadlines by the seconds during which the process stalled and judged nobody."""
         waiting = [(deadline + seconds, number, ticket) for deadline, number, ticket in self._deadlines if ticket.waits]
         for deadline, _, ticket in waiting:
             ticket.deadline, ticket.held = deadline, ticket.held + seconds
@@ -384,14 +404,14 @@ class Admission:
     # --- who leaves unsent
 
     def leave(self, ticket: Ticket, now: float) -> None:
-        """Its client has left, or nobody can take it any more. Nothing happens if it does not wait."""
+        """Remove a request whose client has left or that cannot be served any more; a no-op if it does not wait."""
         if ticket.waits:
             assert ticket.line is not None
             ticket.line.drop(ticket, now)
             self._left(ticket)
 
     def _left(self, ticket: Ticket) -> None:
-        """It waits no more. Its deadline is forgotten with others', before they are more than those that wait."""
+        """Release its queue space, and drop stale deadlines before they outnumber the waiting requests."""
         self.space.requests -= 1
         self.space.bytes -= ticket.size
         if len(self._deadlines) > 64 + 2 * sum([line.count for line in self.lines]):
@@ -399,9 +419,11 @@ class Admission:
             heapq.heapify(self._deadlines)
 
     def turned_out(self, now: float) -> Iterator[tuple[Ticket, Verdict]]:
-        """Take out those for whom it is too late, and tell of those that had to give way since the last call. Where a
-        class has further steps after waiting, those that are late are told of as queued, as are those for which no
-        replica is ready: they are to be asked about."""
+        """Yield the requests that gave way since the last call, and those past their deadline, with their verdicts.
+
+        A late request is yielded as QUEUED, to be judged again, if its class has steps after `wait` or if no replica is
+        ready for it. Otherwise it is removed and refused.
+        """
         while self._gave_way:
             ticket, reason = self._gave_way.popleft()
             self.space.untold -= 1
@@ -417,7 +439,7 @@ class Admission:
                 yield ticket, self._to_return(ticket, Verdict(REFUSED, "deadline", (), _drain(ticket.line)), now)
 
     def _to_return(self, ticket: Ticket, refused: Verdict, now: float) -> Verdict:
-        """Count it, and have it come back behind those that were refused before it."""
+        """Count the refusal, and set `retry_after` so that it returns after those refused before it."""
         if _is_for_its_class(ticket, refused.reason):
             self.refused[ticket.qos.name] = self._counted(ticket.qos, now)
         in_line = sum([line.pace.value for line in self.lines if line.qos is ticket.qos])
@@ -425,7 +447,7 @@ class Admission:
         return refused._replace(retry_after=self._returns.book(ticket.qos, refused.retry_after, ticket.own, pace, now))
 
     def _counted(self, qos: QosClass, now: float) -> Refused:
-        """Return how many of a class were refused for its limits, with one more."""
+        """Return the refusal counts of a class, incremented by one."""
         owed, beyond, flood = self.refused[qos.name]
         if self._reserves.is_owed(qos, now):
             return Refused(owed + 1, beyond, flood)
@@ -433,9 +455,11 @@ class Admission:
         return Refused(owed, beyond + (not floods), flood + floods)
 
     def _make_space(self, ticket: Ticket, now: float) -> bool:
-        """Have others give way to it where the queue is full, if that suffices; else nobody does. Those of lower
-        classes do, the lowest first, in the lines of other fleets as well; then a tenant in its own class that has
-        more of the queue than its tenant."""
+        """Make queue space for a request by displacing others, only if that suffices; return whether there is space.
+
+        Requests of lower classes are displaced first, from the lowest up and in all fleets; then those of a tenant of
+        the same class that has more in the queue than this request's tenant.
+        """
         rules, space = self.rules, self.space
         count, size = space.requests + 1 - rules.max_requests, space.bytes + ticket.size - rules.max_bytes
         if count <= 0 and size <= 0:
@@ -458,8 +482,10 @@ class Admission:
         return True
 
     def _lower(self, qos: QosClass) -> list[tuple[Admission, Line]]:
-        """Return the lines that give way to a class, the lowest first. What a class has had of one fleet says nothing
-        of another."""
+        """Return the lines that give way to a class, the lowest first.
+
+        Other fleets' lines are compared by priority alone: what a class used of one fleet says nothing about another.
+        """
         rank = self._reserves.rank
         own = rank(qos)
         found = [
@@ -482,10 +508,10 @@ class Admission:
         self._gave_way.append((ticket, reason))
         self.space.untold += 1
 
-    # --- what the control of overload takes
+    # --- overload control
 
     def obey(self, control: Control, now: float) -> None:
-        """Take from classes what it says now. Those of a shed class that wait are told of next."""
+        """Apply the current steps of the overload control, and displace the waiting requests of shed classes."""
         taken = [control.taken_from(step) for step in (TIGHTEN, CAP, HALVE, SHED)]
         self.fit.tight, self.capped, self.halved, self.shed = taken
         for line in self.lines:
@@ -493,7 +519,7 @@ class Admission:
                 self._give_way(last, now, CONTROL)
 
     def _is_shed(self, ticket: Ticket) -> bool:
-        """Whether it is refused for the sake of higher classes: all of its class, or every other newcomer."""
+        """Return whether overload control refuses it: all of a shed class, every other newcomer of a halved one."""
         name = ticket.qos.name
         if name in self.shed or name not in self.halved or ticket.waits:
             return name in self.shed
@@ -501,9 +527,11 @@ class Admission:
         return name in self._odd
 
     def _shed(self, asked: Question) -> Verdict:
-        """Refuse a newcomer, unless there is an idle replica, which nobody of a higher class has anything of: by its
-        answer it is seen as well whether the fault is over. Nor is it refused where its class has the slow pool among
-        its steps, and that can take it without being in the way of others. Nobody of a shed class waits (`obey`)."""
+        """Refuse a newcomer of a shed class, unless an idle replica or the overflow pool can take it.
+
+        An idle replica that no higher class claims takes it, and its answer helps to see whether the fault is over. The
+        overflow pool takes it if the class has `spill` among its steps and the pool's replicas do not serve the others.
+        """
         idle = [index for index in asked.room if not asked.quotes[index].there]
         if free := unclaimed(idle, asked.places, self._before(asked.ticket, asked.now)):
             return Verdict(ADMITTED, "room", free)
@@ -514,27 +542,33 @@ class Admission:
 
     @property
     def _until_judged(self) -> float:
-        """Seconds after which who is refused for the control of overload is to come back: not before what was taken is
-        judged again."""
+        """Seconds after which requests refused by overload control should retry: one window.
+
+        Not sooner, because only then does it judge again what it has taken.
+        """
         return self.rules.control_window or 0.0
 
-    # --- what became of it
+    # --- outcomes
 
     def first_token(self, ticket: Ticket, seconds: float) -> None:
-        """It came so many `seconds` after its client began to wait, where it was admitted to. Told at once: what is
-        learned at the end of answers comes too late for a crowd, and only from those that end. What costs predict
-        that have learned nothing is their own error, which they mend: a margin would keep it for hundreds of answers.
+        """Learn the TTFT margin from a first token, `seconds` after its client began to wait.
+
+        It is learned at first tokens and not at the ends of answers, which come too late in a burst. Predictions by
+        unlearned costs are skipped: the costs correct that error themselves, and the margin would keep it for hundreds
+        of answers.
         """
         if ticket.slo.ttft is not None and ticket.learned:
             self.fit.ttft_margin.learn(ticket.ttft, seconds, ticket.slo.ttft)
 
     def ended(self, ticket: Ticket, ttft: float, tpot: float | None, counted: bool = True) -> bool | None:
-        """Its answer is complete: return whether it was within its limits, None if it had none. `tpot`: None where it
-        is too short to tell. `counted`: by tokens that the engine counted; events may be of several, and no margin is
-        learned from those."""
+        """Learn the TPOT margin from a complete answer; return whether it kept its limits, None if it had none.
+
+        `ttft`, `tpot`: measured seconds, `tpot` None for answers too short to measure. `counted`: whether the engine
+        reported the token count; a count of events may merge several tokens, so no margin is learned from it.
+        """
         limits = ticket.slo
         if counted and tpot is not None and limits.tpot is not None and ticket.costs is not None:
-            # By what is known now: what the costs have learned since needs no margin besides.
+            # Predict with the current costs: the margin must not repeat what the costs have learned since.
             self.fit.tpot_margin.learn(ticket.costs.stream_step(ticket.streams, ticket.context), tpot, limits.tpot)
         if limits.ttft is None and limits.tpot is None:
             return None
@@ -544,8 +578,7 @@ class Admission:
 
 
 def _is_for_its_class(ticket: Ticket, reason: str) -> bool:
-    """Whether a request was refused because nobody could meet a limit of its class. One that it brings itself may be
-    such that nobody ever does."""
+    """Return whether it was refused because of its class's limit, and not because of a stricter one that it brought."""
     own, of_class = ticket.slo, ticket.qos.slo
     if reason == "tpot":
         return of_class.tpot is not None and own.tpot == of_class.tpot
@@ -558,5 +591,5 @@ def _first_since(line: Line) -> float:
 
 
 def _drain(line: Line | None) -> float:
-    """Return the seconds until all that waits in the line now is sent, at its pace."""
+    """Return the seconds until everything that waits in the line now is sent, at its measured pace."""
     return line.work / max(line.pace.value, 1e-6) if line is not None else 0.0

@@ -1,4 +1,4 @@
-"""Changes: which replicas' figures changed since one last looked."""
+"""A bounded log of the replicas whose figures changed, read by polling."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 class Changes(Generic[T]):
-    """What changed, for those who ask now and then and remember how far they had heard."""
+    """A log of changes for readers that poll it and remember the `count` up to which they have read."""
 
     __slots__ = ("_latest", "count")
 
@@ -20,10 +20,11 @@ class Changes(Generic[T]):
         self.count = 0
 
     def tell(self, what: T) -> None:
+        """Log a change."""
         self._latest.append(what)
         self.count += 1
 
     def since(self, count: int) -> Iterable[T] | None:
-        """What was told after the first `count`, in any order; None: too much to remember."""
+        """Return what was logged after the first `count` entries, in any order; None if some of it was overwritten."""
         new = self.count - count
         return None if new > len(self._latest) else islice(reversed(self._latest), new)

@@ -1,6 +1,6 @@
-"""Classes of service: who goes first when there is not enough for all, and how a request's class is found.
+"""Classes of service: who is served first when capacity is short, and how a request is assigned to a class.
 
-Times are seconds. A class is chosen by the first rule whose conditions all hold; a rule without conditions always does.
+Times are seconds. The first rule whose conditions all hold decides; a rule without conditions always holds.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ from typing import NamedTuple
 
 
 class Slo(NamedTuple):
-    """What a request is to be answered within; None: no limit."""
+    """The latency limits of a request; None means no limit."""
 
     ttft: float | None = None  # seconds to the first token
     tpot: float | None = None  # seconds from one token to the next, on average
 
     def over(self, other: Slo) -> Slo:
-        """Return these limits, and the other's where there is none."""
+        """Return these limits, with missing ones filled in from `other`."""
         return Slo(other.ttft if self.ttft is None else self.ttft, other.tpot if self.tpot is None else self.tpot)
 
     def within(self, other: Slo) -> Slo:
-        """Return the stricter of these limits and the other's."""
+        """Return the stricter of both limits, for each of the two."""
         return Slo(*[min((one for one in pair if one is not None), default=None) for pair in zip(self, other)])
 
 
@@ -30,9 +30,12 @@ NO_LIMITS = Slo()
 
 @dataclass(frozen=True, slots=True)
 class QosClass:
-    """`reserved_fraction`: of the prefill seconds and KV cache that all classes were admitted lately, what the class
-    gets before classes that have had theirs; who needs less leaves the rest to all. `priority`: the higher goes first
-    among equals in that. `when_full` and `max_tokens_floor`: as of `Rules`, None for theirs."""
+    """A class of service.
+
+    `reserved_fraction`: the share of the recently admitted prefill seconds and KV cache that the class gets before any
+    class that has had its own share; what it does not use is free for all. `priority`: among classes equal in that, the
+    higher goes first. `when_full`, `max_tokens_floor`: as in `Rules`, whose values apply where these are None.
+    """
 
     name: str
     reserved_fraction: float = 0.0
@@ -46,8 +49,11 @@ DEFAULT_CLASS = QosClass("default")
 
 
 class Rule(NamedTuple):
-    """Conditions, None where there is none. A `header` has a name and the value it must have (None: any); `model`,
-    `path` and `key`, the name of the API key's tenant, may end with `*` for all that begin so."""
+    """Conditions that assign a request to the class `qos`; None means no condition.
+
+    `header`: a name and the value it must have (None: any value). `model`, `path` and `key` (the tenant's name of the
+    API key) match exactly, or as a prefix if they end with `*`.
+    """
 
     qos: QosClass
     header: tuple[str, str | None] | None = None
@@ -57,7 +63,10 @@ class Rule(NamedTuple):
 
 
 class Classes:
-    """All classes, and the rules that say whose a request is. Where none holds it is of the lowest priority."""
+    """All classes, and the rules that assign requests to them.
+
+    A request that no rule matches is of the class of the lowest priority.
+    """
 
     def __init__(self, classes: Sequence[QosClass] = (DEFAULT_CLASS,), rules: Sequence[Rule] = ()) -> None:
         self.all = tuple(classes)
@@ -66,8 +75,11 @@ class Classes:
         self.last = min(classes, key=lambda one: one.priority)
 
     def unreached(self, named: Collection[str | None], keys: bool) -> tuple[QosClass, ...]:
-        """Return the classes that no request is of. `named`: those that keys have; `keys`: whether clients bring any,
-        without which a rule that asks for one never holds."""
+        """Return the classes that no request can be assigned to.
+
+        `named`: the classes that API keys name; `keys`: whether clients send keys at all (without them, a rule with a
+        `key` condition never holds).
+        """
         rules = [rule for rule in self._rules if keys or rule.key is None]
         reached = {*named, *(rule.qos.name for rule in rules)}
         if all(any(condition is not None for condition in rule[1:]) for rule in rules):
@@ -82,8 +94,11 @@ class Classes:
         key: str | None = None,
         named: str | None = None,
     ) -> QosClass:
-        """Return a request's class. `header`: the value of its header by this name; `key`: the name that its API key
-        stands for; `named`: the class that the key itself has, which goes before all rules."""
+        """Return the class of a request.
+
+        `header`: returns the value of the request's header of a given name; `key`: the tenant's name of its API key;
+        `named`: the class that the key itself names, which takes precedence over all rules.
+        """
         if named is not None and (own := self._named.get(named)) is not None:
             return own
         for rule in self._rules:

@@ -1,45 +1,44 @@
-"""The control of overload: what lower classes give up while a higher one misses its limits, or nearly does.
+"""Overload control: what lower classes give up while a higher class misses its limits, or nearly does.
 
-At the end of each window every class has a *pressure*: its p99, and its p99.9 where that is known, of the time to the
-first token and per token, as shares of its limits. What the last third of the window shows no more is over (an engine
-that stalled, or answers that were begun during a fault and end after it): nobody gives anything up for that. The steps
-of a class answer to the highest pressure above it:
+At the end of each window every class has a *pressure*: its p99 (and p99.9 where there are enough answers) of TTFT and
+TPOT, divided by its limits. Pressure that the last third of the window no longer shows is over (an engine that stalled,
+or answers that began during a fault and ended after it), and nothing is taken for it. The steps against a class depend
+on the highest pressure above it:
 
-    tighten   from 0.8   a replica counts as full for it at 0.8 of what it else may have
+    tighten   from 0.8   a replica counts as full for the class at 0.8 of its usual capacity
     cap       from 0.9   its answers are capped at `max_tokens_floor`
-    halve     from 1.0   every other newcomer of it is refused, unless a replica is idle
-    shed      from 1.0   those that wait are at once, and all newcomers, unless a replica is idle
+    halve     from 1.0   every other newcomer is refused, unless a replica is idle
+    shed      from 1.0   waiting requests are refused at once, and all newcomers, unless a replica is idle
 
-So it is for the lowest class, from which as many steps are taken in a window as its pressure demands, though only one
-for a single slow answer or refusal. The next class follows only once that is shed and limits are missed all the same,
-from 1.0 for each step, one a window. Nothing is taken from the classes of the highest priority. Steps are undone in
-reverse order, as far as the pressure that lasts is SLACK below where each is taken. A class that was shed comes back by
-half, though, once the pressure of a whole window is that low: without its crowd a third says little of what it would
-do. Nothing before that is undone in the same window: half of its crowd shows what all of it would do to others. So all
-is undone in two windows if one class was shed, and in one more for each further one. In a window steps are taken or
-undone, never both.
+These thresholds hold for the lowest class, from which one window takes as many steps as its pressure demands, but only
+one on a single slow answer or refusal. The next class follows only once that is shed and limits are still missed: from
+1.0 for each step, one step a window. Nothing is taken from the classes of the highest priority. Steps are undone in
+reverse order, as far as the lasting pressure is SLACK below the threshold of each. A class that was shed comes back by
+half once the pressure of a whole window is that low (without its load, the last third says little about what it would
+do), and nothing before that step is undone in the same window: half of its load shows what all of it would do to
+others. So everything is undone in two windows if one class was shed, plus one for each further class. No window both
+takes and undoes steps.
 
-A request that was refused because nobody could meet its class's limits has missed them like a slow answer, where a
-lower class had what the rules would have given to it (`Reserves.is_owed`). Where more than one in a hundred missed them
-so, the pressure is REFUSED at least: an overloaded fleet refuses most and answers few, all of them in time. Those that
-were refused while their class had its due (a flood, or all that there is once lower classes are shed) demand no step;
-and where the class had most of what all had, nor do the answers beside them, up to FLOODED: a flood is admitted to
-just within the limit. But as long as there are such to the end of a window (a class that was shed and comes back may
-fill all engines for some seconds), or so few requests that nothing is known of a class, what was taken for it is kept,
-for HOLD windows: then it is undone as if there was no pressure, and what a flood keeps shed by a trial (below). That
-shows whether the fault is over, and nobody gives anything up for those who ask no more.
+A request that was refused because nobody could meet its class's limits counts as a miss, like a slow answer, if a lower
+class had capacity that the rules would have given to it (`Reserves.is_owed`). If more than one in a hundred missed that
+way, the pressure is at least REFUSED: an overloaded fleet refuses most requests and answers few, all of them in time.
+Refusals while the class had its due (a flood, or all there is once lower classes are shed) demand no step. If the class
+also had most of what all classes had, its slow answers demand none up to FLOODED, since a flood is admitted to just
+within the limit. But while such refusals last to the end of a window (a shed class that comes back may fill all engines
+for some seconds), or while a class has too few requests to judge, its steps are kept, for HOLD windows. After that they
+are undone as if there were no pressure, and what a flood keeps shed is undone by a trial (below). That shows whether
+the fault is over, and nothing is taken for a class that no longer asks.
 
-Nor is a class refused for nothing. Where limits are kept by little, with the pressure between 0.9 and 1.0, or are
-missed whatever is taken, since no engine is quick enough for them, the pressure alone would keep it shed for as long as
-the higher class asks. So where steps that refuse somebody were held without a change for PATIENCE windows, they are
-undone for a trial, all at once. They are taken again in the first window in which limits are missed by more than twice
-as many requests as before, HELPS more at least, and the next trial comes after twice as many windows. As long as that
-does not happen nobody is refused, and the trial is over once the pressure would have given the class back by itself.
+No class is refused in vain, either. Where limits are kept by little (pressure between 0.9 and 1.0), or are missed
+whatever is taken because no engine is fast enough, the pressure alone would keep lower classes shed for as long as the
+higher one asks. So steps that refuse somebody and were held unchanged for PATIENCE windows are all undone at once, as a
+trial. They are taken again in the first window in which more than twice as many requests as before miss their limits,
+and at least HELPS more; the next trial then comes after twice as many windows. Until that happens nobody is refused,
+and the trial ends once the pressure would have given the class back by itself.
 
-Besides, `wants_more` says that more replicas are needed: some class missed its limits, whatever was taken from others,
-or its requests wait longer than that for an answer (`is_late`), or are refused, of the highest classes whatever they
-ask for.
-No I/O, no clock.
+`wants_more` reports that more replicas are needed: some class missed its limits, whatever was taken from others; its
+requests wait for an answer longer than their limit (`is_late`); or requests are refused, of the highest classes
+whatever limits they ask for. No I/O and no clock.
 """
 
 from __future__ import annotations
@@ -54,27 +53,30 @@ from typing import NamedTuple
 from .classes import QosClass, Slo
 
 TIGHTEN, CAP, HALVE, SHED = "tighten", "cap", "halve", "shed"
-FROM = {TIGHTEN: 0.8, CAP: 0.9, HALVE: 1.0, SHED: 1.0}  # of the limit
-TIGHT = 0.8  # of what a class may else take of a replica
-# Below where it is taken a step is undone. For `cap` it is less: a tightened class that asks for all there is keeps the
-# pressure about TIGHT, 0.72 to 0.84 by window in `bench.chaos`, and would else be capped as long as it asks.
+FROM = {TIGHTEN: 0.8, CAP: 0.9, HALVE: 1.0, SHED: 1.0}  # pressure from which each step is taken
+TIGHT = 0.8  # share of its usual capacity at which a replica is full for a tightened class
+# How far the pressure must fall below a step's threshold to undo it. Less for `cap`: a tightened class that asks for
+# all there is keeps the pressure at about TIGHT (0.72 to 0.84 by window in `bench.chaos`), and with more it would stay
+# capped.
 SLACK = {TIGHTEN: 0.1, CAP: 0.05, HALVE: 0.1, SHED: 0.1}
 BORDERS = sorted({share - less for step, share in FROM.items() for less in (0.0, SLACK[step])})  # of the limit
-LATELY = 1 / 3  # of a window, its end
-ENOUGH, ENOUGH_FOR_P999 = 20, 1000  # answers in a window: of fewer, one that is slow says nothing of the others
+LATELY = 1 / 3  # share of a window that counts as its end
+ENOUGH, ENOUGH_FOR_P999 = 20, 1000  # answers in a window: among fewer, one slow answer says nothing about the others
 MISSED = 0.01  # share of a class's requests that may miss its limits
-REFUSED = 1.0  # pressure where more than that are refused
-HOLD = 2  # windows in a row in which steps are kept though nothing says that they are needed
+REFUSED = 1.0  # the least pressure if more than that are refused
+HOLD = 2  # windows in a row in which steps are kept without evidence that they are needed
 # Windows in a row in which steps that refuse somebody are held without a change, until they are undone for a trial
 PATIENCE, MOST_PATIENCE = 6, 48
-HELPS = 0.05  # share of a class's requests by which refusing others has to help: of 60, as many miss by chance
-REFUSING = [*FROM].index(HALVE)  # of the rungs, the first that refuses somebody
-FLOODED = 1.25  # of the limit: a flood is admitted to just within it, as predicted; what is slower has another cause
+HELPS = 0.05  # least gain by refusing others, as a share of a class's requests: of 60, as many miss by chance
+REFUSING = [*FROM].index(HALVE)  # index of the first rung that refuses somebody
+FLOODED = 1.25  # pressure a flood explains: it is admitted to just within the limit; slower answers have another cause
 
 
 class Seen(NamedTuple):
-    """Of so many answers in a window, in seconds. `second`: the second slowest; `late`: how many were above the
-    limit."""
+    """Latency statistics of one class over one window, in seconds.
+
+    `answers`: how many were measured; `second`: the second slowest; `late`: how many exceeded the limit.
+    """
 
     answers: float
     p99: float
@@ -83,15 +85,18 @@ class Seen(NamedTuple):
     late: float = 0.0
 
 
-# Of the time to the first token, per token, and of the whole answer: that has no limit, but it is all that is known of
-# answers that are not streamed, beside which those that were refused are many or few.
+# TTFT, TPOT and the duration of the whole answer. The last has no limit, but for answers that are not streamed it is
+# the only count to compare refusals with.
 Answers = tuple[Seen | None, Seen | None, Seen | None]
 NO_ANSWERS: Answers = (None, None, None)
 
 
 class Refused(NamedTuple):
-    """How many of a class's requests were refused because nobody could meet its limits: `owed` while a lower class had
-    more than its due, `flood` while none had and it had most of all, and `beyond` while each had its due."""
+    """Counts of a class's requests that were refused because nobody could meet its limits.
+
+    `owed`: while a lower class had more than its due; `flood`: while none had, and this class had most of everything;
+    `beyond`: while each class had its due.
+    """
 
     owed: int = 0
     beyond: int = 0
@@ -102,34 +107,36 @@ NONE_REFUSED = Refused()
 
 
 class Refusals:
-    """What a count of the refused by class, which only rises, gained in a window and in its last third."""
+    """The growth of the refusal counts by class over a window and over its last third."""
 
     def __init__(self, counted: Mapping[str, Refused]) -> None:
         self._counted = counted
         self._window, self._lately = dict(counted), dict(counted)
 
     def last_third(self) -> None:
-        """It begins now."""
+        """Mark the beginning of the window's last third."""
         self._lately = dict(self._counted)
 
     def of(self, qos: str) -> tuple[Refused, Refused]:
-        """Return how many of a class were refused since the window began, and since its last third did."""
+        """Return the refusals of a class since the window began, and since its last third began."""
         counted, window, lately = self._counted[qos], self._window[qos], self._lately[qos]
         return Refused(*map(sub, counted, window)), Refused(*map(sub, counted, lately))
 
     def next_window(self) -> None:
-        """It begins now."""
+        """Mark the beginning of a new window."""
         self._window, self._lately = dict(self._counted), dict(self._counted)
 
 
 class Rung(NamedTuple):
+    """One step against one class, on the ladder of steps."""
+
     step: str
-    qos: str  # the class that it takes from
-    at: float  # the pressure from which it is taken
+    qos: str  # name of the class that the step takes from
+    at: float  # pressure from which the step is taken
 
 
 class Change(NamedTuple):
-    """A step that was taken, or undone, at this pressure."""
+    """A step that was taken or undone, and the pressure at which."""
 
     rung: Rung
     taken: bool
@@ -137,11 +144,13 @@ class Change(NamedTuple):
 
 
 class Pressure(NamedTuple):
-    """How near a class came to its limits in a window, or how far above them: 1 is the limit, None says that nothing is
-    known. `lasting`: as far as the last third of the window shows it as well, which is what steps go by, except for
-    `shed`: that is undone by `whole`. `firm`: as far as more than one request shows it. `unsure`: some were refused of
-    whom it is not known whether others made them. `missed`: the share of requests that were not within the limits,
-    refused ones included."""
+    """How near a class came to its limits in a window, or how far it exceeded them: 1 is the limit.
+
+    `whole`: over the whole window, None if too little is known; only the undoing of `shed` goes by it. `lasting`: as
+    far as the last third shows it as well; the other steps go by it. `firm`: as far as more than one request shows it.
+    `unsure`: some requests were refused, and it is unknown whether other classes caused that. `missed`: the share of
+    requests that missed the limits, including refused ones.
+    """
 
     whole: float | None = None
     lasting: float = 0.0
@@ -157,8 +166,12 @@ def pressure(
     refused: Refused = NONE_REFUSED,
     refused_lately: Refused = NONE_REFUSED,
 ) -> Pressure:
-    """Return the pressure of a window. For what is lasting of it the lesser of each figure counts, the time to the
-    first token and per token, where the last third (`lately`) has enough answers in proportion."""
+    """Return a class's pressure in a window.
+
+    `window`, `lately`: the answers of the whole window and of its last third; `refused`, `refused_lately`: the refusals
+    in each. The lasting pressure takes, for TTFT and TPOT each, the lower of both figures, provided that the last third
+    has its share of the required answers.
+    """
     whole, lasting, firm = (
         _share(limits, window, *which) for which in ((NO_ANSWERS, False), (lately, False), (lately, True))
     )
@@ -188,7 +201,7 @@ def _is_missed(answers: float, missed: int, enough: float) -> bool:
 
 
 def _is_over(lately: Answers, missed: int) -> bool:
-    """Whether the last third of a window says enough, and shows no more of what was missed in it."""
+    """Return whether the last third of a window has enough requests to judge, and too few of these misses to count."""
     answers = answered(lately)
     return answers + missed >= ENOUGH * LATELY and not _is_missed(answers, missed, 0)
 
@@ -204,30 +217,34 @@ def _share(limits: Slo, window: Answers, lately: Answers, firm: bool) -> float |
 
 
 def is_late(answers: float, late: int, wanted: bool) -> bool:
-    """Return whether more than one in a hundred of a class have missed the limit on the first token by waiting longer
-    than that without one, or were refused: `late` of them, beside those that were answered. Of few they say nothing,
-    unless more replicas are `wanted` already."""
+    """Return whether over one in a hundred requests of a class missed the TTFT limit without an answer yet.
+
+    `answers`: requests that were answered; `late`: those that have waited longer than the limit, or were refused. Few
+    requests say nothing, unless more replicas are `wanted` already.
+    """
     return _is_missed(answers, late, 0 if wanted else ENOUGH)
 
 
 class Trial(NamedTuple):
-    """While what refuses somebody is undone to see whether it helps: the level before, and the mean of
-    `Pressure.missed` then."""
+    """A trial without the steps that refuse somebody: the level before it, and the mean of `Pressure.missed` then."""
 
     level: int
     missed: float
 
 
 class Control:
-    """Of one fleet."""
+    """The overload control of one fleet."""
 
     def __init__(self, classes: Sequence[QosClass], observes: Callable[[QosClass], bool] = lambda _: False) -> None:
-        """`observes`: whether all requests of a class are sent, whatever is predicted: then there is nothing to take
-        from it."""
-        # As the last window had them; None: too few requests to say
+        """Build the ladder of steps from the classes below the highest priority.
+
+        `observes`: returns whether all requests of a class are sent whatever is predicted; nothing is taken from such
+        classes.
+        """
+        # Pressures of the last window; None: too few requests to tell
         self.pressures: dict[str, float | None] = {one.name: None for one in classes}
         self.wants_more = False
-        self._unsure = {one.name: HOLD for one in classes}  # for how many windows in a row nothing was known
+        self._unsure = {one.name: HOLD for one in classes}  # windows in a row without a certain pressure
         self._priorities = {one.name: one.priority for one in classes}
         most = max(self._priorities.values())
         self.highest = frozenset(one.name for one in classes if one.priority == most)
@@ -238,14 +255,16 @@ class Control:
             for place, one in enumerate(lower)
             for step, share in FROM.items()
         ]
-        self.level = 0  # of the rungs, those that are taken
+        self.level = 0  # number of rungs that are taken
         self.trial: Trial | None = None
-        self._unchanged: deque[float] = deque(maxlen=MOST_PATIENCE)  # what missed limits, by window without a change
+        self._unchanged: deque[float] = deque(maxlen=MOST_PATIENCE)  # share of misses in each window without a change
         self._patience = PATIENCE
 
     def ended(self, pressures: Mapping[str, Pressure], late: bool = False) -> list[Change]:
-        """A window is over, with these pressures by class: return what changes, in its order. `late`: of some class
-        (`is_late`)."""
+        """Close a window and return the steps taken or undone, in order.
+
+        `pressures`: by class name; `late`: whether some class is late (`is_late`).
+        """
         found = {name: pressures.get(name, Pressure()) for name in self.pressures}
         self.pressures = {name: one.whole for name, one in found.items()}
         for name, one in found.items():
@@ -286,7 +305,7 @@ class Control:
         return undone
 
     def _highest(self, rung: Rung, found: Mapping[str, Pressure]) -> tuple[float, float]:
-        """Return the highest pressure that lasts, of the classes above that one, and the most that missed limits."""
+        """Return the highest lasting pressure, and the highest share of misses, of the classes above this rung's."""
         above = self._above(rung, found)
         return max([one.lasting for one in above]), max([one.missed for one in above])
 
@@ -323,10 +342,12 @@ class Control:
         return any(self._is_above(name, rung) and self._is_held(name) for name in self._unsure)
 
     def _is_held(self, name: str) -> bool:
-        """Whether what was taken for a class is kept, though nothing is known of it. The silence of one that is shed
-        itself says nothing."""
+        """Return whether steps taken for a class are kept although nothing is known about it.
+
+        Not for a class that is shed itself: its silence says nothing.
+        """
         return 0 < self._unsure[name] <= HOLD and name not in self.taken_from(SHED)
 
     def taken_from(self, step: str) -> frozenset[str]:
-        """Return the classes from which this is taken now."""
+        """Return the names of the classes from which this step is taken now."""
         return frozenset(rung.qos for rung in self.rungs[: self.level] if rung.step == step)

@@ -1,32 +1,31 @@
-"""Predicted seconds, learned online from what the replicas' requests report.
+"""Predicted seconds, learned online from the replicas' measured latencies.
 
-Two models, linear in their features, every coefficient positive:
+Two models, linear in their features, with positive coefficients:
 
     TTFT = base + token x uncached + pair x uncached x (cached + uncached / 2)
            + queued x uncached tokens ahead + busy (if a prefill is ahead) + crowd x decode step there x steps
     step = decode_base + decode_seq x streams + decode_ctx x their context tokens
 
-An engine works in steps. A prompt waits for the rest of the step under way, then shares its own
-steps with the prompts ahead (first come first served, one token budget) and with one token of each
-decoding stream: hence `busy`, `queued` and `crowd`; each step's fixed cost is in `base`. A long prompt takes several
-`steps`, each with all that decodes (Mooncake's trace, three seeds: p99 1.4 % less than with one for all). Where it is
-known since when the step under way computes prompts, `busy` and their tokens count as far as they are `left`.
+An engine works in steps. A prompt waits for the rest of the current step, then shares its own steps with the prompts
+ahead (first come, first served, one token budget) and with one token of each decoding stream: hence `busy`, `queued`
+and `crowd`; the fixed cost of each step is in `base`. A long prompt takes several `steps`, each together with all
+streams (on Mooncake's trace, three seeds, p99 was 1.4 % lower than with one step for all). Where the start of the
+current prefill step is known, `busy` and its tokens count by the share that is `left`.
 
-The shape is learned once for a group of replicas of one kind, each replica adds a speed of its own.
-Learning whole shapes per replica starved some: identical replicas came to differ by their first few
-requests (base 6.6 ms against 3.6), and the one that looked slow got no traffic to be proved wrong by.
+The shape is learned once for a group of replicas of one kind; each replica has a speed of its own. Learning whole
+shapes per replica starved some: identical replicas diverged by their first few requests (base 6.6 ms against 3.6), and
+the one that looked slow got no traffic to correct that.
 
-The shape is fitted by recursive least squares on a logarithmic scale: the state is the logarithm of
-the coefficients, one observation is log(seconds), its gradient each term's share of the prediction
-(an extended Kalman filter without dynamics). So coefficients stay positive, an engine half as fast is
-as far away as one twice as fast, and errors count relatively, as queueing noise does. The prior
-covariance has a large part common to all coefficients: first the speed is found, then the shape.
+The shape is fitted by recursive least squares on a logarithmic scale: the state is the logarithm of the coefficients,
+an observation is log(seconds), and its gradient is each term's share of the prediction (an extended Kalman filter
+without dynamics). So coefficients stay positive, an engine half as fast is as far away as one twice as fast, and errors
+count relatively, as queueing noise does. The prior covariance has a large part common to all coefficients: the speed is
+found first, then the shape.
 
-A replica's speed is an exponential average whose gain is the tracking signal of Trigg and Leach
-("Exponential smoothing with an adaptive response rate", Operational Research Quarterly 18(1), 1967): small
-under noise, large once errors keep their sign. The speed of a replica that gets no requests goes back
-to the group's, and that of one which others are chosen over to theirs, within seconds, so that one found slow is tried
-again.
+A replica's speed is an exponential average whose gain is the tracking signal of Trigg and Leach ("Exponential smoothing
+with an adaptive response rate", Operational Research Quarterly 18(1), 1967): small under noise, large once errors keep
+their sign. A replica that gets no requests returns to the group's speed, and one that is passed over goes towards the
+others' speed within seconds, so that one found slow is tried again.
 """
 
 from __future__ import annotations
@@ -42,38 +41,38 @@ from .ledger import UNTIMED, ZERO_TOGETHER, Load
 from .statement import REQUEST, STANDING, compiled, expressions, python, symbol
 
 # An 8B model on one data-centre GPU (Dynamo 1.6.1's mocker defaults: 15 us a token, 4.2e-10 s a
-# token squared, 16 ms a prefill step, 6 ms a decode step). Tenfold wrong for others; a dozen requests
-# mend that, and until then what matters is that the ratios are an engine's.
+# token squared, 16 ms a prefill step, 6 ms a decode step). Other engines may differ tenfold; a dozen
+# requests correct that, and until then it suffices that the ratios are those of an engine.
 TTFT_PRIOR = (0.016, 15e-6, 8.4e-10, 12e-6, 0.008, 1.0)
 STEP_PRIOR = (0.006, 50e-6, 0.1e-6)
-# of prompts that a step computes: vLLM's own on large GPUs; where it is another number, `crowd` learns the rest
+# prompt tokens computed in one step: vLLM's default on large GPUs; `crowd` absorbs a different setting
 STEP_TOKENS = 8192
 _COMMON, _OWN = 1.0, 0.5  # prior variance of the log coefficients: shared, and each one's own
-_WALK = 1e-3  # share of the way back to the prior's covariance, per observation
-_NOISE = 0.05  # variance of log(observed / predicted) that is not the model's fault
+_WALK = 1e-3  # share of the distance to the prior's covariance that it moves back per observation
+_NOISE = 0.05  # variance of log(observed / predicted) that no model explains
 _BOUND = 100.0  # a coefficient stays within a hundredfold of its prior
-_SMOOTH = 0.1  # of the running error sizes
-# A replica that is passed over comes half as near to this share of the others' speed in so many seconds: once it is
-# thought a little quicker than they are it is tried, and known again. One thought twice as slow as they is after 6 s.
+_SMOOTH = 0.1  # smoothing factor of the running error sizes
+# Half-life in seconds of the distance of a passed-over replica's speed to _DECAY_SHARE of the others'. Once it counts
+# as a little faster than they are it is tried, and measured again: after 6 s if it was thought twice as slow.
 _DECAY_HALF_LIFE, _DECAY_SHARE = 2.0, 0.9
-_LATEST, _FADED = 0.3, 0.5  # of the mean of what was delivered; a speed below this share of it has faded
-_FORGET = 0.99  # of the log speed stays, each turn without a request
+_LATEST, _FADED = 0.3, 0.5  # smoothing factor of `Speed.delivered`; a speed below this share of it has faded
+_FORGET = 0.99  # share of the log speed kept in each turn without a request
 
 # Tokens in slower tiers, in runs of the prompt's order: (tier, tokens).
 Lower = tuple[tuple[str, int], ...]
 # Seconds to bring one token's keys and values back to the GPU: 128 KiB a token (Llama 3 8B in 16 bits), at 25 GB/s from
 # host memory (PCIe 4.0 x16), 6 GB/s from NVMe and 2.5 GB/s from another machine (25 Gbit/s, 80 % of it). Learned since.
 FETCH_PRIOR = {tier: 131_072 / bandwidth for tier, bandwidth in (("cpu", 25e9), ("disk", 6e9), ("remote", 2.5e9))}
-PEER = "peer"  # the tier of what another replica passes on, of which `Pull` says how long that takes
-_ASIDE = 0.1  # share of a prediction below which the fetch in it disturbs nobody who learns from the rest
-_FETCH_LIMIT = 1.0  # of a log error: a client's stall moves nothing far
+PEER = "peer"  # the tier of tokens fetched from another replica; `Pull` has their seconds
+_ASIDE = 0.1  # share of the prediction up to which a fetch does not disturb learning from the rest
+_FETCH_LIMIT = 1.0  # bound of one log error, so that a client's stall does not move the estimate far
 
 
-# --- the two models as statements (see `statement`): the only place where they are written down
+# --- the two models as statements (see `statement`), their only definition
 
 
 def step_seconds(load: Load, pace: float, coefficients: Sequence[float]) -> float:
-    """One decode step of a replica's streams; 0 if there are none."""
+    """Return the seconds of one decode step with all streams of a replica; 0 if there are none."""
     base, per_stream, per_token = coefficients
     return pace * (base * min(1, load.decoding) + per_stream * load.decoding + per_token * load.context_tokens)
 
@@ -81,11 +80,12 @@ def step_seconds(load: Load, pace: float, coefficients: Sequence[float]) -> floa
 def ttft_features(
     uncached: float, cached: float, now: float, step: float, load: Load, speed: float, coefficients: Sequence[float]
 ) -> tuple[float, ...]:
-    """What the TTFT of a request of `uncached` tokens after `cached` ones is linear in, if it meets `load` at `now`.
+    """Return the features of the TTFT model for a request that meets `load` at time `now`.
 
-    `step`: seconds of a decode step there. `left` is the share of the step under way that is still to come: 1 if it is
-    not known since when it runs. One that is overdue may take as much longer as it is late: a replica that hangs looks
-    fully busy again, not done. Its attention is that of prompts of one length, computed whole.
+    `uncached`, `cached`: its prompt tokens to compute and those before them; `step`: seconds of a decode step there.
+    `left` is the share of the current prefill step that remains, 1 if its start is unknown. An overdue step may take as
+    much longer as it is late: a replica that hangs looks fully busy again, not done. The step's attention is estimated
+    as if its prompts were of equal length and uncached.
     """
     base, token, pair, _, _, crowd = coefficients
     begun = load.begun_tokens
@@ -98,8 +98,10 @@ def ttft_features(
 def ttft_terms(
     features: Sequence[float], speed: float, coefficients: Sequence[float]
 ) -> tuple[float, float, float, float]:
-    """The TTFT in parts: what each request takes, its own prefill, the queue, and the decode steps that it shares. The
-    latter have a pace of their own; the rest is at the replica's `speed`."""
+    """Return the TTFT in four parts: fixed cost, own prefill, queue, and shared decode steps.
+
+    The last part has its own pace; the others scale with the replica's `speed`.
+    """
     base, token, pair, queued, busy, crowd = coefficients
     one, uncached, pairs, ahead, left, crowded = features
     return (
@@ -111,10 +113,10 @@ def ttft_terms(
 
 
 def late_seconds(now: float, load: Load) -> float:
-    """By how much a replica is late: nothing has come of what it was expected to answer by `load.due`.
+    """Return by how many seconds a replica is late: nothing has come that it was expected to answer by `load.due`.
 
-    So long at least a request is taken to wait behind those that wait there already, since nothing tells how much
-    longer that lasts; it is no part of what is learned.
+    A new request is assumed to wait at least that much longer, since nothing tells how long the stall lasts. It is not
+    learned from.
     """
     return max(0, now - load.due)
 
@@ -129,13 +131,13 @@ def ttft_seconds(
     ttft: Sequence[float],
     step: Sequence[float],
 ) -> float:
-    """All of the TTFT that is predicted."""
+    """Return the predicted TTFT in seconds."""
     features = ttft_features(uncached, cached, now, step_seconds(load, pace, step), load, speed, ttft)
     base, own, queue, crowd = ttft_terms(features, speed, ttft)
     return base + own + queue + crowd + late_seconds(now, load)
 
 
-LOAD = SimpleNamespace(**{field.name: symbol(f"load.{field.name}", STANDING) for field in fields(Load)})  # of symbols
+LOAD = SimpleNamespace(**{field.name: symbol(f"load.{field.name}", STANDING) for field in fields(Load)})  # symbols
 TTFT, STEP = (
     [f"{of}_{index}" for index in range(len(prior))] for of, prior in (("ttft", TTFT_PRIOR), ("step", STEP_PRIOR))
 )
@@ -143,8 +145,11 @@ ZEROS = [[getattr(LOAD, name) for name in names] for names in ZERO_TOGETHER]
 
 
 def _compiled_ttft() -> Callable[..., tuple[float, ...]]:
-    """Return `ttft_seconds` of (uncached, cached, now, load, speed, pace, *ttft, *step), in a tuple. Each placement
-    asks once: the statements' ten frames would be 8 % of a decision's instructions."""
+    """Return `ttft_seconds` compiled, as a function that returns a tuple of one number.
+
+    Its parameters are (uncached, cached, now, load, speed, pace, *ttft, *step). It is called once per placement, where
+    the ten frames of the statements would be 8 % of a decision's instructions.
+    """
     uncached, cached, now, speed, pace, *coefficients = (
         symbol(name, REQUEST) for name in ("uncached", "cached", "now", "speed", "pace", *TTFT, *STEP)
     )
@@ -159,8 +164,8 @@ _ttft_seconds = _compiled_ttft()
 class Fit:
     """One positive linear model, seconds = sum(coefficient x feature), fitted on the log scale.
 
-    `error` is the running |predicted - observed| in seconds. While that of the prior is smaller, the
-    prior's coefficients are the ones given out: noise can make it learn nothing, never worse.
+    `error` is the running |predicted - observed| in seconds. While the prior's error is smaller, `coefficients` are the
+    prior's: noise can keep the model from learning, but never make it worse.
     """
 
     __slots__ = ("coefficients", "count", "error", "_prior", "_learned", "_cov", "_spread", "_prior_error")
@@ -170,12 +175,12 @@ class Fit:
         self._learned = list(prior)
         size = range(len(prior))
         self._cov = [[_COMMON + (_OWN if i == j else 0.0) for j in size] for i in size]
-        self._spread = 0.3  # running size of the log error: what an outlier is measured by
+        self._spread = 0.3  # running size of the log error, which bounds outliers
         self.count = 0
         self.error = self._prior_error = 0.0
 
     def state(self) -> dict[str, object]:
-        """All that was learned, in types that JSON has."""
+        """Return everything learned, as JSON types."""
         return {name: getattr(self, name) for name in self.__slots__ if name != "_prior"}
 
     def restore(self, state: Mapping[str, object]) -> None:
@@ -184,29 +189,29 @@ class Fit:
         self.coefficients = tuple(self.coefficients)
 
     def observe(self, features: tuple[float, ...], seconds: float) -> None:
-        """Learn from one answer that took `seconds` > 0; features >= 0, in the prior's order."""
+        """Learn from one observation of `seconds` > 0; `features` >= 0, in the prior's order."""
         _CORRECTIONS[len(features)](self, *features, seconds)
         self.coefficients = tuple(self._learned) if self.error <= self._prior_error else self._prior
 
     def _gap(self, predicted: float, by_prior: float, seconds: float) -> float:
-        """Keep the errors of what was learned and of the prior, and return the log error that is believed."""
+        """Update the errors of the learned and the prior coefficients, and return the bounded log error."""
         self.count += 1
         rate = max(0.05, 1 / self.count)
         self.error += rate * (abs(predicted - seconds) - self.error)
         self._prior_error += rate * (abs(by_prior - seconds) - self._prior_error)
         gap = log(seconds / predicted)
-        # An outlier moves nothing far (a client's stall, a lost packet); errors that persist
-        # widen the spread by at most half each time and are then believed.
+        # Bound outliers (a client's stall, a lost packet); errors that persist widen the spread by
+        # at most half each time, and count in full after that.
         self._spread += 0.1 * (min(abs(gap), 5 * self._spread) - self._spread)
         limit = max(3 * self._spread, 0.1)
         return max(-limit, min(limit, gap))
 
 
 def _correction(size: int) -> Callable[..., None]:
-    """Return the Kalman filter's step for a `Fit` of so many coefficients: `step(fit, *features, seconds)`.
+    """Return the Kalman step for a `Fit` of `size` coefficients: `step(fit, *features, seconds)`.
 
-    It is straight-line code: both fits take 1,540 bytecodes and 6 frames a streamed answer; as loops over the matrices
-    they would take 2,820 and 34.
+    It is generated as straight-line code: both fits take 1,540 bytecodes and 6 frames per streamed answer; as loops
+    over matrices they would take 2,820 and 34.
 
     `m`: the coefficients, `b`: the prior's, `p`: their parts of the prediction, then the shares; `c`: the covariance;
     `r`: covariance x shares; `g`: the gain.
@@ -223,7 +228,7 @@ def _correction(size: int) -> Callable[..., None]:
         return ", ".join([f"[{', '.join([element(i, j) for j in every])}]" for i in every])
 
     def moved(i: int, j: int) -> str:
-        """Drift is a small step back to the prior's covariance: bounded by it, and always positive."""
+        """Return a covariance element's update, with a small drift back to the prior: it stays bounded and positive."""
         own = f" + {_WALK * _OWN!r}" if i == j else ""
         return f"c{i}_{j} + {_WALK!r} * ({_COMMON!r} - c{i}_{j}) - g{i} * r{j}{own}"
 
@@ -255,8 +260,10 @@ _CORRECTIONS = {size: _correction(size) for size in (len(TTFT_PRIOR), len(STEP_P
 
 
 class Fetch:
-    """How long a group's replicas take to fetch a token from each slower tier, fitted as `Fit` fits: on the logarithmic
-    scale, by each tier's share of what was predicted for the request."""
+    """The seconds per token that a group's replicas take to fetch from each slower tier.
+
+    Fitted like `Fit`: on the logarithmic scale, by each tier's share of the prediction.
+    """
 
     __slots__ = ("_seconds", "_variance")
 
@@ -272,12 +279,15 @@ class Fetch:
             self._seconds[tier], self._variance[tier] = seconds, variance
 
     def seconds(self, lower: Lower) -> float:
-        """Fetching these tokens."""
+        """Return the predicted seconds to fetch these tokens."""
         each = self._seconds
         return sum([tokens * each[tier] for tier, tokens in lower])
 
     def observe(self, lower: Lower, compute: float, seconds: float) -> None:
-        """A first token came after `seconds` > 0; `compute`: what is predicted for all but the fetch."""
+        """Learn from a first token that came after `seconds` > 0.
+
+        `lower`: the tokens that were fetched; `compute`: the predicted seconds of everything but the fetch.
+        """
         parts = dict.fromkeys((tier for tier, _ in lower), 0.0)
         for tier, tokens in lower:
             parts[tier] += tokens * self._seconds[tier]
@@ -295,16 +305,16 @@ class Fetch:
 
 
 class Speed:
-    """How many times longer one replica takes than its group's model says."""
+    """The factor by which one replica is slower than its group's model."""
 
     __slots__ = ("value", "delivered", "_bias", "_spread", "_heard", "_decaying")
 
     def __init__(self) -> None:
         self.value = 1.0
-        self.delivered = 1.0  # what its last answers took, with no decay: a mean of some five
+        self.delivered = 1.0  # speed of the last answers (a mean of about five), without decay
         self._bias, self._spread = 0.0, 0.3  # running log error, and its size
         self._heard = False
-        self._decaying = False  # it follows the speed of others, until it is heard of
+        self._decaying = False  # it moves towards the others' speed until the next observation
 
     def state(self) -> list[float]:
         return [self.value, self._bias, self._spread]
@@ -314,7 +324,11 @@ class Speed:
         self.delivered = self.value
 
     def observe(self, predicted: float, seconds: float, trust: float = 1.0) -> None:
-        """`predicted` with this speed in it; `trust` 0..1: how much the replica's speed explains of it."""
+        """Learn from one observation.
+
+        `predicted`: seconds with this speed included; `trust`: 0..1, the share of them that the replica's speed
+        explains.
+        """
         self.delivered += _LATEST * (self.value * seconds / predicted - self.delivered)
         gap = log(seconds / predicted)
         self._spread += _SMOOTH * (min(abs(gap), 5 * self._spread) - self._spread)
@@ -326,7 +340,7 @@ class Speed:
         self._heard, self._decaying = True, False
 
     def decay(self, target: float, kept: float) -> bool:
-        """Keep so much of the distance to a lower `target`, of the logarithms; whether there was any."""
+        """Move towards a lower `target`, keeping the share `kept` of the log distance; return whether it is lower."""
         if self.value <= target:
             return False
         self._decaying = True
@@ -336,9 +350,11 @@ class Speed:
         return True
 
     def forget(self) -> None:
-        """Called now and then: a replica not heard of since the last call goes back to its group's speed. Not one that
-        `decay` leads elsewhere: where the others are quicker than their group's model says, it would stay behind them
-        for ever."""
+        """Move a replica without observations since the last call towards its group's speed.
+
+        Not while `decay` moves it elsewhere: if the others are faster than their group's model says, it would stay
+        behind them for ever.
+        """
         if not (self._heard or self._decaying):
             self.value **= _FORGET
             self._bias *= _FORGET
@@ -346,9 +362,9 @@ class Speed:
 
 
 class Costs:
-    """One replica: its group's model and its own speeds.
+    """The costs of one replica: its group's model and its own speeds.
 
-    Tokens are counts, results seconds. `error` is the running |predicted - observed| TTFT.
+    Tokens are counts, results are seconds. `error` is the running |predicted - observed| TTFT.
     """
 
     __slots__ = ("group", "ttft", "step", "error", "count")
@@ -360,29 +376,33 @@ class Costs:
 
     @property
     def is_fading(self) -> bool:
-        """Whether the speeds by which it is chosen are well below those of its last answers."""
+        """Whether a speed used for choosing has decayed well below that of the last answers."""
         return any(speed.value < _FADED * speed.delivered for speed in (self.ttft, self.step))
 
     def as_delivered(self) -> Costs:
-        """Return these costs with the speeds of the replica's last answers. Those by which it is chosen go towards the
-        others' between its answers, so that it is tried again: one at an eighth of its speed was taken for 1.7 times as
-        slow."""
+        """Return a copy with the speeds of the replica's last answers, without their decay between answers.
+
+        With the decayed speeds, a replica at an eighth of its speed was taken for only 1.7 times as slow.
+        """
         made = Costs(self.group)
         made.ttft.value, made.step.value = self.ttft.delivered, self.step.delivered
         return made
 
     def prefill_seconds(self, uncached: int, context: int) -> float:
-        """Computing `uncached` tokens after `context` cached ones."""
+        """Return the seconds to compute `uncached` tokens after `context` cached ones."""
         return ttft_terms(
             self._features(_IDLE, uncached, context, UNTIMED), self.ttft.value, self.group.ttft.coefficients
         )[1]
 
     def step_seconds(self, load: Load) -> float:
-        """One decode step of the streams there now; 0 if there are none."""
+        """Return the seconds of one decode step with the present streams; 0 if there are none."""
         return step_seconds(load, self.step.value, self.group.step.coefficients)
 
     def ttft_seconds(self, load: Load, uncached: int, context: int, now: float = UNTIMED) -> float:
-        """Time to the first token for a request that meets `load`, at `now`."""
+        """Return the predicted TTFT in seconds of a request that meets `load` at time `now`.
+
+        `uncached`: prompt tokens to compute; `context`: cached ones before them.
+        """
         group = self.group
         return _ttft_seconds(
             uncached,
@@ -398,25 +418,24 @@ class Costs:
     def ttft_parts(
         self, load: Load, uncached: int, context: int, now: float = UNTIMED
     ) -> tuple[float, float, float, float]:
-        """The same in the parts that `ttft_terms` names, with `backlog_seconds`: for who is admitted by it."""
+        """Return the TTFT in the four parts of `ttft_terms`, for admission: the queue includes backlog and lateness."""
         base, own, queue, crowd = self._learned_parts(load, uncached, context, now)
         return base, own, queue + self.backlog_seconds(load, now) + late_seconds(now, load), crowd
 
     def punctual_seconds(self, load: Load, uncached: int, context: int, now: float = UNTIMED) -> float:
-        """The same if the replica is not late: what is held against what was observed."""
+        """Return the predicted TTFT without lateness, to compare with an observation."""
         return sum(self._learned_parts(load, uncached, context, now))
 
     def _learned_parts(self, load: Load, uncached: int, context: int, now: float) -> tuple[float, float, float, float]:
         return ttft_terms(self._features(load, uncached, context, now), self.ttft.value, self.group.ttft.coefficients)
 
     def backlog_seconds(self, load: Load, now: float = UNTIMED) -> float:
-        """By how much longer prompts that wait for more than a step take than `queued` has it, at least.
+        """Return a lower bound on how much longer a queue of over one step takes than `queued` predicts.
 
-        An engine computes them no quicker than a prompt that it gets alone, `STEP_TOKENS` a step, and each step has its
-        fixed cost and decodes: on average with half of those prompts, which are streams once they are computed. What
-        `queued` says was learned behind few, where a request shares a step with those before it. That is near enough
-        to choose a replica by; whoever is admitted by its first token has to know of a crowd before the crowd has
-        taught it.
+        An engine computes waiting prompts no faster than a prompt that it has alone: `STEP_TOKENS` a step, each with
+        its fixed cost and its decode, on average with half of those prompts, which decode once they are computed.
+        `queued` was learned behind few prompts, where a request shares a step with those before it. That suffices to
+        choose a replica; admission by TTFT must know about a burst before the burst has taught it.
         """
         if load.prefill_tokens <= STEP_TOKENS:
             return 0.0
@@ -429,24 +448,27 @@ class Costs:
         return max(0.0, least - speed * queued) * ahead
 
     def answer_seconds(self, load: Load, uncached: int, context: int, output: float, now: float = UNTIMED) -> float:
-        """Time to the last of `output` tokens, with the streams that are there now."""
+        """Return the seconds until the last of `output` tokens, with the present streams."""
         return self.ttft_seconds(load, uncached, context, now) + self.decode_seconds(load, uncached + context, output)
 
     def decode_seconds(self, load: Load, tokens: int, output: float) -> float:
-        """From the first of `output` tokens after a prompt of `tokens` to the last, with the streams there now."""
+        """Return the seconds from the first to the last of `output` tokens after a prompt of `tokens`."""
         return max(0.0, output - 1) * self.stream_step(load.decoding + 1, load.context_tokens + tokens + 0.5 * output)
 
     def stream_step(self, streams: float, context: float) -> float:
-        """One decode step of so many streams, at least one, with so many tokens of context in all."""
+        """Return the seconds of one decode step of `streams` >= 1 streams with `context` tokens in all."""
         base, per_stream, per_token = self.group.step.coefficients
         return self.step.value * (base + per_stream * streams + per_token * context)
 
     def observe_ttft(
         self, seconds: float, uncached: int, cached: int, before: Load, at: float = UNTIMED, lower: Lower = ()
     ) -> None:
-        """A first token came after `seconds`; `before` is the load it met, `at` when (both a Reservation's). `lower`:
-        which of the `cached` tokens were fetched. Time spent on those says nothing of computing: where it is much, only
-        the fetch is learned from it."""
+        """Learn from a first token that came after `seconds`.
+
+        `before`, `at`: the load that the request met and when, from its Reservation. `lower`: those of the `cached`
+        tokens that were fetched from slower tiers. Time spent on fetching says nothing about computing: where it is
+        large, only the fetch is learned.
+        """
         if lower and seconds > 0:
             fetch, compute = self.group.fetch, self.punctual_seconds(before, uncached, cached, at)
             fetched = fetch.seconds(lower)
@@ -462,14 +484,14 @@ class Costs:
         predicted = sum(terms)
         self.count += 1
         self.error += max(0.05, 1 / self.count) * (abs(predicted - seconds) - self.error)
-        # A queue's length in seconds is the engine's luck with batches more than its speed.
+        # The time spent in a queue depends more on how requests were batched than on the replica's speed.
         self.ttft.observe(predicted, seconds, sum(terms[:2]) / predicted)
         if self.group.changes is not None:
             self.group.changes.tell(self)
         self.group.learn("ttft", (*features[:5], features[5] / speed), seconds / speed)
 
     def observe_itl(self, seconds_per_token: float, decoding: int, context_tokens: int) -> None:
-        """A stream's mean time a token, among so many streams (itself included) with so much context."""
+        """Learn from a stream's mean seconds per token, among `decoding` streams and their context, itself included."""
         if seconds_per_token <= 0:
             return
         base, per_stream, per_token = self.group.step.coefficients
@@ -488,8 +510,10 @@ _IDLE = Load()
 
 
 class Learned(TypedDict):
-    """What a group has learned, in types that JSON has. `replicas`: the states of both speeds, the error and the count
-    of each; `fetch`: by tier."""
+    """The state of a group, as JSON types.
+
+    `replicas`: by name, the states of both speeds, the error and the count; `fetch`: by tier.
+    """
 
     ttft: dict[str, object]
     step: dict[str, object]
@@ -498,14 +522,16 @@ class Learned(TypedDict):
 
 
 class CostGroup:
-    """Replicas of one kind: one model for all, which a new replica starts from. `learned` is the `state` of another
-    group, to go on from."""
+    """Replicas of one kind that share one model, from which a new replica starts.
+
+    `learned`: the `state` of an earlier group, to continue from.
+    """
 
     def __init__(self, learned: Learned | None = None) -> None:
         self.ttft, self.step, self.fetch = Fit(TTFT_PRIOR), Fit(STEP_PRIOR), Fetch()
         self._members: dict[str, Costs] = {}
         self._turns: list[Costs] = []
-        self.changes: Changes[Costs] | None = None  # members whose speeds changed, once somebody follows them
+        self.changes: Changes[Costs] | None = None  # members whose speeds changed; None until `follow` is called
         self._known: dict[str, list[Any]] = {}
         if learned is not None:
             self.ttft.restore(learned["ttft"])
@@ -514,13 +540,13 @@ class CostGroup:
             self._known = dict(learned["replicas"])
 
     def follow(self) -> Changes[Costs]:
-        """The changes from now on."""
+        """Return the log of members whose speeds change from now on."""
         if self.changes is None:
             self.changes = Changes()
         return self.changes
 
     def state(self) -> Learned:
-        """What was learned: 2 kB, and 150 bytes a replica."""
+        """Return everything learned: 2 kB, and 150 bytes per replica."""
         replicas = {
             name: [one.ttft.state(), one.step.state(), one.error, one.count] for name, one in self._members.items()
         }
@@ -532,7 +558,7 @@ class CostGroup:
         }
 
     def add(self, replica: str) -> Costs:
-        """This replica's costs, the same object until `remove`."""
+        """Return this replica's costs, the same object until `remove`."""
         if replica not in self._members:
             costs = self._members[replica] = Costs(self)
             if (known := self._known.pop(replica, None)) is not None:
@@ -545,8 +571,10 @@ class CostGroup:
         self._members.pop(replica, None)
 
     def decay_idle(self, idle: Collection[Costs], used: Collection[Costs], seconds: float) -> None:
-        """Replicas that others were chosen over for `seconds` more: those thought slower go towards the speed of the
-        others, so that they are tried again, however few requests there are to go by."""
+        """Move the speeds of `idle` replicas towards the mean of the `used` ones, where they are slower.
+
+        `seconds`: how much longer they have been passed over. So they are tried again however few requests there are.
+        """
         kept = 0.5 ** (seconds / _DECAY_HALF_LIFE)
         ttft = exp(sum(log(one.ttft.value) for one in used) / len(used))
         step = exp(sum(log(one.step.value) for one in used) / len(used))
@@ -555,7 +583,7 @@ class CostGroup:
                 self.changes.tell(one)
 
     def learn(self, which: str, features: tuple[float, ...], seconds: float) -> None:
-        """One observation, as the group's model should have predicted it."""
+        """Learn one observation of the model `which` ("ttft" or "step"), and let one member's speeds fade."""
         getattr(self, which).observe(features, seconds)
         if not self._turns:
             self._turns = list(self._members.values())

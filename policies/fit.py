@@ -1,8 +1,7 @@
-"""Which ways of a request are good for it: those that have room for it, and those that meet its limits.
+"""The ways of a request that suit it: those that have room for it, and those that meet its limits.
 
-What room is, and what it is to meet limits, stands in `admission`, which asks. Predictions are checked: of those that
-came near a limit, the ratio of what was met to what was predicted has a running quantile, and a prediction counts that
-much longer. No I/O, no clock.
+`admission` defines room and limits. Predictions are checked: for those that came near a limit, a running quantile of
+the ratio of measured to predicted seconds is kept, and predictions are multiplied by it. No I/O and no clock.
 """
 
 from __future__ import annotations
@@ -17,14 +16,16 @@ from .quotes import Place, Quote
 from .reserves import Reserves
 from .verdicts import Offers, Rules
 
-_QUANTILE, _GAIN = 0.95, 0.01  # of the ratios, and how far one moves it, as a logarithm
-_MOST = log(1.5)  # that a margin gets: answers come late, so a crowd of bad ones says more than it should
-_NEAR = 0.25  # share of a limit from which a prediction says something of that limit
+_QUANTILE, _GAIN = 0.95, 0.01  # the quantile of the ratios, and the step of its logarithm per observation
+_MOST = log(1.5)  # bound of a margin: answers come late, so that a burst of slow ones would raise it too far
+_NEAR = 0.25  # share of a limit from which a prediction is near enough to learn from
 
 
 class Margin:
-    """By how much what was met exceeds what was predicted, in all but one of twenty cases: a running quantile, by
-    stochastic approximation (Robbins and Monro, 1951)."""
+    """The factor by which measured seconds exceed predicted ones in all but one of twenty cases.
+
+    A running quantile, by stochastic approximation (Robbins and Monro, 1951).
+    """
 
     __slots__ = ("_log",)
 
@@ -36,14 +37,18 @@ class Margin:
         return exp(self._log)
 
     def learn(self, predicted: float, met: float, limit: float) -> None:
+        """Learn from a prediction and what was measured, if the prediction came near the `limit`. All in seconds."""
         if predicted >= _NEAR * limit and met > 0.0:
             over = log(met / predicted) > self._log
             self._log = min(_MOST, max(0.0, self._log + _GAIN * (_QUANTILE if over else _QUANTILE - 1.0)))
 
 
 class Question:
-    """A request that is judged now. `quotes`: of each of its ways, with their `places`; `best`: the one of the least
-    TTFT; `room`: the indices of the ways that have room for it, as far as is known yet."""
+    """A request that is being judged.
+
+    `quotes`: one per way to serve it, with the replicas of each in `places`; `best`: the quote of the lowest TTFT;
+    `waited`: seconds; `room`: the indices of the ways that have room for it, once known.
+    """
 
     __slots__ = ("ticket", "quotes", "best", "places", "replicas", "offers", "now", "waited", "room")
 
@@ -57,16 +62,19 @@ class Question:
 
     @property
     def limited(self) -> bool:
-        """Without limits every quote would meet them, and nobody would ever be refused."""
+        """Whether it has limits; without any, every quote would meet them and it could never be refused."""
         return self.ticket.slo != NO_LIMITS
 
     @property
     def ttft(self) -> float:
-        """Seconds to its first token, with those that it has waited, if it is sent now."""
+        """Seconds to its first token if it is sent now, including those that it has waited."""
         return self.waited + self.best.ttft
 
     def computing(self, whole: bool) -> dict[int | str, int]:
-        """Return by replica how many prompts it computes; of those that take whole requests, or first legs."""
+        """Return by replica how many prompts it is computing.
+
+        `whole`: True for replicas that would take the whole request, False for the prefill replicas of a pair.
+        """
         if not self.places:
             return {index: one.computing for index, one in enumerate(self.quotes)} if whole else {}
         pairs = zip(self.places, self.quotes, strict=True)
@@ -77,7 +85,10 @@ class Question:
 
 
 class Fit:
-    """Of one fleet. `reserves`: what classes have had of it; `tight`: the classes that are to find less room."""
+    """The room that one fleet has for requests.
+
+    `reserves`: what its classes have used; `tight`: names of the classes that overload control tightens.
+    """
 
     def __init__(self, classes: Classes, rules: Rules, reserves: Reserves) -> None:
         self._rules, self._reserves = rules, reserves
@@ -88,10 +99,13 @@ class Fit:
     def room(
         self, asked: Question, quotes: Sequence[Quote], fits: Callable[[Quote, float, float], bool] | None = None
     ) -> Sequence[int]:
-        """Return the ways that have room for it, or that it `fits`, besides what is kept for classes above its own. A
-        prompt that has begun cannot be interrupted, so the whole of their fractions is kept from computing lower ones'
-        at a time; of streams and cache, what they have not used of it lately. Nor does it join one of their prompts: an
-        engine computes both in one step, which is as long as both."""
+        """Return the ways that have room for it beyond what is kept for higher classes.
+
+        `fits`: a test of quotes to use in place of `has_room`, with the same arguments. A prefill that has begun cannot
+        be interrupted, so higher classes' fractions of the replicas are kept free of lower ones' prefills in full; of
+        streams and cache, only what they have not used lately. Nor does a request join the prefill of a higher class:
+        the engine computes both in one step, which takes as long as both.
+        """
         qos, reserves, fits = asked.ticket.qos, self._reserves, fits or self.has_room
         above, first = reserves.above(qos, asked.now), reserves.others_yield(qos, asked.now)
         tight = TIGHT if qos.name in self.tight else 1.0
@@ -108,8 +122,11 @@ class Fit:
         return [index for index in room if not quotes[index].computing] or room if first else room
 
     def has_room(self, quote: Quote, share: float, tight: float) -> bool:
-        """By the limits of the classes. Those of one request say nothing of whether others find room. `tight`: of what
-        may be ahead of it."""
+        """Return whether an engine has room by the limits of the classes; a request's own limits do not matter here.
+
+        `share`: of the KV cache and of the TPOT limit that it may use; `tight`: factor on the queue that may be ahead
+        of it.
+        """
         if not quote.there:
             return True
         return (
@@ -119,7 +136,7 @@ class Fit:
         )
 
     def fast(self, ticket: Ticket, quotes: Sequence[Quote], room: Sequence[int]) -> Sequence[int]:
-        """Return those of the ways with room that keep its own TPOT limit, as an idle one does as well as any."""
+        """Return those of the ways in `room` that keep the request's own TPOT limit, or are idle."""
         limit = ticket.slo.tpot
         if limit is None or limit >= self._tpot:
             return room
@@ -127,11 +144,11 @@ class Fit:
         return [index for index in room if not quotes[index].there or quotes[index].tpot * factor <= limit]
 
     def meeting(self, quotes: Sequence[Quote], asked: Question) -> list[int]:
-        """Return those that meet its limits; none where it has no limits."""
+        """Return the indices of the quotes that meet its limits; none if it has no limits."""
         return [i for i, one in enumerate(quotes) if self.too_much(one, asked) is None] if asked.limited else []
 
     def too_much(self, quote: Quote, asked: Question) -> str | None:
-        """Return which of its limits it does not meet."""
+        """Return "ttft" or "tpot" for a limit that the quote exceeds, or None."""
         ttft, tpot = asked.ticket.slo
         if ttft is not None and not self.within(quote, asked.waited, ttft):
             return "ttft"
@@ -139,17 +156,17 @@ class Fit:
         return "tpot" if quote.tpot * self.tpot_margin.factor > limit else None
 
     def within(self, quote: Quote, waited: float, limit: float) -> bool:
-        """Return whether its first token comes within that many seconds, with those that it has waited already."""
+        """Return whether its first token comes within `limit` seconds, `waited` ones included."""
         return waited + quote.ttft * self.ttft_margin.factor <= limit
 
 
 def _clear(computing: Collection[int], kept: float) -> int:
-    """Return how many replicas compute nothing, besides the fraction that is kept so, which leaves one at least."""
+    """Return how many replicas compute nothing, minus the share `kept` of all, which spares at least one."""
     return sum([not one for one in computing]) - min(ceil(kept * len(computing) - 1e-9), len(computing) - 1)
 
 
 def unclaimed(room: Sequence[int], places: Sequence[Place], ahead: Sequence[Line]) -> Sequence[int]:
-    """Return those of the ways with room of which nobody in the lines `ahead` waits for a replica."""
+    """Return those of the ways in `room` none of whose replicas a line in `ahead` waits for."""
     if not ahead or not room:
         return room
     if not places:

@@ -1,9 +1,9 @@
 """KV cache arithmetic from a model's config.json: bytes of a token, blocks of a GPU, the longest context.
 
-It counts as vLLM does (0.28 to 0.32; tests/vllm holds it to vLLM's own log). A block is `block_size` tokens in a group
-of layers. Layers that all keep the same tokens are one group. Where some keep a window only, each kind is cut into
-groups of equally many layers, so that all blocks have one size, and a request takes blocks for every group from one
-pool. Pure: no files, no engine.
+It counts as vLLM does (0.28 to 0.32; tests/vllm compares it with vLLM's own log). A block is `block_size` tokens in a
+group of layers. Layers that all keep the same tokens form one group. Where some layers keep only a window, each kind is
+cut into groups of equally many layers, so that all blocks have one size, and a request takes blocks for every group
+from one pool. Pure: no files, no engine.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class NumberFormat:
-    """How numbers lie in memory: `bits` of each, and a scale of `scale` bytes for every `group` of them.
+    """A memory format of numbers: `bits` each, and a scale of `scale` bytes for every `group` of them.
 
-    A group of 0 is all of a head's key, or value."""
+    A group of 0 means one scale for all numbers of a head's key or value.
+    """
 
     bits: int
     scale: int = 0
@@ -49,11 +50,11 @@ _WEIGHT_DTYPES = {
 }
 # bytes: how vLLM stores an fp8 latent of 512 + 64 for sparse attention (`fp8_ds_mla`), scales included
 _PACKED_LATENT = 656
-# bytes of a GPU for activations, CUDA and its graphs: a guess that vLLM's log replaces (see docs/plan.md)
+# bytes of a GPU for activations, CUDA and its graphs: an estimate until vLLM's log gives the value (docs/plan.md)
 RESERVE = 2 << 30
 UTILIZATION = 0.92  # vLLM's default of --gpu-memory-utilization
 
-_LATENT_NOT_CACHED = ("minicpm3",)  # has kv_lora_rank, but vLLM caches its heads
+_LATENT_NOT_CACHED = ("minicpm3",)  # types with kv_lora_rank whose heads vLLM caches, not the latent
 _UNEQUAL = (
     "global_head_dim",
     "swa_head_dim",
@@ -62,18 +63,18 @@ _UNEQUAL = (
     "block_configs",
     "per_layer_config",
 )
-# every n-th layer is full: their classes' defaults
+# defaults of the models' classes: every n-th layer has full attention
 _PATTERNS = {"gemma2": 2, "gemma3": 6, "gemma3_text": 6, "cohere2": 4}
 _FULL = ("full_attention", "attention", "chunked_attention")  # vLLM keeps chunked ones whole by default
 
 
 class BadModel(ValueError):
-    """A configuration this arithmetic does not know; the message says what is missing or unknown."""
+    """A model configuration that this arithmetic cannot handle; the message names the missing or unknown field."""
 
 
 @dataclass(frozen=True, slots=True)
 class Layers:
-    """Some layers that keep the same tokens: all of them, or the last `window`."""
+    """Layers that keep the same tokens: all of them, or the last `window`."""
 
     count: int
     window: int | None = None
@@ -81,7 +82,7 @@ class Layers:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What the cache depends on in a model's configuration."""
+    """The properties of a model that determine its cache."""
 
     layers: tuple[Layers, ...]
     kv_heads: int
@@ -93,7 +94,10 @@ class Shape:
     notes: tuple[str, ...] = ()
 
     def bytes(self, dtype: str, tensor_parallel: int) -> int:
-        """Of one token in one layer on one GPU. A latent is the same on each; heads are shared out, one at least."""
+        """Return the bytes of one token in one layer on one GPU.
+
+        A latent is stored whole on each GPU; heads are divided among them, at least one each.
+        """
         if not self.latent:
             return max(1, self.kv_heads // tensor_parallel) * 2 * KV_DTYPES[dtype].bytes(self.head_size)
         if self.index and dtype.startswith("fp8"):
@@ -103,11 +107,10 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class KvSpace:
-    """The cache of one replica: `tensor_parallel` GPUs that each hold their share of every token.
+    """The KV cache of one replica: `tensor_parallel` GPUs that each hold their share of every token.
 
-    `context_parallel` GPUs of these hold each a part of the tokens instead (--decode-context-parallel-size).
-    `in_flight`: tokens scheduled and not yet settled, for which layers with a window need room, too: two batches in
-    vLLM.
+    Of these, `context_parallel` GPUs divide the tokens instead (--decode-context-parallel-size). `in_flight`: tokens
+    scheduled and not settled, which layers with a window need room for as well: two batches in vLLM.
     """
 
     shape: Shape
@@ -141,43 +144,47 @@ class KvSpace:
 
     @property
     def token_bytes(self) -> int:
-        """Of one token on one GPU, as long as every layer keeps it."""
+        """Bytes of one token on one GPU while every layer keeps it."""
         return sum(layers.count for layers in self.shape.layers) * self._layer_bytes
 
     @property
     def block_bytes(self) -> int:
-        """Of one block on one GPU: what the pool is cut into."""
+        """Bytes of one block of the pool on one GPU."""
         return self.group_size * self._layer_bytes * self.block_size
 
     @property
     def group_size(self) -> int:
-        """Layers of a group: as many as the rarest kind has, or as the commonest if that is hardly more."""
+        """Layers per group: as many as the rarest kind has, or as the commonest if that has hardly more."""
         counts = [layers.count for layers in self.shape.layers]
         return max(counts) if max(counts) < 1.5 * min(counts) else min(counts)
 
     @property
     def groups(self) -> int:
+        """Groups of layers: so many blocks of the pool hold `block_size` tokens."""
         return sum(self._groups(layers) for layers in self.shape.layers)
 
     def blocks(self, memory: int) -> int:
-        """Of `memory` bytes on each GPU; vLLM's `num_gpu_blocks`, one of which it keeps for itself."""
+        """Return the blocks in `memory` bytes of each GPU: vLLM's `num_gpu_blocks`, one of which it reserves."""
         return memory // self.block_bytes
 
     def needed(self, tokens: int) -> int:
-        """Blocks that one request of `tokens` takes while it is computed."""
+        """Return the blocks that one request of `tokens` takes while it is computed."""
         return sum(self._groups(layers) * self._blocks_of(layers, tokens) for layers in self.shape.layers)
 
     def size(self, blocks: int, context: int | None = None) -> int:
-        """Tokens, as vLLM's log says: requests of the longest context that fit, times that context."""
+        """Return the tokens that vLLM logs for this many blocks.
+
+        That is the number of requests of the longest context that fit, times that context.
+        """
         context = context or self.shape.context
         return int(blocks / self.needed(context) * context)
 
     def kept(self, blocks: int) -> int:
-        """Tokens that stay findable for later requests if every layer keeps them: what prefix caching can count on."""
+        """Return the tokens that a prefix cache can hold for later requests, if every layer keeps them."""
         return blocks // self.groups * self.block_size * self.context_parallel
 
     def longest(self, blocks: int, context: int | None = None) -> int:
-        """The longest request that fits alone, up to `context` tokens; 0 if none does."""
+        """Return the tokens of the longest request that fits alone, up to `context`; 0 if none does."""
         low, high = 0, context or self.shape.context
         while low < high:
             middle = (low + high + 1) // 2
@@ -188,8 +195,11 @@ class KvSpace:
         return low
 
     def moved(self, tokens: int) -> int:
-        """Bytes of a prompt that one GPU sends to another engine: whole blocks, and of layers with a window those that
-        its end may lie in, as vLLM's NIXL connector takes them."""
+        """Return the bytes that one GPU sends of a prompt's cache to another engine.
+
+        As vLLM's NIXL connector counts: whole blocks, and for layers with a window only those that the prompt's end may
+        lie in.
+        """
         blocks = sum(layers.count * self.moved_blocks(layers, tokens) for layers in self.shape.layers)
         return blocks * self.layer_block_bytes
 
@@ -199,7 +209,7 @@ class KvSpace:
 
     @property
     def layer_block_bytes(self) -> int:
-        """Of one block in one layer on one GPU."""
+        """Bytes of one block in one layer on one GPU."""
         return self._layer_bytes * self.block_size
 
     @property
@@ -217,7 +227,11 @@ class KvSpace:
 
 
 def memory_for_kv(gpu: int, weights: int, tensor_parallel: int, utilization: float = UTILIZATION) -> int:
-    """Bytes that a GPU of `gpu` bytes has left for the cache. Raises BadModel if nothing is left."""
+    """Return the bytes that a GPU of `gpu` bytes has left for the cache; raise BadModel if there are none.
+
+    `weights`: bytes of the whole model, divided among `tensor_parallel` GPUs; `utilization`: share of the GPU to be
+    used.
+    """
     left = int(gpu * utilization) - weights // tensor_parallel - RESERVE
     if left <= 0:
         raise BadModel(f"{weights / tensor_parallel / 2**30:.1f} GiB of weights on each GPU leave no room for a cache in {100 * utilization:.3g}% of "
@@ -226,7 +240,7 @@ def memory_for_kv(gpu: int, weights: int, tensor_parallel: int, utilization: flo
 
 
 def read(config: Mapping[str, object]) -> Shape:
-    """The shape of the model whose config.json this is. Raises BadModel."""
+    """Return the shape of a model from its config.json; raise BadModel if a field is missing or unknown."""
     inner = (config.get(key) for key in ("text_config", "llm_config", "language_config"))
     text: Mapping[str, object] = next((one for one in inner if isinstance(one, dict)), config)
     for key in _UNEQUAL:
@@ -246,8 +260,10 @@ def read(config: Mapping[str, object]) -> Shape:
 
 
 def prompt_bytes(config: Mapping[str, object], block_size: int) -> Callable[[int], int] | None:
-    """What tells how many bytes of a prompt's cache go to another engine, in the type the checkpoint says. All GPUs
-    of one together send each head once, and a latent once. None: the shape is not known."""
+    """Return a function from prompt tokens to the bytes that are moved to another engine; None if the shape is unknown.
+
+    In the type that the checkpoint names, for all GPUs together: they send each head once, and a latent once.
+    """
     try:
         return KvSpace(read(config), block_size=block_size).moved
     except ValueError:
@@ -255,7 +271,7 @@ def prompt_bytes(config: Mapping[str, object], block_size: int) -> Callable[[int
 
 
 def _number(config: Mapping[str, object], *names: str, default: int | None = None) -> int:
-    """The first of these fields that is set. Raises BadModel."""
+    """Return the first of these fields that is set; raise BadModel if it is no whole number above 0, or none is set."""
     for name in names:
         if (value := config.get(name)) is not None:
             if type(value) is not int or value < 1:
@@ -268,7 +284,7 @@ def _number(config: Mapping[str, object], *names: str, default: int | None = Non
 
 def _kv_heads(config: Mapping[str, object], heads: int) -> int:
     if config.get("multi_query") and not config.get("new_decoder_architecture"):
-        return 1  # Falcon-7B and StarCoder say it this way
+        return 1  # as in Falcon-7B and StarCoder
     return _number(
         config,
         "n_head_kv",
@@ -281,7 +297,7 @@ def _kv_heads(config: Mapping[str, object], heads: int) -> int:
 
 
 def _head_size(config: Mapping[str, object], heads: int) -> int:
-    if config.get("head_dim"):  # some say 0 for none
+    if config.get("head_dim"):  # some models set 0 for none
         return _number(config, "head_dim")
     if (width := _number(config, "hidden_size", "n_embd")) < heads:
         raise BadModel(f"{heads} attention heads do not fit in a hidden size of {width}")
@@ -289,8 +305,10 @@ def _head_size(config: Mapping[str, object], heads: int) -> int:
 
 
 def _dtype(config: Mapping[str, object], text: Mapping[str, object]) -> tuple[str, list[str]]:
-    """What the engine stores if nobody says otherwise: as the checkpoint's quantisation says, else the weights'
-    type."""
+    """Return the type an engine stores by default, and notes about it.
+
+    That is the type of the checkpoint's cache quantisation, or else of its weights.
+    """
     told = (said.get("quantization_config") for said in (config, text))
     quantized: Mapping[str, object] = next((one for one in told if isinstance(one, dict)), {})
     scheme, algorithm = quantized.get("kv_cache_scheme"), quantized.get("kv_cache_quant_algo")
@@ -305,8 +323,10 @@ def _dtype(config: Mapping[str, object], text: Mapping[str, object]) -> tuple[st
 
 
 def _layers(config: Mapping[str, object]) -> tuple[tuple[Layers, ...], list[str]]:
-    """The kinds of layers and what to say of them. Those that share another's cache, or keep a state, have no tokens to
-    keep."""
+    """Return the kinds of layers that keep tokens, and notes about the others.
+
+    Layers that share another's cache, or keep a state, are left out.
+    """
     kinds = _kinds(config, _number(config, "num_hidden_layers", "n_layer", "num_layers"))
     shared = _number(config, "num_kv_shared_layers", default=0) if config.get("num_kv_shared_layers") else 0
     kinds = kinds[: len(kinds) - shared]
@@ -330,7 +350,7 @@ def _layers(config: Mapping[str, object]) -> tuple[tuple[Layers, ...], list[str]
 
 
 def _kinds(config: Mapping[str, object], count: int) -> list[str | int]:
-    """For each layer "full", "state", or its window. Raises BadModel."""
+    """Return "full", "state" or the window of each layer; raise BadModel where that is unknown."""
     window = (
         _number(config, "sliding_window")
         if config.get("sliding_window") and config.get("use_sliding_window", True)

@@ -1,12 +1,13 @@
-"""Reserved load per replica: what has been sent there and has not ended.
+"""Reserved load per replica: requests sent there that have not ended.
 
-A reservation is made in the same step as the choice, moves once (first byte seen), grows with its answer and ends once.
-Each of these is idempotent, so whichever of retry, cancel, crash and normal end comes first may
-settle it and the others do no harm. Not thread safe: one event loop owns a ledger.
+A reservation is made in the same step as the choice, moves once (at the first byte), grows with its answer and ends
+once. Each of these steps is idempotent: whichever of retry, cancel, crash and normal end comes first settles it, and
+the others change nothing. Not thread safe: one event loop owns a ledger.
 
-An engine computes prompts in steps: all that wait when one ends begin with the next, and their first tokens come at its
-end. So a first token tells when those left began, and what comes meanwhile has not begun. Callers that tell the time
-get that in `Load`; where it is not told, as with an answer in one piece, nothing is known until the next first token.
+An engine computes prompts in steps: all that wait when one ends start with the next, and their first tokens come at its
+end. So a first token tells when the prompts that are left began; prompts that come meanwhile have not begun. Callers
+that pass the time find that in `Load`. Without it, as with an answer in one piece, nothing is known until the next
+first token.
 """
 
 from __future__ import annotations
@@ -18,35 +19,38 @@ from math import inf
 
 from .changes import Changes
 
-# Times that are not known are finite, for they are factors of sums: 30,000 years off, on either side of any clock.
+# Unknown times are finite because formulas multiply them: 30,000 years away, on either side of any clock.
 FAR = 1e12
-UNTIMED = -FAR  # the time of what is asked without a clock: of what is queued, nothing is done yet
+UNTIMED = -FAR  # `now` of callers without a clock: queued work then counts as not begun
 
-# Fields of a `Load` that are all 0 where the first of them is: no prompts have no tokens, no streams no context.
+# Fields of a `Load` that are all 0 where the first of them is: without prompts no tokens, without streams no context.
 ZERO_TOGETHER = (("prefilling", "prefill_tokens", "begun", "begun_tokens"), ("decoding", "context_tokens"))
 
 
 @dataclass(slots=True)
 class Load:
-    """What one replica has to do right now; the ledger keeps it, a scrape fills the three in the middle."""
+    """The present load of one replica.
+
+    The ledger keeps it; scrapes fill `waiting`, `kv_usage` and `capacity_tokens`.
+    """
 
     requests: int = 0  # reserved and not released
-    prefilling: int = 0  # of these, first byte not seen yet
-    prefill_tokens: int = 0  # their uncached tokens
-    decoding: int = 0  # of these, past the first byte
-    context_tokens: int = 0  # of the decoding ones: their prompts, and what has come of their answers
-    output_tokens: int = 0  # expected to come out for all that is reserved
-    waiting: int = 0  # the engine's own waiting queue, last scrape; 0 if it was not reported
-    kv_usage: float = 0.0  # share of its KV blocks in use by running requests, 0..1; 0 if it was not reported
-    capacity_tokens: float = inf  # what its blocks hold, in this ledger's tokens; infinite: not known to be short
-    since: float = FAR  # when it began the prompts it computes now, by the clock of `Demand.now`; FAR: not known
-    begun: int = 0  # how many of `prefilling` these are (not known: all); those that came later wait for the next step
-    begun_tokens: int = 0  # and how many of `prefill_tokens`
-    recent: float = 0.0  # choices that fell on it, the later the heavier: what counts is its share of all replicas' sum
+    prefilling: int = 0  # requests without a first byte yet
+    prefill_tokens: int = 0  # uncached tokens of the prefilling ones
+    decoding: int = 0  # requests past the first byte
+    context_tokens: int = 0  # of the decoding ones: their prompts, and their answers so far
+    output_tokens: int = 0  # expected tokens still to come, of all requests
+    waiting: int = 0  # the engine's own waiting queue, last scrape; 0 if not reported
+    kv_usage: float = 0.0  # share of its KV blocks in use by running requests, 0..1; 0 if not reported
+    capacity_tokens: float = inf  # capacity of its KV cache, in this ledger's tokens; infinite: not known to be short
+    since: float = FAR  # when the current prefill step began, by the clock of `Demand.now`; FAR: unknown
+    begun: int = 0  # how many of `prefilling` are in that step (unknown: all); later ones wait for the next
+    begun_tokens: int = 0  # how many of `prefill_tokens` are in that step
+    recent: float = 0.0  # weighted count of recent choices; only its share of all replicas' sum has a meaning
     due: float = FAR  # when it is expected to answer next, by the same clock, see `Unanswered`; FAR: nobody waits
 
     def copy(self) -> Load:
-        """As it is now. `dataclasses.replace` takes five times as long."""
+        """Return a copy; `dataclasses.replace` takes five times as long."""
         return Load(
             self.requests,
             self.prefilling,
@@ -65,10 +69,10 @@ class Load:
         )
 
     def scraped(self, waiting: int | None, kv_usage: float | None) -> None:
-        """Take over a scrape; either may be missing.
+        """Take over the figures of a scrape; either may be missing.
 
-        The capacity follows from what the ledger counts now and the share of blocks that takes, so prompts
-        that share blocks are allowed for. Below half full the quotient says little and nobody needs it.
+        The capacity is the ledger's token count divided by the share of blocks in use, so it allows for prompts that
+        share blocks. Below half full the quotient is imprecise, and not needed.
         """
         self.waiting, self.kv_usage = waiting or 0, kv_usage or 0.0
         held = self.context_tokens + self.prefill_tokens
@@ -79,23 +83,26 @@ class Load:
         self.capacity_tokens = capacity if self.capacity_tokens == inf else (self.capacity_tokens + capacity) / 2
 
     def timed(self, now: float | None) -> None:
-        """The step that computes its prompts began at `now`, with all that wait; None: nobody knows when."""
+        """Note that a prefill step with all waiting prompts began at `now`; None: at an unknown time."""
         self.since = FAR if now is None else now
         self.begun, self.begun_tokens = self.prefilling, self.prefill_tokens
 
 
 _COUNTS = tuple(f.name for f in fields(Load))[:6]
 NOTHING = (0,) * len(_COUNTS)
-_VOID = 64  # entries of a heap that are kept however few are waited for
-# choices a replica, over which its share of them is taken: fewer are noise, more let what begins at once go to one
-# place, and conversations count that are over
+_VOID = 64  # entries of a heap that may be void however few requests wait
+# Choices per replica over which `recent` is weighted: fewer are noise; more send simultaneous conversations to one
+# replica, and count those that are over
 _WINDOW = 4
 
 
 @dataclass(slots=True, eq=False)
 class Reservation:
-    """One request's share of a replica's load. `met`: the figures of the load that it met, without itself, in their
-    order; `at`: when that was. `due`: when the first byte of its answer is expected, FAR if nobody would see it."""
+    """One request's share of a replica's load.
+
+    `met`: the figures of the load that it met, without itself, in the order of `Load`; `at`: when that was. `due`: when
+    the first byte of its answer is expected, FAR if that would not be seen.
+    """
 
     replica: str
     load: Load
@@ -105,36 +112,36 @@ class Reservation:
     at: float = UNTIMED
     output: int = 0
     due: float = FAR
-    unanswered: Unanswered | None = None  # those on its replica, if it has been one of them
-    number: int = 0  # its own among them; 0: it is none of them
+    unanswered: Unanswered | None = None  # its replica's unanswered requests, if it has been one of them
+    number: int = 0  # its number among them; 0: it is not one of them
     stage: str = "prefill"  # then "decode", then "done"
 
     @property
     def before(self) -> Load:
-        """The load that it met, for whoever asks: most requests end without."""
+        """The load that it met, as a `Load`; built on demand, since most requests end without it."""
         return Load(*self.met)  # type: ignore[arg-type]  # the figures are of two types
 
 
 class Unanswered:
-    """Requests on one replica that have no answer, and by when it is expected to answer one: `Load.due`.
+    """The requests on one replica without an answer, which determine when it is expected to answer next: `Load.due`.
 
-    An answer, whichever it is, says that the replica does not stall: nothing is due before that, nor before the gateway
-    went on after it had been held up. And requests that are older than the one that is answered are no longer waited
-    for. An engine may have put them last, or lost them.
+    Any answer shows that the replica is not stalled: nothing is due before that, nor before the gateway itself resumed
+    after a stall. Requests older than the answered one are no longer expected: an engine may have put them last, or
+    lost them.
     """
 
     __slots__ = ("_load", "_heap", "_waiting", "_number", "_overtaken", "_answered_at")
 
     def __init__(self, load: Load) -> None:
         self._load = load
-        # By when they are due, with the number that each had when it was added: entries that are void (it has ended,
-        # was overtaken, or is due at another time now) are dropped when they come to the top, or are too many.
+        # (due, number when added, reservation). Void entries (ended, overtaken, or due at another time by now) are
+        # dropped when they come to the top, or when there are too many.
         self._heap: list[tuple[float, int, Reservation]] = []
-        self._waiting = self._number = self._overtaken = 0  # how many wait; the latest number; up to which all are void
+        self._waiting = self._number = self._overtaken = 0  # how many wait; the latest number; the last void one
         self._answered_at = UNTIMED
 
     def add(self, reservation: Reservation) -> None:
-        if len(self._heap) > 2 * self._waiting + _VOID:  # so it is as long as what waits, whatever ends early
+        if len(self._heap) > 2 * self._waiting + _VOID:  # keeps the heap bounded by what waits
             self._heap = [entry for entry in self._heap if self._counts(entry)]
             heapify(self._heap)
         self._number = number = self._number + 1
@@ -151,12 +158,12 @@ class Unanswered:
         self._look()
 
     def held_up(self, now: float) -> None:
-        """Nobody looked until now: what was due before may have come."""
+        """Note that the gateway was stalled until `now`: earlier answers may have come unseen."""
         self._answered_at = now
         self._look()
 
     def leave(self, reservation: Reservation) -> None:
-        """It has ended, or nobody would see its answer."""
+        """Remove a request that has ended, or whose answer would not be seen."""
         if reservation.number:
             self._forget(reservation)
             self._look()
@@ -177,9 +184,11 @@ class Unanswered:
 
 
 class Ledger:
-    """The load of this gateway's requests, and beside it what is known of other gateways' (`others`); a `Load` has the
-    sum. `moved`, if set, hears of each replica on which this gateway's own part changes; `changes` has the names of
-    replicas whose `Load` changed in any way, once somebody follows them."""
+    """The load of this gateway's requests and, separately, of other gateways' (`others`); a `Load` holds the sum.
+
+    `moved`, if set, is called with each replica on which this gateway's own part changes. `changes` logs the replicas
+    whose `Load` changed in any way, once `follow` was called.
+    """
 
     def __init__(self) -> None:
         self._loads: dict[str, Load] = {}
@@ -187,18 +196,21 @@ class Ledger:
         self._leaving: list[tuple[str, Load]] = []  # replicas removed while requests were still on them
         self._unanswered: dict[str, Unanswered] = {}
         self._shared = False
-        self._weight, self._growth = 1.0, 1.0  # of the latest choice, and how much heavier the next one is
+        self._weight, self._growth = 1.0, 1.0  # weight of the latest choice, and the factor to the next one's
         self.moved: Callable[[str], None] | None = None
         self.changes: Changes[str] | None = None
 
     def follow(self) -> Changes[str]:
-        """The changes from now on. A fleet that nobody keeps arrays of has none to tell, three times a request."""
+        """Return the log of changed replicas, which begins at the first call.
+
+        It costs three entries per request, so it is kept only for fleets large enough for arrays.
+        """
         if self.changes is None:
             self.changes = Changes()
         return self.changes
 
     def add(self, replica: str) -> Load:
-        """The replica's load; the same object until `remove`."""
+        """Return the replica's load, the same object until `remove`."""
         load = self._loads.get(replica)
         if load is None:
             load = self._loads[replica] = Load()
@@ -217,12 +229,14 @@ class Ledger:
         self._leaving = [one for one in self._leaving if one[1].requests]
 
     def load(self, replica: str) -> Load:
-        """KeyError if it was never added."""
+        """Return the replica's load; raise KeyError if it is unknown."""
         return self._loads[replica]
 
     def own(self, replica: str) -> tuple[int, ...]:
-        """What this gateway has there: requests, prefilling, prefill tokens, decoding, context and output
-        tokens."""
+        """Return this gateway's part of a replica's load.
+
+        In this order: requests, prefilling, prefill tokens, decoding, context tokens, output tokens.
+        """
         load = self._loads.get(replica)
         if load is None:
             return NOTHING
@@ -230,13 +244,15 @@ class Ledger:
         return tuple(getattr(load, name) - count for name, count in zip(_COUNTS, others, strict=True))
 
     def others(self, replica: str, counts: tuple[int, ...], now: float | None = None) -> None:
-        """What other gateways have there, in the order of `own`. One prompt less without a first token: a step has
-        ended, by `now`."""
+        """Set the other gateways' part of a replica's load, in the order of `own`.
+
+        A lower count of prefilling requests means that a prefill step has ended by `now`.
+        """
         load, before = self._loads.get(replica), self._others.get(replica, NOTHING)
         if load is None or counts == before:
             return
         stepped = counts[1] < before[1] or not load.prefilling
-        load.requests += counts[0] - before[0]  # at length: with the names as data it took five times as long
+        load.requests += counts[0] - before[0]  # field by field: a loop over the names took five times as long
         load.prefilling += counts[1] - before[1]
         load.prefill_tokens += counts[2] - before[2]
         load.decoding += counts[3] - before[3]
@@ -249,7 +265,7 @@ class Ledger:
             self.changes.tell(replica)
 
     def share(self, shared: bool) -> None:
-        """Whether other gateways' requests count from now on: then nobody tells when a replica begins a step."""
+        """Set whether other gateways' requests are counted; then the start of a prefill step is unknown."""
         if shared != self._shared:
             self._shared = shared
             for replica, load in self._loads.items():
@@ -258,7 +274,7 @@ class Ledger:
                     self.changes.tell(replica)
 
     def scraped(self, replica: str, waiting: int | None, kv_usage: float | None) -> None:
-        """What the engine says of itself, see `Load.scraped`."""
+        """Take over the engine's own figures, see `Load.scraped`."""
         self._loads[replica].scraped(waiting, kv_usage)
         if self.changes is not None:
             self.changes.tell(replica)
@@ -273,8 +289,12 @@ class Ledger:
         output: int = 0,
         due: float = FAR,
     ) -> Reservation:
-        """Count a request of `tokens` prompt tokens, `uncached` of which must be computed. `counted`: where
-        `moved` would tell of it, it is known already. `due`: as the Reservation's."""
+        """Count a request on a replica and return its reservation.
+
+        `uncached`: how many of its prompt `tokens` must be computed; `counted`: the shared ledger counts it already, so
+        `moved` is not called; `now`: None without a clock; `output`: tokens still expected of its answer; `due`: as in
+        `Reservation`.
+        """
         load = self._loads[replica]
         met = (
             load.requests,
@@ -296,7 +316,7 @@ class Ledger:
         if due != FAR:
             self._unanswered[replica].add(reservation)
         alone = not load.prefilling
-        self._weight *= self._growth  # heavier choices instead of fading old ones: one figure changes, not all
+        self._weight *= self._growth  # new choices weigh more instead of old ones fading: one figure changes, not all
         load.recent += self._weight
         if self._weight > 1e100:
             self._rescale()
@@ -313,8 +333,10 @@ class Ledger:
         return reservation
 
     def reserve_decode(self, replica: str, tokens: int, output: int = 0) -> Reservation:
-        """Count a request of `tokens` prompt tokens that come computed: it is a stream from the start, and tells
-        nothing of the prompts that are computed there."""
+        """Count a request whose prompt of `tokens` arrives computed: it decodes from the start.
+
+        It tells nothing about the prefills of that replica.
+        """
         load = self._loads[replica]
         step = load.since, load.begun, load.begun_tokens
         reservation = self.reserve(replica, 0, tokens, output=output)
@@ -323,21 +345,21 @@ class Ledger:
         return reservation
 
     def _regrow(self) -> None:
-        """There are more replicas, or fewer, over which choices are weighed."""
+        """Adapt the weight growth of choices to the number of replicas."""
         self._growth = 1.0 + 1.0 / (_WINDOW * max(1, len(self._loads)))
 
     def _rescale(self) -> None:
-        """Divide the weights of all choices, before they overflow."""
+        """Divide the weights of all choices before they overflow."""
         for replica, load in self._loads.items():
-            load.recent = round(load.recent / self._weight, 30)  # to nothing, before it is too small to divide by
+            load.recent = round(load.recent / self._weight, 30)  # 0 before it is too small to divide
             if self.changes is not None:
                 self.changes.tell(replica)
         self._weight = 1.0
 
     def compute_more(self, reservation: Reservation, tokens: int) -> None:
-        """So many prompt tokens more are to be computed, of a request that was reserved just now."""
+        """Add prompt tokens to be computed to a request that was just reserved."""
         load = reservation.load
-        if load.begun == load.prefilling:  # it is among those that have begun
+        if load.begun == load.prefilling:  # this request is in the current step
             load.begun_tokens += tokens
         reservation.uncached += tokens
         load.prefill_tokens += tokens
@@ -347,7 +369,7 @@ class Ledger:
             self.moved(reservation.replica)
 
     def first_byte(self, reservation: Reservation, now: float | None = None) -> None:
-        """Its prefill is done; it decodes from now on. None: that is assumed, and nothing of its answer has come."""
+        """Move a request from prefill to decode; `now` None: its first byte was not seen, only assumed."""
         if reservation.stage != "prefill":
             return
         if now is not None and reservation.unanswered is not None:
@@ -365,7 +387,7 @@ class Ledger:
             self.moved(reservation.replica)
 
     def came(self, reservation: Reservation, tokens: int) -> None:
-        """So many tokens more of its answer have come: each is context of the next."""
+        """Count further tokens of its answer, which are context for the next ones."""
         if reservation.stage != "decode":
             return
         reservation.tokens += tokens
@@ -376,21 +398,24 @@ class Ledger:
             self.moved(reservation.replica)
 
     def answered(self, reservation: Reservation, now: float) -> None:
-        """All of its answer came at once."""
+        """Note an answer that came in one piece."""
         if (unanswered := reservation.unanswered) is not None:
             unanswered.answered(reservation, now)
             if self.changes is not None:
                 self.changes.tell(reservation.replica)
 
     def held_up(self, now: float) -> None:
-        """This gateway did not run until now, and takes nobody for late who may have answered meanwhile."""
+        """Note that this gateway was stalled until `now`.
+
+        Replicas may have answered meanwhile, so none counts as late for that.
+        """
         for replica, unanswered in self._unanswered.items():
             unanswered.held_up(now)
             if self.changes is not None:
                 self.changes.tell(replica)
 
     def expect(self, reservation: Reservation, due: float) -> None:
-        """The first byte of its answer is expected later than was thought; FAR: nobody would see it."""
+        """Change when the first byte of its answer is due; FAR: it would not be seen."""
         unanswered = reservation.unanswered
         if unanswered is not None and reservation.number:
             unanswered.leave(reservation)
@@ -401,7 +426,7 @@ class Ledger:
                 self.changes.tell(reservation.replica)
 
     def release(self, reservation: Reservation) -> None:
-        """It has ended, however it ended."""
+        """End a reservation, for whatever reason."""
         load, stage = reservation.load, reservation.stage
         if stage == "done":
             return
@@ -426,14 +451,14 @@ class Ledger:
             self.moved(reservation.replica)
 
     def outstanding(self) -> dict[str, tuple[int, ...]]:
-        """What this gateway has on each replica, in the order of `own`, removed replicas included."""
+        """Return this gateway's part of each replica's load, in the order of `own`, removed replicas included."""
         return {
             replica: self.outstanding_on(replica)
             for replica in (*self._loads, *[replica for replica, _ in self._leaving])
         }
 
     def outstanding_on(self, replica: str) -> tuple[int, ...]:
-        """The same of one."""
+        """Return this gateway's part of one replica's load, including what is left from before it was removed."""
         counts = self.own(replica)
         for name, load in self._leaving:
             if name == replica:
@@ -441,5 +466,5 @@ class Ledger:
         return counts
 
     def total(self) -> Load:
-        """This gateway's sum over all replicas, removed ones with requests left included: zero when idle."""
+        """Return this gateway's load over all replicas, removed ones included; all zero when idle."""
         return Load(*map(sum, zip(NOTHING, *self.outstanding().values())))

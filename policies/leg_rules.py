@@ -1,18 +1,19 @@
-"""When the field computes a prompt on another replica than writes its answer: rules to set beside the gateway's own,
-in `loadgen simulate --legs` and in the gateway's shadow mode.
+"""Rules of other systems for computing a prompt on another replica than the one that writes its answer.
+
+They are compared with the gateway's own rule in `loadgen simulate --legs` and in the gateway's shadow mode.
 
 `seconds`   the gateway's rule (`policies.legs.choose`): two legs where they cost less than one.
-`pauses:N`  the same, with the streams that stand still while a prompt is computed counted N times as much as where a
-            replica is chosen for a whole request (0.05 in `least_time`); `seconds` counts them three times, as much as
-            a second between the tokens of the request's own answer. The more, the more requests have two legs, and the
+`pauses:N`  the same, but streams that pause while a prompt is computed count N times as much as in the choice of a
+            replica for a whole request (0.05 in `least_time`). `seconds` counts them three times, as much as a second
+            between the tokens of the request's own answer. The higher N, the more requests take two legs, and the
             longer long prompts wait (`docs/disaggregation.md`).
 `always`    every request that some pair of replicas can take, as vllm-router and sglang-router do in their P/D modes.
-`over:N`    where the whole request would find N tokens or more uncached; the pair is the one that costs least.
+`over:N`    where the whole request would have N uncached tokens or more; the pair is the one that costs least.
 `llmd:N`    llm-d's `prefix-based-pd-decider` with `nonCachedTokens: N` (its README's example: 100): the policy chooses
             among the decoders first, and if N prompt tokens or more are not cached there, among the prefillers for
             that decoder. N = 0 never disaggregates. `--policies llmd_weights` chooses both as llm-d does. It estimates
             tokens as a quarter of the characters; here they are exact.
-`never`     roles alone: prefillers compute nothing.
+`never`     no pairs: prefillers are left idle.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ from . import legs
 from .rules.least_cost import Cost
 from .vocabulary import Policy
 
-PAUSES = "stall"  # a cost's term for the streams that stand still while a prompt is computed
+PAUSES = "stall"  # the cost term of streams that pause while a prompt is computed
 NAMES = ("seconds", "pauses:N", "always", "over:N", "llmd:N", "never")
 
 
 def make_leg_rule(text: str) -> legs.LegRule:
-    """The rule of this name. ValueError where there is none."""
+    """Return the rule of this name; raise ValueError for an unknown one."""
     name, _, number = text.partition(":")
     if name in _PLAIN and not number and text == name:
         return _PLAIN[name]

@@ -1,16 +1,16 @@
 """Two legs: a prompt computed on one replica, its answer written by another, with the KV cache moved between them.
 
-Both ways are priced in the same seconds, by the policy's cost of legs, so there is no threshold to set:
+Both alternatives are priced in the same seconds, by the policy's cost of legs, so no threshold has to be set:
 
     whole   cost of the replica that the policy chose for the whole request
     apart   cost of the prefiller P, as for a request without an answer
             + the transfer of what the decoder D does not hold
-            + cost of D, as if it held the prompt: what is left is the answer, and the crowd that it meets and makes
+            + cost of D as if it held the prompt: the answer, and the load that it meets and adds
 
-The legs are taken where that is less. A policy that does not count in seconds has no price to compare: there the legs
-are taken wherever more than one block is to be computed.
+Two legs are taken where they cost less. A policy that does not count in seconds has no price to compare: it takes two
+legs wherever more than one block is to be computed.
 
-What a transfer takes is in `transfers`.
+`transfers` predicts what a transfer takes.
 """
 
 from __future__ import annotations
@@ -24,13 +24,16 @@ from .rules.least_cost import Cost
 from .transfers import Transfers
 from .vocabulary import Candidate, Choice, Demand, Policy, pick
 
-FEW = 8  # of each side, the cheapest are paired: with hundreds of replicas all pairs are too many
+FEW = 8  # cheapest replicas of each side that are paired: with hundreds of replicas, all pairs would be too many
 SLACK = (1.001, 1e-4)  # prices within 0.1 % or 0.1 ms are equal
 
 
 class LegChoice(NamedTuple):
-    """The two replicas. `moved`: prompt tokens whose cache the decoder lacks. Seconds are None where the policy does
-    not count in them; what it chose and among whom is in `preferred` then, for it to be told."""
+    """A prefiller and a decoder chosen for a request.
+
+    `moved`: prompt tokens whose cache the decoder lacks. `seconds`, `whole_seconds`: the prices, None if the policy
+    does not count in seconds; `preferred` then has its choices and their candidates, for its `placed`.
+    """
 
     prefiller: Candidate
     decoder: Candidate
@@ -38,13 +41,15 @@ class LegChoice(NamedTuple):
     seconds: float | None
     whole_seconds: float | None
     preferred: tuple[tuple[Sequence[Candidate], Choice], ...] = ()
-    near: Sequence[Candidate] = ()  # prefillers among which the load alone decides, this one included
+    near: Sequence[Candidate] = ()  # prefillers that differ by their load alone, this one included
 
 
 class Ways(NamedTuple):
-    """What a rule of legs chooses by. `whole` and `choice`: where the request would go in one piece, and the policy's
-    choice of that. `among`: pairs that may be taken, None for all. All candidates have been weighed for this
-    demand."""
+    """The input of a rule for legs.
+
+    `whole`, `choice`: where the request would go in one piece, and the policy's choice of that. `among`: the pairs that
+    may be taken, None for all. All candidates have been weighed for this demand.
+    """
 
     demand: Demand
     whole: Candidate
@@ -54,10 +59,10 @@ class Ways(NamedTuple):
     transfers: Transfers
     now: float
     among: Collection[Place] | None = None
-    preferred: tuple[Sequence[Candidate], Choice] | None = None  # whom a policy without seconds has chosen to answer
+    preferred: tuple[Sequence[Candidate], Choice] | None = None  # a policy without seconds: its choice of decoder
 
     def near(self, prefiller: Candidate, decoder: Candidate) -> list[Candidate]:
-        """Those to which it makes no difference for this decoder which of them computes: the cache takes as long."""
+        """Return the prefillers from which the cache reaches this decoder as fast as from the given one."""
         moved = self.demand.tokens - decoder.overlap
         most = self.transfers.seconds(prefiller.replica, decoder.replica, moved, self.now) * SLACK[0] + SLACK[1]
         return [
@@ -73,14 +78,14 @@ class Ways(NamedTuple):
         return (self.among is None or pair in self.among) and not self.transfers.paused(*pair, self.now)
 
     def only(self, among: Collection[Place]) -> Ways | None:
-        """Return the same for these pairs alone; None: none of them is of its replicas."""
+        """Return the same input limited to these pairs; None if it has replicas for none of them."""
         first, second = [{place[at] for place in among} for at in (0, 1)]
         prefillers = [one for one in self.prefillers if one.replica in first]
         decoders = [one for one in self.decoders if one.replica in second]
         return self._replace(prefillers=prefillers, decoders=decoders, among=among) if prefillers and decoders else None
 
     def taken(self, choice: LegChoice | None) -> LegChoice | None:
-        """Return what a rule chose, unless those are no pair that may be taken."""
+        """Return a rule's choice, or None if its pair may not be taken."""
         if choice is None or self.among is None or (choice.prefiller.replica, choice.decoder.replica) in self.among:
             return choice
         return None
@@ -93,30 +98,30 @@ class LegRule(Protocol):
 
 
 def best(found: Iterable[LegChoice | None]) -> LegChoice | None:
-    """Return the legs that cost least of those that a rule chose, each time among other replicas."""
+    """Return the cheapest of several choices of legs, or None."""
     chosen = [one for one in found if one is not None]
     return min(chosen, key=lambda one: one.seconds or 0.0, default=None)
 
 
 def of_policy(policy: Policy) -> Cost | None:
-    """The policy's cost, if that is in seconds."""
+    """Return the policy's cost if that is in seconds, else None."""
     return cast("Cost", policy.cost) if getattr(policy, "in_seconds", False) else None  # type: ignore[attr-defined]
 
 
 def price(policy: Policy) -> Cost | None:
-    """The policy's cost by which two legs are weighed against one, if that is in seconds."""
+    """Return the cost by which the policy weighs two legs against one, if that is in seconds, else None."""
     cost = of_policy(policy)
     return None if cost is None else cast("Cost", getattr(policy, "leg_cost", cost))
 
 
 def choose(policy: Policy, ways: Ways) -> LegChoice | None:
-    """Return the legs that cost least, if they cost less than the whole request: the gateway's rule."""
+    """Return the cheapest legs if they cost less than the whole request, else None: the gateway's rule."""
     cost = price(policy)
     return by_preference(policy, ways) if cost is None else by_cost(cost, ways)
 
 
 def by_cost(cost: Cost, ways: Ways) -> LegChoice | None:
-    """The same, by this cost."""
+    """Return the cheapest legs by this cost if they cost less than the whole request, else None."""
     apart = cheapest(cost, ways)
     if apart is None or apart.seconds is None or apart.whole_seconds is None:
         return None
@@ -124,13 +129,13 @@ def by_cost(cost: Cost, ways: Ways) -> LegChoice | None:
 
 
 def cheapest_of(policy: Policy, ways: Ways) -> LegChoice | None:
-    """Return the legs that cost least by the policy, or those that it prefers where it counts in no seconds."""
+    """Return the policy's cheapest legs, or those that it prefers if it does not count in seconds."""
     cost = price(policy)
     return by_preference(policy, ways, least=-1) if cost is None else cheapest(cost, ways)
 
 
 def cheapest(cost: Cost, ways: Ways) -> LegChoice | None:
-    """Return the legs that cost least, whatever the whole request costs; None: no two replicas can be paired."""
+    """Return the cheapest legs, whatever the whole request costs; None if no two replicas can be paired."""
     demand, whole, choice, prefillers, decoders, transfers, *_ = ways
     asked = replace(demand, output=0.0, residual=0)
     computed = [sum(terms) for terms in cost.of_all(asked, prefillers, choice.future, choice.after)]
@@ -152,7 +157,7 @@ def cheapest(cost: Cost, ways: Ways) -> LegChoice | None:
 
 
 def decoder(policy: Policy, demand: Demand, decoders: Sequence[Candidate]) -> Candidate:
-    """Return who writes the answer to a prompt that is computed already."""
+    """Return the candidate that is to write the answer to a prompt that is computed already."""
     cost = price(policy)
     if cost is None:
         return decoders[policy.choose(demand, decoders).index]
@@ -163,14 +168,16 @@ def decoder(policy: Policy, demand: Demand, decoders: Sequence[Candidate]) -> Ca
 def _written(
     cost: Cost, demand: Demand, decoders: Sequence[Candidate], future: float = 0.0, after: float = 1.0
 ) -> list[float]:
-    """What each decoder costs once it holds the prompt, of which it computes the last token."""
+    """Return the cost of each decoder once it holds the prompt, of which it computes only the last token."""
     held = max(0, demand.tokens - 1)
     return [sum(terms) for terms in cost.of_all(demand, decoders, future, after, held)]
 
 
 def preferred(policy: Policy, ways: Sequence[Ways]) -> list[Ways]:
-    """Of the ways between which a policy without seconds has no price to choose, those of the decoder that it prefers
-    among all of them: else all would go the first way."""
+    """Return the ways that contain the decoder that a policy without seconds prefers among all of them.
+
+    Such a policy has no price to choose between ways; without this, the first one would always be taken.
+    """
     if len(ways) < 2:
         return [*ways]
     decoders = [one for way in ways for one in way.decoders]
@@ -180,8 +187,10 @@ def preferred(policy: Policy, ways: Sequence[Ways]) -> list[Ways]:
 
 
 def by_preference(policy: Policy, ways: Ways, least: int | None = None) -> LegChoice | None:
-    """Return the legs that a policy without seconds prefers, if more than `least` tokens are to be computed, by default
-    one block."""
+    """Return the legs that a policy without seconds prefers, or None.
+
+    None also where no more than `least` tokens are to be computed (default: one block).
+    """
     demand = ways.demand
     least = demand.block_size if least is None else least
     decoders, written = ways.preferred or (ways.decoders, policy.choose(demand, ways.decoders))

@@ -1,9 +1,9 @@
-"""Who waits in front of a fleet, and who is next: a line for each class, and in it deficit round robin over tenants.
+"""The queue in front of a fleet: one line per class and set of replicas, with deficit round robin over its tenants.
 
-Deficit round robin is Shreedhar's and Varghese's ("Efficient fair queuing using deficit round robin", IEEE/ACM
-Transactions on Networking 4(3), 1996): each tenant in turn may send QUANTUM uncached tokens, and saves up for a prompt
-of more. A prompt of less counts as that many: it takes its place in a step. No I/O, no clock: `now` is in seconds of
-the caller's.
+Deficit round robin is by Shreedhar and Varghese ("Efficient fair queuing using deficit round robin", IEEE/ACM
+Transactions on Networking 4(3), 1996): each tenant in turn may send QUANTUM uncached tokens, and saves up for a longer
+prompt. A shorter prompt counts as QUANTUM: it takes a place in a step. No I/O and no clock: the caller passes `now` in
+seconds.
 """
 
 from __future__ import annotations
@@ -17,23 +17,25 @@ from .classes import QosClass, Slo
 from .costs import Costs
 
 QUANTUM = 512  # uncached tokens a turn
-ABSENT = ""  # among a line's targets: those that wait in it wait until a replica is ready for them
-Resource = Literal["count", "size"]  # of the queue, by the names of a tenant's sums: requests and bytes
-_WINDOW = 5.0  # seconds of waiting over which a line's pace is taken
-_PRIOR = 1.0  # and that its first guess counts as
+ABSENT = ""  # among a line's targets: its requests wait until a replica is ready for them
+Resource = Literal["count", "size"]  # what the queue bounds, by the names of a tenant's sums: requests and bytes
+_WINDOW = 5.0  # seconds of waiting over which a line's pace is averaged
+_PRIOR = 1.0  # seconds of waiting that its first guess counts as
 
 
 class Ticket:
-    """A request that wants to be sent. `since`: when its client began to wait; `held`: seconds since then in which
-    nobody could be sent, as the caller did not run; `size`: bytes that it holds; `payload`: the caller's. The rest is
-    the `Admission`'s."""
+    """A request that wants to be sent.
+
+    `since`: when its client began to wait; `held`: seconds since then in which the stalled gateway could send nobody;
+    `size`: bytes that it holds in memory; `payload`: the caller's. `Admission` sets the rest.
+    """
 
     __slots__ = (
         "qos", "tenant", "slo", "since", "held", "size", "payload",
-        # uncached tokens and seconds of its prefill, as last quoted; when it is too late; whether it waits, and where
+        # uncached tokens and seconds of its prefill, as last quoted; its deadline; whether it waits, and in which line
         "tokens", "own", "deadline", "waits", "line",
-        # what was predicted when it was admitted: seconds from `since` to its first token, whether by costs that had
-        # learned anything; where its costs are, and among how many streams with how much context it will decode there
+        # predicted at admission: seconds from `since` to its first token, and whether the costs had learned; the costs
+        # of its replica, and the streams and their context tokens among which it will decode there
         "ttft", "learned", "costs", "streams", "context",
     )  # fmt: skip
 
@@ -47,7 +49,7 @@ class Ticket:
 
 
 class Pace:
-    """Seconds of prefill that leave a line in a second in which somebody waits in it."""
+    """The prefill seconds that leave a line per second in which somebody waits in it."""
 
     __slots__ = ("_work", "_seconds", "_at")
 
@@ -59,7 +61,7 @@ class Pace:
         return self._work / self._seconds
 
     def passed(self, now: float, waiting: bool) -> None:
-        """It is `now`; since the last call somebody was `waiting`, or nobody."""
+        """Advance to `now`; `waiting`: whether somebody waited since the last call."""
         if waiting and now > self._at:
             kept = exp((self._at - now) / _WINDOW)
             self._work *= kept
@@ -67,7 +69,7 @@ class Pace:
         self._at = now
 
     def held_up(self, seconds: float) -> None:
-        """Of the time since the last call nobody could leave for so long."""
+        """Disregard `seconds` since the last call, in which the stalled gateway could send nobody."""
         self._at += seconds
 
     def left(self, work: float) -> None:
@@ -75,8 +77,11 @@ class Pace:
 
 
 class _Tenant:
-    """Those of one tenant in a line. `deficit`: tokens that it may send before its turn is over; `work`: seconds of
-    their prefill; `count` and `size`: how many they are and their bytes; `queue` has tickets that have left as well."""
+    """The requests of one tenant in a line.
+
+    `deficit`: tokens that it may send before its turn is over; `work`: seconds of their prefill; `count`, `size`: how
+    many they are, and their bytes. `queue` also holds tickets that have left.
+    """
 
     __slots__ = ("queue", "deficit", "work", "count", "size")
 
@@ -87,21 +92,23 @@ class _Tenant:
 
 
 class Line:
-    """Those of one class that wait for one of the same replicas, the `targets`; empty: for any. `work`: seconds of
-    their prefill; `count` and `size`: how many they are and their bytes."""
+    """The waiting requests of one class that may go to the same replicas, the `targets`; empty: to any.
+
+    `work`: seconds of their prefill; `count`, `size`: how many they are, and their bytes.
+    """
 
     def __init__(self, qos: QosClass, guess: float, targets: frozenset[str] = frozenset()) -> None:
         self.qos, self.pace, self.targets = qos, Pace(guess), targets
         self.work, self.count, self.size = 0.0, 0, 0
         self._tenants: dict[str, _Tenant] = {}
-        self._present = 0  # tenants of whom somebody waits
+        self._present = 0  # tenants with a waiting request
         self._ranked: dict[Resource, list[tuple[int, str]]] = {"count": [], "size": []}  # heaps, see `_most`
-        self._turns: deque[str] = deque()  # their names, whose turn it is first
-        self._gone = 0  # of the tickets in the queues, those that have left
+        self._turns: deque[str] = deque()  # tenants' names in the order of their turns
+        self._gone = 0  # tickets in the queues that have left
 
     @property
     def is_absent(self) -> bool:
-        """Whether no replica is ready for those that wait here, as far as was seen."""
+        """Whether no replica was ready for its requests when last seen."""
         return ABSENT in self.targets
 
     def add(self, ticket: Ticket, now: float) -> None:
@@ -122,7 +129,7 @@ class Line:
         ticket.waits, ticket.line = True, self
 
     def head(self) -> Ticket | None:
-        """Who is next."""
+        """Return the next request to send, or None."""
         turns = self._turns
         while turns:
             tenant = self._tenants[turns[0]]
@@ -140,7 +147,7 @@ class Line:
         return None
 
     def take(self, ticket: Ticket, now: float) -> None:
-        """It is sent: its tenant pays for it."""
+        """Remove a request that is sent, and charge its tenant."""
         self.pace.passed(now, True)
         self.pace.left(ticket.own)
         tenant = self._tenants[ticket.tenant]
@@ -148,12 +155,12 @@ class Line:
         self._leave(ticket)
 
     def drop(self, ticket: Ticket, now: float) -> None:
-        """It leaves without being sent."""
+        """Remove a request that leaves without being sent."""
         self.pace.passed(now, True)
         self._leave(ticket)
 
     def remove(self, ticket: Ticket, now: float) -> None:
-        """It is to wait in another line."""
+        """Remove a request that is to wait in another line."""
         self._tenants[ticket.tenant].queue.remove(ticket)
         self._gone -= 1  # `drop` counts it
         self.drop(ticket, now)
@@ -173,7 +180,7 @@ class Line:
             self._sweep()
 
     def _sweep(self) -> None:
-        """Forget those that have left, wherever they stood."""
+        """Drop the tickets that have left, wherever they stand."""
         for name, tenant in [*self._tenants.items()]:
             tenant.queue = deque([one for one in tenant.queue if one.waits])
             if not tenant.queue:
@@ -182,22 +189,26 @@ class Line:
         self._gone = 0
 
     def last(self, resource: Resource) -> Ticket | None:
-        """Return who is to go if somebody must: the latest of the tenant that has most of the queue."""
+        """Return the request to displace if the queue is full: the latest of the tenant that has most of it."""
         most = self._most(resource)
         return most.queue[-1] if most is not None else None
 
     def most(self, resource: Resource) -> int:
-        """Return what the tenant has that has most."""
+        """Return the amount that the largest tenant has."""
         most = self._most(resource)
         return int(getattr(most, resource)) if most is not None else 0
 
     def has(self, name: str, resource: Resource) -> int:
+        """Return how much of a resource a tenant has here."""
         tenant = self._tenants.get(name)
         return int(getattr(tenant, resource)) if tenant is not None else 0
 
     def gives(self, count: int, size: int, share: int) -> list[Ticket] | None:
-        """Return the latest of the tenant that has most, as many as free so many requests and bytes. None if that
-        leaves it less than a `share`, what a newcomer's tenant then has: so a full queue is shared out."""
+        """Return the latest requests of the largest tenant that together free `count` requests and `size` bytes.
+
+        None if that would leave it less than `share`, what the newcomer's tenant would then have: a full queue is thus
+        shared equally.
+        """
         resource: Resource = "count" if count > 0 else "size"
         most = self._most(resource)
         found: list[Ticket] = []
@@ -212,8 +223,10 @@ class Line:
         return found if len(found) >= count and freed >= size and share <= left else None
 
     def _most(self, resource: Resource) -> _Tenant | None:
-        """Return the tenant that has most, of whose queue the last one waits. What a heap says of a tenant is what it
-        has, or had before some left."""
+        """Return the tenant with the most of a resource, with a waiting request at the end of its queue.
+
+        Entries of the heap may be outdated: a tenant may have less by now.
+        """
         heap = self._ranked[resource]
         while heap:
             said, name = heap[0]
@@ -228,8 +241,10 @@ class Line:
         return None
 
     def _trim(self, queue: deque[Ticket]) -> None:
-        """Forget those that have left from a queue's end, so that nobody passes them again: where its latest go one by
-        one, each would pass all that went before it."""
+        """Drop the tickets that have left from a queue's end.
+
+        Otherwise each displaced request would pass all those displaced before it.
+        """
         while not queue[-1].waits:
             queue.pop()
             self._gone -= 1
@@ -242,8 +257,10 @@ class Line:
                 heapify(heap)
 
     def ahead(self, name: str) -> float:
-        """Seconds of prefill that go before a newcomer of this tenant: as much of each other tenant as it has itself
-        in line, and one request more, or all that waits if that is less."""
+        """Return the prefill seconds that precede a newcomer of this tenant.
+
+        As much of each other tenant's as it has in line itself, and one request more; at most all that waits.
+        """
         tenant = self._tenants.get(name)
         own = tenant.work if tenant is not None else 0.0
         others = self._present - (tenant is not None and tenant.count > 0)

@@ -1,4 +1,4 @@
-"""Whether a request is sent, and to whom: what the Router knows of it is put before an `Admission`, step by step."""
+"""The admission of one request: the Router's predictions, put before an `Admission` step by step."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from .vocabulary import Candidate
 
 
 def nobody() -> Targets | None:
-    """Where there is no slow pool."""
+    """Return None: there is no overflow pool."""
     return None
 
 
 class Offers:
-    """What a request can be given besides what it asks for. Quotes are made when they are asked for."""
+    """The alternatives for a request: a capped answer, or the overflow pool. Quotes are made on demand."""
 
     def __init__(
         self,
@@ -34,7 +34,7 @@ class Offers:
     ) -> None:
         self._router, self._evaluation, self._now = router, evaluation, now
         self._spill, self._may_cap, self._pairings = spill, may_cap, pairings
-        self.slow: Sequence[Candidate] = ()  # of the slow pool, once they were asked for
+        self.slow: Sequence[Candidate] = ()  # the overflow pool's candidates, once `spilled` was called
 
     def may_cap(self, most: int) -> bool:
         asked = self._evaluation.demand.max_tokens
@@ -44,7 +44,7 @@ class Offers:
         demand, evaluation = self._evaluation.demand, self._evaluation
         if not self.may_cap(most):
             return ()
-        if self.slow or self._pairings:  # they were weighed after it
+        if self.slow or self._pairings:  # candidates were weighed again since
             targets = Targets([*evaluation.candidates])
             evaluation = self._router.evaluate(demand, targets, self._now, peers=evaluation.peers)
         demand.output, output = min(demand.output, most), demand.output
@@ -80,14 +80,17 @@ def admit(
     may_cap: bool = False,
     pairings: Sequence[Pairing] = (),
 ) -> tuple[Verdict, Evaluation]:
-    """Ask whether to send a request, right after `Router.evaluate`; where not all of its ways are good for it, choose
-    among those that are. One that is sent is to be committed at once. `spill`: the slow pool's replicas that can take
-    it; `may_cap`: whether its answer can be capped; `pairings`: who may have legs of it.
+    """Decide whether a request is sent, right after `Router.evaluate`; return the verdict and the evaluation to commit.
 
-    Two legs are taken where they cost less than the request would whole if it had no limits, so limits never make it
-    two, but where no whole way is good for it. While all is sent anyway (`observe`) it goes whole there, too: a
-    prediction of two legs is less sure than one of a whole request (of Mooncake's conversations on four engines of both
-    roles and four decoders, 8 requests a second, 80 % kept their limits with them, and 89 % so)."""
+    If not all ways suit it, the choice is made again among those that do. A request that is sent must be committed at
+    once. `spill`: returns the overflow pool's replicas that can take it; `may_cap`: whether its answer can be capped;
+    `pairings`: the prefillers and decoders that may serve it in two legs.
+
+    Two legs are taken where they cost less than the request would whole and without limits, so limits alone never split
+    a request, unless no whole way suits it. A class whose requests are always sent (`observe`) goes whole even then,
+    because predictions for two legs are less certain (Mooncake's conversations on four engines of both roles and four
+    decoders, 8 requests a second: 80 % kept their limits with two legs, 89 % without).
+    """
     demand, candidates, unlimited = evaluation.demand, evaluation.candidates, evaluation
     quotes = router.quotes(evaluation)
     paired = pairs(router, evaluation, pairings, now) if pairings else []
@@ -132,7 +135,7 @@ def admit(
 
 
 def _uncached(evaluation: Evaluation, quotes: Sequence[Quote], paired: Sequence[Pair]) -> int:
-    """Return the tokens of its prompt that must be computed where it would go."""
+    """Return the prompt tokens to compute where the request would go."""
     tokens, best = evaluation.demand.tokens, min(paired, key=lambda one: one.quote, default=None)
     if best is not None and best.quote < min(quotes):
         return tokens - best.prefiller.cached
@@ -147,7 +150,7 @@ def _legs(
     allowed: Sequence[Pair],
     whole: bool,
 ) -> LegChoice | None:
-    """Return the legs in which it goes; None: it goes whole, where it may go so, or to the slow pool."""
+    """Return the legs in which it goes, or None if it goes whole, which `whole` allows, or to the overflow pool."""
     if not allowed:
         return None
     places = {one.place for one in allowed}
@@ -156,5 +159,5 @@ def _legs(
         found = best_legs(router, evaluation, pairings, now, places, must=True)
     if found is not None or whole:
         return found
-    first, second, _ = min(allowed, key=lambda one: one.quote)  # of many, none of those that cost least is among them
+    first, second, _ = min(allowed, key=lambda one: one.quote)  # none of the cheapest pairs is allowed
     return LegChoice(first, second, evaluation.demand.tokens - second.overlap, None, None)

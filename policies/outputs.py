@@ -1,18 +1,17 @@
-"""How many tokens an answer will have: learned from those that ended, one running mean for each kind of request.
+"""Expected answer lengths in tokens, learned from complete answers: one running mean for each kind of request.
 
-A request is of three kinds at once, from the widest to the narrowest: its model's, those whose prompts begin with the
-same block (an agent's instructions, a tenant's system prompt), and its session's, where clients tell sessions. Each
-kind's mean starts from that of the wider one, which counts as `PRIOR` answers (Bühlmann's credibility: n / (n + k)),
-so one answer hardly moves it and thirty are believed. `max_tokens` bounds what comes out. A request that writes no
-tokens (`Demand.writes`) is expected to have none, and teaches nothing.
+A request is of three kinds at once, from the widest to the narrowest: its model's; that of prompts with the same first
+block (an agent's instructions, a tenant's system prompt); and its session's, where clients send sessions. Each kind's
+mean starts from the wider kind's, which counts as `PRIOR` answers (Bühlmann's credibility: n / (n + k)): one answer
+hardly moves it, thirty are believed. `max_tokens` bounds the expectation. A request that writes no tokens
+(`Demand.writes`) has none, and teaches nothing.
 
-When the first byte of an answer is expected (`due`) follows from what its placement predicts by the load that it met,
-and for an answer that comes in one piece from all of its decode steps besides. From then on its replica is late
-(`costs.late_seconds`).
+The time at which the first byte of an answer is expected (`due`) follows from its placement's predicted TTFT; for an
+answer in one piece, all its decode steps are added. After that time its replica counts as late (`costs.late_seconds`).
 
-A cost needs two figures of an answer that has not ended: its mean, and what is left of one that is met at a random
-moment, E[X^2] / 2 E[X] (renewal theory's mean residual life). The latter is more than half the mean by how much lengths
-differ: short and long answers are met in proportion to how long they take. So the spread of what is not known is in it.
+A cost needs two figures of an answer that has not ended: its mean length, and what remains of one observed at a random
+moment, E[X^2] / 2 E[X] (renewal theory's mean residual life). The latter exceeds half the mean by more the more lengths
+vary, since long answers are observed in proportion to how long they take. So it includes the spread of unknown lengths.
 """
 
 from __future__ import annotations
@@ -25,32 +24,32 @@ from .costs import Lower
 from .ledger import FAR, UNTIMED
 from .vocabulary import Candidate, Demand, Pull
 
-FIRST = 200.0  # tokens, until an answer has ended
-LEAST_OUTPUT = 8  # tokens; of a shorter answer nobody knows the time from one to the next
+FIRST = 200.0  # tokens expected before any answer has ended
+LEAST_OUTPUT = 8  # tokens; shorter answers are too short to measure the time per token
 PRIOR = 4.0  # answers that a wider kind's mean counts as
-_WINDOWS = (256.0, 64.0, 16.0)  # answers over which each kind's means run
-_KINDS = 4096  # that are kept of each
+_WINDOWS = (256.0, 64.0, 16.0)  # answers over which the means of each kind run
+_KINDS = 4096  # bound on the models, prefixes and sessions kept, each
 _CHANCES = 8
-# Seconds of a decode step until so many streams were seen: answers in one piece tell nothing of it, and it may be
-# twenty times the prior's
+# Least seconds of a decode step until _LEARNED streams were seen: answers in one piece say nothing about it, and it may
+# be twenty times the prior's
 _SLOWEST, _LEARNED = 0.1, 20
 
 
 class Expected(NamedTuple):
-    """Tokens of an answer, and of what is left of one while it comes."""
+    """The expected tokens of an answer, and those that remain of one observed at a random moment."""
 
     mean: float
     residual: int
 
 
 class Basis(NamedTuple):
-    """What an expected length was learned from."""
+    """The evidence behind an expected length."""
 
-    # the narrowest that an answer was of: "session", "prefix" or "model"; "prior": there was none; "none": no tokens
+    # the narrowest kind with answers: "session", "prefix" or "model"; "prior": there was none; "none": no tokens
     kind: str
-    answers: int  # of that kind, which its running mean is of
-    mean: float  # tokens, before `max_tokens` bounds them
-    spread: float  # their standard deviation: by how much an answer's length differs from it
+    answers: int  # of that kind, up to its window
+    mean: float  # expected tokens, before `max_tokens` bounds them
+    spread: float  # standard deviation of the lengths, in tokens
     without: float  # the mean without that kind's answers, which counts as `PRIOR` of them
 
 
@@ -59,7 +58,7 @@ class _Kind:
 
     def __init__(self) -> None:
         self.count = self.mean = self.square = 0.0
-        self.heard = False  # since it was last looked at whether to forget it
+        self.heard = False  # whether it has learned since it was last considered for removal
 
     def learn(self, tokens: float, window: float) -> None:
         count = self.count
@@ -71,7 +70,7 @@ class _Kind:
 
 
 class Outputs:
-    """`expected` reads, `learn` is told of each complete answer."""
+    """Expected answer lengths: `expected` reads them, `learn` takes each complete answer."""
 
     def __init__(self) -> None:
         self._spaces: dict[int, _Kind] = {}
@@ -79,6 +78,7 @@ class Outputs:
         self._sessions: dict[tuple[int, str], _Kind] = {}  # by space
 
     def expected(self, demand: Demand) -> Expected:
+        """Return the expected length of the answer, bounded by `max_tokens`."""
         if not demand.writes:
             return Expected(0.0, 0)
         mean, square = FIRST, 2 * FIRST * FIRST
@@ -94,7 +94,7 @@ class Outputs:
                 square += trust * (kind.square - square)
         most = demand.max_tokens
         if most is not None:
-            if most < 1:  # of a prompt alone (`echo` with `max_tokens: 0`) an engine still makes one token
+            if most < 1:  # an engine still makes one token for `echo` with `max_tokens: 0`
                 most = 1
             if mean > most:
                 mean = float(most)
@@ -102,7 +102,7 @@ class Outputs:
         return Expected(mean, residual if most is None or residual < most else most)
 
     def basis(self, demand: Demand) -> Basis:
-        """What `expected` is based on."""
+        """Return the evidence that `expected` is based on."""
         if not demand.writes:
             return Basis("none", 0, 0.0, 0.0, 0.0)
         mean, residual = self.expected(replace(demand, max_tokens=None))
@@ -116,6 +116,7 @@ class Outputs:
         return Basis("prior", 0, mean, spread, mean)
 
     def learn(self, demand: Demand, tokens: int) -> None:
+        """Learn from a complete answer of `tokens`."""
         if not demand.writes:
             return
         tokens = tokens or 1
@@ -130,8 +131,11 @@ Key = TypeVar("Key")
 
 
 def _of(kinds: dict[Key, _Kind], key: Key) -> _Kind:
-    """The kind of this key, a new one if there is none yet. The oldest that has not been heard of of late is forgotten
-    then, or the one after _CHANCES that have been: a busy kind stays, and none is moved at each answer."""
+    """Return the kind of this key, adding it if needed.
+
+    If there are too many, the oldest one that has not learned lately is removed, or the one after _CHANCES that have: a
+    busy kind stays, and none has to be moved at each answer.
+    """
     kind = kinds.get(key)
     if kind is None:
         if len(kinds) >= _KINDS:
@@ -154,8 +158,11 @@ def due(
     pull: Pull | None = None,
     ttft: float | None = None,
 ) -> float:
-    """Return the time by the clock of `demand.now`, at which it is placed there; FAR where that is not known. `ttft`:
-    the seconds to its first token, where the rule that chose the candidate has predicted them."""
+    """Return when the first byte of an answer is expected, by the clock of `demand.now`; FAR if there is no clock.
+
+    `uncached`: prompt tokens to compute there; `lower`, `pull`: what is fetched; `ttft`: predicted seconds to the first
+    token, if the policy has computed them.
+    """
     now = demand.now
     if now == UNTIMED:
         return FAR
@@ -167,10 +174,10 @@ def due(
 
 
 def answer_seconds(candidate: Candidate, demand: Demand) -> float:
-    """Return how long its answer may well take, with the streams there now.
+    """Return how many seconds the answer may well take, with the present streams.
 
-    Twice what is left of one in the middle, more than the mean, is exceeded by one in 20 of exponentially distributed
-    lengths, and by one in 30 of lognormal ones (sigma 1).
+    Its length is taken as the mean plus twice the residual: one in 20 of exponentially distributed lengths is longer,
+    and one in 30 of lognormal ones (sigma 1).
     """
     output, load, costs = demand.output + 2.0 * demand.residual, candidate.load, candidate.costs
     if (most := demand.max_tokens) is not None and most < output:

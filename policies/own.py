@@ -1,8 +1,8 @@
 """Routing rules from a user's own file: `./mine.py:Mine` names a class whose constructor takes no arguments.
 
-It is imported and asked about two idle replicas before any request is, so that what is wrong with it is said at the
-start and not to clients. What fails later is logged once and told to `on_failure` each time, and that request goes
-where the fewest are.
+The rule is imported and tried on two idle replicas at startup, so that its errors appear there and not to clients. A
+later failure is logged once and reported to `on_failure` each time; that request goes to the replica with the fewest
+requests.
 """
 
 from __future__ import annotations
@@ -26,17 +26,18 @@ from .vocabulary import Candidate, Choice, Demand, Policy
 
 FORM = "FILE.py:CLASS"
 LEARNING = ("placed", "first", "ended", "gone")
-MOST_WORDS = 200  # characters of an exception's text that are shown
+MOST_WORDS = 200  # characters of an exception's message that are shown
 
 log = logging.getLogger("hitherto.policies")
 
 
 def is_own(name: str) -> bool:
+    """Return whether a policy's name refers to a user's file."""
     return ".py" in name
 
 
 def make_own(name: str) -> Policy:
-    """Return the rule that the file defines. Raises ValueError with what is wrong with it."""
+    """Return the rule that a user's file defines; raise ValueError with the error in it."""
     file, _, wanted = name.partition(".py:")
     path = Path(f"{file}.py" if wanted else name)
     module = _imported(path)
@@ -60,10 +61,10 @@ def make_own(name: str) -> Policy:
 
 
 class Own:
-    """Somebody's rule, whose failures cost no request.
+    """A user's rule, wrapped so that its failures cost no request.
 
-    `source`: as `make_own` took it; `on_failure` is called with the words of each failure. A class derived from
-    `LeastTime` keeps its costs; of another rule only the choice counts.
+    `source`: the name that `make_own` took; `on_failure` is called with the message of each failure. A class derived
+    from `LeastTime` keeps its costs; of another rule, only the choice is used.
     """
 
     def __init__(self, rule: Policy, source: str, path: Path) -> None:
@@ -72,7 +73,7 @@ class Own:
         for name in LEARNING:
             if learn := getattr(rule, name, None):
                 setattr(self, name, partial(self._tell, learn))
-        # Other formulas are not asked, because they could fail in the middle of a request.
+        # Other formulas are never called, because they could fail in the middle of a request.
         self._has_cost = getattr(type(rule), "cost", None) is COST
         if self._has_cost:
             self.cost, self.leg_cost, self.in_seconds = COST, LEG_COST, True
@@ -121,7 +122,10 @@ def _imported(path: Path) -> ModuleType:
 
 
 def _try(policy: Policy) -> None:
-    """Ask it about two idle replicas, in both ways in which the router asks. Raises what it raises, and TypeError."""
+    """Try the rule on two idle replicas, in both ways in which the router calls it.
+
+    Raises what the rule raises, and TypeError for an invalid choice.
+    """
     group, demand = CostGroup(), Demand(tokens=100, block_size=16, root=1, hashes=(1, 2, 3, 4, 5, 6))
     candidates = [
         Candidate(name, overlap, Load(), group.add(name), slot=slot)
@@ -137,15 +141,15 @@ def _try(policy: Policy) -> None:
 
 
 def _where(path: Path, error: BaseException) -> str:
-    """The last line of the file that was reached."""
+    """Return ", line N" for the last line of the file that the traceback reached, or ""."""
     lines = [one.lineno for one in extract_tb(error.__traceback__) if Path(one.filename) == path.resolve()]
     return f", line {lines[-1]}" if lines else ""
 
 
 def _words(error: BaseException) -> str:
-    """The exception's class and text, in one line of a bounded length."""
+    """Return the exception's class and message, in one line of bounded length."""
     try:
         text = " ".join(str(error).split())
-    except Exception:  # its class is somebody's as well
+    except Exception:  # the exception's class is the user's too, and its `__str__` may fail
         text = ""
     return f"{type(error).__name__}: {text[:MOST_WORDS]}" if text else type(error).__name__

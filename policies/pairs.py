@@ -1,10 +1,10 @@
-"""Pairs: the ways of a request that is computed on one replica and answered by another, and what each would give it.
+"""Pairs of replicas that compute a request's prompt and write its answer, and the latency that each would give it.
 
-    ttft = what the prefiller predicts for the prompt alone + the transfer + the decoder's step
-           + what the decoder is not ready for by then: prompts that it computes itself, blocks that must come free
+    ttft = the prefiller's prediction for the prompt alone + the transfer + the decoder's step
+           + what delays the decoder beyond that: prompts that it computes itself, blocks that must come free
     tpot = a step of the decoder with the streams that are there when the first token is out
 
-The load on a decoder has those in it whose prompts are still computed elsewhere, so it is what comes as well.
+A decoder's load includes requests whose prompts are still computed elsewhere, so it covers what is about to arrive.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from .vocabulary import Candidate, Demand
 
 
 class Pair(NamedTuple):
+    """A prefiller, a decoder, and the quote of both together."""
+
     prefiller: Candidate
     decoder: Candidate
     quote: Quote
@@ -31,8 +33,10 @@ class Pair(NamedTuple):
 
 
 def pairs(router: Router, whole: Evaluation, pairings: Sequence[Pairing], now: float) -> list[Pair]:
-    """Return the pairs that could take a request, right after its evaluation: all of them, or where replicas are many
-    those of the quickest on each side, with one for every other replica."""
+    """Return the pairs that could take a request, right after its evaluation.
+
+    All of them, or, where replicas are many, those of the fastest FEW on each side and one for every other replica.
+    """
     return [
         Pair(first, second, quoted(router, first, second, whole.demand))
         for ways in two_legs.ways(router, whole, pairings, now)
@@ -42,7 +46,7 @@ def pairs(router: Router, whole: Evaluation, pairings: Sequence[Pairing], now: f
 
 
 def quoted(router: Router, prefiller: Candidate, decoder: Candidate, demand: Demand) -> Quote:
-    """Return what this pair would give it. Both have been weighed for it."""
+    """Return the quote of this pair, whose replicas have both been weighed for the request."""
     moving = router.transfers.seconds(prefiller.replica, decoder.replica, demand.tokens - decoder.overlap, demand.now)
     return after_prefill(first_leg(prefiller, demand), moving, decoder, demand)
 
@@ -55,7 +59,7 @@ def best_legs(
     among: Collection[Place],
     must: bool = False,
 ) -> LegChoice | None:
-    """Return the legs that the rule takes, of these pairs, if it takes any; those that cost least where it `must`."""
+    """Return the legs that the rule takes among these pairs, or None; with `must`, the cheapest ones."""
     found = two_legs.ways(router, whole, pairings, now)
     return two_legs.choose_among(router, [only for one in found if (only := one.only(among)) is not None], must)
 

@@ -1,4 +1,4 @@
-"""What a Router reads and answers with: the map, and what is evaluated and decided of a request."""
+"""The types that a Router reads and returns: the prefix map, evaluations and decisions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .vocabulary import Candidate, Choice, Demand, Pull
 
 
 def leading(runs: Iterable[tuple[str, int]], most: int, size: int = 1) -> Lower:
-    """Return the first `most` units of runs of a tier each, times `size`."""
+    """Return the first `most` units of runs of (tier, units), each times `size`."""
     kept: list[tuple[str, int]] = []
     for tier, count in runs:
         if most <= 0:
@@ -22,7 +22,7 @@ def leading(runs: Iterable[tuple[str, int]], most: int, size: int = 1) -> Lower:
 
 
 def behind(runs: Iterable[tuple[str, int]], start: int) -> Lower:
-    """Return what is left of runs of a tier each behind their first `start` units."""
+    """Return what follows the first `start` units of runs of (tier, units)."""
     kept: list[tuple[str, int]] = []
     for tier, count in runs:
         if count > start:
@@ -32,7 +32,7 @@ def behind(runs: Iterable[tuple[str, int]], start: int) -> Lower:
 
 
 class Match(Protocol):
-    """How many leading blocks of a prompt each slot of a map holds, and what follows in lower tiers, in runs."""
+    """The leading blocks of a prompt that each slot of a map holds, and what follows in lower tiers, in runs."""
 
     @property
     def held(self) -> Sequence[int]: ...
@@ -42,42 +42,50 @@ class Match(Protocol):
 
 
 class PrefixMap(Protocol):
-    """Who holds which prefix. A replica is a slot here, a prompt the hashes of its blocks."""
+    """A map of which replica holds which prefix. A replica is a slot here, a prompt the hashes of its blocks."""
 
     def match(self, hashes: Sequence[int], now: float, most: int | None = None) -> Match:
-        """`most`: of these blocks, how many can be hits (None: all)."""
+        """Return what each slot holds of a prompt. `most`: how many of its blocks can be hits (None: all)."""
 
     def last_below(self, slot: int, hashes: Sequence[int], held: int) -> int | None:
-        """Where a slower tier has the last of these blocks, with which a prompt ends, for who holds the first `held` in
-        its first tier: how many of its tokens the engine does not count as found. None: no tier has it."""
+        """Return how many tokens of a prompt's last block the engine does not count as found; None if no tier has it.
+
+        The prompt ends with that block, and a slower tier has it; the slot holds the first `held` blocks in its first
+        tier.
+        """
 
     def leading(self, tier: str, hashes: Sequence[int]) -> Sequence[int]:
-        """How many leading blocks each slot is known to hold in this slower tier, whatever it holds elsewhere."""
+        """Return how many leading blocks each slot is known to hold in this slower tier, whatever other tiers hold."""
 
     def expect(self, slot: int, hashes: Sequence[int], now: float) -> int:
         """Note that the prompt was just sent to this replica, and return its number."""
 
     def take_back(self, slot: int, hashes: Sequence[int], held: int, number: int) -> None:
-        """The prompt of this number was not computed there: beyond the `held` blocks none of it will come."""
+        """Cancel the expected blocks of a prompt that was not computed, beyond the `held` ones.
+
+        `number`: the prompt's, from `expect`.
+        """
 
     def learn(self, slot: int, hashes: Sequence[int], predicted: int, reported: int) -> None:
-        """The engine told how many blocks of this prompt it had found."""
+        """Compare the predicted number of cached blocks of a prompt with what the engine reported."""
 
     def holds_below(self, slot: int) -> bool:
-        """Whether the replica is known to hold anything in slower tiers."""
+        """Return whether the replica is known to hold anything in slower tiers."""
 
     def drop(self, slot: int, drops: bool, to_end: bool = True) -> None:
-        """Whether the replica computes the last block that it finds once more; `to_end`: it looks for the block that
-        ends with the prompt."""
+        """Set whether the replica computes the last block that it finds once more.
+
+        `to_end`: it looks up the block that ends with the prompt.
+        """
 
     def drops(self, slot: int) -> bool:
-        """Whether it does, as far as is known."""
+        """Return whether the replica is known to compute its last found block once more."""
 
     def clear(self, slot: int) -> None:
-        """The replica holds nothing."""
+        """Forget everything that the replica holds."""
 
     def detach(self, slot: int) -> None:
-        """The replica is gone, and its slot free for another."""
+        """Remove a replica, and free its slot for another."""
 
 
 NO_PULLS: Mapping[str, Pull] = {}
@@ -91,11 +99,13 @@ class Held(NamedTuple):
 
 
 class Evaluation(NamedTuple):
-    """What the policy would do with a request by the loads known here. Nothing is done yet. `overlap`: prompt tokens
-    that the candidate it chose holds in its first tier; `lower`: those that follow in slower tiers. `settled`:
-    admission has chosen how it goes, in these `legs`, or whole if there are none. `peers`: the replicas that may fetch
-    its prompt from one another's memory, for whoever evaluates it again. `narrowed`: admission's decision on
-    it, where that left out others that could take it, too; "" if it left out none."""
+    """The policy's choice for a request by the loads known here, before anything is counted.
+
+    `overlap`: prompt tokens that the chosen candidate holds in its first tier; `lower`: those that follow in slower
+    tiers. `settled`: admission has decided how it goes: in these `legs`, or whole if there are none. `peers`: the
+    replicas that may fetch its prompt from one another's memory, needed to evaluate it again. `narrowed`: admission's
+    decision, if it excluded candidates that could take the request; else "".
+    """
 
     demand: Demand
     candidates: Sequence[Candidate]
@@ -103,7 +113,7 @@ class Evaluation(NamedTuple):
     overlap: int
     spaces: Mapping[int, Held] | None = None  # by space, where the candidates are of several
     lower: Lower = ()
-    pulls: Mapping[str, Pull] = NO_PULLS  # of the candidates that would fetch from another replica
+    pulls: Mapping[str, Pull] = NO_PULLS  # by replica: the candidates that would fetch from another one
     settled: bool = False
     legs: LegChoice | None = None
     peers: Collection[Candidate] = ()
@@ -111,10 +121,13 @@ class Evaluation(NamedTuple):
 
 
 class Decision(NamedTuple):
-    """What a ledger that several gateways share has chosen and counted: `index` into the candidates, prompt tokens held
-    there in the first tier, what other gateways have on it, whether the reservation is in the sums that count now, and
-    prompt tokens held in slower tiers. Tokens are those of the evaluation's demand; what is not held is counted. `note`
-    is the ledger's own, of what it told other gateways."""
+    """A choice made, and already counted, by a ledger that several gateways share.
+
+    `index`: into the candidates; `overlap`, `lower`: prompt tokens held there in the first tier and in slower ones, in
+    tokens of the evaluation's demand (what is not held is counted); `others`: the other gateways' load on that replica;
+    `counted`: whether the current sums include this reservation; `note`: private to the ledger, what it told the
+    others.
+    """
 
     index: int  # type: ignore[assignment]  # hides tuple.index, which nobody calls
     replica: str
@@ -126,12 +139,14 @@ class Decision(NamedTuple):
 
 
 class Move(NamedTuple):
-    """A prompt's cache on its way to a decoder: `tokens` that the decoder lacks, in those of its own space, and the
-    seconds that this is predicted to take."""
+    """A prompt's cache on its way to a decoder.
+
+    `tokens`: those that the decoder lacks, counted in its own space; `seconds`: predicted for the transfer.
+    """
 
     tokens: int
     seconds: float
 
 
-# Who may compute a request's prompt, and who may write its answer with the cache of one of these.
+# The replicas that may compute a request's prompt, and those that may write its answer with the cache of one of these.
 Pairing = tuple[Sequence[Candidate], Sequence[Candidate]]

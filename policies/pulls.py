@@ -1,12 +1,12 @@
 """A peer pull: a replica fetches the beginning of a prompt from another's memory instead of computing it.
 
-vLLM's offloading connector with the secondary tier `p2p` does that (`remote_kv_source`): what a prompt finds neither in
-the GPU's cache nor in the replica's own memory comes from the memory of the replica that the request names. So it is a
-run of one more tier, PEER, behind the candidate's own, and a policy that counts in seconds sees what it would take:
+vLLM's offloading connector does that with the secondary tier `p2p` (`remote_kv_source`): blocks that a prompt finds
+neither in the GPU's cache nor in the replica's own memory are fetched from the replica that the request names. Here
+that is a run of one more tier, PEER, after the candidate's own, so a policy that counts in seconds includes its price:
 
-    LATENCY + bytes / BANDWIDTH seconds, times a factor learned of each pair of replicas (`transfers`)
+    LATENCY + bytes / BANDWIDTH seconds, times a factor learned for each pair of replicas (`transfers`)
 
-Each candidate is given the pull that makes it cost least, or none where computing costs no more.
+Each candidate gets the pull that makes it cost least, or none where computing costs no more.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .rules.least_cost import Cost
 from .transfers import Transfers
 from .vocabulary import Candidate, Demand, Pull
 
-_HOLDERS = 5  # that are priced for each candidate, those with the longest run
+_HOLDERS = 5  # holders priced for each candidate, those with the longest run
 
 
 def offer(
@@ -31,9 +31,11 @@ def offer(
     transfers: Transfers,
     now: float,
 ) -> list[Candidate]:
-    """Give candidates their pulls, and return those that have one. `reach`: leading prompt tokens in the memory of each
-    replica that others may fetch from; only those are candidates for it themselves, and of them those few that would
-    cost least if they held the longest run."""
+    """Give candidates their pulls, and return those that got one.
+
+    `reach`: leading prompt tokens in the memory of each replica that takes part in pulls. Only these replicas are
+    candidates; if they are many, only the FEW that would cost least if they held the longest run.
+    """
     longest = nsmallest(_HOLDERS, [one for one in reach if reach[one]], key=lambda one: -reach[one])
     if not longest:
         return []
@@ -54,14 +56,14 @@ def _give_best(
     transfers: Transfers,
     now: float,
 ) -> bool:
-    """Give it the pull that makes it cost least, if there is one that pays."""
+    """Give a candidate the pull that makes it cost least; return whether any pays off."""
     quickest: dict[int, Pull] = {}
     for holder in holders:
         tokens = reach[holder] - one.cached
         if holder != one.replica and tokens > demand.block_size and not transfers.paused(holder, one.replica, now):
             pull = Pull(holder, tokens, transfers.seconds(holder, one.replica, tokens, now))
             if tokens not in quickest or pull.seconds < quickest[tokens].seconds:
-                quickest[tokens] = pull  # as much from two holders differs by its seconds alone
+                quickest[tokens] = pull  # of holders with equal runs only the fastest matters
     if not quickest:
         return False
     own, best = one.lower, None

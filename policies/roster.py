@@ -1,8 +1,8 @@
 """Roster: the candidates for a model as arrays, for a policy that weighs hundreds of them at once.
 
-To a policy that knows nothing of this it is a sequence of candidates like any other. One that does asks for `columns`:
-what it computes for each candidate from its load and costs, kept from one decision to the next. Of 1,024 replicas two
-or three changed meanwhile, and only theirs are computed anew: reading the loads alone would take 0.3 ms each time.
+To other policies it is a sequence of candidates like any other. `columns` keeps what such a policy computes for each
+candidate from its load and costs from one decision to the next. Of 1,024 replicas two or three change meanwhile, and
+only theirs are computed again: reading all loads would take 0.3 ms each time.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .vocabulary import Candidate
 
 
 class Roster(Sequence[Candidate]):
-    """Candidates of one ledger and one cost group. Their overlaps, in tokens, are given for each decision."""
+    """The candidates of one ledger and one cost group; their overlaps, in tokens, are set for each decision."""
 
     def __init__(self, candidates: Sequence[Candidate], ledger: Ledger, group: CostGroup) -> None:
         self._candidates = list(candidates)
@@ -29,8 +29,8 @@ class Roster(Sequence[Candidate]):
         self.group = group
         self._overlaps = np.zeros(len(candidates))
         self.ones = np.ones(len(candidates))
-        self._given = True  # whether the candidates have their overlaps
-        self.tiered = False  # whether some have blocks in lower tiers
+        self._given = True  # whether the overlaps are written to the candidates
+        self.tiered = False  # whether some candidates have blocks in lower tiers
 
     def __len__(self) -> int:
         return len(self._candidates)
@@ -57,8 +57,10 @@ class Roster(Sequence[Candidate]):
         self._overlaps, self._given = tokens, False
 
     def columns(self, of: Callable[[Candidate], tuple[float, ...]]) -> np.ndarray:
-        """A row for each figure that `of` gives of a candidate, which must depend on its load and costs alone. Always
-        the same function."""
+        """Return an array with a row for each figure that `of` returns, and a column for each candidate.
+
+        `of` must depend on a candidate's load and costs alone, and be the same function in each call.
+        """
         loads, costs = self._changes
         if self._heard == (loads.count, costs.count):
             return self._columns
@@ -69,6 +71,6 @@ class Roster(Sequence[Candidate]):
         else:
             stale = {*map(self._row_by_replica.get, new_loads), *map(self._row_by_costs.get, new_costs)}
             for row in stale:
-                if row is not None:  # a replica that is no candidate here
+                if row is not None:  # else the replica is no candidate here
                     self._columns[:, row] = of(self._candidates[row])
         return self._columns

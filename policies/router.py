@@ -1,12 +1,12 @@
-"""Router: from a request to the replica that gets it, and what is learned from how it fares there.
+"""Router: places requests on replicas, and learns from what becomes of them.
 
-A placement is one step: the map says who holds how much of the prompt, the policy chooses, the load that this makes is
-counted, and the blocks that it will leave are expected. What becomes of it is told in three steps, each of which may
-come again or never: `first_token`, when its prefill is done, then `finish` if the answer is complete and `abandon` if
-not.
+A placement is one step: the map tells which replica holds how much of the prompt, the policy chooses, the load is
+counted, and the blocks that the request will leave are expected. Its progress is reported in up to three further calls,
+each of which may be repeated or omitted: `first_token` when its prefill is done, then `finish` if the answer is
+complete and `abandon` if not.
 
 The proxy, decisions for another proxy, several gateways on one Redis and the simulation all place requests here, so a
-rule behaves the same in each. No I/O and no clock: `now` is in seconds of the caller's. Not thread safe.
+rule behaves the same in each. No I/O and no clock: the caller passes `now` in seconds. Not thread safe.
 """
 
 from __future__ import annotations
@@ -37,20 +37,22 @@ from .seats import Seats
 from .transfers import Transfers
 from .vocabulary import Candidate, Demand, Policy, Pull
 
-MANY = 16  # candidates from which they are weighed as arrays: below, one after the other is quicker
-SHARED_TIER = "cpu"  # of what another replica may fetch
-PASSED_OVER_SECONDS = 2.0  # without a request, while others have some
+MANY = 16  # candidates from which they are weighed as arrays; fewer are faster one by one
+SHARED_TIER = "cpu"  # the tier from which other replicas may fetch
+PASSED_OVER_SECONDS = 2.0  # without a request, while others get some
 
 
 def hittable(tokens: int, block_size: int) -> int:
-    """Return how many blocks of a prompt can be found in a cache, all its tiers together: the last token is always
-    computed."""
+    """Return how many blocks of a prompt can be cache hits, in all tiers: the last token is always computed."""
     return (tokens - 1) // block_size
 
 
 class Targets:
-    """The candidates for a request, in a stable order. The same object should serve while they are the same: it caches
-    arrays. `space`: the one that all of them are of; None: they are of several."""
+    """The candidates for a request, in a stable order.
+
+    It caches arrays, so the same object should serve while the candidates are the same. `space`: the one that all of
+    them are of; None: they are of several.
+    """
 
     __slots__ = ("candidates", "roster", "slots", "nothing", "space")
 
@@ -66,13 +68,17 @@ class Targets:
         return len(self.candidates)
 
     def only(self, replica: str) -> Targets:
+        """Return the targets limited to one replica."""
         return Targets([one for one in self.candidates if one.replica == replica])
 
 
 @dataclass(slots=True, eq=False)
 class Placement:
-    """A request on a replica, from the choice to its end. `overlap`: prompt tokens that are taken to be held in its
-    first tier; `lower`: those that follow in slower tiers, in runs. The engine is to deliver both (`cached`)."""
+    """A request on a replica, from the choice to its end.
+
+    `overlap`: prompt tokens assumed to be held in its first tier; `lower`: those that follow in slower tiers, in runs.
+    The engine is to find both (`cached`).
+    """
 
     candidate: Candidate
     demand: Demand
@@ -81,9 +87,9 @@ class Placement:
     at: float
     expected: int | None = None  # the map's number of the prompt; None: its blocks are not expected there
     lower: Lower = ()
-    beyond: int = 0  # of the prompt's last block, which is computed, what the engine counts as found all the same
-    pull: Pull | None = None  # from whom it is to fetch the last run of `lower`
-    pull_took: float | None = None  # seconds, if that came and was timed
+    beyond: int = 0  # tokens of the prompt's last block, which is computed, that the engine counts as found anyway
+    pull: Pull | None = None  # the source of the last run of `lower`, if that is another replica
+    pull_took: float | None = None  # seconds that the pull took, if measured
 
     @property
     def cached(self) -> int:
@@ -92,7 +98,7 @@ class Placement:
 
     @property
     def predicted(self) -> int:
-        """What the engine's `cached_tokens` are going to be."""
+        """The engine's `cached_tokens`, as predicted."""
         return self.cached + self.beyond
 
     @property
@@ -102,41 +108,43 @@ class Placement:
 
     @property
     def overlap_blocks(self) -> int:
-        """Blocks of the first tier."""
+        """Blocks held in the first tier."""
         return self.overlap // self.demand.block_size
 
     @property
     def computing(self) -> bool:
-        """Its prompt, as far as is known."""
+        """Whether its prompt is still being computed, as far as is known."""
         return self.reservation.stage == "prefill"
 
     @property
     def seconds(self) -> float:
-        """Seconds to its last token, as predicted by the load that it met and the length that answers have."""
+        """Predicted seconds to its last token, by the load that it met and the expected length of its answer."""
         taken, costs = self.reservation, self.candidate.costs
         seconds = costs.answer_seconds(taken.before, taken.uncached, self.cached, self.demand.output, taken.at)
         return seconds + self.fetch_seconds if self.lower else seconds
 
     @property
     def ttft(self) -> float:
-        """Seconds from sending it to its first token, as predicted by the load that it met."""
+        """Predicted seconds from sending it to its first token, by the load that it met."""
         return self.punctual_ttft + late_seconds(self.reservation.at, self.reservation.before)
 
     @property
     def punctual_ttft(self) -> float:
-        """The same if the replica was not late: what it has to do is learned from, for how long it stalls is not."""
+        """The predicted TTFT without the replica's lateness: how long a replica stalls is not learned from."""
         taken = self.reservation
         seconds = self.candidate.costs.punctual_seconds(taken.before, taken.uncached, self.cached, taken.at)
         return seconds + self.fetch_seconds if self.lower else seconds
 
     @property
     def fetch_seconds(self) -> float:
-        """Seconds of that in which what slower tiers and a peer hold is fetched."""
+        """The predicted seconds to fetch from slower tiers and a peer, which the TTFT includes."""
         seconds = self.candidate.costs.group.fetch.seconds(self.lower)
         return seconds + self.pull.seconds if self.pull is not None else seconds
 
 
 class Router:
+    """The placement of requests on the replicas of one ledger and one map, by one policy."""
+
     def __init__(
         self,
         policy: Policy,
@@ -151,18 +159,17 @@ class Router:
         self.transfers, self.pulls = Transfers(), Transfers()
         self.candidates: dict[str, Candidate] = {}
         self._seats: dict[str, Seats] = {}
-        # What a policy may want to be told, see `Policy`.
+        # Optional methods of a policy, see `Policy`.
         self.placed, self._first, self._ended, self._gone = [
             getattr(policy, name, None) for name in ("placed", "first", "ended", "gone")
         ]
-        self._tiered: list[Candidate] = []  # whose `lower` the last request has set
-        # of each replica its count of choices when last looked at, and when it changed
+        self._tiered: list[Candidate] = []  # candidates whose `lower` was set for the last request
+        # by replica: `Load.recent` when last looked at, and when that changed
         self._used: dict[str, tuple[float, float]] = {}
         self._decayed_at = 0.0
 
     def on_room(self, tell: Callable[[], None]) -> None:
-        """Have this called whenever a request was placed, its prompt is computed or it has ended: what is ahead of
-        others has changed."""
+        """Call `tell` whenever a request was placed, its prompt is computed, or it has ended: room may have changed."""
 
         def also(told: Callable[..., None] | None) -> Callable[..., None]:
             def both(*given: object) -> None:
@@ -177,9 +184,11 @@ class Router:
     # --- replicas
 
     def add(self, replica: str, slot: int, rank_paths: Collection[str] | None = None) -> Candidate:
-        """A replica that requests may be placed on, the same object until `remove`; `slot` is where the map has it.
-        `rank_paths`: it is one rank of an engine, and only requests posted to these paths are computed by the rank that
-        they are sent to."""
+        """Add a replica that requests may be placed on; return its candidate, the same object until `remove`.
+
+        `slot`: its slot in the map. `rank_paths`: set if it is one rank of an engine; only requests posted to these
+        paths are computed by the rank that they are sent to.
+        """
         candidate = Candidate(
             replica, 0, self.ledger.add(replica), self.costs.add(replica), slot=slot, rank_paths=rank_paths
         )
@@ -187,12 +196,12 @@ class Router:
         return candidate
 
     def count_seats(self, replica: str, running: int | None) -> None:
-        """Its load was scraped, and how many requests run there, if it told."""
+        """Learn a replica's seats after a scrape; `running`: requests running there, None if not reported."""
         if running is not None and (candidate := self.candidates.get(replica)) is not None:
             candidate.seats = self._seats[replica].scraped(candidate.load, running)
 
     def regroup(self, replica: str, group: CostGroup) -> None:
-        """It is of this kind, and what was learned of it as one of another kind is void."""
+        """Move a replica to another group of costs, discarding what was learned about it in the former one."""
         candidate = self.candidates[replica]
         if candidate.costs.group is not group:
             candidate.costs.group.remove(replica)
@@ -200,7 +209,7 @@ class Router:
             self._seats[replica], candidate.seats = Seats(), inf
 
     def remove(self, replica: str) -> None:
-        """What is still placed there settles without a trace in the map."""
+        """Remove a replica; requests still placed there settle without effect on the map."""
         if (candidate := self.candidates.pop(replica, None)) is not None:
             candidate.slot = -1
             candidate.costs.group.remove(replica)
@@ -212,19 +221,23 @@ class Router:
         self.lost(replica)
 
     def lost(self, replica: str) -> None:
-        """Its incarnation has ended, and with it all that it held."""
+        """Note that a replica's incarnation has ended, and its cache is lost."""
         self.transfers.restarted(replica)
         self.pulls.restarted(replica)
         if self._gone is not None:
             self._gone(replica)
 
     def targets(self, candidates: Sequence[Candidate]) -> Targets:
+        """Return the targets for these candidates, with arrays if they are at least MANY and alike."""
         alike = len(candidates) >= MANY and len({(one.space, one.costs.group) for one in candidates}) == 1
         return Targets(candidates, Roster(candidates, self.ledger, candidates[0].costs.group) if alike else None)
 
     def decay_idle_costs(self, now: float) -> None:
-        """Move the learned costs of replicas that got no request for PASSED_OVER_SECONDS, while others did, towards
-        those of the others, so that they are tried again. Called a few times a second."""
+        """Move the costs of replicas that are passed over towards the others', so that they are tried again.
+
+        A replica is passed over if it got no request for PASSED_OVER_SECONDS while others of its group did. Called a
+        few times a second.
+        """
         elapsed, self._decayed_at = max(0.0, min(now - self._decayed_at, 1.0)), now
         idle: dict[CostGroup, list[Costs]] = {}
         used: dict[CostGroup, list[Costs]] = {}
@@ -242,13 +255,17 @@ class Router:
     # --- a request is placed
 
     def place(self, demand: Demand, targets: Targets, now: float) -> Placement:
+        """Evaluate and commit a request."""
         return self.commit(self.evaluate(demand, targets, now), now)
 
     def evaluate(
         self, demand: Demand, targets: Targets, now: float, explain: bool = False, peers: Collection[Candidate] = ()
     ) -> Evaluation:
-        """What would be done. Evaluated again at once it is the same. `peers`: those that may fetch a prompt from one
-        another's memory."""
+        """Return the policy's choice for a request; nothing is counted, and a repeated call returns the same.
+
+        `explain`: whether the choice needs a reason and its terms; `peers`: the replicas that may fetch a prompt from
+        one another's memory.
+        """
         demand.output, demand.residual = self.outputs.expected(demand)
         if demand.also is not None:
             demand.also.output, demand.also.residual = demand.output, demand.residual
@@ -276,19 +293,22 @@ class Router:
         return {one.replica: one.pull for one in given if one.pull is not None}
 
     def offer_again(self, whole: Evaluation) -> None:
-        """What the replica chosen for the whole request would fetch, after it was weighed once more."""
+        """Restore the pull of the replica chosen for the whole request, after it was weighed again."""
         best = whole.candidates[whole.choice.index]
         if best.replica in whole.pulls:
             best.lower, best.pull = whole.lower, whole.pulls[best.replica]
             self._tiered.append(best)
 
     def quotes(self, evaluation: Evaluation) -> list[Quote]:
-        """What each candidate would give the request, right after `evaluate`."""
+        """Return each candidate's quote for the request, right after `evaluate`."""
         return [quote(candidate, evaluation.demand) for candidate in evaluation.candidates]
 
     def commit(self, evaluation: Evaluation, now: float, decision: Decision | None = None) -> Placement:
-        """Do it: count the load, expect the blocks, and tell the policy, once per placement. `decision`: where that was
-        made by the load of all gateways, of the same candidates."""
+        """Place a request as evaluated: count the load, expect the blocks, and notify the policy, once per placement.
+
+        `decision`: the choice of a ledger shared by all gateways, among the same candidates; it replaces the
+        evaluation's.
+        """
         demand, candidates, choice, overlap, spaces, lower, offered, *_ = evaluation
         placed, counted = demand, False
         if decision is not None:
@@ -298,7 +318,7 @@ class Router:
         candidate = candidates[choice.index]
         if spaces is not None:
             placed, overlap, lower = in_space(candidate, spaces, demand, overlap if decision is not None else 0)
-            counted = counted and placed is demand  # else in other tokens than those that it is going to compute
+            counted = counted and placed is demand  # else it was counted in the tokens of another space
         pull = self._what_is_pulled(offered.get(candidate.replica), candidate, lower, now) if offered else None
         uncached = placed.tokens - overlap
         if lower:
@@ -319,15 +339,17 @@ class Router:
             self.expect(placement)
             if self.placed is not None:
                 self.placed(demand, candidates, choice)
-        except BaseException:  # nobody could release what nobody has
+        except BaseException:  # the caller never gets the placement, so it could not release it
             self.ledger.release(reservation)
             raise
         return placement
 
     def beyond(self, candidate: Candidate, demand: Demand, overlap: int, lower: Lower) -> int:
-        """Of a prompt that ends with a block: what its engine counts as found of that block. No hit in the first tier
-        ends behind the last token but one, but vLLM asks its connector for what follows that hit, up to the prompt's
-        end, also where the block lies in the first tier."""
+        """Return how many tokens of the last block the engine counts as found, for a prompt that ends with a block.
+
+        No hit in the first tier reaches the last token. But vLLM asks its connector for what follows that hit, up to
+        the prompt's end, even if the block lies in the first tier.
+        """
         size, hashes = demand.block_size, demand.hashes
         if not hashes or not demand.reads_cache or len(hashes) * size != demand.tokens or candidate.slot < 0:
             return 0
@@ -337,7 +359,7 @@ class Router:
         return 0 if left_out is None else size - left_out
 
     def _what_is_pulled(self, pull: Pull | None, by: Candidate, lower: Lower, now: float) -> Pull | None:
-        """What is left of a pull where more is held than was known."""
+        """Return the part of a pull that is still needed, where more is held than was known."""
         tokens = sum([tokens for tier, tokens in lower if tier == PEER])
         if pull is None or not tokens:
             return None
@@ -347,13 +369,13 @@ class Router:
         return pull
 
     def expect(self, placement: Placement) -> None:
-        """Tell the map that its blocks will be there."""
+        """Tell the map which blocks a placement will leave."""
         candidate, demand = placement.candidate, placement.demand
         if demand.hashes and (candidate.rank_paths is None or demand.path in candidate.rank_paths):
             placement.expected = self.map.expect(candidate.slot, demand.hashes, placement.at)
 
     def ranking(self, demand: Demand, targets: Targets, now: float, most: int) -> list[str]:
-        """Up to `most` replicas, in the order in which they would be tried."""
+        """Return up to `most` replicas, in the order in which they would be tried."""
         demand.output, demand.residual = self.outputs.expected(demand)
         spaces = None if targets.space == demand.space else self.weigh_spaces(demand, targets, now)
         left = [*(self.weighed(demand, targets, now) if spaces is None else targets.candidates)]
@@ -363,7 +385,7 @@ class Router:
         return order
 
     def weighed(self, demand: Demand, targets: Targets, now: float) -> Sequence[Candidate]:
-        """The candidates with what each holds of the prompt, until the next request is weighed."""
+        """Return the candidates, with what each holds of the prompt; valid until the next request is weighed."""
         candidates, roster, size, hashes = targets.candidates, targets.roster, demand.block_size, demand.hashes
         most = hittable(demand.tokens, size)
         match = self.map.match(hashes, now, most) if hashes and demand.reads_cache else None
@@ -390,15 +412,17 @@ class Router:
         return candidates if roster is None else roster
 
     def _forget_lower(self) -> None:
-        """Also of candidates that are none for this request: it will not be looked for again."""
+        """Clear the lower tiers of all candidates of the last request, whether or not they are candidates now."""
         for one in self._tiered:
             one.lower, one.pull = (), None
         self._tiered = []
 
     def weigh_spaces(self, demand: Demand, targets: Targets, now: float) -> Mapping[int, Held]:
-        """As `weighed`, for candidates that are not all of the demand's space. What one holds is found in the tokens of
-        its own space and counted in those of `demand`, so that all are weighed by the same measure; of a third space
-        nothing is known."""
+        """Do the work of `weighed` for candidates that are not all of the demand's space.
+
+        What a candidate holds is looked up in the tokens of its own space and counted in those of `demand`, so that all
+        are weighed by the same measure. In a space that the request was not prepared for nothing is known.
+        """
         spaces = {one.space: self.held(one, now) for one in (demand, demand.also) if one is not None}
         self._forget_lower()
         for candidate in targets.candidates:
@@ -413,23 +437,25 @@ class Router:
         return spaces
 
     def held(self, demand: Demand, now: float) -> Held:
-        """What each slot of the map holds of it, as the blocks of its own space."""
+        """Return what each slot of the map holds of a request, as blocks of its own space."""
         most = hittable(demand.tokens, demand.block_size)
         match = self.map.match(demand.hashes, now, most) if demand.hashes and demand.reads_cache else None
         return Held(demand, match)
 
-    # --- what becomes of it
+    # --- its outcome
 
     def first_token(self, placement: Placement, now: float | None, seconds: float | None = None) -> None:
-        """Its prefill is done, by `now` if that is known. `seconds` after it was sent there: given where it is to be
-        learned from."""
+        """Note that a prefill is done, by `now` if that is known.
+
+        `seconds`: measured from sending it there; given only if it is to be learned from.
+        """
         reservation = placement.reservation
         if reservation.stage != "prefill":
             return
         self.ledger.first_byte(reservation, now)
         if self._first is not None:
             self._first(reservation.replica, placement.demand)
-        if seconds is not None and (pull := placement.pull) is not None:  # `pulled` learns from it, if it came
+        if seconds is not None and (pull := placement.pull) is not None:  # kept for `pulled`
             placement.pull_took = seconds - (placement.punctual_ttft - pull.seconds)
         elif seconds is not None:
             placement.candidate.costs.observe_ttft(
@@ -437,25 +463,25 @@ class Router:
             )
 
     def came(self, placement: Placement, tokens: int) -> None:
-        """So many tokens more of its answer have come."""
+        """Count further tokens of its answer."""
         self.ledger.came(placement.reservation, tokens)
 
     def answered(self, placement: Placement, now: float) -> None:
-        """The answer came in one piece: it is the end of the answer as well, and tells nothing of its prefill."""
+        """Note an answer that came in one piece, which tells nothing about its prefill."""
         self.ledger.answered(placement.reservation, now)
 
     def tells_end_alone(self, placement: Placement) -> None:
-        """Right after it was placed: of its answer only the end may be told."""
+        """Expect only the end of a streamed answer to be seen; called right after it was placed."""
         taken, demand = placement.reservation, placement.demand
         if demand.streams:
             self.ledger.expect(taken, taken.due + answer_seconds(placement.candidate, demand))
 
     def disregard(self, placement: Placement) -> None:
-        """Its replica works, though nothing has come of it: it says nothing of what others have to wait for."""
+        """Stop expecting its first byte: its replica works, so it says nothing about what others wait for."""
         self.ledger.expect(placement.reservation, FAR)
 
     def drop_pull(self, placement: Placement) -> None:
-        """Nothing is fetched from its peer, right after it was placed: all of that is computed."""
+        """Compute what was to be pulled from a peer; called right after it was placed."""
         kept, fetching = tuple([run for run in placement.lower if run[0] != PEER]), placement.fetch_seconds
         tokens = placement.fetched - sum([count for _, count in kept])
         placement.pull, placement.lower = None, kept
@@ -465,8 +491,7 @@ class Router:
         self.ledger.expect(taken, taken.due + later)
 
     def pulled(self, placement: Placement, cached: int, now: float) -> bool:
-        """Its engine found so many prompt tokens in all. Learn from what it was to pull, and return whether all of
-        that came."""
+        """Learn from a pull; return whether all of it came. `cached`: prompt tokens that the engine found in all."""
         pull, replica = placement.pull, placement.candidate.replica
         assert pull is not None
         if cached >= placement.cached:
@@ -484,11 +509,14 @@ class Router:
         per_token: float | None = None,
         output: int | None = None,
     ) -> None:
-        """Its answer is complete. `reported`: prompt tokens that the engine found in its cache; `per_token`: seconds
-        from one token to the next; both where they are told and to be learned from."""
+        """Settle a complete answer.
+
+        `reported`: prompt tokens that the engine found in its cache; `per_token`: mean seconds from one token to the
+        next (both only where known and to be learned from); `output`: tokens of the answer.
+        """
         candidate, demand, reservation = placement.candidate, placement.demand, placement.reservation
         if per_token is not None and reservation.stage == "decode":
-            load = reservation.load  # with this request, which decoded until now
+            load = reservation.load  # still includes this request
             candidate.costs.observe_itl(per_token, load.decoding, load.context_tokens)
         self._release(placement)
         if output is not None:
@@ -498,7 +526,10 @@ class Router:
             self.map.learn(candidate.slot, demand.hashes, placement.cached // size, reported // size)
 
     def abandon(self, placement: Placement, computed: bool = True) -> None:
-        """It has ended otherwise. Unless it was `computed`, its blocks are not going to be there."""
+        """Settle a placement without a complete answer.
+
+        Unless its prompt was `computed`, its blocks are no longer expected.
+        """
         self._release(placement)
         number = placement.expected
         if not computed and number is not None and placement.candidate.slot >= 0:
@@ -516,9 +547,11 @@ class Router:
 def in_space(
     candidate: Candidate, spaces: Mapping[int, Held], demand: Demand, told: int = 0
 ) -> tuple[Demand, int, Lower]:
-    """The request as this candidate's engine will see it, and prompt tokens that it holds in its first tier and in
-    slower ones. Of a space that the request was not prepared for no blocks are known. `told`: tokens of `demand` that
-    it is known to hold by what other gateways sent there."""
+    """Return the request in the candidate's space, and the prompt tokens that it holds in its first and slower tiers.
+
+    In a space that the request was not prepared for, no blocks are known. `told`: tokens of `demand` that it is known
+    to hold because other gateways sent them there.
+    """
     held = spaces.get(candidate.space)
     if held is None:
         return replace(demand, hashes=(), root=0, also=None), 0, ()

@@ -1,9 +1,9 @@
-"""Seats: how many requests an engine runs at once (vLLM's `max_num_seqs`), which its metrics do not tell.
+"""Seats: how many requests an engine runs at once (vLLM's `max_num_seqs`), which its metrics do not report.
 
-A prompt waits in its engine for the step that computes others, for cache, for one that is fetched, or for a seat. It is
-a seat where as many run at each look while others wait, there is cache, and all that are taken to decode do run: a step
-of prompts lets others run behind it, and what is fetched is counted here as decoding. More that run, or none that wait
-for a long time while all seats are taken, show that there are more. Pure.
+A prompt waits in its engine for the current step, for cache, for a transfer, or for a seat. It waits for a seat if the
+same number of requests runs at each scrape while others wait, the cache is not full, and all requests taken to be
+decoding do run: during a step of prompts others run besides, and one whose cache is being fetched counts as decoding
+here. More running requests, or none waiting for long while all seats are taken, show that there are more seats. Pure.
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ from math import inf
 from .ledger import Load
 
 ENOUGH = 5  # scrapes in a row that have to agree
-CALM = 10  # scrapes in a row without anybody waiting, all seats taken, after which one seat more is tried
-FULL = 0.9  # of the cache, from which on it may be cache that is waited for
+CALM = 10  # scrapes in a row without waiting requests, all seats taken, after which one more seat is assumed
+FULL = 0.9  # share of the cache in use from which requests may be waiting for cache
 
 
 class Seats:
+    """The learned number of seats of one engine."""
+
     __slots__ = ("count", "_running", "_seen", "_calm")
 
     def __init__(self) -> None:
@@ -25,7 +27,7 @@ class Seats:
         self._running = self._seen = self._calm = 0
 
     def scraped(self, load: Load, running: int) -> float:
-        """Take over a load that was just scraped, and how many run, whoever sent them; return the count."""
+        """Learn from a scrape, and return the number of seats. `running`: requests running there, from any client."""
         if running > self.count:
             self.count = inf
         short = load.waiting > 0 and load.kv_usage < FULL and 0 < running >= load.decoding

@@ -1,8 +1,8 @@
-"""A cost is stated once, as plain Python arithmetic, and compiled for the three places where it is evaluated.
+"""A cost formula stated once, as plain Python arithmetic, and compiled for the three places where it is evaluated.
 
 A statement is a function of numbers, with `+ - * /`, `min`, `max` and `abs` as its only operations and no branches. It
-is called once, with symbols in place of the numbers, which gives its expressions; equal parts become one part. From
-these come
+is called once, with symbols in place of the numbers, which yields its expressions; equal parts become one object. From
+these are made
 
 - `python`: a Python function for one replica, every call of another statement inlined;
 - `Arrays`: the sum of the results for many replicas at once, as one matrix product and some operations on arrays;
@@ -10,9 +10,9 @@ these come
 
 A test holds the three to the statement itself.
 
-A symbol has a kind: what is the same for all candidates (REQUEST), what follows from a replica's load and speeds alone
-(STANDING), and what differs by replica and request (OVERLAP). Parts of one kind are computed when that kind changes, no
-oftener: the standing of 1,024 replicas is kept, and two or three change between two decisions.
+A symbol has a kind: the same for all candidates (REQUEST), following from a replica's load and speeds alone (STANDING),
+or different by replica and request (OVERLAP). Parts of one kind are computed only when that kind changes: of 1,024
+replicas, two or three change their STANDING parts between two decisions.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import numpy as np
 
 REQUEST, STANDING, OVERLAP = 1, 2, 4  # kinds; an expression has those of all its symbols
 _CALLS: dict[str, Callable[..., float]] = {"min": min, "max": max, "abs": abs}
-_WORTH_A_BRANCH = 8  # parts that it leaves out
+_WORTH_A_BRANCH = 8  # parts that a branch must save
 
 
 class Expression:
@@ -82,6 +82,7 @@ class Expression:
 
 
 def symbol(name: str, kind: int) -> Expression:
+    """Return the symbol of this name and kind, which stands for a number."""
     return Expression.of("symbol", name, kind=kind)
 
 
@@ -116,12 +117,12 @@ def _call(op: str) -> Callable[..., Expression]:
 
 
 def expressions(statement: Callable[..., Any], *arguments: Any) -> Any:
-    """What a statement returns for symbols."""
+    """Return the expressions that a statement returns for these symbols."""
     return _symbolic(statement)(*arguments)
 
 
 def _symbolic(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The same function, and those it calls, with `min`, `max` and `abs` for expressions."""
+    """Return a copy of the function, and of those it calls, whose `min`, `max` and `abs` take expressions."""
     names = dict(function.__globals__) | {op: _call(op) for op in _CALLS}
     called = [
         one
@@ -136,10 +137,11 @@ def _symbolic(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Text:
-    """Expressions in some language. What is used more than once is assigned to a local variable first, in `lines`; what
-    needs nothing but REQUEST symbols, in `request_lines`, for whoever evaluates the rest for many replicas.
+    """The source text of expressions in some language.
 
-    `known`: variables that have the values of some expressions already. With these, nothing goes to `request_lines`.
+    Parts used more than once are assigned to local variables first, in `lines`; parts of REQUEST symbols alone in
+    `request_lines`, for callers that evaluate the rest for many replicas. `known`: variables that already hold the
+    values of some expressions; if given, nothing goes to `request_lines`.
     """
 
     def __init__(
@@ -154,7 +156,7 @@ class Text:
         self._for_request = known is None
         self.request_lines: list[str] = []
         self.lines: list[str] = []
-        for node, uses in _uses(roots).items():  # parts come before what they are part of
+        for node, uses in _uses(roots).items():  # parts come before the expressions that contain them
             if self._deserves_a_name(node, uses):
                 self._name(node)
 
@@ -189,14 +191,14 @@ class Text:
             return f"({f' {node.op} '.join(map(self.of, node.parts))})"
         if self._calls is not None:
             return f"{self._calls[node.op]}({', '.join(map(self.of, node.parts))})"
-        first, *second = map(self._name, node.parts)  # three times as fast as a call
+        first, *second = map(self._name, node.parts)  # a conditional is three times as fast as a call
         if node.op == "abs":
             return f"({first} if {first} >= 0.0 else -{first})"
         return f"({first} if {first} {'<' if node.op == 'min' else '>'} {second[0]} else {second[0]})"
 
 
 def _uses(roots: Sequence[Expression]) -> Counter[Expression]:
-    """How often each part of these expressions is used, parts before what they are part of."""
+    """Return how often each part of these expressions is used, parts before the expressions that contain them."""
     used: Counter[Expression] = Counter()
 
     def count(node: Expression) -> None:
@@ -218,8 +220,8 @@ def branches(
 ) -> list[str]:
     """Return lines of Python that evaluate the expressions and end with `last`, which takes their values.
 
-    `zeros`: symbols that are all 0 where the first of them is. That case has lines of its own, without what comes to 0
-    there, if that is much: a replica without prompts and streams takes 104 bytecodes, a busy one 252.
+    `zeros`: symbols that are all 0 where the first of them is. That case gets a branch of its own, without the parts
+    that vanish, if these are many: a replica without prompts and streams takes 104 bytecodes, a busy one 252.
     """
     known = dict(known or {})
     for at, symbols in enumerate(zeros):
@@ -240,7 +242,7 @@ def branches(
 
 
 def _where_zero(roots: Sequence[Expression], symbols: Sequence[Expression]) -> list[Expression]:
-    """The expressions where these symbols are 0."""
+    """Return the expressions simplified for these symbols being 0."""
     found: dict[Expression, Expression] = dict.fromkeys(symbols, _number(0))
 
     def simplified(node: Expression) -> Expression:
@@ -257,14 +259,16 @@ def _where_zero(roots: Sequence[Expression], symbols: Sequence[Expression]) -> l
 def python(
     name: str, parameters: Sequence[str], roots: Sequence[Expression], zeros: Sequence[Sequence[Expression]] = ()
 ) -> Callable[..., tuple[float, ...]]:
-    """Return a Python function of these parameters that gives the values of the expressions. `zeros`: see
-    `branches`."""
+    """Return a Python function of these parameters that returns the values of the expressions.
+
+    `zeros`: see `branches`.
+    """
     body = branches(roots, zeros, "return {},")
     return compiled(name, [f"def {name}({', '.join(parameters)}):", *[f"    {line}" for line in body]])
 
 
 def lua(name: str, parameters: Sequence[str], roots: Sequence[Expression]) -> str:
-    """Return a local function in Lua that gives the values of the expressions."""
+    """Return the text of a local Lua function that returns the values of the expressions."""
     text = Text(roots, "local {} = {}", {"min": "math.min", "max": "math.max", "abs": "math.abs"})
     results = ", ".join(map(text.of, roots))
     body = [*text.request_lines, *text.lines, f"return {results}"]
@@ -272,7 +276,7 @@ def lua(name: str, parameters: Sequence[str], roots: Sequence[Expression]) -> st
 
 
 def compiled(name: str, lines: Sequence[str], **names: Any) -> Callable[..., Any]:
-    """Return the function that these lines of Python define; `names` are what it may use."""
+    """Return the function that these lines of Python define; `names` are the globals that it may use."""
     source, file = "\n".join(lines) + "\n", f"<statement {name} {next(_numbers)}>"
     linecache.cache[file] = len(source), None, source.splitlines(True), file  # so that a traceback shows the line
     exec(compile(source, file, "exec"), names)
@@ -285,14 +289,15 @@ _numbers = count(1)
 
 # --- as arrays
 
-Monomial = tuple[Expression, ...]  # of parts that differ by replica, in the order of their ids; empty: none
-Polynomial = dict[Monomial, Expression]  # -> its factor, of REQUEST alone
+Monomial = tuple[Expression, ...]  # a product of parts that differ by replica, ordered by id; may be empty
+Polynomial = dict[Monomial, Expression]  # the factor of each product, of REQUEST parts alone
 
 
 def _polynomial(node: Expression) -> Polynomial:
-    """Write an expression as a sum of products of a REQUEST part and parts that differ by replica.
+    """Expand an expression to a sum of products of a REQUEST part and parts that differ by replica.
 
-    These are STANDING expressions, OVERLAP symbols, and what cannot be expanded: `min`, `max`, `abs` and quotients.
+    The latter are STANDING expressions, OVERLAP symbols, and what cannot be expanded: `min`, `max`, `abs` and
+    quotients.
     """
     if not node.kind & ~REQUEST:
         return {(): node}
@@ -327,9 +332,9 @@ def _product(one: Polynomial, other: Polynomial) -> Polynomial:
 class Arrays:
     """The value of one expression for many replicas.
 
-    `standing` gives a replica's column: products of its STANDING parts, and those to `keep` for others to use. A
-    decision computes `weights` (of REQUEST parts, a row for each factor that is linear in the columns), multiplies them
-    with all columns, and does the rest by element, in the rows of that product.
+    `standing` returns a replica's column: products of its STANDING parts, and the expressions to `keep` for other uses.
+    A decision computes `weights` (of REQUEST parts, one row for each factor that is linear in the columns), multiplies
+    them with all columns, and does the rest elementwise on the rows of that product.
     """
 
     def __init__(
@@ -353,7 +358,7 @@ class Arrays:
             (row * columns + column, factor) for row, line in enumerate(self._rows) for column, factor in line.items()
         ]
         self._places = np.array([place for place, _ in places])
-        self._flat = np.zeros(rows * columns)  # the places of the weights differ by statement, not by decision
+        self._flat = np.zeros(rows * columns)  # `_places` is fixed by the statement
         self._matrix = self._flat.reshape(rows, columns)
         self._weights = python("weights", request, [*self._scalars, *[factor for _, factor in places]])
         self.standing = python("standing", standing, [*self._columns, *keep], zeros)
@@ -374,7 +379,7 @@ class Arrays:
         return self._elementwise(self._matrix.dot(columns[: self._matrix.shape[1]]), *weights[:scalars], *overlap)
 
     def _sum(self, polynomial: Polynomial) -> str:
-        """Write the lines that add it up, and return the name of an array of its own."""
+        """Write the lines that evaluate a polynomial, and return the name of an array that may be written into."""
         for held in dict.fromkeys(
             part for parts in polynomial for part in parts if part.op == "symbol" and part.kind == OVERLAP
         ):
@@ -384,7 +389,7 @@ class Arrays:
         return self._without_overlap(polynomial)
 
     def _with_overlap(self, held: str, inner: Polynomial, outer: Polynomial) -> str:
-        """held x inner + outer: what has a common OVERLAP symbol is added up first."""
+        """Write `held x inner + outer`: parts with a common OVERLAP symbol are summed first."""
         if list(inner) == [()] and not inner[()].kind & ~REQUEST:
             name = self._fresh(f"{held} * {self._scalar(inner[()])}")
         else:
@@ -420,7 +425,7 @@ class Arrays:
         return total
 
     def _row(self, line: dict[Expression, Expression]) -> str:
-        """A further row of the product, whose array is free to be written into."""
+        """Add a row to the product, and return the name of its array, which may be written into."""
         self._rows.append(
             {self._columns.setdefault(column, len(self._columns)): factor for column, factor in line.items()}
         )
@@ -434,20 +439,20 @@ class Arrays:
         return name
 
     def _scalar(self, factor: Expression) -> str:
-        """What is the same for all replicas: a number, or one that each decision computes."""
+        """Return the name of a value that is the same for all replicas: a constant, or one computed per decision."""
         if factor.op == "number":
             return self._constant(factor.parts[0])
         self._scalars.append(factor)
         return f"q{len(self._scalars) - 1}"
 
     def _constant(self, value: float) -> str:
-        """An array of one number: an operation with it takes 0.5 us, with a float 0.8."""
+        """Return the name of an array of one number: an operation with it takes 0.5 us, with a float 0.8."""
         name = f"c{str(value).replace('.', '_').replace('-', 'm').replace('+', '')}"
         self._numbers[name] = np.array(value)
         return name
 
     def _value(self, node: Expression) -> str:
-        """Write the lines that compute what cannot be expanded, once, and return its name: others read it, too."""
+        """Write the lines that compute what cannot be expanded, once, and return its name; it is shared: read only."""
         if node not in self._names:
             parts = [self._part(part) for part in node.parts]
             call = {"min": "minimum({}, {})", "max": "maximum({}, {})", "abs": "absolute({})", "/": "{} / {}"}[node.op]

@@ -1,15 +1,17 @@
-"""What moving a prompt's KV cache between two replicas takes: `LATENCY + bytes / BANDWIDTH` seconds by a prior, times a
-factor that is learned of each pair of replicas, and of all pairs for those that have not met.
+"""The predicted seconds of moving a prompt's KV cache between two replicas.
 
-A price decides whether there is another transfer to learn from, so one that was too high once would stay so. Therefore
-what was learned is forgotten while nothing more is: a pair's factor goes to that of all, and that to the prior, by half
-in a minute. Once the price is low enough a request tries it, and until it is known how that went, others are told the
-price as it was. Where the trial shows that it was right, forgetting takes twice as long from then on. The first
-transfer of a pair teaches nothing: two engines that meet shake hands, which NIXL takes up to seconds for.
+They are `LATENCY + bytes / BANDWIDTH` by a prior, times a factor learned for each pair of replicas; pairs that have not
+met use the factor of all pairs.
 
-The bytes are those of the model that the replicas serve (`kv_space`), since a 70B's cache is five times a latent one's:
-a factor says how a network differs from the prior, whatever model it was learned of. A pair whose transfer failed is
-left out for a while, twice as long each time in a row.
+A price decides whether there is another transfer to learn from, so a price that was once too high would stay. What was
+learned is therefore forgotten while nothing more is learned: a pair's factor moves to that of all pairs, and that to
+the prior, by half in a minute. Once the price is low enough a request tries it, and until its outcome is known, others
+get the old price. If the trial confirms the old price, forgetting takes twice as long from then on. The first transfer
+of a pair teaches nothing: the engines shake hands first, which can take NIXL seconds.
+
+The bytes are those of the model that the replicas serve (`kv_space`), since a 70B's cache is five times that of a model
+with a latent; a factor says how a network differs from the prior, whichever model it was learned with. A pair whose
+transfer failed is left out for a while, twice as long after each failure in a row.
 """
 
 from __future__ import annotations
@@ -18,38 +20,40 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from math import exp, log
 
-# The prior: a network of 100 Gbit/s moves 12.5 GB a second; the second leg's way and the engines' handshake take 10 ms.
+# The prior: a network of 100 Gbit/s moves 12.5 GB a second; the second leg's request and the handshake take 10 ms.
 LATENCY, BANDWIDTH = 0.010, 12.5e9
-# Of a model whose shape is not known: 8 billion parameters have 32 layers x 8 heads x 128 x 2 x 2 bytes a token.
+# Assumed for a model of unknown shape: 8 billion parameters have 32 layers x 8 heads x 128 x 2 x 2 bytes a token.
 TOKEN_BYTES = 131_072
 _BOUND = log(1000.0)  # the factor stays within this and its inverse
-_GAIN = 0.1  # of one observation, once there are some
+_GAIN = 0.1  # least weight of one observation
 _HALF_LIFE, _LONGEST_HALF_LIFE = 60.0, 3600.0  # seconds in which half of what was learned is forgotten
-_PAUSE, _LONGEST_PAUSE = 10.0, 320.0  # seconds without a pair whose transfer failed
+_PAUSE, _LONGEST_PAUSE = 10.0, 320.0  # seconds for which a pair is left out after a failure
 
-Bytes = Callable[[int], int]  # of so many leading tokens of a prompt
+Bytes = Callable[[int], int]  # from a number of leading prompt tokens to the bytes of their cache
 
 
 @dataclass(slots=True)
 class _Factor:
-    """How many times longer transfers take than the prior says, as a logarithm. `base`: what is taken instead where
-    nothing was learned."""
+    """The logarithm of how many times longer transfers take than the prior says.
+
+    `base` arguments: the value that it moves towards as it is forgotten.
+    """
 
     value: float = 0.0
-    count: float = 0.0  # of observations, as far as they are not forgotten
+    count: float = 0.0  # observations, less what is forgotten
     half_life: float = _HALF_LIFE
-    at: float = 0.0  # the last of them
-    tried: float = 0.0  # when a transfer began
+    at: float = 0.0  # when the last observation was made
+    tried: float = 0.0  # when the last transfer began
 
     def expected(self, base: float, now: float) -> float:
         return self._kept(base, now - max(self.at, self.tried))[0]
 
     def aged(self, base: float, now: float) -> float:
-        """What is expected, whatever is under way."""
+        """Return the expected value without regard to transfers under way."""
         return self._kept(base, now - self.at)[0]
 
     def _kept(self, base: float, age: float) -> tuple[float, float]:
-        """What is left of the value after so many seconds, and how much of it."""
+        """Return the value after `age` seconds of forgetting, and the share of what was learned that is left."""
         trust = 0.5 ** (max(0.0, age) / self.half_life) if self.count else 0.0
         return base + trust * (self.value - base), trust
 
@@ -67,36 +71,36 @@ class _Factor:
 
 
 class Transfers:
-    """What was learned of transfers between replicas. Times are in seconds of the caller's clock."""
+    """The learned speed of transfers between replicas. Times are in seconds of the caller's clock."""
 
     def __init__(self) -> None:
-        # How many bytes the model of this replica has of a prompt; None: nobody knows.
+        # Returns the size function of a replica's model; None: its shape is unknown.
         self.size_of: Callable[[str], Bytes | None] = lambda replica: None
         self._all = _Factor()
         self._pairs: dict[tuple[str, str], _Factor] = {}
         self._met: set[tuple[str, str]] = set()  # pairs that have had a transfer
-        self._paused: dict[tuple[str, str], tuple[float, float]] = {}  # until when, and how long that is
+        self._paused: dict[tuple[str, str], tuple[float, float]] = {}  # until when, and for how long
 
     def prior(self, sender: str, tokens: int) -> float:
-        """Return the seconds that it takes before anything was learned."""
+        """Return the seconds predicted before anything was learned."""
         size = self.size_of(sender)
         return LATENCY + (size(tokens) if size is not None else tokens * TOKEN_BYTES) / BANDWIDTH
 
     def seconds(self, prefiller: str, decoder: str, tokens: int, now: float) -> float:
-        """Return the predicted seconds of moving so many tokens' cache."""
+        """Return the predicted seconds of moving the cache of `tokens`."""
         expected, own = self._all.expected(0.0, now), self._pairs.get((prefiller, decoder))
         if own is not None:
             expected = own.expected(expected, now)
         return exp(expected) * self.prior(prefiller, tokens)
 
     def begin(self, prefiller: str, decoder: str, now: float) -> None:
-        """One is placed: what becomes of it is known before others need to try this pair."""
+        """Note a transfer: its outcome will be known before others need to try this pair."""
         for factor in (self._all, self._pairs.get((prefiller, decoder))):
             if factor is not None:
                 factor.tried = now
 
     def observe(self, prefiller: str, decoder: str, tokens: int, seconds: float, now: float) -> None:
-        """A transfer of `tokens` took `seconds`; what is not positive counts as a tenth of a millisecond."""
+        """Learn that a transfer of `tokens` took `seconds`, at least a tenth of a millisecond."""
         pair = (prefiller, decoder)
         self.came(*pair)
         if pair not in self._met:
@@ -107,29 +111,32 @@ class Transfers:
         self._all.observe(seen, 0.0, now)
 
     def came(self, prefiller: str, decoder: str) -> None:
-        """A transfer came, whatever it took: the next failure is a first one."""
+        """Note that a transfer succeeded: the next failure is the first in a row."""
         self._paused.pop((prefiller, decoder), None)
 
     def failed(self, prefiller: str, decoder: str, now: float) -> None:
-        """A transfer failed, or nobody knows what became of it."""
+        """Leave out a pair whose transfer failed, or whose outcome is unknown, for a while."""
         _, before = self._paused.get((prefiller, decoder), (0.0, _PAUSE / 2))
         lasts = min(2 * before, _LONGEST_PAUSE)
         self._paused[prefiller, decoder] = now + lasts, lasts
 
     def paused(self, prefiller: str, decoder: str, now: float) -> bool:
+        """Return whether a pair is left out after a failure."""
         until, _ = self._paused.get((prefiller, decoder), (0.0, 0.0))
         return now < until
 
     def restarted(self, replica: str) -> None:
-        """Another process is in its place, which has met nobody: it is tried at once, and what fails there too is a
-        failure in a row."""
+        """Note that a new process replaced the replica: its pairs have to shake hands again.
+
+        Its pauses end, so it is tried at once; a failure still counts as one in a row.
+        """
         self._met = {pair for pair in self._met if replica not in pair}
         for pair, (_, lasts) in self._paused.items():
             if replica in pair:
                 self._paused[pair] = 0.0, lasts
 
     def forget(self, replica: str) -> None:
-        """The replica is gone."""
+        """Forget a replica that is gone."""
         self.restarted(replica)
         for known in (self._pairs, self._paused):
             for pair in [pair for pair in known if replica in pair]:

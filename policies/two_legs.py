@@ -1,7 +1,7 @@
-"""Two legs in the place of one: which ways there are, whom the rule takes, and the load that both make, in one step.
+"""Requests in two legs: which pairs there are, which one the rule takes, and the load of both, counted in one step.
 
-`choose` follows `Router.evaluate`, and `commit` follows `choose`: what the candidates are weighed for is this request.
-Each leg is a placement, of which the Router is told what becomes as of any other.
+`choose` follows `Router.evaluate`, and `commit` follows `choose`: candidates are weighed for the last request only.
+Each leg is a placement, whose outcome the Router is told like that of any other.
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ from .vocabulary import Candidate, Demand
 def choose(
     router: Router, whole: Evaluation, prefillers: Sequence[Candidate], decoders: Sequence[Candidate], now: float
 ) -> legs.LegChoice | None:
-    """Return who computes its prompt and who writes its answer, if the rule has two do it rather than the one where
-    the `whole` request would go; else None. Nothing is done yet."""
+    """Return the legs for a request if the rule prefers them to the `whole` request, else None. Counts nothing."""
     return choose_among(router, ways(router, whole, ((prefillers, decoders),), now))
 
 
 def choose_among(router: Router, ways: Iterable[legs.Ways], must: bool = False) -> legs.LegChoice | None:
-    """Choose among the pairs that `ways` has returned, as `choose` does. With `must`, return the cheapest pair even
-    where the rule would keep the request whole."""
+    """Return the legs that the rule takes among these ways, or None.
+
+    With `must`, return the cheapest legs even where the rule would keep the request whole.
+    """
     if legs.of_policy(router.policy) is None:
         ways = legs.preferred(router.policy, [*ways])
     rule = legs.cheapest_of if must else router.leg_rule
@@ -35,9 +36,11 @@ def choose_among(router: Router, ways: Iterable[legs.Ways], must: bool = False) 
 
 
 def ways(router: Router, whole: Evaluation, pairings: Sequence[Pairing], now: float) -> list[legs.Ways]:
-    """Return what a rule of legs chooses by, for each of the `pairings` that has replicas for both legs of a
-    request that would go `whole` as evaluated. All of them are weighed for it, in its demand's tokens. Both legs
-    are at replicas of one space, of those that the request was prepared for: others would have other tokens."""
+    """Return the input of a rule for legs, one for each of the `pairings` and spaces that has replicas for both legs.
+
+    `whole`: the evaluation of the whole request. All candidates are weighed for it, in its demand's tokens. Both legs
+    are on replicas of one space for which the request was prepared: in another space its tokens would differ.
+    """
     demand = whole.demand
     if not demand.reads_cache or not demand.tokens:
         return []
@@ -51,7 +54,7 @@ def ways(router: Router, whole: Evaluation, pairings: Sequence[Pairing], now: fl
         router.weigh_spaces(demand, Targets(all_), now)
     else:
         router.weighed(demand, Targets(all_), now)
-    if not any(one is best for first, _ in sides for one in first):  # no first leg is told to pull
+    if not any(one is best for first, _ in sides for one in first):  # first legs never pull
         router.offer_again(whole)
     return [legs.Ways(demand, best, whole.choice, first, second, router.transfers, now) for first, second in sides]
 
@@ -63,9 +66,11 @@ def commit(
     now: float,
     decided: tuple[Decision, Decision] | None = None,
 ) -> tuple[Placement, Placement, Move]:
-    """Count both legs' load and the transfer between them in one step, right after `choose`. The policy is
-    told of what it chose, or of one request as it would have gone whole. `decided`: what a shared ledger said of
-    each; else both are those that this one chose, weighed for this demand just now."""
+    """Count the load of both legs and the transfer between them in one step, right after `choose`.
+
+    The policy learns from its choice of legs or, if it made none, of the whole request. `decided`: a shared ledger's
+    decision on each leg; without it, both are as weighed here just now.
+    """
     demand, first, second = whole.demand, chosen.prefiller, chosen.decoder
     overlap, lower, counted = first.overlap, first.lower, False
     if decided is not None:
@@ -73,21 +78,21 @@ def commit(
         for one in decided:
             router.ledger.others(one.replica, one.others)
         overlap, lower, counted = prefill.overlap, prefill.lower, prefill.counted
-    if (own := demand.also) is not None and own.space == first.space:  # in tokens of its own
+    if (own := demand.also) is not None and own.space == first.space:  # both legs are in the other space
         spaces = {own.space: router.held(own, now)}
         told = overlap if decided is not None else 0
         demand, overlap, lower = in_space(first, spaces, whole.demand, told)
         _, second.overlap, _ = in_space(second, spaces, whole.demand)
         counted = False
     move = begin_transfer(router, first, second, demand, now)
-    # What is seen of a first leg that the gateway does not send itself is the second one's first byte.
+    # Of a first leg that an engine sends itself, the gateway sees only the second leg's first byte.
     placements = [_commit_prefill(router, demand, first, overlap, lower, now, counted, whole.demand.now, move.seconds)]
     try:
         placements.append(commit_decoder(router, demand, second, now))
         if router.placed is not None:
             for candidates, choice in chosen.preferred or ((whole.candidates, whole.choice),):
                 router.placed(whole.demand, candidates, choice)
-    except BaseException:  # nobody could release what nobody has
+    except BaseException:  # the caller never gets the placements, so it could not release them
         for placement in placements:
             router.abandon(placement, computed=False)
         raise
@@ -95,7 +100,7 @@ def commit(
 
 
 def begin_transfer(router: Router, prefiller: Candidate, decoder: Candidate, demand: Demand, now: float) -> Move:
-    """Count a transfer of what the decoder, as weighed for this demand just now, lacks of its prompt."""
+    """Note the transfer of what the decoder, as just weighed for this demand, lacks of the prompt."""
     tokens = demand.tokens - decoder.overlap
     seconds = router.transfers.seconds(prefiller.replica, decoder.replica, tokens, now)
     router.transfers.begin(prefiller.replica, decoder.replica, now)
@@ -103,7 +108,7 @@ def begin_transfer(router: Router, prefiller: Candidate, decoder: Candidate, dem
 
 
 def move_prefill(router: Router, first: Placement, replica: str, now: float) -> Placement:
-    """Have another replica compute the prompt of a first leg that was not sent yet."""
+    """Move a first leg that was not sent yet to another replica."""
     candidate, demand = router.candidates[replica], first.demand
     router.abandon(first, computed=False)
     router.weighed(demand, Targets([candidate]), now)
@@ -121,8 +126,10 @@ def _commit_prefill(
     begins: float = UNTIMED,
     moving: float = 0.0,
 ) -> Placement:
-    """Count a leg that computes a prompt and writes nothing. `begins`: UNTIMED where it is not as of `demand.now`.
-    `moving`: seconds that its end may take to be seen besides."""
+    """Count a leg that computes a prompt and writes nothing.
+
+    `begins`: its time, UNTIMED if that is not `demand.now`; `moving`: further seconds until its end is seen.
+    """
     uncached = demand.tokens - overlap - sum([tokens for _, tokens in lower])
     expected = due(candidate, demand, uncached, lower) + moving if begins != UNTIMED else FAR
     reservation = router.ledger.reserve(
@@ -139,7 +146,7 @@ def _commit_prefill(
 
 
 def weigh_decoder(router: Router, demand: Demand, decoders: Sequence[Candidate], now: float) -> Candidate | None:
-    """Return who else could write the answer to a prompt that is computed already; None: nobody."""
+    """Return the best of these decoders for a prompt that is computed already, or None."""
     decoders = [one for one in decoders if one.space == demand.space]
     if not decoders:
         return None
@@ -148,7 +155,7 @@ def weigh_decoder(router: Router, demand: Demand, decoders: Sequence[Candidate],
 
 
 def commit_decoder(router: Router, demand: Demand, candidate: Candidate, now: float) -> Placement:
-    """Count a leg that begins in decode. The whole prompt is going to be there."""
+    """Count a leg that only decodes; the whole prompt will be in its cache."""
     reservation = router.ledger.reserve_decode(candidate.replica, demand.tokens, demand.residual)
     placement = Placement(candidate, demand, candidate.overlap, reservation, now)
     try:
@@ -160,19 +167,21 @@ def commit_decoder(router: Router, demand: Demand, candidate: Candidate, now: fl
 
 
 def moving_seconds(second: Placement, seconds: float) -> float:
-    """Return what the transfer took of the `seconds` from sending the second leg to its first token: what its
-    decoder does not take itself."""
+    """Return the transfer's part of the `seconds` from sending the second leg to its first token.
+
+    It is what exceeds the decoder's own predicted seconds.
+    """
     costs, tokens = second.candidate.costs, second.demand.tokens
     return seconds - costs.punctual_seconds(second.reservation.before, 1, tokens - 1)
 
 
 def writing_seconds(second: Placement, tokens: int) -> float:
-    """Return what its decoder was to take from the first to the last of so many tokens, by the load that it met."""
+    """Return the predicted seconds from the first to the last of `tokens`, by the load that the second leg met."""
     return second.candidate.costs.decode_seconds(second.reservation.before, second.demand.tokens, tokens)
 
 
 def _of_one_space(pairing: Pairing, known: Sequence[int]) -> list[Pairing]:
-    """The replicas of each known space that has both sides."""
+    """Return the replicas of both sides for each known space that has both."""
     first, second = pairing
     sides = [([p for p in first if p.space == space], [d for d in second if d.space == space]) for space in known]
     return [side for side in sides if all(side)]

@@ -1,4 +1,4 @@
-"""What admission may say of a request, why, and by which rules. Plain data."""
+"""The plain data of admission: decisions, their reasons, and rules."""
 
 from __future__ import annotations
 
@@ -8,26 +8,29 @@ from typing import NamedTuple, Protocol
 from .quotes import Quote
 
 ADMITTED, QUEUED, REFUSED, OBSERVED = "admitted", "queued", "refused", "observed"
-DEGRADED, SPILLED = "degraded", "spilled"  # sent, with a capped answer or to the slow pool
-LEFT = "left"  # their clients, while they waited
+DEGRADED, SPILLED = "degraded", "spilled"  # sent, with a capped answer or to the overflow pool
+LEFT = "left"  # the client disconnected while it waited
 DECISIONS = (ADMITTED, QUEUED, REFUSED, OBSERVED, DEGRADED, SPILLED, LEFT)
 SENT = frozenset((ADMITTED, OBSERVED, DEGRADED, SPILLED))
 CONTROL, SHUTTING_DOWN, NO_REPLICA = "control", "shutting_down", "no_replica"
-# Why: there was room; limits are met without; its turn has come; or the limit that nobody can meet, no space in the
-# queue, a higher class in its place, waited too long, the control of overload, the gateway's stop, no replica left that
-# could take it; or the client left
+# Sent: there was room, its limits are met without room, or its turn came. Not sent: a limit that no replica meets, no
+# room, a full queue, displaced by a higher class, waited too long, overload control, the gateway's shutdown, no replica
+# left that could take it, or the client left
 REASONS = (
     "room", "met", "turn", "ttft", "tpot", "full", "queue_full", "shed", "deadline", CONTROL, SHUTTING_DOWN, NO_REPLICA, "client",
 )  # fmt: skip
-# What is done with a request that finds no room, see `admission`
+# Steps for a request that finds no room, see `admission`
 WAIT, DEGRADE, SPILL, REJECT, OBSERVE = "wait", "degrade", "spill", "reject", "observe"
 STEPS = (WAIT, DEGRADE, SPILL, REJECT, OBSERVE)
 
 
 class Rules(NamedTuple):
-    """Seconds and bytes. `when_full`: steps, in their order; `max_wait`: where no limit says how long a request may
-    wait; `max_tokens_floor`: what the answers of degraded requests are capped at; `control_window`: see `control`, None
-    for no control."""
+    """The settings of admission, in seconds and bytes.
+
+    `when_full`: steps, in their order; `engine_wait`: the longest queue in an engine that still is room; `max_wait`:
+    the longest wait where no limit bounds it; `max_requests`, `max_bytes`: bounds of the queue; `max_tokens_floor`: the
+    cap of degraded answers; `control_window`: see `control`, None for no overload control.
+    """
 
     when_full: tuple[str, ...] = (WAIT,)
     engine_wait: float = 0.1
@@ -39,9 +42,12 @@ class Rules(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """`among`: the indices of the candidates that it may be sent to, of the slow pool's where it is spilled, empty
-    where it is not sent; `retry_after`: seconds after which a refused one is predicted to be taken; `cap`: tokens that
-    its answer may have, 0 for as many as it asks for."""
+    """The decision on a request.
+
+    `among`: the indices of the ways that it may be sent (of the overflow pool's candidates if it is spilled; empty: not
+    sent, or any); `retry_after`: seconds after which a refused request is predicted to be admitted; `cap`: the most
+    tokens that its answer may have, 0 for as many as it asks for.
+    """
 
     decision: str
     reason: str
@@ -51,20 +57,22 @@ class Verdict(NamedTuple):
 
 
 class Offers(Protocol):
-    """What else a request can be given, see `offers.Offers`."""
+    """The alternatives for a request, see `offers.Offers`."""
 
     def may_cap(self, most: int) -> bool:
-        """Whether its answer can be capped at so many tokens, and may have more as it is."""
+        """Return whether its answer can be capped at `most` tokens, and might be longer otherwise."""
 
     def capped(self, most: int) -> Sequence[Quote]:
-        """The candidates' quotes for an answer of so many tokens; none where it asks for no more, or cannot be
-        capped."""
+        """Return the candidates' quotes for an answer of at most `most` tokens; none if it cannot be capped.
+
+        None either if the request asks for no more than that.
+        """
 
     def spilled(self) -> Sequence[Quote]:
-        """The quotes of the slow pool's replicas that can take it."""
+        """Return the quotes of the overflow pool's replicas that can take it."""
 
     def spills_elsewhere(self) -> bool:
-        """Whether the slow pool is not where it would go anyway, as all do while nobody else is left."""
+        """Return whether the overflow pool is disjoint from its candidates; it is not where nobody else is left."""
 
 
 class _Nothing:

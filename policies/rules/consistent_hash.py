@@ -1,10 +1,9 @@
 """`consistent_hash`: a session stays on its replica while that is not overloaded.
 
-Formula: rank the candidates by hash(replica, key), highest first (rendezvous hashing, Thaler and
-Ravishankar, IEEE/ACM ToN 6(1), 1998), and take the first with fewer than
-ceil(1.25 x (requests in the fleet + 1) / N) requests (bounded loads: Mirrokni, Thorup and
-Zadimoghaddam, SODA 2018). Adding or removing a replica moves only that replica's keys. The key is
-the session, else the prompt's first block; with neither it is `least_load`.
+Formula: rank the candidates by hash(replica, key), highest first (rendezvous hashing, Thaler and Ravishankar, IEEE/ACM
+ToN 6(1), 1998), and take the first with fewer than ceil(1.25 x (requests in the fleet + 1) / N) requests (bounded
+loads: Mirrokni, Thorup and Zadimoghaddam, SODA 2018). Adding or removing a replica moves only that replica's keys. The
+key is the session, else the prompt's first block; with neither, the rule is `least_load`.
 """
 
 from __future__ import annotations
@@ -17,18 +16,18 @@ from xxhash import xxh3_64_intdigest
 from ..vocabulary import Candidate, Choice, Demand
 from .least_load import busy, fewest_requests
 
-# A session's home may hold a quarter more than its share; lower evens out load and moves more
-# sessions away from their cache.
+# A session's home may hold a quarter more than its share; a lower bound balances load better and
+# moves more sessions away from their cache.
 _BOUND = 1.25
 
 
 def key_of(demand: Demand) -> int | None:
-    """What a request is hashed by; None: it has neither a session nor a full block."""
+    """Return the key that a request is hashed by; None if it has neither a session nor a full block."""
     return demand.root or None if demand.session is None else xxh3_64_intdigest(demand.session.encode())
 
 
 def weights_of(candidates: Sequence[Candidate], key: int) -> list[int]:
-    """Each candidate's hash with the key, of which the highest is the key's home."""
+    """Return each candidate's hash with the key; the candidate with the highest is the key's home."""
     return [xxh3_64_intdigest(candidate.replica.encode(), seed=key) for candidate in candidates]
 
 

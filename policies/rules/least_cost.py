@@ -1,4 +1,4 @@
-"""The choice that most rules end with: the candidate that costs least, by a cost that is stated once."""
+"""The choice that most rules end with: the candidate of the least cost, by a formula that is stated once."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ class Cost:
     """A rule's cost of a candidate: the sum of its terms, in a unit of the rule's own.
 
     `statement(tokens, output, residual, now, future, after, ttft, step, overlap, lower, fetched, load, speed, pace)`
-    returns a number for each of `names`. `output`, `residual`: tokens that are expected of the answer, and that are to
-    come of it at a random moment. `ttft`, `step`: the coefficients of the replica's group; `speed`, `pace`: what it is
-    slower by in prefill and in decode steps. `overlap`, `lower`: prompt tokens held in the GPU's cache and in slower
-    tiers; `fetched`: the latter, each tier's at its `shares`, or without those the seconds that it takes to fetch them,
-    as the replica's group has learned it. `future`, `after`: numbers of the rule's own, the same for all candidates.
+    returns a number for each of `names`. `tokens`: of the prompt; `output`, `residual`: expected tokens of the answer,
+    and those still to come at a random moment. `ttft`, `step`: the coefficients of the replica's group; `speed`,
+    `pace`: the replica's own factors for prefill and for decode steps. `overlap`, `lower`: prompt tokens held in the
+    GPU's cache and in slower tiers; `fetched`: the latter weighted by tier with `shares`, or without those the seconds
+    to fetch them. `future`, `after`: numbers of the rule's own, the same for all candidates.
 
     Costs up to least x slack[0] + slack[1] count as equal: one of them is drawn.
     """
@@ -57,7 +57,7 @@ class Cost:
         slack: tuple[float, float] = (1.0, 0.0),
         weights: Mapping[str, float] = {},
     ) -> None:
-        """`weights`: how many times terms count, by their names; once where they have none."""
+        """Compile the statement. `weights`: factors of terms by their names, 1 where missing."""
         self.names, self.slack, self._shares = tuple(names), slack, shares
         self._statement = statement
         load = SimpleNamespace(**{field.name: symbol(f"load.{field.name}", STANDING) for field in fields(Load)})
@@ -85,8 +85,8 @@ class Cost:
 
         zeros = [[getattr(load, name) for name in names] for names in ZERO_TOGETHER]
         self._stated = stated(*[symbol(name, OVERLAP) for name in _HELD])
-        # of_all(demand, candidates, future=0.0, after=1.0, held=0): the terms of each candidate, as if all held `held`
-        # tokens at least. The compiled function itself: a method around it would be one frame more, twice a decision.
+        # of_all(demand, candidates, future=0.0, after=1.0, held=0) returns the terms of each candidate, as if all held
+        # `held` tokens at least. It is an attribute because a method would cost one more frame, twice a decision.
         self.of_all = _of_all(self._stated, zeros, self._lower)
         self._arrays = Arrays(
             reduce(add, stated(symbol("overlap", OVERLAP), 0, 0)),
@@ -98,12 +98,12 @@ class Cost:
         )
 
     def weighted(self, weights: Mapping[str, float]) -> Cost:
-        """The same rule's cost with other weights, a formula of its own."""
+        """Return the same cost with other weights, compiled anew."""
         known = {name: weight for name, weight in weights.items() if name in self.names}
         return Cost(self.names, self._statement, self._shares, self.slack, known)
 
     def _lower(self, candidate: Candidate) -> tuple[int, float]:
-        """Its tokens in slower tiers, and the same weighted."""
+        """Return the candidate's tokens in slower tiers, and their weighted sum or seconds."""
         lower, shares = candidate.lower, self._shares
         if shares is None:
             worth = candidate.fetch_seconds
@@ -112,18 +112,21 @@ class Cost:
         return sum([tokens for _, tokens in lower]), worth
 
     def totals(self, demand: Demand, roster: Roster, future: float = 0.0, after: float = 1.0) -> np.ndarray:
-        """The sum of its terms for each candidate. None may hold tokens in slower tiers."""
+        """Return the total cost of each candidate of a roster, none of which holds tokens in slower tiers."""
         return self._arrays(
             roster.columns(self._column), self.request(demand, roster.group, future, after), (roster.overlaps,)
         )
 
     def streams_and_recent(self, roster: Roster) -> tuple[float, float]:
-        """The sums of `Load.decoding` and `Load.recent` over the candidates."""
-        return tuple(roster.columns(self._column)[-2:].dot(roster.ones).tolist())  # half of what `sum` takes
+        """Return the sums of `Load.decoding` and `Load.recent` over the candidates."""
+        return tuple(roster.columns(self._column)[-2:].dot(roster.ones).tolist())  # half the time of `sum`
 
     def lua(self) -> str:
-        """The statement in Lua: `terms`, of the same parameters, and
-        `cost(request, overlap, lower, fetched, load, speed, pace)`, their sum, with what `request` gives in a table."""
+        """Return the statement in Lua, as two functions.
+
+        `terms` has the statement's parameters; `cost(request, overlap, lower, fetched, load, speed, pace)` returns
+        their sum, with the values of `request` in a table.
+        """
         request = [f"request[{number + 1}]" for number in range(len(_DEMAND))]
         return "\n".join(
             [
@@ -138,7 +141,7 @@ class Cost:
 
     @staticmethod
     def request(demand: Demand, group: CostGroup, future: float, after: float) -> tuple[float, ...]:
-        """What is the same for all candidates of a group, in the order of the parameters."""
+        """Return the arguments that are the same for all candidates of a group, in the order of the parameters."""
         return (
             demand.tokens,
             demand.output,
@@ -151,7 +154,7 @@ class Cost:
         )
 
     def held(self, candidate: Candidate) -> tuple[int, int, float]:
-        """What a candidate holds, in the order of the parameters."""
+        """Return a candidate's overlap, lower and fetched, in the order of the parameters."""
         return candidate.overlap, *(self._lower(candidate) if candidate.lower else (0, 0.0))
 
     def _column(self, candidate: Candidate) -> tuple[float, ...]:
@@ -189,7 +192,7 @@ def _of_all(
 
 
 def least(costs: Sequence[float], slack: tuple[float, float], draw: float) -> int:
-    """Return the index of the least cost, or one of those that are equal to it."""
+    """Return the index of the least cost, drawn among those that count as equal."""
     best = min(costs)
     limit = max(best, best * slack[0] + slack[1])
     equals = []
@@ -200,7 +203,7 @@ def least(costs: Sequence[float], slack: tuple[float, float], draw: float) -> in
 
 
 def least_of(costs: np.ndarray, slack: tuple[float, float], draw: float) -> int:
-    """As `least`, for an array."""
-    best = costs.item(costs.argmin())  # 0.2 us, `min` takes 1
+    """Return the same as `least`, for an array."""
+    best = costs.item(costs.argmin())  # 0.2 us; `min` takes 1 us
     limit = max(best, best * slack[0] + slack[1])
     return pick((costs <= limit).nonzero()[0].tolist(), draw)

@@ -1,8 +1,8 @@
 """`least_load`: the replica with the fewest requests.
 
-Formula: argmin of requests reserved there (or of the engine's own waiting queue, where the last
-scrape saw a longer one: someone else's traffic); ties at random. Inputs: the ledger; `waiting` may
-be missing and then counts as zero. Blind to prefixes and to how long a prompt is.
+Formula: argmin of the requests reserved there (or of the engine's own waiting queue, if the last scrape saw a longer
+one: traffic of other clients); ties at random. Inputs: the ledger; `waiting` may be missing and then counts as zero.
+Blind to prefixes and to prompt lengths.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from .least_cost import Cost, least
 
 
 def busy(load: Load) -> int:
-    """Requests known to be on a replica."""
+    """Return the number of requests known to be on a replica."""
     return max(load.requests, load.waiting)
 
 
@@ -42,7 +42,7 @@ COST = Cost(("requests",), terms)
 
 
 def fewest_requests(demand: Demand, candidates: Sequence[Candidate]) -> int:
-    """The index of the least loaded candidate; of equal ones, the one drawn."""
+    """Return the index of the least loaded candidate, drawn among equal ones."""
     return least([busy(candidate.load) for candidate in candidates], COST.slack, demand.draw)
 
 

@@ -1,59 +1,58 @@
-"""`least_time`: the replica where this request's whole answer, and those that it holds up, lose the fewest seconds.
+"""`least_time`: the replica where this request's whole answer, and the requests it delays, lose the fewest seconds.
 
-Per candidate, in seconds, with the coefficients that `costs` learns; the first five terms are the predicted TTFT, the
-sixth is the wait of other requests for their first tokens, and the others are time between tokens, its own and others':
+Per candidate, in seconds, with the coefficients that `costs` learns. The first five terms are the predicted TTFT, the
+sixth is the delay of other requests' first tokens, and the rest is time between tokens, its own and others':
 
     prefill       base + uncached x (token + pair x (cached + uncached / 2))
-    queue         tokens ahead x queued + the rest of the step under way, less what of both is done by now; and as long
-                  again as the replica is late, if an answer there was expected before now
-    crowd         the decode steps that its prefill shares with the streams there: the more, the longer it is
+    queue         tokens ahead x queued + the rest of the current step, less what of both is done by now; plus the
+                  replica's lateness, if an answer there was expected before now
+    crowd         the decode steps that its prefill shares with the streams there: the longer it is, the more
     fetch         tokens in slower tiers x the time to fetch one, by tier (learned)
     room          if its blocks do not fit: the shortfall x the time that the streams there still take
     interference  own prefill x (prompts that wait for the next step as this one will + 0.25 x those that may have
-                  begun: where a batch is shared, first tokens come that much later)
-    stall         0.05 x own prefill x streams there, each of which stands still meanwhile
+                  begun: in a shared batch, first tokens come that much later)
+    stall         0.05 x own prefill x streams there, each of which pauses meanwhile
     decode        0.15 x its own decode steps: its tokens x the step of one stream alone; and after x shared x what the
                   streams there add to those
     crowding      after x shared x streams x what it adds to each step, and `crowd` x that for prefills to come
-    eviction      own prefill x 0.2 x KV use: some of what it pushes out will be asked for again
+    eviction      own prefill x 0.2 x KV use: some of what it evicts will be requested again
 
-A stream adds to each step `per stream + per token x (prompt + half its output)`, and a step without it is what `costs`
-has learned of it, with the pauses that others' prefills make. `shared` is how many steps two streams have in common:
-o x r / (o + r), the mean of the shorter of two exponential times, for an answer of o tokens expected and r still to
-come of those there (`outputs` learns both). So long answers do not gather: one more costs most where most is still to
-come. TetriInfer's second level (arXiv 2401.11181) keeps heavy and light decodes apart by the same quantities, predicted
-lengths of answers; LMetric (arXiv 2603.15202) takes the product of new prefill tokens and batch size for its score: the
-`stall` here. Prompts that wait count as streams, since they will be.
+A stream adds to each step `per stream + per token x (prompt + half its output)`; a step without it is what `costs` has
+learned, including the pauses for others' prefills. `shared` is how many steps two streams have in common: o x r / (o +
+r), the mean of the shorter of two exponential times, for an answer of o tokens expected and r still to come of those
+there (`outputs` learns both). So long answers do not gather: one more costs most where most is still to come.
+TetriInfer's second level (arXiv 2401.11181) keeps heavy and light decodes apart by the same predicted lengths; LMetric
+(arXiv 2603.15202) scores by the product of new prefill tokens and batch size: the `stall` here. Waiting prompts count
+as streams, since they will be.
 
-`after` says what a second after the first token is worth to one before it, times how many requests a difference between
-the replicas' batches lasts for. Where a conversation begins, the first factor is 1: a batch is chosen for all of its
-answers, and nothing is lost by it. Where it goes on, 0.15: in a smaller batch its history would be computed again, and
-at 1 the time to the first token becomes longer by more than the other shorter (`docs/policies.md`).
-As to the second factor: requests that continue this conversation meet the difference again, until one moves; and each
-that is free to choose goes where fewer are, and so levels it: 1 / (share of requests that begin a conversation x (1 +
-mean streams of a replica) + 0.4 that move). Where all begin one, and many decode, nearly nothing is left of it; where
-nearly all continue one, it is met two times and a half. Where a conversation begins, its next requests will meet other
-streams, too: `stall` and `crowding` count also how many go on from one that begins (learned) x the streams expected
-there (all streams x this replica's share of recent choices).
+`after` is the worth of a second after the first token, relative to one before it, times the number of requests for
+which a difference between the replicas' batches lasts. The first factor is 1 where a conversation begins: the batch is
+chosen for all its answers, and nothing is lost. It is 0.15 where one continues: a smaller batch elsewhere would compute
+its history again, and at 1 the TTFT grows by more than the rest shrinks (`docs/policies.md`). The second factor:
+requests that continue this conversation meet the difference again, until one moves; and each request that is free to
+choose goes where fewer are, which levels the difference: 1 / (share of requests that begin a conversation x (1 + mean
+streams of a replica) + 0.4 that move). It is nearly 0 where all begin one and many decode, and two and a half where
+nearly all continue one. Where a conversation begins, its next requests will meet other streams, too: `stall` and
+`crowding` also count how many requests follow one that begins (learned) x the streams expected there (all streams x
+this replica's share of recent choices).
 
-Two legs are weighed against one (`legs`) by the same terms, but with a pause of other streams at 0.15 as well: as much
-as a second between the tokens of the request's own answer. Among replicas for whole requests the prompt is computed in
-front of somebody anyway, so there the difference alone counts; a prefiller spares all of it.
+Two legs are weighed against one (`legs`) by the same terms, but a pause of other streams counts 0.15 as well: as much
+as a second between the tokens of the request's own answer. Any replica for the whole request computes the prompt in
+front of some streams, so only the difference counts there; a prefiller spares all of it.
 
-The least sum wins; sums within 0.02 % or 0.1 ms are equal, and one of them is drawn. A hot prefix spreads by itself:
-once the holder's queue costs more than computing elsewhere, elsewhere wins. It spreads before that by ski-rental
-replication: what requests lose, in all of these terms, for want of a copy where it would have served them best is
-summed up per prefix, and once it equals what a copy costs, the next request makes it. For copies that stay, that costs
-at worst twice what knowing the future would have (Karlin et al., Algorithmica 3, 1988, on snoopy caching); since caches
-turn over, the sum fades.
+The least sum wins; sums within 0.02 % or 0.1 ms are equal, and one of them is drawn. A hot prefix spreads by itself
+once the holder's queue costs more than computing elsewhere. It spreads earlier by ski-rental replication: what requests
+lose, over all these terms, because a replica lacks a copy is summed up per prefix, and once it equals the cost of a
+copy, the next request makes it. For copies that stay, that costs at worst twice what knowing the future would (Karlin
+et al., Algorithmica 3, 1988, on snoopy caching); since caches turn over, the sum fades.
 
-Overlaps tell whether a conversation begins. One that goes on finds a whole earlier prompt on one replica alone; one
-that begins finds less than the shortest prompt with the same first block, since instructions are shared and tasks are
-not. A request that continues a conversation does not pay for the future: moving it costs its history at once.
+Overlaps tell whether a conversation begins. A continuing request finds a whole earlier prompt on one replica alone; a
+first one finds less than the shortest prompt with the same first block, since instructions are shared and tasks are
+not. A continuing request does not pay for the future: moving it costs its history at once.
 
 Inputs: overlaps and tiers (none: it balances predicted time), the ledger, learned costs and lengths of answers (a new
-replica starts from its group's), the last scrape (missing: `room` and `eviction` are 0), the time (missing: nothing
-that is queued is done yet).
+replica starts from its group's), the last scrape (missing: `room` and `eviction` are 0), the time (missing: queued work
+counts as not begun).
 """
 
 from __future__ import annotations
@@ -71,24 +70,24 @@ from ..roster import Roster
 from ..vocabulary import Candidate, Choice, Demand
 from .least_cost import Cost, least, least_of
 
-# What a second after the first token is worth to one before it, where a conversation begins and where it goes on
+# Worth of a second after the first token relative to one before it, where a conversation begins and where it continues
 _BEGINNING, _GOING_ON = 1.0, 0.15
-_STALL = 0.05  # the same of a pause in the streams that are there
-_MOVES = 0.4  # share of the requests that go on which go elsewhere: so long a placement is good for those that follow
-_NOISE = 0.2  # a pace so near to the group's is as quick: prefills of others make it differ by that
-# chance that a prompt there shares a step with ours, if it may have begun: those that have not begun will
+_STALL = 0.05  # worth of a second's pause in the streams there, likewise
+_MOVES = 0.4  # share of the continuing requests that change replica, which bounds how long a placement matters
+_NOISE = 0.2  # a pace this near to the group's counts as equal: others' prefills make it differ by that
+# Probability that a prompt there that may have begun shares a step with ours; those that have not begun will
 _BATCHED = 0.25
-_EVICTION = 0.2  # chance that what is pushed out of a full cache is asked for again
-_LEAVE = 0.05  # share of those that go on which leave for elsewhere: what is learned is bounded by its inverse
-_LATELY = 128  # requests, to tell how many go on from one that begins
-# of a prefix's regret, with each request for it: a copy must pay within some 16, for it does not stay for ever
+_EVICTION = 0.2  # probability that what a full cache evicts is requested again
+_LEAVE = 0.05  # least share of continuing requests that leave; bounds the learned number of followers by its inverse
+_LATELY = 128  # requests over which the share of continuing ones is averaged
+# Share of a prefix's regret kept at each request for it: a copy must pay off within some 16, as it will be evicted
 _KEEP = 1 - 1 / 16
-_SPACES = 64  # of models, and of what they were before they changed
+_SPACES = 64  # spaces whose habits are kept, including outdated ones of models that changed
 _ROOTS = 4096  # first blocks whose shortest prompt is kept, and prefixes whose regret is
-_REPLY = 200  # decode steps a stream typically has left when blocks run out
-_SPARE = 0.02  # share of the blocks an engine cannot use to the full: half filled ones
+_REPLY = 200  # decode steps that a stream typically has left when blocks run out
+_SPARE = 0.02  # share of the blocks that an engine cannot use fully: half filled ones
 TERMS = ("prefill", "queue", "crowd", "fetch", "room", "interference", "stall", "decode", "crowding", "eviction")
-WAITS = 5  # of the TERMS are this request's own wait, the others what it costs later, and other requests
+WAITS = 5  # the first TERMS are this request's own TTFT; the others are its later costs, and other requests' costs
 
 
 def terms(
@@ -107,7 +106,7 @@ def terms(
     speed: float,
     pace: float,
 ) -> tuple[float, ...]:
-    """The TERMS of one request on one replica; a statement, see `Cost`."""
+    """Return the TERMS of one request on one replica; a statement, see `Cost`."""
     crowd = ttft[-1]
     base, per_stream, per_token = step
     cached = overlap + lower
@@ -139,21 +138,24 @@ def terms(
 
 
 COST = Cost(TERMS, terms, slack=(1.0002, 1e-4))
-LEG_COST = COST.weighted({"stall": _GOING_ON / _STALL})  # what two legs are weighed against one by
+LEG_COST = COST.weighted({"stall": _GOING_ON / _STALL})  # the cost by which two legs are weighed against one
 
 
 class Lesson(NamedTuple):
-    """What `LeastTime` learns from one request, once it is placed."""
+    """The observation that `LeastTime` learns from once a request is placed."""
 
-    continues: bool  # the request continues a conversation that one replica alone holds
+    continues: bool  # whether the request continues a conversation that one replica alone holds
     prefix: int | None = None  # hash of the last block held where the cost is least; None: nothing is held there
-    regret: float = 0.0  # seconds that requests for this prefix have lost for want of a copy, this one included
-    copy: int | None = None  # the candidate that is to compute a copy of the prefix; None: no copy is due
+    regret: float = 0.0  # seconds that requests for this prefix have lost without a copy, this one included
+    copy: int | None = None  # index of the candidate that is to compute a copy of the prefix; None: no copy is due
 
 
 @dataclass(slots=True)
 class Habits:
-    """What was learned of one model's requests. Another's may have the very same prompts, and go on otherwise."""
+    """The learned habits of one space's requests.
+
+    They are kept by space because another model may get the same prompts, and its conversations continue otherwise.
+    """
 
     p_continuation: float = 0.5  # running share of the requests that continue a conversation
     shortest: dict[int, int] = field(default_factory=dict)  # tokens of the shortest prompt, by its first block
@@ -168,50 +170,49 @@ class Habits:
             if len(self.shortest) > _ROOTS:
                 del self.shortest[next(iter(self.shortest))]
         if lesson.prefix is not None:
-            self.regrets.pop(lesson.prefix, None)  # to the end: the prefix least recently asked for is forgotten first
+            self.regrets.pop(lesson.prefix, None)  # moves it to the end: the least recently requested is dropped first
             self.regrets[lesson.prefix] = 0.0 if choice.index == lesson.copy else lesson.regret
             if len(self.regrets) > _ROOTS:
                 del self.regrets[next(iter(self.regrets))]
 
     def continues(self, demand: Demand, held: float) -> bool:
-        """Whether the request continues a conversation. `held`: tokens that one replica alone holds."""
+        """Return whether the request continues a conversation. `held`: tokens that one replica alone holds."""
         shortest = self.shortest.get(demand.root)
         # A template may end the shortest prompt otherwise than its continuation, hence two blocks less.
         return held > 0 and (shortest is None or held >= shortest - 2 * demand.block_size)
 
     def future(self, streams: float, recent: float) -> float:
-        """How many streams the requests that follow one that begins a conversation will meet on a replica, for each
-        unit of its `recent` choices. `streams`, `recent`: those of all replicas.
+        """Return how many streams the followers of a beginning conversation will meet, per unit of `recent` choices.
 
-        By Little's law a replica has that share of all streams which it has of the choices: steadier than what streams
-        there just now.
+        `streams`, `recent`: summed over all replicas. By Little's law a replica's share of all streams is its share of
+        the choices, which is steadier than its present streams.
         """
         p = self.p_continuation
-        p -= p / _LATELY  # with this one
+        p -= p / _LATELY  # counting this request, which begins one
         return p / (1.0 - p + _LEAVE) * streams / recent if recent else 0.0
 
     def after(self, continues: bool, streams: float, replicas: int) -> float:
-        """What a second after the first token counts, for as many requests as a difference lasts: see `after` above."""
+        """Return `after`, as the module defines it; `streams`: the sum over all `replicas`."""
         lasts = 1.0 / ((1.0 - self.p_continuation) * (1.0 + streams / replicas) + _MOVES)
         return (_GOING_ON if continues else _BEGINNING) * lasts
 
     def regret(self, demand: Demand, held: float) -> tuple[int | None, float | None]:
-        """Return the prefix that is held, and its regret so far: None unless another request asked for it of late.
+        """Return the prefix that is held, and its regret so far, which is None unless it was requested recently.
 
-        The history of one conversation is asked for once and no reason for a copy.
+        The history of one conversation is requested once, which is no reason for a copy.
         """
         if held < demand.block_size or not demand.hashes:
             return None, None
-        # Of several prompts only the longest has its hashes here, and what another space holds is counted in tokens.
+        # `hashes` cover only the longest of several prompts, and `held` may come from another space: bound the index.
         prefix = demand.hashes[min(int(held) // demand.block_size, len(demand.hashes)) - 1]
         return prefix, self.regrets.get(prefix)
 
 
-_NOTHING_YET = Habits()  # is only read
+_NOTHING_YET = Habits()  # read only
 
 
 class LeastTime:
-    """`choose` reads what was learned and changes nothing; `placed` learns from its `Lesson`."""
+    """The rule. `choose` reads what was learned and changes nothing; `placed` learns from the choice's `Lesson`."""
 
     name = "least_time"
     cost, leg_cost = COST, LEG_COST
@@ -221,7 +222,7 @@ class LeastTime:
         self._habits: dict[int, Habits] = {}  # by the space of a request's tokens
 
     def choose(self, demand: Demand, candidates: Sequence[Candidate], explain: bool = False) -> Choice:
-        # `isinstance` would ask the abstract base class of sequences, in Python
+        # `isinstance` would call the abstract base class of sequences, in Python
         if type(candidates) is Roster and not explain and not candidates.tiered:
             return self._choose_of_many(demand, candidates)
         habits = self._habits.get(demand.space, _NOTHING_YET)
@@ -280,7 +281,7 @@ class LeastTime:
         )
 
     def placed(self, demand: Demand, candidates: Sequence[Candidate], choice: Choice) -> None:
-        """Learn from a placement: how often conversations go on, and what the want of a copy has cost."""
+        """Learn from a placement how often conversations continue, and what the lack of a copy has cost."""
         habits = self._habits.get(demand.space)
         if habits is None:
             habits = self._habits[demand.space] = Habits()
@@ -299,11 +300,11 @@ class LeastTime:
         future: float,
         after: float,
     ) -> tuple[float, bool]:
-        """Return a prefix's regret, with what its absence on one candidate costs this request, which goes to another;
-        and whether a copy is due, as it is once the regret equals what computing there costs.
+        """Return a prefix's regret including this request, and whether a copy is due.
 
-        `here`: the terms of the candidate that costs least, which has `held` tokens of the prompt. `there`: those of
-        the `other`, which costs least of those that hold less.
+        A request adds what it loses because the `other` candidate lacks the prefix; a copy is due once the regret
+        equals the cost of computing it there. `here`: the terms of the cheapest candidate, which holds `held` tokens of
+        the prompt; `there`: those of `other`, the cheapest of the candidates that hold less.
         """
         [copied] = COST.of_all(demand, (other,), future, after, held)
         regret = _KEEP * regret + max(0.0, sum(here) - sum(copied))
@@ -311,7 +312,7 @@ class LeastTime:
 
 
 def exclusive_overlap(candidates: Sequence[Candidate], block_size: int) -> float:
-    """The longest overlap, in tokens, if one replica alone has it; else 0."""
+    """Return the longest overlap, in tokens, if one replica alone has it; else 0."""
     longest = second = -inf
     for candidate in candidates:
         overlap = candidate.overlap
@@ -323,13 +324,13 @@ def exclusive_overlap(candidates: Sequence[Candidate], block_size: int) -> float
 
 
 def exclusive_overlap_of(overlaps: np.ndarray, block_size: int) -> float:
-    """As `exclusive_overlap`, for an array."""
-    longest = overlaps.item(overlaps.argmax())  # 0.2 us, `max` takes 1
+    """Return the same as `exclusive_overlap`, for an array."""
+    longest = overlaps.item(overlaps.argmax())  # 0.2 us; `max` takes 1 us
     return longest if len((overlaps >= longest - block_size).nonzero()[0]) == 1 else 0.0
 
 
 def streams_and_recent(candidates: Sequence[Candidate]) -> tuple[int, float]:
-    """The sums of `Load.decoding` and `Load.recent` over the candidates."""
+    """Return the sums of `Load.decoding` and `Load.recent` over the candidates."""
     streams, recent = 0, 0.0
     for candidate in candidates:
         load = candidate.load

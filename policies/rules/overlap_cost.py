@@ -1,10 +1,9 @@
-"""`overlap_cost`: fewest blocks to compute and to keep, after what is cached.
+"""`overlap_cost`: the fewest blocks to compute and to keep, after what is cached.
 
-Formula: max(0, queued prefill blocks + prompt blocks - weighted overlap blocks) + decode blocks,
-the least wins, ties at random; blocks in slower tiers count 0.75 (cpu) and 0.25 (disk, remote).
-Inputs: overlaps, tiers, the ledger; nothing is scraped. Without overlaps it balances tokens. A
-block to compute and a block to decode over weigh the same, whatever the hardware says. Source: the
-cost of NVIDIA Dynamo's KV router (1.6), which vllm-router's `kv_aware` resembles.
+Formula: max(0, queued prefill blocks + prompt blocks - weighted overlap blocks) + decode blocks; the least wins, ties
+at random. Blocks in slower tiers count 0.75 (cpu) and 0.25 (disk, remote). Inputs: overlaps, tiers, the ledger; nothing
+is scraped. Without overlaps it balances tokens. A block to compute weighs as much as a block of context to decode over,
+whatever the hardware. Source: the cost of NVIDIA Dynamo's KV router (1.6), which vllm-router's `kv_aware` resembles.
 """
 
 from __future__ import annotations

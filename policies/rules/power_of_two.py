@@ -26,6 +26,6 @@ class PowerOfTwo:
 
 
 def _draw(draw: float, count: int) -> tuple[int, ...]:
-    """Two different indices below `count`, or the only one. What the first leaves of the draw decides the second."""
+    """Return two different indices below `count`, or the only one; the draw's remainder decides the second."""
     first = int(draw * count)
     return (first, (first + 1 + int((draw * count - first) * (count - 1))) % count) if count > 1 else (first,)

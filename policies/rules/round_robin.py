@@ -1,8 +1,8 @@
 """`round_robin`: the candidates in turn.
 
-Formula: the n-th choice among the same candidates is candidate n mod N. Inputs: the order of the candidates, nothing
-else, so nothing can be missing. It spreads requests evenly, not work, and every conversation over all replicas: the
-baseline every gateway is compared with.
+Formula: the n-th choice among the same candidates is candidate n mod N. Inputs: the order of the candidates. It spreads
+requests evenly, but not work, and scatters every conversation over all replicas: the baseline every gateway is compared
+with.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from collections.abc import Sequence
 
 from ..vocabulary import Candidate, Choice, Demand
 
-_MOST = 4096  # sets of candidates whose turn is kept
+_MOST = 4096  # sets of candidates whose turns are kept
 
 
 class RoundRobin:
     name = "round_robin"
 
     def __init__(self) -> None:
-        # By the first candidate and their number: with one turn for all, two models asked in turn would each get every
-        # other replica alone.
+        # By the first candidate and their number: with one turn for all, two models requested alternately would each
+        # use only every other replica.
         self._turns: dict[tuple[str, int], int] = {}
 
     def choose(self, demand: Demand, candidates: Sequence[Candidate], explain: bool = False) -> Choice:

@@ -1,1 +1,1 @@
-"""Sends a load: an HTTP client that notes times, one process or several, and what a server or engine says of itself."""
+"""Sending a load: an HTTP client that records times, one or several processes, and counters read from servers."""

@@ -1,10 +1,10 @@
-"""A streaming HTTP/1.1 client that notes when each chunk came.
+"""A streaming HTTP/1.1 client that records when each chunk arrived.
 
-A raw asyncio protocol and llhttp, since the generator must not be the bottleneck: the time is
-taken in `data_received`, before any parsing, and no coroutine wakes until a reply is complete. A
-request with an 8 kB body and a reply of 64 chunks takes 0.8 ms of CPU.
-Connections are kept and reused below vLLM's idle limit; a reused one that dies before the first
-byte was closed by the server meanwhile, and the request is sent again on a fresh one.
+It is a raw asyncio protocol on llhttp, so that the generator is not the bottleneck: the time is taken in
+`data_received` before any parsing, and no coroutine wakes until a reply is complete. A request with an 8 kB body and a
+reply of 64 chunks takes 0.8 ms of CPU. Connections are reused for less than vLLM's idle timeout. Where a reused one
+closes before the first byte of a reply, the server had closed it meanwhile, and the request is sent again on a new
+connection.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from loadgen.options import BadInput
 # vLLM's server closes connections idle for 5 s.
 IDLE_SECONDS = 4.0
 CONNECT_SECONDS = 10.0
-_NO_TLS = ("WRONG_VERSION_NUMBER", "HTTP_REQUEST", "RECORD_LAYER_FAILURE")  # OpenSSL's words for what is no TLS
-# What stands behind /v1 in a URL that was copied whole.
+_NO_TLS = ("WRONG_VERSION_NUMBER", "HTTP_REQUEST", "RECORD_LAYER_FAILURE")  # OpenSSL's reasons for a peer without TLS
+# An endpoint after /v1, in a URL that was copied whole.
 _ENDPOINT = re.compile(r"(?<=/v1)/(chat/completions|completions|responses|messages|embeddings|models)/*$")
 _KEPT_HEADERS = frozenset(
     (b"content-type", b"content-length", b"transfer-encoding", b"x-hitherto-replica", b"x-hitherto-cached-tokens")
@@ -36,11 +36,11 @@ _KEPT_HEADERS = frozenset(
 
 
 class BadURL(BadInput):
-    """The base URL is not one; the message says what was wrong."""
+    """An invalid base URL; the message says what is wrong."""
 
 
 def base_url(text: str) -> str:
-    """Read a flag's base URL. Raises ArgumentTypeError."""
+    """Check the base URL of a flag and return it. Raises ArgumentTypeError."""
     try:
         Client(text).close()
     except BadURL as error:
@@ -49,19 +49,19 @@ def base_url(text: str) -> str:
 
 
 class Connection(asyncio.Protocol):
-    """One connection, one request at a time."""
+    """A connection that carries one request at a time."""
 
     def __init__(self) -> None:
-        # for the life of the connection
+        # state of the connection
         self.transport: asyncio.Transport | None = None
         self.closed = False
         self.idle_since = 0.0
-        # for one reply
+        # state of one reply
         self.reply: Reply | None = None
         self.waiter: asyncio.Future[str | None] | None = None
         self.parser: httptools.HttpResponseParser | None = None
         self.headers: dict[bytes, bytes] = {}
-        self.touched = False  # a byte of the reply came
+        self.touched = False  # a byte of the reply arrived
         self.framed = True  # the reply says where it ends
         self.now = 0.0
 
@@ -69,7 +69,7 @@ class Connection(asyncio.Protocol):
         self.transport = transport
 
     def ask(self, request: bytes, reply: Reply) -> asyncio.Future[str | None]:
-        """Send `request`; the future ends with None or with the class of what went wrong."""
+        """Send `request` and return a future of None, or of the error class (see `Record.error`)."""
         self.reply, self.touched, self.headers = reply, False, {}
         self.parser = httptools.HttpResponseParser(self)
         self.waiter = asyncio.get_running_loop().create_future()
@@ -79,7 +79,7 @@ class Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         self.now = perf_counter()
         if self.parser is None:
-            self.close()  # bytes nobody asked for
+            self.close()  # bytes without a request
             return
         self.touched = True
         try:
@@ -133,9 +133,9 @@ class Connection(asyncio.Protocol):
 
 
 class Client:
-    """Asks one server. `base_url` may end in /v1 or not.
+    """A client of one server; `base_url` may end in /v1 or not.
 
-    Raises BadURL. `ask` and `get` never raise for what a server does; they say it.
+    Raises BadURL. `ask` and `get` raise nothing for what a server does: they return or record it.
     """
 
     def __init__(self, base_url: str, headers: Mapping[str, str] | None = None, timeout: float = 600.0):
@@ -167,16 +167,17 @@ class Client:
         self.opened = 0
 
     def target(self, endpoint: str) -> str:
+        """Return the request target of an endpoint such as /v1/models."""
         if self.path.endswith("/v1") and endpoint.startswith("/v1/"):
             return self.path + endpoint[3:]
         return self.path + endpoint
 
     async def ask(self, endpoint: str, body: bytes, record: Record) -> None:
-        """POST `body`, fill `record`. Everything that can go wrong ends up in `record.error`."""
+        """POST `body` to `endpoint` and fill `record`; any failure goes to `record.error`."""
         await self._exchange(self._request("POST", endpoint, body), Reply(record))
 
     async def get(self, endpoint: str) -> tuple[int, bytes, str]:
-        """GET; returns (status, body, what went wrong). Status 0 when nothing came."""
+        """Send a GET request; return (status, body, error). The status is 0 when no response came."""
         record = Record("", 0, perf_counter())
         reply = Reply(record)
         await self._exchange(self._request("GET", endpoint, b""), reply)
@@ -220,7 +221,7 @@ class Client:
             self.idle.append(connection)
 
     def _reusable(self):
-        """Idle connections that should still be open, the newest first."""
+        """Yield the idle connections that should still be open, most recently used first."""
         while self.idle:
             connection = self.idle.pop()
             if connection.closed:

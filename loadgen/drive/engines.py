@@ -1,7 +1,7 @@
-"""What the engines themselves say about their prefix caches: counters on /metrics, as vLLM names them.
+"""Prefix-cache counters read from the engines' /metrics pages, under vLLM's names.
 
-Replicas are found through the gateway's admin side. Everything is optional: an engine that can't
-be read or does not count is left out, and the report then has only what replies carried.
+Replicas are found through the gateway's admin side. An engine that cannot be read or has no such counters is left out;
+the report then has only what the replies carried.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Counts = dict[str, dict[str, float]]
 
 
 async def replicas(admin: Client) -> list[dict[str, object]]:
-    """What GET /replicas lists; empty when nobody answers."""
+    """Return what GET /replicas lists; empty when there is no usable answer."""
     status, body, _ = await admin.get("/replicas")
     if status != 200:
         return []
@@ -29,7 +29,7 @@ async def replicas(admin: Client) -> list[dict[str, object]]:
 
 
 async def cache_counts(admin: Client) -> Counts:
-    """Replica id -> {"queries", "hits"} in tokens since the engine began."""
+    """Return the "queries" and "hits" of each replica, by URL, in tokens since the engine began."""
     found = await asyncio.gather(*(_read(str(item["url"])) for item in await replicas(admin)))
     return {name: counts for name, counts in found if counts}
 
@@ -45,7 +45,10 @@ async def _read(url: str) -> tuple[str, dict[str, float]]:
 
 
 def parse_counts(page: bytes) -> dict[str, float]:
-    """{"queries": tokens looked up, "hits": tokens found}, summed over the page's engines; {} if it has neither."""
+    """Return {"queries": tokens looked up, "hits": tokens found}, summed over the engines on the page.
+
+    Returns {} if the page lacks either counter.
+    """
     counts: dict[str, float] = {}
     for name, value in _COUNTER.findall(page):
         key = name.decode()
@@ -54,7 +57,7 @@ def parse_counts(page: bytes) -> dict[str, float]:
 
 
 def between(before: Counts, after: Counts) -> dict[str, object] | None:
-    """Queries, hits and rate that fell between two readings; None when no engine counts."""
+    """Return queries, hits and hit rate between two readings, or None when no engine has counters."""
     queries = hits = 0.0
     for url, counts in after.items():
         earlier = before.get(url, {"queries": 0.0, "hits": 0.0})

@@ -1,9 +1,9 @@
 """A load spread over several processes, for when one core is not enough to send it.
 
-Every process gets every n-th conversation and its start, and sends its share as `drive` does; all begin at one moment
-of the machine's monotonic clock, which processes share, so records from all can be put together. Messages between
-parent and child are pickles with their length before them: to the child its share, the moment to begin, maybe a stop;
-from it its records, a few times a second.
+Of n processes each gets every n-th conversation with its start time and sends its share as `drive.run` does. All begin
+at one moment of the machine's monotonic clock, which processes share, so that their records can be merged. Messages
+between parent and child are pickles preceded by their length: the child gets its share, the moment to begin and perhaps
+a stop; it sends its records a few times a second.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from loadgen.workload.conversations import Workload
 
 _LENGTH = struct.Struct("!Q")
 _REPORT_SECONDS = 0.25
-_HEAD_START_SECONDS = 0.2  # for the word to reach every process before the first request is due
+_HEAD_START_SECONDS = 0.2  # for the message to reach every process before the first request is due
 
 
 class ProcessFailed(Failed):
-    """A process of the generator is gone; what it knew went with it."""
+    """A process of the generator ended unexpectedly, and its unsent records are lost."""
 
 
 @dataclass(slots=True)
 class Share:
-    """One process's part of the work, and how it asks."""
+    """One process's share of the load, and how it sends it."""
 
     load: Workload
     base_url: str
@@ -46,8 +46,7 @@ class Share:
     users: int | None = None
 
     def split(self, number: int) -> list[Share]:
-        """Shares for `number` processes; bounds on what runs at once are split too, so not into more than they
-        allow."""
+        """Split into at most `number` shares; the concurrency bounds are split too and limit the number of shares."""
         most = min(filter(None, (number, max(1, len(self.load.conversations)), self.max_concurrency, self.users)))
         return [
             replace(
@@ -70,15 +69,15 @@ def _part(whole: int | None, index: int, of: int) -> int | None:
 
 @dataclass(slots=True)
 class _News:
-    """What a child tells: new records, requests in flight, and with `end` how it went."""
+    """A progress message of a child: new records, requests in flight, and in the last one its totals in `end`."""
 
     done: list[Record]
     inflight: int
-    end: tuple[float, float, float, int] | None = None  # ended, CPU seconds, busiest second, connections
+    end: tuple[float, float, float, int] | None = None  # end time, CPU seconds, busiest second, connections
 
 
 class Processes(Load):
-    """The same as a Run, by several processes."""
+    """A load like `Run`, sent by several processes."""
 
     def __init__(self, whole: Share, number: int):
         super().__init__(whole.load.conversations, whole.load.starts, whole.max_concurrency, whole.users)
@@ -89,11 +88,11 @@ class Processes(Load):
 
     @property
     def inflight(self) -> range:
-        """As many as there are requests in flight."""
+        """A range whose length is the number of requests in flight."""
         return range(sum(self._inflight))
 
     async def go(self) -> list[Record]:
-        """Run to the end. Raises ProcessFailed."""
+        """Send the load to its end and return the records. Raises ProcessFailed."""
         try:
             for share in self.shares:
                 self._children.append(
@@ -105,10 +104,10 @@ class Processes(Load):
                         stdout=asyncio.subprocess.PIPE,
                         start_new_session=True,
                     )
-                )  # Ctrl-C reaches the parent alone, which says what to do
+                )  # a session of its own: Ctrl-C reaches only the parent, which tells children to stop
                 _tell(self._children[-1], share)
             for child in self._children:
-                await _hear(child)  # it has its share and is ready
+                await _hear(child)  # wait until it has its share and is ready
             self.began = perf_counter() + _HEAD_START_SECONDS
             for child in self._children:
                 _tell(child, self.began)
@@ -118,7 +117,7 @@ class Processes(Load):
         finally:
             for child in self._children:
                 if child.returncode is None:
-                    child.kill()  # it has told all it knew, or nobody listens any more
+                    child.kill()  # it has sent all its records, or they are no longer wanted
                     await child.wait()
         return self.done
 
@@ -157,14 +156,14 @@ async def _hear(child: asyncio.subprocess.Process) -> object:
         raise ProcessFailed(f"a process of the generator ended with exit code {await child.wait()}") from None
 
 
-# In the child.
+# The functions below run in the child.
 def _read() -> object:
     (length,) = _LENGTH.unpack(_exactly(_LENGTH.size))
     return pickle.loads(_exactly(length))
 
 
 def _exactly(size: int) -> bytes:
-    """So many bytes and not one more: what follows them is waited for in another way."""
+    """Read exactly `size` bytes from standard input: the event loop waits for what follows."""
     parts = []
     while size:
         part = os.read(0, min(size, 1 << 20))
@@ -187,7 +186,7 @@ async def _work(run: Run, at: float) -> None:
         nonlocal sent
         new, sent = run.done[sent:], len(run.done)
         for record in new:
-            record.pieces.clear()  # nobody reads the replies there
+            record.pieces.clear()  # the parent does not need the text of replies
         return _News(new, len(run.inflight), end)
 
     async def report() -> None:
@@ -200,7 +199,7 @@ async def _work(run: Run, at: float) -> None:
         run.stop()
 
     loop = asyncio.get_running_loop()
-    loop.add_reader(0, stop)  # the parent says so, or is gone
+    loop.add_reader(0, stop)  # readable once the parent sends a stop or is gone
     reporting = asyncio.create_task(report())
     await run.go(at)
     reporting.cancel()
@@ -214,6 +213,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    from loadgen.drive.processes import main as work  # so that what is pickled here has a name that the parent knows
+    from loadgen.drive.processes import main as work  # so that pickled classes are not of __main__
 
     work()

@@ -1,7 +1,7 @@
-"""What is known about one request after it ended, and about all of a load: the vocabulary of this room.
+"""The record of one request, and the state of a whole load.
 
-Times are seconds on one monotonic clock (`time.perf_counter`); lengths are tokens as the server
-counts them, None where it does not say.
+Times are seconds on one monotonic clock (`time.perf_counter`); lengths are tokens as the server counts them, None where
+it does not report them.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from loadgen.workload.conversations import Conversation, Offer, offer
 
 @dataclass(slots=True)
 class Record:
-    """One request. TTFT and the rest are defined as `vllm bench serve` defines them, from `sent`."""
+    """One request; TTFT and the other latencies are defined as in `vllm bench serve`, counted from `sent`."""
 
     conversation: str
     turn: int
     due: float  # when the schedule wanted it sent
     question: str = ""  # the last user words, for the live view
-    sent: float = 0.0  # when it was sent; includes the wait for a connection in what follows
+    sent: float = 0.0  # latencies are counted from here, so they include the wait for a connection
     first: float | None = None  # first chunk that carries output
     last: float = 0.0  # last chunk, or the failure
     gaps: list[float] = field(default_factory=list)  # between chunks that carry output
-    pieces: list[str] = field(default_factory=list)  # the text as it came
+    pieces: list[str] = field(default_factory=list)  # the text, chunk by chunk
     status: int = 0
     error: str | None = None  # class: connect, timeout, closed, truncated, stream_error, http_503, ...
     detail: str = ""
@@ -48,30 +48,35 @@ class Record:
 
     @property
     def lateness(self) -> float:
-        """0 when sent a little early: uvloop counts whole milliseconds, so a timer may be half of one ahead."""
+        """Seconds by which the request was sent late, 0 when it was early.
+
+        uvloop's timers have whole milliseconds, so a timer may fire half a millisecond early.
+        """
         return max(0.0, self.sent - self.due)
 
     @property
     def outputs(self) -> int:
-        """Output tokens; where the server gives no usage, the number of chunks that carried some."""
+        """The number of output tokens, or of chunks that carried output where the server reports no usage."""
         if self.output_tokens is not None:
             return self.output_tokens
         return len(self.gaps) + (self.first is not None)
 
     @property
     def tpot(self) -> float | None:
-        """(E2E - TTFT) / (output tokens - 1); None for replies of one token."""
+        """Time per output token: (E2E - TTFT) / (output tokens - 1); None for replies of one token."""
         if self.first is None or self.outputs < 2:
             return None
         return (self.last - self.first) / (self.outputs - 1)
 
 
 class Load:
-    """A load that is being sent, or was: views look at it meanwhile, and `report.summarise` afterwards. Times are
-    seconds, CPU figures those of the busiest of its `processes`."""
+    """A load while it is sent and afterwards; live views and `report.summarise` read it.
+
+    Times are seconds; CPU figures are those of the busiest of its `processes`.
+    """
 
     processes, connections = 1, 0
-    replicas: Sequence[str] = ()  # those that are known to be there, whether or not they answer anything
+    replicas: Sequence[str] = ()  # ids of the known replicas, including those that got no request
 
     def __init__(
         self,
@@ -91,8 +96,7 @@ class Load:
 
     @property
     def not_sent(self) -> int:
-        """Number of turns that were never sent, because an earlier turn of their conversation had failed or the run was
-        stopped."""
+        """The number of turns never sent, because an earlier turn failed or the run was stopped."""
         return self.total - len(self.done) if self.ended else 0
 
     @property

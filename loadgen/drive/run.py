@@ -1,8 +1,8 @@
-"""Runs a load: sends each conversation's turns when they are due and collects the records.
+"""Run a load: send each conversation's turns when they are due and collect the records.
 
-Open loop: conversations begin when the schedule says. Closed loop (`users`): each user begins one when its last has
-ended, so a slow server is asked less often. In both, what is sent later than due is the generator's doing, and is
-recorded.
+Open loop: conversations begin at their scheduled times. Closed loop (`users`): each user begins a conversation when its
+last has ended, so that a slow server gets fewer requests. In both, a request sent later than due is the generator's
+fault, and its lateness is recorded.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ _LEAD_SECONDS = 0.05  # a body is made this long before it is due: 12,000 tokens
 
 @dataclass(slots=True)
 class Asking:
-    """How a request is put, the same for all of a run."""
+    """The form of requests, the same for all of a run."""
 
     model: str
     endpoint: str = CHAT
     completions: bool = False  # the body carries `prompt` rather than `messages`
-    engine_replies: bool = False  # append what the engine answered, rather than what the file says
+    engine_replies: bool = False  # continue with the engine's replies, not with those of the file
     ignore_eos: bool = False
     extra: Mapping[str, object] = field(default_factory=dict)  # merged last; None removes a field
-    salt: int = 0  # of tokens made from names
+    salt: int = 0  # seed of the tokens that are made from span names
     vocabulary: int = synthetic.VOCABULARY
 
     def put(self, message: Message) -> Message:
-        """A message with words, or with token ids where completions are asked, in the place of spans."""
+        """Replace the spans of a message by text, or by token ids for the completions API."""
         if not isinstance(spans := message.get("content"), tuple):
             return message
         return {
@@ -52,6 +52,7 @@ class Asking:
         }
 
     def body(self, messages: list[Message], turn: Turn, extra: Mapping[str, object]) -> bytes:
+        """Return the JSON request body for one turn after `messages`."""
         said: dict[str, object] = {"model": self.model}
         contents = [message.get("content") for message in messages]
         if self.completions and any(isinstance(content, np.ndarray) for content in contents):
@@ -69,10 +70,9 @@ class Asking:
         )
 
     def answer(self, turn: Turn, record: Record) -> Message:
-        """What stands in the conversation after this turn.
+        """Return the message that continues the conversation after this turn.
 
-        A reply of the file that calls tools is kept in any case: the tool results that follow name
-        its calls.
+        A scripted reply that calls tools is always kept, because the tool results that follow refer to its calls.
         """
         if turn.reply is not None and (not self.engine_replies or turn.reply.get("tool_calls")):
             return self.put(turn.reply)
@@ -80,7 +80,7 @@ class Asking:
 
 
 class Run(Load):
-    """One load against one server, sent by this process."""
+    """A load against one server, sent by this process."""
 
     def __init__(
         self,
@@ -102,9 +102,9 @@ class Run(Load):
         return self.client.opened
 
     async def go(self, at: float | None = None) -> list[Record]:
-        """Run to the end, from now or from the moment `at` of the monotonic clock on."""
+        """Send the load to its end, from now or from the moment `at` (`perf_counter`) on; return the records."""
         gc.collect()
-        gc.freeze()  # prompts are many and stay; a full collection in mid-run would make sends late
+        gc.freeze()  # prompts are many and long-lived; a full collection during the run would delay sends
         cpu, self.began = time.process_time(), at or perf_counter()
         watch = asyncio.create_task(self._watch_itself())
         try:
@@ -117,7 +117,7 @@ class Run(Load):
         return self.done
 
     def stop(self) -> None:
-        """End early, keeping what is known."""
+        """End early and keep the records so far."""
         self.interrupted = True
         for task in self._tasks:
             task.cancel()
@@ -154,7 +154,7 @@ class Run(Load):
     async def _converse(
         self, group: asyncio.TaskGroup, conversation: Conversation, due: float, messages: list[Message]
     ) -> None:
-        """Send a conversation's turns after the `messages` said so far; forks get a copy of what was said."""
+        """Send the turns of a conversation, following `messages`; forks get a copy of the messages so far."""
         for number, turn in enumerate(conversation.turns):
             messages += map(self.asking.put, turn.messages)
             body = self.asking.body(messages, turn, conversation.extra)
@@ -162,7 +162,7 @@ class Run(Load):
                 await asyncio.sleep(wait)
             record = await self._ask(body, Record(conversation.id, number, due, _last_words(turn)))
             if record.error and (self.asking.engine_replies or turn.reply is None):
-                return  # there is no reply to go on from
+                return  # without a reply the conversation cannot continue
             messages.append(self.asking.answer(turn, record))
             for fork in turn.forks:
                 self._spawn(group, self._converse(group, fork, record.last + fork.turns[0].think, list(messages)))

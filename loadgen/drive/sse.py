@@ -1,8 +1,7 @@
-"""Reads one OpenAI reply, streamed as server-sent events or whole, into a Record.
+"""A parser of one OpenAI reply, streamed as server-sent events or whole, into a Record.
 
-No I/O and no clock: bytes and their arrival times come in, `Record` fields come out. Output is
-whatever a choice carries as text, content, reasoning or tool calls; the chunk that only names the
-role is not the first token.
+It has no I/O and no clock: bytes and their arrival times come in, `Record` fields come out. Output is text, content,
+reasoning or tool calls in a choice; the chunk that only names the role is not the first token.
 """
 
 from __future__ import annotations
@@ -18,19 +17,20 @@ _OTHER_OUTPUT = ("reasoning_content", "reasoning", "tool_calls", "refusal")
 
 
 class Reply:
-    """Fed by the client: begin(status, headers), feed(bytes, now)..., end(now), settle(error, now)."""
+    """One reply; the client calls begin(status, headers), feed(bytes, now) ..., end(now), settle(error, now)."""
 
     def __init__(self, record: Record):
         self.record = record
-        self.started = False  # headers came
+        self.started = False  # headers arrived
         self.streaming = False
-        self.done = False  # [DONE] or a finish reason came
+        self.done = False  # [DONE] or a finish reason arrived
         self.body: list[bytes] = []
         self.rest = b""
         self.data: list[bytes] = []
-        self.chunk = 0.0  # when output last came
+        self.chunk = 0.0  # arrival time of the last output
 
     def begin(self, status: int, headers: Mapping[bytes, bytes]) -> None:
+        """Take the status and the headers (lower-case names) of the response."""
         record = self.record
         self.started, record.status = True, status
         self.streaming = status == 200 and headers.get(b"content-type", b"").startswith(b"text/event-stream")
@@ -40,6 +40,7 @@ class Reply:
         record.predicted_tokens = int(predicted) if predicted.isdigit() else None
 
     def feed(self, data: bytes, now: float) -> None:
+        """Take a piece of the body that arrived at `now`."""
         if not self.streaming:
             self.body.append(data)
             return
@@ -54,10 +55,10 @@ class Reply:
                 self.data = []
 
     def end(self, now: float) -> None:
-        """The body is complete."""
+        """Finish the record: the body is complete."""
         record = self.record
         if self.streaming:
-            if self.data:  # an event whose empty line never came
+            if self.data:  # the last event lacks its empty line
                 self._event(b"\n".join(self.data), now)
             if not self.done and record.error is None:
                 record.error, record.detail = "truncated", "the stream ended without [DONE]"
@@ -71,12 +72,12 @@ class Reply:
         self._message(body, now)
 
     def settle(self, error: str | None, now: float) -> None:
-        """The exchange is over; `error` is what the connection says of it."""
+        """Complete the record after the exchange; `error` is the error class of the connection, or None."""
         record = self.record
         if error is not None:
             record.error = error
         if record.error is None:
-            record.detail = ""  # of a first try on a connection that had been closed meanwhile
+            record.detail = ""  # left from a first try on a connection that the server had closed
         if record.error is not None or not record.last:
             record.last = now
 
@@ -127,7 +128,7 @@ class Reply:
 
 
 def _why(body: bytes) -> str:
-    """The message of an OpenAI error, or the whole body where it is none."""
+    """Return the message of an OpenAI error, or the whole body if it is no such error."""
     try:
         told = orjson.loads(body)
         why = told["error"]["message"] if "error" in told else told["message"]  # the latter is vLLM's older form

@@ -1,7 +1,6 @@
-"""A gateway of one's own for a while: `hitherto serve --launch N` as a child, ready and then gone.
+"""A temporary gateway with its engines: `hitherto serve --launch N` as a child process.
 
-Policies are compared on fresh engines: one stack each, one after the other, so none finds a cache
-that another has filled.
+Policies are compared on fresh engines, one stack after the other, so that none finds a cache that another has filled.
 """
 
 from __future__ import annotations
@@ -30,13 +29,14 @@ _PR_SET_PDEATHSIG = 1
 
 
 class StackFailed(Failed):
-    """The gateway did not come up; the message holds the end of its log."""
+    """The gateway did not start; the message has the end of its log."""
 
 
 class Stack:
-    """`async with Stack("least_time", 4) as stack:` gives `base_url` and `admin` once all replicas are ready.
+    """A gateway that serves within `async with Stack("least_time", 4) as stack:`.
 
-    The surroundings' HITHERTO_* variables and ./hitherto.yaml are kept out of it: they are of another gateway.
+    `base_url` and `admin` can be used once all replicas are ready. HITHERTO_* variables of the environment and
+    ./hitherto.yaml are ignored, because they belong to another gateway. Raises BadOption or StackFailed on entry.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Stack:
         self.on_progress, self.ready_seconds = on_progress, ready_seconds or READY_SECONDS
         port, admin_port = free_ports(2)
         self.base_url = f"http://127.0.0.1:{port}"
-        self._token = secrets.token_hex(16)  # of its own, whatever the environment has
+        self._token = secrets.token_hex(16)  # its own, whatever the environment sets
         self.admin = Client(f"http://127.0.0.1:{admin_port}", {"Authorization": f"Bearer {self._token}"}, timeout=5)
         serve = f"-m gateway serve --host 127.0.0.1 --port {port} --cached-tokens-header --admin-port {admin_port}"
         engines = [
@@ -122,13 +122,13 @@ class Stack:
 
 
 def die_with_parent() -> None:
-    """In the child: get SIGTERM when the generator dies in whatever way (Linux; elsewhere nothing)."""
+    """Make this child process get SIGTERM when the generator dies in any way (Linux only)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def free_ports(number: int) -> list[int]:
-    """Ports nobody listens on right now."""
+    """Return ports on which nothing listens now."""
     sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(number)]
     ports = [server.getsockname()[1] for server in sockets]
     for server in sockets:

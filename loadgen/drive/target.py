@@ -1,4 +1,4 @@
-"""Whom a load asks and how: the flags, the server's model, who sends, and a way to stop."""
+"""The target of a load: its flags, its model, the choice of sender, and how Ctrl-C stops it."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from loadgen.options import INTERRUPTED, KEY_NEEDED, BadOption, Failed, flags, p
 from loadgen.workload import datasets
 from loadgen.workload.conversations import Workload
 
-# `timeout -s INT` tells its child and then the whole group: two so near each other are one wish
+# `timeout -s INT` signals its child and then the whole process group: two signals this close count as one Ctrl-C
 _ONE_INTERRUPT_SECONDS = 0.2
 _PATH = re.compile(r"/[!-~]+")
 
 
 class Unreachable(Failed):
-    """The server can't be used; the message says why and what to do."""
+    """The server cannot be used; the message says why and what to do."""
 
 
 class Model(NamedTuple):
-    """The model that a load asks for, and how many token ids it has if that can be known."""
+    """The model a load asks for, and the size of its vocabulary where known."""
 
     name: str
     vocabulary: int | None = None
@@ -69,7 +69,7 @@ def add_asking(group: argparse._ArgumentGroup) -> None:
 
 
 def headers(args: argparse.Namespace) -> dict[str, str]:
-    """The flags' headers. Raises BadOption."""
+    """Return the request headers from flags and environment. Raises BadOption."""
     found = {}
     if key := os.environ.get("OPENAI_API_KEY"):
         found["authorization"] = f"Bearer {key}"
@@ -82,7 +82,6 @@ def headers(args: argparse.Namespace) -> dict[str, str]:
 
 
 def _path(text: str) -> str:
-    """Read a path to ask. Raises ArgumentTypeError."""
     if _PATH.fullmatch(text):
         return text
     right = f"/{text}" if _PATH.fullmatch(f"/{text}") and "://" not in text else f"one like {COMPLETIONS}"
@@ -100,7 +99,7 @@ def _object(text: str) -> dict[str, object]:
 
 
 async def model_of(client: Client, asked: str | None) -> Model:
-    """The model to ask for: as given, else the first the server lists. Raises Unreachable."""
+    """Return the model to ask for: `asked`, or the first that the server lists. Raises Unreachable."""
     status, body, problem = await client.get("/v1/models")
     if asked:
         return Model(asked, _vocabulary(body, asked))
@@ -110,7 +109,7 @@ async def model_of(client: Client, asked: str | None) -> Model:
         if status == 401:
             raise Unreachable(f"{client.base_url} answers 401 to /v1/models: {KEY_NEEDED}")
         told = orjson.loads(body)
-        if status == 503:  # a gateway whose engines are not up yet says so, and which
+        if status == 503:  # a gateway whose engines are not ready yet names them
             raise Unreachable(f"{client.base_url} answers 503: {told['error']['message']}")
         name = told["data"][0]["id"]
     except (ValueError, LookupError, TypeError):
@@ -122,8 +121,11 @@ async def model_of(client: Client, asked: str | None) -> Model:
 
 
 def _vocabulary(models: bytes, name: str) -> int | None:
-    """How many token ids the model has, by the config.json of what the engine was started with: a folder that is here,
-    too, or what is in the hub's cache. `models`: the server's /v1/models."""
+    """Return the vocabulary size of the model, or None if its config.json is not on this machine.
+
+    The config is looked for in the folder from which the engine was started, else in the Hugging Face cache. `models`
+    is the body of the server's /v1/models.
+    """
     try:
         cards = {card["id"]: card for card in orjson.loads(models)["data"]}
         card = cards.get(name, {})
@@ -139,7 +141,7 @@ def _vocabulary(models: bytes, name: str) -> int | None:
 
 
 def _config(origin: str) -> Path:
-    """Where that model's config.json is, or would be."""
+    """Return the path of the model's config.json, which need not exist."""
     file = Path(origin) / "config.json"
     if file.is_file() or origin.startswith((".", "/", "~")) or origin.count("/") != 1:
         return file
@@ -150,7 +152,7 @@ def _config(origin: str) -> Path:
 
 
 def asking(args: argparse.Namespace, model: Model) -> Asking:
-    """How this load's requests are put to that model."""
+    """Return the form in which requests of this load go to `model`."""
     ask_completions = datasets.completions(args)
     ignore_eos = args.ignore_eos if args.ignore_eos is not None else datasets.has_times(args)
     return Asking(
@@ -166,7 +168,7 @@ def asking(args: argparse.Namespace, model: Model) -> Asking:
 
 
 def load_of(args: argparse.Namespace, work: Workload, client: Client, asking: Asking) -> Run | Processes:
-    """What will send the work: this process, or as many as asked for."""
+    """Return the sender of the load: this process, or as many as the flags ask for."""
     bounds = args.max_concurrency, args.users
     if args.processes == 1:
         return Run(work.conversations, work.starts, client, asking, *bounds)
@@ -175,8 +177,10 @@ def load_of(args: argparse.Namespace, work: Workload, client: Client, asking: As
 
 @contextmanager
 def stopped_by_interrupt(load: Run | Processes) -> Iterator[None]:
-    """Ctrl-C within ends the load and still gives the report; a second Ctrl-C, also one during the report, ends the
-    program at once."""
+    """Make Ctrl-C within the block end the load early, so that it is still reported.
+
+    A second Ctrl-C, even during the report, ends the program at once.
+    """
     loop, before = asyncio.get_running_loop(), signal.getsignal(signal.SIGINT)
     stopped: float | None = None
 
@@ -197,7 +201,7 @@ def stopped_by_interrupt(load: Run | Processes) -> Iterator[None]:
 
 
 def _end() -> NoReturn:
-    """End now, whatever is under way. Engines that were started end with this process (`stack.die_with_parent`)."""
+    """Exit at once; engines that were started end with this process (`stack.die_with_parent`)."""
     if sys.stdout.isatty():
         os.write(sys.stdout.fileno(), b"\x1b[?25h\n")  # the cursor, which the live view hides
     os._exit(INTERRUPTED)

@@ -1,8 +1,8 @@
-"""Loads in virtual time: gateways' policies and simulated engines, as many as one likes, as fast as they compute.
+"""Loads in virtual time: routing policies against simulated engines, any number of them, at the speed of computation.
 
-`fleet` has the engines (`replica`) and the gateways (`gateway`, with `holders` for a map), `links` moves caches from
-engine to engine; `run` plays a workload on it (`prompts` hashes its conversations), `rules` knows the
-policies' names; `verb` is `loadgen simulate`.
+`fleet` has the engines (`replica`) and the gateways (`gateway`, with `holders` as its map); `links` moves KV caches
+between engines; `run` plays a workload (`prompts` hashes its conversations); `rules` looks policies up by name; `verb`
+is `loadgen simulate`.
 """
 
 from .fleet import Fleet

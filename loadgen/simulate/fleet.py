@@ -1,15 +1,17 @@
-"""A fleet on a virtual clock: gateways with one policy, and N simulated engines behind them.
+"""A fleet on a virtual clock: gateways with one policy and the simulated engines behind them.
 
-Policies, ledger and learned costs are the ones the gateway uses, the map answers as the gateway's does; the engines are
-the ones behind `hitherto replica`. Time is a heap of events, so a minute of fleet takes as long as its engine steps
-cost to compute, and the same seed gives the same result.
+Policies, ledger and learned costs are those of the real gateway, the map answers as the
+gateway's does, and the engines are those of `hitherto replica`. Time is a heap of events: a simulated minute takes as
+long as its engine steps take to compute, and the same seed gives the same result.
 
-Per request: match -> choose -> reserve -> engine, then first token -> ledger and TTFT learned, end -> release and the
-conversation's next turn after its think time. Where replicas have roles a request may have two legs, as in the proxy:
-one replica computes the prompt and a token, keeps the cache for as long as a lease, and another fetches what it lacks
-and writes the answer, with the first token that the client sees. A replica that is lost takes its cache with it and
-cuts the streams it has begun; what it had not answered is sent elsewhere, as the gateway does, which notices at once
-since every connection breaks.
+A request is matched, placed, reserved and sent to an engine. Its first token updates the ledger and the learned TTFT;
+its end releases the reservation and starts the think time before the conversation's next turn. Where replicas have
+roles, a request may have two legs, as in the proxy: a prefiller computes the prompt and one token and keeps the KV
+cache until its lease ends, and a decoder fetches what it lacks and writes the answer, including the first token that
+the client sees.
+
+A replica that is lost takes its cache with it and cuts the streams it has begun. Requests it had not begun to answer
+are sent elsewhere at once, because the gateway notices the broken connections.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from .replica import Replica
 from .rules import make, make_legs, truth_of
 from .turns import Record, Result, Turn
 
-RETRIES = 2  # further replicas that are tried; the gateway's default
+RETRIES = 2  # further replicas to try; the gateway's default
 _SCRAPE_SECONDS = 1.0  # the gateway's own intervals
 _SWEEP_SECONDS = 0.25
 
@@ -44,31 +46,36 @@ class _Live:
     gateway: Gateway
     session: str | None
     on_end: Callable[[], None] | None
-    placement: Placement | None = None  # of the leg that is under way
+    placement: Placement | None = None  # of the current leg
     legs: Legs | None = None
     stays_whole: bool = False  # a transfer failed
     gate: Gate | None = None  # of its gateway
     id: int = 0
-    ticket: Ticket | None = None  # where it was asked whether it may go
-    capped: bool = False  # by its gate
-    steps: int = 0  # that its engine had taken when its gateway last looked at its answer
+    ticket: Ticket | None = None  # where the gateway has admission
+    capped: bool = False  # its answer was shortened by admission
+    steps: int = 0  # of its engine, when its gateway last checked its progress
 
     @property
     def turn(self) -> Turn:
         return self.record.turn
 
     def cap(self, tokens: int) -> None:
-        """Its answer is to have no more tokens than these."""
+        """Limit the answer to `tokens` tokens."""
         turn, self.capped = self.turn, True
         self.record.turn = replace(turn, output=min(turn.output, tokens), max_tokens=tokens)
 
 
 class Fleet:
-    """One simulated run. `profiles`: one per replica, all of the same block size; `policy`: a name that `rules.make`
-    knows; `roles`: one per replica (None: nobody has one); `legs`: a name that `rules.make_legs` knows; `timed`: keep
-    the times between tokens; `keep`: keep the records of requests that ended, with their hashes; `admission`: makes
-    what says for a gateway when its requests are sent; `pulls`: replicas fetch prompts from one another's host
-    memory."""
+    """A simulated run.
+
+    `profiles`: one per replica, all with the same block size. `policy`: a name that `rules.make` knows. `event_delay`:
+    seconds from the end of a step to the gateways' maps; None: engines send no events. `event_loss`: share of event
+    batches lost. `losses_unseen`: lost batches leave no gap in the numbering, so no replay is requested. `tiers_known`:
+    events cover slower tiers. `shared_ledger`: gateways know each other's load. `roles`: one per replica; None: no
+    roles. `legs`: a name that `rules.make_legs` knows. `timed`: keep the times between tokens. `keep`: keep the records
+    of ended requests, with their hashes. `admission`: makes each gateway's admission; None: requests are sent at once.
+    `pulls`: replicas fetch prompts from one another's host memory.
+    """
 
     def __init__(
         self,
@@ -129,10 +136,11 @@ class Fleet:
     # --- time
 
     def at(self, when: float, action: Callable, *args) -> None:
+        """Schedule `action(*args)` at `when`, in virtual seconds."""
         heapq.heappush(self._heap, (when, next(self._order), action, args))
 
     def run(self, until: float = float("inf")) -> Result:
-        """Let happen what is scheduled and what follows from it, up to `until` seconds."""
+        """Process the events up to `until` (virtual seconds) and return the result."""
         heap, pop = self._heap, heapq.heappop
         while heap and heap[0][0] <= until:
             self.now, _, action, args = pop(heap)
@@ -143,7 +151,7 @@ class Fleet:
     # --- a request
 
     def send(self, turn: Turn, session: str | None = None, on_end: Callable[[], None] | None = None) -> Record:
-        """Route one request now; `on_end` is called when its last token is out, or when it has failed."""
+        """Route one request now; `on_end` is called when it has ended or failed."""
         if self.now >= self._scrape_at:
             self._scrape()
         if self.now >= self._sweep_at:
@@ -166,12 +174,12 @@ class Fleet:
         self.at(self.now, self._ended, live, "http_429", verdict.reason)
 
     def _drain(self) -> None:
-        """There may be room again."""
+        """Let every gate send queued requests, because capacity may have become free."""
         for gate in self.gates:
             gate.drain(self.now)
 
     def session_finished(self, session: str) -> None:
-        """A client will not ask in this session again, and tells all gateways so."""
+        """Notify all gateways that the client ended this session."""
         for gateway in self.gateways:
             gateway.session_finished(session)
 
@@ -179,7 +187,7 @@ class Fleet:
         self._sent(live, live.gateway.place(live.turn, live.session, self.now, live.record.tried, live.stays_whole))
 
     def _again(self, live: _Live, stays_whole: bool = False) -> None:
-        """Send it once more, with an id that no engine knows."""
+        """Send the request again under a new id."""
         live.id, live.stays_whole = next(self._ids), live.stays_whole or stays_whole
         self._dispatch(live)
 
@@ -200,7 +208,7 @@ class Fleet:
         self._begin(live, placed)
 
     def _take_next(self) -> None:
-        """Have prefillers that are free compute for those who wait in the queue."""
+        """Give queued requests to the prefillers that are free."""
         for index, live in self._queue.ready(self.gateways[0].prefillers):
             live.gateway.computed_by(live.legs, index, self.now)
             self._begin(live, live.legs)
@@ -211,7 +219,7 @@ class Fleet:
             self._take_next()
 
     def _begin(self, live: _Live, placed: Placement | Legs) -> None:
-        """Send it, or its first leg."""
+        """Send the request, or its first leg, to the chosen replica."""
         record, turn, request = live.record, live.turn, live.id
         legs = live.legs
         placement = live.placement = placed if legs is None else legs.first
@@ -226,7 +234,7 @@ class Fleet:
         self._when_read(index, turn, follows, index, self.replicas[index].incarnation, asked)
 
     def _when_read(self, index: int, turn: Turn, action: Callable, *args) -> None:
-        """Go on once the engine's front end has read the request."""
+        """Call `action` once the engine's front end has read the request."""
         replica = self.replicas[index]
         reaches = replica.front.reaches_engine(self.now, turn.tokens, turn.text, replica.engine.running > 0)
         if reaches > self.now:
@@ -237,27 +245,27 @@ class Fleet:
     def _arrived(self, index: int, incarnation: int, asked: EngineRequest) -> None:
         replica = self.replicas[index]
         if replica.incarnation != incarnation:
-            return  # it was lost on the way there, and sent elsewhere
+            return  # the replica was lost meanwhile, and the request sent elsewhere
         planned = replica.turn
         try:
             begins = replica.add(asked, self.now)
-        except ValueError as error:  # too long for it: as the engine's answer of 400, which is not tried again
+        except ValueError as error:  # too long for the engine: like its 400, which is not retried
             live = self._live[index].pop(asked.id)
             self._abandon(live, computed=False)
             if asked.keeps:
                 self._prefiller_free(index)
-                self.at(self.now, self._again, live, True)  # the refusal is to be of the client's own request
+                self.at(self.now, self._again, live, True)  # so that the client gets the refusal of its own request
             else:
                 self.at(self.now, self._ended, live, "http_400", str(error))
-            self.at(self.now, self._drain)  # those that wait may have its room
-            begins = False  # the others there are woken at the end of the step under way, as after any arrival
+            self.at(self.now, self._drain)  # queued requests may have its capacity
+            begins = False  # the engine is woken at the end of its current step, as after any arrival
         if begins:
             self._go_on(index, replica)
         elif replica.turn != planned:
             self._plan(index, replica)
 
     def _pull(self, index: int, incarnation: int, asked: EngineRequest) -> None:
-        """What the request finds nowhere here comes from the memory of the replica that it names, if it is there."""
+        """Fetch the blocks that this replica lacks from the pull source's host memory, if they are there."""
         replica = self.replicas[index]
         if replica.incarnation != incarnation:
             return
@@ -276,7 +284,7 @@ class Fleet:
     def _pulled(
         self, index: int, incarnation: int, asked: EngineRequest, left: tuple[int, int, int, int], began: bool
     ) -> None:
-        """The blocks are there, or the replica that had them is gone."""
+        """Finish a pull; its source may be gone."""
         source, holder, start, end = left
         replica = self.replicas[index]
         if replica.incarnation != incarnation:
@@ -286,7 +294,7 @@ class Fleet:
         self._arrived(index, incarnation, asked)
 
     def _abandon(self, live: _Live, computed: bool = True) -> None:
-        """Its leg under way comes to nothing, and so does the one that was to follow."""
+        """Abandon the current leg of a request, and the second one if that has not begun."""
         legs = live.legs
         live.gateway.abandon(live.placement, computed)
         if legs is not None and legs.kept_at is None:
@@ -314,7 +322,7 @@ class Fleet:
 
     def _wake(self, index: int, replica: Replica, turn: int) -> None:
         if turn != replica.turn:
-            return  # a request came in between, or the replica was lost
+            return  # a request arrived meanwhile, or the replica was lost
         step = replica.wake()
         if step is not None:
             for output in step.outputs:
@@ -356,7 +364,7 @@ class Fleet:
     # --- the second leg
 
     def _second_leg(self, request: int, live: _Live, legs: Legs) -> None:
-        """Send it where it is reserved, or to another decoder if that one is gone."""
+        """Send the second leg to the reserved decoder, or to another one if that is gone."""
         gateway, record = live.gateway, live.record
         prefiller = self.replicas[legs.first.candidate.slot].incarnation
         if not self.replicas[legs.second.candidate.slot].up:
@@ -374,12 +382,12 @@ class Fleet:
         )
 
     def _fetch(self, request: int, live: _Live, legs: Legs, prefiller: int, decoder: int) -> None:
-        """The decoder begins to read what it lacks."""
+        """Begin the transfer of the blocks that the decoder lacks."""
         first, second, turn = legs.first.candidate.slot, legs.second.candidate.slot, live.record.turn
         engine = self.replicas[second].engine
         if self.replicas[second].incarnation != decoder:
             self._keep_until_the_lease_ends(request, legs, prefiller)
-            return  # it was lost, and the request has been sent elsewhere
+            return  # the decoder was lost, and the request sent elsewhere
         there = None
         if self.replicas[first].incarnation == prefiller:
             profile = engine.profile
@@ -389,7 +397,7 @@ class Fleet:
         self.at(ends, self._fetched, request, live, legs, prefiller, decoder, there is not None)
 
     def _fetched(self, request: int, live: _Live, legs: Legs, prefiller: int, decoder: int, began: bool) -> None:
-        """The transfer is over, or it never `began`."""
+        """Finish a transfer; not `began`: the lease ended or the prefiller was lost before it began."""
         first, second, turn = legs.first.candidate.slot, legs.second.candidate.slot, live.record.turn
         if self.replicas[second].incarnation != decoder:
             self._keep_until_the_lease_ends(request, legs, prefiller)
@@ -404,12 +412,12 @@ class Fleet:
             self._transfer_failed(request, live, legs)
 
     def _keep_until_the_lease_ends(self, request: int, legs: Legs, prefiller: int) -> None:
-        """Nobody is going to read what the prefiller keeps."""
+        """Free the cache that a prefiller keeps when its lease ends, as no decoder will read it."""
         until = legs.kept_at + self.links.network.lease
         self.at(max(self.now, until), self._let_go, request, legs.first.candidate.slot, prefiller)
 
     def _let_go(self, request: int, index: int, incarnation: int) -> None:
-        """What a prefiller kept is read, or its lease is over."""
+        """Free the cache that a prefiller keeps for this request."""
         replica = self.replicas[index]
         if replica.incarnation != incarnation:
             return
@@ -420,7 +428,7 @@ class Fleet:
             self._plan(index, replica)
 
     def _transfer_failed(self, request: int, live: _Live, legs: Legs) -> None:
-        """As an engine's 500: the request is sent whole, and the pair left out for a while."""
+        """Handle a failed transfer like an engine's 500: send the request whole, and avoid the pair for a while."""
         del self._live[legs.second.candidate.slot][request]
         live.gateway.transfer_failed(legs, self.now)
         live.gateway.abandon(legs.second, computed=False)
@@ -428,7 +436,7 @@ class Fleet:
         self._again(live, stays_whole=True)
 
     def _scrape(self) -> None:
-        """What gateways read off /metrics, as old as it would be."""
+        """Update the ledgers from the engines' metrics, at the interval at which gateways scrape them."""
         self._scrape_at = self.now + _SCRAPE_SECONDS
         ledgers = {id(gateway.router.ledger): gateway.router.ledger for gateway in self.gateways}.values()
         for name, replica in zip(self.names, self.replicas):
@@ -438,7 +446,7 @@ class Fleet:
                 gateway.router.count_seats(name, replica.engine.running)
 
     def _sweep(self) -> None:
-        """Gateways look at how far the streams have come."""
+        """Report the progress of all streams to their gateways."""
         self._sweep_at = self.now + _SWEEP_SECONDS
         for replica, lives in zip(self.replicas, self._live):
             steps = replica.steps(self.now)
@@ -450,7 +458,7 @@ class Fleet:
     # --- replicas come and go
 
     def lose(self, index: int) -> None:
-        """A replica dies now; `restore` brings it back. Nothing happens if it is gone already."""
+        """Make a replica die now; `restore` brings it back. Does nothing if it is down already."""
         replica = self.replicas[index]
         if not replica.up:
             return
@@ -476,7 +484,7 @@ class Fleet:
         self._drain()
 
     def restore(self, index: int) -> None:
-        """It is back, with an empty cache."""
+        """Bring a lost replica back with an empty cache."""
         replica = self.replicas[index]
         if not replica.up:
             replica.start()

@@ -1,4 +1,4 @@
-"""Admission in virtual time: what the gateway's own queue does with sockets, a simulated one does with records."""
+"""Admission in virtual time: the counterpart of the queue in the gateway, on records instead of sockets."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from policies.verdicts import QUEUED, REFUSED, Verdict
 from .gateway import Gateway, Legs
 from .turns import Turn
 
-# What is done with a request: it goes with this placement (None: nobody can take it), or is refused with a verdict.
+# Send a request with its placement (None: no replica can take it), or refuse it with a verdict.
 Send = Callable[[Any, Placement | Legs | None], None]
 Refuse = Callable[[Any, Verdict], None]
 
@@ -28,11 +28,11 @@ class Asking(Protocol):
     def session(self) -> str | None: ...
 
     def cap(self, tokens: int) -> None:
-        """Its answer is to have no more tokens than these."""
+        """Limit the answer to `tokens` tokens."""
 
 
 class Gate:
-    """One gateway's admission. `at`: call something at a time of the virtual clock."""
+    """The admission of one gateway; `at` schedules a call on the virtual clock."""
 
     def __init__(
         self, gateway: Gateway, admission: Admission, send: Send, refuse: Refuse, at: Callable[..., None]
@@ -43,12 +43,13 @@ class Gate:
         self._window = admission.rules.control_window
         self._until = self._window or 0.0
         self._control = Control(admission.classes.all, admission.observes)
-        self._refusals, self._late = Refusals(admission.refused), False  # late: in the last third of the window
+        self._refusals, self._late = Refusals(admission.refused), False  # late: the last third of the window has begun
         self.changes: list[tuple[float, Change]] = []
-        self._ttfts: dict[str, list[tuple[float, float]]] = {}  # of this window, by class: when, and seconds
+        self._ttfts: dict[str, list[tuple[float, float]]] = {}  # of this window, by class: (time, seconds)
         self._tpots: dict[str, list[tuple[float, float]]] = {}
 
     def ask(self, request: Asking, now: float) -> Ticket:
+        """Admit, queue or refuse a request and return its ticket."""
         self._look(now)
         turn = request.turn
         qos = self._classes.get(turn.qos) or self.admission.classes.last
@@ -59,7 +60,10 @@ class Gate:
         return ticket
 
     def drain(self, now: float) -> None:
-        """Send those whose turn it is, as far as there is room."""
+        """Send the requests at the heads of the queues as far as there is capacity.
+
+        Those past their deadline or displaced are refused, unless their class has further steps.
+        """
         self._look(now)
         admission = self.admission
         for ticket, verdict in admission.turned_out(now):
@@ -89,11 +93,13 @@ class Gate:
             self._send(request, gateway.commit(evaluation, request.turn, now))
 
     def first(self, ticket: Ticket, now: float) -> None:
+        """Note the first token of an admitted request."""
         self._look(now)
         self._ttfts.setdefault(ticket.qos.name, []).append((now, now - ticket.since))
         self.admission.first_token(ticket, now - ticket.since)
 
     def complete(self, ticket: Ticket, first: float, now: float, output: int) -> None:
+        """Note the end of an admitted request whose first token came at `first`, with `output` tokens."""
         self._look(now)
         tpot = (now - first) / (output - 1) if output > LEAST_OUTPUT else None
         if tpot is not None:
@@ -101,7 +107,7 @@ class Gate:
         self.admission.ended(ticket, first - ticket.since, tpot)
 
     def _look(self, now: float) -> None:
-        """Judge the windows that are over by now: while nothing happens nobody looks, and nobody asks."""
+        """Evaluate the control windows that have ended by now; called on each event, so there is no timer."""
         while self._window is not None and self._until <= now:
             until, lately = self._until, self._until - LATELY * self._window
             self._until += self._window
@@ -110,7 +116,7 @@ class Gate:
                 ttfts, tpots = self._ttfts.get(name, ()), self._tpots.get(name, ())
                 ttft, tpot = one.slo
                 window, end = [(_seen(ttfts, since, ttft), _seen(tpots, since, tpot), None) for since in (0.0, lately)]
-                if not self._late:  # nobody has asked since it began
+                if not self._late:  # no event since the last third began
                     self._refusals.last_third()
                     self._late = True
                 pressures[name] = pressure(one.slo, window, end, *self._refusals.of(name))

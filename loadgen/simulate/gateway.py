@@ -1,9 +1,9 @@
-"""One gateway of a simulated fleet: its map, its policy, its learned costs, and the load it knows of.
+"""A gateway of a simulated fleet: its map, policy, learned costs, and the load it knows of.
 
-Requests are placed by the Router that the gateway has, whole or in two legs. Each gateway gets the engines' events on
-its own connections, so each may miss others. What a lost batch held comes with the next one (its number shows the gap,
-and the gateway asks for a replay), or never, if losses go unseen. The gateway's rule for healing a map that is wrong is
-not here.
+Requests are placed by the real gateway's Router, whole or in two legs. Each gateway gets the engines' events on its own
+connections, so each may miss others. The content of a lost batch arrives with the next one (the gap in the numbers
+makes the gateway request a replay), or never if losses are unseen. The gateway's repair of a wrong map is not
+simulated.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ Events = list[Stored | Removed | Cleared]
 
 @dataclass(slots=True)
 class Legs:
-    """A request in two legs. `moved`: prompt tokens whose cache the decoder was taken to lack."""
+    """A request in two legs; `moved` is the number of prompt tokens whose KV cache the decoder was assumed to lack."""
 
     first: Placement
     second: Placement
@@ -57,9 +57,11 @@ class Legs:
 
 @dataclass(frozen=True, slots=True)
 class Wire:
-    """How an engine's events reach a gateway. `delay`: seconds from the end of their step; None: engines send none, and
-    caches are modelled. `loss`: share of batches that get lost; `unseen`: without a gap in their numbers. `tiers`:
-    whether they tell of slower tiers."""
+    """The way of an engine's events to a gateway.
+
+    `delay`: seconds from the end of their step; None: engines send no events, and gateways model the caches. `loss`:
+    share of batches lost; `unseen`: without a gap in their numbers. `tiers`: events cover slower tiers.
+    """
 
     delay: float | None = 0.005
     loss: float = 0.0
@@ -68,6 +70,8 @@ class Wire:
 
 
 class Gateway:
+    """A simulated gateway with the Router of the real one; replicas are indices."""
+
     def __init__(
         self,
         names: Sequence[str],
@@ -89,22 +93,22 @@ class Gateway:
         self.candidates = [self.router.add(name, index) for index, name in enumerate(names)]
         self.truth, self._size = truth, profiles[0].block_size
         self._wire, self._random, self._order = wire, random.Random(f"events {seed}").random, count()
-        # of its own: which events get lost must not decide which replica is chosen
+        # a generator of its own, so that lost events do not change the draws for the choice of replicas
         self._draw = random.Random(seed).random
         self._coming: list[tuple[float, int, int, Events]] = []
         self._lost: dict[int, Events] = {}
-        self._last = [0.0] * len(names)  # when the latest batch of each arrives: they keep their order
+        self._last = [0.0] * len(names)  # arrival of each replica's latest batch: batches keep their order
         self._be_up(list(range(len(names))))
 
     def place(
         self, turn: Turn, session: str | None, now: float, tried: tuple[int, ...] = (), stays_whole: bool = False
     ) -> Placement | Legs | None:
-        """None if no replica is left to try."""
+        """Place a request, whole or in two legs; None if no replica is left to try."""
         evaluation = self.evaluate(turn, session, now, tried)
         return None if evaluation is None else self.commit(evaluation, turn, now, tried, stays_whole)
 
     def evaluate(self, turn: Turn, session: str | None, now: float, tried: tuple[int, ...] = ()) -> Evaluation | None:
-        """None if no replica is left to try."""
+        """Evaluate the replicas for a request; None if none is left to try."""
         self._catch_up(now)
         taking, targets = self._taking, self._targets
         if tried:
@@ -121,7 +125,7 @@ class Gateway:
     def commit(
         self, evaluation: Evaluation, turn: Turn, now: float, tried: tuple[int, ...] = (), stays_whole: bool = False
     ) -> Placement | Legs:
-        """Place it as evaluated, or in two legs if they are better."""
+        """Place a request as evaluated, or in two legs if the leg rule prefers them."""
         chosen = evaluation.legs
         if not evaluation.settled and not stays_whole:
             chosen = two_legs.choose_among(
@@ -133,31 +137,31 @@ class Gateway:
         return self.router.commit(evaluation, now)
 
     def pairings(self, turn: Turn, tried: tuple[int, ...] = ()) -> list[Pairing]:
-        """Who may have legs of it."""
+        """Return the prefillers and decoders that could serve the request in two legs."""
         if not self.prefillers or (self._queue is not None and self._queue.is_full):
             return []
         return [(self._able(self.prefillers, turn, tried), self._able(self._decoders, turn, tried))]
 
     def _able(self, side: Sequence[int], turn: Turn, tried: tuple[int, ...]) -> list[Candidate]:
-        """Those of a side that were not tried and have room for a prompt and its answer."""
+        """Return the replicas of one side that were not tried and whose context fits prompt and answer."""
         needed = turn.tokens + (turn.max_tokens or 1)
         return [self.candidates[one] for one in side if one not in tried and self._contexts[one] >= needed]
 
     def computed_by(self, legs: Legs, index: int, now: float) -> None:
-        """Another prefiller than the one that was counted on is free first."""
+        """Move the first leg to prefiller `index`, which became free before the one it was counted on."""
         candidate = self.candidates[index]
         if legs.first.candidate is not candidate:
             self._catch_up(now)
             legs.first = two_legs.move_prefill(self.router, legs.first, candidate.replica, now)
 
     def handed_over(self, legs: Legs, now: float, cached: int) -> None:
-        """The prompt is computed, and kept for the decoder; the engine had found `cached` tokens of it."""
+        """Complete the first leg: the prompt is computed and kept; the engine had found `cached` tokens of it."""
         legs.kept_at = now
         self.first(legs.first, now)
         self.router.finish(legs.first, cached)
 
     def next_decoder(self, legs: Legs, turn: Turn, now: float, tried: tuple[int, ...]) -> bool:
-        """Have another one write the answer; False: nobody is left."""
+        """Choose another decoder for the second leg; return False if none is left."""
         able = [one for one in self._able(self._decoders, turn, tried) if one is not legs.first.candidate]
         candidate = two_legs.weigh_decoder(self.router, legs.first.demand, able, now)
         if candidate is None:
@@ -169,43 +173,51 @@ class Gateway:
         return True
 
     def transferred(self, legs: Legs, now: float) -> None:
-        """The second leg has its first token."""
+        """Learn from the transfer, at the first token of the second leg."""
         pair = legs.first.candidate.replica, legs.second.candidate.replica
         moving = two_legs.moving_seconds(legs.second, now - legs.sent_at)
         self.router.transfers.observe(*pair, legs.moved, moving, now)
 
     def transfer_failed(self, legs: Legs, now: float) -> None:
+        """Avoid this pair of prefiller and decoder for a while."""
         self.router.transfers.failed(legs.first.candidate.replica, legs.second.candidate.replica, now)
 
     def first(self, placement: Placement, now: float) -> None:
+        """Learn from the first token of a request or leg."""
         self.router.first_token(placement, now, now - placement.at)
 
     def came(self, placement: Placement, tokens: int) -> None:
+        """Note that a stream has advanced by `tokens` tokens."""
         self.router.came(placement, tokens)
 
     def pulled(self, placement: Placement, cached: int, now: float) -> None:
+        """Learn from a pull; `cached` is the number of prompt tokens that the engine found after it."""
         self.router.pulled(placement, cached, now)
 
     def complete(
         self, placement: Placement, seconds: float, output: int, cached: int | None, capped: bool = False
     ) -> None:
-        """All of the reply is out, `seconds` after its first token; the engine reports how much was `cached`. None:
-        nothing was predicted of that. Of one that was `capped` no length is learned."""
+        """Complete a reply that ended `seconds` after its first token.
+
+        `cached` is the number of prompt tokens that the engine found, None where nothing was predicted. No output
+        length is learned from a `capped` reply.
+        """
         per_token = seconds / (output - 1) if output > LEAST_OUTPUT else None
         self.router.finish(placement, cached, per_token, None if capped else output)
 
     def abandon(self, placement: Placement, computed: bool = True) -> None:
+        """Release a placement that did not complete; unless `computed`, withdraw the prediction of its blocks."""
         self.router.abandon(placement, computed)
 
     def session_finished(self, session: str) -> None:
-        """Its client says that it is over, for a policy that wants to know (`session_finished`)."""
+        """Notify the policy, if it has `session_finished`, that the client ended this session."""
         if (tell := getattr(self.router.policy, "session_finished", None)) is not None:
             tell(session)
 
     # --- replicas
 
     def lost(self, index: int) -> None:
-        """A replica is gone: every connection to it broke."""
+        """Remove a replica, as all connections to it broke."""
         self._be_up([one for one in self._up if one != index])
         self.holders.clear(index)
         self._coming = [batch for batch in self._coming if batch[2] != index]
@@ -214,6 +226,7 @@ class Gateway:
         self.router.lost(self.candidates[index].replica)
 
     def back(self, index: int) -> None:
+        """Add a replica that has come back."""
         self._be_up(sorted((*self._up, index)))
 
     def _be_up(self, up: list[int]) -> None:
@@ -225,7 +238,7 @@ class Gateway:
     # --- their events
 
     def told(self, index: int, when: float, events: Events) -> None:
-        """A step of this replica's, which ends at `when`, has these events."""
+        """Queue the events of a step that ends at `when`, subject to delay and loss."""
         wire = self._wire
         if wire.loss and self._random() < wire.loss:
             if not wire.unseen:
@@ -234,12 +247,12 @@ class Gateway:
         due = max(when + wire.delay, self._last[index])
         if index in self._lost:
             events = self._lost.pop(index) + events
-            due += wire.delay  # there and back
+            due += wire.delay  # round trip of the replay request
         self._last[index] = due
         heapq.heappush(self._coming, (due, next(self._order), index, events))
 
     def _catch_up(self, now: float) -> None:
-        """Put into the map what has arrived: nobody looks at it between two requests."""
+        """Apply the events that have arrived by now to the map."""
         coming, holders, tiers = self._coming, self.holders, self._wire.tiers
         while coming and coming[0][0] <= now:
             _, _, index, events = heapq.heappop(coming)

@@ -1,8 +1,8 @@
-"""Who holds which block, as a gateway's map has it, in the form that costs a simulation least.
+"""A map from block hashes to the replicas that hold them, in the form that costs a simulation least.
 
-Answers what `cachemap.CacheMap` answers (a test holds them together, event by event), from one dict: block hash ->
-a bit for each replica. A fleet's engines tell of few blocks at a time, for which the map's arrays take 40 us a call and
-a dict 0.2 us a block; it takes four times the memory, and has no budget to keep.
+It answers as `cachemap.CacheMap` does (a test compares them event by event), from one dict: block hash -> a bit per
+replica. Events of simulated engines have few blocks, for which the map's arrays take 40 us a call and a dict 0.2 us a
+block; the dict takes four times the memory, which is not bounded here.
 """
 
 from __future__ import annotations
@@ -17,21 +17,23 @@ from cachemap.table.routed import Routed
 
 
 class Holders:
-    """Replicas are indices. `capacities`: blocks of each; `observed`: they tell of their blocks, else their caches are
-    modelled."""
+    """The block map of one gateway; replicas are indices.
+
+    `capacities`: blocks of each replica. `observed`: replicas publish events; otherwise their caches are modelled.
+    """
 
     def __init__(self, capacities: Sequence[int], observed: bool) -> None:
         self._holders: dict[int, int] = {}
-        # of each: blocks it has several of, and how many beyond the first
+        # per replica: block -> copies beyond the first
         self._copies: list[dict[int, int]] = [{} for _ in capacities]
         self._routed = Routed(PREDICTED_SECONDS)
         self._models = [] if observed else [EngineModel(capacity) for capacity in capacities]
-        self._lower: dict[str, list[set[int]]] = {}  # by tier, of each: what events told
+        self._lower: dict[str, list[set[int]]] = {}  # by tier, per replica: blocks known from events
         self._none = [0] * len(capacities)
         self._last: tuple[list[int], list[int]] = ([], self._none)
 
     def match(self, hashes: list[int], now: float, most: int | None = None) -> Match:
-        """How many leading blocks each replica holds: for any reason, and by its events alone."""
+        """Return how many leading blocks each replica holds: in total, and confirmed by events alone."""
         if self._models:
             return Match([model.reach(hashes) for model in self._models], self._none, {})
         confirmed = self._confirmed(hashes)
@@ -43,7 +45,7 @@ class Holders:
         return Match(held, confirmed, self._in_lower_tiers(hashes, held) if self._lower else {})
 
     def _in_lower_tiers(self, hashes: list[int], held: list[int]) -> dict[int, list[tuple[str, int]]]:
-        """The runs behind what each holds."""
+        """Return, per replica, the runs in slower tiers that follow its leading blocks."""
         lower = {}
         for replica, start in enumerate(held):
             tiers = [(tier, blocks[replica]) for tier, blocks in self._lower.items()]
@@ -53,28 +55,28 @@ class Holders:
         return lower
 
     def last_below(self, replica: int, hashes: list[int], held: int) -> int | None:
-        """As `CacheMap.last_below`; none of its tiers has chunks that are found as a whole."""
+        """Return what `CacheMap.last_below` returns where no tier has chunks that are found only as a whole."""
         return 0 if any(hashes[-1] in blocks[replica] for blocks in self._lower.values()) else None
 
     def leading(self, tier: str, hashes: list[int]) -> list[int]:
-        """As `CacheMap.leading`."""
+        """Return what `CacheMap.leading` returns."""
         if tier not in self._lower:
             return self._none
         return [sum(1 for _ in takewhile(held.__contains__, hashes)) for held in self._lower[tier]]
 
     def holds_below(self, replica: int) -> bool:
-        """As `CacheMap.holds_below`."""
+        """Return what `CacheMap.holds_below` returns."""
         return any(blocks[replica] for blocks in self._lower.values())
 
     def drop(self, replica: int, drops: bool, to_end: bool = True) -> None:
-        """No simulated engine drops a block."""
+        """Do nothing: no simulated engine drops a block."""
 
     def drops(self, replica: int) -> bool:
         return False
 
     def _confirmed(self, hashes: list[int]) -> list[int]:
         lengths = self._none.copy()
-        masks = list(iter(map(self._holders.get, hashes).__next__, None))  # of the leading blocks that somebody holds
+        masks = list(iter(map(self._holders.get, hashes).__next__, None))  # of the leading blocks with a holder
         all_ = masks[0] if masks else 0
         for place, having in enumerate(masks):
             if having != all_ and having & all_ != all_:
@@ -88,8 +90,10 @@ class Holders:
         return lengths
 
     def _further(self, replica: int, hashes: list[int], known: int, reach: int) -> int:
-        """From where prediction ends, on over what is confirmed again; within what somebody holds without a gap, as in
-        the map."""
+        """Extend a predicted reach over confirmed blocks that follow it.
+
+        Stops, as the map does, at the first block that no replica holds.
+        """
         if known < reach < len(hashes) and self._holders.get(hashes[reach], 0) >> replica & 1:
             leading = next((place for place, block in enumerate(hashes) if block not in self._holders), len(hashes))
             while reach < leading and self._holders[hashes[reach]] >> replica & 1:
@@ -97,7 +101,10 @@ class Holders:
         return reach
 
     def expect(self, replica: int, hashes: list[int], now: float) -> int:
-        """Note that a prompt was just sent there, after `match` of the same. Return its number, for `take_back`."""
+        """Predict the blocks of a prompt just sent to `replica`, after `match` of the same `hashes`.
+
+        Returns the number of the prediction, for `take_back`.
+        """
         last, confirmed = self._last
         if self._models:
             self._models[replica].add(hashes)
@@ -106,14 +113,14 @@ class Holders:
         return 0
 
     def take_back(self, replica: int, hashes: list[int], held: int, number: int) -> None:
-        """It was not computed there."""
+        """Withdraw a prediction: the prompt was not computed there."""
         if self._models:
             self._models[replica].take_back(hashes, held)
         else:
             self._routed.take_back(replica, hashes, held, number)
 
     def learn(self, replica: int, hashes: list[int], predicted: int, reported: int) -> None:
-        """The engine told how many blocks of a prompt it had."""
+        """Learn from the number of blocks of a prompt that the engine reported as cached."""
         if self._models:
             self._models[replica].learn(predicted, reported)
 
@@ -129,7 +136,7 @@ class Holders:
 
     def store(self, replica: int, blocks: list[int]) -> None:
         holders, bit = self._holders, 1 << replica
-        if holders.keys().isdisjoint(blocks):  # nobody's yet, as most are: at the speed of C
+        if holders.keys().isdisjoint(blocks):  # fast path: no replica holds any of them, the usual case
             holders.update(dict.fromkeys(blocks, bit))
             return
         for block in blocks:
@@ -144,14 +151,14 @@ class Holders:
         if not copies.keys().isdisjoint(blocks):
             blocks = [block for block in blocks if not _fewer(copies, block)]
         had = list(map(holders.pop, blocks, repeat(0)))
-        if had.count(bit) < len(had):  # others have some of them
+        if had.count(bit) < len(had):  # other replicas hold some of them
             holders.update((block, left) for block, having in zip(blocks, had) if (left := having & ~bit))
             blocks = [block for block, having in zip(blocks, had) if having & bit]
         if blocks:
             self._routed.discard(replica, blocks)
 
     def clear(self, replica: int) -> None:
-        """It holds nothing: it is another incarnation."""
+        """Forget all blocks of a replica that restarted."""
         if self._models:
             self._models[replica].clear()
             return
@@ -164,7 +171,7 @@ class Holders:
 
 
 def _fewer(copies: dict[int, int], block: int) -> bool:
-    """One copy went; whether there are others."""
+    """Decrement the count of further copies of a block; return whether there was one."""
     if not (beyond := copies.pop(block, 0)):
         return False
     if beyond > 1:
@@ -172,6 +179,6 @@ def _fewer(copies: dict[int, int], block: int) -> bool:
     return True
 
 
-@lru_cache(4096)  # popular prefixes are held by the same replicas again and again
+@lru_cache(4096)  # popular prefixes give the same masks again and again
 def _bits(mask: int) -> tuple[int, ...]:
     return tuple(place for place in range(mask.bit_length()) if mask >> place & 1)

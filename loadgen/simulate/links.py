@@ -1,7 +1,7 @@
-"""Caches on their way from engine to engine, in virtual time.
+"""Transfers of KV caches between engines, in virtual time.
 
-An engine sends one cache at a time and receives one at a time, in the order in which they were asked for: its network
-card is the bottleneck. A transfer takes a fixed time, which holds up nobody, and its bytes by the bandwidth.
+An engine sends one cache at a time and receives one at a time, in the order of the requests: its network card is the
+bottleneck. A transfer takes a fixed latency, which delays no other transfer, plus its bytes divided by the bandwidth.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """How caches are moved. `lease`: seconds for which a prompt's cache is kept until another engine begins to read."""
+    """The network between engines; `lease`: seconds a prompt's cache is kept for another engine to begin to read it."""
 
     gbit_per_s: float = 100.0
     fixed: float = 0.010
@@ -20,7 +20,7 @@ class Network:
 
 
 class Transfer(NamedTuple):
-    """One transfer. `waited`: seconds until both network cards were free; `seconds` after that."""
+    """A transfer: `waited` seconds until both network cards were free, then `seconds`."""
 
     prefiller: int
     decoder: int
@@ -30,15 +30,19 @@ class Transfer(NamedTuple):
 
 
 class Links:
+    """The network cards of all engines, and the transfers over them."""
+
     def __init__(self, network: Network) -> None:
         self.network = network
         self.transfers: list[Transfer] = []  # all that began
-        self._sends: dict[int, float] = {}  # until when an engine is busy
+        self._sends: dict[int, float] = {}  # when the engine is free to send
         self._receives: dict[int, float] = {}
 
     def begin(self, prefiller: int, decoder: int, tokens: int, size: float, now: float, kept_at: float) -> float | None:
-        """Move so many tokens of `size` bytes each; returns when they are there. None: the lease would be over before
-        the transfer could begin."""
+        """Move `tokens` tokens of `size` bytes each and return when they have arrived.
+
+        Returns None if the lease, which began at `kept_at`, ends before the transfer can begin.
+        """
         begins = max(now, self._sends.get(prefiller, 0.0), self._receives.get(decoder, 0.0))
         if begins > kept_at + self.network.lease:
             return None

@@ -1,8 +1,8 @@
-"""Conversations as block hashes: what each request's prompt holds, and what the engine's reply adds to it.
+"""Block hashes of conversations: those of each request's prompt, and those that the reply adds.
 
-Spans become token ids by `synthetic`, the same that a live run sends. Text is rendered and tokenized as the bundled
-simulated model does it, message by message, which is exact for its template: a prompt there is the concatenation of its
-messages. A conversation is hashed as it grows: what was said is never hashed again.
+Spans become the token ids of `synthetic` that a live run sends. Text is rendered and tokenized message by message with
+the bundled simulated model, which is exact because its template concatenates the messages. A conversation is hashed
+incrementally: earlier messages are never hashed again.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from replicas.simulated.tokens import Tokens
 
 from .turns import Turn
 
-_OUR_REPLIES = 1 << 64  # above all hashes: blocks that hold some of a reply which nobody sends again
+_OUR_REPLIES = 1 << 64  # above all hashes: blocks with parts of a reply that no later prompt contains
 
 
 class Said(NamedTuple):
-    """A conversation so far: its full blocks' hashes, the bytes after them, and its length in tokens."""
+    """A conversation so far: the hashes of its full blocks, the bytes after them, and its length in tokens."""
 
     hashes: list[int] = []  # noqa: RUF012  never changed in place
     tail: bytes = b""
@@ -36,20 +36,26 @@ class Said(NamedTuple):
 
 
 class Prompts:
-    """`engine_replies`: what the engine says is what stands in the file, and so is found again in its cache; else the
-    file's reply is sent in the next prompt, as `loadgen run` does, and the engine's own is another one of
-    `max_tokens`."""
+    """Prompts of a load, as block hashes.
+
+    `engine_replies`: the engine's reply is the one in the file, so a later prompt finds it in the cache. Otherwise the
+    file's reply is sent in the next prompt, as `loadgen run` does, and the engine's own is another one of `max_tokens`
+    tokens.
+    """
 
     def __init__(self, block_size: int, salt: int, vocabulary: int, engine_replies: bool = False) -> None:
         self._size, self._salt, self._vocabulary = block_size, salt, vocabulary
         self._engine_replies = engine_replies
         self._seed = chain_seed("simulated", block_size)
         self._replies = 0
-        # system prompts come again and again; some hundred of 1,000 tokens are a megabyte
+        # system prompts recur; a few hundred of 1,000 tokens are a megabyte
         self._opening = lru_cache(256)(lambda span: self._more(Said(), self._tokens((span,))))
 
     def ask(self, said: Said, turn: Asked, extra: dict[str, object], goes_on: bool = True) -> tuple[Said, Turn]:
-        """The conversation with what this turn adds, and its request; `goes_on`: its reply stands in another prompt."""
+        """Return the conversation with the messages of this turn, and its request.
+
+        `goes_on`: the reply is part of a later prompt.
+        """
         text = any(not isinstance(message.get("content"), tuple) for message in turn.messages)
         said = self._with(said, turn, text, extra)
         prompt = self._more(said, self._model.assistant) if text else said
@@ -73,17 +79,17 @@ class Prompts:
         return self._more(said, self._tokens(spans))
 
     def says(self, turn: Asked) -> bool:
-        """Whether the engine's own reply stays in the conversation."""
+        """Return whether the engine's own reply stays in the conversation."""
         return self._engine_replies or turn.reply is None
 
     def answer(self, said: Said, turn: Asked) -> Said:
-        """The conversation with the reply that stays in it."""
+        """Return the conversation with the reply that stays in it."""
         return self._more(said, self._reply(turn, isinstance(turn.messages[-1].get("content"), str)))
 
     def _reply(self, turn: Asked, text: bool) -> np.ndarray:
         if turn.reply is not None:
             return self._ids([turn.reply], text, False, {})
-        # nobody has its words, so any do that are nobody else's
+        # the reply has no known text, so any unique tokens will do
         name = xxh3_64_intdigest(repr(turn.messages).encode()) | 1 << 63
         ids = self._tokens((Span((name,), turn.max_tokens, turn.max_tokens),))
         return np.concatenate((self._model.assistant, ids, self._model.end)) if text else ids
@@ -117,7 +123,7 @@ class Prompts:
 
 
 class _Model:
-    """The bundled model's template and tokenizer; loading takes a second, so only where there is text."""
+    """The bundled model's template and tokenizer; loading takes a second, so only loads with text do it."""
 
     def __init__(self) -> None:
         try:
@@ -129,7 +135,7 @@ class _Model:
         self.end = np.array([self._tokens.eos_id], np.uint32)
 
     def ids(self, messages: list[Message], first: bool, extra: dict[str, object]) -> np.ndarray:
-        """What these messages add to a prompt; the first ones also bring what stands at its begin."""
+        """Return the token ids that these messages add; the `first` ones include the start of the prompt."""
         return self._render(messages, tools=extra.get("tools")) if first else self._render(messages)[1:]
 
     def _render(self, messages: list[Message], add_generation_prompt: bool = False, **body: object) -> np.ndarray:

@@ -1,7 +1,7 @@
 """Lookup of routing policies and prefill/decode rules by name.
 
-The gateway's own are always found. The rules of other routers are in `bench.rules`, which only a checkout of the
-repository has: they serve comparisons, and the gateway never routes by them.
+The gateway's own are always available. The rules of other routers are in `bench.rules`, which only a checkout of the
+repository has; they serve comparisons only.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def _of_checkout() -> ModuleType | None:
     root = Path(__file__).parents[2]
     if not (root / "bench" / "rules").is_dir():
         return None
-    if str(root) not in sys.path:  # the program `loadgen` does not look for modules where its own sources are
+    if str(root) not in sys.path:  # the program `loadgen` does not have the checkout in its module path
         sys.path.append(str(root))
     return importlib.import_module("bench.rules")
 
@@ -36,20 +36,20 @@ def _of_checkout() -> ModuleType | None:
 OTHERS = _of_checkout()
 NAMES = (*policies.NAMES, *(OTHERS.NAMES if OTHERS else ()))
 LEG_NAMES = (*leg_rules.NAMES, *(OTHERS.LEG_NAMES if OTHERS else ()))
-# What to add where a name is not known, or the names are listed.
+# Added to the error about an unknown name, and to lists of names.
 HINT = "" if OTHERS else "; the rules of other routers are in a checkout of Hitherto, in bench/rules"
 
 
 def make(name: str, seed: int, truth: Truth | None) -> policies.Policy:
-    """Return the policy of this name, or of this file. Raises ValueError where there is none."""
+    """Return the policy of this name, or from this FILE:CLASS. Raises ValueError if there is none."""
     return OTHERS.make(name, seed, truth) if OTHERS else policies.make(name)
 
 
 def make_legs(text: str) -> tuple[LegRule, PrefillQueue | None]:
-    """Return the rule for legs of this name, and its queue. Raises ValueError where there is none."""
+    """Return the prefill/decode rule of this name and its queue, if it has one. Raises ValueError."""
     return OTHERS.make_legs(text) if OTHERS else (leg_rules.make_leg_rule(text), None)
 
 
 def truth_of(replicas: Sequence[Replica], now: Callable[[], float]) -> Truth | None:
-    """Return what the oracles among the rules see of the engines."""
+    """Return the engines' true state for the oracle policies, or None without a checkout."""
     return OTHERS.Truth(replicas, now) if OTHERS else None

@@ -1,4 +1,4 @@
-"""A whole workload on the virtual clock: what `drive` does on the wall's, with records of the same kind."""
+"""A workload on the virtual clock: the counterpart of `drive.run`, with the same kind of records."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .turns import Record
 
 @dataclass(frozen=True, slots=True)
 class Outage:
-    """A replica that is lost at a second of the run, and back at another; None: it stays away."""
+    """The loss of replica `replica` at second `at` of the run, until second `until`; None: for good."""
 
     replica: int
     at: float
@@ -32,12 +32,12 @@ class Outage:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A fleet, and how it is asked. The same setting and workload give the same outcome."""
+    """A fleet and how it is loaded; the same setting and workload give the same outcome."""
 
     policy: str
-    profiles: Sequence[Profile]  # one a replica
+    profiles: Sequence[Profile]  # one per replica
     seed: int = 0
-    gateways: int = 1  # requests come to them at random
+    gateways: int = 1  # requests are spread over them at random
     shared_ledger: bool = True  # gateways know each other's load, as with Redis
     event_delay: float | None = 0.005  # seconds from the end of a step to the map; None: engines without events
     event_loss: float = 0.0  # share of event batches lost on the way to each gateway
@@ -48,18 +48,18 @@ class Setting:
     vocabulary: int = synthetic.VOCABULARY
     users: int | None = None  # closed loop
     max_concurrency: int | None = None
-    tiers_known: bool = True  # engines tell of what they hold in slower tiers
-    admission: str | None = None  # what happens while all engines are full, as the gateway's `when_full`; None: nothing
-    slo: Slo = NO_LIMITS  # that requests are admitted by
-    roles: Sequence[str] | None = None  # one a replica; None: nobody has one
-    legs: str = "seconds"  # the rule for two legs, of those in `policies.leg_rules`
+    tiers_known: bool = True  # events cover slower tiers
+    admission: str | None = None  # while all engines are full, as the gateway's `when_full`; None: no admission
+    slo: Slo = NO_LIMITS  # limits by which requests are admitted
+    roles: Sequence[str] | None = None  # one per replica; None: no roles
+    legs: str = "seconds"  # the prefill/decode rule, see `rules.make_legs`
     network: Network = field(default_factory=Network)
     timed: bool = False  # keep the times between tokens
     pulls: bool = False  # replicas fetch prompts from one another's host memory
 
     @property
     def admitting(self) -> Callable[[Gateway], Admission] | None:
-        """Makes what says for a gateway when its requests are sent."""
+        """A function that makes a gateway's admission, or None without admission."""
         if self.admission is None:
             return None
         classes, rules = Classes((QosClass("default", slo=self.slo),)), Rules((self.admission,))
@@ -67,14 +67,14 @@ class Setting:
 
 
 class Outcome(records.Load):
-    """Result of a simulated load, in the form of a real one. Time is virtual: the generator is never late or busy."""
+    """The result of a simulated load, in the form of a real one; times are virtual, so no request is sent late."""
 
-    replicas: Sequence[str] = ()  # all there are, also those that are never chosen
+    replicas: Sequence[str] = ()  # all replicas, including those never chosen
     transfers: Sequence[Transfer] = ()
 
 
 def simulate(workload: Workload, setting: Setting) -> Outcome:
-    """Play it to the end."""
+    """Play the workload to its end and return the outcome."""
     fleet = Fleet(
         setting.profiles,
         setting.policy,
@@ -99,7 +99,7 @@ def simulate(workload: Workload, setting: Setting) -> Outcome:
             fleet.at(outage.until, fleet.restore, outage.replica)
     player = _Player(workload, setting, fleet)
     gc.collect()
-    gc.freeze()  # nothing here is cyclic, and looking for what is takes a third of the time
+    gc.freeze()  # there are no cycles here, and searching for them takes a third of the time
     collecting = gc.isenabled()
     gc.disable()
     try:
@@ -111,7 +111,7 @@ def simulate(workload: Workload, setting: Setting) -> Outcome:
 
 
 class _Player:
-    """Sends each conversation's turns when they are due, as `drive.Run` does."""
+    """A player of conversations: sends each one's turns when they are due, as `drive.run.Run` does."""
 
     def __init__(self, workload: Workload, setting: Setting, fleet: Fleet) -> None:
         self.workload, self.fleet = workload, fleet
@@ -139,7 +139,7 @@ class _Player:
             self.fleet.at(self.fleet.now, self._converse, self.new.popleft(), 0, Said(), self._next_user)
 
     def _converse(self, conversation: Conversation, number: int, said: Said, then: Callable[[], None] | None) -> None:
-        """Send a turn now, and what follows from its answer later; `then` is called when the conversation is over."""
+        """Send a turn, or queue it under `max_concurrency`; `then` is called when the conversation is over."""
         due = self.fleet.now
         if self.room is None:
             self._send(conversation, number, said, due, then)
@@ -172,7 +172,7 @@ class _Player:
         fleet, turn, following = self.fleet, conversation.turns[number], number + 1
         goes_on = following < len(conversation.turns)
         if record.error and self.prompts.says(turn):
-            goes_on = False  # there is no reply to go on from
+            goes_on = False  # without a reply the conversation cannot continue
         elif goes_on or turn.forks:
             said = self.prompts.answer(said, turn)
             for fork in turn.forks:
@@ -188,7 +188,7 @@ class _Player:
 
 
 def _told(record: Record, conversation: str, number: int, due: float, fleet: Fleet) -> records.Record:
-    """As a client and its gateway would tell of it."""
+    """Return the record that a client behind the gateway would have made."""
     answered = record.error is None
     return records.Record(
         conversation,

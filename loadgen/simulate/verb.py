@@ -1,4 +1,4 @@
-"""`loadgen simulate`: a workload on a fleet that exists on the virtual clock alone, once for each policy."""
+"""`loadgen simulate`: a workload on a simulated fleet in virtual time, once per policy."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _WRITTEN = ("--json", "--result-filename", "--html", "--png", "--csv")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.set_defaults(backend="openai-chat")  # nothing is asked over HTTP: any load will do, and any reply
+    parser.set_defaults(backend="openai-chat")  # no HTTP is involved, so any load and any kind of reply will do
     group = parser.add_argument_group("fleet")
     options.flags(
         group,
@@ -109,7 +109,7 @@ def _outage(text: str) -> Outage:
 
 
 def fleet_of(args: argparse.Namespace) -> tuple[list[Profile], list[str] | None]:
-    """The engines' profiles, and their roles if there are pools. Raises BadOption."""
+    """Return the engines' profiles, and their roles if there are pools. Raises BadOption."""
     changes = {"num_blocks": args.num_blocks, "cpu_blocks": args.cpu_blocks}
     if args.pools is not None:
         if args.replicas is not None or args.speeds is not None:
@@ -138,7 +138,7 @@ def fleet_of(args: argparse.Namespace) -> tuple[list[Profile], list[str] | None]
 
 
 def settings(args: argparse.Namespace) -> dict[str, Setting]:
-    """By policy. Raises BadOption."""
+    """Return the setting of each policy. Raises BadOption."""
     engines, roles = fleet_of(args)
     for outage in args.outage:
         if outage.replica >= len(engines):
@@ -183,7 +183,7 @@ def settings(args: argparse.Namespace) -> dict[str, Setting]:
 
 
 def _limits(args: argparse.Namespace) -> Slo:
-    """What requests are admitted by. Raises BadOption."""
+    """Return the limits by which requests are admitted. Raises BadOption."""
     if args.admission is None:
         return NO_LIMITS
     given = files.slo(args)
@@ -225,7 +225,7 @@ def play_seed(
     records: dict[str, list[Record]],
     loads: list[dict[str, object]],
 ) -> None:
-    """Add the load of one seed, and the report and the records of each policy under it."""
+    """Play the load of one seed under each policy; add its description, reports and records."""
     fleets, work, began = settings(args), datasets.workload(args), perf_counter()
     limits.set_limits(work.conversations, args.client_max_tokens, args.seed)
     if not loads:
@@ -250,7 +250,7 @@ def play_seed(
 
 
 def faster_by_size(args: argparse.Namespace, fleet: Setting) -> list[str]:
-    """That another number of blocks than a profile's own changes how fast its engines are."""
+    """Return a note if `--num-blocks` changes the speed of the engines' profiles, else nothing."""
     names = sorted({profile.name for profile in fleet.profiles if profile.times_by_share})
     if args.num_blocks is None or not names:
         return []
@@ -262,7 +262,7 @@ def faster_by_size(args: argparse.Namespace, fleet: Setting) -> list[str]:
 
 @contextmanager
 def interruptible(console: Console) -> Iterator[None]:
-    """Ctrl-C ends what is within: nothing there waits for the event loop, which would only cancel what waits."""
+    """Make Ctrl-C end the block at once; the event loop could not, as a simulation never returns to it."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         yield
@@ -273,7 +273,7 @@ def interruptible(console: Console) -> Iterator[None]:
 
 
 def legs_of(outcome: Outcome) -> dict[str, object]:
-    """How many requests had two legs, and what their transfers took."""
+    """Return how many requests had two legs, and what their transfers took."""
     moved = outcome.transfers
     return {
         "requests": len(moved),
@@ -285,7 +285,7 @@ def legs_of(outcome: Outcome) -> dict[str, object]:
 
 
 def played(work: Workload, fleets: Sequence[Setting], processes: int):
-    """The outcomes in order, as they come; several at a time where there are processes for it."""
+    """Yield the outcomes in order as they are ready, computed in `processes` processes."""
     if min(processes, len(fleets)) < 2:
         yield from (simulate(work, fleet) for fleet in fleets)
         return
@@ -296,7 +296,7 @@ def played(work: Workload, fleets: Sequence[Setting], processes: int):
                 yield outcome
         except KeyboardInterrupt:
             for worker in pool._processes.values():
-                worker.terminate()  # or leaving would wait for what nobody wants any more
+                worker.terminate()  # otherwise leaving the pool would wait for the remaining simulations
             raise
 
 
@@ -310,12 +310,12 @@ def _share(work: Workload) -> None:
 
 def _simulate_shared(fleet: Setting) -> Outcome:
     outcome = simulate(_shared[0], fleet)
-    outcome.conversations = ()  # the parent has them; they would go through a pipe
+    outcome.conversations = ()  # the parent has them; leave them out of the pipe
     return outcome
 
 
 def described(args: argparse.Namespace, fleet: Setting) -> dict[str, object]:
-    """The fleet, for the record."""
+    """Return the description of the fleet for the report."""
     profile = fleet.profiles[0]
     return {
         "replicas": len(fleet.profiles),
@@ -340,7 +340,7 @@ def described(args: argparse.Namespace, fleet: Setting) -> dict[str, object]:
 
 
 def asked(argv: Sequence[str]) -> list[str]:
-    """The command without where its results went: the same figures are the same bytes, whatever the file's name."""
+    """Return the command line without output flags, so that equal figures are equal bytes whatever the file names."""
     kept, skip = [], False
     for word in argv:
         if not skip and word.split("=")[0] not in _WRITTEN:

@@ -1,1 +1,1 @@
-"""What became of a load: figures, tables and sentences, the view of a run that goes on, and files."""
+"""Results of a load: figures, tables and sentences, the live view of a run, and files."""

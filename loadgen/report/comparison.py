@@ -1,4 +1,4 @@
-"""Two results put against each other in plain sentences; says "worse" as readily as "better"."""
+"""Comparison of two results in plain sentences, on what got worse as well as on what got better."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _NAMED = 3  # figures in a sentence; the table has all of them
 def comparison(name: str, report: Report, base_name: str, base: Report) -> list[str]:
     """Return sentences on what got worse and better with `report`, and one that counts all changes.
 
-    Where the two did not answer the same requests, the one sentence there is says so.
+    Where the two did not answer the same requests, return one sentence that says so.
     """
     if void_because({base_name: base, name: report}):
         said = f"{name} cannot be compared with {base_name}: they did not answer the same requests"
@@ -33,18 +33,18 @@ def comparison(name: str, report: Report, base_name: str, base: Report) -> list[
 
 
 def largest(changed: Sequence[str]) -> str:
-    """Join the first few of the figures that changed, and say how many more there are."""
+    """Join the first few of the changed figures, and append how many more there are."""
     more = len(changed) - _NAMED
     return "; ".join((*changed[:_NAMED], *([f"{more} more in the table"] if more > 0 else ()))) or "nothing"
 
 
 def counted(found: Mapping[Verdict, Sequence[str]]) -> str:
-    """Say how many figures got better, got worse and stayed."""
+    """Return how many figures got better, got worse and stayed the same, as a phrase."""
     return ", ".join(f"{len(found[one])} {one.value}" for one in (Verdict.BETTER, Verdict.WORSE, Verdict.SAME))
 
 
 def changes(report: Report, base: Report) -> dict[Verdict, list[str]]:
-    """Return every figure that has a better and a worse, by what became of it since `base`; the largest changes first.
+    """Return the figures that have a better direction, by verdict against `base`, the largest changes first.
 
     A change is as large as the ratio of the two figures, and largest where one of them is 0.
     """
@@ -65,8 +65,7 @@ def changes(report: Report, base: Report) -> dict[Verdict, list[str]]:
 
 
 def _told_apart(row: Row, new: float, old: float) -> tuple[str, str]:
-    """Both figures as they are shown, with a digit more where they would read the same: over several seeds little is
-    sure, too."""
+    """Return both figures as they are shown, in milliseconds with more digits where they would read the same."""
     shown = row.form(new), row.form(old)
     if shown[0] != shown[1] or new == old or row.form is not show.milliseconds:
         return shown
@@ -74,8 +73,11 @@ def _told_apart(row: Row, new: float, old: float) -> tuple[str, str]:
 
 
 def change(row: Row, old: float, new: float) -> str:
-    """By how much a figure differs; of shares in points, which add up with the figures as they are shown, and nothing
-    where the old one is 0."""
+    """Return by how much a figure differs.
+
+    Shares differ in points, computed from the rounded figures that are shown; other figures in percent, or "" where the
+    old one is 0.
+    """
     if row.form is show.percent:
         return f"{_signed(round(new * 100, 1) - round(old * 100, 1), 1)} points"
     return f"{_signed((new - old) / old * 100, 0)} %" if old else ""
@@ -86,11 +88,11 @@ def _signed(value: float, digits: int) -> str:
 
 
 def void_because(reports: Reports) -> str | None:
-    """Return why the targets' figures cannot be compared, or None: their figures are of the requests that each
-    answered.
+    """Return why the targets' figures cannot be compared, or None.
 
-    A difference of at most 1 % of the requests moves no figure that a single run can tell, and the errors are in the
-    report. An interrupted run is cut where the user cut it, and says so itself.
+    Each target's figures describe the requests it answered, so the targets must have answered the same ones. A
+    difference of at most 1 % of the requests is tolerated: it moves no figure noticeably, and the errors are in the
+    report. Interrupted runs are not judged, because the user cut them.
     """
     if any(report["interrupted"] for report in reports.values()):
         return None
@@ -104,14 +106,14 @@ def void_because(reports: Reports) -> str | None:
 
 
 def print_comparison(console: Console, reports: Reports) -> None:
-    """Print all there is to say of targets measured under the same load."""
+    """Print table, ratios and troubles of targets measured under the same load."""
     print_table(console, reports)
     say_ratios(console, reports)
     show.print_troubles(console, reports)
 
 
 def print_table(console: Console, reports: Reports, rows: Sequence[Row] | None = None) -> None:
-    """Print the targets' figures next to each other, and of each why it answered fewer requests than were offered."""
+    """Print the targets' figures next to each other, and why each answered fewer requests than were offered."""
     console.print(show.comparison_table(reports, rows))
     same = len(offers := {rates.offered(report) for report in reports.values()}) == 1
     if same and offers != {""}:
@@ -121,7 +123,7 @@ def print_table(console: Console, reports: Reports, rows: Sequence[Row] | None =
 
 
 def say_ratios(console: Console, reports: Reports) -> None:
-    """What got worse with every later target than with the first, and loudly if they did not do the same work."""
+    """Print what got worse and better with each later target against the first, or that the comparison is void."""
     if void := void_because(reports):
         console.print(f"\n[bold red]This comparison is void:[/] {void}. The figures of each are of what it answered.")
     (base_name, base), *others = reports.items()
@@ -133,7 +135,7 @@ def say_ratios(console: Console, reports: Reports) -> None:
 
 
 def how_sure(reports: Reports) -> str:
-    """One sentence on what counts as a difference."""
+    """Return a sentence on what counts as a difference."""
     runs = min(len(report.get("by_seed") or [report]) for report in reports.values())
     if runs >= noise.ENOUGH_SEEDS:
         return f"Better and worse mean that the ranges over the seeds ({runs} each) do not overlap."

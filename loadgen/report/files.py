@@ -1,9 +1,7 @@
-"""Reports as files, and the flags that ask for them: a page and plots for people, a line per request for whoever
-computes on.
+"""Report files and their flags: JSON figures, an HTML page, plots, and a CSV line per request.
 
-All come from the same two dictionaries by target or policy, its report (`report.summarise`) and its records, whether
-they were measured or simulated. matplotlib, an extra of the project, is loaded only when something is
-drawn; without it a page has its tables alone.
+All are made from two dictionaries by target or policy, reports (`summary.summarise`) and records, measured or
+simulated. matplotlib, an optional dependency, is imported only to draw; without it the page has only its tables.
 """
 
 from __future__ import annotations
@@ -51,7 +49,7 @@ def add_report(parser: argparse.ArgumentParser) -> None:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Find out before a run, not after it, what is wrong. Raises BadOption."""
+    """Check the flags before a run. Raises BadOption."""
     slo(args)
     for kind in ("json", "html", "png", "csv"):
         check_writable(getattr(args, kind), f"--{kind}")
@@ -60,7 +58,7 @@ def check(args: argparse.Namespace) -> None:
 
 
 def slo(args: argparse.Namespace) -> dict[str, float] | None:
-    """Raises BadOption."""
+    """Return the SLO limits of the flags in milliseconds, or None. Raises BadOption."""
     try:
         return parse_slo(" ".join(args.slo)) if args.slo else None
     except BadOption as error:
@@ -68,7 +66,7 @@ def slo(args: argparse.Namespace) -> dict[str, float] | None:
 
 
 def check_writable(path: Path | None, flag: str = "--json") -> None:
-    """Raises BadOption when a flag names a place that can't be written."""
+    """Check that the file of a flag can be written. Raises BadOption."""
     if path is None or str(path) == "-":
         return
     real = Path(os.path.realpath(path))  # a link only where links form a loop
@@ -101,10 +99,9 @@ def write(
     console: Console,
     about: Mapping[str, object] | None = None,
 ) -> None:
-    """Write whatever was asked for: `figures` as JSON, the rest from reports and records by the name of target or
-    policy.
+    """Write the requested files: `figures` as JSON, the others from reports and records by target or policy.
 
-    `about` has the `setting` and the `workload` where they are not in the reports themselves.
+    `about` has the `setting` and the `workload` where the reports do not have them.
     """
     write_json(args.json, figures, console)
     if args.html or args.png:
@@ -123,8 +120,8 @@ def can_draw() -> bool:
 def draw(reports: Reports, records: Records, about: Mapping[str, object], html: Path | None, png: Path | None) -> None:
     """Write the page, the sheet of plots, or both.
 
-    `about` has the `setting` and the `workload`, of a sweep (`loadgen.sweep`) its `sweep`, of a plan (`hitherto plan`)
-    its `plan`; without the first two those of the first report are taken.
+    `about` has the `setting` and the `workload` (default: those of the first report), for `loadgen sweep` its `sweep`
+    and for `hitherto plan` its `plan`.
     """
     from loadgen.report import page
 
@@ -162,7 +159,7 @@ def _title(reports: Reports, about: Mapping[str, object]) -> str:
 
 
 def write_csv(path: Path, records: Records) -> None:
-    """A line per request in the order of sending; what is not known is left empty."""
+    """Write a line per request in the order of sending; unknown values are empty."""
     with path.open("w", encoding="utf-8", newline="") as file:
         table = csv.writer(file)
         table.writerow(COLUMNS)

@@ -1,4 +1,4 @@
-"""Whether two figures differ by more than runs of one and the same thing do."""
+"""The decision whether two figures differ by more than repeated runs of the same setup do."""
 
 from __future__ import annotations
 
@@ -9,55 +9,60 @@ from typing import NamedTuple
 from loadgen.report import seeds
 from loadgen.report.summary import Report
 
-ENOUGH_SEEDS = 3  # from so many on the range over the seeds says what is noise
+ENOUGH_SEEDS = 3  # with this many, the range over the seeds measures the noise
 SAME = 0.05  # of a figure: smaller differences between single runs are noise
 SAME_TAIL = 0.2  # of a percentile from p90 on, which few requests make
 SAME_SHARE = 0.01  # of all tokens or requests
-_LEAST = 0.01  # of a figure: nobody acts on less, however sure it is
+_LEAST = 0.01  # of a figure: smaller differences do not matter, however certain
 
 
 class Verdict(enum.Enum):
+    """The outcome of comparing one figure; the values are words for tables."""
+
     BETTER = "better"
     WORSE = "worse"
     SAME = "about the same"
-    NEITHER = "neither is better"  # or one of the two does not know it
+    NEITHER = "neither is better"  # or the figure is missing on one side
 
 
 def of_itself(value: float, report: Report) -> float:
+    """Return the noise of a figure that varies in proportion to its value."""
     return SAME * abs(value)
 
 
 def of_share(value: float, report: Report) -> float:
+    """Return the noise of a share of tokens or requests."""
     return SAME_SHARE
 
 
 def of_requests(value: float, report: Report) -> float:
+    """Return the noise of a number of requests."""
     return SAME_SHARE * report["requests"]
 
 
 def of_latency(name: str) -> Callable[[float, Report], float]:
-    """`name`: mean, p50, p99 ..."""
+    """Return the noise of a latency figure, by its `name`: mean, p50, p99 ..."""
     tail = name.startswith("p") and float(name[1:]) >= 90
     return lambda value, report: (SAME_TAIL if tail else SAME) * value
 
 
 class Row(NamedTuple):
-    """One figure in a comparison."""
+    """A figure in a comparison."""
 
     label: str
     read: Callable[[Report], float | None]
     form: Callable[[float], str]
     better: Callable | None = None  # min or max; None: neither is better
     least: Callable[[float, Report], float] = of_itself  # the smallest difference that is no noise
-    said: str = ""  # what it is called in a sentence, where that is not its label
+    said: str = ""  # its name in a sentence, where that is not its label
 
 
 def judged(row: Row, report: Report, base: Report) -> Verdict:
-    """Return what became of one figure since `base`.
+    """Return the verdict on one figure against `base`.
 
-    With three seeds or more on both sides a difference counts where the ranges over the seeds do not overlap: of 3 and
-    3 seeds of one and the same thing one pair in ten is so far apart, of 5 and 5 one in 126. With fewer it counts from
-    a fixed part of the figure on.
+    With at least three seeds on both sides, a difference counts if the ranges over the seeds do not overlap: with equal
+    setups this happens for one pair in ten with 3 seeds each, and for one in 126 with 5. With fewer seeds it counts
+    from a fixed share of the figure on.
     """
     new, old = seeds.mean(report, row.read), seeds.mean(base, row.read)
     if row.better is None or new is None or old is None:

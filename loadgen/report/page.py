@@ -1,4 +1,4 @@
-"""The report as one HTML file that needs nothing else: tables, plots, and how it was made."""
+"""The report as one self-contained HTML file: tables, plots, and how it was made."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from loadgen.report import comparison, rates, show
 from loadgen.report.summary import Report, Reports
 from loadgen.report.tables import Cell, Grid
 
-_MOST_REPLICAS = 24  # that are told one by one without being asked for
+_MOST_REPLICAS = 24  # more are listed only on demand
 _ENVIRONMENT = jinja2.Environment(
     autoescape=True, trim_blocks=True, lstrip_blocks=True, loader=jinja2.FileSystemLoader(Path(__file__).parent)
 )
@@ -25,8 +25,11 @@ def page(
     about: Mapping[str, object],
     drawable: bool,
 ) -> str:
-    """Return the page. `drawn` has a `plots.Line` for each target and `figures` are `plots.Plot`s, both empty where
-    plots are not `drawable`: the page then says how to get them. `about` is that of `files.draw`."""
+    """Return the page as HTML.
+
+    `drawn` has a `plots.Line` per target and `figures` are `plots.Plot`s; both are empty where plots are not
+    `drawable`, and the page then explains how to get them. `about` is that of `files.draw`.
+    """
     first, alone, swept = next(iter(reports.values())), len(reports) == 1, "sweep" in about
     return _ENVIRONMENT.get_template("page.html").render(
         title=title,
@@ -53,13 +56,13 @@ def _of(name: str, alone: bool) -> str:
 
 
 def _made(about: Mapping[str, object]) -> dict[str, object]:
-    """What was set, of the load and of a simulated fleet."""
+    """Return the settings of the load and of a simulated fleet that are set."""
     known = {**(about.get("workload") or {}), **(about.get("fleet") or {})}
     return {key: value for key, value in known.items() if value not in (None, [], "") and key != "notes"}
 
 
 def _tiles(report: Report) -> Iterator[tuple[str, str, str]]:
-    """(name, figure, what it is about) of a single run."""
+    """Yield (name, figure, explanation) for the tiles of a single run."""
     cache, goodput, asked = report["cache"], report["goodput"], report["requests"] + report["not_sent"]
     yield (
         "answered",
@@ -85,7 +88,7 @@ def _sentences(reports: Reports) -> Iterator[list[str]]:
 
 
 def _replicas(reports: Reports) -> Iterator[tuple[str, Grid, bool]]:
-    """Per target that names its replicas: a title, a row for each, and whether they are shown unasked."""
+    """Yield a title, a row per replica and whether the table starts open, for each target that names its replicas."""
     heads = ("replica", "", "requests", "failed", "prompt tokens", "computed", "hit rate")
     for name, report in reports.items():
         found = report["replicas"]

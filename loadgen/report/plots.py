@@ -1,6 +1,6 @@
-"""The plots of a report, each drawn once for the page (SVG, in the page's own colours) and for `--png`.
+"""The plots of a report, drawn for the page (SVG in the colours of the page) and for `--png`.
 
-Every target or policy has one colour in all of them. Times start when a run's first request was due.
+A target or policy has the same colour in all plots. Times count from when the first request of a run was due.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from loadgen.drive.records import Record
 from loadgen.report.shares import percent
 from loadgen.report.summary import Records, Reports, began
 
-_SIZE = (5.2, 3.1)  # inches, of one plot; with letters of 10.5 points a page reads on a phone, too
-# 3:1 on white and on black
+_SIZE = (5.2, 3.1)  # inches, of one plot; with 10.5-point letters it is legible on a phone
+# Each has a contrast of at least 3:1 on white and on black.
 _COLOURS = ("#12907f", "#d97a1e", "#5a76d8", "#c34f86", "#7d962c", "#8d62c9", "#3f9cc4", "#a9703d")
 _DASHES = ("-", (0, (4, 1.6)), (0, (1.2, 1.4)), (0, (6, 1.6, 1.2, 1.6)))
 _DASHED = (0, (4, 3))  # a limit
-_WINDOW_REQUESTS = 25  # a window of time has about so many requests, or its figures are noise
+_WINDOW_REQUESTS = 25  # per window of time; with fewer its figures are noise
 _MOST_WINDOWS, _FEWER_WINDOWS = 60, 24  # fewer where many lines cross
 _MANY = 5  # targets
 _NAMED_ROWS = 16
-_SHADE = 0.6  # power by which colour follows load, so that an even load, far below the highest peak, is still seen
-_MOST_STEPS = 500  # of a distribution; more are finer than the plot
-_LEAST_MS = 1e-3  # a logarithmic axis knows no 0, a virtual clock does
-_MOST_POINTS = 1500  # of a target in a scatter plot
+_SHADE = 0.6  # exponent of opacity over load; below 1, so that loads far below the peak remain visible
+_MOST_STEPS = 500  # of a distribution; more are not visible
+_LEAST_MS = 1e-3  # a logarithmic axis has no 0, but a virtual clock does
+_MOST_POINTS = 1500  # per target in a scatter plot
 _LOOK = {
     "font.size": 10.5,
     "font.family": "sans-serif",
@@ -68,7 +68,7 @@ def _thousands(value: float, _: object = None) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Ink:
-    """Colours of what is not data."""
+    """Colours of text, labels and axes."""
 
     text: str
     soft: str
@@ -76,18 +76,20 @@ class Ink:
 
 
 _PAPER = Ink("#17201e", "#66716e", "#dfe3dd")
-_PAGE = Ink("#010203", "#010204", "#010205")  # nothing else has these; the page's own colours take their place
+_PAGE = Ink("#010203", "#010204", "#010205")  # unique placeholders, replaced by the page's colours
 _VARIABLES = {_PAGE.text: "var(--text)", _PAGE.soft: "var(--soft)", _PAGE.line: "var(--line)"}
 
 
 @dataclass(frozen=True, slots=True)
 class Plot:
+    """A plot; `draw` draws it onto axes in the colours of `Ink`."""
+
     title: str
     caption: str
     draw: Callable[[Axes, Ink], None]
 
     def svg(self) -> str:
-        """The plot as an element of a page."""
+        """Return the plot as an SVG element for the page."""
         with matplotlib.rc_context({**_LOOK, "svg.hashsalt": self.title}):
             figure = Figure(_SIZE, layout="constrained")
             _panel(self, figure.add_subplot(), _PAGE)
@@ -101,7 +103,7 @@ class Plot:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """How a target is drawn: one of eight colours, dashed where there are more targets than that."""
+    """The line style of a target: one of eight colours, dashed where there are more targets than that."""
 
     colour: str
     dash: object
@@ -112,7 +114,7 @@ class Line:
 
 
 def lines(names: Iterable[str], ordered: bool = False) -> dict[str, Line]:
-    """A line by name; names that are `ordered` go from light to dark instead."""
+    """Return a line style per name; where names are `ordered`, colours go from light to dark."""
     names = list(names)
     if ordered:
         shades = matplotlib.colormaps["viridis_r"](np.linspace(0.12, 0.76, max(len(names), 2)))
@@ -124,7 +126,7 @@ def lines(names: Iterable[str], ordered: bool = False) -> dict[str, Line]:
 
 
 def of_runs(reports: Reports, records: Records, drawn: Mapping[str, Line]) -> list[Plot]:
-    """Return the plots that these runs have data for."""
+    """Return the plots for which these runs have data."""
 
     def those(keep: Callable[[Record], object], among: Records = records) -> Records:
         return {name: [record for record in done if keep(record)] for name, done in among.items()}
@@ -201,7 +203,7 @@ def _distribution(
 
 
 def _ttft(percentile: float, window: Sequence[Record]) -> float:
-    """In ms; NaN where nothing was answered."""
+    """Return a percentile of TTFT in ms; NaN where nothing was answered."""
     times = [record.ttft * 1000 for record in window if record.ttft is not None]
     return float(np.percentile(times or [np.nan], percentile))
 
@@ -219,7 +221,7 @@ def _over_time(
     form: Callable[[float, object], str],
     upper: Callable[[Sequence[Record]], float] | None = None,
 ) -> Plot | None:
-    """`upper`: a figure up to which a band reaches from `figure`."""
+    """Plot `figure` over time; `upper` is the upper end of a band above it."""
     most = _FEWER_WINDOWS if len(records) >= _MANY else _MOST_WINDOWS
     series = {name: _windows(done, figure, most) for name, done in records.items() if len(done) > 1}
     bands = {name: _windows(records[name], upper, most)[1] for name in series} if upper else {}
@@ -242,7 +244,7 @@ def _over_time(
 def _windows(
     records: Sequence[Record], figure: Callable[[Sequence[Record]], float], most: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The middles of equal windows of time and the figure of what was sent in each; NaN where nothing was."""
+    """Return the middles of equal time windows and the figure of the requests sent in each; NaN where none was."""
     zero = began(records)
     sent = np.array([record.sent - zero for record in records])
     number = min(max(len(records) // _WINDOW_REQUESTS, 4), most)
@@ -254,10 +256,10 @@ def _windows(
 
 
 def in_flight(records: Sequence[Record], edges: np.ndarray, zero: float) -> np.ndarray:
-    """Mean requests in flight between each two neighbours of `edges` (s from `zero`)."""
+    """Return the mean number of requests in flight between neighbouring `edges` (seconds from `zero`)."""
 
     def spent(moments: Iterable[float]) -> np.ndarray:
-        """The sum over `moments` of the time gone by since each, at each edge."""
+        """Return, at each edge, the sum of the seconds since each earlier moment."""
         moments = np.sort([moment - zero for moment in moments])
         before = np.searchsorted(moments, edges)
         return before * edges - np.concatenate(([0.0], np.cumsum(moments)))[before]
@@ -267,7 +269,7 @@ def in_flight(records: Sequence[Record], edges: np.ndarray, zero: float) -> np.n
 
 
 def _load(records: Records, reports: Reports, drawn: Mapping[str, Line]) -> Plot | None:
-    """A band per target, a row in it per replica: darker is more in flight."""
+    """Plot requests in flight: a band per target with a row per replica, darker with more requests."""
     bands = {}
     for name, done in records.items():
         if done:
@@ -322,7 +324,7 @@ def _predicted(records: Records, drawn: Mapping[str, Line]) -> Plot | None:
     def draw(axes: Axes, ink: Ink) -> None:
         axes.plot((0, most), (0, most), color=ink.soft, linewidth=0.8)
         shown = {name: pairs[:: math.ceil(len(pairs) / _MOST_POINTS)] for name, pairs in points.items()}
-        # or the last target would cover the others
+        # mix the order, so that the last target does not cover the others
         mixed = np.random.default_rng(0).permutation(sum(map(len, shown.values())))
         colours = np.array([to_rgb(drawn[name].colour) for name, pairs in shown.items() for _ in pairs])[mixed]
         across, up = np.concatenate(list(shown.values()))[mixed].T
@@ -346,7 +348,10 @@ def of_sweep(
     found: float | None,
     knee: float | None,
 ) -> list[Plot]:
-    """Latency and what else changes with the rate; `steps` have a `rate`, the `share` within the SLO and a `report`."""
+    """Return the plots of latency, throughput, attainment and hit rate against the request rate.
+
+    `steps` have a `rate`, the `share` within the SLO and a `report`; `found` is the rate that keeps the SLO.
+    """
     steps = sorted(steps, key=lambda step: step["rate"])
     rates = [step["rate"] for step in steps]
 
@@ -375,8 +380,10 @@ def of_sweep(
 
 
 def of_plan(points: Sequence[Mapping[str, object]], attainment: float, drawn: Mapping[str, Line]) -> list[Plot]:
-    """Share within the SLO and hit rate against replicas, a line for each size of the cache; `drawn` has as many, in
-    their order."""
+    """Return the plots of attainment and hit rate against the number of replicas, one line per cache size.
+
+    `drawn` has as many line styles, in the order of the sizes.
+    """
     points = sorted(points, key=lambda point: (point["tokens"], point["replicas"]))
     sizes = [(tokens, list(some)) for tokens, some in groupby(points, lambda point: point["tokens"])]
 
@@ -416,7 +423,7 @@ def _known(value: float | None) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """Figures against the rate or the size of a fleet; NaN where there is none."""
+    """Figures against the rate or the size of a fleet; NaN where unknown."""
 
     name: str
     at: Sequence[float]
@@ -436,8 +443,11 @@ def _against(
     whole: bool = False,
     most: float | None = 1.02,
 ) -> Plot | None:
-    """`limit`: a dashed line; `upright`: where on the x axis a line stands; `whole`: the x axis counts things; `most`:
-    the top."""
+    """Plot curves against a common x axis.
+
+    `limit`: y of a dashed line; `upright`: x of a vertical line; `whole`: the x axis has whole numbers; `most`: top of
+    the y axis.
+    """
     known = np.concatenate([curve.figures for curve in curves])
     if np.isnan(known).all():
         return None
@@ -466,7 +476,7 @@ def _against(
 
 
 def png(path: Path, plots: Sequence[Plot], drawn: Mapping[str, Line], title: str) -> None:
-    """All plots on one sheet."""
+    """Write all plots on one sheet."""
     with matplotlib.rc_context(_LOOK):
         across = 2 if len(plots) in (1, 2, 4) else 3
         down = math.ceil(len(plots) / across)
@@ -493,7 +503,7 @@ def _panel(plot: Plot, axes: Axes, ink: Ink) -> None:
 
 
 def _time_scale(axis, low: float, high: float) -> None:
-    """Milliseconds, logarithmic: the further the values reach, the fewer of a decade are labelled."""
+    """Set a logarithmic axis of milliseconds; the wider its range, the fewer labels per decade."""
     low, high = low / 1.15, max(high, low * 2) * 1.15
     axis.axes.set(**{f"{axis.axis_name}scale": "log", f"{axis.axis_name}lim": (low, high)})
     subs = (
@@ -506,7 +516,7 @@ def _time_scale(axis, low: float, high: float) -> None:
 
 
 def _clock(axes: Axes) -> None:
-    """The x axis in seconds, or minutes where they are many."""
+    """Label the x axis in seconds, or in minutes for long runs."""
     minutes = axes.get_xlim()[1] > 600
     axes.xaxis.set_major_locator(MaxNLocator(6, steps=(1, 2, 3, 6, 10) if minutes else None))
     axes.xaxis.set_major_formatter(lambda value, _: f"{value / 60:g} min" if minutes else f"{value:g} s")

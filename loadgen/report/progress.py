@@ -1,4 +1,4 @@
-"""Shows how a run goes while it goes on: redrawn in place on a terminal, a plain line now and then elsewhere."""
+"""The live view of a run: redrawn in place on a terminal, a plain line every few seconds elsewhere."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from loadgen.drive.run import Run
 from loadgen.report import show
 from loadgen.report.shares import percent
 
-_FRAME_SECONDS, _LINE_SECONDS = 0.5, 10.0  # a frame costs the generator some 5 ms
+_FRAME_SECONDS, _LINE_SECONDS = 0.5, 10.0  # a frame takes the generator about 5 ms
 _WIDTH = 92
 _RECENT = 50
 _WINDOW_SECONDS, _SAMPLE_SECONDS = 10.0, 1.0
@@ -33,7 +33,7 @@ _SPARKS = "▁▂▃▄▅▆▇█"
 async def watched(
     run: Run | Processes, console: Console, label: str, view: View | None = None, every: float | None = None
 ) -> list[Record]:
-    """Run to the end while showing how far it is."""
+    """Run the load to its end while showing its progress; return its records."""
     viewer = asyncio.create_task(
         _redrawn(view or View(run, label), console, every or _FRAME_SECONDS)
         if console.is_terminal
@@ -54,7 +54,7 @@ async def _redrawn(view: View, console: Console, every: float) -> None:
 
 
 def state(run: Run | Processes) -> str:
-    """How it goes right now: recent TTFT, requests in flight, failures."""
+    """Return the current state in words: recent TTFT, requests in flight, failures."""
     recent = sorted(record.ttft for record in run.done[-_RECENT:] if record.ttft is not None)
     failed = sum(record.error is not None for record in run.done)
     return (
@@ -74,7 +74,7 @@ async def watch_lines(run: Run | Processes, console: Console, label: str) -> Non
 
 
 class View:
-    """Draws a run. Keeps sums, so that a frame costs what is new and not what is done."""
+    """The live view of a run; it keeps running sums, so that a frame costs only the new records."""
 
     def __init__(self, run: Run | Processes, label: str):
         self.run, self.label = run, label
@@ -83,8 +83,8 @@ class View:
         self.prompt: dict[str, int] = {}
         self.cached: dict[str, int] = {}
         self.ttft: list[float] = []  # ms, of all so far
-        self.recent: deque[Record] = deque()  # answered in the last seconds, about in order
-        self.figures: list[tuple[str, str, str, str]] = []  # name, now, so far, how it has been
+        self.recent: deque[Record] = deque()  # ended in the last seconds, roughly in order
+        self.figures: list[tuple[str, str, str, str]] = []  # name, now, so far, sparkline
         self.past: dict[str, list[float]] = {}
         self.sampled = 0.0
 
@@ -98,12 +98,12 @@ class View:
         if self.failed:
             head.append(f"   {self.failed} failed", "bold red")
         parts: list[RenderableType] = [head, Text(), self._table()]
-        if any(self.requests):  # somebody names its replicas
+        if any(self.requests):  # replies name their replicas
             parts += [Text(), self.replicas("replica", "in flight")]
         return Group(*parts, Text(), self.bar(width - 24, self.clock(now)))
 
     def count(self) -> None:
-        """Take in what was answered since the last frame."""
+        """Add the records since the last frame to the sums."""
         for record in self.run.done[self.counted :]:
             name = record.replica or ""
             self.requests[name] = self.requests.get(name, 0) + 1
@@ -133,9 +133,9 @@ class View:
         return grid
 
     def replicas(self, title: str, busy_title: str) -> Table:
-        """A row per replica: requests, hit rate, and a dot for each request in flight there where that is known."""
+        """Return a row per replica: requests, hit rate, and a dot per request in flight where that is known."""
         busy: dict[str, int] = {}
-        # not from other processes
+        # other processes report only how many
         for record in self.run.inflight.values() if isinstance(self.run.inflight, dict) else ():
             if record.replica:
                 busy[record.replica] = busy.get(record.replica, 0) + 1
@@ -214,7 +214,7 @@ def _percentiles(values: Sequence[float]) -> Iterable[float | None]:
 
 
 def spark(values: Sequence[float]) -> str:
-    """A letter per value or per some neighbours' mean, as high as its share of the greatest."""
+    """Return a sparkline: a character per value, or per mean of neighbouring values, scaled to the maximum."""
     if not values:
         return ""
     heights = [float(part.mean()) for part in np.array_split(values, min(len(values), _SPARK_WIDTH))]

@@ -1,4 +1,4 @@
-"""What was offered against what was answered, and why the two differ."""
+"""Offered against answered request rates, and why they differ."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from loadgen.workload.conversations import Conversation
 
 _STOPPED = "the run was stopped early"
 NEARLY_ALL = 0.95
-REACHED = 0.8  # a run that answers less of what was offered never reached that rate
+REACHED = 0.8  # share of the offered rate; a run that answers less never reached that rate
 
 
 def steady(done: Sequence[Record], conversations: Sequence[Conversation]) -> tuple[float, float]:
-    """From when to when, on the clock of the records, a run asked what its starts add up to.
+    """Return when the load reached its offered rate and when it left it, on the clock of the records.
 
-    A later turn waits for its reply, so the rate is reached only once conversations are as many as the rate keeps open:
-    when nearly all requests of those that began first are answered. It is held until the last one begins. There is no
-    such time where the second is not above the first.
+    A later turn waits for its reply, so the rate is reached only once as many conversations are open as the rate
+    sustains: when nearly all requests of those that began first are answered. It lasts until the last conversation
+    begins. The rate was never reached where the second value is not above the first.
     """
     first_of = dict(_roots(conversations))
     began: dict[str, float] = {}
@@ -32,7 +32,7 @@ def steady(done: Sequence[Record], conversations: Sequence[Conversation]) -> tup
 
 
 def _roots(conversations: Iterable[Conversation], root: str | None = None) -> Iterator[tuple[str, str]]:
-    """Each conversation's id with that of the one which it forked from in the end."""
+    """Yield the id of each conversation with that of the conversation it was originally forked from."""
     for conversation in conversations:
         yield conversation.id, root or conversation.id
         for turn in conversation.turns:
@@ -44,12 +44,12 @@ def per_second(value: float | None) -> str:
 
 
 def rates(report: Report) -> str:
-    """One line on how many requests a second were offered and answered, with the reasons where they differ."""
+    """Return a line on the offered and answered requests per second, with the reasons for a difference."""
     return ", ".join(said for said in (offered(report), answered(report)) if said)
 
 
 def answered(report: Report) -> str:
-    """How many requests a second were answered, and why fewer than were offered."""
+    """Return how many requests per second were answered, and why fewer than offered."""
     offered, answered = report["offered"]["rate"], report["request_throughput"]
     if offered is None:
         return f"{answered:,.2f} requests/s answered; {_no_rate(report)}"
@@ -60,7 +60,7 @@ def answered(report: Report) -> str:
 
 
 def offered(report: Report) -> str:
-    """The rate that the starts make, and the one that they were drawn for where it is another; "" without any."""
+    """Return the rate of the start times, and the rate they were drawn for if it differs; "" without a rate."""
     offered, drawn = report["offered"]["rate"], report.get("asked")
     if offered is None:
         return ""
@@ -73,7 +73,10 @@ def offered(report: Report) -> str:
 
 
 def never_reached(report: Report) -> str:
-    """That a run within its limits asked less than its starts add up to, if so: its figures are of a lower rate."""
+    """Return a sentence if the run answered too little to have reached its offered rate, else "".
+
+    Its figures, even if within the SLO, are then those of a lower rate.
+    """
     offered, answered = report["offered"]["rate"], report["request_throughput"]
     if offered is None or answered >= REACHED * offered:
         return ""
@@ -88,7 +91,7 @@ def _no_rate(report: Report) -> str:
 
 
 def reasons(report: Report) -> Iterator[str]:
-    """Why fewer requests a second were answered than offered, the load's own reasons first."""
+    """Yield why fewer requests per second were answered than offered, the load's own reasons first."""
     offered, generator = report["offered"], report["generator"]
     requests = report["requests"] + report["not_sent"]
     if offered["later_turns"]:

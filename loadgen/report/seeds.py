@@ -1,4 +1,4 @@
-"""Several seeds of one load put together: the mean of every figure, and how far the seeds are apart."""
+"""Several seeds of one load, merged: the mean of every figure, and the range over the seeds."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 
 from loadgen.report.summary import Records, Report, Reports
 
-_ADDED = ("errors",)  # counted over all seeds
+_ADDED = ("errors",)  # summed over the seeds
 
 
 def merged(reports: Sequence[Report]) -> Report:
-    """Return one report with the means, and the reports it was made of under `by_seed`; a single one as it is."""
+    """Return one report of means, with the original reports under `by_seed`; a single report is returned as it is."""
     if len(reports) == 1:
         return reports[0]
     made = _mean(reports)
@@ -21,7 +21,7 @@ def merged(reports: Sequence[Report]) -> Report:
 
 
 def _mean(values: Sequence[object]) -> object:
-    """Numbers become their mean, tables go key by key, of anything else the first is taken."""
+    """Return the mean of numbers, key by key for dictionaries; of other values, the first."""
     known = [value for value in values if value is not None]
     if not known:
         return None
@@ -36,22 +36,22 @@ def _mean(values: Sequence[object]) -> object:
 
 
 def label(name: str, seed: int, seeds: int) -> str:
-    """What the requests of one seed are called in files where there are several."""
+    """Return the name of the requests of one seed in files that have several seeds."""
     return name if seeds == 1 else f"{name}, seed {seed}"
 
 
 def first(reports: Reports, records: Records, seed: int) -> Records:
-    """The records of each target under its first seed."""
+    """Return the records of each target with its first seed."""
     return {name: records.get(name, records.get(label(name, seed, 2), ())) for name in reports}
 
 
 def each(report: Report, read: Callable[[Report], float | None]) -> list[float]:
-    """What `read` finds in the report of each seed that knows it; of a single run its one value."""
+    """Return the value of each seed for which `read` finds one; for a single run, its one value."""
     values = [read(one) for one in report.get("by_seed") or [report]]
     return [value for value in values if value is not None]
 
 
 def mean(report: Report, read: Callable[[Report], float | None]) -> float | None:
-    """The mean over the seeds that know it; of a single run its one value."""
+    """Return the mean over the seeds that have a value, or None."""
     values = each(report, read)
     return sum(values) / len(values) if values else None

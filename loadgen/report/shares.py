@@ -1,13 +1,13 @@
-"""Shares of a whole, rounded, but never to all or nothing where they are neither: a miss in 10,000 is a miss."""
+"""Rounding of shares that never turns a share into 0 or 1: a miss in 10,000 is a miss."""
 
 from __future__ import annotations
 
 _DIGITS = 4  # of a share in a report
-_MOST = 12  # beyond these a difference is an error of floating point
+_MOST = 12  # digits; further differences are rounding errors
 
 
 def share(part: float, whole: float) -> float | None:
-    """Return `part / whole` with 4 digits, or as many as it takes to differ from 0 and 1; None of nothing."""
+    """Return `part / whole` with 4 digits, or as many as it takes to differ from 0 and 1; None if `whole` is 0."""
     if not whole:
         return None
     exact = part / whole
@@ -18,7 +18,10 @@ def share(part: float, whole: float) -> float | None:
 
 
 def percent(value: float, digits: int = 1) -> str:
-    """`0.998` -> "99.8 %", with more than `digits` digits where it would read 0 or 100 % and is neither."""
+    """Return a share as a percentage: `0.998` -> "99.8 %".
+
+    It has more than `digits` digits where it would otherwise read 0 or 100 % and is neither.
+    """
     exact = 100 * value
     number = f"{exact:.{digits}f}"
     if float(number) in (0.0, 100.0) and exact != float(number):

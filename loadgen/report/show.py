@@ -1,4 +1,4 @@
-"""Figures as tables and sentences (rich). Says what is missing rather than leaving it out."""
+"""Figures as tables and sentences for the terminal (rich); missing figures are named, not left out."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from loadgen.report.summary import Report, Reports, fair_share
 from loadgen.report.tables import Cell, Fitting, Grid, fitted
 
 _FIGURE_SPACE = re.compile(r"(?<=\d) (?=(?:%|ms|s|points|/s)(?!\w))")
-_SHARES = 4  # replicas whose requests are told one by one
+_SHARES = 4  # replicas whose requests are listed one by one
 LATENCIES = (
     ("TTFT", "ttft_ms", "to the first token"),
     ("ITL", "itl_ms", "between chunks"),
@@ -53,7 +53,7 @@ def count(value: int | float | None) -> str:
 
 
 def run_report(report: Report) -> RenderableType:
-    """The whole of `loadgen run`'s answer; where nothing was answered, only what went wrong."""
+    """Return the output of `loadgen run`; where nothing was answered, only what went wrong."""
     parts: list[RenderableType] = [_head(report)]
     if report["completed"]:
         parts += [_latencies(report), _facts(report)]
@@ -80,14 +80,14 @@ def _head(report: Report) -> Text:
 
 
 def _why_not_sent(report: Report) -> str:
-    """Return the reason, which only a run that ended by itself has for certain: see `Run.not_sent`."""
+    """Return why turns were not sent, which is certain only in a run that ended by itself: see `Load.not_sent`."""
     if report["interrupted"] or not report["failed"]:
         return ""
     return f": later turn{'' if report['not_sent'] == 1 else 's'} of conversations that failed"
 
 
 def latencies(report: Report, *more: str) -> Grid:
-    """Mean and percentiles of each latency, and `more` of their figures."""
+    """Return a table of mean, percentiles and the figures `more` of each latency."""
     names = ("mean", *report["percentiles"], *more)
     waited = (("TTFT", "ttft_from_due_ms", "from when it was due"),) if report["generator"]["was_the_limit"] else ()
     rows = [
@@ -139,7 +139,7 @@ def _facts(report: Report) -> Table:
 
 
 def _sender(generator: Mapping[str, object], late: Mapping[str, float]) -> str:
-    """How the generator sent, and whether it could."""
+    """Describe how the generator sent, how late and how busy it was."""
     loop = {
         "closed": f"closed loop of {generator['users']}",
         "bounded": f"at most {generator['max_concurrency']} at once",
@@ -157,6 +157,7 @@ def _share(tokens: int | None, rate: float | None, missing: str) -> str:
 
 
 def errors(report: Report) -> Text | None:
+    """Return the errors by class with an example and a remedy each, or None."""
     if not report["errors"]:
         return None
     text = Text()
@@ -177,6 +178,7 @@ def errors(report: Report) -> Text | None:
 
 
 def caution(report: Report) -> Text | None:
+    """Return a warning if the generator was the limit, or None."""
     if not report["generator"]["was_the_limit"]:
         return None
     if report["generator"]["max_concurrency"]:
@@ -199,7 +201,7 @@ def caution(report: Report) -> Text | None:
 
 
 def troubles(report: Report) -> list[Text]:
-    """What a reader must know before the figures: errors, a generator that was the limit, and caches that were warm."""
+    """Return what affects all figures: errors, a generator that was the limit, and caches that were warm."""
     found = [trouble for trouble in (errors(report), caution(report)) if trouble]
     return found + [Text(sentence, "yellow") for sentence in warm.notice(report)]
 
@@ -217,13 +219,16 @@ def print_notes(console: Console, notes: Iterable[str]) -> None:
 
 
 def comparison_table(reports: Reports, rows: Sequence[Row] | None = None) -> Fitting:
-    """One column per target; of each row with a better and a worse the best is green, what is worse than the first
-    target red. Where a terminal is too narrow for all targets, those that do not fit follow below."""
+    """Return a table with a column per target.
+
+    The best value of a row is green, one worse than that of the first target red. Where a terminal is too narrow for
+    all targets, the others follow below.
+    """
     return fitted(compared(reports, rows), any("by_seed" in report for report in reports.values()), split=True)
 
 
 def compared(reports: Reports, rows: Sequence[Row] | None = None, most: int = _SHARES) -> Grid:
-    """A row for each figure that somebody knows, and what went to each replica, of up to `most` one by one."""
+    """Return a row per known figure, and the requests of each replica, individually up to `most` replicas."""
     found = []
     for row in rows or rows_of(reports):
         known = [value for one in reports.values() if (value := seeds.mean(one, row.read)) is not None]
@@ -236,7 +241,7 @@ def compared(reports: Reports, rows: Sequence[Row] | None = None, most: int = _S
 
 
 def _look(row: Row, report: Report, best: float | None, reports: Reports) -> str:
-    """Whether a figure is the best of its row, and another worse by more than noise, or worse than the first one's."""
+    """Return the style of a figure: the best of its row, if by more than noise, or worse than the first target's."""
     (first, *_), verdict = reports.values(), noise.Verdict
     beats_one = any(noise.judged(row, report, other) is verdict.BETTER for other in reports.values())
     if best is not None and seeds.mean(report, row.read) == best and beats_one:
@@ -245,7 +250,7 @@ def _look(row: Row, report: Report, best: float | None, reports: Reports) -> str
 
 
 def written(report: Report, read: Callable[[Report], float | None], form: Callable[[float], str]) -> str:
-    """A figure; of several seeds the mean, and in brackets their range unless they agree."""
+    """Return a figure as text; of several seeds their mean, with their range in brackets unless they agree."""
     values = seeds.each(report, read)
     if not values:
         return "–"
@@ -257,7 +262,7 @@ def written(report: Report, read: Callable[[Report], float | None], form: Callab
 
 
 def bullets(sentences: Iterable[str]) -> Table:
-    """Sentences below each other, each wrapped under its own beginning."""
+    """Return a bulleted list; each sentence is wrapped with a hanging indent."""
     table = Table.grid(padding=(0, 1))
     for sentence in sentences:
         table.add_row("  •", Sentence(sentence))
@@ -271,7 +276,7 @@ class Sentence:
         self._text = _FIGURE_SPACE.sub("\N{NO-BREAK SPACE}", text)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        # Not by rich, which breaks lines at no-break spaces, too.
+        # textwrap instead of rich, which breaks lines at no-break spaces too.
         for line in textwrap.wrap(self._text, options.max_width, break_on_hyphens=False):
             yield Text(line.replace("\N{NO-BREAK SPACE}", " "))
 
@@ -281,7 +286,7 @@ class Sentence:
 
 
 def shares(report: Report, most: int = _SHARES) -> str:
-    """Requests of each replica, in the order of their names; of more than `most` the least and the most."""
+    """Return the requests of each replica in the order of names; with more than `most`, the least and the most."""
     requests = [figures["requests"] for figures in report["replicas"].values()]
     if len(requests) > most:
         return f"{count(min(requests))} to {count(max(requests))}"
@@ -289,6 +294,8 @@ def shares(report: Report, most: int = _SHARES) -> str:
 
 
 def path_of(*path: str) -> Callable[[Report], float | None]:
+    """Return a reader of a nested figure, as in `path_of("ttft_ms", "p99")`; it reads None where a key is missing."""
+
     def read(report: Report) -> float | None:
         value = report
         for key in path:
@@ -299,12 +306,12 @@ def path_of(*path: str) -> Callable[[Report], float | None]:
 
 
 def latency(label: str, key: str, name: str) -> Row:
-    """The row of one percentile or mean, as in `latency("TTFT", "ttft_ms", "p99")`."""
+    """Return the row of one percentile or mean, as in `latency("TTFT", "ttft_ms", "p99")`."""
     return Row(f"{label} {name}", path_of(key, name), milliseconds, min, noise.of_latency(name))
 
 
 def rows_of(reports: Reports) -> list[Row]:
-    """What targets are compared by, with the percentiles that were asked for."""
+    """Return the rows of a comparison, with the requested percentiles."""
     names = ("mean", *next(iter(reports.values()))["percentiles"])
     latencies = [
         latency(label, key, name)
@@ -315,8 +322,11 @@ def rows_of(reports: Reports) -> list[Row]:
 
 
 def _counted_hit_rate(report: Report) -> float | None:
-    """The engines' own count, where replies tell nothing; else it would stand beside theirs and differ, since it has
-    requests of others as well, such as a gateway's checks of an engine's token ids (`gateway.proxy.forwarding`)."""
+    """Return the hit rate from the engines' counters, where the replies do not report it.
+
+    The counters also have other requests, such as a gateway's checks of an engine's token ids
+    (`gateway.proxy.forwarding`), so the two would differ.
+    """
     return path_of("engines", "hit_rate")(report) if report["cache"]["hit_rate"] is None else None
 
 
@@ -358,8 +368,10 @@ DEMO_ROWS = (
 
 
 def tried(heads: Sequence[str], points: Iterable[tuple[Sequence[str], Report, bool]]) -> Grid:
-    """Rates or fleets that were tried: a row has what it was, its report, and whether it kept the SLO. Of latencies it
-    has the lowest and the highest percentile that were asked for: more would not fit beside each other."""
+    """Return a table of the rates or fleets that were tried: each point's name, report and whether it kept the SLO.
+
+    It has only the lowest and highest requested percentile of each latency, so that it fits a terminal.
+    """
     points = list(points)
     names = points[0][1]["percentiles"] if points else ()
     ends = dict.fromkeys((names[0], names[-1])) if names else {}

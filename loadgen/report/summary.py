@@ -1,7 +1,7 @@
-"""From records to figures: one dictionary, the same that `--json` writes.
+"""Figures from records, as the one dictionary that `--json` writes.
 
-TTFT, ITL, TPOT and E2E are defined as `vllm bench serve` defines them; percentiles interpolate
-linearly. Everything in milliseconds says so in its name, other times are seconds.
+TTFT, ITL, TPOT and E2E are defined as in `vllm bench serve`; percentiles interpolate linearly. Keys end in `_ms` where
+the value is in milliseconds; other times are seconds.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from loadgen.report.shares import share
 from loadgen.workload.conversations import Offer
 
 # The generator was the limit when it kept a core this busy, or when its lateness at p50, p90 or p99 is more than
-# LATE_MS and more than this share of the TTFT there. p99 counts from ENOUGH_FOR_P99 requests on: of fewer it is the one
-# latest, which any other process on the machine can delay.
+# LATE_MS and more than LATE_SHARE of the TTFT there. p99 counts from ENOUGH_FOR_P99 requests on: with fewer it is the
+# latest single request, which any other process on the machine can delay.
 BUSY_CORE = 0.85
 LATE_MS, LATE_SHARE = 10.0, 0.1
 ENOUGH_FOR_P99 = 100
-PERCENTILES = (50.0, 90.0, 99.0)  # that every report has
+PERCENTILES = (50.0, 90.0, 99.0)  # in every report
 _SLO_KEYS = ("ttft", "tpot", "e2el")
 _UNITS = {"ms": 1.0, "s": 1000.0, "": 1.0}
 
@@ -38,10 +38,10 @@ Records = Mapping[str, Sequence[Record]]
 
 
 def parse_slo(text: str) -> dict[str, float]:
-    """`ttft:500ms,tpot:50ms` -> {"ttft": 500.0, "tpot": 50.0}, in milliseconds. Raises BadOption.
+    """Read an SLO: `ttft:500ms,tpot:50ms` -> {"ttft": 500.0, "tpot": 50.0}, in milliseconds. Raises BadOption.
 
-    A bare number is milliseconds and blanks separate as commas do, which is how
-    `vllm bench serve --goodput` writes it; `=` is as good as a colon, as `hitherto serve --slo` has it.
+    A bare number is milliseconds and blanks separate like commas, as in `vllm bench serve --goodput`; `=` works like a
+    colon, as in `hitherto serve --slo`.
     """
     slo = {}
     for part in text.replace(",", " ").split():
@@ -61,14 +61,14 @@ def parse_slo(text: str) -> dict[str, float]:
 
 
 def began(records: Sequence[Record]) -> float:
-    """The zero of a run's times: when its first request was due."""
+    """Return the zero of a run's times: when its first request was due."""
     return min((record.due for record in records), default=0.0)
 
 
 def meets(record: Record, slo: Mapping[str, float]) -> bool:
-    """Whether a request that succeeded was answered within every limit (ms).
+    """Return whether a request that succeeded was answered within every limit (ms).
 
-    As in vLLM's benchmark a reply of one token counts with a TPOT of 0.
+    A reply of one token has a TPOT of 0, as in `vllm bench serve`.
     """
     values = {"ttft": record.ttft or 0.0, "tpot": record.tpot or 0.0, "e2el": record.e2e}
     return all(values[key] * 1000 <= limit for key, limit in slo.items())
@@ -79,7 +79,7 @@ def percentile_name(percentile: float) -> str:
 
 
 def spread(seconds: Iterable[float | None], percentiles: Iterable[float] = ()) -> dict[str, float] | None:
-    """Mean, p50, p90, p99, further `percentiles` and max in ms; None when there is nothing to describe."""
+    """Return mean, p50, p90, p99, further `percentiles` and max in ms; None if there are no values."""
     values = np.array([value for value in seconds if value is not None])
     if not values.size:
         return None
@@ -95,7 +95,7 @@ def spread(seconds: Iterable[float | None], percentiles: Iterable[float] = ()) -
 def summarise(
     run: Load, slo: Mapping[str, float] | None = None, percentiles: Sequence[float] = PERCENTILES
 ) -> dict[str, object]:
-    """All figures of one run. Keys whose source was absent (usage, headers) hold None.
+    """Return all figures of one run; those whose source (usage, headers) was absent are None.
 
     `percentiles` are those that tables show.
     """
@@ -145,7 +145,11 @@ def _offered(offer: Offer) -> dict[str, object]:
 def _goodput(
     good: list[Record], requests: int, slo: Mapping[str, float] | None, seconds: float
 ) -> dict[str, object] | None:
-    """`share`: of all `requests`; one that failed, or was never sent since the one before it failed, kept no limit."""
+    """Return the goodput, or None without an SLO.
+
+    `share` is of all `requests`: one that failed, or was never sent because the turn before it failed, counts as
+    missed.
+    """
     if not slo:
         return None
     met = sum(meets(record, slo) for record in good)
@@ -158,9 +162,9 @@ def _goodput(
 
 
 def cache_figures(records: list[Record]) -> dict[str, object]:
-    """Prompt tokens, and of them those cached: as the engine reports and as a gateway predicted.
+    """Return the prompt tokens, and how many were cached by the engines' reports and by the gateway's predictions.
 
-    Each rate is over the requests that tell; `prefill_tokens` is what engines had to compute.
+    Each rate covers the requests that have its figure; `prefill_tokens` is what engines had to compute.
     """
     told = [record for record in records if record.prompt_tokens is not None]
     reported = [record for record in told if record.cached_tokens is not None]
@@ -184,8 +188,10 @@ def cache_figures(records: list[Record]) -> dict[str, object]:
 
 
 def _replicas(records: list[Record], known: Iterable[str]) -> dict[str, dict[str, object]]:
-    """Requests and cache figures by `x-hitherto-replica`, and of those `known` that got none; empty where nothing names
-    replicas."""
+    """Return requests and cache figures by `x-hitherto-replica`, including `known` replicas without requests.
+
+    Empty where no replicas are known.
+    """
     by_name: dict[str, list[Record]] = {name: [] for name in known}
     for record in records:
         if record.replica is not None:
@@ -201,9 +207,9 @@ def _replicas(records: list[Record], known: Iterable[str]) -> dict[str, dict[str
 
 
 def _generator(run: Load, seconds: float) -> dict[str, object]:
-    """How late the generator sent, how busy it was, and whether it, not the server, was the limit.
+    """Return how late and how busy the generator was, and whether it, not the server, was the limit.
 
-    Of several processes the busiest one's CPU counts; a short run has no busiest second but its own share.
+    CPU figures are those of the busiest process. A run under a second has only its average CPU share.
     """
     late = spread(record.lateness for record in run.done)
     busy = run.cpu_seconds / seconds
@@ -226,18 +232,18 @@ def _generator(run: Load, seconds: float) -> dict[str, object]:
 
 
 def fair_share(report: Report) -> float | None:
-    """The busiest replica's requests over the mean; 1.0 is even."""
+    """Return the busiest replica's requests over the mean (1.0 is even), or None with fewer than two replicas."""
     counts = [figures["requests"] for figures in report["replicas"].values()]
     return max(counts) * len(counts) / sum(counts) if len(counts) > 1 and sum(counts) else None
 
 
 def now() -> str:
-    """The date and time as reports show it; nothing in virtual time has one."""
+    """Return the wall-clock date and time as reports show it."""
     return datetime.now().astimezone().isoformat(" ", "seconds")
 
 
 def setting(command: list[str], seed: int, seeds: int = 1, date: str | None = None) -> dict[str, object]:
-    """Where and how figures were made: machine, versions, command, seed, and of what was measured the date."""
+    """Return how figures were made: machine, versions, command, seed, and for measurements the date."""
     versions = {"python": platform.python_version()}
     for package in ("hitherto", "uvloop", "httptools"):
         try:
@@ -255,7 +261,7 @@ def setting(command: list[str], seed: int, seeds: int = 1, date: str | None = No
 
 
 def machine() -> str:
-    """One line: cores, processor, kernel."""
+    """Return cores, processor and kernel in one line."""
     model = platform.processor() or platform.machine()
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as file:

@@ -1,5 +1,8 @@
-"""Tables as data, which the page draws as they are and a terminal as wide as it can: a row's name stays whole, and what
-stands in brackets behind a mean gives way, first to a second line and then altogether."""
+"""Tables as data, drawn in full by the page and as far as they fit by a terminal.
+
+Where a terminal is narrow, row names stay whole; the range in brackets after a mean moves to a second line, and in
+narrower ones is left out.
+"""
 
 from __future__ import annotations
 
@@ -16,38 +19,43 @@ UNBOUNDED = 100_000  # columns, more than any table needs
 LEFT_OUT = "wider terminals, pipes and files have the ranges over the seeds, too"
 STYLES = {"best": "bold green", "worse": "red", "yes": "green", "no": "red", "soft": "dim"}
 
-Put = Callable[[str], str]  # a figure as `show.written` writes it -> what stands in its cell
+Put = Callable[[str], str]  # from a figure as `show.written` writes it to the text of its cell
 
 
 class Cell(NamedTuple):
-    """`look`: a key of STYLES, which is also a class of the page's; on the page alone `bar`, of so many percent."""
+    """A cell; `look` is a key of STYLES, which is also a CSS class of the page.
+
+    On the page alone `look` may be `bar`, with `text` as its percentage.
+    """
 
     text: str
     look: str = ""
 
 
 class Grid(NamedTuple):
-    """A table; `heads` of the columns, the first of which names the rows."""
+    """A table: `heads` of the columns, the first of which is that of the row names, and rows."""
 
     heads: Sequence[str]
     rows: Sequence[Sequence[Cell]]
 
 
 def beside(figure: str) -> str:
+    """Keep the range over the seeds on the line of the mean."""
     return figure
 
 
 def below(figure: str) -> str:
-    """The range over the seeds, if there is one, on a line of its own."""
+    """Put the range over the seeds, if there is one, on a second line."""
     return figure.replace(" (", "\n(", 1)
 
 
 def without(figure: str) -> str:
+    """Leave the range over the seeds out."""
     return figure.partition(" (")[0]
 
 
 class Fitting:
-    """The first of several ways to draw the same thing for which the console is wide enough, or the last."""
+    """The first of several renderings for which the console is wide enough, or the last."""
 
     def __init__(self, *ways: RenderableType):
         self.ways = ways
@@ -66,7 +74,7 @@ def table(
     title: str | None = None,
     wrap: bool = False,
 ) -> Table:
-    """An empty table; all but the columns `left` have figures, to the right."""
+    """Return an empty table; columns are right-aligned except those in `left`."""
     caption = LEFT_OUT if ranges_left_out else None
     made = Table(box=SIMPLE_HEAD, pad_edge=False, header_style=header_style, title=title, title_justify="left",
                  caption=caption, caption_justify="left")  # fmt: skip
@@ -78,11 +86,14 @@ def table(
 def fitted(
     grid: Grid, seeded: bool, left: Sequence[int] = (0,), header_style: str = "bold", split: bool = False
 ) -> Fitting:
-    """Draw a grid. `seeded`: its figures have ranges; `split`: where nothing fits, tables of fewer columns follow each
-    other, and headings are not folded to two lines."""
+    """Return a grid's rendering for the width of the console.
+
+    `seeded`: its figures have ranges. `split`: where no rendering fits, tables of fewer columns follow each other;
+    headings are then not folded to two lines.
+    """
 
     def drawn(put: Put, fold: bool = False, first: int = 1, last: int | None = None) -> Table:
-        at_the_end = last is None or last >= len(grid.heads)  # of several tables only the last one says it
+        at_the_end = last is None or last >= len(grid.heads)  # of several tables only the last one has the caption
         heads = [grid.heads[0], *grid.heads[first:last]]
         heads = [head.replace(" ", "\n", 1) for head in heads] if fold else heads
         ranges_left_out = put is without and seeded and at_the_end

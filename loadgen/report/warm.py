@@ -1,4 +1,4 @@
-"""Whether the engines' caches already held what a run asked, so that its figures are better than on a cold start."""
+"""Detection of prefix caches that held a load's prompts before the run, which makes its figures too good."""
 
 from __future__ import annotations
 
@@ -9,22 +9,24 @@ from loadgen.report.shares import percent
 from loadgen.report.summary import Report
 from loadgen.workload.conversations import Conversation, is_text
 
-_LETTERS = 64  # of a prompt's first text: about a block of 16 tokens
-NOTICED = 0.1  # share of the prompt tokens; a chat template's own first words are less
+_LETTERS = 64  # characters of a prompt's first text: about a block of 16 tokens
+NOTICED = 0.1  # share of the prompt tokens; more than a chat template's own opening
 
 
 def beginning(conversation: Conversation) -> Hashable:
-    """What a conversation's prompts begin with: engines share nothing between prompts that differ here."""
+    """Return a key of how a conversation's prompts begin; engines share no blocks between different ones."""
     if tools := conversation.extra.get("tools"):
-        return str(tools)[: 4 * _LETTERS]  # templates put them first
+        return str(tools)[: 4 * _LETTERS]  # templates put tools first
     content = conversation.turns[0].messages[0].get("content")
     return tuple(content[0].ids[:1]) if isinstance(content, tuple) and content else str(content)[:_LETTERS]
 
 
 def warm(run: Load) -> dict[str, object] | None:
-    """Of the requests whose beginning nobody had sent before in this run: how many there are, their prompt tokens, and
-    how many of these an engine had cached all the same; `is_text`: another seed asks the same. None where engines do
-    not report it."""
+    """Return how warm the caches were, or None where engines do not report cached tokens.
+
+    It covers the requests whose beginning had not been sent before in this run: their number, their prompt tokens, and
+    how many of these were cached nevertheless. `is_text`: the prompts are the same under another seed.
+    """
     begins = {conversation.id: beginning(conversation) for conversation in run.conversations}
     seen: set[Hashable] = set()
     requests = prompt = cached = 0
@@ -41,7 +43,7 @@ def warm(run: Load) -> dict[str, object] | None:
 
 
 def notice(report: Report) -> Iterable[str]:
-    """What a reader must know of it."""
+    """Yield a warning with a remedy if the caches were warm."""
     found = report.get("warm_caches")
     if found and found["cached_tokens"] > NOTICED * found["prompt_tokens"]:
         prompts = (

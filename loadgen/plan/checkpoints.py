@@ -1,4 +1,4 @@
-"""A model's config.json and what its weights weigh, from its folder or by its name from Hugging Face's hub or cache."""
+"""A model's config.json and the size of its weights, from a folder or the Hugging Face hub or cache."""
 
 from __future__ import annotations
 
@@ -10,19 +10,21 @@ from policies.kv_space import BadModel, Layers, Shape, read
 from replicas.hub import cannot_fetch
 
 _INDEX = "model.safetensors.index.json"
-_CONTEXT = 131_072  # tokens, where only numbers are given
+_CONTEXT = 131_072  # tokens; the default without a model's files
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
+    """A model, as far as capacity planning needs it."""
+
     name: str
     shape: Shape
-    weights: int | None  # bytes of all its tensors; None where no file says
-    parameters: int | None = None  # None where the files' size does not tell
+    weights: int | None  # bytes of all tensors; None where unknown
+    parameters: int | None = None  # None where the size of the files does not show it
 
 
 def find(name: str) -> Checkpoint:
-    """`name`: a folder, a config.json or a model's name. Raises BadModel."""
+    """Return the model `name`: a folder, a config.json, or a name on the hub. Raises BadModel."""
     path = Path(name).expanduser()
     if not path.exists():
         path = _fetched(name)
@@ -35,7 +37,7 @@ def find(name: str) -> Checkpoint:
 
 
 def of_numbers(layers: int, kv_heads: int, head_size: int, context: int | None, parameters: int | None) -> Checkpoint:
-    """A model without files: equal layers with heads, in 16 bits."""
+    """Return a model without files: equal layers of attention with KV heads, in 16 bits."""
     notes = () if context else (f"the longest request is taken as {_CONTEXT:,} tokens: --max-model-len says otherwise",)
     shape = Shape((Layers(layers),), kv_heads, head_size, latent=0, index=0, dtype="float16", context=context or _CONTEXT,
                   notes=notes)  # fmt: skip
@@ -43,7 +45,7 @@ def of_numbers(layers: int, kv_heads: int, head_size: int, context: int | None, 
 
 
 def _parameters(config: dict[str, object], weights: int | None) -> int | None:
-    """As the files' size says where all numbers have 16 or 32 bits."""
+    """Return the number of parameters by the size of the files, where all weights have 16 or 32 bits; else None."""
     text = config.get("text_config") if isinstance(config.get("text_config"), dict) else {}
     if weights is None or config.get("quantization_config") or text.get("quantization_config"):
         return None
@@ -64,16 +66,16 @@ def _json(path: Path) -> dict[str, object]:
 
 
 def _weights(folder: Path) -> int | None:
-    """As the index of the shards says, else the size of the files themselves."""
+    """Return the bytes of the weights, from the index of the shards, else from the sizes of the files."""
     if (folder / _INDEX).is_file():
         about = _json(folder / _INDEX).get("metadata")
         total = about.get("total_size") if isinstance(about, dict) else None
-        return int(total) if isinstance(total, int | float) else None  # written as 16060522496.0 by some
+        return int(total) if isinstance(total, int | float) else None  # some write 16060522496.0
     return sum(file.stat().st_size for file in folder.glob("*.safetensors")) or None
 
 
 def _fetched(name: str) -> Path:
-    """The two small files of a model on the hub, or in its cache where the hub can't be reached. Raises BadModel."""
+    """Return the folder with config and weight index from the hub, or from its cache when offline. Raises BadModel."""
     if name.startswith((".", "/", "~")) or name.count("/") != 1:
         raise BadModel(
             f"--model {name}: there is no such folder; give the one with config.json, or a name like Qwen/Qwen3-8B"

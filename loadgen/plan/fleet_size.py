@@ -1,12 +1,11 @@
-"""How many replicas keep an SLO: a load played in virtual time on more and more of them, for several sizes of their
-cache.
+"""Search for the number of replicas that keep an SLO, by simulation, for several sizes of the KV cache.
 
-For each size the number is doubled until enough requests are within the limits, then the gap between that number and
-the last that was too small is halved until they are neighbours. Presumes that more replicas never do worse.
+For each size the number is doubled until enough requests are within the limits; then the gap to the largest number that
+was too small is bisected. Assumes that more replicas never do worse.
 
-Where the load was drawn for a rate, a fleet is judged by the time in which that rate is held (`rates.steady`), since it
-has less to do while conversations begin to come and after the last one has begun. A load without such a time says
-nothing of its rate (`TooShort`).
+Where the load was drawn for a rate, a fleet is judged by the time in which that rate is held (`rates.steady`), because
+it has less to do while conversations ramp up and after the last one has begun. A load without such a time cannot size a
+fleet (`TooShort`).
 """
 
 from __future__ import annotations
@@ -24,35 +23,38 @@ from loadgen.simulate.verb import played
 from loadgen.workload.conversations import Workload
 from replicas.simulated.profile import Profile
 
-# A rate is held long enough in so many seconds and requests, and in the time that it took to be reached. A fleet holds
-# it if it answers in that time nearly as many as are sent then. Where a load that is longer takes so many times as long
-# to reach its rate, requests pile up.
+# A rate is held long enough if it is held for LEAST_SECONDS, LEAST_REQUESTS and the time that it took to be reached. A
+# fleet keeps up if it answers in that time at least the share KEEPS_UP of the requests sent then. Requests pile up
+# where a longer load takes PILES_UP times as long to reach its rate.
 LEAST_SECONDS, LEAST_REQUESTS = 30.0, 200
 KEEPS_UP = 0.95
 PILES_UP = 2.0
 
 
 class TooShort(Exception):
-    """The load is over before its rate has been held long enough; with so many requests it should not be."""
+    """The load ends before its rate has been held long enough.
+
+    `requests` is an estimate of how many would suffice; `answered` is the throughput in requests per second.
+    """
 
     def __init__(self, requests: int, answered: float) -> None:
-        self.requests, self.answered = requests, answered  # the latter in a second
+        self.requests, self.answered = requests, answered  # `answered`: per second
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """What one fleet made of the load."""
+    """The result of one fleet."""
 
     replicas: int
     tokens: int  # of KV cache in each
-    share: float  # of all requests, failed ones too, that were answered within the limits
+    share: float  # of all requests, including failed ones, answered within the limits
     kept: bool
     report: Mapping[str, object]
 
 
 @dataclass(slots=True)
 class Size:
-    """The search for one size of the cache. Pure: it says which number to try and is told what became of it."""
+    """The search for one size of the cache: which number to try next, given the results so far. Performs no I/O."""
 
     tokens: int
     most: int
@@ -63,17 +65,18 @@ class Size:
 
     @property
     def found(self) -> Point:
-        """The smallest that was enough; where none was, the largest that was tried."""
+        """The result of the smallest fleet that was enough; where none was, of the largest that was tried."""
         return self.points[self.kept or self.missed]
 
     @property
     def number(self) -> int | None:
-        """To try next; None when the search is over."""
+        """The number of replicas to try next; None when the search is over."""
         if self.kept is None:
             return min(2 * self.missed or 1, self.most) if self.missed < self.most else None
         return (self.missed + self.kept) // 2 if self.kept > self.missed + 1 else None
 
     def tell(self, point: Point, records: Sequence[Record]) -> None:
+        """Record the result of a fleet and the requests by which it was judged."""
         self.points[point.replicas] = point
         if point.kept:
             self.kept = point.replicas
@@ -83,16 +86,17 @@ class Size:
             self.records = records
 
 
-# What is assumed where that is done.
+# The assumption behind `by_tokens`, for the answer.
 BY_TOKENS = (
     "a decode step takes longer with the tokens in use, at the rate of that profile's own cache between empty and full"
 )
 
 
 def by_tokens(profile: Profile) -> Profile:
-    """The profile with decode times by the tokens in use, where it has them by the share of its own cache in use.
+    """Return the profile with decode times that depend on tokens in use instead of the share of the cache in use.
 
-    Else a larger cache would make the same work faster. Both agree where the cache is empty and where it is full.
+    Otherwise a larger cache would make the same work faster. Both agree where the profile's own cache is empty and
+    where it is full.
     """
     step = profile.step
     if not profile.times_by_share:
@@ -108,26 +112,27 @@ def by_tokens(profile: Profile) -> Profile:
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """What all fleets that are tried have in common."""
+    """The setting common to all fleets that are tried."""
 
     setting: Setting  # its profiles are replaced
     profile: Profile
     slo: Mapping[str, float]
     attainment: float
     percentiles: Sequence[float] = PERCENTILES
-    rate: float | None = None  # that the load was drawn for, in requests a second
-    reached: dict[tuple[int, int], float] = field(default_factory=dict)  # by fleet: after how long in a load too short
+    rate: float | None = None  # for which the load was drawn, in requests per second
+    reached: dict[tuple[int, int], float] = field(default_factory=dict)  # by fleet: seconds to reach the rate
 
     def of(self, replicas: int, tokens: int) -> Setting:
+        """Return the setting with this many replicas of this many KV cache tokens each."""
         return replace(
             self.setting, profiles=[replace(self.profile, num_blocks=tokens // self.profile.block_size)] * replicas
         )
 
     def judged(self, size: Size, number: int, work: Workload, outcome: Outcome) -> tuple[Point, Sequence[Record]]:
-        """What is to be said of a fleet, and the requests that it was judged by. Raises TooShort."""
+        """Return the result of a fleet, and the requests by which it was judged. Raises TooShort."""
         whole = self._summary(outcome)
         whole_share = whole["goodput"]["share"]
-        if self.rate is None or whole_share < self.attainment:  # its beginning and its end only make it easier
+        if self.rate is None or whole_share < self.attainment:  # ramp-up and end can only make it better
             return self._point(size, number, whole, whole_share >= self.attainment), outcome.done
         began, ended = steady(outcome.done, work.conversations)
         needed = max(began, LEAST_SECONDS, LEAST_REQUESTS / self.rate)
@@ -161,7 +166,10 @@ def search(
     processes: int = 1,
     said: Callable[[Point], None] = lambda point: None,
 ) -> None:
-    """Until every size has its answer; each round tries one number of each, in as many processes. Raises TooShort."""
+    """Search for the answer of every size. Raises TooShort.
+
+    Each round tries one number per size, in up to `processes` processes; `said` is called with each result.
+    """
     while asked := [(size, size.number) for size in sizes if size.number is not None]:
         outcomes: Iterator[Outcome] = played(work, [fleet.of(number, size.tokens) for size, number in asked], processes)
         for (size, number), outcome in zip(asked, outcomes, strict=True):

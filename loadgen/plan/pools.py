@@ -1,9 +1,9 @@
-"""How many prefill and how many decode replicas hold a load within an SLO, by the arithmetic of a timing profile.
+"""The numbers of prefill and decode replicas that keep an SLO, computed from a timing profile.
 
-Requests arrive at random (Poisson), all alike. A prefill replica computes one prompt after the other, and a prompt goes
-to the first that is free: a queue with several servers and equal service times, whose wait is half of that with
-exponential ones (Erlang's C). A decode replica's streams are shared evenly; their number is arrivals times the time
-that an answer takes (Little), which depends on their number; around that mean they vary as a Poisson number does.
+Requests are equal and arrive as a Poisson process. A prefill replica computes one prompt at a time, and a prompt goes
+to the first free one: an M/D/c queue, whose wait is approximated as half that of M/M/c (Erlang's C). Decode replicas
+share the streams evenly. Their mean number is the arrival rate times the duration of an answer (Little's law), which
+itself depends on their number; around the mean they vary as a Poisson variable.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from statistics import NormalDist
 from loadgen.plan.transfers import Transfer, last_token_seconds, prefill_seconds, step_seconds
 from replicas.simulated.profile import Profile
 
-_ROUNDS = 2_000  # of the fixed point; a pool that has not settled by then can't keep up
+_ROUNDS = 2_000  # fixed-point iterations; a pool that has not converged by then cannot keep up
 _SETTLED = 1e-6  # streams, or share of a step
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """`rate` requests a second of so many tokens; limits in seconds, for `share` of the requests."""
+    """`rate` requests per second of `prompt` and `output` tokens; limits in seconds, for `share` of the requests."""
 
     rate: float
     prompt: int
@@ -34,8 +34,11 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Engines:
-    """The engines of both pools. `transfer` is of a prompt of the load; `streams`: how many requests' cache a decode
-    replica holds."""
+    """The engines of both pools.
+
+    `transfer`: that of one prompt of the load; `link`: bytes per second; `streams`: number of requests whose KV cache
+    fits in a decode replica.
+    """
 
     profile: Profile
     transfer: Transfer
@@ -45,13 +48,13 @@ class Engines:
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """What a pool of so many replicas makes of a load. `limits`: what it does not hold; empty where it holds all."""
+    """The result of a pool of `replicas`; `limits` names the limits that it exceeds, and is empty if it suffices."""
 
     replicas: int
     limits: tuple[str, ...]
-    busy: float  # share of its capacity: of time for prefill, of streams for decode
+    busy: float  # share of its capacity: time for prefill, streams for decode
     link_busy: float | None
-    ttft: float | None = None  # s; None where its prompts pile up
+    ttft: float | None = None  # seconds; None where prompts pile up
     wait: float | None = None
     streams: float = 0.0
     room: float = 0.0  # streams that fit
@@ -60,13 +63,14 @@ class Pool:
 
 @dataclass(frozen=True, slots=True)
 class Sizing:
-    """The smallest pools, or the largest that was tried (then with limits), and why one replica less is too few."""
+    """The smallest sufficient pool, or the largest that was tried (with limits), and the pool with one replica less."""
 
     pool: Pool
     one_less: Pool | None
 
 
 def decode_pool(load: Load, engines: Engines, replicas: int) -> Pool:
+    """Return how a decode pool of this size serves the load."""
     room = min(float(engines.profile.max_num_seqs), engines.streams)
     mean = _mean_streams(load, engines.profile, replicas, room)
     spread = max(0.0, NormalDist().inv_cdf(load.share)) * math.sqrt(mean * replicas)
@@ -80,7 +84,7 @@ def decode_pool(load: Load, engines: Engines, replicas: int) -> Pool:
 
 
 def _mean_streams(load: Load, profile: Profile, replicas: int, room: float) -> float:
-    """Of a replica; more than `room` where they would outgrow it."""
+    """Return the mean streams of a replica; more than `room` means that they would outgrow it."""
     streams = 1.0
     for _ in range(_ROUNDS):
         before = streams
@@ -92,10 +96,13 @@ def _mean_streams(load: Load, profile: Profile, replicas: int, room: float) -> f
 
 
 def decode_seconds(load: Load, profile: Profile, replicas: int, streams: float) -> float:
-    """The mean step with so many streams. The last token of a prompt that was fetched is computed in one of them."""
+    """Return the mean seconds of a decode step with this many streams.
+
+    A fetched prompt adds the computation of its last token to one step.
+    """
     alone = step = step_seconds(profile, streams, load.prompt + load.output / 2)
     for _ in range(_ROUNDS):
-        arrived = 1 - math.exp(-load.rate / replicas * step)  # share of the steps in which a prompt has come
+        arrived = 1 - math.exp(-load.rate / replicas * step)  # share of the steps in which a prompt arrives
         before, step = step, alone + arrived * last_token_seconds(profile, load.prompt)
         if step - before < _SETTLED * alone:
             break
@@ -103,6 +110,7 @@ def decode_seconds(load: Load, profile: Profile, replicas: int, streams: float) 
 
 
 def prefill_pool(load: Load, engines: Engines, replicas: int, decode_step: float) -> Pool:
+    """Return how a prefill pool of this size serves the load."""
     profile = engines.profile
     service = prefill_seconds(profile, load.prompt)
     busy = load.rate * service / replicas
@@ -110,14 +118,17 @@ def prefill_pool(load: Load, engines: Engines, replicas: int, decode_step: float
     if busy >= 1:
         return Pool(replicas, ("prefill rate", *link_limit), busy, link_busy)
     wait = waited(load.rate * service, replicas, service, load.share)
-    first = 1.5 * decode_step + last_token_seconds(profile, load.prompt)  # half of the step that it meets, and its own
+    first = 1.5 * decode_step + last_token_seconds(profile, load.prompt)  # the rest of a step, and its own
     ttft = wait + engines.transfer.compute_seconds + (engines.transfer.seconds or 0.0) + first
     limits = ("TTFT",) if load.ttft and ttft > load.ttft else ()
     return Pool(replicas, (*limits, *link_limit), busy, link_busy, ttft, wait)
 
 
 def waited(offered: float, servers: int, service: float, share: float) -> float:
-    """Seconds that `share` of the requests wait at most; `offered` is arrivals times `service`, below `servers`."""
+    """Return the longest wait, in seconds, of `share` of the requests.
+
+    `offered` is the arrival rate times `service` seconds, and below `servers`.
+    """
     blocked = 1.0
     for number in range(1, servers + 1):  # Erlang's B, by its recursion
         blocked = offered * blocked / (number + offered * blocked)
@@ -128,13 +139,13 @@ def waited(offered: float, servers: int, service: float, share: float) -> float:
 
 
 def _link(load: Load, engines: Engines, replicas: int) -> tuple[float | None, tuple[str, ...]]:
-    """Return which share of a replica's link is busy, None without a link, and the limit that this exceeds, if any."""
+    """Return the busy share of a replica's link (None without a link) and the limit that it exceeds, if any."""
     busy = load.rate * engines.transfer.bytes / engines.link / replicas if engines.link else None
     return busy, ("link",) if busy and busy >= 1 else ()
 
 
 def smallest(pool: Callable[[int], Pool], most: int) -> Sizing:
-    """The fewest replicas of `pool(replicas)` without a limit, up to `most`."""
+    """Return the smallest `pool(replicas)` without a limit, up to `most` replicas."""
     before = None
     for number in range(1, most + 1):
         found = pool(number)

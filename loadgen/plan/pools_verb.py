@@ -1,5 +1,7 @@
-"""`hitherto plan --pools`: what moving prompts between engines takes, the pools that a load needs, and sizes in fewer
-bits. A short answer, tables, and what was assumed; `--json` has all of it."""
+"""`hitherto plan --pools`: the cost of moving KV caches, the pools that a load needs, and sizes in fewer bits.
+
+Prints a short answer, tables and the assumptions; `--json` has all figures.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ from policies.transfers import LATENCY
 from replicas.simulated.profile import Profile
 
 LENGTHS = (512, 2_048, 8_192, 32_768, 131_072)  # tokens; the prompts of the table
-# By number of bits: the cache as vLLM's --kv-cache-dtype names it, and weights with the scales that are usual.
+# By format: the cache dtype as in vLLM's --kv-cache-dtype, and the weights with their usual scales.
 FORMATS = {"fp16": ("float16", NumberFormat(16)), "fp8": ("fp8", NumberFormat(8)), "int8": ("int8_per_token_head", NumberFormat(8)),
            "int4": ("int4_per_token_head", NumberFormat(4, 2, 128)), "fp4": ("nvfp4", NumberFormat(4, 1, 16))}  # fmt: skip
 GIB = 1 << 30
@@ -44,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Raises BadOption."""
+    """Check the flags of --pools. Raises BadOption."""
     given = [flag for flag in ("link", "chunk_size", "prompt_tokens", "output_tokens", "rate") if getattr(args, flag)]
     if not args.pools:
         if given:
@@ -70,7 +72,7 @@ def check(args: argparse.Namespace) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """What one plan of pools is made from."""
+    """The inputs of one plan of pools."""
 
     args: argparse.Namespace
     checkpoint: Checkpoint
@@ -81,18 +83,19 @@ class Given:
 
     @property
     def profile(self) -> Profile:
-        """How fast engines are. Where the cache is not the profile's own, decode times are by the tokens in use."""
+        """The timing profile; with a cache other than the profile's, decode times depend on the tokens in use."""
         return by_tokens(self.own_profile) if self.memory else self.own_profile
 
     @property
     def cache_tokens(self) -> int:
-        """Tokens that the cache of one replica has room for."""
+        """The capacity of the KV cache of one replica, in tokens."""
         if self.memory:
             return self.space.size(self.space.blocks(self.memory), self.context)
         return self.own_profile.num_blocks * self.own_profile.block_size
 
     @property
     def piece(self) -> int:
+        """The number of tokens per transfer."""
         return self.args.chunk_size or self.space.block_size
 
     @property
@@ -104,7 +107,7 @@ class Given:
 
 
 def plan_pools(given: Given, console: Console, about: dict[str, object]) -> int:
-    """Print the plan and add it to `about`. Return the exit code. Raises BadOption."""
+    """Print the plan, add it to `about` and return the exit code. Raises BadOption."""
     args = given.args
     _check_lengths(given)
     prompt = args.prompt_tokens or given.context
@@ -152,7 +155,7 @@ def _check_lengths(given: Given) -> None:
 
 
 def size_pools(given: Given, main: Transfer) -> tuple[Sizing, Sizing]:
-    """Of prefill and decode."""
+    """Return the sizes of the prefill and the decode pool."""
     args, slo = given.args, given.slo or {}
     ttft, tpot = (slo[name] / 1000 if name in slo else None for name in ("ttft", "tpot"))
     load = Load(args.rate, args.prompt_tokens, args.output_tokens, ttft, tpot, args.attainment)
@@ -232,7 +235,7 @@ def transfer_answers(given: Given, main: Transfer, step: float) -> list[str]:
 
 
 def seconds_answers(given: Given, main: Transfer, seconds: float, step: float) -> list[str]:
-    """What the transfer takes, beside computing the prompt again and beside a decode step."""
+    """Return sentences that compare the transfer with recomputing the prompt and with a decode step."""
     quick, slow = sorted((seconds, main.compute_seconds))
     times = f"{slow / quick:.1f} times as"
     verdict = f"moving pays, {times} quick" if main.pays else f"moving does not pay, it takes {times} long"
@@ -246,7 +249,7 @@ def seconds_answers(given: Given, main: Transfer, seconds: float, step: float) -
 
 
 def arithmetic(given: Given, main: Transfer) -> str:
-    """Layers × blocks × bytes of a block = bytes, on each GPU."""
+    """Return the size of the transfer as a product: layers × blocks × bytes of a block, on each GPU."""
     space = given.space
     parts = [
         f"{layers.count} layers × {space.moved_blocks(layers, main.tokens):,} blocks × {space.layer_block_bytes:,} B"
@@ -274,8 +277,11 @@ def transfer_table(given: Given, moved: Sequence[Transfer], step: float) -> Tabl
 
 
 def sizes(given: Given) -> tuple[dict[str, int] | None, dict[str, dict[str, object]]]:
-    """Bytes of the weights by format, and by format of the cache a token's bytes and the tokens that fit beside each
-    format of the weights (None: there is no room)."""
+    """Return the sizes of weights and cache in several number formats.
+
+    The first dictionary has the bytes of the weights by format. The second has, by cache format, the bytes per token
+    and the tokens that fit next to each format of the weights (None: the weights do not fit).
+    """
     args = given.args
     parameters = args.parameters or given.checkpoint.parameters
     weights = {name: form.bytes(parameters) for name, (_, form) in FORMATS.items()} if parameters else None

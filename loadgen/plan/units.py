@@ -1,7 +1,7 @@
-"""Amounts with units, as flags have them: memory, links between machines, and counts of parameters.
+"""Readers for flag values with units: memory sizes, bandwidths and parameter counts.
 
-Memory is binary however it is written, as all sizes are; links and parameters are decimal. A number whose unit could
-be another one is refused, with both that may be meant.
+Memory units are binary, with or without the "i"; those of links and parameters are decimal. A number with an ambiguous
+unit is refused with the possible readings.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _PER_SECOND = re.compile(r"(\d+(?:\.\d+)?) *([kMGT]?i?)(bit|byte|b|B)(?:/s|ps)")
 
 
 def size(text: str) -> int:
-    """`80GiB`, `80G` or `80GB`: bytes. A bare number is refused: of a GPU's memory it could be GiB."""
+    """Read `80GiB`, `80G` or `80GB` as bytes; a bare number is refused, as GPU memory could be meant in GiB."""
     try:
         found = parse_size(text)
     except ValueError as error:
@@ -31,7 +31,7 @@ def size(text: str) -> int:
 
 
 def link(text: str) -> float:
-    """`100Gbit/s`, `100Gbps` or `12.5GB/s`: bytes a second."""
+    """Read `100Gbit/s`, `100Gbps` or `12.5GB/s` as bytes per second."""
     found = _PER_SECOND.fullmatch(text.strip())
     scale = {**_DECIMAL, **_BINARY}.get(found[2]) if found else None
     if found is None or scale is None or not float(found[1]):
@@ -42,7 +42,7 @@ def link(text: str) -> float:
 
 
 def _meant(text: str) -> str:
-    """What a bandwidth that was refused should read."""
+    """Return the hint for a refused bandwidth."""
     number = re.match(r"[1-9]\d*(?:\.\d+)?", text)
     amount = number[0] if number else "100"
     if number is None or re.fullmatch(r"[\d.]+", text):
@@ -51,7 +51,7 @@ def _meant(text: str) -> str:
 
 
 def parameters(text: str) -> int:
-    """`70B` or `350M`: parameters of a model."""
+    """Read `70B` or `350M` as a number of model parameters."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?) *([MBT])", text.strip())
     if not found or not float(found[1]):
         raise argparse.ArgumentTypeError(f"{text!r} is no number of parameters: it reads 70B (billions) or 350M")

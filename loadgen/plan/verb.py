@@ -1,7 +1,7 @@
-"""`hitherto plan`, `loadgen plan`: what a model's KV cache holds, and how many replicas a load needs to keep an SLO.
+"""`hitherto plan` and `loadgen plan`: what a model's KV cache holds, and the replicas a load needs to keep an SLO.
 
-The first is arithmetic (`kv_space`), the second is searched for in virtual time (`fleet_size`) and comes with all that
-was tried and all that was assumed.
+The first is arithmetic (`kv_space`); the second is a search by simulation (`fleet_size`) and lists all that was tried
+and assumed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from policies.kv_space import RESERVE, UTILIZATION, KvSpace, memory_for_kv
 from replicas.simulated.profile import Profile, load_profile
 
 MOST_TOKENS = 1_000_000_000
-MOST_REQUESTS = 200_000  # in a load that is drawn as long as its rate needs
+MOST_REQUESTS = 200_000  # in a load that is lengthened until it holds its rate
 BLOCK = 16  # tokens; vLLM's default on GPUs
 
 
@@ -62,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("--block-size", whole_to(4096), "N", None, f"tokens (default {BLOCK}, and the profile's)"),
         ("--max-model-len", whole_to(MOST_TOKENS), "N", None, "longest request (default: the model's)"),
     )  # fmt: skip
-    parser.set_defaults(backend="openai-chat")  # nothing is asked over HTTP: any load will do, and any reply
+    parser.set_defaults(backend="openai-chat")  # no HTTP is involved, so any load and any kind of reply will do
     fleet = parser.add_argument_group("fleet", "with --slo: the fewest replicas that keep it for the load below")
     flags(
         fleet,
@@ -103,21 +103,21 @@ async def plan_verb(args: argparse.Namespace, console: Console) -> int:
 
 
 def checkpoint_of(args: argparse.Namespace) -> Checkpoint:
-    """Raises BadModel."""
+    """Return the model of the flags. Raises BadModel."""
     if args.model:
         return checkpoints.find(args.model)
     return checkpoints.of_numbers(args.layers, args.kv_heads, args.head_dim, args.max_model_len, args.parameters)
 
 
 def pools_of(args: argparse.Namespace, checkpoint: Checkpoint) -> pools_verb.Given:
-    """Raises BadModel, BadOption."""
+    """Return the inputs of `--pools`. Raises BadModel, BadOption."""
     memory = memory_of(args, checkpoint) if args.rate else None
     space = space_of(args, checkpoint, args.kv_cache_dtype)
     return pools_verb.Given(args, checkpoint, space, memory, profile_of(args, checkpoint), files.slo(args))
 
 
 def check(args: argparse.Namespace) -> None:
-    """Raises BadInput."""
+    """Check the flags. Raises BadInput."""
     files.check(args)
     datasets.check(args)
     pools_verb.check(args)
@@ -147,7 +147,10 @@ def check(args: argparse.Namespace) -> None:
 
 
 def arithmetic(args: argparse.Namespace, checkpoint: Checkpoint) -> dict[str, dict[str, object]]:
-    """By type of the cache: the one asked for, and fp8 beside it. Raises BadModel, BadOption."""
+    """Return the figures by KV cache dtype: the requested one, and fp8 or auto for comparison.
+
+    Raises BadModel, BadOption.
+    """
     memory = memory_of(args, checkpoint)
     asked = args.kv_cache_dtype
     others = ["auto"] if asked.startswith("fp8") else ["fp8"]
@@ -161,7 +164,7 @@ def space_of(args: argparse.Namespace, checkpoint: Checkpoint, dtype: str) -> Kv
 
 
 def memory_of(args: argparse.Namespace, checkpoint: Checkpoint) -> int | None:
-    """Bytes for the cache on each GPU; None where nothing was said about GPUs. Raises BadModel, BadOption."""
+    """Return the bytes for the KV cache on each GPU; None if no memory was given. Raises BadModel, BadOption."""
     if args.kv_cache_memory_bytes or not args.gpu_memory:
         return args.kv_cache_memory_bytes
     weights = args.weights or (2 * args.parameters if args.parameters else checkpoint.weights)
@@ -172,7 +175,7 @@ def memory_of(args: argparse.Namespace, checkpoint: Checkpoint) -> int | None:
 
 
 def figures(space: KvSpace, context: int | None, memory: int | None) -> dict[str, object]:
-    """Of one type of the cache, in bytes and tokens."""
+    """Return the figures of one KV cache dtype, in bytes and tokens. Raises BadOption."""
     context = context or space.shape.context
     blocks = space.blocks(memory or GIB)
     if not blocks:
@@ -212,6 +215,7 @@ def plan_fleet(
     found: dict | None,
     about: dict[str, object],
 ) -> int:
+    """Search, print and write the fleet sizes for the load; return the exit code."""
     given = profile_of(args, checkpoint)
     profile = by_tokens(given)
     drawn = datasets.drawn_for(args)
@@ -265,16 +269,16 @@ def tried_in_words(point: Mapping[str, object]) -> tuple[tuple[str, str], Report
 
 
 def load_of(args: argparse.Namespace, rate: float | None) -> Workload:
-    """The load; one that was drawn for a rate asks exactly that. Raises BadOption."""
+    """Return the load; one drawn for a rate is scaled to exactly that rate. Raises BadOption."""
     work = datasets.workload(args)
     return at_rate(work, rate) if rate and work.starts[-1] > work.starts[0] else work
 
 
 def longer(args: argparse.Namespace, rate: float | None, work: Workload, short: TooShort, console: Console) -> Workload:
-    """Return the load with more requests, to hold its rate for longer. Raises BadOption where it cannot have them.
+    """Return the load with more requests, to hold its rate for longer. Raises BadOption where there can be no more.
 
-    No number can be advised instead: how long a fleet takes to reach a rate, or shows that it never does, is known only
-    once it is played.
+    No number could be advised in an error instead: how long a fleet takes to reach a rate, if it ever does, is known
+    only after playing it.
     """
     needed = max(short.requests, 3 * work.requests // 2)
     why = (
@@ -293,7 +297,7 @@ def longer(args: argparse.Namespace, rate: float | None, work: Workload, short: 
 
 
 def load_in_words(args: argparse.Namespace, work: Workload) -> str:
-    """Which load a fleet is planned for, whether or not it was named."""
+    """Describe the load for which the fleet is planned."""
     if args.users:
         when = f"from {args.users:,} users"
     elif drawn := datasets.drawn_for(args):
@@ -304,7 +308,7 @@ def load_in_words(args: argparse.Namespace, work: Workload) -> str:
 
 
 def profile_of(args: argparse.Namespace, checkpoint: Checkpoint | None) -> Profile:
-    """Raises BadOption."""
+    """Return the timing profile of the flags. Raises BadOption."""
     context = args.max_model_len or (checkpoint.shape.context if checkpoint else None)
     try:
         return load_profile(args.profile, max_model_len=context, block_size=args.block_size)
@@ -313,7 +317,7 @@ def profile_of(args: argparse.Namespace, checkpoint: Checkpoint | None) -> Profi
 
 
 def tokens_of(args: argparse.Namespace, profile: Profile, found: dict | None) -> list[int]:
-    """Sizes of the cache to try. Raises BadOption."""
+    """Return the sizes of the KV cache to try, in tokens. Raises BadOption."""
     if args.kv_tokens is None and found and found[args.kv_cache_dtype]["memory"] is None:
         raise BadOption(
             "to plan replicas of this model its KV cache must be known: give --gpu-memory 80GiB, --kv-cache-memory-bytes or --kv-tokens"
@@ -353,7 +357,7 @@ def answer(args: argparse.Namespace, fleet: Fleet, size: Size) -> str:
 
 
 def behind(point: Point, fleet: Fleet) -> str:
-    """Say of a fleet that is too small although its requests are within the SLO why that is so."""
+    """Return why a fleet is too small although enough of its requests are within the SLO, else ""."""
     if point.kept or point.share < fleet.attainment:
         return ""
     offered, answered = point.report["offered"]["rate"], point.report["request_throughput"]
@@ -361,13 +365,13 @@ def behind(point: Point, fleet: Fleet) -> str:
 
 
 def refused(point: Point) -> str:
-    """Requests that do not fit are the load's doing, and no number of replicas helps."""
+    """Return a note on requests that exceed the context length, which no number of replicas helps, else ""."""
     too_long = point.report["errors"].get("http_400", 0)
     return f"; {too_long} requests are longer than a replica takes" if too_long else ""
 
 
 def curve(tried: list[Size]) -> Table:
-    """Replicas down, sizes of the cache across: share within the SLO, and hit rate."""
+    """Return a table of attainment, hit rate and throughput: a row per number of replicas, a column per cache size."""
     title = f"Requests within the SLO, hit rate, and requests/s answered{_offered(tried)}"
     shown = report_table("replicas", *(f"{size.tokens:,} tokens" for size in tried), left=(), title=title, wrap=True)
     for replicas in sorted({replicas for size in tried for replicas in size.points}):
@@ -376,7 +380,7 @@ def curve(tried: list[Size]) -> Table:
 
 
 def _offered(tried: list[Size]) -> str:
-    """What the load asks for, the same of every fleet; nothing where users send when they like."""
+    """Return the offered rate of the load, the same for every fleet; "" in a closed loop."""
     rate = next((point.report["offered"]["rate"] for size in tried for point in size.points.values()), None)
     return "" if rate is None else f" of {rate:.2f} offered"
 
@@ -392,7 +396,7 @@ def _cell(point: Point | None, chosen: bool) -> str:
 def assumptions(
     args: argparse.Namespace, checkpoint: Checkpoint | None, found: dict | None, profile: Profile, at_a_rate: bool
 ) -> list[str]:
-    """What the answer rests on."""
+    """Return the assumptions on which the answer rests."""
     said = [f"engines as fast as the profile {profile.name} says" + (", whatever this model's size: `loadgen calibrate` measures yours" if checkpoint else ""),
             f"one gateway, {args.policy}, with KV events; replicas neither fail nor come late; their caches are empty at the start",
             ("what counts is sent while the rate is held: from when conversations end as often as they begin until the last one begins"

@@ -1,5 +1,6 @@
-"""`loadgen calibrate URL`: measures an engine with bounded load and writes a timing profile for the simulated one.
+"""`loadgen calibrate URL`: measure an engine with bounded load and write a timing profile for the simulated one.
 
-`ask` asks the engine, `learn` for what it tells, `plan` says beforehand what will be asked, `measure` asks it and notes
-times, `samples` says of what each time is made, `fit` finds the coefficients, `write` puts them into a file.
+`ask` sends requests and records times; `learn` reads what the engine reports of itself; `plan` decides beforehand what
+is sent; `measure` sends it; `samples` splits each time into its components; `fit` finds the coefficients; `write`
+formats the profile.
 """

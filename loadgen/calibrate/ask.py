@@ -1,7 +1,7 @@
-"""Asks an OpenAI-compatible engine for completions and notes when each piece came.
+"""A client that sends completions to an OpenAI-compatible engine and records when each chunk arrived.
 
-Prompts are random token ids, so no tokenizer is needed and nothing of them is cached unless this client sent it.
-Prompts of text, for what tokenizing costs, are random English words.
+Prompts are random token ids, so they need no tokenizer, and none is cached unless this client sent it before. Text
+prompts, for the cost of tokenizing, are random English words.
 """
 
 from __future__ import annotations
@@ -22,24 +22,27 @@ from loadgen.options import KEY_NEEDED, Failed
 from replicas.engines import DEFAULT, EngineDialect
 
 TIMEOUT = 120.0  # s for one request: a prompt of a quarter of a million tokens on a slow engine
-# Ordinary text in every vocabulary: below are special tokens (some models' image tokens among them), above a small one
-# ends.
+# Ordinary text tokens in every vocabulary: lower ids include special tokens (image tokens in some models), and small
+# vocabularies end above.
 IDS = range(300, 1000)
 WORDS = sorted({word for one in vars(builtins).values() for word in re.findall("[a-z]{2,12}", str(one.__doc__))})
 
 
 class CalibrationError(Failed):
-    """Measuring can't go on; the message says why and what to do."""
+    """The measurement cannot continue; the message says why and what to do."""
 
 
 class Refused(CalibrationError):
-    """The engine answered a question with something else than 200."""
+    """The engine answered a request with a status other than 200."""
 
 
 @dataclass(slots=True)
 class Reply:
-    """One streamed completion. `times`: when a chunk with a choice came, also where its text is empty, as it is of half
-    a letter; `tokens`: how many it must have had."""
+    """A streamed completion.
+
+    `times`: arrival of each chunk with a choice, even if its text is empty (as for part of a character); `tokens`: the
+    number of output tokens requested.
+    """
 
     sent: float
     tokens: int
@@ -65,8 +68,10 @@ class _Stream(sse.Reply):
 
 
 class Client(client.Client):
-    """`async with Client(url) as asked`; `model` and `dialect` are to be set. Counts what it asked for. Raises
-    BadURL."""
+    """A client of the engine to measure, used as `async with Client(url) as client`.
+
+    `model` and `dialect` must be set before `complete`. It counts the requests and tokens it asked for. Raises BadURL.
+    """
 
     def __init__(self, url: str, api_key: str | None = None, seed: int | None = None):
         self.own_headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
@@ -82,16 +87,20 @@ class Client(client.Client):
         self.close()
 
     def ids(self, count: int) -> list[int]:
+        """Return `count` random token ids."""
         return self.rng.choices(IDS, k=count)
 
     def text(self, words: int) -> str:
+        """Return `words` random English words."""
         return " ".join(self.rng.choices(WORDS, k=words))
 
     async def complete(
         self, prompt: list[int] | str, tokens: int = 1, seen: Callable[[Reply], None] | None = None
     ) -> Reply:
-        """Exactly `tokens` of output, to ids or, as one chat message, to text. `seen` is called at each chunk. Raises
-        CalibrationError."""
+        """Return a completion of exactly `tokens` tokens. Raises CalibrationError.
+
+        Token ids go to the completions API, text as one chat message. `seen` is called at each chunk.
+        """
         path = CHAT if isinstance(prompt, str) else COMPLETIONS
         asked = {"messages": [{"role": "user", "content": prompt}]} if isinstance(prompt, str) else {"prompt": prompt}
         stream = {"stream": True, "stream_options": {"include_usage": True}}

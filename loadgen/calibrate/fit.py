@@ -1,7 +1,7 @@
-"""From samples to the coefficients of the timing profile: robust least squares, no coefficient below zero.
+"""Coefficients of the timing profile from samples, by robust non-negative least squares.
 
-Errors are relative, so that 5 ms count as much as 500. Samples that lie far off weigh less with each round (Huber):
-on a machine with other work every tenth one does. A coefficient that no sample speaks about stays zero.
+Errors are relative, so that 5 ms count as much as 500. Outliers, every tenth sample on a machine with other work, lose
+weight with each round (Huber). A coefficient that occurs in no sample stays zero.
 """
 
 from __future__ import annotations
@@ -16,26 +16,28 @@ from .samples import Sample
 NAMES = ("latency", "work", "token", "text", "text_token", "base", "prefill", "prefill_token", "attention",
          "decode_sequence", "decode_context_token")  # fmt: skip
 ROUNDS = 30
-FAR = 1.345  # spreads; Huber's own: 95 % as good as least squares where nothing lies off
+FAR = 1.345  # spreads; Huber's constant: 95 % as efficient as least squares without outliers
 
 
 @dataclass(frozen=True, slots=True)
 class Residual:
-    """How far the fit is from what was seen in one region, as shares of what was seen."""
+    """The errors of the fit in one region, as shares of the measured times."""
 
     count: int
     bias: float  # median of (fit - seen) / seen
-    typical: float  # median of its size
+    typical: float  # median of its absolute value
     worst_tenth: float  # nine in ten are closer
 
 
-# In a region the fit is poor if its typical error is above POOR, or its bias above POOR_BIAS: medians under load are to
-# be within 15 % of the engine's (bench/results), and a bias goes into them whole.
+# A region's fit is poor if its typical error is above POOR or its bias above POOR_BIAS: medians under load shall be
+# within 15 % of the engine's (bench/results), and a bias affects them in full.
 POOR, POOR_BIAS = 0.25, 0.15
 
 
 @dataclass(frozen=True)
 class Fit:
+    """Coefficients in milliseconds, and the errors of the fit by region."""
+
     ms: dict[str, float]  # by coefficient
     residuals: dict[str, Residual]
     spread: float = 0.0  # of a step: a standard deviation, as a share
@@ -46,11 +48,12 @@ class Fit:
         return [name for name, one in self.residuals.items() if one.typical > POOR or abs(one.bias) > POOR_BIAS]
 
     def seconds(self, parts: dict[str, float]) -> float:
+        """Return the time that the fit predicts for these parts (see `samples`)."""
         return 1e-3 * sum(self.ms[name] * times for name, times in parts.items())
 
 
 def fit(samples: Sequence[Sample]) -> Fit:
-    """ValueError when there is nothing to fit."""
+    """Return the fit of the samples. Raises ValueError when there are none."""
     if not samples:
         raise ValueError("no samples")
     seen = np.array([sample.seconds * 1e3 for sample in samples])
@@ -78,7 +81,7 @@ def _residual(off: np.ndarray) -> Residual:
 
 
 def nonnegative(matrix: np.ndarray, wanted: np.ndarray) -> np.ndarray:
-    """The x >= 0 for which |matrix @ x - wanted| is least (Lawson and Hanson's active set)."""
+    """Return the x >= 0 that minimizes |matrix @ x - wanted| (Lawson and Hanson's active-set method)."""
     count = matrix.shape[1]
     x, free = np.zeros(count), np.zeros(count, bool)
     for _ in range(10 * count):

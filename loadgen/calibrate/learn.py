@@ -1,7 +1,7 @@
-"""What an engine tells of itself before it is measured: model, version, machine, limits; and whether it is idle.
+"""Facts that an engine reports before it is measured: model, version, machine, limits, and whether it is idle.
 
-An engine tells its cache in /metrics and, where the operator allows it, its scheduler's limits. What it does
-not tell is seen later, or a usual default is assumed and said to be.
+Cache figures are in /metrics; the scheduler's limits are available where the operator exposes them. Limits that are not
+reported are measured later, or a common default is assumed and marked as such.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from replicas.served import base_names
 from .ask import CalibrationError, Client
 from .plan import Limits
 
-PATIENCE = 5.0  # s for an answer without generation
+PATIENCE = 5.0  # seconds for a response without generation
 ASSUMED = {
     "max_model_len": 8192,
     "block_size": 16,
@@ -31,6 +31,8 @@ ASSUMED = {
 
 @dataclass(frozen=True, slots=True)
 class Known:
+    """The facts about an engine that go into its profile."""
+
     model: str
     engine: str
     version: str
@@ -39,7 +41,10 @@ class Known:
 
 
 async def learn(client: Client, model: str | None) -> Known:
-    """Sets `client.model` and `client.dialect`. CalibrationError when there is no engine to measure."""
+    """Return what the engine reports, and set `client.model` and `client.dialect`.
+
+    Raises CalibrationError when no engine can be measured.
+    """
     way = Access(client.base_url, urlsplit(client.base_url).hostname or "", headers=client.own_headers)
     try:
         facts = await way.find(PATIENCE)
@@ -68,7 +73,7 @@ async def learn(client: Client, model: str | None) -> Known:
 
 
 async def _info(client: Client) -> dict[str, object]:
-    """What the operator lets the engine tell of its settings, and of the machine."""
+    """Return the engine's settings and machine as far as the operator exposes them."""
     _, body, _ = await client.get(client.dialect.limits_path)
     try:
         info = orjson.loads(body)
@@ -78,20 +83,20 @@ async def _info(client: Client) -> dict[str, object]:
 
 
 async def at_work(client: Client) -> int | None:
-    """Requests in the engine, running or waiting; None when it does not tell."""
+    """Return the number of requests running or waiting in the engine; None if it does not report it."""
     status, page, _ = await client.get("/metrics")
     scrape = parse(page, 0.0, client.dialect.metrics) if status == 200 else None
     return None if scrape is None or scrape.running is None else scrape.running + (scrape.waiting or 0)
 
 
 async def looked_up(client: Client) -> int | None:
-    """Prompt tokens that the engine has looked up in its cache since it began: everybody's."""
+    """Return the prompt tokens that the engine has looked up in its cache since it began, for all clients."""
     status, page, _ = await client.get("/metrics")
     return parse(page, 0.0, client.dialect.metrics).prefix_queries if status == 200 else None
 
 
 def _machine(client: Client, info: dict[str, object]) -> str:
-    """GPUs, else the CPU, by the engine's own word; else this machine if the engine is on it."""
+    """Return the engine's GPUs or CPU as it reports them, or this machine for a local engine."""
     env = info.get("system_env")
     env = env if isinstance(env, dict) else {}
     gpus = env.get("nvidia_gpu_models")

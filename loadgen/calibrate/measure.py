@@ -1,4 +1,4 @@
-"""Asks the questions of a plan and turns what was seen into samples."""
+"""Measurement: sends the questions of a plan and turns the observed times into samples."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from .plan import FEW, MOST, SMALLEST, STEPS, Limits, Plan, Question, sizes
 from .samples import Sample
 
 PROBES = 3
-LONG = 4.0  # times the usual time between tokens: a step with much of another's prompt in it
-SURE = 0.02  # no region's times change by more with a further round: enough seen
-IDLE_SECONDS = 5.0  # until the engine has finished what was asked
+LONG = 4.0  # times the median gap: a step that also computes much of another request's prompt
+SURE = 0.02  # enough rounds once a further one changes no region's times by more
+IDLE_SECONDS = 5.0  # for the engine to finish earlier requests
 WORDS_PER_TOKEN = 0.75
 
 
 class Meter:
-    """Measures one engine. `probe` first: it finds out how fast it is, then `run` follows a plan."""
+    """A measurement of one engine: `probe` finds out how fast it is, then `run` follows a plan."""
 
     def __init__(self, client: Client, limits: Limits):
         self.client, self.limits = client, limits
 
     async def probe(self, seconds: float) -> Fit:
-        """A few prompts and replies, after two that warm the engine up; small ones first, until one takes long."""
+        """Return a first fit, from a few prompts and replies of increasing size, after two that warm the engine up."""
         for size in (SMALLEST, 8 * SMALLEST):
             await self.client.complete(self.client.ids(size), 8)
         seen: list[Sample] = []
@@ -43,8 +43,10 @@ class Meter:
         return fit(seen)
 
     async def budget(self, found: Fit, seconds: float) -> tuple[int, str]:
-        """max_num_batched_tokens, seen from how often a request gets a token while another's long prompt is
-        computed."""
+        """Return max_num_batched_tokens and how it was found.
+
+        It is derived from the number of tokens one request gets while the long prompt of another is computed.
+        """
         size = SMALLEST
         while 2 * size <= self.limits.longest and self._alone(found, 2 * size, size) < seconds / 40:
             size *= 2
@@ -63,7 +65,7 @@ class Meter:
         return found.seconds(samples.prompt(samples.NEW, 0, tokens, 0, budget).parts)
 
     async def at_once(self) -> tuple[int, str]:
-        """max_num_seqs, as far as so many requests at once show it."""
+        """Return max_num_seqs and how it was found, which works up to the number of requests sent at once."""
         asked = (self.client.complete(self.client.ids(SMALLEST), STEPS + 2 * MOST) for _ in range(MOST))
         ran = most_at_once(await _together(*asked))
         if ran < MOST:
@@ -77,7 +79,11 @@ class Meter:
         told: Callable[[int, Fit], None] = lambda done, found: None,
         busy: bool = False,
     ) -> list[Sample]:
-        """All rounds, or fewer when times stop changing or the time is over; at least one."""
+        """Return the samples of all rounds of the plan.
+
+        Ends earlier, but not before the first round is complete, when the times no longer change or `seconds` are over.
+        `told` is called after each round with the number of rounds and the fit.
+        """
         seen: list[Sample] = []
         began, before = monotonic(), None
         for number in range(plan.rounds):
@@ -94,7 +100,7 @@ class Meter:
         return seen
 
     async def until_idle(self) -> None:
-        """Others' requests would be measured with ours."""
+        """Wait until the engine is idle, as others' requests would be measured too. Raises CalibrationError."""
         deadline = monotonic() + IDLE_SECONDS
         while (count := await at_work(self.client)) and monotonic() < deadline:
             await asyncio.sleep(0.05)
@@ -104,7 +110,7 @@ class Meter:
             )
 
     async def ask(self, question: Question) -> list[Sample]:
-        """One question's samples; none where it could not be put, or nothing was to be seen."""
+        """Return the samples of one question; none if it cannot be sent or shows nothing."""
         client, region, tokens = self.client, question.region, question.tokens
         if region in (samples.DECODE, samples.BURST):
             return await self._ask_many(question)
@@ -142,7 +148,7 @@ class Meter:
         return [samples.decode(seconds, count, count * (size + tokens), spread(replies[0]))] if seconds else []
 
     async def _beside(self, prompt: list[int]) -> Reply:
-        """One request that decodes while another with that prompt comes in between, at any moment of a step."""
+        """Return a decoding request's reply; a request with `prompt` arrives meanwhile, at any moment of a step."""
         going = asyncio.get_running_loop().create_future()
         steps = 3 * STEPS + -(-len(prompt) // self._budget)
 
@@ -161,12 +167,12 @@ class Meter:
         return self.limits.max_num_batched_tokens
 
     def _cached(self, reply: Reply, at_most: int) -> int:
-        """As the engine counts; where it does not, all full blocks."""
+        """Return the cached tokens as the engine reports them, else all full blocks."""
         return reply.cached if reply.cached is not None else at_most // self.limits.block_size * self.limits.block_size
 
 
 async def _together(*questions) -> list[Reply]:
-    """All of them, or none: when one fails the others are ended, and so are they in the engine."""
+    """Send all requests concurrently; if one fails, cancel the others, in the engine too."""
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(question) for question in questions]
@@ -176,10 +182,11 @@ async def _together(*questions) -> list[Reply]:
 
 
 def step_seconds(replies: list[Reply]) -> tuple[float, int]:
-    """Seconds a step while all decode, and how many tokens each had by the middle of that; 0 if they never all did.
+    """Return the seconds of a step while all replies decode, and the tokens each had by the middle of that time.
 
-    The slowest tenth of the steps is left out: something else ran. Where the API server put several tokens into a
-    chunk, chunks are counted as so many."""
+    The seconds are 0 if they never decoded all at once. The slowest tenth of the steps is left out, as something else
+    ran. Where the API server put several tokens into a chunk, its gap counts as that many steps.
+    """
     begin, end = max(reply.times[0] for reply in replies), min(reply.times[-1] for reply in replies)
     steps, tokens = [], 0.0
     for reply in replies:
@@ -193,8 +200,10 @@ def step_seconds(replies: list[Reply]) -> tuple[float, int]:
 
 
 def spread(reply: Reply) -> float | None:
-    """How far the steps of one reply are from their median: the standard deviation of what is not far off, as a share.
-    None where chunks were read several at once, as on a busy machine: then nobody saw the steps."""
+    """Return the standard deviation of the steps of one reply as a share of their median, without outliers.
+
+    Returns None where several chunks were read at once, as on a busy machine, so that single steps were not observed.
+    """
     gaps = [later - sooner for sooner, later in zip(reply.times, reply.times[1:])]
     if gaps.count(0.0) > len(gaps) // 10:
         return None
@@ -203,8 +212,11 @@ def spread(reply: Reply) -> float | None:
 
 
 def full_steps(gaps: list[float]) -> int:
-    """How many steps a long prompt filled whole: gaps that are long, up to the longest. Each is longer than the one
-    before, having more to attend to, and what is left over for a last step is shorter."""
+    """Return how many full steps the computation of a long prompt took.
+
+    These are the long gaps up to the longest: each is longer than the one before because its tokens attend to more, and
+    the remainder in the last step is shorter.
+    """
     usual = median(gaps)
     upto = gaps[: gaps.index(max(gaps)) + 1]
     long = [gap for gap in upto if gap > LONG * usual]
@@ -212,13 +224,13 @@ def full_steps(gaps: list[float]) -> int:
 
 
 def most_at_once(replies: list[Reply]) -> int:
-    """Of so many replies, between their first and last tokens."""
+    """Return the maximum number of replies that were between their first and last tokens at one time."""
     ends = sorted([(reply.times[0], 1) for reply in replies] + [(reply.times[-1], -1) for reply in replies])
     return max(accumulate(change for _, change in ends))
 
 
 def changed(seen: list[Sample], before: Fit, after: Fit) -> float:
-    """The most that any region's times differ between two fits (median within a region)."""
+    """Return the largest change of the times of a region between two fits (median within the region)."""
     shares: dict[str, list[float]] = {}
     for sample in seen:
         shares.setdefault(sample.region, []).append(

@@ -1,9 +1,8 @@
-"""What will be sent, said before it is: pure, from what the engine tells and from how fast a few probes were.
+"""The plan of a measurement, made from the engine's limits and its speed in a few probes; performs no I/O.
 
-Every round asks the same kinds of questions in an order of its own, so that a machine that gets busier or warmer for
-a while does not speak about one of them only. Sizes grow by a factor of two or four up to what the engine's context and
-a quarter of its cache hold, and as long as a question stays below a share of the time: many rounds say more than long
-prompts.
+Every round has the same questions in another order, so that a machine that is busier or warmer for a while does not
+affect only one kind. Sizes grow by factors of two or more up to the engine's context and a quarter of its cache, as
+long as a question takes less than a share of the time: many rounds are worth more than long prompts.
 """
 
 from __future__ import annotations
@@ -16,14 +15,14 @@ from . import samples
 from .fit import Fit
 
 SMALLEST = 64
-LONGEST = 0.02  # of the time there is, for one question
-FEW, MOST = 8, 64  # requests at once: however slow the engine is, and if there is time
-STEPS = 32  # decode steps looked at, with all requests decoding
+LONGEST = 0.02  # share of the total time, for one question
+FEW, MOST = 8, 64  # requests at once: on any engine, and on one that is fast enough
+STEPS = 32  # decode steps to observe with all requests decoding
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The engine's. `told` says where each comes from: "told" by it, "seen" or "assumed"."""
+    """The engine's limits; `told` has the source of each: reported by the engine, seen or assumed."""
 
     max_model_len: int
     block_size: int
@@ -34,14 +33,16 @@ class Limits:
 
     @property
     def longest(self) -> int:
-        """Tokens of one prompt that leave room for its output, and for others: a quarter of the cache."""
+        """The longest prompt, in tokens, that leaves room for its output and takes at most a quarter of the cache."""
         return min(self.max_model_len * 7 // 8, self.num_blocks * self.block_size // 4)
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """One thing to ask. `tokens` a prompt, `extra` new ones on top of it, `count` requests at once, `output` tokens
-    each."""
+    """One measurement to make.
+
+    `tokens`: length of a prompt; `extra`: new tokens after it; `count`: requests at once; `output`: tokens of each.
+    """
 
     region: str
     tokens: int
@@ -51,7 +52,7 @@ class Question:
 
     @property
     def requests(self) -> int:
-        """Also those that put the prompts into the cache."""
+        """The number of requests, including those that fill the cache first."""
         return self.count if self.region == samples.NEW else 2 * self.count
 
     @property
@@ -63,7 +64,7 @@ class Question:
         return self.count * (self.output - 1) + self.requests  # one for each prompt that only fills the cache
 
     def expected(self, fit: Fit, limits: Limits) -> float:
-        """Seconds it will take, about."""
+        """Return roughly how many seconds the question will take."""
         budget, whole = limits.max_num_batched_tokens, self.tokens + self.extra
         took = self.count * fit.seconds(samples.prompt(samples.NEW, 0, self.tokens, 0, budget).parts)
         if self.region in (samples.DECODE, samples.BURST):
@@ -75,17 +76,19 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
+    """The questions of each round, the number of rounds, and the expected seconds of one."""
+
     questions: tuple[Question, ...]
     rounds: int
     round_seconds: float
 
     def sent(self, what: str) -> int:
-        """How many `requests`, `prompt_tokens` or `output_tokens`."""
+        """Return the total of `requests`, `prompt_tokens` or `output_tokens`."""
         return self.rounds * sum(getattr(question, what) for question in self.questions)
 
 
 def make(limits: Limits, fit: Fit, seconds: float) -> Plan:
-    """At least two rounds, at most ten, in about `seconds`."""
+    """Return a plan of two to ten rounds that takes about `seconds`."""
     affordable = [question for question in _questions(limits)
                   if question.expected(fit, limits) <= LONGEST * seconds
                   or (question.tokens <= 4 * SMALLEST and question.count <= FEW)]  # fmt: skip
@@ -94,7 +97,7 @@ def make(limits: Limits, fit: Fit, seconds: float) -> Plan:
 
 
 def sizes(most: int, factor: int = 2) -> list[int]:
-    """Ends at `most`, which is rarely a power of two."""
+    """Return sizes that grow by `factor`, with `most` as the last one."""
     grown = list(takewhile(lambda size: size * 1.4 < most, (SMALLEST * factor**n for n in range(40))))
     return [*grown, most]
 

@@ -1,4 +1,4 @@
-"""`loadgen calibrate URL`: flags, what is said meanwhile, and the file at the end."""
+"""`loadgen calibrate URL`: flags, progress messages, and the profile file."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ async def calibrate_verb(args: argparse.Namespace, console: Console) -> int:
         return INTERRUPTED
     try:
         args.out.write_text(text)
-    except OSError as error:  # it could be written when the measurement began
+    except OSError as error:  # despite the check before the measurement
         console.print(f"\n{text}", markup=False, soft_wrap=True)
         why = f"{args.out} cannot be written: {error.strerror}; the profile is printed above"
         raise CalibrationError(why) from None
@@ -65,7 +65,7 @@ async def calibrate_verb(args: argparse.Namespace, console: Console) -> int:
 
 
 async def calibrate(args: argparse.Namespace, console: Console) -> str:
-    """Return the profile's text. Raises CalibrationError."""
+    """Measure the engine and return the profile's text. Raises CalibrationError."""
 
     def say(text: str) -> None:
         console.print(text, markup=False, soft_wrap=True)
@@ -105,7 +105,7 @@ async def calibrate(args: argparse.Namespace, console: Console) -> str:
 
 
 async def _limits(meter: Meter, found: Fit, seconds: float) -> plan.Limits:
-    """What the engine did not tell, as far as it can be seen."""
+    """Return the limits, with those measured that the engine did not report, as far as possible."""
     limits = meter.limits
     for name, see in (
         ("max_num_seqs", meter.at_once),
@@ -123,7 +123,7 @@ def _progress(done: int, found: Fit) -> str:
 
 
 def _caution(result: Fit, seconds: float) -> str:
-    """What to do about a fit that is poor; nothing about one that is not."""
+    """Return advice on a poor fit, or ""."""
     if not result.poor:
         return ""
     longer = f"give --seconds {ENOUGH_SECONDS:g}, and let" if seconds < ENOUGH_SECONDS else "measure again, and let"

@@ -1,4 +1,4 @@
-"""The profile's text: every figure with where it comes from."""
+"""The text of a profile, with the source of every figure."""
 
 from __future__ import annotations
 
@@ -27,8 +27,10 @@ _STEP = {
 
 
 def residuals(fit: Fit) -> Iterator[str]:
-    """How far the fit is from what was seen, by kind of request: median of fit / measured - 1, median error, and the
-    error that nine in ten stay below."""
+    """Yield the lines of a table of the fit's errors by kind of request.
+
+    They are the median of fit / measured - 1, the median error, and the error that nine in ten stay below.
+    """
     yield f"{'':38}{'samples':>8}{'bias':>11}{'typical':>11}{'90 %':>11}"
     for region, one in fit.residuals.items():
         figures = (
@@ -38,7 +40,10 @@ def residuals(fit: Fit) -> Iterator[str]:
 
 
 def profile(known: Known, limits: Limits, fit: Fit, facts: Mapping[str, str]) -> str:
-    """YAML that `replicas.simulated.profile.load_profile` takes. `facts`: date, command and the like, one line each."""
+    """Return the profile as YAML for `replicas.simulated.profile.load_profile`.
+
+    `facts`: lines for its header, such as date and command.
+    """
     head = [f"{known.engine} {known.version} with {known.model} on {known.machine}, measured by `loadgen calibrate`."]
     head += [f"{name}: {value}" for name, value in facts.items()]
     head += ["", "Fit against what was measured, by kind of request: samples; bias (median of fit / measured - 1), typical",
@@ -56,6 +61,6 @@ def profile(known: Known, limits: Limits, fit: Fit, facts: Mapping[str, str]) ->
 
 
 def _number(value: float) -> str:
-    """Four digits, in a way YAML takes for a number."""
+    """Format a number with four digits, so that YAML reads it as a number."""
     text = f"{value:.4g}"
     return text.replace("e", ".0e") if "e" in text and "." not in text else text

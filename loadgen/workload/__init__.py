@@ -1,1 +1,1 @@
-"""What a load is: conversations, from texts, traces and generators, and when they begin."""
+"""Loads: conversations from texts, traces and generators, and their start times."""

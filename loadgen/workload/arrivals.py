@@ -1,9 +1,8 @@
-"""When requests are due. Pure: seconds from the start of the run, no clock.
+"""Start times of conversations, in seconds from the start of the run; pure functions without a clock.
 
-Open loop: the schedule is fixed before the first request is sent and never waits for an answer,
-so a slow server meets the load it would meet from strangers. What the generator itself adds, the
-lateness between due and sent, is measured by `drive` and reported: a large lateness means that
-the figures describe the generator (coordinated omission) and not the server.
+Open loop: the schedule is fixed before the first request is sent and never waits for an answer, so a slow server meets
+the load that independent clients would send. `drive` measures and reports the generator's own lateness between due and
+sent: if it is large, the figures describe the generator (coordinated omission) and not the server.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Ramp:
-    """A rate that goes from `start` to `end` over the requests of a run, by equal steps or by equal factors."""
+    """A rate that changes from `start` to `end` over the requests of a run, linearly or exponentially."""
 
     start: float
     end: float
@@ -28,10 +27,10 @@ class Ramp:
 
 
 def gap(rate: float, burstiness: float, rng: random.Random) -> float:
-    """Seconds to the next of `rate` events per second, gamma-distributed with shape `burstiness`.
+    """Return the seconds to the next of `rate` events per second, gamma-distributed with shape `burstiness`.
 
-    1 makes a Poisson process, less makes bursts, more is more regular, infinity is constant: what `--burstiness` means
-    to vLLM's benchmark. An infinite rate puts all at once.
+    As in `vllm bench serve`, 1 is a Poisson process, smaller values are burstier, larger ones more regular, infinity is
+    constant. An infinite rate starts all at once.
     """
     if math.isinf(rate):
         return 0.0
@@ -43,11 +42,10 @@ def gap(rate: float, burstiness: float, rng: random.Random) -> float:
 def conversation_starts(
     turns: list[int], request_rate: float, rng: random.Random, burstiness: float = 1.0, ramp: Ramp | None = None
 ) -> list[float]:
-    """Start times (s) for conversations of the given numbers of turns.
+    """Return start times (seconds) for conversations with the given numbers of turns.
 
-    `request_rate` counts requests, as vLLM's benchmark does. Later turns follow their
-    conversation's replies, so what arrives as a process is the conversations, at
-    request_rate / mean turns. A `ramp` replaces the rate.
+    `request_rate` counts requests, as in `vllm bench serve`. Later turns wait for replies, so the arrival process is
+    that of the conversations, at request_rate / mean turns. A `ramp` replaces the rate.
     """
     at, starts, all_turns = 0.0, [], sum(turns)
     for index in range(len(turns)):

@@ -1,9 +1,9 @@
-"""What is asked: conversations, each a list of turns.
+"""The content of a load: conversations, each a list of turns.
 
-A turn names the messages it adds, so the prompt of turn k is everything before it plus these. What a message says is
-text, or spans of tokens that stand for text nobody has (a trace's, a generator's): these become token ids or words
-(`synthetic`) when a request is about to be sent, and a simulation needs neither. All randomness comes from the seed:
-the same seed asks the same questions of every target.
+A turn has the messages it adds; its prompt is everything before them and these. A message has text, or spans of tokens
+that stand for unknown text (of a trace or a generator). Spans become token ids or words (`synthetic`) just before a
+request is sent; a simulation needs no words. All randomness comes from the seed, so every target gets the same
+requests.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from dataclasses import dataclass, field, replace
 
 from loadgen.options import BadInput
 
-Message = dict[str, object]  # as OpenAI has it; "content" may also be a tuple of Spans
+Message = dict[str, object]  # an OpenAI message; "content" may also be a tuple of Spans
 
 
-FILES = "a trace, a file of conversations or a text"  # what loads are made of
+FILES = "a trace, a file of conversations or a text"  # the kinds of files, for messages
 
 
 class BadWorkload(BadInput):
-    """A file or text that no load can be made of; the message names the file, the line and the reason."""
+    """A file or text that cannot be used as a load; the message names the file, the line and the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """`length` tokens named by ids: each id stands for `block` of them, the last for what is left.
+    """`length` tokens named by ids: each id stands for `block` tokens, the last one for the rest.
 
-    The same id stands for the same tokens wherever it comes; different ids share none.
+    Equal ids stand for equal tokens everywhere; different ids share none.
     """
 
     ids: Sequence[int]
@@ -36,23 +36,27 @@ class Span:
 
 
 def span(name: int, length: int) -> Span:
-    """`length` tokens with one name: a system prompt, a document, a reply."""
+    """Return a span of `length` tokens with one name: a system prompt, a document, a reply."""
     return Span((name,), length, max(1, length))
 
 
 @dataclass(slots=True)
 class Turn:
+    """A turn of a conversation: the messages it adds, and its reply."""
+
     messages: list[Message]  # what this turn adds to the conversation
     max_tokens: int  # tokens of the reply, which is always that long
-    reply: Message | None = None  # what the file says was answered
+    reply: Message | None = None  # the reply in the file
     think: float = 0.0  # seconds between the last reply and this turn
-    forks: tuple[Conversation, ...] = ()  # begin when this turn is answered, and go on from there on their own
-    # In a simulation: the `max_tokens` that the client sends, a bound on the reply and not its length; None: none
+    forks: tuple[Conversation, ...] = ()  # continue from this turn's reply, independently
+    # In a simulation: the `max_tokens` that the client sends, a bound on the reply and not its length; None: not sent
     limit: int | None = None
 
 
 @dataclass(slots=True)
 class Conversation:
+    """A conversation; `requests` includes those of its forks."""
+
     id: str
     turns: list[Turn]
     extra: dict[str, object] = field(default_factory=dict)  # fields for every request, e.g. tools
@@ -64,33 +68,33 @@ class Conversation:
 
 @dataclass(slots=True)
 class Workload:
-    """A whole load: what `drive` sends on the wall clock and what a simulation plays on a virtual one."""
+    """A whole load, which `drive` sends and `simulate` plays in virtual time."""
 
     conversations: list[Conversation]
     starts: list[float]  # seconds from the beginning of the run, one for each conversation, ascending
-    notes: list[str] = field(default_factory=list)  # what is worth knowing of its file: what was left out, and why
+    notes: list[str] = field(default_factory=list)  # on its file: what was left out, and why
 
     @property
     def requests(self) -> int:
         return sum(conversation.requests for conversation in self.conversations)
 
     def share(self, index: int, of: int) -> Workload:
-        """Every `of`-th conversation, for one process of several."""
+        """Return every `of`-th conversation, for one process of several."""
         return Workload(self.conversations[index::of], self.starts[index::of])
 
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """What a schedule asks of a server, whatever the server does."""
+    """The load that a schedule offers, whatever the server does."""
 
-    rate: float | None  # requests a second; None: all begin at once, or users send when they like
+    rate: float | None  # requests per second; None: all begin at once, or closed loop
     seconds: float  # from the first start to the last
-    later: int  # requests that wait for a reply first: later turns, and forks
+    later: int  # requests that wait for a reply: later turns and forks
     think: float  # seconds, mean over those
 
 
 def offer(conversations: Sequence[Conversation], starts: Sequence[float]) -> Offer:
-    """What these starts ask for. A rate counts the gaps between starts, so one start has none."""
+    """Return what these starts offer. The rate counts the gaps between starts, so a single start has none."""
     requests = sum(conversation.requests for conversation in conversations)
     long = starts[-1] - starts[0] if starts else 0.0
     thinks = [pause for conversation in conversations for pause in _pauses(conversation, True)]
@@ -103,7 +107,7 @@ def offer(conversations: Sequence[Conversation], starts: Sequence[float]) -> Off
 
 
 def at_rate(work: Workload, rate: float) -> Workload:
-    """The same load with its starts moved together or apart, so that it asks `rate` requests a second.
+    """Return the same load with its start times scaled so that it offers `rate` requests per second.
 
     Its conversations must not all begin at once.
     """
@@ -112,7 +116,7 @@ def at_rate(work: Workload, rate: float) -> Workload:
 
 
 def _pauses(conversation: Conversation, first: bool) -> Iterator[float]:
-    """The seconds between a reply and each request that waits for it."""
+    """Yield the seconds between a reply and each request that waits for it."""
     for turn in conversation.turns:
         if not first:
             yield turn.think
@@ -122,12 +126,12 @@ def _pauses(conversation: Conversation, first: bool) -> Iterator[float]:
 
 
 def is_text(conversations: Sequence[Conversation]) -> bool:
-    """Whether a load's prompts are texts, which every seed asks alike, and not names for tokens that a seed draws."""
+    """Return whether the prompts are texts, the same with every seed, instead of names for random tokens."""
     return isinstance(conversations[0].turns[0].messages[-1].get("content"), str)
 
 
 def spans_of(messages: Sequence[Message]) -> Iterator[Span]:
-    """The spans that messages say, in order; text is passed over."""
+    """Yield the spans of messages in order; text is skipped."""
     for message in messages:
         if isinstance(content := message.get("content"), tuple):
             yield from content

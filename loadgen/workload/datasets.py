@@ -1,8 +1,7 @@
-"""Which load is meant: a table of names, the flags each takes, and when its requests are due.
+"""The loads by name, the flags that each takes, and their start times.
 
-A load is a function (rng, requests, **flags) -> Workload. Its keyword arguments are the flags it takes, by their names
-and with their defaults; a flag it has no use for is refused. Names and flags are those of `vllm bench serve` where it
-has them.
+A load is a function (rng, requests, **flags) -> Workload. Its keyword arguments are its flags, with their names and
+defaults; other flags are refused. Names and flags are those of `vllm bench serve` where it has them.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from loadgen.workload.documents import documents
 from loadgen.workload.files import Reader
 from loadgen.workload.synthetic import VOCABULARY
 
-REQUESTS, RATE = 200, 4.0  # where neither flags nor a trace say
+REQUESTS, RATE = 200, 4.0  # defaults without flags or a trace
 
 
 def _multi_turn(
@@ -116,7 +115,7 @@ def _made(generator: Callable[..., list[Conversation]]) -> Callable[..., Workloa
 
 _TEXTS: dict[str, Callable[..., Workload]] = {
     "multi-turn": _multi_turn,
-    **dict.fromkeys(("conversations", "sharegpt", "custom"), _conversations),  # each entry shows which it is
+    **dict.fromkeys(("conversations", "sharegpt", "custom"), _conversations),  # each entry shows its own form
 }
 _TRACES: dict[str, Callable[..., Workload]] = {
     "mooncake": partial(_hash_trace, timed_trace_chunk_hash_size=512, timed_trace_sec_multiplier=1e-3),
@@ -144,7 +143,7 @@ def add_seeds(parser: argparse.ArgumentParser) -> None:
 
 
 def of_seeds(args: argparse.Namespace) -> list[argparse.Namespace]:
-    """The flags once for each seed."""
+    """Return the flags once per seed."""
     return [argparse.Namespace(**{**vars(args), "seed": args.seed + number}) for number in range(args.seeds)]
 
 
@@ -209,7 +208,7 @@ def _add_shape(group: argparse._ArgumentGroup) -> None:
 
 
 def dataset(args: argparse.Namespace) -> str:
-    """The load's name; a file says it by what it holds. Raises BadOption, BadWorkload."""
+    """Return the load's name, guessed from the file's content if no flag gives it. Raises BadOption, BadWorkload."""
     if args.dataset_name is None:
         with _naming_the_flag(args):
             return (args.dataset_path and traces.guess(args.dataset_path)) or "multi-turn"
@@ -218,7 +217,7 @@ def dataset(args: argparse.Namespace) -> str:
 
 @contextmanager
 def _naming_the_flag(args: argparse.Namespace) -> Iterator[None]:
-    """Of a file that cannot be used: say which flag named it."""
+    """Prefix an error about the file with the flag that named it."""
     try:
         yield
     except BadWorkload as error:
@@ -226,11 +225,11 @@ def _naming_the_flag(args: argparse.Namespace) -> Iterator[None]:
 
 
 def shape(args: argparse.Namespace) -> dict[str, object]:
-    """The flags given that make the load what it is. Raises BadOption for those it has no use for."""
+    """Return the flags given that shape the load. Raises BadOption for those that it does not take."""
     name = dataset(args)
     takes = _TAKES[name]
     given = {key: value for key in _SHAPE if (value := getattr(args, key)) is not None}
-    if "think_time" not in takes:  # single requests: no pause is as good as any
+    if "think_time" not in takes:  # single requests have no pauses
         given.pop("think_time", None)
     for key in given:
         if key not in takes:
@@ -241,7 +240,7 @@ def shape(args: argparse.Namespace) -> dict[str, object]:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Find out before a run, not after it, what does not go together. Raises BadOption, BadWorkload."""
+    """Check before a run which flags exclude each other. Raises BadOption, BadWorkload."""
     name = dataset(args)
     shape(args), _ramp(args)
     if args.replies == "file" and name == "multi-turn":
@@ -255,34 +254,37 @@ def check(args: argparse.Namespace) -> None:
 
 
 def completions(args: argparse.Namespace) -> bool:
-    """Whether /v1/completions is asked: as said, else wherever prompts have no text and token ids are exact."""
+    """Return whether to use /v1/completions: by the flag, else where prompts are exact token ids, not text."""
     return dataset(args) not in _TEXTS if args.backend is None else args.backend != "openai-chat"
 
 
 def has_times(args: argparse.Namespace) -> bool:
-    """Whether the load is a trace with times of its own."""
+    """Return whether the load is a trace with its own times."""
     return dataset(args) in _TRACES
 
 
 def is_a_file(args: argparse.Namespace) -> bool:
-    """Whether the load is what a file has, and only the same again beyond that."""
+    """Return whether the requests come from a file, so that more of them would repeat it."""
     return dataset(args) in _TRACES.keys() | {"conversations", "sharegpt", "custom"}
 
 
 def vocabulary(args: argparse.Namespace, known: int | None = None) -> int:
-    """Made-up token ids are below this; `known`: how many the model has. Above the default are often special tokens."""
+    """Return the exclusive upper bound of random token ids; `known` is the size of the model's vocabulary.
+
+    It is at most the default, because many vocabularies have special tokens above it.
+    """
     return args.vocab_size or min(known or VOCABULARY, VOCABULARY)
 
 
 def salt(args: argparse.Namespace) -> int:
-    """Another seed, load or file: other tokens, or the second run would find what the first one left in the caches."""
+    """Return a salt for tokens by seed, load and file, so that a run finds nothing cached from a different one."""
     return args.seed << 32 | zlib.crc32(
         f"{dataset(args)} {args.dataset_path.name if args.dataset_path else ''}".encode()
     )
 
 
 def workload(args: argparse.Namespace) -> Workload:
-    """The whole load. Raises BadOption, BadWorkload."""
+    """Return the whole load. Raises BadOption, BadWorkload."""
     rng = random.Random(args.seed)
     name, given = dataset(args), shape(args)
     with _naming_the_flag(args):
@@ -293,7 +295,6 @@ def workload(args: argparse.Namespace) -> Workload:
 
 
 def _starts(conversations: list[Conversation], args: argparse.Namespace, rng: random.Random) -> list[float]:
-    """The rate counts requests."""
     if args.users:
         return [0.0] * len(conversations)
     turns = [conversation.requests for conversation in conversations]
@@ -301,7 +302,10 @@ def _starts(conversations: list[Conversation], args: argparse.Namespace, rng: ra
 
 
 def drawn_for(args: argparse.Namespace) -> dict[str, object] | None:
-    """The rate that this load's starts were drawn for, and how; None where no rate was: trace times, users, a ramp."""
+    """Return the rate and the arrival process for which the start times are drawn.
+
+    Returns None without a rate: with the times of a trace, with users, or with a ramp.
+    """
     drawn = args.request_rate or not has_times(args)
     if not drawn or args.users or args.ramp_up_strategy:
         return None
@@ -321,7 +325,7 @@ def _ramp(args: argparse.Namespace) -> Ramp | None:
 
 
 def describe(args: argparse.Namespace, load: Workload) -> dict[str, object]:
-    """What made the load, defaults included, for the record."""
+    """Return all settings of the load, defaults included, for the report."""
     name = dataset(args)
     names = tuple(
         """

@@ -1,7 +1,7 @@
-"""Text to talk about that needs no download: the documentation inside Python's standard library.
+"""Texts for conversations that need no download: the documentation in Python's standard library, or a user's file.
 
-Docstrings are read from the source files with `ast`; nothing is imported, so no module's side
-effects run and the same Python always gives the same text. A user's own file works as well.
+Docstrings are read from the source files with `ast`, so no module is imported, and the same Python always gives the
+same text.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 
 from loadgen.workload.conversations import BadWorkload
 
-# Modules with 10,000 characters of docstrings or more come first, then shorter ones people know.
+# Modules with 10,000 characters of docstrings or more come first, then shorter well-known ones.
 MODULES = tuple(
     """
     typing logging/__init__ difflib inspect ipaddress unittest/mock xml/etree/ElementTree statistics tarfile threading
@@ -28,21 +28,25 @@ MODULES = tuple(
 
 @dataclass(frozen=True, slots=True)
 class Document:
+    """A text for a conversation."""
+
     title: str
     text: str
     topics: tuple[str, ...]  # names or passages to ask about
 
 
 def documents(path: Path | None, number: int, length: int) -> list[Document]:
-    """Up to `number` documents of about `length` characters, from a file or the standard library. Raises
-    BadWorkload."""
+    """Return up to `number` documents of about `length` characters, from a file or the standard library.
+
+    Raises BadWorkload.
+    """
     return stdlib_documents(number, length) if path is None else file_documents(path, length)[:number]
 
 
 def stdlib_documents(count: int, length: int) -> list[Document]:
-    """The first `count` modules with about `length` characters of documentation each.
+    """Return the first `count` modules with about `length` characters of documentation each.
 
-    Raises BadWorkload where this Python carries too few docstrings (it was started with sources removed).
+    Raises BadWorkload where this Python has too few docstrings (its sources were removed).
     """
     documents = []
     for module in MODULES:
@@ -113,7 +117,7 @@ def file_documents(path: Path, length: int) -> list[Document]:
 
 
 def read_text(path: Path) -> str:
-    """A UTF-8 file's text. Raises BadWorkload."""
+    """Return the text of a UTF-8 file. Raises BadWorkload."""
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -123,7 +127,7 @@ def read_text(path: Path) -> str:
 
 
 def _pieces(paragraph: str, length: int):
-    """A paragraph longer than `length`, cut at white space where there is some."""
+    """Yield the pieces of a paragraph, each at most `length` characters, cut at white space where possible."""
     while len(paragraph) > length:
         cut = max(paragraph.rfind(" ", 1, length), paragraph.rfind("\n", 1, length))
         cut = cut if cut > 0 else length

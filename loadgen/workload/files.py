@@ -1,6 +1,6 @@
-"""Reads files of entries, a line or an item of a JSON array each, and names what is wrong in them.
+"""Reading of files with an entry per line or per item of a JSON array, with the place of each error.
 
-A bad entry ends the reading or is left out, as asked; either way its place and the reason are told.
+A bad entry ends the reading or is skipped; in both cases its place and the reason are reported.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ import orjson
 from loadgen.workload.conversations import FILES, BadWorkload
 from replicas.pipes import refuse_pipe
 
-_UNREADABLE = (OSError, EOFError, zlib.error)  # the latter two: a .gz that ends too soon, or is damaged
-_EXAMPLES = 5  # reasons shown of what was left out
+_UNREADABLE = (OSError, EOFError, zlib.error)  # the latter two: a truncated or damaged .gz
+_EXAMPLES = 5  # skipped entries shown with their reasons
 _CHUNK = 1 << 20
 
 
 class BadLine(ValueError):
-    """One entry that can't be used; the message is the reason."""
+    """An entry that cannot be used; the message is the reason."""
 
 
 @dataclass(slots=True)
 class Reader:
-    """Reads a file (.gz too). A bad entry raises BadWorkload, or with `skip` is noted and left out."""
+    """A reader of one file (.gz too); a bad entry raises BadWorkload, or is noted and left out with `skip`."""
 
     path: Path
     skip: bool = False
@@ -39,7 +39,7 @@ class Reader:
     examples: list[str] = field(default_factory=list)
 
     def rows(self, parse: Callable[[bytes, int], object]) -> Iterator:
-        """What `parse(line, number)` makes of each line that is not blank; None means nothing."""
+        """Yield `parse(line, number)` of each line that is not blank, unless it is None."""
         number = 0
         with self._open() as file:
             try:
@@ -50,11 +50,11 @@ class Reader:
                 self._refuse(f"after line {number}", _reason(error))
 
     def entries(self, parse: Callable[[object, int], object]) -> Iterator:
-        """The same for JSON, one value a line."""
+        """Yield the parsed entries of a file with one JSON value per line, as `rows` does."""
         return self.rows(lambda line, number: parse(_json(line), number))
 
     def array(self, parse: Callable[[object, int], object]) -> Iterator:
-        """The same for one JSON array, read piece by piece."""
+        """Yield the parsed items of one JSON array, as `rows` does, reading it piece by piece."""
         number = 0
         with self._open() as file:
             try:
@@ -65,7 +65,7 @@ class Reader:
                 self._refuse(f"after entry {number}", _reason(error))
 
     def first_line(self) -> bytes:
-        """For a look at what the file is, before all of it is read."""
+        """Return the first line that is not blank, to recognize the format before reading the file."""
         try:
             refuse_pipe(self.path)
             with self._open() as file:
@@ -113,7 +113,7 @@ def _reason(error: Exception) -> str:
 
 
 def _items(file: IO[bytes]) -> Iterator[object]:
-    """The items of a JSON array, without holding all of it. Raises BadLine: what is broken has no next."""
+    """Yield the items of a JSON array without holding all of it; raise BadLine at an error, which ends the array."""
     parse, decoded, text, at = json.JSONDecoder().raw_decode, codecs.getincrementaldecoder("utf-8")("replace"), "", 0
     while True:
         while at < len(text) and text[at] in " \t\r\n[,":

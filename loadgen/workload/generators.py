@@ -1,10 +1,10 @@
-"""Loads that are made up: what is shared, how often, and how conversations go.
+"""Generated loads: which prefixes are shared, how often, and how conversations proceed.
 
-Each function makes about the same thing a class of users does, in spans (`workloads`), so that what can be shared is
-known to the token: same name, same tokens. Lengths are tokens. Keyword arguments are the flags of the same names, their
-defaults those of this load; `range_ratio` r draws each length evenly from (1 - r) to (1 + r) times it, and `zipf` s
-makes the k-th most popular of a kind 1/k^s as popular as the first (0: all alike). A tool's result is sent as a user's
-message, which every chat template takes.
+Each function imitates one class of users, in spans (`conversations`), so that sharing is exact to the token: equal
+names are equal tokens. Lengths are tokens. Keyword arguments are the flags of the same names, with this load's
+defaults; `range_ratio` r draws each length uniformly from (1 - r) to (1 + r) times it, and `zipf` s makes the k-th most
+popular item 1/k^s as popular as the first (0: all equally). The result of a tool is sent as a user's message, which
+every chat template accepts.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def say(role: str, *spans: Span) -> Message:
 
 
 class _Maker:
-    """Names nobody has had yet, lengths that vary, and popular choices: what all loads below draw from."""
+    """The draws shared by all loads below: fresh names, varying lengths and popular choices."""
 
     def __init__(self, rng: random.Random, range_ratio: float, zipf: float = 0.0):
         self.rng, self.ratio, self.zipf = rng, range_ratio, zipf
@@ -35,7 +35,7 @@ class _Maker:
         return span(next(self.names), self.length(mean) if mean else 0)
 
     def shelf(self, number: int, mean: int) -> Callable[[], Span]:
-        """`number` spans; each call draws one of them by popularity."""
+        """Return a function that draws one of `number` spans by popularity."""
         spans = [self.span(mean) for _ in range(number)]
         weights = list(accumulate(1 / rank**self.zipf for rank in range(1, number + 1)))
         return lambda: self.rng.choices(spans, cum_weights=weights)[0]
@@ -44,14 +44,14 @@ class _Maker:
         return self.rng.expovariate(1 / mean) if mean else 0.0
 
     def tailed_seconds(self, mean: float, sigma: float) -> float:
-        """Log-normal with that mean, 16 times it at most."""
+        """Draw from a log-normal distribution with this mean, cut at 16 times the mean."""
         return min(16 * mean, mean * math.exp(self.rng.gauss(-sigma * sigma / 2, sigma))) if mean else 0.0
 
     def tailed(self, mean: int, sigma: float) -> int:
         return max(1, round(self.tailed_seconds(mean, sigma)))
 
     def talk(self, opening: list[Message], turns: int, question: int, answer: int, think: float) -> list[Turn]:
-        """Turns of which each adds a message and is answered; the first adds `opening` before it."""
+        """Return turns that each add a message and are answered; the first also begins with `opening`."""
         made = []
         for _ in range(turns):
             reply = self.span(answer)
@@ -62,7 +62,7 @@ class _Maker:
         return made
 
     def turns(self, requests: int, mean: int) -> Iterator[int]:
-        """Numbers of turns from half to one and a half times `mean` that make `requests` together."""
+        """Yield numbers of turns, each from half to one and a half times `mean`, that add up to `requests`."""
         while requests > 0:
             length = min(requests, self.rng.randint(max(1, mean // 2), mean + mean // 2))
             requests -= length
@@ -80,7 +80,7 @@ def prefix_repetition(
     zipf: float = 0.0,
     range_ratio: float = 0.0,
 ) -> list[Conversation]:
-    """Single requests behind shared system prompts."""
+    """Generate single requests that begin with shared system prompts."""
     make = _Maker(rng, range_ratio, zipf)
     prefix = make.shelf(num_prefixes, prefix_len)
     return [
@@ -92,7 +92,7 @@ def prefix_repetition(
 def random_tokens(
     rng: random.Random, requests: int, *, suffix_len: int = 1024, output_len: int = 128, range_ratio: float = 0.0
 ) -> list[Conversation]:
-    """Nothing is shared at all: what a prefix cache can't help with."""
+    """Generate requests that share nothing, the worst case for a prefix cache."""
     make = _Maker(rng, range_ratio)
     return [
         Conversation(f"request-{number}", make.talk([], 1, suffix_len, output_len, 0.0)) for number in range(requests)
@@ -112,7 +112,7 @@ def chat(
     zipf: float = 1.0,
     range_ratio: float = 0.5,
 ) -> list[Conversation]:
-    """Conversations of several turns with time to think between them, behind some applications' system prompts."""
+    """Generate conversations of several turns with think times, behind the system prompts of some applications."""
     make = _Maker(rng, range_ratio, zipf)
     prefix = make.shelf(num_prefixes, prefix_len)
     return [
@@ -133,10 +133,10 @@ def rag(
     zipf: float = 1.0,
     range_ratio: float = 0.3,
 ) -> list[Conversation]:
-    """Questions, each with some passages out of a collection before it.
+    """Generate questions, each preceded by passages from a collection.
 
-    Passages stand in the order of their retrieval, so two prompts share what they begin with: instructions (200 tokens)
-    and, if their best passages are the same, these.
+    Passages are in the order of their retrieval, so two prompts share their beginning: the instructions (200 tokens)
+    and the best passages as far as these are the same.
     """
     make = _Maker(rng, range_ratio, zipf)
     instructions, passage = span(next(make.names), 200), make.shelf(num_prefixes, prefix_len)
@@ -166,10 +166,11 @@ def agents(
     zipf: float = 1.0,
     range_ratio: float = 0.5,
 ) -> list[Conversation]:
-    """Agents that call a tool, read its result, and so on; every other one forks on its way.
+    """Generate agents that call a tool, read its result, and so on; every other one forks once.
 
-    `prefix_len` are instructions and tools of one kind of agent, `suffix_len` a task or a tool's result, `output_len` a
-    call, `think_time` what a tool takes. A fork starts `forks` sub-agents at once which go on from all that was said.
+    `prefix_len`: instructions and tools of one kind of agent; `suffix_len`: a task or a tool's result; `output_len`: a
+    call; `think_time`: duration of a tool. A fork starts `forks` sub-agents at once, which continue the conversation so
+    far.
     """
     make = _Maker(rng, range_ratio, zipf)
     kind = make.shelf(num_prefixes, prefix_len)
@@ -209,12 +210,12 @@ def rollouts(
     zipf: float = 0.0,
     range_ratio: float = 0.5,
 ) -> list[Conversation]:
-    """Long trajectories of agents, as reinforcement learning samples them: `best_of` of each task, 20 to 60 turns.
+    """Generate long agent trajectories as reinforcement learning samples them: `best_of` per task, 20 to 60 turns.
 
-    `prefix_len` are instructions and tools, `suffix_len` a task or a tool's result. Replies have a long tail: lengths
-    are log-normal with mean `output_len` and `output_sigma` the standard deviation of the logarithm, 16 times the mean
-    at most; so are the pauses for a tool, with mean `think_time`. The samples of a task stand one after the other: with
-    `--users` they begin together. With `best_of` 1 these are coding agents.
+    `prefix_len`: instructions and tools; `suffix_len`: a task or a tool's result. Lengths of replies are log-normal
+    with mean `output_len` and `output_sigma` as the standard deviation of the logarithm, at most 16 times the mean; so
+    are the pauses for a tool, with mean `think_time`. The samples of a task are adjacent, so that with `--users` they
+    begin together. With `best_of` 1 these are coding agents.
     """
     make = _Maker(rng, range_ratio, zipf)
     kind = make.shelf(num_prefixes, prefix_len)
@@ -241,7 +242,7 @@ def _trajectory(
     sigma: float,
     think: float,
 ) -> list[Turn]:
-    """The first turn asks what `opening` says, each further one adds a tool's result after its pause."""
+    """Return turns of which the first has the `opening`, and each further one a tool's result after its pause."""
     made = []
     for number in range(length):
         reply = span(next(make.names), make.tailed(answer, sigma))

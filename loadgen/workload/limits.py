@@ -1,7 +1,7 @@
-"""The `max_tokens` that clients send: a bound on a reply, and all that a gateway knows of its length beforehand.
+"""The `max_tokens` that simulated clients send, which is all that a gateway knows of a reply's length beforehand.
 
-A load generator asks for replies of known length and sends that length, which no other client can. A simulation that
-let a routing rule read it would credit the rule with knowledge that no gateway has.
+A load generator asks for replies of known length and sends that length, which no real client can. A routing policy that
+read it in a simulation would be credited with knowledge that no gateway has.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from collections.abc import Iterable, Iterator, Sequence
 from loadgen.workload.conversations import Conversation, Turn
 
 CLIENTS = ("mixed", "exact", "none")
-ROUND = 4096  # what clients set that want no reply cut off; doubled as long as some reply is longer
+ROUND = 4096  # set by clients that want no reply cut off; doubled while any reply is longer
 _LEAST = 64
 
 
 def set_limits(conversations: Sequence[Conversation], clients: str, seed: int) -> None:
-    """Set every turn's `limit`, by one of `CLIENTS`. One conversation, with its forks, is one client.
+    """Set the `limit` of every turn, by one of `CLIENTS`; a conversation with its forks is one client.
 
     mixed: a third of the clients sends none, a third a round number above all replies, and a third the next power of
-    two above the longest reply of its own conversation, as a client does that knows its kind of replies.
+    two above the longest reply of its own conversation, like a client that knows its kind of replies.
     """
-    rng = random.Random(f"max_tokens {seed}")  # of its own: the load is the same whatever its clients send
+    rng = random.Random(f"max_tokens {seed}")  # a generator of its own, so that the load does not depend on `clients`
     top = _above(max((turn.max_tokens for turn in _turns(conversations)), default=1), ROUND)
     for conversation in conversations:
         kind = rng.randrange(3)
@@ -43,7 +43,7 @@ def _turns(conversations: Iterable[Conversation]) -> Iterator[Turn]:
 
 
 def _above(length: int, least: int) -> int:
-    """The least that is enough among `least` and its doubles."""
+    """Double `least` until it is at least `length`."""
     while least < length:
         least *= 2
     return least

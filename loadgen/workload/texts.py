@@ -1,7 +1,7 @@
-"""Workload from real texts: each conversation asks about one document.
+"""Loads of real text: each conversation asks about one document.
 
-Lengths are given in tokens and made in characters at CHARS_PER_TOKEN, because the generator works against any server
-and so has no tokenizer; the report shows the lengths that the server counted.
+Lengths are given in tokens and generated in characters at CHARS_PER_TOKEN, because the generator works with any server
+and has no tokenizer; the report shows the lengths that the server counted.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from loadgen.workload.documents import Document
 
 CHARS_PER_TOKEN = 4
 
-# Preamble and questions are long and varied enough to read as a support assistant's.
+# Preamble and questions are long and varied enough to resemble a support assistant's.
 _GUIDE = (
     "You are a patient guide to the text below. Answer from the text alone. Quote names exactly as they are "
     "written there. When the text does not hold the answer, say so plainly and name the section that comes "
@@ -35,10 +35,10 @@ _QUESTIONS = (
 def multi_turn(
     documents: list[Document], requests: int, turns: int, think: float, output_tokens: int, rng: random.Random
 ) -> list[Conversation]:
-    """Conversations of about `turns` turns about one document each; documents come up evenly.
+    """Return conversations of about `turns` turns about one document each; documents are used evenly.
 
-    The number of turns is drawn from half to one and a half times `turns`, the length of a reply
-    from half to one and a half times `output_tokens`, think times are exponential.
+    The number of turns is drawn from half to one and a half times `turns`, the length of a reply from half to one and a
+    half times `output_tokens`; think times are exponential with mean `think` seconds.
     """
     order: list[int] = []
     conversations, left = [], requests

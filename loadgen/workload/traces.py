@@ -1,8 +1,8 @@
-"""Files of requests: public traces, which have times, and conversations, which have texts.
+"""Readers of request files: public traces, which have times, and conversations, which have texts.
 
-Traces tell lengths, and by `hash_ids` what prompts share; no words. Each line becomes one request of one span
-(`workloads`),
-1.1 kB for a line of Mooncake's, so that a million can be held; tokens or text are made when a request is due.
+Traces have lengths and, by `hash_ids`, shared prefixes, but no words. Each line becomes one request of one span
+(`conversations`), 1.1 kB for a line of Mooncake's, so that a million fit in memory; tokens or text are made when a
+request is due.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from loadgen.workload.conversations import FILES, BadWorkload, Conversation, Mes
 from loadgen.workload.files import BadLine, Reader
 from loadgen.workload.texts import CHARS_PER_TOKEN
 
-_NOBODY_ELSES = 1 << 63  # added to a line's number: the name of tokens that the trace does not name
+_NOBODY_ELSES = 1 << 63  # added to a line's number to name tokens that the trace does not name
 _AZURE = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 _SHAREGPT_ROLES = {"human": "user", **dict.fromkeys(("gpt", "chatgpt", "bing", "bard"), "assistant")}
 _FORMS = '{"messages": [...]} with OpenAI messages, {"conversations": [...]} or {"prompt": "..."}'
@@ -31,7 +31,7 @@ Timed = tuple[float, Conversation]  # seconds on the trace's own clock
 
 
 def guess(path: Path) -> str | None:
-    """The format of a file by its first line, as `datasets` names it; None: a text. Raises BadWorkload."""
+    """Return the format of a file by its first line, as `datasets` names it; None for a text. Raises BadWorkload."""
     first = Reader(path).first_line()
     try:
         item = orjson.loads(first)
@@ -46,8 +46,10 @@ def guess(path: Path) -> str | None:
 
 
 def _is_array(first: bytes) -> bool:
-    """Return whether the file that begins with this line is one JSON array of conversations. Otherwise each of its
-    lines is a conversation."""
+    """Return whether the file that begins with this line is one JSON array of conversations.
+
+    Otherwise each line is a conversation.
+    """
     try:
         item = orjson.loads(first)
     except orjson.JSONDecodeError:
@@ -56,10 +58,11 @@ def _is_array(first: bytes) -> bool:
 
 
 def hash_trace(reader: Reader, block: int, unit: float, output_len: int | None) -> Iterator[Timed]:
-    """JSONL with `timestamp` (in `unit` seconds), `input_length`, `output_length` and `hash_ids` of `block` tokens.
+    """Read JSONL with `timestamp` (unit: `unit` seconds), `input_length`, `output_length` and `hash_ids`.
 
-    Mooncake's and Bailian's are such. A last block that is partial may have an id or none; what has none is shared
-    with nobody. Requests of one chat (`chat_id`, `parent_chat_id`) carry its first one's id.
+    Each hash id stands for `block` tokens, as in Mooncake's and Bailian's traces. A partial last block may have an id
+    or none; blocks without an id are not shared. Requests of one chat (`chat_id`, `parent_chat_id`) get the id of its
+    first one.
     """
     roots: dict[str, str] = {}
 
@@ -83,7 +86,7 @@ def hash_trace(reader: Reader, block: int, unit: float, output_len: int | None) 
 def _hash_ids(ids: object, length: int, block: int, number: int) -> array:
     whole, rest = divmod(length, block)
     if not ids:
-        whole, ids = 0, []  # no ids at all: nothing shared
+        whole, ids = 0, []  # without ids nothing is shared
     elif not isinstance(ids, list) or len(ids) not in (whole, whole + bool(rest)):
         there = f"{len(ids)} entries" if isinstance(ids, list) else "no list"
         raise BadLine(f'"hash_ids" has {there}, but {length} tokens are {whole + bool(rest)} blocks of {block}')
@@ -98,7 +101,7 @@ def _hash_ids(ids: object, length: int, block: int, number: int) -> array:
 
 
 def azure_trace(reader: Reader, output_len: int | None) -> Iterator[Timed]:
-    """CSV with TIMESTAMP, ContextTokens and GeneratedTokens: times and lengths, nothing is shared."""
+    """Read CSV with TIMESTAMP, ContextTokens and GeneratedTokens: times and lengths, nothing is shared."""
     columns: list[int] = []
 
     def parse(line: bytes, number: int) -> Timed | None:
@@ -140,10 +143,10 @@ def replay(
     speed: float = 1.0,
     jitter: float = 0.0,
 ) -> Workload:
-    """A trace's requests at their own times: the `seconds` from `start` on, `speed` times as fast.
+    """Return the requests of a trace at their own times: `seconds` of it from `start` on, `speed` times as fast.
 
-    Each is moved by up to `jitter` seconds of the trace, for traces whose clock is coarse. Reading stops where the
-    slice ends, so lines must be in order of time, to within that. Raises BadWorkload when nothing is left.
+    Each request is moved by up to `jitter` seconds of the trace, for traces with a coarse clock. Reading stops where
+    the slice ends, so lines must be in order of time. Raises BadWorkload when no request is left.
     """
     first, taken = None, []
     for at, conversation in timed:
@@ -184,15 +187,13 @@ def conversation_file(
     reader: Reader | None = None,
     shuffle: bool = True,
 ) -> list[Conversation]:
-    """Read conversations from a file (also .gz) that has one in each line, or all in one JSON array.
+    """Read conversations from a file (.gz too) with one per line, or all in one JSON array.
 
-    `_conversation` describes the forms that one conversation may have.
-
-    Every assistant message becomes one turn; what stands before it since the last one is what the
-    turn adds. A conversation that ends with the user gets one more turn. `tools` of a line go with
-    its requests. Replies are as long as the file's unless `output_tokens` says otherwise.
-    Conversations are taken in an order drawn from `rng`, again from the start if `requests` needs more; no more are
-    held than can be needed. Raises BadWorkload with the place.
+    `_conversation` describes the forms of a conversation. Every assistant message ends a turn, to which the messages
+    before it belong; a conversation that ends with the user gets one more turn. `tools` of a line go into its requests.
+    Replies are as long as those of the file unless `output_tokens` is given. The order is drawn from `rng` with
+    `shuffle`, and starts over if `requests` needs more; no more conversations are held than needed. Raises BadWorkload
+    with the place.
     """
     reader = reader or Reader(path)
     read = reader.array if _is_array(reader.first_line()) else reader.entries
@@ -218,7 +219,7 @@ def conversation_file(
 
 
 def _enough(found: Iterator[Conversation], requests: int | None, rng: random.Random | None) -> list[Conversation]:
-    """What `requests` turns can need at most: the first ones, or with `rng` an even draw from all, in drawn order."""
+    """Return enough conversations for `requests` turns: the first ones, or with `rng` a uniform sample, shuffled."""
     held: list[Conversation] = []
     turns = 0
     for number, conversation in enumerate(found):
@@ -235,9 +236,12 @@ def _enough(found: Iterator[Conversation], requests: int | None, rng: random.Ran
 
 
 def _conversation(item: object, number: int, output_tokens: int | None) -> Conversation:
-    """Read one entry: OpenAI's messages, `{"messages": [...]}` or `[...]`, with `id` and `tools` if there are any;
-    ShareGPT's `{"conversations": [{"from": "human", "value": ...}, ...]}`, all of it and not its first pair alone; or
-    `{"prompt": "...", "output_tokens": 10}`, as vLLM's benchmark has it, 256 tokens where it says nothing."""
+    """Read one entry. Raises BadLine.
+
+    Its form is one of: OpenAI messages, `{"messages": [...]}` or `[...]`, with optional `id` and `tools`; ShareGPT's
+    `{"conversations": [{"from": "human", "value": ...}, ...]}`, of which all turns are used, not only the first pair;
+    or `{"prompt": "...", "output_tokens": 10}` as in `vllm bench serve`, 256 tokens by default.
+    """
     if isinstance(item, list):
         item = {"messages": item}
     if not isinstance(item, dict):

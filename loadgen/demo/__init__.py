@@ -1,1 +1,1 @@
-"""`loadgen demo`: two policies side by side, on engines of its own."""
+"""`loadgen demo`: two policies compared live, on engines that it starts."""

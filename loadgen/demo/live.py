@@ -1,6 +1,6 @@
-"""The demo's view of a run while it goes on: engines, a few conversations, the figures so far.
+"""The live view of the demo: engines, a few conversations, and the figures so far.
 
-On a terminal it is redrawn in place; elsewhere a plain line comes every few seconds.
+On a terminal it is redrawn in place; elsewhere a plain line is printed every few seconds.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _CONVERSATIONS = 4
 
 @contextmanager
 def starting(console: Console, policy: str, engines: int) -> Iterator[Callable[[int], None]]:
-    """A status line while engines start; yields what to call with the number that are ready."""
+    """Show a status line while engines start; yield a function to call with the number that are ready."""
     text = f"{policy}: starting {engines} engines and the gateway"
     if not console.is_terminal:
         console.print(f"{text} …")
@@ -36,12 +36,12 @@ def starting(console: Console, policy: str, engines: int) -> Iterator[Callable[[
 
 
 async def watched(run: Run, console: Console, policy: str, which: str) -> list[Record]:
-    """Run to the end while showing what goes on."""
+    """Run the load to its end while showing its progress; return its records."""
     return await progress.watched(run, console, policy, View(run, policy, which), _FRAME_SECONDS)
 
 
 class View(progress.View):
-    """Draws a round of the demo."""
+    """The live view of one round of the demo."""
 
     def __init__(self, run: Run, policy: str, which: str):
         super().__init__(run, policy)
@@ -55,7 +55,7 @@ class View(progress.View):
         return Group(head, Text(), self.replicas("engine", "streaming now"), Text(), *self._talk(width), Text(), foot)
 
     def _talk(self, width: int) -> Iterator[Text]:
-        """A few conversations, each kept until it is answered so that it can be read."""
+        """Yield the lines of a few conversations, each shown until it is answered so that it can be read."""
         now = list(self.run.inflight.values())
         alive = {id(record) for record in now}
         self.shown = [record for record in self.shown if id(record) in alive]
@@ -65,7 +65,7 @@ class View(progress.View):
             if row < len(self.shown):
                 yield one_line("? ", self.shown[row].question, "cyan", width)
                 yield one_line("  ", self.shown[row].text, "dim", width, end=True)
-            else:  # so that nothing jumps
+            else:  # blank lines keep the layout steady
                 yield from (Text(), Text())
 
     def _foot(self, width: int, now: float) -> RenderableType:
@@ -77,7 +77,7 @@ class View(progress.View):
 
 
 def one_line(mark: str, text: str, style: str, width: int, end: bool = False) -> Text:
-    """`text` on one line, its beginning or its end where it is too long."""
+    """Return `text` on one line, cut to its beginning or its end where it is too long."""
     room = width - cell_len(mark)
     plain = "".join(letter if letter.isprintable() else " " for letter in (text[-width:] if end else text[: width + 1]))
     if cell_len(plain) > room:
@@ -87,7 +87,7 @@ def one_line(mark: str, text: str, style: str, width: int, end: bool = False) ->
 
 
 def _first_cells(letters: Iterable[str], room: int) -> str:
-    """As many letters as fit into `room` terminal cells; some take two."""
+    """Return as many characters as fit into `room` terminal cells; some take two."""
     kept = []
     for letter in letters:
         room -= cell_len(letter)
@@ -98,7 +98,7 @@ def _first_cells(letters: Iterable[str], room: int) -> str:
 
 
 def result(policy: str, report: Mapping[str, object]) -> Text:
-    """What stays on the screen of a round that is over."""
+    """Return the summary line of a finished round."""
     rate, ttft = report["cache"]["hit_rate"], report["ttft_ms"] or {}
     text = Text.assemble(("✓ ", "green"), (f"{policy:<12}", "bold"))
     text.append(f" {report['completed']} answered in {report['duration_s']:.0f} s")

@@ -1,12 +1,12 @@
-"""What `loadgen demo` plays: which engines, texts and caches of which size, and a load that suits them.
+"""The scenes of `loadgen demo`: engines, texts, cache sizes, and a load that suits them.
 
 SIMULATED: four engines with the step times of an 8B model on one GPU, at SPEED times Dynamo's figures, sized so that
-two cores carry them, the gateway and the generator, about 40 s a round: 10 requests/s of 4,000 tokens, 40-token
-replies. On a virtual clock (`loadgen.simulate`, 240 requests) hit rates are .35 and .90 where .90 is possible, TTFT p50
-224 and 105 ms, and queues under neither policy that would only measure saturation.
+two cores carry them, the gateway and the generator, for about 40 s a round: 10 requests/s of 4,000 tokens with 40-token
+replies. In virtual time (`loadgen simulate`, 240 requests) the hit rates are 0.35 and 0.90, where 0.90 is possible,
+TTFT p50 is 224 and 105 ms, and neither policy builds up queues that would only measure saturation.
 
-`real`: two vLLM processes on the CPU with a random model of two layers. 5,300 tokens are 0.26 s of prefill there, so 4
-requests a second keep two cores half busy without caches.
+`real`: two vLLM processes on the CPU with a random model of two layers. A prefill of 5,300 tokens takes 0.26 s there,
+so 4 requests/s keep two cores half busy without caches.
 """
 
 from __future__ import annotations
@@ -25,14 +25,16 @@ REAL_LENGTH = 8192  # tokens of the longest prompt and its reply
 
 
 class NoEngines(Failed):
-    """This machine cannot run the scene's engines; the message says why and what does run."""
+    """This machine cannot run the scene's engines; the message says why and names an alternative."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scene:
+    """Engines, texts and load of one demo."""
+
     engines: int
     about: str  # what is real and what is not
-    profile: str  # of the launch, YAML; {blocks} and {bytes} are each engine's cache
+    profile: str  # launch profile, YAML; {blocks} and {bytes} are the size of an engine's cache
     texts: int
     text_chars: int
     chars_per_token: float
@@ -41,14 +43,14 @@ class Scene:
     block: int
     ready_seconds: float = 90.0
     model: Path | None = None
-    folder: Path | None = None  # where the profile is kept for later; None: it ships with the product
+    folder: Path | None = None  # where the profile is kept; None: it is temporary
 
     turns: int = 4
     think: float = 1.0
     reply_tokens: int = 40
-    pressure: float = 1.5  # all caches together / all texts: one alone can't hold them, all can
-    running: int = 4  # conversations an engine has at a time,
-    talk_tokens: int = 500  # and their tokens besides the text
+    pressure: float = 1.5  # all caches together / all texts: all caches hold them, a single one does not
+    running: int = 4  # conversations an engine has at a time
+    talk_tokens: int = 500  # tokens of each conversation in addition to the text
 
     def launch_profile(self, num_blocks: int) -> str:
         return self.profile.format(blocks=num_blocks, bytes=4 * num_blocks * self.block * KV_BYTES_PER_TOKEN)
@@ -80,8 +82,9 @@ start_timeout_s: 300
 
 
 def real(environment: Path) -> Scene:
-    """Two vLLM engines from an environment that has one; the tiny model is made on first use. Raises BadInput and
-    NoEngines.
+    """Return the scene with two vLLM engines from `environment`; the tiny model is made on first use.
+
+    Raises BadInput and NoEngines.
     """
     executable = environment.expanduser().resolve() / "bin" / "vllm"
     if not executable.is_file():
@@ -110,7 +113,7 @@ def cache_folder() -> Path:
 
 
 def kept_model(folder: Path) -> Path:
-    """The tiny model in the user's cache folder, built once; it appears by a rename, so it is whole."""
+    """Return the tiny model in the user's cache folder, built on first use and put there by an atomic rename."""
     target = folder / "models" / "tiny-llama"
     if not target.is_dir():
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -119,13 +122,13 @@ def kept_model(folder: Path) -> Path:
             try:
                 built.rename(target)
             except OSError:
-                if not target.is_dir():  # else somebody else was first
+                if not target.is_dir():  # otherwise another process was first
                     raise
     return target
 
 
 def available_bytes() -> int | None:
-    """Memory that processes can still get; None where the system does not tell."""
+    """Return the memory available to processes, in bytes; None where the system does not report it."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:

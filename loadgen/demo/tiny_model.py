@@ -1,7 +1,7 @@
-"""Tiny models that a real vLLM serves within a second of loading: random weights, real tokenizer.
+"""Tiny models that a real vLLM loads within a second: random weights, real tokenizer.
 
-Weights are normal with a wide enough deviation (0.15) that attention changes the output: what follows a prompt
-depends on all of it, so that a wrong block in a cache shows in the text.
+Weights are normal with a deviation (0.15) large enough that attention affects the output: it depends on the whole
+prompt, so that a wrong cache block shows in the text.
 """
 
 import json
@@ -31,9 +31,12 @@ COPIED = (
 
 
 def tiny_model(folder: Path, tokenizer: Path | None = None, seed: int = 0, windows: tuple[int, ...] = ()) -> Path:
-    """A llama of 2 layers in `folder`, which is made. `tokenizer`: the folder of a real one, which the vocabulary then
-    follows; None trains a small one with a ChatML template (1 s). `windows`: for each layer the sliding window of its
-    attention, 0 for full attention; as many layers as there are windows, which must be equal where they are not 0."""
+    """Write a Llama of 2 layers to `folder`, which is created, and return the folder.
+
+    `tokenizer`: folder of a real tokenizer, whose vocabulary is used; None trains a small one with a ChatML template (1
+    s). `windows`: per layer its sliding window, 0 for full attention; the number of windows sets that of the layers,
+    and those that are not 0 must be equal.
+    """
     layers = len(windows) or LAYERS
     folder.mkdir(parents=True, exist_ok=True)
     if tokenizer is None:
@@ -81,7 +84,7 @@ def _weights(vocabulary: int, layers: int, random: np.random.Generator) -> dict[
 
 
 def save(path: Path, weights: dict[str, np.ndarray]) -> None:
-    """The safetensors format: the header's length, a JSON header, the arrays one after the other."""
+    """Write a safetensors file: the length of the header, a JSON header, and the arrays."""
     header, arrays, at = {}, [], 0
     for name, weight in weights.items():
         array = np.ascontiguousarray(weight, np.float32)
@@ -97,7 +100,7 @@ def save(path: Path, weights: dict[str, np.ndarray]) -> None:
 
 
 def _train_tokenizer(folder: Path) -> None:
-    """Byte-level BPE from this interpreter's own sources: English enough, and there on every machine."""
+    """Train a byte-level BPE on this interpreter's own sources, which are on every machine and close to English."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -114,6 +117,6 @@ def _train_tokenizer(folder: Path) -> None:
 
 
 def _special_id(tokenizer: Tokenizer, said: str | dict | None) -> int | None:
-    """The id of a special token as tokenizer_config.json names it, as text or as an object."""
+    """Return the id of a special token that tokenizer_config.json gives as text or as an object."""
     text = said.get("content") if isinstance(said, dict) else said
     return tokenizer.token_to_id(text) if text else None

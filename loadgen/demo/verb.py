@@ -1,8 +1,7 @@
-"""`loadgen demo` (`make demo`, `make demo-vllm`): the same conversations under two policies, side by side.
+"""`loadgen demo` (`make demo`, `make demo-vllm`): the same conversations under two policies.
 
-Gateway, tokens, block hashes, KV events and HTTP are real in any case; the engines are simulated ones, or with `--vllm`
-real ones (`scenes`). The caches together hold all texts, one alone does not: the situation in which it matters where a
-request goes.
+Gateway, tokens, block hashes, KV events and HTTP are real; the engines are simulated, or real with `--vllm` (`scenes`).
+The caches together hold all texts and a single one does not, so that routing matters.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ from loadgen.workload.texts import multi_turn
 from replicas.pipes import refuse_pipe
 
 POLICIES = ("round_robin", "least_time")
-LEAST_CHARS = 2000  # of a text cut from a short file
+LEAST_CHARS = 2000  # minimum length of a text cut from a short file
 QUESTION = "Which module reads CSV?"
 
 
@@ -56,6 +55,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(slots=True)
 class Plan:
+    """The texts of a demo, and the cache size of its engines."""
+
     scene: Scene
     documents: list[Document]
     num_blocks: int  # per engine
@@ -71,7 +72,7 @@ class Plan:
 
 
 def plan(path: Path | None, scene: Scene = SIMULATED) -> Plan:
-    """The texts, and caches sized to them. Raises BadWorkload."""
+    """Return the texts, and caches sized to them. Raises BadWorkload."""
     length = scene.text_chars
     try:
         if path is not None:  # a short file is cut into shorter texts, so that there are still several
@@ -85,7 +86,7 @@ def plan(path: Path | None, scene: Scene = SIMULATED) -> Plan:
         raise BadWorkload(f"--file {error}" if path is not None else str(error)) from None
     tokens = sum(len(document.text) for document in texts) / scene.chars_per_token
     longest = max(len(document.text) for document in texts) / scene.chars_per_token
-    least = scene.running * (longest + scene.talk_tokens)  # what the running conversations need in any case
+    least = scene.running * (longest + scene.talk_tokens)  # required by the running conversations
     return Plan(scene, texts, math.ceil(max(scene.pressure * tokens / scene.engines, least) / scene.block))
 
 
@@ -124,7 +125,7 @@ async def demo_verb(args: argparse.Namespace, console: Console) -> int:
 async def play(
     console: Console, planned: Plan, requests: int, seed: int, policy: str, profile: Path, which: str
 ) -> Report:
-    """One round: fresh engines, the load, the figures."""
+    """Play one round on fresh engines and return its report."""
     scene = planned.scene
     with live.starting(console, policy, scene.engines) as on_progress:
         stack = Stack(policy, scene.engines, str(profile), on_progress, scene.model, scene.ready_seconds)
@@ -202,7 +203,7 @@ def next_steps(console: Console, scene: Scene) -> None:
 
 
 def command(name: str) -> str:
-    """How to type a command from here: its bare name if that finds this installation's."""
+    """Return how to call a command from here: its bare name if that finds this installation."""
     here = Path(sys.executable).with_name(name)
     found = shutil.which(name)
     if (found and Path(found).resolve() == here.resolve()) or not here.exists():

@@ -1,8 +1,8 @@
-"""The load-test CLI: workloads, arrivals in open and closed loop, reports, virtual-time simulation.
+"""The load-test CLI: workloads, open- and closed-loop load, reports, and simulation in virtual time.
 
-`workload` says what is asked and when; `drive` sends it and notes the times; `report` turns what came back into
-figures, words and files; `simulate` plays the same load on a virtual clock; `plan` searches there for the replicas that
-an SLO needs. Each knows only those before it. `run`, `compare`, `sweep` and `demo` are the verbs that ask servers;
-`cli` has them all. Everything here speaks plain OpenAI over HTTP: Hitherto's own response headers add columns when they
-are there, and nothing depends on them.
+`workload` defines what is sent and when; `drive` sends it and records the times; `report` turns the records into
+figures, tables and files; `simulate` plays the same load on a virtual clock; `plan` searches by simulation for the
+number of replicas that an SLO needs. Each imports only those named before it. `run`, `compare`, `sweep` and `demo` are
+the commands that send requests to servers; `cli` assembles all commands. Only the OpenAI API over HTTP is required:
+Hitherto's own response headers add columns where they are present.
 """

@@ -1,4 +1,4 @@
-"""The program `loadgen`, also as `python -m loadgen`: Ctrl-C ends it without a traceback from its first import on."""
+"""The program `loadgen`, also `python -m loadgen`; Ctrl-C ends it without a traceback, even during imports."""
 
 import signal
 import sys
@@ -6,12 +6,12 @@ import sys
 
 def main() -> int:
     try:
-        from loadgen.cli import main as command  # half a second, in which Ctrl-C may come, too
+        from loadgen.cli import main as command  # takes half a second, in which Ctrl-C may come
 
         code = command()
     except KeyboardInterrupt:
         code = 130
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # all is told; a late Ctrl-C must not change the exit code
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the output is complete; a late Ctrl-C must not change the exit code
     return code
 
 

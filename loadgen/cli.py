@@ -1,7 +1,7 @@
-"""The command `loadgen`: run a load, compare targets or policies, live or simulated, plan a fleet, measure an engine.
+"""The command `loadgen`: run, compare, simulate and plan loads, and measure engines.
 
-Flags are named as in `vllm bench serve` where it has them. A flag or a file that is wrong gets one
-message and exit code 2 before anything is sent; a server that can't be reached gets exit code 1.
+Flags have the names that `vllm bench serve` gives them, where it has them. A wrong flag or file ends the command with
+one message and exit code 2 before anything is sent; a server that cannot be reached ends it with exit code 1.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _PADDING = re.compile(r" +$", re.M)
 
 
 class Parser(cli_errors.PlainParser):
-    """The parser of each command: it complains in one line, and knows the version."""
+    """An argument parser that reports errors in one line and has `--version`."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -46,6 +46,7 @@ class Parser(cli_errors.PlainParser):
 
 
 def main(argv: list[str] | None = None, prog: str = "loadgen") -> int:
+    """Run the command line `argv` (default: `sys.argv`) and return the exit code."""
     argv = sys.argv[1:] if argv is None else argv
     parser = build_parser(prog)
     if not argv:
@@ -74,8 +75,10 @@ def main(argv: list[str] | None = None, prog: str = "loadgen") -> int:
 
 
 def _console(args: argparse.Namespace) -> Console:
-    """Where reports go: with `--json -` standard output is the JSON alone. Pipes and files have room for any table, and
-    get no blanks at the ends of lines."""
+    """Return the console for reports: standard error with `--json -`, whose standard output is the JSON alone.
+
+    Where the output is no terminal, tables are as wide as they need to be and lines have no trailing blanks.
+    """
     console = Console(highlight=False, stderr=str(args.json) == "-")
     if not console.is_terminal:
         console.file = cast(IO[str], Unpadded(console.file))
@@ -85,7 +88,7 @@ def _console(args: argparse.Namespace) -> Console:
 
 
 class Unpadded:
-    """A file that gets each line without the blanks that pad it to the width of a table. Rich writes whole lines."""
+    """A file wrapper that strips the blanks with which Rich pads lines to the table width; Rich writes whole lines."""
 
     def __init__(self, file: IO[str]):
         self._file = file
@@ -106,7 +109,10 @@ def _parsed(parser: argparse.ArgumentParser, argv: list[str]) -> tuple[argparse.
 
 
 def hitherto_plan(argv: list[str]) -> int:
-    """`hitherto plan`: the gateway finds it as an entry point, since it imports nothing of this room."""
+    """Run `hitherto plan`.
+
+    The gateway finds this function as an entry point, because it imports nothing from `loadgen`.
+    """
     return main(["plan", *argv], prog="hitherto")
 
 

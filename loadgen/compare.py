@@ -1,4 +1,4 @@
-"""`loadgen compare`: the same seed against several URLs, or against a fresh gateway per policy."""
+"""`loadgen compare`: the same load against several URLs, or against a fresh gateway per policy."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def targets(args: argparse.Namespace) -> dict[str, str]:
-    """NAME=URL -> URL by name. Raises BadOption."""
+    """Return the URLs by name from `--target NAME=URL ...`. Raises BadOption."""
     found: dict[str, str] = {}
     for item in args.target:
         name, equals, url = item.partition("=")
@@ -100,7 +100,7 @@ async def ask_targets(
 
 
 async def ask_policies(args: argparse.Namespace, console: Console, found: dict[str, Measured]) -> None:
-    """Fresh engines for each policy and each seed."""
+    """Measure each policy with each seed, on fresh engines each time."""
     for policy in args.policies:
         found[policy] = Measured(policy)
         for seed, one in enumerate(datasets.of_seeds(args)):
@@ -118,7 +118,10 @@ def engines_in_words(count: int) -> str:
 async def measure(
     args: argparse.Namespace, console: Console, found: Measured, url: str, admin: Client | None, seed: int
 ) -> None:
-    """One seed of one target, with the engines' own counters where an admin side lists engines."""
+    """Measure one target with one seed.
+
+    With `admin`, the admin side of a gateway, the report also has the engines' own prefix-cache counters.
+    """
     client = Client(url, target.headers(args), args.timeout)
     before = await engines.cache_counts(admin) if admin else {}
     names = [str(item["id"]) for item in await engines.replicas(admin)] if admin else []

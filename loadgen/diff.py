@@ -1,6 +1,6 @@
 """`loadgen diff A.json B.json`: what got better and what got worse from one file of figures to another.
 
-Exit codes: 0 nothing got worse, 1 something did or the two cannot be compared, 2 a file cannot be used.
+Exit codes: 0 if nothing got worse, 1 if something did or the two cannot be compared, 2 if a file cannot be used.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from loadgen.report.summary import PERCENTILES, Report, Reports, percentile_name
 from loadgen.report.tables import Fitting
 
 _LOOKS = {Verdict.BETTER: "green", Verdict.WORSE: "bold red", Verdict.SAME: "dim", Verdict.NEITHER: ""}
-_PASSED_OVER = ("seed", "notes", "conversations", "last_start_s")  # of a workload: the seed's own doing
+_PASSED_OVER = ("seed", "notes", "conversations", "last_start_s")  # workload fields that depend on the seed
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def read(path: Path) -> Mapping[str, object]:
-    """Raises BadInput."""
+    """Return the figures in the file. Raises BadInput."""
     try:
         figures = orjson.loads(path.read_bytes())
     except OSError as error:
@@ -46,7 +46,7 @@ def read(path: Path) -> Mapping[str, object]:
 
 
 def reports_of(figures: Mapping[str, object]) -> Reports:
-    """By target, policy or rate; a single run has no name."""
+    """Return the reports by target, policy or rate; that of a single run has the empty name."""
     if "ttft_ms" in figures:
         found = {"": figures}
     elif isinstance(sweep := figures.get("sweep"), dict):
@@ -58,7 +58,10 @@ def reports_of(figures: Mapping[str, object]) -> Reports:
 
 
 def pairs(args: argparse.Namespace, old: Reports, new: Reports) -> Iterator[tuple[str, Report, Report]]:
-    """What both files have, by name; a single one on both sides is compared whatever its name. Raises BadInput."""
+    """Yield the name and both reports of each target that both files have.
+
+    Where each file has one report, the two are compared whatever their names. Raises BadInput if nothing is common.
+    """
     if len(old) == len(new) == 1:
         (before, was), (after, now) = *old.items(), *new.items()
         yield (before if before == after else f"{before or args.old} → {after or args.new}"), was, now
@@ -73,7 +76,7 @@ def pairs(args: argparse.Namespace, old: Reports, new: Reports) -> Iterator[tupl
 
 
 def differences(old: Mapping[str, object], new: Mapping[str, object]) -> list[str]:
-    """How the two were made differently, apart from the target."""
+    """Return the settings in which the two files differ, apart from the target."""
     found = []
     for part in ("workload", "fleet"):
         was, now = old.get(part) or {}, new.get(part) or {}
@@ -90,7 +93,7 @@ def differences(old: Mapping[str, object], new: Mapping[str, object]) -> list[st
 
 
 def _difference(key: str, was: object, now: object) -> str:
-    """A load or a fleet has settings of its own: what only one of the two has is said to be that one's."""
+    """Describe one differing setting; loads and fleets have different keys, so one side may lack it."""
     if was is None or now is None:
         return f"{key} {now if was is None else was} in {'B' if was is None else 'A'} alone"
     return f"{key} {was} → {now}"
@@ -100,7 +103,7 @@ def table(args: argparse.Namespace, old: Report, new: Report, void: str | None =
     seeded = "by_seed" in old or "by_seed" in new
 
     def drawn(put: tables.Put, joint: str | None) -> Table:
-        """`joint`: what stands between a change and its verdict in one column, None: they have one each."""
+        """Build the table; `joint` joins change and verdict in one column, None gives each its own."""
         titles = ("", "A", "B", "change", *([""] if joint is None else []))
         shown = tables.table(*titles, left=(0, 4), ranges_left_out=put is tables.without and seeded)
         for label, was, now, change, verdict in _rows(old, new):
@@ -119,7 +122,7 @@ def table(args: argparse.Namespace, old: Report, new: Report, void: str | None =
 
 
 def _rows(old: Report, new: Report) -> Iterator[tuple[str, str, str, str, Text]]:
-    """Of each figure its name, both values, the change, and what became of it."""
+    """Yield the label, both values, the change and the verdict of each figure."""
     for row in show.rows_of({"": new}):
         was, now = seeds.mean(old, row.read), seeds.mean(new, row.read)
         if was is None and now is None:
@@ -135,7 +138,7 @@ def _rows(old: Report, new: Report) -> Iterator[tuple[str, str, str, str, Text]]
 
 
 def verdict_of(name: str, old: Report, new: Report, void: str | None) -> tuple[str, dict[Verdict, list[str]]]:
-    """One sentence, and the figures by what became of them; none of a comparison that is `void`."""
+    """Return the verdict in one sentence and the figures by verdict, none where the comparison is `void`."""
     if void:
         return f"{name}{': ' if name else ''}This comparison is void: {void}.", {verdict: [] for verdict in Verdict}
     found = comparison.changes(new, old)

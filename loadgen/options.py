@@ -1,4 +1,4 @@
-"""How the values of flags are read, for every verb; and the two ways in which a verb gives up."""
+"""Readers for flag values, shared by all commands, and the two errors that end a command."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ from replicas.arguments import whole as whole
 from replicas.spelling import did_you_mean
 
 INTERRUPTED = 130  # the exit code after Ctrl-C, as shells have it
-# What a 401 means, and where the key is read.
 KEY_NEEDED = "it wants an API key, or another one; set OPENAI_API_KEY in the environment"
-ATTAINMENT = 0.9  # share of the requests that must be within the limits, where no flag says
+ATTAINMENT = 0.9  # default share of the requests that must be within the limits
 
 
 class BadInput(ValueError):
-    """Something given can't be used; the message says what and why. Nothing was sent: exit code 2."""
+    """An input that cannot be used; the message says what and why. Nothing was sent; exit code 2."""
 
 
 class Failed(Exception):
-    """A server, an engine or a process can't be used; the message says why and what to do: exit code 1."""
+    """A server, engine or process that cannot be used; the message says why and what to do. Exit code 1."""
 
 
 class BadOption(BadInput):
-    """Flags that are wrong, or don't go together; the message names them."""
+    """A wrong flag, or flags that exclude each other; the message names them."""
 
 
 def flags(
     group: argparse._ActionsContainer,
     *rows: tuple[str, Callable | tuple[str, ...] | list[Callable] | None, str | None, object, str],
 ) -> None:
-    """Add flags: of each its names, what reads the value, what stands for it in the help, its default, and the help.
+    """Add flags to `group`, one per row: names, reader of the value, placeholder in the help, default, help text.
 
-    A tuple in place of a reader has all values there are, a list the reader of a flag that may be repeated, and None
-    stands for a switch."""
+    The reader may also be a tuple of the allowed values, a list with the reader of a repeatable flag, or None for a
+    switch.
+    """
     for spelled, reads, placeholder, default, told in rows:
         read: dict[str, object] = {"metavar": placeholder}
         if reads is None:
@@ -61,7 +61,7 @@ def attainment(text: str) -> float:
 
 
 def whole_to(most: int) -> Callable[[str], int]:
-    """A reader of whole numbers from 1 to the most that makes sense."""
+    """Return a reader of whole numbers from 1 to `most`."""
 
     def read(text: str) -> int:
         if not text.isascii() or not text.isdigit() or not 1 <= int(text) <= most:
@@ -72,18 +72,18 @@ def whole_to(most: int) -> Callable[[str], int]:
 
 
 def percentiles(text: str) -> list[float]:
-    """Percentiles joined by commas, in ascending order."""
+    """Read percentiles separated by commas; return them in ascending order."""
     found = sorted({number(part, lambda value: 0 <= value <= 100, "not from 0 to 100") for part in text.split(",")})
     return [int(one) if one.is_integer() else one for one in found]
 
 
 def rates(text: str) -> tuple[float, ...]:
-    """Rates joined by commas, lowest first."""
+    """Read rates separated by commas; return them in ascending order."""
     return tuple(sorted({positive(part) for part in text.split(",")}))
 
 
 def names(text: str, known: Collection[str], hint: str = "") -> list[str]:
-    """Policies, joined by commas; `hint`: what is added where one is not known."""
+    """Read policy names separated by commas; `hint` is appended to the error about an unknown one."""
     found = [name.strip() for name in text.split(",") if name.strip()]
     if not found or len(set(found)) != len(found):
         raise argparse.ArgumentTypeError(f"{text!r}: name each policy once, joined by commas")
@@ -93,8 +93,8 @@ def names(text: str, known: Collection[str], hint: str = "") -> list[str]:
 
 
 def policy(name: str, known: Collection[str], hint: str = "") -> str:
-    """One of those that are known, or a class of a file."""
-    import policies  # here alone: most verbs need none
+    """Check that `name` is a known policy or FILE:CLASS, and return it. Raises ArgumentTypeError."""
+    import policies  # imported late: most commands need no policies
 
     if policies.is_own(name):
         try:

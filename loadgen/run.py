@@ -1,4 +1,4 @@
-"""`loadgen run`: one load against one server; and what the other verbs that ask servers share with it."""
+"""`loadgen run`: one load against one server, and the parts that the other commands share with it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Find out before a run, not after it, what is wrong. Raises BadInput."""
+    """Check the flags before anything is sent. Raises BadInput."""
     target.headers(args)
     files.check(args)
     datasets.check(args)
@@ -41,7 +41,7 @@ def check(args: argparse.Namespace) -> None:
 async def ask(
     args: argparse.Namespace, console: Console, work: Workload, client: Client, asking: Asking, label: str
 ) -> Run | Processes:
-    """Send the whole load while showing how far it is; Ctrl-C ends it early."""
+    """Send the whole load and show its progress; Ctrl-C ends it early."""
     load = target.load_of(args, work, client, asking)
     with target.stopped_by_interrupt(load):
         await watched(load, console, label)
@@ -49,18 +49,18 @@ async def ask(
 
 
 def figures(args: argparse.Namespace, load: Run | Processes) -> dict[str, object]:
-    """One load's report."""
+    """Return the report of one load."""
     return {**summarise(load, files.slo(args), args.percentiles), "warm_caches": warm(load)}
 
 
 class Measured:
-    """What one target answered, seed by seed; `interrupted` once the user wants no more of it."""
+    """The reports of one target, seed by seed; `interrupted` is set once the user stopped the run."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.reports: list[Report] = []
         self.records: dict[str, list[Record]] = {}
-        self.workload: dict[str, object] = {}  # of the first seed
+        self.workload: dict[str, object] = {}  # description of the load with the first seed
         self.interrupted = False
 
     @property
@@ -70,9 +70,10 @@ class Measured:
     async def ask(
         self, args: argparse.Namespace, console: Console, client: Client, seed: int, replicas: Sequence[str] = ()
     ) -> None:
-        """Measure one seed, whose number is in `args`; `seed` counts from 0.
+        """Send the load with one seed and add its report and records.
 
-        `replicas` are the target's, where they are known: the report then also counts those that got no request.
+        `args.seed` is this seed; `seed` is its index from 0. `replicas` are the ids of the target's replicas where they
+        are known: the report then also counts those that got no request.
         """
         work = datasets.workload(args)
         if not seed:
@@ -89,7 +90,7 @@ class Measured:
 
 @contextmanager
 def until_interrupted(console: Console) -> Iterator[None]:
-    """Ctrl-C between two loads ends what is within, and what was measured before is told."""
+    """Suppress the cancellation by Ctrl-C within the block, so that earlier measurements are still reported."""
     try:
         yield
     except asyncio.CancelledError:
@@ -97,7 +98,7 @@ def until_interrupted(console: Console) -> Iterator[None]:
 
 
 def exit_code(reports: Mapping[str, Report], wanted: int) -> int:
-    """130 where the user stopped it early, 1 where a target answered nothing."""
+    """Return 130 if the user stopped the run early, 1 if a target answered no request, else 0."""
     if len(reports) < wanted or any(report["interrupted"] for report in reports.values()):
         return INTERRUPTED
     return 0 if all(report["completed"] for report in reports.values()) else 1

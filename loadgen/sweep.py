@@ -1,11 +1,12 @@
 """`loadgen sweep`: the highest request rate at which the SLO is kept.
 
-A rate keeps it when at least a share, `--attainment`, of its requests is answered within every limit; failed and unsent
-ones count as not. From the first rate on the rate is doubled while that is so, or halved until it is; then the gap
-between the highest rate that kept it and the lowest that did not is halved (by factors), until they are within
-`--precision` of each other.
-With `--rates` the rates are those given, lowest first. All steps ask the same load, its starts moved together or apart,
-with other tokens, so that no step finds the caches warm from the one before.
+A rate keeps the SLO when at least the share `--attainment` of its requests is answered within every limit; failed and
+unsent requests count as missed. Starting from the first rate, the rate is doubled as long as it keeps the SLO, or
+halved until it does. Then the geometric mean of the highest kept and the lowest missed rate is tried, until the two are
+within `--precision` of each other. With `--rates` only the given rates are tried, lowest first.
+
+All steps send the same load with its start times stretched or compressed, and with other tokens, so that no step finds
+the caches warm from the one before.
 """
 
 from __future__ import annotations
@@ -31,14 +32,16 @@ from loadgen.workload.conversations import Workload, at_rate, is_text, offer
 
 PRECISION = 0.05
 _MOST_STEPS, _MOST_HALVINGS = 16, 5
-_LEAST_SECONDS = 5.0  # what is sent in less is a burst and no rate
+_LEAST_SECONDS = 5.0  # a load sent in less time is a burst, not a rate
 BY_HAND = "Stopped early, by hand."
 
 
 @dataclass(slots=True)
 class Search:
-    """Which rate to try next. Pure: it is told what became of each, and presumes that more load is not answered
-    sooner."""
+    """A search for the highest rate that keeps the SLO: which rate to try next, given the results so far.
+
+    Performs no I/O. Assumes that a higher rate never makes replies faster.
+    """
 
     first: float
     precision: float = PRECISION
@@ -51,7 +54,7 @@ class Search:
 
     @property
     def rate(self) -> float | None:
-        """The next rate to try, None when the search is over."""
+        """The next rate to try, or None when the search is over."""
         if self.stopped:
             return None
         if self.given:
@@ -61,7 +64,7 @@ class Search:
         return min(self.kept * 2, self.limit) if self.missed is None else math.sqrt(self.kept * self.missed)
 
     def tell(self, rate: float, keeps: bool) -> None:
-        """What became of a rate, the one asked for or any other between `kept` and `missed`."""
+        """Record whether `rate` keeps the SLO; it may be any rate between `kept` and `missed`."""
         self.steps += 1
         if self.given:
             return self._tell_given(rate, keeps)
@@ -92,7 +95,7 @@ class Search:
 
 @dataclass(slots=True)
 class Sweep:
-    """A search with what was measured on its way."""
+    """A search and the reports of the rates it tried."""
 
     search: Search
     slo: Mapping[str, float]
@@ -100,7 +103,7 @@ class Sweep:
     steps: list[dict[str, object]]
 
     def add(self, rate: float, report: Report) -> dict[str, object]:
-        """One rate's report, with limits that `summarise` was given."""
+        """Add the report of one rate, made by `summarise` with the SLO limits, and return it as a step."""
         share = report["goodput"]["share"]
         step = {"rate": rate, "share": share, "kept": share >= self.attainment, "report": report}
         self.steps.append(step)
@@ -109,9 +112,11 @@ class Sweep:
 
     @property
     def knee(self) -> float | None:
-        """The rate with the most requests answered a second for each second that an answer takes: beyond it waiting
-        grows faster than what is answered (Kleinrock's "power" of a queue). None of fewer than three rates, and where
-        it is the highest that was tried."""
+        """The rate with the highest ratio of throughput to mean end-to-end latency, or None.
+
+        This is Kleinrock's "power" of a queue; beyond it waiting times grow faster than throughput. None if fewer than
+        three rates were measured or the best one is the highest that was tried.
+        """
         power = {
             step["rate"]: step["report"]["request_throughput"] / step["report"]["e2el_ms"]["mean"]
             for step in self.steps
@@ -126,7 +131,7 @@ class Sweep:
 
     @property
     def saturation(self) -> str:
-        """Where the curve bends and where it ends, as far as it was measured."""
+        """A sentence on the knee and the highest throughput; empty with fewer than three rates measured."""
         if sum(bool(step["report"]["e2el_ms"]) for step in self.steps) < 3:
             return ""
         most = max(step["report"]["request_throughput"] for step in self.steps)
@@ -150,7 +155,7 @@ class Sweep:
         return f"{self.search.kept:.4g} requests/s is the highest rate that kept the SLO: {slo}. {self.search.missed:.4g} did not.{short}"
 
     def figures(self) -> dict[str, object]:
-        """For `--json`, and for the page under `about["sweep"]`."""
+        """Return the figures for `--json`, which the page has under `about["sweep"]`."""
         return {
             "rate": self.search.kept,
             "slo_ms": dict(self.slo),
@@ -165,7 +170,7 @@ class Sweep:
 
 
 def own_rate(work: Workload) -> float:
-    """Requests a second that a load's own starts ask for. Raises BadOption where all begin at once."""
+    """Return the request rate (per second) of the load's own starts. Raises BadOption where all begin at once."""
     rate = offer(work.conversations, work.starts).rate
     if rate is None:
         raise BadOption(
@@ -240,7 +245,7 @@ async def climb(
     model: target.Model,
     records: dict[str, list[Record]],
 ) -> None:
-    """Try one rate after the other, each with every seed; every step and seed has tokens of its own."""
+    """Try one rate after the other with every seed; each step and seed has its own tokens."""
     while (rate := sweep.search.rate) is not None:
         reports = []
         for number, work in enumerate(works):
@@ -260,7 +265,7 @@ async def climb(
 
 
 def hopeless(step: Mapping[str, object]) -> str:
-    """Why it makes no sense to go on, if so."""
+    """Return why the search cannot go on after this step, or an empty string."""
     report = step["report"]
     if not report["completed"]:
         return f"Stopped: no request was answered ({', '.join(report['errors']) or 'none was sent'})."
@@ -301,7 +306,7 @@ def conclude(
 
 
 def table(sweep: Sweep) -> Grid:
-    """The curve: a row for each rate, lowest first."""
+    """Return the measured curve: one row per rate, lowest first."""
     steps = sorted(sweep.steps, key=lambda step: step["rate"])
     return show.tried(("offered /s",), [((f"{step['rate']:.4g}",), step["report"], step["kept"]) for step in steps])
 

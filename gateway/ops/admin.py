@@ -48,7 +48,7 @@ from .side import Side, answer, metrics_page
 
 log = logging.getLogger("hitherto.admin")
 
-MOST_LEFT = 100  # requests that are named which go on at a replica that is removed
+MOST_LEFT = 100  # running requests that the answer to a removal names
 
 
 class Fleet(Protocol):
@@ -67,7 +67,7 @@ class Fleet(Protocol):
 
 
 class Decisions(Protocol):
-    """As `proxy.decisions.Decisions`, wherever they are made; all raise ApiError."""
+    """The interface of `proxy.decisions.Decisions`, in this process or another. All methods raise ApiError."""
 
     async def decide(
         self, path: str, body: bytes, headers: Mapping[str, str], exclude: Sequence[str], lease: float
@@ -77,7 +77,7 @@ class Decisions(Protocol):
 
 
 class Gateway(Protocol):
-    """What the admin side needs of the gateway."""
+    """The part of the gateway that the admin side uses."""
 
     fleet: Fleet
     kept: KeptReplicas | None
@@ -86,28 +86,32 @@ class Gateway(Protocol):
     recent: Recent
 
     def status(self) -> dict[str, Any]:
-        """As `ops.view.View.status`."""
+        """Return what `ops.view.View.status` returns."""
 
     def differs(self, replica: str, keys: Sequence[int]) -> tuple[list[int], list[int]]:
-        """As `CacheMap.differs`; KeyError for a replica without events so far."""
+        """Do as `CacheMap.differs`. Raises KeyError for a replica without events so far."""
 
     def requests_at(self, replicas: Collection[str]) -> list[str]:
-        """The ids of the requests that are with one of these replicas, known or removed, as far as this process has
-        them."""
+        """Return the ids of this process's requests at these replicas, known or removed."""
 
     async def explain(self, path: str, body: bytes, headers: dict[str, str]) -> dict[str, Any]:
-        """As `gateway.ops.explain.describe`; raises ApiError for the client's own faults, and when
-        no replica could answer."""
+        """Do as `gateway.ops.explain.describe`.
+
+        Raises ApiError for the client's own faults, and when no replica could answer.
+        """
 
 
 def headers_of(request: web.Request) -> dict[str, str]:
-    """As the pipeline wants them."""
+    """Return the headers with lower-case names, as the prompt pipeline takes them."""
     return {name.lower(): value for name, value in request.headers.items()}
 
 
 async def keep(kept: KeptReplicas | None, change: str, what: str) -> str | None:
-    """Write the file of replicas, if there is one; the URL that it held until now for this engine, if any. This comes
-    first: what an operator was told is done is so after a restart, too."""
+    """Write the file of replicas, if there is one, and return the URL that it held for this engine, if any.
+
+    This comes before the change itself: what an operator was told is done must be so after a restart, too. Raises
+    Refusal.
+    """
     if kept is None:
         return None
     try:
@@ -118,7 +122,7 @@ async def keep(kept: KeptReplicas | None, change: str, what: str) -> str | None:
 
 
 def _refuse_another(engine: Any, address: Address) -> None:
-    """An engine keeps what its URL said when it was added; a URL without a fragment says nothing else."""
+    """Raise Refusal if the URL's fragment contradicts the one that the engine was added with."""
     source, model = engine.watch.given, engine.lead.required_model
     said = (address.source not in (None, source), address.model not in (None, model))
     kept = engine.lead
@@ -131,8 +135,10 @@ def _refuse_another(engine: Any, address: Address) -> None:
 
 
 def with_members(body: Any) -> str:
-    """The URL in the body of POST /replicas. What can stand behind its `#` may be members of the body as well. Raises
-    ValueError."""
+    """Return the URL in the body of POST /replicas, with the body's other members as its fragment.
+
+    Raises ValueError.
+    """
     url = body.get("url") if isinstance(body, dict) else None
     if not isinstance(url, str):
         raise ValueError
@@ -154,7 +160,7 @@ def with_members(body: Any) -> str:
 
 
 def replica_of(body: bytes) -> tuple[str, Address]:
-    """The URL that the body of POST /replicas gives, and what it says. Raises Refusal."""
+    """Return the URL in the body of POST /replicas, as given and parsed. Raises Refusal."""
     try:
         url = with_members(orjson.loads(body))
     except ValueError as wrong:
@@ -167,7 +173,7 @@ def replica_of(body: bytes) -> tuple[str, Address]:
 
 
 class Admin(Side):
-    """The admin side of one gateway."""
+    """The admin side of one gateway. Handlers raise Refusal or ApiError."""
 
     def __init__(self, gateway: Gateway, guard: Guard) -> None:
         super().__init__(guard)
@@ -185,6 +191,7 @@ class Admin(Side):
         return answer(await asyncio.to_thread(told, self.gateway.recent.kept(), time()))
 
     async def add(self, request: web.Request) -> web.Response:
+        """Add the replica in the body (201), or take a stopped one back (200). Raises Refusal."""
         url, address = replica_of(await request.read())
         fleet, id = self.gateway.fleet, address.id
         try:
@@ -206,7 +213,10 @@ class Admin(Side):
             await keep(self.gateway.kept, change, what)
 
     async def drain(self, request: web.Request) -> web.Response:
-        """Answers at once; the replica's state tells when it is done. `last_ready_of`: models that none serves now."""
+        """Answer at once; the replica's state shows when the drain is done.
+
+        `last_ready_of` in the answer lists the models that no replica serves now.
+        """
         id = self._known(request)
         served = self._served_models()
         self.gateway.fleet.drain(id)
@@ -217,12 +227,12 @@ class Admin(Side):
         return answer(told, 202)
 
     def _served_models(self) -> set[str]:
-        """Return the models that requests can be answered for now."""
+        """Return the models that some replica can answer for now."""
         ready = [one for one in self.gateway.fleet.replicas.values() if one.state in TAKES_TRAFFIC]
         return {name for one in ready for name in one.models or ("any model",)}
 
     async def remove(self, request: web.Request) -> web.Response:
-        """Answers when it is done; a client that does not wait changes nothing."""
+        """Answer when the replica is removed. If the client leaves first, the removal goes on."""
         id = self._known(request)
         replicas = {id}
         if id in self.gateway.fleet.engines:
@@ -241,7 +251,7 @@ class Admin(Side):
         return answer(told)
 
     async def ask_engine(self, request: web.Request) -> web.Response:
-        """Pass on what only operators may ask of an engine, and its answer."""
+        """Forward a request to the engine, for what only operators may ask of it, and return its answer."""
         id, url = self._known(request), request.rel_url
         target = "/" + url.raw_path.split("/", 4)[4] + (f"?{url.raw_query_string}" if url.raw_query_string else "")
         log.info("an operator asks the engine of %s: %s %s", id, request.method, url.raw_path)
@@ -256,7 +266,7 @@ class Admin(Side):
         return web.Response(body=body, status=status, headers={"Content-Type": kind})
 
     async def blocks(self, request: web.Request) -> web.Response:
-        """What an engine says it holds, beside the map: for tests, and for whoever doubts a prediction."""
+        """Compare the blocks that an engine says it holds with the map, for tests and to check predictions."""
         id, wrong = self._known(request), Refusal(400, 'the body must be {"keys": [64-bit integers]}', "invalid_body")
         try:
             body = orjson.loads(await request.read())
@@ -281,6 +291,7 @@ class Admin(Side):
         return answer(await self.gateway.explain(path, await request.read(), headers_of(request)))
 
     async def decide(self, request: web.Request) -> web.Response:
+        """Choose a replica for another proxy's request, and count it there for `lease_s` seconds at most."""
         query = request.query
         try:
             lease = float(query.get("lease_s", LEASE))

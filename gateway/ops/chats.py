@@ -1,10 +1,10 @@
-"""The gateway's chats against an engine's: fixed ones, of which both make token ids.
+"""A comparison of the gateway's chats with an engine's: fixed chats of which both make token ids.
 
-A tokenizer that is the same shows nothing of how an engine fills a chat template: with which defaults, which of a
-message's fields, and what it makes of tools; flags change all of that, and cannot be seen from outside. So each engine
-is asked for the ids of these chats when it is adopted, by its own /tokenize. What that does not take, or would write in
-another way than a chat, is asked for as a chat of one token, with its ids or for how many it counts. Where a template
-prints the date, one of them shows which day the engine prints.
+An equal tokenizer says nothing about how an engine fills a chat template: with which defaults, which fields of a
+message, and what it makes of tools. Flags change all of that, and cannot be seen from outside. So each engine is asked
+for the ids of these chats when it is adopted, by its own /tokenize. Chats that /tokenize does not take, or would write
+differently from a real chat, are sent as chats with a one-token answer that reports its prompt's ids or their number.
+Where a template prints the date, one of them shows which day the engine prints.
 """
 
 from __future__ import annotations
@@ -54,13 +54,16 @@ EFFORTS = tuple(
 WITHOUT_THINKING = {"messages": [_ASKED], "thinking": {"type": "disabled"}}  # of /v1/messages
 
 MOST_ANSWER = 1 << 18  # bytes
-NOT_NOW = (408, 429, 502, 503, 504)  # of an engine that is busy, or not up yet
+NOT_NOW = (408, 429, 502, 503, 504)  # statuses of an engine that is busy, or not up yet
 OTHER_TOKENS = "of a chat it makes other tokens"
 NOTHING_SHOWN = "nothing shows how it fills the chat template"
 
 
 class Made(NamedTuple):
-    """A chat, and its ids. `by_chat`: an engine's /tokenize would make others of it. `path`: its API's."""
+    """A chat with the gateway's token ids of it.
+
+    `by_chat`: ask with a real chat, as the engine's /tokenize would make other ids. `path`: the path of its API.
+    """
 
     body: dict[str, Any]
     ids: list[int]
@@ -69,13 +72,15 @@ class Made(NamedTuple):
 
 
 class NotAsked(Exception):
-    """The engine did not look at the chat: the answer says nothing of how it fills templates."""
+    """The engine did not process the chat, so the answer says nothing about how it fills templates."""
 
 
 async def chats_differ(session: aiohttp.ClientSession, url: str, model: str | None, chats: Iterable[Made]) -> str:
-    """Why the engine's chats are not the gateway's, or cannot be shown to be; "" if they are. Chats that one of the two
-    cannot render count for nothing. Raises NotAsked where the engine could not be asked, aiohttp's errors and
-    TimeoutError."""
+    """Return why the engine's chats are not the gateway's, or cannot be shown to be; "" if they are.
+
+    Chats that one of the two cannot render are left out. Raises NotAsked if the engine could not be asked, aiohttp's
+    errors and TimeoutError.
+    """
     compared, failed = 0, 0
     for body, ids, by_chat, path in chats:
         status, theirs = await _asked(session, url, model, body, by_chat, path)
@@ -94,9 +99,9 @@ async def chats_differ(session: aiohttp.ClientSession, url: str, model: str | No
 async def days_printed(
     session: aiohttp.ClientSession, url: str, model: str | None, pipeline: Pipeline
 ) -> Collection[date]:
-    """Return the days that the engine may have printed in a chat, of those that it is now somewhere on earth.
+    """Return the days that the engine may have printed in a chat, out of those that it is now anywhere on earth.
 
-    That is one day where the engine's ids show it, and none where they are the gateway's for no day. Raises what
+    That is one day where the engine's ids show it, and none where its ids match the gateway's for no day. Raises what
     `chats_differ` raises.
     """
     days = days_in(ALL_ZONES, pipeline.clock.now())
@@ -109,14 +114,14 @@ async def days_printed(
 
 
 def made_here(pipeline: Pipeline, day: date | None = None) -> Iterator[Made]:
-    """Return the fixed chats that the gateway can tokenize, with their ids. `day`: the day that the engine prints."""
+    """Yield the fixed chats that the gateway can tokenize, with their ids. `day`: the day that the engine prints."""
     for body in CHATS:
         if ids := pipeline.made(CHAT, json.dumps(body).encode(), day):
             yield Made(body, ids, not pipeline.tokenizes_chats)
 
 
 def efforts_here(pipeline: Pipeline, day: date | None = None) -> Iterator[Made]:
-    """Return the chats with an effort, where the gateway makes other ids for it, and then the one without thinking.
+    """Yield the chats whose reasoning effort changes the gateway's ids, and then the one without thinking.
 
     An engine may have a map of efforts, which its /tokenize does not know, and a flag for the effort of Messages that
     disable thinking.
@@ -137,7 +142,7 @@ def written(day: date) -> str:
 async def _asked(
     session: aiohttp.ClientSession, url: str, model: str | None, body: dict[str, Any], by_chat: bool, path: str = CHAT
 ) -> tuple[int, list[int] | int | None]:
-    """The engine's status, and its ids of a chat, or how many they are; None where it tells neither."""
+    """Return the engine's status, and its ids of a chat or their number; None where it reports neither."""
     asked = {**({"model": model} if model else {}), **body}
     if path == MESSAGES:
         status, told = await _post(session, f"{url}{MESSAGES}/count_tokens", asked)

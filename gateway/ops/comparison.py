@@ -1,9 +1,9 @@
-"""The gateway's tokenizer against the engines': each engine is asked for the ids of fixed texts when it is adopted.
+"""A comparison of the gateway's tokenizer with the engines': each adopted engine is asked for the ids of fixed texts.
 
-What files a tokenizer is made of does not tell how an engine reads them (see `prompt.reading`), and flags like
-`--tokenizer` are not to be seen from outside. So no tokenizer is believed to be the engine's because it has the same
-name: the ids of some twenty texts have to be the same. An engine that reads the files in another known way is followed;
-the prompts of a model whose engine makes other tokens are matched as text, and their ids are never sent to it.
+A tokenizer's files do not show how an engine reads them (see `prompt.reading`), and flags like `--tokenizer` cannot be
+seen from outside. So an equal name proves nothing: the ids of some twenty texts have to be the same. If an engine reads
+the files in another known way, the gateway does so too. If it makes other tokens, the prompts of its models are matched
+as text, and their ids are never sent to it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from .doubts import Doubts
 log = logging.getLogger("hitherto")
 
 ANSWER_SECONDS = 10.0
-MOST_ANSWER = 1 << 18  # bytes of the ids of one fixed text, some thousand at most
+MOST_ANSWER = 1 << 18  # bytes; one fixed text has some thousand ids at most
 AT_ONCE = 4  # questions to one engine, which may be busy with prompts
 OTHERWISE = "; but it made a prompt otherwise: "
 UP_TO_DATE = "; but its chats are exact only up to the date that they print: "
@@ -43,7 +43,7 @@ PAUSES = (1.0, 5.0, 30.0)  # seconds before an engine that did not answer is ask
 
 
 class Unanswered(Exception):
-    """The engine does not tell what tokens it makes. `final`: asking again would not help."""
+    """The engine does not report its tokens. `final`: asking again would not help."""
 
     def __init__(self, why: str, final: bool = False):
         super().__init__(why)
@@ -51,7 +51,7 @@ class Unanswered(Exception):
 
 
 async def engine_answers(session: aiohttp.ClientSession, url: str, model: str | None, texts: list[str]) -> list[Answer]:
-    """What /tokenize says of each text, without and with special tokens. Raises Unanswered."""
+    """Return the ids that /tokenize gives for each text, without and with special tokens. Raises Unanswered."""
     gate = asyncio.Semaphore(AT_ONCE)
 
     async def ask(text: str, special: bool) -> Answer:
@@ -88,28 +88,31 @@ async def engine_answers(session: aiohttp.ClientSession, url: str, model: str | 
 
 @dataclass(slots=True, eq=False)
 class _Engine:
-    """What was found of one process behind an engine's address. Until it has been compared, what was found of its
-    predecessor."""
+    """The findings about one process behind an engine's address.
+
+    Until it has been compared, these are its predecessor's.
+    """
 
     incarnation: str
     pipeline: Pipeline  # that it is compared with
     replicas: dict[str, Replica] = field(default_factory=dict)  # its ranks, by id
     found: str = "not compared yet"
-    said: str = ""  # that, and what it was seen to do since
-    how: str = ""  # "" where nothing is known
-    differs: str = ""  # its tokens of texts
-    unproven: str = ""  # why it does not tell these, where that leaves all of its prompts inexact
+    said: str = ""  # `found`, and what was observed since
+    how: str = ""  # how it reads the tokenizer's files; "" if not known
+    differs: str = ""  # how its tokens of texts differ
+    unproven: str = ""  # why it does not report them, where that leaves all of its prompts inexact
     chats: str = ""  # why its chats are not the gateway's, or cannot be shown to be
-    unasked: bool = False  # it has not answered so far
-    shown: bool = False  # to write chats as the gateway does
-    zones: frozenset[int] | None = None  # of which it prints the date; None: it prints none, or was not asked
-    day: str = ""  # what there is to say of its date
+    unasked: bool = False  # it has not answered a chat so far
+    shown: bool = False  # its chats were shown to be the gateway's
+    zones: frozenset[int] | None = None  # its possible time zones; None: it prints no date, or was not asked
+    day: str = ""  # the message about its date
     efforts: str = ""  # how it writes a chat with an effort to reason, if not as the gateway does
-    doubts: Doubts = field(default_factory=Doubts)  # kinds of bodies that it counted otherwise
+    doubts: Doubts = field(default_factory=Doubts)  # kinds of bodies that it counted differently
     compared: bool = False
     names: frozenset[str] = frozenset()  # its models and adapters, as they were when prompts were last settled
 
     def tell(self, found: str | None = None) -> None:
+        """Update the message on the tokenizer of the engine's replicas; `found`: a new finding."""
         if found is not None:
             self.found = found
         why = next(reversed(self.doubts.held.values()), "")
@@ -122,22 +125,24 @@ class _Engine:
 
 
 class TokenizerComparison:
-    """Compares each engine once, and keeps the pipeline at what was found."""
+    """The comparison of each engine, once, whose results it applies to the pipeline."""
 
     def __init__(self, pipeline: Callable[[], Pipeline], judged: Callable[[], None] = lambda: None):
-        """`judged` is called after an engine was compared."""
+        """Create a comparison; `judged` is called after an engine was compared."""
         self._judged = judged
         self._pipeline = pipeline
         self._engines: dict[str, _Engine] = {}
         self._comparing: dict[str, asyncio.Task[None]] = {}  # by engine
-        self._running: set[asyncio.Task[None]] = set()  # these, and those that only adopt
-        self._chats: tuple[object, list[Made]] = (None, [])  # fixed ones with ids, by how these are made and the date
-        # Judging and adopting take turns: both load tokenizers, and what is judged is held against the one in use.
+        self._running: set[asyncio.Task[None]] = set()  # all tasks, those that only adopt included
+        self._chats: tuple[object, list[Made]] = (None, [])  # the fixed chats with ids, and the key they were made for
+        # Judging and adopting exclude each other: both load tokenizers, and judging compares with the one in use.
         self._turn = asyncio.Lock()
 
     def compare(self, replica: Replica) -> None:
-        """Once for each process behind an engine's address, and for each tokenizer of the gateway. To be called again
-        when the replica's models change."""
+        """Compare the replica's engine once for each process at its address and each tokenizer of the gateway.
+
+        To be called again when the replica's models change.
+        """
         pipeline = self._pipeline()
         if pipeline.tokenizer is None:
             return
@@ -152,15 +157,14 @@ class TokenizerComparison:
         engine.tell()
         self._stop_comparing(replica.engine)
         if old is not None and old.pipeline is pipeline and old.how:
-            # Most likely it is the same engine again. Its files are not read another way for the second that this
-            # takes.
+            # Most likely the same engine was restarted: until it is compared, its files are read as before.
             engine.how, engine.differs, engine.chats, engine.shown = old.how, old.differs, old.chats, old.shown
             engine.zones = old.zones
             self._run(self._adopt(pipeline))
         self._comparing[replica.engine] = self._run(self._compare(replica, engine))
 
     def set_apart(self) -> set[str]:
-        """Engines whose tokens are not those of others that were compared here."""
+        """Return the engines whose tokens differ from those of the other engines compared here."""
         compared = {id: one for id, one in self._engines.items() if one.compared and one.pipeline is self._pipeline()}
         other = {
             id
@@ -172,8 +176,10 @@ class TokenizerComparison:
         return other | {id for id, one in compared.items() if one.how != in_use} if in_use in alike else set()
 
     def made_otherwise(self, engine: str, prompt: Prompt, body: bytes, why: str) -> None:
-        """Record that an engine's tokens of a prompt were not the gateway's, in number or otherwise. `body`: b"" where
-        it is forgotten."""
+        """Record that an engine's tokens of a prompt differed from the gateway's, in number or otherwise.
+
+        `body` is b"" if it is no longer kept.
+        """
         if (found := self._maker_of(engine, prompt)) is None:
             return
         if (has := features_of(prompt, body)) is not None:
@@ -197,7 +203,7 @@ class TokenizerComparison:
             self._judged()
 
     def _maker_of(self, engine: str, prompt: Prompt) -> _Engine | None:
-        """The engine, where the prompt was made as its prompts are made now."""
+        """Return the engine if the prompt was made in the way its prompts are made now, else None."""
         found, pipeline = self._engines.get(engine), self._pipeline()
         return found if found and found.pipeline is pipeline and prompt.made_by == pipeline.made_by else None
 
@@ -205,7 +211,7 @@ class TokenizerComparison:
         return [one for one in self._engines.values() if one is not engine and one.pipeline is engine.pipeline]
 
     def forget(self, engine: str) -> None:
-        """It is gone."""
+        """Drop an engine that is gone."""
         self._stop_comparing(engine)
         if (gone := self._engines.pop(engine, None)) is not None and (gone.how or gone.zones):
             self._run(self._adopt(self._pipeline()))
@@ -260,16 +266,19 @@ class TokenizerComparison:
         else:
             log.info("replica %s: same token ids as the gateway for %d texts (%s)", id, len(answers), verdict.how)
         await self._adopt(pipeline, verdict)
-        self._judged()  # an engine that does not answer chats for long is not to keep the others waiting
+        self._judged()  # now, as an engine may take long to answer chats
         if not verdict.differs:
             await self._compare_chats(replica, engine)
             self._judged()
             await self._follow_date(replica, engine)
 
     async def _compare_chats(self, replica: Replica, engine: _Engine) -> None:
-        """Until the engine has answered, where nothing else shows that its chats are the gateway's: what cannot be
-        asked now is asked again, and matched as text after a while. Engines whose rules are known are asked for some
-        seconds: flags of theirs may change chats."""
+        """Compare the fixed chats, and repeat the attempt while the engine cannot be asked.
+
+        Where nothing else shows that its chats are the gateway's, this goes on until it answers, and after a while its
+        chats are matched as text. Engines whose rules are known are asked for some seconds: their flags may change
+        chats.
+        """
         said = engine.found
         for asked in count(1):
             if (pipeline := self._pipeline()) is not engine.pipeline or not pipeline.renderers:
@@ -310,7 +319,7 @@ class TokenizerComparison:
         await self._adopt(pipeline)
 
     async def _differing_chats(self, replica: Replica, engine: _Engine) -> tuple[str, date | None]:
-        """How its chats differ, and the day that they were written for; None: no date is known to be in them."""
+        """Return how the engine's chats differ, and the day they were written for, or None if no date is known."""
         model, timeout = next(iter(base_names(replica.models)), None), aiohttp.ClientTimeout(ANSWER_SECONDS)
         pipeline, day = engine.pipeline, None
         async with session_to(replica.address, replica.tls, headers=replica.credentials, timeout=timeout) as session:
@@ -318,7 +327,7 @@ class TokenizerComparison:
                 day, before = await self._look_at_date(session, replica, engine, ALL_ZONES), day
                 made = self._chats_of(pipeline, day)
                 differs = await chats_differ(session, replica.url, model, made)
-                if not differs or day == before:  # else its day may just have ended
+                if not differs or day == before:  # otherwise its day may have ended between the questions
                     return differs, day
 
     async def _look_at_date(
@@ -339,7 +348,7 @@ class TokenizerComparison:
         return min(printed, default=date.fromtimestamp(since))
 
     async def _follow_date(self, replica: Replica, engine: _Engine) -> None:
-        """Ask behind each quarter of an hour, when a day may have begun where the engine is, which day it prints."""
+        """Ask which day the engine prints after each quarter of an hour, when a day may have begun in its time zone."""
         pipeline, timeout = engine.pipeline, aiohttp.ClientTimeout(ANSWER_SECONDS)
         answers = True
         while pipeline.prints_date and engine.zones is not None and not engine.chats:
@@ -354,11 +363,14 @@ class TokenizerComparison:
                     await self._look_at_date(session, replica, engine, engine.zones)
                     answers = True
                 except (NotAsked, aiohttp.ClientError, TimeoutError):
-                    answers = False  # as time goes on, what was seen before leaves more than one day
+                    answers = False  # the last look leaves more than one possible day as time passes
             self._differ(pipeline)
 
     async def _compare_efforts(self, replica: Replica, engine: _Engine, day: date | None) -> None:
-        """A map of efforts is a flag of the engine's. What cannot be asked is shown by what answers count."""
+        """Compare chats with a reasoning effort, whose mapping is a flag of the engine.
+
+        If the engine cannot be asked, the token counts of its answers show a difference later.
+        """
         if not (made := [*efforts_here(engine.pipeline, day)]):
             return
         model, timeout = next(iter(base_names(replica.models)), None), aiohttp.ClientTimeout(ANSWER_SECONDS)
@@ -393,29 +405,31 @@ class TokenizerComparison:
             return await engine_answers(session, replica.url, model, texts)
 
     async def _adopt(self, pipeline: Pipeline, found: Verdict | None = None) -> None:
-        """Read the files as the engines do that were compared; where they differ, as the first one does."""
+        """Read the tokenizer's files as the compared engines do; where these differ, as the first one does."""
         async with self._turn:
             if pipeline is not self._pipeline():
                 return
             known = [one for one in self._engines.values() if one.pipeline is pipeline and one.how and not one.differs]
             how = next((one.how for one in sorted(known, key=lambda one: not one.compared)), None)
             loop = asyncio.get_running_loop()
-            if how is None:  # nobody has said; as engines of that version do
+            if how is None:  # unknown: read them as engines of that version do
                 verdict = await loop.run_in_executor(None, pipeline.likeliest)
             elif found is not None and found.how == how and found.loaded is not None:
                 verdict = found
-            else:  # which loads nothing if it is the way in use
+            else:  # loads nothing if the files are read this way already
                 verdict = await loop.run_in_executor(None, pipeline.read_as, how)
             if pipeline is self._pipeline():
                 pipeline.adopt(verdict, any(one.compared for one in known), self._differing(pipeline, how))
 
     def _differ(self, pipeline: Pipeline) -> None:
-        """Before it is told that an engine has other tokens no prompt is called exact any more; `_adopt` may have to
-        wait for its turn, and for a thread."""
+        """Pass the differences on to the pipeline at once, so that no affected prompt is called exact any more.
+
+        `_adopt` may have to wait for its lock and for a thread.
+        """
         pipeline.differ(self._differing(pipeline, pipeline.reading.how if pipeline.reading is not None else None))
 
     def _differing(self, pipeline: Pipeline, how: str | None) -> Differences:
-        """Why the tokens of which models, conversations and bodies are not the gateway's."""
+        """Return why the tokens of which models, conversations and bodies are not the gateway's."""
         texts: dict[str, str] = {}
         chats: dict[str, str] = {}
         bodies: dict[frozenset[str], str] = {}
@@ -423,7 +437,7 @@ class TokenizerComparison:
         shown = any(one.shown for one in here.values())
         for id, engine in here.items():
             engine.names = engine.names_now()
-            # One that does not answer costs the others nothing, where these have shown what the model's chats are.
+            # An engine that does not answer is no reason for doubt once another has shown what the model's chats are.
             why = (
                 engine.differs
                 or ("" if shown else engine.unproven)
@@ -443,7 +457,7 @@ class TokenizerComparison:
     def _dates(self, engines: dict[str, _Engine], now: float) -> tuple[frozenset[int] | None, str]:
         """Return the time zones that these engines may be in, and why the date is uncertain, or "" if it is not.
 
-        Each engine's own sentence of the date is brought up to date.
+        Also updates each engine's message about its date.
         """
         zones = {
             id: one.zones
@@ -462,7 +476,7 @@ class TokenizerComparison:
             of_it, before = days.get(id, ()), engine.day
             if id in zones and why:
                 engine.day = UP_TO_DATE + why
-            elif len(of_it) < 2:  # else it may change just now
+            elif len(of_it) < 2:  # with two possible days it may be changing just now
                 engine.day = (
                     f"; it prints {written(of_it[0])}, its time zone (TZ) is another than this gateway's, where it is {written(here)}"
                     if of_it and of_it[0] != here

@@ -1,16 +1,16 @@
-"""`hitherto doctor`: one line per thing that can be wrong, and what to do about it.
+"""The command `hitherto doctor`: one line per thing that can be wrong, and what to do about it.
 
     ok    tokenizer        fastokens, 128000 tokens, 8 kB in 0.02 ms
     warn  events 10.0.0.7  KV events are off, the cache is guessed from traffic
           -> start vLLM with --kv-events-config ...
 
-Most faults of a prefix-aware gateway are silent: another chat template, another block size, events that
-nobody publishes. All of them end in misses that look like bad luck. So the doctor does not only read
-settings: it sends each replica one short prompt that nobody has sent before, and looks whether the engine
-counts the same tokens, publishes the blocks, and finds them again.
+Most faults of a prefix-aware gateway are silent: another chat template, another block size, events that nobody
+publishes. All of them end in cache misses that look like bad luck. So the doctor does not only read settings: it sends
+each replica one short new prompt, and checks that the engine counts the same tokens, publishes the blocks, and finds
+them again.
 
-Exit code 0: nothing is broken (`warn` is worth a look). 1: something is, be it a file that a setting names. 2: the
-settings themselves are wrong, so that nothing else was looked at.
+Exit codes: 0 if nothing is broken (`warn` is worth a look), 1 if something is, such as a file that a setting names, and
+2 if the settings themselves are wrong, in which case nothing else is checked.
 """
 
 from __future__ import annotations
@@ -89,6 +89,7 @@ def report_bad_config(text: str) -> int:
 
 
 def run(config: Config) -> int:
+    """Print the findings, and return the exit code."""
     allow_many_connections()  # all engines are asked at once
     return asyncio.run(_run(config))
 
@@ -107,6 +108,7 @@ async def _run(config: Config) -> int:
 
 
 async def examine(config: Config) -> AsyncIterator[Finding]:
+    """Yield the findings of all checks, as they are made."""
     settings = config.settings
     yield check_settings(config)
     for finding in check_named_files(config):
@@ -127,18 +129,19 @@ async def examine(config: Config) -> AsyncIterator[Finding]:
 
 
 class Examination(contextlib.AsyncExitStack):
-    """What is found of the gateway is asked of its engines, and what is found of these of their models."""
+    """An examination of the gateway, then of its engines, then of their models; each part uses the results before."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
         self._config, self._settings = config, config.settings
-        self._running: dict[str, Any] | None = None  # what a gateway tells that runs with these settings
-        self._status_unavailable = False  # one may run, and does not tell us
+        self._running: dict[str, Any] | None = None  # the status of a gateway that runs with these settings
+        self._status_unavailable = False  # a gateway may run, and refuses its status
         self._replicas: list[tuple[Address, Facts]] = []
         self._ways: dict[str, Access] = {}
         self._event_ports = EventPorts()
 
     async def gateway(self) -> AsyncIterator[Finding]:
+        """Check the gateway that runs with these settings, if one does."""
         try:
             async with aiohttp.ClientSession() as session:
                 self._running = await running_gateway(self._settings, session)
@@ -155,6 +158,7 @@ class Examination(contextlib.AsyncExitStack):
             yield finding
 
     async def engines(self) -> AsyncIterator[Finding]:
+        """Check the engines that the settings, the cluster's pods or the running gateway name."""
         urls = [*known_urls(self._settings)]
         if self._settings.discover is not None:
             found, findings = await find_pods(self._settings.discover)
@@ -208,12 +212,13 @@ class Examination(contextlib.AsyncExitStack):
             yield from check_own_words(address, facts, self._problems(address, facts))
 
     def _problems(self, address: Address, facts: Facts) -> dict[str, Problem]:
-        """What it tells of itself, with remedies that can be followed beside those of the other engines."""
+        """Return what the engine reports of itself, with remedies that suit the other engines of its host."""
         host, ranks = self._ways[address.id].address, len(facts.engines)
         found = problems_by_subject(address, facts)
         return {name: self._event_ports.remedy(one, address.url, host, ranks) for name, one in found.items()}
 
     async def models(self) -> AsyncIterator[Finding]:
+        """Check what replicas of each model have in common, and try each replica."""
         groups = by_model(self._replicas)
         # Where no replica answers and no setting names a model, there is none to check.
         if not groups and (self._settings.model or self._settings.launches):
@@ -235,9 +240,9 @@ class Examination(contextlib.AsyncExitStack):
         return Name(address.id, self._ways[address.id].address, address.port, created)
 
     async def _model(self, group: list[tuple[Address, Facts]], one_of_several: bool) -> AsyncIterator[Finding]:
-        """Replicas of one model: its files, what they have in common, and a trial of each."""
+        """Check the replicas of one model: its files, what the replicas must share, and a trial of each."""
         settings = self._settings
-        prompts: dict[str, tuple[Pipeline | None, str]] = {}  # by replica: what makes its tokens, and of which model
+        prompts: dict[str, tuple[Pipeline | None, str]] = {}  # by replica: its pipeline, and the name of its model
         for variant in by_files(settings, group):
             facts_of = [facts for _, facts in variant]
             served, directory, finding = check_model(settings, facts_of, one_of_several)

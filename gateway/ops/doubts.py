@@ -1,9 +1,9 @@
-"""The kinds of bodies that one engine counted otherwise than the gateway, by their features (`prompt.features`).
+"""The kinds of bodies, by their features (`prompt.features`), whose tokens one engine counted differently.
 
-One odd answer is no evidence of a kind: a strange string, a month that turned at midnight or a wrong usage would leave
-all plain chats without exact prompts for as long as the engine runs. So a kind is doubted after its first miscounted
-body (no request is refused by such a count), held inexact after a second, different one, and trusted again after
-ENOUGH equal counts in a row.
+One odd answer is no evidence: a strange string, a month that turned at midnight or a wrong usage would leave all plain
+chats without exact prompts for as long as the engine runs. So a kind is doubted after its first miscounted body (no
+request is refused by such a count), held inexact after a second, different one, and trusted again after ENOUGH equal
+counts in a row.
 """
 
 from __future__ import annotations
@@ -14,20 +14,22 @@ from ..prompt import Prompt
 from ..prompt.features import PLAIN
 
 ENOUGH = 32  # equal counts in a row
-MOST_KINDS = 64  # of an engine; clients name kinds by unknown fields
+MOST_KINDS = 64  # per engine; clients can create kinds by sending unknown fields
 
 
 @dataclass(slots=True)
 class Kind:
+    """The state of one doubted kind of bodies."""
+
     why: str  # how its last body was counted
-    last: tuple[int, int, int]  # tells that body from others
+    last: tuple[int, int, int]  # identifies that body
     held: bool = False
     alike: int = 0  # equal counts since
     elsewhere: int = 0  # equal counts by other engines since one of them miscounted such a body
 
 
 class Doubts:
-    """What one engine's counts have shown. A kind covers all bodies that have its features, and maybe more."""
+    """The doubts about one engine's tokens. A kind covers all bodies that have its features, and maybe more."""
 
     def __init__(self) -> None:
         self.kinds: dict[frozenset[str], Kind] = {}
@@ -37,8 +39,10 @@ class Doubts:
         return {known: kind.why for known, kind in self.kinds.items() if kind.held}
 
     def miscounted(self, body: frozenset[str] | None, prompt: Prompt, why: str) -> bool:
-        """Record that the engine tokenized such a body differently; None: its features are not known. Return False if
-        this changes neither what is doubted nor what is held."""
+        """Record that the engine tokenized such a body differently, and return whether any doubt changed.
+
+        `body` holds its features; None: they are not known.
+        """
         api = frozenset((prompt.path,))
         body = api if body is None else api | body
         last = (prompt.tokens, prompt.rendered_chars, prompt.hashes[-1] if len(prompt.hashes) else 0)
@@ -47,7 +51,7 @@ class Doubts:
             kind.alike = 0
         if (body in covering and body == api) or any(kind.held for kind in covering.values()):
             return False
-        # That a body of unknown features was miscounted is no evidence of its whole API.
+        # A miscounted body of unknown features is no evidence against its whole API.
         if (known := next((one for one in covering if one != api), None)) is not None:
             if covering[known].last == last:
                 return False
@@ -64,7 +68,7 @@ class Doubts:
         self.kinds[plainer] = kind
 
     def counted_alike(self, body: frozenset[str]) -> bool:
-        """Record a body that the engine counted as the gateway did. Return whether a kind is trusted again."""
+        """Record a body that the engine counted as the gateway did, and return whether a kind is trusted again."""
         before = len(self.kinds)
         for kind in self._covering(body):
             kind.alike += 1
@@ -78,8 +82,10 @@ class Doubts:
 
     @property
     def stands_alone(self) -> bool:
-        """Whether others make prompts of a plain kind as the gateway does, and this engine does not. For the sake of
-        an unusual kind it keeps its exact prompts of all others."""
+        """Whether the other engines make prompts of a plain kind as the gateway does, and this one does not.
+
+        A doubt about an unusual kind does not count: the engine keeps exact prompts of all other kinds.
+        """
         return any(
             kind.held and kind.elsewhere >= ENOUGH and len(known - PLAIN) <= 1 for known, kind in self.kinds.items()
         )

@@ -1,4 +1,4 @@
-"""Ports of KV events: those that an engine can have beside the others of its host, and those that a dead one holds."""
+"""Ports of KV events: which are free on an engine's host, and which a dead engine still holds."""
 
 from __future__ import annotations
 
@@ -12,24 +12,27 @@ from replicas.event_source import EventSource
 from replicas.problems import Problem
 from replicas.replica import Address
 
-FIRST = 5557  # where the engines' own documentation puts them; their replay on the next one
+FIRST = 5557  # the port in the engines' own documentation; replay uses the next one
 PROBE_SECONDS = 1.0
 _BOUND = re.compile(r"tcp://\*:\d+")
 
 
 class EventPorts:
-    """Which ports of each host engines publish at, or were told to."""
+    """The ports of each host that engines publish at, or that a remedy proposed."""
 
     def __init__(self) -> None:
         self._used: dict[str, set[int]] = {}
         self._given: dict[str, tuple[int, int]] = {}
 
     def add(self, host: str, sources: Iterable[EventSource | None]) -> None:
-        """What an engine of this host has."""
+        """Note the event ports of an engine on this host."""
         self._used.setdefault(host, set()).update(port for one in sources if one for port in ports_of(one))
 
     def remedy(self, problem: Problem, engine: str, host: str, ranks: int) -> Problem:
-        """The problem of an engine with ports that no other one of its host has. Each rank adds its number to both."""
+        """Return the problem with ports in its remedy that no other engine of the host has.
+
+        The engine gets a range of ports for events and one for replay, each with a port per rank.
+        """
         if not _BOUND.search(problem.remedy):
             return problem
         used, wide = self._used.setdefault(host, set()), max(1, ranks)
@@ -41,7 +44,7 @@ class EventPorts:
         return problem._replace(remedy=_BOUND.sub(lambda found: f"tcp://*:{next(ports)}", problem.remedy))
 
     async def check_held(self, address: Address, host: str) -> Finding | None:
-        """Whether something holds the ports of an engine that serves nothing, and none of those that answer does."""
+        """Return a warning if an engine serves nothing and an unknown process holds its ports, else None."""
         wanted = ports_of(address.source) if address.source else {FIRST, FIRST + 1}
         free = sorted(wanted - self._used.get(host, set()))
         taken = await asyncio.gather(*(_listens(host, port) for port in free))

@@ -1,4 +1,4 @@
-"""`hitherto explain`: what would happen to one request, in numbers.
+"""The command `hitherto explain`: what would happen to one request, in numbers.
 
 A running gateway answers `POST /explain` with what `reasons.describe` says of the decision, from its map, its load and
 its learned costs. It sends nothing to an engine, and reserves nothing.
@@ -29,11 +29,11 @@ from .gateway_check import ADMIN_SECONDS, COMPARED, do_not_count, not_in_force
 HANGS = "Something listens there and does not answer: if it is the gateway, it hangs; `hitherto doctor` says what to do"
 NO_URL = "it is no URL: write http://HOST:PORT"
 AS_CLIENTS_SEND = 'Give a body as a client would send it: {"messages": [{"role": "user", "content": "..."}]}'
-_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # never by way of a company's proxy
+_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # ignores proxies of the environment
 
 
 class Unanswered(Exception):
-    """No gateway's admin side answers there. `hangs`: something takes connections there, and does not answer."""
+    """No gateway's admin side answers there. `hangs`: something accepts connections and does not answer."""
 
     def __init__(self, reason: str, hangs: bool = False) -> None:
         super().__init__(reason)
@@ -44,6 +44,7 @@ class Unanswered(Exception):
 
 
 def run(args: argparse.Namespace, config: Config) -> int:
+    """Print the explanation, and return the exit code: 1 if the request would be refused. Raises ConfigError."""
     body = _read_body(args.body)
     try:
         told = _answer(args.admin, args.path, body, config)
@@ -83,8 +84,10 @@ def _answer(admin: str | None, path: str, body: bytes, config: Config) -> dict[s
 
 
 def _not_in_force(admin: str, config: Config) -> list[str]:
-    """What was given here and the running gateway, which answers, has otherwise. Most settings its status does not
-    tell, and they may well be the same: whoever follows the documentation gives all commands the same flags."""
+    """Return the settings given here that the running gateway has otherwise, as far as its status shows them.
+
+    All other settings may well be the same, as users tend to give the same flags to all commands.
+    """
     if any(config.sources[name] != "default" for name in COMPARED):
         with contextlib.suppress(OSError, ValueError, http.client.HTTPException):
             request = urllib.request.Request(f"{admin}/status", headers=admin_headers(config.settings))
@@ -94,7 +97,7 @@ def _not_in_force(admin: str, config: Config) -> list[str]:
 
 
 def is_url(text: str) -> bool:
-    """Whether it names a server as urllib reads it. What else is wrong with a host shows once it is asked."""
+    """Return whether urllib can read a server from this text; other faults of a host show when it is contacted."""
     try:
         parts = urllib.parse.urlsplit(text)
         return (
@@ -122,7 +125,7 @@ def _is_json(body: bytes) -> bool:
 
 
 def ask(admin: str, path: str, body: bytes, headers: Mapping[str, str] = {}, seconds: float = 30.0) -> dict[str, Any]:
-    """The running gateway's answer. Raises Unanswered, and ApiError where it refuses the request."""
+    """Return the running gateway's answer. Raises Unanswered, ConfigError, and ApiError if it refuses the request."""
     url = f"{admin}/explain?{urllib.parse.urlencode({'path': path}, errors='surrogateescape')}"
     answer = call(admin, "POST", url, body, headers, seconds)
     try:
@@ -135,7 +138,7 @@ def ask(admin: str, path: str, body: bytes, headers: Mapping[str, str] = {}, sec
 
 
 def call(admin: str, method: str, url: str, body: bytes | None, headers: Mapping[str, str], seconds: float) -> bytes:
-    """What an admin side answers. Raises Unanswered, ConfigError, and ApiError where it refuses."""
+    """Return the body that an admin side answers. Raises Unanswered, ConfigError, and ApiError if it refuses."""
     try:
         typed = {} if body is None else {"Content-Type": "application/json"}
         request = urllib.request.Request(url, data=body, headers={**typed, **headers}, method=method)
@@ -147,12 +150,12 @@ def call(admin: str, method: str, url: str, body: bytes | None, headers: Mapping
     except urllib.error.HTTPError as refused:
         raise _refusal(refused, admin) from None
     except (OSError, ValueError, http.client.HTTPException) as error:
-        hangs = isinstance(error, TimeoutError)  # of a connection that is not taken urllib makes an error of its own
+        hangs = isinstance(error, TimeoutError)  # urllib wraps a connection timeout in a URLError
         raise Unanswered(_in_words(getattr(error, "reason", error), admin, seconds), hangs) from None
 
 
 def _in_words(reason: object, admin: str, seconds: float) -> str:
-    """Why nobody answers, as far as it is known."""
+    """Return why nothing answers, as far as it is known."""
     match reason:
         case socket.gaierror():
             return f"host name {urllib.parse.urlsplit(admin).hostname!r} does not resolve"
@@ -172,8 +175,10 @@ def _in_words(reason: object, admin: str, seconds: float) -> str:
 
 
 def _refusal(refused: urllib.error.HTTPError, admin: str) -> Exception:
-    """An error is a verdict where a gateway's admin side gave it. Engines and the clients' side of a gateway answer in
-    the same shape."""
+    """Return the exception for an error status: a refusal only if a gateway's admin side sent it.
+
+    Engines, and the clients' side of a gateway, answer in the same shape.
+    """
     if ADMIN_SIDE not in refused.headers:
         return Unanswered(f"what answers there, with status {refused.code}, is no gateway's admin side")
     try:

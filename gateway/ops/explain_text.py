@@ -1,4 +1,4 @@
-"""A decision for a terminal: one sentence, then a table of at most WIDTH columns, then what its columns mean."""
+"""A decision for a terminal: one sentence, then a table of at most WIDTH columns, then a legend of its columns."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from .reasons import TERMS, sentence
 
 WIDTH = 100
 MOST_ROWS = 20  # replicas that are shown, the cheapest first
-LONGEST_ID = 26  # characters of a replica's name: of a longer one its beginning and its end
+LONGEST_ID = 26  # characters of a replica's id; the middle of a longer one is left out
 LEAST_SHOWN = 5e-6  # seconds: a term that would read 0.00 ms for every replica gets no column
 OF_KIND = {"session": "of its session", "prefix": "to prompts with the same first block", "model": "of this model"}
-REST = "rest"  # the terms that there is no room for, added up
+REST = "rest"  # the sum of the terms that do not fit
 
 
 def show(told: Mapping[str, Any]) -> str:
-    """`reasons.describe`'s answer as text."""
+    """Return `reasons.describe`'s answer as text."""
     lines = [*_wrapped(sentence(told)), ""]
     lines += [line for name, text in _head(told) for line in _wrapped(text, f"{name:<8} ")]
     replicas = sorted(told["replicas"], key=lambda one: (not one["chosen"], one["seconds"] or one["answer_seconds"]))
@@ -28,7 +28,7 @@ def show(told: Mapping[str, Any]) -> str:
     kept = _fitting([*columns, _answers(shown)], names, shown)
     if answers := not weighed or REST not in kept:
         columns.append(_answers(shown))
-    else:  # the terms have the room: only they say why
+    else:  # leave the width to the terms, which give the reason
         kept = _fitting(columns, names, shown)
     for name in kept:
         columns.append([name, *(_ms(_term(one, name, kept, names)) for one in shown)])
@@ -66,7 +66,7 @@ def _prompt_line(told: Mapping[str, Any]) -> str:
 
 
 def _answer_line(told: Mapping[str, Any]) -> str:
-    """How many tokens are expected, and what says so."""
+    """Return how many tokens are expected, and from what that is known."""
     basis, expected = told["output_basis"], f"{told['output_tokens']:.0f} tokens expected"
     if basis["kind"] == "none":
         return "no tokens, as requests of this path write none"
@@ -82,7 +82,7 @@ def _answer_line(told: Mapping[str, Any]) -> str:
     return f"{expected}, {source}"
 
 
-# --- the table: a list of columns, each with its head first
+# --- the table: a list of columns, each headed by its title
 
 
 def _columns(told: Mapping[str, Any], shown: Sequence[Mapping[str, Any]]) -> list[list[str]]:
@@ -106,21 +106,23 @@ def _mark(one: Mapping[str, Any], apart: Mapping[str, Any] | None) -> str:
 
 
 def _held(one: Mapping[str, Any], tokens: int) -> str:
-    """What a replica holds of a prompt of so many tokens."""
+    """Return how much of a prompt of `tokens` tokens a replica holds."""
     cached = one["overlap_tokens"] + sum(run["tokens"] for run in one["lower_tiers"])
     tiers = "".join(f", {run['tokens']} {run['tier']}" for run in one["lower_tiers"])
     return f"{cached} ({cached / max(1, tokens):.0%}){tiers}"
 
 
 def _terms(shown: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The terms that are not zero everywhere."""
+    """Return the terms that are not zero for every replica."""
     names = dict.fromkeys(name for one in shown for name in one["terms"])
     return [name for name in names if any(one["terms"].get(name, 0.0) >= LEAST_SHOWN for one in shown)]
 
 
 def _fitting(columns: Sequence[Sequence[str]], names: list[str], shown: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Those of the terms that fit into WIDTH, in their order: the ones that tell replicas apart before the others,
-    which become REST."""
+    """Return the terms that fit into WIDTH, in their order; the others become REST.
+
+    Terms that differ most between replicas are kept first.
+    """
 
     def width(column: Sequence[str]) -> int:
         return max(map(len, column)) + 2
@@ -153,7 +155,7 @@ def _table(columns: Sequence[Sequence[str]]) -> list[str]:
     widths = [max(map(len, column)) for column in columns]
     return [
         "  ".join(
-            f"{cell:<{width}}" if place < 2 else f"{cell:>{width}}"  # the mark and the name; figures stand to the right
+            f"{cell:<{width}}" if place < 2 else f"{cell:>{width}}"  # mark and name to the left, figures to the right
             for place, (cell, width) in enumerate(zip(row, widths, strict=True))
         ).rstrip()
         for row in zip(*columns, strict=True)
@@ -192,7 +194,7 @@ def _short(id: str) -> str:
 
 
 def _wrapped(text: str, head: str = "") -> list[str]:
-    """Lines of at most WIDTH, the first behind `head` and the others below its end. No word is cut."""
+    """Return lines of at most WIDTH, the first after `head`, the others indented below it. No word is cut."""
     lines, line = [], head
     for word in text.split(" "):
         if len(line) + len(word) > WIDTH and line.strip():

@@ -1,7 +1,7 @@
-"""What a metric counted between two looks at it.
+"""The increase of a metric between two looks at it.
 
-Metrics only ever grow, and cost a request nothing more when somebody wants to know of the last half minute. The control
-of overload looks at the end of each of its windows, the live page once a second.
+Metrics only ever grow, so a window of the last half minute costs a request nothing more. The overload control looks at
+the end of each of its windows, the live page once a second.
 """
 
 from __future__ import annotations
@@ -14,13 +14,16 @@ from .metrics import Counter, Histogram
 
 
 class Gains:
-    """What each series of a metric gained between two looks: a number, or those of a histogram's buckets and sum. Where
-    it is less than before it was forgotten meanwhile, and counts from nothing again."""
+    """The increase of each series of a metric since the last look: a number, or a histogram's buckets and sum.
+
+    A series that is smaller than before was forgotten meanwhile, and counts from zero again.
+    """
 
     def __init__(self) -> None:
         self._before: dict[Any, Any] = {}
 
     def look(self, metric: Counter | Histogram) -> Iterator[tuple[Any, Any]]:
+        """Yield each series that changed since the last look, with its increase."""
         before = self._before
         if isinstance(metric, Histogram):
             self._before = {key: [*numbers] for key, numbers in metric.series.items()}

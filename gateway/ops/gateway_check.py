@@ -1,4 +1,4 @@
-"""What `hitherto doctor` finds in a gateway that runs with the same settings, and what it says of its replicas."""
+"""Checks of `hitherto doctor` on a gateway that runs with the same settings, and on what it reports of its replicas."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ ADMIN_SECONDS = 5.0  # for the answer of a gateway's admin side
 
 ENDING = (State.LEAVING, State.DRAINING)
 KEPT_OUT = {*State} - {*TAKES_TRAFFIC, State.STOPPED}  # states in which the gateway sends an engine nothing new
-NONE_RUNS = "none runs with these settings"  # how the finding begins
+NONE_RUNS = "none runs with these settings"  # the beginning of a finding, by which `doctor` recognizes it
 
 
 class StatusUnavailable(Exception):
-    """Something is at a gateway's admin port and does not say how the gateway is; `finding` says what it does."""
+    """The server at a gateway's admin port does not give the gateway's status; `finding` says what it does instead."""
 
     def __init__(self, finding: Finding):
         super().__init__(finding.text)
         self.finding = finding
 
 
-COMPARED = ("policy", "replica_url", "block_size")  # settings that a gateway's status tells
+COMPARED = ("policy", "replica_url", "block_size")  # settings that a gateway's status shows
 
 
-# What clients got from engines, by reason, and the remedy.
+# By reason of refusals: what clients got from engines, and the remedy.
 _REFUSALS = {
     "engines_full": ("429, as every engine that was asked was full", "add replicas (hitherto plan says how many a load needs), "
                      "or have requests wait in the gateway (--admission)"),
@@ -53,7 +53,10 @@ _REFUSALS = {
 
 
 def not_in_force(config: Config, running: Mapping[str, Any]) -> list[str]:
-    """What was given here and the gateway that runs has otherwise, as it was given, as far as its status tells that."""
+    """Return the settings given here that the running gateway has otherwise, as far as its status shows them.
+
+    Each is written as it was given, such as `--policy least_time`.
+    """
     settings, found = config.settings, []
     if config.sources["policy"] != "default" and running.get("policy", settings.policy) != settings.policy:
         found.append(_as_given("policy", config, settings.policy))
@@ -62,7 +65,7 @@ def not_in_force(config: Config, running: Mapping[str, Any]) -> list[str]:
     if others and "replicas" in running:
         found.append(_as_given("replica_url", config, *others))
     sizes = {one.get("block_size") for one in running.get("spaces", ())}
-    if settings.block_size is not None and sizes - {settings.block_size}:  # one that is set holds for all models
+    if settings.block_size is not None and sizes - {settings.block_size}:  # a given size holds for all models
         found.append(_as_given("block_size", config, str(settings.block_size)))
     return found
 
@@ -72,7 +75,7 @@ def _as_given(name: str, config: Config, *values: str) -> str:
 
 
 def do_not_count(given: Sequence[str]) -> str:
-    """What becomes of settings that were given to a command which a running gateway answers."""
+    """Return the end of a sentence on settings that do not count, as the running gateway has its own."""
     *others, last = given
     named = f"{', '.join(others)} and {last} do" if others else f"{last} does"
     return f"with its own settings: {named} not count"
@@ -94,7 +97,7 @@ def _hangs(settings: Settings) -> Finding:
 
 
 async def running_gateway(settings: Settings, session: aiohttp.ClientSession) -> dict[str, Any] | None:
-    """The status of the gateway that runs with these settings, if one does. Raises StatusUnavailable."""
+    """Return the status of the gateway that runs with these settings, or None. Raises StatusUnavailable."""
     with contextlib.suppress(aiohttp.ClientError, ValueError, LookupError, TypeError):
         try:
             async with session.get(
@@ -112,7 +115,7 @@ async def running_gateway(settings: Settings, session: aiohttp.ClientSession) ->
 
 
 async def other_server(settings: Settings, session: aiohttp.ClientSession) -> str:
-    """What answers at the admin port where no gateway runs, as far as it shows; "" if nothing does."""
+    """Return what answers at the admin port where no gateway runs, as far as it can be seen; "" if nothing does."""
     try:
         async with session.get(
             admin_url(settings) + "/status", timeout=aiohttp.ClientTimeout(ADMIN_SECONDS)
@@ -131,8 +134,11 @@ async def other_server(settings: Settings, session: aiohttp.ClientSession) -> st
 def check_gateway(
     settings: Settings, running: dict[str, Any] | None, known: Collection[str] = (), other: str = ""
 ) -> Iterator[Finding]:
-    """What the gateway that runs with these settings says of itself. `known`: what has been said of files already.
-    `other`: what answers at the admin port where none runs."""
+    """Yield findings from the status of the gateway that runs with these settings, or from its absence.
+
+    `running`: its status, or None. `known`: problems of files that are reported already. `other`: what answers at the
+    admin port if no gateway runs.
+    """
     if (few := check_open_files(running.get("most_open_files") if running is not None else None)) is not None:
         yield few
     if running is None:
@@ -198,8 +204,7 @@ def check_gateway(
 
 
 def _check_files(running: dict[str, Any], known: Collection[str]) -> Iterator[Finding]:
-    """What the gateway that runs says of the files that it reads again when they change. The doctor's own settings need
-    not name them."""
+    """Yield the problems of files that the running gateway follows; the doctor's own settings need not name them."""
     for part, (subject, stays) in FOLLOWED.items():
         why = (running.get(part) or {}).get("problem")
         if why and not any(why in said for said in known):
@@ -208,8 +213,10 @@ def _check_files(running: dict[str, Any], known: Collection[str]) -> Iterator[Fi
 
 
 def known_to(running: dict[str, Any] | None) -> list[Address]:
-    """The engines of the running gateway, with the sources of events that it follows and their roles: an older engine
-    does not tell the former, and they stand in the gateway's settings alone."""
+    """Return the engines of the running gateway, with their roles and the sources of events that it follows.
+
+    An older engine does not report its source, which then stands in the gateway's settings alone.
+    """
     found: dict[str, Address] = {}
     for one in (running or {}).get("replicas", []):
         source = one.get("event_source") if not one.get("rank") else None
@@ -226,8 +233,10 @@ def known_to(running: dict[str, Any] | None) -> list[Address]:
 
 
 def check_kept_out(address: Address, running: dict[str, Any] | None) -> Iterator[Finding]:
-    """Replicas behind this address that the running gateway sends nothing to, by its own words. It remembers what
-    was there before; what answers now need not be an engine, and would be misjudged by one look at it."""
+    """Yield the replicas at this address that the running gateway sends nothing to, with its reason.
+
+    The gateway remembers what was there before. What answers now may be no engine, and one look would misjudge it.
+    """
     for one in (running or {}).get("replicas", []):
         state = one.get("state")
         if one["url"] == address.url and state in KEPT_OUT:
@@ -246,7 +255,7 @@ def _remedy_of_kept_out(replica: dict[str, Any]) -> str:
 
 
 def check_drained(settings: Settings, address: Address, running: dict[str, Any] | None) -> Iterator[Finding]:
-    """Replicas behind this address that were drained and not asked back, in the running gateway's own words."""
+    """Yield the replicas at this address that were drained and not added back, with the gateway's reason."""
     for one in (running or {}).get("replicas", []):
         if one["url"] == address.url and one.get("state") == "stopped":
             yield Finding(
@@ -263,14 +272,17 @@ def _minutes(seconds: float) -> str:
 
 
 def ended_by_drain(address: Address, running: dict[str, Any] | None) -> bool:
-    """Whether the gateway launched this engine and ended it when it was drained, so that none is to be looked for."""
+    """Return whether the gateway launched this engine and ended it by a drain, so that nothing should answer there."""
     known = [one for one in (running or {}).get("replicas", []) if one["url"] == address.url]
     return any(one.get("managed") and one.get("state") == "stopped" for one in known)
 
 
 def block_sizes_in_force(running: Mapping[str, Any] | None) -> dict[str, int]:
-    """The block size that the running gateway was given, by the URLs of the engines that cache blocks of another one.
-    Its status tells the sizes that it uses, which are learned where none is given, and the problem of a given one."""
+    """Return the block size given to the running gateway, by URL of each engine that has another one.
+
+    Its status holds the sizes in use, which are learned where none is given; a given one shows by the problem it
+    causes.
+    """
     sizes = {id: one["block_size"] for one in (running or {}).get("spaces", ()) for id in one["replicas"]}
     return {
         one["url"]: size
@@ -287,9 +299,11 @@ def check_seen_by_gateway(
     names: Sequence[Name] = (),
     block_size: int | None = None,
 ) -> Iterator[Finding]:
-    """Problems that only traffic shows, from the gateway that sees it, and those of replicas that only it knows.
-    `names`: of the replicas, whose duplicates `check_duplicates` names; `block_size`: as the doctor was given it,
-    which `check_block_size` judges, with what is in force in the gateway."""
+    """Yield problems that only traffic shows, and those of replicas that only the running gateway knows.
+
+    `untried`: URLs to leave out. `names`: the replicas, whose duplicates `check_duplicates` reports. `block_size`: the
+    doctor's own setting, which `check_block_size` judges together with the gateway's.
+    """
     in_force = block_sizes_in_force(running)
     known = {str(problem) for address, facts in replicas for problem in problems_by_subject(address, facts).values()}
     known |= {str(problem) for one in names if (problem := duplicate(one, names)) is not None}
@@ -303,8 +317,11 @@ def check_seen_by_gateway(
 
 
 def check_variants(running: dict[str, Any] | None, continues: bool = False) -> Iterator[Finding]:
-    """What the running gateway tells apart: more than a look from here shows, since it knows what each engine was
-    started from. `continues`: whether it has streams that break off resumed."""
+    """Yield a warning for each model of which the running gateway sees several variants.
+
+    It sees more than the doctor, as it knows from which folder each engine was started. `continues`: whether it resumes
+    streams that break off.
+    """
     spaces = [space for space in (running or {}).get("spaces", []) if space["variants"] > 1]
     for name in sorted({name for space in spaces for name in space["models"]}):
         told = [f"{', '.join(one['replicas'])} (blocks of {one['block_size']}, {one['directory'] or 'no files'}, "

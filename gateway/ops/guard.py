@@ -1,16 +1,16 @@
-"""Who may speak to the admin side.
+"""The access rules of the admin side.
 
 Adding a replica means receiving prompts and API keys, so three kinds of strangers are kept out, each by its own rule:
 
-* Web pages in an operator's browser. A page of any site may post a form to `http://gateway:8081/replicas`, or ask an
-  engine for anything with a mere link to `/replicas/ID/engine/PATH`. Browsers
+* Web pages in an operator's browser. A page of any site may post a form to `http://gateway:8081/replicas`, or send any
+  request to an engine with a mere link to `/replicas/ID/engine/PATH`. Browsers
   say whose page it was: `Origin` must be this very host, and `Sec-Fetch-Site` must not contradict it. Browsers send
   the second only to localhost and over https, so it alone protects nobody. What writes must also be
   `application/json`, which a form cannot be.
 * Pages whose host name was rebound to this machine's address after they were loaded. They share our origin, but not
   our name: the `Host` header must name this machine, or a name given with `--admin-allow-host`. An address needs no
   permission, since nobody can rebind one.
-* Everybody else on the network. Without a token the admin side is bound to a loopback address (`config` sees to
+* Everybody else on the network. Without a token the admin side is bound to a loopback address (`settings` enforces
   that); with one, each request must carry it, as `Authorization: Bearer TOKEN` or as the password of HTTP Basic, for
   which a browser asks. Only the two probes are answered without it.
 """
@@ -31,17 +31,17 @@ from replicas.names import is_address
 HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^\s:/@\[\]]+)(?::\d{0,5})?")
 PROBES = frozenset(("/livez", "/readyz"))
 READS = frozenset(("GET", "HEAD"))
-PASSED_ON = "engine"  # name of the route whose requests an engine gets: what those change is not known here
-# What a body may be. A page of another site sends these only after asking us, which is never granted. The second is an
-# answer, posted to /decide/ID/done.
+PASSED_ON = "engine"  # name of the route to engines, each request of which may change something there
+# Allowed types of bodies. Another site's page may send these only after a CORS preflight, which is never granted. The
+# second is that of an answer posted to /decide/ID/done.
 BODIES = frozenset(("application/json", "text/event-stream"))
-# What any page's form may send without asking, also with no body.
+# Types that any page's form may send without a preflight, also with no body.
 FORMS = frozenset(("text/plain", "application/x-www-form-urlencoded", "multipart/form-data"))
 CHALLENGE = 'Basic realm="Hitherto: any user, the admin token as password", charset="UTF-8"'
 
 
 class Refusal(Exception):
-    """An answer other than 200."""
+    """A request that is answered with an error: an HTTP status, a message and a code."""
 
     def __init__(self, status: int, message: str, code: str) -> None:
         super().__init__(message)
@@ -49,8 +49,10 @@ class Refusal(Exception):
 
 
 class Guard:
-    """Refuses strangers. `names`: host names that the admin side answers to, besides its own; `token`: None if it
-    asks for none."""
+    """The check of each request to the admin side.
+
+    `names`: host names that it answers to, besides its own. `token`: the admin token, or None if none is required.
+    """
 
     def __init__(self, names: Collection[str] = (), token: str | None = None) -> None:
         self._names = {"localhost", socket.gethostname().lower(), *(name.lower().rstrip(".") for name in names)}
@@ -101,6 +103,7 @@ class Guard:
             raise Refusal(415, f"the body's Content-Type is {given}; {how}", "unsupported_media_type")
 
     def knows_token(self, request: web.Request) -> bool:
+        """Return whether the request carries the admin token, or none is required."""
         if self._token is None:
             return True
         scheme, _, given = request.headers.get(hdrs.AUTHORIZATION, "").partition(" ")

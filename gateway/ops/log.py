@@ -1,12 +1,11 @@
-"""One line per thing that happened, to standard error, without ever waiting for it.
+"""Logging to standard error, one line per event, that never blocks the caller.
 
     2026-11-20T09:12:03.412Z warning replicas replica failed replica=127.0.0.1:9001 reason="exit code 1"
 
-A line is made where it is logged (5 us) and written by a thread of its own: a pipe nobody reads
-or a slow disk must not stop the event loop, because then probes fail and the process is killed.
-When the reader is too slow, lines are dropped and the number dropped is said afterwards.
-Fields are `key=value`; values with spaces, quotes or control characters are JSON strings, so a
-line is one line whatever a client sends.
+A line is made where it is logged (5 us) and written by a thread of its own: a pipe that nobody reads or a slow disk
+must not stop the event loop, because then probes fail and the process is killed. If the reader is too slow, lines are
+dropped, and their number is logged afterwards. Fields are `key=value`; values with spaces, quotes or control characters
+are JSON strings, so an event is one line whatever a client sends.
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ import threading
 import time
 from typing import Any, TextIO
 
-PENDING_LINES, PENDING_CHARS = 10_000, 8_000_000  # that wait for a slow reader: usually 2 MB
-LONGEST_LINE = 16_384  # characters: request ids and paths are the client's, a head may have 64 kB of them
+PENDING_LINES, PENDING_CHARS = 10_000, 8_000_000  # limits of what waits for a slow reader: usually 2 MB
+LONGEST_LINE = 16_384  # characters; request ids and paths come from clients, in heads of up to 64 kB
 _PLAIN = re.compile(r"[^\s\"'=\\]+")
 _access = logging.getLogger("hitherto.access")
 
 
 def value(of: Any) -> str:
-    """A field's value as it stands in a line."""
+    """Return a field's value as it is written in a line."""
     if isinstance(of, float):
         return f"{of:.6g}"
     text = str(of)
@@ -35,7 +34,10 @@ def value(of: Any) -> str:
 
 
 class LineFormatter(logging.Formatter):
-    """time, severity, logger, message, fields. A traceback becomes one field. `common` fields end every line."""
+    """A format of time, severity, logger, message and fields; a traceback becomes one field.
+
+    `common` fields end every line.
+    """
 
     def __init__(self, **common: Any) -> None:
         super().__init__()
@@ -56,12 +58,12 @@ class LineFormatter(logging.Formatter):
 
 
 class Outbox(logging.Handler):
-    """Hands lines to a thread that writes them; drops what exceeds PENDING_LINES or PENDING_CHARS."""
+    """A handler that passes lines to a writing thread, and drops those beyond PENDING_LINES or PENDING_CHARS."""
 
     def __init__(self, stream: TextIO) -> None:
         super().__init__()
         self.dropped = 0
-        self._put = self._written = 0  # characters; each has one writer: the loggers, which hold a lock, and the thread
+        self._put = self._written = 0  # characters; written by the loggers, under a lock, and by the thread
         self._stream = stream
         self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._write, name="log", daemon=True)
@@ -81,7 +83,7 @@ class Outbox(logging.Handler):
             self.handleError(record)
 
     def close(self) -> None:
-        """Write what is pending, but do not wait for ever for a reader that is stuck."""
+        """Write what is pending, but wait at most 2 s for a reader that is stuck."""
         self._lines.put(None)
         self._thread.join(timeout=2)
         super().close()
@@ -97,13 +99,15 @@ class Outbox(logging.Handler):
                     self._stream.write(f"{lost} log lines dropped here: whoever reads standard error is too slow\n")
                 if self._lines.empty():
                     self._stream.flush()
-            except (OSError, ValueError):  # standard error is gone; the gateway goes on without
+            except (OSError, ValueError):  # standard error is closed; the gateway goes on without it
                 continue
 
 
 def setup(level: str = "info", stream: TextIO | None = None, **common: Any) -> Outbox:
-    """Send every logger of this process through one Outbox; call its close() at the end. `common`: fields of every
-    line."""
+    """Send every logger of this process through one Outbox, and return it; call its close() at the end.
+
+    `common`: fields of every line.
+    """
     outbox = Outbox(stream or sys.stderr)
     outbox.setFormatter(LineFormatter(**common))
     root = logging.getLogger()
@@ -111,7 +115,7 @@ def setup(level: str = "info", stream: TextIO | None = None, **common: Any) -> O
         root.removeHandler(handler)
     root.addHandler(outbox)
     root.setLevel(level.upper())
-    # These talk about every connection and request at info.
+    # At info these log every connection and request.
     for noisy in ("aiohttp.access", "asyncio", "httpx", "httpcore", "huggingface_hub", "filelock", "urllib3"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
     return outbox
@@ -124,5 +128,5 @@ def event(logger: logging.Logger, level: int, message: str, **fields: Any) -> No
 
 
 def access(method: str, path: str, status: int, seconds: float, **fields: Any) -> None:
-    """One request's line; fields with None are left out. The caller asks first whether it is wanted."""
+    """Log one request's line; fields with None are left out. The caller checks first whether access logs are on."""
     event(_access, logging.INFO, f"{method} {path} {status}", seconds=seconds, **fields)

@@ -1,20 +1,19 @@
-"""What the gateway counts, and how Prometheus reads it.
+"""The gateway's metrics, and their text for Prometheus.
 
-A request touches about ten series. Through prometheus_client a labelled increment and an
-observation take 3.4 us together on this project's machine (a lock, a label tuple and a child each);
-the plain attributes here take 0.4 us, and become text when somebody scrapes. The event loop is
-single-threaded and is the only writer, so nothing is locked; a scrape runs on the same loop and
-lets it go on every few milliseconds: with 1,024 replicas the page has 70,000 lines.
+A request touches about ten series. Through prometheus_client a labelled increment and an observation take 3.4 us
+together on this project's machine (a lock, a label tuple and a child each); the plain attributes here take 0.4 us, and
+become text at a scrape. The event loop is single-threaded and is the only writer, so nothing is locked; a scrape runs
+on the same loop and yields to it every few milliseconds: with 1,024 replicas the page has 70,000 lines.
 
 Every series is on the page before its first event, at 0: Prometheus' `rate()` does not see a counter that appears with
 1, so the first failure of its kind would be missed. A metric therefore states the values its labels can have; replicas
 and policies in shadow are known to the process (`Metrics(known)`).
 
-Names are `hitherto_*` in base units. Labels are few and bounded: endpoints, outcomes, replicas; a
-removed replica's series go with it (`forget`). Nothing a client sends ever becomes a label.
+Names are `hitherto_*` in base units. Labels are few and bounded: endpoints, outcomes, replicas; a removed replica's
+series go with it (`forget`). Nothing a client sends ever becomes a label.
 
-Counters and histograms are written as things happen. What other rooms already know (load, states,
-the map's size) is read from them at scrape time: `metrics.read_from(callable)`.
+Counters and histograms are written as things happen. Values that the gateway holds anyway (load, states, the map's
+size) are read at scrape time: `metrics.read_from(callable)`.
 """
 
 from __future__ import annotations
@@ -42,37 +41,37 @@ LATENCY_BUCKETS = (.005, .01, .02, .04, .06, .08, .1, .15, .2, .3, .4, .6, .8, 1
 # The gateway's own stages take microseconds; above 10 ms something is wrong.
 STAGE_BUCKETS = (5e-6, 1e-5, 2e-5, 3e-5, 5e-5, 7.5e-5, 1e-4, 1.5e-4, 2e-4, 3e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 5e-2, .25)  # fmt: skip
 
-# What answers took, by class and model: 20 buckets a decade, so that each bound is 12 % above the last, and a quantile
-# is known as well as that, the 99.9th percentile too.
+# Times of answers by class and model: 20 buckets a decade, so each bound is 12 % above the last, which is the precision
+# of every quantile.
 FIGURE_BUCKETS = tuple(float(f"{10 ** (step / 20 - 3):.3g}") for step in range(111))  # 1 ms to 316 s
 TOKEN_BUCKETS = tuple(bound for bound in FIGURE_BUCKETS if bound <= 10.0)
 
-# Of the event loop's timers: a millisecond is their grain, a quarter of a second a held-up client.
+# Delays of the event loop's timers: their resolution is a millisecond; a quarter of a second delays clients noticeably.
 DELAY_BUCKETS = (.001, .002, .005, .01, .02, .05, .1, .2, .5, 1, 2, 5)  # fmt: skip
 
 log = logging.getLogger("hitherto.metrics")
 
-SLICE_SECONDS = 0.002  # of the event loop that a scrape takes at once
-LOOK_LINES = 64  # of the page, between two looks at the clock
+SLICE_SECONDS = 0.002  # the longest time that a scrape holds the event loop
+LOOK_LINES = 64  # lines of the page between two looks at the clock
 
-PLAIN = re.compile(r'[^"\\\n]*').fullmatch  # a label value that is written as it is
+PLAIN = re.compile(r'[^"\\\n]*').fullmatch  # a label value that needs no escaping
 
 # The values of labels that several metrics have.
 APIS = (*PROMPT_PATHS.values(), "other")
 STATUSES = ("2xx", "3xx", "4xx", "5xx", "aborted", "cut")
 STATUS_FAULTS = tuple(f"status {code}" for code in (401, 403, 404, 429, 500, 502, 503, 504))
 CONNECTION_FAULTS = ("connect", "closed", "protocol", "hung", "aborted")
-ANSWER_FAULTS = ("error answer", "foreign answer")  # an error behind a status 200; what no engine wrote
-# Of a request: preparing its prompt, waiting in the gateway's queue, attempts that failed, from the attempt that
-# answered to its first byte (the engine's queue and prefill), and from there to the last byte.
+ANSWER_FAULTS = ("error answer", "foreign answer")  # an error after a status 200; an answer that no engine wrote
+# Phases of a request: preparing its prompt, waiting in the gateway's queue, failed attempts, from the start of the
+# attempt that answered to its first byte (the engine's queue and prefill), and from there to the last byte.
 PHASES = ("prepare", "queue", "retry", "engine", "decode")
 # Why no replica resumed a stream that broke off.
 NOT_CONTINUED = (
     "n", "tools", "stored", "field", "framing", "events", "budget", "ids", "prompt", "boundary",
     "crashes", "differs", "no replica", "unlike", "replicas", "timeout", "shutting_down",
 )  # fmt: skip
-REPLICA: Collection[str] = ()  # known to the process, as they come and go
-TENANT: Collection[str] = ()  # as well
+REPLICA: Collection[str] = ()  # values of this label and the next ones are known at run time only
+TENANT: Collection[str] = ()
 POLICY: Collection[str] = ()
 QOS: Collection[str] = ()
 MODEL: Collection[str] = ()
@@ -139,12 +138,14 @@ READ = {
 Reading = Mapping[str, float | Mapping[str | tuple[str, ...], float]]
 
 
-Key = str | tuple[str, ...]  # of a series: the values of its labels, or that of a histogram's only one
+Key = str | tuple[str, ...]  # of a series: the values of its labels, or the value of a histogram's only label
 
 
 class Counter:
-    """A number per label combination that only grows: `inc("chat", "2xx")`, `inc("r1", by=512)`. Each label is given
-    with the values it can have, as far as they are known beforehand."""
+    """A number per label combination that only grows: `inc("chat", "2xx")`, `inc("r1", by=512)`.
+
+    Each label is given with the values it can have, as far as they are known beforehand.
+    """
 
     __slots__ = ("name", "help", "labels", "known", "values")
 
@@ -156,7 +157,7 @@ class Counter:
         self.name = name
 
     def empty(self) -> Counter:
-        """The same metric, of which nothing is counted."""
+        """Return the same metric with nothing counted."""
         made = Counter(self.help, **self.known)
         made.name = self.name
         return made
@@ -165,14 +166,14 @@ class Counter:
         self.values[labels] += by
 
     def total(self, **where: str) -> float:
-        """The sum over all series, or over those with these labels."""
+        """Return the sum over all series, or over those with these labels."""
         if len(where) == len(self.labels):
             return self.values.get(tuple(where[label] for label in self.labels), 0)
         places = [(self.labels.index(label), value) for label, value in where.items()]
         return sum(number for key, number in self.values.items() if all(key[place] == value for place, value in places))
 
     def by(self, label: str, **leave_out: Collection[str]) -> dict[str, float]:
-        """The sum for each value of a label, of the series whose labels have no value that is left out."""
+        """Return the sum for each value of a label, without the series that have a value in `leave_out`."""
         at, sums = self.labels.index(label), {}
         others = [(self.labels.index(name), values) for name, values in leave_out.items()]
         for key, number in self.values.items():
@@ -181,7 +182,7 @@ class Counter:
         return sums
 
     def values_of(self, key: Key) -> tuple[str, ...]:
-        """Of a series, the values of its labels in their order."""
+        """Return the values of a series' labels in their order."""
         return (key,) if isinstance(key, str) else key
 
     def forget(self, label: str, value: str) -> None:
@@ -191,7 +192,7 @@ class Counter:
                 del self.values[key]
 
     def lines(self, known: Mapping[str, Collection[str]]) -> Iterator[str]:
-        """Its part of the page. `known`: values of the labels that state none themselves."""
+        """Yield the metric's part of the page. `known`: values of the labels that state none themselves."""
         return _lines(self.name, "counter", self.help, self.labels, self._series(known))
 
     def _series(self, known: Mapping[str, Collection[str]]) -> Iterator[tuple[tuple[str, ...], float]]:
@@ -202,9 +203,11 @@ class Counter:
 
 
 class Histogram:
-    """A distribution per value of its label, `observe("r1", 0.25)`, or per combination of several labels' values,
-    `observe(("premium", "m"), 0.25)`. Buckets are upper bounds, inclusive. `known`: the values that a single label can
-    have, as far as they are known beforehand."""
+    """A distribution per value of its label, `observe("r1", 0.25)`, or per combination of several labels' values.
+
+    Such a combination is a tuple: `observe(("premium", "m"), 0.25)`. Buckets are upper bounds, inclusive. `known`: the
+    values that a single label can have, as far as they are known beforehand.
+    """
 
     __slots__ = ("name", "help", "label", "labels", "bounds", "known", "series")
 
@@ -219,18 +222,21 @@ class Histogram:
         self.name = name
 
     def split(self, at: Iterable[float]) -> None:
-        """Have buckets end at these values as well, so that what is above and below one of them is told apart exactly.
-        Nothing has been observed yet."""
+        """Add these values as bounds of buckets, so that observations above and below them are counted exactly.
+
+        To be called before anything is observed.
+        """
         assert not self.series
         self.bounds = tuple(sorted({*self.bounds, *at}))
 
     def empty(self) -> Histogram:
-        """The same metric, of which nothing is counted."""
+        """Return the same metric with nothing counted."""
         made = Histogram(self.help, self.label, self.bounds, self.known)
         made.name = self.name
         return made
 
     def observe(self, key: Key, number: float) -> None:
+        """Add one observation to a series."""
         try:
             counts = self.series[key]
         except KeyError:
@@ -239,7 +245,7 @@ class Histogram:
         counts[-1] += number
 
     def observe_mean(self, key: Key, total: float, count: int) -> None:
-        """So many of which only the sum is known."""
+        """Add `count` observations of which only the sum is known."""
         try:
             counts = self.series[key]
         except KeyError:
@@ -251,17 +257,17 @@ class Histogram:
         return int(sum(self.series.get(key, (0,))[:-1]))
 
     def mean(self, key: Key) -> float | None:
-        """None when nothing was observed."""
+        """Return the mean, or None if nothing was observed."""
         count = self.count(key)
         return self.series[key][-1] / count if count else None
 
     def quantile(self, share: float, key: Key | None = None) -> float | None:
-        """See `quantile`; of one series, or of all."""
+        """Estimate a quantile of one series, or of all together, as `quantile` does."""
         chosen = list(self.series.values()) if key is None else [self.series[key]] if key in self.series else []
         return quantile(self.bounds, [sum(column) for column in zip(*chosen, strict=True)][:-1], share)
 
     def values_of(self, key: Key) -> tuple[str, ...]:
-        """Of a series, the values of its labels in their order."""
+        """Return the values of a series' labels in their order."""
         return (key,) if isinstance(key, str) else key
 
     def forget(self, label: str, value: str) -> None:
@@ -271,8 +277,10 @@ class Histogram:
                 del self.series[key]
 
     def lines(self, known: Mapping[str, Collection[str]]) -> Iterator[str]:
-        """Its part of the page, all lines of a value together, so that they are of one moment. `known`: values of the
-        label if it states none itself."""
+        """Yield the metric's part of the page, each series in one piece, so that its lines are of one moment.
+
+        `known`: values of the label if it states none itself.
+        """
         name, nothing = "hitherto_" + self.name, [0.0] * (len(self.bounds) + 2)
         bounds = [*map(repr, map(float, self.bounds)), "+Inf"]
         yield _head(name, "histogram", self.help)
@@ -290,8 +298,10 @@ class Histogram:
 
 
 def quantile(bounds: Sequence[float], counts: Sequence[float], share: float) -> float | None:
-    """Estimate the value below which this share lies, linearly within its bucket, as Prometheus' histogram_quantile
-    does; None without data. `counts`: of each bucket, and above the last."""
+    """Estimate the value below which this share lies, linearly within its bucket; None without data.
+
+    Prometheus' histogram_quantile does the same. `counts`: the number in each bucket, and that above the last.
+    """
     upto = [*accumulate(counts)]
     if not upto or not upto[-1]:
         return None
@@ -304,7 +314,7 @@ def quantile(bounds: Sequence[float], counts: Sequence[float], share: float) -> 
 
 
 class Metrics:
-    """Every series of the gateway. The class is the catalogue; each object counts for itself."""
+    """The catalogue of all series of the gateway; each object has counts of its own."""
 
     # fmt: off
     # requests, as clients see them
@@ -325,7 +335,7 @@ class Metrics:
     prompts = Counter("Prompts sent to a replica, but for 4xx answers, by how tokens were found", mode=("exact", "media", "engine", "partly", "text", "load"))
     media_prompts = Counter("Prompts with images, sound or video, by what of their blocks is not known (exact: nothing)", why=tuple(MEDIA))
     prompt_failures = Counter("Prompts not known to their end: a template or tokenizer failed, a body has what is not followed", reason=tuple(PROMPT_PATHS))
-    # the cache: predicted when choosing, reported by the engine in its answer
+    # the cache: predicted at the decision, reported by the engine in its answer
     prompt_tokens = Counter("Prompt tokens sent to a replica", replica=REPLICA)
     predicted_cached_tokens = Counter("Prompt tokens the map said the replica holds, in all tiers", replica=REPLICA)
     reported_prompt_tokens = Counter("Prompt tokens of the answers that reported cached tokens", replica=REPLICA)
@@ -414,16 +424,19 @@ class Metrics:
     # fmt: on
 
     def __init__(self, known: Mapping[str, Collection[str]] = {}) -> None:
-        """`known`: label -> values it has at the time of a scrape, for the labels `replica`, `policy`, `class`, `model`
-        and `tenant`."""
+        """Create the metrics with nothing counted.
+
+        `known`: label -> values it has at the time of a scrape, for the labels `replica`, `policy`, `class`, `model`
+        and `tenant`.
+        """
         self._known = dict(known)
         for name, metric in vars(Metrics).items():
             if isinstance(metric, Counter | Histogram):
                 setattr(self, name, metric.empty())
         self._readers: list[Callable[[], Reading]] = []
-        # Called before counts are read: whoever counts in a thread passes on what came since.
+        # Called before counts are read, for counters kept in a thread to deliver what is new.
         self.before_reading: list[Callable[[], None]] = []
-        # Told which part of the page could not be read; the others are served.
+        # Called with the part of the page that could not be read; the others are served.
         self.on_failure: Callable[[str, Exception], None] = _log_failure
         self._process = CollectorRegistry()
         ProcessCollector(registry=self._process)
@@ -433,20 +446,20 @@ class Metrics:
         return (value for value in vars(self).values() if isinstance(value, Counter | Histogram))
 
     def know(self, label: str, values: Collection[str]) -> None:
-        """The values that a label has at the time of a scrape."""
+        """Set the collection that holds a label's values at the time of a scrape."""
         self._known[label] = values
 
     def read_from(self, reader: Callable[[], Reading]) -> None:
-        """Ask `reader` at each scrape; the names it returns must be in READ."""
+        """Call `reader` at each scrape; the names it returns must be in READ."""
         self._readers.append(reader)
 
     def forget(self, value: str, label: str = "replica") -> None:
-        """Drop the series of a replica (or of another label's value) that was removed, so that labels stay bounded."""
+        """Drop the series of a removed replica (or of another label's value), so that labels stay bounded."""
         for metric in self.all():
             metric.forget(label, value)
 
     def counts(self) -> dict[str, list]:
-        """What was counted so far, as `add` takes it in another process: labels with their numbers."""
+        """Return all counts with their labels, as `add` takes them in another process."""
         self._prepare_reading()
         found = {}
         for name, metric in vars(self).items():
@@ -457,7 +470,7 @@ class Metrics:
         return found
 
     def add(self, counts: Mapping[str, list]) -> None:
-        """Count what another process has counted."""
+        """Add the counts of another process."""
         for name, series in counts.items():
             metric = getattr(self, name)
             for key, by in series:
@@ -479,7 +492,7 @@ class Metrics:
         for reader in self._readers:
             try:
                 yield from lines(reader())
-            except Exception as error:  # a bug in one part must not blind those who watch all others
+            except Exception as error:  # a bug in one part must not hide the others
                 self.on_failure(getattr(reader, "__qualname__", repr(reader)), error)
 
     def _of_process(self) -> bytes:
@@ -490,7 +503,7 @@ class Metrics:
             return b""
 
     async def exposition(self) -> tuple[bytes, str]:
-        """The page for GET /metrics, and its content type."""
+        """Return the page for GET /metrics, and its content type."""
         parts, lines, begun = [self._of_process()], [], perf_counter()
         for line in self._lines():
             lines.append(line)
@@ -511,7 +524,7 @@ def _log_failure(part: str, error: Exception) -> None:
 
 
 def lines(reading: Reading) -> Iterator[str]:
-    """What is read at a scrape, by names in READ."""
+    """Yield the lines of values read at a scrape, whose names are in READ."""
     for name, numbers in reading.items():
         kind, help, labels = READ[name]
         series = (
@@ -525,7 +538,7 @@ def lines(reading: Reading) -> Iterator[str]:
 def _lines(
     name: str, kind: str, help: str, labels: tuple[str, ...], series: Iterable[tuple[tuple[str, ...], float]]
 ) -> Iterator[str]:
-    """A counter or gauge: what it is, and a line for each combination of label values."""
+    """Yield the head of a counter or gauge, and a line for each combination of label values."""
     name = f"hitherto_{name}_total" if kind == "counter" else f"hitherto_{name}"
     yield _head(name, kind, help)
     in_order = sorted(enumerate(labels), key=itemgetter(1))

@@ -1,4 +1,4 @@
-"""What the doctor finds of a cluster's pods: whether the API tells of them, and which of them are replicas."""
+"""Checks of `hitherto doctor` on a cluster's pods: whether the API lists them, and which of them are replicas."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from replicas.replica import parse_url
 
 
 async def find_pods(discover: Discover) -> tuple[list[str], list[Finding]]:
-    """The URLs of the replicas that pods are, and what to say."""
+    """Return the URLs of the pods that are replicas, and findings."""
     try:
         pods = await Pods(discover, place(discover), lambda _: None).list()
     except PodsError as error:

@@ -1,4 +1,4 @@
-"""What `hitherto doctor` finds in the files of a model: its tokenizer, and its chat template."""
+"""Checks of `hitherto doctor` on a model's files: its tokenizer and its chat template."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ from replicas.served import base_names
 def check_model(
     settings: Settings, facts: list[Facts], one_of_several: bool = False
 ) -> tuple[str, Path | None, Finding]:
-    """(name the replicas serve it by, its folder, what to say)."""
+    """Return the name by which the replicas serve the model, its folder or None, and a finding.
+
+    `one_of_several`: whether other models are checked as well; --model then holds for those without a folder here.
+    """
     if one_of_several and settings.model and (here := next((one.root for one in facts if folder_here(one.root)), None)):
         # as the gateway does with models that --model is not for
         settings = settings.model_copy(update={"model": here})
@@ -38,6 +41,7 @@ def check_model(
 def check_prompts(
     settings: Settings, directory: Path, served: str, facts: list[Facts]
 ) -> tuple[Pipeline | None, list[Finding]]:
+    """Return the pipeline that makes the model's prompts, and findings; None if its files cannot be used."""
     from gateway.prompt.tokens.model import ModelError
     from gateway.prompt.tokens.tokenizer import TokenizerError
 
@@ -67,7 +71,7 @@ def _tokenizer(pipeline: Pipeline) -> Finding:
 
 
 def _files(pipeline: Pipeline) -> Iterator[Finding]:
-    """What the model's files say of prompts that may not be exact."""
+    """Yield what the model's files say about prompts that may not be exact."""
     reading = pipeline.reading
     if reading is not None and (doubt := pipeline.inexact()):
         yield Finding("warn", "tokenizer files", f"{doubt}: prompts are matched as text unless the engine's own tokens decide it",

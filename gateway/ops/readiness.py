@@ -1,4 +1,4 @@
-"""What `/readyz` answers, from a status: of the gateway, and of each model. Pure."""
+"""The answer of `/readyz` from a status: for the gateway, and for each model. Pure functions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from replicas.served import may_serve
 
 
 def readiness(status: Mapping[str, Any], asked: Sequence[str]) -> dict[str, Any]:
-    """`asked`: models that all have to be ready; none: the gateway is ready while it can serve any model at all."""
+    """Return whether the gateway, or each model in `asked`, is ready, and why not.
+
+    With no model in `asked`, the gateway is ready while it can serve any model at all.
+    """
     names = asked or _known(status)
     reasons = {name: _why_not(status, name) for name in names}
     models = {name: reason is None for name, reason in reasons.items()}
@@ -19,12 +22,12 @@ def readiness(status: Mapping[str, Any], asked: Sequence[str]) -> dict[str, Any]
 
 
 def _of(status: Mapping[str, Any], model: str) -> list[Mapping[str, Any]]:
-    """The replicas that serve it when they are well, as far as is known."""
+    """Return the replicas that serve this model when they are well, as far as is known."""
     return [one for one in status["replicas"] if _may_serve(one, model)]
 
 
 def _may_serve(replica: Mapping[str, Any], model: str) -> bool:
-    """One that takes requests and has told no models is taken at its word."""
+    """Return whether the replica may serve the model; one that takes requests and lists no models may serve any."""
     told = replica["served_models"]
     return may_serve(model, told, replica["required_model"]) or (not told and _takes_requests(replica))
 
@@ -39,7 +42,7 @@ def _takes_requests(replica: Mapping[str, Any]) -> bool:
 
 
 def _why_not(status: Mapping[str, Any], model: str) -> str | None:
-    """What is missing for this model alone; None: nothing. What others wait for says nothing of it."""
+    """Return why this model is not ready, or None. Conditions that concern other models are ignored."""
     if status["stopping"]:
         return str(status["why_not"])
     if any(map(_takes_requests, _of(status, model))):

@@ -1,7 +1,7 @@
-"""Why a request goes where it goes: a decision as plain data, and in one sentence.
+"""The reasons of a routing decision, as plain data and in one sentence.
 
-`hitherto explain`, `POST /explain` and the live page all show what `describe` and `sentence` say, so that they cannot
-tell different stories of one decision.
+`hitherto explain`, `POST /explain` and the live page all show the results of `describe` and `sentence`, so that they
+cannot contradict each other.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from policies.outputs import Outputs
 from policies.verdicts import SPILLED
 
 LOAD_FIELDS = ("requests", "prefill_tokens", "decoding", "context_tokens", "waiting")
-MOST_NAMED = 3  # of replicas that cost the same
+MOST_NAMED = 3  # tied replicas that a sentence names
 
 
 class Term(NamedTuple):
-    """What a term of a cost stands for, and what is true of a replica where it is smaller."""
+    """The meaning of a term of a cost, and the advantage of a replica where the term is smaller."""
 
     meaning: str
     advantage: str
@@ -42,11 +42,13 @@ TERMS = {
 
 
 def describe(policy: Policy, prompt: Prompt, evaluation: Evaluation, outputs: Outputs) -> dict[str, Any]:
-    """One decision as plain data. `output_tokens` are those that the answer is expected to have, `output_basis` what
-    `outputs` learned that from, with the mean that `max_tokens` may have bounded; `ttft_seconds` and `answer_seconds`
-    when its first and its last one would come from each replica. `terms` are seconds and add up to `seconds`; policies
-    that do not weigh seconds have none. `tied`: among the least by the policy's own measure, which takes costs for the
-    same that are within `tolerance_seconds` of the least."""
+    """Return one decision as plain data.
+
+    `output_tokens` is the expected length of the answer, and `output_basis` what `outputs` learned it from, with the
+    mean before `max_tokens` bounded it. `ttft_seconds` and `answer_seconds` predict the first and the last token from
+    each replica. `terms` are seconds and add up to `seconds`; policies that do not weigh seconds have none. `tied`
+    replicas cost at most `tolerance_seconds` more than the least, which the policy takes for the same.
+    """
     demand, candidates, choice, *_ = evaluation
     terms = choice.terms or [{}] * len(candidates)
     totals = [sum(parts.values()) for parts in choice.terms] if choice.terms else []
@@ -89,12 +91,12 @@ def describe(policy: Policy, prompt: Prompt, evaluation: Evaluation, outputs: Ou
 
 
 def explained(told: dict[str, Any]) -> dict[str, Any]:
-    """What `describe` said, with the sentence in front."""
+    """Return the data of `describe` with its sentence in front."""
     return {"sentence": sentence(told), **told}
 
 
 def _limit(policy: Policy, totals: Sequence[float]) -> float:
-    """Up to which cost the policy takes replicas for equal to the least."""
+    """Return the cost up to which the policy takes replicas for equal to the cheapest."""
     if not totals:
         return 0.0
     times, plus = policy.cost.slack  # type: ignore[attr-defined]  # whoever weighs seconds has one
@@ -102,8 +104,10 @@ def _limit(policy: Policy, totals: Sequence[float]) -> float:
 
 
 def _predicted(demand: Demand, candidate: Candidate) -> dict[str, float]:
-    """When the first and the last token of the answer would come from there, if the replica is as quick as when it
-    last answered. A policy may weigh less (`terms`): what it knows of a replica that is passed over fades."""
+    """Return when the first and the last token would come, if the replica is as quick as when it last answered.
+
+    A policy may weigh less (`terms`): its knowledge of a replica that is not used fades.
+    """
     costs, cached = candidate.costs.as_delivered(), candidate.cached
     fetch = candidate.fetch_seconds
     uncached, load, now = demand.tokens - cached, candidate.load, demand.now
@@ -114,7 +118,7 @@ def _predicted(demand: Demand, candidate: Candidate) -> dict[str, float]:
 
 
 def legs_told(chosen: legs.LegChoice | None) -> dict[str, Any] | None:
-    """Where the prompt would be computed and the answer written, if not both on the `choice`."""
+    """Return where prefill and decode would run, or None if the whole request stays on the `choice`."""
     if chosen is None:
         return None
     return {
@@ -131,9 +135,12 @@ def legs_told(chosen: legs.LegChoice | None) -> dict[str, Any] | None:
 
 
 def sentence(told: Mapping[str, Any]) -> str:
-    """Where the request goes, why, and what it would have cost elsewhere. `told`: as `describe` returns it, with the
-    `legs` of `legs_told` where replicas have roles, or else `other_legs`, the cheapest ones that were not taken, and
-    with `narrowed` as of the `Evaluation` where admission may have left replicas out."""
+    """Say in words where the request goes, why, and what it would have cost elsewhere.
+
+    `told`: the data of `describe`. Where replicas have roles, with the `legs` of `legs_told`, or else with
+    `other_legs`, the cheapest pair that was not taken. With `narrowed` of the `Evaluation` where admission may have
+    left replicas out.
+    """
     said = _decided(told)
     if slower := next((one["id"] for one in told["replicas"] if one["chosen"] and one["was_slower"]), None):
         return (
@@ -181,7 +188,7 @@ def _whole(told: Mapping[str, Any]) -> str:
 
 
 def _allowed(told: Mapping[str, Any]) -> str:
-    """Which replicas these are, where admission left out others that could take it, too."""
+    """Return a clause on which replicas these are, if admission left out others that could take the request."""
     narrowed = told.get("narrowed", "")
     pool = " of the slow pool" if narrowed == SPILLED else ""
     return f"{pool} that admission allows to take it" if narrowed else ""
@@ -198,7 +205,7 @@ def _in_legs(apart: Mapping[str, Any], whole: str) -> str:
 
 
 def _by_rule(told: Mapping[str, Any], chosen: Mapping[str, Any]) -> str:
-    """Of a policy that does not weigh seconds."""
+    """Explain the choice of a policy that does not weigh seconds."""
     other = min((one for one in told["replicas"] if not one["chosen"]), key=lambda one: one["answer_seconds"])
     return (
         f"{chosen['id']}, by {told['policy']} ({told['reason'] or 'no reason given'}): its answer is predicted to "
@@ -208,7 +215,7 @@ def _by_rule(told: Mapping[str, Any], chosen: Mapping[str, Any]) -> str:
 
 
 def _not_the_least(told: Mapping[str, Any], chosen: Mapping[str, Any], least: Mapping[str, Any]) -> str:
-    """A copy of a prefix is made, or a ledger of several gateways knew of other load."""
+    """Explain a choice that is not the cheapest: a copy of a prefix, or load that only a shared ledger knew."""
     if told.get("shared"):
         why = "by the load of all gateways, which this one sees later"
     else:
@@ -226,12 +233,12 @@ def _price(told: Mapping[str, Any], chosen: Mapping[str, Any]) -> str:
 
 
 def _within(told: Mapping[str, Any]) -> str:
-    """How far apart replicas may be that cost the same."""
+    """Return how far apart the costs of tied replicas may be, as a clause."""
     return f" to within {span(tolerance)}" if (tolerance := told.get("tolerance_seconds")) else ""
 
 
 def _against(chosen: Mapping[str, Any], other: Mapping[str, Any]) -> str:
-    """What the other costs; where that looks like the cost of the chosen one, by how much they differ."""
+    """Return the other replica's cost, or its difference from the chosen one's where both round to the same."""
     if span(other["seconds"]) != span(chosen["seconds"]):
         return span(other["seconds"])
     apart = other["seconds"] - chosen["seconds"]
@@ -239,7 +246,7 @@ def _against(chosen: Mapping[str, Any], other: Mapping[str, Any]) -> str:
 
 
 def _why(told: Mapping[str, Any], chosen: Mapping[str, Any], other: Mapping[str, Any]) -> str:
-    """The advantage by which the chosen replica gains most on the other."""
+    """Return the advantage by which the chosen replica gains most on the other."""
     name = max(chosen["terms"], key=lambda term: other["terms"].get(term, 0.0) - chosen["terms"][term])
     held = told["tokens"] - chosen["uncached_tokens"]
     if name in ("prefill", "stall", "interference", "eviction") and held > told["tokens"] - other["uncached_tokens"]:
@@ -255,7 +262,7 @@ def _named(ties: Sequence[Mapping[str, Any]]) -> str:
 
 
 def span(seconds: float) -> str:
-    """A time for people: three digits at most where it is short."""
+    """Format a time for people, with at most three digits if it is short."""
     if seconds < 0.9995:
         return f"{1e3 * seconds:.{1 if seconds < 0.00995 else 0}f} ms"
     return f"{seconds:,.{2 if seconds < 9.995 else 0}f} s"

@@ -1,6 +1,7 @@
-"""What `doctor` says of the Redis that gateways share: is it there, does it keep what it is given, is it near, and does
-it let gateways do all that they do? The last is tried: two maps and two ledgers, as of two gateways, work on it for a
-moment."""
+"""Checks of `hitherto doctor` on the Redis that gateways share: reachability, version, eviction, latency, permissions.
+
+Permissions are tried: two maps and two ledgers, as of two gateways, work on it for a moment.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +20,13 @@ if TYPE_CHECKING:
     from cachemap.cluster import Place
 
 PINGS = 20
-NEAR_SECONDS = 0.002  # what a decision waits for Redis at most
-TRIAL_SECONDS = 3.0  # a lease is taken and a snapshot written within a second, where Redis is well
+NEAR_SECONDS = 0.002  # the longest time that a decision waits for Redis
+TRIAL_SECONDS = 3.0  # a healthy Redis takes a lease and a snapshot within a second
 ADVICE = "see the ACL that docs/scaling.md lists, and that the URL leads to a primary that takes writes"
 
 
 async def redis_findings(url: str, deployment: str) -> AsyncIterator[Finding]:
+    """Yield findings on each server of the Redis at `url`, then on a trial of map and ledger."""
     from cachemap.cluster.connect import FAILURES, connect, describe, parse
 
     place = parse(url)
@@ -53,13 +55,13 @@ async def redis_findings(url: str, deployment: str) -> AsyncIterator[Finding]:
         yield _eviction(subject, told)
         yield _latency(subject, sorted(pings)[PINGS // 2])
     if whole:
-        name = f"{deployment}:doctor-{secrets.token_hex(4)}"  # beside the deployment, and within an ACL that names it
+        name = f"{deployment}:doctor-{secrets.token_hex(4)}"  # a separate deployment, which an ACL for this one covers
         for finding in await asyncio.gather(_try_map(place, name), _try_ledger(place, name)):
             yield finding
 
 
 async def _try_map(place: Place, deployment: str) -> Finding:
-    """What one gateway writes of a replica another one reads; on a Cluster in every lane."""
+    """Write the map of replicas as one gateway and read it as another; on a Cluster in every lane."""
     from cachemap.cluster.keys import LANES, Keys
 
     names: dict[int, str] = {}
@@ -68,7 +70,7 @@ async def _try_map(place: Place, deployment: str) -> Finding:
     replicas = [names[lane] for lane in range(LANES)] if place.kind == "cluster" else [names[0]]
     begun = perf_counter()
     async with contextlib.AsyncExitStack() as stack:
-        # stands for the replicas' events, of which there are none
+        # an event publisher in place of the replicas', which publishes nothing
         events = stack.enter_context(zmq.Context.instance().socket(zmq.PUB))
         endpoint = f"tcp://127.0.0.1:{events.bind_to_random_port('tcp://127.0.0.1')}"
         writer = await stack.enter_async_context(_TrialMap(place, deployment, replicas, endpoint))
@@ -88,7 +90,7 @@ async def _try_map(place: Place, deployment: str) -> Finding:
 
 
 async def _try_ledger(place: Place, deployment: str) -> Finding:
-    """A request is placed and counted as by one gateway, and another one sees its load."""
+    """Place and count a request as one gateway, and check that another one sees its load."""
     from cachemap.cluster import Ways
     from gateway.proxy.shared import SharedLedger
     from policies import Candidate, CostGroup, Demand, Evaluation, Ledger, make
@@ -146,7 +148,7 @@ def _decode_nothing(payload: bytes) -> NoReturn:
 
 
 class _TrialMap:
-    """What a gateway has of the shared map, for replicas that are none and tell nothing. Leaves nothing in Redis."""
+    """A gateway's part of the shared map, for made-up replicas without events. Leaves nothing in Redis."""
 
     def __init__(self, place: Place, deployment: str, replicas: list[str], endpoint: str):
         from cachemap import CacheMap

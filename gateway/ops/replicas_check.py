@@ -1,4 +1,4 @@
-"""What `hitherto doctor` finds in replicas by how they describe themselves, each alone and beside the others."""
+"""Checks of `hitherto doctor` on how replicas describe themselves, each alone and compared with the others."""
 
 from __future__ import annotations
 
@@ -27,8 +27,11 @@ SKEW_SECONDS = 2.0  # Date headers have whole seconds
 
 
 def by_model(replicas: list[tuple[Address, Facts]]) -> list[list[tuple[Address, Facts]]]:
-    """Replicas that serve the same base model, in groups. Those that tell no model belong to the only one that others
-    tell, whose requests the gateway sends them too; they are a group of their own where there are several."""
+    """Return the replicas in groups that serve the same base model.
+
+    Replicas that report no model join the only group if there is one, as the gateway sends them its requests too, and
+    are a group of their own if there are several.
+    """
     groups: list[tuple[set[str], list[tuple[Address, Facts]]]] = []
     for address, facts in sorted(replicas, key=lambda one: not base_names(one[1].models)):
         names = set(base_names(facts.models))
@@ -43,7 +46,7 @@ def by_model(replicas: list[tuple[Address, Facts]]) -> list[list[tuple[Address, 
 
 
 def by_files(settings: Settings, group: list[tuple[Address, Facts]]) -> list[list[tuple[Address, Facts]]]:
-    """Replicas of one model, those together that were started from the same files as far as these are here."""
+    """Return the replicas of one model in groups started from the same files, as far as these are on this machine."""
     if settings.model or not group:
         return [group]
     variants: dict[Path | None, list[tuple[Address, Facts]]] = {}
@@ -55,6 +58,7 @@ def by_files(settings: Settings, group: list[tuple[Address, Facts]]) -> list[lis
 
 
 def check_reached(address: Address, facts: Facts) -> Finding:
+    """Report what the replica serves, or why it serves nothing."""
     if not facts.serving:
         return Finding(
             "fail",
@@ -78,7 +82,7 @@ def check_reached(address: Address, facts: Facts) -> Finding:
 
 
 def remedy_of_silence(fault: str | None, port: int) -> str:
-    """What to do about an engine that serves nothing, by the kind of its fault."""
+    """Return what to do about an engine that serves nothing, by the kind of its fault."""
     if fault == "refused":
         return (
             f"another program may listen there, which `ss -ltnp 'sport = :{port}'` on its machine names; start the engine on a "
@@ -97,7 +101,7 @@ def problems_by_subject(address: Address, facts: Facts) -> dict[str, Problem]:
 
 
 def check_own_words(address: Address, facts: Facts, problems: Mapping[str, Problem] | None = None) -> Iterator[Finding]:
-    """What the engine tells of itself that keeps the gateway from its work; events are for the trial to judge."""
+    """Yield what the engine reports of itself that hinders the gateway, events excepted, which the trial judges."""
     for name, problem in (problems_by_subject(address, facts) if problems is None else problems).items():
         if name in ("models", "metrics", "caching", "tiers", "role"):
             level = "fail" if name == "caching" else "warn"
@@ -106,6 +110,7 @@ def check_own_words(address: Address, facts: Facts, problems: Mapping[str, Probl
 
 
 def check_models(replicas: list[tuple[Address, Facts]]) -> Finding:
+    """Check that the replicas serve the same models by the same names."""
     told_by = [(address, facts) for address, facts in replicas if base_names(facts.models)] or replicas
     bases = {address.id: sorted(base_names(facts.models)) for address, facts in told_by}
     if len(set(map(tuple, bases.values()))) == 1:
@@ -135,7 +140,7 @@ def check_models(replicas: list[tuple[Address, Facts]]) -> Finding:
 
 
 def check_duplicates(names: Iterable[Name]) -> Iterator[Finding]:
-    """Return a finding for each engine that is given under several names, of the first of them."""
+    """Yield a finding for each engine that is given under several names, on the first of them."""
     names, known = list(names), set[str]()
     for one in names:
         if one.id not in known and (problem := duplicate(one, names)) is not None:
@@ -144,7 +149,7 @@ def check_duplicates(names: Iterable[Name]) -> Iterator[Finding]:
 
 
 def check_roles(replicas: list[Replica]) -> Finding | None:
-    """Whether prompts can be computed on one replica and answered by another, where that is wanted."""
+    """Check whether prompts can be computed on one replica and answered by another; None if no roles are set."""
     roles = [one.role for one in replicas]
     if set(roles) == {BOTH}:
         return None
@@ -179,19 +184,22 @@ def check_roles(replicas: list[Replica]) -> Finding | None:
 
 
 def _named(models: Iterable[Mapping[str, str | None]]) -> str:
-    """The names of what replicas of one model serve."""
+    """Return the names that replicas of one model serve."""
     return ", ".join(sorted({name for served in models for name in base_names(served)})) or "the model"
 
 
 def _each(told: Mapping[str, int]) -> str:
-    """What each replica tells: `gpu1:8000 16, gpu2:8000 32`."""
+    """Return each replica's value: `gpu1:8000 16, gpu2:8000 32`."""
     return ", ".join(f"{id} {value}" for id, value in told.items())
 
 
 def check_block_size(
     settings: Settings, replicas: list[tuple[Address, Facts]], in_force: Mapping[str, int] = {}
 ) -> Finding:
-    """`in_force`: as `block_sizes_in_force` of the running gateway; the doctor's own setting goes first."""
+    """Check that the replicas of one model have block sizes that fit each other and the settings.
+
+    `in_force`: the result of `block_sizes_in_force`, used where the doctor's own settings give no size.
+    """
     sizes = {address.id: facts.block_size for address, facts in replicas if facts.block_size}
     names = _named(facts.models for _, facts in replicas)
     given, wrong, unmatched = settings.block_size, dict[Problem, list[str]](), False
@@ -220,7 +228,7 @@ def check_block_size(
 
 
 def check_hash_seeds(replicas: list[tuple[Address, Facts]]) -> Finding | None:
-    """Whether engines that look for blocks in slower tiers, which they may share, name a block alike."""
+    """Check that engines which search slower tiers, possibly shared ones, hash a block alike; None if they do."""
     tiered = [(address.id, facts) for address, facts in replicas if facts.scrape and facts.scrape.external_queries]
     random = [id for id, facts in tiered if facts.dialect.has_random_hash_seed(facts.version)]
     if len(tiered) < 2 or not random:
@@ -232,6 +240,7 @@ def check_hash_seeds(replicas: list[tuple[Address, Facts]]) -> Finding | None:
 
 
 def check_context(replicas: list[tuple[Address, Facts]]) -> Finding:
+    """Check that the replicas of one model have the same context length."""
     lengths = {address.id: facts.max_model_len for address, facts in replicas if facts.max_model_len}
     names = _named(facts.models for _, facts in replicas)
     if not lengths:
@@ -243,7 +252,7 @@ def check_context(replicas: list[tuple[Address, Facts]]) -> Finding:
 
 
 async def _skew(way: Access) -> float | None:
-    """By how many seconds at least the replica's clock differs from this one; None where it does not tell the time."""
+    """Return by how many seconds at least the replica's clock is off; None if it does not report the time."""
     with contextlib.suppress(aiohttp.ClientError, TimeoutError, ValueError, KeyError):
         before = time.time()
         async with way.session.get(
@@ -255,7 +264,7 @@ async def _skew(way: Access) -> float | None:
 
 
 async def check_clock(ways: dict[str, Access]) -> Finding:
-    """The replicas' Date headers against this machine's clock."""
+    """Compare the replicas' Date headers with this machine's clock."""
     found = zip(ways, await asyncio.gather(*map(_skew, ways.values())), strict=True)
     skews = {id: skew for id, skew in found if skew is not None}
     wrong = {id: skew for id, skew in skews.items() if skew > SKEW_SECONDS}

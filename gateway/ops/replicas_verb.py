@@ -1,4 +1,4 @@
-"""`hitherto replicas`: list, add, drain and remove the replicas of a running gateway, by its admin side."""
+"""The command `hitherto replicas`: list, add, drain and remove the replicas of a running gateway by its admin API."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from replicas.replica import parse_url
 
 COLUMNS = {"id": "id", "state": "state", "inflight": "in flight", "models": "models", "reason": "reason"}
 ANSWER_SECONDS = 30.0
-REMOVAL_SECONDS = 86_400.0  # which ends with the drain that comes first
+REMOVAL_SECONDS = 86_400.0  # a removal waits for the drain before it
 
 
 def run(args: argparse.Namespace, config: Config) -> int:
-    """0 done, 1 refused by the gateway. Raises ConfigError."""
+    """Run the command and return its exit code: 0 if done, 1 if the gateway refused. Raises ConfigError."""
     if (args.which is None) != (args.action == "list"):
         what = (
             "the replica's URL, as in http://gpu3:8000"
@@ -54,7 +54,7 @@ def run(args: argparse.Namespace, config: Config) -> int:
 
 
 def asked(admin: str, args: argparse.Namespace, config: Config) -> dict[str, Any]:
-    """What the gateway answers. Raises Unanswered, ConfigError and ApiError."""
+    """Send the command to the gateway and return its answer. Raises Unanswered, ConfigError and ApiError."""
     path, body = f"{admin}/replicas", None
     one = f"{path}/{quote(_id(args.which or ''), safe=':', errors='surrogateescape')}"
     seconds = ANSWER_SECONDS
@@ -76,7 +76,7 @@ def asked(admin: str, args: argparse.Namespace, config: Config) -> dict[str, Any
 
 
 def _id(given: str) -> str:
-    """Return the id of the replica with this URL. What is no URL is an id already, as that of a rank is."""
+    """Return the id of the replica with this URL, or the text itself if it is no URL, as the id of a rank."""
     try:
         return parse_url(given).id
     except ValueError:
@@ -84,6 +84,7 @@ def _id(given: str) -> str:
 
 
 def table(replicas: list[dict[str, Any]]) -> str:
+    """Return the replicas as a table, followed by their problems."""
     if not replicas:
         return "no replicas"
     rows = [tuple(COLUMNS.values()), *(tuple(_cell(one.get(name)) for name in COLUMNS) for one in replicas)]

@@ -1,4 +1,4 @@
-"""What `hitherto doctor` finds in the settings and the files that they name, before anything is asked."""
+"""Checks of `hitherto doctor` on the settings and the files they name, before any server is contacted."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from gateway.settings import Config, ConfigError, Settings
 
 
 def check_settings(config: Config) -> Finding:
+    """Report how many settings were given, and from which files."""
     given = [source for source in config.sources.values() if source != "default"]
     files = sorted({source.split(":")[0] for source in given if source.startswith("file ")})
     parts = [
@@ -23,7 +24,7 @@ def check_settings(config: Config) -> Finding:
     return Finding("ok", "config", ", ".join(parts))
 
 
-# By the part of a gateway's status: what the doctor calls it, and what stays in use while its file cannot be used.
+# Part of a gateway's status -> the doctor's name for it, and what stays in use while its file cannot be used.
 FOLLOWED = {
     "api_keys": ("api keys", "the keys read before stay good, also one that was taken out since"),
     "tls": ("tls", "the certificate read before stays in use"),
@@ -31,7 +32,10 @@ FOLLOWED = {
 
 
 def check_named_files(config: Config) -> Iterator[Finding]:
-    """Files that settings name and that cannot be used. Profiles are for `check_launches` to judge."""
+    """Yield a finding for each file that settings name and that cannot be used, profiles excepted.
+
+    `check_launches` judges profiles.
+    """
     for setting, why in config.unusable.items():
         if setting not in ("profile", "pools"):
             subject, stays = FOLLOWED.get(
@@ -43,8 +47,10 @@ def check_named_files(config: Config) -> Iterator[Finding]:
 
 
 def check_open_files(most: int | None) -> Finding | None:
-    """Whether a gateway may have as many connections as it needs; None if so. `most`: its limit of open files; None:
-    of one that is started here."""
+    """Return a warning if a gateway may open too few files for its connections, or None.
+
+    `most` is the gateway's limit of open files; None: that of a gateway started here.
+    """
     if most is None:
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     remedy = (
@@ -55,7 +61,7 @@ def check_open_files(most: int | None) -> Finding | None:
 
 
 def check_own_redis() -> Finding:
-    """What workers share where no Redis is named."""
+    """Check for the Redis server that workers share where no Redis is named."""
     from gateway.workers.private_redis import server
 
     try:
@@ -65,7 +71,7 @@ def check_own_redis() -> Finding:
 
 
 async def check_traces() -> Finding | None:
-    """Whether they arrive, if the environment wants them."""
+    """Check whether the receiver accepts traces; None if the environment wants none."""
     try:
         receiver = traces.receiver()
     except ConfigError as error:
@@ -86,7 +92,7 @@ async def check_traces() -> Finding | None:
 
 
 def check_launches(config: Config) -> Iterator[Finding]:
-    """What keeps engines from being launched, as the gateway says it when it starts."""
+    """Yield what keeps engines from being launched, in the words of the gateway's start."""
     try:
         launches(config.settings)
     except ConfigError as error:
@@ -95,6 +101,7 @@ def check_launches(config: Config) -> Iterator[Finding]:
 
 
 def check_no_replicas(settings: Settings) -> Finding:
+    """Return the finding for settings that name no replica: fine if engines are to be launched."""
     if settings.launches:
         alone = [(settings.launch, settings.profile)] if settings.launch else []
         kinds = alone + [(pool.launch, pool.profile) for pool in settings.pools.values()]

@@ -1,5 +1,4 @@
-"""An HTTP side for operators: routes behind the guard, on a port or on a unix socket; errors in the shape of
-OpenAI's."""
+"""The operators' HTTP server: routes behind the guard on a port or a unix socket, errors in OpenAI's shape."""
 
 from __future__ import annotations
 
@@ -22,13 +21,16 @@ from .page import PAGE, page_file
 from .readiness import readiness
 
 log = logging.getLogger("hitherto.admin")
-SMALL_BYTES = 16 * 1024  # what is gzipped at once
-_server_log = logging.getLogger("hitherto.admin.http")  # what the server itself has to say
+SMALL_BYTES = 16 * 1024  # up to this size gzipped on the event loop
+_server_log = logging.getLogger("hitherto.admin.http")  # aiohttp's own messages
 
 
 def _of_ours(record: logging.LogRecord) -> bool:
-    """Not that somebody sent what is no HTTP, or a body that is not encoded as its head says: they were told (400), and
-    whoever scans the port fills no log."""
+    """Return whether the record is an error of the gateway's own.
+
+    A client that sends no HTTP, or a body not encoded as its head says, has got a 400; a port scanner must not fill the
+    log.
+    """
     foreign = (http.HttpProcessingError, web.RequestPayloadError)
     return not (record.exc_info and isinstance(record.exc_info[1], foreign))
 
@@ -47,7 +49,7 @@ def error(status: int, message: str, code: str | None) -> web.Response:
 
 
 def metrics_page(request: web.Request, page: bytes, content_type: str) -> web.Response:
-    """For GET /metrics, gzipped in a thread where the client takes that: a tenth of the bytes, for Prometheus."""
+    """Answer GET /metrics, gzipped in a thread if the client accepts that (a tenth of the bytes)."""
     response = web.Response(body=page, headers={"Content-Type": content_type}, zlib_executor_size=SMALL_BYTES)
     response.headers["Vary"] = "Accept-Encoding"
     if re.search(r"\bgzip\b(?!\s*;\s*q=0(\.0*)?\s*(,|$))", request.headers.get("Accept-Encoding", ""), re.I):
@@ -59,7 +61,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 async def answered(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """The handler's response, or its failure as a JSON error."""
+    """Return the handler's response, or its failure as a JSON error."""
     try:
         return await handler(request)
     except Refusal as refusal:
@@ -67,7 +69,7 @@ async def answered(request: web.Request, handler: Handler) -> web.StreamResponse
         if refusal.status == 401:
             refused.headers["WWW-Authenticate"] = CHALLENGE
         return refused
-    except ConnectionResetError:  # in the middle of the request's body: nobody reads this
+    except ConnectionResetError:  # within the request's body: no client is left to read this
         return error(400, "the request ended before its body did", "bad_request")
     except web.RequestPayloadError:
         what = "the request's body is not as its Content-Encoding or Transfer-Encoding says"
@@ -87,15 +89,18 @@ async def answered(request: web.Request, handler: Handler) -> web.StreamResponse
 
 
 class Side(ABC):
-    """What an admin side answers, of one gateway or of several workers: whoever is one has a handler for each other
-    route, by its name, and tells its `_status`. `start` or `start_at` opens it, `stop` closes it."""
+    """The base of the admin servers of one gateway and of a supervisor of several workers.
+
+    A subclass supplies `_status` and a handler for each other route, by the route's name. `start` or `start_at` opens
+    it, `stop` closes it.
+    """
 
     def __init__(self, guard: Guard) -> None:
         self.guard = guard
 
     @abstractmethod
     async def _status(self) -> dict[str, Any]:
-        """As `ops.view.View.status`."""
+        """Return what `ops.view.View.status` returns."""
 
     def routes(self) -> list[web.RouteDef]:
         return [
@@ -133,6 +138,7 @@ class Side(ABC):
         return web.Response(text="ok\n")
 
     async def readyz(self, request: web.Request) -> web.Response:
+        """Answer 200 or 503; the reason is shown only with the admin token."""
         asked = request.query.getall("model", [])
         if "" in asked:
             raise ApiError(400, "model= names no model: /readyz?model=NAME, or /readyz for the gateway", param="model")
@@ -149,6 +155,8 @@ class Side(ABC):
 
     @web.middleware
     async def guarded(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Check each request with the guard, and add the headers common to all answers."""
+
         async def checked(request: web.Request) -> web.StreamResponse:
             self.guard.check(request)
             return await handler(request)
@@ -160,7 +168,7 @@ class Side(ABC):
         return response
 
     async def start(self, host: str, port: int) -> int:
-        """Listen; returns the port (which the system chose if `port` is 0). ConfigError if it is taken."""
+        """Listen, and return the port, which the system chooses if `port` is 0. Raises ConfigError if it is taken."""
         await self._set_up()
         try:
             await web.TCPSite(self.runner, host, port, reuse_address=True).start()
@@ -171,7 +179,7 @@ class Side(ABC):
         return self.runner.addresses[0][1]
 
     async def start_at(self, path: Path) -> None:
-        """Listen on a unix socket, which only this user may connect to where its folder says so."""
+        """Listen on a unix socket. Its folder's permissions decide who may connect."""
         await self._set_up()
         await web.UnixSite(self.runner, path).start()
 

@@ -1,6 +1,6 @@
-"""Whether there are traces, and where they go: the standard environment says it, no flag of ours.
+"""The settings of traces, from OpenTelemetry's standard environment variables alone.
 
-Off unless OTEL_EXPORTER_OTLP_TRACES_ENDPOINT or OTEL_EXPORTER_OTLP_ENDPOINT names a receiver. Nothing of
+Traces are off unless OTEL_EXPORTER_OTLP_TRACES_ENDPOINT or OTEL_EXPORTER_OTLP_ENDPOINT names a receiver. Nothing of
 OpenTelemetry is imported before that is known: it takes 0.1 s and 3 MB.
 """
 
@@ -21,10 +21,10 @@ PROTOCOL = "http/protobuf"
 
 
 def receiver(environ: Mapping[str, str] = os.environ) -> str | None:
-    """The URL that spans are posted to, or None. ConfigError for what is asked for and cannot be."""
+    """Return the URL that spans are posted to, or None. Raises ConfigError for settings that cannot be met."""
 
     def said(name: str) -> str:
-        """What is said of traces, else of all signals. Empty is as if unset, as the specification has it."""
+        """Return the variable for traces, else that for all signals. Empty counts as unset, as in the specification."""
         return environ.get(f"OTEL_EXPORTER_OTLP_TRACES_{name}", "") or environ.get(f"OTEL_EXPORTER_OTLP_{name}", "")
 
     exporter = environ.get("OTEL_TRACES_EXPORTER", "") or "otlp"
@@ -48,7 +48,7 @@ def receiver(environ: Mapping[str, str] = os.environ) -> str | None:
 
 
 def start() -> Spans | None:
-    """What spans are handed to, or None where there are no traces. Raises ConfigError."""
+    """Return the exporter of spans, or None where there are no traces. Raises ConfigError."""
     if receiver() is None:
         return None
     from .spans import Spans
@@ -62,5 +62,5 @@ def start() -> Spans | None:
 def _installed(name: str) -> bool:
     try:
         return find_spec(name) is not None
-    except ModuleNotFoundError:  # of one above it
+    except ModuleNotFoundError:  # a parent package is missing
         return False

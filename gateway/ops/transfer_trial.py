@@ -1,7 +1,7 @@
-"""One short prompt in two legs, for each kind of pair of replicas that may have some. Part of `hitherto doctor`.
+"""A trial of `hitherto doctor`: one short prompt, prefilled on one replica and decoded on another, per kind of pair.
 
-Replicas of one role are of one kind where engine, traits and the way of passing caches on are the same: the pairs of
-two kinds have the same to go wrong, but for addresses and networks. Pairs that the gateway would not make are left out.
+Replicas of one role are of one kind if their engine, traits and KV transfer are the same: pairs of the same two kinds
+fail alike, except for addresses and networks. Pairs that the gateway would not make are left out.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from replicas.engines.transfer import Transfer
 
 PATH = "/v1/completions"
-ASKED_SECONDS = 5.0  # for the ids of a prefiller's engines
+ASKED_SECONDS = 5.0  # for a prefiller to report its engines' ids
 
 
 async def transfers(trials: Sequence[Trial]) -> AsyncIterator[Finding]:
@@ -67,7 +67,7 @@ def _body(trial: Trial) -> dict[str, Any]:
 
 
 async def _in_turn(first: Trial, second: Trial, transfer: Transfer, subject: str) -> Finding:
-    """The gateway's two legs, one after the other."""
+    """Send the gateway's two legs, one after the other."""
     body = orjson.dumps(_body(first))
     leg = transfer.first_body(PATH, body)
     assert leg is not None
@@ -90,7 +90,7 @@ async def _in_turn(first: Trial, second: Trial, transfer: Transfer, subject: str
 
 
 async def _at_once(first: Trial, second: Trial, transfer: MeetingTransfer, subject: str) -> Finding:
-    """The gateway's two legs, at the same time; what one of them waits for the other lacks."""
+    """Send the gateway's two legs at the same time; each waits for the other, so one fault shows on both sides."""
     problem = await engine_ids(first.session, first.replica, ASKED_SECONDS)
     meeting = first.replica.meeting
     if problem is not None or meeting is None:
@@ -113,8 +113,11 @@ async def _at_once(first: Trial, second: Trial, transfer: MeetingTransfer, subje
 
 
 async def _fetches(first: Trial, second: Trial, transfer: Transfer, subject: str, body: bytes) -> Finding:
-    """An engine without a connector answers a second leg all the same: it computes the prompt. Those that can fetch can
-    keep, so it shows in a first leg."""
+    """Return a warning if the second replica may have computed the prompt again.
+
+    An engine without a connector does that and answers all the same. Engines that can fetch can also keep, so a first
+    leg sent to the second replica shows whether it has a connector.
+    """
     done = Finding("ok", subject, f"{second.id} answered a prompt that was computed there ({transfer.name})")
     if not isinstance(transfer, type(second.replica.dialect.transfer)):
         return done
@@ -130,7 +133,7 @@ async def _fetches(first: Trial, second: Trial, transfer: Transfer, subject: str
 
 
 async def _relayed(first: Trial, second: Trial, transfer: Transfer, subject: str) -> Finding:
-    """One request, to what stands before the decoder."""
+    """Send one request to the proxy before the decoder, which has the prompt computed itself."""
     body, replica = _body(second), first.replica
     header, at = transfer.header.decode(), f"{bracketed(replica.address or replica.host)}:{replica.port}"
     try:

@@ -1,7 +1,7 @@
-"""One short prompt that nobody has sent before, sent to one replica, and what must follow from it.
+"""A trial of `hitherto doctor`: a short new prompt, sent to one replica, and checks of what must follow from it.
 
-The engine must count the same tokens as the gateway, publish the blocks it stored under KV events the
-gateway can place, and find them again when the prompt is sent once more. Part of `hitherto doctor`.
+The engine must count the same tokens as the gateway, publish the blocks it stored as KV events that the gateway can
+place, and find them again when the prompt is sent once more.
 """
 
 from __future__ import annotations
@@ -38,14 +38,12 @@ from replicas.problems import NO_CACHED_TOKENS, NO_REPLAY, TIERS_UNTOLD, Problem
 from replicas.replica import EventSource, Replica
 from replicas.served import base_names
 
-# Where an engine computes a prompt, and the field that holds it: one that generates, one that embeds, one that scores.
+# Endpoints that compute a prompt, and the field that holds it: for models that generate, embed or score.
 ASKED_AT = {"/v1/completions": "prompt", "/v1/embeddings": "input", "/classify": "input", "/pooling": "input"}
-UNTOLD_TOKENS = (
-    1024  # looked for in slower tiers: the largest of whose pieces have 256, and come with the first prompts
-)
-WIDER = 8  # GPUs whose shares of a block are tried for: vLLM before 0.32 tells one share, and events the whole
+UNTOLD_TOKENS = 1024  # tokens looked up in slower tiers without any event of theirs: pieces have at most 256
+WIDER = 8  # most GPUs that share a block: vLLM before 0.32 reports one GPU's share, and events whole blocks
 EVENT_SECONDS = 5.0  # vLLM publishes with the step that stores the blocks: tens of milliseconds
-JOIN_SECONDS = 1.0  # a publisher without replay says nothing until it has something to say
+JOIN_SECONDS = 1.0  # a publisher without replay sends nothing before its first event
 NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 ANSWER_SECONDS = 60.0  # a loaded engine may queue the trial
 WORDS = "river lantern copper meadow orbit velvet anchor thistle marble ember willow saddle quartz harbor nimbus tinder".split()
@@ -53,6 +51,8 @@ WORDS = "river lantern copper meadow orbit velvet anchor thistle marble ember wi
 
 @dataclass(frozen=True)
 class Finding:
+    """One line of the doctor's report, and what to do about it."""
+
     level: Literal["ok", "warn", "fail"]
     subject: str
     text: str
@@ -60,6 +60,7 @@ class Finding:
 
 
 def turns(count: int) -> list[dict[str, str]]:
+    """Return a conversation of `count` questions with answers to all but the last."""
     messages = [{"role": "system", "content": "You are a careful assistant. " + " ".join(WORDS)}]
     for number in range(count):
         messages.append({"role": "user", "content": f"Question {number}: what is {number} plus two?"})
@@ -69,13 +70,15 @@ def turns(count: int) -> list[dict[str, str]]:
 
 @dataclass
 class Trial:
+    """The trial of one replica. `pipeline`: makes the gateway's tokens of its model, or None without its files."""
+
     settings: Settings
     session: aiohttp.ClientSession
     pipeline: Pipeline | None
     served: str
     replica: Replica
-    problems: dict[str, Problem]  # what its engine already said of itself
-    told: Blocks = UNTOLD  # what its blocks are by its events
+    problems: dict[str, Problem]  # problems that its engine reported of itself
+    told: Blocks = UNTOLD  # its block format, as its events show it
 
     @property
     def id(self) -> str:
@@ -87,7 +90,7 @@ class Trial:
 
     @property
     def may_be_wider(self) -> bool:
-        """Whether its blocks may have a multiple of the tokens that it tells, and its context room for some of them."""
+        """Whether blocks may have several times the reported tokens, and the context has room for some of them."""
         replica = self.replica
         told = replica.scrape.attention_block_size if replica.scrape is not None else None
         return not told and (replica.max_model_len or 0) > 8 * WIDER * self.block_size
@@ -98,7 +101,7 @@ class Trial:
         return self.served if self.served in own or not own else own[0]
 
     async def post(self, path: str, body: dict[str, Any], more: Mapping[str, str] = NO_HEADERS) -> dict[str, Any]:
-        """The reply; Refused when there is none to use. `more`: headers besides the replica's own."""
+        """Return the JSON reply. `more`: headers besides the replica's own. Raises Refused and Locked."""
         try:
             url, deadline = self.replica.url + path, aiohttp.ClientTimeout(ANSWER_SECONDS)
             async with self.session.post(
@@ -116,7 +119,7 @@ class Trial:
             raise Refused(f"{path} does not answer: {error or type(error).__name__}") from None
 
     async def ask(self, text: str) -> tuple[str, dict[str, Any]]:
-        """Have this prompt computed: the endpoint that took it, and the reply."""
+        """Have the engine compute this prompt, and return the endpoint that took it, and the reply."""
         first = None
         for path, field in ASKED_AT.items():
             body = {"model": self.model, field: text}
@@ -130,12 +133,12 @@ class Trial:
         raise first
 
     def learn(self, told: Blocks) -> bool:
-        """Its events told such blocks; whether that is news to a gateway that learns it from them."""
+        """Apply the block format that events showed, and return whether a gateway would learn something new from it."""
         known, self.told = (self.block_size, self.replica.looks_ahead), told
         return self.replica.store_as(told.size, told.ahead, told.parts) and known != (self.block_size, told.ahead)
 
     def hashes(self, text: str) -> Sequence[int]:
-        """The blocks of that prompt, wherever it was taken."""
+        """Return the hashes of that prompt's blocks, whichever endpoint took it."""
         assert self.pipeline is not None
         self.pipeline.block_size, self.pipeline.looks_ahead = self.block_size, self.replica.looks_ahead
         return self.pipeline.prepare("/v1/completions", json.dumps({"prompt": text}).encode()).hashes
@@ -146,14 +149,15 @@ class Refused(Exception):
 
 
 class NotServed(Refused):
-    """It has no such endpoint, or no such model."""
+    """The replica has no such endpoint, or no such model."""
 
 
 class Locked(Exception):
-    """A replica wants an API key, which the doctor has not."""
+    """A replica requires an API key, which the doctor does not have."""
 
 
 async def trials(trial: Trial) -> AsyncIterator[Finding]:
+    """Yield the findings of one replica's trial."""
     try:
         async for finding in _trials(trial):
             yield finding
@@ -172,7 +176,7 @@ async def _trials(trial: Trial) -> AsyncIterator[Finding]:
             yield await _same_tokenizer(trial)
         yield await _same_tokens(trial)
     if "caching" in trial.problems:
-        return  # said already; nothing would come and nothing be found
+        return  # reported already: without caching there are no events and no hits
     source = trial.replica.events
     if source is None:
         problem = trial.problems.get("events") or trial.problems["ranks"]
@@ -183,7 +187,7 @@ async def _trials(trial: Trial) -> AsyncIterator[Finding]:
         if source is not None:
             async for finding in _blocks_arrive(trial, source, text):
                 yield finding
-        if source is None or trial.told.size > size:  # it filled no block of those that events tell
+        if source is None or trial.told.size > size:  # too short for a block of the size that events show
             text = new_prompt(max(size, trial.told.size))
             await trial.ask(text)
         yield _cached_tokens(trial, *await trial.ask(text))
@@ -192,12 +196,12 @@ async def _trials(trial: Trial) -> AsyncIterator[Finding]:
 
 
 def new_prompt(block_size: int) -> str:
-    """Three full blocks and a bit that nobody has sent before: a word is at least a token."""
+    """Return a new random prompt of three full blocks and a bit, as each word has at least one token."""
     return secrets.token_hex(8) + " " + " ".join(secrets.choice(WORDS) for _ in range(3 * block_size + 8))
 
 
 async def _same_tokenizer(trial: Trial) -> Finding:
-    """The engine's ids of fixed texts against ours; from then on its way of reading the files is taken."""
+    """Compare the engine's ids of fixed texts with the gateway's, then adopt its way of reading the files."""
     subject, pipeline = f"tokenizer {trial.id}", trial.pipeline
     try:
         answers = await engine_answers(trial.session, trial.replica.url, trial.model, pipeline.fixed_texts())
@@ -215,8 +219,11 @@ async def _same_tokenizer(trial: Trial) -> Finding:
 
 
 async def _engine_tokens(trial: Trial, messages: list[dict[str, str]]) -> Any:
-    """What the engine makes of a conversation. Where it does not fill a template, /tokenize may show what the template
-    would be, so there an answer of one token tells its prompt's."""
+    """Return the engine's token ids of a conversation.
+
+    They come from /tokenize. Where a template is not used for chats, /tokenize may show what the template would give,
+    so there a one-token answer reports the ids of its prompt.
+    """
     asked: dict[str, Any] = {"model": trial.model, "messages": messages}
     if trial.pipeline.tokenizes_chats:
         return (await trial.post("/tokenize", asked)).get("tokens")
@@ -226,7 +233,7 @@ async def _engine_tokens(trial: Trial, messages: list[dict[str, str]]) -> Any:
 
 
 async def _day_printed(trial: Trial) -> date | None:
-    """The day that it prints in a chat, None if none is known. Raises NotAsked."""
+    """Return the day that the engine prints in a chat, or None if it is not known. Raises NotAsked."""
     if not trial.pipeline.prints_date:
         return None
     try:
@@ -237,7 +244,7 @@ async def _day_printed(trial: Trial) -> date | None:
 
 
 async def _differing_chats(trial: Trial, day: date | None) -> str:
-    """How the fixed chats differ, by which engines are compared when they are adopted. Raises NotAsked."""
+    """Return how the fixed chats, by which engines are compared when adopted, differ; "" if not. Raises NotAsked."""
     url, model = trial.replica.url, trial.model
     for made in filter(None, ([*made_here(trial.pipeline, day)], [*efforts_here(trial.pipeline, day)])):
         try:
@@ -250,7 +257,7 @@ async def _differing_chats(trial: Trial, day: date | None) -> str:
 
 
 async def _same_tokens(trial: Trial) -> Finding:
-    """The engine's own count of a conversation against ours."""
+    """Compare the engine's tokens of a conversation with the gateway's."""
     subject, messages = f"tokens {trial.id}", turns(2)
     try:
         day = await _day_printed(trial)
@@ -285,7 +292,7 @@ async def _same_tokens(trial: Trial) -> Finding:
 
 
 async def _blocks_arrive(trial: Trial, source: EventSource, text: str) -> AsyncIterator[Finding]:
-    """Send the prompt while listening; its blocks must come, and be the ones the gateway would look for."""
+    """Send the prompt while listening; its blocks must arrive, and be the ones the gateway would look for."""
     subject, cachemap = f"events {trial.id}", CacheMap(64 * 2**20)
     slot = cachemap.attach(trial.id, trial.replica.num_blocks, True)
     intake = EventIntake(
@@ -312,15 +319,15 @@ async def _blocks_arrive(trial: Trial, source: EventSource, text: str) -> AsyncI
             return
         hashes = trial.hashes(text)
 
-        # Of a prompt that ends with a block, groups with sliding windows may keep nothing for a hit of all of it.
+        # If a prompt ends with a block, cache groups with sliding windows may lack the last block of a full hit.
         def found() -> bool:
             return cachemap.match(hashes, 0.0).confirmed[slot] >= len(hashes) - bool(cachemap.groups(slot))
 
-        def told_otherwise() -> bool:  # not by what the engine's record tells of earlier prompts
+        def told_otherwise() -> bool:  # not by replayed events of earlier prompts
             return intake.batches > before and intake.stored_as.size not in (0, trial.block_size)
 
         await _until(lambda: found() or told_otherwise(), EVENT_SECONDS)
-        if intake.batches == before and trial.may_be_wider:  # the prompt may fill no block of several GPUs
+        if intake.batches == before and trial.may_be_wider:  # the prompt may be too short for a block of several GPUs
             await trial.ask(new_prompt(WIDER * trial.block_size))
             await _until(lambda: intake.batches > before, EVENT_SECONDS)
         if found():
@@ -353,8 +360,7 @@ async def _blocks_arrive(trial: Trial, source: EventSource, text: str) -> AsyncI
 
 
 def _silent(trial: Trial, source: EventSource) -> Finding:
-    # Nothing that the engine tells says on which node a rank is; that its publisher is not where the others are is what
-    # shows.
+    # The engine does not report on which node a rank is; it only shows that nothing publishes where the other ranks do.
     elsewhere = ("; ranks on another node than the server that answers for them are not supported, their caches can only be guessed: "
                  f"{trial.replica.dialect.remedies.nodes}" if trial.replica.rank else "")  # fmt: skip
     return Finding("fail", f"events {trial.id}", f"silent: the engine stored new blocks, but nothing came from {source.endpoint} within {EVENT_SECONDS:g} s",
@@ -385,7 +391,10 @@ def _cached_tokens(trial: Trial, path: str, reply: dict[str, Any]) -> Finding:
 
 
 async def _until(true: Callable[[], bool], seconds: float) -> bool:
-    """Whether it became true within so many seconds in which the event loop ran: held up, it reads no events."""
+    """Return whether `true()` became true within this many seconds in which the event loop ran.
+
+    While the loop is stalled, it reads no events.
+    """
 
     async def become() -> None:
         while not true():

@@ -1,7 +1,7 @@
-"""The gateway's state put into words for people and Prometheus, from what each room knows.
+"""The gateway's state for people and for Prometheus, collected from all parts of the gateway.
 
-`View.status()` is what the status page, `GET /status` and `/readyz` show; `View.reading()` is what
-a scrape adds to the counters. Both only read. Tokens and blocks are counts, times are seconds.
+`View.status()` is shown by the status page, `GET /status` and `/readyz`; `View.reading()` is what a scrape adds to the
+counters. Both only read. Tokens and blocks are counts, times are seconds.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _EVENT_COUNTS = {
     "event_gaps": "gaps",
     "event_batches_replayed": "replayed",
 }
-MOST_REFUSED = 10  # tenants that a status names
+MOST_REFUSED = 10  # tenants listed in a status
 _SCRAPED = {
     "replica_waiting_requests": "waiting",
     "replica_running_requests": "running",
@@ -51,9 +51,11 @@ _SCRAPED = {
 
 
 class View:
-    """`slots`: replica id -> its slot in the map; `intakes`: replica id -> its EventIntake, for those
-    with events. Both, like `replicas`, are the gateway's own dicts and may change under way. Set
-    `draining` when the gateway stops taking new work."""
+    """The state of one gateway. Set `draining` when the gateway stops taking new work.
+
+    `slots`: replica id -> its slot in the map. `intakes`: replica id -> its EventIntake, for those with events. Both,
+    like `replicas`, are the gateway's own dicts and may change at any time.
+    """
 
     def __init__(
         self,
@@ -73,7 +75,7 @@ class View:
         self.models: Models | None = None  # what is known of each model
         self.served_by: Callable[[str], frozenset[str]] = lambda id: (
             frozenset()
-        )  # names that it reported last, also while it is away
+        )  # names that it reported last, also while it is down
         self.expected_back: Callable[[], Mapping[str, float]] = dict  # name -> seconds since a pod of it went
         self.gone: Callable[[], Iterable[str]] = tuple  # names that no replica has served since a pod of them went
         self.slow: Callable[[str], dict[str, Any] | None] = lambda id: None  # of a replica: see `recent.pace`
@@ -81,7 +83,7 @@ class View:
         self.background: Any = None  # Background, whose failures are shown
         self.policies: Any = None  # FaultRecord of the operator's own policies
         self.keys: Keys | None = None  # with --api-keys
-        self.metering: Metering | None = None  # with these
+        self.metering: Metering | None = None  # with --api-keys
         self.certificate: Certificate | None = None  # with TLS
         self.control: OverloadControl | None = None  # where classes have limits
         self.waiting: Callable[[], Mapping[str, int]] = dict  # with a queue: how many wait there now, by class
@@ -89,7 +91,7 @@ class View:
         self.shared: Any = None  # SharedMap, where several gateways share one map
 
     def why_not_ready(self) -> str | None:
-        """None when requests can be served, else what is missing and what to do."""
+        """Return what is missing and what to do, or None if requests can be served."""
         if self.draining:
             return "the gateway is stopping and finishes what it has"
         if self.models is not None and (missing := self.models.waiting_for):
@@ -105,6 +107,7 @@ class View:
         )
 
     def status(self) -> dict[str, Any]:
+        """Return the state as JSON data, for `GET /status`."""
         metrics, why_not, stats = self.metrics, self.why_not_ready(), self.cachemap.stats()
         numbers = counted_of(metrics, self.replicas)
         replicas = [{**self._replica(one, stats["slots"]), **numbers[one.id]} for one in self.replicas.values()]
@@ -204,11 +207,11 @@ class View:
         return [f"some of its chats are matched as text: {why}"] if why else []
 
     def _intake(self, replica: Replica) -> Any:
-        """None where what was heard is of an engine that is gone."""
+        """Return the replica's intake of events, or None if they came from an engine that is gone."""
         return self.intakes.get(replica.id) if replica.state in ENGINE_THERE else None
 
     def reading(self) -> Reading:
-        """For `Metrics.read_from`."""
+        """Return the values for `Metrics.read_from`."""
         ids, stats = list(self.replicas), self.cachemap.stats()
         loads = {id: self._load(id) for id in ids}
         reading: dict[str, Any] = {
@@ -286,12 +289,12 @@ class View:
         return by_slot.get(self.slots.get(id, -1), 0)
 
     def _scraped(self, field: str) -> dict[str, float]:
-        """Engines that do not report a figure have no sample, rather than a made-up zero."""
+        """Return a scraped figure by replica. Engines that do not report it have no sample, rather than a zero."""
         found = {id: getattr(replica.scrape, field) for id, replica in self.replicas.items() if replica.scrape}
         return {id: number for id, number in found.items() if number is not None}
 
     def _load(self, id: str) -> Load:
-        """Of this gateway alone: who reads several gateways' figures adds them up."""
+        """Return the load of this gateway alone; readers of several gateways' figures add them up."""
         return Load(*self.ledger.own(id))
 
 
@@ -304,7 +307,7 @@ def _why_no_events(replica: Replica) -> str:
 
 
 def _spaces(spaces: Sequence[ModelSpace]) -> list[dict[str, Any]]:
-    """Each model's own, and its variants."""
+    """Return the models with their files, block sizes and numbers of variants."""
     return [
         {
             "models": sorted(space.names),
@@ -323,8 +326,10 @@ def _spaces(spaces: Sequence[ModelSpace]) -> list[dict[str, Any]]:
 def counted(
     metrics: Metrics, shadows: Sequence[str], replicas: Sequence[Mapping[str, Any]], waiting: Mapping[str, int]
 ) -> dict[str, Any]:
-    """The part of a status that is counted, in one process or in several together; `replicas` as the status has
-    them, `waiting` as `_admission`."""
+    """Return the counted part of a status, of one process or of several together.
+
+    `replicas`: the status's entries. `waiting`: see `_admission`.
+    """
     return {
         "totals": {
             "requests": metrics.requests.total(),
@@ -352,14 +357,13 @@ def counted(
 
 
 def _refused_tenants(metrics: Metrics) -> list[dict[str, Any]]:
-    """Return the tenants whose limits refused most requests since the start, the first first."""
+    """Return the tenants whose limits refused most requests since the start, most first."""
     refused = sorted(metrics.tenant_refusals.values.items(), key=lambda one: (-one[1], one[0]))[:MOST_REFUSED]
     return [{"tenant": tenant, "limit": WORDS[kind], "requests": number} for (tenant, kind), number in refused]
 
 
 def _legs(metrics: Metrics) -> dict[str, Any]:
-    """How many requests could have been computed on two replicas and were or stayed whole, and of both legs how they
-    ended."""
+    """Return how many requests could be split into two legs and were (`apart`) or not (`whole`), and how legs ended."""
     ended: dict[str, dict[str, float]] = {str(leg.value): {} for leg in Leg}
     for (leg, outcome), number in metrics.legs.values.items():
         ended[leg][outcome] = number
@@ -367,8 +371,10 @@ def _legs(metrics: Metrics) -> dict[str, Any]:
 
 
 def _admission(metrics: Metrics, waiting: Mapping[str, int]) -> list[dict[str, Any]]:
-    """By class: what was decided, why requests were refused, and what was predicted against what came of it.
-    `waiting`: how many wait now, of all those that were ever `queued`."""
+    """Return by class the decisions, the reasons of refusals, and predictions compared with results.
+
+    `waiting`: by class, the number of requests that wait now; `queued` counts all that ever did.
+    """
     found: dict[str, dict[str, Any]] = {}
     for (decision, name, reason), number in metrics.admission.values.items():
         one = found.setdefault(name, {"class": name, **dict.fromkeys(DECISIONS, 0), "refused_for": {}})
@@ -394,8 +400,10 @@ def _admission(metrics: Metrics, waiting: Mapping[str, int]) -> list[dict[str, A
 
 
 def counted_of(metrics: Metrics, replicas: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """The part of each replica's status that is counted. For all at once: each by itself would go through the series of
-    all of them."""
+    """Return the counted part of each replica's status.
+
+    For all at once, as each call goes through the series of all replicas.
+    """
     counters = {
         "requests": metrics.replica_requests,
         "prompt_tokens": metrics.prompt_tokens,
@@ -416,8 +424,7 @@ def counted_of(metrics: Metrics, replicas: Iterable[str]) -> dict[str, dict[str,
 
 
 def _seen(replica: Replica, intake: Any, block_size: int | None) -> list[str]:
-    """What traffic, events and the `block_size` that is set showed to be amiss, beside what the engine tells of
-    itself."""
+    """Return the problems that traffic, events and the given `block_size` show, besides those the engine reports."""
     found = [*(intake.problems if intake else ()), *replica.unlike]
     if problem := replica.unfit(block_size):
         found.append(str(problem))

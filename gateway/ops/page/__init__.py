@@ -1,4 +1,4 @@
-"""The live page: files as they are served, no build step, nothing from elsewhere."""
+"""The live page: static files without a build step, which load nothing from other servers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from aiohttp import web
 PAGE = "page"  # the folder of its files, in the paths of the admin side as well
 KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
 
-# Nothing but its own files is loaded and run, whatever may get into the page.
+# The browser loads and runs nothing but these files, whatever may get into the page.
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; style-src 'self'; script-src 'self'; connect-src 'self'; "
                                "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -20,7 +20,7 @@ HEADERS = {
 
 
 def page_file(name: str) -> web.Response:
-    """One of its files. Raises HTTPNotFound."""
+    """Return one of the page's files. Raises HTTPNotFound."""
     found = _files().get(name)
     if found is None:
         raise web.HTTPNotFound

@@ -1,7 +1,7 @@
 """A sample of decisions as they are made, with their reasons.
 
-A request costs nothing of it: `arm` has the sampler look on for one decision, and that one takes its place away again.
-So a few decisions a second are explained, however many are made, and those in between pass as if nobody looked.
+`arm` installs the sampler as the observer of decisions, and it removes itself after the next one. So a few decisions a
+second are explained, however many are made, and the others cost nothing more.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ log = logging.getLogger("hitherto.admin")
 
 SPAN = 900.0  # seconds that samples are kept
 MOST_DECISIONS = 120
-MOST_BLOCKS = 2048  # of a prompt, for the tree of prefixes
+MOST_BLOCKS = 2048  # blocks kept per prompt, for the tree of prefixes
 MOST_BYTES = 4 * 2**20  # of all samples
 LEAST_PAUSE, SHARE = 0.5, 0.005  # seconds between two samples, and the share of the event loop that they may take
-TEXT_CHARS, TEXT_BYTES = 2000, 256 * 2**10  # of a prompt, where texts may be kept; of bodies that are looked into
+TEXT_CHARS, TEXT_BYTES = 2000, 256 * 2**10  # kept of a prompt's text; the largest body that is parsed for it
 
 
 class Sample(NamedTuple):
-    """The prefix of one prompt. `at`: monotonic seconds; `hashes` of its first blocks, of `block_size` tokens each."""
+    """The prefix of one prompt: `hashes` of its first blocks, of `block_size` tokens each. `at`: monotonic seconds."""
 
     at: float
     space: int
@@ -48,12 +48,12 @@ class Sample(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Bytes, roughly."""
+        """The approximate size in bytes."""
         return 300 + 8 * len(self.hashes) + 4 * len(self.text) + 4 * len(self.model)
 
 
 class Sampler:
-    """`texts`: whether the beginning of prompts is kept."""
+    """The sampler of one gateway's decisions. `texts`: whether the beginning of prompts is kept."""
 
     def __init__(self, placing: Placing, texts: bool = False) -> None:
         self._placing, self._texts = placing, texts
@@ -63,7 +63,7 @@ class Sampler:
         self._next = 0.0
 
     def arm(self, now: float) -> None:
-        """See the next decision, if the last one is long enough ago."""
+        """Observe the next decision, if the last sample is long enough ago."""
         if now >= self._next:
             self._placing.onlooker = self
 
@@ -71,7 +71,7 @@ class Sampler:
         self._placing.onlooker = self._placing.shadows
 
     def see(self, asker: Asker, evaluation: Evaluation, ways: Callable[[], Sequence[Ways]]) -> Acted | None:
-        """As `placing.Onlooker`."""
+        """Sample this decision, as a `placing.Onlooker`."""
         self.disarm()
         begun, told = perf_counter(), None
         try:
@@ -87,7 +87,7 @@ class Sampler:
         prompt = asker.prompt or unread(asker.request.path if isinstance(asker, Exchange) else "", asker.model)
         demand, candidates = evaluation.demand, evaluation.candidates
         choice = placing.router.policy.choose(demand, candidates, explain=True)
-        # What was admitted among some of the candidates, or drawn, is as it was.
+        # The choice made stays, whether admission narrowed it or a draw decided.
         told = describe(
             placing.router.policy,
             prompt,
@@ -135,7 +135,7 @@ class Sampler:
             self._add(prompt, text)
 
     def recent(self, now: float) -> list[Sample]:
-        """The samples that are not too old, the oldest first. `now`: monotonic seconds."""
+        """Return the samples that are not too old, the oldest first. `now`: monotonic seconds."""
         self._drop(now)
         return [*self.samples]
 
@@ -153,7 +153,7 @@ class Sampler:
 
 
 def text_in(body: bytes) -> str:
-    """The first characters of a prompt's text, as far as its body shows them; of a large body, none."""
+    """Return the first characters of a prompt's text, as far as its body shows them; "" for a large body."""
     if not 0 < len(body) <= TEXT_BYTES:
         return ""
     try:
@@ -166,7 +166,7 @@ def text_in(body: bytes) -> str:
 
 
 def _collect(of: Any, parts: list[str]) -> None:
-    """The texts of a body, in its order: where APIs have them, and nowhere else."""
+    """Collect the texts of a body in order, only from the fields in which APIs have them."""
     if isinstance(of, str):
         parts.append(of)
     elif isinstance(of, list):

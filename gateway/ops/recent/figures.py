@@ -1,8 +1,8 @@
-"""What the counters gained in the last 15 minutes, for the gateway in slots of 5 s and for each replica in slots of 20.
+"""The growth of the counters in the last 15 minutes, in slots of 5 s for the gateway and of 20 s for each replica.
 
-Nothing is counted here: the counters that requests write anyway are looked at once a second, and what they gained since
-the look before is added to the slot of that moment. Slots begin at whole multiples of the wall clock, so that those of
-several workers can be added up. 102 kB, and 26 kB for each replica.
+Requests pay nothing for it: their counters are looked at once a second, and their growth since the last look is added
+to the current slot. Slots begin at whole multiples of the wall clock, so that those of several workers can be added up.
+They take 102 kB, and 26 kB for each replica.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from ..metrics import Metrics, quantile
 
 SLOT, SLOTS = 5, 180  # seconds, and how many: 15 minutes
 REPLICA_SLOT, REPLICA_SLOTS = 20, 45  # of each replica
-MINUTE = 60  # seconds: what is shown first
-PIECE = 64  # series
-POINT = 3  # slots that are one point of a curve
+MINUTE = 60  # seconds: the window shown first
+PIECE = 64  # series added between two yields
+POINT = 3  # slots per point of a curve
 ERRORS = ("5xx", "cut")
-# Reasons of refusals that the page has a line for, and the column of each. 401: the gateway knows no such key.
+# Reasons of refusals that the page has a line for, and the column of each. 401: a key unknown to the gateway.
 REJECTED = {"engines_full": "full", "engines_unauthorized": "unauthorized", "401": "keyless"}
 
 _BOUNDS = Metrics.ttft_seconds.bounds  # of all three histograms
-_BUCKETS = len(_BOUNDS) + 2  # above the last, and the sum
+_BUCKETS = len(_BOUNDS) + 2  # with the count above the last bound, and the sum
 TTFT, E2E = slice(0, _BUCKETS), slice(_BUCKETS, 2 * _BUCKETS)
-# Sums over a slot, then the greatest value within it.
+# Columns with sums over a slot, then columns with the greatest value within it.
 SUMS = (
     "requests",
     "errors",
@@ -41,7 +41,7 @@ SUMS = (
     "reported_cached",
     "refused",
     *REJECTED.values(),
-    "answered",  # complete answers of a replica, and what they took
+    "answered",  # complete answers of a replica, and their times
     "answer_seconds",
     "decode_seconds",
     "decode_tokens",
@@ -56,7 +56,7 @@ Row = Sequence[float]
 
 
 class Figures:
-    """`look` at it once a second with the wall clock's time."""
+    """The slots of one process. Call `look` once a second with the wall clock's time."""
 
     def __init__(self, metrics: Metrics, now: float) -> None:
         self._metrics = metrics
@@ -71,7 +71,7 @@ class Figures:
             pass
 
     def pieces(self, now: float, inflight: int, queued: int, waiting: int) -> Iterator[None]:
-        """The same, with others let in after every PIECE series: 1,024 replicas under load take 20 to 40 ms in all."""
+        """Do as `look`, but yield after every PIECE series, as 1,024 busy replicas take 20 to 40 ms in all."""
         self._turn(now)
         done = 0
         row = self._rows[self._slot % SLOTS]
@@ -93,7 +93,7 @@ class Figures:
             row[AT[name]] = max(row[AT[name]], value)
 
     def _turn(self, now: float) -> None:
-        """Empty the slots that begin."""
+        """Clear the slots that begin."""
         slot, replica_slot = int(now // SLOT), int(now // REPLICA_SLOT)
         for one in range(max(self._slot + 1, slot - SLOTS + 1), slot + 1):
             self._rows[one % SLOTS] = 0.0
@@ -113,7 +113,7 @@ class Figures:
         self._replicas.pop(replica, None)
 
     def kept(self) -> dict[str, Any]:
-        """For `told`, perhaps in another process: slots by number, sums by replica."""
+        """Return the data for `told`, perhaps in another process: slots by number, sums by replica."""
         first = self._slot - SLOTS + 1
         rows = {slot: self._rows[slot % SLOTS] for slot in range(first, self._slot + 1)}
         return {
@@ -131,7 +131,7 @@ class Figures:
         return {id: rows[places].sum(axis=0) for id, rows in self._replicas.items()}
 
     def written(self, seconds: int) -> dict[str, tuple[float, float]]:
-        """Return by replica the tokens that it wrote in the last seconds after first ones, and the time it took."""
+        """Return by replica the tokens after the first that it wrote in the last seconds, and the time it took."""
         rows = self._latest(seconds)
         return {id: (float(row[AT["decode_tokens"]]), float(row[AT["decode_seconds"]])) for id, row in rows.items()}
 
@@ -140,7 +140,7 @@ Columns = list[int | slice]
 
 
 def _by_status(labels: tuple[str, ...]) -> Columns:
-    """Of a request that ended with this status, the last of its labels."""
+    """Return the columns of a request that ended with this status, the last of its labels."""
     status = labels[-1]
     kinds = {"errors": status in ERRORS, "aborted": status == "aborted", "rejected": status == "4xx"}
     return [AT["requests"], *(AT[name] for name, is_so in kinds.items() if is_so)]
@@ -151,7 +151,7 @@ def _always(*columns: int | slice) -> Callable[[tuple[str, ...]], Columns]:
     return lambda labels: found
 
 
-# Metrics, and the columns that their gains are added to. Of a replica's, its id is the first label.
+# Metrics, and the columns that their gains are added to. The first label of a replica's metric is its id.
 _TOKENS: dict[str, Callable[[tuple[str, ...]], Columns]] = {
     "prompt_tokens": _always(AT["prompt"]),
     "predicted_cached_tokens": _always(AT["predicted"]),
@@ -170,7 +170,7 @@ _OF_REPLICA = {
     **_TOKENS,
     "replica_ttft_seconds": _always(
         TTFT
-    ),  # what came before it was asked, a queue or another one's refusal, is not its own
+    ),  # its own time only, without the gateway's queue and failed attempts elsewhere
     "replica_requests": lambda labels: [*_by_status(labels), *([AT["answered"]] if labels[-1] == "2xx" else [])],
     "replica_answer_seconds": _always(AT["answer_seconds"]),
     "replica_decode_seconds": _always(AT["decode_seconds"]),
@@ -178,11 +178,11 @@ _OF_REPLICA = {
 }
 
 
-# --- what is told of what was kept
+# --- from what is kept to what is shown
 
 
 def merged(several: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What several workers have kept, as one."""
+    """Merge the data that several workers kept."""
     return {
         "since": min(one["since"] for one in several),
         "slot": max(one["slot"] for one in several),
@@ -201,8 +201,10 @@ def _added(each: Iterable[Mapping[str, Row]]) -> dict[str, Row]:
 
 
 def told(kept: Mapping[str, Any], now: float) -> dict[str, Any]:
-    """Figures of the last minute and of the whole window, for the gateway and for each replica, and curves of the
-    window. None: nothing was observed."""
+    """Return figures of the last minute and of the whole window, for the gateway and each replica, and curves.
+
+    None stands for a figure of which nothing was observed.
+    """
     rows = np.zeros((SLOTS, WIDTH))
     for slot, row in kept["rows"].items():
         if 0 <= (place := int(slot) - kept["slot"] + SLOTS - 1) < SLOTS:

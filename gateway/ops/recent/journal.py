@@ -1,7 +1,7 @@
-"""What happened to the fleet and to the gateway: states, drains, replicas that come and go, events, repairs, failures.
+"""The journal of the fleet and the gateway: states, drains, replicas added and removed, events, repairs, failures.
 
-Changes of state are told; all else is found by looking, once a second, at what the rooms and the counters show, and
-comparing it with the look before. So nothing is told twice, and a request pays for none of it.
+Changes of state are reported to it; everything else is found by a look once a second at the state and the counters,
+compared with the look before. So nothing is recorded twice, and requests pay for none of it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from replicas.lifecycle import State
 
 MOST_ENTRIES, MOST_CHARS = 300, 400
-AGAIN_SECONDS = 60.0  # within which the same thing is counted rather than said again
+AGAIN_SECONDS = 60.0  # within which a repetition is counted, not recorded again
 
 GOOD, WARN, BAD, PLAIN = "good", "warn", "bad", "plain"
 LEVELS = {State.READY: GOOD, State.DEGRADED: WARN, State.LEAVING: WARN, State.DRAINING: WARN, State.FAILED: BAD}
@@ -23,7 +23,7 @@ FAILURES = (State.FAILED, State.DEGRADED)
 
 @dataclass(slots=True)
 class Entry:
-    """`at` and `since` are seconds of the wall clock: of the last time it happened, and the first."""
+    """An event. `at` and `since` are seconds of the wall clock: when it happened last, and first."""
 
     number: int
     at: float
@@ -37,8 +37,11 @@ class Entry:
 
 @dataclass(slots=True)
 class Failure:
-    """The last thing that went wrong with a replica. `why_down`: why the replica itself is down, which tells more than
-    the requests that fail for it and stands before them; "" where only a request failed."""
+    """The last thing that went wrong with a replica.
+
+    `why_down`: why the replica itself is down, which is shown before the requests that fail because of it; "" if only a
+    request failed.
+    """
 
     at: float
     why: str
@@ -46,13 +49,15 @@ class Failure:
 
 
 class Journal:
+    """The last MOST_ENTRIES events, and the last failure of each replica."""
+
     def __init__(self) -> None:
         self.entries: deque[Entry] = deque(maxlen=MOST_ENTRIES)
         self.failures: dict[str, Failure] = {}
         self._number = 0
 
     def note(self, now: float, kind: str, text: str, replica: str = "", level: str = PLAIN, times: int = 1) -> bool:
-        """Return whether this is news, and not one more of what was noted in the last AGAIN_SECONDS."""
+        """Record an event, and return whether it is news, not a repetition within AGAIN_SECONDS."""
         text = text if len(text) <= MOST_CHARS else text[: MOST_CHARS - 1] + "…"
         for known in reversed(self.entries):
             if now - known.at > AGAIN_SECONDS:
@@ -67,7 +72,8 @@ class Journal:
         return True
 
     def failed(self, now: float, replica: str, why: str, of_request: bool = False) -> None:
-        why = why.partition("; asked again")[0]  # which is over once the replica is back, and its row says till then
+        """Record a failure of a replica, or of a request there (`of_request`)."""
+        why = why.partition("; asked again")[0]  # true only until the replica is back
         known = self.failures.get(replica)
         if not of_request:
             self.failures[replica] = Failure(now, why[:MOST_CHARS], why[:MOST_CHARS])
@@ -80,19 +86,19 @@ class Journal:
         self.failures.pop(replica, None)
 
     def to_list(self, most: int) -> list[dict[str, Any]]:
-        """The newest first."""
+        """Return the last `most` entries, the newest first."""
         return [asdict(entry) for entry in [*self.entries][: -most - 1 : -1]]
 
 
 class Look:
-    """What is compared with the look before: numbers that grew, words that changed."""
+    """A comparison with the look before: of numbers that grow, and of words that change."""
 
     def __init__(self) -> None:
         self._numbers: dict[object, float] = {}
         self._words: dict[object, str] = {}
 
     def grown(self, numbers: Mapping[Any, float]) -> dict[Any, float]:
-        """By how much, of those that are known; of one that is new, all of it."""
+        """Return by how much numbers grew since the last look; a new one counts in full."""
         grown = {key: by for key, value in numbers.items() if (by := value - self._numbers.get(key, 0.0)) > 0}
         for key in [key for key in self._numbers if key not in numbers]:
             del self._numbers[key]
@@ -100,7 +106,7 @@ class Look:
         return grown
 
     def changed(self, words: Mapping[Any, str]) -> dict[Any, str | None]:
-        """What was there before, None for nothing, of those that are there now and were another."""
+        """Return the former words of the keys whose word changed, None for a new key."""
         changed = {key: self._words.get(key) for key, word in words.items() if self._words.get(key) != word}
         self._words = dict(words)
         return changed

@@ -1,7 +1,7 @@
-"""Which replicas write slower than the others of their model, by the answers that they delivered.
+"""The replicas that write slower than the others of their model, judged by the answers that they delivered.
 
 Routing learns of such a replica within a few answers and then avoids it, but tries it again every few seconds. So a
-small share of requests goes on taking many times as long, and no mean over the fleet shows it.
+small share of requests keeps taking many times as long, and no mean over the fleet shows it.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
-TIMES = 3.0  # as long per token as the others: slower than batches of unlike size make a replica
-LEAST_TOKENS = 64.0  # of a replica in a window: below, one odd answer would decide
+TIMES = 3.0  # as long per token as the others: more than different batch sizes explain
+LEAST_TOKENS = 64.0  # per replica and window: with fewer, one odd answer would decide
 
 
 class Written(NamedTuple):
-    """What a replica wrote within a window: tokens after the first ones of answers, and the seconds those took."""
+    """The tokens after the first ones that a replica wrote within a window, and the seconds they took."""
 
     tokens: float
     seconds: float
@@ -25,8 +25,10 @@ class Written(NamedTuple):
 
 
 class Slow(NamedTuple):
-    """A replica that is slow: how many times as long it takes per token, in how many seconds each, and since when, in
-    seconds of the wall clock."""
+    """A replica that is slow: how many times as long as the others it takes per token, and since when.
+
+    `each` and `others` are seconds per token; `since` is the wall clock's time.
+    """
 
     times: float
     each: float
@@ -35,7 +37,7 @@ class Slow(NamedTuple):
 
 
 class Pace:
-    """`look` at it with what each replica wrote; `slow` are those that are slow now."""
+    """The comparison of replicas: call `look` with what each one wrote; `slow` holds those that are slow now."""
 
     def __init__(self) -> None:
         self.slow: dict[str, Slow] = {}
@@ -43,8 +45,7 @@ class Pace:
     def look(
         self, now: float, groups: Collection[Collection[str]], windows: Collection[Mapping[str, tuple[float, float]]]
     ) -> list[str]:
-        """Compare the replicas of each group with each other, and return those that were slow and have shown that they
-        no longer are.
+        """Compare the replicas of each group with each other, and return those that were slow and no longer are.
 
         `windows`: by replica tokens and seconds, the shortest window first. Each replica is judged by the first one in
         which it wrote enough; one that wrote too little in all of them keeps its last verdict while it is in a group.
@@ -57,7 +58,7 @@ class Pace:
                 if id in self.slow and (id not in paces or len(paces) < 2):
                     found[id] = self.slow[id]
             ranked = sorted(paces, key=paces.__getitem__)
-            middle = (len(ranked) - 2) // 2  # of the others, the slower half left out where they are even
+            middle = (len(ranked) - 2) // 2  # the median of the others, the lower one of two
             for place, id in enumerate(ranked if len(ranked) > 1 else ()):
                 known, others = self.slow.get(id), paces[ranked[middle + (place <= middle)]]
                 if paces[id] >= TIMES * others:
@@ -70,7 +71,7 @@ class Pace:
 
 
 def _judged(id: str, windows: Collection[Mapping[str, tuple[float, float]]]) -> float | None:
-    """Return how many seconds a replica takes per token, or None where it wrote too little to tell."""
+    """Return how many seconds a replica takes per token, or None if it wrote too little to tell."""
     for window in windows:
         written = Written(*window.get(id, (0.0, 0.0)))
         if written.tokens >= LEAST_TOKENS and written.seconds > 0:
@@ -79,7 +80,7 @@ def _judged(id: str, windows: Collection[Mapping[str, tuple[float, float]]]) -> 
 
 
 def status(slow: Slow | None, now: float) -> dict[str, Any] | None:
-    """Return what a replica's status says of it, with a sentence that stands after the replica's name."""
+    """Return the entry of a replica's status on its slowness, with a sentence that follows the replica's name."""
     if slow is None:
         return None
     seconds = max(0.0, now - slow.since)

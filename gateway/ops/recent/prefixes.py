@@ -1,4 +1,4 @@
-"""The tree of the prefixes that most of the sampled prompts share, and who holds each of them now."""
+"""The tree of the prefixes that most of the sampled prompts share, with the replicas that hold each of them now."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Any, NamedTuple
 from .decisions import Sample
 
 MOST_NODES = 16
-LEAST_SAMPLES = 2  # that share a prefix which is shown
-MOST_HOLDERS = 64  # that are named
+LEAST_SAMPLES = 2  # samples that share a prefix, for it to be shown
+MOST_HOLDERS = 64  # replicas named per prefix
 TEXT_CHARS = 160
 
 Holders = Callable[[int, Sequence[int]], list[str]]
 
 
 class Group(NamedTuple):
-    """Samples that share all blocks up to `end`, and the node whose children they are."""
+    """A group of samples that share all blocks up to `end`; `path` leads to the node whose children they are."""
 
     samples: list[Sample]
     end: int
@@ -27,9 +27,11 @@ class Group(NamedTuple):
 
 
 def tree(samples: Iterable[Sample], holders: Holders) -> dict[str, Any]:
-    """The nodes, the most shared first, parents before their children. `holders`: who of a space holds these blocks.
-    Of a node `path` are the ids of the nodes above it, `tokens` counts from the prompt's start, `share` is of all
-    samples."""
+    """Return the nodes, the most shared first, parents before their children.
+
+    `holders` returns which replicas of a space hold these blocks. A node's `path` holds the ids of the nodes above it,
+    `tokens` counts from the prompt's start, and `share` is of all samples.
+    """
     samples = list(samples)
     nodes, order = [], count()
     heap: list[tuple[int, int, Group]] = []
@@ -84,8 +86,10 @@ def _apart(samples: Iterable[Sample], at: int) -> list[list[Sample]]:
 
 
 def _common(group: Sequence[Sample], start: int) -> int:
-    """How many blocks all have in common, of which `start` + 1 are known to be. A block's hash stands for all before
-    it, so that one comparison tells of a whole prefix."""
+    """Return how many blocks all samples share, which is at least `start` + 1.
+
+    A block's hash covers all blocks before it, so that one comparison decides on a whole prefix.
+    """
     first, end = group[0].hashes, min(len(one.hashes) for one in group)
     for one in group[1:]:
         low, high = start + 1, end

@@ -1,7 +1,7 @@
 """The last 15 minutes of one gateway: figures, sampled decisions, hot prefixes, a journal.
 
-`follow` looks once a second at what the rooms show. `kept` is what a process has, `told` what is shown of it: of one
-gateway, or of several workers together.
+`follow` looks once a second at the state of the gateway. `kept` returns what a process has recorded, and `told` what is
+shown of it, for one gateway or for several workers together.
 """
 
 from __future__ import annotations
@@ -34,19 +34,21 @@ if TYPE_CHECKING:
     from ..view import View
 
 ARM_SECONDS, LOOK_SECONDS = 0.5, 1.0
-TREE_SECONDS = 4.0  # between two trees
-WELL, BEGINNING = ("live", "ready", "joined"), ("connecting",)  # states of events, of the gateway, of Redis
+TREE_SECONDS = 4.0  # between two computations of the tree of prefixes
+WELL, BEGINNING = ("live", "ready", "joined"), ("connecting",)  # states of event streams, the gateway and Redis
 MOST_SHOWN = 60  # decisions, and entries of the journal
-SAME_SECONDS = 5.0  # within which workers see the same thing
+SAME_SECONDS = 5.0  # within which entries of several workers are one event
 WINDOW_SECONDS = 900.0
-MOST_TENANTS = 100  # that one look keeps as refused: a gateway may have 20,000
-PACE_SECONDS = (60, 300)  # in which replicas are compared: the second where too little was written in the first
+MOST_TENANTS = 100  # refused tenants recorded per look: a gateway may have 20,000 tenants
+PACE_SECONDS = (60, 300)  # windows for comparing replicas: the second if too little was written in the first
 log = logging.getLogger("hitherto.replicas")
 
 
 class Recent:
+    """The record of one process."""
+
     def __init__(self, view: View, placing: Placing, texts: bool = False) -> None:
-        """`texts`: whether the beginnings of prompts are kept and shown."""
+        """Create an empty record. `texts`: whether the beginnings of prompts are kept and shown."""
         self._view, self._placing, self.texts = view, placing, texts
         self.journal, self.sampler = Journal(), Sampler(placing, texts)
         self.figures = Figures(view.metrics, time())
@@ -59,7 +61,7 @@ class Recent:
         self._tree: tuple[float, dict[str, Any]] = (float("-inf"), {})
 
     async def follow(self) -> None:
-        """Until it is cancelled."""
+        """Look at the gateway once a second until cancelled."""
         due = 0.0
         while True:
             begun = monotonic()
@@ -75,7 +77,7 @@ class Recent:
             pass
 
     def _pieces(self, now: float) -> Iterator[None]:
-        """A look, during which others may be let in."""
+        """Take one look; at each yield the event loop may run other work."""
         view = self._view
         loads = [view.ledger.own(id)[0] for id in view.replicas]
         waiting = sum(one.scrape.waiting or 0 for one in view.replicas.values() if one.scrape)
@@ -90,7 +92,7 @@ class Recent:
     # --- what happened
 
     def replica_changed(self, replica: Replica, old: State, new: State) -> None:
-        """For `Fleet.on_change`."""
+        """Record a change of state, for `Fleet.on_change`."""
         now = time()
         self._meet(now, replica.id)
         self.journal.note(now, "state", f"{old} → {new}: {replica.reason}", replica.id, LEVELS.get(new, PLAIN))
@@ -98,7 +100,7 @@ class Recent:
             self.journal.failed(now, replica.id, replica.reason)
 
     def control_changed(self, event: Mapping[str, Any]) -> None:
-        """For `OverloadControl.on_change`."""
+        """Record a step of the overload control, for `OverloadControl.on_change`."""
         self.journal.note(event["at"], "control", event["text"], level=WARN if event["taken"] else GOOD)
 
     def _meet(self, now: float, replica: str) -> None:
@@ -171,13 +173,13 @@ class Recent:
             self.journal.note(now, kind, text, id, level)
 
     def _said(self) -> dict[tuple[str, str], tuple[str, str]]:
-        """By what it is about: a state, and what is said when that changes."""
+        """Return by subject a state, and the text to record when that state changes."""
         view = self._view
         said = {("events", id): (one.state, f"{one.state}: {one.reason}") for id, one in [*view.intakes.items()]}
         why_not = view.why_not_ready()
         if why_not is None:
             said["gateway", ""] = ("ready", "ready for requests")
-        else:  # without each replica's reason, of which the journal tells by itself
+        else:  # without each replica's reason, which has an entry of its own
             said["gateway", ""] = ("not ready", f"not ready: {why_not.partition(':')[0]}")
         ledger = view.shared_ledger
         if ledger is not None:
@@ -187,9 +189,10 @@ class Recent:
             )
         return said
 
-    # --- what is kept, and told
+    # --- what is kept and shown
 
     def kept(self) -> dict[str, Any]:
+        """Return the record as JSON data, for `told` or `merged`."""
         return {
             "figures": self.figures.kept(),
             "decisions": [*self.sampler.decisions][: -MOST_SHOWN - 1 : -1],
@@ -201,7 +204,7 @@ class Recent:
         }
 
     def _refused_tenants(self) -> list[dict[str, Any]]:
-        """Return the tenants that their limits refused most in the last 15 minutes, and when they did last."""
+        """Return the tenants that their limits refused most in the last 15 minutes, and the last time of each."""
         found: dict[tuple[str, str], dict[str, Any]] = {}
         for at, refused in self._refused:
             for key, by in refused.items():
@@ -222,19 +225,22 @@ class Recent:
 
 
 def holders(backends: Iterable[Any], space: int, held: Sequence[int], blocks: int) -> list[str]:
-    """Who of a space holds that many blocks. Two models with one tokenizer have the same hashes. Of a replica whose
-    engine is gone the map keeps what it had, in case it was out of reach alone, and nobody can have that now."""
+    """Return the ids of the replicas of a space that hold at least `blocks` blocks.
+
+    The space is compared because two models with one tokenizer have the same hashes. Replicas whose engine is gone are
+    left out: the map keeps their blocks in case the engine was only out of reach, but nobody can use them now.
+    """
     there = (one for one in backends if one.candidate.space == space and one.replica.state in ENGINE_THERE)
     return [one.id for one in there if held[one.slot] >= blocks]
 
 
 def told(kept: Mapping[str, Any], now: float) -> dict[str, Any]:
-    """What `GET /recent` answers. `now`: seconds of the wall clock."""
+    """Return the answer of `GET /recent`. `now`: seconds of the wall clock."""
     return {"now": now, **kept, "figures": figures.told(kept["figures"], now)}
 
 
 def merged(several: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What several workers have kept, as one; at least one."""
+    """Merge the records of several workers, at least one."""
     decisions = sorted((one for kept in several for one in kept["decisions"]), key=lambda one: -one["at"])
     failures: dict[str, Mapping[str, Any]] = {}
     for kept in several:
@@ -252,7 +258,10 @@ def merged(several: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _merged_journals(several: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
-    """What happened to a replica each worker has seen: it is told once, as often as the one that saw it most."""
+    """Merge the journals, in which each worker has an entry of the same event at a replica.
+
+    Such entries become one, counted as often as the worker that saw it most.
+    """
     found: dict[tuple[Any, ...], dict[str, Any]] = {}
     for entry in (entry for journal in several for entry in journal):
         key = entry["kind"], entry["replica"], entry["text"], entry["since"] // SAME_SECONDS
@@ -286,7 +295,7 @@ def _merged_trees(several: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         known["path"] += [id for id in node["path"] if id not in known["path"]]
         known["holders"] += [id for id in node["holders"] if id not in known["holders"]]
     for node in nodes.values():
-        for id in node["path"]:  # what begins with a node begins with those above it, whoever has seen them
+        for id in node["path"]:  # each sample of a node is also one of the nodes above it
             if id in nodes:
                 nodes[id]["samples"] = max(nodes[id]["samples"], node["samples"])
     kept = sorted(nodes.values(), key=lambda node: (-node["samples"], node["tokens"]))[:MOST_NODES]

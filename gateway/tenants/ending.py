@@ -1,4 +1,4 @@
-"""What a request has cost when it ends, whichever way."""
+"""The cost of a request, in tokens, once it has ended in any way."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from ..proxy.exchange import Attempt, Exchange
 
 
-BYTES_PER_TOKEN = 4  # of a body whose prompt is not read
-# What ends the paths of requests for which engines compute no prompt.
+BYTES_PER_TOKEN = 4  # estimate for bodies that are not parsed
+# Ends of the paths of requests for which engines compute no prompt.
 _RENDERS = ("/render", "/derender", "/count_tokens")
 
 
@@ -39,8 +39,11 @@ NOTHING = Cost(0, 0, 0)
 
 
 def cost(exchange: Exchange, usage: Usage | None) -> Cost:
-    """What an engine was made to do, however often it is asked. Of a stored response, which each request for it tells
-    once more, it is what none before this one has told."""
+    """Return the tokens that an engine processed for the request; computed once.
+
+    A stored response is reported again by each request for it: only the tokens that no earlier request counted are
+    returned.
+    """
     if exchange.cost is None:
         found, stored = _cost(exchange, usage), exchange.stored
         if stored is not None:
@@ -51,14 +54,17 @@ def cost(exchange: Exchange, usage: Usage | None) -> Cost:
 
 
 def _cost(exchange: Exchange, usage: Usage | None) -> Cost:
-    """As the engine told, else the prompt's own tokens and what is known of the answer. A request that was answered
-    with an error costs nothing, one whose client left or whose stream broke what it had by then."""
+    """Return the engine's own counts, or else the prompt's tokens and an estimate of the answer's.
+
+    A request that was answered with an error costs nothing. One whose client left or whose stream broke costs what was
+    computed by then.
+    """
     attempt, prompt = exchange.attempt, exchange.prompt
     if attempt is None or not attempt.sent_at or exchange.status:
         return NOTHING
     if attempt.status >= 400 or (attempt.fault and not attempt.computed):
         return NOTHING
-    if usage is None and attempt.streams:  # its client left, or it broke; some engines tell usage in each event
+    if usage is None and attempt.streams:  # its client left, or it broke; some engines report usage in each event
         usage = believed(read_usage(b"".join(attempt.tail)), *most_tokens(attempt.backend, prompt))
         usage = usage._replace(completion=max(usage.completion or 0, output_tokens(attempt, None)))
     told_input, told_output, cached = usage if usage is not None else (None, None, None)
@@ -76,8 +82,10 @@ def _cost(exchange: Exchange, usage: Usage | None) -> Cost:
 
 
 def _written_meanwhile(attempt: Attempt, prompt: Prompt) -> int:
-    """Estimate the tokens of a non-streamed answer whose client left before it came, from the elapsed time and the
-    engine's recent pace."""
+    """Estimate the tokens of a non-streamed answer whose client left before it came.
+
+    The estimate takes the elapsed time and the engine's recent pace.
+    """
     backend, placement, seconds = attempt.backend, attempt.placement, attempt.ended_at - attempt.sent_at
     if attempt.leg is Leg.PREFILL or backend.replica.state is not State.READY:
         return 0
@@ -88,16 +96,18 @@ def _written_meanwhile(attempt: Attempt, prompt: Prompt) -> int:
 
 
 def unread_tokens(request: Request) -> int:
-    """About how many tokens the prompt of a request has that is passed on without a look at it, and that is text."""
+    """Return the approximate number of prompt tokens of a JSON body that is passed on without being parsed."""
     if request.body[:1] != b"{" or request.path.endswith(_RENDERS):
         return 0
     return len(request.body) // BYTES_PER_TOKEN
 
 
 def _is_unserved(exchange: Exchange) -> bool:
-    """Whether the gateway had no place for a request: its own load refused it, or no replica was ready. What the
-    request itself may have brought about counts, else a tenant would have as many as it likes: limits of its own that
-    cannot be kept, and a model that no replica is known to serve."""
+    """Return whether the gateway had no place for a request: its own load refused it, or no replica was ready.
+
+    Refusals that the request itself may have caused (limits of its own that cannot be kept, a model that no replica is
+    known to serve) still count as requests; otherwise a tenant could send any number of them.
+    """
     if exchange.attempts:
         return False
     if exchange.status == 503:
@@ -106,10 +116,13 @@ def _is_unserved(exchange: Exchange) -> bool:
 
 
 class Settled:
-    """An `on_end`: takes what a tenant's request has claimed for what it has cost, and counts it."""
+    """An `on_end` handler that replaces what a tenant's request claimed by what it cost, and counts it."""
 
     def __init__(self, metering: Metering, metrics: Metrics, names: Container[str]):
-        """`names`: of the tenants there are. Others are not counted any more, so that labels stay bounded."""
+        """Create a handler.
+
+        `names`: the present tenants. Others are not counted any more, so that labels stay bounded.
+        """
         self._metering, self._metrics, self._names = metering, metrics, names
 
     def __call__(self, exchange: Exchange, outcome: str, usage: Usage | None) -> None:

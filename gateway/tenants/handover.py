@@ -1,7 +1,8 @@
-"""Tenants' requests that tell an engine to hand a prompt's cache over are refused: the engine would tell its address,
-read blocks of any tenant past their salts, and connect to whatever host the request names.
+"""The refusal of tenants' requests that tell an engine to hand over a prompt's cache.
 
-The two legs of a request, and pulls from a peer, are the gateway's own: they are written after this was looked at.
+With such fields an engine would report its address, read blocks of any tenant regardless of salts, and connect to
+whatever host the request names. The gateway's own prefill and decode requests, and pulls from a peer, get these fields
+after this check.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ _LOOKED_AT = frozenset((*FIELDS, *NESTED, _ID))
 _read = reader(sorted(_LOOKED_AT.union(*NESTED.values())))
 _HEADERS = frozenset(HEADERS)
 _IN_IDS = re.compile("|".join(IN_IDS).encode())
-# What a body that cannot be read here has, if another reader may find one of the fields in it: its name, or an ASCII
-# letter as an escape.
+# Matches an unreadable body in which another reader may find one of the fields: the field's name, or an escaped ASCII
+# letter.
 _HIDES_A_FIELD = re.compile("|".join((*FIELDS, r"\\u00[4-7]")).encode())
-# A search holds the interpreter until it returns, in whatever thread it runs, so it is given a piece at a time: 64 KiB
-# take up to 6 ms. Each piece has the beginning of the next one too: as much as a match takes in UTF-32.
+# A regular expression holds the GIL until it returns, so it searches a piece at a time: 64 KiB take up to 6 ms. Pieces
+# overlap by the length of the longest match in UTF-32.
 _PIECE = 64 * 1024
 _LONGEST_MATCH = 4 * max(map(len, FIELDS))
 # What may come before a JSON text's first character: white space, a byte order mark, and the zeros of UTF-16 and
@@ -41,7 +42,7 @@ _OTHER_CHARSET = re.compile(r"charset=(?!\"?(?:utf-?8|us-ascii)\"?\s*(?:;|\Z))",
 
 
 def refusal_of_head(request: Request, id: bytes) -> ApiError | None:
-    """Why a request is refused for its id, or for another header."""
+    """Return the error for a request whose id or another header steers a hand-over, or None."""
     if _IN_IDS.search(id) is not None:
         return _refusal("x-request-id", "the header ")
     if not request.has_any(_HEADERS):
@@ -51,7 +52,7 @@ def refusal_of_head(request: Request, id: bytes) -> ApiError | None:
 
 
 def refusal_of_object(request: Mapping[str, Any]) -> ApiError | None:
-    """Why a request is refused whose JSON object was read."""
+    """Return the error for a parsed JSON body with a field of a hand-over, or None."""
     return None if _LOOKED_AT.isdisjoint(request) else _refusal_of_object(request, NESTED)
 
 
@@ -67,9 +68,11 @@ def _refusal_of_object(given: Mapping[str, Any], nested: Mapping[str, Mapping], 
 
 
 def read_unprepared(content_type: str, body: bytes) -> tuple[str | None, ApiError | None]:
-    """The model that a body names which is passed on as it is, and why the request is refused; by one reading. What
-    that does not take for JSON is read as Python does. Of what cannot be read at all, or of a form that is not written
-    as clients write them, what is wrong is for the engine to say, unless it may hide a field."""
+    """Return the model named in a body that is passed on as it is, and the error that refuses it, or None.
+
+    One pass reads both; a body that the fast reader does not take for JSON is parsed as Python does. Bodies that cannot
+    be read at all, and unusual forms, are left to the engine to refuse, unless they may hide a field.
+    """
     found = _read(content_type, body)
     if not is_form(content_type):
         return found.model, _refusal_of(found, body, NESTED)
@@ -79,7 +82,7 @@ def read_unprepared(content_type: str, body: bytes) -> tuple[str | None, ApiErro
         error = _refusal_of_unread(body)
     else:
         error = _refusal_of(found, body, NESTED)
-    # An engine that does not look at the content type reads JSON here.
+    # An engine that ignores the content type may read this body as JSON.
     if error is None and _may_be_json(body):
         error = _refusal_of(_read("", body), body, NESTED)
     return found.model, error
@@ -113,8 +116,10 @@ def _refusal_of_id(id: Any) -> ApiError | None:
 
 
 def _decoded(member: bytes | msgspec.Raw) -> str | None:
-    """The string that a form's field or a member of a JSON object is; None for JSON of another type. What is
-    not ASCII becomes something else."""
+    """Return the string in a form's field or a JSON member; None for JSON of another type.
+
+    Characters outside ASCII are not preserved.
+    """
     text = bytes(member).decode("latin-1")
     if isinstance(member, bytes):
         return text
@@ -122,7 +127,7 @@ def _decoded(member: bytes | msgspec.Raw) -> str | None:
 
 
 def _may_be_json(body: bytes) -> bool:
-    """Whether a body's first character begins a JSON object or list, in any encoding that Python reads JSON in."""
+    """Return whether a body begins a JSON object or list, in any encoding in which Python reads JSON."""
     for at in range(0, len(body), _PIECE):
         if text := body[at : at + _PIECE].lstrip(_BEFORE_JSON):
             return text.startswith((b"{", b"["))

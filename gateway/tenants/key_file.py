@@ -1,4 +1,4 @@
-"""The file of API keys: what stands in it, and how a line of it is made.
+"""The file of API keys: its format, and the making of its lines.
 
 A YAML list with one mapping for each tenant, or the same mappings as JSON, one a line:
 
@@ -34,8 +34,8 @@ from ..validation import wanted
 from .limits import Limits
 from .tenant import Tenant
 
-PREFIX = "sk-hitherto-"  # of keys that are made here, so that scanners of source code recognise a leaked one
-KEY_BYTES, SALT_BYTES = 32, 24  # random ones in a key, and in a salt
+PREFIX = "sk-hitherto-"  # of new keys, so that scanners of source code recognise a leaked one
+KEY_BYTES, SALT_BYTES = 32, 24  # random bytes in a key, and in a salt
 MOST_BYTES = 16 * 2**20  # of a key file: 50,000 tenants
 REMEDY = "`hitherto key new NAME` makes a key and prints its line"
 NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
@@ -43,21 +43,21 @@ SALT = re.compile(r"[A-Za-z0-9_-]{16,128}")
 
 
 class KeyFileError(ValueError):
-    """A key file cannot be used. The text says where, why, and what would be right."""
+    """A fault for which a key file cannot be used. The text says where, why, and what would be right."""
 
 
 def new_key() -> str:
-    """A key that nobody can guess."""
+    """Return a new random API key."""
     return PREFIX + secrets.token_urlsafe(KEY_BYTES)
 
 
 def new_salt() -> str:
-    """A `cache_salt` that nobody can guess."""
+    """Return a new random `cache_salt`."""
     return secrets.token_urlsafe(SALT_BYTES)
 
 
 def digest(key: str) -> bytes:
-    """What is known of a key."""
+    """Return the SHA-256 hash of a key."""
     return hashlib.sha256(key.encode("latin-1", "replace")).digest()
 
 
@@ -68,7 +68,7 @@ def _as_list(value: Any) -> Any:
 def _check_hashes(values: tuple[str, ...]) -> tuple[str, ...]:
     for value in values:
         if not re.fullmatch(r"[0-9a-fA-F]{64}", value):
-            # A key that was written here by mistake is not repeated: this message goes to logs.
+            # The value is not repeated, as it may be a key written here by mistake, and this message goes to logs.
             raise ValueError(
                 f"a SHA-256 hash has 64 hexadecimal digits, and this has {len(value)} characters. {REMEDY}"
             )
@@ -104,7 +104,7 @@ Count = Annotated[int, Field(strict=True, ge=1, le=10**14)]
 
 
 class _Entry(BaseModel):
-    """One tenant as the file has it, without its limits."""
+    """The mapping of one tenant in the file, without its limits."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=False)
 
@@ -133,7 +133,7 @@ class _Entry(BaseModel):
         return plain
 
     def line(self) -> str:
-        """What `read` reads back."""
+        """Return the YAML line that `read` reads back."""
         return "- " + yaml.safe_dump(self.plain(), default_flow_style=True, sort_keys=False, width=10_000).strip()
 
 
@@ -143,8 +143,10 @@ FIELDS = [field.alias or name for name, field in Entry.model_fields.items()]
 
 
 def read(path: Path, classes: Collection[str] = ()) -> dict[bytes, Tenant]:
-    """The tenant of each key's hash. `classes`: those that there are; without any, which a tenant is of says nothing.
-    Raises KeyFileError."""
+    """Return the tenant of each key's hash. Raises KeyFileError.
+
+    `classes`: the configured classes; a tenant of another one is an error. If there are none, tenants may name any.
+    """
     try:
         with open(path, "rb", opener=regular) as file:
             data = file.read(MOST_BYTES + 1)
@@ -156,7 +158,7 @@ def read(path: Path, classes: Collection[str] = ()) -> dict[bytes, Tenant]:
     except UnicodeDecodeError:
         raise KeyFileError(f"{path} cannot be read: it is not UTF-8 text. {REMEDY}") from None
     found: dict[bytes, Tenant] = {}
-    lines: dict[str | bytes, int] = {}  # where each name and each hash stands
+    lines: dict[str | bytes, int] = {}  # the line of each name and each hash
     for line, given in _entries(path, text):
         entry = _entry(path, line, given)
         if classes and entry.qos_class not in (None, *classes):
@@ -178,13 +180,15 @@ def read(path: Path, classes: Collection[str] = ()) -> dict[bytes, Tenant]:
 
 
 class NameTaken(KeyFileError):
-    """The file has a tenant of this name."""
+    """A key file that has a tenant of this name already."""
 
 
 def add(path: Path, entry: Entry) -> None:
-    """Add a tenant to the file at `path`, which need not be there yet: whole, and by renaming, so that a gateway that
-    follows it never reads a part; links to it, its owner and its mode stay. Raises NameTaken, and KeyFileError, also
-    where the file would not be one any more."""
+    """Add a tenant to the file at `path`, which is created if it does not exist.
+
+    The file is replaced by renaming, so that a gateway that follows it never reads a part; links to it, its owner and
+    its mode stay. Raises NameTaken, and KeyFileError, also if the result would not be a valid key file.
+    """
     real = Path(os.path.realpath(path))
     try:
         with _locked(real.parent):
@@ -225,7 +229,7 @@ def _add(path: Path, real: Path, entry: Entry) -> None:
 
 
 def _give_to(file: int, owner: os.stat_result, path: Path) -> None:
-    """Whoever could read the old file can read the new one."""
+    """Give the new file the old one's owner and mode, so that the same users can read it."""
     now = os.fstat(file)
     if (now.st_uid, now.st_gid) != (owner.st_uid, owner.st_gid):
         try:
@@ -240,7 +244,10 @@ def _give_to(file: int, owner: os.stat_result, path: Path) -> None:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Whoever adds to a file in this folder meanwhile waits. It is not the file that is locked: that is replaced."""
+    """Lock the folder, so that others who add to a file in it wait.
+
+    The file itself is replaced, so a lock on it would not hold.
+    """
     held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(held, fcntl.LOCK_EX)
@@ -250,7 +257,7 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def _entries(path: Path, text: str) -> Iterator[tuple[int, Any]]:
-    """Each tenant's mapping with its line, from 1."""
+    """Yield the line, from 1, and the mapping of each tenant."""
     if text.lstrip().startswith("{"):
         for line, one in enumerate(text.splitlines(), 1):
             if one.strip():
@@ -288,7 +295,7 @@ def _entry(path: Path, line: int, given: Any) -> Entry:
 
 
 def what_is_wrong(name: str, item: Any) -> str:
-    """What is wrong with a field, without what it was set to where that may be a key."""
+    """Return the fault of a field, without the field's value if that may be a key."""
     if item["type"] == "extra_forbidden":
         if name in ("key", "api_key", "token", "secret"):
             return f"no key stands here, only its hash as sha256. {REMEDY}; whoever read this file knows this one"

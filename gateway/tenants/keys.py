@@ -1,4 +1,4 @@
-"""Whose key a request brings. The file is read again when it changes; a broken one changes nothing."""
+"""The check of API keys. The key file is read again when it changes; a broken one changes nothing."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from .tenant import Tenant
 log = logging.getLogger("hitherto")
 
 OPEN_PATHS = frozenset(("/health",))
-# What browsers ask before they send a key; engines compute nothing for it.
+# Browsers send a preflight request without a key; engines compute nothing for it.
 OPEN_METHODS = frozenset(("OPTIONS",))
 CLIENT_KEYS = frozenset((b"authorization", b"x-api-key"))  # the headers in which a client's key may be
-# Of a body; a smaller one is read before its request is refused. It counts within the budget of
-# all requests meanwhile, which strangers must not fill: 512 MiB are 131,072 connections of theirs.
+# A body of up to this size is read before its request is refused. Meanwhile it counts within the budget of all
+# requests, which strangers must not fill: 512 MiB are 131,072 connections of theirs.
 LARGE_BYTES = 4 * 1024
 CHALLENGE = ((b"www-authenticate", b"Bearer"),)
 
@@ -38,11 +38,11 @@ class Keys:
         self._path, self._classes = path, classes
         self._files = Followed([path])
         self._keys = _by_hash(read(path, classes))
-        self.names: dict[str, None] = {}  # of the tenants there are; the same object for good
+        self.names: dict[str, None] = {}  # of the present tenants; always the same object
         self._name_all()
         self._loaded = time.time()
-        self.problem = ""  # of the file as it is now
-        self.on_gone: list[Callable[[str], None]] = []  # called with the name of each tenant that is no more
+        self.problem = ""  # why the file as it is now cannot be used; "" if it can
+        self.on_gone: list[Callable[[str], None]] = []  # called with the name of each tenant that is gone
 
     def authenticate(self, request: Request) -> Tenant | ApiError | None:
         """Return the tenant that asks, the error that refuses the request, or None for a path open to everybody."""
@@ -54,8 +54,10 @@ class Keys:
         return ApiError(401, _refusal(key), code="invalid_api_key", headers=CHALLENGE)
 
     def head_fault(self, version: str, headers: Headers) -> tuple[int, str] | None:
-        """As `messages.head_fault`, and no large body is taken of those who bring no key: all clients together may make
-        the gateway hold a bounded number of bytes."""
+        """Return the fault of a head as `messages.head_fault` does, or 401 for a large body without a valid key.
+
+        So the bytes that unknown clients can make the gateway hold stay bounded.
+        """
         fault = head_fault(version, headers)
         if fault is not None or not any(_is_large(*header) for header in headers):
             return fault
@@ -68,8 +70,8 @@ class Keys:
             return None
         known = digest(key)
         found = self._keys.get(known)
-        # Nothing here takes a time that tells of the keys: what is looked up and compared are hashes, of which nobody
-        # can choose the first bytes, and the comparison takes the same time whatever differs.
+        # No timing reveals a key: only hashes, whose bytes nobody can choose, are looked up and compared, and the
+        # comparison takes the same time wherever they differ.
         return found[1] if found is not None and hmac.compare_digest(known, found[0]) else None
 
     def status(self) -> dict[str, Any]:
@@ -100,7 +102,7 @@ class Keys:
                 told(name)
 
     def _name_all(self) -> list[str]:
-        """Returns the names that are gone."""
+        """Update `names`, and return the names that are gone."""
         now = {tenant.name for _, tenant in self._keys.values()}
         gone = [name for name in self.names if name not in now]
         for name in gone:
@@ -114,7 +116,7 @@ def _by_hash(tenants: dict[bytes, Tenant]) -> dict[bytes, tuple[bytes, Tenant]]:
 
 
 def _key(authorization: str | bytes | None, api_key: str | bytes | None) -> str | None:
-    """The key in these headers, as clients of OpenAI or of Anthropic send it."""
+    """Return the key in these headers, as clients of OpenAI or of Anthropic send it."""
     given = api_key if authorization is None else authorization
     text = given.decode("latin-1") if isinstance(given, bytes) else given
     if authorization is None or text is None:
@@ -129,5 +131,5 @@ def _refusal(key: str | None) -> str:
 
 
 def _is_large(name: bytes, value: bytes) -> bool:
-    """Whether this header says that the body may be."""
+    """Return whether by this header the body may be large."""
     return name == b"transfer-encoding" or (name == b"content-length" and (len(value) > 9 or int(value) > LARGE_BYTES))

@@ -1,7 +1,7 @@
-"""What a tenant may have in a window of time, and what it has had. Pure: the time comes in as an argument.
+"""The limits of a tenant per window of time, and the counts against them. Pure: the time is an argument.
 
 A limit is a number for each window of the clock: a minute, a day or a month of UTC. One rule holds for all of them,
-here and in `shared.lua`: a request is refused where the count and its cost, but at least 1, are more than the limit.
+here and in `shared.lua`: a request is refused if the count plus its cost, at least 1, exceeds the limit.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import NamedTuple
 from ..errors import ApiError
 
 RUNNING, REQUESTS, INPUT, OUTPUT, DAY, MONTH = "running", "requests", "input", "output", "day", "month"
-# What each kind of count is of, in words; and its name in `x-ratelimit-*`, for those that are told.
+# Each kind of count in words, and its name in `x-ratelimit-*` for those that clients are sent.
 WORDS = {
     RUNNING: "concurrent requests",
     REQUESTS: "requests per minute",
@@ -25,12 +25,12 @@ WORDS = {
 }
 TOLD = {REQUESTS: b"requests", INPUT: b"input-tokens", OUTPUT: b"output-tokens"}
 BUDGETS = frozenset((DAY, MONTH))
-OF_PROMPTS = frozenset((INPUT, DAY, MONTH))  # what a prompt's tokens are counted in
+OF_PROMPTS = frozenset((INPUT, DAY, MONTH))  # kinds that count a prompt's tokens
 MINUTE_SECONDS, DAY_SECONDS = 60, 86_400
 
 
 class Limits(NamedTuple):
-    """Of one tenant; None: no limit. Named as in the key file."""
+    """The limits of one tenant, named as in the key file; None: no limit."""
 
     concurrent_requests: int | None = None
     requests_per_minute: int | None = None
@@ -49,7 +49,7 @@ KINDS = dict(zip(Limits._fields, WORDS))  # field -> kind
 
 
 class Cost(NamedTuple):
-    """What a request has cost, in tokens; `cached` of `input`."""
+    """The cost of a request in tokens; `cached` tokens are part of `input`."""
 
     input: int
     cached: int
@@ -57,7 +57,7 @@ class Cost(NamedTuple):
 
 
 class Claim(NamedTuple):
-    """What a request wants of one limit."""
+    """The claim of a request on one limit, in one window."""
 
     kind: str
     window: int
@@ -66,20 +66,20 @@ class Claim(NamedTuple):
 
 
 def window(kind: str, now: float) -> int:
-    """The number of the window that `now` lies in; `now` in seconds since 1970."""
+    """Return the number of the window that `now` lies in; `now` is in seconds since 1970."""
     return _windows(int(now // MINUTE_SECONDS))[kind]
 
 
 @lru_cache(4)
 def _windows(minute: int) -> dict[str, int]:
-    """All windows of a minute: each of them begins with one."""
+    """Return the windows of all kinds for a minute; each window begins with a minute."""
     at = datetime.fromtimestamp(minute * MINUTE_SECONDS, UTC)
     day, month = minute * MINUTE_SECONDS // DAY_SECONDS, 12 * at.year + at.month - 1
     return {RUNNING: 0, REQUESTS: minute, INPUT: minute, OUTPUT: minute, DAY: day, MONTH: month}
 
 
 def seconds_left(kind: str, now: float) -> float:
-    """Until its window ends; of what runs, a second."""
+    """Return the seconds until the window ends; 1 for concurrent requests, which have no window."""
     if kind == RUNNING:
         return 1.0
     number = window(kind, now) + 1
@@ -94,7 +94,7 @@ def _there_are(limits: Limits) -> tuple[tuple[str, int], ...]:
 
 
 def claims(limits: Limits, tokens: int, now: float, kinds: Collection[str] = tuple(WORDS)) -> list[Claim]:
-    """What a request with so many prompt tokens wants, of these kinds."""
+    """Return the claims of a request with this many prompt tokens, for these kinds of limits."""
     windows = _windows(int(now // MINUTE_SECONDS))
     return [
         Claim(
@@ -109,8 +109,11 @@ def claims(limits: Limits, tokens: int, now: float, kinds: Collection[str] = tup
 
 
 def refused(wanted: Sequence[Claim], count: Callable[[Claim], int], share: int = 1) -> Claim | None:
-    """The first claim that cannot be granted. `count`: of a claim's window so far. `share`: the part of each limit that
-    is to be had here is one of so many."""
+    """Return the first claim that cannot be granted, or None.
+
+    `count` returns the count of a claim's window so far. `share`: only one part in this many of each limit is available
+    here.
+    """
     for claim in wanted:
         if count(claim) + max(claim.cost, 1) > part(claim, share):
             return claim
@@ -118,12 +121,12 @@ def refused(wanted: Sequence[Claim], count: Callable[[Claim], int], share: int =
 
 
 def part(claim: Claim, share: int) -> int:
-    """Of its limit, where one of so many shares is to be had."""
+    """Return the available part of the claim's limit, at least 1, if it is split into this many shares."""
     return max(1, claim.limit // share)
 
 
 class Counts:
-    """By kind, of the newest window that was counted in."""
+    """The count of each kind, in the newest window that was counted in."""
 
     __slots__ = ("_by_kind",)
 
@@ -135,7 +138,7 @@ class Counts:
         return count if at >= window else 0
 
     def add(self, kind: str, window: int, by: int) -> None:
-        """What belongs to an older window is over."""
+        """Add to a window's count; an older window than the newest is over and is ignored."""
         at, count = self._by_kind.get(kind, (window, 0))
         if at <= window:
             self._by_kind[kind] = window, max(0, by + (count if at == window else 0))
@@ -145,8 +148,10 @@ class Counts:
             self._by_kind[kind] = window, count
 
     def set_back(self, now: float) -> None:
-        """What was counted later than `now`, at a wrong time, counts as of now: to forget it would leave a month's
-        limit without what it had had."""
+        """Move counts of windows later than `now`, counted while the clock was wrong, to the window of `now`.
+
+        Dropping them would give the tenant a month's limit a second time.
+        """
         for kind, (at, count) in self._by_kind.items():
             self._by_kind[kind] = min(at, window(kind, now)), count
 
@@ -155,16 +160,16 @@ class Counts:
 
 
 class Account:
-    """What one gateway knows of one tenant."""
+    """The counts of one tenant in one gateway."""
 
     __slots__ = ("name", "own", "seen", "running", "others_running")
 
     def __init__(self, name: str):
         self.name = name
         self.own = Counts()  # admitted here
-        self.seen = Counts()  # by all gateways, as last told, and here since
+        self.seen = Counts()  # by all gateways, as last reported, and here since
         self.running = 0  # here
-        self.others_running = 0  # elsewhere, as last told
+        self.others_running = 0  # in other gateways, as last reported
 
     def count_here(self, claim: Claim) -> int:
         return self.running if claim.kind == RUNNING else self.own.get(claim.kind, claim.window)
@@ -179,7 +184,7 @@ class Account:
         self.seen.add(kind, window, by)
 
     def take(self, wanted: Sequence[Claim]) -> None:
-        """A request is admitted by what is known here."""
+        """Count a request that was admitted by what this gateway knows."""
         self.running += 1
         for claim in wanted:
             if claim.kind != RUNNING:
@@ -197,7 +202,7 @@ def _template(limits: Limits) -> bytes:
 
 
 def header_lines(limits: Limits, account: Account, now: float) -> bytes:
-    """What clients are told of their limits, all of which are of a minute."""
+    """Return the `x-ratelimit-*` header lines for a client; all of these limits are per minute."""
     reset = MINUTE_SECONDS - int(now % MINUTE_SECONDS)
     values: list[int] = []
     for claim in claims(limits, 0, now, TOLD):
@@ -206,13 +211,13 @@ def header_lines(limits: Limits, account: Account, now: float) -> bytes:
 
 
 def headers(limits: Limits, account: Account, now: float) -> list[tuple[bytes, bytes]]:
-    """The same for an answer of the gateway's own."""
+    """Return the `x-ratelimit-*` headers for an answer of the gateway's own."""
     lines = header_lines(limits, account, now).splitlines()
     return [(name, value) for name, _, value in (line.partition(b": ") for line in lines)]
 
 
 def error(claim: Claim, limits: Limits, account: Account, now: float, share: int = 1) -> ApiError:
-    """What is answered to a request that a limit refuses. `share`: as in `refused`."""
+    """Return the error for a request that a limit refuses. `share`: see `refused`."""
     told = headers(limits, account, now)
     what = f"{WORDS[claim.kind]} of this API key"
     if claim.cost > claim.limit:

@@ -1,4 +1,4 @@
-"""Admits tenants' requests by their limits, and counts what those cost, whichever way they end."""
+"""The admission of tenants' requests by their limits, and the count of their costs, however they end."""
 
 from __future__ import annotations
 
@@ -17,20 +17,22 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("hitherto")
 
-# Counts that do not shrink within their window, but by requests that the gateway has no place for: once they are at
-# their limit, nobody has to be asked.
+# Counts that do not shrink within their window, except by requests that the gateway has no place for: once they are at
+# their limit, a request can be refused without asking Redis.
 ONLY_GROW = frozenset((REQUESTS, OUTPUT))
 
-FURTHEST_BACK = 6 * 3600.0  # seconds: an hour that repeats is nearer, also on a machine that keeps local time
-MOST_GONE = 1000  # accounts that are kept of tenants that were taken out
+FURTHEST_BACK = 6 * 3600.0  # seconds: more than the repeated hour of a machine that keeps local time
+MOST_GONE = 1000  # kept accounts of tenants that were removed
 
 Decided = Callable[[ApiError | None], None]
 
 
 class Charge:
-    """What one request has claimed. `granted`: None until it is decided. `unread`: prompt tokens that it costs where
-    nobody tells, since its prompt is not read: by its size. `unserved`: the gateway had no place for it, so that it
-    does not count as a request."""
+    """The claims of one request.
+
+    `granted`: None until decided. `unread`: estimated prompt tokens of a body that is not parsed, used if no engine
+    reports them. `unserved`: the gateway had no place for the request, so it does not count as one.
+    """
 
     __slots__ = ("account", "limits", "wanted", "unread", "granted", "ended", "unserved", "_clock")
 
@@ -41,11 +43,11 @@ class Charge:
         self.ended = self.unserved = False
 
     def header_lines(self) -> bytes:
-        """What its client is told."""
+        """Return the `x-ratelimit-*` header lines for the client."""
         return rules.header_lines(self.limits, self.account, self._clock())
 
     def headers(self) -> list[tuple[bytes, bytes]]:
-        """The same for an answer of the gateway's own."""
+        """Return the `x-ratelimit-*` headers for an answer of the gateway's own."""
         return rules.headers(self.limits, self.account, self._clock())
 
 
@@ -54,9 +56,12 @@ def forward_clock(
     running: Callable[[], float] = time.monotonic,
     set_back: Callable[[float], None] = lambda now: None,
 ) -> Callable[[], float]:
-    """Return a clock that never runs backwards: otherwise an hour that repeats would be counted into a window that is
-    already full. Only a step back of more than FURTHEST_BACK is followed, after `set_back` was called with the new
-    time: the time before it was wrong, and no window would end until it came again."""
+    """Return a clock, in seconds since 1970, that does not run backwards.
+
+    Otherwise an hour that repeats would be counted into a window that is already full. Only a step back of more than
+    FURTHEST_BACK is followed, after `set_back` was called with the new time: the time before it was wrong, and windows
+    would not end until it came again.
+    """
     ahead = float("-inf")
 
     def now() -> float:
@@ -74,7 +79,7 @@ def forward_clock(
 
 
 class Metering:
-    """Of all tenants, in this gateway."""
+    """The accounts of all tenants in this gateway."""
 
     def __init__(
         self,
@@ -83,12 +88,15 @@ class Metering:
         wall: Callable[[], float] = time.time,
         running: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`clock`: seconds since 1970; None: a `forward_clock` of `wall` and `running`. `refused` hears a tenant's name
-        and the kind of limit that it has reached."""
+        """Create the meter without accounts.
+
+        `clock`: seconds since 1970; None: a `forward_clock` of `wall` and `running`. `refused` is called with a
+        tenant's name and the kind of limit that it has reached.
+        """
         self._clock, self._refused = clock or forward_clock(wall, running, self._set_back), refused
         self.shared: SharedCounts | None = None  # with Redis
         self._accounts: dict[str, Account] = {}
-        self._gone: dict[str, Account] = {}  # of tenants that were taken out, the latest at the end
+        self._gone: dict[str, Account] = {}  # accounts of removed tenants, the latest at the end
 
     def status(self) -> dict[str, Any]:
         if self.shared is None:
@@ -96,11 +104,11 @@ class Metering:
         return {"joined": self.shared.joined, "reason": self.shared.reason, "gateways": self.shared.gateways}
 
     def running(self) -> dict[str, int]:
-        """How many requests of each tenant run in this gateway."""
+        """Return the number of each tenant's requests that run in this gateway."""
         return {name: account.running for name, account in self._accounts.items()}
 
     def forget(self, name: str) -> None:
-        """The tenant is no more. Should it come back, it has had what it had."""
+        """Remove a tenant that is gone. Its counts are kept in case it comes back."""
         account = self._accounts.pop(name, None)
         if account is not None:
             self._gone[name] = account
@@ -122,7 +130,10 @@ class Metering:
         return found
 
     def refusal(self, tenant: Tenant) -> ApiError | None:
-        """Why a request need not even be read: a limit is reached for as long as its window lasts."""
+        """Return the error for a request that need not even be read, or None.
+
+        Such a limit stays reached until its window ends.
+        """
         limits, now = tenant.limits, self._clock()
         if limits is None:
             return None
@@ -135,15 +146,17 @@ class Metering:
         return rules.error(over, limits, account, now)
 
     def charge(self, tenant: Tenant, tokens: int) -> Charge | None:
-        """What a request with so many prompt tokens is to claim; None: its tenant has no limits."""
+        """Return the claims of a request with this many prompt tokens; None if its tenant has no limits."""
         limits = tenant.limits
         if limits is None:
             return None
         return Charge(self.account(tenant.name), limits, rules.claims(limits, tokens, self._clock()), self._clock)
 
     def claim(self, charge: Charge, then: Decided) -> None:
-        """`then` is called with why the request is refused, or None, once that is decided; perhaps at once, and never
-        once the request has ended."""
+        """Have the claims decided, and call `then` with the error that refuses the request, or None.
+
+        That may be at once, and is left out if the request has ended.
+        """
 
         def decided(over: Claim | None, share: int = 1) -> None:
             charge.granted = over is None
@@ -169,11 +182,11 @@ class Metering:
             self.shared.claim(charge.account, charge.wanted, decide)
 
     def _share(self) -> int:
-        """While Redis is away each gateway has one of so many shares of each limit."""
+        """Return into how many shares, one per gateway, each limit is split now: 1 unless Redis is away."""
         return 1 if self.shared is None or self.shared.joined else self.shared.gateways
 
     def _decide(self, charge: Charge, share: int) -> Claim | None:
-        """By what is known here: the claim that is refused, or None, and the request is counted."""
+        """Return the claim that is refused by the counts known here, or None after counting the request."""
         account, shared = charge.account, self.shared
         if shared is None or not shared.joined:
             over = rules.refused(charge.wanted, account.count_here, share)
@@ -184,7 +197,7 @@ class Metering:
         return over
 
     def settle(self, charge: Charge, input: int, output: int, unserved: bool = False) -> None:
-        """A request has ended, and cost so many tokens in fact. `unserved`: as in `Charge`."""
+        """Replace the claims of a request that has ended by its cost in tokens. `unserved`: see `Charge`."""
         charge.ended, charge.unserved = True, unserved
         if not charge.granted:
             return  # or it is not decided yet, and this is called again

@@ -1,9 +1,9 @@
-"""What tenants have had of their limits in all gateways of a deployment, in Redis.
+"""The counts of tenants' limits over all gateways of a deployment, in Redis.
 
-A claim is one call of a script, which decides and counts in one step; the claims of one event-loop iteration go
-together. Nothing waits for Redis longer than 2 ms and three event-loop iterations: then the request is decided by what
-Redis last told. While Redis is away each gateway decides by its own counts and its share of each limit, and tells Redis
-afterwards what it has admitted. Redis that comes back empty is told all that the gateways there are have counted.
+A claim is one call of a script, which decides and counts in one step; the claims of one event-loop iteration are sent
+together. A request waits for Redis at most 2 ms and three event-loop iterations, and is then decided by the last known
+counts. While Redis is away, each gateway decides by its own counts and its share of each limit, and reports afterwards
+what it has admitted. If Redis comes back empty, all gateways report their counts again.
 """
 
 from __future__ import annotations
@@ -33,29 +33,29 @@ log = logging.getLogger("hitherto")
 
 _SCRIPT = Path(__file__).with_name("shared.lua").read_text()
 DEADLINE = 0.002  # seconds that a request may wait; Redis takes 0.2 ms on one machine
-TURNS = 3  # of the event loop after that: it may have been busy with something else while the reply came
-BEAT, LEASE = 1.0, 3.0  # seconds between two signs of life, and after which a gateway runs nothing any more
+TURNS = 3  # event-loop iterations after the deadline: the loop may have been busy while the reply came
+BEAT, LEASE = 1.0, 3.0  # seconds between two heartbeats, and until a silent gateway counts as gone
 PATIENCE = 1.0  # seconds to wait for Redis before it counts as away
-LOG_SECONDS = 10.0  # between two lines that say the same
+LOG_SECONDS = 10.0  # between two identical log lines
 MOST_TOGETHER = 64  # claims in one batch
-MOST_TOLD = 256  # tenants of which is told in one: after an outage there may be thousands
+MOST_TOLD = 256  # tenants reported in one batch: after an outage there may be thousands
 WORK = "tenants' limits"  # kind of background work
 
 Told = TypeVar("Told")
 
 
 def _taken(pending: dict[str, Told]) -> dict[str, Told]:
-    """What the next batch tells of this."""
+    """Remove the entries for the next batch from `pending`, and return them."""
     return {name: pending.pop(name) for name in list(islice(pending, MOST_TOLD))}
 
 
-# Told whether Redis has decided, as `pending.over` says then. If it has not, in time or at all, who is told decides
-# and says in `pending.granted` how.
+# Called with whether Redis has decided; `pending.over` then holds its decision. Otherwise the callee decides and sets
+# `pending.granted`.
 Decide = Callable[["Pending", bool], None]
 
 
 class Pending:
-    """A claim on its way. `over`: the part of it that Redis refused, if it did; `granted`: how it was decided."""
+    """A claim sent to Redis. `over`: the claim that Redis refused, or None; `granted`: the decision."""
 
     __slots__ = ("account", "wanted", "decide", "over", "granted", "answered")
 
@@ -66,7 +66,7 @@ class Pending:
 
 
 class SharedCounts:
-    """This gateway's part in it, from `start` to `stop`."""
+    """The part of one gateway in the shared counts, from `start` to `stop`."""
 
     def __init__(
         self,
@@ -77,27 +77,34 @@ class SharedCounts:
         deadline: float = DEADLINE,
         observe: Callable[[str], None] = lambda outcome: None,
     ):
-        """`accounts`: all that this gateway has. `observe` hears how each claim was decided: shared, late or away."""
+        """Create an unconnected instance.
+
+        `accounts` returns all accounts of this gateway. `deadline`: seconds that a claim may wait. `observe` is called
+        with how each claim was decided: shared, late or away.
+        """
         self._observe = observe
         self._accounts, self._background, self._deadline, self._ways = accounts, background, deadline, ways
         self._key = f"hitherto:{SCHEMA}:{deployment}:{{limits}}:"
         self._line, self._script = Line(ways, self._key), Script(_SCRIPT)
         self._token, self._epoch = os.urandom(8).hex(), b""
         self._queue: list[Pending] = []
-        self._changed: dict[str, Account] = {}  # of which others have to know what runs here
-        self._unsent: dict[str, dict[tuple[str, int], int]] = {}  # by tenant: what was counted here and not there
+        self._changed: dict[str, Account] = {}  # accounts whose running requests here are to be reported
+        self._unsent: dict[str, dict[tuple[str, int], int]] = {}  # by tenant: counts that Redis does not have yet
         self._pump: asyncio.Task[None] | None = None
         self._beating: asyncio.Task[None] | None = None
         self._logged_at = self._joined_at = float("-inf")
         self._stopped = False
         self.joined, self.reason = False, "not connected yet"
-        self.gateways = 1  # there are
+        self.gateways = 1  # of the deployment
 
     def start(self) -> None:
         self._beating = self._background.spawn(WORK, self._keep)
 
     async def stop(self) -> None:
-        """What runs here is taken out of the sums by the end of its lease; what was counted and not told is told."""
+        """Report the counts that are still unsent, and disconnect.
+
+        Running requests here drop out of the sums when the gateway's lease ends.
+        """
         with contextlib.suppress(*FAILURES):
             async with asyncio.timeout(PATIENCE):
                 self._start_pump()
@@ -109,10 +116,10 @@ class SharedCounts:
         with contextlib.suppress(*FAILURES):
             await self._ways.aclose()
 
-    # --- what a gateway asks and tells
+    # --- claims and reports
 
     def claim(self, account: Account, wanted: Sequence[Claim], decide: Decide) -> None:
-        """`decide` is called once, perhaps before this returns."""
+        """Have a claim decided; `decide` is called once, perhaps before this returns."""
         pending = Pending(account, wanted, decide)
         if not self.joined:
             self._decide_unsent(pending)
@@ -122,15 +129,15 @@ class SharedCounts:
         self._start_pump()
 
     def ran(self, account: Account) -> None:
-        """Another number of its requests runs here."""
+        """Report a change in the number of the tenant's requests that run here."""
         self._changed[account.name] = account
         self._start_pump()
 
     def charge(self, name: str, kind: str, window: int, by: int) -> None:
-        """It was counted here."""
+        """Report tokens or requests that were counted here."""
         unsent = self._unsent.setdefault(name, {})
         unsent[kind, window] = unsent.get((kind, window), 0) + by
-        if len(unsent) > 64:  # of windows that are long over, while Redis was away
+        if len(unsent) > 64:  # while Redis was away: drop windows that are over
             newest = dict(sorted(unsent))
             self._unsent[name] = {key: by for key, by in unsent.items() if newest[key[0]] == key[1]}
         self._start_pump()
@@ -154,7 +161,7 @@ class SharedCounts:
             self._background.failed(WORK, error)
 
     def _decide_unsent(self, pending: Pending) -> None:
-        """Redis does not know of it."""
+        """Decide a claim here that Redis has not counted, and report it if it is granted."""
         if not pending.answered:
             self._answer(pending, False)
         if pending.granted:
@@ -168,11 +175,11 @@ class SharedCounts:
                 self.charge(pending.account.name, claim.kind, claim.window, sign * claim.cost)
 
     def _replied(self, pending: Pending, reply: Sequence[int]) -> None:
-        """Redis has decided; perhaps after the request went on without it."""
+        """Apply the decision of Redis, which may come after the request went on without it."""
         account, counts = pending.account, [claim for claim in pending.wanted if claim.kind != RUNNING]
         denied, account.others_running = reply[0], reply[1]
         for claim, count in zip(counts, reply[2:], strict=True):
-            # Redis may have counted in another window, as its clock does not agree with this one
+            # Redis may have counted in another window, if its clock differs from this one
             account.seen.put(claim.kind, claim.window, count)
         if not pending.answered:
             pending.granted = denied == 0
@@ -187,7 +194,7 @@ class SharedCounts:
         elif pending.granted != (denied == 0):
             self._correct(pending, 1 if pending.granted else -1)
 
-    # --- what goes there
+    # --- sending
 
     def _start_pump(self) -> None:
         if self.joined and (self._pump is None or self._pump.done()):
@@ -206,25 +213,25 @@ class SharedCounts:
                 finally:
                     sent = self._line.sent
             except FAILURES as error:
-                sent = sent and not isinstance(error, NoScriptError)  # the first one says so, and nothing was done
+                sent = sent and not isinstance(error, NoScriptError)  # the first call failed so, and nothing was done
                 self._lost(describe(error))
             except Exception as error:
                 self._background.failed(WORK, error)
                 self._lost(f"{type(error).__name__}: {error}")
             finally:
-                if not sent and epoch == self._epoch:  # else it is in what the new one is told
+                if not sent and epoch == self._epoch:  # in a new epoch all counts are reported anyway
                     self._put_back(changed, unsent)
                 for pending, reply in zip(batch, replies):
                     self._replied(pending, reply)
                 for pending in batch[len(replies) :]:
-                    # What was sent may have been counted, so it is not told again.
+                    # A claim that was sent may have been counted, so it is not reported again.
                     if not sent:
                         self._decide_unsent(pending)
                     elif not pending.answered:
                         self._answer(pending, False)
 
     def _put_back(self, changed: dict[str, Account], unsent: dict[str, dict[tuple[str, int], int]]) -> None:
-        """It did not arrive."""
+        """Queue again the reports that did not arrive."""
         self._changed = {**changed, **self._changed}
         for name, counts in unsent.items():
             for (kind, window), by in counts.items():
@@ -259,7 +266,7 @@ class SharedCounts:
             commands.append((*begin, "claim", *known, name, most, running, *numbers))
         return commands
 
-    # --- being there
+    # --- heartbeat
 
     async def _keep(self) -> None:
         while not self._stopped:
@@ -274,11 +281,11 @@ class SharedCounts:
     async def _beat(self) -> None:
         arguments = ["beat", self._token, int(1000 * LEASE), os.urandom(8).hex()]
         told = await self._script(await self._ways.to(self._key), [self._key], arguments)
-        count, epoch = max(1, int(told[0])), bytes(told[1])  # whatever it is, all gateways are told the same
+        count, epoch = max(1, int(told[0])), bytes(told[1])  # the epoch of Redis' data, the same for all gateways
         if count > self.gateways or (self.joined and monotonic() - self._joined_at > LEASE):
-            self.gateways = count  # until then others may have been kept away as this one was
+            self.gateways = count  # after an outage other gateways need a lease's time to join
         if epoch != self._epoch:
-            if self._epoch:  # Redis has lost what it had: begin with what is known here
+            if self._epoch:  # Redis has lost its data: report all counts of this gateway
                 self._unsent = {
                     account.name: {(kind, window): count for kind, window, count in account.own.items() if count}
                     for account in self._accounts()

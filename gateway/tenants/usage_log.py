@@ -1,9 +1,9 @@
-"""One line of JSON for each request, in a file: what it cost, and whose it was.
+"""The usage log: one line of JSON for each request, with its cost and its tenant.
 
-Lines are made where a request ends (3 us) and written by a thread, so that a slow disk holds up nobody. The file is
-opened again when it was renamed or removed, as logrotate does, and each batch of lines is one write at the file's end,
-so that several workers may write to one file. Only up to PIPE_BUF bytes of one write stay together in a pipe with
-several writers, so each write to a pipe is of whole lines that are no longer than that together.
+Lines are made where a request ends (3 us) and written by a thread, so that a slow disk delays nothing. The file is
+opened again when it was renamed or removed, as logrotate does. Each batch of lines is one write at the file's end, so
+that several workers may write to one file. A pipe with several writers keeps only up to PIPE_BUF bytes of a write
+together, so each write to a pipe holds whole lines within that length.
 """
 
 from __future__ import annotations
@@ -33,24 +33,27 @@ if TYPE_CHECKING:
 log = logging.getLogger("hitherto")
 
 MOST_PENDING = 64 * 2**20  # bytes that wait for a slow disk: some 250,000 lines
-LOG_SECONDS = 10.0  # between two lines of the gateway's own log that say what was lost
-LONGEST_NAME = 200  # characters of a model's name and of a request's id, which are the client's
+LOG_SECONDS = 10.0  # between two lines of the gateway's own log about lost lines
+LONGEST_NAME = 200  # characters of a model's name, a path and a request's id, which come from clients
 
 
 class UsageLog:
-    """An `on_end`. While the file cannot be written, lines are lost and no request."""
+    """An `on_end` handler that logs. While the file cannot be written, lines are lost, but no requests."""
 
     def __init__(self, path: Path, dropped: Callable[[int], None] = lambda lines: None):
-        """`dropped(lines)` hears of lines that could not be written. It is called in the event loop's thread."""
+        """Open the file, and start the writing thread.
+
+        `dropped` is called in the event loop's thread with the number of lines that could not be written.
+        """
         self._path, self._dropped = path, dropped
         self._file: int | None = None
-        with suppress(OSError):  # which is said of the first line that is lost of it
+        with suppress(OSError):  # reported with the first line that is lost
             self._file = _open(path)
         self._lines: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._put = self._written = 0  # bytes; each has one writer
         self._lost = 0  # lines that the disk did not take
         self._told = 0
-        self._torn = False  # the file ends within a line that could not be taken back
+        self._torn = False  # the file ends within a line that could not be cut off
         self._logged_at, self._logged = float("-inf"), 0
         self._thread = threading.Thread(target=self._write, name="usage log", daemon=True)
         self._thread.start()
@@ -65,14 +68,16 @@ class UsageLog:
         self._lines.put(line)
 
     def tell_lost(self) -> None:
-        """Pass on how many lines the thread has lost since the last call: before what was dropped is read, and at the
-        end, since another request may never come. Called in the event loop's thread."""
+        """Report the lines that the thread has lost since the last call, in the event loop's thread.
+
+        To be called before the counter of dropped lines is read, and at the end, since no other request may come.
+        """
         if (lost := self._lost) != self._told:
             self._dropped(lost - self._told)
             self._told = lost
 
     def close(self) -> None:
-        """Write what is pending, but do not wait for ever for a disk."""
+        """Write what is pending, but wait at most 5 s for the disk."""
         self._lines.put(None)
         self._thread.join(timeout=5)
 
@@ -90,7 +95,7 @@ class UsageLog:
             written = 0
             try:
                 file = self._follow()
-                if self._torn:  # not even this line, were it to go on where another was broken off
+                if self._torn:  # end the broken line first, or the next one would be unreadable too
                     os.write(file, b"\n")
                     self._torn = False
                 is_pipe = stat.S_ISFIFO(os.fstat(file).st_mode)
@@ -105,9 +110,11 @@ class UsageLog:
             os.close(self._file)
 
     def _take_back(self, count: int) -> bool:
-        """Cut off the last `count` bytes that were written, and return whether that could be done: not where another
-        worker has written after them, nor in a pipe or a file that may only be appended to. What another worker gets
-        onto the full disk between the look and the cut is lost with them, and not counted."""
+        """Cut off the last `count` bytes that were written, and return whether that was possible.
+
+        It is not if another worker has written after them, nor in a pipe or an append-only file. Bytes that another
+        worker writes between the check and the cut are lost as well, and not counted.
+        """
         assert self._file is not None
         try:
             found = os.fstat(self._file)
@@ -119,7 +126,7 @@ class UsageLog:
         return True
 
     def _lose(self, lines: int, error: OSError) -> None:
-        """A full disk stays full for long: its log is not filled with a line for each request as well."""
+        """Count lost lines, and log them at most every LOG_SECONDS, as a full disk stays full for long."""
         self._lost += lines
         if monotonic() - self._logged_at > LOG_SECONDS:
             lines, self._logged = self._lost - self._logged, self._lost
@@ -127,7 +134,7 @@ class UsageLog:
             log.error("usage log: %d lines were not written to %s: %s", lines, self._path, error.strerror)
 
     def _follow(self) -> int:
-        """The file that is there now: another one, where another has that name or none did."""
+        """Return the file at the path, opened again if it was renamed, replaced or missing."""
         if self._file is not None and _is_at(self._path, self._file):
             return self._file
         opened = _open(self._path)
@@ -140,7 +147,7 @@ class UsageLog:
 def _is_at(path: Path, file: int) -> bool:
     try:
         now, then = os.stat(path), os.fstat(file)
-    except OSError:  # there is none now, or the one that is open is gone from its server
+    except OSError:  # the file was removed, or its file server lost the open one
         return False
     return (now.st_ino, now.st_dev) == (then.st_ino, then.st_dev)
 
@@ -150,9 +157,11 @@ def _open(path: Path) -> int:
 
 
 def _end_of_piece(data: bytes, begin: int) -> int:
-    """Where a write to a pipe that begins at `begin` ends: after the last line that ends within PIPE_BUF bytes. On
-    Linux these are 4,096, and no line is longer, by `LONGEST_NAME`. Elsewhere a longer line is a write of its own,
-    which other writers may break up."""
+    """Return the end of a write to a pipe from `begin`: after the last line that ends within PIPE_BUF bytes.
+
+    On Linux these are 4,096, and by `LONGEST_NAME` no line is longer. Elsewhere a longer line is a write of its own,
+    which other writers may break up.
+    """
     return data.rfind(b"\n", begin, begin + select.PIPE_BUF) + 1 or data.index(b"\n", begin) + 1
 
 

@@ -1,4 +1,4 @@
-"""`hitherto key new NAME`: a new API key, and the line that the key file needs."""
+"""The command `hitherto key new NAME`: a new API key, and the line that the key file needs."""
 
 from __future__ import annotations
 
@@ -42,6 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    """Print a new key, and its line or add it to the file; return 0. Raises ConfigError."""
     key = new_key()
     fields = {"name": args.name, "sha256": digest(key).hex()}
     for name, value in vars(args).items():

@@ -1,2 +1,4 @@
-"""Workers: several gateways on one machine that share a port and a Redis, as gateways on several machines share a
-Redis."""
+"""Workers: several gateways on one machine that share a port and a Redis.
+
+They share the Redis as gateways on several machines do.
+"""

@@ -1,4 +1,4 @@
-"""One admin side for all workers. Each has one of its own, on a unix socket; this one asks them.
+"""The admin side for all workers, which queries the workers' own ones on their unix sockets.
 
     /metrics                    all workers' series, each with the label `worker`
     /status, /replicas, /readyz all workers' in one: counts added up, the least ready view of each replica, ready when
@@ -38,15 +38,17 @@ from .combine import pages, statuses
 from .process import GONE, OWN_HEADERS, Answer, Places, WorkerProcess, decision_prefix
 
 ANSWER_SECONDS = 30.0
-LONG_SECONDS = 660.0  # an engine may take its time: the worker knows until when
-# Until a change is made. It may have to wait for a drain; a worker that is stuck is killed by the supervisor long
-# before.
+LONG_SECONDS = 660.0  # for answers of engines, whose own timeout in the worker is shorter
+# For a change, which may have to wait for a drain. The supervisor kills a stuck worker long before.
 CHANGE_SECONDS = 86_400.0
 
 
 class WorkersAdmin(Side):
-    """The admin side of the workers that have `places`. `launched` has the engines that the supervisor started, `kept`
-    is the file of replicas that operators added, `background` the supervisor's own work."""
+    """The admin side of the workers in `places`.
+
+    `launched`: the engines that the supervisor started. `kept`: the file of replicas that operators added.
+    `background`: the supervisor's own background work.
+    """
 
     def __init__(
         self,
@@ -62,10 +64,10 @@ class WorkersAdmin(Side):
         self._kept, self._background, self._shadows = kept, background, shadows
         self._turns, self._begun = count(), monotonic()
         self._keeping = asyncio.Lock()  # one change of the file of replicas at a time
-        # By engine: all workers hear of its changes in one order. An entry lasts as long as a change holds its lock or
-        # waits for it.
+        # By engine: a lock, so that all workers get its changes in one order. An entry lasts as long as a change holds
+        # the lock or waits for it.
         self._changing: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
-        # What `Worker.begin` reads, as a worker had it last; `urls` at the start are those of the settings.
+        # The body for `Worker.begin`, from a worker's last answer; at the start with the `urls` of the settings.
         self._replicas: dict[str, Any] = {"urls": {}, "pods": [], "left_out": [], "drained": [], "names": None}
 
     # --- of all workers in one
@@ -76,7 +78,7 @@ class WorkersAdmin(Side):
         return metrics_page(request, page, CONTENT_TYPE_LATEST)
 
     def _own_page(self) -> bytes:
-        """The supervisor's own part of the page."""
+        """Return the supervisor's part of the metrics page."""
         answering = {worker.index for worker in self.places.answering}
         reading = {
             "worker_up": {str(index): float(index in answering) for index in range(self.places.count)},
@@ -119,8 +121,11 @@ class WorkersAdmin(Side):
     # --- of one worker
 
     async def report(self, request: web.Request) -> web.Response:
-        """Of a decision. What a worker counted goes with it, so any other one rightly says that there is no such
-        decision."""
+        """Pass on a report on a decision to the worker that made it.
+
+        The decision ends with its worker, so if that is gone, any other one rightly answers that there is no such
+        decision.
+        """
         id = request.match_info["id"]
         whose = next((one for one in self.places.serving if id.startswith(decision_prefix(one.index))), None)
         return (await self._ask(whose or self._next(), request)).response()
@@ -138,7 +143,7 @@ class WorkersAdmin(Side):
         return answering[next(self._turns) % len(answering)]
 
     async def _ask(self, worker: WorkerProcess, request: web.Request) -> Answer:
-        """What this worker answers to the request. Raises Refusal if it ends meanwhile."""
+        """Return the worker's answer to the request. Raises Refusal if the worker ends before it answers."""
         seconds = LONG_SECONDS if request.match_info.route.name == PASSED_ON else ANSWER_SECONDS
         try:
             return await worker.ask(*await _passed_on(request), seconds)
@@ -148,28 +153,31 @@ class WorkersAdmin(Side):
     # --- a change of the replicas
 
     async def replicas(self) -> dict[str, Any]:
-        """Return the replicas that a worker has now, as `Worker.begin` reads them. Where no worker answers, they are
-        those that one had after the last change."""
+        """Return the replicas that a worker has now, as `Worker.begin` reads them.
+
+        If no worker answers, they are those that one had after the last change.
+        """
         if (found := await self.places.query_one("/worker/replicas")) is None:
             return self._replicas
-        self._replicas = {**found, "names": None}  # nobody remembers since when they are waited for
+        self._replicas = {**found, "names": None}  # without a worker, the times of `names` are not known
         return found
 
     def given(self, urls: Mapping[str, str]) -> None:
-        """Give these replicas, URLs by id, to the workers that begin without a sibling as well."""
+        """Add these replicas, URLs by id, to those that a worker without siblings begins with."""
         self._replicas["urls"] |= urls
 
     async def add(self, request: web.Request) -> web.Response:
+        """Add a replica to all workers, or take a stopped one back."""
         url, address = replica_of(await request.read())
 
         async def follow() -> None:
-            if address.id in self.launched.engines:  # launched by the supervisor, and stopped perhaps
+            if address.id in self.launched.engines:  # launched by the supervisor, and perhaps stopped
                 self.launched.add(url)
 
         return await self._change(request, address.id, follow, url)
 
     async def drain(self, request: web.Request) -> web.Response:
-        """Answers at once; the replica's state tells when it is done."""
+        """Answer at once; the replica's state shows when the drain is done."""
         id = request.match_info["id"]
 
         async def follow() -> None:
@@ -179,7 +187,7 @@ class WorkersAdmin(Side):
         return await self._change(request, id, follow)
 
     async def remove(self, request: web.Request) -> web.Response:
-        """Answers when it is done."""
+        """Answer when the replica is removed."""
         id = request.match_info["id"]
 
         async def follow() -> None:
@@ -191,8 +199,10 @@ class WorkersAdmin(Side):
     async def _change(
         self, request: web.Request, id: str, follow: Callable[[], Awaitable[None]], url: str | None = None
     ) -> web.Response:
-        """Have all workers make a change, and the supervisor `follow`. `url`: of a replica that is added. A client that
-        does not wait changes nothing."""
+        """Have all workers make a change, and the supervisor `follow`. If the client leaves, the change goes on.
+
+        `url`: that of a replica that is added.
+        """
         await request.read()
         engine, _, rank = id.rpartition("-dp")
         lock = self._changing.setdefault(engine if rank.isdecimal() else id, asyncio.Lock())
@@ -210,7 +220,7 @@ class WorkersAdmin(Side):
             known = await self.replicas()
             if not self.places.hearing:
                 raise _nobody_ready()
-            undo: tuple[str, str] | None = None  # what keeps the file of replicas as it was
+            undo: tuple[str, str] | None = None  # the change that restores the file of replicas
             if request.method == "DELETE":
                 before = await self._keep("remove", id)
                 undo = ("add", before) if before else None
@@ -219,7 +229,7 @@ class WorkersAdmin(Side):
                 undo = ("remove", id)
             answers = await self._tell(request)
             if answers and all(one.status < 300 for one in answers):
-                await self.places.look()  # what they have there now: `launched` waits until they have nothing
+                await self.places.look()  # updates their loads: `launched` waits until these are zero
                 await follow()
             elif undo is not None:
                 await self._keep(*undo)
@@ -229,8 +239,11 @@ class WorkersAdmin(Side):
         return _worst(answers).response()
 
     async def _tell(self, request: web.Request) -> list[Answer]:
-        """What the workers answer to a change. A worker that begins meanwhile may have taken over the replicas of a
-        sibling as they were before it, so it is told as well."""
+        """Send a change to all workers, and return their answers.
+
+        A worker that starts meanwhile may have taken over a sibling's replicas from before the change, so it is sent
+        the change as well.
+        """
         told = self.places.hearing
         change = await _passed_on(request)
         answers = [one for one in await asyncio.gather(*(_have_follow(one, change) for one in told)) if one]
@@ -249,8 +262,10 @@ Passed = tuple[str, str, list[tuple[str, str]], bytes]  # method, path, headers 
 
 
 async def _have_follow(worker: WorkerProcess, change: Passed) -> Answer | None:
-    """The worker's answer to a change. None if there is none: nobody knows whether that worker made the change, so it
-    is ended, and the one in its place begins with what a sibling has."""
+    """Return the worker's answer to a change, or None if there is none, and then kill the worker.
+
+    It may or may not have made the change; its replacement begins with the replicas of a sibling.
+    """
     try:
         return await worker.ask(*change, CHANGE_SECONDS)
     except GONE:
@@ -259,8 +274,10 @@ async def _have_follow(worker: WorkerProcess, change: Passed) -> Answer | None:
 
 
 def _worst(answers: Sequence[Answer]) -> Answer:
-    """Return the answer with the highest status. Where workers have requests left at a replica that was removed, it
-    counts and names those of all workers."""
+    """Return the answer with the highest status.
+
+    If workers have requests left at a removed replica, it counts and names those of all workers.
+    """
     worst = max(answers, key=lambda one: one.status)
     told = [orjson.loads(one.body) for one in answers] if worst.status < 300 else []
     if having := [one for one in told if one.get("left")]:
@@ -276,7 +293,7 @@ async def _passed_on(request: web.Request) -> Passed:
 
 
 def _shown(worker: WorkerProcess, said: Mapping[str, Any] | None) -> dict[str, Any]:
-    """What the status says of a worker, of which it `said` this itself."""
+    """Return a worker's entry in the status; `said` is its answer to /worker, or None."""
     return {
         "worker": worker.index,
         "pid": worker.process.pid,

@@ -1,8 +1,8 @@
-"""What several workers say, as one: their pages of metrics and their statuses. Pure.
+"""The combination of several workers' metrics pages and statuses into one. Pure functions.
 
 A page of metrics keeps the workers apart by a label, as Prometheus keeps gateways apart by `instance`: a worker that is
 replaced begins at zero, and a sum made here would then fall, which no `rate()` understands. A status is for people, who
-want one answer: counts are added up, and whatever else workers see differently is as the one has it that sees it worst.
+want one answer: counts are added up, and where workers differ otherwise, the worst view is shown.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from typing import Any
 from ..ops.metrics import Metrics
 from ..ops.view import counted, counted_of
 
-# Which state counts where workers differ, or the supervisor, which alone sees the process of an engine that was
-# launched: the first of these. So a replica is ready once it is ready for all, and drained once it is drained for all.
+# If workers report different states of a replica, or the supervisor does, which alone sees the process of a launched
+# engine, the first of these counts: a replica is ready or drained once it is so for all.
 STATES = ("draining", "starting", "warming", "failed", "leaving", "degraded", "ready", "stopped")
-# Of a replica's events, and of its part of the map: the first of these that a worker tells, and why.
+# Likewise for the state of a replica's events, and for the role of its part of the map.
 EVENTS = ("unobserved", "gap", "connecting", "off", "live")
 ROLES = ("alone", "joining", "writer", "mirror", None)
 
 
 def pages(by_worker: Mapping[str, bytes], own: bytes) -> bytes:
-    """One page of metrics out of the workers', whose samples get the label `worker`, and the supervisor's own."""
-    families: dict[bytes, tuple[list[bytes], list[bytes]]] = {}  # name -> what is said of it, samples
+    """Return one page of metrics from the workers', whose samples get the label `worker`, and the supervisor's own."""
+    families: dict[bytes, tuple[list[bytes], list[bytes]]] = {}  # name -> comment lines, samples
     for worker, page in [*by_worker.items(), ("", own)]:
         said, samples = [], []
         for line in page.splitlines():
@@ -54,9 +54,11 @@ def statuses(
     shadows: Sequence[str],
     own: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """One status out of the workers'. `found`: what `Worker.counted` answers, by the worker's number, at least one;
-    `launched`: what the supervisor knows of its engines, by replica; `own`: fields that are the supervisor's to say,
-    and how its own background work failed."""
+    """Return one status from the workers'.
+
+    `found`: the answers of `Worker.counted` by the worker's number, at least one. `launched`: the supervisor's view of
+    its engines, by replica. `own`: the supervisor's fields, with the failures of its own background work.
+    """
     metrics = Metrics()
     for one in found.values():
         metrics.add(one["counts"])
@@ -113,12 +115,15 @@ def _replica(views: Sequence[Mapping[str, Any]], launched: Mapping[str, Any] | N
 
 
 def _worst(parts: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
-    """The part of a worker that has a problem, or that has read its files least lately; None if no worker has one."""
+    """Return the part of a worker that has a problem, or else the one read longest ago; None if there is none."""
     return max(parts, key=lambda one: (bool(one["problem"]), one.get("loaded_seconds_ago", 0.0)), default=None)
 
 
 def _map(each: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Each worker has the whole map: blocks are those of the fullest one, bytes are those of all."""
+    """Return the sizes of the shared map.
+
+    Each worker has all of it, so blocks are the fullest one's, and bytes are added up.
+    """
     redis = min((one["redis"] for one in each), key=lambda one: (one["ledger_joined"], one.get("reachable", True)))
     if "leases" in redis:
         redis = {**redis, "leases": sum(one["redis"]["leases"] for one in each)}
@@ -127,8 +132,11 @@ def _map(each: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _control(each: Mapping[int, Mapping[str, Any] | None]) -> dict[str, Any] | None:
-    """Each worker controls what comes to it: of a model it is told what the one does that wants more replicas, or takes
-    the most from classes, and in `events` what all of them did."""
+    """Return the state of the overload control over all workers, each of which controls its own requests.
+
+    A model's entry is that of the worker that wants more replicas, or takes the most from classes; `events` are those
+    of all.
+    """
     known = {worker: one for worker, one in each.items() if one is not None}
     if not known:
         return None
@@ -142,7 +150,7 @@ def _control(each: Mapping[int, Mapping[str, Any] | None]) -> dict[str, Any] | N
 
 
 def _failures(each: Iterable[Mapping[str, Mapping[str, Any]]]) -> dict[str, dict[str, Any]]:
-    """How often each kind of work failed in all workers, and how it failed last."""
+    """Return how often each kind of work failed in all workers, and how it failed last."""
     merged: dict[str, dict[str, Any]] = {}
     for kind, one in ((kind, one) for failures in each for kind, one in failures.items()):
         other = merged.get(kind, {"failures": 0, "seconds_ago": float("inf")})

@@ -1,8 +1,7 @@
-"""A Redis server that workers share when no `--redis-url` names one: on a unix socket, in memory alone, and no older
-than its gateway.
+"""The Redis server that workers share when no `--redis-url` names one, on a unix socket and in memory alone.
 
 The server runs below a keeper (`replicas.launch.supervisor`), as engines do: it is started again when it dies, and it
-ends with the supervisor however that ends.
+ends with the supervisor in whatever way that ends.
 """
 
 from __future__ import annotations
@@ -30,8 +29,10 @@ REMEDY = "Install redis-server (Debian: apt-get install redis-server), or pip in
 
 
 def server() -> str:
-    """The path of a Redis server that is new enough: the PATH's, else the one that the extra brings. Raises
-    ConfigError."""
+    """Return the path of a Redis server that is new enough: that on the PATH, or else that of the extra.
+
+    Raises ConfigError.
+    """
     older = []
     for path in _installed():
         version = _version(path)
@@ -57,7 +58,7 @@ def _installed() -> list[str]:
 
 
 def _version(path: str) -> tuple[int, ...]:
-    """Empty if it cannot be told."""
+    """Return the server's version, or an empty tuple if it is not known."""
     try:
         text = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=10).stdout
     except (OSError, subprocess.SubprocessError):
@@ -67,10 +68,10 @@ def _version(path: str) -> tuple[int, ...]:
 
 
 class PrivateRedis:
-    """One server in `folder`, which only this user may enter."""
+    """A Redis server in `folder`, which only this user may enter."""
 
     def __init__(self, folder: Path):
-        """Raises ConfigError where there is no server to start."""
+        """Prepare the server. Raises ConfigError if none is installed."""
         socket = folder / "redis.sock"
         self.url = f"unix://{socket}"
         settings = {
@@ -88,7 +89,7 @@ class PrivateRedis:
         self._supervisor = Supervisor(Command(argv, {}), on_start=self._started, on_exit=self._ended)
 
     async def start(self) -> None:
-        """Returns once it answers; ConfigError if it does not."""
+        """Start the server, and return once it answers. Raises ConfigError if it does not."""
         self._supervisor.start()
         client = connect(parse(self.url))
         try:

@@ -1,4 +1,4 @@
-"""The processes of workers as their supervisor sees them: how one is started, asked, watched and ended."""
+"""The processes of workers, as the supervisor starts, queries, watches and ends them."""
 
 from __future__ import annotations
 
@@ -29,22 +29,23 @@ OWN_HEADERS = frozenset(
     connection keep-alive te trailer transfer-encoding upgrade expect content-length date server
     """.split()
 )
-GONE = (aiohttp.ClientError, OSError, TimeoutError)  # how a question to a worker fails that has ended or is stuck
-OPEN = b"open\n"  # what a worker says once its admin side is open; a JSON string: why it cannot start
+GONE = (aiohttp.ClientError, OSError, TimeoutError)  # failures of a request to a worker that has ended or is stuck
+OPEN = b"open\n"  # a worker's first line once its admin side is open; otherwise a JSON string: why it cannot start
 PACKAGES = Path(__file__).parents[2]  # the folder that has the package `gateway`
-STAGE_SECONDS = 60.0  # until a worker is a step further: it may load a tokenizer on a busy machine
-# A question of the supervisor's own: a worker that is stuck must not hold up what the others answer.
+STAGE_SECONDS = 60.0  # for one step of a worker's start: it may load a tokenizer on a busy machine
+# For queries of the supervisor's own: a worker that is stuck must not delay the others' answers.
 QUERY_SECONDS = 2.0
-# Ctrl-C, service managers and terminals that close send these to all processes of a group. The supervisor alone decides
-# when a worker stops.
+# Ctrl-C, service managers and closing terminals send these signals to all processes of a group, but only the supervisor
+# decides when a worker stops.
 NOT_FOR_WORKERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-LOOK_SECONDS = 1.0  # between two looks at the workers, and for how long a worker may take to answer one
-# Looks in a row that a worker left unanswered. Each takes 2 s at most, so a worker that hangs is killed after 30 s.
+LOOK_SECONDS = 1.0  # between two looks at the workers, and for a worker's answer to one
+# Unanswered looks in a row after which a worker counts as quiet, and as hung. Each takes 2 s at most, so a worker that
+# hangs is killed after 30 s.
 QUIET, HANGS = 2, 15
 
 
 class Answer(NamedTuple):
-    """What a worker's admin side answers."""
+    """An answer of a worker's admin side."""
 
     status: int
     headers: Mapping[str, str]
@@ -56,12 +57,14 @@ class Answer(NamedTuple):
 
 
 class WorkerProcess:
-    """One worker. It reads lines of JSON from its standard input: its settings first, then how to stop. On the same
-    socket it says that its admin side is open, or why it cannot start; everything else is asked of that admin side.
+    """The supervisor's handle of one worker process.
 
-    `hears_changes`: it is told each change of the replicas; `serves`: it takes clients' connections; `unanswered`: how
-    many looks in a row it left unanswered; `loads`: by replica, how many requests it has there and for how many seconds
-    the oldest prompt has had no answer.
+    The worker reads lines of JSON from its standard input, a socket: its settings first, then how to stop. On the same
+    socket it reports that its admin side is open, or why it cannot start; everything else goes through that admin side.
+
+    `hears_changes`: it is sent each change of the replicas. `serves`: it accepts clients' connections. `unanswered`:
+    the number of looks in a row that it left unanswered. `loads`: by replica, its requests there and the seconds for
+    which the oldest prompt has had no answer.
     """
 
     def __init__(
@@ -87,8 +90,10 @@ class WorkerProcess:
 
     @classmethod
     async def start(cls, index: int, path: Path, hello: dict[str, Any], headers: Mapping[str, str]) -> WorkerProcess:
-        """Start a process that is told all of `hello` and has its admin side at `path`, where `headers` let one in.
-        Raises OSError if there can be none."""
+        """Start a process, send it `hello`, and return its handle. Raises OSError if it cannot be started.
+
+        `path`: the socket of its admin side. `headers`: the credentials for it.
+        """
         ours, theirs = socket.socketpair()
         with theirs:
             try:
@@ -107,8 +112,10 @@ class WorkerProcess:
             self._writer.write(orjson.dumps(message) + b"\n")
 
     async def admin_open(self) -> None:
-        """Wait until its admin side is open. Raises ConfigError if it ends before, with what it says is wrong, or if
-        it takes too long, which ends it."""
+        """Wait until the admin side is open.
+
+        Raises ConfigError if the worker ends before, with its reason, or takes too long, in which case it is killed.
+        """
         try:
             async with asyncio.timeout(STAGE_SECONDS):
                 line = await asyncio.shield(self._first_line)
@@ -118,7 +125,7 @@ class WorkerProcess:
             raise await self._failed(orjson.loads(line) if line else "")
 
     async def take_step(self, path: str, **what: Any) -> None:
-        """Have it do a step of its start. Raises ConfigError where it cannot."""
+        """Have the worker take a step of its start. Raises ConfigError if it fails."""
         try:
             headers = [*self._headers.items(), ("Content-Type", "application/json")]
             answer = await self.ask("POST", path, headers, orjson.dumps(what), STAGE_SECONDS)
@@ -141,7 +148,7 @@ class WorkerProcess:
     async def ask(
         self, method: str, path: str, headers: Sequence[tuple[str, str]], body: bytes, seconds: float
     ) -> Answer:
-        """What its admin side answers. Raises one of GONE."""
+        """Return the answer of the worker's admin side. Raises one of GONE."""
         if self._admin.closed:
             raise ConnectionResetError("the worker has ended")
         async with self._admin.request(
@@ -151,7 +158,7 @@ class WorkerProcess:
             return Answer(found.status, found.headers, await found.read())
 
     async def query(self, path: str, seconds: float = QUERY_SECONDS) -> bytes | None:
-        """What it answers to a question of the supervisor's own; None if it has ended, is stuck or refuses."""
+        """Return the answer to a query of the supervisor's own; None if the worker has ended, is stuck or refuses."""
         try:
             answer = await self.ask("GET", path, [*self._headers.items()], b"", seconds)
         except GONE:
@@ -159,7 +166,7 @@ class WorkerProcess:
         return answer.body if answer.status == 200 else None
 
     async def ended(self) -> int:
-        """Wait until the process is gone; its exit code."""
+        """Wait until the process is gone, and return its exit code."""
         return await asyncio.shield(self._life)
 
     def kill(self) -> None:
@@ -168,7 +175,7 @@ class WorkerProcess:
     async def _live(self) -> int:
         try:
             self._first_line.set_result(await self._reader.readline())
-            await self._reader.read()  # the process has its end of the socket for as long as it lives
+            await self._reader.read()  # returns when the process ends and its end of the socket is closed
         except (OSError, ValueError):  # ValueError: the first line is longer than a reader takes
             pass
         if not self._first_line.done():
@@ -182,7 +189,7 @@ class WorkerProcess:
 
 
 class Places:
-    """The places of `count` workers; in `workers` are the processes that have one now, by its number."""
+    """The places of `count` workers; `workers` holds the process that has each place now, by number."""
 
     def __init__(self, count: int):
         self.count, self.restarts = count, 0
@@ -190,39 +197,41 @@ class Places:
 
     @property
     def serving(self) -> list[WorkerProcess]:
-        """The workers that take clients' connections."""
+        """The workers that accept clients' connections."""
         return [worker for _, worker in sorted(self.workers.items()) if worker.serves]
 
     @property
     def answering(self) -> list[WorkerProcess]:
-        """Those of them that answered a moment ago."""
+        """The serving workers that have answered the last looks."""
         return [worker for worker in self.serving if worker.unanswered < QUIET]
 
     @property
     def hearing(self) -> list[WorkerProcess]:
-        """The workers that are told each change of the replicas."""
+        """The workers that are sent each change of the replicas."""
         return [worker for _, worker in sorted(self.workers.items()) if worker.hears_changes]
 
     async def query_all(self, path: str) -> list[tuple[WorkerProcess, bytes]]:
-        """What the workers answer to a question of the supervisor's own, but for those that do not."""
+        """Return the workers' answers to a query of the supervisor's own, without those that do not answer."""
         return await _query(self.answering, path, QUERY_SECONDS)
 
     async def query_one(self, path: str) -> Any:
-        """What the first worker that answers says; None if none does."""
+        """Return the answer of the first worker that answers; None if none does."""
         for worker in self.answering:
             if (found := await worker.query(path)) is not None:
                 return orjson.loads(found)
         return None
 
     async def watch(self) -> None:
-        """Look at the workers for ever."""
+        """Look at the workers once a second until cancelled."""
         while True:
             await asyncio.sleep(LOOK_SECONDS)
             await self.look(counts=True)
 
     async def look(self, counts: bool = False) -> None:
-        """Ask each worker what it has on replicas. If the look `counts`, kill those that hang: the kernel goes on
-        giving them connections, and nobody else would see it.
+        """Ask each worker for its load of the replicas.
+
+        If the look `counts`, kill the workers that hang: the kernel keeps giving them connections, and nothing else
+        would notice.
 
         Looks are counted, not seconds. After this process or its machine was frozen, timers fire before sockets are
         read; however long that took, one look is missed. Only the looks of `watch` count, which follow each other:
@@ -241,11 +250,11 @@ class Places:
                 worker.kill()
 
     def inflight(self, replica: str) -> int:
-        """How many requests all workers have on a replica."""
+        """Return the number of requests that all workers have on a replica."""
         return sum(worker.loads[replica][0] for worker in self.serving if replica in worker.loads)
 
     def waited(self, replica: str) -> float:
-        """For how many seconds the oldest prompt there has had no answer."""
+        """Return for how many seconds the oldest prompt there has had no answer."""
         return max((worker.loads[replica][1] for worker in self.serving if replica in worker.loads), default=0.0)
 
 
@@ -256,9 +265,11 @@ async def _query(workers: Iterable[WorkerProcess], path: str, seconds: float) ->
 
 
 def _start_process(stdin: socket.socket) -> subprocess.Popen[bytes]:
-    """A worker that is born with NOT_FOR_WORKERS blocked, until it ignores them: it takes an interpreter half a second
-    to get that far. asyncio's own way to start a process would let them through from the start."""
-    # It imports the same package as the supervisor, whatever lies in the current directory.
+    """Start a worker with NOT_FOR_WORKERS blocked, until it ignores them half a second later.
+
+    asyncio's own way to start a process would let these signals through from the start.
+    """
+    # The worker imports the same package as the supervisor, whatever is in the current directory.
     path = os.pathsep.join(filter(None, (str(PACKAGES), os.environ.get("PYTHONPATH"))))
     before = signal.pthread_sigmask(signal.SIG_BLOCK, NOT_FOR_WORKERS)
     try:
@@ -269,7 +280,7 @@ def _start_process(stdin: socket.socket) -> subprocess.Popen[bytes]:
 
 
 def decision_prefix(worker: int) -> str:
-    """How the ids of a worker's decisions begin."""
+    """Return the beginning of the ids of a worker's decisions."""
     return f"{worker}-"
 
 

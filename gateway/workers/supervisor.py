@@ -1,8 +1,8 @@
-"""The supervisor of workers: it starts them, replaces those that end, and has what there is one of.
+"""The supervisor of workers: it starts them, replaces those that end, and owns what exists once.
 
 That is the port, which it holds while no worker listens; the admin side; the engines that are launched, which workers
 adopt by URL and watch for themselves; and the Redis that workers share, unless `--redis-url` names one. No request of a
-client passes through here.
+client passes through it.
 """
 
 from __future__ import annotations
@@ -39,21 +39,20 @@ from .process import Places, WorkerProcess, how
 
 log = logging.getLogger("hitherto.workers")
 
-PAUSES = (0.1, 30.0)  # seconds before a worker that ended is replaced, doubling while none lives ...
-SETTLED = 10.0  # ... this long
-# Seconds that a worker which replaces another one waits for its first replica before it takes connections: its siblings
-# have theirs.
+PAUSES = (0.1, 30.0)  # seconds before a worker is replaced: the first pause, which doubles, and the longest
+SETTLED = 10.0  # seconds; a worker that ran longer resets the pause
+# Seconds that a replacement waits for its first replica before it accepts connections; its siblings have replicas.
 PATIENCE = 10.0
 STOP_SECONDS = 7.0  # beyond the time to drain: 2 s for the last bytes of answers, then leases, usage log and spans
 LONGEST_SOCKET = 107  # bytes of a unix socket's path
 
 
 class Workers:
-    """All of them, from `start` to `stop`."""
+    """All workers, from `start` to `stop`."""
 
     def __init__(self, settings: Settings):
         self.settings = settings
-        traces.receiver()  # what is wrong with it is said before anything is started
+        traces.receiver()  # reports wrong settings of traces before anything is started
         self._secrets = read_secrets(settings)
         self._headers = {**bearer(self._secrets.admin_token), "Host": "localhost"}  # for workers' admin sides
         self._launches = launches(settings)
@@ -89,8 +88,10 @@ class Workers:
     # --- start and stop
 
     async def start(self) -> None:
-        """Returns when all workers take connections; ConfigError if something is wrong with the settings, before any
-        engine is started."""
+        """Start everything, and return when all workers accept connections.
+
+        Raises ConfigError for wrong settings, before any engine is started.
+        """
         try:
             await self._start()
         except BaseException as error:
@@ -126,8 +127,7 @@ class Workers:
         self._tasks.append(self._background.spawn("watch workers", self.places.watch))
 
     async def stop(self, seconds: float) -> None:
-        """Workers refuse new requests and end those they have for up to `seconds`; then everything that was started
-        ends."""
+        """Have workers refuse new requests and finish the others for up to `seconds`, then end everything."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -153,14 +153,14 @@ class Workers:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def hurry(self) -> None:
-        """Let running requests have no more time, while it stops."""
+        """End the drain of a stop that is in progress."""
         for worker in self.places.workers.values():
             worker.tell(hurry=True)
 
     # --- workers
 
     async def _start_worker(self, index: int) -> WorkerProcess:
-        """A process in this place that has read its settings. Raises ConfigError if there can be none."""
+        """Start a process in this place, and return it once it has read its settings. Raises ConfigError."""
         hello = {
             "settings": self._each,
             "secrets": [*self._secrets],
@@ -176,8 +176,10 @@ class Workers:
         return worker
 
     async def _bring_up(self, worker: WorkerProcess, patience: float = 0.0) -> None:
-        """Have it take connections. From before it takes over the replicas of a sibling it hears of each change, so it
-        misses none. Raises ConfigError if it cannot."""
+        """Have the worker accept connections. Raises ConfigError if it cannot.
+
+        It is sent changes of the replicas from before it takes over those of a sibling, so it misses none.
+        """
         worker.hears_changes = True
         await worker.take_step("/worker/begin", **await self.admin.replicas())
         await worker.take_step("/worker/listen", patience=patience)
@@ -190,7 +192,7 @@ class Workers:
         return task
 
     async def _keep(self, index: int) -> None:
-        """One worker after another in this place, for ever."""
+        """Start one worker after another in this place until cancelled."""
         pause = PAUSES[0]
         while True:
             worker = self.places.workers[index]
@@ -213,7 +215,7 @@ class Workers:
 
 
 async def all_of(work: Iterable[Coroutine[Any, Any, Any]]) -> None:
-    """Wait for all; raise what the first of those that failed failed with."""
+    """Wait for all, and raise the exception of the first one that failed."""
     found = await asyncio.gather(*work, return_exceptions=True)
     for error in found:
         if isinstance(error, BaseException):
@@ -221,8 +223,7 @@ async def all_of(work: Iterable[Coroutine[Any, Any, Any]]) -> None:
 
 
 def one_workers_settings(settings: Settings, port: int, redis_url: str) -> dict[str, Any]:
-    """The settings of one worker, as JSON: those of a gateway that shares this port and this Redis, and has its part of
-    what is given to all."""
+    """Return a worker's settings as JSON: with this port and this Redis, and its share of the budgets."""
     each = settings.model_copy(update={
         "port": port, "redis_url": redis_url, "workers": 1,
         "launch": 0, "pools": {}, "replica_url": (), "replica_file": None,
@@ -232,7 +233,7 @@ def one_workers_settings(settings: Settings, port: int, redis_url: str) -> dict[
 
 
 def budgets(settings: Settings, count: int) -> dict[str, Any]:
-    """What one of so many workers has of what is given to all: memory, and the queue's bounds."""
+    """Return one worker's share of the budgets: memory, and the queue's bounds."""
     return {
         "cache_budget": max(LEAST_BUDGET, settings.cache_budget // count),
         "request_budget": settings.request_budget // count or 1,
@@ -242,8 +243,10 @@ def budgets(settings: Settings, count: int) -> dict[str, Any]:
 
 
 async def hold(host: str, port: int) -> tuple[list[socket.socket], int]:
-    """Sockets that keep a port for workers, on every address of the host, without listening there. OSError if it is
-    taken: another process of this user could listen there as well, and would get a part of the connections."""
+    """Return bound sockets that reserve a port on every address of the host without listening, and the port.
+
+    Raises OSError if it is taken: another process of this user that listens there would get a part of the connections.
+    """
     held: list[socket.socket] = []
     try:
         for kind, *_, address in await asyncio.to_thread(addresses, host, port):
@@ -259,7 +262,7 @@ async def hold(host: str, port: int) -> tuple[list[socket.socket], int]:
 
 
 def _folder() -> Path:
-    """Where sockets are that only this user may connect to."""
+    """Create a folder for sockets that only this user may enter. Raises ConfigError."""
     try:
         place = tempfile.gettempdir()
         fits = len(os.fsencode(place) + b"/hitherto-12345678/worker-63.sock") <= LONGEST_SOCKET
@@ -271,5 +274,5 @@ def _folder() -> Path:
 
 
 def serve(settings: Settings) -> int:
-    """Run workers until a signal; returns the exit code. Raises ConfigError before anything is started."""
+    """Run workers until a signal, and return the exit code. Raises ConfigError before anything is started."""
     return run(settings, lambda: Workers(settings))

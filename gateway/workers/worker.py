@@ -1,10 +1,10 @@
-"""One worker: a gateway in a process of its own.
+"""A worker: a gateway in a process of its own.
 
     python -m gateway.workers.worker        (started by the supervisor, never by hand)
 
-It is the gateway that runs alone otherwise, with three differences: its admin side is on a unix socket, where the
-supervisor's asks it; it listens on a port that its siblings listen on as well, once it has a replica to send requests
-to; and it drains when the supervisor says so, not on a signal. When the supervisor is gone, however it went, so is this
+It differs from a gateway that runs alone in three ways. Its admin side is on a unix socket, for the supervisor's
+requests. It listens on a port that its siblings listen on as well, once it has a replica to send requests to. And it
+drains when the supervisor tells it to, not on a signal. When the supervisor ends, in whatever way, so does this
 process.
 """
 
@@ -42,9 +42,9 @@ TAKEN_OUT = (State.DRAINING, State.STOPPED)
 
 
 class Worker(Admin):
-    """A gateway and its admin side, which also answers what only the supervisor asks.
+    """A gateway and its admin side, with further routes for the supervisor alone.
 
-    Raises ConfigError for settings that cannot be. `hello` is what the supervisor says first.
+    `hello` is the supervisor's first message. Raises ConfigError for settings that cannot be used.
     """
 
     gateway: Gateway
@@ -60,8 +60,8 @@ class Worker(Admin):
         gateway.admin = self
         gateway.fleet.on_change.append(self._replica_changed)
         self._begun = asyncio.Event()
-        # From before this worker was there, of replicas that it has not met yet: those that an operator drained, and
-        # the names that each served.
+        # State from before this worker's start, of replicas that it has not met yet: those that an operator drained,
+        # and the names that each served.
         self._drained: set[str] = set()
         self._served: dict[str, list[str]] = {}
 
@@ -77,21 +77,21 @@ class Worker(Admin):
             web.post("/worker/listen", self.listen),
         ]
 
-    # --- what it answers for all
+    # --- answers for the supervisor
 
     async def counted(self, request: web.Request) -> web.Response:
-        """Answer with this worker's status and counts, which the admin door adds up over all workers."""
+        """Answer with this worker's status and counts, which the supervisor's admin side adds up over all workers."""
         gateway = self.gateway
         return answer(
             {"status": gateway.status(), "counts": gateway.metrics.counts(), "connections": gateway.server.open}
         )
 
     async def kept(self, request: web.Request) -> web.Response:
-        """Answer with this worker's last 15 minutes, which the admin door joins with those of the others."""
+        """Answer with this worker's last 15 minutes, which the supervisor's admin side merges with the others'."""
         return answer(self.gateway.recent.kept())
 
     async def loads(self, request: web.Request) -> web.Response:
-        """What it has on replicas: by id, how many requests, and for how many seconds the oldest has had no answer."""
+        """Answer with the load of each replica: its number of requests, and the seconds that the oldest has waited."""
         gateway, now = self.gateway, monotonic()
         sent, ran = gateway.proxy.oldest_unanswered(), gateway.proxy.pulse.ran
         found = {id: (gateway.ledger.own(id)[0], ran(sent.get(id, now), now)) for id in gateway.fleet.replicas}
@@ -114,12 +114,15 @@ class Worker(Admin):
             **pods,
         })  # fmt: skip
 
-    # --- how it starts
+    # --- steps of the start
 
     async def begin(self, request: web.Request) -> web.Response:
-        """Follow the replicas as `known_replicas` of a sibling has them: `urls` by id, of engines that are no pods;
-        which replicas were `drained`; of `pods`, which operators have removed (`left_out`); and the `names` that are
-        waited for, which this worker has not seen served."""
+        """Adopt the replicas of a sibling, as its `known_replicas` reports them.
+
+        The body has `urls` by id, of engines that are not pods; the `drained` replicas; the `pods`, and those that
+        operators have removed (`left_out`); and the `names` of models that requests wait for and that this worker has
+        not seen served.
+        """
         gateway, told = self.gateway, orjson.loads(await request.read())
         self._drained = set(told["drained"])
         if (names := told["names"]) is not None:
@@ -133,8 +136,7 @@ class Worker(Admin):
         return answer({})
 
     async def listen(self, request: web.Request) -> web.Response:
-        """Take connections, once requests can be served as siblings serve them, or after so many seconds of
-        `patience`."""
+        """Accept connections once requests can be served as by siblings, at the latest after `patience` seconds."""
         gateway = self.gateway
         deadline = monotonic() + orjson.loads(await request.read())["patience"]
         while monotonic() < deadline and not (gateway.view.why_not_ready() is None and gateway.shared_ledger.joined):
@@ -159,7 +161,7 @@ class Worker(Admin):
         return await super().remove(request)
 
     def _forget(self, engine: str) -> None:
-        """Its pod is gone: what was known of its replicas does not hold for another pod."""
+        """Drop the state kept for an engine's replicas when its pod is gone; it does not hold for another pod."""
         self._drained = {id for id in self._drained if not _is_of(id, engine)}
         self._served = {id: names for id, names in self._served.items() if not _is_of(id, engine)}
 
@@ -172,15 +174,17 @@ class Worker(Admin):
 
 
 def _is_of(id: str, engine: str) -> bool:
-    """Whether a replica's id is this engine's, or one of its ranks'."""
+    """Return whether a replica's id is this engine's, or one of its ranks'."""
     return id == engine or id.startswith(f"{engine}-dp")
 
 
 def _follow(
     messages: BinaryIO, folder: Path, loop: asyncio.AbstractEventLoop, orders: asyncio.Queue[dict[str, Any]]
 ) -> None:
-    """Hand on what the supervisor says, and end with it. In a thread of its own, which notices that it is gone also
-    while the event loop is stuck."""
+    """Queue the supervisor's messages, and end the process when the supervisor is gone.
+
+    Runs in a thread of its own, which notices that even while the event loop is stuck.
+    """
     for line in messages:
         loop.call_soon_threadsafe(orders.put_nowait, orjson.loads(line))
     shutil.rmtree(folder, ignore_errors=True)
@@ -188,7 +192,7 @@ def _follow(
 
 
 async def _main(end: socket.socket, messages: BinaryIO, hello: dict[str, Any]) -> int:
-    """Serve until the supervisor says how many seconds there are to stop; anything it says after that ends those."""
+    """Serve until the supervisor sends how many seconds there are to stop; a further message cuts these short."""
     orders: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
     path, loop = Path(hello["socket"]), asyncio.get_running_loop()
     threading.Thread(target=_follow, args=(messages, path.parent, loop, orders), name="supervisor", daemon=True).start()
@@ -208,9 +212,10 @@ async def _main(end: socket.socket, messages: BinaryIO, hello: dict[str, Any]) -
 
 
 def main() -> int:
+    """Run the worker whose settings come on standard input, and return its exit code."""
     for number in NOT_FOR_WORKERS:
         signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, NOT_FOR_WORKERS)  # what came until now is forgotten
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, NOT_FOR_WORKERS)  # signals that came until now are dropped
     end = socket.socket(fileno=os.dup(0))
     messages = end.makefile("rb")
     if not (line := messages.readline()):

@@ -1,8 +1,8 @@
-"""The client's side of the wire: requests are parsed and collected here, responses leave as bytes.
+"""The client side: connections parse and collect requests, and write responses as bytes.
 
-One `Downstream` is one client connection. Requests are handed over whole, one at a time and in order
-(HTTP/1.1 pipelining): the next one waits until the exchange in progress calls `finish`. Whatever the
-client does wrong is answered here, in its place in that order.
+One `Downstream` is one client connection. Requests are handed over whole, one at a time and in order (HTTP/1.1
+pipelining): the next one waits until the exchange in progress calls `finish`. A client's errors are answered here, in
+their place in that order.
 """
 
 from __future__ import annotations
@@ -39,11 +39,10 @@ from .sockets import has_data, has_left, reset_when_closed
 
 log = logging.getLogger("hitherto.wire")
 
-# Pieces of a body from this size on are kept as they come and joined once: 4 MB take 0.1 ms, in a buffer that grows 1
-# to 4. Smaller ones are put together: each by itself, 2-byte chunks would take 20 times their size.
+# Pieces of a body from this size on are kept separately and joined once: 4 MB take 0.1 ms, compared with 1 to 4 ms in a
+# growing buffer. Smaller ones are appended to a buffer: kept separately, 2-byte chunks would take 20 times their size.
 WHOLE = 4096
-# Bytes of chunk sizes and extensions that a byte of a body may bring with it: a chunk of one byte, its size in eight
-# digits, has 12.
+# Allowed bytes of chunk sizes and extensions per byte of a body: a one-byte chunk with its size in eight digits has 12.
 FRAMING_PER_BYTE = 16
 # A read (256 kB at most) is parsed in pieces, the rest waits as bytes while a request waits: 256 kB of pipelined
 # requests with 200 headers each would become 14 MB and hold up the loop for 0.1 s. Within a body a piece may be larger.
@@ -51,7 +50,10 @@ PIECE, BODY_PIECE = 4096, 65536
 
 
 class Handler(Protocol):
-    """What lies behind the wire. `pulse` says when the event loop was held up; once after that there is no `sweep`."""
+    """The handler of complete requests.
+
+    `pulse` detects when the event loop was stalled; the `sweep` after a stall is left out.
+    """
 
     pulse: Pulse
 
@@ -59,29 +61,36 @@ class Handler(Protocol):
         """Answer `request`: at once with `client.reply`, or later as `client.exchange`."""
 
     def refuse(self, status: int, message: str, target: bytes) -> tuple[Headers, bytes]:
-        """The body (and its headers) of an answer that the wire itself gives; `target` is b"" where none was read."""
+        """Return the headers and the body of an error that the connection itself answers with.
+
+        `target` is b"" if none was read.
+        """
 
     def sweep(self, now: float) -> None:
-        """A few times a second: whatever has a deadline."""
+        """Enforce deadlines; called a few times a second."""
 
 
 class Clients:
-    """What all connections of one server share: who answers them, what each may send, how much they hold together, and
-    why a request is refused for its head alone."""
+    """The state that all connections of one server share.
+
+    That is the handler, the limits, the bytes held in all, and the check of heads.
+    """
 
     __slots__ = ("handler", "limits", "head_fault", "origins", "room", "on_full", "held", "draining", "closed")  # fmt: skip
 
     def __init__(self, handler: Handler, limits: Limits):
         self.handler, self.limits, self.head_fault = handler, limits, head_fault
-        self.origins: Origins | None = None  # of pages that may use this server
+        self.origins: Origins | None = None  # the pages that may use this server
         self.room: Room[Downstream] = Room()
-        self.on_full: Callable[[], None] = lambda: None  # a connection is refused, since the process may open no more
+        self.on_full: Callable[[], None] = lambda: None  # called when a connection is refused for lack of files
         self.held = 0  # bytes of requests, see `Limits.requests_bytes`
         self.draining = False  # new requests are refused by the handler, and each connection ends with its answer
         self.closed = False  # a connection that is accepted now is closed at once
 
 
 class Downstream(asyncio.Protocol):
+    """The connection of one client."""
+
     __slots__ = (
         # for the connection's life
         "clients", "transport", "parser", "closing", "close_at", "close_last", "unsent", "active_at", "reading_paused", "writing_paused", "known", "read",
@@ -94,14 +103,14 @@ class Downstream(asyncio.Protocol):
         "rest", "rest_at",
         # bytes of all these, and of the one being answered, as they are counted in `clients`
         "held", "answering",
-        "stranger",  # who asked last brought no valid API key
+        "stranger",  # the last request had no valid API key
         "crowded",  # there was no room for this connection when it came
     )  # fmt: skip
 
     def __init__(self, clients: Clients):
         self.clients = clients
         self.transport: asyncio.Transport = None  # type: ignore[assignment]
-        self.parser = httptools.HttpRequestParser(self)  # refers back to this: `connection_lost` lets go of it
+        self.parser = httptools.HttpRequestParser(self)  # a reference cycle, which `connection_lost` breaks
         self.closing = False
         self.close_at = self.close_last = 0.0
         self.unsent = 0  # bytes, when a closing connection was last looked at
@@ -112,15 +121,15 @@ class Downstream(asyncio.Protocol):
         self.again = b""
         self.known: KnownHead | None = None  # of the last request
         self.read: Request | None = None  # parsed from the bytes at hand
-        self.told = 0  # bytes of the read at hand of which the parser has told
-        self.raw: bytes | bytearray = b""  # the reads in which the present head came, or the present trailers
-        self.parsed = 0  # of them, where the last part of a request ended that the parser told of
-        self.bare_chunk = False  # the last chunk had no data yet, so it may be the end of the body
-        self.completed = False  # in the read at hand
+        self.told = 0  # bytes of the current read that the parser has reported
+        self.raw: bytes | bytearray = b""  # the reads with the current head, or the current trailers
+        self.parsed = 0  # the offset in it at which the last reported part of a request ended
+        self.bare_chunk = False  # no data of the last chunk came yet, so it may be the end of the body
+        self.completed = False  # a request ended in the current read
         self.exchange: Responder | None = None
         self.current: Request | None = None
         self.waiting: deque[Request | Refusal] = deque()
-        self.ends_by_close = False  # the answer has neither length nor chunks: the connection is closed behind it
+        self.ends_by_close = False  # the answer has neither length nor chunks, and ends with the connection
         self.rest, self.rest_at = b"", 0
         self.held, self.answering, self.stranger, self.crowded = 0, 0, False, False
         self._clear()
@@ -129,15 +138,15 @@ class Downstream(asyncio.Protocol):
         self.reading = False
         self.read_begun = 0.0
         self.head_bytes = 0
-        self.unfinished = 0  # bytes since the parser last told of any
-        self.framing = 0  # bytes behind the head that are neither body nor trailer
+        self.unfinished = 0  # bytes since the parser's last callback
+        self.framing = 0  # bytes after the head that are neither body nor trailer
         self.head_done = False
         self.expects = False
         self.target = b""
         self.headers: Headers = []
         self.body: list[bytes | bytearray] = []
         self.body_bytes = 0
-        self.rated = 0  # of them, how many were there when the rate was last looked at
+        self.rated = 0  # the value of `body_bytes` when the rate was last checked
         self.rated_at = self.active_at
 
     # --- the transport's calls
@@ -160,8 +169,8 @@ class Downstream(asyncio.Protocol):
             exchange.client_gone()
         self._hold(-self.held)
         self.answering = 0
-        # The parser and this object hold each other, and with them what was uploaded: the collector would find them
-        # after hours.
+        # The parser and this object refer to each other and to the uploaded bytes, which otherwise only the garbage
+        # collector would free, hours later.
         self.parser = None  # type: ignore[assignment]
         self.known = self.read = None
         self.raw = self.again = self.rest = b""
@@ -208,7 +217,7 @@ class Downstream(asyncio.Protocol):
             self.transport.pause_reading()
 
     def _feed(self, data: bytes, at: int = 0) -> None:
-        """Parse `data` from `at` on, as far as requests may wait. Behind a request others have their turn first."""
+        """Parse `data` from `at` on, while requests may wait; after a request, other connections get a turn."""
         begun = at
         while not (self.refused or self.closing):
             end = at + (BODY_PIECE if self.reading and self.head_done else PIECE)
@@ -239,7 +248,7 @@ class Downstream(asyncio.Protocol):
             self._refuse_more()
 
     def _read_on(self) -> None:
-        """Few enough wait: go on with what has come, then with what comes."""
+        """Parse what has come, then read on, if few enough requests wait."""
         if self.closing or not self.reading_paused or len(self.waiting) > 1:
             return
         self.active_at = self.read_begun = monotonic()
@@ -257,7 +266,7 @@ class Downstream(asyncio.Protocol):
             self.transport.resume_reading()
 
     def _parse(self, data: bytes) -> int:
-        """Returns where a head ends that offers to upgrade the connection; 0 if there is none, and all was parsed."""
+        """Parse `data`, and return the end of a head that offers to upgrade the connection, or 0 if all was parsed."""
         if self.raw:
             self.raw += data
         else:
@@ -280,8 +289,11 @@ class Downstream(asyncio.Protocol):
         return 0
 
     def _count_untold(self, size: int) -> None:
-        """Bound what the parser does not tell of: it tells of a line when it has all of it, of a chunk's extensions
-        never. In a read in which a request ended it is not known whose they are; there are 256 kB in one at most."""
+        """Limit the bytes that the parser buffers without a callback.
+
+        It reports a line only once complete, and chunk extensions never. In a read in which a request ended it is not
+        known which request they belong to; such a read has at most 256 kB.
+        """
         limit = self.clients.limits.head_bytes
         if self.completed:
             self.unfinished = self.framing = 0
@@ -308,7 +320,7 @@ class Downstream(asyncio.Protocol):
         self._count_head(len(url))
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self.head_done:  # a trailer; none is defined for these requests
+        if self.head_done:  # a trailer, which has no meaning for these requests
             self._count_head(len(name) + len(value))
             return
         self.headers.append((name.lower(), value))
@@ -332,7 +344,7 @@ class Downstream(asyncio.Protocol):
             self._refuse(*fault)
         elif not self._is_http():
             self._refuse(400, "malformed HTTP request: the request line is not METHOD TARGET HTTP/1.1")
-        if self.refused or self.parser.should_upgrade():  # the second is read again in a moment, see `_feed`
+        if self.refused or self.parser.should_upgrade():  # an upgrade's head is parsed again, see `_feed`
             return
         for name, value in self.headers:
             if name == b"content-length":
@@ -346,9 +358,9 @@ class Downstream(asyncio.Protocol):
             self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
     def _is_http(self) -> bool:
-        """The parser takes request lines of RTSP and ICE as well, and does not tell them apart."""
+        """Return whether the request line is HTTP's: the parser accepts those of RTSP and ICE as well."""
         line = b"%b %b HTTP/" % (self.parser.get_method(), self.target)
-        at = self.parsed  # the request before ends here, and only blank lines may stand between
+        at = self.parsed  # the previous request ends here; only blank lines may follow
         while self.raw[at] in b"\r\n":
             at += 1
         if not self.raw.startswith(line, at):
@@ -356,8 +368,8 @@ class Downstream(asyncio.Protocol):
         self.parsed = self.raw.index(b"\r\n\r\n", at) + 4
         return True
 
-    # The parser does not say where it is, but each line of the framing ends with the first line end there is, and a
-    # body has the length that it says.
+    # The parser does not report its position, so it is followed here: each line of the framing ends at the next line
+    # end, and a chunk's data has the reported length.
 
     def on_chunk_header(self) -> None:
         self.parsed = self.raw.index(b"\n", self.parsed) + 1
@@ -416,7 +428,7 @@ class Downstream(asyncio.Protocol):
         self._take(request, held)
 
     def _take(self, request: Request, held: int) -> None:
-        """`held`: how much of it is counted already."""
+        """Begin the request, or let it wait. `held`: how many of its bytes are counted already."""
         if not self._fits(more := request.size + len(request.body) - held):
             self._hold(-held)
             return self._refuse_more(request)
@@ -427,28 +439,33 @@ class Downstream(asyncio.Protocol):
         else:
             self.waiting.append(request)
 
-    # --- what it takes to hold all this
+    # --- the budget of bytes
 
     def _hold(self, size: int) -> None:
         self.held += size
         self.clients.held += size
 
     def _fits(self, size: int) -> bool:
-        """Whether this client may make us hold so much more: as much as is left for others then, so that a few with
-        much always leave room for many with little."""
+        """Return whether this client may make the gateway hold `size` more bytes.
+
+        It may if as much then remains for the others, so that a few large clients always leave room for many small
+        ones.
+        """
         return self.held + self.clients.held + 2 * size <= self.clients.limits.requests_bytes
 
-    # --- what a request's exchange does
+    # --- for the handler and its exchanges
 
     def serve_stranger(self) -> None:
-        """The current request has no valid API key, so that nothing is kept that its sender sends ahead; and where an
-        answer waits to be read, this one is the last."""
+        """Mark the sender as one without a valid API key, from whom no further requests are kept ahead.
+
+        If an answer waits to be read by the client, the current one is the last.
+        """
         self.stranger = True
         if self.current is not None and self.transport.get_write_buffer_size():
             self.current.keep_alive = False
 
     def reply(self, status: int, body: bytes, headers: Headers) -> None:
-        """Answer the current request with a whole response of our own."""
+        """Answer the current request with a whole response of the gateway's own."""
         request = self.current
         assert request is not None
         close = not request.keep_alive or self.clients.draining
@@ -463,14 +480,14 @@ class Downstream(asyncio.Protocol):
         self.transport.write(data)
 
     def release(self) -> None:
-        """The current request's body will not be needed again."""
+        """Drop the current request's body, which will not be needed again."""
         if self.current is not None:
             self._hold(self.current.size - self.answering)
             self.answering = self.current.size
             self.current.body = b""
 
     def finish(self, keep_alive: bool = True) -> None:
-        """The current request is answered: go on with the next, or close."""
+        """End the current request, which is answered: go on with the next, or close."""
         request, self.current, self.exchange = self.current, None, None
         self._hold(-self.answering)
         self.answering = 0
@@ -478,7 +495,7 @@ class Downstream(asyncio.Protocol):
         if not keep_alive or request is None or not request.keep_alive or self.clients.draining:
             self._close()
         elif self.waiting:
-            # Through the loop, so that a long pipeline of local answers can't nest calls without end.
+            # By the event loop, so that a long pipeline of local answers does not nest calls.
             asyncio.get_running_loop().call_soon(self._next)
         elif self.expects:
             self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
@@ -486,14 +503,16 @@ class Downstream(asyncio.Protocol):
             self.clients.room.idle[self] = None
 
     def abort(self) -> None:
-        """Cut the connection so that the client can't take the response for complete."""
+        """Cut the connection so that the client cannot take the response for complete."""
         self.break_off()
         self.exchange = self.current = None
         self.closing = True
 
     def break_off(self) -> None:
-        """Close the connection now, whatever is not sent. Where the close would be taken for the end of an answer, it
-        is reset."""
+        """Close the connection now, and drop what is not sent.
+
+        It is reset where a close would mark the end of the response.
+        """
         if self.ends_by_close and self.busy:
             reset_when_closed(self.transport)
         self.transport.abort()
@@ -512,7 +531,7 @@ class Downstream(asyncio.Protocol):
             self._failed(error)
 
     def failed(self, exchange: Responder, error: Exception) -> None:
-        """What answers a request could not go on with it."""
+        """Handle an error of the code that answers a request."""
         if self.exchange is exchange:
             self._failed(error)
         else:
@@ -529,10 +548,10 @@ class Downstream(asyncio.Protocol):
             self._read_on()
 
     def _failed(self, error: BaseException) -> None:
-        """A bug of ours, not the client's: say so in the log, and end this connection cleanly."""
+        """Log a bug of the gateway, answer 500, and end this connection."""
         log.error("a request made the gateway fail", exc_info=error)
         self.waiting.clear()
-        self.refused = False  # a refusal that waited is gone with the rest: this answer is the last
+        self.refused = False  # a waiting refusal was just dropped; this answer is the last
         exchange, request = self.exchange, self.current
         self.exchange = self.current = None
         if exchange is not None:
@@ -564,13 +583,15 @@ class Downstream(asyncio.Protocol):
         self._refuse(413, f"request body larger than {self.clients.limits.body_bytes} bytes (max_body_bytes)")
 
     def _refuse(self, status: int, message: str, request: Request | None = None) -> None:
-        """Give up on what the client sends; say so once what it asked before is answered. `request`: the one that is
-        refused, if it was read to its end."""
+        """Stop reading from the client, and answer with this error once its earlier requests are answered.
+
+        `request`: the refused one, if it was read to its end.
+        """
         if self.refused or self.closing:
             return
         if request is not None:
             refusal = Refusal(status, message, request.target, request.method == "HEAD", request.headers)
-        else:  # until there is a target, the parser's method is that of the request before
+        else:  # before there is a target, the parser's method is the previous request's
             head_only = self.target != b"" and self.parser.get_method() == b"HEAD"
             refusal = Refusal(status, message, self.target, head_only, self.headers)
         self.refused = True
@@ -593,7 +614,7 @@ class Downstream(asyncio.Protocol):
             headers = [*headers, *self.clients.origins.headers(refusal.origin)]
         self.transport.write(response(refusal.status, body, headers, head_only=refusal.head_only, close=True))
         # Closing at once with unread data in the socket would reset it, and the client would lose the answer:
-        # half-close, and read on into nothing until the client closes, pauses for `linger_seconds`, or `flush_seconds`
+        # half-close, and discard what comes until the client closes, pauses for `linger_seconds`, or `flush_seconds`
         # are over.
         limits, now = self.clients.limits, monotonic()
         self.closing = True
@@ -613,8 +634,10 @@ class Downstream(asyncio.Protocol):
         self.transport.close()
 
     def end(self) -> None:
-        """The server ends, and nothing is being answered here. One that is refused closes by itself, see
-        `_answer_refusal`."""
+        """Close a connection on which nothing is being answered, as the server ends.
+
+        A refused one closes by itself, see `_answer_refusal`.
+        """
         if self.reading:
             self._refuse(503, "the server is shutting down")
         if not self.closing:
@@ -622,24 +645,24 @@ class Downstream(asyncio.Protocol):
 
     @property
     def busy(self) -> bool:
-        """A request is being answered, or its answer is not all sent."""
+        """Whether a request is being answered, or its answer is not all sent."""
         return self.current is not None or self.transport.get_write_buffer_size() > 0
 
     def check(self, now: float) -> None:
-        """Called by the server's sweep, a few times a second."""
+        """Enforce the connection's deadlines; called by the server's sweep."""
         limits, ran = self.clients.limits, self.clients.handler.pulse.ran
         if self.reading_paused and not self.closing and has_left(self.transport):
             self._close()
         elif self.closing:
             left = self.transport.get_write_buffer_size()
-            if left < self.unsent:  # the client still takes it
+            if left < self.unsent:  # the client is still reading
                 self.unsent = left
                 self.close_at = self.close_last = now + limits.keep_alive_seconds
             elif now > self.close_at:
                 self.break_off()
         elif self.reading:
             if self.reading_paused or (self.expects and (self.current is not None or self.waiting)):
-                self.read_begun = self.rated_at = now  # it waits for us
+                self.read_begun = self.rated_at = now  # the client waits for the gateway
             elif not self.head_done:
                 if ran(self.read_begun, now) > limits.head_seconds:
                     self._refuse(408, f"request head not complete after {limits.head_seconds:g} s")

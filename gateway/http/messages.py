@@ -1,4 +1,4 @@
-"""What both sides of the wire share: status lines, hop-by-hop headers, limits."""
+"""The parts of HTTP/1.1 common to clients and replicas: status lines, hop-by-hop headers, limits."""
 
 from __future__ import annotations
 
@@ -27,50 +27,51 @@ HOP_BY_HOP = frozenset(
 
 ABSOLUTE = re.compile(rb"^[a-zA-Z][\w+.-]*://[^/?]*")
 
-# The longest head that a connection keeps: an idle one takes what its head does, and a client may have thousands.
+# The longest head that a connection keeps: idle connections keep theirs, and a client may have thousands.
 KNOWN_BYTES = 8 * 1024
 
-# And the most headers of it: as objects, the shortest take 50 times their bytes.
+# The most headers of such a head: as objects, short ones take 50 times their bytes.
 KNOWN_HEADERS = 64
 
-# About what a small request takes besides its body, and each header besides its bytes: a pair, two strings, an entry by
-# name.
+# Approximate memory of a small request besides its body, and of each header besides its bytes: a pair, two strings, an
+# entry by name.
 REQUEST_BYTES, HEADER_BYTES = 2048, 256
 
 LENGTH = re.compile(rb"\r\ncontent-length: (\d+)\r\n", re.I)
 
-# Headers that say where a message ends, or whom it is for. `Connection` must not name them (RFC 9110, 7.6.1): whoever
-# removes what it names would read another message than whoever does not.
+# Headers that frame or address a message. `Connection` must not name them (RFC 9110, 7.6.1): a recipient that removes
+# them would read another message than one that does not.
 FRAMING = frozenset((b"content-length", b"transfer-encoding", b"host"))
-# What belongs to an offer to upgrade the connection, which is not taken up.
+# Headers of an offer to upgrade the connection, which is never accepted.
 UPGRADE = frozenset((b"upgrade", b"http2-settings"))
 
-LENGTH_DIGITS = 20  # of a Content-Length; the parser takes any number of zeros before it, of which `int` takes 4,300
+LENGTH_DIGITS = (
+    20  # of a Content-Length; the parser accepts any number of leading zeros, `int` no more than 4,300 digits
+)
 
 STATUS_LINE = {s.value: b"HTTP/1.1 %d %s\r\n" % (s.value, s.phrase.encode()) for s in HTTPStatus}
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Bounds on what a client may make the gateway hold. Sizes in bytes, times in seconds."""
+    """The bounds on what a client may make the gateway hold. Sizes in bytes, times in seconds."""
 
     head_bytes: int = 64 * 1024
     header_count: int = 200
     body_bytes: int = 64 * 1024 * 1024
-    # For what all clients together make the gateway hold: requests that come, wait, are prepared, or have no byte of an
-    # answer yet.
+    # Of all clients together, for requests that are received, wait, are prepared, or have no byte of an answer yet.
     requests_bytes: int = 512 * 1024 * 1024
     head_seconds: float = 10.0
     body_seconds: float = 300.0
-    body_gap_seconds: float = 30.0  # in each of which `body_rate` bytes a second must come, or the rest
+    body_gap_seconds: float = 30.0  # intervals in which `body_rate` bytes a second, or the rest, must come
     body_rate: int = 512
     keep_alive_seconds: float = 75.0
-    linger_seconds: float = 2.0  # after a refusal: how long a client may pause while we read on into nothing
-    flush_seconds: float = 30.0  # how long a connection that was refused may linger in all
+    linger_seconds: float = 2.0  # after a refusal: the longest pause of a client whose further bytes are discarded
+    flush_seconds: float = 30.0  # the longest time that a refused connection may linger in all
 
 
 def origin_form(target: bytes) -> bytes:
-    """Of a target in absolute form, which a server must accept (RFC 9112, 3.2.2), its path and query."""
+    """Return the path and query of a target in absolute form, which a server must accept (RFC 9112, 3.2.2)."""
     if target[:1] == b"/" or b"://" not in target:
         return target
     target = ABSOLUTE.sub(b"", target)
@@ -78,7 +79,10 @@ def origin_form(target: bytes) -> bytes:
 
 
 class Responder(Protocol):
-    """What answers a request: told when its client leaves or can't keep up, and when the server ends before it."""
+    """The object that answers a request, notified of its connection's state.
+
+    `client_gone`: the client left. `cut`: the server ends first. `pause`, `resume`: the client cannot or can keep up.
+    """
 
     def client_gone(self) -> None: ...
     def cut(self) -> None: ...
@@ -87,7 +91,7 @@ class Responder(Protocol):
 
 
 class Request:
-    """One request, complete: head parsed, body collected."""
+    """A complete request: head parsed, body collected."""
 
     __slots__ = (
         "method",
@@ -110,33 +114,35 @@ class Request:
         self.body = body
         self.http10 = http10
         self.keep_alive = keep_alive
-        self.size = REQUEST_BYTES  # what it takes besides its body
+        self.size = REQUEST_BYTES  # bytes of memory besides the body
 
     def set_headers(self, headers: Headers) -> None:
-        """Names in lower case. Content-Length is left out: the body has it, and a head may come again with another
-        one."""
+        """Set the headers, whose names are in lower case.
+
+        Content-Length is left out: the body has it, and the same head may come again with another one.
+        """
         self.headers = [one for one in headers if one[0] != b"content-length"]
         self._named = dict(reversed(self.headers))  # the first of each name
         self._kept: dict[frozenset[bytes], bytes] = {}
 
     def header(self, name: bytes) -> str | None:
-        """The first header of that (lower-case) name."""
+        """Return the first header of that (lower-case) name."""
         value = self._named.get(name)
         return None if value is None else value.decode("latin-1")
 
     def has_any(self, names: frozenset[bytes]) -> bool:
-        """Whether it has a header of these (lower-case) names."""
+        """Return whether the request has a header of these (lower-case) names."""
         return not names.isdisjoint(self._named)
 
     def end_to_end(self, drop: frozenset[bytes]) -> bytes:
-        """What goes on to the replica of the headers, see `end_to_end`."""
+        """Return the header lines that are sent on to the replica, see `end_to_end`."""
         kept = self._kept.get(drop)
         if kept is None:
             kept = self._kept[drop] = end_to_end(self.headers, drop)
         return kept
 
     def again(self, body: bytes) -> Request:
-        """Another request with this head. What was found out about the head is known of both."""
+        """Return another request with this head, which shares what was computed from the head."""
         other: Request = object.__new__(Request)
         other.method, other.target, other.path, other.headers = self.method, self.target, self.path, self.headers
         other.http10, other.keep_alive, other._named, other._kept = (
@@ -150,7 +156,10 @@ class Request:
 
 
 class Refusal:
-    """An answer the wire itself gives to a request that can't be read on. `headers`: those that were read of it."""
+    """An answer of the connection itself to a request that cannot be read to its end.
+
+    `headers`: the request's headers, as far as they were read.
+    """
 
     __slots__ = ("status", "message", "target", "head_only", "request_id", "origin")
 
@@ -163,8 +172,11 @@ class Refusal:
 
 
 class KnownHead:
-    """The head of a request as it came. A client repeats it on a connection but for the body's length, and of equal
-    bytes the parser says what it said before: 14 us of 124 a request, with what goes on to the replica kept as well."""
+    """The bytes of a request's head, and the request parsed from them.
+
+    A client repeats its head on a connection, except for the body's length, and for equal bytes the parser gives the
+    same result. Skipping it saves 14 us of 124 a request, with the header lines for the replica kept as well.
+    """
 
     __slots__ = ("_before", "_after", "_request")
 
@@ -173,7 +185,10 @@ class KnownHead:
 
     @classmethod
     def of(cls, data: bytes, request: Request) -> KnownHead | None:
-        """`request` was parsed from `data`. None unless that is all of it and nothing else, its length in digits."""
+        """Return the head of `data`, from which `request` was parsed; None if it cannot be reused.
+
+        `data` must be exactly one request, with its length in digits.
+        """
         end = data.find(b"\r\n\r\n") + 4
         if end > KNOWN_BYTES or len(request.headers) > KNOWN_HEADERS:
             return None
@@ -188,7 +203,7 @@ class KnownHead:
         return cls(data[: length.start(1)], data[length.end(1) : end], request.again(b""))
 
     def read(self, data: bytes) -> Request | None:
-        """The request that `data` is, if it is just one and has this head."""
+        """Return the request in `data` if it is exactly one with this head, else None."""
         before = self._before
         if not data.startswith(before):
             return None
@@ -201,16 +216,16 @@ class KnownHead:
 
 
 def connection_tokens(headers: Headers) -> set[bytes]:
-    """Header names that a `Connection` header declares to be hop-by-hop (RFC 9110, 7.6.1)."""
+    """Return the header names that a `Connection` header declares to be hop-by-hop (RFC 9110, 7.6.1)."""
     return {token.strip().lower() for name, value in headers if name == b"connection" for token in value.split(b",")}
 
 
-# Only by this a client of HTTP/1.0 learns that the connection stays open: else it reads on until it is closed.
+# Tells an HTTP/1.0 client that the connection stays open; otherwise it reads until the connection closes.
 KEEP_ALIVE = (b"connection", b"keep-alive")
 
 
 def head_fault(version: str, headers: Headers) -> tuple[int, str] | None:
-    """The status and the words to refuse a request with for its head, if it has to be."""
+    """Return the status and the message that refuse a request because of its head, or None."""
     if version not in ("1.0", "1.1"):
         return 505, f"HTTP/{version} is not spoken here; HTTP/1.1 is"
     for name, value in headers:
@@ -229,7 +244,7 @@ def head_fault(version: str, headers: Headers) -> tuple[int, str] | None:
 
 
 def without_upgrade(headers: Headers) -> Headers:
-    """The headers without an offer to upgrade the connection. Whatever else `Connection` says is kept."""
+    """Return the headers without an offer to upgrade the connection. Other `Connection` tokens are kept."""
     kept = []
     for name, value in headers:
         if name == b"connection":
@@ -240,7 +255,7 @@ def without_upgrade(headers: Headers) -> Headers:
 
 
 def end_to_end(headers: Headers, drop: frozenset[bytes] = HOP_BY_HOP) -> bytes:
-    """The header block without hop-by-hop headers, nor those that `Connection` names, nor `drop`."""
+    """Return the header lines without hop-by-hop headers, those that `Connection` names, and `drop`."""
     named = connection_tokens(headers) - FRAMING
     return b"".join(
         [b"%b: %b\r\n" % (name, value) for name, value in headers if name not in drop and name not in named]
@@ -255,7 +270,10 @@ def response(
     head_only: bool = False,
     close: bool = False,
 ) -> bytes:
-    """A whole response of ours. `head_only` states the length of the body but leaves it out (HEAD)."""
+    """Return a whole response of the gateway's own.
+
+    `head_only` states the length of the body but leaves it out (HEAD).
+    """
     lines = [STATUS_LINE[status]]
     lines += [b"%b: %b\r\n" % h for h in headers]
     lines.append(b"content-length: %d\r\n" % len(body))

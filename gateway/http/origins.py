@@ -1,4 +1,4 @@
-"""Pages of other sites that browsers let use this server (CORS, in the Fetch standard; `--allow-origin`)."""
+"""The pages of other sites that browsers let use this server (CORS, in the Fetch standard; `--allow-origin`)."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from .messages import Headers, Request
 
 ANY = "*"
-PREFLIGHT_SECONDS = b"600"  # for which a browser keeps what it was answered, as engines say
+PREFLIGHT_SECONDS = b"600"  # for which a browser caches a preflight's answer, the same as engines send
 METHODS = b"GET, HEAD, POST, PUT, PATCH, DELETE, OPTIONS"
 
 
 def check_origin(text: str) -> str:
-    """One value of `--allow-origin`. Raises ValueError."""
+    """Return one value of `--allow-origin` if it is valid. Raises ValueError."""
     if not re.fullmatch(r"\*|null|[a-z][a-z0-9+.-]*://[^\s/?#@\"']+", text):
         raise ValueError(
             f"{text[:300]!r} is not an origin as browsers write it, like https://app.example or "
@@ -23,13 +23,13 @@ def check_origin(text: str) -> str:
 
 
 class Origins:
-    """Which of them may, and which headers of answers they may read (`exposed`)."""
+    """The allowed origins, and the response headers that their pages may read (`exposed`)."""
 
     def __init__(self, allowed: Sequence[str], exposed: bytes):
         self._all, self._allowed, self._exposed = ANY in allowed, frozenset(allowed), exposed
 
     def headers(self, origin: str | None) -> Headers:
-        """What an answer says of it. `origin`: of the page that asks, if a browser says one."""
+        """Return the CORS headers of a response. `origin`: that of the page, if a browser sent one."""
         found: Headers = [] if self._all else [(b"vary", b"Origin")]
         if (allowed := self._allowed_as(origin)) is not None:
             found += (b"access-control-allow-origin", allowed), (b"access-control-expose-headers", self._exposed)
@@ -39,8 +39,10 @@ class Origins:
         return b"".join([b"%b: %b\r\n" % header for header in self.headers(origin)])
 
     def preflight(self, request: Request) -> tuple[int, bytes, Headers] | None:
-        """The answer to what a browser asks before it sends a page's request; None if this is not such a question.
-        `headers` are not in it, since all answers get them."""
+        """Return the answer to a preflight request, or None for any other request.
+
+        The headers of `headers` are not in it, since all answers get them.
+        """
         origin = request.header(b"origin")
         if request.method != "OPTIONS" or origin is None or request.header(b"access-control-request-method") is None:
             return None

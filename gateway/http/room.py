@@ -1,4 +1,4 @@
-"""Choice of the clients' connections that are closed when the process nears its limit of open files."""
+"""The choice of clients' connections to close when the process nears its limit of open files."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ log = logging.getLogger("hitherto.wire")
 # may use half of the reserve, and refused connections that are not closed yet a quarter.
 MOST_RESERVED = 8192
 FEWEST_FILES = 4096  # 1,500 streams; the usual hard limit is 524,288 or more
-OWN_FILES = (
-    30  # of a gateway with three replicas, as counted on Linux: its log, listening sockets, probes and KV events
-)
-# TLS handshakes under way at most: each takes 55 kB, and one whose client is silent ends after `head_seconds`.
+OWN_FILES = 30  # a gateway's own with three replicas, counted on Linux: log, listening sockets, probes and KV events
+# Limit of TLS handshakes under way: each takes 55 kB, and one whose client is silent ends after `head_seconds`.
 MOST_HANDSHAKES = 4096
-LOOKS = 64  # idle connections that are looked at beyond those to close; nearly always the first can be closed
-SAY_SECONDS = 60.0  # between two lines of the log
+LOOKS = 64  # idle connections checked beyond those to close; nearly always the first can be closed
+SAY_SECONDS = 60.0  # between two log lines
 OPEN = "/proc/self/fd"
-LISTED = 2048  # names: a kernel before 6.2 has to list them all, which took 7 ms for 8,192
+LISTED = 2048  # names listed per sweep on average: listing 8,192 took 7 ms on a kernel before 6.2
 
 
 class Connection(Protocol):
+    """The part of a client's connection that `Room` uses."""
+
     def can_give_way(self) -> bool: ...
     def abort(self) -> None: ...
     def refuse_at_once(self) -> None: ...
@@ -38,9 +38,11 @@ C = TypeVar("C", bound=Connection)
 
 
 class Room(Generic[C]):
-    """Share of the process's open files that one server's connections may use. When it is used up, a new connection
-    closes the one that has been idle longest; when none is idle, the new one is refused with an answer, since at the
-    limit itself the event loop would reset it without one."""
+    """The share of the process's open files that one server's connections may use.
+
+    When it is used up, a new connection closes the one that has been idle longest. If none is idle, the new one is
+    refused with an answer, since at the limit itself the event loop would reset it without one.
+    """
 
     __slots__ = ("connections", "handshakes", "idle", "refused", "_others", "_skip", "_said_at")
 
@@ -55,7 +57,7 @@ class Room(Generic[C]):
 
     @property
     def open(self) -> int:
-        """Number of connections, including those whose TLS handshake is still under way."""
+        """The number of connections, including those whose TLS handshake is still under way."""
         return len(self.connections) + len(self.handshakes)
 
     @property
@@ -88,7 +90,9 @@ class Room(Generic[C]):
 
     def keep(self) -> None:
         """Count the open files that are no client's connection, and close idle connections if the reserve is in use.
-        Called at each sweep, since every stream opens a file for its replica."""
+
+        Called at each sweep, since every stream opens a file for its replica.
+        """
         if self._skip:
             self._skip -= 1
             return
@@ -97,7 +101,7 @@ class Room(Generic[C]):
             if not count:
                 count = len(os.listdir(OPEN))
                 self._skip = count // LISTED
-        except OSError:  # there is none left to list them with
+        except OSError:  # no descriptor is left to list them with
             count, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         self._others = max(0, count - self.open)
         if (short := self._short_by()) > 0:
@@ -109,8 +113,11 @@ class Room(Generic[C]):
         return 0 if files == resource.RLIM_INFINITY else self._others + self.open - (files - _reserved())
 
     def _make_room(self, count: int) -> bool:
-        """Close up to `count` idle connections, and return whether any was closed. A connection whose answer is not all
-        sent, or whose next request lies unread in its socket, is kept and counts as the newest."""
+        """Close up to `count` idle connections, and return whether any was closed.
+
+        A connection whose answer is not all sent, or whose next request lies unread in its socket, is kept and counts
+        as the newest.
+        """
         closed = 0
         for _ in range(min(len(self.idle), count + LOOKS)):
             client = next(iter(self.idle))
@@ -133,8 +140,10 @@ class Room(Generic[C]):
 
 
 def too_few(files: int) -> str:
-    """Say for how few streams this limit of open files is enough, "" where it is FEWEST_FILES or more. A stream has a
-    connection to its client and one to its replica."""
+    """Return for how few streams this limit of open files is enough, or "" if it is FEWEST_FILES or more.
+
+    A stream has a connection to its client and one to its replica.
+    """
     if files == resource.RLIM_INFINITY or files >= FEWEST_FILES:
         return ""
     streams = max(0, files - _reserved(files) - OWN_FILES) // 2
@@ -142,7 +151,7 @@ def too_few(files: int) -> str:
 
 
 def _reserved(files: int | None = None) -> int:
-    """Return how many descriptors of this limit clients leave free; None: of the process's own."""
+    """Return how many descriptors of this limit clients leave free; None: of the process's own limit."""
     if files is None:
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return MOST_RESERVED if files == resource.RLIM_INFINITY else min(files // 4, MOST_RESERVED)

@@ -1,4 +1,4 @@
-"""The listening side: accepts clients, sweeps for the slow and the idle, drains on the way out."""
+"""The HTTP server: it accepts clients, enforces deadlines, and drains at its end."""
 
 from __future__ import annotations
 
@@ -15,23 +15,26 @@ from .messages import Limits
 log = logging.getLogger("hitherto.wire")
 
 SWEEP_SECONDS = 0.25
-# Of many connections a sweep looks at a part: 10,000 at once held up the loop for 3.4 ms and took 1.6 % of a core. So
-# many are all seen in 4 s, up to 64 in each sweep; the shortest deadline is 2 s.
+# A sweep checks only a part of many connections: 10,000 at once stalled the event loop for 3.4 ms and took 1.6 % of a
+# core. All are checked within 16 sweeps, 4 s, and at least 64 in each sweep; the shortest deadline is 2 s.
 SWEEPS_TO_SEE_ALL, SEEN_AT_LEAST = 16, 64
 FLUSH_SECONDS = 2.0  # for the last bytes of answers, when the server ends
-SHUTDOWN_SECONDS = 3600.0  # of a TLS connection, to send what is left and to hear that it is taken
+SHUTDOWN_SECONDS = 3600.0  # limit of a TLS connection's close: the rest is sent and the client answers
 
 
 def allow_many_connections() -> None:
-    """As many open files as this process, and those it starts, may have: the usual 1,024 are 370 streams."""
+    """Raise the limit of open files to its hard limit: the usual 1,024 allow 370 streams."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     if most != resource.RLIM_INFINITY:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 class _Accepted(asyncio.Protocol):
-    """An accepted connection before its TLS handshake. Event loops do not report handshakes that are still running, so
-    the socket is duplicated and its handshake started by us, where it can be counted."""
+    """An accepted connection before its TLS handshake.
+
+    Event loops do not report handshakes that are still running, so the socket is duplicated and its handshake started
+    separately, where it can be counted.
+    """
 
     def __init__(self, server: Server, tls: ssl.SSLContext):
         self._server, self._tls = server, tls
@@ -41,10 +44,12 @@ class _Accepted(asyncio.Protocol):
             self._server.shake_hands(transport.get_extra_info("socket").dup(), self._tls)
         except OSError as error:  # no descriptor is left
             log.warning("a connection is closed before its TLS handshake: %s", error.strerror)
-        transport.abort()  # type: ignore[attr-defined]  # a socket's has it
+        transport.abort()  # type: ignore[attr-defined]  # socket transports have it
 
 
 class Server:
+    """The HTTP server of one process. Connections share `limits`, and `handler` answers their requests."""
+
     def __init__(self, handler: Handler, limits: Limits = Limits()):
         self.clients = Clients(handler, limits)
         self._unseen: list[Downstream] = []  # in this round of sweeps
@@ -61,12 +66,12 @@ class Server:
 
     @property
     def open(self) -> int:
-        """Number of connections, including those whose TLS handshake is still under way."""
+        """The number of connections, including those whose TLS handshake is still under way."""
         return self.clients.room.open
 
     @property
     def held(self) -> int:
-        """Bytes of the requests of all connections."""
+        """The bytes of the requests of all connections."""
         return self.clients.held
 
     @property
@@ -74,8 +79,11 @@ class Server:
         return self.clients.draining
 
     async def start(self, host: str, port: int, shared: bool = False, tls: ssl.SSLContext | None = None) -> int:
-        """Listen; returns the port (0 asks for a free one). OSError if it is taken. `shared`: other processes listen on
-        it as well, and the kernel spreads connections over all of them. `tls`: clients speak it."""
+        """Listen, and return the port (0 asks for a free one). Raises OSError if it is taken.
+
+        `shared`: other processes listen on it as well, and the kernel spreads connections over all of them. `tls`: the
+        context for clients that must use TLS.
+        """
         loop = asyncio.get_running_loop()
 
         def made() -> asyncio.Protocol:
@@ -88,7 +96,7 @@ class Server:
         return bound
 
     def shake_hands(self, client: socket.socket, tls: ssl.SSLContext) -> None:
-        """Begin the TLS handshake of an accepted connection. Beyond their bound the oldest gives way."""
+        """Begin the TLS handshake of an accepted connection, and cancel the oldest handshake beyond the limit."""
         room = self.clients.room
         if room.handshakes and len(room.handshakes) >= room.most_handshakes:
             oldest = next(iter(room.handshakes))
@@ -102,7 +110,7 @@ class Server:
         loop, seconds = asyncio.get_running_loop(), self.clients.limits.head_seconds
         connection = Downstream(self.clients)
         try:
-            # How long a close may take is for the sweep to say, which sees whether a slow client still takes bytes.
+            # The sweep limits the time of a close, as it sees whether a slow client is still reading.
             await loop.connect_accepted_socket(
                 lambda: connection,
                 client,
@@ -110,14 +118,14 @@ class Server:
                 ssl_handshake_timeout=seconds,
                 ssl_shutdown_timeout=SHUTDOWN_SECONDS,
             )
-        except OSError as error:  # it is no TLS, its client has left, or it took too long
+        except OSError as error:  # not TLS, the client has left, or it took too long
             log.debug("a TLS handshake failed: %s", error)
         finally:
             if connection.transport is None:
                 connection.parser = None  # as `connection_lost` does
 
     def _sweep(self) -> None:
-        # First of all the next one: whatever goes wrong in this, deadlines must go on being kept.
+        # Schedule the next sweep first: deadlines must be kept even if this one fails.
         self._sweeper = asyncio.get_running_loop().call_later(SWEEP_SECONDS, self._sweep)
         now = monotonic()
         pulse = self.clients.handler.pulse
@@ -125,8 +133,8 @@ class Server:
         self._was_late = not self._was_late and not ran
         self._swept_at = now
         if self._was_late:
-            # Timers come before sockets: clients and replicas may have been in time, so deadlines wait for the next
-            # sweep.
+            # After a stall, timers run before sockets are read: peers may have been in time, so deadlines wait for the
+            # next sweep.
             return
         self.clients.room.keep()
         for connection in self._next_part():
@@ -145,32 +153,36 @@ class Server:
 
     @property
     def busy(self) -> int:
-        """Connections with an answer in progress."""
+        """The number of connections with an answer in progress."""
         return sum(connection.busy for connection in self.connections)
 
     async def drain(self, seconds: float) -> None:
-        """Refuse new work (the handler answers 503), and let exchanges end for up to `seconds`. Idle connections stay:
-        a client that sends on one gets its 503, not a reset."""
+        """Refuse new work (the handler answers 503), and let exchanges end for up to `seconds`.
+
+        Idle connections stay: a client that sends on one gets its 503, not a reset.
+        """
         self.clients.draining = True
         self._drained_by = monotonic() + seconds
         while self.busy and monotonic() < self._drained_by:
             await asyncio.sleep(0.02)
 
     def hurry(self) -> None:
-        """Let a drain end now."""
+        """End a drain now."""
         self._drained_by = 0.0
 
     async def end(self) -> int:
-        """Close every connection; returns how many were cut, since an answer was in progress there."""
+        """Close every connection, and return how many were cut while an answer was in progress."""
         await self._flush(monotonic() + FLUSH_SECONDS)
         cut = self.busy
         await self.close()
         return cut
 
     async def _flush(self, deadline: float) -> None:
-        """Send the rest of all answers that are written, and refuse requests that are still being sent. What a TLS
-        connection has taken may wait in the transport below it, which nothing tells of: an orderly close sends it, and
-        ends when the client has answered."""
+        """Send the rest of all complete answers, and refuse requests that are still being received.
+
+        A TLS connection may hold bytes in the transport below it, which cannot be seen: an orderly close sends them,
+        and ends when the client has answered.
+        """
         answered = {connection for connection in self.connections if connection.current is None}
         for connection in answered:
             connection.end()

@@ -1,4 +1,4 @@
-"""What the kernel knows of a connection and the event loop does not tell."""
+"""The state of a connection that the kernel knows and the event loop does not report."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ import struct
 import termios
 
 _BYTES, _LINGER = struct.Struct("i"), struct.Struct("ii")
-# Seconds of silence before the kernel asks whether the peer is there, and between two such questions; how many of them
-# stay unanswered.
+# TCP keep-alive: seconds of silence before the first probe, seconds between probes, and unanswered probes until the
+# connection ends.
 SILENT_SECONDS, ASK_SECONDS, MOST_UNANSWERED = 10, 5, 3
 
 
 def has_left(transport: asyncio.Transport) -> bool:
-    """Whether the peer has closed its side, which is not read of while reading is paused."""
+    """Return whether the peer has closed its side, which is not noticed while reading is paused."""
     return bool(_events(transport, select.POLLRDHUP))
 
 
 def has_data(transport: asyncio.Transport) -> bool:
-    """Whether the peer has sent what is not read yet, and has not left."""
+    """Return whether the peer has sent data that is not read yet, and has not left."""
     return _events(transport, select.POLLIN | select.POLLRDHUP) == select.POLLIN
 
 
@@ -38,7 +38,7 @@ def _events(transport: asyncio.Transport, asked: int) -> int:
 
 
 def _socket(transport: asyncio.Transport) -> socket.socket:
-    """Return the socket below a connection. Raises OSError once uvloop has closed it: then it names None."""
+    """Return the socket below a connection. Raises OSError if uvloop has closed it, and then reports none."""
     found: socket.socket | None = transport.get_extra_info("socket")
     if found is None:
         raise OSError(errno.EBADF, os.strerror(errno.EBADF))
@@ -46,13 +46,16 @@ def _socket(transport: asyncio.Transport) -> socket.socket:
 
 
 def reset_when_closed(transport: asyncio.Transport) -> None:
-    """Let the peer see that what it has is not all: what is not sent yet will not be."""
+    """Have the close reset the connection, so that the peer cannot take a partial response for complete.
+
+    Bytes that are not sent yet are dropped.
+    """
     with contextlib.suppress(OSError):  # it is closed
         _socket(transport).setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _LINGER.pack(1, 0))
 
 
 def ask_when_silent(transport: asyncio.Transport) -> None:
-    """Have the kernel find out that the peer's machine is gone, which closes nothing: it ends the connection then."""
+    """Enable TCP keep-alive, so that the kernel ends the connection if the peer's machine is gone."""
     with contextlib.suppress(OSError):  # it is closed
         connection = _socket(transport)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -62,10 +65,13 @@ def ask_when_silent(transport: asyncio.Transport) -> None:
 
 
 def has_unacknowledged(transport: asyncio.Transport) -> bool:
-    """Whether the peer's kernel lacks a part of what was sent to it, so that nobody there can have read all of it. It
-    can be asked after a reset, too. What the peer's kernel had, and nobody read, is not told."""
+    """Return whether the peer's kernel has not acknowledged all bytes that were sent to it.
+
+    If so, nobody there can have read all of them. This can be asked after a reset, too. Bytes that the peer's kernel
+    received and nobody read do not show.
+    """
     try:
         (left,) = _BYTES.unpack(fcntl.ioctl(_socket(transport).fileno(), termios.TIOCOUTQ, bytes(_BYTES.size)))
-    except (OSError, ValueError):  # the kernel does not tell, or the socket is closed
+    except (OSError, ValueError):  # not supported by the kernel, or the socket is closed
         return False
     return bool(left)

@@ -1,7 +1,7 @@
-"""The replica's side of the wire: pooled connections whose response bytes pass through untouched.
+"""The replica side: pooled connections whose response bytes pass through untouched.
 
-A parser watches the response only for where its head ends, where the message ends, and whether the
-connection may be kept. The bytes themselves, chunk framing included, go to the sink as they came.
+A parser watches the response only for where its head ends, where the message ends, and whether the connection may be
+kept. The bytes themselves, chunk framing included, go to the sink as they came.
 """
 
 from __future__ import annotations
@@ -26,23 +26,25 @@ from .sockets import ask_when_silent, has_unacknowledged
 
 log = logging.getLogger("hitherto.wire")
 
-# vLLM (uvicorn) closes a connection that is idle for 5 s; one that we reuse later may die under the request.
+# vLLM (uvicorn) closes a connection that is idle for 5 s; a request sent on it later may be lost.
 IDLE_SECONDS = 4.0
 CONNECT_SECONDS = 5.0
-# A kernel resets a connection of which the process that closed it, or ended, had not read everything; it does so at
-# once, where it has all of a request. Later resets are those of proxies and timeouts as well: the request may have run.
+# A kernel resets a connection whose process closed it, or ended, before reading everything, and does so at once if the
+# whole request had arrived. Later resets may come from proxies and timeouts, after the request has run.
 UNREAD_SECONDS = 0.25
 HEAD_BYTES = 64 * 1024
-# A trailer line grows in the parser until it ends, and nothing tells of it meanwhile. So where a chunked answer has
-# gone on for SEARCH_BYTES, line ends are looked for: between chunks there are some, and no engine makes one chunk of
-# LINE_BYTES.
+# The parser buffers a trailer line until it ends, without a callback. So after each SEARCH_BYTES of a chunked response,
+# line ends are searched for: there are some between chunks, and no engine sends one chunk of LINE_BYTES.
 SEARCH_BYTES, LINE_BYTES = 2**20, 2**24
 NEWLINE = 0x0A
 
 
 class UpstreamError(Exception):
-    """The replica broke the exchange: no connection, closed early, or not HTTP. `kind` is for metrics. `unread`: it
-    took the connection, and closed it before it can have read the whole request, as far as is known."""
+    """A failure of the replica: no connection, closed early, or not HTTP.
+
+    `kind`: the label in metrics. `unread`: as far as is known, the replica accepted the connection and closed it before
+    it can have read the whole request.
+    """
 
     def __init__(self, kind: str, message: str, *, unread: bool = False):
         super().__init__(message)
@@ -50,8 +52,10 @@ class UpstreamError(Exception):
 
 
 class Sink(Protocol):
-    """Where a response goes. Calls come in the order head, data*, end; or lost, once, at any point. Of a body whose end
-    the head does not tell, `closed` comes for `end`: the replica closed the connection, or died."""
+    """The receiver of a response. Calls come in the order head, data*, end; or lost, once, at any point.
+
+    If the head does not give the body's end, `closed` comes for `end`: the replica closed the connection, or died.
+    """
 
     def connected(self, upstream: Upstream) -> None: ...
     def head(self, status: int, head: Head, body: bytes) -> None: ...
@@ -83,22 +87,22 @@ class Head:
         return self.get(b"transfer-encoding") is not None
 
     def add(self, header: tuple[bytes, bytes]) -> None:
-        """A header for the client that the replica did not send."""
+        """Add a header for the client that the replica did not send."""
         self.raw = b"%b%b: %b\r\n\r\n" % (self.raw[:-2], *header)
         self.headers = [*self.headers, header]
 
     def without_chunks(self) -> Head:
-        """The same before a body that the end of the connection ends."""
+        """Return this head for a body that ends with the connection."""
         headers = [header for header in self.headers if header[0] != b"transfer-encoding"]
         return Head(self.raw, headers, True, False)
 
     def without(self, prefix: bytes) -> Head:
-        """The same without headers whose names begin so."""
+        """Return this head without the headers whose names have this prefix."""
         headers = [header for header in self.headers if not header[0].startswith(prefix)]
         return Head(self.raw, headers, self.until_close, False)
 
     def with_length(self, length: int) -> Head:
-        """The same before another body of so many bytes."""
+        """Return this head for another body of `length` bytes."""
         framing = (b"content-length", b"transfer-encoding")
         headers = [header for header in self.headers if header[0] not in framing]
         headers.append((b"content-length", b"%d" % length))
@@ -106,7 +110,7 @@ class Head:
         return Head(b"%b%b\r\n" % (status_line, end_to_end(headers)), headers, False, True)
 
     def block(self, extra: bytes) -> bytes:
-        """Status line and headers with `extra` lines added and hop-by-hop ones gone, closing blank line included."""
+        """Return the status line and the headers with `extra` lines, without hop-by-hop ones, with the blank line."""
         if self.clean:
             return b"%b%b\r\n" % (self.raw[:-2], extra)
         status_line = self.raw[: self.raw.index(b"\r\n") + 2]
@@ -114,6 +118,8 @@ class Head:
 
 
 class Upstream(asyncio.Protocol):
+    """A connection to a replica, which carries one request at a time."""
+
     __slots__ = (
         # for the connection's life
         "pool", "transport", "parser", "closed", "idle_since", "used", "paused", "unread", "sent_at",
@@ -125,13 +131,13 @@ class Upstream(asyncio.Protocol):
     def __init__(self, pool: Pool):
         self.pool = pool
         self.transport: asyncio.Transport = None  # type: ignore[assignment]
-        self.parser: httptools.HttpResponseParser = None  # type: ignore[assignment]  # from connection to loss: it refers back to this
+        self.parser: httptools.HttpResponseParser = None  # type: ignore[assignment]  # set while connected: a reference cycle
         self.closed = False
         self.idle_since = 0.0
         self.used = False
         self.paused = False
         self.sent_at = 0.0
-        self.unread = False  # it was closed before the replica can have read all of the request
+        self.unread = False  # closed before the replica can have read all of the request
         self.sink: Sink | None = None
         self._clear()
 
@@ -147,14 +153,14 @@ class Upstream(asyncio.Protocol):
         self.surplus = False
         self.clean = True
         self.framed = False  # the head says where the body ends
-        self.coding = b""  # of the body for the transfer, if it is another than chunks
+        self.coding = b""  # the body's transfer coding, if it is not chunked
         self.length: int | None = None  # bytes of the body, where the head says so
-        # Of the body, how many bytes more are let pass without a look, and how many were, these included; of a chunked
-        # one without those reads that end a line.
+        # Bytes of the body that may still pass without a search for line ends, and all that were granted so far; reads
+        # of a chunked body that end a line do not count.
         self.unseen = self.granted = SEARCH_BYTES
 
     def send(self, sink: Sink, head: bytes, body: bytes, head_only: bool) -> None:
-        """Send a request; its response comes to `sink`. `head_only`: the response to HEAD has no body."""
+        """Send a request; its response goes to `sink`. `head_only`: the response to HEAD has no body."""
         self.sink = sink
         self.head_only = head_only
         self.sent_at = monotonic()
@@ -165,7 +171,7 @@ class Upstream(asyncio.Protocol):
             self.transport.writelines((head, body))
 
     def pause(self) -> None:
-        """The client can't keep up: let the replica's bytes wait in the kernel, and so in the replica."""
+        """Stop reading while the client cannot keep up, so that the replica is slowed down by TCP."""
         if not self.paused and not self.closed:
             self.paused = True
             self.transport.pause_reading()
@@ -176,7 +182,7 @@ class Upstream(asyncio.Protocol):
             self.transport.resume_reading()
 
     def drop(self) -> None:
-        """Stop caring for the response. Closing is what makes the engine abort the request."""
+        """Discard the response. Closing the connection makes the engine abort the request."""
         self.sink = None
         self.closed = True
         self.transport.abort()
@@ -188,8 +194,10 @@ class Upstream(asyncio.Protocol):
         self.parser = httptools.HttpResponseParser(self)
 
     def eof_received(self) -> None:
-        """The replica has closed its side, so what it has not answered by now it never will. Closing by the event loop
-        would first wait until somebody reads the rest of the request."""
+        """Abort, as a replica that has closed its side will not answer any more.
+
+        A close by the event loop would first wait until somebody reads the rest of the request.
+        """
         if self.sink is not None:
             self.unread = not self.head_done and has_unacknowledged(self.transport)
             self.transport.abort()
@@ -213,7 +221,7 @@ class Upstream(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         sink = self.sink
-        if sink is None:  # nothing was asked
+        if sink is None:  # no request is in progress
             self.closed = True
             self.transport.abort()
             return
@@ -229,7 +237,7 @@ class Upstream(asyncio.Protocol):
             self.surplus = True
         if self.forwarding:
             if data[-1] == NEWLINE and self.length is None:
-                self.unseen = SEARCH_BYTES  # nearly all reads of a stream end a line, and leave none unfinished
+                self.unseen = SEARCH_BYTES  # true for nearly all reads of a stream
             elif not self._count(data):
                 return self._broken(f"{LINE_BYTES} bytes of a chunked response without the end of a line")
             if not self.complete:
@@ -250,7 +258,7 @@ class Upstream(asyncio.Protocol):
     def _forward_head(self, sink: Sink) -> None:
         buffer, self.buffer = self.buffer.lstrip(b"\r\n"), b""
         end = buffer.index(b"\r\n\r\n") + 4
-        while buffer[9:10] == b"1":  # interim responses (100, 102, 103) are between the replica and us
+        while buffer[9:10] == b"1":  # interim responses (100, 102, 103) are not passed on
             buffer = buffer[end:].lstrip(b"\r\n")
             end = buffer.index(b"\r\n\r\n") + 4
         if end > HEAD_BYTES:
@@ -277,12 +285,12 @@ class Upstream(asyncio.Protocol):
         return self.head_only or self.status in (204, 304)
 
     def _count(self, data: bytes) -> bool:
-        """False when so much came without the end of a line that it must not go on."""
+        """Return whether the response may go on; False after too many bytes without the end of a line."""
         self.unseen -= len(data)
         return self.unseen >= 0 or self._has_lines(data)
 
     def _has_lines(self, data: bytes) -> bool:
-        """Whether lines still end. Called when more came than was to pass unseen; `data` is the last of it."""
+        """Return whether lines still end, after more bytes than pass unseen; `data` is the last of them."""
         if self.length is not None or not self.framed or b"\n" in data:
             self.granted += SEARCH_BYTES - self.unseen
             self.unseen = SEARCH_BYTES
@@ -290,8 +298,10 @@ class Upstream(asyncio.Protocol):
         return -self.unseen < LINE_BYTES - SEARCH_BYTES
 
     def _to_the_end(self, data: bytes) -> bytes | None:
-        """As much of the last piece as belongs to the response; None when that can't be told. What an engine says
-        behind it is no answer to anything, and its connection is not used again."""
+        """Return the part of the last piece that belongs to the response; None if that is not known.
+
+        If bytes follow the response, the connection is not used again.
+        """
         length = 0 if self._bodyless() else self.length
         if length is None:
             end = len(data)
@@ -309,11 +319,13 @@ class Upstream(asyncio.Protocol):
 
     def _finish(self, sink: Sink) -> None:
         self.sink = None
-        # An early answer may leave part of the request unsent: the next one would queue up behind it.
+        # An early answer may leave part of the request unsent; the next request would wait for it.
         unsent = self.transport.get_write_buffer_size()
         reusable = self.keep and not unsent and not self.closed and not self.transport.is_closing()
         if self.head_only:
-            self.parser = httptools.HttpResponseParser(self)  # it still waits for the body it was promised
+            self.parser = httptools.HttpResponseParser(
+                self
+            )  # the old one still waits for the body that the head announces
         self._clear()
         if self.paused:
             self.resume()
@@ -348,7 +360,7 @@ class Upstream(asyncio.Protocol):
             if codings != [b"chunked"] * len(codings):
                 self.coding = value
             if self.framed or len(codings) > 1:
-                self.clean = False  # servers that copy another's headers say it twice, and clients' parsers refuse that
+                self.clean = False  # sent twice by servers that copy another's headers; clients' parsers refuse that
             if self.framed:
                 return
             self.framed, value = True, codings[0]
@@ -369,18 +381,24 @@ class Upstream(asyncio.Protocol):
     def on_message_complete(self) -> None:
         if self.head_done and not self.complete:
             self.complete = True
-            self.keep = self.parser.should_keep_alive()  # known only here: the parser then forgets the message
+            self.keep = self.parser.should_keep_alive()  # must be read here, before the parser resets its state
 
 
-# Why nothing may be sent over a connection that has just been opened, if so.
+# Returns why nothing may be sent over a connection that has just been opened, or None.
 Check = Callable[[], Awaitable[UpstreamError | None]]
 
 
 class Pool:
-    """Connections to one address of one replica. Last used, first taken: the rest grow idle and are closed."""
+    """The connections to one address of one replica.
+
+    The last used is taken first; the others become idle and are closed.
+    """
 
     def __init__(self, host: str, port: int, tls: ssl.SSLContext | None, certified: str):
-        """`host`: the address to connect to. `certified`: with `tls`, the host that its certificate has to name."""
+        """Create an empty pool.
+
+        `host`: the address to connect to. `certified`: with `tls`, the host that its certificate has to name.
+        """
         self.host = host
         self.port = port
         self.tls = tls
@@ -390,7 +408,7 @@ class Pool:
         self._connecting: set[asyncio.Task[Upstream | UpstreamError]] = set()
 
     def acquire(self) -> Upstream | None:
-        """An idle connection that the replica won't close under us, or None."""
+        """Return an idle connection that the replica will not close under a request, or None."""
         now = monotonic()
         while self.idle:
             upstream, _ = self.idle.popitem()
@@ -401,10 +419,10 @@ class Pool:
         return None
 
     def connect(self, sink: Sink, check: Check) -> None:
-        """Open a connection; `sink.connected` or `sink.lost` tells of it. `check` is asked once it is open."""
+        """Open a connection, and call `sink.connected` or `sink.lost`. `check` is awaited once it is open."""
         task = asyncio.get_running_loop().create_task(self._open(check))
         self._connecting.add(task)
-        # Not the end of a coroutine: one that is cancelled before it began says nothing.
+        # A callback, not the coroutine's own end: one cancelled before it began would report nothing.
         task.add_done_callback(partial(self._opened, sink))
 
     def _opened(self, sink: Sink, task: asyncio.Task[Upstream | UpstreamError]) -> None:
@@ -419,7 +437,7 @@ class Pool:
         opened = task.result()
         if isinstance(opened, UpstreamError):
             sink.lost(opened)
-        elif opened.closed or opened.transport.is_closing():  # since then; to write to it would raise
+        elif opened.closed or opened.transport.is_closing():  # closed since then; writing would raise
             where = f"{self.host}:{self.port}"
             message = f"{where} closed a new connection before the request was sent"
             sink.lost(UpstreamError("connect", message, unread=True))
@@ -446,7 +464,7 @@ class Pool:
             ask_when_silent(upstream.transport)
             wrong = await check()
         except BaseException:
-            if upstream.transport is not None:  # it may have been made when this was cancelled
+            if upstream.transport is not None:  # the connection may exist already when this is cancelled
                 upstream.drop()
             raise
         if wrong is not None:
@@ -454,6 +472,7 @@ class Pool:
         return wrong or upstream
 
     def release(self, upstream: Upstream) -> None:
+        """Take back a connection whose response is complete."""
         if self.closed:
             upstream.closed = True
             upstream.transport.close()
@@ -466,20 +485,20 @@ class Pool:
         self.idle.pop(upstream, None)
 
     def sweep(self, now: float) -> None:
-        """Close what has been idle for too long; the oldest lie first."""
+        """Close the connections that have been idle for too long; the oldest come first."""
         for upstream in list(itertools.takewhile(lambda one: now - one.idle_since >= IDLE_SECONDS, self.idle)):
             del self.idle[upstream]
             upstream.closed = True
             upstream.transport.close()
 
     def close(self) -> None:
-        """The replica is removed: nobody gets a connection any more."""
+        """Close the pool of a removed replica, and cancel connections that are being opened."""
         self.retire()
         for task in self._connecting:
             task.cancel()
 
     def retire(self) -> None:
-        """The replica is elsewhere now: what is in use or being opened is used once, and nothing is kept."""
+        """Close the pool of a replica that moved: connections in use or being opened are used once and not kept."""
         self.closed = True
         while self.idle:
             upstream, _ = self.idle.popitem()

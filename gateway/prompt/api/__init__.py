@@ -1,1 +1,1 @@
-"""What clients may send, brought to one form: chat, completions, responses and messages."""
+"""Readers for the four OpenAI and Anthropic APIs that clients may use; all yield one form, `openai.Chat`."""

@@ -1,4 +1,4 @@
-"""`/v1/messages` to a chat request, block by block as vLLM does it."""
+"""Anthropic's `/v1/messages` as a chat request, block by block as vLLM translates it."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from ..render.template import ChatTemplate, TemplateError
 from .conversation import Multimodal, Unknown, Unroutable, is_plain, require_exact, tool_schemas
 from .openai import Chat, template_variables
 
-# vLLM finds out about its template by rendering: what effort "thinking disabled" stands for, and
-# whether system messages may stand inside a conversation.
+# vLLM probes its template by rendering: which effort "thinking disabled" stands for, and whether system messages may
+# stand inside a conversation.
 _EFFORTS = ("low", "medium", "high", "xhigh", "max")
 _CHANGES = ("tool_addition", "tool_removal")  # blocks of system messages
 _INLINE_SYSTEM = [{"role": role, "content": "t"} for role in ("system", "user", "system", "user")]
@@ -25,7 +25,7 @@ _INLINE_SYSTEM = [{"role": role, "content": "t"} for role in ("system", "user", 
 
 @dataclass(frozen=True, slots=True)
 class Habits:
-    """How vLLM translates for one template."""
+    """The template-dependent choices of vLLM's translation."""
 
     system_first: bool  # inline system messages are moved to the front
     disabled_effort: str | None  # reasoning_effort for thinking "disabled"; None: `thinking` is not read
@@ -34,10 +34,12 @@ class Habits:
 def habits(
     template: ChatTemplate | ProgramTemplate | None, others: Sequence[str] = (), replaces_own: bool = False
 ) -> Habits:
-    """Ask the templates the questions that vLLM asks them at start: `template`, the one for requests without tools, and
-    `others`, the sources of those that other requests get. `replaces_own`: it is not the model's, but one given with
-    --chat-template, the only one that older versions ask. Beside rules in place of a template, that one is asked, too,
-    and where there is none, system messages come first."""
+    """Return the choices that vLLM makes at start by rendering test conversations with its templates.
+
+    `template`: the one for requests without tools; `others`: sources of the templates that other requests get.
+    `replaces_own`: the template was given with --chat-template and is not the model's; older releases test only such a
+    one. It is also tested where a program writes the conversation. Without a template, system messages come first.
+    """
     if template is None or (not template.quirks.asks_template and not replaces_own):
         return Habits(True, None)
     sources = others if isinstance(template, ProgramTemplate) else (template.source, *others)
@@ -58,23 +60,26 @@ def habits(
 
 
 def _wants_system_first(source: str) -> bool:
-    """Whether a conversation with a system message inside fails in the sandbox that vLLM probes with.
+    """Return whether a system message inside a conversation fails in the sandbox that vLLM probes with.
 
-    It is a bare one: without special tokens, `raise_exception`, `strftime_now` and the `generation` tag, and `tools` is
-    undefined. So a template that only needs one of these fails, too, and is taken for one that wants its system message
-    first.
+    That sandbox is bare: without special tokens, `raise_exception`, `strftime_now` and the `generation` tag, and with
+    `tools` undefined. So a template that merely needs one of these fails too, and counts as one that wants its system
+    message first.
     """
     env = Bounds(trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols])
     try:
         env.from_string(source).render({"messages": _INLINE_SYSTEM, "add_generation_prompt": False})
-    except Exception:  # vLLM looks for Jinja's errors only, and does not start with any other
+    except Exception:  # vLLM catches Jinja's errors only, and does not start after any other
         return True
     return False
 
 
 def from_messages(request: dict[str, Any], habits: Habits, rules_are_known: bool = True) -> Chat:
-    """A Messages request as the chat request vLLM makes of it. Not `rules_are_known`: an engine that may make something
-    else of results of tools than their texts and images."""
+    """Return the chat request that vLLM makes of a Messages request. Raises ApiError or Unroutable.
+
+    Without `rules_are_known` the engine may show the model more of a tool's result than texts and images; the
+    conversation is then known only up to a result with other parts.
+    """
     given = request.get("messages")
     if not isinstance(given, list) or not given:
         raise bad("'messages' must be a non-empty list", "messages")
@@ -109,7 +114,7 @@ def from_messages(request: dict[str, Any], habits: Habits, rules_are_known: bool
 
 
 def _texts(content: Any, where: str, keep_header: bool = False) -> list[str]:
-    """Texts of a system prompt, without Claude Code's per-request attribution line."""
+    """Return the texts of a system prompt, without Claude Code's per-request attribution line."""
     blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
     if not isinstance(blocks, list) or not all(isinstance(block, dict) for block in blocks):
         raise bad(f"{where} must be a string or a list of text blocks", where)
@@ -187,7 +192,7 @@ def _tool_result(
     images, references = [], []
     if isinstance(content, list):
         texts = []
-        for item in content:  # of another kind (search results, documents) the model is shown nothing
+        for item in content:  # items of other kinds (search results, documents) are not shown to the model
             kind = item.get("type") if isinstance(item, dict) else None
             if kind == "text":
                 texts.append(item.get("text", ""))
@@ -209,7 +214,7 @@ def _tool_result(
 
 
 def _changed(tools: Sequence[dict[str, Any]], changes: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The tools at the end of a conversation in which these blocks add some and remove some."""
+    """Return the tools at the end of a conversation, after its `tool_addition` and `tool_removal` blocks."""
     present = {tool.get("name"): tool for tool in tools}
     removed = set()
     for block in changes:

@@ -1,10 +1,9 @@
-"""Request messages to the conversation a chat template sees.
+"""Conversion of request messages to the conversation that a chat template sees.
 
-vLLM does not hand messages to the template as they came: parts become text (or stay parts,
-when the template loops over them), tool-call arguments become objects, unknown keys vanish,
-tools get their schema's defaults. All of it shows in the tokens, so all of it is done here,
-rule by rule as in vLLM 0.32 (`renderers/chat_utils.py`) and transformers 5.16 to 5.23; what other
-versions do otherwise is in `quirks.VersionQuirks`.
+vLLM does not hand messages to the template as they came: parts become text (or stay parts, when the template loops over
+them), tool-call arguments become objects, unknown keys vanish, tools get their schema's defaults. All of it shows in
+the tokens, so all of it is done here, rule by rule as in vLLM 0.32 (`renderers/chat_utils.py`) and transformers 5.16 to
+5.23; `quirks.VersionQuirks` holds the differences of other versions.
 """
 
 from __future__ import annotations
@@ -45,38 +44,43 @@ _PART_KEYS = (_MEDIA_KEYS - {"input_image", "prompt_embeds"}) | {
 
 
 class Rounded(Exception):
-    """The request holds a number that may have been an integer of more than 64 bits; `parse_exactly` tells."""
+    """Raised for a number that may have been an integer of more than 64 bits; `parse_exactly` reads it exactly."""
 
 
 class Unknown(Exception):
-    """What an engine makes of a request from some message on is not known here. `known`: how many messages come before
-    that one."""
+    """Raised where the gateway cannot know what an engine makes of a message.
+
+    `known`: the number of messages before that one.
+    """
 
     known = 0
 
 
 class Multimodal(Unknown):
-    """A message holds media: the engine inserts tokens we can't know from the text."""
+    """Raised for a message with media: the engine inserts tokens that the text does not determine."""
 
 
 class MediaPlacing(Protocol):
-    """What stands for the parts of messages that are no text."""
+    """The replacement of content parts that are not text."""
 
     def place(self, part: dict[str, Any], more: dict[str, Any], as_parts: bool) -> Any:
-        """What the template gets in place of `part`: a part or a text, None for nothing. `more`: its fields that no
-        engine knows, which a template that takes parts gets too."""
+        """Return the part or text that the template gets in place of `part`, or None for nothing.
+
+        `more`: the part's fields that no engine knows, which a template that takes parts gets too. `as_parts`: whether
+        the template takes parts.
+        """
 
 
 class Placeholder(str):
-    """A text that stands for media, and before the texts of its message where these are joined."""
+    """A text that stands for media; where the parts of a message are joined, it precedes the texts."""
 
 
 class Unroutable(Unknown):
-    """The engine knows something about this prompt that its body does not say."""
+    """Raised where the prompt depends on something that only the engine knows."""
 
 
-# Keys of a message that reach the template with some releases of transformers and not with others: reasoning as
-# `thinking`, and these others where they are null.
+# Keys of a message that only some releases of transformers pass to the template: `thinking` as a copy of reasoning, and
+# the others where they are null.
 MAY_BE_UNLIKE = ("thinking", "tools", "tool_call_id")
 
 # Roles whose messages, when they hold only a text, reach the template as they came.
@@ -91,12 +95,12 @@ _PLAIN_KEYS = {
 
 
 def is_plain(system_text: str) -> bool:
-    """False for the system text that vLLM edits."""
+    """Return False for a system text that vLLM edits, which begins with Claude Code's attribution line."""
     return not system_text.startswith(BILLING_HEADER)
 
 
 def has_media(messages: Any) -> bool:
-    """Whether vLLM finds more than text in the parts of these messages."""
+    """Return whether vLLM finds parts other than text in these messages."""
     contents = (
         [message.get("content") for message in messages if isinstance(message, dict)]
         if isinstance(messages, list)
@@ -112,7 +116,7 @@ def has_media(messages: Any) -> bool:
 
 
 def messages_of(given: Any) -> list[dict[str, Any]]:
-    """The messages of a chat request as they are. Raises ApiError where they are no conversation."""
+    """Return the messages of a chat request unchanged. Raises ApiError if they are no conversation."""
     if not isinstance(given, list) or not given:
         raise bad("'messages' must be a non-empty list", "messages")
     for i, message in enumerate(given):
@@ -130,14 +134,16 @@ def conversation(
     reads: Collection[str] = (),
     media: MediaPlacing | None = None,
 ) -> list[dict[str, Any]]:
-    """Messages of a chat request -> what the template gets as `messages`.
+    """Convert the messages of a chat request to what the template gets as `messages`.
 
-    `as_parts`: the template loops over content parts (vLLM's content format "openai"), so text
-    comes to it as `[{"type": "text", "text": ...}]`. `by_schema`: tool calls went through vLLM's
-    schema (all but those of Responses do), which puts their keys in its own order: a template may
-    dump them. `reads`: those of MAY_BE_UNLIKE that the template may look at. `media`: what stands for parts that are no
-    text. Raises ApiError (not a conversation), Multimodal where there are such parts and no `media`, or Unroutable
-    where releases of transformers differ.
+    `as_parts`: the template loops over content parts (vLLM's content format "openai"), so text comes to it as
+    `[{"type": "text", "text": ...}]`. `knows_developer`: without it developer messages become system messages, and all
+    of those one. `by_schema`: tool calls went through vLLM's schema (all but those of Responses do), which puts their
+    keys in its own order: a template may dump them. `reads`: those of MAY_BE_UNLIKE that the template may read.
+    `media`: replaces parts that are not text.
+
+    Raises ApiError (not a conversation), Multimodal where there are such parts and no `media`, or Unroutable where
+    releases of transformers differ.
     """
     if not isinstance(messages, list) or not messages:
         raise bad("'messages' must be a non-empty list", "messages")
@@ -158,7 +164,7 @@ def conversation(
 def _as_transformers_hands_on(
     talk: list[dict[str, Any]], quirks: VersionQuirks, reads: Collection[str]
 ) -> list[dict[str, Any]]:
-    """Since 5.20 it drops keys whose value is None, since 5.21 it copies reasoning to its other names."""
+    """Apply transformers' own edits: since 5.20 it drops keys with the value None, since 5.21 it copies reasoning."""
     if quirks.drops_none is not False and any(None in message.values() for message in talk):
         if quirks.drops_none is None:
             for known, message in enumerate(talk):
@@ -183,7 +189,7 @@ def _unlike(what: str, known: int) -> Unroutable:
 
 
 def _one_system(talk: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """All system messages merged into one at the front, unless they are that already."""
+    """Merge all system messages into one at the front, unless only the first message is one."""
     for message in talk:
         if message["role"] == "system":
             message.pop("tools", None)
@@ -225,7 +231,7 @@ def _message(
         raise bad(f"{where}.content must be a string or a list of parts", f"{where}.content")
     if role == "system" and quirks.drops_attribution:
         parts = _drop_billing_header(parts)
-    # an empty text is dropped, too (as a part it is an object, and stays)
+    # An empty text is dropped too; an empty text part is an object and stays.
     parts = [p for p in (_part(part, as_parts, where, media) for part in parts) if p]
     if media is not None and not as_parts:
         parts.sort(key=lambda part: not isinstance(part, Placeholder))
@@ -247,7 +253,7 @@ def _message(
 
 
 def _part(part: Any, as_parts: bool, where: str, media: MediaPlacing | None) -> Any:
-    """One content part -> text (or a text part), None for one without text."""
+    """Return a content part as text (or as a text part), or None if it has no text."""
     if isinstance(part, str):
         return {"type": "text", "text": part} if as_parts else part
     if not isinstance(part, dict):
@@ -308,13 +314,13 @@ def _assistant_fields(
 
 
 def reasoning_of(message: Mapping[str, Any]) -> Any:
-    """An answer's reasoning, whichever of the two names it has. An empty one under the first name counts."""
+    """Return a message's `reasoning`, or its `reasoning_content` if that is None; an empty `reasoning` counts."""
     reasoning = message.get("reasoning")
     return message.get("reasoning_content") if reasoning is None else reasoning
 
 
 def _tool_call(call: Any, by_schema: bool, quirks: VersionQuirks, where: str) -> dict[str, Any]:
-    """A tool call with its arguments parsed."""
+    """Return a tool call with its arguments parsed."""
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or call.get("type", "function") != "function":
         raise bad(
@@ -330,8 +336,11 @@ def _tool_call(call: Any, by_schema: bool, quirks: VersionQuirks, where: str) ->
 
 
 def call_arguments(given: Any, quirks: VersionQuirks) -> Any:
-    """Arguments of a tool call as an object: `{}` when they are missing, null or no JSON; as a rule also when they are
-    no object."""
+    """Return a tool call's arguments as an object.
+
+    They are `{}` when they are missing, null or not JSON and, in most releases, when they are another JSON value.
+    Raises ApiError for arguments that are nested too deeply.
+    """
     if isinstance(given, str) and given:
         try:
             given = _read(given)
@@ -345,7 +354,7 @@ def call_arguments(given: Any, quirks: VersionQuirks) -> Any:
 
 
 def refuse_deep_arguments(request: dict[str, Any]) -> None:
-    """Of a request that is not rendered here, so that nobody has read the arguments of its tool calls."""
+    """Raise ApiError for tool-call arguments nested too deeply, in a request that is not rendered here."""
     for text in arguments_of(request):
         _refuse_deep(text)
 
@@ -366,8 +375,11 @@ def _ordered(given: dict[str, Any], first: tuple[str, ...]) -> dict[str, Any]:
 
 
 def tool_schemas(tools: Any, as_given: bool = False) -> list[dict[str, Any]] | None:
-    """Return what the template sees of a chat request's `tools`: known keys only, in the schema's order or, with
-    `as_given`, as SGLang leaves them (`VersionQuirks.tools_as_given`)."""
+    """Return what the template sees of a chat request's `tools`, with known keys only.
+
+    Keys are in the schema's order or, with `as_given`, as SGLang leaves them (`VersionQuirks.tools_as_given`). Raises
+    ApiError.
+    """
     if tools is None:
         return None
     if not isinstance(tools, list) or not tools:
@@ -403,7 +415,7 @@ def _tool(tool: Any, where: str, as_given: bool) -> dict[str, Any]:
 def require_exact(value: Any) -> None:
     """Raise Rounded where a number may have been an integer of more than 64 bits, which orjson makes a float.
 
-    For whatever a template may print: there an integer shows all its digits.
+    Needed for every value that a template may print, because there an integer shows all its digits.
     """
     if isinstance(value, dict):
         for item in value.values():

@@ -1,5 +1,7 @@
-"""OpenAI's /v1/responses as chat messages, item by item: as vLLM translates it for gpt-oss, whose format has a message
-for each item."""
+"""OpenAI's /v1/responses as chat messages for gpt-oss, item by item as vLLM translates it.
+
+The format of gpt-oss has a message for each item.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,10 @@ _TEXTS = frozenset(("text", "input_text", "output_text"))
 
 
 def from_items(request: dict[str, Any]) -> Chat:
-    """`/v1/responses`, as far as the request itself holds the conversation."""
+    """Return the chat of a body of `/v1/responses`, as far as the request itself holds the conversation.
+
+    Raises ApiError or Unroutable.
+    """
     refuse_kept_conversations(request)
     given, instructions = request.get("input"), request.get("instructions")
     items = [{"role": "user", "content": given}] if isinstance(given, str) else given
@@ -43,7 +48,7 @@ def from_items(request: dict[str, Any]) -> Chat:
 
 
 def _add(messages: list[dict[str, Any]], called: dict[Any, Any], item: dict[str, Any], first: bool) -> None:
-    """`called`: the names of the functions called so far, by the call's id."""
+    """Add the messages of one item. `called`: names of the functions called so far, by call id."""
     kind, call = item.get("type", "message"), item.get("call_id")
     if kind == "message":
         message = {"role": item.get("role"), "content": _content(item.get("content"))}

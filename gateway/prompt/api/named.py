@@ -1,8 +1,7 @@
-"""Which model a request names that is passed on without being prepared, and what else is asked for by name: in JSON, or
-in a form with files in it.
+"""The model, and other named members, of a request that is forwarded without being prepared.
 
-Nothing is built but the name; what else is asked for stays as it is written. Of JSON the rest is skipped, of a form
-only what stands before each part's content is read.
+Bodies are JSON or multipart forms. Only the wanted members are read: the rest of a JSON body is skipped, and of a form
+only the part headers are parsed. Member values stay as they are written.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 _FORM = re.compile(r"multipart/form-data\s*(?:;|$)", re.IGNORECASE)
-# Of what is written otherwise one parser may make something else than another one, so nothing is made of it here.
+# Parsers disagree about other spellings, so those are not read here.
 _PLAIN_FORM = re.compile(
     r"""multipart/form-data\s*;\s*(?:charset=[\w-]+\s*;\s*)?boundary=(?:"([^"\\]{1,70})"|([^\s;",\\]{1,70}))\s*(?:;\s*charset=[\w-]+\s*)?""",
     re.IGNORECASE,
@@ -27,16 +26,19 @@ _FIELD = re.compile(
     re.IGNORECASE,
 )
 _MOST_PARTS = 2048  # engines refuse forms of more than 1,000 fields and 1,000 files
-_HEADER_BYTES = 4096  # of one part
-_LONGEST = 1024  # of a name; a longer one is nobody's
+_HEADER_BYTES = 4096  # bytes of a part's header
+_LONGEST = 1024  # bytes of a model's name; no model has a longer one
 
 
 _ABSENT, _NULL = msgspec.Raw(b""), b"null"
 
 
 class NamedMembers(NamedTuple):
-    """What a body says. `members`: those that were asked for and are there and not null, in JSON, or as a form's field
-    has them; None for a body that is not read to its end, or could be read otherwise."""
+    """The wanted members of a body.
+
+    `members`: those that are present and not null, as raw JSON or raw form fields; None for a body that cannot be read
+    to its end, or that another parser could read differently.
+    """
 
     model: str | None
     members: Mapping[str, bytes | msgspec.Raw] | None
@@ -50,8 +52,10 @@ def is_form(content_type: str) -> bool:
 
 
 def reader(names: Collection[str] = ()) -> Reader:
-    """A function that reads the model of a body of some content type, and its members of these names. Of several with
-    one name the last one counts, however it is spelled, as it does to engines."""
+    """Return a function that reads the model and the members of these names from a body, given its content type.
+
+    Of several members with one name the last counts, however it is spelled, as it does to engines.
+    """
     fields = [("model", Any, None), *[(name, msgspec.Raw, _ABSENT) for name in names]]
     decode = msgspec.json.Decoder(msgspec.defstruct("Members", fields)).decode
     in_form = frozenset((b"model", *[name.encode() for name in names]))
@@ -78,13 +82,16 @@ _MODEL = reader()
 
 
 def named_model(content_type: str, body: bytes) -> str | None:
-    """The model that a body names, or None. What is wrong with a body is for the engine to say."""
+    """Return the model that a body names, or None. A faulty body is left to the engine to refuse."""
     return _MODEL(content_type, body).model
 
 
 def _in_form(delimiter: bytes, body: bytes, wanted: Collection[bytes]) -> NamedMembers:
-    """Of several fields of one name the last one counts, as it does to engines: what a key may use is judged by it. A
-    form that is not read to its end, or could be read otherwise, names none."""
+    """Read the wanted fields of a multipart form.
+
+    Of several fields with one name the last counts, as it does to engines, because the permissions of API keys depend
+    on it. A form that cannot be read to its end, or that could be read differently, has none.
+    """
     model, members = None, {}
     at = 0 if body.startswith(delimiter) else body.find(b"\r\n" + delimiter) + 2
     for _ in range(_MOST_PARTS):
@@ -108,8 +115,7 @@ def _in_form(delimiter: bytes, body: bytes, wanted: Collection[bytes]) -> NamedM
 
 
 def _field_of(header: bytes, wanted: Collection[bytes]) -> bytes | None:
-    """The name of a part's field; None if its header is not written as clients write it, or it is a file that has a
-    wanted name."""
+    """Return the field name of a part, or None if its header is unusual or a wanted name is that of a file."""
     lines = header.split(b"\r\n")
     if not all(map(_PLAIN_HEADER.fullmatch, lines)):
         return None

@@ -1,8 +1,10 @@
-"""OpenAI's request bodies: JSON, plain fields (model, streaming, limits of the output, session, choices), prompts that
-need no rendering, and conversations as they are rendered. Other APIs' bodies are brought to this form.
+"""OpenAI request bodies: JSON, options, prompts that need no rendering, and conversations to render.
 
-vLLM reads JSON as Python does (NaN, lone surrogates, UTF-16) and fields as pydantic does ("true", 1.0, "16"). A
-gateway that refused what the engine behind it takes would break clients that work without it.
+The options are model, streaming, output limits, session and number of choices. Bodies of other APIs are converted to
+this form.
+
+vLLM reads JSON as Python does (NaN, lone surrogates, UTF-16) and fields as pydantic does ("true", 1.0, "16"). A gateway
+that refused what the engine behind it accepts would break clients that work without it.
 """
 
 from __future__ import annotations
@@ -29,33 +31,32 @@ from .structure import MOST_OBJECTS, MOST_STRINGS, MOST_VALUES, arguments_too_mu
 _TRUE = frozenset({"1", "on", "t", "true", "y", "yes"})
 _FALSE = frozenset({"0", "off", "f", "false", "n", "no"})
 _WHOLE = re.compile(r"\s*[+-]?\d+(?:_\d+)*(?:\.0*)?\s*", re.ASCII)
-# Strings that leave this room: in metrics, logs and other requests they must be text that can be encoded.
+# Strings that also go to metrics, logs and other requests, where they must be encodable.
 _NAMES = ("model", "cache_salt")
-# Where clients name the session that a request belongs to; the first one that says something counts. Headers, for
-# routers: vllm-router's, smg's, Dynamo's, then those of agents and proxies: OpenCode's, Claude Code's, Codex's (in two
-# spellings), LiteLLM's.
+# Headers in which clients name the session of a request; the first that is not empty counts. Routers' first: those of
+# vllm-router, smg and Dynamo, then those of agents and proxies: OpenCode, Claude Code, Codex (two spellings), LiteLLM.
 SESSION_HEADERS = (
     "x-session-id", "x-smg-routing-key", "x-dynamo-session-id", "x-session-affinity", "x-opencode-session",
     "x-claude-code-session-id", "x-qwen-code-session-id", "session-id", "session_id", "thread-id",
     "x-litellm-session-id",
 )  # fmt: skip
-# Then members of the body, of which `user_id` is Claude Code's and has the session in it.
+# Then members of the body; Claude Code puts the session into `user_id`.
 _SESSION_MEMBERS = (
     ("session_id",), ("prompt_cache_key",), ("session_params", "session_id"),
     ("nvext", "agent_context", "trajectory_id"), ("metadata", "session_id"), ("metadata", "user_id"),
     ("safety_identifier",), ("user",),
 )  # fmt: skip
 _MAX_TOKEN_ID = 0xFFFFFFFF
-_LEAST, _MOST = -(2**63), 2**64 - 1  # vLLM takes no integer beyond; older ones fail with a 5xx
+_LEAST, _MOST = -(2**63), 2**64 - 1  # vLLM refuses integers beyond; older releases answer 5xx
 _BRIEF_IDS = 4096  # ids or prompts: 0.6 us each
 _LONGEST_NUMBER = 100  # characters; 64 bits take 20
-# What vLLM allows `n` to be unless VLLM_MAX_N_SEQUENCES says otherwise. Here for all prompts of a request together,
-# while vLLM looks at `n` alone and takes 1,024 prompts. It ignores `best_of` (0.28 and 0.32 tried).
+# vLLM's default limit on `n` (VLLM_MAX_N_SEQUENCES). The gateway applies it to all prompts of a request together, while
+# vLLM checks `n` alone and accepts 1,024 prompts. vLLM ignores `best_of` (0.28 and 0.32 tried).
 MOST_SEQUENCES = 16_384
-UNKNOWN_CONTEXT = 1_000_000  # tokens that a prompt may have where nothing tells how many, or nobody looks
-# Characters of what a client wrote that outlive the body: of a longer session the SHA-256 stands for it.
+UNKNOWN_CONTEXT = 1_000_000  # tokens; stands for a context length that is unknown
+# Characters of a session name that are kept; a longer one is replaced by its SHA-256.
 _LONG_SESSION = 256
-# What engines read as an integer and the gateway only passes on.
+# Fields that engines read as integers and the gateway only forwards.
 _INTEGERS = frozenset({
     "best_of", "logprobs", "max_logprobs", "max_tool_calls", "min_tokens", "priority", "prompt_logprobs", "seed",
     "stream_interval", "thinking_token_budget", "top_k", "top_logprobs", "truncate_prompt_tokens",
@@ -65,20 +66,22 @@ _INTEGERS_OF = {
     MESSAGES: frozenset({"top_k"}),
     EMBEDDINGS: frozenset({"dimensions", "priority", "truncate_prompt_tokens"}),
 }
-# Fields that most requests have none of.
+# Fields that most requests lack; where all are absent, `_seldom_given` is skipped.
 _SELDOM = _INTEGERS.union(*_INTEGERS_OF.values()) | {
     "stream_options", "n", "echo", "cache_salt", *[path[0] for path in _SESSION_MEMBERS],
 }  # fmt: skip
 
 
 class ExactFloat(float):
-    """A number that was written with a point or an exponent, so it is what Python makes of it too."""
+    """A number written with a decimal point or an exponent, so its float is what Python makes of it too."""
 
 
 def parse(body: bytes, context: int = 0) -> tuple[dict[str, Any], str]:
-    """The object that the body holds, and what is unusual about it, or "". Raises ApiError.
+    """Parse a body that must hold a JSON object. Raises ApiError.
 
-    `context`: the most tokens that a prompt may have, as far as is known."""
+    Returns the object and a note on what is unusual about the JSON, "" for ordinary JSON. `context`: the most tokens
+    that a prompt may have, as far as is known; it raises the limit on the number of values.
+    """
     large = len(body) > MOST_OBJECTS
     if large:
         _bounded(too_much(body, context), context)
@@ -121,9 +124,10 @@ def _bounded(too_much: bool, context: int) -> None:
 
 
 def parse_exactly(body: bytes) -> dict[str, Any]:
-    """What `parse` took for usual, as Python reads it: integers of any length, and an ExactFloat for any other number.
+    """Parse a body as Python does: integers of any length, and an ExactFloat for any other number.
 
-    Several times as slow, so only for the few bodies in which `require_exact` finds such a number.
+    Takes several times as long as `parse`, so it serves only the few bodies in which `require_exact` finds a number
+    that may have been rounded.
     """
     return json.loads(body, parse_float=ExactFloat)
 
@@ -135,9 +139,10 @@ def read_options(
     adapters: Collection[str],
     context: int | None,
 ) -> Prompt:
-    """Return a Prompt that has everything but its tokens. Raises ApiError.
+    """Read everything of a request but its tokens into a Prompt. Raises ApiError.
 
-    `context`: the model's context length in tokens, None where it is not known.
+    `path`: the API path; `adapters`: names of the LoRA adapters; `context`: the model's context length in tokens, or
+    None where it is not known.
     """
     get = request.get
     model = get("model")
@@ -181,16 +186,19 @@ def read_options(
 
 
 def _is_list(prompts: Any) -> bool:
-    """Whether these are several prompts."""
+    """Return whether `prompts` is a list of two or more prompts, as opposed to one prompt."""
     if type(prompts) is not list or len(prompts) < 2 or type(prompts[0]) is int:
         return False
     return type(prompts[0]) is list or all(type(one) is str for one in prompts)
 
 
 def _seldom_given(prompt: Prompt, request: dict[str, Any], session: str | None) -> str | None:
-    """Read the fields of `_SELDOM`. Returns the session."""
+    """Read the fields of `_SELDOM` into the prompt and return the session. Raises ApiError.
+
+    `session`: the one that the headers name, which takes precedence.
+    """
     get = request.get
-    if prompt.path in (CHAT, COMPLETIONS):  # the other APIs have none of these: vLLM passes them over there
+    if prompt.path in (CHAT, COMPLETIONS):  # vLLM ignores these fields in the other APIs
         options = get("stream_options")
         if options is not None:
             if type(options) is not dict:
@@ -213,8 +221,11 @@ def _seldom_given(prompt: Prompt, request: dict[str, Any], session: str | None) 
 
 
 def refuse_sequences(path: str, request: Mapping[str, Any], n: int) -> None:
-    """Raises ApiError for more sequences than a request may ask for: each of its prompts `n` times, or `best_of` times
-    where that is more. No replica is to find out what they do to it."""
+    """Raise ApiError if a request asks for more sequences than MOST_SEQUENCES.
+
+    Each prompt counts `n` times, or `best_of` times if that is more. Such a request reaches no replica, because it may
+    harm one.
+    """
     if path not in (CHAT, COMPLETIONS):
         return
     times, key = max((n, "n"), (integer(request.get("best_of")) or 1, "best_of"), key=lambda one: one[0])
@@ -235,8 +246,10 @@ def refuse_sequences(path: str, request: Mapping[str, Any], n: int) -> None:
 
 
 def refuse_invocation(body: bytes) -> None:
-    """As `refuse_sequences`, of a body whose field decides whether it is a completion or a chat (SageMaker's). What is
-    wrong with one that cannot be read is for the engine to say."""
+    """Apply `refuse_sequences` to a SageMaker invocation, whose body may be a completion or a chat.
+
+    A body that cannot be parsed is left to the engine to refuse.
+    """
     try:
         request, _ = parse(body, UNKNOWN_CONTEXT)
     except ApiError:
@@ -251,7 +264,7 @@ def _count_prompts(request: Mapping[str, Any]) -> int:
 
 
 def _refuse_beyond_context(prompt: Prompt, request: dict[str, Any], context: int) -> None:
-    """A limit that the engine would refuse, in its words."""
+    """Refuse an output limit above the context length with the engine's own message."""
     wanted = prompt.max_tokens
     if wanted is not None and wanted > context and prompt.path != EMBEDDINGS:
         key = "max_output_tokens" if prompt.path == RESPONSES else "max_tokens"
@@ -265,15 +278,19 @@ def _refuse_beyond_context(prompt: Prompt, request: dict[str, Any], context: int
 
 
 def _wants_prompt_logprobs(request: dict[str, Any]) -> bool:
-    """What a cache holds has no logprobs, so for these vLLM computes the whole prompt (and stores it)."""
+    """Return whether the request needs logprobs of its prompt.
+
+    Cached KV blocks carry no logprobs, so vLLM computes the whole prompt for such a request (and stores it).
+    """
     if request.get("prompt_logprobs") is not None:
         return True
-    # With `echo` the prompt gets as many as each token of the answer: none by default in completions, but 0 in chat,
-    # and 0 is a number of them. A null is read as 0 by 0.32, and by 0.28 as none at all.
+    # With `echo` the prompt gets as many logprobs as the answer: by default none in completions and 0 in chat, and 0
+    # also counts as asking for them. vLLM 0.32 reads null as 0, vLLM 0.28 as none.
     return bool(request.get("echo")) and ("messages" in request or request.get("logprobs") is not None)
 
 
 def boolean(value: Any, key: str) -> bool:
+    """Return `value` as pydantic reads a boolean. Raises ApiError, which names `key`."""
     if type(value) is bool:
         return value
     if isinstance(value, str) and (said := value.lower()) in _TRUE | _FALSE:
@@ -284,7 +301,7 @@ def boolean(value: Any, key: str) -> bool:
 
 
 def integer(value: Any) -> int | None:
-    """None when it is none, or has more than 64 bits."""
+    """Return `value` as an integer, as pydantic reads it, or None if it is none or exceeds 64 bits."""
     if isinstance(value, str):
         value = int(value.partition(".")[0]) if len(value) <= _LONGEST_NUMBER and _WHOLE.fullmatch(value) else None
     elif isinstance(value, float):
@@ -293,7 +310,7 @@ def integer(value: Any) -> int | None:
 
 
 def count(value: Any, key: str) -> int | None:
-    """A number of at least 0, or None for null."""
+    """Return `value` as an integer of at least 0, or None for null. Raises ApiError."""
     if value is None or (type(value) is int and 0 <= value <= _MOST):
         return value
     number = integer(value)
@@ -303,8 +320,7 @@ def count(value: Any, key: str) -> int | None:
 
 
 def _refuse_long_integers(request: dict[str, Any], fields: frozenset[str]) -> None:
-    """Raises ApiError for numbers that no engine's integer can hold; whatever else is wrong with them, the engine
-    says."""
+    """Raise ApiError for numbers that no engine's integer can hold; any other fault is left to the engine."""
     for key in fields & request.keys():
         value = request[key]
         if isinstance(value, str):
@@ -316,8 +332,11 @@ def _refuse_long_integers(request: dict[str, Any], fields: frozenset[str]) -> No
 
 
 def prompts_of(given: Any, key: str) -> list[str | bytes]:
-    """A text, texts, ids or lists of ids -> texts and packed ids. As vLLM reads it, strings are ids where not all are
-    strings: ["5", 6] has two."""
+    """Return prompts given as text, texts, token ids or lists of ids, each as a text or as packed ids.
+
+    Like vLLM, read a list of strings and other values as token ids: ["5", 6] is two ids. `key` names the field in
+    errors. Raises ApiError, and TakesLong on the event loop for a list that takes long to check.
+    """
     if isinstance(given, str):
         return [given]
     if isinstance(given, list) and given:
@@ -335,6 +354,7 @@ def prompts_of(given: Any, key: str) -> list[str | bytes]:
 
 
 def packed(ids: list[Any], key: str) -> bytes:
+    """Return token ids as uint32 in native byte order. Raises ApiError, which names `key`."""
     if not all(type(one) is int for one in ids):
         ids = [integer(one) for one in ids]
     if not all(one is not None and 0 <= one <= _MAX_TOKEN_ID for one in ids):
@@ -351,11 +371,11 @@ class Chat:
     variables: dict[str, Any] | None
     special: bool = False  # the tokenizer adds its special tokens to the rendered text
     by_schema: bool = True  # see conversation()
-    roles: tuple[str, ...] | None = None  # where each message is found to be nothing but a known role and a text
-    body: bytes = b""  # the request that it came in
-    unknown: Unknown | None = None  # why nothing is known of what follows `messages`
-    rest: Sequence[Any] = ()  # what follows them, as it was received
-    at: datetime | None = None  # the time that its template prints; None: the time of the engines
+    roles: tuple[str, ...] | None = None  # set where each message consists of a known role and a text
+    body: bytes = b""  # the request body
+    unknown: Unknown | None = None  # why the conversation after `messages` cannot be converted
+    rest: Sequence[Any] = ()  # the messages after those, as received
+    at: datetime | None = None  # the time that the template prints; None: the engines' clock
 
 
 _ABOUT_RENDERING = frozenset(
@@ -395,7 +415,10 @@ def from_chat(request: dict[str, Any], quirks: VersionQuirks = NEWEST) -> Chat:
 
 
 def from_embeddings(request: dict[str, Any]) -> Chat:
-    """`/v1/embeddings` with messages: no generation prompt unless asked for, neither tools nor documents."""
+    """Return the chat of a body of `/v1/embeddings` that has messages.
+
+    Its defaults differ from a chat's: no generation prompt, and neither tools nor documents.
+    """
     if request.get("chat_template") is not None:
         raise Unroutable("the request brings its own chat template")
     variables = template_variables(
@@ -409,8 +432,12 @@ def from_embeddings(request: dict[str, Any]) -> Chat:
 def template_variables(
     request: dict[str, Any], add_prompt: bool, go_on: bool, effort: Any, documents: Any = None
 ) -> dict[str, Any]:
-    """Template variables: the request's own, then what its fields say; None and "auto" are unset, and what has the name
-    of a global of Jinja's does not reach the template."""
+    """Return the template's variables: `chat_template_kwargs`, overridden by what the request's fields set.
+
+    Values of None and "auto" count as unset, and names of Jinja's globals do not reach the template. `add_prompt`,
+    `go_on` and `effort` are the fields `add_generation_prompt`, `continue_final_message` and `reasoning_effort`. Raises
+    ApiError or Unroutable.
+    """
     own = request.get("chat_template_kwargs")
     if own is not None and not isinstance(own, dict):
         raise bad("'chat_template_kwargs' must be an object", "chat_template_kwargs")
@@ -433,19 +460,23 @@ def _flag(request: dict[str, Any], key: str, default: bool) -> bool:
 
 
 def may_cut(request: Mapping[str, Any]) -> bool:
-    """Whether a request asks to be cut to a length."""
+    """Return whether the request asks the engine to truncate its prompt."""
     return request.get("truncate_prompt_tokens") is not None or request.get("truncation", "disabled") != "disabled"
 
 
 def most_ids(given: Any) -> int:
-    """The length of the longest prompt that came as ids."""
+    """Return the length in tokens of the longest prompt given as token ids, 0 if there is none."""
     if type(given) is not list or not given or type(given[0]) is str:
         return 0
     return len(given) if type(given[0]) is not list else max(len(one) for one in given if type(one) is list)
 
 
 def forwarded_ids(request: dict[str, Any], past_media: bool) -> bytes | None:
-    """Ids that came with the request, which the engine uses instead of the messages, as a rule if they are all text."""
+    """Return the packed prompt ids in `kv_transfer_params`, which engines use in place of the messages, or None.
+
+    `past_media`: the engine uses them even with media or `echo`, as vLLM up to 0.31 does; without it such requests have
+    none.
+    """
     if not past_media and (request.get("echo") or has_media(request.get("messages"))):
         return None
     transfer = request.get("kv_transfer_params")

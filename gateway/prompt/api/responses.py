@@ -1,4 +1,4 @@
-"""OpenAI's /v1/responses as a chat: translated to messages as vLLM does it before rendering."""
+"""OpenAI's /v1/responses as a chat, translated to messages as vLLM does before rendering."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..quirks import NEWEST, VersionQuirks
 from .conversation import Unknown, Unroutable, tool_schemas
 from .openai import Chat, template_variables
 
-# What the model is told of a tool that takes one text (`custom`).
+# The parameters that the model sees for a `custom` tool, which takes one text.
 _ONE_TEXT = {
     "type": "object",
     "properties": {"input": {"type": "string", "description": "The freeform text payload for this tool."}},
@@ -21,10 +21,10 @@ _ONE_TEXT = {
 
 
 def from_responses(request: dict[str, Any], quirks: VersionQuirks = NEWEST) -> Chat:
-    """`/v1/responses`, as far as the request itself holds the conversation.
+    """Return the chat of a body of `/v1/responses`, as far as the request itself holds the conversation.
 
-    vLLM adds the tokenizer's special tokens to what the template gives here (for many models a
-    second BOS), unlike in chat completions.
+    vLLM adds the tokenizer's special tokens to what the template gives here (for many models a second BOS), unlike in
+    chat completions. Raises ApiError or Unroutable.
     """
     refuse_kept_conversations(request)
     given = request.get("input")
@@ -63,15 +63,19 @@ def from_responses(request: dict[str, Any], quirks: VersionQuirks = NEWEST) -> C
 
 
 def refuse_kept_conversations(request: dict[str, Any]) -> None:
+    """Raise Unroutable if the request refers to a conversation that the engine has stored."""
     for key in ("previous_response_id", "conversation", "prompt", "previous_input_messages"):
         if request.get(key):
             raise Unroutable(f"the conversation is kept by the engine ({key})")
 
 
 def _add_items(messages: list[dict[str, Any]], given: list[dict[str, Any]]) -> tuple[Unknown | None, int]:
-    """Return why conversion stopped and the index of the first item not covered by `messages`; an assistant turn is
-    kept or dropped as a whole."""
-    whole = len(messages)  # messages that no further item may change, and the items that they are made of
+    """Add the items to `messages`, and stop at the first whose conversion is not known.
+
+    Returns why conversion stopped and the index of the first item not covered by `messages`, or None and 0. An
+    assistant turn is kept or dropped as a whole.
+    """
+    whole = len(messages)  # messages that no further item can change; `of`: the number of their items
     of = 0
     for i, item in enumerate(given):
         try:
@@ -85,7 +89,7 @@ def _add_items(messages: list[dict[str, Any]], given: list[dict[str, Any]]) -> t
 
 
 def _add_item(messages: list[dict[str, Any]], item: dict[str, Any]) -> None:
-    """One input item; calls, reasoning and text of one assistant turn join its message."""
+    """Add one input item; calls, reasoning and text of one assistant turn share a message."""
     kind = item.get("type", "message")
     last = messages[-1] if messages and messages[-1].get("role") == "assistant" else None
     if kind in ("function_call", "custom_tool_call"):
@@ -136,19 +140,24 @@ def _first_text(content: Any) -> str | None:
 
 
 def responses_tools(tools: Any, quirks: VersionQuirks) -> list[dict[str, Any]] | None:
-    """What the template gets: functions, those of a namespace under both names, and `custom` tools as functions of one
-    text. The model is shown no others."""
+    """Return the tools that the template gets.
+
+    These are functions, the functions of namespaces under both names, and `custom` tools as functions of one text. The
+    model sees no other tools.
+    """
     if not tools:
         return None
     return function_tools([function for tool in tools_of(tools) for function in _shown(tool, quirks)])
 
 
 def function_tools(functions: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return functions as the tools that a template gets."""
     shown = [{"type": "function", "function": function} for function in functions]
     return (tool_schemas(shown) if shown else None) or []
 
 
 def tools_of(tools: Any) -> list[dict[str, Any]]:
+    """Return `tools` as a list of objects. Raises ApiError."""
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise bad("'tools' must be a list of objects", "tools")
     return tools

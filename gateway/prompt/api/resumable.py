@@ -1,7 +1,7 @@
-"""What a request's fields mean for resuming its answer on another replica, and the request for the rest of it.
+"""Resumption of an answer on another replica: what the request's fields allow, and the request for the rest.
 
-The other replica gets the prompt and what was written as token ids, in a body made here, or the client's body once
-more. The body made here consists of fields that are known to mean the same for the rest as for the whole; a request
+The other replica gets either the prompt and the text so far as token ids, in a body made here, or the client's body
+again. The body made here consists of fields that are known to mean the same for the rest as for the whole; a request
 with any other field can only be repeated.
 """
 
@@ -27,42 +27,47 @@ _KEPT = frozenset({
     "ignore_eos", "skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output",
     "safety_identifier", "service_tier", "store", "n",
 })  # fmt: skip
-# Fields whose meaning is in the prompt's ids.
+# Fields whose effect is contained in the prompt's ids.
 _IN_PROMPT = frozenset({
     "messages", "prompt", "add_generation_prompt", "continue_final_message", "add_special_tokens",
     "chat_template_kwargs", "documents",
 })  # fmt: skip
-# Fields that are read here, and written with another value or of no effect.
+# Fields that are read here, and either rewritten or without effect on the rest.
 _READ = frozenset({
     "max_tokens", "max_completion_tokens", "min_tokens", "return_token_ids", "logprobs", "tools", "tool_choice",
     "parallel_tool_calls", "response_format", "stop", "presence_penalty", "frequency_penalty",
 })  # fmt: skip
-# Fields that matter even if the request can only be repeated; the last three make it one of a stored response.
+# Fields that matter even if the request can only be repeated; those of _STORED show that it concerns a stored response.
 _STORED = ("previous_response_id", "conversation", "background")
 _REPEATED = frozenset({"temperature", "return_token_ids", "tools", "tool_choice", *_STORED})
-# Why an answer cannot be resumed by its ids: the call of a tool may begin in what was written, and so may a stop
-# string; penalties count only what the engine itself wrote, and fields that are not known here may mean anything.
+# Why an answer cannot be resumed by its ids: a tool call or a stop string may begin in the text so far, penalties count
+# only what the engine itself wrote, and unknown fields may mean anything.
 TOOLS, FIELD = "tools", "field"
 
 
 def _reader(names: frozenset[str], **settings: Any) -> msgspec.json.Decoder[Any]:
-    """Make a decoder that leaves fields of these names as they are written, and makes no objects of what is in them or
-    next to them: a body of 180,000 members takes a tenth of the time."""
+    """Return a decoder that keeps the fields of these names as raw JSON and builds no objects from them or others.
+
+    A body of 180,000 members takes a tenth of the time this way.
+    """
     fields = [(name, msgspec.Raw, msgspec.Raw()) for name in sorted(names)]
     return msgspec.json.Decoder(msgspec.defstruct("_Fields", fields, **settings))
 
 
 _NO_OTHERS = _reader(_KEPT | _IN_PROMPT | _READ, forbid_unknown_fields=True)
 _WITH_OTHERS = _reader(_REPEATED)
-_MOST_READ = 4096  # bytes of a value
-_LARGE = object()  # stands for a larger one, which is taken to ask for what its field may ask for
+_MOST_READ = 4096  # bytes of a value that is read
+_LARGE = object()  # stands for a larger value, which is taken to use its field
 
 
 @dataclass(slots=True)
 class Terms:
-    """`kept`: members of a JSON object as they came, which mean the same for the rest. `no_ids`: why the answer cannot
-    be resumed by ids, or "". `greedy`: the same prompt gets the same answer. `tells_ids`: the client itself asks for
-    token ids. `least`: tokens that the answer must have. `stored`: it is about a stored response."""
+    """The conditions under which a request's answer can be resumed.
+
+    `kept`: raw members of the JSON body that mean the same for the rest. `no_ids`: why the answer cannot be resumed by
+    ids, or "". `greedy`: the same prompt gets the same answer. `tells_ids`: the client itself asks for token ids.
+    `least`: the answer's minimum length in tokens. `stored`: the request concerns a stored response.
+    """
 
     kept: bytes = b""
     no_ids: str = ""
@@ -73,12 +78,14 @@ class Terms:
 
     @property
     def why_strange(self) -> str:
-        """Why nobody resumes a stream from an unknown event on."""
+        """The reason reported for not resuming a stream after an event of an unknown kind."""
         return TOOLS if self.no_ids == TOOLS else "events"
 
     def rest(self, path: str, ids: bytes, written: int, limit: int | None, around: tuple[bytes, bytes]) -> bytes:
-        """Return the body that asks for what follows `ids` (uint32 LE), of which the last `written` are of the answer.
-        `limit`: tokens that the whole answer may have; `around`: see `forward.with_ids`."""
+        """Return the body that asks for the continuation of `ids` (uint32 LE), the last `written` of them the answer's.
+
+        `limit`: the most tokens that the whole answer may have, or None; `around`: see `forward.with_ids`.
+        """
         fields: dict[str, Any] = {"return_token_ids": True}
         if limit is not None:
             fields["max_tokens"] = limit - written
@@ -89,12 +96,12 @@ class Terms:
         else:
             fields["messages"] = [{"role": "user", "content": "-"}]
             inner = b"".join((around[0], as_json(ids), around[1]))
-        parts = (inner, self.kept, orjson.dumps(fields)[1:-1])  # if two have one name, the last counts
+        parts = (inner, self.kept, orjson.dumps(fields)[1:-1])  # of two members with one name, the last counts
         return b"{%b}" % b",".join(filter(None, parts))
 
 
 def terms_of(prompt: Prompt, body: bytes) -> Terms | None:
-    """Read a request. None if its body cannot be read: the engine may refuse it."""
+    """Return the terms of a request, or None if its body cannot be read and the engine may refuse it."""
     try:
         if prompt.path not in (CHAT, COMPLETIONS):
             given, others = _given(_WITH_OTHERS, body), True
@@ -120,7 +127,7 @@ def terms_of(prompt: Prompt, body: bytes) -> Terms | None:
 
 
 def _given(reader: msgspec.json.Decoder[Any], body: bytes) -> dict[str, bytes]:
-    """Return the fields that this reader knows, without the prompt, as they are written."""
+    """Return the raw fields that this reader knows, without those in `_IN_PROMPT`."""
     found = reader.decode(body)
     raw = {name: bytes(getattr(found, name)) for name in found.__struct_fields__ if name not in _IN_PROMPT}
     return {name: value for name, value in raw.items() if value}
@@ -137,8 +144,10 @@ def _no_ids(fields: dict[str, Any], others: bool) -> str:
 
 
 def with_answer(prompt: Prompt, ids: bytes, limit: int | None) -> Prompt:
-    """Return the prompt with the beginning of its answer behind it. `ids` (uint32 LE): of all of it; `limit`: tokens
-    that the rest of the answer may have."""
+    """Return the prompt extended by the beginning of its answer.
+
+    `ids` (uint32 LE): prompt and answer so far; `limit`: the most tokens that the rest of the answer may have.
+    """
     hashes = array("Q", hash_blocks(ids, prompt.block_size, prompt.seed))
     if prompt.looks_ahead:
         hashes = named_ahead(hashes, ids, prompt.block_size, prompt.looks_ahead)
@@ -146,5 +155,5 @@ def with_answer(prompt: Prompt, ids: bytes, limit: int | None) -> Prompt:
 
 
 def repeated(prompt: Prompt) -> Prompt:
-    """Return the same prompt, to be sent as text."""
+    """Return the same prompt without token ids, so that it is sent as text."""
     return replace(prompt, token_ids=b"", kind="", also=None)

@@ -1,11 +1,11 @@
-"""What reading a JSON text would take, counted before it is read.
+"""Limits on the structure of a JSON body, counted before it is parsed.
 
 A parser holds the interpreter until it has built all that a text describes, in whatever thread it runs, and a text of
-two-byte lists takes forty times its size. So bodies are counted first, in pieces between which other threads have their
-turn. What is allowed takes (orjson's CPU time, on a busy 2-core cloud machine) 20 ms and 60 MB as objects and lists, 85
-ms as names of members, 45 ms as strings of 20 bytes, 85 if they have escapes, and 25 to 45 ms as 500,000 numbers; to
-let go of them takes another fifth. Ten thousand messages in parts with all their tool calls have some 100,000 objects
-and 200,000 strings, and token ids that fit the context may always come.
+two-byte lists takes forty times its size. So bodies are counted first, in pieces between which other threads can run. A
+body at a limit takes (orjson's CPU time, on a busy 2-core cloud machine) 20 ms and 60 MB as objects and lists, 85 ms as
+names of members, 45 ms as strings of 20 bytes, 85 if they have escapes, and 25 to 45 ms as 500,000 numbers; freeing
+them takes another fifth. Ten thousand messages in parts with all their tool calls have some 100,000 objects and 200,000
+strings. Token ids that fit the context are always allowed.
 """
 
 from __future__ import annotations
@@ -17,36 +17,40 @@ import numpy as np
 
 MOST_OBJECTS = 250_000  # objects, lists and names of members
 MOST_STRINGS = 400_000  # names of members and values
-MOST_VALUES = 500_000  # values of lists and objects, and as many as there are tokens in the context
+MOST_VALUES = 500_000  # values of lists and objects, besides one per token of the context
 _PIECE = 256 * 1024
 _VALUES = (b",", b"[", b"{")
 _BEGIN, _END = (np.frombuffer(brackets, np.uint8) for brackets in (b"[{", b"]}"))
 
 
 def too_much(text: bytes, context: int) -> bool:
-    """Whether a JSON text holds more than that. Of one that is not valid: up to where it stops being so."""
+    """Return whether a JSON text exceeds the limits; an invalid text is counted up to the fault.
+
+    `context`: the model's context length in tokens, which is added to MOST_VALUES.
+    """
     if len(text) <= MOST_OBJECTS:
         return False
-    # A first look does not tell strings apart; prose has no 250,000 brackets and colons in less than 10 MB.
+    # A first, cheap count includes strings; prose has no 250,000 brackets and colons in less than 10 MB.
     return _exceeds(_bytes_of(text), context) and _exceeds(_outside_strings(text), context)
 
 
 def more_values(text: bytes, most: int) -> bool:
-    """Whether a short JSON text holds more than so many values, roughly: what separates and what begins them is
-    counted."""
+    """Return whether a short JSON text holds more than about `most` values; separators and openings are counted."""
     if sum(map(text.count, _VALUES)) <= most:
         return False
     return sum(sum(map(piece.count, _VALUES)) for piece in _outside_strings(text)) > most
 
 
 def arguments_too_much(request: dict[str, Any], context: int) -> bool:
-    """The same of the arguments of a conversation's tool calls: JSON texts within strings, which templates get
-    parsed."""
+    """Return whether the arguments of a conversation's tool calls together exceed the limits.
+
+    They are JSON texts within strings, which are parsed for the template.
+    """
     return _exceeds((text.encode("utf-8", "replace") for text in arguments_of(request)), context)
 
 
 def levels(text: bytes) -> int:
-    """How deeply a JSON text is nested."""
+    """Return how deeply a JSON text is nested."""
     deepest = here = 0
     for piece in _outside_strings(text):
         data = np.frombuffer(piece, np.uint8)
@@ -75,8 +79,10 @@ def _bytes_of(text: bytes) -> Iterator[bytes]:
 
 
 def _outside_strings(text: bytes) -> Iterator[bytes]:
-    """What is not in a string, with its quotes. A backslash begins an escape of two bytes, which no piece ends
-    within."""
+    """Yield the text outside strings, with the quotes, piece by piece.
+
+    A backslash begins an escape of two bytes, and no piece ends within one.
+    """
     at, inside = 0, 0  # `inside`: 1 within a string
     while at < len(text):
         piece = text[at : at + _PIECE]
@@ -89,7 +95,7 @@ def _outside_strings(text: bytes) -> Iterator[bytes]:
 
 
 def arguments_of(request: dict[str, Any]) -> Iterator[str]:
-    """The arguments of tool calls that are JSON texts: of /v1/chat/completions and of /v1/responses."""
+    """Yield the tool-call arguments that are JSON texts, from /v1/chat/completions and /v1/responses."""
     for key in ("messages", "input"):
         given = request.get(key)
         for item in given if isinstance(given, list) else ():

@@ -1,1 +1,1 @@
-"""Messages to text, as the model's chat template has it."""
+"""Rendering: a conversation's messages to text, by the model's chat template."""

@@ -1,8 +1,8 @@
 """Bounds on what a chat template may do while one conversation is rendered.
 
-A template is a program by whoever wrote the model's folder, and short chats are rendered on the event loop, so one bad
-folder would keep all other models' clients waiting. Every loop iteration, call, filter and operator spends from a
-budget that grows with the conversation; one that could make something large is refused before it runs.
+A template is a program from the model's folder, and short chats are rendered on the event loop, so one bad folder would
+delay the clients of all other models. Every loop iteration, call, filter and operator spends from a budget that grows
+with the conversation; an operation that could produce something large is refused before it runs.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ import jinja2.runtime
 import jinja2.sandbox
 from jinja2.utils import Namespace, pass_context
 
-# Characters of a template, of which the longest known has 30,000.
+# Characters of a template; the longest known has 30,000.
 MOST_CHARS = 1 << 20
-# What a rendering may spend, in bytes that it reads or makes; STEP for a value, a call or a filter, and NODE for each
-# expression in the body of a loop or a macro. Without a conversation it may do some 16,000 steps, which take 20 ms.
+# A rendering's initial budget in bytes read or made, and prices: STEP for a value, a call or a filter, NODE for each
+# expression in the body of a loop or a macro. The initial budget allows some 16,000 steps, which take 20 ms.
 LEAST, STEP, NODE = 2 << 20, 128, 8
-# What is added to `LEAST` for each byte of the conversation, and again for each of its messages: some templates go
-# over all messages once for each message.
+# Added to `LEAST` for each byte of the conversation, and 1 more for each of its messages: some templates go over all
+# messages once for each message.
 A_BYTE = 16
-_MOST_BITS = 4096  # of an integer
+_MOST_BITS = 4096  # bits of an integer
 _CONTAINERS = (list, tuple, dict, type({}.keys()), type({}.values()), type({}.items()))
 _HASHED = {(nodes.Pair, "key"), (nodes.Getitem, "arg")}  # expressions whose value Python hashes
 _DIGITS = re.compile(r"\d+")
@@ -41,41 +41,45 @@ _WIDENING = frozenset(
     replace indent center ljust rjust zfill expandtabs wordwrap batch slice round tojson translate to_bytes fromkeys
     """.split()
 )
-# Filters that look at a list's items, and not at what these hold.
+# Filters that look at a list's items, but not inside these.
 _SHALLOW = frozenset(
     "length count first last list map select reject selectattr rejectattr default d items reverse".split()
 )
 # Filters and methods that may take time that grows with the square of their subject.
 _SQUARE = frozenset("sum encode decode striptags unescape urlize pprint xmlattr".split())
-# Methods and filters that may compare each character of their subject with each of an argument: CPython looks for a
-# text from its end so, and strips so. A comparison takes an eighth of what reading a byte may take elsewhere.
+# Methods and filters that may compare each character of their subject with each of an argument: CPython searches from
+# the end and strips this way. A comparison takes an eighth of the price of a byte.
 _COMPARING = frozenset("rfind rindex rsplit rpartition strip lstrip rstrip trim".split())
-# Filters that look up an attribute of each item, by a path, and those that do when their result is read.
+# Filters that look up an attribute of each item by a path, and those that do so only when their result is read.
 _BY_PATH = frozenset("map selectattr rejectattr groupby sort unique min max sum".split())
 _LAZY = frozenset("map select reject selectattr rejectattr".split())
-_MOST_PARTS = 16  # of a path
+_MOST_PARTS = 16  # parts of an attribute's path
 _LINEAR_CODECS = frozenset(("utf-8", "utf8", "ascii", "latin-1"))
 
 
 class TemplateError(Exception):
-    """The template refused or failed on this conversation."""
+    """Raised when the template refuses a conversation or fails on it."""
 
 
 class _Budget:
-    """What one rendering may still spend. A container's size includes all that it holds, as often as it holds it."""
+    """The bytes that one rendering may still spend.
+
+    A container's size includes all that it holds, as often as it holds it.
+    """
 
     def __init__(self, given: Mapping[str, Any]) -> None:
-        self._sizes: dict[int, tuple[Any, int]] = {}  # with the container: its id is nobody else's while it lives
+        self._sizes: dict[int, tuple[Any, int]] = {}  # with the container, so that its id stays its own
         self.left = LEAST
-        self._given: Mapping[str, Any] | None = given  # until it has brought what it may bring
+        self._given: Mapping[str, Any] | None = given  # the template's variables; None once their share was added
 
     def spend(self, cost: int) -> None:
+        """Pay for work. Raises TemplateError once the budget is exhausted."""
         self.left -= cost
         if self.left < 0:
             self._extend()
 
     def _extend(self) -> None:
-        """Add what the conversation brings, which most renderings never need."""
+        """Add the conversation's share, which most renderings never need."""
         if self._given is not None:
             given, self._given = self._given, None
             messages = given.get("messages")
@@ -85,7 +89,7 @@ class _Budget:
             raise TemplateError("the chat template does or makes more than a conversation of this size may take")
 
     def fits(self, cost: int) -> None:
-        """Refuse what would cost more than is left, without paying for it."""
+        """Refuse an operation that would cost more than is left, without paying for it."""
         if cost > self.left:
             self.spend(cost)
             self.left += cost
@@ -120,7 +124,7 @@ class _Budget:
             yield value
 
     def before(self, name: str, subject: Any, args: Sequence[Any], named: Mapping[str, Any]) -> None:
-        """Refuse a filter or a method that would make more of `subject` and its arguments than is left."""
+        """Refuse a filter or a method whose result for `subject` and its arguments would exceed the budget."""
         given = (*args, *named.values())
         if name in _BY_PATH or (name == "join" and "attribute" in named):
             for one in given:
@@ -137,7 +141,7 @@ class _Budget:
             widest = sum(map(int, _DIGITS.findall(" ".join(widths)))) + sum(map(self.size, given)) + _MOST_BITS
             self.fits((subject.count("%") + subject.count("{")) * widest)
         elif name in ("strftime", "strftime_now"):
-            self.fits(256 * max(map(_width, given), default=0))  # CPython gives up on a longer text
+            self.fits(256 * max(map(_width, given), default=0))  # CPython's limit on the result
         elif name in _COMPARING:
             self.spend(_length(subject) * sum(map(_length, given)) // 8)
         elif name in _SQUARE:
@@ -147,7 +151,7 @@ class _Budget:
             self.fits((self.size(subject) if isinstance(subject, (str, bytes, *_CONTAINERS)) else widest) * widest)
 
     def size(self, value: Any) -> int:
-        """Return the bytes of a value with all that it holds."""
+        """Return the bytes of a value, including what it holds."""
         if type(value) is str:
             return len(value)
         if not isinstance(value, _CONTAINERS):
@@ -168,7 +172,7 @@ def _check_bits(bits: int) -> None:
 
 
 def _length(value: Any) -> int:
-    """Return the bytes of a value without those of what it holds."""
+    """Return the bytes of a value, without what it holds."""
     if isinstance(value, (str, bytes)):
         return len(value)
     return 8 * len(value) if isinstance(value, (*_CONTAINERS, range)) else 8
@@ -177,7 +181,7 @@ def _length(value: Any) -> int:
 def _rounds(name: str, subject: Any, given: Sequence[Any]) -> int:
     """Return how often a filter or a method of `_SQUARE` may go over its subject."""
     if name == "sum" and not any(isinstance(one, _CONTAINERS) for one in given):
-        return 1  # numbers: the sum of lists has one to begin with
+        return 1  # numbers; a sum of lists needs a list as its start value
     if name in ("encode", "decode") and (not given or given[0] in _LINEAR_CODECS):
         return 1
     if name == "striptags":
@@ -194,7 +198,7 @@ def _format_widths(pattern: str) -> list[str]:
 
 
 def _width(value: Any) -> int:
-    """How often, or by how much, an argument may repeat or widen something."""
+    """Return how often, or by how much, an argument may repeat or widen something."""
     if isinstance(value, int):
         return abs(value)
     if isinstance(value, dict):
@@ -203,7 +207,7 @@ def _width(value: Any) -> int:
 
 
 class _Context(jinja2.runtime.Context):
-    """One rendering, with its budget."""
+    """The context of one rendering, with its budget."""
 
     def __init__(self, environment: Any, parent: dict[str, Any], *given: Any, **options: Any) -> None:
         super().__init__(environment, parent, *given, **options)
@@ -217,7 +221,7 @@ class _Context(jinja2.runtime.Context):
 
 
 class _Namespace(Namespace):
-    def __repr__(self) -> str:  # of those that hold each other it would never end
+    def __repr__(self) -> str:  # namespaces that hold each other would recurse endlessly
         raise TemplateError("the chat template prints a namespace")
 
 
@@ -247,7 +251,7 @@ def _concat(context: _Context, values: list[Any]) -> str:
 
 
 class Bounds(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """A sandbox whose templates raise TemplateError where they do more than a conversation of its size may take."""
+    """A sandbox whose templates raise TemplateError where they exceed a budget that depends on the conversation."""
 
     context_class = _Context
     intercepted_binops = frozenset({"+", "*", "**", "%", "//"})
@@ -263,7 +267,7 @@ class Bounds(jinja2.sandbox.ImmutableSandboxedEnvironment):
         for name, function in self.tests.items():
             if name in ("in", "upper", "lower") or function.__module__ == "_operator":
                 self.tests[name] = _bounded(name, function)
-        # No name in a template can be one of these.
+        # Names that no template can spell.
         self.filters.update({"~": _concat, " looked at": _looked_at, " made": _made, " step": _step})
 
     def _generate(self, source: nodes.Template, *given: Any, **options: Any) -> str:
@@ -309,7 +313,7 @@ class Bounds(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
 
 def _bounded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """A filter or a test that pays for what it reads and makes."""
+    """Return a filter or a test that pays for what it reads and makes."""
     wants = getattr(function, "jinja_pass_arg", None)
     wants = wants and wants.name
     kind = "%" if name == "format" else name  # the method of that name formats with braces
@@ -355,14 +359,14 @@ def _count(node: nodes.Node) -> int:
 
 
 def _paying(parent: nodes.Node, field: str, node: nodes.Node) -> nodes.Node:
-    """Return what takes an expression's place so that a rendering pays for it."""
+    """Return the node to put in an expression's place so that a rendering pays for it."""
     if isinstance(node, nodes.Concat):
         return _filter(nodes.List(node.nodes, lineno=node.lineno), "~", node.lineno)
     if isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Slice):
         return _filter(node, " made", node.lineno)
     if isinstance(node, (nodes.List, nodes.Tuple, nodes.Dict)) and getattr(node, "ctx", "load") == "load":
         return _filter(node, " made", node.lineno)
-    if isinstance(parent, nodes.Compare):  # to compare with a constant takes no longer for a longer value
+    if isinstance(parent, nodes.Compare):  # comparing with a constant takes no longer for a longer value
         looked_at = any(one.op in ("in", "notin") for one in parent.ops)
     else:
         looked_at = isinstance(parent, nodes.Operand) or (type(parent), field) in _HASHED

@@ -1,8 +1,8 @@
 """The day that a model's engines print, where its chat template prints the date.
 
-Engines print the day of their own time zone, and nothing tells which one that is. What an engine printed at one moment
-leaves some of the zones that there are, and what it printed in the course of a day leaves one. All zones begin their
-days at a quarter of an hour of UTC, so an engine is asked again behind each quarter, and is known in between.
+Engines print the day of their own time zone, which they do not report. A date that an engine printed at one moment
+excludes some zones, and those that it printed in the course of a day leave one. All zones begin their days at a quarter
+of an hour of UTC, so an engine is asked again after each quarter, and its date is certain in between.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ALL_ZONES = frozenset(range(-48, 57))  # in quarters of an hour from UTC: from -
 
 
 def days_in(zones: frozenset[int], now: float) -> Sequence[date]:
-    """Return the days that it may be in these zones at `now` (seconds since 1970), the earliest first."""
+    """Return the dates that these zones may have at `now` (seconds since 1970), in ascending order."""
     return _days(zones, int((now - MARGIN) // _QUARTER), int((now + MARGIN) // _QUARTER))
 
 
@@ -30,10 +30,10 @@ def _days(zones: frozenset[int], *quarters: int) -> tuple[date, ...]:
 
 
 def zones_left(zones: frozenset[int], printed: Collection[date], since: float, until: float) -> frozenset[int]:
-    """Return those of `zones` in which it was one of the days `printed` at the moment `since` or `until`.
+    """Return those of `zones` whose date at `since` or `until` (seconds since 1970) is one of `printed`.
 
-    If it was so in none of them, because summer time began or ended or the engine's clock was set, all zones of the
-    world are tried. If it was so in no zone at all, nothing is known, and all zones are returned.
+    If none is left, because summer time began or ended or the engine's clock was set, all zones of the world are tried.
+    If no zone at all fits, nothing is known, and all zones are returned.
     """
     left = frozenset(
         zone
@@ -66,10 +66,10 @@ class Clock:
 
     def __init__(self, now: Callable[[], float] = time.time) -> None:
         self.now = now
-        self.zones: frozenset[int] | None = None  # that its engines may be in; None: the gateway's own
+        self.zones: frozenset[int] | None = None  # the zones that its engines may be in; None: the gateway's own
 
     def moments(self) -> list[datetime]:
-        """Return the engines' time now, once for each day that it may be in their time zones."""
+        """Return the engines' time now, once for each date that their time zones may have."""
         now = self.now()
         here = datetime.fromtimestamp(now)
         return (
@@ -77,7 +77,9 @@ class Clock:
         )
 
     def on(self, day: date) -> datetime:
+        """Return the present time of day on this date."""
         return datetime.combine(day, datetime.fromtimestamp(self.now()).time())
 
     def strftime_now(self, pattern: str) -> str:
+        """Return the time now as the template prints it, on the earliest possible date."""
         return self.moments()[0].strftime(pattern)

@@ -1,13 +1,13 @@
 """Compiled chat templates: per shape of conversation, the literals around its texts.
 
-A *shape* is everything about a request that is not text: the roles, which fields each message
-has, the tools, the template variables. When a shape has come a few times, the template is run
-on stand-ins (`trace`), and what it printed becomes a plan: segments of literals and places for
-texts, and the questions it asked of them. Filling a plan takes microseconds where Jinja
-takes tens to hundreds, and gives the same text, because the questions are asked again each time.
+A *shape* is everything about a request that is not text: the roles, which fields each message has, the tools, the
+template variables. When a shape has come a few times, the template is run on stand-ins (`trace`), and its output
+becomes a plan: segments of literals and places for texts, and the questions that the template asked about them. Filling
+a plan takes microseconds where Jinja takes tens to hundreds, and gives the same text, because the questions are asked
+again each time.
 
-Segments end only immediately before an added token that may be cut at (`tokenizer.safe_cuts`),
-so the tokens of the whole are the tokens of the segments, one after the other.
+Segments end only immediately before an added token that may be cut at (`tokenizer.safe_cuts`), so the tokens of the
+whole are the tokens of the segments, one after the other.
 """
 
 from __future__ import annotations
@@ -27,10 +27,13 @@ _RESERVED = re.compile("[\ufdd0-\ufdd2]|\\\\ufdd[0-2]")  # as they are, and as r
 
 
 class Compiler:
-    """Makes the plans of one template."""
+    """A maker of plans for one template."""
 
     def __init__(self, source: str, special_tokens: dict[str, str], cuts: Iterable[str], clock: Clock) -> None:
-        """Raises Untraceable, or what Jinja raises on a source that is none."""
+        """Compile the template for tracing.
+
+        `cuts`: the added tokens before which a text may be cut. Raises Untraceable, or Jinja's error on invalid source.
+        """
         if _RESERVED.search(source + "".join(special_tokens.values())):
             raise Untraceable("the template contains Unicode non-characters")
         self._special_tokens = special_tokens
@@ -47,8 +50,11 @@ class Compiler:
         tools: Any,
         variables: dict[str, Any],
     ) -> Plan:
-        """The plan of this shape, for texts that answer as these do. Raises Untraceable, or whatever the template
-        raises. One at a time: the trace is the environment's."""
+        """Return the plan of this shape for texts that answer the template's questions as these do.
+
+        `slots`: the texts, in the order of `shape.describe`. Raises Untraceable, or whatever the template raises. Not
+        thread safe, because the trace belongs to the environment.
+        """
         if _RESERVED.search(repr((shape, tools, variables))):
             raise Untraceable("the request contains Unicode non-characters outside its texts")
         trace = Trace(slots)
@@ -82,7 +88,7 @@ class Compiler:
         return Plan([_asking(segment, asked.get(i, [])) for i, segment in enumerate(segments)], shared)
 
     def _segments(self, pieces: list[str], trace: Trace) -> list[Segment]:
-        """Literals and marker numbers, alternating -> segments, each cut at the first chance after a text."""
+        """Group alternating literals and marker numbers into segments, each cut at the first chance after a text."""
         segments: list[Segment] = []
         current: list[Any] = [pieces[0]]
         for number, literal in zip(pieces[1::2], pieces[2::2], strict=True):
@@ -98,7 +104,7 @@ class Compiler:
 
 
 def _asking(segment: Segment, questions: list[Question]) -> Segment:
-    """The segment with the questions asked of its text alone, in an order that does not depend on the plan."""
+    """Return the segment with the questions about its text alone, in an order independent of the plan."""
     return replace(segment, questions=tuple(sorted(map(_renumber, questions), key=repr))) if questions else segment
 
 
@@ -112,7 +118,7 @@ def _segment(pieces: list[Any]) -> Segment:
 
 
 def _renumber(value: Any) -> Any:
-    """The same question about slot 0, which is how a segment asks its own text."""
+    """Return the same question about slot 0, which is how a segment asks its own text."""
     if isinstance(value, Slot):
         return Slot(0)
     if isinstance(value, Pair):

@@ -1,8 +1,7 @@
-"""Does a chat template take content as text or as a list of parts?
+"""Detection of whether a chat template takes content as text or as a list of parts.
 
-vLLM reads it off the template: one that loops over a message's content gets parts, any other
-gets text. The same loops are looked for here, on the same syntax tree, because the answer
-decides what the template prints.
+vLLM decides this from the template: one that loops over a message's content gets parts, any other gets text. The same
+loops are looked for here, on the same syntax tree, because the answer decides what the template prints.
 """
 
 from __future__ import annotations
@@ -13,10 +12,10 @@ from jinja2 import nodes
 
 
 def takes_parts(tree: nodes.Template, look_into_macros: bool = True, follow_namespaces: bool = True) -> bool:
-    """True when the template loops over message content (vLLM's format "openai").
+    """Return whether the template loops over message content (vLLM's format "openai").
 
-    Without `look_into_macros` a macro's parameters are names like any other. Without `follow_namespaces` messages that
-    are put into a namespace make vLLM give up, and a template that does so gets text.
+    Without `look_into_macros` a macro's parameters are names like any other. Without `follow_namespaces` vLLM gives up
+    on messages that are put into a namespace, so such a template gets text.
     """
     names = [*_aliases(tree, "messages", follow_namespaces)]
     if not follow_namespaces and any("." in name for name in names):
@@ -37,7 +36,7 @@ def takes_parts(tree: nodes.Template, look_into_macros: bool = True, follow_name
 
 
 def _message_names(tree: nodes.Template, lists: list[str]) -> list[str]:
-    """Loop variables that stand for one message."""
+    """Return the loop variables that stand for one message."""
     return [
         loop.target.name
         for loop in tree.find_all(nodes.For)
@@ -46,7 +45,7 @@ def _message_names(tree: nodes.Template, lists: list[str]) -> list[str]:
 
 
 def _aliases(tree: nodes.Template, name: str, in_namespaces: bool) -> Iterator[str]:
-    """`name` and every variable that is set from it (or from a slice or filter of it), in a namespace as `ns.name`."""
+    """Yield `name` and every variable set from it or from its slice or filter; `ns.name` in a namespace."""
     seen, queue = {name}, [name]
     while queue:
         current = queue.pop(0)
@@ -74,7 +73,7 @@ def _set_from(assign: nodes.Assign, name: str, in_namespaces: bool) -> Iterator[
 
 
 def _content_parameters(tree: nodes.Template, macro: nodes.Macro, messages: list[str]) -> set[str]:
-    """Parameters of a macro that get a message's content in some call."""
+    """Return the parameters of a macro that get a message's content in some call."""
     names = [argument.name for argument in macro.args]
     found = set()
     for call in tree.find_all(nodes.Call):
@@ -85,7 +84,7 @@ def _content_parameters(tree: nodes.Template, macro: nodes.Macro, messages: list
 
 
 def _reads(node: nodes.Node | None, name: str, key: str | None = None) -> bool:
-    """Is this expression the variable (or its `key`), perhaps filtered, tested or sliced?"""
+    """Return whether this expression is the variable (or its `key`), possibly filtered, tested or sliced."""
     if isinstance(node, (nodes.Filter, nodes.Test)):
         return _reads(node.node, name, key)
     if isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Slice):

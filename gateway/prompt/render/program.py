@@ -1,7 +1,8 @@
 """Conversations that an engine writes by rules of its own, where other models have a Jinja template.
 
 A `Program` is such a set of rules, one file in `programs/` for each family of models. `ProgramTemplate` gives it the
-face of a `ChatTemplate`, so that everything behind a template (known prefixes, checks, forwarded ids) is the same.
+interface of a `ChatTemplate`, so that everything after the template (known prefixes, checks, forwarded ids) is the
+same.
 """
 
 from __future__ import annotations
@@ -16,18 +17,18 @@ from .clock import Clock
 from .template import TemplateError
 
 Message = dict[str, Any]
-# What transformers does to a conversation before it fills a template is not done to these.
+# A version of transformers that edits no conversations: a program gets them without its edits.
 _UNTOUCHED = Transformers(below=(5, 20))
 
 
-# What a program puts between texts that the engine turns into tokens one by one, though no special token parts them.
+# Put between texts that the engine tokenizes separately although no special token separates them.
 BOUNDARY = "\ufdd0"
-# What the names of special tokens begin with where no text of a request may be taken for one.
+# Begins the names of special tokens where no text of a request may be taken for one.
 UNSPOKEN = "\ufdd1"
 
 
 class Refused(Exception):
-    """A conversation that the engine refuses, or of which the rules are not certain."""
+    """Raised for a conversation that the engine refuses, or whose rules are not certain."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +36,13 @@ class Program:
     """The rules of one family.
 
     `write` turns a conversation, its tools and the template variables into text, as an engine with these quirks does;
-    it raises whatever it likes where the engine refuses. One that `prints_date` has it from the variable
-    `strftime_now`. `prints` holds all special tokens that it may print.
-    `takes_parts`: texts come to it as lists of parts. `as_received`: it gets a request's messages as they are, and what
-    a request says of template variables, special tokens or truncation is not for it. `raw_messages`: it gets messages
-    as they are, and all else as a template does. `makes_tokens`: it writes all special tokens itself, whatever a
-    request says of them. `to_be_shown`: fixed chats of an engine have to be the gateway's before its prompts are exact.
+    it raises any exception where the engine refuses. `prints`: all special tokens that it may print, joined.
+
+    `prints_date`: it gets the date from the variable `strftime_now`. `takes_parts`: texts come to it as lists of parts.
+    `as_received`: it gets a request's messages unchanged, and ignores the request's template variables, special tokens
+    and truncation. `raw_messages`: it gets messages unchanged, and all else as a template does. `makes_tokens`: it
+    writes all special tokens itself, whatever the request says of them. `to_be_shown`: its prompts count as exact only
+    once an engine's ids for the fixed chats equal the gateway's.
     """
 
     family: str
@@ -55,7 +57,7 @@ class Program:
 
 
 class ProgramTemplate:
-    """A program in the place of a `ChatTemplate`."""
+    """A program with the interface of a `ChatTemplate`."""
 
     knows_developer = True
     reads: frozenset[str] = frozenset()
@@ -77,7 +79,10 @@ class ProgramTemplate:
         variables: Mapping[str, Any],
         at: datetime | None = None,
     ) -> str:
-        """Conversation -> text. Raises TemplateError. `at`: the time that is printed; None: the time of its clock."""
+        """Return the text of a conversation. Raises TemplateError.
+
+        `at`: the time that is printed, or None for the time of its clock.
+        """
         if not self.quirks.rules_are_known:
             raise TemplateError(f"this engine may write {self.program.family}'s conversations by other rules")
         if "tokenize" in variables:

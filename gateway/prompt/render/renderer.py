@@ -1,9 +1,9 @@
-"""Messages to tokens and hashes, by the cheapest way that is exact.
+"""Messages to tokens and block hashes, by the cheapest way that is exact.
 
-Three ways, each checked against the next: a compiled plan with known prefixes (microseconds),
-plain Jinja with known prefixes, plain Jinja and tokenizing everything. The last is what the
-engine does; the first 32 requests of the first way and one in 256 after that are done both
-ways, and the first difference ends the faster way for good.
+There are three ways, each checked against the next: a compiled plan with known prefixes (microseconds), plain Jinja
+with known prefixes, plain Jinja and tokenizing everything. The last is what the engine does. The first 32 requests of
+the first way and one in 256 after that are also done the last way, and the first difference ends the compiled plans for
+good.
 """
 
 from __future__ import annotations
@@ -38,24 +38,24 @@ log = logging.getLogger(__name__)
 
 _FIRST_CHECKED = 32
 _CHECK_MASK = 255
-# What the event loop may render with Jinja and compile: some 5 ms at worst. Compiling takes 100 us a text, and 2 us and
-# more for each value of tools, variables or what else there may be in messages.
+# The most that the event loop renders with Jinja and compiles: some 5 ms at worst. Compiling takes 100 us a text, and
+# 2 us or more for each value in tools, variables and messages.
 _BRIEF_TEXTS = 64
 _BRIEF_VALUES = 1500
-_SHORT = 256  # bytes of tools and variables that a shape holds as they are; of more, their SHA-256
+_SHORT = 256  # bytes of tools and variables that a shape holds unhashed; more are replaced by their SHA-256
 # Memory for the plans of one template, and for the shapes that wait for theirs: a plan of 40 messages and 20 kB of
 # tools takes 40 kB, so some 1,500 of them.
 PLANS_BYTES = 64 * 1024 * 1024
 SEEN_BYTES = 4 * 1024 * 1024
-BEGINNINGS_BYTES = 8 * 1024 * 1024  # for the beginnings of conversations of which no more is known
-# A shape that takes more is rendered by Jinja each time: 100 messages take 10 kB.
+BEGINNINGS_BYTES = 8 * 1024 * 1024  # for the beginnings of conversations that are known only in part
+# bytes; larger shapes are rendered by Jinja each time. 100 messages take 10 kB.
 _LARGEST_SHAPE = 256 * 1024
-_MAX_WAYS = 6  # plans per shape: ways its texts answered the template's questions
+_MAX_WAYS = 6  # plans per shape, one for each set of answers to the template's questions
 # Compiling takes as long as 4 to 6 renderings, and most shapes of agents (who called what when)
 # come once or twice: wait until rendering has cost as much.
 _PATIENCE = 5
-_ENTRY_BYTES = 200  # an entry's places in the dictionaries, its pair and its size
-_EXPONENT = re.compile(rb"\de\+?\d\d")  # as orjson writes what is rounded: 1.8446744073709552e+19
+_ENTRY_BYTES = 200  # overhead of an entry: dictionary slots, tuple and size
+_EXPONENT = re.compile(rb"\de\+?\d\d")  # how orjson writes a rounded integer: 1.8446744073709552e+19
 
 
 class Renderer:
@@ -73,12 +73,13 @@ class Renderer:
         self._text_cut = ""
         self._beginnings: Generations[bytes, tuple[str, int]] = Generations(BEGINNINGS_BYTES, _size)
         self._runs = 0
-        self.by_plan = 0  # requests rendered by a plan, of all
+        self.by_plan = 0  # number of requests rendered by a plan
 
     def tokens(self, seed: int, chat: Chat, lead: bytes = b"") -> Found:
-        """Raises ApiError, Multimodal, TemplateError, TakesLong on the event loop, or whatever the tokenizer raises.
+        """Return the tokens, block hashes and length of a chat.
 
-        `lead` are special tokens put before the text.
+        `seed`: the hash that the chain of block hashes starts from; `lead`: special tokens (uint32) put before the
+        text. Raises ApiError, Multimodal, TemplateError, TakesLong on the event loop, or whatever the tokenizer raises.
         """
         if chat.at is not None:
             return self.cut_tokens(seed, self.text(chat), lead)
@@ -100,7 +101,7 @@ class Renderer:
                 runs = self._runs + 1
                 if runs <= _FIRST_CHECKED or not runs & _CHECK_MASK:
                     result = self._checked(result, plan, seed, slots, chat, lead)
-                self._runs = runs  # last: what is given up on the event loop is checked in a thread
+                self._runs = runs  # last, so that a check that raised TakesLong here is done again in a thread
                 return result
         _weigh(chat, slots)
         if talk is None:
@@ -113,30 +114,35 @@ class Renderer:
         return self._prefixes.tokens(seed, bare(len(pieces)), pieces, lead)
 
     def text(self, chat: Chat, media: MediaPlacing | None = None) -> str:
-        """The rendered text, by plain Jinja. Raises TakesLong on the event loop."""
+        """Return the rendered text, by plain Jinja. Raises what `tokens` raises.
+
+        `media`: replaces the parts that are not text.
+        """
         _weigh(chat, chat.messages if isinstance(chat.messages, list) else ())
         variables = DEFAULTS if chat.variables is None else chat.variables
         return self.template.render(self._conversation(chat, media), chat.tools, variables, chat.at)
 
     def beginning(self, *texts: str) -> str:
-        """What all these texts begin with, up to the last added token before which it may be cut, see
-        `Tokenizer.safe_cuts`: its tokens are the same in each of them."""
+        """Return the common beginning of these texts, up to its last added token that may be cut before.
+
+        The tokens of that beginning are the same in each text, see `Tokenizer.safe_cuts`.
+        """
         same = reduce(_common, texts)
         return same[: max([0, *(same.rfind(cut) for cut in self._cuts)])]
 
     def known_beginning(self, chat: Chat, known: int, rest: Sequence[Any]) -> str:
-        """The text of a conversation's first `known` messages, as far as it does not depend on what follows them.
+        """Return the text of a conversation's first `known` messages, as far as later ones cannot change it.
 
-        Some templates write all that the system says at the front, so it matters whether there is more in `rest`.
-        Raises Unknown where one of the first messages is not known.
+        `rest`: the messages that follow, as received. Their roles matter because some templates print all system texts
+        at the front. Raises Unknown where one of the first messages is not known.
         """
         roles = {one.get("role") for one in rest if isinstance(one, dict)}
         tails = (
             _TAILS if roles.isdisjoint(_FIRST) else (*_TAILS, *([{"role": role, "content": "e"}] for role in _FIRST))
         )
         variables = {**(chat.variables or {}), **DEFAULTS}
-        # The conversation's next turn repeats these messages, so their text is kept: rendering 31 messages with each
-        # tail took 5.6 ms a turn.
+        # Kept, because the conversation's next turn repeats these messages: rendering 31 messages with each tail took
+        # 5.6 ms a turn.
         given = chat.messages[:known], chat.tools, variables, chat.by_schema, len(tails)
         key = None if self.template.prints_date or self.template.prints_time else _digest(given)
         if key is not None and (found := self._beginnings.get(key)) is not None:
@@ -158,13 +164,12 @@ class Renderer:
         return text
 
     def before_the_date(self, chat: Chat) -> str | None:
-        """The text up to where the template prints the time of the day, or a day that is not certain. None: it prints
-        nothing of it in this conversation."""
+        """Return the text before the first uncertain date or time that the template prints, or None if it has none."""
         texts = [self.text(replace(chat, at=moment)) for moment in self._moments(chat.at)]
         return self.beginning(*texts) if any(one != texts[0] for one in texts) else None
 
     def is_certain(self) -> bool:
-        """Whether all that it prints of the time, if anything, is known now."""
+        """Return whether all that the template prints of the time, if anything, is known now."""
         return not self._moments(None)
 
     def _moments(self, at: datetime | None) -> list[datetime]:
@@ -181,7 +186,7 @@ class Renderer:
         return moments if len(moments) > 1 else []
 
     def cut_tokens(self, seed: int, text: str, lead: bytes) -> Found:
-        """The tokens of a text that ends before an added token."""
+        """Return the tokens of a text that ends before an added token. `seed` and `lead`: see `tokens`."""
         pieces = self._pieces(text)
         return self._prefixes.tokens(seed, bare(len(pieces)), pieces, lead)
 
@@ -204,7 +209,7 @@ class Renderer:
             return None
         try:
             texts = plan.texts(slots)
-        except (IndexError, ValueError):  # an item or a substring that this text does not have
+        except (IndexError, ValueError):  # this text lacks an item or substring of the plan
             return None
         try:
             result = self._prefixes.tokens(seed, plan, texts, lead)
@@ -214,11 +219,11 @@ class Renderer:
         return result
 
     def _checked(self, result: Found, plan: Plan, seed: int, slots: Sequence[Any], chat: Chat, lead: bytes) -> Found:
-        """Do it the engine's way too; on a difference that is one give up the plans for good."""
+        """Compare the result with the engine's way; if they really differ, give up the plans for good."""
         text = self.text(chat)
         if result[0] == lead + self._tokenizer.encode(text):
             return result
-        again = self._by_plan(plan, seed, slots, lead)  # a template that prints the date may just have turned
+        again = self._by_plan(plan, seed, slots, lead)  # the date that a template prints may just have changed
         if again is not None and again[0] != lead + self._tokenizer.encode(self.text(chat)):
             self.compiled.give_up("a compiled prompt differed from the rendered one")
             log.error("the compiled chat template gave other tokens than Jinja: compiling is off from now on")
@@ -226,8 +231,7 @@ class Renderer:
         return self._prefixes.tokens(seed, bare(1), [text], lead)
 
     def _pieces(self, text: str) -> list[str]:
-        """Rendered text -> segments, cut before each occurrence of the token that occurs most, and where a program says
-        that the engine cuts."""
+        """Cut rendered text before each occurrence of its most frequent cut token, and at a program's boundaries."""
         if self.template.as_received and BOUNDARY in text:
             return [piece for part in text.split(BOUNDARY) for piece in self._cut(part)]
         return self._cut(text)
@@ -257,24 +261,26 @@ class Compiled:
         why_not: str = "",
         clock: Clock | None = None,
     ) -> None:
-        self.why_not = why_not  # set once compiling is given up for good
-        # By shape, with their bytes; whether one of a shape's plans applies is for their questions to say.
+        self.why_not = why_not  # why compiling was given up for good, or ""
+        # Plans and their bytes by shape; a plan's questions decide whether it applies.
         self._plans: Generations[Any, tuple[list[Plan], int]] = Generations(PLANS_BYTES, _size)
-        # shapes that no plan fitted, how often
+        # How often no plan fitted, by shape; with the shape's bytes.
         self._seen: Generations[Any, tuple[int, int]] = Generations(SEEN_BYTES, _size)
         self._lock = threading.Lock()
         if why_not:
             return
         try:
             self._compiler = Compiler(source, special_tokens, cuts, clock or Clock())
-        except Exception as error:  # whatever is wrong, plain Jinja will do or say so
+        except Exception as error:  # plain Jinja will render it, or raise the error
             self.why_not = f"{type(error).__name__}: {error}"
 
     def plans(self, shape: Any) -> Sequence[Plan]:
+        """Return the plans of this shape."""
         found = self._plans.get(shape)
         return () if found is None else found[0]
 
     def give_up(self, why: str) -> None:
+        """Drop all plans and compile no more."""
         self.why_not = why
         self._plans.clear()
 
@@ -286,7 +292,7 @@ class Compiled:
         tools: Any,
         variables: dict[str, Any],
     ) -> None:
-        """Note a request that no plan fitted; compile its shape if that is worth it."""
+        """Note a request that no plan fitted; compile its shape once that is worth it."""
         size = bytes_of(shape) + _ENTRY_BYTES
         if size > _LARGEST_SHAPE:
             return
@@ -301,7 +307,7 @@ class Compiled:
             self._seen.pop(shape)
             try:
                 plan = self._compiler.plan(shape, conversation, slots, tools, variables)
-            except Exception:  # Untraceable, or a refusal that plain Jinja will word
+            except Exception:  # Untraceable, or a refusal that plain Jinja raises again
                 plan = _NEVER
             if plan.size > PLANS_BYTES // 32:
                 plan = _NEVER
@@ -309,9 +315,10 @@ class Compiled:
             self._plans.put(shape, (plans, size + sum(one.size for one in plans)))
 
 
-# Stands for a way that can't be compiled: it fits nothing.
+# Stands for a plan that can't be compiled: it fits nothing.
 _NEVER = Plan([], [("bool", ("",), (), True)])
-# What may follow a part of a conversation, for what a template writes of that part in any case.
+# Possible continuations of a conversation. The common beginning of its renderings with them does not depend on what
+# follows.
 _TAILS: tuple[list[dict[str, Any]], ...] = (
     [],
     [{"role": "user", "content": "a"}],
@@ -319,12 +326,15 @@ _TAILS: tuple[list[dict[str, Any]], ...] = (
     [{"role": "tool", "content": "c", "tool_call_id": "d"}],
 )
 _FIRST = ("system", "developer")
-# What vLLM passes when a chat request says nothing.
+# vLLM's defaults for a chat request.
 DEFAULTS: dict[str, Any] = {"add_generation_prompt": True, "continue_final_message": False}
 
 
 def _common(one: str, other: str) -> str:
-    """What both begin with, by halves: character by character 100 kB took 10 ms."""
+    """Return the common beginning of two texts.
+
+    Bisection: comparing character by character took 10 ms for 100 kB.
+    """
     low, high = 0, min(len(one), len(other))
     while low < high:
         middle = (low + high + 1) // 2
@@ -336,12 +346,12 @@ def _common(one: str, other: str) -> str:
 
 
 def _size(shape: Any, entry: tuple[object, int]) -> int:
-    """Entries have their size with them: it takes long to find."""
+    """Return the size that is stored with the entry, because computing it takes long."""
     return entry[1]
 
 
 def _weigh(chat: Chat, texts: Sequence[Any] = ()) -> None:
-    """Raises TakesLong where the event loop is not to render this."""
+    """Raise TakesLong on the event loop if rendering these texts would take too long there."""
     if event_loop.holds and (len(texts) > _BRIEF_TEXTS or more_values(chat.body, _BRIEF_VALUES)):
         raise TakesLong
 
@@ -367,7 +377,7 @@ def _digest(given: Any) -> bytes | None:
 
 
 def _plain(messages: Any) -> tuple[tuple[str, ...], list[str]] | None:
-    """(roles, contents) when every message is nothing but a known role and a text (0.12 us a message).
+    """Return (roles, contents) when every message is only a known role and a text (0.12 us a message), else None.
 
     A loop, since the same by `map`, `zip` and sets takes 1.6 times the instructions for 16 messages, 2.6 for two.
     """
@@ -387,6 +397,6 @@ def _plain(messages: Any) -> tuple[tuple[str, ...], list[str]] | None:
                 return None
             roles.append(role)
             contents.append(content)
-    except (KeyError, TypeError):  # not an object with both, or a role that is a list or an object
+    except (KeyError, TypeError):  # no object, a missing key, or an unhashable role
         return None
     return tuple(roles), contents

@@ -1,8 +1,8 @@
-"""Split a conversation into its shape and its texts.
+"""Separation of a conversation into its shape and its texts.
 
-The shape is all a template can see of a conversation except its texts: roles, which keys each
-message has and in what order, part types, tool-call structure. The texts (contents, reasoning,
-tool-call names, ids and arguments) are the slots a plan is filled with.
+The shape is all that a template can see of a conversation except its texts: roles, which keys each message has and in
+what order, part types, tool-call structure. The texts (contents, reasoning, tool-call names, ids and arguments) are the
+slots that a plan is filled with.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from collections.abc import Callable
 from typing import Any
 
 _TEXT_KEYS = frozenset({"content", "reasoning", "reasoning_content", "thinking", "tool_call_id", "name", "text", "id"})
-# Gets a text (or a tool call's arguments), gives what should stand in its place.
+# A function from a text (or a tool call's arguments) to its replacement.
 Visit = Callable[[Any], Any]
 
 
 def describe(conversation: list[dict[str, Any]]) -> tuple[tuple, list[Any]]:
-    """Conversation -> (shape, slots in reading order). A plain message's shape is its role."""
+    """Return a conversation's shape and its slots in reading order. A plain message's shape is its role."""
     slots: list[Any] = []
     shape = []
     for message in conversation:
@@ -29,13 +29,13 @@ def describe(conversation: list[dict[str, Any]]) -> tuple[tuple, list[Any]]:
 
 
 def put_in(conversation: list[dict[str, Any]], stand_ins: list[Any]) -> list[dict[str, Any]]:
-    """The same conversation with its slots replaced, in the order `describe` found them."""
+    """Return the conversation with its slots replaced, in the order in which `describe` found them."""
     following = iter(stand_ins)
     return [_replace(message, lambda _: next(following)) for message in conversation]
 
 
 def _structure(value: Any, visit: Visit) -> Any:
-    """Nested tuples that say everything but the texts; `visit` gets the texts."""
+    """Return nested tuples that describe everything but the texts; `visit` gets the texts."""
     if isinstance(value, dict):
         parts: list[Any] = []
         for key, item in value.items():

@@ -1,9 +1,8 @@
 """Chat templates, rendered as the engine renders them.
 
-vLLM hands the conversation to transformers, which runs the model's Jinja template in an
-immutable sandbox with a handful of extra names. What is visible to a template here is what
-is visible there (checked against vLLM 0.32 with transformers 5.23); what a template can't
-do there (reach dunder attributes, change its inputs) it can't do here.
+vLLM hands the conversation to transformers, which runs the model's Jinja template in an immutable sandbox with a
+handful of extra names. A template sees the same here as there (checked against vLLM 0.32 with transformers 5.23), and
+is refused the same: dunder attributes and changes to its inputs.
 """
 
 from __future__ import annotations
@@ -27,17 +26,17 @@ from .bounds import Bounds, TemplateError
 from .clock import Clock
 from .content_format import takes_parts
 
-# What marks where the message to be continued ends; a template may strip its trailing blank.
+# Marks the end of the message to be continued; a template may strip its trailing blank.
 _CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
 
-# A key of a message, or a message dumped as a whole.
+# A template's access to one of these keys, or to a message as a whole.
 _READ = re.compile(
     rf"""[.'"]({"|".join(MAY_BE_UNLIKE)})\b|\b(?:messages?|msg|m)(?:\[[^\]]*\])?\s*(?:\|\s*(?:tojson|items)\b|\.items\b)"""
 )
 
 
 class _Generation(jinja2.ext.Extension):
-    """`{% generation %}...{% endgeneration %}` marks what the assistant wrote; rendering ignores it."""
+    """The tag `{% generation %}...{% endgeneration %}`, which marks assistant text; rendering ignores it."""
 
     tags: ClassVar[set[str]] = {"generation"}
 
@@ -54,7 +53,7 @@ def tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON without Jinja's HTML escapes, non-ASCII kept as it is."""
+    """Return JSON without Jinja's HTML escapes, and by default with non-ASCII characters unescaped."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -62,12 +61,12 @@ def _raise_exception(message: str) -> None:
     raise jinja2.TemplateError(message)
 
 
-# What strftime prints that does not change within a day.
+# The strftime directives whose result does not change within a day.
 _OF_THE_DAY = re.compile(r"%[-_0^#EO]*[aAwdbBhmyYGgVuUWjCxDFeZz%nt]")
 
 
 def _tells_time(tree: jinja2.nodes.Template) -> bool:
-    """Whether it may print what changes within a day."""
+    """Return whether the template may print a part of the time that changes within a day."""
     by_name = sum(one.name == "strftime_now" for one in tree.find_all(jinja2.nodes.Name))
     asked = [one.node for one in tree.find_all(jinja2.nodes.Test) if one.name in ("defined", "undefined")]
     for call in tree.find_all(jinja2.nodes.Call):
@@ -88,10 +87,10 @@ _DICT_ATTRIBUTES = frozenset(dir(dict))
 
 
 class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """The sandbox and the names that transformers gives a template."""
+    """The sandbox with the names that transformers gives a template."""
 
     def __init__(self, clock: Clock) -> None:
-        # Not `optimized`, and `finalize`: else Jinja computes constants as it compiles, and 'a' * 10 ** 9 is one.
+        # Without these two Jinja computes constants while it compiles, and 'a' * 10 ** 9 is one.
         super().__init__(
             trim_blocks=True,
             lstrip_blocks=True,
@@ -104,11 +103,11 @@ class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
         self.globals["strftime_now"] = clock.strftime_now
 
     def getattr(self, obj: Any, attribute: str) -> Any:
-        """`message.role`, `loop.first`: the two ways of asking that are nearly all of them, at once.
+        """Look up `message.role` and `loop.first`, nearly all lookups there are, without Jinja's general way.
 
-        The general way takes 1.5 us each and comes to the same: a dict has no attribute of that
-        name, so its item is meant; and nothing of a loop that is not underscored is unsafe. A
-        conversation of 30 messages with tools renders in half the time.
+        The general way takes 1.5 us each and has the same result: a dict has no attribute of that name, so its item is
+        meant; and nothing of a loop is unsafe unless it begins with an underscore. A conversation of 30 messages with
+        tools renders in half the time.
         """
         kind = type(obj)
         if kind is dict:
@@ -118,20 +117,20 @@ class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
             try:
                 return getattr(obj, attribute)
             except AttributeError:
-                pass  # undefined, which the general way words
+                pass  # undefined: the general way words the error
         return super().getattr(obj, attribute)
 
 
 class BoundedSandbox(Bounds, Sandbox):
-    """The sandbox in which requests are rendered."""
+    """The sandbox in which requests are rendered, with bounds on what a template may do."""
 
 
 class ChatTemplate:
     """One Jinja chat template with the special tokens of its tokenizer."""
 
-    not_compiled = ""  # why it cannot be, see `render.compiler`
+    not_compiled = ""  # why it cannot be compiled, see `render.compiler`
     as_received = False
-    exceeds = ""  # why a rendering was ended early, see `bounds`
+    exceeds = ""  # why the last rendering was ended early, or "", see `bounds`
 
     def __init__(
         self,
@@ -140,13 +139,16 @@ class ChatTemplate:
         quirks: VersionQuirks = NEWEST,
         clock: Clock | None = None,
     ) -> None:
-        """Raises TemplateError when `source` is not Jinja, or larger than any model's."""
+        """Compile the template. Raises TemplateError if `source` is not Jinja, or larger than any model's.
+
+        `special_tokens`: texts by name (`bos_token`), for the template to print; `clock`: the engines' clock.
+        """
         self.source = source
         self.clock = clock or Clock()
         self.quirks = quirks
         self.special_tokens = dict(special_tokens)
         self.prints_date = "strftime_now" in source
-        self.prints_time = False  # finer than by the day, in some conversations
+        self.prints_time = False  # prints a time that changes within a day, in some conversations
         # vLLM looks for the quoted word, too; without it developer messages become system messages
         self.knows_developer = '"developer"' in source or "'developer'" in source
         found = {match[1] for match in _READ.finditer(source)}
@@ -169,11 +171,11 @@ class ChatTemplate:
         variables: Mapping[str, Any],
         at: datetime | None = None,
     ) -> str:
-        """Conversation -> text. Raises TemplateError, and ApiError for variables that exclude each other.
+        """Return the text of a conversation.
 
-        `variables` holds `add_generation_prompt`, `continue_final_message`, `documents` and
-        whatever the request's `chat_template_kwargs` bring; they win over the special tokens.
-        `at`: the time that is printed; None: the time of its clock.
+        `variables` holds `add_generation_prompt`, `continue_final_message`, `documents` and what the request's
+        `chat_template_kwargs` sets; they override the special tokens. `at`: the time that is printed, or None for the
+        time of the template's clock. Raises TemplateError, and ApiError for variables that exclude each other.
         """
         values = {**self.special_tokens, "documents": None, "add_generation_prompt": False, **variables}
         if at is not None:
@@ -200,7 +202,10 @@ class ChatTemplate:
 
 
 def tag_final_message(conversation: list[dict[str, Any]], source: str) -> tuple[list[dict[str, Any]], str]:
-    """Mark the end of the message to be continued -> (new conversation, text that is continued)."""
+    """Mark the end of the message to be continued.
+
+    Returns the new conversation and the text that is continued. Raises TemplateError if there is none.
+    """
     if not conversation or conversation[-1].get("content") is None:
         raise TemplateError("continue_final_message: the final message has no content to continue")
     if "content" not in source:
@@ -223,8 +228,8 @@ def tag_final_message(conversation: list[dict[str, Any]], source: str) -> tuple[
 def cut_at_tag(rendered: str, final_text: str) -> str:
     """End the rendered text where the message to be continued ends.
 
-    A template that strips messages has also stripped the tag's own trailing blank; then the
-    blanks before the tag would have gone as well, so they are cut too.
+    A template that strips messages has also stripped the tag's own trailing blank; then it would have stripped the
+    blanks before the tag too, so they are cut as well. Raises TemplateError if the template drops the message.
     """
     bare = _CONTINUE_TAG.strip()
     at = rendered.rfind(bare)

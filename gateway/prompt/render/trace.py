@@ -1,15 +1,14 @@
-"""Run a chat template once with stand-ins for the texts, and learn what it does to them.
+"""Traces of a chat template: one run with stand-ins for the texts, which records what it does to them.
 
-A template is a program over the conversation. Here it is run on stand-ins that behave like
-the real texts but remember: printing one leaves a *marker* in the output, and every question
-the template asks of it (is it empty? does it contain '</think>'?) is noted with its answer.
-What comes out is a list of literal strings and markers, and a list of questions.
+A template is a program over the conversation. Here it runs on stand-ins that behave like the real texts and record:
+printing one leaves a *marker* in the output, and every question that the template asks about it (is it empty? does it
+contain '</think>'?) is noted with its answer. The result is a list of literal strings and markers, and a list of
+questions.
 
-That is a proof, not a guess: the template is deterministic, so another conversation of the
-same shape whose texts answer every question alike takes the same way through the program and
-prints the same literals around its own texts. Whatever a stand-in can't follow (looping over
-its characters, using it as a key, handing it to code that reads its buffer) raises Untraceable,
-and the caller renders by plain Jinja.
+That is a proof, not a guess: the template is deterministic, so another conversation of the same shape whose texts give
+the same answers takes the same path through the program and prints the same literals around its own texts. Whatever a
+stand-in can't follow (looping over its characters, using it as a key, handing it to code that reads its buffer) raises
+Untraceable, and the caller renders by plain Jinja.
 """
 
 from __future__ import annotations
@@ -41,23 +40,22 @@ class Pair(NamedTuple):
     right: tuple
 
 
-# An expression says where a text in the output comes from: a Slot, or (method, operand, args,
-# index): what `method(*args)` makes of the operand, or the index-th item of that. An operand is a
-# tuple of literals and expressions that are joined; while the trace runs it is a string with
-# markers in it, which `expand` resolves.
+# The origin of a text in the output: a Slot, or (method, operand, args, index), which is the result of `method(*args)`
+# on the operand, or the index-th item of that. An operand is a tuple of literals and expressions that are joined; while
+# the trace runs it is a string with markers in it, which `expand` resolves.
 Expression = tuple
 # A question: (method, operand, args, answer)
 Question = tuple
-# A question about one text that is at hand: what to call with the text and these arguments, and the answer
+# A question about one text: the function to call with the text and these arguments, and the answer
 Check = tuple[Callable[..., Any], tuple, Any]
 
 
 class Untraceable(Exception):
-    """The template does something with a text that can't be followed."""
+    """Raised when the template does something with a text that can't be followed."""
 
 
 class Trace:
-    """What has been seen so far: expressions by marker number, questions, values of the slots."""
+    """The record of one run: expressions by marker number, questions, values of the slots."""
 
     def __init__(self, slots: Sequence[Any]) -> None:
         self.slots = slots
@@ -65,28 +63,32 @@ class Trace:
         self.questions: list[Question] = []
 
     def slot(self, index: int) -> Text | Json:
+        """Return a stand-in for the index-th text."""
         raw = self._mark(Slot(index))
         value = self.slots[index]
         return Text(raw, value, self) if isinstance(value, str) else Json(raw, value, self)
 
     def derive(self, method: str, raw: str, args: tuple, value: str, index: int | None = None) -> Text:
+        """Return a stand-in for the result of `method` on `raw`, or for the index-th item of that."""
         return Text(self._mark((method, raw, args, index)), value, self)
 
     def lift(self, raw: str) -> str:
-        """A plain string that may hold markers -> one that goes on remembering."""
+        """Return a string as a stand-in if it holds markers, else unchanged."""
         if type(raw) is str and OPEN in raw:
             return Text(raw, self.fill(raw), self)
         return raw
 
     def fill(self, raw: str) -> str:
-        """What `raw` stands for in the conversation that is traced."""
+        """Return what `raw` stands for in the traced conversation."""
         return text_of(self._operand(raw), self.slots)
 
     def ask(self, method: str, raw: str, args: tuple, answer: Any) -> Any:
+        """Record a question with its answer, and return the answer."""
         self.questions.append((method, raw, args, answer))
         return answer
 
     def expand(self, number: int) -> Expression:
+        """Return an expression with the markers in its operand resolved."""
         expression = self.expressions[number]
         if isinstance(expression, Slot):
             return expression
@@ -94,6 +96,7 @@ class Trace:
         return (method, self._operand(raw), args, index)
 
     def expand_question(self, question: Question) -> Question:
+        """Return a question with the markers in its operand resolved."""
         method, raw, args, answer = question
         return (method, self._operand(raw), args, answer)
 
@@ -109,7 +112,7 @@ class Trace:
 
 
 def evaluate(expression: Expression, slots: Sequence[Any]) -> Any:
-    """What an expanded expression is when the slots hold these values."""
+    """Return the value of an expanded expression for these slots."""
     if type(expression) is Slot:
         return slots[expression.index]
     method, operand, args, index = expression
@@ -118,11 +121,12 @@ def evaluate(expression: Expression, slots: Sequence[Any]) -> Any:
 
 
 def text_of(operand: tuple, slots: Sequence[Any]) -> str:
+    """Return the text of an operand for these slots."""
     return "".join([piece if type(piece) is str else _as_text(evaluate(piece, slots)) for piece in operand])
 
 
 def check_of(question: Question) -> Check:
-    """What `hold` asks in place of a question that is about slot 0 alone."""
+    """Return the check that `hold` uses for a question about slot 0 alone."""
     method, operand, args, answer = question
     if operand == (Slot(0),):
         return _OWN.get(method) or getattr(str, method), args, answer
@@ -134,7 +138,7 @@ def _of_one(method: str, operand: tuple, text: str, *args: Any) -> Any:
 
 
 def hold(checks: Iterable[Check], text: str) -> bool:
-    """Does this text answer the questions of these checks as the traced one did?"""
+    """Return whether this text gives the same answers to these checks as the traced one."""
     try:
         for ask, args, answer in checks:
             if ask(text, *args) != answer:
@@ -145,7 +149,7 @@ def hold(checks: Iterable[Check], text: str) -> bool:
 
 
 def answered(question: Question, slots: Sequence[Any]) -> bool:
-    """Do these slots answer the question as the traced ones did?"""
+    """Return whether these slots give the same answer to the question as the traced ones."""
     method, operand, args, answer = question
     try:
         return apply(method, _value(operand, slots), args) == answer
@@ -154,7 +158,7 @@ def answered(question: Question, slots: Sequence[Any]) -> bool:
 
 
 def slots_in(value: Any) -> set[int]:
-    """Which slots a question or an expression is about."""
+    """Return the slots that a question or an expression refers to."""
     if isinstance(value, Slot):
         return {value.index}
     if not isinstance(value, tuple):
@@ -165,7 +169,7 @@ def slots_in(value: Any) -> set[int]:
 def _value(operand: tuple, slots: Sequence[Any]) -> Any:
     if type(operand) is Pair:
         return _value(operand.left, slots), _value(operand.right, slots)
-    if len(operand) == 1 and type(operand[0]) is not str:  # keeps an object what it is
+    if len(operand) == 1 and type(operand[0]) is not str:  # not joined, so that an object stays one
         return evaluate(operand[0], slots)
     return text_of(operand, slots)
 
@@ -175,7 +179,7 @@ def _as_text(value: Any) -> str:
 
 
 def apply(method: str, operand: Any, args: tuple) -> Any:
-    """Questions and transformations: our own below, else the str method of that name."""
+    """Apply a question or transformation: one of `_OWN`, else the str method of that name."""
     own = _OWN.get(method)
     return own(operand, *args) if own else getattr(operand, method)(*args)
 
@@ -211,7 +215,7 @@ _LOST = tuple(
 
 
 class Text(str):
-    """A stand-in for a text: its characters are literals and markers, `_value` is what they stand for."""
+    """A stand-in for a text: its characters are literals and markers, `_value` is the text that they stand for."""
 
     __slots__ = ("_value", "_trace")
 
@@ -225,7 +229,7 @@ class Text(str):
         return self
 
     def __repr__(self) -> str:
-        """As Python prints it in a list: which quotes and escapes it gets depends on the text as a whole."""
+        """Follow Python's repr in a list, whose quotes and escapes depend on the text as a whole."""
         return self._trace.derive("repr", raw_of(self), (), repr(self._value))
 
     def __add__(self, other: Any) -> Text:
@@ -335,11 +339,12 @@ class Json(Mapping):
 
 
 def raw_of(text: str) -> str:
-    """The characters of a stand-in (or of a plain string) as a plain string."""
+    """Return the characters of a stand-in (or of a plain string) as a plain string."""
     return str.__str__(text) if type(text) is str else "".join((text, ""))
 
 
 def value_of(text: str) -> str:
+    """Return the text that a stand-in stands for, or a plain string unchanged."""
     return text._value if isinstance(text, Text) else text
 
 

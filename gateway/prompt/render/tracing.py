@@ -1,8 +1,8 @@
-"""The Jinja environment in which stand-ins are followed.
+"""The Jinja environment in which a template runs on stand-ins.
 
-It runs the same programs as the plain one. The only difference: whatever could read a
-stand-in's characters behind its back (C code: `~`, `%`, `in`, json, joins, foreign functions)
-goes through a function here, which follows it or gives up.
+It runs the same programs as the plain one. The only difference: whatever could read a stand-in's characters without its
+knowledge (C code: `~`, `%`, `in`, json, joins, foreign functions) goes through a function here, which follows it or
+raises Untraceable.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from .trace import CLOSE, MARKER, OPEN, Json, Text, Trace, Untraceable, holds_st
 
 _BARE = "\ufdd2"  # frames the marker of an object in dumped JSON: its quotes have to go
 
-# Filters and tests that reach a stand-in only through what it follows, so they may see one.
+# Filters and tests that use only those operations of a stand-in that it follows, so they may get one.
 _FILTERS = frozenset(
     """
     trim string length count default d upper lower capitalize join list first last items map select reject selectattr
     rejectattr attr reverse
     """.split()
 )
-# Those of them that work on the text of whatever they get, so also on a list of parts as Python prints it.
+# Those that convert their subject to text first, so that a list of parts becomes Python's repr of it.
 _OF_TEXT = frozenset({"trim", "string", "upper", "lower", "capitalize"})
 _TESTS = frozenset(
     """
@@ -36,13 +36,16 @@ _TESTS = frozenset(
     """.split()
 )
 _SURROUNDINGS = ("_loop_vars", "_block_vars")
-_NEVER = frozenset({"random", "urlize", "pprint", "xmlattr"})  # not the same answer every time, or the buffer
+_NEVER = frozenset({"random", "urlize", "pprint", "xmlattr"})  # results that vary, or that come from reading the buffer
 
 
 class TracingEnvironment(plain.Sandbox):
-    """`trace` is set for the length of one run; `concat` is what every block and macro ends in."""
+    """The sandbox with every operation on stand-ins recorded in `trace`.
 
-    trace = Trace([])  # an empty one while Jinja folds constants
+    `trace` is set for the length of one run; `concat` is what every block and macro ends in.
+    """
+
+    trace = Trace([])  # empty while Jinja folds constants
 
     def __init__(self, clock: plain.Clock) -> None:
         super().__init__(clock)
@@ -63,7 +66,7 @@ class TracingEnvironment(plain.Sandbox):
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         return _rewrite(super()._parse(source, name, filename))
 
-    # what joins pieces
+    # joining
 
     def _lifting_concat(self, pieces: Any) -> str:
         return self._lift("".join(pieces))
@@ -74,10 +77,10 @@ class TracingEnvironment(plain.Sandbox):
     def _lift(self, value: Any) -> Any:
         return self.trace.lift(value) if type(value) is str else value
 
-    # what is called
+    # calls
 
     def call(self, context: Any, function: Any, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
-        # Jinja hands the variables of the surrounding loop and block to every call, for functions that want the
+        # Jinja passes the variables of the surrounding loop and block to every call, for functions that take the
         # context.
         if holds_stand_in(args) or any(
             holds_stand_in(given) for name, given in kwargs.items() if name not in _SURROUNDINGS
@@ -113,8 +116,7 @@ class TracingEnvironment(plain.Sandbox):
         def guarded(*args: Any, **kwargs: Any) -> Any:
             if isinstance(args[-1] if name == "in" else None, str) and holds_stand_in(args[:-1]):
                 raise Untraceable("'in' with two texts")
-            # So is every string and every object. Of a list (of parts with texts in them) these tests look at the list
-            # alone.
+            # True of every string and every object. Of a list (of parts with texts) these tests look at the list alone.
             if name in ("iterable", "sequence") and isinstance(args[-1], (Text, Json)):
                 return True
             if name not in _TESTS and name != "in" and (holds_stand_in(args) or holds_stand_in(kwargs)):
@@ -154,10 +156,10 @@ class TracingEnvironment(plain.Sandbox):
         return self._lift(dumped.replace(f'"{_BARE}', "").replace(f'{_BARE}"', ""))
 
     def _escaped(self, value: Any, options: dict[str, Any]) -> Any:
-        """The same structure with markers for what the texts look like inside JSON.
+        """Return the same structure with markers that stand for the JSON form of the texts.
 
-        Escaping works character by character, so the literals of a text may be escaped apart from
-        what its markers stand for. An object loses the quotes around its marker.
+        Escaping works character by character, so the literals of a text may be escaped apart from what its markers
+        stand for. An object loses the quotes around its marker.
         """
         if isinstance(value, Text):
             trace = self.trace
@@ -187,7 +189,7 @@ class TracingEnvironment(plain.Sandbox):
 
 
 def _same_calling(function: Any, guarded: Any) -> Any:
-    """Keep Jinja's note of what a filter or test wants passed first (context, environment)."""
+    """Copy Jinja's note of what a filter or test wants passed first (context, environment)."""
     for attribute in ("jinja_pass_arg", "jinja_async_variant"):
         if hasattr(function, attribute):
             setattr(guarded, attribute, getattr(function, attribute))
@@ -195,7 +197,7 @@ def _same_calling(function: Any, guarded: Any) -> Any:
 
 
 def _rewrite(node: Any) -> Any:
-    """Send `~`, `%` and `in` through filters of our own; everything else stays."""
+    """Send `~`, `%` and `in` through the filters above; everything else stays."""
     for name, value in node.iter_fields():
         if isinstance(value, nodes.Node):
             setattr(node, name, _rewrite(value))

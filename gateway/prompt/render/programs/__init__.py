@@ -1,4 +1,4 @@
-"""Families of models whose conversations engines write by rules, a file for each."""
+"""Model families whose conversations engines write by rules of their own, one file for each."""
 
 from __future__ import annotations
 
@@ -18,5 +18,5 @@ _PROGRAMS = {
 
 
 def program_for(architectures: Iterable[str]) -> Program | None:
-    """The rules for a model of one of these architectures, None where it has a template or its rules are not known."""
+    """Return the rules for a model of these architectures, or None where it has a template or they are not known."""
     return next((_PROGRAMS[one] for one in architectures if one in _PROGRAMS), None)

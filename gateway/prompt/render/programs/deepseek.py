@@ -1,4 +1,4 @@
-"""What DeepSeek's conversations have in common from V3.2 on: special tokens, tool calls in DSML, and JSON."""
+"""The common parts of DeepSeek's conversations from V3.2 on: special tokens, tool calls in DSML, and JSON."""
 
 from __future__ import annotations
 
@@ -17,12 +17,15 @@ def as_json(value: Any) -> str:
 
 
 def schemas(tools: Iterable[Mapping[str, Any]]) -> str:
-    """One line of JSON for each tool's function."""
+    """Return one line of JSON for each tool's function."""
     return "\n".join(as_json(tool["function"]) for tool in tools)
 
 
 def calls(given: Iterable[Mapping[str, Any]], block: str, gap: str = "") -> str:
-    """An assistant's tool calls, in a block of that name. `gap`: between the mark of a tag and its name."""
+    """Return an assistant's tool calls, in a block named `block`.
+
+    `gap`: the text between the mark of a tag and its name.
+    """
     mark = DSML + gap
     written = "\n".join(_call(one["function"], mark) for one in given)
     return f"\n\n<{mark}{block}>\n{written}\n</{mark}{block}>"
@@ -40,5 +43,5 @@ def _parameter(name: str, value: Any, mark: str) -> str:
 
 
 def last_said_by_user(talk: list[dict[str, Any]]) -> int:
-    """The index of the last message of a user or developer, -1 where there is none."""
+    """Return the index of the last message of a user or developer, or -1."""
     return next((i for i in reversed(range(len(talk))) if talk[i]["role"] in ("user", "developer")), -1)

@@ -9,7 +9,7 @@ from ...quirks import VersionQuirks
 from ..program import Message, Program, Refused
 from .deepseek import ASSISTANT, BEGIN, DSML, END, NO_THINK, THINK, USER, calls, last_said_by_user, schemas
 
-# What the model was trained to be told of its tools: part of the format.
+# The model's instructions on tools, a part of the format that it was trained on.
 _TOOLS = f"""## Tools
 You have access to a set of tools you can use to answer the user's question.
 You can invoke functions by writing a "<{DSML}function_calls>" block like the following as part of your reply to the user:
@@ -37,6 +37,7 @@ Here are the functions available in JSONSchema format:
 
 
 def write(talk: list[Message], tools: list[Message] | None, variables: Mapping[str, Any], quirks: VersionQuirks) -> str:
+    """Return the text of a conversation, see `Program`. Raises Refused."""
     thinks = bool(variables.get("thinking") or variables.get("enable_thinking"))
     if tools:
         talk = [{"role": "system", "tools": tools}, *talk]
@@ -47,8 +48,10 @@ def write(talk: list[Message], tools: list[Message] | None, variables: Mapping[s
 
 
 def _without_old_reasoning(talk: list[Message]) -> list[Message]:
-    """Before the last message of a user, reasoning is dropped. So would be the messages of other roles than these, and
-    then the engine fails on the one that is missing."""
+    """Drop reasoning before the last message of a user. Raises Refused.
+
+    Messages of roles other than these would be dropped as well, and then the engine fails on the missing one.
+    """
     last = last_said_by_user(talk)
     if any(one["role"] not in ("user", "system", "tool", "assistant") for one in talk[:last]):
         raise Refused("a message of a role that is dropped")
@@ -82,7 +85,10 @@ def _told_tools(message: Message) -> str:
 
 
 def _said(message: Message, thought: bool) -> str:
-    """`thought`: an answer to the last message of a user, in a conversation that thinks."""
+    """Return an assistant's message.
+
+    `thought`: it answers the last message of a user, in a conversation with thinking on.
+    """
     asked, reasoning = message.get("tool_calls"), message.get("reasoning")
     if thought and not (reasoning or asked):
         raise Refused("an answer without reasoning and tool calls")
@@ -91,7 +97,7 @@ def _said(message: Message, thought: bool) -> str:
 
 
 def _result(talk: Sequence[Message], i: int, last: int, thinks: bool) -> str:
-    """One of the results of the tool calls before; the first opens their block, the last closes it."""
+    """Return one result of the preceding tool calls; the first opens their block, the last closes it."""
     asked = next((j for j in reversed(range(i)) if talk[j]["role"] != "tool"), -1)
     wanted = len(talk[asked].get("tool_calls") or ()) if asked >= 0 and talk[asked]["role"] == "assistant" else 0
     number = i - asked

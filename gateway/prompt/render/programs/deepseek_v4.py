@@ -1,5 +1,7 @@
-"""DeepSeek-V4: the rules of its encoder, as vLLM 0.28 and 0.32 apply them. Of those between the two it is not known
-what they do, so there nothing is written."""
+"""DeepSeek-V4: the rules of its encoder, as vLLM 0.28 and 0.32 apply them.
+
+The rules of the releases between those two are not known, so conversations for them are refused.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +16,12 @@ REMINDER = "<\uff5clatest_reminder\uff5c>"
 TASKS = {name: f"<\uff5c{name}\uff5c>" for name in ("action", "query", "authority", "domain", "title", "read_url")}
 
 
-# What the model was trained to be told of its tools, and of how hard to think: part of the format.
+# The model's instructions on tools and on thinking effort, a part of the format that it was trained on.
 def tools_head(gap: str = "", block: str = "tool_calls") -> str:
-    """What stands before the schemas of tools. `gap`: between the mark of a tag and its name."""
+    """Return the instructions before the schemas of tools.
+
+    `gap`: the text between the mark of a tag and its name; `block`: the name of the block of tool calls.
+    """
     return f"""## Tools
 
 You have access to a set of tools to help answer the user's question. You can invoke tools by writing a "<{DSML}{gap}{block}>" block like the following:
@@ -56,6 +61,7 @@ KEPT = frozenset(("user", "system", "tool", "latest_reminder", "direct_search_re
 
 
 def write(talk: list[Message], tools: list[Message] | None, variables: Mapping[str, Any], quirks: VersionQuirks) -> str:
+    """Return the text of a conversation, see `Program`. Raises Refused."""
     if quirks.deepseek_v4 is None:
         raise Refused("this release may write DeepSeek-V4's conversations in another way")
     newer = quirks.deepseek_v4
@@ -83,7 +89,7 @@ def _level(effort: Any) -> str:
 
 
 def _with_tools(talk: list[Message], tools: list[Message] | None, newer: bool) -> list[Message]:
-    """Tools have a system message of their own; now only if there is no other."""
+    """Add the tools: in newer releases to the first system message if there is one, else in a message of their own."""
     if not tools:
         return talk
     first = next((i for i, one in enumerate(talk) if one["role"] == "system"), None)
@@ -101,8 +107,10 @@ def _flat(content: Any) -> Any:
 
 
 def with_results_of_tools(talk: list[Message]) -> list[Message]:
-    """Consecutive messages of users and tools as one message of a user, with `parts` (what was said) in order, but
-    results in the order in which they were asked for."""
+    """Merge consecutive messages of users and tools into one user message with `parts`.
+
+    Parts keep their order, except that tool results follow the order of their calls.
+    """
     merged: list[Message] = []
     for message in talk:
         role, last = message["role"], merged[-1] if merged else {}

@@ -1,5 +1,8 @@
-"""DeepSeek-V4.1: the rules of its encoder, as vLLM 0.32 and 0.33 apply them. They are V4's but for a token before
-system messages, which may stand anywhere, efforts in numbers, and blanks in the names of tags."""
+"""DeepSeek-V4.1: the rules of its encoder, as vLLM 0.32 and 0.33 apply them.
+
+They differ from V4's in a token before system messages, which may stand anywhere, in efforts as numbers, and in blanks
+in the names of tags.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +19,12 @@ _SYSTEM = "<\uff5cSystem\uff5c>"
 _GAP = " "  # between the mark of a tag and its name
 _TOOLS = tools_head(_GAP, "calls")
 _EFFORTS = {"low": 50, "high": 75, "xhigh": 75, "max": 100}
-# What a message may say that is not followed here.
+# Fields of a message that are refused, because their rules are not implemented here.
 _OTHERS = ("content_blocks", "wo_eos", "response_format", "tools")
 
 
 def write(talk: list[Message], tools: list[Message] | None, variables: Mapping[str, Any], quirks: VersionQuirks) -> str:
+    """Return the text of a conversation, see `Program`. Raises Refused."""
     if quirks.deepseek_v4 is not True:
         raise Refused("this release may not know DeepSeek-V4.1")
     effort = variables.get("reasoning_effort")
@@ -79,7 +83,7 @@ def _flat(content: Any) -> Any:
 
 
 def _with_tools(talk: list[Message], tools: list[Message] | None) -> list[Message]:
-    """Tools stand in the first system message, or in one of their own before all others."""
+    """Add the tools to the first system message, or in one of their own at the front."""
     if not tools:
         return talk
     first = next((i for i, one in enumerate(talk) if one["role"] == "system"), None)
@@ -89,7 +93,7 @@ def _with_tools(talk: list[Message], tools: list[Message] | None) -> list[Messag
 
 
 def _last_said(talk: Sequence[Message], quirks: VersionQuirks) -> int:
-    """The last message that begins a turn, -1 where there is none."""
+    """Return the index of the last message that begins a turn, or -1."""
 
     def begins(i: int) -> bool:
         results_alone = quirks.deepseek_v41_results_continue and all(

@@ -1,8 +1,8 @@
 """gpt-oss: the Harmony format, as vLLM 0.28 and 0.32 write it.
 
-Harmony encodes the parts of a message one by one, and what stands in a text is never a special token: where a text
-spells one, it is cut behind `<|`, where the vocabulary's words end in any case. Tools whose schemas have more than the
-rules below are refused.
+Harmony encodes the parts of a message one by one, and no part of a text is ever a special token: where a text spells
+one, it is cut after `<|`, where tokens of the vocabulary end in any case. Tools whose schemas need more than the rules
+below are refused.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _NUMBERS = ("number", "integer")
 
 
 class _Said(NamedTuple):
-    """One message of Harmony's own."""
+    """One message in Harmony's form."""
 
     author: str
     text: str
@@ -40,6 +40,7 @@ class _Said(NamedTuple):
 
 
 def write(talk: list[Message], tools: list[Message] | None, variables: Mapping[str, Any], quirks: VersionQuirks) -> str:
+    """Return the text of a conversation, see `Program`. Raises Refused."""
     instructions, rest = _instructions(talk)
     today = variables["strftime_now"]("%Y-%m-%d")
     said = [*_preamble(instructions, tools, variables.get("reasoning_effort"), today), *_messages(rest)]
@@ -50,7 +51,10 @@ def write(talk: list[Message], tools: list[Message] | None, variables: Mapping[s
 
 
 def _written(one: _Said, newer: bool | None) -> str:
-    """`newer`: the recipient of a tool's result stands behind the channel; None: it is not known where."""
+    """Return the text of a message.
+
+    `newer`: a tool result names its recipient after the channel; None: the position is not known. Raises Refused.
+    """
     author, channel, end = one.author, one.channel, "<|end|>"
     if _SPECIAL.search(author + one.to):
         raise Refused("a name that spells a special token")
@@ -79,7 +83,7 @@ def _preamble(instructions: str | None, tools: list[Message] | None, effort: Any
 
 
 def _instructions(talk: list[Message]) -> tuple[str | None, list[Message]]:
-    """What a leading system message says, and the messages behind it."""
+    """Return the text of a leading system message, or None, and the messages after it."""
     if talk[0].get("role") not in ("system", "developer"):
         return None, talk
     return _flat(talk[0].get("content")), talk[1:]
@@ -139,12 +143,12 @@ def _texts(content: Any) -> list[str]:
 
 
 def _joined(texts: Sequence[str]) -> str:
-    """Parts that are encoded one by one."""
+    """Join parts that are encoded one by one."""
     return BOUNDARY.join(filter(None, texts))
 
 
 def _flat(content: Any) -> str | None:
-    """Parts as one text, None if there is no text."""
+    """Return parts as one text, or None if there is no content."""
     return "".join(_texts(content)) if content is not None and content != [] else None
 
 
@@ -205,7 +209,7 @@ def _object(schema: Mapping[str, Any], indent: str) -> str:
     if not isinstance(properties, dict) or not isinstance(required, list):
         raise Refused("a tool's schema of another form")
     lines = [_property(name, one, name in required, indent) for name, one in properties.items()]
-    told = schema.get("description")  # once more: where it is a property's, it stands before that, too
+    told = schema.get("description")  # a property's description is also printed before the property
     return (f"{indent}// {told}\n{{\n" if isinstance(told, str) else "{\n") + "".join(lines) + indent + "}"
 
 
@@ -239,7 +243,7 @@ def _default(schema: Mapping[str, Any]) -> str:
 
 
 def _must_be_plain(value: Any) -> None:
-    """Numbers that Harmony may write otherwise than Python are refused."""
+    """Raise Refused for numbers that Harmony may write differently from Python."""
     if isinstance(value, dict | list):
         for one in value.values() if isinstance(value, dict) else value:
             _must_be_plain(one)

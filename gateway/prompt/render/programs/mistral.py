@@ -1,8 +1,8 @@
 """Mistral's own format: conversations as mistral-common 1.13 writes them for a `tekken.json` of version 3 to 15.
 
-It encodes texts one by one between special tokens, and nothing that stands in a text is ever a special
-token. So the tokenizer that is made of `tekken.json` calls special tokens by names that no text has (`spelled`).
-Messages of one role in a row are one message, and each version says anew where tools, results and system messages go.
+It encodes texts one by one between special tokens, and no part of a text is ever a special token. So the tokenizer made
+from `tekken.json` gives special tokens names that no text contains (`spelled`). Consecutive messages of one role become
+one message, and each version has its own rules for where tools, results and system messages go.
 """
 
 from __future__ import annotations
@@ -18,24 +18,26 @@ from ...quirks import VersionQuirks
 from ..program import BOUNDARY, UNSPOKEN, Message, Program, Refused
 
 VERSIONS = (3, 7, 11, 13, 15)
-_ID_LENGTH = 9  # of a tool call's id vLLM keeps the end
+_ID_LENGTH = 9  # vLLM keeps only the last characters of a tool call's id
 _NO_ID = "null"
 
 
 def spelled(token: str) -> str:
-    """A special token as it is written here."""
+    """Return the name that a special token has here."""
     return UNSPOKEN + token
 
 
 @dataclass(frozen=True)
 class Thought:
+    """A part of a message that is reasoning."""
+
     text: str
     closed: bool = True
 
 
 @dataclass(frozen=True)
 class Turn:
-    """One message, or several of one role as one."""
+    """One message, or several consecutive ones of one role merged."""
 
     role: str
     content: str | tuple[str | Thought, ...]
@@ -46,7 +48,10 @@ class Turn:
 
 @dataclass(frozen=True)
 class Rules:
-    """Those of one version. `efforts`: what a model of version 15 lets a request choose, by default the first one."""
+    """The rules of one version.
+
+    `efforts`: the reasoning efforts that a model of version 15 lets a request choose, the default first.
+    """
 
     version: int
     efforts: tuple[str, ...] = ()
@@ -54,6 +59,7 @@ class Rules:
     def write(
         self, talk: list[Message], tools: list[Message] | None, variables: Mapping[str, Any], quirks: VersionQuirks
     ) -> str:
+        """Return the text of a conversation, see `Program`. Raises Refused."""
         goes_on = bool(variables.get("continue_final_message"))
         turns = [_turn(message, quirks) for message in talk]
         if goes_on:
@@ -73,10 +79,10 @@ class Rules:
         )
         return spelled("<s>") + "".join(written)
 
-    # --- messages that follow each other
+    # --- sequences of messages
 
     def _merged(self, turns: Sequence[Turn]) -> Iterator[Turn]:
-        asked: list[str] = []  # ids of the calls of which the results come next
+        asked: list[str] = []  # ids of the calls whose results come next
         for role, group in groupby(turns, key=lambda one: one.role):
             run = list(group)
             if role == "tool":
@@ -99,7 +105,7 @@ class Rules:
         return sorted(told, key=lambda one: (order.get(one.call_id or _NO_ID, len(order)), given[one.call_id]))
 
     def _joined(self, run: Iterable[Turn]) -> str | tuple[str | Thought, ...]:
-        """The contents of messages as one: texts beside each other are one text."""
+        """Merge the contents of messages into one; adjacent texts become one text."""
         parts: list[str | Thought] = []
         text: list[str] = []
         for one in run:
@@ -198,7 +204,7 @@ class Rules:
 
 
 def program(version: int, efforts: tuple[str, ...] = ()) -> Program:
-    """The rules for a `tekken.json` of this version."""
+    """Return the rules for a `tekken.json` of this version; `efforts` as in `Rules`."""
     rules = Rules(version, efforts)
     named = ["<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]",
              "[/TOOL_RESULTS]", "[TOOL_CALLS]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[TOOL_CONTENT]", "[ARGS]",
@@ -214,7 +220,7 @@ def program(version: int, efforts: tuple[str, ...] = ()) -> Program:
     )
 
 
-# --- what a request says
+# --- a request's messages
 
 
 def _turn(message: Message, quirks: VersionQuirks) -> Turn:

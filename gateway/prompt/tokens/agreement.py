@@ -1,8 +1,8 @@
-"""Whether the gateway's tokenizer is the engine's: fixed texts, of which both make ids.
+"""Comparison of the gateway's tokenizer with an engine's, by fixed texts that both tokenize.
 
 The engine is asked for the ids of each text, without and with the special tokens that a tokenizer adds. The texts hold
-what tokenizers treat differently: scripts, digits, blanks at the start and in rows, line ends, contractions, composed
-and decomposed letters, and the model's own special tokens with text before, after and between them.
+what tokenizers treat differently: scripts, digits, leading and repeated blanks, line ends, contractions, composed and
+decomposed letters, and the model's own special tokens with text before, after and between them.
 """
 
 from __future__ import annotations
@@ -29,27 +29,27 @@ _TEXTS = (
     "\U0001f600 \U0001f468\u200d\U0001f469\u200d\U0001f467 \U0001f1e9\U0001f1ea \u2581 \u00a0 \u200b \ufeff \x7f",
     "{\"key\": [1, 2.5, null, true], \"s\": \"a\\n\\u00e9\"} <tag attr='v'/> $x^2 + y_1$ \u201cquoted\u201d \u2014 \u2026",
 )  # fmt: skip
-_MOST_TOKENS = 10  # special tokens that get a text of their own
-_MOST_STRANGE, _LONGEST = 64, 64  # tokens that are none here, eight a text; characters of one
+_MOST_TOKENS = 10  # special tokens that get a separate text
+_MOST_STRANGE, _LONGEST = 64, 64  # mentioned tokens that are none here, eight per text; characters of one
 
 
 _NONE: Mapping[str, str] = MappingProxyType({})
 
 
 class Differences(NamedTuple):
-    """Where engines were found to make other tokens than the gateway, and why."""
+    """The differences found between the tokens of engines and of the gateway, with reasons."""
 
-    texts: Mapping[str, str] = _NONE  # of any prompt of these models
-    chats: Mapping[str, str] = _NONE  # of conversations of these models
-    bodies: Mapping[frozenset[str], str] = MappingProxyType({})  # of bodies with these features, see `prompt.features`
-    doubted: Collection[frozenset[str]] = ()  # bodies with these features are exact, but not refused for their count
+    texts: Mapping[str, str] = _NONE  # by model: all prompts differ
+    chats: Mapping[str, str] = _NONE  # by model: conversations differ
+    bodies: Mapping[frozenset[str], str] = MappingProxyType({})  # by a body's features, see `prompt.features`
+    doubted: Collection[frozenset[str]] = ()  # features of bodies that are exact, but not refused by their token count
     shown: bool = False  # an engine produced the gateway's ids for all fixed chats
-    zones: frozenset[int] | None = None  # that they print the date of, see `render.clock`; None: none was asked
-    days: str = ""  # why the date that they print is not certain
+    zones: frozenset[int] | None = None  # time zones of engines' dates, see `render.clock`; None: none was asked
+    days: str = ""  # why the engines' date is uncertain, or ""
 
 
 class Answer(NamedTuple):
-    """What an engine makes of a text."""
+    """An engine's token ids for a text."""
 
     text: str
     special: bool  # with the special tokens that its tokenizer adds
@@ -57,9 +57,12 @@ class Answer(NamedTuple):
 
 
 def fixed_texts(tokenizer: Tokenizer, named: Mapping[str, str], mentioned: Iterable[str] = ()) -> list[str]:
-    """The texts to compare. `named` are the special tokens that a template may print; `mentioned` is whatever the
-    model's files call a token: one that is none here may be one for the engine, and no ordinary text would show it."""
-    # Where no text can spell a special token, its name is a text like any other.
+    """Return the texts to compare.
+
+    `named`: the special tokens that a template may print. `mentioned`: whatever the model's files call a token; one
+    that is no token here may be one for the engine, and no ordinary text would show it.
+    """
+    # Without the prefix that no text has, a token's name is ordinary text.
     added = [token["content"].removeprefix(UNSPOKEN) for token in tokenizer.added_tokens]
     some = added[:: max(1, len(added) // (_MOST_TOKENS // 2))]
     tokens = list(dict.fromkeys([*named.values(), *some, *added[-1:]]))[:_MOST_TOKENS]
@@ -74,7 +77,7 @@ def fixed_texts(tokenizer: Tokenizer, named: Mapping[str, str], mentioned: Itera
 
 
 def difference(tokenizer: Tokenizer, answers: Iterable[Answer]) -> str:
-    """The first text of which the two make different ids, in words, or ""."""
+    """Describe the first text for which the gateway and the engine make different ids; return "" if there is none."""
     for text, special, theirs in answers:
         ours = memoryview(tokenizer.encode(text, special)).cast("I").tolist()
         if ours != list(theirs):

@@ -1,4 +1,4 @@
-"""Find a model's tokenizer files and read what the prompt pipeline needs of them."""
+"""Discovery of a model's tokenizer files, and what the prompt pipeline needs of them."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ _FILES = """
     chat_template.jinja chat_template.json config.json params.json processor_config.json preprocessor_config.json
     additional_chat_templates/*.jinja
 """.split()
-# Architectures whose conversations vLLM writes by rules of its own, whatever template the model has, and of which the
-# rules are not known here (`render.programs` has the others).
+# Architectures whose conversations vLLM writes by rules of its own, whatever template the model has, where these rules
+# are not implemented here (`render.programs` has the others).
 WRITTEN_BY_UNKNOWN_RULES = frozenset(
     """
     KimiK3ForConditionalGeneration MoonshotKimiaForCausalLM InklingForCausalLM
@@ -34,12 +34,15 @@ WRITTEN_BY_UNKNOWN_RULES = frozenset(
 
 
 class ModelError(Exception):
-    """The model's files can't be found or read; the message names the remedy."""
+    """Raised when the model's files can't be found or read; the message names the remedy."""
 
 
 def find_model(name_or_dir: str | Path) -> Path:
-    """A directory as given, else a snapshot in the Hugging Face cache, else a download of the small
-    tokenizer files (never weights). Raises ModelError."""
+    """Return the model's folder. Raises ModelError.
+
+    It is the directory if `name_or_dir` is one, else a snapshot in the Hugging Face cache, else a download of the small
+    tokenizer files (never weights).
+    """
     path = Path(name_or_dir).expanduser()
     if path.is_dir():
         return path
@@ -71,22 +74,22 @@ def find_model(name_or_dir: str | Path) -> Path:
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """What a model directory says about prompts."""
+    """The parts of a model directory that determine its prompts."""
 
     directory: Path
     templates: dict[str, str]  # "default", "tool_use", ...; with a program only the one that replaces the model's own
     config: dict[str, Any]  # tokenizer_config.json
     settings: dict[str, Any]  # config.json
     no_template: str = ""  # why there is no template to use, though the folder may have one
-    no_tokenizer: str = ""  # why tokenizer.json is not used, or is not there
+    no_tokenizer: str = ""  # why tokenizer.json is not used, or is missing
     tiktoken: bool = False  # the tokenizer is a tiktoken.model
-    sorts_tools: bool = False  # a template gets tools with their keys in alphabetical order
-    program: Program | None = None  # what writes its conversations in place of a template
+    sorts_tools: bool = False  # the template gets tools with their keys in alphabetical order
+    program: Program | None = None  # the rules for its conversations, in place of a template
     tekken: bool = False  # Mistral's own format: the tokenizer is a tekken.json
 
     @functools.cached_property
     def takes_media(self) -> bool:
-        """Whether the model takes images, sound or video as well."""
+        """Whether the model also takes images, sound or video."""
         processors = ("processor", "preprocessor", "video_preprocessor")
         return any((self.directory / f"{name}_config.json").is_file() for name in processors) or any(
             name in self.settings for name in ("vision_config", "audio_config", "encoder_config")
@@ -100,13 +103,15 @@ class LoadedModel:
         return value if isinstance(value, int) else None
 
 
-# What the operating system refuses now and may grant in a second: descriptors, memory, a network mount's answer.
+# Errors that may pass within a second: no free descriptors or memory, or a network mount that does not answer.
 PASSING = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO, errno.ESTALE)
 
 
 def contents(directory: Path, chat_template: str | Path | None = None) -> int:
-    """Return a digest of all files that `load_model` and the tokenizer may read, which changes when one of them
-    does."""
+    """Return a digest of all files that `load_model` and the tokenizer may read.
+
+    It changes when one of them does. Raises OSError for an error that may pass.
+    """
     digest = xxh3_64()
     found = {path for pattern in _FILES for path in directory.glob(pattern)}
     if chat_template is not None:
@@ -155,9 +160,10 @@ def load_model(directory: Path, chat_template: str | Path | None = None) -> Load
 
 
 def _mistral_format(directory: Path) -> str:
-    """Why vLLM takes mistral-common for this model, or "": the same folder holds the model in Mistral's own format.
+    """Return why vLLM uses mistral-common for this model, or "".
 
-    A folder without weights is one that `find_model` fetched; Mistral's format is then known by its params.json.
+    It does so if the folder also holds the model in Mistral's own format. A folder without weights is one that
+    `find_model` fetched; there params.json decides.
     """
 
     def has(*patterns: str) -> bool:
@@ -178,10 +184,10 @@ def _given(path: str | Path) -> tuple[dict[str, str], str]:
 
 
 def _templates(directory: Path, config: dict[str, Any], settings: dict[str, Any]) -> tuple[dict[str, str], str]:
-    """The model's templates as vLLM finds them, and why it can't be told which it takes, or "".
+    """Return the model's templates as vLLM finds them, and why its choice is uncertain, or "".
 
-    Files of their own replace all that tokenizer_config.json holds. A processor, where the model has one, has the first
-    word on requests without tools, and it alone reads chat_template.json.
+    Separate template files replace all that tokenizer_config.json holds. A processor, where the model has one, decides
+    on the template of requests without tools, and it alone reads chat_template.json.
     """
     files = {path.stem: path for path in sorted((directory / "additional_chat_templates").glob("*.jinja"))}
     if (directory / "chat_template.jinja").is_file():

@@ -1,13 +1,13 @@
 """Prompts in segments, and known prefixes: the tokens and block hashes of conversations seen before.
 
-A prompt comes as the segments of a plan (`render.compiler` makes plans) with a text for each. Their tokens, one
-after the other, are the prompt's tokens (cut only where `tokenizer.safe_cuts` allows).
+A prompt comes as the segments of a plan (`render.compiler` makes plans) with a text for each. Their tokens, one after
+the other, are the prompt's tokens (cut only where `tokenizer.safe_cuts` allows).
 
-Segments form a tree: a node is a segment behind a certain parent, with its own tokens and the hashes of the blocks
-it completes. It is found under (parent, SHA-256 of the literals around its text, text or, of a long one, its
-SHA-256), all of which the dictionary compares for equality. Every part of the key is content, nothing is a number
-that a template gave out: a known prefix gives exactly what tokenizing it again would, also where several templates,
-or a template compiled anew for another version of the engine, share one memo.
+Segments form a tree: a node is a segment after a certain parent, with its own tokens and the hashes of the blocks it
+completes. Its key is (parent, SHA-256 of the literals around its text, text or, if that is long, its SHA-256), all of
+which the dictionary compares for equality. Every part of the key is content, never a number that a template assigned.
+So a known prefix gives exactly what tokenizing it again would, also where several templates, or a template compiled
+again for another version of the engine, share one memo.
 """
 
 from __future__ import annotations
@@ -32,9 +32,8 @@ _NODE_BYTES = 500  # a node, its key, its serial and its place in the dictionary
 K = TypeVar("K")
 V = TypeVar("V")
 
-# A text from here on is known by its SHA-256, or the texts of long prompts would take half of the memo and more: as
-# Python keeps them, twice to four times their bytes where one character is outside Latin 1. 420 kB cost 0.3 ms instead
-# of 0.1.
+# Texts of this length or more are keyed by their SHA-256, or those of long prompts would take half of the memo and
+# more: Python needs two to four times their bytes where one character is outside Latin 1. 420 kB cost 0.3 ms, not 0.1.
 _LONG = 16_384  # characters
 
 Key = tuple[int, bytes, str | bytes]  # parent's serial, digest of the literals, text
@@ -52,14 +51,14 @@ _HASH_BYTES = 8
 class Segment:
     """Literals and texts that are tokenized together.
 
-    Mostly one text with a literal on either side: a slot as it is, or (`slot` -1) what an
-    expression makes of it (`pieces`, just that); or one literal and no text at all. Anything else
-    is all text, put together of `pieces`. `questions` are those asked of this text alone.
+    Mostly one text with a literal on either side: a slot as it is, or (`slot` -1) the value of the one expression in
+    `pieces`; or one literal and no text at all. Anything else is all text, joined from `pieces`. `questions` are those
+    asked of this text alone.
 
-    `literals` and `asks` are what the search for known prefixes reads: digests of the literals and of the
-    questions (b"" where there are none). They name content, not an order of arrival, so one memo can serve any
-    number of templates and versions: segments whose digests and texts are equal print the same, whoever
-    compiled them. `checks` are the questions in the form in which they are asked.
+    The search for known prefixes reads `literals` and `asks`: digests of the literals and of the questions (b"" where
+    there are none). They name content, not an order of arrival, so one memo can serve any number of templates and
+    versions: segments whose digests and texts are equal print the same, whoever compiled them. `checks` are the
+    questions in executable form.
     """
 
     slot: int
@@ -79,7 +78,7 @@ class Segment:
         object.__setattr__(self, "checks", tuple(map(check_of, self.questions)))
 
     def text(self, slots: Sequence[Any]) -> str:
-        """What this segment's own text is (without the literals)."""
+        """Return this segment's own text (without the literals)."""
         if self.pieces:
             return text_of(self.pieces, slots)
         return slots[self.slot] if self.slot >= 0 else ""
@@ -87,13 +86,13 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The segments of a shape. `literals` and `asks` are those of all segments, one after the other."""
+    """The segments of a shape, with the `literals` and `asks` of all segments in order."""
 
     segments: list[Segment]
-    questions: list[Question]  # those that no single segment can answer
+    questions: list[Question]  # those that depend on more than one segment
     literals: tuple[bytes, ...] = field(init=False)
     asks: tuple[bytes, ...] = field(init=False)
-    # Takes the texts out of the slots and "" behind them, where each segment has a slot or no text at all
+    # Reads the texts from the slots and a final "", where each segment has a slot or no text at all
     _take: Callable[[Sequence[Any]], tuple] | None = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -104,14 +103,14 @@ class Plan:
         object.__setattr__(self, "_take", itemgetter(*(one.slot for one in segments)) if simple else None)
 
     def texts(self, slots: Sequence[Any]) -> Sequence[str]:
-        """The own text of each segment."""
+        """Return the own text of each segment."""
         if self._take is not None:
             return self._take((*slots, ""))
         return [segment.text(slots) for segment in self.segments]
 
     @property
     def size(self) -> int:
-        """Bytes of memory."""
+        """Memory in bytes."""
         parts = [
             (one.before, one.after, one.pieces, one.questions, one.literals, one.asks, *one.checks)
             for one in self.segments
@@ -120,7 +119,7 @@ class Plan:
 
 
 class Found(NamedTuple):
-    """Tokens (uint32 LE), block hashes (uint64) and characters of a prompt."""
+    """The tokens (uint32 LE), block hashes (uint64) and number of characters of a prompt."""
 
     tokens: bytes
     hashes: array[int]
@@ -128,12 +127,13 @@ class Found(NamedTuple):
 
 
 class Mismatch(Exception):
-    """The texts answer a segment's questions otherwise: the plan is not for them."""
+    """Raised when the texts answer a segment's questions differently, so the plan does not fit them."""
 
 
 class Generations(Generic[K, V]):
-    """What is used is in the young generation; when that has half of the budget it becomes the old one, and what was
-    old and unused is gone.
+    """A cache in two generations: entries in use stay in the young one, the others age and are dropped.
+
+    When the young generation has half of the budget, it becomes the old one, and the previous old one is dropped.
 
     Thread safe: a race between two threads costs an entry or the count of its bytes until the next generation. Readers
     that cannot afford a call look at `young` and `old` themselves, in this order, and `keep` what they find in `old`.
@@ -142,19 +142,19 @@ class Generations(Generic[K, V]):
     __slots__ = ("young", "old", "young_bytes", "_old_bytes", "_gone", "_gone_bytes", "_half", "_size")
 
     def __init__(self, budget_bytes: int, size: Callable[[K, V], int]) -> None:
-        """`size`: bytes of an entry and of its place."""
+        """Create an empty cache. `size`: the bytes of an entry, its place in the dictionary included."""
         self._half, self._size = budget_bytes // 2, size
         self.clear()
 
     def clear(self) -> None:
         self.young: dict[K, V] = {}
         self.old: dict[K, V] = {}
-        self._gone: dict[K, V] = {}  # nobody looks there; see `_free`
+        self._gone: dict[K, V] = {}  # dropped and not yet freed, see `_free`
         self.young_bytes = self._old_bytes = self._gone_bytes = 0
 
     @property
     def bytes(self) -> int:
-        """Memory of all entries; of one that is in both generations, twice."""
+        """The memory of all entries; an entry in both generations counts twice."""
         return self.young_bytes + self._old_bytes + self._gone_bytes
 
     def bound(self, budget_bytes: int) -> None:
@@ -162,16 +162,17 @@ class Generations(Generic[K, V]):
         self._half = budget_bytes // 2
 
     def __len__(self) -> int:
-        return len(self.young) + len(self.old)  # what was moved counts twice until the old ones are gone
+        return len(self.young) + len(self.old)  # an entry in both generations counts twice
 
     def get(self, key: K) -> V | None:
+        """Return an entry, which keeps it in use, or None."""
         found = self.young.get(key)
         if found is None and (found := self.old.get(key)) is not None:
             self.keep(key, found)
         return found
 
     def put(self, key: K, value: V) -> None:
-        """An entry that would take a quarter of the budget is not kept."""
+        """Store an entry, unless it would take a quarter of the budget."""
         self.pop(key)
         if 2 * self._size(key, value) <= self._half:
             self.keep(key, value)
@@ -185,12 +186,12 @@ class Generations(Generic[K, V]):
             self._old_bytes -= self._size(key, found)
 
     def keep(self, key: K, value: V) -> None:
-        """Enter what is not in the young generation."""
+        """Store an entry that is not in the young generation."""
         self.young[key] = value
         self.grow(self._size(key, value))
 
     def grow(self, size: int) -> None:
-        """The young generation has so many bytes more."""
+        """Count `size` more bytes in the young generation, and start a new one if it is full."""
         self.young_bytes += size
         if self._gone:
             self._free(2 * size)
@@ -199,8 +200,11 @@ class Generations(Generic[K, V]):
             self._gone_bytes, self._old_bytes, self.young_bytes = self._old_bytes, self.young_bytes, 0
 
     def _free(self, least: int) -> None:
-        """So many bytes of the generation before the old one. All 150,000 nodes of known prefixes at once would take 40
-        ms, in which nobody is answered; twice what comes in, and they are gone when the next generation goes."""
+        """Free at least this many bytes of the dropped generation.
+
+        Dropping all 150,000 nodes of known prefixes at once would take 40 ms, in which no request is answered. At twice
+        the bytes that come in, the dropped generation is gone before the next one is dropped.
+        """
         gone = self._gone
         while gone and least > 0:
             try:
@@ -214,7 +218,7 @@ class Generations(Generic[K, V]):
 
 
 class Prefixes:
-    """Tokens and hashes of prompts in segments. Thread safe: races only cost a segment's reuse."""
+    """A memo of the tokens and hashes of prompts in segments. Thread safe: races only cost a segment's reuse."""
 
     def __init__(self, tokenizer: Tokenizer, block_size: int, budget_bytes: int) -> None:
         self._tokenizer = tokenizer
@@ -222,12 +226,12 @@ class Prefixes:
         self._width = 4 * block_size
         self._nodes: Generations[Key, Node] = Generations(budget_bytes, _size)
         self._serials = itertools.count(1)
-        self.hit_chars = 0  # characters of prompts found here, of all that came
+        self.hit_chars = 0  # characters of prompts that were found here
         self.all_chars = 0
 
     @property
     def bytes(self) -> int:
-        """Memory of what is known of prompts that were seen before."""
+        """The memory in bytes of the prompts seen before."""
         return self._nodes.bytes
 
     def bound(self, budget_bytes: int) -> None:
@@ -235,13 +239,14 @@ class Prefixes:
         self._nodes.bound(budget_bytes)
 
     def tokens(self, seed: int, plan: Plan, texts: Sequence[str], lead: bytes = b"") -> Found:
-        """Tokens and hashes of a prompt whose segments have these texts. Raises Mismatch.
+        """Return the tokens and hashes of a prompt whose segments have these texts. Raises Mismatch.
 
-        `lead`: special tokens (always the same) that stand before the text.
+        `seed`: the hash that the chain of block hashes starts from; `lead`: special tokens (always the same) before the
+        text.
         """
         nodes = self._nodes
         young, old = nodes.young.get, nodes.old.get
-        # Serials are positive, so that no chain's start is ever taken for a node.
+        # Negative, and so no node's serial, which are positive.
         parent = -1 - seed if not lead else -1 - (1 << 64) - seed
         found, packed = [lead], []
         end, tail, chars = len(lead), lead, 0
@@ -281,9 +286,11 @@ class Prefixes:
         tail: bytes,
         chars: int,
     ) -> int:
-        """Tokenize and hash what is new, append it to `found` and `hashes`, remember it -> characters.
+        """Tokenize, hash and store the new segments, and append them to `found` and `hashes`.
 
-        `key` is the first one's, `seed` the last hash before it.
+        Returns the characters of the prompt up to the last segment. `key` is that of the first new segment, `seed` the
+        last hash before it, `end` the bytes of tokens and `chars` the characters before it, `tail` the tokens before it
+        that fill no block.
         """
         rendered, nodes = [], self._nodes
         for segment, text in zip(segments, texts):
@@ -296,7 +303,7 @@ class Prefixes:
         new = array("Q", hash_blocks(data, self._block_size, seed))
         hashes += new
         width, start, begin, done, parent = self._width, end - len(tail), end, 0, 0
-        size = 0  # as `_size` has it for each of them
+        size = 0  # the sum of `_size`
         for segment, text, print_, ids in zip(segments, texts, rendered, tokens):
             end += len(ids)
             chars += len(print_)
@@ -305,7 +312,7 @@ class Prefixes:
                 key = (parent, segment.literals, text if len(text) < _LONG else digest(text))
             parent = next(self._serials)
             mine = new[done:full].tobytes()
-            # Of now: others may have turned the generations while this thread made tokens.
+            # Read again: another thread may have changed the generations meanwhile.
             nodes.young[key] = (parent, ids, mine, end, data[full * width : end - start], chars, segment.asks)
             size += _NODE_BYTES + getsizeof(key[2])
             done = full
@@ -313,7 +320,7 @@ class Prefixes:
         return chars
 
     def resize(self, block_size: int) -> None:
-        """Blocks of another size: the hashes of all nodes are void."""
+        """Set another block size, which voids the hashes of all nodes."""
         self._block_size, self._width = block_size, 4 * block_size
         self.forget()
 
@@ -334,11 +341,12 @@ def _size(key: Key, node: Node) -> int:
 
 
 def fits(plan: Plan, slots: Sequence[Any]) -> bool:
+    """Return whether these slots give the same answers to the plan's questions as the traced ones."""
     return all(answered(question, slots) for question in plan.questions)
 
 
 def bare(texts: int) -> Plan:
-    """The plan of so many texts that are rendered already: no literals, no questions."""
+    """Return the plan of this many texts that are rendered already: no literals, no questions."""
     return Plan([_BARE] * texts, [])
 
 
@@ -346,12 +354,12 @@ _BARE = Segment(-1, "", "", (), ())
 
 
 def digest(text: str) -> bytes:
-    """The SHA-256 of a text, unpaired surrogates included."""
+    """Return the SHA-256 of a text, unpaired surrogates included."""
     return sha256(text.encode("utf-8", "surrogatepass")).digest()
 
 
 def bytes_of(value: Any) -> int:
-    """Memory of nested tuples and lists of plain values, shared ones counted each time."""
+    """Return the memory of nested tuples and lists of plain values; shared values count each time."""
     if isinstance(value, (tuple, list)):
         return getsizeof(value) + sum(map(bytes_of, value))
     return getsizeof(value) if isinstance(value, (str, bytes)) else 32

@@ -1,15 +1,15 @@
 """A model's tokenizer files as the engine reads them.
 
-vLLM does not use `tokenizer.json` as it lies in the folder. transformers 5 loads it through a class, and several
-classes keep only its vocabulary, its merges and its post-processor and build everything else themselves: LlamaTokenizer
-splits at `▁` whatever the file says. On top of either come tokens that only `tokenizer_config.json`,
+vLLM does not use `tokenizer.json` as it is in the folder. transformers 5 loads it through a class, and several classes
+keep only its vocabulary, its merges and its post-processor and build everything else themselves: LlamaTokenizer splits
+at `▁` whatever the file says. In either case tokens are added that only `tokenizer_config.json`,
 `special_tokens_map.json` or `added_tokens.json` name. A `Reading` is the outcome: a complete tokenizer and the special
-tokens a template may print.
+tokens that a template may print.
 
-Which class is taken depends on the release of transformers, and an engine does not tell which one it has. So there may
-be several ways, and the files alone do not always decide between them. What an engine's `/tokenize` answers does
-(`Pipeline.judge`). Read in the sources of transformers 5.5 to 5.23 and compared with 5.19 and 5.23 on folders of each
-shape (tests/gateway/prompt/tokens/test_reading.py).
+The class depends on the release of transformers, which an engine does not report. So there may be several readings, and
+the files alone do not always decide between them; an engine's answers to `/tokenize` do (`Pipeline.judge`). Read in the
+sources of transformers 5.5 to 5.23 and compared with 5.19 and 5.23 on folders of each shape
+(tests/gateway/prompt/tokens/test_reading.py).
 """
 
 from __future__ import annotations
@@ -31,24 +31,26 @@ from .model import ModelError
 # The attributes that every tokenizer class has, in transformers' order.
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 AS_IT_IS = "tokenizer.json as it is"
-_BYTE_LEVEL_LLAMA = (5, 22)  # since then LlamaTokenizer is not taken for a tokenizer.json with ByteLevel
+_BYTE_LEVEL_LLAMA = (5, 22)  # since this release LlamaTokenizer is rejected for a tokenizer.json with ByteLevel
 
 
 @dataclass(frozen=True)
 class Reading:
     """One way of reading a model's tokenizer files."""
 
-    how: str  # for people: AS_IT_IS, or the class that rebuilds it
-    rebuilt: bytes  # SHA-256 of what replaces the content of tokenizer.json; empty: nothing has to
+    how: str  # for messages: AS_IT_IS, or the class that rebuilds it
+    rebuilt: bytes  # SHA-256 of the replacement for tokenizer.json; empty: there is none
     special_tokens: dict[str, str]  # named tokens that a template may print
     splits_special_tokens: bool  # special tokens inside a text are ordinary text
     make: Callable[[], str | None] = field(compare=False, repr=False)
-    longest_run: int = 0  # of more characters without a change between blanks and others, tokens are not known; 0: any
+    longest_run: int = 0  # a run of more blanks, or more other characters, has unknown tokens; 0: no limit
 
     @property
     def content(self) -> str | None:
-        """What replaces the content of tokenizer.json; None: nothing has to. Nobody keeps its megabytes: it may be made
-        again."""
+        """The replacement for the content of tokenizer.json, or None where none is needed.
+
+        It is not kept here, because it has megabytes; each access may make it again.
+        """
         return self.make() if self.rebuilt else None
 
 
@@ -56,7 +58,10 @@ class Readings:
     """The ways in which an engine may read one model's files."""
 
     def __init__(self, directory: Path, config: dict[str, Any], settings: dict[str, Any]) -> None:
-        """`config` is tokenizer_config.json, `settings` config.json; tokenizer.json must exist. Raises ModelError."""
+        """Read the files. Raises ModelError.
+
+        `config` is tokenizer_config.json, `settings` config.json; tokenizer.json must exist.
+        """
         try:
             byte_level = '"ByteLevel"' in (directory / "tokenizer.json").read_text(encoding="utf-8")
             self._source = source = _Source(directory, config)
@@ -64,11 +69,11 @@ class Readings:
             before, since = (_class_name(settings, self._told, byte_level, newer) for newer in (False, True))
             self.before = source.reading(before)  # by the rules of transformers before 5.22
             self.since = self.before if since == before else source.reading(since)
-        except Exception as error:  # foreign files, and a foreign library that may refuse them in any way
+        except Exception as error:  # the library may refuse the files with any exception
             raise ModelError(
                 f"can't read the tokenizer files in {directory}: {type(error).__name__}: {error}"
             ) from error
-        # Whatever the files call a token, whether it is read as one or not.
+        # Everything that the files call a token, whether it is read as one or not.
         self.mentioned = [
             *_mentioned(
                 [value for key, value in config.items() if key.endswith(("_token", "_tokens", "_tokens_decoder"))]
@@ -76,26 +81,25 @@ class Readings:
             *_mentioned(_json(directory / "special_tokens_map.json")),
             *_json(directory / "added_tokens.json"),
         ]
-        # Why the engine may read the files in a way that is not followed here, or "".
+        # Why the engine may read the files in a way that is not implemented here, or "".
         self.unknown = _unknown(directory, config, settings, before, since)
 
     def likeliest(self, transformers: Transformers) -> tuple[Reading, str]:
-        """The way of an engine with such a transformers, and why it is not certain, or ""."""
+        """Return the reading of an engine with this version of transformers, and why it is uncertain, or ""."""
         newer = transformers.has(_BYTE_LEVEL_LLAMA)
         if self.before is self.since or newer is not None:
             return self.since if newer else self.before, self.unknown
         return self.since, self.unknown or f"{transformers} has {self.since.how} or {self.before.how}"
 
     def all(self) -> Iterator[Reading]:
-        """Every way there may be, made one by one: each takes up to a second and the size of tokenizer.json."""
+        """Yield every possible reading, made one by one: each takes up to a second and the size of tokenizer.json."""
         yield self.since
         yield self.before
         for name in dict.fromkeys((self._told, "")):
             yield self._source.reading(name)
 
     def let_go(self) -> None:
-        """Free what was read of the files, some 10 times tokenizer.json; when it is needed once more, they are read
-        again."""
+        """Free the parsed files, some 10 times the size of tokenizer.json; they are read again when needed."""
         self._source.let_go()
 
 
@@ -111,7 +115,7 @@ class _Source:
         self._made: dict[str, str | None] = {}
 
     def reading(self, name: str) -> Reading:
-        """`name`: the class of transformers, "" for one that uses tokenizer.json as it is."""
+        """Return the reading by this class of transformers, "" for one that uses tokenizer.json as it is."""
         files = self._read()
         printed = {key: str(value) for key, value in files.names(_defaults(name)).items() if str(value)}
         content = self._content(name)
@@ -130,7 +134,7 @@ class _Source:
             try:
                 text = (self._directory / "tokenizer.json").read_text(encoding="utf-8")
                 self._files = files = _Files(self._directory, self._config, orjson.loads(text))
-            except OSError as error:  # they may be gone since the gateway started
+            except OSError as error:  # the files may have been deleted since the start
                 raise ModelError(f"can't read the tokenizer files in {self._directory}: {error}") from error
         return files
 
@@ -149,12 +153,12 @@ def _defaults(name: str) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class _Class:
-    """A tokenizer class of transformers 5 that builds its pipeline itself: what is not taken from tokenizer.json."""
+    """A tokenizer class of transformers 5 that builds its pipeline itself, not from tokenizer.json."""
 
-    defaults: dict[str, str]  # named tokens it has where the files name none
+    defaults: dict[str, str]  # named tokens where the files name none
     pipeline: Callable[[dict[str, Any]], dict[str, Any]]  # tokenizer_config -> normalizer, pre_tokenizer
     model: dict[str, Any] = field(default_factory=dict)  # options of the BPE model
-    adds_all_special: bool = False  # it registers its special tokens once more at the end
+    adds_all_special: bool = False  # it registers its special tokens again at the end
     adds_nothing: bool = False  # it replaces the post-processor by one that adds nothing
 
 
@@ -175,15 +179,15 @@ def _unknown(directory: Path, config: dict[str, Any], settings: dict[str, Any], 
 
 
 def _told(settings: dict[str, Any], config: dict[str, Any]) -> str:
-    """The class that the files name, or ""."""
+    """Return the class that the files name, or ""."""
     told = config.get("tokenizer_class") or settings.get("tokenizer_class")
     return told.removesuffix("Fast") if isinstance(told, str) else ""
 
 
 def _class_name(settings: dict[str, Any], told: str, byte_level: bool, newer: bool) -> str:
-    """The class AutoTokenizer takes, "" for one that uses tokenizer.json as it is.
+    """Return the class that AutoTokenizer takes, "" for one that uses tokenizer.json as it is.
 
-    `newer`: by the rules since 5.22, which do not take LlamaTokenizer for a file that says ByteLevel anywhere.
+    `newer`: by the rules since 5.22, which reject LlamaTokenizer for a file that contains "ByteLevel".
     """
     kind = settings.get("model_type")
     generic = kind in _GENERIC_TYPES or kind in (_GENERIC_SINCE if newer else _GENERIC_BEFORE)
@@ -203,8 +207,8 @@ def _class_name(settings: dict[str, Any], told: str, byte_level: bool, newer: bo
     return name if name in _CLASSES or name in _REBUILT_OTHERWISE else ""
 
 
-# Model types that transformers registers with a class that uses tokenizer.json as it is; then those of one side of 5.22
-# only.
+# Model types that transformers registers with a class that uses tokenizer.json as it is; then those registered so only
+# before 5.22, and only since.
 _GENERIC_TYPES = frozenset(
     """
     EvollaModel arctic aria bigbird_pegasus camembertv2-base canary chatlm cohere_asr ernie4_5 ernie4_5_moe flex_olmo
@@ -224,7 +228,7 @@ _GENERIC_SINCE = frozenset(
     """
     beam gradium_phonon_tts internlm3 iquestcoder minicpm_ocr mistral_large4 nemo_speechlm pocket_tts""".split()
 )
-# Model types for which the registered class is taken whatever the files name, since the files are known to be wrong.
+# Model types for which transformers uses the registered class, because their files are known to name a wrong one.
 _CLASS_IS_WRONG = frozenset(
     {"hyperclovax_vision_v2", "qwen2", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen4_exp"}
 )
@@ -282,7 +286,7 @@ _CLASS_OF_TYPE = {
     "roberta": "RobertaTokenizer",
     "t5": "T5Tokenizer",
 }
-# Classes that rebuild, too, and are not followed here: encoders' ones, mostly.
+# Classes that also rebuild the tokenizer and are not implemented here, mostly those of encoders.
 _REBUILT_OTHERWISE = frozenset(
     f"{name}Tokenizer"
     for name in """
@@ -354,8 +358,8 @@ _CLASSES = {
     "GPTNeoXTokenizer": _Class({**_END, "pad_token": "<|padding|>"},
                                lambda config: {"normalizer": {"type": "NFC"}, "pre_tokenizer": _byte_level(config)}, adds_nothing=True),
 }  # fmt: skip
-# What is known of classes that are not followed otherwise: the tokens that a template may print by name. Models of the
-# others have no chat templates.
+# Default named tokens of classes that are not implemented above. Models of the remaining classes have no chat
+# templates.
 _NAMED_OTHERWISE = {
     "CohereTokenizer": {"unk_token": "<UNK>", "bos_token": "<BOS_TOKEN>", "eos_token": "<|END_OF_TURN_TOKEN|>", "pad_token": "<PAD>",
                         "cls_token": "<CLS>", "sep_token": "<SEP>", "mask_token": "<MASK_TOKEN>"},
@@ -366,7 +370,7 @@ _NAMED_OTHERWISE = {
 }  # fmt: skip
 
 
-# --- the tokens beside tokenizer.json
+# --- the tokens outside tokenizer.json
 
 
 class _Files:
@@ -389,7 +393,7 @@ class _Files:
         if "added_tokens_decoder" in told:
             self.decoder = {int(id): _added(token) for id, token in told["added_tokens_decoder"].items()}
             if "additional_special_tokens" in told and "extra_special_tokens" not in told:
-                # the dictionary of that name is gone by now
+                # a dictionary of that name was popped above
                 told["extra_special_tokens"] = told.pop("additional_special_tokens")
             known = {token.content: token for token in self.decoder.values()}
         else:
@@ -414,7 +418,7 @@ class _Files:
         }
 
     def _merge_special_tokens_map(self, told: dict[str, Any], specific: dict[str, Any]) -> None:
-        """special_tokens_map.json counts, and wins, where tokenizer_config.json has no added_tokens_decoder."""
+        """Merge special_tokens_map.json, which overrides a tokenizer_config.json without added_tokens_decoder."""
         for key, value in _json(self.directory / "special_tokens_map.json").items():
             if key == "extra_special_tokens" and isinstance(value, list):
                 before = list(told.get(key) or [])
@@ -428,7 +432,7 @@ class _Files:
             told["extra_special_tokens"] = told.pop("additional_special_tokens")
 
     def _tokens_of_older_files(self, told: dict[str, Any]) -> dict[str, AddedToken]:
-        """added_tokens.json and tokenizer.json's own list stand for added_tokens_decoder."""
+        """Read added_tokens.json and tokenizer.json's own list in place of added_tokens_decoder."""
         special = {str(_token(told[key])) for key in NAMED if told.get(key)}
         special |= {str(_token(one)) for one in told.get("extra_special_tokens") or []}
         known = {}
@@ -439,7 +443,7 @@ class _Files:
         return known
 
     def names(self, defaults: dict[str, str]) -> dict[str, Any]:
-        """Named tokens: what the files say, else what the class has."""
+        """Return the named tokens: those in the files, else the class's."""
         found = {key: self.named[key] if key in self.named else defaults.get(key) for key in NAMED}
         padding = self.tokenizer.get("padding")
         if padding and "pad_token" not in self.named and "pad_token" not in defaults:
@@ -459,7 +463,7 @@ def _as_it_is(files: _Files, names: dict[str, Any]) -> str | None:
 
 
 def _rebuilt(files: _Files, kind: _Class, names: dict[str, Any]) -> str | None:
-    """None: the class builds what tokenizer.json holds anyway."""
+    """Return the tokenizer that the class builds, or None where it equals tokenizer.json."""
     old = files.tokenizer["model"]
     vocabulary = old["vocab"]
     if isinstance(vocabulary, list):
@@ -499,7 +503,7 @@ def _rebuilt(files: _Files, kind: _Class, names: dict[str, Any]) -> str | None:
 
 
 def _missing(files: _Files, names: dict[str, Any], there: dict[int, AddedToken]) -> list[AddedToken]:
-    """The tokens that a tokenizer with the tokens `there` still has to be given, in transformers' order."""
+    """Return the tokens to add to a tokenizer with the tokens `there`, in transformers' order."""
     same = {repr(token) for token in there.values()}
     wanted: list[Any] = [token for _, token in sorted(files.decoder.items()) if repr(token) not in same]
     texts = {token.content for token in there.values()} | {token.content for token in wanted}
@@ -518,7 +522,7 @@ def _missing(files: _Files, names: dict[str, Any], there: dict[int, AddedToken])
 
 
 def _ids_as_added(files: _Files, vocabulary: dict[str, int]) -> bool:
-    """Whether adding the file's own tokens, and no others, gives each the id that it has in the file."""
+    """Return whether adding the file's own tokens, and no others, gives each the id that it has in the file."""
     if files.decoder.keys() != files.own.keys():
         return False
     size, highest = len(vocabulary), -1
@@ -531,14 +535,14 @@ def _ids_as_added(files: _Files, vocabulary: dict[str, int]) -> bool:
 
 
 def _same(new: dict[str, Any], old: dict[str, Any]) -> bool:
-    """Whether two tokenizers make the same ids of a text, by their settings alone."""
+    """Return whether two tokenizers make the same ids of any text, judged by their settings alone."""
     return _settings(new) == _settings(old)
 
 
 def _settings(tokenizer: dict[str, Any]) -> Any:
     model = tokenizer["model"]
     steps = [_plain(tokenizer.get(name)) for name in ("normalizer", "pre_tokenizer")]
-    # Where every text is bytes that are all in the vocabulary, no token is unknown.
+    # A byte-level vocabulary covers every text, so no token is unknown.
     unknown = None if "ByteLevel" in json.dumps(steps) else (model.get("unk_token"), bool(model.get("fuse_unk")))
     return (
         model.get("type"),
@@ -551,7 +555,7 @@ def _settings(tokenizer: dict[str, Any]) -> Any:
 
 
 def _plain(step: Any) -> Any:
-    """A normalizer or pre-tokenizer without what changes no ids."""
+    """Return a normalizer or pre-tokenizer without the settings that change no ids."""
     if not isinstance(step, dict):
         return step
     inner = step.get("normalizers", step.get("pretokenizers"))
@@ -562,7 +566,7 @@ def _plain(step: Any) -> Any:
 
 
 def _only_offsets(step: Any) -> bool:
-    """ByteLevel as a post-processor moves offsets and adds nothing."""
+    """Return whether a post-processor only moves offsets, as ByteLevel does, and adds nothing."""
     return step is None or step.get("type") == "ByteLevel"
 
 
@@ -575,12 +579,12 @@ def _special(token: Any) -> Any:
 
 
 def _token(value: Any) -> Any:
-    """A token as JSON writes it: a text, or an object with its properties."""
+    """Return a token written in JSON: a text, or an object with its properties."""
     return _added(value) if isinstance(value, dict) and isinstance(value.get("content"), str) else value
 
 
 def _mentioned(value: Any) -> Iterator[str]:
-    """Every text in a part of a file that lists or names tokens."""
+    """Yield every text in a part of a file that lists or names tokens."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict) and isinstance(value.get("content"), str):
@@ -591,7 +595,7 @@ def _mentioned(value: Any) -> Iterator[str]:
 
 
 def _typed(value: Any) -> Any:
-    """A named token of a model's own: an object counts only if it says that it is a token."""
+    """Return a named token that only this model has; an object counts only if it says that it is a token."""
     return _token(value) if isinstance(value, dict) and value.get("__type") == "AddedToken" else value
 
 

@@ -1,8 +1,8 @@
 """Tokenizers in Mistral's own format: `tekken.json`, which engines read with mistral-common.
 
-What stands in a text is never a special token there, so special tokens get names that no text has (`UNSPOKEN`). The
-rules by which mistral-common writes conversations are its version's, which an engine does not tell: nothing is called
-exact before an engine's own tokens of fixed texts and chats were the same.
+There no part of a text is ever a special token, so special tokens get names that no text contains (`UNSPOKEN`). The
+rules by which mistral-common writes conversations depend on its version, which an engine does not report. So nothing
+counts as exact until an engine's own tokens of fixed texts and chats were the same.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from .tiktoken_files import merges_of, symbols_of
 
 
 class TekkenReadings:
-    """The one way in which such a file is read: in the place of `Readings`."""
+    """The one way in which such a file is read, with the interface of `Readings`."""
 
     def __init__(self, directory: Path) -> None:
-        """Raises ModelError."""
+        """Read the file. Raises ModelError."""
         self._directory = directory
         self._made: str | None = None
         digest = sha256(self._content().encode()).digest()
@@ -42,11 +42,11 @@ class TekkenReadings:
         yield self._reading
 
     def let_go(self) -> None:
-        """Free what was made of the file, some 25 MB; when it is needed once more, it is read again."""
+        """Free what was made of the file, some 25 MB; it is read again when needed."""
         self._made = None
 
     def _content(self) -> str:
-        """The folder's tokenizer as a tokenizer.json, kept until `let_go`."""
+        """Return the folder's tokenizer as a tokenizer.json, kept until `let_go`. Raises ModelError."""
         if self._made is None:
             try:
                 told, whole = read(self._directory)

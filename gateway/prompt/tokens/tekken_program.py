@@ -1,4 +1,4 @@
-"""What a model's `tekken.json` says but for its vocabulary: which version's rules mistral-common follows."""
+"""Everything in a model's `tekken.json` but its vocabulary, which selects the rules of mistral-common."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from ..render.program import UNSPOKEN, Program
 from ..render.programs import mistral
 
 FILE = "tekken.json"
-# The special tokens of a file that names none, in their order.
+# The special tokens of a file that names none, by id.
 _UNNAMED = (
     *("<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]"),
     *("[/TOOL_RESULTS]", "[TOOL_CALLS]", "[IMG]", "<pad>", "[IMG_BREAK]", "[IMG_END]", "[PREFIX]", "[MIDDLE]"),
     *("[SUFFIX]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[TOOL_CONTENT]"),
 )
-_NAMES_NEEDED_ABOVE = 7  # versions whose files have to name them
+_NAMES_NEEDED_ABOVE = 7  # versions above this one must name their special tokens
 
 
 class Tekken:
-    """What the file says but for its vocabulary."""
+    """The contents of the file, except for its vocabulary."""
 
     def __init__(self, told: dict[str, Any]) -> None:
-        """Raises KeyError, TypeError or ValueError."""
+        """Read the parsed file. Raises KeyError, TypeError or ValueError."""
         config = told["config"]
         self.pattern = str(config["pattern"])
         self.reserved = int(config["default_num_special_tokens"])
@@ -45,13 +45,13 @@ class Tekken:
         self.efforts = _efforts(told.get("model_settings_builder"))
 
     def names(self) -> dict[str, int]:
-        """All special tokens by names that no text has, also those that the file only keeps room for."""
+        """Return the ids of all special tokens, reserved ones included, by names that no text contains."""
         kept = {f"<SPECIAL_{id}>": id for id in range(len(self.special), self.reserved)}
         return {UNSPOKEN + name: id for name, id in (self.special | kept).items()}
 
 
 def read(directory: Path) -> tuple[Tekken, dict[str, Any]]:
-    """What the file says, and all of it. Raises ValueError."""
+    """Return the file's settings and its whole content. Raises ValueError."""
     try:
         whole = orjson.loads((directory / FILE).read_bytes())
         return Tekken(whole), whole
@@ -60,7 +60,7 @@ def read(directory: Path) -> tuple[Tekken, dict[str, Any]]:
 
 
 def program_of(directory: Path) -> tuple[Program | None, str]:
-    """The rules by which engines write this model's conversations, or None and why they are not known."""
+    """Return the rules by which engines write this model's conversations, or None and why they are not known."""
     try:
         told, _ = read(directory)
     except ValueError as error:
@@ -69,7 +69,7 @@ def program_of(directory: Path) -> tuple[Program | None, str]:
 
 
 def _efforts(builder: Any) -> tuple[str, ...]:
-    """What may be chosen, the default first; () where a request may choose nothing."""
+    """Return the efforts that a request may choose, the default first; () where it may choose none."""
     effort = builder.get("reasoning_effort") if isinstance(builder, dict) else None
     if effort is None:
         return ()

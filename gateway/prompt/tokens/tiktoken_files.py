@@ -1,7 +1,7 @@
 """Tokenizers that come as `tiktoken.model`, with a program in the model's folder that reads it (Kimi K2).
 
-The program is not run; what is read out of its text is in `tiktoken_program`. A program may do anything, so nothing is
-called exact before an engine's own tokens of fixed texts were the same (`unknown`, as of `Readings`).
+The program is not run; `tiktoken_program` analyses its text. A program may do anything, so nothing counts as exact
+until an engine's own tokens of fixed texts were the same (`unknown`, as in `Readings`).
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from .model import ModelError
 from .reading import Reading
 from .tiktoken_program import LONGEST_RUN, word_pattern
 
-_RESERVED = 256 + 2  # special tokens behind the vocabulary, whether they have a name or not
+_RESERVED = 256 + 2  # special tokens after the vocabulary, named or not
 _NAMED = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
 class TiktokenReadings:
-    """The one way in which such a folder is read here: in the place of `Readings`."""
+    """The one way in which such a folder is read here, with the interface of `Readings`."""
 
     def __init__(self, directory: Path, config: dict[str, Any]) -> None:
-        """`config` is tokenizer_config.json. Raises ModelError."""
+        """Read the files. `config` is tokenizer_config.json. Raises ModelError."""
         self._directory, self._config = directory, config
         self._made: str | None = None
         try:
@@ -49,11 +49,11 @@ class TiktokenReadings:
         yield self._reading
 
     def let_go(self) -> None:
-        """Free what was made of the files, some 25 MB; when it is needed once more, they are read again."""
+        """Free what was made of the files, some 25 MB; they are read again when needed."""
         self._made = None
 
     def _content(self) -> str:
-        """The folder's tokenizer as a tokenizer.json, kept until `let_go`."""
+        """Return the folder's tokenizer as a tokenizer.json, kept until `let_go`."""
         if self._made is None:
             self._made = self._make()
         return self._made
@@ -91,7 +91,7 @@ class TiktokenReadings:
 
 
 def merges_of(ranks: dict[bytes, int], symbols: dict[int, str]) -> list[list[str]]:
-    """Every pair of tokens that make a token, by the rank of what they make: so merges are chosen as tiktoken does."""
+    """Return every pair of tokens that make a token, ordered by its rank, so that merges are chosen as in tiktoken."""
     rank_of, merges = ranks.get, []
     for token in sorted(ranks, key=ranks.__getitem__):
         pairs = [
@@ -109,7 +109,7 @@ _SYMBOLS = {**{byte: chr(byte) for byte in _PRINTED}, **{byte: chr(256 + i) for 
 
 
 def symbols_of(token: bytes) -> str:
-    """Bytes as a byte-level vocabulary writes them."""
+    """Return bytes as a byte-level vocabulary writes them."""
     return "".join(map(_SYMBOLS.__getitem__, token))
 
 

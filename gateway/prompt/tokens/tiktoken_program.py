@@ -1,4 +1,4 @@
-"""The program in a model's folder that reads its `tiktoken.model`: what its text tells, without running it."""
+"""The program in a model's folder that reads its `tiktoken.model`, analysed without running it."""
 
 from __future__ import annotations
 
@@ -6,14 +6,16 @@ import ast
 from pathlib import Path
 from typing import Any
 
-# Characters that are all blanks or all none: of more, the program encodes parts, and so of a text longer than 400,000.
+# The program encodes longer runs of blanks, or of other characters, in parts, and so a text longer than LONGEST_TEXT.
 LONGEST_RUN = 25_000
 LONGEST_TEXT = 400_000
 
 
 def word_pattern(directory: Path) -> str:
-    """Its pattern of words: the string, or the strings joined by another, that it calls `pat_str`. "" where there is
-    none."""
+    """Return the program's pattern of words, or "" where there is none.
+
+    It is the string that the program calls `pat_str`, or strings joined by another string.
+    """
     for node in ast.walk(ast.parse(_program(directory))):
         if isinstance(node, ast.Assign) and [getattr(one, "id", "") for one in node.targets] == ["pat_str"]:
             return _joined(node.value)
@@ -21,7 +23,7 @@ def word_pattern(directory: Path) -> str:
 
 
 def can_be_read(directory: Path) -> bool:
-    """Whether the folder has such a tokenizer, with a pattern that can be told."""
+    """Return whether the folder has such a tokenizer, with a word pattern that can be found."""
     try:
         return (directory / "tiktoken.model").is_file() and bool(word_pattern(directory))
     except (OSError, SyntaxError, ValueError):
@@ -29,11 +31,12 @@ def can_be_read(directory: Path) -> bool:
 
 
 def sorts_tools(directory: Path) -> bool:
-    """Whether tools reach the template with their keys in alphabetical order."""
+    """Return whether tools reach the template with their keys in alphabetical order."""
     return "deep_sort_dict(tools)" in _program(directory)
 
 
 def with_sorted_keys(value: Any) -> Any:
+    """Return a JSON value with the keys of all its objects in alphabetical order."""
     if isinstance(value, dict):
         return {key: with_sorted_keys(one) for key, one in sorted(value.items())}
     return [with_sorted_keys(one) for one in value] if isinstance(value, list) else value

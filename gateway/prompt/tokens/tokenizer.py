@@ -1,8 +1,8 @@
-"""Text to token ids as the engine makes them.
+"""Text to token ids, as the engine makes them.
 
-fastokens reads the same `tokenizer.json` and gives the same ids as `tokenizers`, 40 to 200
-times faster (8 kB of prose: 12 us against 2.5 ms); where it can't load a file, `tokenizers`
-does the work. Ids travel as uint32 little-endian bytes: no Python int is made per token.
+fastokens reads the same `tokenizer.json` and gives the same ids as `tokenizers`, 40 to 200 times faster (8 kB of prose:
+12 us against 2.5 ms); where it can't load a file, `tokenizers` does the work. Ids travel as uint32 little-endian bytes:
+no Python int is made per token.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from .tiktoken_program import LONGEST_TEXT
 
 log = logging.getLogger(__name__)
 
-# `tokenizers` would hand each text to a pool of threads, as many per process as there are cores.
+# Otherwise `tokenizers` hands each text to a thread pool of its own, with a thread per core in each process.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-# Bytes of new text that the event loop may tokenize: some 5 ms however they read. At worst (random letters, one letter
+# Bytes of new text that the event loop may tokenize: some 5 ms for any text. At worst (random letters, one letter
 # over and over, rare Chinese) fastokens takes 0.2 us a byte, and `tokenizers` 1 us (a quiet 2-core cloud machine).
 _BRIEF = {"fastokens": 24 * 1024, "tokenizers": 5 * 1024}
-_CHAR_BYTES = 3  # nearly no text has more of them, and what does is no work
+_CHAR_BYTES = 3  # nearly no text has more, and such text takes little work
 # A text of more characters per token of the context is counted before it is tokenized: prose and code have 3 to 5.
 _UNLIKELY = 6
-# Texts are counted in slices of so many characters. Where one is cut in two, its parts may make a few tokens more than
-# it does.
+# Texts are counted in slices of this many characters; the two sides of a cut may have up to _CUT_TOKENS more tokens
+# than the uncut text.
 _SLICE = 16 * 1024
 _CUT_TOKENS = 64
 
@@ -45,15 +45,18 @@ _WARM_UP = "Hello, world! 12345 \n\n\tdef f(x): return x  # na\u00efve \u4f60\u5
 
 
 class TokenizerError(ModelError):
-    """The tokenizer can't be loaded; the message says what is missing and what to do."""
+    """Raised when the tokenizer can't be loaded; the message says what is missing and what to do."""
 
 
 class UnlikeEngine(Exception):
-    """A text of which the engine may make other tokens."""
+    """Raised for a text that the engine may tokenize differently."""
 
 
 class TooLong(Exception):
-    """A text that makes more tokens than a context has, however it is tokenized."""
+    """Raised for a text that is certain to have more tokens than the context.
+
+    `tokens`: a lower bound of its tokens.
+    """
 
     def __init__(self, chars: int, tokens: int) -> None:
         super().__init__(f"{chars} characters, at least {tokens} tokens")
@@ -64,8 +67,11 @@ class Tokenizer:
     """One model's tokenizer. Encoding is thread safe (both backends are, and neither is changed here)."""
 
     def __init__(self, model_dir: Path, backend: str = "fastokens", reading: Reading | None = None) -> None:
-        """`backend` is "fastokens" or "tokenizers"; `reading` says how the engine reads the files (None: tokenizer.json
-        as it is). Raises TokenizerError."""
+        """Load the tokenizer of the model in `model_dir`. Raises TokenizerError.
+
+        `backend`: "fastokens" or "tokenizers"; `reading`: how the engine reads the files (None: tokenizer.json as it
+        is).
+        """
         path = model_dir / "tokenizer.json"
         content = reading.content if reading else None
         if content is None and not path.is_file():
@@ -85,7 +91,7 @@ class Tokenizer:
                 self._fast.no_truncation()
                 self._fast.no_padding()
                 self._fast.encode(_WARM_UP)  # the first call compiles its patterns: 40 to 170 ms
-            except Exception as error:  # any failure of an optional speed-up means: do without
+            except Exception as error:  # an optional speed-up: after any failure go on without it
                 log.warning("fastokens can't load %s (%s): using tokenizers, about 100 times slower", path, str(error))
                 self._fast = None
                 self.backend = "tokenizers"
@@ -101,7 +107,7 @@ class Tokenizer:
             self._slow.encode_special_tokens = splits
             try:
                 self._slow.encode(_WARM_UP)
-            except Exception as error:  # a vocabulary that lacks its own unknown token, say
+            except Exception as error:  # for example a vocabulary that lacks its own unknown token
                 raise TokenizerError(f"{path} cannot turn a text into tokens: {error}") from error
         settings = orjson.loads(content or path.read_bytes())
         self.added_tokens: list[dict[str, Any]] = settings.get("added_tokens") or []
@@ -115,25 +121,27 @@ class Tokenizer:
         self.bound(None)
 
     def bound(self, tokens: int | None) -> None:
-        """Refuse texts that are certain to be longer than so many tokens, before most of the work on them (None: refuse
-        none)."""
+        """Refuse texts that are certain to exceed this many tokens, before most of the work (None: refuse none)."""
         self._context = tokens or sys.maxsize
         self._most_chars = tokens * self._longest if tokens and self._longest else sys.maxsize
         self._unchecked = min(_BRIEF[self.backend] // _CHAR_BYTES, self._most_chars)
 
     def _check(self, texts: list[str], chars: int) -> None:
-        """Of texts that are not short. Raises TooLong, UnlikeEngine, or TakesLong on the event loop."""
+        """Check texts that are not short. Raises TooLong, UnlikeEngine, or TakesLong on the event loop.
+
+        `chars`: the characters of all texts together.
+        """
         if chars > self._most_chars:
             raise TooLong(chars, -(-chars // self._longest))
         self._weigh(texts)
         if self._run is not None and any(len(one) >= LONGEST_TEXT or self._run.search(one) for one in texts):
             raise UnlikeEngine("the engine tokenizes such a long text, or so long a run without blanks, in parts")
-        # An added token that takes all blanks beside it makes one token of any number of them: parts say nothing then.
+        # Not with added tokens that absorb adjacent blanks: any number of these is one token, so slices give no bound.
         if chars // _UNLIKELY > self._context and not self._takes_blanks:
             self._count(texts, chars)
 
     def _weigh(self, texts: list[str]) -> None:
-        """Raises TakesLong on the event loop, if they are not for it."""
+        """Raise TakesLong on the event loop if these texts would take too long there."""
         if (
             event_loop.holds
             and sum(len(one) if one.isascii() else len(one.encode("utf-8", "replace")) for one in texts)
@@ -142,7 +150,7 @@ class Tokenizer:
             raise TakesLong
 
     def _count(self, texts: list[str], chars: int) -> None:
-        """Raises TooLong as soon as it is certain. What has too many tokens costs no more than what fits, then."""
+        """Raise TooLong as soon as it is certain, so that a text that is too long costs no more than one that fits."""
         tokens = 0
         for text in texts:
             for at in range(0, len(text), _SLICE):
@@ -151,17 +159,22 @@ class Tokenizer:
                     raise TooLong(chars, tokens)
 
     def encode(self, text: str, special: bool = False) -> bytes:
-        """Ids of `text` as uint32 LE bytes; `special` adds what the post-processor adds (BOS, EOS).
+        """Return the token ids of `text` as uint32 LE bytes.
 
-        Raises TooLong, or TakesLong on the event loop."""
+        `special`: add what the post-processor adds (BOS, EOS). Raises TooLong, UnlikeEngine, or TakesLong on the event
+        loop.
+        """
         if len(text) > self._unchecked:
             self._check([text], len(text))
         return self._ids([text], special)[0]
 
     def _ids(self, texts: list[str], special: bool) -> list[bytes]:
-        """In batches of one: the batch call of either backend wakes a thread pool, which costs more than the texts of
-        a turn (three of 340 characters: 30 us of CPU against 8). `encode` of `tokenizers` keeps the interpreter for
-        itself until it is done, 0.4 s for 380 kB."""
+        """Return the ids of each text, one backend call per text.
+
+        The batch call of either backend wakes a thread pool, which costs more than the texts of a turn (three of 340
+        characters: 30 us of CPU against 8). `encode` of `tokenizers` holds the interpreter until it is done, 0.4 s for
+        380 kB.
+        """
         if self._fast is not None:
             encode = self._fast.encode_batch_flat
             return [encode([text], add_special_tokens=special)[0] for text in texts]
@@ -169,14 +182,17 @@ class Tokenizer:
         return [_pack(encode([text], add_special_tokens=special)[0].ids) for text in texts]
 
     def encode_many(self, texts: list[str]) -> list[bytes]:
-        """Ids of each text, without special tokens. Raises TooLong, or TakesLong on the event loop."""
+        """Return the ids of each text, without special tokens. Raises what `encode` raises, for all texts together."""
         if (chars := sum(map(len, texts))) > self._unchecked:
             self._check(texts, chars)
         return self._ids(texts, False)
 
     def encode_each(self, texts: list[str], special: bool) -> list[bytes]:
-        """Ids of texts that are prompts of their own. Raises TooLong if one is, UnlikeEngine, or TakesLong on the event
-        loop."""
+        """Return the ids of texts that are separate prompts. Raises what `encode` raises.
+
+        TooLong then refers to a single prompt. A text that could spell a special token's internal name raises
+        UnlikeEngine.
+        """
         if self._unspoken and any(UNSPOKEN in one for one in texts):
             raise UnlikeEngine("a text with Unicode non-characters")
         if len(texts) > 1:
@@ -184,21 +200,22 @@ class Tokenizer:
         return [self.encode(text, special) for text in texts]
 
     def added_around(self) -> tuple[int, int]:
-        """How many special tokens `special` puts before and behind a text."""
+        """Return how many special tokens `special` puts before and after a text."""
         bare, dressed = self.encode("x"), self.encode("x", special=True)
         before = dressed.find(bare) // 4
         return before, len(dressed) // 4 - before - len(bare) // 4
 
     def safe_cuts(self) -> frozenset[str]:
-        """Added tokens before which a text may be cut: ids(a + b) == ids(a) + ids(b) where b starts with one.
+        """Return the added tokens before which a text may be cut.
 
-        Added tokens are matched first, on the raw text, and what lies between two of them is
-        normalized, split and merged by itself. So a cut is exact if the token after it is matched
-        there in any case and nothing reaches across: it takes no blanks from its left (lstrip), is
-        matched on raw text (not `normalized`, unless the normalizer changes nothing) and whatever
-        its neighbours (not single_word), can't be the inside or the end of a longer match, does not
-        start with a blank that a token before it would take (rstrip), nor with a letter that would
-        stop a single_word token before it. If encoding samples says otherwise, there are none.
+        Cutting there is exact: ids(a + b) == ids(a) + ids(b) where b starts with one of them.
+
+        Added tokens are matched first, on the raw text, and what lies between two of them is normalized, split and
+        merged by itself. So a cut is exact if the token after it is matched there in any case and nothing reaches
+        across: it takes no blanks from its left (lstrip), is matched on raw text (not `normalized`, unless the
+        normalizer changes nothing) and whatever its neighbours (not single_word), can't be the inside or the end of a
+        longer match, does not start with a blank that a token before it would take (rstrip), nor with a letter that
+        would stop a single_word token before it. If encoding samples says otherwise, there are none.
         """
         added = [
             {**token, "normalized": token["normalized"] and self._normalizes}
@@ -210,7 +227,7 @@ class Tokenizer:
         return cuts if self._cuts_hold(sorted(cuts)) else frozenset()
 
     def _cuts_hold(self, cuts: list[str]) -> bool:
-        """Try the rule on texts made to break it, at 32 of the tokens spread over all of them."""
+        """Test the rule on texts made to break it, with up to 32 of the tokens, spread over all of them."""
         for token in cuts[:: len(cuts) // 32 + 1]:
             for left in ("", "a", "a ", "a\n\n", "\u00e9 ", token[:-1], "'", "12", "\u4f60", token):
                 for right in ("", "b", " b", "\nb", "'s", token[1:], "3"):
@@ -229,11 +246,11 @@ def _changes_nothing(normalizer: dict[str, Any] | None) -> bool:
 
 
 def _longest_token(settings: dict[str, Any]) -> int | None:
-    """Characters that one token can stand for; None where there is no knowing.
+    """Return the most characters that one token can stand for, or None where there is no bound.
 
     Byte-level BPE writes each byte as a character, so an entry of its vocabulary is at least as long as the text that
-    it stands for. That is no bound where a normalizer shortens the text, an unknown word is one token whatever its
-    length, or an added token takes all blanks beside it.
+    it stands for. That is no bound where a normalizer shortens the text, where an unknown word is one token whatever
+    its length, or where an added token absorbs all adjacent blanks.
     """
     model, added = settings["model"], settings.get("added_tokens") or []
     parts = [part for name in ("normalizer", "pre_tokenizer") if (part := settings.get(name)) is not None]
@@ -265,8 +282,10 @@ def _stands_alone(token: dict[str, Any], added: Neighbours) -> bool:
 
 
 class Neighbours:
-    """All added tokens, in the forms that `_stands_alone` asks for: comparing each with each takes 30 s for the
-    800 of DeepSeek, this 20 ms."""
+    """All added tokens, indexed for `_stands_alone`.
+
+    Comparing each with each takes 30 s for the 800 of DeepSeek, this 20 ms.
+    """
 
     def __init__(self, added: list[dict[str, Any]]) -> None:
         texts = [token["content"] for token in added]
@@ -277,5 +296,5 @@ class Neighbours:
 
 
 def _pack(ids: list[int]) -> bytes:
-    """List of ids -> uint32 LE bytes ("I" is 4 bytes and little endian on every platform vLLM runs on)."""
+    """Return ids as uint32 LE bytes ("I" is 4 bytes and little endian on every platform vLLM runs on)."""
     return array("I", ids).tobytes()

@@ -1,1 +1,1 @@
-"""Prompts with media: what is known of the blocks that an engine makes of images, sound and video."""
+"""Prompts with media: the blocks that engines make of images, sound and video, as far as they are known."""

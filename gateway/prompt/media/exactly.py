@@ -1,4 +1,4 @@
-"""A prompt with images of which all blocks are known: the tokens of each, and the name by which the engine knows it."""
+"""Exact blocks for prompts with images: the tokens of each image, and the name by which the engine knows it."""
 
 from __future__ import annotations
 
@@ -23,29 +23,29 @@ from .identity import Identities
 from .images import Unreadable
 from .items import Item, Seen
 
-MOST_ITEMS = 999  # of a request: vLLM refuses more unless it has flags that say otherwise
+MOST_ITEMS = 999  # of a request; vLLM's default limit
 # Tokens of a prompt with images that the event loop may make and hash: a kilobyte of headers can declare a million, and
 # these take some 2 ms (a 2-core cloud machine under load).
 _BRIEF = 32_768
 _FAMILIES = (qwen_vl.family, gemma3.family, llama4.family)
-# Fields of a request that change what an engine makes of its media, or the name that it knows them by.
+# Fields of a request that change its media's tokens or names.
 _CHANGING = ("mm_processor_kwargs", "media_io_kwargs")
 
 
 class Unknown(Exception):
-    """Its argument is one of MEDIA."""
+    """Raised where the blocks are not known. Its argument is a key of MEDIA."""
 
 
 class Engine(NamedTuple):
-    """What the engines tell that makes an image's name."""
+    """The properties of the engines that determine an image's name."""
 
-    rule: str | None  # one of `identity`'s; None: theirs is not known
-    model: str  # where they have the model from; "": they do not tell, or not the same
+    rule: str | None  # the naming rule, one of `identity`'s; None: not known
+    model: str  # the path or name that they loaded the model from; "": not reported, or not the same for all
     context: int  # tokens that a prompt may have
 
 
 class Known(NamedTuple):
-    """An image of a request."""
+    """An image of a request, with its tokens."""
 
     runs: Runs
     length: int
@@ -69,9 +69,11 @@ class Images:
         seed: int,
         engine: Engine,
     ) -> str:
-        """Give a prompt its blocks. Returns "exact", or which of MEDIA is not known of them: then nothing was changed.
+        """Give a prompt its blocks.
 
-        Raises what rendering raises, and TakesLong on the event loop."""
+        Returns "exact", or the key of MEDIA that says why they are not known; then nothing was changed. `seed`: the
+        hash that the chain of block hashes starts from. Raises what rendering raises, and TakesLong on the event loop.
+        """
         seen = Seen()
         text = renderer.text(chat, seen)
         try:
@@ -115,7 +117,7 @@ class Images:
         tokens = np.frombuffer(ids, "<u4")
         places = np.flatnonzero(tokens == self.family.placeholder)
         if len(places) != len(items):
-            raise Unknown("template")  # it prints them otherwise, or somebody wrote one
+            raise Unknown("template")  # the template prints other placeholders, or a text spells one
         total = len(tokens) + sum(item.length for item in items)
         if total > context:
             raise Unknown("length")
@@ -132,8 +134,10 @@ class Images:
 
 
 def _put(tokens: Ids, places: Places, items: list[Runs]) -> tuple[Ids, Places]:
-    """The tokens with those of an item at each of the places, and where these begin. No loop over the tokens: there may
-    be 999 items of 36 runs."""
+    """Return the tokens with each place replaced by an item's runs, and where these begin.
+
+    No loop over the tokens: there may be 999 items of 36 runs.
+    """
     slots = np.ones(len(tokens), np.int64)  # for each token a slot, for an item's place one for each of its runs
     slots[places] = [len(runs) for runs in items]
     is_place = np.zeros(len(tokens), bool)
@@ -149,12 +153,14 @@ def _put(tokens: Ids, places: Places, items: list[Runs]) -> tuple[Ids, Places]:
 def images_of(
     directory: Path, settings: dict[str, Any], tokenizer_settings: dict[str, Any], tokenizer: Tokenizer
 ) -> Images | None:
-    """None where it is not known which tokens the model in this folder makes of an image. `settings`: config.json;
-    `tokenizer_settings`: tokenizer_config.json."""
+    """Return the images of the model in this folder, or None if their tokens are not known.
+
+    `settings`: config.json; `tokenizer_settings`: tokenizer_config.json.
+    """
     own, shared = (_read(directory / f"{name}_config.json") for name in ("preprocessor", "processor"))
     inner = shared.get("image_processor")
     if own and inner:
-        return None  # which of the two counts is transformers' affair
+        return None  # which of the two counts depends on transformers
     processor = own or inner
     if isinstance(processor, dict) and processor:
         files = Files(settings, processor, shared, tokenizer_settings)

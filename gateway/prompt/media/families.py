@@ -1,7 +1,7 @@
-"""Families of models of which it is known which tokens an engine makes of an image.
+"""Families of models whose image tokens are known.
 
-Each has a file with a function that reads a model's files, and returns a Family or None where it has none of its
-models, or one that it cannot be sure of.
+Each has a file with a function that reads a model's files, and returns a Family, or None for another family's model or
+one with settings that it does not know.
 """
 
 from __future__ import annotations
@@ -16,25 +16,33 @@ from ..tokens.tokenizer import Tokenizer
 
 Ids = npt.NDArray[np.uint32]
 Places = npt.NDArray[np.int64]
-# Tokens in order, each with the number of times that it comes: an image may have 400,000 of one kind.
+# Tokens in order, each with its number of repetitions: an image may have 400,000 of one kind.
 Runs = Sequence[tuple[int, int]]
 
 
 class Expansion(Protocol):
+    """A function from an image's size in pixels to its tokens."""
+
     def __call__(self, width: int, height: int) -> Runs | None:
-        """The tokens of an image; None where the engine refuses it."""
+        """Return the tokens of an image, or None where the engine refuses it."""
 
 
 class Joining(Protocol):
+    """An engine's last changes to the tokens around images."""
+
     def __call__(self, ids: Ids, starts: Places, lengths: Places) -> tuple[Ids, Places] | None:
-        """The tokens of a prompt after the engine's last changes, and where each image starts in them; None where the
-        engine refuses the prompt. An image keeps its length, also where it shares its first token with what is before
-        it."""
+        """Return the tokens of a prompt after these changes and the start of each image, or None if it is refused.
+
+        An image keeps its length, also where it shares its first token with what precedes it.
+        """
 
 
 class Family(NamedTuple):
-    """A template prints the token `placeholder` once for each image, and the engine puts the image's `expansion` in its
-    place. The whole expansion carries the image's name, tokens that frame it included."""
+    """A family's rule for the tokens of an image.
+
+    A template prints the token `placeholder` once for each image, and the engine puts the image's `expansion` in its
+    place. The whole expansion carries the image's name, tokens that frame it included.
+    """
 
     name: str
     placeholder: int
@@ -43,16 +51,16 @@ class Family(NamedTuple):
 
 
 class Files(NamedTuple):
-    """What a model's folder says of images, {} where a file is missing."""
+    """The parts of a model's folder that concern images, {} where a file is missing."""
 
     settings: dict[str, Any]  # config.json
-    images: dict[str, Any]  # of the image processor
+    images: dict[str, Any]  # the image processor's settings
     processor: dict[str, Any]  # processor_config.json
     tokenizer: dict[str, Any]  # tokenizer_config.json
 
 
 def integer(settings: dict[str, Any], name: str, default: int) -> int | None:
-    """A positive number, `default` where it is not set; None where it is none."""
+    """Return a positive number, `default` where it is not set, or None where it is another value."""
     value = settings.get(name)
     if value is None:
         return default
@@ -60,5 +68,5 @@ def integer(settings: dict[str, Any], name: str, default: int) -> int | None:
 
 
 def ids_of(tokenizer: Tokenizer, text: str) -> list[int]:
-    """As an engine encodes a text without the special tokens around it."""
+    """Return the ids of a text without special tokens around it."""
     return np.frombuffer(tokenizer.encode(text), "<u4").tolist()

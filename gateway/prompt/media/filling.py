@@ -1,4 +1,4 @@
-"""Which of the ways a prompt with media is prepared in."""
+"""The choice between exact and partial blocks for a prompt with media."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from .exactly import Engine, Images
 
 
 class Media:
-    """What is known of one model's media."""
+    """The knowledge about one model's media."""
 
     def __init__(self) -> None:
-        self.images: Images | None = None  # of a model of which it is known how many tokens images have
-        self.root = ""  # where all of its engines have the model from, as far as they tell
+        self.images: Images | None = None  # None where the number of an image's tokens is not known
+        self.root = ""  # the path or name that all engines loaded the model from, or ""
 
     def fill(
         self,
@@ -31,8 +31,11 @@ class Media:
         rule: str | None,
         context: int,
     ) -> None:
-        """Give a prompt the blocks of a conversation with media, and say what is not known of them. `rule`: how its
-        engines name images; `context`: tokens that a prompt may have. Raises what rendering raises."""
+        """Give a prompt the blocks of a conversation with media, and note what is not known of them.
+
+        `seed`: the hash that the chain of block hashes starts from; `rule`: how the engines name images, or None;
+        `context`: the most tokens of a prompt. Raises Unroutable, and what rendering raises.
+        """
         if may_cut(request):
             raise Unroutable("truncation of a prompt with media")
         why = "family"

@@ -1,9 +1,9 @@
-"""Gemma 3: every image is scaled to one square, and has the same number of tokens between two markers and two pairs of
-newlines.
+"""Gemma 3: every image has the same number of tokens, between two markers and two pairs of newlines.
 
-vLLM merges these newlines with neighbouring ones, as the tokenizer would (`Gemma3MultiModalProcessor` of
-`model_executor/models/gemma3_mm.py`, the same in 0.28 and 0.32). With pan and scan an image also has crops, whose
-number depends on settings that requests may change: models that have it switched on are not known.
+Each image is scaled to one square. vLLM merges these newlines with neighbouring ones, as the tokenizer would
+(`Gemma3MultiModalProcessor` of `model_executor/models/gemma3_mm.py`, the same in 0.28 and 0.32). With pan and scan an
+image also has crops, whose number depends on settings that requests may change, so models with it switched on are not
+supported.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from ..tokens.tokenizer import Tokenizer
 from .families import Family, Files, Ids, Places, ids_of, integer
 
 _PROCESSORS = frozenset({None, "Gemma3ImageProcessor", "Gemma3ImageProcessorFast", "Gemma3ImageProcessorPil"})
-_TOKENS = 256  # of an image, where the files name no number
-# The markers of an image and the token between them: by which name tokenizer_config.json has each, by which config.json
-# has its id, and the id where it names none.
+_TOKENS = 256  # of an image, where the files give no number
+# The markers of an image and the token between them: the key of each in tokenizer_config.json, the key of its id in
+# config.json, and the default id.
 _MARKERS = (
     ("boi_token", "boi_token_index", 255_999),
     ("image_token", "image_token_index", 262_144),
@@ -25,6 +25,7 @@ _MARKERS = (
 
 
 def family(files: Files, tokenizer: Tokenizer) -> Family | None:
+    """Return the family, or None for another model or settings that are not known here."""
     settings, images = files.settings, files.images
     if settings.get("model_type") != "gemma3" or images.get("image_processor_type") not in _PROCESSORS:
         return None
@@ -51,7 +52,7 @@ def family(files: Files, tokenizer: Tokenizer) -> Family | None:
 
 
 def _name(files: Files, name: str) -> str | None:
-    """How the tokenizer calls a token; None where its settings do not tell, or tell two names."""
+    """Return the tokenizer's name for a token, or None where its settings give none, or two."""
     extra = files.tokenizer.get("extra_special_tokens")
     told = [files.tokenizer.get(name), extra.get(name) if isinstance(extra, dict) else None]
     found = {one.get("content") if isinstance(one, dict) else one for one in told if one is not None}
@@ -60,15 +61,18 @@ def _name(files: Files, name: str) -> str | None:
 
 
 class Newlines:
-    """The tokens of one to four newlines, and how vLLM joins those that come to stand side by side."""
+    """The tokens of one to four newlines, and vLLM's way of joining adjacent ones."""
 
     def __init__(self, one: int, two: int, three: int, four: int) -> None:
         self._two, self._one = two, one
         self._passes = ((one, two, three), (two, one, three), (two, two, four))
 
     def join(self, ids: Ids, starts: Places, lengths: Places) -> tuple[Ids, Places] | None:
-        """In three passes over the prompt. vLLM then looks for each image with three newlines read as one and two: an
-        image whose last two were joined with one behind them it does not find, and refuses the prompt."""
+        """Join adjacent newlines, as `families.Joining`, in three passes over the prompt.
+
+        vLLM then looks for each image with three newlines read as one and two. It does not find an image whose last two
+        newlines were joined with one after them, and refuses the prompt.
+        """
         for first, second, both in self._passes:
             at = _pairs(ids, first, second)
             if (first, second) == (self._two, self._one) and np.isin(at, starts + lengths - 1).any():
@@ -81,11 +85,11 @@ class Newlines:
 
 
 def _pairs(ids: Ids, first: int, second: int) -> Places:
-    """Where the two tokens stand side by side, from left to right, none of them in two pairs."""
+    """Return where the two tokens are adjacent, from left to right; no token is in two pairs."""
     at = np.flatnonzero((ids[:-1] == first) & (ids[1:] == second))
     if first != second or len(at) < 2:
         return at
-    # Of a row of n equal tokens the pairs begin at every second one.
+    # In a run of equal tokens a pair begins at every second one.
     begins = np.flatnonzero(np.diff(at, prepend=-2) != 1)
     number = np.arange(len(at)) - np.repeat(begins, np.diff(begins, append=len(at)))
     return at[number % 2 == 0]

@@ -1,8 +1,8 @@
-"""The name by which vLLM knows an image: a BLAKE3 of its bytes as they came, of what changes their decoding, and of the
-model.
+"""The name by which vLLM knows an image.
 
-Read in the sources of 0.28 and 0.32 (`multimodal/hasher.py`), which differ in how the parts are put together; of the
-versions between it is not known. A name that the client gives (`uuid`) is used as it is.
+It is a BLAKE3 digest of its bytes as received, of the settings that change their decoding, and of the model. Read in
+the sources of 0.28 and 0.32 (`multimodal/hasher.py`), which join these parts differently; the versions between them are
+not known. A name that the client gives (`uuid`) is used unchanged.
 """
 
 from __future__ import annotations
@@ -18,29 +18,34 @@ from xxhash import xxh3_128_digest
 from ..tokens.prefixes import Generations
 from .images import HEAD_BYTES, TURNING, Image, Unreadable, read
 
-FRAMED, PLAIN = "framed", "plain"  # the rules: of 0.32, and of 0.28
-# Characters of base64 that are read at a time: other threads get the interpreter between two of them, 0.3 ms each.
+FRAMED, PLAIN = "framed", "plain"  # the rules of 0.32 and of 0.28
+# Characters of base64 that are decoded at a time, 0.3 ms each; other threads can run in between.
 _PIECE = HEAD_BYTES // 3 * 4
 _OVERLAP = max(map(len, TURNING))
-KNOWN_BYTES = 2 * 1024 * 1024  # for the names of images that were seen: some 8,000
+KNOWN_BYTES = 2 * 1024 * 1024  # for the names of some 8,000 images
 _ENTRY_BYTES = 250
-_WHITE = 255  # behind what is transparent, unless the engine has flags that say otherwise
+_WHITE = 255  # vLLM's default background behind transparent pixels
 _LEAF, _MAPPING, _SEQUENCE = b"\3", b"\2", b"\1"
 
 
 class Known(NamedTuple):
+    """An image with its name."""
+
     image: Image
     identity: str
 
 
 class Identities:
-    """Names of images for one model. Thread safe."""
+    """A cache of the names of one model's images. Thread safe."""
 
     def __init__(self) -> None:
         self._known: Generations[tuple[bytes, str, str], Known] = Generations(KNOWN_BYTES, lambda *_: _ENTRY_BYTES)
 
     def of(self, url: str, rule: str, model: str) -> Known:
-        """The image in a data URL, for a model that engines have from `model`. Raises Unreadable."""
+        """Return the image in a data URL with its name. Raises Unreadable.
+
+        `rule`: FRAMED or PLAIN; `model`: the path or name that the engines loaded the model from.
+        """
         key = xxh3_128_digest(url.encode("utf-8", "replace")), rule, model
         known = self._known.get(key)
         if known is None:
@@ -50,7 +55,7 @@ class Identities:
 
 
 def encoded(url: str) -> str:
-    """The base64 in a data URL. Raises Unreadable."""
+    """Return the base64 in a data URL. Raises Unreadable."""
     head, comma, data = url[5:].partition(",")
     if url[:5].lower() != "data:" or not comma or head.rpartition(";")[1:] != (";", "base64"):
         raise Unreadable("no base64")
@@ -89,8 +94,10 @@ def _decoded(piece: str, last: bool) -> bytes:
 
 
 def _begin(image: Image, size: int, rule: str) -> Iterable[bytes]:
-    """What is hashed before an image's bytes, of which there are `size`. Images of other colours are converted to RGB,
-    and how that is done is a part of the name."""
+    """Return what is hashed before an image's bytes, `size` in number.
+
+    Images of other colours are converted to RGB, and the settings for that are part of the name.
+    """
     white = struct.pack("<q", _WHITE)
     if rule == PLAIN:
         if image.rgb:

@@ -1,7 +1,7 @@
-"""An image's size and colours, by its header: PNG, JPEG and WebP, as Pillow reads them.
+"""An image's size and colours, read from its header: PNG, JPEG and WebP, as Pillow reads them.
 
-Nothing is decoded. What an engine may read in another way than the header says is Unreadable: it is better not to know
-than to be wrong.
+Nothing is decoded. An image that an engine may read differently from its header is Unreadable, because no answer is
+better than a wrong one.
 """
 
 from __future__ import annotations
@@ -9,28 +9,31 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-HEAD_BYTES = 192 * 1024  # of an image, in which its header has to be; a JPEG's EXIF has up to 64 KiB
-# Parts of an image's header that are looked at; each costs a step of Python. A photograph has a dozen, one with a large
+HEAD_BYTES = 192 * 1024  # of an image, which must contain its header; a JPEG's EXIF has up to 64 KiB
+# The most parts of a header that are read; each costs a step of Python. A photograph has a dozen, one with a large
 # colour profile some more, and an engine would read 46,000 of four bytes.
 MOST_PARTS = 512
 # Pillow refuses images of more pixels, and so do engines.
 _MOST_PIXELS = 178_956_970
 _ORIENTATION, _SHORT = 0x0112, 3
 _TURNS_SIDES = range(5, 9)  # the orientations that exchange width and height
-# What may turn an image and stands anywhere in it: XMP, and EXIF in forms that are not read here.
+# Marks of data that may turn an image, anywhere in it: XMP, and EXIF in forms that are not read here.
 TURNING = (b"tiff:Orientation", b"XML:com.adobe.xmp\0\1", b"Raw profile type", b"acTL")
 _EXIF_OF_PNG = b"eXIf"
 _FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}  # markers of JPEG that begin a frame
 _NO_FILL = re.compile(rb"[^\xff]")
-_BARE = frozenset(range(0xD0, 0xD8)) | {0x01}  # those without content
+_BARE = frozenset(range(0xD0, 0xD8)) | {0x01}  # markers without content
 
 
 class Unreadable(Exception):
-    """It is not certain how an engine reads this image."""
+    """Raised where it is not certain how an engine reads an image."""
 
 
 class Image(NamedTuple):
-    """`rgb`: it has these colours and nothing else, so that no engine converts it."""
+    """The size and colours of an image.
+
+    `rgb`: it has exactly these colours, so that no engine converts it.
+    """
 
     width: int
     height: int
@@ -38,7 +41,10 @@ class Image(NamedTuple):
 
 
 def read(head: bytes) -> tuple[Image, tuple[bytes, ...]]:
-    """`head`: the first HEAD_BYTES of an image. Also gives what must not occur in any of it. Raises Unreadable."""
+    """Read an image from `head`, its first HEAD_BYTES. Raises Unreadable.
+
+    Also returns the byte sequences that must not occur anywhere in the image, because they may turn it.
+    """
     marks = TURNING
     try:
         if head.startswith(b"\x89PNG\r\n\x1a\n"):
@@ -64,7 +70,7 @@ def _number(data: bytes, at: int, size: int, order: str = "big") -> int:
 
 
 def _png(head: bytes) -> tuple[Image, bool]:
-    """Also whether EXIF was among its parts, which may come behind its pixels, too."""
+    """Return the image, and whether EXIF was among its parts; EXIF may also follow the pixels."""
     if head[12:16] != b"IHDR" or _number(head, 8, 4) != 13:
         raise Unreadable("a PNG that does not begin with its header")
     image = Image(_number(head, 16, 4), _number(head, 20, 4), _number(head, 25, 1) == 2)
@@ -114,7 +120,7 @@ def _jpeg(head: bytes) -> Image:
 
 
 def _behind_fill(head: bytes, at: int) -> int:
-    """Where the marker is that these bytes of 0xFF begin; any number of them may."""
+    """Return the position of the marker after a run of 0xFF fill bytes."""
     found = _NO_FILL.search(head, at)
     if found is None:
         raise IndexError
@@ -122,7 +128,7 @@ def _behind_fill(head: bytes, at: int) -> int:
 
 
 def _turned(image: Image, exif: bytes) -> Image:
-    """As EXIF says how it is to be looked at: engines turn it."""
+    """Return the image with the orientation that EXIF gives, as engines turn it."""
     order = {b"II": "little", b"MM": "big"}.get(exif[:2])
     if order is None or _number(exif, 2, 2, order) != 42:
         raise Unreadable("EXIF that is not read here")

@@ -1,4 +1,4 @@
-"""The parts of messages that are no text: which they are, and what stands for them when a template is rendered.
+"""The parts of messages that are not text, and their replacements when a template is rendered.
 
 An engine renders a conversation with a placeholder in place of each item. `Seen` gives the template what vLLM gives it;
 `StandIns` writes a digest of the item there, so that equal conversations with equal media are equal texts.
@@ -14,7 +14,7 @@ from xxhash import xxh3_64_hexdigest
 
 from ..api.conversation import Multimodal, Placeholder
 
-# The fields that vLLM knows media by, and what its templates call them.
+# vLLM's fields for media, and the type that templates get.
 _KINDS = {
     "image_url": "image",
     "input_image": "image",
@@ -26,12 +26,15 @@ _KINDS = {
     "video_url": "video",
     "video_embeds": "video",
 }
-_BY_URL = frozenset({"image_url", "input_image"})  # images that are written in a URL, or fetched from one
+_BY_URL = frozenset({"image_url", "input_image"})  # images in a data URL, or fetched from a URL
 
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One item of media. `url` is that of an image, "" where it has none; `uuid` the name that its client gave it."""
+    """One item of media.
+
+    `url`: that of an image, "" where it has none; `uuid`: the name that the client gave it.
+    """
 
     kind: str
     url: str = ""
@@ -39,7 +42,7 @@ class Item:
 
 
 def item_of(part: dict[str, Any]) -> Item:
-    """The item of a part that is no text. Raises Multimodal for what no engine is known to take."""
+    """Return the item of a part that is not text. Raises Multimodal for parts that no engine is known to take."""
     name, uuid = part.get("type"), part.get("uuid")
     if name is None or uuid is not None:
         name = next((key for key in _KINDS if key in part), None)
@@ -51,7 +54,7 @@ def item_of(part: dict[str, Any]) -> Item:
 
 
 class Seen:
-    """Gives a template what vLLM gives it, and has the items in their order."""
+    """A `MediaPlacing` that gives a template what vLLM gives it, and collects the items in order."""
 
     def __init__(self) -> None:
         self.items: list[Item] = []
@@ -59,12 +62,12 @@ class Seen:
     def place(self, part: dict[str, Any], more: dict[str, Any], as_parts: bool) -> Any:
         item = item_of(part)
         self.items.append(item)
-        # Where texts are joined vLLM puts the model's placeholder before them or between them; it is not known here.
+        # Where texts are joined, vLLM puts the model's placeholder before or between them, which is not known here.
         return {"type": item.kind, **more} if as_parts else None
 
 
 class StandIns:
-    """Gives a template a text for each item. Which of two texts it is says which item it is, not what is in it."""
+    """A `MediaPlacing` that gives a template a text for each item: a digest of its uuid, URL or content."""
 
     def place(self, part: dict[str, Any], more: dict[str, Any], as_parts: bool) -> Any:
         item = item_of(part)

@@ -1,8 +1,9 @@
-"""Llama 4: an image is cut into up to `max_patches` square tiles, whose rows and columns have separators between them,
-and has a small copy of the whole behind them unless it is a single tile.
+"""Llama 4: an image is cut into up to `max_patches` square tiles, with separators between rows and columns.
 
-As in `get_best_fit` of transformers' image processor of Llama 4, by which vLLM, too, chooses the tiles
-(`model_executor/models/mllama4.py`), and in `_prompt_split_image` of its processor. Both calculate with 32-bit floats,
+Unless it is a single tile, a small copy of the whole image follows the tiles.
+
+The rules are those of `get_best_fit` of transformers' image processor of Llama 4, by which vLLM also chooses the tiles
+(`model_executor/models/mllama4.py`), and of `_prompt_split_image` of its processor. Both calculate with 32-bit floats,
 which decides which of two nearly equal scales is the smaller one.
 
 Llama 3.2 Vision (mllama) has no family: it takes images by cross attention, without tokens for their parts, and 0.10.2
@@ -20,12 +21,12 @@ from ..tokens.tokenizer import Tokenizer
 from .families import Family, Files, Runs, ids_of, integer
 
 _PROCESSORS = frozenset({None, "Llama4ImageProcessor", "Llama4ImageProcessorFast"})
-_TILE, _MOST_TILES, _PATCH, _SHUFFLE = 336, 16, 14, 0.5  # where the files name none
-_VISION_TILE = 448  # likewise, of the vision part of config.json
+_TILE, _MOST_TILES, _PATCH, _SHUFFLE = 336, 16, 14, 0.5  # defaults where the files name none
+_VISION_TILE = 448  # the same for the vision part of config.json
 _PATCH_ID = 200_092
-_MOST_OF_TILES = 256  # no model is near it: the choices grow with the number
+_MOST_OF_TILES = 256  # no model has nearly as many; the choices grow with the number
 _NAMES = ("<|image_start|>", "<|patch|>", "<|tile_x_separator|>", "<|tile_y_separator|>", "<|image|>", "<|image_end|>")
-# What processor_config.json may call these; vLLM writes some of them as they are named here, whatever it says.
+# The names of these tokens in processor_config.json. vLLM writes some of them as named here, whatever that file says.
 _RENAMED = {
     "fake_image_token": "<|image|>",
     "image_token": "<|image|>",
@@ -35,10 +36,12 @@ _RENAMED = {
     "tile_x_separator_token": "<|tile_x_separator|>",
     "tile_y_separator_token": "<|tile_y_separator|>",
 }
-_KNOWN_SIZES = 1024  # for which the tiles are remembered: choosing them takes 15 us
+_KNOWN_SIZES = 1024  # image sizes whose tiles are cached; choosing them takes 15 us
 
 
 class Tokens(NamedTuple):
+    """The ids of the tokens in and around an image."""
+
     start: int
     patch: int
     between_columns: int
@@ -48,6 +51,7 @@ class Tokens(NamedTuple):
 
 
 def family(files: Files, tokenizer: Tokenizer) -> Family | None:
+    """Return the family, or None for another model or settings that are not known here."""
     settings, images, vision = files.settings, files.images, files.settings.get("vision_config")
     if settings.get("model_type") != "llama4" or images.get("image_processor_type") not in _PROCESSORS:
         return None
@@ -57,7 +61,7 @@ def family(files: Files, tokenizer: Tokenizer) -> Family | None:
         return None
     tile, most = integer(vision, "image_size", _VISION_TILE), integer(images, "max_patches", _MOST_TILES)
     largest, size = images.get("resize_to_max_canvas", False), images.get("size", {"height": _TILE, "width": _TILE})
-    # What the processor makes and what the model takes has to be the same.
+    # The processor's output must have the size that the model takes.
     if size != {"height": tile, "width": tile} or most is None or most > _MOST_OF_TILES or type(largest) is not bool:
         return None
     tokens, patches = _tokens(settings, tokenizer), _patches(vision)
@@ -75,7 +79,7 @@ def _tokens(settings: dict[str, Any], tokenizer: Tokenizer) -> Tokens | None:
 
 
 def _patches(vision: dict[str, Any]) -> int | None:
-    """Tokens of a tile."""
+    """Return the number of tokens of a tile, or None if the settings are not known here."""
     tile, patch = integer(vision, "image_size", _VISION_TILE), integer(vision, "patch_size", _PATCH)
     shuffle = vision.get("pixel_shuffle_ratio", _SHUFFLE)
     if tile is None or patch is None or tile % patch or type(shuffle) not in (float, int) or not 0 < shuffle <= 1:
@@ -93,12 +97,16 @@ def _runs(choices: Choices, tokens: Tokens, patches: int, width: int, height: in
 
 
 class Choices:
-    """The ways of cutting an image into at most so many tiles."""
+    """The ways of cutting an image into at most `most` tiles."""
 
     def __init__(self, tile: int, most: int, largest: bool) -> None:
-        """`largest`: an image is scaled up as far as it goes, not as little as it can be."""
+        """Compute the possible grids.
+
+        `tile`: the side of a tile in pixels; `most`: the most tiles; `largest`: scale an image up as far as possible,
+        not as little as possible.
+        """
         self._largest = largest
-        by_ratio: dict[float, list[tuple[int, int]]] = {}  # in the processor's order, the first of equals is taken
+        by_ratio: dict[float, list[tuple[int, int]]] = {}  # in the processor's order: the first of equals is taken
         for tiles in range(most, 0, -1):
             for rows in (n for n in range(1, tiles + 1) if not tiles % n):
                 by_ratio.setdefault(rows / (tiles // rows), []).append((rows, tiles // rows))
@@ -109,8 +117,11 @@ class Choices:
         self._areas = np.array([rows * columns for rows, columns in self._all])
 
     def tiles(self, width: int, height: int) -> tuple[int, int]:
-        """Rows and columns: of those in which the image need not become smaller those for which it grows least, else
-        those for which it shrinks least; and of these the fewest."""
+        """Return the rows and columns for an image of these pixels.
+
+        Grids that need not shrink the image come first, and of these the one that enlarges it least (or most, with
+        `largest`); else the one that shrinks it least. Of equals the one with the fewest tiles is taken.
+        """
         scales = np.minimum(self._wide / np.float32(width), self._high / np.float32(height))
         growing = scales[scales >= 1]
         if len(growing):

@@ -1,7 +1,7 @@
-"""Qwen2-VL, Qwen2.5-VL and Qwen3-VL: an image is scaled to whole tiles of `patch_size * merge_size` pixels, within a
-least and a most number of pixels, and each tile is a token.
+"""Qwen2-VL, Qwen2.5-VL and Qwen3-VL: an image is scaled to whole tiles, and each tile is a token.
 
-As in `smart_resize` of transformers' image processor of Qwen2-VL, which all of them have.
+A tile has `patch_size * merge_size` pixels a side, and the scaled image has a least and a most number of pixels. The
+rule is `smart_resize` of transformers' image processor of Qwen2-VL, which all of them have.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ from .families import Family, Files, Runs, integer
 
 _TYPES = frozenset({"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"})
 _PROCESSORS = frozenset({None, "Qwen2VLImageProcessor", "Qwen2VLImageProcessorFast", "Qwen2VLImageProcessorPil"})
-_LEAST_PIXELS, _MOST_PIXELS = 56 * 56, 28 * 28 * 1280  # of the processor, where its file names none
-_MOST_RATIO = 200  # of an image's sides: it refuses narrower ones
+_LEAST_PIXELS, _MOST_PIXELS = 56 * 56, 28 * 28 * 1280  # the processor's defaults
+_MOST_RATIO = 200  # of an image's sides; the processor refuses narrower images
 
 
 def family(files: Files, tokenizer: Tokenizer) -> Family | None:
+    """Return the family, or None for another model or settings that are not known here."""
     settings, processor = files.settings, files.images
     vision, token = settings.get("vision_config"), settings.get("image_token_id")
     kind = processor.get("image_processor_type")
@@ -26,7 +27,7 @@ def family(files: Files, tokenizer: Tokenizer) -> Family | None:
     patch, merge = integer(processor, "patch_size", 14), integer(processor, "merge_size", 2)
     if type(token) is not int or patch is None or merge is None or processor.get("do_resize", True) is not True:
         return None
-    # What the processor makes and what the model takes has to be the same.
+    # The processor's output must have the patches that the model takes.
     if vision.get("patch_size", patch) != patch or vision.get("spatial_merge_size", merge) != merge:
         return None
     size = processor.get("size")
@@ -45,7 +46,10 @@ def family(files: Files, tokenizer: Tokenizer) -> Family | None:
 
 
 def tokens(width: int, height: int, tile: int, least: int, most: int) -> int | None:
-    """Tokens of an image of these pixels; None for one that is refused."""
+    """Return the number of tokens of an image, or None if it is refused.
+
+    `width`, `height` and `tile` (a tile's side) in pixels; `least` and `most`: bounds on the image's pixels.
+    """
     if max(width, height) / min(width, height) > _MOST_RATIO:
         return None
     high, wide = round(height / tile) * tile, round(width / tile) * tile

@@ -1,4 +1,4 @@
-"""Request body to token ids to block hashes. Knows no replicas."""
+"""Request bodies to token ids to block hashes; imports nothing of replicas."""
 
 from .prompt import Prompt
 

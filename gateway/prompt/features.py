@@ -1,8 +1,8 @@
-"""What sets the bodies apart of which an engine is seen to make other prompts than the gateway.
+"""Features of request bodies, by which bodies that an engine tokenizes differently are recognized.
 
 A body is described by features: its API, the roles of its messages, the fields and the kinds of parts that they have,
-tools, and the fields that steer its rendering. One whose features include all those of a body that an engine counted
-otherwise has whatever was taken otherwise there, so it is not called exact.
+tools, and the fields that steer its rendering. Once an engine counted other tokens for a body than the gateway, every
+body that has all features of that one counts as inexact, because it contains whatever caused the difference.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .prompt import COMPLETIONS, Prompt
 IDS, TEXT, TOOLS, EFFORT = "ids", "text", "tools=", "effort"
 PLAIN = frozenset(
     {IDS, TEXT, "system", "developer", "user", "assistant", "tool"}
-)  # what kinds of bodies all clients send
+)  # features that bodies of all clients have
 _MOST, _LONGEST = 64, 60  # features of a body; characters of one
 _UNTOLD = ANYWHERE - {"add_special_tokens"} | {
     "input", "logprobs", "max_completion_tokens", "max_output_tokens", "messages", "metadata", "parallel_tool_calls",
@@ -27,7 +27,7 @@ _UNTOLD = ANYWHERE - {"add_special_tokens"} | {
 
 
 def features(path: str, request: dict[str, Any]) -> frozenset[str]:
-    """Return what sets this body apart from others.
+    """Return the features of this body.
 
     At most 64 features are kept, in sorted order; the rest is ignored.
     """
@@ -65,14 +65,14 @@ _PLAIN = ("role", "type", "content")
 
 
 def _short(value: Any) -> str:
-    """Texts and lists are told by their being there, what chooses among a few ways by its value."""
+    """Return a value that chooses among a few alternatives, and "" for texts and lists, whose presence is enough."""
     return str(value) if isinstance(value, (bool, int, float)) or (isinstance(value, str) and len(value) < 16) else ""
 
 
 def features_of(prompt: Prompt, body: bytes) -> frozenset[str] | None:
     """Return the features of a prepared body, or None where they are unknown.
 
-    The body is dropped (b"") once its answer begins. What was kept of it then tells the features of common bodies only.
+    The body is dropped (b"") once its answer begins; the rest of the prompt gives the features of common bodies only.
     """
     if body:
         return features(prompt.path, orjson.loads(body))

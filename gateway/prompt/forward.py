@@ -1,10 +1,8 @@
-"""Tokenize once: the ids found for routing, written into the body that the engine gets.
+"""Token-id forwarding: the ids found for routing, written into the body that the engine gets.
 
-An engine takes ids in place of a completion's text, and some take them beside a chat's messages, in a field that its
-dialect names; it then neither renders nor tokenizes. The client's own bytes are not touched: ids are put before or
-between them.
-
-Pure: what an engine accepts is learned in `proxy.forwarding`.
+An engine takes ids in place of a completion's text, and some take them next to a chat's messages, in a field that its
+dialect names; it then neither renders nor tokenizes. The client's own bytes stay as they are: ids are put before or
+between them. `proxy.forwarding` learns what an engine accepts.
 """
 
 from __future__ import annotations
@@ -18,8 +16,8 @@ import orjson
 
 from .prompt import Prompt
 
-# From here on it pays: at 520 tokens an engine saves 1.5 to 4 ms of CPU time, the gateway spends 3 to 10 us. Shorter
-# prompts go as received, and what usage says of them shows on and on that both make the same tokens.
+# Prompts of at least this length are worth it: at 520 tokens an engine saves 1.5 to 4 ms of CPU time, the gateway
+# spends 3 to 10 us. Shorter prompts go as received, and their `usage` keeps confirming that both make the same tokens.
 LEAST_TOKENS = 512
 # Fields that mean the same whether the engine has the text or its ids. Any other, known or not yet,
 # may need the text (echo, token offsets, truncation, media): such a request is sent as received.
@@ -45,22 +43,21 @@ _MESSAGE_FIELDS = frozenset(
 _PART_TYPES = frozenset({"text", "input_text", "output_text", "refusal", "thinking"})
 _PART_FIELDS = _PART_TYPES | {"type", "cache_control"}
 _SAID = ("add_generation_prompt", "continue_final_message", "reasoning_effort", "add_special_tokens")
-_TOLD = frozenset((*_SAID, "chat_template_kwargs", "documents", "tools"))  # what a kind tells besides its messages
-_STEERED = "; "  # stands in a kind before what the request says of its rendering, and nowhere else in one without that
-# By path: fields of a body that is rendered as the model's template has it, if its messages have none but these roles.
+_TOLD = frozenset((*_SAID, "chat_template_kwargs", "documents", "tools"))  # in a kind, besides the messages
+_STEERED = "; "  # in a kind, precedes the request's own options of rendering; occurs in no other kind
+# By path: the fields of a body that is rendered by the template's defaults, if its messages have only these ROLES.
 PLAIN_FIELDS = {path: fields - _TOLD | {"tools"} for path, fields in _FIELDS.items()}
 _LONGEST, _LONGEST_VALUE = 600, 40  # characters of a kind, of a template variable in it
 _PROMPT_KEY = re.compile(rb'"prompt"[ \t\r\n]*:[ \t\r\n]*"')
 
 
 def kind_of(path: str, request: dict[str, Any], template: str, roles: Collection[str] | None = None) -> str:
-    """What kind of body this is whose ids could replace its text, or "" where they could not.
+    """Return the kind of this body, or "" if its ids cannot replace its text.
 
-    A kind is all that decides, besides the texts, how an engine renders a body: the template (by its name), tools or
-    none, which roles there are and which fields their messages have, and the template's variables. Bodies of a kind are
-    shown to be rendered alike by sampling a few of them (`proxy.forwarding`). Whatever is not known here is of no kind,
-    so what a client can write makes no kind longer than _LONGEST characters. `roles`: of messages that are nothing but
-    a text each, if that is known; most are.
+    A kind is all that determines, besides the texts, how an engine renders a body: the template (by its name), tools or
+    none, the roles and the fields of their messages, and the template's variables. Samples of a kind show whether its
+    bodies are rendered as here (`proxy.forwarding`). Bodies with unknown content have no kind, which keeps kinds within
+    _LONGEST characters. `roles`: those of the messages if each consists of a role and a text, as most do; else None.
     """
     fields = _FIELDS.get(path)
     if fields is None or not request.keys() <= fields:
@@ -88,13 +85,12 @@ def kind_of(path: str, request: dict[str, Any], template: str, roles: Collection
 
 
 def is_steered(kind: str) -> bool:
-    """Whether the client of such a body has a say in how it is rendered, or it has what is not known here."""
+    """Return whether the request's own options influence the rendering of bodies of this kind, or it is ""."""
     return not kind or _STEERED in kind
 
 
 def _shape(message: dict[str, Any]) -> str | None:
-    """Role, form of the content, and other fields of a message that has more than a text; None for what is not known
-    here."""
+    """Return the role, the form of the content and the other fields of a message; None if any is unknown."""
     role, content = message["role"], message.get("content")
     if role not in ROLES:
         return None
@@ -122,29 +118,31 @@ def _part(part: Any) -> str | None:
 
 
 def with_ids(body: bytes, prompt: Prompt, around: tuple[bytes, bytes] | None) -> bytes | None:
-    """The body of a prompt whose ids suffice, with them in it; None when there is no safe place for them. `around`:
-    what stands before and after them beside a chat's messages; None: the engine takes none there."""
+    """Return the body with the prompt's token ids in it, or None when there is no safe place for them.
+
+    `around`: the bytes before and after the ids in a chat's body; None: the engine takes no ids there.
+    """
     ids = written(prompt.token_ids)
     if prompt.path == "/v1/completions":
         start, end = _text(body, prompt.rendered_chars)
         return b"".join((body[:start], ids, body[end:])) if start else None
     if around is None:
         return None
-    # First in the object: should the name be there after all, in a spelling of its own, the client's counts.
+    # First in the object: if the client's body has that name after all, in another spelling, the client's value counts.
     at = body.index(b"{") + 1
     return b"".join((body[:at], around[0], ids, around[1], b",", body[at:]))
 
 
 def written(ids: bytes) -> bytes:
-    """Ids (uint32 LE) as a JSON list without blanks."""
+    """Return ids (uint32 LE) as a JSON list without blanks."""
     return orjson.dumps(np.frombuffer(ids, "<u4"), option=orjson.OPT_SERIALIZE_NUMPY)
 
 
 def _text(body: bytes, chars: int) -> tuple[int, int]:
-    """Where the completion's text stands, with its quotes; (0, 0) when that is not beyond doubt.
+    """Return the start and end of the completion's text, quotes included; (0, 0) when that is not certain.
 
-    A quote within a string is escaped, so `"prompt"` with a colon is a key of some object, and a nested one of
-    that name makes two of them.
+    A quote within a string is escaped, so `"prompt"` with a colon is a key of some object, and a nested one of that
+    name makes two of them. `chars`: the text's expected length in characters.
     """
     at = body.find(b'"prompt"')
     key = _PROMPT_KEY.match(body, at) if at >= 0 and body.find(b'"prompt"', at + 1) < 0 else None
@@ -155,8 +153,10 @@ def _text(body: bytes, chars: int) -> tuple[int, int]:
 
 
 def _string_end(body: bytes, at: int) -> int:
-    """Behind the quote that ends the JSON string in which `at` lies: from quote to quote, 10 to 25 us in 36 kB of
-    prose or code where a regular expression takes 180."""
+    """Return the position after the quote that ends the JSON string in which `at` lies.
+
+    Going from quote to quote takes 10 to 25 us in 36 kB of prose or code, a regular expression 180.
+    """
     while True:
         at = body.index(b'"', at)
         before = at - 1

@@ -12,33 +12,36 @@ from typing import Any, TypeVar
 
 from .pipeline import OFFLOAD_THREADS
 
-# Bytes of a body above which one at a time is prepared, so that a thread is left for all others: 64 MiB take seconds.
+# Bytes. Larger bodies are prepared one at a time, which leaves a thread for all others: 64 MiB take seconds.
 LARGE = 256 * 1024
-# A body waits for smaller ones that come later, but no longer than this: 50 kB for 50 ms, 64 MiB for a minute. It is
-# what they take with the slower of the two tokenizers.
+# A body waits for smaller ones that come later, but no longer than this: 50 kB for 50 ms, 64 MiB for a minute. That is
+# the time that it takes with the slower of the two tokenizers.
 PATIENCE = 1e-6  # seconds a byte
 
-# A body that waits for a thread: when its patience ends, a number, and [work, its future], empty once cancelled.
+# A body that waits for a thread: its deadline (loop time), a serial number, and [work, future], empty once cancelled.
 Waiting = tuple[float, int, list[Any]]
 T = TypeVar("T")
 
 
 class LongPrompts:
-    """Threads that prepare long prompts, those first whose patience ends first, and of the largest ones one at a time.
+    """A thread pool that prepares long prompts, in order of deadline, and of the largest ones one at a time.
 
-    They are of its own: what others do in threads must not wait for prompts.
+    The pool is separate so that other work in threads never waits for prompts.
     """
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(OFFLOAD_THREADS, "prepare")
         self._free = OFFLOAD_THREADS
-        self._larger = False  # one that is LARGE is being prepared
+        self._larger = False  # a body above LARGE is being prepared
         self._numbers = count()
-        # Heaps: up to LARGE, and above.
+        # Heaps of bodies up to LARGE, and above.
         self._waiting: tuple[list[Waiting], list[Waiting]] = [], []
 
     def submit(self, size: int, work: Callable[[], T]) -> asyncio.Future[T]:
-        """The result of `work`, which runs in a thread. Cancelled before its turn it does not run, and is let go."""
+        """Run `work` in a thread and return its result as a future; `size` is the body's size in bytes.
+
+        If it is cancelled before its turn, `work` does not run and is freed.
+        """
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
         entry = [work, future]

@@ -1,9 +1,9 @@
 """Request body to Prompt: parse, render, tokenize, hash.
 
-Pure CPU work without I/O or clock (but for a template that prints the date, see `render.clock`); safe to call
-from several threads. Only the client's own faults are errors: when a template or tokenizer
-fails, or the engine knows more about the prompt than its body says, the request is matched
-exactly up to that point, or as text, and `Prompt.note` says why.
+Pure CPU work without I/O or clock (except for a template that prints the date, see `render.clock`); safe to call from
+several threads. Only the client's own faults are errors: when a template or tokenizer fails, or the prompt depends on
+something that only the engine knows, the request is matched exactly up to that point, or as text, and `Prompt.note`
+says why.
 """
 
 from __future__ import annotations
@@ -63,26 +63,26 @@ from .tokens.tiktoken_files import TiktokenReadings
 from .tokens.tiktoken_program import with_sorted_keys
 from .tokens.tokenizer import Tokenizer, TooLong
 
-# A body larger than this is prepared off the event loop without a try; a smaller one may turn out to take long, too
-# (offload.py). Prose never seen before costs about 9 us per kB on a 2-core cloud machine with Qwen3's template and
-# tokenizer (tokens 3.7, hashes 2, JSON 0.7); of a long conversation most is known, and 32 kB of it take 115.
+# A larger body is never tried on the event loop; a smaller one may also turn out to take long (offload.py). Prose never
+# seen before costs about 9 us per kB on a 2-core cloud machine with Qwen3's template and tokenizer (tokens 3.7, hashes
+# 2, JSON 0.7); most of a long conversation is known, and 32 kB of it take 115 us.
 OFFLOAD_BYTES = 40 * 1024
-# Those that prepare long prompts. Each has a cache of the tokenizer's own, 30 MB, and competes with the event loop for
-# the interpreter; a second one, since a prompt of a million tokens takes 50 ms, without fastokens seconds.
+# Threads for long prompts. Each has a tokenizer cache of 30 MB and competes with the event loop for the interpreter;
+# there are two because a prompt of a million tokens takes 50 ms, or seconds without fastokens.
 OFFLOAD_THREADS = 2
-# How long such a thread may go on when the event loop wants the interpreter (Python's default: 5 ms). The longest that
-# it does in one piece in 100,000 tokens is 0.4 ms, reading the JSON.
+# How long such a thread may hold the interpreter when the event loop wants it (Python's default: 5 ms). Its longest
+# uninterrupted step for 100,000 tokens is 0.4 ms, reading the JSON.
 SWITCH_SECONDS = 0.0005
-Refusal = Callable[[Mapping[str, Any]], ApiError | None]  # why a request is refused for what its JSON object says
+Refusal = Callable[[Mapping[str, Any]], ApiError | None]  # returns the error for a JSON object that is to be refused
 PREFIX_BYTES = 256 * 1024 * 1024
 _LONGEST_NOTE = 500
 
-# What agents change from turn to turn in what they send once more.
+# Parts of repeated messages that agents change from turn to turn.
 _OF_A_TURN = (b'"cache_control"', BILLING_HEADER.encode())
 _CONVERSATIONS = frozenset({CHAT, RESPONSES, MESSAGES})
 
 
-# Numbers for the ways in which prompts are made, which no two pipelines of a process share.
+# Numbers for ways of making prompts, unique in the process.
 _ways_so_far = counting(1)
 
 
@@ -90,11 +90,11 @@ _NONE_FOUND = Differences()
 
 
 class _Inexact(Exception):
-    """The engine may make other tokens of this text than the gateway."""
+    """Raised for a text that the engine may tokenize differently."""
 
 
 class _Loaded(NamedTuple):
-    """One way of reading the tokenizer's files, and what follows from it."""
+    """One way of reading the tokenizer's files, with all that depends on it."""
 
     reading: Reading
     tokenizer: Tokenizer
@@ -106,15 +106,15 @@ class _Loaded(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """How an engine reads the tokenizer's files."""
+    """The way in which an engine reads the tokenizer's files."""
 
     how: str
-    differs: str = ""  # why it is in no way that is known here
+    differs: str = ""  # why no way known here gives the engine's tokens, or ""
     loaded: _Loaded | None = None  # None: the way that is in use
 
 
 class Pipeline:
-    """Prepares requests for one model."""
+    """A preparer of requests for one model."""
 
     def __init__(
         self,
@@ -126,15 +126,17 @@ class Pipeline:
         max_model_len: int | None = None,
         prefix_bytes: int = PREFIX_BYTES,
     ) -> None:
-        """`model_dir` None: there is no tokenizer, prompts are matched as text ("text" mode).
+        """Load the model's files. Raises ModelError or TokenizerError.
 
-        `max_model_len` is the engine's context length in tokens (None: not checked); it may be
-        set later, as the engine tells it. Raises ModelError or TokenizerError.
+        `model_dir` None: there is no tokenizer, and prompts are matched as text ("text" mode). `served_name`: the
+        model's name in block hashes; `block_size`: tokens per block; `chat_template`: a file that replaces the model's
+        own; `max_model_len`: the engine's context length in tokens (None: not checked), which may be set later, when
+        the engine reports it; `prefix_bytes`: memory for known prefixes.
         """
         self.served_name = served_name
         self._block_size = block_size
-        self.looks_ahead = 0  # how many tokens behind a block are part of its name, as its engines name it
-        self._seeds: dict[str | None, int] = {}  # of chains without a salt, by adapter
+        self.looks_ahead = 0  # tokens after a block that are part of its hash, as its engines hash it
+        self._seeds: dict[str | None, int] = {}  # the seeds of hash chains without a salt, by adapter
         self.tokenizer: Tokenizer | None = None
         self.max_model_len = max_model_len
         self.prefixes: Prefixes | None = None
@@ -142,25 +144,25 @@ class Pipeline:
         self.template_error = ""  # why there is no chat template that can be rendered
         self._quirks = NEWEST
         self._habits = Habits(True, "low")
-        self.clock = Clock()  # what its engines' clocks show
+        self.clock = Clock()  # the clock of its engines
         self.reading: Reading | None = None  # how the model's tokenizer files are read
         self._readings: Readings | TiktokenReadings | TekkenReadings | None = None
         self._sorts_tools = False  # a template gets tools with their keys in alphabetical order
-        self._doubt = ""  # why the files do not tell how the engine reads them
+        self._doubt = ""  # why the files do not determine how the engine reads them, or ""
         self._confirmed = False  # an engine has made the same ids of the fixed texts
-        self._differences = _NONE_FOUND  # of engines' tokens from the gateway's
-        self._certain = True  # nothing is known that would keep a prompt from being exact
+        self._differences = _NONE_FOUND  # between the engines' tokens and the gateway's
+        self._certain = True  # no known reason makes any prompt inexact
         self._prefix_bytes = prefix_bytes
         self._files: LoadedModel | None = None
         self._cuts: frozenset[str] = frozenset()
         self._template_given = chat_template is not None
-        self._as_received = False  # messages are written as they were received
-        self._makes_tokens = False  # whatever a request says of special tokens
-        self._lead: bytes | None = None  # special tokens before a text, if there are none behind it
-        self.made_by = 0  # another number whenever ids may be made in another way than before
+        self._as_received = False  # a program gets messages unchanged, see `Program`
+        self._makes_tokens = False  # a program writes all special tokens, see `Program`
+        self._lead: bytes | None = None  # special tokens before a text, or None if some follow it
+        self.made_by = 0  # changes whenever ids may be made differently from before
         self.media = Media()
         self.config: dict[str, Any] = {}  # the model's config.json
-        self.space = 0  # the number of those replicas whose tokens and blocks are these
+        self.space = 0  # the number of the variant: replicas with equal tokens and blocks share it
         if model_dir is not None:
             self._load(model_dir, chat_template)
 
@@ -185,7 +187,7 @@ class Pipeline:
         self._settle()
 
     def _loaded(self, reading: Reading) -> _Loaded:
-        """All that depends on the tokenizer: up to a second of work, which may be done in a thread."""
+        """Return all that depends on the tokenizer; takes up to a second, and may run in a thread."""
         tokenizer = Tokenizer(self._files.directory, reading=reading)
         before, after = tokenizer.added_around()
         lead = None if after else tokenizer.encode("x", special=True)[: 4 * before]
@@ -200,7 +202,7 @@ class Pipeline:
         self._make_renderers()
 
     def fixed_texts(self) -> list[str]:
-        """The texts by which an engine's tokenizer is compared with this one; none where there is none."""
+        """Return the texts by which an engine's tokenizer is compared with this one, [] without a tokenizer."""
         return (
             fixed_texts(self.tokenizer, self.reading.special_tokens, self._readings.mentioned)
             if self.tokenizer is not None
@@ -208,9 +210,9 @@ class Pipeline:
         )
 
     def judge(self, answers: Sequence[Answer]) -> Verdict:
-        """Hold an engine's ids of the fixed texts against every way of reading the tokenizer's files.
+        """Compare an engine's ids of the fixed texts with every way of reading the tokenizer's files.
 
-        Changes nothing, and may take seconds: meant for a thread. `adopt` makes use of what it finds.
+        Changes nothing, and may take seconds, so it should run in a thread. `adopt` applies the verdict.
         """
         why = difference(self.tokenizer, answers)
         if not why:
@@ -224,12 +226,12 @@ class Pipeline:
         return Verdict(self.reading.how, f"the engine makes other tokens: {why}")
 
     def likeliest(self) -> Verdict:
-        """The way of engines of the version that is followed. May take seconds."""
+        """Return the likeliest way for engines of the present version. May take seconds."""
         reading, _ = self._readings.likeliest(self._quirks.transformers)
         return self._verdict(reading)
 
     def read_as(self, how: str) -> Verdict:
-        """What `judge` has found, once it was put aside. May take seconds."""
+        """Return the verdict for the way with this name, as an earlier `judge` found it. May take seconds."""
         if self.reading is None or how == self.reading.how:
             return Verdict(how)
         return self._verdict(next((one for one in self._readings.all() if one.how == how), None), how)
@@ -244,7 +246,7 @@ class Pipeline:
             self._readings.let_go()
 
     def adopt(self, verdict: Verdict, confirmed: bool, differences: Differences = _NONE_FOUND) -> None:
-        """Read the tokenizer's files in that way from now on. `confirmed`: an engine does so."""
+        """Read the tokenizer's files in that way from now on. `confirmed`: an engine was seen to do so."""
         if verdict.loaded is not None and verdict.loaded.reading != self.reading:
             self._enter(verdict.loaded)
         in_use = self.reading is not None and self.reading.how == verdict.how  # it may have changed since it was judged
@@ -254,7 +256,7 @@ class Pipeline:
             self._weigh()
 
     def differ(self, differences: Differences) -> None:
-        """Where engines' tokens are not the gateway's; nowhere else, from now on."""
+        """Replace the known differences between the engines' tokens and the gateway's."""
         self._differences, self.clock.zones = differences, differences.zones
         self._settle()
 
@@ -272,7 +274,7 @@ class Pipeline:
         )
 
     def inexact(self, model: str = "") -> str:
-        """Why a text of this model cannot be turned into the engine's tokens with certainty, or ""."""
+        """Return why the tokens of a text for this model are uncertain, or ""."""
         return _of_model(self._differences.texts, model) or (
             ""
             if self._confirmed or not self._doubt
@@ -280,7 +282,7 @@ class Pipeline:
         )
 
     def inexact_chat(self, model: str = "") -> str:
-        """Why a conversation with this model cannot be, or ""."""
+        """Return why the tokens of a conversation with this model are uncertain, or ""."""
         if why := self.inexact(model) or _of_model(self._differences.chats, model):
             return why
         if self._quirks.chats_known is False:
@@ -290,7 +292,7 @@ class Pipeline:
         return ""
 
     def unfollowed(self, request: dict[str, Any]) -> str:
-        """Why a body is not exact whose model's prompts may be, or ""."""
+        """Return why this body is inexact although the model's prompts may be exact, or ""."""
         given = self._given(request)
         return f"the engine reads {', '.join(sorted(given))} in another way than is followed here" if given else ""
 
@@ -299,7 +301,10 @@ class Pipeline:
         return {name: request[name] for name in names if request[name] is not None}
 
     def _must_be_exact(self, prompt: Prompt, request: dict[str, Any], is_chat: bool, is_text: bool = True) -> None:
-        """Raises _Inexact. `is_text`: the tokens are to be made here; else they came with the request."""
+        """Raise _Inexact if the prompt's tokens are uncertain.
+
+        `is_text`: the tokens are to be made here; else they came with the request.
+        """
         why = self.unfollowed(request)
         if is_text and not why:
             why = self.inexact_chat(prompt.model) if is_chat else self.inexact(prompt.model)
@@ -328,11 +333,11 @@ class Pipeline:
         others = [source for name, source in files.templates.items() if name == "tool_use" or files.program is not None]
         self._habits = habits(templates.get("default"), others, self._template_given)
         self.renderers = renderers
-        self.made_by = next(_ways_so_far)  # last: what a thread began before has an older number
+        self.made_by = next(_ways_so_far)  # last, so that prompts begun before have an older number
 
     @property
     def max_model_len(self) -> int | None:
-        """The engine's context in tokens, None where it is not known. May be set when the engine tells."""
+        """The engine's context length in tokens, None where it is not known. May be set when the engine reports it."""
         return self._max_model_len
 
     @max_model_len.setter
@@ -342,29 +347,29 @@ class Pipeline:
             self.tokenizer.bound(tokens)
 
     def bound_prefixes(self, budget_bytes: int) -> None:
-        """What may be remembered of known prefixes, where pipelines share a budget."""
+        """Set the memory for known prefixes, where pipelines share a budget."""
         self._prefix_bytes = budget_bytes
         if self.prefixes is not None:
             self.prefixes.bound(budget_bytes)
 
     @property
     def tokenizes_chats(self) -> bool:
-        """Whether /tokenize of its engines writes chats as they are computed."""
+        """Whether the engines' /tokenize renders chats as inference does."""
         return self._quirks.tokenizes_all or not self._as_received
 
     @property
     def template_exceeds(self) -> str:
-        """Why a chat template's rendering was ended early, if it ever was."""
+        """Why the last rendering of a chat template was ended early, or ""."""
         return next((one.template.exceeds for one in self.renderers.values() if one.template.exceeds), "")
 
     @property
     def prints_date(self) -> bool:
-        """Whether conversations hold the engine's date, in some cases at least."""
+        """Whether conversations contain the engine's date, at least in some cases."""
         return any(one.template.prints_date for one in self.renderers.values())
 
     @property
     def must_be_shown(self) -> bool:
-        """Whether an engine's chats have to be shown to be the gateway's before they are exact."""
+        """Whether chats are exact only once an engine's ids for the fixed chats equal the gateway's."""
         program = self._files.program if self._files is not None else None
         return self._quirks.chats_known is None or (program is not None and program.to_be_shown)
 
@@ -375,7 +380,7 @@ class Pipeline:
 
     @property
     def block_size(self) -> int:
-        """Tokens per block. May be set when the engine tells another; what is known of prefixes is dropped then."""
+        """The tokens per block. Setting another size, when the engine reports one, drops the known prefixes."""
         return self._block_size
 
     @block_size.setter
@@ -387,10 +392,11 @@ class Pipeline:
                 self.prefixes.resize(size)
 
     def follow(self, told: Mapping[str, Any], at_once: bool = True) -> None:
-        """Make prompts the way that the engine's version does, by what its dialect tells of that (`VersionQuirks.of`).
+        """Make prompts as the engine's version does.
 
-        Where such an engine reads the tokenizer's files in another way than they were read so far, they are read again,
-        which may take seconds; or, unless `at_once`, prompts are matched as text until `adopt` is called.
+        `told`: the quirks of that version, as its dialect gives them to `VersionQuirks.of`. If such an engine reads the
+        tokenizer's files differently, they are read again, which may take seconds; or, unless `at_once`, prompts are
+        matched as text until `adopt` is called.
         """
         found = VersionQuirks.of(told)
         if found != self._quirks:
@@ -415,10 +421,11 @@ class Pipeline:
         adapters: Collection[str] = (),
         refusal: Refusal | None = None,
     ) -> Prompt:
-        """One request -> Prompt. `path` is one of PROMPT_PATHS; `headers` have lower-case names; `adapters` are the
-        LoRA names served.
+        """Return the Prompt of one request.
 
-        Raises ApiError for the client's faults only, and what `refusal` returns; TakesLong where `event_loop` holds.
+        `path` is one of PROMPT_PATHS; `headers` have lower-case names; `adapters` are the LoRA names served; `refusal`
+        may return an error for the parsed body. Raises ApiError for the client's faults, the error that `refusal`
+        returns, and TakesLong where `event_loop` holds.
         """
         request, unusual = parse(body, self._max_model_len or UNKNOWN_CONTEXT)
         if refusal is not None and (error := refusal(request)) is not None:
@@ -434,10 +441,13 @@ class Pipeline:
         headers: Mapping[str, str] | None,
         adapters: Collection[str],
     ) -> Prompt:
-        """As `prepare`, where `parse` has read the body already. Leaves `request` as it is."""
+        """Return the Prompt of a request that `parse` has read. See `prepare`; leaves `request` unchanged.
+
+        `unusual`: the note that `parse` returned.
+        """
         made_by, limit = self.made_by, self._max_model_len
         alike = self._quirks.refuses_alike
-        # Beside such rules engines do not look at the limit of an answer: they cut it to what the context leaves.
+        # With such rules engines accept any output limit and reduce it to what the context leaves.
         clamps = (self._as_received and path in _CONVERSATIONS) or not alike
         prompt = read_options(path, request, headers, adapters, None if clamps else limit)
         if clamps and limit is not None and (prompt.max_tokens or 0) > limit:
@@ -478,7 +488,7 @@ class Pipeline:
             if not alike or prompt.doubted:
                 return self._as_text(prompt, request, f"at least {error.tokens} tokens, more than its context")
             raise self._too_long(path, f"at least {error.tokens}") from None
-        except Exception as error:  # templates are foreign programs: any failure is theirs
+        except Exception as error:  # a template, or the tokenizer, may fail in any way
             return self._unlike(prompt, request, body, error)
         if limit is not None and len(prompt.token_ids) > 4 * limit and alike:
             if not prompt.doubted:
@@ -488,14 +498,16 @@ class Pipeline:
         return prompt
 
     def _counted(self, prompt: Prompt, request: dict[str, Any], body: bytes) -> int | None:
-        """Return how many tokens the gateway makes of a body that is matched as text because an engine counted such
-        bodies otherwise; None where it makes none. Equal counts end that."""
+        """Return the gateway's token count of a body that is matched as text because an engine's count differed.
+
+        The engine counted this or a similar body. None where the gateway cannot count it. Equal counts end the doubt.
+        """
         trial = replace(prompt)
         try:
             self._fill(trial, request, body)
         except TakesLong:
             raise
-        except Exception:  # whatever is wrong with it is for the engine to say
+        except Exception:  # any fault is left to the engine to report
             return None
         return trial.tokens if trial.mode in ("exact", "media") else None
 
@@ -539,7 +551,7 @@ class Pipeline:
             prompt.features = (TOOLS, *roles) if request.get("tools") else roles
 
     def _ids_or_doubt(self, prompt: Prompt, request: dict[str, Any]) -> bytes | None:
-        """The ids that a conversation came with, None where it has none. Raises _Inexact."""
+        """Return the ids that a conversation came with, or None. Raises _Inexact."""
         field, chat = self._quirks.ids_field, prompt.path == CHAT
         given = request.get(field) if chat and field else None
         if given == []:
@@ -552,14 +564,16 @@ class Pipeline:
         return ids
 
     def made(self, path: str, body: bytes, day: date | None = None) -> list[int]:
-        """The ids that this conversation has here, whatever engines make of it; [] where there are none. `day`: on
-        which it is written; None: today, as the engines have it."""
+        """Return the ids that this conversation has here, whatever engines make of it, or [] where there are none.
+
+        `day`: the date for the template; None: today, by the engines' clocks.
+        """
         request, unusual = parse(body)
         prompt = read_options(path, request, None, (), None)
         try:
             if not unusual and self.tokenizer is not None:
                 self._conversation(prompt, request, body, 0, None, day)
-        except Exception:  # whatever is wrong with it or with the template
+        except Exception:  # any fault of the request or of the template
             return []
         return memoryview(prompt.token_ids).cast("I").tolist() if prompt.mode == "exact" else []
 
@@ -572,7 +586,11 @@ class Pipeline:
         ids: bytes | None,
         day: date | None = None,
     ) -> tuple[str, ...] | None:
-        """Returns the roles, where messages have nothing else but a text each. `ids`: those that it came with."""
+        """Fill the prompt of a conversation.
+
+        Returns the roles if each message consists of a role and a text. `ids`: those that it came with, or None; `day`:
+        see `made`.
+        """
         as_received = self._as_received
         if ids is None and "kv_transfer_params" in request and not (as_received and prompt.path == RESPONSES):
             ids = forwarded_ids(request, self._quirks.forwards_past_media)
@@ -621,7 +639,7 @@ class Pipeline:
         return chat.roles if chat is not None else None
 
     def _chat_as_received(self, path: str, request: dict[str, Any]) -> Chat:
-        """Where the engine hands messages to its rules as they are, and reads few other fields."""
+        """Return the chat for an engine that passes messages unchanged to its own rules, and reads few other fields."""
         if path == RESPONSES:
             return from_items(request)
         if path == EMBEDDINGS:
@@ -662,7 +680,7 @@ class Pipeline:
         return self.takes_media and self._renderer(chat).is_certain()
 
     def _before_the_date(self, prompt: Prompt, chat: Chat, exact: str, seed: int) -> None:
-        """A conversation that is not certain from where the template prints the date or the time."""
+        """Fill the prompt of a conversation that is uncertain from the template's date or time on."""
         if self._renderer(chat).template.prints_time:
             # What follows the time differs in each prompt, so no replica holds it and it gets no block hashes.
             self._known_before(prompt, chat, exact, b"", seed)
@@ -674,17 +692,17 @@ class Pipeline:
         prompt.note = f"exact up to the date that the template prints, by text from there on: {why}"[:_LONGEST_NOTE]
 
     def _begin(self, prompt: Prompt, chat: Chat, request: dict[str, Any], unknown: Unknown, seed: int) -> None:
-        """A conversation of which only the beginning is known: what follows has names made of its text."""
+        """Fill the prompt of a conversation whose beginning alone is known; blocks after it are named by their text."""
         renderer, known, exact = self._renderer(chat), unknown.known, ""
         of_rest = chat.rest if chat.unknown is not None else ()
         while known and not may_cut(request):
             try:
                 exact = renderer.known_beginning(chat, known, [*chat.messages[known:], *of_rest])
                 break
-            except Unknown as earlier:  # images, say
+            except Unknown as earlier:  # for example images
                 known = min(earlier.known, known - 1)
         if not exact:
-            # Raised itself it would be part of a cycle with this frame, which keeps the body until a collection.
+            # A copy: raised itself it would form a cycle with this frame, which keeps the body until a collection.
             raise type(unknown)(*unknown.args)
         text = _written([*chat.messages[known:], *of_rest])
         prompt.note = f"exact up to message {known}, by text from there on: {_said(unknown)}"[:_LONGEST_NOTE]
@@ -693,7 +711,7 @@ class Pipeline:
         self._known_before(prompt, chat, exact, text, seed)
 
     def _known_before(self, prompt: Prompt, chat: Chat, exact: str, text: bytes, seed: int) -> None:
-        """A prompt that begins with `exact`; `text` names the blocks behind that, if it is not empty."""
+        """Fill a prompt that begins with `exact`; `text`, unless it is empty, names the blocks after that."""
         lead = self.tokenizer.encode("x", special=True)[: 4 * self.tokenizer.added_around()[0]] if chat.special else b""
         ids, hashes, chars = self._renderer(chat).cut_tokens(seed, exact, lead)
         if self.looks_ahead:
@@ -705,7 +723,7 @@ class Pipeline:
         prompt.tokens, prompt.rendered_chars = (len(ids) + len(text)) // 4, chars + len(text)
 
     def _plain_prompt(self, prompt: Prompt, request: dict[str, Any], seed: int) -> None:
-        """`/v1/completions` and `/v1/embeddings`: one text or list of ids, or several of either."""
+        """Fill the prompt of `/v1/completions` or `/v1/embeddings`: one text or list of ids, or several of either."""
         key = "prompt" if prompt.path == COMPLETIONS else "input"
         if request.get("suffix") is not None or request.get("prompt_embeds") is not None:
             raise Unroutable("a prompt that the engine completes itself")
@@ -735,7 +753,8 @@ class Pipeline:
         prompt.tokens = sum(map(len, ids)) // 4
         prompt.hashes = self._hashed(prompt.token_ids, seed)
         if len(ids) > 1:
-            # `tokens` is of all, so who holds the longest as a whole would be taken to hold its last token's block too.
+            # `tokens` is the sum over all prompts; without this a replica that holds the longest one completely would
+            # be credited with the block of its last token.
             prompt.hashes = prompt.hashes[: (len(prompt.token_ids) // 4 - 1) // self.block_size]
             prompt.copies = prompt.n * len(ids) if all(one == ids[0] for one in ids) else 0
 
@@ -743,10 +762,10 @@ class Pipeline:
         return array("Q", hash_blocks(ids, self.block_size, seed))
 
     def _truncated(self, ids: bytes, keep: Any, request: dict[str, Any], prompt: Prompt, special: bool) -> bytes:
-        """`truncate_prompt_tokens`: that many tokens, -1 for all that leave room for output.
+        """Apply `truncate_prompt_tokens`: keep that many tokens, or with -1 all that leave room for output.
 
-        vLLM cuts on the left (embeddings: on the right) unless `truncation_side` says otherwise; when it
-        says nothing, the tokenizer does the cutting and the special tokens it adds (`special`) stay.
+        vLLM cuts on the left (embeddings: on the right) unless `truncation_side` says otherwise; without that field,
+        the tokenizer does the cutting and the special tokens that it adds (`special`) stay.
         """
         given = request.get("truncation_side")
         keep = integer(keep)
@@ -770,7 +789,7 @@ class Pipeline:
         return ids[:start] + (ids[end - kept : end] if left else ids[start : start + kept]) + ids[end:]
 
     def _room(self, prompt: Prompt) -> int:
-        """Tokens that truncation to the context length leaves for the output."""
+        """Return the tokens that truncation to the context length leaves for the output."""
         if prompt.path == EMBEDDINGS:
             return 0
         wanted = prompt.max_tokens
@@ -779,13 +798,13 @@ class Pipeline:
         return wanted if self._quirks.truncates_to_output else min(1, wanted)
 
     def _as_text(self, prompt: Prompt, request: dict[str, Any], why: str) -> Prompt:
-        """No tokens to go by: 4 bytes of text stand for a token, under a seed that no real token chain has."""
+        """Match a request as text: 4 bytes stand for a token, under a seed that no real token chain has."""
         refuse_deep_arguments(request)
         said = request.get("messages", request.get("prompt", request.get("input", "")))
         head = [request.get("system"), request.get("instructions"), request.get("tools")]
         text = said.encode() if isinstance(said, str) and not any(head) else _written([head, said])
         salt, given = request.get("cache_salt"), self._given(request)
-        if given:  # it may name the blocks
+        if given:  # these fields may change the names of blocks
             salt = _dumped([salt, sorted(given.items())]).decode()
         seed = chain_seed("text:" + self.served_name, self.block_size, prompt.adapter, salt)
         prompt.mode, prompt.note = "text", why
@@ -795,9 +814,9 @@ class Pipeline:
         return prompt
 
     def _unlike(self, prompt: Prompt, request: dict[str, Any], body: bytes, error: Exception) -> Prompt:
-        """Match a request as text because the engine makes other tokens of it than this gateway would.
+        """Match a request as text because its tokens are not known here.
 
-        A request that cannot be written as text is routed by load, and counted as a token for each 4 bytes of body.
+        A request that cannot be written as text is routed by load, and counts as a token for each 4 bytes of body.
         """
         note = _said(error)[:_LONGEST_NOTE]
         prompt.token_ids, prompt.declined = b"", True
@@ -821,8 +840,10 @@ def _said(error: Exception) -> str:
 
 
 def _written(said: Any) -> bytes:
-    """A part of a request as text, without where an agent wants the cache to end and its line with a checksum of the
-    whole: both are elsewhere, or others, in the next turn."""
+    """Return a part of a request as text, without what agents change in each turn.
+
+    These are the marks of where the cache is to end, which move, and the attribution line, whose checksum changes.
+    """
     text = _dumped(said)
     return _dumped(_kept(said)) if any(one in text for one in _OF_A_TURN) else text
 
@@ -843,6 +864,6 @@ def _kept(said: Any) -> Any:
 
 
 def _is_header(part: Any) -> bool:
-    """Whether a part is the line of an agent's that engines drop. Clients send anything for a text."""
+    """Return whether a part is the attribution line that engines drop. Parts may be any JSON."""
     text = part.get("text") if type(part) is dict else None
     return type(text) is str and not is_plain(text)

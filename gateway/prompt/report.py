@@ -1,8 +1,8 @@
-"""What a chat template means for the cache: said once by `hitherto doctor`, not found out from hit rates.
+"""The effect of a chat template on the prefix cache, for `hitherto doctor`.
 
-An engine's cache is used as far as a prompt repeats the one before. A template that rewrites
-earlier turns (drops old reasoning, moves the system prompt, prints the date) ends that early, on
-any router. And how the gateway renders it (compiled or by Jinja) is what a request costs here.
+An engine's cache is used as far as a prompt repeats the one before. A template that rewrites earlier turns (drops old
+reasoning, moves the system prompt, prints the date) ends that early, whatever the router. And how the gateway renders
+it (compiled or by Jinja) determines what a request costs here.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _CALL = {"id": "call00001", "function": {"arguments": '{"word": "hitherto"}', "n
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """How much of a first turn's prompt the second turn repeats, in tokens."""
+    """The tokens of a first turn's prompt that the second turn's prompt repeats."""
 
     what: str  # "plain", "with reasoning", "with tools"
     kept: int
@@ -36,17 +36,20 @@ class Turn:
 
     @property
     def extends(self) -> bool:
+        """Whether the second turn's prompt begins with the whole first one."""
         return self.kept == self.total
 
 
 @dataclass(frozen=True, slots=True)
 class TemplateReport:
+    """The results of probing a chat template."""
+
     turns: list[Turn]  # kinds of conversation the template refuses are left out
     prints_date: bool  # prompts change at midnight
     prints_time: bool  # some change more often
     refused: str  # why a plain conversation can't be rendered, or ""
     not_compiled: str  # why plans can't be made, or ""
-    cuts: int  # added tokens at which known prefixes may end; 0: nothing is reused
+    cuts: int  # number of added tokens at which known prefixes may end; 0: nothing is reused
 
 
 def template_report(pipeline: Pipeline) -> TemplateReport:
@@ -58,7 +61,7 @@ def template_report(pipeline: Pipeline) -> TemplateReport:
     for what, first, second, tools in _probes():
         try:
             before, after = (pipeline.tokenizer.encode(_text(renderer, talk, tools)) for talk in (first, second))
-        except Exception as error:  # the template may fail in any way on what it was not made for
+        except Exception as error:  # the template may fail in any way on an unexpected conversation
             if what == "plain":
                 refused = error.message if isinstance(error, ApiError) else str(error)
             continue
@@ -99,7 +102,10 @@ def _text(renderer: Renderer, talk: list[Any], tools: list[Any] | None) -> str:
 
 
 def _common(before: bytes, after: bytes) -> int:
-    """Tokens at the start of both. The generation prompt at the end of `before` counts: the answer follows it."""
+    """Return the number of leading tokens that both have.
+
+    The generation prompt at the end of `before` counts: the answer follows it.
+    """
     for i in range(0, len(before), 4):
         if before[i : i + 4] != after[i : i + 4]:
             return i // 4
